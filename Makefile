@@ -1,0 +1,41 @@
+PYTHON ?= python3.11
+BIN := .venv/bin
+STAMP := .venv/installed
+TORCH := torch==2.13.0
+# Where PyTorch's own CPU builds are; the plain ones bring gigabytes of CUDA libraries. Empty on a machine with a GPU.
+TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help venv train test test-full lint clean
+
+help: ## list the targets
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+
+venv: $(STAMP) ## set up .venv with everything pinned
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	@url=$(TORCH_INDEX); extra=; \
+	if [ -n "$$url" ] && $(BIN)/python -c "import urllib.request as r; r.urlopen('$$url/torch/', timeout=10)" 2>/dev/null; \
+	then extra="--extra-index-url $$url"; fi; \
+	set -x; $(BIN)/pip install -c constraints.txt $$extra $(TORCH)
+	$(BIN)/pip install -c constraints.txt -e .[dev]
+	touch $@
+
+train: $(STAMP) ## train the default job; make train ARGS="train.steps=20" overrides options
+	$(BIN)/compiler-trainer $(ARGS)
+
+test: $(STAMP) ## run the tests
+	$(BIN)/pytest
+
+test-full: $(STAMP) ## run the tests and the long sweeps
+	$(BIN)/pytest -m "full or not full"
+
+lint: $(STAMP) ## check style and types
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean: ## remove .venv and caches, not runs/
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

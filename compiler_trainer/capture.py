@@ -1,0 +1,96 @@
+"""Capture a plain model and its loss as one global, single-device graph."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.export import export
+from torch.export.graph_signature import InputKind, OutputKind
+
+from compiler_trainer.errors import UserError
+from passes import ir
+from passes.spec import Spec
+from passes.torch_private import FakeTensorMode
+
+LossFn = Callable[[nn.Module, dict[str, Tensor]], Tensor]
+
+
+class _WithLoss(nn.Module):
+    """The model and its loss as one module of positional tensors, named `keys` in the batch."""
+
+    def __init__(self, model: nn.Module, loss_fn: LossFn, keys: tuple[str, ...]):
+        super().__init__()
+        self.model, self.loss_fn, self.keys = model, loss_fn, keys
+
+    def forward(self, *values: Tensor) -> Tensor:
+        return self.loss_fn(self.model, dict(zip(self.keys, values)))
+
+
+def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
+    """The model with fake parameters and buffers on `device`; real or meta weights alike, nothing is copied."""
+    memo: dict[int, object] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        with mode:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+    return copy.deepcopy(model, memo)
+
+
+def capture(model: nn.Module, loss_fn: LossFn, batch: Mapping[str, Tensor], device: torch.device,
+            ) -> tuple[ir.Program, ir.Context]:
+    """The forward and loss of a batch of the given global shapes as a functional ATen graph.
+
+    Inputs are parameters (that require gradients), buffers (everything else the model holds) and the batch;
+    outputs the loss and the new values of buffers the forward changes. Raises UserError naming the batch
+    entry, or what `torch.export` could not follow.
+    """
+    for key, value in batch.items():
+        if not isinstance(value, Tensor):
+            raise UserError(f"batch[{key!r}]", f"is a {type(value).__name__}; every entry must be a tensor")
+    mode = FakeTensorMode()
+    keys = tuple(batch)
+    module = _WithLoss(fake_copy(model, mode, device), loss_fn, keys)
+    with mode:
+        values = tuple(torch.empty(v.shape, dtype=v.dtype, device=device) for v in batch.values())
+    exported = export(module, values, strict=False).run_decompositions({})
+    program = _to_program(exported, keys, {n for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad})
+    loss = program.results()[[o.kind for o in program.outputs].index("loss")]
+    if ir.example(loss).dim() or not ir.example(loss).is_floating_point():
+        raise UserError("loss_fn", f"returns {tuple(ir.example(loss).shape)} {ir.example(loss).dtype}; must be a scalar")
+    return program, ir.Context(ir.example(loss).fake_mode)  # type: ignore[attr-defined]
+
+
+def _to_program(exported, keys: tuple[str, ...], trainable: set[str]) -> ir.Program:
+    batch = iter(keys)
+    inputs = []
+    nodes = [n for n in exported.graph.nodes if n.op == "placeholder"]
+    for node, spec in zip(nodes, exported.graph_signature.input_specs, strict=True):
+        placement = Spec.whole(tuple(node.meta["val"].shape))
+        if spec.kind is InputKind.USER_INPUT:
+            inputs.append(ir.Input(next(batch), "batch", placement))
+        else:
+            name = spec.target.removeprefix("model.")
+            inputs.append(ir.Input(name, "parameter" if name in trainable else "buffer", placement))
+    outputs = []
+    results = exported.graph.output_node().args[0]
+    for node, spec in zip(results, exported.graph_signature.output_specs, strict=True):
+        placement = Spec.whole(tuple(node.meta["val"].shape))
+        is_loss = spec.kind is OutputKind.USER_OUTPUT
+        outputs.append(ir.Output("loss" if is_loss else spec.target.removeprefix("model."),
+                                 "loss" if is_loss else "buffer", placement))
+    for node in exported.graph.nodes:
+        _trim_module_stack(node)
+    module = torch.fx.GraphModule(torch.nn.Module(), exported.graph)
+    return ir.Program(module, tuple(inputs), tuple(outputs), facts=frozenset({"captured"}))
+
+
+def _trim_module_stack(node: torch.fx.Node) -> None:
+    """Module paths as the model knows them, without the wrapper."""
+    stack = node.meta.get("nn_module_stack")
+    if stack:
+        node.meta["nn_module_stack"] = {k: (path.removeprefix("model").removeprefix("."), kind)
+                                        for k, (path, kind) in stack.items() if path}

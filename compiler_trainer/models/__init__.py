@@ -1,0 +1,22 @@
+"""Plain single-device models, their loss and their initial weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from compiler_trainer.models.init import initial_parameters
+from compiler_trainer.models.llama import Llama
+from compiler_trainer.models.loss import IGNORED_LABEL, loss_fn
+
+if TYPE_CHECKING:
+    from compiler_trainer.config import ModelConfig
+
+__all__ = ["IGNORED_LABEL", "Llama", "build", "initial_parameters", "loss_fn"]
+
+
+def build(cfg: ModelConfig) -> Llama:
+    """The model on the meta device, where its parameters take no memory."""
+    with torch.device("meta"):
+        return Llama(cfg)

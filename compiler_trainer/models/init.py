@@ -1,0 +1,39 @@
+"""Initial weights that depend on the seed and on a parameter's own name, never on the mesh or the order of creation."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from compiler_trainer.models.llama import Llama
+
+STD = 0.02
+RESIDUAL_OUTPUTS = ("wo", "w2")
+
+
+def initial_parameters(model: Llama, seed: int, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Name and full initial value, on the CPU, of each parameter in turn."""
+    for name, parameter in model.named_parameters():
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(owner, nn.RMSNorm):
+            yield name, torch.ones(parameter.shape, dtype=dtype)
+        else:
+            std = initial_std(name, model.cfg.n_layers)
+            yield name, init_parameter(name, parameter.shape, std, seed).to(dtype)
+
+
+def initial_std(name: str, n_layers: int) -> float:
+    """0.02, and 0.02 / sqrt(2 n_layers) for the two outputs a layer adds to the residual stream (GPT-2's scheme)."""
+    is_residual_output = name.split(".")[-2] in RESIDUAL_OUTPUTS
+    return STD / math.sqrt(2 * n_layers) if is_residual_output else STD
+
+
+def init_parameter(name: str, shape: torch.Size, std: float, seed: int) -> Tensor:
+    """Normal fp32 tensor of the full logical `shape`, drawn from a generator keyed by `seed` and `name` alone."""
+    key = hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8]
+    generator = torch.Generator().manual_seed(int.from_bytes(key, "little"))
+    return torch.empty(shape, dtype=torch.float32).normal_(0.0, std, generator=generator)

@@ -1,0 +1,144 @@
+"""The command line: hydra composes the options, `config` checks them, the trainer trains."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import hydra
+import yaml
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from compiler_trainer.config import Config, build, validate
+from compiler_trainer.errors import UserError
+from compiler_trainer.options import not_one_of, unknown
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+RANK = int(os.environ.get("RANK", "0"))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
+INPUT_ERRORS = (UserError, HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError)  # hydra raises the last
+
+
+def main() -> None:
+    """Train as the command line says; exits with 0 when done, 2 on bad input, 1 on anything else."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra then raises its errors, else it prints them and exits with 1
+    ConfigStore.instance().store(name="options", node=dataclasses.asdict(Config()))
+    with tempfile.TemporaryDirectory() as scratch:
+        if RANK != 0:  # hydra makes a sweep's folder on every rank, and clocks may differ
+            sys.argv.append(f"hydra.sweep.dir={scratch}")
+        try:
+            run()
+        except INPUT_ERRORS as error:
+            refuse(error)
+
+
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
+def run(composed: DictConfig) -> None:
+    """Train one composed config, a point of a sweep in its own subfolder."""
+    try:
+        cfg = checked(composed)
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            cfg = in_subfolder(cfg, str(HydraConfig.get().job.num))
+        from compiler_trainer.trainer import train  # here, so that a refused config need not wait for torch
+
+        train(cfg)
+    except UserError as error:
+        refuse(error)
+    except Exception:  # what leaves this function as an exception would be taken for an error in composing
+        traceback.print_exc()
+        sys.exit(1)
+
+
+class CheckSweep(Callback):
+    """Checks every point of a sweep before the first one starts."""
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Exit with 2 if a point is refused."""
+        try:
+            for point in points(config.hydra.overrides.task):
+                overrides = [*config.hydra.overrides.hydra, *point]
+                checked(hydra.compose(config.hydra.job.config_name, overrides))
+        except INPUT_ERRORS as error:
+            refuse(error)
+
+
+def points(overrides: list[str]) -> Iterator[tuple[str, ...]]:
+    """Overrides of each point of a sweep over lists; of ranges that a sweeper searches, none is known beforehand."""
+    choices: list[list[str]] = []
+    parser = OverridesParser.create(GlobalHydra.instance().config_loader())
+    for override in parser.parse_overrides(list(overrides)):
+        if not override.is_sweep_override():
+            choices.append([str(override.input_line)])
+        elif override.is_discrete_sweep():
+            choices.append([f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()])
+        else:
+            return iter(())
+    return itertools.product(*choices)
+
+
+def checked(composed: DictConfig) -> Config:
+    """The typed config, resolved for the ranks that are running; raises UserError."""
+    try:
+        options = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise user_error(error) from error
+    return validate(build(Config, options), WORLD_SIZE)
+
+
+def in_subfolder(cfg: Config, name: str) -> Config:
+    """`cfg` with its run folder `name` inside the stated one."""
+    return dataclasses.replace(cfg, run=dataclasses.replace(cfg.run, dir=str(Path(cfg.run.dir, name))))
+
+
+def user_error(error: Exception) -> UserError:
+    """What hydra or omegaconf refused, in one line that names the option and the nearest valid name."""
+    if isinstance(error, OverrideParseException):
+        return UserError(error.override, one_line(error))
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
+        group, _, choice = error.missing_cfg_file.rpartition("/")
+        return UserError(group, not_one_of(error.options, choice))
+    cause = error.__cause__ or error
+    if not isinstance(cause, OmegaConfBaseException):
+        return UserError("config", one_line(error))
+    if isinstance(cause, ConfigAttributeError | ConfigKeyError) and cause.full_key:
+        group, _, key = cause.full_key.rpartition(".")
+        return UserError(cause.full_key, unknown(key, names_in(group)))
+    return UserError(cause.full_key or "config", str(cause).partition("\n")[0])
+
+
+def names_in(group: str) -> list[str]:
+    """Names of the options in a dotted group, none if there is no such group; all groups' for an empty name."""
+    options = OmegaConf.create(dataclasses.asdict(Config()))
+    found = OmegaConf.select(options, group) if group else options
+    return [str(name) for name in found] if OmegaConf.is_dict(found) else []
+
+
+def one_line(error: Exception) -> str:
+    """The message of an error on a single line."""
+    return " ".join(str(error).split())
+
+
+def refuse(error: Exception) -> NoReturn:
+    """Say on rank 0 what is wrong with the input, and exit with 2."""
+    if RANK == 0:
+        print(f"error: {error if isinstance(error, UserError) else user_error(error)}", file=sys.stderr)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

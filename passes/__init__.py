@@ -1,0 +1,1 @@
+"""The compiler: graph passes over a captured training program (torch and itself only)."""

@@ -1,0 +1,42 @@
+"""Write the boundary operators as functional collectives of the axis-named groups.
+
+    psum(x, "tp")   ->   wait_tensor(all_reduce(x, "sum", "tp"))
+
+The definitions are those of `passes.boundary`. After this pass no boundary operator is left.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from passes import ir
+from passes.boundary import EXPANSIONS
+from passes.rewrite import inline
+
+
+def _contiguous(body: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The definition with the memory layout that the operator promised: contiguous."""
+    return lambda *args: body(*args).contiguous()
+
+
+@dataclass(frozen=True)
+class Expand:
+    """Replace every boundary operator by its collectives."""
+
+    name: str = "collectives"
+    requires: frozenset[str] = frozenset({"local"})
+    establishes: frozenset[str] = frozenset({"collectives"})
+
+    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+        program = program.copy()
+        counts: Counter[str] = Counter()
+        for node in list(program.calls()):
+            if node.target in EXPANSIONS:
+                counts[node.target._opname] += 1
+                inline(node, _contiguous(EXPANSIONS[node.target]), ctx)
+        program.module.recompile()
+        return replace(program, facts=program.facts | self.establishes), ir.Report(dict(counts))

@@ -1,0 +1,101 @@
+"""Forward and backward in one flat graph: autograd, traced over the local forward program.
+
+The boundary operators know their gradients, so the backward communication is derived, not written. Each
+parameter's gradient leaves placed as the dual of the parameter: partial where the parameter varies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx import traceback as fx_traceback
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from passes import ir
+from passes.torch_private import setup_stacktrace_preservation_hooks
+
+
+def differentiate(program: ir.Program, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The program's outputs and the gradient of its loss for each parameter (zeros where it has none)."""
+    leaves = [v.detach().requires_grad_() if i.kind == "parameter" else v for i, v in zip(program.inputs, values)]
+    outputs = fx.Interpreter(program.module).run(*leaves)
+    loss = next(out for out, o in zip(outputs, program.outputs) if o.kind == "loss")
+    setup_stacktrace_preservation_hooks([loss.grad_fn])
+    wanted = [leaf for leaf, i in zip(leaves, program.inputs) if i.kind == "parameter"]
+    gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
+    gradients = [torch.zeros_like(w) if g is None else g for w, g in zip(wanted, gradients)]
+    return *(out.detach() for out in outputs), *gradients
+
+
+def annotate(joint: fx.Graph, forward: fx.Graph, loss: fx.Node) -> None:
+    """Mark nodes behind the loss as backward and give each the origin of the forward node it differentiates."""
+    origins: dict[Any, fx.Node] = {}
+    by_name = {node.name: node for node in forward.nodes}
+    is_backward = False
+    for node in joint.nodes:
+        ir.set_phase(node, "backward" if is_backward else "forward")
+        number = node.meta.get("seq_nr")
+        custom = node.meta.get("custom") or {}
+        if not is_backward and custom.get("node") in by_name:
+            origins[number] = by_name[custom["node"]]
+            old = origins[number]
+            ir.copy_origin(node, old)
+            spec = ir.spec(old)
+            is_result = ir.is_tensor(node) and ir.is_tensor(old) and node.target == old.target
+            ir.set_spec(node, spec if is_result else None)
+        elif is_backward and number in origins:
+            ir.copy_origin(node, origins[number])
+            ir.set_phase(node, "backward")
+        is_backward = is_backward or node is loss
+
+
+@dataclass(frozen=True)
+class Joint:
+    """Add the backward of the loss: outputs gain one gradient a parameter."""
+
+    name: str = "joint"
+    requires: frozenset[str] = frozenset({"local"})
+    establishes: frozenset[str] = frozenset({"joint"})
+
+    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+        forward = program.copy()
+        for node in forward.graph.nodes:
+            node.meta["custom"] = {"node": node.name}
+        values = tuple(ir.example(n) for n in forward.placeholders())
+        with ctx.fake_mode, fx_traceback.preserve_node_meta(), torch.enable_grad():
+            module = make_fx(lambda *v: differentiate(forward, v))(*values)
+        gradients = tuple(ir.Output(i.name, "gradient", i.spec.gradient()) for i in program.inputs if i.kind == "parameter")
+        for node, old in zip((n for n in module.graph.nodes if n.op == "placeholder"), forward.placeholders()):
+            node.meta.update(old.meta)
+            node.name = old.name
+        joint = program.with_graph(module.graph, outputs=program.outputs + gradients,
+                                   facts=program.facts | self.establishes)
+        index = next(k for k, o in enumerate(program.outputs) if o.kind == "loss")
+        annotate(joint.graph, forward.graph, _before_detach(joint.results()[index]))
+        drop_detach(joint.graph)
+        joint.graph.eliminate_dead_code()
+        joint.module.recompile()
+        for node, output in zip(joint.results(), joint.outputs):
+            ir.set_spec(node, output.spec)
+        return joint, ir.Report({"forward": _count(joint, "forward"), "backward": _count(joint, "backward")})
+
+
+def _before_detach(node: fx.Node) -> fx.Node:
+    while node.target is torch.ops.aten.detach.default:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def drop_detach(graph: fx.Graph) -> None:
+    """Once gradients are explicit, `detach` means nothing."""
+    for node in list(graph.nodes):
+        if node.target is torch.ops.aten.detach.default:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def _count(program: ir.Program, phase: str) -> int:
+    return sum(ir.phase(n) == phase for n in program.calls())

@@ -1,0 +1,61 @@
+"""A mesh of ranks with named axes, and where each rank stands in it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+BATCH_AXES = ("dp_replicate", "dp_shard")
+WEIGHT_AXES = ("tp", "ep")  # where weights stay and activations move
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Axis sizes in the order of `AXES`, the first axis outermost: rank = ((pp * P1 + dp_replicate) * P2 + ...)."""
+
+    sizes: tuple[tuple[str, int], ...] = ()
+
+    @staticmethod
+    def of(sizes: dict[str, int]) -> Mesh:
+        """Build a mesh from axis -> size (axes left out have size 1); raises ValueError on an unknown axis or size."""
+        for axis, size in sizes.items():
+            if axis not in AXES:
+                raise ValueError(f"mesh.{axis}: no such axis; the axes are {', '.join(AXES)}")
+            if size < 1:
+                raise ValueError(f"mesh.{axis}: size is {size}, must be at least 1")
+        return Mesh(tuple((axis, sizes[axis]) for axis in AXES if sizes.get(axis, 1) > 1))
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes larger than one, outermost first."""
+        return tuple(axis for axis, _ in self.sizes)
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return math.prod(size for _, size in self.sizes)
+
+    def __getitem__(self, axis: str) -> int:
+        return dict(self.sizes).get(axis, 1)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The coordinate of a rank on each axis larger than one."""
+        coordinates = {}
+        for axis, size in reversed(self.sizes):
+            rank, coordinates[axis] = divmod(rank, size)
+        return dict(reversed(coordinates.items()))
+
+    def groups(self, axis: str) -> list[list[int]]:
+        """The groups of ranks that differ in their coordinate on `axis` only, each ordered by it."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            place = self.coordinates(rank)
+            groups.setdefault(tuple(v for k, v in place.items() if k != axis), []).append(rank)
+        return list(groups.values())
+
+    def __iter__(self):
+        """All coordinates, by rank."""
+        for place in itertools.product(*(range(size) for _, size in self.sizes)):
+            yield dict(zip(self.axes, place))

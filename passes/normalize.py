@@ -1,0 +1,119 @@
+"""Rewrite a captured graph into operators that the rules speak of, before placements are decided.
+
+    cross_entropy_loss(x, y)      ->  cross_entropy_loss(x, y, reduction=sum) / (y != -100).sum()
+    mean(x, [1])                  ->  sum(x, [1]) / 128
+    linear(x, w, b)               ->  linear(x, w) + b
+
+A sum can be partial where a mean cannot: it is divided once, by the logical count, after its reduction.
+Where vocabulary may be sharded, cross-entropy becomes a max, a sum of exponentials and one looked-up
+logit a row, so that the logits are never gathered. Operators without a rule are decomposed level by level;
+one that ends without a rule needs its operands whole, which the shard pass reports.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from passes import ir
+from passes.mesh import WEIGHT_AXES
+from passes.rewrite import inline
+from passes.rules import has_rule, name_of
+from passes.torch_private import decomposition
+
+aten = torch.ops.aten
+MEAN, SUM = 1, 2  # aten's codes for `reduction`
+
+
+def mean(x: Tensor, dim=None, keepdim: bool = False, *, dtype=None) -> Tensor:
+    """A mean as a sum over the logical count."""
+    dims = range(x.dim()) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
+    dims = list(dims)
+    return x.sum(dims, keepdim, dtype=dtype) / math.prod(x.shape[d] for d in dims)
+
+
+def linear_bias(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """A linear layer whose bias is added once the sum is complete."""
+    return F.linear(x, weight) + bias
+
+
+def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta=1, alpha=1) -> Tensor:
+    """addmm whose bias is added once the sum is complete."""
+    product = a @ b if alpha == 1 else alpha * (a @ b)
+    return product + (bias if beta == 1 else beta * bias)
+
+
+def cross_entropy_summed(x: Tensor, y: Tensor, weight=None, reduction: int = MEAN, ignore_index: int = -100,
+                         label_smoothing: float = 0.0) -> Tensor:
+    """Mean cross-entropy over class ids as a sum and a count."""
+    total = aten.cross_entropy_loss.default(x, y, None, SUM, ignore_index, label_smoothing)
+    return total if reduction == SUM else total / (y != ignore_index).sum()
+
+
+def cross_entropy_split(x: Tensor, y: Tensor, weight=None, reduction: int = MEAN, ignore_index: int = -100,
+                        label_smoothing: float = 0.0) -> Tensor:
+    """Cross-entropy of logits[n, c] from a max, a sum and one look-up a row, none of which needs all classes."""
+    keep = y != ignore_index
+    highest = x.detach().amax(-1, keepdim=True)
+    lse = (x - highest).exp().sum(-1).log() + highest.squeeze(-1)
+    target = x.gather(-1, torch.where(keep, y, 0).unsqueeze(-1)).squeeze(-1)
+    total = torch.where(keep, lse - target, 0.0).sum()
+    return total if reduction == SUM else total / keep.sum()
+
+
+def _plain_cross_entropy(node: fx.Node) -> bool:
+    logits, target, *rest = node.args
+    return (ir.example(logits).dim() == 2 and ir.example(target).dim() == 1 and (not rest or rest[0] is None)
+            and (len(rest) < 2 or rest[1] in (MEAN, SUM)) and (len(rest) < 4 or rest[3] == 0.0))
+
+
+def replacement(node: fx.Node, split_vocabulary: bool) -> Any:
+    """The function that the node is to be written as, or None if the rules take it as it is."""
+    name = name_of(node)
+    if name == "mean":
+        return mean
+    if name == "linear" and len(node.args) == 3 and node.args[2] is not None:
+        return linear_bias
+    if name == "addmm":
+        return addmm
+    if name == "cross_entropy_loss" and _plain_cross_entropy(node):
+        done = len(node.args) > 3 and node.args[3] == SUM
+        return cross_entropy_split if split_vocabulary else None if done else cross_entropy_summed
+    if name == "cross_entropy_loss":
+        return node.target.decompose  # type: ignore[union-attr]
+    return None if has_rule(node) else decomposition(node.target)
+
+
+@dataclass(frozen=True)
+class Normalize:
+    """Write means, biases, losses and operators without a rule in operators that have one."""
+
+    name: str = "normalize"
+    requires: frozenset[str] = frozenset({"captured"})
+    establishes: frozenset[str] = frozenset({"normalized"})
+
+    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+        program = program.copy()
+        split = any(axis in program.mesh.axes for axis in WEIGHT_AXES)
+        counts: dict[str, int] = {}
+        queue = list(program.calls())
+        while queue:
+            node = queue.pop(0)
+            if not hasattr(node.target, "_schema"):
+                continue
+            if name_of(node) in ("_assert_tensor_metadata", "_assert_scalar"):
+                node.graph.erase_node(node)
+                continue
+            fn = replacement(node, split)
+            if fn is None:
+                continue
+            counts[name_of(node)] = counts.get(name_of(node), 0) + 1
+            queue = inline(node, fn, ctx) + queue
+        program.graph.eliminate_dead_code()
+        program.module.recompile()
+        return program, ir.Report(counts)

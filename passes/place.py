@@ -1,0 +1,94 @@
+"""Say where the inputs live: the batch on the data axes, parameters by plan, the rest of them by FSDP.
+
+    tokens                 i64[16, 256]    ->  [16@dp_shard, 256]
+    layers.0.wq.weight     f32[256, 256]   ->  [256@tp@dp_shard, 256]
+
+A plan maps parameter-name patterns to the dim that each axis shards: `{"*.wq.weight": {"tp": 0}}`; the
+first match holds. FSDP is nothing but the placement chosen here: a parameter stored in shards on
+`dp_shard` is gathered where it is used, because on that axis activations stay and weights move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+
+from passes import ir
+from passes.mesh import BATCH_AXES, Mesh
+from passes.spec import Dim, Factor, Spec
+
+LABELS = ("batch", "sequence")
+
+
+def place_batch(shape: tuple[int, ...], mesh: Mesh) -> Spec:
+    """A batch tensor: rows over the data axes; its dims are known as batch and sequence."""
+    spec = Spec.whole(shape, LABELS)
+    if not shape or shape[0] == 1:
+        return spec
+    axes = tuple(axis for axis in BATCH_AXES if axis in mesh.axes)
+    return replace(spec, dims=((replace(spec.dims[0][0], axes=axes),), *spec.dims[1:]))
+
+
+def add_axis(dim: Dim, axis: str) -> Dim:
+    """A dim whose major factor is also split over the axis, inside the axes it is on already."""
+    return (replace(dim[0], axes=(*dim[0].axes, axis)), *dim[1:])
+
+
+def fsdp_dim(spec: Spec, shape: tuple[int, ...]) -> int:
+    """The dim that dp_shard splits: the first, unless its shards are blocks (heads), where another has no such cut."""
+    plain = [d for d, dim in enumerate(spec.dims) if len(dim) == 1 and shape[d] > 1]
+    return plain[0] if plain else 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Give every input its placement; `plan` is pattern -> {axis: dim}."""
+
+    plan: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    min_shard_elements: int = 1
+    name: str = "place"
+    requires: frozenset[str] = frozenset({"captured"})
+    establishes: frozenset[str] = frozenset({"placed"})
+
+    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+        unmatched = set(self.plan)
+        inputs = tuple(self.place(given, program.mesh, unmatched) for given in program.inputs)
+        if unmatched:
+            raise ir.CompileError("place", None, f"passes.shard.plan: no parameter is named like "
+                                  f"{', '.join(sorted(unmatched))}")
+        notes = tuple(f"{i.name}: {i.spec}" for i in inputs if i.kind in ("parameter", "batch"))
+        sharded = sum(bool(i.spec.sharded) for i in inputs if i.kind == "parameter")
+        changes = {"parameters_sharded": sharded}
+        program = replace(program, inputs=inputs, facts=program.facts | self.establishes)
+        return program, ir.Report(changes, notes)
+
+    def place(self, given: ir.Input, mesh: Mesh, unmatched: set[str]) -> ir.Input:
+        """One input with its placement."""
+        if given.kind == "batch":
+            return replace(given, spec=place_batch(given.spec.shape, mesh))
+        if given.kind != "parameter":
+            return given
+        spec = Spec.whole(given.spec.shape)
+        pattern = next((p for p in self.plan if fnmatchcase(given.name, p)), None)
+        if pattern is not None:
+            unmatched.discard(pattern)
+            spec = self.apply(given, spec, self.plan[pattern], mesh)
+        size = 1
+        for n in spec.shape:
+            size *= n
+        if "dp_shard" in mesh.axes and spec.shape and size >= self.min_shard_elements and size > 1:
+            d = fsdp_dim(spec, spec.shape)
+            spec = replace(spec, dims=tuple(add_axis(dim, "dp_shard") if i == d else dim for i, dim in enumerate(spec.dims)))
+        return replace(given, spec=spec)
+
+    def apply(self, given: ir.Input, spec: Spec, sharding: Mapping[str, int], mesh: Mesh) -> Spec:
+        """The plan's axes on the parameter's dims."""
+        for axis, dim in sharding.items():
+            if not -len(spec.shape) <= dim < len(spec.shape):
+                raise ir.CompileError("place", None, f"passes.shard.plan: {given.name} has shape {spec.shape}, "
+                                      f"no dim {dim} to shard on {axis}")
+            if axis in mesh.axes:
+                d = dim % len(spec.shape)
+                spec = replace(spec, dims=tuple(add_axis(x, axis) if i == d else x for i, x in enumerate(spec.dims)))
+        return spec

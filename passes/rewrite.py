@@ -1,0 +1,67 @@
+"""Replace a node by the operators that a Python function of its arguments calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from passes import ir
+
+
+def trace(fn: Callable[..., Any], args: list[Any], ctx: ir.Context, decompositions: dict | None = None) -> fx.GraphModule:
+    """The operators that `fn` calls on fake tensors `args`, as a graph with one placeholder an argument."""
+    with ctx.fake_mode:
+        return make_fx(fn, decomposition_table=decompositions or {}, pre_dispatch=True)(*args)
+
+
+def inline(node: fx.Node, fn: Callable[..., Any], ctx: ir.Context) -> list[fx.Node]:
+    """Put the operators of `fn(*node.args, **node.kwargs)` in the node's place; returns the new nodes."""
+    inputs = list(node.all_input_nodes)
+
+    def over_tensors(*values: Any) -> Any:
+        given = dict(zip(inputs, values))
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: given[n])
+        return fn(*args, **kwargs)
+
+    # the same fake tensor twice would become one placeholder
+    values = [ir.value(n) for n in inputs]
+    distinct = [v.clone() if isinstance(v, torch.Tensor) and any(v is w for w in values[:i]) else v
+                for i, v in enumerate(values)]
+    with torch.no_grad():
+        body = trace(over_tensors, distinct, ctx)
+    return splice(node, body.graph, inputs)
+
+
+def splice(node: fx.Node, body: fx.Graph, inputs: list[fx.Node]) -> list[fx.Node]:
+    """Copy a graph's operators before the node, feed it `inputs`, and replace the node by its result."""
+    env: dict[fx.Node, Any] = dict(zip((n for n in body.nodes if n.op == "placeholder"), inputs))
+    new: list[fx.Node] = []
+    result = None
+    with node.graph.inserting_before(node):
+        for inner in body.nodes:
+            if inner.op == "output":
+                result = fx.map_arg(inner.args[0], lambda n: env[n])
+            elif inner.op == "get_attr":
+                raise ir.CompileError("rewrite", node, f"its definition holds a constant tensor {inner.target}")
+            elif inner.op != "placeholder":
+                env[inner] = node.graph.node_copy(inner, lambda n: env[n])
+                env[inner].meta = {"val": inner.meta.get("val")}
+                ir.copy_origin(env[inner], node)
+                new.append(env[inner])
+    replace_uses(node, result)
+    node.graph.erase_node(node)
+    return new
+
+
+def replace_uses(node: fx.Node, result: Any) -> None:
+    """Let the users of a node use `result` instead: a node, or a tuple whose parts replace its getitems."""
+    if isinstance(result, fx.Node):
+        node.replace_all_uses_with(result)
+        return
+    for user in list(node.users):
+        user.replace_all_uses_with(result[user.args[1]])
+        user.graph.erase_node(user)

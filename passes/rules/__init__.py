@@ -1,0 +1,39 @@
+"""The rule table: operator name -> what its dims are made of. `rule_of` is the one way in."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from passes.rules import attention, contractions, factories, indexing, losses, pointwise, reductions, views
+from passes.rules.base import Rule, RuleMaker, from_text, opaque, tensor_operands
+
+RULES: dict[str, RuleMaker] = {}
+for _family in (attention, contractions, factories, indexing, losses, pointwise, reductions, views):
+    _rules = _family.rules()
+    if _twice := RULES.keys() & _rules.keys():
+        raise ValueError(f"operators with two rules: {sorted(_twice)}")
+    RULES |= _rules
+
+
+def name_of(node: fx.Node) -> str:
+    """The operator's name in the table: `linear` for `aten.linear.default`, `my::op` outside aten."""
+    packet, name = node.target._schema.name.split("::")  # type: ignore[union-attr]
+    return name if packet == "aten" else f"{packet}::{name}"
+
+
+def has_rule(node: fx.Node) -> bool:
+    """Whether the table has a rule for the node's operator."""
+    return hasattr(node.target, "_schema") and name_of(node) in RULES
+
+
+def rule_of(node: fx.Node) -> Rule:
+    """The node's rule; every operand whole where the table has none."""
+    return RULES[name_of(node)](node) if has_rule(node) else opaque(node)
+
+
+def add_rule(name: str, rule: RuleMaker | str) -> None:
+    """Give an operator a rule, as text (`...k, nk -> ...n; sum k`) or as a function of its node."""
+    RULES[name] = from_text(rule) if isinstance(rule, str) else rule
+
+
+__all__ = ["RULES", "Rule", "add_rule", "has_rule", "name_of", "opaque", "rule_of", "tensor_operands"]

@@ -1,0 +1,126 @@
+"""What a rule says: of which factors an operator's dims are made, and what happens when one is sharded."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, fx
+
+from passes import ir
+
+Names = tuple[str, ...]  # the factors of one dim, major to minor; () for a dim of size one
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The dims of each tensor operand and result as factors.
+
+    reduced   factors that vanish: sharded, the result is partial in the way named (sum or max)
+    whole     factors that must not be sharded
+    linear    sets of operands in which, jointly, the result is linear: partial sums pass through
+    needs     what the padding of a reduced factor must hold in every operand that has it
+    fills     from what the operands' padding holds to what the result's holds (None: something finite)
+    safe      operand -> value its padding must hold so that the result stays finite
+    moves     the result is the operand's own entries, rearranged: conversions may hoist above it
+    resize    rewrites size arguments for local shapes: (args, local result shape) -> args
+    emit      builds the local node where a plain call of the operator is not enough
+    """
+
+    operands: tuple[tuple[Names, ...], ...]
+    results: tuple[tuple[Names, ...], ...]
+    sizes: Mapping[str, int]
+    reduced: Mapping[str, str] = field(default_factory=dict)
+    whole: frozenset[str] = frozenset()
+    linear: frozenset[frozenset[int]] = frozenset()
+    needs: float = 0.0
+    fills: Callable[[list[float | None]], float | None] = lambda fills: None
+    safe: Mapping[int, float] = field(default_factory=dict)
+    moves: bool = False
+    resize: Callable[[tuple, tuple[int, ...]], tuple] | None = None
+    emit: Callable[..., Any] | None = None
+
+
+RuleMaker = Callable[[fx.Node], Rule]
+
+
+def tensor_operands(node: fx.Node) -> list[fx.Node]:
+    """The node's tensor operands, in argument order, lists flattened."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), lambda n: found.append(n) if ir.is_tensor(n) else None)
+    return found
+
+
+def result_shapes(node: fx.Node) -> list[tuple[int, ...]]:
+    """Shapes of the tensors that the node computes."""
+    val = ir.value(node)
+    return [tuple(v.shape) for v in ((val,) if isinstance(val, Tensor) else val) if isinstance(v, Tensor)]
+
+
+def zero_if_zero(fills: Sequence[float | None]) -> float | None:
+    """A product's padding is zero where every padded operand's is."""
+    return 0.0 if all(f == 0 for f in fills) else None
+
+
+def same_fill(fills: Sequence[float | None]) -> float | None:
+    """Moved entries keep what they hold."""
+    return fills[0] if fills and all(f == fills[0] for f in fills) else None
+
+
+_DIM = re.compile(r"\((\w+)\)|(\w)")
+
+
+def parse_dims(text: str, lead: int) -> tuple[Names, ...]:
+    """`...b(gr)t` -> (("...0",), ("b",), ("g", "r"), ("t",)), with `lead` leading dims for the dots."""
+    text = text.strip()
+    dims: list[Names] = [(f"…{i}",) for i in range(lead)] if text.startswith("...") else []
+    return (*dims, *(tuple(group or letter) for group, letter in _DIM.findall(text)))
+
+
+def bind_sizes(dims: Sequence[tuple[Names, ...]], shapes: Sequence[Sequence[int]]) -> dict[str, int]:
+    """Sizes of all factors, solved from the dims of one factor first; raises ValueError where they disagree."""
+    sizes: dict[str, int] = {}
+    pairs = [(names, n) for d, shape in zip(dims, shapes, strict=True) for names, n in zip(d, shape, strict=True)]
+    for names, n in sorted(pairs, key=lambda pair: len(pair[0])):
+        unknown = [name for name in names if name not in sizes]
+        known = math.prod(sizes[name] for name in names if name in sizes)
+        if len(unknown) > 1 or (not unknown and known != n) or (unknown and n % known):
+            raise ValueError(f"dim of size {n} does not fit the factors {names} of sizes {sizes}")
+        if unknown:
+            sizes[unknown[0]] = n // known
+    return sizes
+
+
+def from_text(text: str) -> RuleMaker:
+    """The rule of a line like `mk, kn -> mn; sum k; linear 0; linear 1` (also: `whole q k`, `moves`)."""
+    signature, *clauses = (part.strip() for part in text.split(";"))
+    left, right = (side.split(",") for side in signature.split("->"))
+    words = [clause.split() for clause in clauses]
+    reduced = {f: w[0] for w in words if w[0] in ("sum", "max") for f in w[1:]}
+    whole = frozenset(f for w in words if w[0] == "whole" for f in w[1:])
+    linear = frozenset(frozenset(map(int, w[1:])) for w in words if w[0] == "linear")
+
+    def make(node: fx.Node) -> Rule:
+        shapes = [tuple(ir.example(n).shape) for n in tensor_operands(node)]
+        texts = left[: len(shapes)]
+        lead = max((len(s) - len(parse_dims(t, 0)) for t, s in zip(texts, shapes) if "..." in t), default=0)
+        operands = tuple(parse_dims(t, lead) for t in texts)
+        results = tuple(parse_dims(t, lead) for t in right)
+        sizes = bind_sizes([*operands, *results], [*shapes, *result_shapes(node)])
+        return Rule(operands, results, sizes, reduced, whole, linear, fills=zero_if_zero if linear else lambda f: None,
+                    moves=["moves"] in words)
+
+    return make
+
+
+def opaque(node: fx.Node) -> Rule:
+    """The rule of an operator nobody has a rule for: every operand is needed whole."""
+    shapes = [tuple(ir.example(n).shape) for n in tensor_operands(node)]
+    outs = result_shapes(node)
+    operands, results = (tuple(tuple((f"{kind}{i}.{j}",) for j in range(len(s))) for i, s in enumerate(group))
+                         for kind, group in (("i", shapes), ("o", outs)))
+    sizes = bind_sizes([*operands, *results], [*shapes, *outs])
+    return Rule(operands, results, sizes, whole=frozenset(sizes))

@@ -1,0 +1,56 @@
+"""Matrix products, one line each: `m k, k n -> m n; sum k` reads as in einsum."""
+
+from __future__ import annotations
+
+import math
+
+from torch import fx
+
+from passes import ir
+from passes.rules.base import Rule, RuleMaker, from_text, result_shapes, tensor_operands, zero_if_zero
+
+TABLE = {
+    "addmm": "mn, mk, kn -> mn; whole k",  # a bias is added once: normalize splits it off where k may be sharded
+    "bmm": "bmk, bkn -> bmn; sum k; linear 0; linear 1",
+    "dot": "k, k -> ; sum k; linear 0; linear 1",
+    "mm": "mk, kn -> mn; sum k; linear 0; linear 1",
+    "mv": "mk, k -> m; sum k; linear 0; linear 1",
+    "outer": "m, n -> mn; linear 0; linear 1",
+}
+
+
+def linear(node: fx.Node) -> Rule:
+    """x[..., k] times w[n, k] transposed; with a bias k must be whole (normalize splits the bias off)."""
+    biased = len(tensor_operands(node)) == 3
+    return from_text("...k, nk, n -> ...n; whole k" if biased else "...k, nk -> ...n; sum k; linear 0; linear 1")(node)
+
+
+def matmul(node: fx.Node) -> Rule:
+    """matmul with broadcast leading dims."""
+    a, b = (tuple(ir.example(n).shape) for n in tensor_operands(node))
+    (out,) = result_shapes(node)
+    lead = out[: len(out) - (len(a) > 1) - (len(b) > 1)]
+    result = [(f"d{i}",) if n != 1 else () for i, n in enumerate(lead)]
+
+    def leading(shape: tuple[int, ...]) -> list[tuple[str, ...]]:
+        skip = len(lead) - len(shape)
+        return [result[skip + i] if n != 1 else () for i, n in enumerate(shape)]
+
+    rows, cols = ([("m",)] if len(a) > 1 else []), ([("n",)] if len(b) > 1 else [])
+    left = (*leading(a[:-2]), *rows, ("k",))
+    right = (*leading(b[:-2]), ("k",), *cols)
+    sizes = {f"d{i}": n for i, n in enumerate(lead) if n != 1} | {"k": a[-1]}
+    sizes |= ({"m": a[-2]} if rows else {}) | ({"n": b[-1]} if cols else {})
+    return Rule((left, right), ((*result, *rows, *cols),), sizes, {"k": "sum"},
+                linear=frozenset([frozenset([0]), frozenset([1])]), fills=zero_if_zero)
+
+
+def flops(node: fx.Node) -> int:
+    """Multiply-adds times two of a contraction node, from its rule."""
+    rule = rules()[node.target._opname](node)  # type: ignore[union-attr]
+    return 2 * math.prod(rule.sizes.values())
+
+
+def rules() -> dict[str, RuleMaker]:
+    """Operator name -> rule, for matrix products."""
+    return {name: from_text(text) for name, text in TABLE.items()} | {"linear": linear, "matmul": matmul}

@@ -1,0 +1,90 @@
+"""Operators that look entries up by integer: embedding, gather, index_select."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from passes import ir
+from passes.rules.base import Rule, RuleMaker, result_shapes, tensor_operands
+from passes.spec import Spec
+
+aten = torch.ops.aten
+
+
+def embedding(node: fx.Node) -> Rule:
+    """weight[v, d] looked up by ids[...]: sharded v leaves the rows of other ranks zero, a partial sum."""
+    (_, d), ids = (tuple(ir.example(n).shape) for n in tensor_operands(node))
+    dims = tuple((f"i{k}",) if n != 1 else () for k, n in enumerate(ids))
+    weight = tensor_operands(node)[0]
+    sizes = {f"i{k}": n for k, n in enumerate(ids) if n != 1} | {"v": ir.example(weight).shape[0], "d": d}
+    return Rule(((("v",), ("d",)), dims), ((*dims, ("d",)),), sizes, {"v": "sum"},
+                linear=frozenset([frozenset([0])]), emit=emit_embedding)
+
+
+def emit_embedding(builder, node: fx.Node, operands: list[fx.Node], specs: list[Spec], results: list[Spec]):
+    """Look up the local rows; ids of other ranks' rows give zeros."""
+    weight, ids = operands
+    (factor,) = specs[0].dims[0] or (None,)
+    rest = node.args[2:]
+    if factor is None or not factor.axes:
+        return builder.call(node.target, (weight, ids, *rest), node.kwargs)
+    local, mine = local_index(builder, ids, factor)
+    looked_up = builder.call(aten.embedding.default, (weight, local))
+    mine = builder.call(aten.unsqueeze.default, (mine, -1))
+    return builder.call(aten.where.ScalarOther, (mine, looked_up, 0.0))
+
+
+def local_index(builder, ids: fx.Node, factor) -> tuple[fx.Node, fx.Node]:
+    """(ids relative to this rank's shard, clamped into it; which of them lie in it)."""
+    start, valid = builder.window(factor)
+    relative = builder.call(aten.sub.Tensor, (ids, start))
+    mine = builder.call(aten.logical_and.default, (builder.call(aten.ge.Scalar, (relative, 0)),
+                                                   builder.call(aten.lt.Tensor, (relative, valid))))
+    return builder.call(aten.clamp.default, (relative, 0, factor.local(builder.mesh) - 1)), mine
+
+
+def gather(node: fx.Node) -> Rule:
+    """x gathered along a dim by an index of the same rank: sharded, entries of other ranks are zero, a partial sum."""
+    x, index = tensor_operands(node)
+    dim = node.args[1] % ir.example(x).dim()  # type: ignore[operator]
+    shape, out = tuple(ir.example(x).shape), tuple(ir.example(index).shape)
+    names = tuple((f"d{i}",) for i in range(len(shape)))
+    sizes = {f"d{i}": n for i, n in enumerate(shape)}
+    cut = {i for i in range(len(shape)) if i != dim and out[i] != shape[i]}
+    sizes |= {f"o{i}": out[i] for i in cut | {dim}}
+    index_names = tuple((f"o{i}",) if i in cut | {dim} else n for i, n in enumerate(names))
+    return Rule((names, index_names), (index_names,), sizes, {f"d{dim}": "sum"},
+                whole=frozenset(f"{k}{i}" for i in cut for k in "do"), linear=frozenset([frozenset([0])]),
+                emit=emit_gather)
+
+
+def emit_gather(builder, node: fx.Node, operands: list[fx.Node], specs: list[Spec], results: list[Spec]):
+    """Gather local entries; indices of other ranks' entries give zeros."""
+    x, index = operands
+    dim = node.args[1] % len(specs[0].dims)  # type: ignore[operator]
+    factors = specs[0].dims[dim]
+    if not any(f.axes for f in factors):
+        return builder.call(aten.gather.default, (x, dim, index))
+    if len(factors) > 1:
+        raise ir.CompileError("shard", node, f"gather along a dim of several factors {factors} is not supported")
+    local, mine = local_index(builder, index, factors[0])
+    looked_up = builder.call(aten.gather.default, (x, dim, local))
+    return builder.call(aten.where.ScalarOther, (mine, looked_up, 0.0))
+
+
+def index_select(node: fx.Node) -> Rule:
+    """Rows chosen by a 1-D index: the chosen dim must be whole."""
+    x, index = tensor_operands(node)
+    shape, (out,) = tuple(ir.example(x).shape), result_shapes(node)
+    dim = node.args[1] % len(shape)  # type: ignore[operator]
+    names = [(f"d{i}",) for i in range(len(shape))]
+    result = [("i",) if k == dim else n for k, n in enumerate(names)]
+    sizes = {f"d{i}": n for i, n in enumerate(shape)} | {"i": out[dim]}
+    return Rule((tuple(names), (("i",),)), (tuple(result),), sizes, whole=frozenset([f"d{dim}"]),
+                linear=frozenset([frozenset([0])]))
+
+
+def rules() -> dict[str, RuleMaker]:
+    """Operator name -> rule, for look-ups."""
+    return {"embedding": embedding, "gather": gather, "index_select": index_select}

@@ -1,0 +1,36 @@
+"""Losses, in the summed form that `normalize` leaves: the sum over rows is partial when rows are sharded."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from passes import ir
+from passes.rules.base import Rule, RuleMaker, tensor_operands
+from passes.spec import Spec
+
+aten = torch.ops.aten
+SUM = 2  # aten's code for reduction="sum"
+
+
+def cross_entropy_loss(node: fx.Node) -> Rule:
+    """Summed cross-entropy of logits[n, c] and class ids[n]: padded rows are ignored, the classes must be whole."""
+    logits, target = tensor_operands(node)[:2]
+    rows, classes = ir.example(logits).shape
+    reduction = node.args[3] if len(node.args) > 3 else 1
+    if reduction != SUM or ir.example(target).dim() != 1 or len(tensor_operands(node)) > 2:
+        raise ir.CompileError("shard", node, "cross_entropy_loss other than a plain sum reached the rules")
+    return Rule(((("n",), ("c",)), (("n",),)), ((),), {"n": rows, "c": classes}, {"n": "sum"}, whole=frozenset("c"),
+                emit=emit_cross_entropy)
+
+
+def emit_cross_entropy(builder, node: fx.Node, operands: list[fx.Node], specs: list[Spec], results: list[Spec]):
+    """The local sum, rows of padding carrying the ignored class id."""
+    ignored = node.args[4] if len(node.args) > 4 else -100
+    target = builder.fill_padding(operands[1], specs[1], float(ignored))  # type: ignore[arg-type]
+    return builder.call(node.target, (operands[0], target, *node.args[2:]))
+
+
+def rules() -> dict[str, RuleMaker]:
+    """Operator name -> rule, for losses."""
+    return {"cross_entropy_loss": cross_entropy_loss}

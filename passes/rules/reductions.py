@@ -1,0 +1,77 @@
+"""Operators that fold dims away, and the norms, whose folded dims must be whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from passes import ir
+from passes.rules.base import Names, Rule, RuleMaker, result_shapes, tensor_operands
+
+FOLDS = {"sum": ("sum", 0.0), "amax": ("max", float("-inf")), "amin": ("min", float("inf")),
+         "any": ("max", 0.0), "count_nonzero": ("sum", 0.0)}
+
+
+def _argument(node: fx.Node, name: str, default=None):
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    for i, argument in enumerate(schema):
+        if argument.name == name:
+            return node.args[i] if i < len(node.args) else node.kwargs.get(name, argument.default_value)
+    return default
+
+
+def _folded(node: fx.Node, rank: int) -> set[int]:
+    dims = _argument(node, "dim")
+    if dims is None or dims == []:
+        return set(range(rank))
+    return {d % rank for d in (dims if isinstance(dims, (list, tuple)) else [dims])} if rank else set()
+
+
+def _fold_dims(node: fx.Node) -> tuple[tuple[Names, ...], tuple[Names, ...], dict[str, int], set[int]]:
+    (x,) = tensor_operands(node)
+    shape = tuple(ir.example(x).shape)
+    folded, keep = _folded(node, len(shape)), len(result_shapes(node)[0]) == len(shape)
+    names = tuple((f"d{i}",) if n != 1 else () for i, n in enumerate(shape))
+    result = tuple(() if i in folded else n for i, n in enumerate(names) if i not in folded or keep)
+    return names, result, {f"d{i}": n for i, n in enumerate(shape) if n != 1}, folded
+
+
+def fold(node: fx.Node) -> Rule:
+    """sum, amax, amin, any: a sharded folded dim leaves the result partial."""
+    names, result, sizes, folded = _fold_dims(node)
+    how, needs = FOLDS[node.target._opname]  # type: ignore[union-attr]
+    reduced = {n: how for i in folded for n in names[i]}
+    linear = frozenset([frozenset([0])]) if how == "sum" else frozenset()
+    return Rule((names,), (result,), sizes, reduced, linear=linear, needs=needs)
+
+
+def whole_fold(node: fx.Node) -> Rule:
+    """mean, var, argmax, norms of a dim: the folded dims must be whole."""
+    names, result, sizes, folded = _fold_dims(node)
+    outs = tuple(result for _ in result_shapes(node))
+    return Rule((names,), outs, sizes, whole=frozenset(n for i in folded for n in names[i]))
+
+
+def normalize(node: fx.Node) -> Rule:
+    """rms_norm and layer_norm: the trailing normalized dims must be whole, weight and bias have those dims."""
+    x, *weights = tensor_operands(node)
+    shape, tail = tuple(ir.example(x).shape), len(node.args[1])  # type: ignore[arg-type]
+    names = tuple((f"d{i}",) if n != 1 else () for i, n in enumerate(shape))
+    last = names[len(shape) - tail:]
+    return Rule((names, *(last for _ in weights)), (names,), {f"d{i}": n for i, n in enumerate(shape) if n != 1},
+                whole=frozenset(n for dim in last for n in dim), fills=_norm_fills(len(weights), node))
+
+
+def _norm_fills(weights: int, node: fx.Node):
+    def fills(held: Sequence[float | None]) -> float | None:
+        return 0.0 if node.target._opname == "rms_norm" and held[0] == 0 else None  # type: ignore[union-attr]
+
+    return fills
+
+
+def rules() -> dict[str, RuleMaker]:
+    """Operator name -> rule, for folds and norms."""
+    table: dict[str, RuleMaker] = dict.fromkeys(FOLDS, fold)
+    table |= dict.fromkeys("mean var std argmax argmin prod logsumexp linalg_vector_norm all var_mean".split(), whole_fold)
+    return table | dict.fromkeys(("rms_norm", "layer_norm"), normalize)

@@ -1,0 +1,182 @@
+"""Operators that rearrange, repeat, cut or join entries."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from passes import ir
+from passes.rules.base import Names, Rule, RuleMaker, result_shapes, same_fill, tensor_operands
+
+aten = torch.ops.aten
+
+
+def split_shapes(a: Sequence[int], b: Sequence[int]) -> tuple[list[Names], list[Names], dict[str, int]]:
+    """Common factors of two shapes of equal count, major to minor: the dims of each, and the factors' sizes."""
+    dims: tuple[list[list[str]], list[list[str]]] = ([[] for _ in a], [[] for _ in b])
+    sizes: dict[str, int] = {}
+    i = j = 0
+    left, right = (a[0] if a else 1), (b[0] if b else 1)
+    while i < len(a) and j < len(b):
+        if left == 1 or right == 1:
+            if left == 1:
+                i += 1
+                left = a[i] if i < len(a) else 1
+            else:
+                j += 1
+                right = b[j] if j < len(b) else 1
+            continue
+        size = math.gcd(left, right)
+        if size == min(left, right):
+            name = f"f{len(sizes)}"
+            sizes[name] = size
+            dims[0][i].append(name)
+            dims[1][j].append(name)
+            left, right = left // size, right // size
+            continue
+        return _fused_tail(a, b, dims, sizes, i, j)
+    return [tuple(d) for d in dims[0]], [tuple(d) for d in dims[1]], sizes
+
+
+def _fused_tail(a, b, dims, sizes, i, j):
+    """Shapes whose remaining dims share no factor: those dims are separate factors, none of which may be sharded."""
+    for side, shape, start, tag in ((0, a, i, "x"), (1, b, j, "y")):
+        for k in range(start, len(shape)):
+            done = math.prod(sizes[n] for n in dims[side][k])
+            if shape[k] // done > 1:
+                sizes[f"{tag}{k}!"] = shape[k] // done
+                dims[side][k].append(f"{tag}{k}!")
+    return [tuple(d) for d in dims[0]], [tuple(d) for d in dims[1]], sizes
+
+
+def _moving(dims: Sequence[Names], out: Sequence[Names], sizes: dict[str, int], **more) -> Rule:
+    whole = frozenset(name for name in sizes if name.endswith("!"))
+    return Rule((tuple(dims),), (tuple(out),), sizes, whole=whole | more.pop("whole", frozenset()),
+                linear=frozenset([frozenset([0])]), fills=same_fill, moves=True, **more)
+
+
+def reshape(node: fx.Node) -> Rule:
+    """view, reshape, flatten, squeeze, unsqueeze: the same entries in the same order."""
+    (x,), (out,) = tensor_operands(node), result_shapes(node)
+    dims, out_dims, sizes = split_shapes(ir.example(x).shape, out)
+    return _moving(dims, out_dims, sizes, emit=emit_reshape)
+
+
+def emit_reshape(builder, node: fx.Node, operands: list[fx.Node], specs, results):
+    """A local reshape to the local shape of the result."""
+    return builder.call(aten.reshape.default, (operands[0], list(results[0].local_shape(builder.mesh))))
+
+
+def permute(node: fx.Node) -> Rule:
+    """transpose, permute, movedim, t: dims in another order, found by following a tensor of distinct sizes."""
+    (x,) = tensor_operands(node)
+    shape = tuple(ir.example(x).shape)
+    marks = torch.empty([i + 2 for i in range(len(shape))], device="meta")
+    order = [n - 2 for n in node.target(marks, *node.args[1:], **node.kwargs).shape]  # type: ignore[operator]
+    names: list[Names] = [(f"d{i}",) if n != 1 else () for i, n in enumerate(shape)]
+    return _moving(names, [names[i] for i in order], {f"d{i}": n for i, n in enumerate(shape) if n != 1})
+
+
+def expand(node: fx.Node) -> Rule:
+    """expand: new leading dims and dims of size one are repeated; each rank repeats for its own share."""
+    (x,), (out,) = tensor_operands(node), result_shapes(node)
+    shape = tuple(ir.example(x).shape)
+    lead = len(out) - len(shape)
+    dims = [(f"d{lead + i}",) if n != 1 else () for i, n in enumerate(shape)]
+    sizes = {f"d{i}": n for i, n in enumerate(out) if n != 1}
+    rule = _moving(dims, [(f"d{i}",) if n != 1 else () for i, n in enumerate(out)], sizes, emit=emit_expand)
+    return Rule(**{**rule.__dict__, "moves": False})
+
+
+def emit_expand(builder, node: fx.Node, operands: list[fx.Node], specs, results):
+    """A local expand to the local shape of the result."""
+    return builder.call(aten.expand.default, (operands[0], list(results[0].local_shape(builder.mesh))))
+
+
+def cut(node: fx.Node) -> Rule:
+    """slice, select, split, chunk, narrow along a dim: that dim must be whole unless all of it is kept."""
+    (x,) = tensor_operands(node)
+    shape, outs = tuple(ir.example(x).shape), result_shapes(node)
+    removed = len(shape) - len(outs[0])
+    dim = next((a for a in (node.kwargs.get("dim"), *_dim_argument(node)) if a is not None), 0) % len(shape)
+    names: list[Names] = [(f"d{i}",) if n != 1 or i == dim else () for i, n in enumerate(shape)]
+    sizes = {f"d{i}": n for i, n in enumerate(shape) if names[i]}
+    results, whole = [], set()
+    for k, out in enumerate(outs):
+        if removed:
+            results.append(tuple(n for i, n in enumerate(names) if i != dim))
+        elif out[dim] == shape[dim]:
+            results.append(tuple(names))
+            continue
+        else:
+            sizes[f"o{k}"] = out[dim]
+            whole.add(f"o{k}")
+            results.append(tuple((f"o{k}",) if i == dim else n for i, n in enumerate(names)))
+        whole.add(f"d{dim}")
+    return Rule((tuple(names),), tuple(results), sizes, whole=frozenset(whole), linear=frozenset([frozenset([0])]),
+                fills=same_fill, resize=_keep_whole_slice if not whole else None)
+
+
+def _keep_whole_slice(args: tuple, shape: tuple[int, ...]) -> tuple:
+    """A slice that keeps all of a dim, whatever its local extent."""
+    return (*args[:2], 0, 2**63 - 1, *args[4:]) if len(args) > 2 else args
+
+
+def _dim_argument(node: fx.Node) -> tuple:
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    return tuple(node.args[i] for i, a in enumerate(schema) if a.name == "dim" and i < len(node.args))
+
+
+def join(node: fx.Node) -> Rule:
+    """cat and stack: the joined dim must be whole."""
+    operands, (out,) = tensor_operands(node), result_shapes(node)
+    rank = len(out)
+    dim = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % rank  # type: ignore[operator]
+    stacked = ir.example(operands[0]).dim() < rank
+    sizes = {f"d{i}": n for i, n in enumerate(out) if i != dim and n != 1} | {"j": out[dim]}
+    names: list[Names] = [("j",) if i == dim else (f"d{i}",) if n != 1 else () for i, n in enumerate(out)]
+    dims, whole = [], {"j"}
+    for k, operand in enumerate(operands):
+        if stacked:
+            dims.append(tuple(n for i, n in enumerate(names) if i != dim))
+            continue
+        sizes[f"c{k}"] = ir.example(operand).shape[dim]
+        whole.add(f"c{k}")
+        dims.append(tuple((f"c{k}",) if i == dim else n for i, n in enumerate(names)))
+    return Rule(tuple(dims), (tuple(names),), sizes, whole=frozenset(whole),
+                linear=frozenset([frozenset(range(len(operands)))]), fills=same_fill)
+
+
+def along_dim(node: fx.Node) -> Rule:
+    """cumsum, softmax, sort, flip, roll...: an operator along one dim, which must be whole; the others are free."""
+    operands = tensor_operands(node)
+    shape = tuple(ir.example(operands[0]).shape)
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    dims = [node.args[i] if i < len(node.args) else node.kwargs.get(a.name, a.default_value)
+            for i, a in enumerate(schema) if a.name in ("dim", "dims")]
+    along = {d % len(shape) for d in (dims[0] if isinstance(dims[0], (list, tuple)) else dims)}
+    names = tuple((f"d{i}",) for i in range(len(shape)))
+    sizes = {f"d{i}": n for i, n in enumerate(shape)}
+    results = []
+    for k, out in enumerate(result_shapes(node)):
+        changed = {i for i in range(len(shape)) if out[i] != shape[i]}
+        sizes |= {f"o{k}.{i}": out[i] for i in changed}
+        results.append(tuple((f"o{k}.{i}",) if i in changed else n for i, n in enumerate(names)))
+    return Rule(tuple(names for _ in operands), tuple(results), sizes,
+                whole=frozenset([f"d{i}" for i in along] + [n for n in sizes if n.startswith("o")]))
+
+
+def rules() -> dict[str, RuleMaker]:
+    """Operator name -> rule, for views, cuts, joins and scans."""
+    table: dict[str, RuleMaker] = {}
+    table |= dict.fromkeys("view reshape _unsafe_view flatten unflatten squeeze unsqueeze view_as".split(), reshape)
+    table |= dict.fromkeys("transpose permute t movedim moveaxis swapaxes mT numpy_T".split(), permute)
+    table |= dict.fromkeys("expand".split(), expand)
+    table |= dict.fromkeys("slice select split split_with_sizes chunk narrow unbind".split(), cut)
+    table |= dict.fromkeys("cat stack".split(), join)
+    table |= dict.fromkeys("""cumsum cumprod softmax _softmax log_softmax _log_softmax sort flip roll topk
+                              logcumsumexp""".split(), along_dim)
+    return table

@@ -1,0 +1,47 @@
+"""From one global program to the local one that every rank runs.
+
+    linear(x, w)    x [4@dp_shard, 9, 8]  w [8@dp_shard, 8]
+becomes
+    all_gather(w, 0, "dp_shard")
+    linear(x, all_gather)
+
+`propagate` decides placements, `partition` emits local operators and the boundary operators between them.
+Refuses, under `strict`, an operator that has no rule and so needs its operands whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from passes import ir
+from passes.partition import Partitioner
+from passes.propagate import propagate
+from passes.rules import has_rule, name_of, tensor_operands
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Partition the program; gradients of weights are reduced in `reduce_dtype` (None: their own)."""
+
+    sequence_parallel: bool = True
+    strict: bool = False
+    reduce_dtype: torch.dtype | None = None
+    name: str = "shard"
+    requires: frozenset[str] = frozenset({"placed", "normalized"})
+    establishes: frozenset[str] = frozenset({"local"})
+
+    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+        unknown = [n for n in program.calls() if hasattr(n.target, "_schema") and tensor_operands(n) and not has_rule(n)]
+        if unknown and self.strict:
+            raise ir.CompileError("shard", unknown[0], f"{name_of(unknown[0])} has no rule; add one with "
+                                  "passes.rules.add_rule or set passes.shard.strict=false to gather its operands")
+        plan = propagate(program, self.sequence_parallel)
+        partitioner = Partitioner(program, plan, ctx, self.reduce_dtype)
+        local = partitioner.run()
+        notes = [f"%{n.name} ({ir.source(n)}): {name_of(n)} has no rule, its operands are gathered" for n in unknown]
+        notes += [f"%{r.node} ({r.source}): {r.before} -> {r.after}: {r.reason}" for r in partitioner.reshards]
+        notes += [f"%{node.name} ({ir.source(node)}): {why}" for (node, _), why in plan.reasons.items()]
+        counts = {"reshards": len(partitioner.reshards), "masks": partitioner.builder.masks, "unknown": len(unknown)}
+        return local, ir.Report(counts, tuple(notes))
