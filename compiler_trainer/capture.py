@@ -29,23 +29,25 @@ class _WithLoss(nn.Module):
         return self.loss_fn(self.model, dict(zip(self.keys, values)))
 
 
-def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
-    """The model with fake parameters and buffers on `device`; real or meta weights alike, nothing is copied."""
+def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
+    """The model with fake parameters (of `dtype` if floating) and buffers on `device`; nothing real is copied."""
     memo: dict[int, object] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        with mode:
-            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
         is_parameter = isinstance(tensor, nn.Parameter)
+        cast = dtype if dtype is not None and is_parameter and tensor.is_floating_point() else tensor.dtype
+        with mode:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=cast, device=device)
         memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
     return copy.deepcopy(model, memo)
 
 
 def capture(model: nn.Module, loss_fn: LossFn, batch: Mapping[str, Tensor], device: torch.device,
-            ) -> tuple[ir.Program, ir.Context]:
+            dtype: torch.dtype | None = None) -> tuple[ir.Program, ir.Context]:
     """The forward and loss of a batch of the given global shapes as a functional ATen graph.
 
     Inputs are parameters (that require gradients), buffers (everything else the model holds) and the batch;
-    outputs the loss and the new values of buffers the forward changes. Raises UserError naming the batch
+    outputs the loss and the new values of buffers the forward changes. `dtype` is that in which parameters
+    are used (None: their own). Raises UserError naming the batch
     entry, or what `torch.export` could not follow.
     """
     for key, value in batch.items():
@@ -53,28 +55,36 @@ def capture(model: nn.Module, loss_fn: LossFn, batch: Mapping[str, Tensor], devi
             raise UserError(f"batch[{key!r}]", f"is a {type(value).__name__}; every entry must be a tensor")
     mode = FakeTensorMode()
     keys = tuple(batch)
-    module = _WithLoss(fake_copy(model, mode, device), loss_fn, keys)
+    module = _WithLoss(fake_copy(model, mode, device, dtype), loss_fn, keys)
     with mode:
         values = tuple(torch.empty(v.shape, dtype=v.dtype, device=device) for v in batch.values())
     exported = export(module, values, strict=False).run_decompositions({})
-    program = _to_program(exported, keys, {n for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad})
+    program = _to_program(exported, keys, model)
     loss = program.results()[[o.kind for o in program.outputs].index("loss")]
     if ir.example(loss).dim() or not ir.example(loss).is_floating_point():
         raise UserError("loss_fn", f"returns {tuple(ir.example(loss).shape)} {ir.example(loss).dtype}; must be a scalar")
     return program, ir.Context(ir.example(loss).fake_mode)  # type: ignore[attr-defined]
 
 
-def _to_program(exported, keys: tuple[str, ...], trainable: set[str]) -> ir.Program:
-    batch = iter(keys)
-    inputs = []
-    nodes = [n for n in exported.graph.nodes if n.op == "placeholder"]
-    for node, spec in zip(nodes, exported.graph_signature.input_specs, strict=True):
+def _to_program(exported, keys: tuple[str, ...], model: nn.Module) -> ir.Program:
+    batch, names = iter(keys), first_names(model)
+    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
+    inputs: list[ir.Input] = []
+    nodes: dict[str, torch.fx.Node] = {}
+    placeholders = [n for n in exported.graph.nodes if n.op == "placeholder"]
+    for node, spec in zip(placeholders, exported.graph_signature.input_specs, strict=True):
         placement = Spec.whole(tuple(node.meta["val"].shape))
         if spec.kind is InputKind.USER_INPUT:
             inputs.append(ir.Input(next(batch), "batch", placement))
-        else:
-            name = spec.target.removeprefix("model.")
-            inputs.append(ir.Input(name, "parameter" if name in trainable else "buffer", placement))
+            continue
+        target = spec.target.removeprefix("model.")
+        name = names.get(target, target)
+        if name in nodes:
+            node.replace_all_uses_with(nodes[name])
+            exported.graph.erase_node(node)
+            continue
+        nodes[name] = node
+        inputs.append(ir.Input(name, "parameter" if name in trainable else "buffer", placement))
     outputs = []
     results = exported.graph.output_node().args[0]
     for node, spec in zip(results, exported.graph_signature.output_specs, strict=True):
@@ -86,6 +96,13 @@ def _to_program(exported, keys: tuple[str, ...], trainable: set[str]) -> ir.Prog
         _trim_module_stack(node)
     module = torch.fx.GraphModule(torch.nn.Module(), exported.graph)
     return ir.Program(module, tuple(inputs), tuple(outputs), facts=frozenset({"captured"}))
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Every name of a parameter or buffer -> the first of its names: tied weights are one tensor."""
+    first: dict[int, str] = {}
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
 
 
 def _trim_module_stack(node: torch.fx.Node) -> None:

@@ -7,6 +7,7 @@ import itertools
 import os
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,7 @@ from compiler_trainer.options import not_one_of, unknown
 CONF = Path(__file__).resolve().parent.parent / "conf"
 RANK = int(os.environ.get("RANK", "0"))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
+GRACE_S = 5.0
 INPUT_ERRORS = (UserError, HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError)  # hydra raises the last
 
 
@@ -134,9 +136,10 @@ def one_line(error: Exception) -> str:
 
 
 def refuse(error: Exception) -> NoReturn:
-    """Say on rank 0 what is wrong with the input, and exit with 2."""
-    if RANK == 0:
-        print(f"error: {error if isinstance(error, UserError) else user_error(error)}", file=sys.stderr)
+    """Say in one line what is wrong with the input, on rank 0 unless only another rank knows, and exit with 2."""
+    if RANK != 0:
+        time.sleep(GRACE_S)  # if rank 0 says the same, torchrun ends this rank meanwhile
+    print(f"error: {error if isinstance(error, UserError) else user_error(error)}", file=sys.stderr)
     sys.exit(2)
 
 

@@ -101,10 +101,11 @@ class Normalize:
         program = program.copy()
         split = any(axis in program.mesh.axes for axis in WEIGHT_AXES)
         counts: dict[str, int] = {}
+        final: set[Any] = set()  # operators whose definition calls them again
         queue = list(program.calls())
         while queue:
             node = queue.pop(0)
-            if not hasattr(node.target, "_schema"):
+            if not hasattr(node.target, "_schema") or node.target in final:
                 continue
             if name_of(node) in ("_assert_tensor_metadata", "_assert_scalar"):
                 node.graph.erase_node(node)
@@ -113,7 +114,10 @@ class Normalize:
             if fn is None:
                 continue
             counts[name_of(node)] = counts.get(name_of(node), 0) + 1
-            queue = inline(node, fn, ctx) + queue
+            target, new = node.target, inline(node, fn, ctx)
+            if any(n.target is target for n in new):
+                final.add(target)
+            queue = new + queue
         program.graph.eliminate_dead_code()
         program.module.recompile()
         return program, ir.Report(counts)

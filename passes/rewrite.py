@@ -12,10 +12,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from passes import ir
 
 
-def trace(fn: Callable[..., Any], args: list[Any], ctx: ir.Context, decompositions: dict | None = None) -> fx.GraphModule:
+def trace(fn: Callable[..., Any], args: list[Any], ctx: ir.Context, decompositions: dict | None = None,
+          pre_dispatch: bool = True) -> fx.GraphModule:
     """The operators that `fn` calls on fake tensors `args`, as a graph with one placeholder an argument."""
     with ctx.fake_mode:
-        return make_fx(fn, decomposition_table=decompositions or {}, pre_dispatch=True)(*args)
+        return make_fx(fn, decomposition_table=decompositions or {}, pre_dispatch=pre_dispatch)(*args)
 
 
 def inline(node: fx.Node, fn: Callable[..., Any], ctx: ir.Context) -> list[fx.Node]:
@@ -38,23 +39,29 @@ def inline(node: fx.Node, fn: Callable[..., Any], ctx: ir.Context) -> list[fx.No
 
 def splice(node: fx.Node, body: fx.Graph, inputs: list[fx.Node]) -> list[fx.Node]:
     """Copy a graph's operators before the node, feed it `inputs`, and replace the node by its result."""
-    env: dict[fx.Node, Any] = dict(zip((n for n in body.nodes if n.op == "placeholder"), inputs))
-    new: list[fx.Node] = []
-    result = None
     with node.graph.inserting_before(node):
-        for inner in body.nodes:
-            if inner.op == "output":
-                result = fx.map_arg(inner.args[0], lambda n: env[n])
-            elif inner.op == "get_attr":
-                raise ir.CompileError("rewrite", node, f"its definition holds a constant tensor {inner.target}")
-            elif inner.op != "placeholder":
-                env[inner] = node.graph.node_copy(inner, lambda n: env[n])
-                env[inner].meta = {"val": inner.meta.get("val")}
-                ir.copy_origin(env[inner], node)
-                new.append(env[inner])
+        new, result = graft(node.graph, body, inputs)
+    for inner in new:
+        ir.copy_origin(inner, node)
     replace_uses(node, result)
     node.graph.erase_node(node)
     return new
+
+
+def graft(graph: fx.Graph, body: fx.Graph, inputs: list[fx.Node]) -> tuple[list[fx.Node], Any]:
+    """Copy a graph's operators to where `graph` inserts now; returns the new nodes and what the body returns."""
+    env: dict[fx.Node, Any] = dict(zip((n for n in body.nodes if n.op == "placeholder"), inputs))
+    new: list[fx.Node] = []
+    for inner in body.nodes:
+        if inner.op == "output":
+            return new, fx.map_arg(inner.args[0], lambda n: env[n])
+        if inner.op == "get_attr":
+            raise ir.CompileError("rewrite", inner, f"a definition holds a constant tensor {inner.target}")
+        if inner.op != "placeholder":
+            env[inner] = graph.node_copy(inner, lambda n: env[n])
+            env[inner].meta = {"val": inner.meta.get("val")}
+            new.append(env[inner])
+    raise AssertionError("a graph ends with its output")
 
 
 def replace_uses(node: fx.Node, result: Any) -> None:

@@ -2,27 +2,71 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._decomp import core_aten_decompositions
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
+from torch._guards import TracingContext, tracing
+from torch._logging import trace_structured
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-__all__ = ["FakeTensor", "FakeTensorMode", "c10d", "decomposition", "setup_stacktrace_preservation_hooks"]
+__all__ = ["FakeTensor", "FakeTensorMode", "OpOverload", "c10d", "compile_inner", "decomposition",
+           "inductor_decompositions", "register_axis_group", "setup_stacktrace_preservation_hooks", "trace_artifact"]
 
 c10d = torch.ops._c10d_functional
+
+
+@functools.cache
+def _core_decompositions() -> dict:
+    return core_aten_decompositions()  # built anew on every call, in a second
 
 
 def decomposition(op: Any) -> Callable | None:
     """One level of an operator's definition in terms of others, or None."""
     if not isinstance(op, torch._ops.OpOverload):
         return None
-    table = core_aten_decompositions()
+    table = _core_decompositions()
     if op in table:
         return table[op]
     if op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
         return op.decompose
     return None
+
+
+def inductor_decompositions() -> dict:
+    """The decompositions that Inductor expects to have been applied."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
+def compile_inner(module: fx.GraphModule, values: Sequence[Tensor], mode: FakeTensorMode) -> Callable:
+    """Inductor's compilation of a flat functional graph; the callable takes a list of tensors."""
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.virtualized import V
+
+    with tracing(TracingContext(mode)), V.set_fake_mode(mode):
+        return compile_fx_inner(module, list(values))
+
+
+def cache_hits() -> int:
+    """How many Inductor compilations this process took from the cache."""
+    from torch._dynamo.utils import counters
+
+    return counters["inductor"]["fxgraph_cache_hit"]
+
+
+def register_axis_group(axis: str, group: Any) -> None:
+    """Let functional collectives find a process group under the name of its mesh axis."""
+    torch._C._distributed_c10d._register_process_group(axis, group)
+
+
+def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
+    """Add a file to the TORCH_TRACE log, where `tlparse` shows it; `encoding` is "string" or "json"."""
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": encoding}, payload_fn=payload,
+                     expect_trace_id=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from compiler_trainer.config import Config, LrScheduleConfig, OptimConfig
 from compiler_trainer.errors import UserError
 
 CHOICES = [(path.parent.name, path.stem) for path in sorted(train.CONF.glob("*/*.yaml"))]
+AS_MODULE = ["-m", "compiler_trainer.train"]
 GROUPS = [group.name for group in dataclasses.fields(Config)]
 
 
@@ -171,12 +173,16 @@ def test_input_the_trainer_refuses_exits_with_2(command, trainer, capsys):
     assert capsys.readouterr().err == "error: data.files: nowhere.txt is missing\n"
 
 
-def test_only_rank_0_speaks(command, monkeypatch, capsys):
+def test_another_rank_speaks_after_rank_0_had_the_time_to(command, trainer, monkeypatch, capsys):
+    slept = []
     monkeypatch.setattr(train, "RANK", 1)
+    monkeypatch.setattr("time.sleep", lambda seconds: slept.append((seconds, capsys.readouterr().err)))
+    trainer.error = UserError("data.files", "nowhere.txt is missing")
     with pytest.raises(SystemExit) as exit:
-        command("modle=x")
+        command()
     assert exit.value.code == 2
-    assert capsys.readouterr() == ("", "")
+    assert slept == [(train.GRACE_S, "")]
+    assert capsys.readouterr().err == "error: data.files: nowhere.txt is missing\n"
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), ValueError("broken")], ids=repr)
@@ -188,14 +194,22 @@ def test_any_other_error_keeps_its_traceback_and_exits_with_1(command, trainer, 
     assert f"{type(error).__name__}: broken" in capsys.readouterr().err
 
 
+def start(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """A real Python process, run to its end in `folder`."""
+    env = {**os.environ, "PYTHONPATH": str(train.CONF.parent)}
+    return subprocess.run([sys.executable, *arguments], cwd=folder, env=env, capture_output=True, text=True)
+
+
 def test_as_a_module_it_exits_with_2(tmp_path):
-    root = Path(train.__file__).parent.parent
-    done = subprocess.run(
-        [sys.executable, "-m", "compiler_trainer.train", f"run.dir={tmp_path}/run", "modle=x"],
-        cwd=root,
-        capture_output=True,
-        text=True,
-    )
+    done = start([*AS_MODULE, "modle=x"], tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: modle: no such option; did you mean 'model'?\n"
     assert not list(tmp_path.iterdir())
+
+
+def test_on_two_ranks_it_is_said_once(tmp_path):
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *AS_MODULE, "mesh.dp_shard=3"]
+    done = start(launch, tmp_path)
+    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert said == ["error: mesh: dp_shard=3 needs 3 ranks, not 2; change mesh.dp_shard or start 3 ranks"]
+    assert done.returncode != 0 and not list(tmp_path.iterdir())

@@ -1,0 +1,58 @@
+"""What each step measured, on disk as soon as it is known: `metrics.jsonl`, and the same for TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import TracebackType
+
+from torch.utils.tensorboard import SummaryWriter
+
+FILE = "metrics.jsonl"
+
+Record = dict[str, float]
+
+
+class Metrics:
+    """Appends to the metrics in a run folder, after those of the first `after` steps; later ones are dropped.
+
+    A resumed run repeats the steps since its checkpoint: each step is in the file once.
+    """
+
+    def __init__(self, folder: Path, after: int = 0):
+        drop_later(folder / FILE, after)
+        self.file = open(folder / FILE, "a", encoding="utf-8")
+        self.events = SummaryWriter(str(folder), purge_step=after + 1)
+
+    def write(self, record: Record) -> None:
+        """Add one step: `record["step"]` and its values, finite numbers."""
+        self.file.write(json.dumps(record, allow_nan=False) + "\n")
+        self.file.flush()
+        for name, value in record.items():
+            if name != "step":
+                self.events.add_scalar(name, value, record["step"])
+        self.events.flush()
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.file.close()
+        self.events.close()
+
+
+def read(path: Path) -> list[Record]:
+    """The records of a `metrics.jsonl`; a last line that was cut short is none."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def drop_later(path: Path, after: int) -> None:
+    """Keep the records of the first `after` steps only."""
+    if not path.exists():
+        return
+    kept = [record for record in read(path) if record["step"] <= after]
+    partial = path.with_suffix(".tmp")
+    partial.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+    os.replace(partial, path)

@@ -1,0 +1,67 @@
+"""Configuration in, passes out: read this page first.
+
+    capture -> cast, normalize, place, shard -> joint, remat, optimize, schedule, collectives -> lower
+
+`forward` ends in the program that every rank runs to get the loss. Training goes on from there: with one
+microbatch as one `step` program, with several as `accumulate`, run once a microbatch, and `apply`.
+`schedule` comes after `optimize` because the reductions of replicated gradients appear only there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from compiler_trainer.config import OptimConfig, PassesConfig
+from passes.accumulate import Accumulate, ApplyOnly
+from passes.cast import Cast
+from passes.collectives import Expand
+from passes.ir import Pass
+from passes.joint import Joint
+from passes.normalize import Normalize
+from passes.optimize import Optimize
+from passes.optimizers import SGD, AdamW, Optimizer
+from passes.place import Place
+from passes.remat import Remat
+from passes.schedule import Schedule
+from passes.shard import Shard
+
+Passes = tuple[Pass, ...]
+DTYPES = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The passes of each program; `train` maps a program's name to its passes, run in order within a step."""
+
+    forward: Passes
+    evaluate: Passes
+    train: Mapping[str, Passes]
+
+
+def build_pipeline(passes: PassesConfig, optim: OptimConfig, masters: Mapping[str, torch.dtype], microbatches: int) -> Pipeline:
+    """The passes that a configuration asks for; `masters` are the dtypes of the stored parameters."""
+    reduce_dtype = DTYPES[passes.cast.reduce_dtype]
+    shard, remat = passes.shard, passes.remat
+    forward = (
+        Cast(masters),
+        Normalize(),
+        Place(shard.plan or {}, shard.min_shard_elements),
+        Shard(shard.sequence_parallel, shard.strict, reduce_dtype),
+    )
+    backward = (Joint(), Remat(remat.policy, remat.regather))
+    optimize = Optimize(build_optimizer(optim), optim.max_norm, reduce_dtype, 1 / microbatches)
+    finish = (Schedule(passes.schedule.bucket_mib), Expand())
+    train = {"step": (*backward, optimize, *finish)}
+    if microbatches > 1:
+        train = {"accumulate": (*backward, Accumulate(), *finish), "apply": (Joint(), ApplyOnly(), optimize, *finish)}
+    return Pipeline(forward, (Expand(),), train)
+
+
+def build_optimizer(optim: OptimConfig) -> Optimizer:
+    """The optimizer of a configuration."""
+    if optim.name == "sgd":
+        return SGD(optim.momentum, optim.weight_decay)
+    return AdamW(optim.betas, optim.eps, optim.weight_decay)

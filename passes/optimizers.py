@@ -1,0 +1,63 @@
+"""Optimizers as functions of one parameter's local shard; all arithmetic is elementwise and in fp32 or wider."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Optimizer(Protocol):
+    """`moments` names the state kept a parameter, each of its shape and dtype, zero at first."""
+
+    @property
+    def moments(self) -> tuple[str, ...]: ...
+
+    def update(self, parameter: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], lr: Tensor,
+               step: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """New parameter and moments; `lr` and `step` (counted from 1) are 0-d tensors."""
+        ...
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """Adam with decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101)."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+
+    def update(self, parameter, gradient, moments, lr, step):
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        p, g, (m, v) = parameter.to(wide), gradient.to(wide), (moment.to(wide) for moment in moments)
+        beta1, beta2 = self.betas
+        lr, step = lr.to(wide), step.to(wide)
+        m = m + (1 - beta1) * (g - m)
+        v = beta2 * v + (1 - beta2) * g * g
+        denominator = (v / (1 - beta2**step)).sqrt() + self.eps
+        p = p * (1 - lr * self.weight_decay) - lr / (1 - beta1**step) * m / denominator
+        return p, (m, v)
+
+
+@dataclass(frozen=True)
+class SGD:
+    """Stochastic gradient descent with heavy-ball momentum and coupled weight decay, as in torch.optim.SGD."""
+
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """The momentum buffer, if there is momentum."""
+        return ("momentum",) if self.momentum else ()
+
+    def update(self, parameter, gradient, moments, lr, step):
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        p, g = parameter.to(wide), gradient.to(wide)
+        if self.weight_decay:
+            g = g + self.weight_decay * p
+        buffers = tuple(self.momentum * moment.to(wide) + g for moment in moments)
+        return p - lr.to(wide) * (buffers[0] if buffers else g), buffers
