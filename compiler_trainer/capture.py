@@ -92,8 +92,10 @@ def _to_program(exported, keys: tuple[str, ...], model: nn.Module) -> ir.Program
         is_loss = spec.kind is OutputKind.USER_OUTPUT
         outputs.append(ir.Output("loss" if is_loss else spec.target.removeprefix("model."),
                                  "loss" if is_loss else "buffer", placement))
-    for node in exported.graph.nodes:
+    for node in list(exported.graph.nodes):
         _trim_module_stack(node)
+        if node.target is torch.ops.aten._assert_tensor_metadata.default:
+            exported.graph.erase_node(node)  # a check that shapes and dtypes are those of the capture: they are
     module = torch.fx.GraphModule(torch.nn.Module(), exported.graph)
     return ir.Program(module, tuple(inputs), tuple(outputs), facts=frozenset({"captured"}))
 

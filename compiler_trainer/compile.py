@@ -19,10 +19,9 @@ from compiler_trainer.runtime import LockstepRanks, ProcessRanks, Runtime
 from compiler_trainer.step import Compiled, State, Step, state_name, stored
 from passes import ir
 from passes.mesh import Mesh
-from passes.runner import PassRecord, run_passes
+from passes.runner import Observer, PassRecord, run_passes
 from passes.spec import shard
 
-Observer = Callable[[str, ir.Program, PassRecord], None]
 
 
 def compile_step(model: nn.Module, loss_fn: LossFn, example_batch: Mapping[str, Tensor], *,
@@ -56,7 +55,10 @@ def compile_step(model: nn.Module, loss_fn: LossFn, example_batch: Mapping[str, 
     report = Reporter(time.perf_counter() - started)
 
     def run(stage: str, steps, given: ir.Program) -> ir.Program:
-        program, records = run_passes(steps, given, ctx, verify=passes.verify, observe=observe)
+        try:
+            program, records = run_passes(stage, steps, given, ctx, verify=passes.verify, observe=observe)
+        except ir.Refused as error:
+            raise UserError(*str(error).split(": ", 1)) from error
         report.add(stage, records)
         return program
 

@@ -117,6 +117,10 @@ class CompileError(Exception):
         self.node = node
 
 
+class Refused(CompileError):
+    """A model or an option that a pass cannot honour: for the user to change, not a defect of the pass."""
+
+
 # ---- typed access to what a node carries ------------------------------------------------------
 
 

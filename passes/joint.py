@@ -76,6 +76,7 @@ class Joint:
         index = next(k for k, o in enumerate(program.outputs) if o.kind == "loss")
         annotate(joint.graph, forward.graph, _before_detach(joint.results()[index]))
         drop_detach(joint.graph)
+        functionalize(joint.graph)
         joint.graph.eliminate_dead_code()
         joint.module.recompile()
         for node, output in zip(joint.results(), joint.outputs):
@@ -95,6 +96,31 @@ def drop_detach(graph: fx.Graph) -> None:
         if node.target is torch.ops.aten.detach.default:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+
+
+def functionalize(graph: fx.Graph) -> None:
+    """Write updates of temporaries in place (some of PyTorch's own definitions have them) as new values."""
+    for node in list(graph.nodes):
+        target = node.target
+        if node.op != "call_function" or not hasattr(target, "_schema") or not target._schema.is_mutable:
+            continue
+        name, overload = target._schema.name.removeprefix("aten::"), target._overloadname
+        updated = node.args[0]
+        if not name.endswith("_") or _shared(updated, graph):
+            raise ir.CompileError("joint", node, f"{target} writes in place to a value that has views")
+        node.target = getattr(getattr(torch.ops.aten, name[:-1]), overload)
+        later = False
+        for other in graph.nodes:
+            if later:
+                other.replace_input_with(updated, node)
+            later = later or other is node
+
+
+def _shared(node: fx.Node, graph: fx.Graph) -> bool:
+    """Whether another value lives in the same memory, or the node is an input."""
+    return node.op == "placeholder" or any(
+        other is not node and ir.is_tensor(other) and not (hasattr(other.target, "_schema") and other.target._schema.is_mutable)
+        and ir.example(other).untyped_storage() is ir.example(node).untyped_storage() for other in graph.nodes)
 
 
 def _count(program: ir.Program, phase: str) -> int:

@@ -107,9 +107,6 @@ class Normalize:
             node = queue.pop(0)
             if not hasattr(node.target, "_schema") or node.target in final:
                 continue
-            if name_of(node) in ("_assert_tensor_metadata", "_assert_scalar"):
-                node.graph.erase_node(node)
-                continue
             fn = replacement(node, split)
             if fn is None:
                 continue

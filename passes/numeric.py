@@ -8,8 +8,8 @@ all ranks by the definition of each exchange, which owes nothing to the operator
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from passes.verify import failure
 
 ZERO_AT_FIRST = ("moment", "gradient")  # kinds of inputs that start at zero if no value is given
 KEPT = ("buffer", "gradient")  # kinds of inputs whose new value, written in place, is a result
+NEGLIGIBLE = 1e-3  # of the largest result of a kind
 
 
 @dataclass(frozen=True)
@@ -52,21 +53,35 @@ def verify_numeric(before: ir.Program, after: ir.Program, ctx: ir.Context, input
 def compare(pass_name: str, before: Results, after: Results, tolerance: float) -> dict[str, float]:
     """Largest difference over largest magnitude, for every result in both; raises CompileError beyond tolerance."""
     errors = {}
-    for kind, name in before:
-        if (kind, name) not in after:
-            continue
-        old, new = before[kind, name].value.double(), after[kind, name].value.double()
-        node = after[kind, name].node
-        if old.shape != new.shape:
-            raise failure(pass_name, node, f"{kind} {name!r} was of shape {tuple(old.shape)}, is {tuple(new.shape)}")
-        difference = (old - new).abs().flatten()
-        error = (difference.amax() / old.abs().amax().clamp(min=1e-30)).item() if old.numel() else 0.0
-        if not error <= tolerance:
-            at = int(difference.nan_to_num(torch.inf).argmax())
-            raise failure(pass_name, node, f"{kind} {name!r} is off by {error:.3g} of its largest entry (tolerance "
-                          f"{tolerance:.3g}): entry {at} was {old.flatten()[at]:.6g}, is {new.flatten()[at]:.6g}")
-        errors[f"{kind} {name}"] = error
-    return errors
+    for kind, name in before.keys() & after.keys():
+        # a result that is zero but for rounding is measured against the others of its kind
+        largest = max(_largest(r.value) for (other, _), r in before.items() if other == kind)
+        old, new = before[kind, name].value, after[kind, name].value
+        scale = max(_largest(old), NEGLIGIBLE * largest)
+        try:
+            errors[f"{kind} {name}"] = relative_error(old, new, scale, tolerance)
+        except ValueError as error:
+            raise failure(pass_name, after[kind, name].node, f"{kind} {name!r} {error}") from error
+    return dict(sorted(errors.items()))
+
+
+def relative_error(old: Tensor, new: Tensor, scale: float, tolerance: float) -> float:
+    """Largest difference over `scale`; raises ValueError, with both values, beyond tolerance or of other shape."""
+    if old.shape != new.shape:
+        raise ValueError(f"was of shape {tuple(old.shape)}, is {tuple(new.shape)}")
+    if not old.numel():
+        return 0.0
+    difference = (old.double() - new.double()).abs().flatten().nan_to_num(torch.inf)
+    at = int(difference.argmax())
+    error = difference[at].item() / (scale or 1.0)
+    if error > tolerance:
+        raise ValueError(f"is off by {error:.3g} of its largest entry (tolerance {tolerance:.3g}): entry {at} "
+                         f"was {old.flatten()[at]:.6g}, is {new.flatten()[at]:.6g}")
+    return error
+
+
+def _largest(value: Tensor) -> float:
+    return value.detach().double().abs().amax().item() if value.numel() else 0.0
 
 
 def coarsest(program: ir.Program) -> float:
@@ -79,33 +94,37 @@ def coarsest(program: ir.Program) -> float:
 
 
 def run(program: ir.Program, ctx: ir.Context, inputs: Mapping[str, Tensor]) -> Results:
-    """The program's results on whole inputs; gradients of its loss are added if it returns none."""
-    is_local = "local" in program.facts
-    if is_local and "collectives" not in program.facts:
+    """The program's results on whole inputs; gradients of its loss are added if it has none yet."""
+    if "local" not in program.facts:
+        program = on_one_device(program)
+    elif "collectives" not in program.facts:
         program, _ = Expand()(program, ctx)
-    mesh = program.mesh if is_local else Mesh()
-    given = place_inputs(program, inputs, mesh)
-    wants_gradients = "joint" not in program.facts
-    leaves = [[_leaf(v) if i.kind == "parameter" and wants_gradients else v for i, v in zip(program.inputs, values)]
-              for values in given]
-    with torch.set_grad_enabled(wants_gradients):
-        outputs = Lockstep(program).run(leaves) if is_local else [fx.Interpreter(program.module).run(*leaves[0])]
-    results = collect(program, outputs, leaves, mesh)
-    if wants_gradients:
-        results |= differentiate(program, results, leaves, mesh)
-    return results
+    given = place_inputs(program, inputs)
+    has_gradients = "joint" in program.facts
+    for values in given if not has_gradients else ():
+        for value, i in zip(values, program.inputs, strict=True):
+            value.requires_grad_(i.kind == "parameter")
+    with torch.set_grad_enabled(not has_gradients):
+        outputs = Lockstep(program).run(given)
+        results = collect(program, outputs, given)
+    return results if has_gradients else results | differentiate(program, results, given)
 
 
-def _leaf(value: Tensor) -> Tensor:
-    return value.detach().requires_grad_()
+def on_one_device(program: ir.Program) -> ir.Program:
+    """A global program as the local one of a single rank."""
+    def whole(end: Any) -> Any:
+        return replace(end, spec=Spec.whole(end.spec.shape))
+
+    return replace(program, mesh=Mesh(), inputs=tuple(map(whole, program.inputs)),
+                   outputs=tuple(map(whole, program.outputs)))
 
 
-def place_inputs(program: ir.Program, inputs: Mapping[str, Tensor], mesh: Mesh) -> list[list[Tensor]]:
+def place_inputs(program: ir.Program, inputs: Mapping[str, Tensor]) -> list[list[Tensor]]:
     """Every rank's inputs, copies, by rank; raises CompileError naming an input that is missing or does not fit."""
-    whole = [None if i.kind == "coordinate" else _whole(n, i, inputs)
-             for n, i in zip(program.placeholders(), program.inputs, strict=True)]
-    return [[places(mesh, rank, i.name) if v is None else _local(v, i.spec, mesh, place)
-             for i, v in zip(program.inputs, whole, strict=True)] for rank, place in enumerate(mesh)]
+    whole = [None if i.kind == "coordinate" else _whole(node, i, inputs)
+             for node, i in zip(program.placeholders(), program.inputs, strict=True)]
+    return [[places(program.mesh, rank, i.name) if v is None else _part(v, i.spec, program.mesh, place)
+             for i, v in zip(program.inputs, whole, strict=True)] for rank, place in enumerate(program.mesh)]
 
 
 def _whole(node: fx.Node, given: ir.Input, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -117,15 +136,13 @@ def _whole(node: fx.Node, given: ir.Input, inputs: Mapping[str, Tensor]) -> Tens
         raise ir.CompileError("numeric", node, f"no value is given for {given.kind} {name!r}")
     value = inputs[name].detach()
     if tuple(value.shape) != given.spec.shape or value.dtype != dtype:
-        raise ir.CompileError("numeric", node, f"{given.kind} {name!r} is given as {value.dtype}{list(value.shape)}, "
-                              f"the program takes {dtype}{list(given.spec.shape)}")
+        raise ir.CompileError("numeric", node, f"{given.kind} {name!r} is given as {value.dtype} {list(value.shape)}, "
+                              f"the program takes {dtype} {list(given.spec.shape)}")
     return value
 
 
-def _local(whole: Tensor, spec: Spec, mesh: Mesh, place: dict[str, int]) -> Tensor:
-    """The rank's part; of a partial sum the first rank has all, the others zero."""
-    if mesh == Mesh():
-        return whole.clone()
+def _part(whole: Tensor, spec: Spec, mesh: Mesh, place: dict[str, int]) -> Tensor:
+    """A rank's part; of a partial sum the first rank has all, the others zero."""
     has_terms = all(place[axis] == 0 for axis in spec.partial_axes)
     return shard(whole if has_terms else torch.zeros_like(whole), spec, mesh, place)
 
@@ -133,16 +150,17 @@ def _local(whole: Tensor, spec: Spec, mesh: Mesh, place: dict[str, int]) -> Tens
 # ---- results -------------------------------------------------------------------------------------
 
 
-def collect(program: ir.Program, outputs: list[tuple[Any, ...]], given: list[list[Tensor]], mesh: Mesh) -> Results:
+def collect(program: ir.Program, outputs: Sequence[tuple[Any, ...]], given: Sequence[Sequence[Tensor]]) -> Results:
     """Whole results by kind and name: outputs that are computed, and inputs written in place."""
     results: Results = {}
     for k, (node, output) in enumerate(zip(program.results(), program.outputs, strict=True)):
         if node.op != "placeholder":
-            results[output.kind, output.name] = Result(_join([out[k] for out in outputs], output.spec, mesh), node)
+            whole = unshard([values[k] for values in outputs], output.spec, program.mesh)
+            results[output.kind, output.name] = Result(whole, node)
     written = {node.args[0] for node in program.calls() if _is_mutable(node)}
     for k, (node, i) in enumerate(zip(program.placeholders(), program.inputs, strict=True)):
         if node in written and i.kind in KEPT:
-            results[i.kind, i.name] = Result(_join([values[k] for values in given], i.spec, mesh), node)
+            results[i.kind, i.name] = Result(unshard([values[k] for values in given], i.spec, program.mesh), node)
     return results
 
 
@@ -150,35 +168,21 @@ def _is_mutable(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
-def _join(values: list[Tensor], spec: Spec, mesh: Mesh) -> Tensor:
-    return values[0] if mesh == Mesh() else unshard(values, spec, mesh)
-
-
-def differentiate(program: ir.Program, results: Results, leaves: list[list[Tensor]], mesh: Mesh) -> Results:
+def differentiate(program: ir.Program, results: Results, given: Sequence[Sequence[Tensor]]) -> Results:
     """Gradients of the loss for every whole parameter: terms of all ranks that hold an entry are added."""
-    losses = [r.value for (kind, _), r in results.items() if kind == "loss"]
-    if not losses:
-        return {}
-    found: Results = {}
     parameters = [k for k, i in enumerate(program.inputs) if i.kind == "parameter"]
-    if not parameters or not losses[0].requires_grad:
+    losses = [result.value for (kind, _), result in results.items() if kind == "loss" and result.value.requires_grad]
+    if not losses or not parameters:
         return {}
-    wanted = [values[k] for k in parameters for values in leaves]
-    terms = iter(torch.autograd.grad(losses[0], wanted, allow_unused=True))
-    nodes = program.placeholders()
+    wanted = [values[k] for k in parameters for values in given]
+    terms = iter(torch.autograd.grad(sum(losses), wanted, materialize_grads=True))
+    nodes, found = program.placeholders(), {}
     for k in parameters:
-        total = torch.zeros(program.inputs[k].spec.shape, dtype=leaves[0][k].dtype)
-        for place in mesh:
+        spec = program.inputs[k].spec
+        total = given[0][k].new_zeros(spec.shape)
+        for place in program.mesh:
             term = next(terms)
-            if term is not None:
-                _add(total, term, program.inputs[k].spec, mesh, place)
+            for box in boxes(spec, program.mesh, place):
+                box.of(total).add_(box.of_local(term))
         found["gradient", program.inputs[k].name] = Result(total, nodes[k])
     return found
-
-
-def _add(total: Tensor, term: Tensor, spec: Spec, mesh: Mesh, place: dict[str, int]) -> None:
-    if mesh == Mesh():
-        total.add_(term)
-        return
-    for box in boxes(spec, mesh, place):
-        box.of(total).add_(box.of_local(term))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from passes import boundary, ir
-from passes.optimizers import Optimizer
+from passes.optimizers import Optimizer, arithmetic
 from passes.rewrite import graft, trace
 from passes.spec import Spec
 
@@ -77,7 +77,7 @@ def squared_norm(append: Appender, gradients: Sequence[fx.Node], specs: Sequence
     """The square of the norm of all gradients together, 0-d fp32 or wider, the same on every rank."""
     groups: dict[tuple[str, ...], list[fx.Node]] = {}
     for gradient, spec in zip(gradients, specs, strict=True):
-        square = append.call("square", lambda g: g.to(torch.promote_types(g.dtype, torch.float32)).square().sum(), gradient)
+        square = append.call("square", lambda g: g.to(arithmetic(g.dtype)).square().sum(), gradient)
         groups.setdefault(tuple(sorted(spec.sharded)), []).append(square)
     totals = []
     for axes, squares in groups.items():
@@ -156,7 +156,7 @@ class Optimize:
         """Update one parameter and its moments in place."""
 
         def update(p, g, lr, step, factor, *kept):
-            wide = torch.promote_types(p.dtype, torch.float32)
+            wide = arithmetic(p.dtype)
             new, new_kept = self.optimizer.update(p, g.to(wide) * factor.to(wide), kept, lr, step)
             return new.to(p.dtype), *(n.to(k.dtype) for n, k in zip(new_kept, kept))
 

@@ -9,6 +9,11 @@ import torch
 from torch import Tensor
 
 
+def arithmetic(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of an update's arithmetic: fp64 for fp64 parameters, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 class Optimizer(Protocol):
     """`moments` names the state kept a parameter, each of its shape and dtype, zero at first."""
 
@@ -31,7 +36,7 @@ class AdamW:
     moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
     def update(self, parameter, gradient, moments, lr, step):
-        wide = torch.promote_types(parameter.dtype, torch.float32)
+        wide = arithmetic(parameter.dtype)
         p, g, (m, v) = parameter.to(wide), gradient.to(wide), (moment.to(wide) for moment in moments)
         beta1, beta2 = self.betas
         lr, step = lr.to(wide), step.to(wide)
@@ -55,7 +60,7 @@ class SGD:
         return ("momentum",) if self.momentum else ()
 
     def update(self, parameter, gradient, moments, lr, step):
-        wide = torch.promote_types(parameter.dtype, torch.float32)
+        wide = arithmetic(parameter.dtype)
         p, g = parameter.to(wide), gradient.to(wide)
         if self.weight_decay:
             g = g + self.weight_decay * p

@@ -55,7 +55,7 @@ class Place:
         unmatched = set(self.plan)
         inputs = tuple(self.place(given, program.mesh, unmatched) for given in program.inputs)
         if unmatched:
-            raise ir.CompileError("place", None, f"passes.shard.plan: no parameter is named like "
+            raise ir.Refused("place", None, f"passes.shard.plan: no parameter is named like "
                                   f"{', '.join(sorted(unmatched))}")
         notes = tuple(f"{i.name}: {i.spec}" for i in inputs if i.kind in ("parameter", "batch"))
         sharded = sum(bool(i.spec.sharded) for i in inputs if i.kind == "parameter")
@@ -86,7 +86,7 @@ class Place:
         """The plan's axes on the parameter's dims."""
         for axis, dim in sharding.items():
             if not -len(spec.shape) <= dim < len(spec.shape):
-                raise ir.CompileError("place", None, f"passes.shard.plan: {given.name} has shape {spec.shape}, "
+                raise ir.Refused("place", None, f"passes.shard.plan: {given.name} has shape {spec.shape}, "
                                       f"no dim {dim} to shard on {axis}")
             if axis in mesh.axes:
                 d = dim % len(spec.shape)

@@ -166,7 +166,7 @@ class Remat:
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         if self.policy not in ("none", "full"):
-            raise ir.CompileError("remat", None, f"passes.remat.policy: {self.policy!r} is not one of none, full")
+            raise ir.Refused("remat", None, f"passes.remat.policy: {self.policy!r} is not one of none, full")
         before = saved_bytes(program)
         program = program.copy()
         layers = self.layers(program) if self.policy == "full" else {}
@@ -185,6 +185,6 @@ class Remat:
         """`layer_values`, of which there must be some."""
         found = layer_values(program)
         if not found:
-            raise ir.CompileError("remat", None, "passes.remat.policy=full recomputes repeated layers (layers.0, "
+            raise ir.Refused("remat", None, "passes.remat.policy=full recomputes repeated layers (layers.0, "
                                   "layers.1, ...), the model has none; set passes.remat.policy=none")
         return found

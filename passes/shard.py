@@ -35,7 +35,7 @@ class Shard:
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         unknown = [n for n in program.calls() if hasattr(n.target, "_schema") and tensor_operands(n) and not has_rule(n)]
         if unknown and self.strict:
-            raise ir.CompileError("shard", unknown[0], f"{name_of(unknown[0])} has no rule; add one with "
+            raise ir.Refused("shard", unknown[0], f"{name_of(unknown[0])} has no rule; add one with "
                                   "passes.rules.add_rule or set passes.shard.strict=false to gather its operands")
         plan = propagate(program, self.sequence_parallel)
         partitioner = Partitioner(program, plan, ctx, self.reduce_dtype)
