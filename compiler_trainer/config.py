@@ -29,7 +29,6 @@ Dtype = Literal["float32", "bfloat16"]
 UNSUPPORTED_AXES = {
     "pp": "pipeline parallelism",
     "cp": "context parallelism",
-    "tp": "tensor parallelism",
     "ep": "expert parallelism",
 }
 

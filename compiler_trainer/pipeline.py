@@ -48,7 +48,7 @@ def build_pipeline(passes: PassesConfig, optim: OptimConfig, masters: Mapping[st
     forward = (
         Cast(masters),
         Normalize(),
-        Place(shard.plan or {}, shard.min_shard_elements),
+        Place(shard.plan, shard.min_shard_elements),
         Shard(shard.sequence_parallel, shard.strict, reduce_dtype),
     )
     backward = (Joint(), Remat(remat.policy, remat.regather))

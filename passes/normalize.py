@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from passes import ir
-from passes.mesh import WEIGHT_AXES
+from passes.mesh import WEIGHT_AXES, Mesh
 from passes.rewrite import inline
 from passes.rules import has_rule, name_of
 from passes.torch_private import decomposition
@@ -66,15 +66,49 @@ def cross_entropy_split(x: Tensor, y: Tensor, weight=None, reduction: int = MEAN
     return total if reduction == SUM else total / keep.sum()
 
 
+def split_as_select(x: Tensor, size: int, dim: int = 0) -> tuple[Tensor, ...]:
+    """Equal pieces of a dim as entries of a dim of their own: what is within a piece may then be sharded."""
+    parts = x.shape[dim] // size
+    return tuple(x.unflatten(dim, (parts, size)).select(dim % x.dim(), i) for i in range(parts))
+
+
+def attention_repeated(q: Tensor, k: Tensor, v: Tensor, *rest, **options) -> Tensor:
+    """Grouped attention with every key and value head repeated for its group of query heads."""
+    groups = q.shape[-3] // k.shape[-3]
+    options["enable_gqa"] = False
+    return F.scaled_dot_product_attention(q, repeat_heads(k, groups), repeat_heads(v, groups), *rest, **options)
+
+
+def repeat_heads(x: Tensor, groups: int) -> Tensor:
+    """[..., g, t, d] -> [..., g * groups, t, d]."""
+    *lead, heads, rows, width = x.shape
+    return x.unsqueeze(-3).expand(*lead, heads, groups, rows, width).flatten(-4, -3)
+
+
 def _plain_cross_entropy(node: fx.Node) -> bool:
     logits, target, *rest = node.args
     return (ir.example(logits).dim() == 2 and ir.example(target).dim() == 1 and (not rest or rest[0] is None)
             and (len(rest) < 2 or rest[1] in (MEAN, SUM)) and (len(rest) < 4 or rest[3] == 0.0))
 
 
-def replacement(node: fx.Node, split_vocabulary: bool) -> Any:
+def _equal_split(node: fx.Node) -> bool:
+    x, size, *dim = node.args
+    return isinstance(size, int) and ir.example(x).shape[dim[0] if dim else 0] % size == 0
+
+
+def _few_heads(node: fx.Node, parts: int) -> bool:
+    q, k = (ir.example(n) for n in node.args[:2])
+    return q.dim() > 2 and k.shape[-3] < min(parts, q.shape[-3])
+
+
+def replacement(node: fx.Node, mesh: Mesh) -> Any:
     """The function that the node is to be written as, or None if the rules take it as it is."""
     name = name_of(node)
+    split_vocabulary = any(axis in mesh.axes for axis in WEIGHT_AXES)
+    if name == "split" and mesh["tp"] > 1 and _equal_split(node):
+        return split_as_select
+    if name == "scaled_dot_product_attention" and _few_heads(node, mesh["tp"]):
+        return attention_repeated
     if name == "mean":
         return mean
     if name == "linear" and len(node.args) == 3 and node.args[2] is not None:
@@ -99,7 +133,6 @@ class Normalize:
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
-        split = any(axis in program.mesh.axes for axis in WEIGHT_AXES)
         counts: dict[str, int] = {}
         final: set[Any] = set()  # operators whose definition calls them again
         queue = list(program.calls())
@@ -107,12 +140,12 @@ class Normalize:
             node = queue.pop(0)
             if not hasattr(node.target, "_schema") or node.target in final:
                 continue
-            fn = replacement(node, split)
+            fn = replacement(node, program.mesh)
             if fn is None:
                 continue
             counts[name_of(node)] = counts.get(name_of(node), 0) + 1
             target, new = node.target, inline(node, fn, ctx)
-            if any(n.target is target for n in new):
+            if any(n.target is target and replacement(n, program.mesh) is not None for n in new):
                 final.add(target)
             queue = new + queue
         program.graph.eliminate_dead_code()

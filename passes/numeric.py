@@ -1,9 +1,9 @@
 """Does a pass keep the numbers? The program before it and the one after are run on the same small inputs.
 
-A global program runs on one device, a local one on all ranks in lockstep; results are compared whole. What counts
-as a result: the loss, the gradients, metrics, and new values of buffers and gradient accumulators, returned or
-written in place. A program that has no gradients yet is differentiated by running it: autograd goes back through
-all ranks by the definition of each exchange, which owes nothing to the operators' registered gradients.
+A global program runs on one device, a local one on all ranks in lockstep; results are compared whole. Results are
+what is returned (loss, gradients, metrics, buffers) and what is written into inputs in place. A program that has no
+gradients yet is differentiated by running it: autograd goes back through all ranks by the definition of each
+exchange, which owes nothing to the operators' registered gradients.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from passes.torch_private import OpOverload
 from passes.verify import failure
 
 ZERO_AT_FIRST = ("moment", "gradient")  # kinds of inputs that start at zero if no value is given
-KEPT = ("buffer", "gradient")  # kinds of inputs whose new value, written in place, is a result
 NEGLIGIBLE = 1e-3  # of the largest result of a kind
 
 
@@ -135,10 +134,10 @@ def _whole(node: fx.Node, given: ir.Input, inputs: Mapping[str, Tensor]) -> Tens
     if name not in inputs:
         raise ir.CompileError("numeric", node, f"no value is given for {given.kind} {name!r}")
     value = inputs[name].detach()
-    if tuple(value.shape) != given.spec.shape or value.dtype != dtype:
+    if tuple(value.shape) != given.spec.shape or value.is_floating_point() != dtype.is_floating_point:
         raise ir.CompileError("numeric", node, f"{given.kind} {name!r} is given as {value.dtype} {list(value.shape)}, "
                               f"the program takes {dtype} {list(given.spec.shape)}")
-    return value
+    return value.to(dtype)
 
 
 def _part(whole: Tensor, spec: Spec, mesh: Mesh, place: dict[str, int]) -> Tensor:
@@ -159,7 +158,7 @@ def collect(program: ir.Program, outputs: Sequence[tuple[Any, ...]], given: Sequ
             results[output.kind, output.name] = Result(whole, node)
     written = {node.args[0] for node in program.calls() if _is_mutable(node)}
     for k, (node, i) in enumerate(zip(program.placeholders(), program.inputs, strict=True)):
-        if node in written and i.kind in KEPT:
+        if node in written:
             results[i.kind, i.name] = Result(unshard([values[k] for values in given], i.spec, program.mesh), node)
     return results
 
@@ -175,7 +174,7 @@ def differentiate(program: ir.Program, results: Results, given: Sequence[Sequenc
     if not losses or not parameters:
         return {}
     wanted = [values[k] for k in parameters for values in given]
-    terms = iter(torch.autograd.grad(sum(losses), wanted, materialize_grads=True))
+    terms = iter(torch.autograd.grad(losses[0], wanted, materialize_grads=True))
     nodes, found = program.placeholders(), {}
     for k in parameters:
         spec = program.inputs[k].spec

@@ -4,7 +4,7 @@
     layers.0.wq.weight     f32[256, 256]   ->  [256@tp@dp_shard, 256]
 
 A plan maps parameter-name patterns to the dim that each axis shards: `{"*.wq.weight": {"tp": 0}}`; the
-first match holds. FSDP is nothing but the placement chosen here: a parameter stored in shards on
+first match holds. Without a plan one is inferred from the graph. FSDP is nothing but the placement chosen here: a parameter stored in shards on
 `dp_shard` is gathered where it is used, because on that axis activations stay and weights move.
 """
 
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from passes import ir
+from passes.infer import Blocks, infer
 from passes.mesh import BATCH_AXES, Mesh
 from passes.spec import Dim, Factor, Spec
 
@@ -35,6 +36,13 @@ def add_axis(dim: Dim, axis: str) -> Dim:
     return (replace(dim[0], axes=(*dim[0].axes, axis)), *dim[1:])
 
 
+def split_blocks(spec: Spec, blocks: Blocks, axis: str) -> Spec:
+    """The tensor with blocks of one dim (heads, say) split over the axis."""
+    sizes = ((blocks.outer, ()), (blocks.size, (axis,)), (blocks.inner, ()))
+    dim = tuple(Factor(size, axes) for size, axes in sizes if size > 1 or axes)
+    return replace(spec, dims=(*spec.dims[:blocks.dim], dim, *spec.dims[blocks.dim + 1:]))
+
+
 def fsdp_dim(spec: Spec, shape: tuple[int, ...]) -> int:
     """The dim that dp_shard splits: the first, unless its shards are blocks (heads), where another has no such cut."""
     plain = [d for d, dim in enumerate(spec.dims) if len(dim) == 1 and shape[d] > 1]
@@ -43,17 +51,18 @@ def fsdp_dim(spec: Spec, shape: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True)
 class Place:
-    """Give every input its placement; `plan` is pattern -> {axis: dim}."""
+    """Give every input its placement; `plan` is pattern -> {axis: dim}, None to infer it."""
 
-    plan: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    plan: Mapping[str, Mapping[str, int]] | None = None
     min_shard_elements: int = 1
     name: str = "place"
-    requires: frozenset[str] = frozenset({"captured"})
+    requires: frozenset[str] = frozenset({"captured", "normalized"})
     establishes: frozenset[str] = frozenset({"placed"})
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
-        unmatched = set(self.plan)
-        inputs = tuple(self.place(given, program.mesh, unmatched) for given in program.inputs)
+        unmatched = set(self.plan or ())
+        inferred = infer(program, program.mesh["tp"]) if "tp" in program.mesh.axes else {}
+        inputs = tuple(self.place(given, program.mesh, unmatched, inferred) for given in program.inputs)
         if unmatched:
             raise ir.Refused("place", None, f"passes.shard.plan: no parameter is named like "
                                   f"{', '.join(sorted(unmatched))}")
@@ -63,17 +72,19 @@ class Place:
         program = replace(program, inputs=inputs, facts=program.facts | self.establishes)
         return program, ir.Report(changes, notes)
 
-    def place(self, given: ir.Input, mesh: Mesh, unmatched: set[str]) -> ir.Input:
+    def place(self, given: ir.Input, mesh: Mesh, unmatched: set[str], inferred: Mapping[str, Blocks]) -> ir.Input:
         """One input with its placement."""
         if given.kind == "batch":
             return replace(given, spec=place_batch(given.spec.shape, mesh))
         if given.kind != "parameter":
             return given
         spec = Spec.whole(given.spec.shape)
-        pattern = next((p for p in self.plan if fnmatchcase(given.name, p)), None)
-        if pattern is not None:
+        pattern = next((p for p in self.plan or () if fnmatchcase(given.name, p)), None)
+        if pattern is not None and self.plan is not None:
             unmatched.discard(pattern)
-            spec = self.apply(given, spec, self.plan[pattern], mesh)
+            spec = self.apply(given, spec, self.plan[pattern], mesh, inferred.get(given.name))
+        elif self.plan is None and given.name in inferred:
+            spec = split_blocks(spec, inferred[given.name], "tp")
         size = 1
         for n in spec.shape:
             size *= n
@@ -82,13 +93,16 @@ class Place:
             spec = replace(spec, dims=tuple(add_axis(dim, "dp_shard") if i == d else dim for i, dim in enumerate(spec.dims)))
         return replace(given, spec=spec)
 
-    def apply(self, given: ir.Input, spec: Spec, sharding: Mapping[str, int], mesh: Mesh) -> Spec:
+    def apply(self, given: ir.Input, spec: Spec, sharding: Mapping[str, int], mesh: Mesh,
+              blocks: Blocks | None) -> Spec:
         """The plan's axes on the parameter's dims."""
         for axis, dim in sharding.items():
             if not -len(spec.shape) <= dim < len(spec.shape):
                 raise ir.Refused("place", None, f"passes.shard.plan: {given.name} has shape {spec.shape}, "
                                       f"no dim {dim} to shard on {axis}")
-            if axis in mesh.axes:
-                d = dim % len(spec.shape)
+            d = dim % len(spec.shape)
+            if axis == "tp" and axis in mesh.axes and blocks is not None and blocks.dim == d:
+                spec = split_blocks(spec, blocks, axis)
+            elif axis in mesh.axes:
                 spec = replace(spec, dims=tuple(add_axis(x, axis) if i == d else x for i, x in enumerate(spec.dims)))
         return spec

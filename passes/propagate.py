@@ -177,15 +177,16 @@ class _Sweep:
                   for name, f in zip(names, fs or ()) if f.label}
         states = {axis: [self.plan.current(n).state(axis) for n in operands] for axis in self.mesh.axes}
         wanted = [self.operand_spec(i, atoms, axes, labels, choice, states) for i in range(len(operands))]
-        fills = [self.plan.current(n).fill for n, spec in zip(operands, wanted) if spec.padded(self.mesh)]
+        padded = any(spec.padded(self.mesh) for spec in wanted)
         held = self.operand_fills(atoms.rule, wanted, [self.plan.current(n).fill for n in operands])
         results = [self.result_spec(dims, atoms, axes, labels, choice, states) for dims in atoms.results]
-        fill = 0.0 if not fills else atoms.rule.fills(held)
+        fill = atoms.rule.fills(held) if padded else 0.0
         return Decision(atoms.rule, tuple(wanted), tuple(replace(r, fill=fill) for r in results))
 
     def operand_fills(self, rule: Rule, wanted: Sequence[Spec], fills: Sequence[float | None]) -> list[float | None]:
-        """What each padded operand's padding holds when the operator runs."""
-        return [rule.safe.get(i, fill) for i, (spec, fill) in enumerate(zip(wanted, fills)) if spec.padded(self.mesh)]
+        """What each operand's padding holds when the operator runs, NaN for one that has none."""
+        return [rule.safe.get(i, fill) if spec.padded(self.mesh) else math.nan
+                for i, (spec, fill) in enumerate(zip(wanted, fills))]
 
     def axis_order(self, atoms: Atoms, choice: Mapping[str, str | None]) -> dict[str, tuple[str, ...]]:
         """For each atom the axes that shard it, in the order in which an operand already has them."""

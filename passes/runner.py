@@ -1,25 +1,34 @@
-"""Run passes in order: time each, verify what it leaves, and show every stage to an observer."""
+"""Run passes in order: time each, verify what it leaves, count what that will cost, and show it to an observer."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from torch import Tensor
 
 from passes import ir
 from passes.accounting import Accounting, account
+from passes.numeric import Results, coarsest, compare, run
 from passes.printer import print_program
-from passes.sweep import sweep
+from passes.sweep import Sweep, sweep
 from passes.torch_private import trace_artifact
 from passes.verify import verify_spec
+
+Verify = Literal["off", "spec", "numeric"]
+CAPTURED = frozenset({"captured"})
 
 
 @dataclass(frozen=True)
 class PassRecord:
-    """One pass of one program: how long it took, what it did, and what the program it left will cost."""
+    """One pass over one program: what it took, what it did, and what the program it left will cost.
+
+    `errors` are the relative errors of the results, by name, where numbers were verified.
+    """
 
     program: str
     name: str
@@ -28,6 +37,7 @@ class PassRecord:
     nodes_after: int
     report: ir.Report
     accounting: Accounting
+    errors: dict[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-able."""
@@ -38,29 +48,89 @@ Observer = Callable[[ir.Program, PassRecord], None]
 
 
 def check_order(passes: Sequence[ir.Pass], facts: Iterable[str]) -> None:
-    """Raises ValueError naming the first pass whose requirements nothing before it establishes."""
+    """Raises ValueError naming the first pass that requires what nothing before it establishes."""
     known = set(facts)
     for step in passes:
         if missing := step.requires - known:
-            raise ValueError(f"pass {step.name!r} requires {', '.join(sorted(missing))}, which no pass before it gives")
+            givers = [p.name for p in passes if p.establishes & missing]
+            fix = f"; put it after {', '.join(givers)}" if givers else ""
+            raise ValueError(f"pass {step.name!r} requires {', '.join(sorted(missing))}, which no pass before it "
+                             f"establishes{fix}")
         known |= step.establishes
 
 
-def run_passes(name: str, passes: Sequence[ir.Pass], program: ir.Program, ctx: ir.Context, *, verify: str = "spec",
-               observe: Observer | None = None) -> tuple[ir.Program, list[PassRecord]]:
-    """The program after all passes, and a record of each; raises CompileError where a pass or its result is wrong."""
+def run_passes(name: str, passes: Sequence[ir.Pass], program: ir.Program, ctx: ir.Context, *, verify: Verify = "spec",
+               observe: Observer | None = None, inputs: Mapping[str, Tensor] | None = None,
+               ) -> tuple[ir.Program, list[PassRecord]]:
+    """The program after all passes, and a record of each; a captured program is recorded first, as "capture".
+
+    `inputs` are the whole inputs by name on which `verify="numeric"` runs the program before and after a pass.
+    Raises ValueError if the passes are out of order, CompileError where a pass fails or leaves a wrong program.
+    """
     check_order(passes, program.facts)
-    records, answers = [], {}
-    for step in passes:
-        before, started = sum(1 for _ in program.graph.nodes), time.perf_counter()
-        program, report = step(program, ctx)
-        seconds = time.perf_counter() - started
-        swept = sweep(program, ctx, answers) if verify == "off" else verify_spec(program, ctx, pass_name=step.name, answers=answers)
-        after = sum(1 for _ in program.graph.nodes)
-        records.append(PassRecord(name, step.name, seconds, before, after, report, account(program, swept)))
+    check = _Checker(verify, ctx, inputs)
+    records: list[PassRecord] = []
+
+    def finish(step: str, seconds: float, before: ir.Program, after: ir.Program, report: ir.Report) -> None:
+        swept, errors = check(step, before, after)
+        counts = len(before.graph.nodes), len(after.graph.nodes)
+        records.append(PassRecord(name, step, seconds, *counts, report, account(after, swept), errors))
         if observe is not None:
-            observe(program, records[-1])
+            observe(after, records[-1])
+
+    if program.facts == CAPTURED:
+        finish("capture", 0.0, program, program, ir.Report())
+    for step in passes:
+        before = program
+        check.remember(before)
+        started = time.perf_counter()
+        program, report = _apply(step, before, ctx)
+        finish(step.name, time.perf_counter() - started, before, program, report)
     return program, records
+
+
+def _apply(step: ir.Pass, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+    try:
+        after, report = step(program, ctx)
+    except ir.CompileError:
+        raise
+    except Exception as error:
+        raise ir.CompileError(step.name, None, f"{type(error).__name__}: {error}") from error
+    return replace(after, facts=after.facts | step.establishes), report
+
+
+class _Checker:
+    """Verifies one program after another; what it learned of one serves as "before" of the next."""
+
+    def __init__(self, verify: Verify, ctx: ir.Context, inputs: Mapping[str, Tensor] | None):
+        if verify == "numeric" and inputs is None:
+            raise ValueError("verify='numeric' runs the program: give run_passes(inputs=...)")
+        self.verify, self.ctx, self.inputs = verify, ctx, inputs or {}
+        self.answers: dict[Any, Any] = {}
+        self.text = ""
+        self.results: Results | None = None
+
+    def remember(self, before: ir.Program) -> None:
+        """Note what a program is before a pass sees it."""
+        if self.verify != "off":
+            self.text = print_program(before)
+        if self.verify == "numeric" and self.results is None:
+            self.results = run(before, self.ctx, self.inputs)
+
+    def __call__(self, step: str, before: ir.Program, after: ir.Program) -> tuple[Sweep, dict[str, float]]:
+        """What the program's nodes yield, and the errors of its results; raises CompileError naming the pass."""
+        if self.verify == "off":
+            return sweep(after, self.ctx, self.answers), {}
+        if before is not after and print_program(before) != self.text:
+            raise ir.CompileError(step, None, "changed the program it was given; a pass rewrites a copy")
+        swept = verify_spec(after, self.ctx, pass_name=step, answers=self.answers)
+        return swept, self.compare(step, before, after) if self.verify == "numeric" else {}
+
+    def compare(self, step: str, before: ir.Program, after: ir.Program) -> dict[str, float]:
+        """Errors of the results that both programs have."""
+        old, self.results = self.results, run(after, self.ctx, self.inputs)
+        tolerance = max(coarsest(before), coarsest(after)) ** 0.5
+        return compare(step, old, self.results, tolerance) if old is not None else {}
 
 
 class Dumper:
@@ -77,3 +147,4 @@ class Dumper:
         (self.folder / f"{stage}.txt").write_text(text)
         (self.folder / f"{stage}.json").write_text(report)
         trace_artifact(stage, "string", lambda: text)
+        trace_artifact(stage, "json", lambda: report)

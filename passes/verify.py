@@ -66,7 +66,8 @@ def neighbours(node: fx.Node) -> str:
 
 
 def _line(node: fx.Node) -> str:
-    return f"%{node.name} = input : {format_value(node.meta.get('val'))}" if node.op == "placeholder" else format_node(node)
+    is_input = node.op == "placeholder"
+    return f"%{node.name} = input : {format_value(node.meta.get('val'))}" if is_input else format_node(node)
 
 
 # ---- structure: what the other checks rely on ----------------------------------------------------
@@ -94,13 +95,19 @@ def check_ends(program: ir.Program) -> Iterator[Finding]:
         yield None, f"the graph has {len(placeholders)} placeholders, the program {len(program.inputs)} inputs"
     if len(results) != len(program.outputs):
         yield None, f"the graph returns {len(results)} values, the program has {len(program.outputs)} outputs"
-    for node, end in (*zip(placeholders, program.inputs, strict=True), *zip(results, program.outputs, strict=True)):
+    for node, end in _ends(program):
         if not ir.is_tensor(node):
             yield None, f"{end.kind} {end.name!r} is {node}, not a tensor"
             continue
         shape = end.spec.local_shape(program.mesh) if "local" in program.facts else end.spec.shape
         if tuple(ir.example(node).shape) != shape:
-            yield node, f"is {format_value(ir.value(node))}, {end.kind} {end.name!r} placed {end.spec} is of shape {shape}"
+            yield node, (f"is {format_value(ir.value(node))}, {end.kind} {end.name!r} placed {end.spec} is of shape "
+                         f"{list(shape)}")
+
+
+def _ends(program: ir.Program) -> list[tuple[fx.Node, ir.Input | ir.Output]]:
+    return [*zip(program.placeholders(), program.inputs, strict=True),
+            *zip(program.results(), program.outputs, strict=True)]
 
 
 STRUCTURE = (check_lint, check_values, check_ends)
@@ -130,8 +137,7 @@ def _text(tree: Any) -> str:
 
 def check_specs(program: ir.Program) -> Iterator[Finding]:
     """Placements use axes of the mesh once each, agree with the ends' and with the local shapes."""
-    ends = [*zip(program.placeholders(), program.inputs, strict=True), *zip(program.results(), program.outputs, strict=True)]
-    for node, end in ends:
+    for node, end in _ends(program):
         if message := _illegal(end.spec, program):
             yield node, f"{end.kind} {end.name!r}: {message}"
         if "local" in program.facts and ir.spec(node) not in (None, end.spec):
@@ -143,7 +149,8 @@ def check_specs(program: ir.Program) -> Iterator[Finding]:
         if message := _illegal(spec, program):
             yield node, message
         elif tuple(ir.example(node).shape) != spec.local_shape(program.mesh):
-            yield node, f"is {format_value(ir.value(node))}, placed {spec} it is of shape {spec.local_shape(program.mesh)}"
+            yield node, (f"is {format_value(ir.value(node))}, placed {spec} it is of shape "
+                         f"{list(spec.local_shape(program.mesh))}")
 
 
 def _illegal(spec: Spec, program: ir.Program) -> str:
@@ -271,7 +278,8 @@ def check_varying(program: ir.Program) -> Iterator[Finding]:
 
 def _is_float(node: fx.Node) -> bool:
     val = ir.value(node)
-    return any(isinstance(v, Tensor) and v.is_floating_point() for v in (val if isinstance(val, (tuple, list)) else (val,)))
+    vals = val if isinstance(val, (tuple, list)) else (val,)
+    return any(isinstance(v, Tensor) and v.is_floating_point() for v in vals)
 
 
 MEANING = (check_specs, check_collectives, check_waits, check_facts)

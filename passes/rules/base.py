@@ -23,7 +23,7 @@ class Rule:
     whole     factors that must not be sharded
     linear    sets of operands in which, jointly, the result is linear: partial sums pass through
     needs     what the padding of a reduced factor must hold in every operand that has it
-    fills     from what the operands' padding holds to what the result's holds (None: something finite)
+    fills     from what each operand's padding holds (NaN: it has none) to what the result's holds; None: anything finite
     safe      operand -> value its padding must hold so that the result stays finite
     moves     the result is the operand's own entries, rearranged: conversions may hoist above it
     resize    rewrites size arguments for local shapes: (args, local result shape) -> args
@@ -62,7 +62,7 @@ def result_shapes(node: fx.Node) -> list[tuple[int, ...]]:
 
 def zero_if_zero(fills: Sequence[float | None]) -> float | None:
     """A product's padding is zero where every padded operand's is."""
-    return 0.0 if all(f == 0 for f in fills) else None
+    return 0.0 if all(f == 0 or f != f for f in fills) else None
 
 
 def same_fill(fills: Sequence[float | None]) -> float | None:

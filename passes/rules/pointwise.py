@@ -44,7 +44,7 @@ def _fills(node: fx.Node, name: str) -> Callable[[list[float | None]], float | N
     def apply(fills: list[float | None]) -> float | None:
         if name == "mul" and 0.0 in fills:
             return 0.0
-        if any(f is None for f in fills) or not fills:
+        if any(f is None or math.isnan(f) for f in fills) or not fills:
             return None
         values = iter(torch.tensor(f, dtype=ir.example(n).dtype) for f, n in zip(fills, tensor_operands(node)))
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: next(values) if ir.is_tensor(n) else n)

@@ -1,0 +1,13 @@
+"""Shared by all tests: one folder of compiled kernels, so that what one test compiled another loads."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernels(tmp_path_factory):
+    """Inductor's cache of this session, for this process and those it starts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
+        yield

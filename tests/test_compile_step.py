@@ -1,0 +1,234 @@
+"""Compiled steps against eager PyTorch: losses, gradient norms and parameters, on any mesh."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import (
+    ADAMW,
+    Batch,
+    assert_same,
+    batches,
+    compile_lockstep,
+    llama,
+    llama_loss,
+    train_plainly,
+    train_step,
+)
+from torch import Tensor, nn
+
+from compiler_trainer import UserError, compile_step
+
+EXACT = 1e-10  # in fp64
+FSDP, HSDP = {"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}
+
+
+def compare(model, loss_fn, data, mesh, optim=ADAMW, microbatches=1, **options):
+    """Three steps are those of eager PyTorch; returns the step."""
+    metrics, state = train_plainly(model, loss_fn, data, optim, microbatches)
+    step = compile_lockstep(model, loss_fn, data[0], mesh, optim, microbatches=microbatches, **options)
+    for found, wanted in zip(train_step(step, data), metrics, strict=True):
+        assert_same(found, wanted, EXACT)
+    assert_same(step.state_dict(), state, EXACT)
+    return step
+
+
+# ---- a Llama ---------------------------------------------------------------------------------------
+
+
+MESHES = [{}, {"dp_shard": 2}, {"dp_shard": 3}, {"dp_shard": 4}, {"dp_replicate": 2}, HSDP]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_steps_are_those_of_eager_pytorch_on_any_mesh(mesh):
+    compare(llama(), llama_loss, batches(), mesh)
+
+
+@pytest.mark.parametrize("passes", [{"remat": {"policy": "full"}}, {"remat": {"regather": False}},
+                                    {"schedule": {"bucket_mib": 0}}, {"shard": {"min_shard_elements": 500}}], ids=str)
+def test_passes_change_no_value(passes):
+    compare(llama(n_layers=2), llama_loss, batches(), FSDP, passes=passes)
+
+
+@pytest.mark.parametrize("optim", [
+    {"name": "adamw", "max_norm": None},
+    {"name": "sgd"},
+    {"name": "sgd", "momentum": 0.9, "weight_decay": 0.1, "max_norm": 0.2},
+], ids=str)
+def test_optimizers_are_pytorchs(optim):
+    compare(llama(), llama_loss, batches(), FSDP, optim)
+
+
+@pytest.mark.parametrize("mesh", [{}, FSDP, HSDP], ids=str)
+def test_microbatches_average_their_losses(mesh):
+    compare(llama(), llama_loss, batches(rows=6), mesh, microbatches=2)
+
+
+def test_tied_weights_are_one_parameter():
+    compare(llama(tied=True), llama_loss, batches(), FSDP)
+
+
+def test_bf16_compute_over_fp32_masters_stays_close():
+    model, data = llama(dtype=torch.float32), batches()
+    step = compile_lockstep(model, llama_loss, data[0], FSDP, passes={"cast": {"param_dtype": "bfloat16"}})
+    wanted, state = train_plainly(model, llama_loss, data)
+    losses = [m["loss"] for m in train_step(step, data)]
+    assert losses == pytest.approx([m["loss"] for m in wanted], rel=2e-2)
+    assert all(tensor.dtype == torch.float32 and tensor.isfinite().all() for tensor in step.state_dict().values())
+    assert step.state_dict().keys() == state.keys()
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_evaluation_is_the_loss_and_changes_nothing(microbatches):
+    model, (batch, _, _) = llama(), batches(rows=6)
+    step = compile_lockstep(model, llama_loss, batch, FSDP, microbatches=microbatches)
+    parts = [{key: value.chunk(microbatches)[i] for key, value in batch.items()} for i in range(microbatches)]
+    wanted = sum(float(llama_loss(model, part)) for part in parts) / microbatches
+    assert step.evaluate(batch) == pytest.approx(wanted, rel=EXACT)
+    assert_same(step.state_dict(), model.state_dict(), 0)
+    assert step(batch)["loss"] == pytest.approx(wanted, rel=EXACT)
+
+
+def test_initial_values_take_the_place_of_the_models():
+    model, (batch, _, _) = llama(), batches()
+    initial = {name: p.detach() for name, p in model.named_parameters()}
+    step = compile_lockstep(copy.deepcopy(model).to("meta"), llama_loss, batch, FSDP, initial=initial.items())
+    assert_same(step.state_dict(), model.state_dict(), 0)
+
+
+def test_the_model_and_its_initial_values_are_left_alone():
+    model, data = llama(), batches()
+    before = copy.deepcopy(model.state_dict())
+    train_step(compile_lockstep(model, llama_loss, data[0], {}), data)
+    assert_same(model.state_dict(), before, 0)
+
+
+# ---- other people's modules -------------------------------------------------------------------------
+
+
+class Centered(nn.Module):
+    """Subtracts the mean of a batch in training and keeps a running mean, as batch normalisation does."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.mean: Tensor
+        self.register_buffer("mean", torch.zeros(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean(0)
+        self.mean.mul_(0.9).add_(mean.detach(), alpha=0.1)
+        return x - mean + self.mean
+
+
+class Perceptron(nn.Module):
+    """Layers with biases, one parameter with a single entry, one that takes no part, and a frozen one."""
+
+    def __init__(self, between: nn.Module):
+        super().__init__()
+        self.up, self.between, self.down = nn.Linear(5, 7), between, nn.Linear(7, 3)
+        self.scale, self.unused = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(3))
+        self.frozen = nn.Parameter(torch.full((3,), 0.5), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.between(self.up(x)))) * self.scale + self.frozen
+
+
+def perceptron(between: nn.Module | None = None) -> Perceptron:
+    torch.manual_seed(0)
+    return Perceptron(between or nn.Identity()).double()
+
+
+def squared_error(model: nn.Module, batch: Batch) -> Tensor:
+    return F.mse_loss(model(batch["x"]), batch["y"])
+
+
+def points(rows: int = 5) -> list[Batch]:
+    generator = torch.Generator().manual_seed(2)
+    shapes = {"x": (rows, 5), "y": (rows, 3)}
+    return [{k: torch.randn(s, generator=generator, dtype=torch.float64) for k, s in shapes.items()} for _ in range(3)]
+
+
+NO_DECAY = {"name": "adamw", "max_norm": 0.5}  # PyTorch does not decay a parameter that has no gradient
+
+
+@pytest.mark.parametrize("mesh", [{}, {"dp_shard": 4}, HSDP], ids=str)
+def test_biases_single_entries_unused_and_frozen_parameters(mesh):
+    compare(perceptron(), squared_error, points(), mesh, NO_DECAY)
+
+
+@pytest.mark.parametrize("mesh", [{}, FSDP, {"dp_shard": 3}], ids=str)
+def test_buffers_that_the_forward_changes_are_state(mesh):
+    compare(perceptron(Centered(7)), squared_error, points(), mesh, NO_DECAY)
+
+
+def test_each_microbatch_changes_the_buffers():
+    compare(perceptron(Centered(7)), squared_error, points(6), FSDP, NO_DECAY, microbatches=2)
+
+
+def test_evaluation_leaves_buffers_alone():
+    model, (batch, _, _) = perceptron(Centered(7)), points()
+    step = compile_lockstep(model, squared_error, batch, FSDP)
+    assert math.isfinite(step.evaluate(batch))
+    assert_same(step.state_dict(), model.state_dict(), 0)
+
+
+@pytest.mark.parametrize("mesh", [{}, FSDP, {"dp_shard": 3}], ids=str)
+def test_batch_normalisation_is_that_of_the_whole_batch(mesh):
+    compare(perceptron(nn.BatchNorm1d(7)), squared_error, points(), mesh, NO_DECAY)
+
+
+# ---- what is refused --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small_step():
+    return compile_lockstep(perceptron(), squared_error, points()[0], FSDP, NO_DECAY)
+
+
+@pytest.mark.parametrize(("change", "says"), [
+    (lambda b: {"x": b["x"]}, r"batch\['y'\]: is missing"),
+    (lambda b: b | {"z": b["x"]}, r"batch\['z'\]: is not among the compiled entries x, y"),
+    (lambda b: b | {"x": b["x"][:4]}, r"batch\['x'\]: is torch.float64\[4, 5\], .* torch.float64\[5, 5\]"),
+    (lambda b: b | {"y": b["y"].float()}, r"batch\['y'\]: is torch.float32\[5, 3\], .* torch.float64\[5, 3\]"),
+    (lambda b: {}, r"batch\['x'\]: is missing"),
+])
+def test_a_batch_other_than_the_compiled_one_is_refused(small_step, change, says):
+    before = small_step.state_dict()
+    with pytest.raises(UserError, match=says):
+        small_step(change(points()[0]))
+    with pytest.raises(UserError, match=says):
+        small_step.evaluate(change(points()[0]))
+    assert_same(small_step.state_dict(), before, 0)
+
+
+def test_weights_without_values_are_refused():
+    with pytest.raises(UserError, match=r"up.weight: has no initial value; give real weights or `initial`"):
+        compile_lockstep(perceptron().to("meta"), squared_error, points()[0], FSDP)
+
+
+def test_an_initial_value_of_another_shape_is_refused():
+    initial = [("up.weight", torch.zeros(3, 5))]
+    with pytest.raises(UserError, match=r"up.weight: initial value has shape \(3, 5\), the model has \(7, 5\)"):
+        compile_lockstep(perceptron(), squared_error, points()[0], FSDP, initial=initial)
+
+
+@pytest.mark.parametrize(("options", "says"), [
+    ({"lower": {"backend": "inductor"}}, "lower.backend: is 'inductor', but lockstep ranks are interpreted"),
+    ({"mesh": {"dp": 2}}, "mesh.dp: no such axis"),
+    ({"mesh": {"dp_shard": 0}}, "mesh.dp_shard: size is 0"),
+    ({"microbatches": 2}, r"microbatches: 2 does not divide the 5 rows of batch\['x'\]"),
+    ({"microbatches": 0}, "microbatches: 0"),
+    ({"optim": {"name": "adagrad"}}, "optim.name"),
+    ({"optim": {"momentun": 0.9}}, "optim.momentun.*momentum"),
+    ({"passes": {"remat": {"policy": "ful"}}}, "passes.remat.policy.*full"),
+    ({"passes": {"shard": {"plan": {"nothing.*": {"tp": 0}}}}}, "nothing"),
+    ({"ranks": "lockstop"}, "ranks: is 'lockstop'"),
+    ({"mesh": FSDP, "ranks": "processes"}, "mesh: .* is for 2 ranks, 1 are running"),
+], ids=lambda value: str(value)[:40])
+def test_options_that_cannot_hold_are_refused(options, says):
+    with pytest.raises(UserError, match=says):
+        compile_step(perceptron(), squared_error, points()[0], **{"ranks": "lockstep", **options})
