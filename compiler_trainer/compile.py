@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +15,17 @@ from compiler_trainer.capture import LossFn, capture
 from compiler_trainer.config import LowerConfig, MeshConfig, OptimConfig, PassesConfig
 from compiler_trainer.errors import UserError
 from compiler_trainer.options import build
-from compiler_trainer.pipeline import DTYPES, build_pipeline
+from compiler_trainer.pipeline import DTYPES, Passes, build_pipeline
 from compiler_trainer.runtime import LockstepRanks, ProcessRanks, Runtime
 from compiler_trainer.step import Compiled, State, Step, state_name, stored
 from passes import ir
 from passes.mesh import Mesh
+from passes.normalize import drops
 from passes.runner import Observer, PassRecord, run_passes
 from passes.spec import shard
 
+
+T = TypeVar("T")
 
 
 def compile_step(model: nn.Module, loss_fn: LossFn, example_batch: Mapping[str, Tensor], *,
@@ -30,6 +34,7 @@ def compile_step(model: nn.Module, loss_fn: LossFn, example_batch: Mapping[str, 
                  passes: Mapping[str, Any] | PassesConfig | None = None,
                  lower: Mapping[str, Any] | LowerConfig | None = None,
                  microbatches: int = 1,
+                 seed: int = 0,
                  ranks: Literal["processes", "lockstep"] = "processes",
                  initial: Iterable[tuple[str, Tensor]] | None = None,
                  device: torch.device | str = "cpu",
@@ -37,7 +42,8 @@ def compile_step(model: nn.Module, loss_fn: LossFn, example_batch: Mapping[str, 
     """Compile forward, loss, backward, clip and optimizer of a plain model into one step over a mesh of ranks.
 
     `example_batch` holds tensors of GLOBAL shape, whose rows are split into `microbatches`. `initial` gives full
-    values of parameters and buffers (by default the model's own, which must then be real). With "processes"
+    values of parameters and buffers (by default the model's own, which must then be real). `seed` keys random
+    operators such as dropout, which are off in evaluation: that is captured with the model in eval mode. With "processes"
     torch.distributed is up and this process is one rank; with "lockstep" all ranks are interpreted here.
     Raises UserError naming what is at fault.
     """
@@ -46,37 +52,70 @@ def compile_step(model: nn.Module, loss_fn: LossFn, example_batch: Mapping[str, 
     named = _mesh(mesh)
     runtime = _runtime(ranks, named, lower)
     device = torch.device(device)
+    if microbatches < 1:
+        raise UserError("microbatches", f"is {microbatches}; must be at least 1")
     masters = {name: p.dtype for name, p in model.named_parameters()}
     pipeline = build_pipeline(passes, optim, masters, microbatches)
-    started = time.perf_counter()
-    program, ctx = capture(model, loss_fn, _one_microbatch(example_batch, microbatches), device,
-                           DTYPES[passes.cast.param_dtype])
-    program = dataclasses.replace(program, mesh=named)
-    report = Reporter(time.perf_counter() - started)
+    report = Reporter()
+    batch, dtype = _one_microbatch(example_batch, microbatches), DTYPES[passes.cast.param_dtype]
 
-    def run(stage: str, steps, given: ir.Program) -> ir.Program:
+    def captured() -> Captured:
+        program, ctx = report.time("capture", lambda: capture(model, loss_fn, batch, device, dtype))
+        return Captured(dataclasses.replace(program, mesh=named), ctx)
+
+    def run(stage: str, steps: Passes, given: Captured) -> Captured:
         try:
-            program, records = run_passes(stage, steps, given, ctx, verify=passes.verify, observe=observe)
+            program, records = run_passes(stage, steps, given.program, given.ctx, verify=passes.verify, observe=observe)
         except ir.Refused as error:
             raise UserError(*str(error).split(": ", 1)) from error
         report.add(stage, records)
-        return program
+        return Captured(program, given.ctx)
 
-    forward = run("forward", pipeline.forward, program)
-    evaluation = run("evaluate", pipeline.evaluate, forward)
-    train = {name: run(name, steps, forward) for name, steps in pipeline.train.items()}
-    state = initial_state(train.values(), runtime, named, device, _initial_values(model, initial))
-    compiled = {name: report.time(name, lambda p=p, name=name: Compiled(p, runtime.compile(name, p, ctx)))
-                for name, p in {**train, "evaluate": evaluation}.items()}
-    return Step(runtime, named, {name: compiled[name] for name in train}, compiled["evaluate"], state, optim.lr,
-                microbatches, device, report.finish())
+    single = captured()
+    forward = run("forward", pipeline.forward, single)
+    programs = {name: run(name, steps, forward) for name, steps in pipeline.train.items()}
+    if depends_on_mode(single.program):
+        with evaluating(model):
+            forward = run("forward_eval", pipeline.forward, captured())
+    programs["evaluate"] = run("evaluate", pipeline.evaluate, forward)
+    stored_by = [c.program for c in programs.values()]
+    state = initial_state(stored_by, runtime, named, device, _initial_values(model, initial))
+    compiled = {name: Compiled(c.program, report.time(f"{name}.lower", lambda c=c, name=name:
+                                                      runtime.compile(name, c.program, c.ctx)))
+                for name, c in programs.items()}
+    evaluation = compiled.pop("evaluate")
+    return Step(runtime, named, compiled, evaluation, state, optim.lr, seed, microbatches, device, report.finish())
+
+
+class Captured(NamedTuple):
+    """A program and the context its values live in."""
+
+    program: ir.Program
+    ctx: ir.Context
+
+
+def depends_on_mode(program: ir.Program) -> bool:
+    """Whether the captured forward may be another in eval mode: it drops out, or changes buffers."""
+    return any(o.kind == "buffer" for o in program.outputs) or any(drops(node) for node in program.calls())
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode, each module's own mode restored afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
 
 
 class Reporter:
     """Collects what every pass did and how long compilation took."""
 
-    def __init__(self, capture_s: float):
-        self.seconds: dict[str, float] = {"capture": capture_s}
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
         self.passes: list[dict[str, Any]] = []
 
     def add(self, stage: str, records: Iterable[PassRecord]) -> None:
@@ -85,12 +124,12 @@ class Reporter:
             self.seconds[f"{stage}.{record.name}"] = record.seconds
             self.passes.append({"program": stage, **record.as_dict()})
 
-    def time(self, name: str, compile_one: Callable[[], Compiled]) -> Compiled:
-        """Lower one program and record how long it took."""
+    def time(self, name: str, work: Callable[[], T]) -> T:
+        """Do something and record how long it took."""
         started = time.perf_counter()
-        compiled = compile_one()
-        self.seconds[f"{name}.lower"] = time.perf_counter() - started
-        return compiled
+        done = work()
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+        return done
 
     def finish(self) -> dict[str, Any]:
         """The report: seconds by pass, and each pass's counts, notes, communication and memory."""

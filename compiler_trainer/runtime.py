@@ -61,8 +61,7 @@ class ProcessRanks:
         if world_size != mesh.world_size:
             raise UserError("mesh", f"{dict(mesh.sizes)} is for {mesh.world_size} ranks, {world_size} are running")
         self.ranks = (rank,)
-        if self.distributed:
-            name_axis_groups(mesh, rank)
+        self.groups = axis_groups(mesh, rank) if self.distributed else {}
 
     def compile(self, name: str, program: ir.Program, ctx: ir.Context) -> Executable:
         """Rank 0 compiles; the others take its artifact from the cache it hands them."""
@@ -86,6 +85,8 @@ class ProcessRanks:
     def run(self, compiled: Executable, inputs: ByRank) -> dict[int, tuple[Tensor, ...]]:
         """This rank's outputs."""
         (rank,) = self.ranks
+        for axis, group in self.groups.items():  # another step of this process may be of another mesh
+            register_axis_group(axis, group)
         return {rank: compiled(inputs[rank])}
 
     def all_locals(self, local: Mapping[int, Tensor]) -> list[Tensor]:
@@ -98,10 +99,7 @@ class ProcessRanks:
         return found
 
 
-def name_axis_groups(mesh: Mesh, rank: int) -> None:
-    """Make the process groups of every axis and register this rank's under the axis name."""
-    for axis in mesh.axes:
-        for members in mesh.groups(axis):
-            group = dist.new_group(members)
-            if rank in members:
-                register_axis_group(axis, group)
+def axis_groups(mesh: Mesh, rank: int) -> dict[str, dist.ProcessGroup]:
+    """Make the process groups of every axis; this rank's, by axis."""
+    made = [(axis, members, dist.new_group(members)) for axis in mesh.axes for members in mesh.groups(axis)]
+    return {axis: group for axis, members, group in made if rank in members}

@@ -73,6 +73,7 @@ def build_step(cfg: Config, datasets: Datasets, start: Start, graphs: Path | Non
         passes=cfg.passes,
         lower=cfg.lower,
         microbatches=cfg.train.microbatches,
+        seed=cfg.train.seed,
         initial=models.initial_parameters(model, cfg.train.seed, dtype),
         device=local_device(),
         observe=Dumper(graphs) if graphs else None,

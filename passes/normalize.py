@@ -13,7 +13,7 @@ one that ends without a rule needs its operands whole, which the shard pass repo
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,8 +22,10 @@ from torch import Tensor, fx
 
 from passes import ir
 from passes.mesh import WEIGHT_AXES, Mesh
-from passes.rewrite import inline
+from passes.random import dropout
+from passes.rewrite import inline, replace_uses
 from passes.rules import has_rule, name_of
+from passes.spec import Spec
 from passes.torch_private import decomposition
 
 aten = torch.ops.aten
@@ -123,6 +125,60 @@ def replacement(node: fx.Node, mesh: Mesh) -> Any:
     return None if has_rule(node) else decomposition(node.target)
 
 
+def drops(node: fx.Node) -> bool:
+    """Whether the node is a dropout that is on."""
+    return is_dropout(node) and bool(node.args[2]) and node.args[1] != 0
+
+
+def is_dropout(node: fx.Node) -> bool:
+    """Whether the node is a dropout, on or off."""
+    return hasattr(node.target, "_schema") and name_of(node) in ("dropout", "native_dropout")
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether an operator draws random numbers; attention does only with dropout."""
+    if not hasattr(node.target, "_schema") or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]
+    given = dict(zip(names, node.args)) | node.kwargs
+    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
+
+
+def key_random(program: ir.Program, ctx: ir.Context) -> ir.Program:
+    """Dropout as a function of a `seed` input and each entry's index; raises Refused for other random operators."""
+    sites = [node for node in program.calls() if is_dropout(node)]
+    for node in program.calls():
+        if draws(node) and node not in sites:
+            raise ir.Refused("normalize", node, f"{node.target} draws random numbers that would differ by mesh; "
+                             "use dropout outside of it, or draw in the data")
+    seed = seed_input(program, ctx) if any(map(drops, sites)) else None
+    for site, node in enumerate(sites):
+        if seed is None or not drops(node):
+            kept = node.args[0]
+        else:
+            with program.graph.inserting_before(node):
+                kept = program.graph.call_function(dropout, (*node.args[:2], seed, site))
+            ir.set_value(kept, ir.value(node.args[0]))
+            ir.copy_origin(kept, node)
+        replace_uses(node, kept if name_of(node) == "dropout" else (kept,))
+        program.graph.erase_node(node)
+        if isinstance(kept, fx.Node) and kept.target is dropout:
+            inline(kept, dropout, ctx)
+    if seed is None:
+        return program
+    return replace(program, inputs=(*program.inputs, ir.Input("seed", "scalar", Spec(()))))
+
+
+def seed_input(program: ir.Program, ctx: ir.Context) -> fx.Node:
+    """A new placeholder, 0-d int64."""
+    with program.graph.inserting_after(program.placeholders()[-1]):
+        seed = program.graph.placeholder("seed")
+    with ctx.fake_mode:
+        device = ir.example(program.placeholders()[0]).device
+        ir.set_value(seed, torch.zeros((), dtype=torch.int64, device=device))
+    return seed
+
+
 @dataclass(frozen=True)
 class Normalize:
     """Write means, biases, losses and operators without a rule in operators that have one."""
@@ -134,6 +190,7 @@ class Normalize:
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
         counts: dict[str, int] = {}
+        program = key_random(program, ctx)
         final: set[Any] = set()  # operators whose definition calls them again
         queue = list(program.calls())
         while queue:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from passes import boundary, ir
+from passes import boundary, ir, rewrite
 from passes.atoms import merge_dim, split_dim
 from passes.convert import convert
 from passes.mesh import Mesh
@@ -46,6 +46,15 @@ class Builder:
         if self.origin is not None:
             ir.copy_origin(node, self.origin)
         return node
+
+    def trace(self, fn: Callable[..., Tensor], *inputs: fx.Node) -> fx.Node:
+        """The operators that `fn` calls on the nodes' values."""
+        body = rewrite.trace(fn, [ir.example(n) for n in inputs], self.ctx)
+        new, result = rewrite.graft(self.graph, body.graph, list(inputs))
+        for node in new:
+            if self.origin is not None:
+                ir.copy_origin(node, self.origin)
+        return result
 
     def window(self, factor: Factor) -> tuple[Any, Any]:
         """(first logical index, valid entries) of this rank's shard of a factor, 0-d int64 nodes."""

@@ -62,7 +62,8 @@ def cache_hits() -> int:
 
 
 def register_axis_group(axis: str, group: Any) -> None:
-    """Let functional collectives find a process group under the name of its mesh axis."""
+    """Let functional collectives find a process group under the name of its mesh axis, and none before it."""
+    torch._C._distributed_c10d._unregister_process_group(axis)
     torch._C._distributed_c10d._register_process_group(axis, group)
 
 

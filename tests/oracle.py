@@ -70,7 +70,7 @@ def train_plainly(model: nn.Module, loss_fn: LossFn, data: Sequence[Batch], opti
         norm = nn.utils.clip_grad_norm_(model.parameters(), optim.get("max_norm") or float("inf"))
         optimizer.param_groups[0]["lr"] = lr
         optimizer.step()
-        metrics.append({"loss": float(loss), "grad_norm": float(norm)})
+        metrics.append({"loss": loss.item(), "grad_norm": norm.item()})
     return metrics, {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 

@@ -1,0 +1,89 @@
+"""Random numbers keyed by global index: the same bits for every mesh, and again when recomputed.
+
+    dropout(x, 0.1)   ->   where(uniform(x, seed, 3) >= 0.1, x / 0.9, 0)
+
+`uniform` hashes (seed, site, index of the entry in the full tensor); `seed` is an input of the step, `site` counts
+the random operators of the graph. On a shard the indices are computed from the rank's coordinates.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from passes import ir
+from passes.rules import add_rule
+from passes.rules.base import Rule, tensor_operands
+from passes.rules.pointwise import rule as pointwise_rule
+from passes.spec import Spec
+
+aten = torch.ops.aten
+LOW = 0xFFFFFFFF
+SALT = 0x27D4EB2F  # odd and below 2**31, so that products of 32-bit words stay within int64
+
+
+def mix(x: Tensor) -> Tensor:
+    """A bijective hash of 32-bit words held in int64 (two multiply-xorshift rounds, all products below 2**63)."""
+    for _ in range(2):
+        x = ((x ^ (x >> 16)) * 0x45D9F3B) & LOW
+    return x ^ (x >> 16)
+
+
+def uniform_at(index: Tensor, seed: Tensor, site: int) -> Tensor:
+    """Numbers in [0, 1), fp32, for int64 global indices and a 0-d int64 seed."""
+    key = mix((seed & LOW) ^ mix((seed >> 32) ^ torch.full_like(seed, site * SALT & LOW)))
+    word = mix(mix((index & LOW) ^ key) ^ (index >> 32))
+    return (word >> 8).to(torch.float32) / 2.0**24
+
+
+def _uniform(x: Tensor, seed: Tensor, site: int) -> Tensor:
+    index = torch.arange(x.numel(), device=x.device).view(x.shape)
+    return uniform_at(index, seed, site)
+
+
+torch.library.custom_op("ct::uniform", _uniform, mutates_args=(),
+                        schema=torch.library.infer_schema(_uniform, mutates_args=())).register_fake(_uniform)
+uniform = torch.ops.ct.uniform.default
+
+
+def dropout(x: Tensor, p: float, seed: Tensor, site: int) -> Tensor:
+    """Entries zeroed with probability `p`, the others scaled by 1 / (1 - p)."""
+    return torch.where(uniform(x, seed, site) >= p, x / (1 - p), 0.0) if p < 1 else torch.zeros_like(x)
+
+
+def _rule(node: fx.Node) -> Rule:
+    x, seed = tensor_operands(node)
+    like = pointwise_rule(node)
+    return Rule((like.operands[0], ()), like.results, like.sizes, emit=_emit)
+
+
+def _emit(builder: Any, node: fx.Node, operands: list[fx.Node], specs: list[Spec], results: list[Spec]) -> fx.Node:
+    """The rank's own entries: hashes of their indices in the full tensor."""
+    x, seed = operands
+    index = global_index(builder, specs[0], ir.example(x).device)
+    return builder.trace(lambda index, seed: uniform_at(index, seed, node.args[2]), index, seed)
+
+
+def global_index(builder: Any, spec: Spec, device: torch.device) -> fx.Node:
+    """For every local entry (padding included) its index in the full tensor, int64 of the local shape."""
+    total: fx.Node | None = None
+    stride = math.prod(spec.shape)
+    local = [f.local(builder.mesh) for dim in spec.dims for f in dim]
+    for k, factor in enumerate(f for dim in spec.dims for f in dim):
+        stride //= factor.size
+        index = builder.call(aten.arange.default, (local[k],), {"device": device})
+        if factor.axes:
+            index = builder.call(aten.add.Tensor, (index, builder.window(factor)[0]))
+        index = builder.call(aten.mul.Tensor, (index, stride))
+        index = builder.call(aten.view.default, (index, [-1 if j == k else 1 for j in range(len(local))]))
+        total = index if total is None else builder.call(aten.add.Tensor, (total, index))
+    if total is None:
+        return builder.call(aten.zeros.default, ([],), {"dtype": torch.int64, "device": device})
+    full = builder.call(aten.expand.default, (total, local))
+    return builder.call(aten.reshape.default, (full, list(spec.local_shape(builder.mesh))))
+
+
+add_rule("ct::uniform", _rule)

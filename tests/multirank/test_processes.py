@@ -1,0 +1,107 @@
+"""Real processes over gloo: the same numbers as in lockstep, one artifact, and no hang when one of them fails."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from oracle import assert_same, batches, compile_lockstep, llama, llama_loss, train_plainly, train_step
+
+WORKER, DEADLINE_S = Path(__file__).with_name("worker.py"), 120
+ROOT = WORKER.parents[2]
+
+
+def launch(ranks: int, folder: Path, *checks: str) -> subprocess.CompletedProcess:
+    """Run checks in a torchrun job; raises TimeoutExpired, and ends the job, if it takes too long."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run([*command, str(WORKER), str(folder), *checks], env=env, capture_output=True, text=True,
+                          timeout=DEADLINE_S)
+
+
+def outcome(ranks: int, folder: Path, *checks: str) -> dict[str, list]:
+    """What each rank got of each check."""
+    job = launch(ranks, folder, *checks)
+    assert job.returncode == 0, job.stderr[-4000:]
+    return {check: [torch.load(folder / f"{check}.{rank}.pt") for rank in range(ranks)] for check in checks}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return outcome(2, tmp_path_factory.mktemp("two"), "shard2", "replicate2", "inductor2", "disagree")
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    return outcome(4, tmp_path_factory.mktemp("four"), "shard4", "hybrid4", "disagree")
+
+
+@functools.cache
+def lockstep(mesh: tuple[tuple[str, int], ...], microbatches: int = 1) -> SimpleNamespace:
+    """The same training with all ranks in this process."""
+    data = batches(rows=6)
+    step = compile_lockstep(llama(dtype=torch.float32), llama_loss, data[0], dict(mesh), microbatches=microbatches)
+    metrics = train_step(step, data)
+    return SimpleNamespace(metrics=metrics, evaluation=step.evaluate(data[0]), state=step.state_dict())
+
+
+def assert_equal(found: dict, wanted: SimpleNamespace, tolerance: float) -> None:
+    """Metrics, evaluation and parameters are those of the lockstep run."""
+    for ours, theirs in zip(found["metrics"], wanted.metrics, strict=True):
+        assert_same(ours, theirs, tolerance)
+    assert found["evaluation"] == pytest.approx(wanted.evaluation, rel=tolerance, abs=tolerance)
+    assert_same(found["state"], wanted.state, tolerance)
+
+
+@pytest.mark.parametrize(("check", "mesh", "microbatches"), [
+    ("shard2", (("dp_shard", 2),), 1),
+    ("replicate2", (("dp_replicate", 2),), 2),
+])
+def test_two_processes_are_lockstep_bit_for_bit(two, check, mesh, microbatches):
+    for found in two[check]:
+        assert_equal(found, lockstep(mesh, microbatches), 0)
+
+
+@pytest.mark.parametrize(("check", "mesh"), [
+    ("shard4", (("dp_shard", 4),)),
+    ("hybrid4", (("dp_replicate", 2), ("dp_shard", 2))),
+])
+def test_four_processes_are_lockstep_but_for_the_order_of_sums(four, check, mesh):
+    for found in four[check]:
+        assert_equal(found, lockstep(mesh), 1e-6)
+    assert all(found["metrics"] == four[check][0]["metrics"] for found in four[check])
+
+
+def test_two_processes_with_inductor_are_one_device(two):
+    wanted, _ = train_plainly(llama(dtype=torch.float32), llama_loss, batches(rows=6))
+    for found in two["inductor2"]:
+        losses = [m["loss"] for m in found["metrics"]]
+        assert losses == pytest.approx([m["loss"] for m in wanted], abs=1e-5)
+
+
+def test_the_other_rank_takes_the_artifact_that_rank_0_compiled(two):
+    first, second = (found["hits"] for found in two["inductor2"])
+    assert first == 0
+    assert second == 2  # the step and the evaluation
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_disagree_all_say_where(ranks, request):
+    messages = request.getfixturevalue({2: "two", 4: "four"}[ranks])["disagree"]
+    for message in messages:
+        assert "step: ranks disagree on the program" in message
+        assert f"+++ rank {ranks - 1}" in message
+        assert any(line.startswith("-") and "0.5" in line for line in message.splitlines())
+        assert any(line.startswith("+") and "0.25" in line for line in message.splitlines())
+
+
+def test_a_job_ends_when_one_rank_raises(tmp_path):
+    job = launch(2, tmp_path, "raise")
+    assert job.returncode != 0
+    assert "ValueError: rank 1 gives up" in job.stderr

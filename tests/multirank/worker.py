@@ -1,0 +1,78 @@
+"""One rank of a torchrun job: `worker.py FOLDER CHECK...` runs the checks and writes `FOLDER/CHECK.RANK.pt`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from oracle import ADAMW, batches, llama, llama_loss, train_step  # noqa: E402
+
+from compiler_trainer import compile_step  # noqa: E402
+from compiler_trainer.ranks import start_ranks, stop_ranks  # noqa: E402
+from passes import torch_private  # noqa: E402
+
+F32 = torch.float32
+
+
+def train(mesh, backend="eager", microbatches=1):
+    """Metrics of each step and the final full parameters, of all ranks together."""
+    data = batches(rows=6)
+    step = compile_step(llama(dtype=F32), llama_loss, data[0], mesh=mesh, optim=ADAMW, microbatches=microbatches,
+                        lower={"backend": backend})
+    metrics = train_step(step, data)
+    return {"metrics": metrics, "evaluation": step.evaluate(data[0]), "state": step.state_dict(),
+            "hits": torch_private.cache_hits()}
+
+
+def disagree():
+    """The last rank compiles another program; the message that this rank gets."""
+    another = dist.get_rank() == dist.get_world_size() - 1
+    try:
+        compile_step(llama(dtype=F32), llama_loss, batches(rows=6)[0], mesh={"dp_shard": dist.get_world_size()},
+                     optim=ADAMW | {"max_norm": 0.25 if another else 0.5}, lower={"backend": "eager"})
+    except RuntimeError as error:
+        return str(error)
+    return "agreed"
+
+
+def raise_on_rank_1():
+    """Rank 1 fails after its first step, while the others wait for it in theirs."""
+    data = batches(rows=6)
+    step = compile_step(llama(dtype=F32), llama_loss, data[0], mesh={"dp_shard": 2}, lower={"backend": "eager"})
+    step(data[0])
+    if dist.get_rank() == 1:
+        raise ValueError("rank 1 gives up")
+    step(data[1])
+
+
+CHECKS = {
+    "shard2": lambda: train({"dp_shard": 2}),
+    "replicate2": lambda: train({"dp_replicate": 2}, microbatches=2),
+    "inductor2": lambda: train({"dp_shard": 2}, "inductor"),
+    "shard4": lambda: train({"dp_shard": 4}),
+    "hybrid4": lambda: train({"dp_replicate": 2, "dp_shard": 2}),
+    "disagree": disagree,
+    "raise": raise_on_rank_1,
+}
+
+
+def main(folder: str, *checks: str) -> None:
+    """Run the checks on this rank."""
+    # kernels of its own: what a rank finds in its cache, rank 0 has sent
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/kernels.{os.environ['RANK']}"
+    start_ranks()
+    try:
+        for check in checks:
+            torch.save(CHECKS[check](), f"{folder}/{check}.{dist.get_rank()}.pt")
+    finally:
+        stop_ranks()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

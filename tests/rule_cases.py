@@ -1,0 +1,227 @@
+"""One call or more of every operator in the rule table: dims of 8 and 7, so even and uneven over 2, 3 and 4 ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+aten = torch.ops.aten
+Case = tuple[Callable[..., Any], tuple[Tensor, ...]]  # the call, and its tensor operands
+
+_generator = torch.Generator().manual_seed(1)
+
+
+def real(*shape: int) -> Tensor:
+    """Standard normal, fp64."""
+    return torch.randn(shape, generator=_generator, dtype=torch.float64)
+
+
+def unit(*shape: int) -> Tensor:
+    """Within (0.1, 0.9): inside the domain of every function here."""
+    return torch.rand(shape, generator=_generator, dtype=torch.float64) * 0.8 + 0.1
+
+
+def whole(high: int, *shape: int, low: int = 0) -> Tensor:
+    """Integers of [low, high)."""
+    return torch.randint(low, high, shape, generator=_generator)
+
+
+def truth(*shape: int) -> Tensor:
+    """Booleans."""
+    return torch.rand(shape, generator=_generator) > 0.5
+
+
+X, Y, Z = real(8, 7), real(8, 7), real(8, 7)
+U, V = unit(8, 7), unit(8, 7)
+I, J = whole(9, 8, 7, low=1), whole(9, 8, 7, low=1)
+A, B = truth(8, 7), truth(8, 7)
+TIED = (whole(3, 8, 7)).double()  # maxima that several ranks share
+
+
+def call(name: str, overload: str = "default") -> Callable[..., Any]:
+    """The ATen operator."""
+    return getattr(getattr(aten, name), overload)
+
+
+def unary(names: str, x: Tensor) -> dict[str, list[Case]]:
+    """Functions of one tensor."""
+    return {name: [(call(name), (x,))] for name in names.split()}
+
+
+def binary(names: str, overload: str, x: Tensor, y: Tensor) -> dict[str, list[Case]]:
+    """Functions of two tensors: of one shape, and the second broadcast either way."""
+    return {name: [(call(name, overload), (x, other)) for other in (y, y[0], y[:, :1])] for name in names.split()}
+
+
+def compared(names: str) -> dict[str, list[Case]]:
+    """Comparisons, with a tensor and with a number."""
+    table = binary(names, "Tensor", I, J)
+    return {name: [*cases, (bound(call(name, "Scalar"), 4), (I,))] for name, cases in table.items()}
+
+
+def bound(op: Callable[..., Any], *more: Any, **options: Any) -> Callable[..., Any]:
+    """The operator as a function of its tensors, the rest of its arguments given."""
+    return lambda *operands: op(*operands, *more, **options)
+
+
+def along(op: Callable[..., Any], *operands: Tensor, **options: Any) -> list[Case]:
+    """An operator along the first and the last dim."""
+    return [(bound(op, d, **options), operands) for d in (0, -1)]
+
+
+def folded(op: Callable[..., Any], x: Tensor = X, **options: Any) -> list[Case]:
+    """A fold of each dim, kept and not, and of both."""
+    return [(bound(op, d, keepdim=k, **options), (x,)) for d, k in zip(([0], [-1], [0, 1]), (False, True, False))]
+
+
+def attend(**options: Any) -> Callable[..., Tensor]:
+    """SDPA of q, k, v and perhaps a mask."""
+    return lambda q, k, v, *mask: F.scaled_dot_product_attention(q, k, v, *mask, **options)
+
+
+def heads(batch: int, n: int, kv: int, t: int = 7, width: int = 4) -> tuple[Tensor, Tensor, Tensor]:
+    """q[b, n, t, e], k and v [b, kv, t, e]."""
+    return real(batch, n, t, width), real(batch, kv, t, width), real(batch, kv, t, width)
+
+
+X3 = real(3, 8, 7)
+IDS = whole(7, 3, 8)
+LABELS = torch.tensor([0, 3, -100, 6, 2, -100, 5, 1])
+
+POINTWISE: dict[str, list[Case]] = {
+    **unary("""abs alias atan ceil celu clone cos cosh elu empty_like erf erfc exp expm1 floor gelu hardsigmoid hardswish
+        hardtanh isfinite isinf isnan leaky_relu lift_fresh_copy log_sigmoid mish nan_to_num neg ones_like relu relu6 round
+        selu sgn sigmoid sign silu sin sinh softplus square tan tanh trunc zeros_like contiguous detach""", X),
+    **unary("acos asin log log10 log1p log2 reciprocal rsqrt sqrt", U),
+    **unary("bitwise_not", I),
+    **unary("logical_not", A),
+    **binary("__and__ __or__ bitwise_and bitwise_or bitwise_xor", "Tensor", I, J),
+    **binary("logical_and logical_or logical_xor", "default", A, B),
+    **binary("add clamp_max clamp_min copysign div fmod mul remainder rsub sub true_divide xlogy", "Tensor", U, V),
+    **binary("atan2 floor_divide fmax fmin hypot logaddexp maximum minimum", "default", U, V),
+    **compared("eq ge gt le lt ne"),
+    "_to_copy": [(bound(call("_to_copy"), dtype=torch.int64), (X,)), (bound(call("_to_copy"), dtype=torch.float64), (I,))],
+    "addcdiv": [(bound(torch.addcdiv, value=0.5), (X, Y, U)), (torch.addcdiv, (X, Y[0], U[:, :1]))],
+    "addcmul": [(bound(torch.addcmul, value=0.5), (X, Y, U)), (torch.addcmul, (X, Y[0], U[:, :1]))],
+    "clamp": [(bound(torch.clamp, -0.5, 0.5), (X,)), (torch.clamp, (X, -U, V))],
+    "full_like": [(bound(torch.full_like, 2.5), (X,))],
+    "lerp": [(bound(torch.lerp, 0.3), (X, Y)), (torch.lerp, (X, Y, U)), (torch.lerp, (X, Y[0], U[:, :1]))],
+    "masked_fill": [(bound(torch.masked_fill, 2.5), (X, A)), (bound(torch.masked_fill, float("-inf")), (X, A[:, :1])),
+                    (torch.masked_fill, (X, A, real()))],
+    "pow": [(bound(torch.pow, 2), (X,)), (bound(torch.pow, -1.5), (U,)), (torch.pow, (U, X)), (lambda x: 2.0 ** x, (X,))],
+    "threshold": [(bound(F.threshold, 0.1, 20.0), (X,))],
+    "to": [(bound(call("to", "dtype"), torch.int64), (X,)), (bound(call("to", "other"), I), (X,))],
+    "where": [(torch.where, (A, X, Y)), (torch.where, (A[:, :1], X, Y[0])), (lambda a, x: torch.where(a, x, 1.5), (A, X))],
+}
+
+CONTRACTIONS: dict[str, list[Case]] = {
+    "addmm": [(torch.addmm, (real(7), real(8, 6), real(6, 7))),
+              (bound(torch.addmm, beta=0.5, alpha=2), (real(8, 7), real(8, 6), real(6, 7)))],
+    "bmm": [(torch.bmm, (real(3, 8, 7), real(3, 7, 5)))],
+    "dot": [(torch.dot, (real(7), real(7)))],
+    "linear": [(F.linear, (X3, real(5, 7))), (F.linear, (X3, real(5, 7), real(5))), (F.linear, (real(7), real(5, 7)))],
+    "matmul": [(torch.matmul, (X3, real(7, 5))), (torch.matmul, (real(2, 3, 8, 7), real(3, 7, 5))),
+               (torch.matmul, (real(7), X3.mT)), (torch.matmul, (X3, real(7))), (torch.matmul, (real(2, 1, 8, 7), X3.mT))],
+    "mm": [(torch.mm, (X, Y.T))],
+    "mv": [(torch.mv, (X, real(7)))],
+    "outer": [(torch.outer, (real(8), real(7)))],
+    "scaled_dot_product_attention": [
+        (attend(), heads(3, 8, 8)), (attend(is_causal=True), heads(3, 7, 7)),
+        (attend(is_causal=True, enable_gqa=True), heads(3, 8, 4)), (attend(enable_gqa=True, scale=0.3), heads(2, 7, 1)),
+        (attend(), (*heads(3, 8, 8), truth(3, 1, 7, 7) | torch.eye(7, dtype=torch.bool))),
+        (attend(), (*heads(3, 7, 7), real(7, 7, 7)))],
+}
+
+FACTORIES: dict[str, list[Case]] = {
+    "arange": [(lambda x: x + torch.arange(7), (X,)), (lambda x: x * torch.arange(8)[:, None], (X,))],
+    "empty": [(lambda x: x + 0 * torch.empty(8, 7, dtype=x.dtype).fill_(0), (X,))],
+    "eye": [(lambda x: x @ torch.eye(7, dtype=x.dtype), (X,))],
+    "full": [(lambda x: x * torch.full((8, 1), 2.5, dtype=x.dtype), (X,))],
+    "linspace": [(lambda x: x * torch.linspace(0, 1, 7, dtype=x.dtype), (X,))],
+    "ones": [(lambda x: x + torch.ones(7, dtype=x.dtype), (X,))],
+    "scalar_tensor": [(lambda x: torch.where(x > 0, x, aten.scalar_tensor.default(2.0, dtype=x.dtype)), (X,))],
+    "zeros": [(lambda x: torch.cat([x, torch.zeros(8, 2, dtype=x.dtype)], 1), (X,))],
+}
+
+INDEXING: dict[str, list[Case]] = {
+    "embedding": [(lambda w, ids: F.embedding(ids, w), (real(7, 5), IDS)), (lambda w, ids: F.embedding(ids, w), (real(8, 7), IDS)),
+                  (lambda w, ids: F.embedding(ids, w, padding_idx=2), (real(8, 7), IDS))],
+    "gather": [(lambda x, i: x.gather(-1, i), (X, whole(7, 8, 3))), (lambda x, i: x.gather(0, i), (X, whole(8, 5, 7))),
+               (lambda x, i: x.gather(1, i), (X, whole(7, 6, 7)))],
+    "index_select": [(lambda x, i: x.index_select(0, i), (X, whole(8, 7))), (lambda x, i: x.index_select(1, i), (X, whole(7, 3)))],
+    "cross_entropy_loss": [
+        (F.cross_entropy, (X, LABELS)), (bound(F.cross_entropy, reduction="sum"), (X, LABELS)),
+        (bound(F.cross_entropy, reduction="none"), (X, LABELS)), (bound(F.cross_entropy, label_smoothing=0.1), (X, LABELS)),
+        (F.cross_entropy, (X, LABELS, unit(7))), (bound(F.cross_entropy, ignore_index=3), (X, LABELS.clamp(min=0))),
+        (F.cross_entropy, (real(3, 7, 8), IDS)), (F.cross_entropy, (X, unit(8, 7)))],
+}
+
+REDUCTIONS: dict[str, list[Case]] = {
+    "all": [(call("all"), (A,)), *along(call("all", "dim"), A), (bound(call("all", "dims"), [0, 1]), (A,))],
+    "amax": [*folded(torch.amax), *folded(torch.amax, TIED), *folded(torch.amax, I)],
+    "amin": [*folded(torch.amin), *folded(torch.amin, TIED), *folded(torch.amin, I)],
+    "any": [(call("any"), (A,)), *along(call("any", "dim"), A), (bound(call("any", "dims"), [0, 1]), (A,))],
+    "argmax": [*along(torch.argmax, X), (torch.argmax, (X,))],
+    "argmin": [*along(torch.argmin, X, keepdim=True), (torch.argmin, (X,))],
+    "count_nonzero": [(torch.count_nonzero, (TIED,)), (bound(torch.count_nonzero, [1]), (TIED,))],
+    "layer_norm": [(bound(F.layer_norm, (7,)), (X3,)), (lambda x, w, b: F.layer_norm(x, (7,), w, b), (X3, real(7), real(7))),
+                   (lambda x, w: F.layer_norm(x, (8, 7), w), (X3, X))],
+    "linalg_vector_norm": [(torch.linalg.vector_norm, (X,)), *folded(
+                           lambda x, d, keepdim: torch.linalg.vector_norm(x, 3, d, keepdim))],
+    "logsumexp": folded(torch.logsumexp),
+    "mean": [(torch.mean, (X,)), *folded(torch.mean)],
+    "prod": [(torch.prod, (X,)), *along(torch.prod, X)],
+    "rms_norm": [(bound(F.rms_norm, (7,)), (X3,)), (lambda x, w: F.rms_norm(x, (7,), w, 1e-6), (X3, real(7))),
+                 (lambda x, w: F.rms_norm(x, (8, 7), w), (X3, X))],
+    "std": [(torch.std, (X,)), *folded(torch.std)],
+    "sum": [(torch.sum, (X,)), *folded(torch.sum), *folded(torch.sum, I), (bound(torch.sum, 1), (A,))],
+    "var": [(torch.var, (X,)), *folded(torch.var, correction=0)],
+    "var_mean": [(torch.var_mean, (X,)), *folded(torch.var_mean, correction=0)],
+}
+
+VIEWS: dict[str, list[Case]] = {
+    "_log_softmax": along(call("_log_softmax"), X, half_to_float=False),
+    "_softmax": along(call("_softmax"), X, half_to_float=False),
+    "_unsafe_view": [(bound(call("_unsafe_view"), [4, 2, 7]), (X,))],
+    "cat": [(lambda *x: torch.cat(x, 0), (X, real(3, 7))), (lambda *x: torch.cat(x, -1), (X, Y, real(8, 1)))],
+    "chunk": [(bound(torch.chunk, 3, 1), (X,)), (bound(torch.chunk, 2, 0), (X,))],
+    "cumprod": along(torch.cumprod, X),
+    "cumsum": [*along(torch.cumsum, X), *along(torch.cumsum, I)],
+    "expand": [(lambda x: x.expand(3, 8, 7), (X,)), (lambda x: x.expand(8, 7, 5), (real(8, 7, 1),)), (lambda x: x.expand(-1, 8), (real(7, 1),))],
+    "flatten": [(torch.flatten, (X3,)), (bound(torch.flatten, 0, 1), (X3,)), (bound(torch.flatten, 1, 2), (X3,))],
+    "flip": [(bound(torch.flip, [0]), (X,)), (bound(torch.flip, [0, -1]), (X,))],
+    "log_softmax": along(torch.log_softmax, X),
+    "logcumsumexp": along(torch.logcumsumexp, X),
+    "mT": [(call("mT"), (X3,))],
+    "moveaxis": [(bound(torch.moveaxis, 0, 2), (X3,))],
+    "movedim": [(bound(torch.movedim, (0, 1), (1, 2)), (X3,))],
+    "narrow": [(bound(torch.narrow, 0, 2, 5), (X,)), (bound(torch.narrow, 1, 0, 7), (X,))],
+    "numpy_T": [(call("numpy_T"), (X,))],
+    "permute": [(bound(torch.permute, (2, 0, 1)), (X3,))],
+    "reshape": [(bound(torch.reshape, (24, 7)), (X3,)), (bound(torch.reshape, (3, 4, 14)), (X3,)), (bound(torch.reshape, (8, 21)), (X3,)),
+                (bound(torch.reshape, (5, 3, 2)), (real(6, 5),))],
+    "roll": [(bound(torch.roll, 2, 0), (X,)), (bound(torch.roll, (1, -3), (0, 1)), (X,)), (bound(torch.roll, 3), (X,))],
+    "select": [(bound(torch.select, 0, 3), (X,)), (bound(torch.select, 1, -1), (X,))],
+    "slice": [(lambda x: x[2:7], (X,)), (lambda x: x[:, ::2], (X,)), (lambda x: x[:, :], (X,)), (lambda x: x[1:, None], (X,))],
+    "softmax": along(torch.softmax, X),
+    "sort": [*along(torch.sort, X), (lambda x: torch.sort(x, stable=True, dim=0, descending=True), (TIED,))],
+    "split": [(bound(torch.split, 3, 0), (X,)), (bound(torch.split, 7, 1), (X,))],
+    "split_with_sizes": [(bound(call("split_with_sizes"), [3, 4], 1), (X,))],
+    "squeeze": [(torch.squeeze, (real(1, 8, 1, 7),)), (bound(torch.squeeze, 0), (real(1, 8, 7),)), (bound(torch.squeeze, (0, 2)), (real(1, 8, 1),))],
+    "stack": [(lambda *x: torch.stack(x), (X, Y)), (lambda *x: torch.stack(x, -1), (X, Y, X))],
+    "swapaxes": [(bound(torch.swapaxes, 0, 2), (X3,))],
+    "t": [(torch.t, (X,)), (torch.t, (real(7),))],
+    "topk": [(bound(torch.topk, 3), (X,)), (bound(torch.topk, 2, 0), (X,))],
+    "transpose": [(bound(torch.transpose, 0, 2), (X3,)), (bound(torch.transpose, -1, 1), (X3,))],
+    "unbind": [(torch.unbind, (X,)), (bound(torch.unbind, -1), (X,))],
+    "unflatten": [(bound(torch.unflatten, 0, (2, -1)), (X,)), (bound(torch.unflatten, 1, (2, 5)), (real(7, 10),))],
+    "unsqueeze": [(bound(torch.unsqueeze, 1), (X,))],
+    "view": [(lambda x: x.view(6, 4, 7), (X3,)), (lambda x: x.view(-1), (X3,))],
+    "view_as": [(lambda x, y: x.view_as(y), (X3, real(24, 7)))],
+}
+
+CASES: dict[str, list[Case]] = {**POINTWISE, **CONTRACTIONS, **FACTORIES, **INDEXING, **REDUCTIONS, **VIEWS}
