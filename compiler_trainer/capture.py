@@ -11,6 +11,7 @@ from torch.export import export
 from torch.export.graph_signature import InputKind, OutputKind
 
 from compiler_trainer.errors import UserError
+from compiler_trainer.functions import functions_as_operators
 from passes import ir
 from passes.spec import Spec
 from passes.torch_private import FakeTensorMode
@@ -58,7 +59,8 @@ def capture(model: nn.Module, loss_fn: LossFn, batch: Mapping[str, Tensor], devi
     module = _WithLoss(fake_copy(model, mode, device, dtype), loss_fn, keys)
     with mode:
         values = tuple(torch.empty(v.shape, dtype=v.dtype, device=device) for v in batch.values())
-    exported = export(module, values, strict=False).run_decompositions({})
+    with functions_as_operators():
+        exported = export(module, values, strict=False).run_decompositions({})
     program = _to_program(exported, keys, model)
     loss = program.results()[[o.kind for o in program.outputs].index("loss")]
     if ir.example(loss).dim() or not ir.example(loss).is_floating_point():

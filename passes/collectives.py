@@ -15,6 +15,7 @@ from torch import Tensor
 
 from passes import ir
 from passes.boundary import EXPANSIONS
+from passes.custom import inline_functions
 from passes.rewrite import inline
 
 
@@ -34,6 +35,7 @@ class Expand:
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
         counts: Counter[str] = Counter()
+        inline_functions(program, ctx)
         for node in list(program.calls()):
             if node.target in EXPANSIONS:
                 counts[node.target._opname] += 1

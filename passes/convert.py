@@ -27,6 +27,7 @@ def convert(builder, value: fx.Node, before: Spec, after: Spec, has_grad: bool, 
     steps.cut(target)
     steps.vary(target)
     steps.settle(target)
+    steps.spread_terms(target)
     return steps.finish(after)
 
 
@@ -215,6 +216,13 @@ class _Steps:
                 if self.has_grad:
                     self.value = self.builder.call(boundary.unvary, (self.value, self.builder.places[axis], axis))
                 self.varying.discard(axis)
+
+    def spread_terms(self, target: dict[str, Any]) -> None:
+        """A copy as the terms of a sum, where one is wanted: the first rank's is the value, the others' are zero."""
+        for axis in target["partial"]:
+            if axis not in self.partial:
+                self.value = self.builder.call(boundary.only_first, (self.value, self.builder.places[axis], axis))
+                self.partial[axis] = "sum"
 
     def finish(self, after: Spec) -> fx.Node:
         """Fold the factors back into dims and record the placement."""

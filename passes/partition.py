@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from passes import boundary, ir, rewrite
 from passes.atoms import merge_dim, split_dim
 from passes.convert import convert
+from passes.custom import FUNCTIONS, emit
 from passes.mesh import Mesh
 from passes.propagate import Decision, Plan
 from passes.rules import Rule, tensor_operands
@@ -114,8 +115,10 @@ class Reshard:
 class Partitioner:
     """Walks the global graph once, in order, and emits the local one."""
 
-    def __init__(self, program: ir.Program, plan: Plan, ctx: ir.Context, wire: torch.dtype | None):
+    def __init__(self, program: ir.Program, plan: Plan, ctx: ir.Context, wire: torch.dtype | None,
+                 propagate: Callable[[ir.Program], Plan], differentiable: bool = True):
         self.program, self.plan, self.wire = program, plan, wire
+        self.propagate, self.differentiable = propagate, differentiable
         self.builder = Builder(program.mesh, ctx)
         self.versions: dict[tuple[fx.Node, Spec], fx.Node] = {}
         self.grads: set[fx.Node] = set()
@@ -134,7 +137,7 @@ class Partitioner:
             results.append(self.version(node, output.spec, "output"))
         self.builder.graph.output(tuple(results))
         inputs = self.drop_unused_places(inputs)
-        inputs = self.hoist_varying(inputs)
+        inputs = self.hoist_varying(inputs) if self.differentiable else inputs
         return self.program.with_graph(self.builder.graph, inputs=inputs, facts=self.program.facts | {"local"})
 
     # -- inputs -----------------------------------------------------------------------------------
@@ -144,7 +147,7 @@ class Partitioner:
         for node, given in zip(self.program.placeholders(), self.program.inputs):
             local = ir.example(node).new_empty(given.spec.local_shape(self.program.mesh))
             self.versions[node, given.spec] = self.builder.placeholder(node.name, local, given.spec)
-            if given.kind == "parameter":
+            if given.kind == "parameter" and self.differentiable:
                 self.grads.add(node)
         coordinates = []
         for axis in self.program.mesh.axes:
@@ -218,6 +221,8 @@ class Partitioner:
 
     def emit_on(self, node: fx.Node, decision: Decision, values: list[fx.Node], results: Sequence[Spec]) -> fx.Node:
         """The operator on local operands, padding made safe first."""
+        if decision.body is not None:
+            return emit(self.builder, node, FUNCTIONS[node.target], decision.body, values, self.propagate, self.body)
         specs = [replace(spec, fill=ir.spec(v).fill) for spec, v in zip(decision.operands, values)]  # type: ignore
         values = [self.padding(i, v, spec, decision, node) for i, (v, spec) in enumerate(zip(values, specs))]
         if decision.rule.emit is not None:
@@ -227,6 +232,12 @@ class Partitioner:
         if decision.rule.resize is not None:
             args = decision.rule.resize(args, results[0].local_shape(self.program.mesh))
         return self.builder.call(node.target, args, kwargs)
+
+    def body(self, program: ir.Program, plan: Plan, results: tuple[Spec, ...]) -> ir.Program:
+        """A custom function's body as a local program; its gradient is given, not derived."""
+        outputs = tuple(replace(o, spec=spec) for o, spec in zip(program.outputs, results, strict=True))
+        program = replace(program, outputs=outputs)
+        return Partitioner(program, plan, self.builder.ctx, None, self.propagate, differentiable=False).run()
 
     def padding(self, i: int, x: fx.Node, spec: Spec, decision: Decision, node: fx.Node) -> fx.Node:
         """Operand `i` with its padding set to what the rule needs, where it might hold something else."""

@@ -12,14 +12,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, fx
 
 from passes import ir
 from passes.atoms import Atoms, merge_dim, refine
+from passes.custom import FUNCTIONS, Placed, place_forward
 from passes.mesh import WEIGHT_AXES, Mesh
-from passes.rules import Rule, rule_of, tensor_operands
+from passes.rules import Rule, opaque, rule_of, tensor_operands
 from passes.spec import Factor, Spec
 
 
@@ -30,6 +32,7 @@ class Decision:
     rule: Rule
     operands: tuple[Spec, ...]
     results: tuple[Spec, ...]
+    body: Placed | None = None  # of a custom function
 
 
 @dataclass
@@ -47,10 +50,10 @@ class Plan:
         return self.reduced[node][-1] if node in self.reduced else self.produced[node]
 
 
-def propagate(program: ir.Program, sequence_parallel: bool) -> Plan:
+def propagate(program: ir.Program, sequence_parallel: bool, ctx: ir.Context) -> Plan:
     """The placements of every tensor of a captured program whose inputs have theirs."""
     plan = Plan()
-    sweep = _Sweep(plan, program.mesh, sequence_parallel)
+    sweep = _Sweep(plan, program.mesh, sequence_parallel, ctx)
     for node, given in zip(program.placeholders(), program.inputs, strict=True):
         plan.produced[node] = given.spec
         if given.kind in ("parameter", "buffer"):
@@ -63,8 +66,8 @@ def propagate(program: ir.Program, sequence_parallel: bool) -> Plan:
 
 
 class _Sweep:
-    def __init__(self, plan: Plan, mesh: Mesh, sequence_parallel: bool):
-        self.plan, self.mesh, self.sequence_parallel = plan, mesh, sequence_parallel
+    def __init__(self, plan: Plan, mesh: Mesh, sequence_parallel: bool, ctx: ir.Context):
+        self.plan, self.mesh, self.sequence_parallel, self.ctx = plan, mesh, sequence_parallel, ctx
 
     def visit(self, node: fx.Node) -> None:
         """Decide one operator."""
@@ -79,6 +82,9 @@ class _Sweep:
         operands = tensor_operands(node)
         if all(n in self.plan.weights for n in operands):
             self.plan.weights.add(node)
+        if node.target in FUNCTIONS:
+            self.visit_function(node, operands)
+            return
         rule = rule_of(node)
         atoms = refine(rule, [self.plan.current(n).dims for n in operands], self.priority(operands), self.mesh)
         choice = {axis: self.choose(axis, node, operands, atoms) for axis in self.mesh.axes}
@@ -87,6 +93,15 @@ class _Sweep:
         self.plan.decisions[node] = decision
         is_tuple = not isinstance(ir.value(node), Tensor)
         self.plan.produced[node] = decision.results if is_tuple else decision.results[0]
+
+    def visit_function(self, node: fx.Node, operands: Sequence[fx.Node]) -> None:
+        """Decide a custom function by propagating through its forward body."""
+        specs, weights = [self.plan.current(n) for n in operands], [n in self.plan.weights for n in operands]
+        inner = partial(propagate, sequence_parallel=self.sequence_parallel, ctx=self.ctx)
+        placed = place_forward(node, FUNCTIONS[node.target], specs, weights, self.mesh, self.ctx, inner)
+        decision = Decision(opaque(node), placed.operands, placed.results, placed)
+        self.plan.decisions[node] = decision
+        self.plan.produced[node] = placed.results if len(placed.results) > 1 else placed.results[0]
 
     def priority(self, operands: Sequence[fx.Node]) -> list[int]:
         """Operand numbers, those with the most sharded axes first."""

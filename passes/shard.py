@@ -12,10 +12,12 @@ Refuses, under `strict`, an operator that has no rule and so needs its operands 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from passes import ir
+from passes.custom import FUNCTIONS
 from passes.partition import Partitioner
 from passes.propagate import propagate
 from passes.rules import has_rule, name_of, tensor_operands
@@ -33,12 +35,13 @@ class Shard:
     establishes: frozenset[str] = frozenset({"local"})
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
-        unknown = [n for n in program.calls() if hasattr(n.target, "_schema") and tensor_operands(n) and not has_rule(n)]
+        unknown = [n for n in program.calls() if hasattr(n.target, "_schema") and tensor_operands(n) and not has_rule(n)
+                   and n.target not in FUNCTIONS]
         if unknown and self.strict:
             raise ir.Refused("shard", unknown[0], f"{name_of(unknown[0])} has no rule; add one with "
                                   "passes.rules.add_rule or set passes.shard.strict=false to gather its operands")
-        plan = propagate(program, self.sequence_parallel)
-        partitioner = Partitioner(program, plan, ctx, self.reduce_dtype)
+        decide = partial(propagate, sequence_parallel=self.sequence_parallel, ctx=ctx)
+        partitioner = Partitioner(program, plan := decide(program), ctx, self.reduce_dtype, decide)
         local = partitioner.run()
         notes = [f"%{n.name} ({ir.source(n)}): {name_of(n)} has no rule, its operands are gathered" for n in unknown]
         notes += [f"%{r.node} ({r.source}): {r.before} -> {r.after}: {r.reason}" for r in partitioner.reshards]

@@ -1,0 +1,203 @@
+"""Custom autograd functions: both bodies are partitioned by the same rules, the backward stays the author's.
+
+    y = fn::Quantize_0(x, w)        one operator a call in the captured graph, its bodies in `FUNCTIONS`
+becomes
+    y, *saved = local::Quantize_0(x, all_gather(w))     and, in the joint graph, both bodies in line
+
+The forward body is placed as its operands are; the backward body gets what the forward saved, and gradients placed
+as the dual of the results, and must leave gradients placed as the dual of the operands: sums where the
+forward read a varying copy. It holds for any function, whatever its backward computes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from passes import ir
+from passes.mesh import Mesh
+from passes.rewrite import splice, trace
+from passes.spec import Spec
+
+
+@dataclass(frozen=True)
+class Function:
+    """A call of a custom function, closed over its constants.
+
+    `forward(*tensors)` returns `results` tensors and then what is saved; `backward(*tensors, *all that forward
+    returned, *gradients of results)` returns a gradient or None for each tensor.
+    """
+
+    name: str
+    forward: Callable[..., tuple[Tensor, ...]]
+    backward: Callable[..., tuple[Tensor | None, ...]]
+    results: int
+
+
+FUNCTIONS: dict[Any, Function] = {}  # operator of the captured graph -> what it calls
+BODIES: dict[Any, fx.GraphModule] = {}  # operator of a local program -> its local body
+_numbers = itertools.count()
+
+
+def define(namespace: str, name: str, body: Callable[..., Any], tensors: int, results: int) -> Any:
+    """A new operator of so many tensors, returning a tuple of tensors."""
+    arguments = ", ".join(f"Tensor t{i}" for i in range(tensors))
+    returns = ", ".join(["Tensor"] * results)
+    unique = f"{name}_{next(_numbers)}"
+    op = torch.library.custom_op(f"{namespace}::{unique}", _fresh(body), mutates_args=(),
+                                 schema=f"({arguments}) -> ({returns})")
+    op.register_fake(_fresh(body))
+    return getattr(getattr(torch.ops, namespace), unique).default
+
+
+def _fresh(body: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator must not return its operands' memory, nor one tensor twice."""
+
+    def run(*tensors: Tensor) -> Any:
+        out = tuple(t.clone(memory_format=torch.contiguous_format) for t in body(*tensors))
+        return out if len(out) > 1 else out[0]
+
+    return run
+
+
+# ---- placement ---------------------------------------------------------------------------------------
+
+
+def body_program(fn: Callable[..., Any], examples: list[Tensor], inputs: list[ir.Input], mesh: Mesh, ctx: ir.Context) -> ir.Program:
+    """The operators of a body over full tensors, normalized."""
+    from passes.normalize import Normalize  # the pass normalizes bodies, which are met while it is being applied
+
+    with ctx.fake_mode, torch.no_grad():
+        fresh = [torch.empty(e.shape, dtype=e.dtype, device=e.device) for e in examples]
+    module = trace(lambda *t: tuple(fn(*t)), fresh, ctx)
+    module.graph.set_codegen(fx.graph.CodeGen())
+    results = module.graph.output_node().args[0]
+    outputs = tuple(ir.Output(str(i), "metric", Spec.whole(tuple(ir.example(n).shape))) for i, n in enumerate(results))
+    program = ir.Program(module, tuple(inputs), outputs, mesh, frozenset({"captured"}))
+    for node in program.calls():
+        node.meta.pop("stack_trace", None)
+    return Normalize()(program, ctx)[0]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A body with the placements of its operands and results."""
+
+    program: ir.Program
+    plan: Any
+    operands: tuple[Spec, ...]
+    results: tuple[Spec, ...]
+
+
+def place_forward(node: fx.Node, function: Function, specs: list[Spec], weights: list[bool], mesh: Mesh, ctx: ir.Context,
+                  propagate: Callable[[ir.Program], Any]) -> Placed:
+    """Placements of the forward body; an operand that the body only reads as a varying copy is one from the start."""
+    operands = [n for n in node.args if isinstance(n, fx.Node)]
+    kinds = ["parameter" if w else "batch" for w in weights]
+
+    def place(given: list[Spec]) -> Placed:
+        inputs = [ir.Input(str(i), kind, spec) for i, (kind, spec) in enumerate(zip(kinds, given))]  # type: ignore
+        program = body_program(function.forward, [ir.example(n) for n in operands], inputs, mesh, ctx)
+        plan = propagate(program)
+        return Placed(program, plan, tuple(given), tuple(plan.current(n) for n in program.results()))
+
+    placed = place(specs)
+    varied = [with_varying(spec, placeholder, placed, mesh)
+              for spec, placeholder in zip(specs, placed.program.placeholders())]
+    return placed if varied == specs else place(varied)
+
+
+def with_varying(spec: Spec, placeholder: fx.Node, placed: Placed, mesh: Mesh) -> Spec:
+    """The operand's placement, varying on the axes on which all uses in the body want it so."""
+    from passes.rules import tensor_operands
+
+    wanted = [d.operands[i] for user in placeholder.users if (d := placed.plan.decisions.get(user)) is not None
+              for i, n in enumerate(tensor_operands(user)) if n is placeholder]
+    axes = [a for a in mesh.axes if spec.state(a) == "same" and wanted and all(w.state(a) == "varying" for w in wanted)]
+    return replace(spec, varying=(*spec.varying, *axes))
+
+
+def emit(builder: Any, node: fx.Node, function: Function, placed: Placed, values: list[fx.Node],
+         propagate: Callable[[ir.Program], Any], partition: Callable[..., ir.Program]) -> fx.Node:
+    """Define the local operator with its gradient, and call it."""
+    mesh, ctx = builder.mesh, builder.ctx
+    forward = partition(placed.program, placed.plan, placed.results)
+    operands = [n for n in node.args if isinstance(n, fx.Node)]
+    outs = placed.program.results()
+    gradients = [spec.gradient() for spec in placed.results[: function.results]]
+    examples = [ir.example(n) for n in (*operands, *outs, *outs[: function.results])]
+    specs = [*placed.operands, *placed.results, *gradients]
+    inputs = [ir.Input(str(i), "batch", spec) for i, spec in enumerate(specs)]
+    kept: list[int] = []
+
+    def differentiate(*tensors: Tensor) -> tuple[Tensor, ...]:
+        found = function.backward(*tensors)
+        kept[:] = [i for i, g in enumerate(found) if g is not None]
+        return tuple(found[i] for i in kept)
+
+    program = body_program(differentiate, examples, inputs, mesh, ctx)
+    backward = partition(program, propagate(program), tuple(placed.operands[i].gradient() for i in kept))
+    op = local_operator(function, forward, backward, kept, len(operands))
+    places = [builder.places[axis] for axis in mesh.axes]
+    return builder.call(op, (*values, *places))
+
+
+def local_operator(function: Function, forward: ir.Program, backward: ir.Program, kept: list[int], operands: int) -> Any:
+    """`local::name(*operands, *coordinates of all axes)` and its gradient, both with bodies of local operators."""
+    axes = forward.mesh.axes
+    run_forward, run_backward = _by_axis(forward, operands, axes), _by_axis(backward, len(backward.placeholders()), axes)
+    count, wide = len(forward.outputs), len([i for i in backward.inputs if i.kind != "coordinate"])
+    op = define("local", function.name, run_forward, operands + len(axes), count)
+    back = define("local", f"{function.name}_backward", run_backward, wide + len(axes), len(kept))
+    BODIES[op], BODIES[back] = run_forward, run_backward  # type: ignore[assignment]
+
+    def setup(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.save_for_backward(*inputs, *(output if isinstance(output, tuple) else (output,)))
+
+    def differentiate(ctx: Any, *gradients: Tensor) -> tuple:
+        saved = ctx.saved_tensors
+        inputs, outs = saved[:operands], saved[operands + len(axes):]
+        places = saved[operands:operands + len(axes)]
+        given = [torch.zeros_like(o) if g is None else g for g, o in zip(gradients[:function.results], outs)]
+        found = back(*inputs, *outs, *given, *places)
+        by_operand = dict(zip(kept, found if isinstance(found, (tuple, list)) else (found,)))
+        return tuple(by_operand.get(i) for i in range(operands + len(axes)))
+
+    torch.library.register_autograd(op.name().replace(".default", ""), differentiate, setup_context=setup)
+    return op
+
+
+def _by_axis(program: ir.Program, operands: int, axes: tuple[str, ...]) -> Callable[..., Any]:
+    """Run a local body whose coordinates are those it reads, given those of all axes at the end."""
+    used = [i.name for i in program.inputs if i.kind == "coordinate"]
+
+    def run(*tensors: Tensor) -> Any:
+        values, places = tensors[:len(tensors) - len(axes)], dict(zip(axes, tensors[len(tensors) - len(axes):]))
+        return fx.Interpreter(program.module).run(*values, *(places[axis] for axis in used))
+
+    return run
+
+
+def inline_functions(program: ir.Program, ctx: ir.Context) -> int:
+    """Put the bodies of local functions in line; changes the graph, returns how many there were."""
+    count = 0
+    for node in list(program.calls()):
+        if node.target in BODIES:
+            body = BODIES[node.target]
+            inputs = list(node.args)
+            with torch.no_grad(), ctx.fake_mode:
+                fresh = [torch.empty_like(ir.example(n)) for n in inputs]  # type: ignore[arg-type]
+            module = trace(lambda *t, body=body: _one_or_tuple(body(*t)), fresh, ctx)
+            splice(node, module.graph, inputs)  # type: ignore[arg-type]
+            count += 1
+    return count
+
+
+def _one_or_tuple(out: Any) -> Any:
+    contiguous = tuple(t.contiguous() for t in out)
+    return contiguous if len(contiguous) > 1 else contiguous[0]
