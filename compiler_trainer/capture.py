@@ -60,12 +60,27 @@ def capture(model: nn.Module, loss_fn: LossFn, batch: Mapping[str, Tensor], devi
     with mode:
         values = tuple(torch.empty(v.shape, dtype=v.dtype, device=device) for v in batch.values())
     with functions_as_operators():
-        exported = export(module, values, strict=False).run_decompositions({})
+        exported = export(module, values, strict=False)
+        detach_regions(exported.graph_module)
+        exported = exported.run_decompositions({})
     program = _to_program(exported, keys, model)
     loss = program.results()[[o.kind for o in program.outputs].index("loss")]
     if ir.example(loss).dim() or not ir.example(loss).is_floating_point():
         raise UserError("loss_fn", f"returns {tuple(ir.example(loss).shape)} {ir.example(loss).dtype}; must be a scalar")
     return program, ir.Context(ir.example(loss).fake_mode)  # type: ignore[attr-defined]
+
+
+def detach_regions(module: torch.fx.GraphModule) -> None:
+    """Detach what leaves a `no_grad` region: making the graph functional puts the region in line and forgets it."""
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.wrap_with_set_grad_enabled):
+        if node.args[0]:
+            continue
+        for part in list(node.users):
+            with module.graph.inserting_after(part):
+                detached = module.graph.call_function(torch.ops.aten.detach.default, (part,))
+            detached.meta = dict(part.meta)
+            part.replace_all_uses_with(detached, delete_user_cb=lambda user, own=detached: user is not own)
+    module.recompile()
 
 
 def _to_program(exported, keys: tuple[str, ...], model: nn.Module) -> ir.Program:

@@ -192,10 +192,12 @@ class Partitioner:
         """Emit one operator on its operands as its decision needs them, then what reductions follow it."""
         if node.target is operator.getitem:
             source, index = node.args
+            if source in self.grads:
+                self.grads.add(node)
             self.finish(node, self.builder.call(operator.getitem, (self.tuples[source], index)))
             return
         operands = tensor_operands(node)
-        if any(n in self.grads for n in operands):
+        if any(n in self.grads for n in operands) and node.target is not aten.detach.default:
             self.grads.add(node)
         decision = self.plan.decisions[node]
         values = [self.version(n, spec, node.name) for n, spec in zip(operands, decision.operands)]

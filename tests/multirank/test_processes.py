@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,18 +18,24 @@ WORKER, DEADLINE_S = Path(__file__).with_name("worker.py"), 120
 ROOT = WORKER.parents[2]
 
 
-def launch(ranks: int, folder: Path, *checks: str) -> subprocess.CompletedProcess:
-    """Run checks in a torchrun job; raises TimeoutExpired, and ends the job, if it takes too long."""
+def launch(ranks: int, folder: Path, *checks: str) -> tuple[int, str]:
+    """Run checks in a torchrun job: its exit code and stderr; raises TimeoutExpired if it takes too long."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run([*command, str(WORKER), str(folder), *checks], env=env, capture_output=True, text=True,
-                          timeout=DEADLINE_S)
+    job = subprocess.Popen([*command, str(WORKER), str(folder), *checks], env=env, stderr=subprocess.PIPE, text=True,
+                           start_new_session=True)
+    try:
+        _, stderr = job.communicate(timeout=DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(job.pid, signal.SIGKILL)  # torchrun and its ranks
+        raise
+    return job.returncode, stderr
 
 
 def outcome(ranks: int, folder: Path, *checks: str) -> dict[str, list]:
     """What each rank got of each check."""
-    job = launch(ranks, folder, *checks)
-    assert job.returncode == 0, job.stderr[-4000:]
+    code, stderr = launch(ranks, folder, *checks)
+    assert code == 0, stderr[-4000:]
     return {check: [torch.load(folder / f"{check}.{rank}.pt") for rank in range(ranks)] for check in checks}
 
 
@@ -102,6 +109,6 @@ def test_ranks_that_disagree_all_say_where(ranks, request):
 
 
 def test_a_job_ends_when_one_rank_raises(tmp_path):
-    job = launch(2, tmp_path, "raise")
-    assert job.returncode != 0
-    assert "ValueError: rank 1 gives up" in job.stderr
+    code, stderr = launch(2, tmp_path, "raise")
+    assert code != 0
+    assert "ValueError: rank 1 gives up" in stderr
