@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping
 
 import torch
@@ -59,7 +60,8 @@ def capture(model: nn.Module, loss_fn: LossFn, batch: Mapping[str, Tensor], devi
     module = _WithLoss(fake_copy(model, mode, device, dtype), loss_fn, keys)
     with mode:
         values = tuple(torch.empty(v.shape, dtype=v.dtype, device=device) for v in batch.values())
-    with functions_as_operators():
+    with functions_as_operators(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)  # torch 2.13's own use
         exported = export(module, values, strict=False)
         detach_regions(exported.graph_module)
         exported = exported.run_decompositions({})

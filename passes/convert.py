@@ -71,8 +71,8 @@ class _Steps:
         sizes = common_sizes([f.size for f in a], [f.size for f in b]) if a and b else []
         if sizes is None:
             return None
-        if not sizes:
-            return (Factor(1),), (Factor(1),)
+        if not sizes:  # a dim of one entry, which an axis may shard none the less
+            return tuple(a[:1]) or (Factor(1),), tuple(b[:1]) or (Factor(1),)
         left, right = split_dim(tuple(a), sizes, self.mesh), split_dim(tuple(b), sizes, self.mesh)
         return None if left is None or right is None else (left, right)
 

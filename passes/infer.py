@@ -86,8 +86,7 @@ class _Finder:
                 self.split(weight, 0, None)
             return
         for i, (operand, names) in enumerate(self.products(node)):
-            root = self.root(operand)
-            if root is None or root in self.found:
+            if self.root(operand) is None:
                 continue
             rule = rule_of(node)
             free = [n for dim in names for n in dim if n not in rule.reduced]

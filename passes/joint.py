@@ -6,6 +6,7 @@ parameter's gradient leaves placed as the dual of the parameter: partial where t
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,15 +103,16 @@ def drop_detach(graph: fx.Graph) -> None:
 
 def functionalize(graph: fx.Graph) -> None:
     """Write updates of temporaries in place (some of PyTorch's own definitions have them) as new values."""
+    updates: set[fx.Node] = set()
     for node in list(graph.nodes):
         target = node.target
         if node.op != "call_function" or not hasattr(target, "_schema") or not target._schema.is_mutable:
             continue
-        name, overload = target._schema.name.removeprefix("aten::"), target._overloadname
         updated = node.args[0]
-        if not name.endswith("_") or _shared(updated, graph):
+        updates |= {node, updated}
+        if not target._opname.endswith("_") or _shared(updated, node, updates):
             raise ir.CompileError("joint", node, f"{target} writes in place to a value that has views")
-        node.target = getattr(getattr(torch.ops.aten, name[:-1]), overload)
+        node.target = _functional(target)
         later = False
         for other in graph.nodes:
             if later:
@@ -118,11 +120,20 @@ def functionalize(graph: fx.Graph) -> None:
             later = later or other is node
 
 
-def _shared(node: fx.Node, graph: fx.Graph) -> bool:
-    """Whether another value lives in the same memory, or the node is an input."""
+def _functional(target: Any) -> Any:
+    """The overload that computes what an operator like `aten.pow_.Scalar` writes: `aten.pow.Tensor_Scalar`."""
+    packet = getattr(torch.ops.aten, target._opname[:-1])
+    wanted = [str(a.type) for a in target._schema.arguments]
+    return next(op for name in packet.overloads() if (op := getattr(packet, name))
+                and [str(a.type) for a in op._schema.arguments] == wanted)
+
+
+def _shared(node: fx.Node, update: fx.Node, updates: set[fx.Node]) -> bool:
+    """Whether a value from before the update, not itself one of `updates`, lives in the memory written to."""
+    before = itertools.takewhile(lambda other: other is not update, update.graph.nodes)
     return node.op == "placeholder" or any(
-        other is not node and ir.is_tensor(other) and not (hasattr(other.target, "_schema") and other.target._schema.is_mutable)
-        and ir.example(other).untyped_storage() is ir.example(node).untyped_storage() for other in graph.nodes)
+        ir.is_tensor(other) and other not in updates
+        and ir.example(other).untyped_storage() is ir.example(node).untyped_storage() for other in before)
 
 
 def _count(program: ir.Program, phase: str) -> int:

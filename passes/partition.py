@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,10 +71,11 @@ class Builder:
             valid = self.call(aten.clamp.default, (left, 0, step))
         return start, valid
 
-    def fill_padding(self, x: fx.Node, spec: Spec, fill: float) -> fx.Node:
-        """The tensor with every padded entry set to `fill`; its gradient there is zero."""
+    def fill_padding(self, x: fx.Node, spec: Spec, fill: float, dims: Collection[int] | None = None) -> fx.Node:
+        """The tensor with padding (along `dims`; None: all) set to `fill`; its gradient there is zero."""
         mask = None
-        for d, dim in enumerate(spec.dims):
+        chosen = range(len(spec.dims)) if dims is None else dims
+        for d, dim in ((d, spec.dims[d]) for d in chosen):
             inner = 1
             for factor in reversed(dim):
                 if factor.padded(self.mesh):
@@ -83,9 +85,9 @@ class Builder:
         if mask is None:
             return x
         self.masks += 1
-        is_float = ir.example(x).is_floating_point()
-        out = self.call(aten.where.ScalarOther, (mask, x, fill if is_float else int(fill)))
-        ir.set_spec(out, replace(spec, fill=fill))
+        out = self.call(aten.where.ScalarOther, (mask, x, number(fill, ir.example(x).dtype)))
+        others = any(f.padded(self.mesh) for d, dim in enumerate(spec.dims) if d not in chosen for f in dim)
+        ir.set_spec(out, replace(spec, fill=None if others and spec.fill != fill else fill))
         return out
 
     def _valid(self, factor: Factor, inner: int, d: int, dim: Sequence[Factor], rank: int, x: fx.Node) -> fx.Node:
@@ -99,6 +101,15 @@ class Builder:
             index = self.call(aten.remainder.Scalar, (index, factor.local(self.mesh)))
         valid = self.call(aten.lt.Tensor, (index, self.window(factor)[1]))
         return self.call(aten.view.default, (valid, [extent if i == d else 1 for i in range(rank)]))
+
+
+def number(fill: float, dtype: torch.dtype) -> float | int | bool:
+    """The number of the dtype that is nearest to `fill`."""
+    if dtype.is_floating_point:
+        return fill
+    if dtype is torch.bool:
+        return bool(fill)
+    return int(fill) if math.isfinite(fill) else torch.iinfo(dtype).max if fill > 0 else torch.iinfo(dtype).min
 
 
 @dataclass
@@ -248,16 +259,16 @@ class Partitioner:
             return x
         if i in rule.safe and spec.fill != rule.safe[i]:
             return self.builder.fill_padding(x, spec, rule.safe[i])
-        if self.folds_padding(i, spec, rule) and (spec.fill != rule.needs or rule_is_fold(rule)):
-            return self.builder.fill_padding(x, spec, rule.needs)
+        if (spec.fill != rule.needs or rule_is_fold(rule)) and (folded := self.folded_padding(i, spec, rule)):
+            return self.builder.fill_padding(x, spec, rule.needs, folded)
         return x
 
-    def folds_padding(self, i: int, spec: Spec, rule: Rule) -> bool:
-        """Whether padding of operand `i` lies along a factor that the operator folds away by itself."""
+    def folded_padding(self, i: int, spec: Spec, rule: Rule) -> list[int]:
+        """Dims of operand `i` with padding along a factor that the operator folds away by itself."""
         if rule.emit is not None:
-            return False
-        return any(f.padded(self.program.mesh) for names, dim in zip(rule.operands[i], spec.dims)
-                   if any(n in rule.reduced for n in names) for f in dim)
+            return []
+        return [d for d, (names, dim) in enumerate(zip(rule.operands[i], spec.dims))
+                if any(n in rule.reduced for n in names) and any(f.padded(self.program.mesh) for f in dim)]
 
     # -- versions of a value ----------------------------------------------------------------------
 

@@ -192,16 +192,18 @@ class _Sweep:
                   for name, f in zip(names, fs or ()) if f.label}
         states = {axis: [self.plan.current(n).state(axis) for n in operands] for axis in self.mesh.axes}
         wanted = [self.operand_spec(i, atoms, axes, labels, choice, states) for i in range(len(operands))]
-        padded = any(spec.padded(self.mesh) for spec in wanted)
-        held = self.operand_fills(atoms.rule, wanted, [self.plan.current(n).fill for n in operands])
-        results = [self.result_spec(dims, atoms, axes, labels, choice, states) for dims in atoms.results]
-        fill = atoms.rule.fills(held) if padded else 0.0
-        return Decision(atoms.rule, tuple(wanted), tuple(replace(r, fill=fill) for r in results))
+        held = [atoms.rule.safe.get(i, self.plan.current(n).fill) for i, n in enumerate(operands)]
+        results = [replace(self.result_spec(dims, atoms, axes, labels, choice, states),
+                           fill=self.result_fill(dims, atoms, axes, held)) for dims in atoms.results]
+        return Decision(atoms.rule, tuple(wanted), tuple(results))
 
-    def operand_fills(self, rule: Rule, wanted: Sequence[Spec], fills: Sequence[float | None]) -> list[float | None]:
-        """What each operand's padding holds when the operator runs, NaN for one that has none."""
-        return [rule.safe.get(i, fill) if spec.padded(self.mesh) else math.nan
-                for i, (spec, fill) in enumerate(zip(wanted, fills))]
+    def result_fill(self, dims, atoms: Atoms, axes, held: Sequence[float | None]) -> float | None:
+        """What a result's padding holds: what the rule says along each padded atom, where it says the same of all."""
+        padded = [n for dim in dims for n in dim if Factor(atoms.sizes[n], axes.get(n, ())).padded(self.mesh)]
+        lacks = [{n for dim in operand for n in dim}.isdisjoint for operand in atoms.operands]
+        found = {atoms.rule.fills([math.nan if lacking([n]) else fill for lacking, fill in zip(lacks, held)])
+                 for n in padded}
+        return found.pop() if len(found) == 1 else None if found else 0.0
 
     def axis_order(self, atoms: Atoms, choice: Mapping[str, str | None]) -> dict[str, tuple[str, ...]]:
         """For each atom the axes that shard it, in the order in which an operand already has them."""

@@ -263,7 +263,7 @@ def check_varying(program: ir.Program) -> Iterator[Finding]:
     graded = {n for n, i in zip(program.placeholders(), program.inputs, strict=True) if i.kind == "parameter"}
     for node in program.calls():
         operands = [n for n in node.all_input_nodes if ir.is_tensor(n)]
-        if node.target is not torch.ops.aten.detach.default and _is_float(node) and graded.intersection(operands):
+        if node.target is not torch.ops.aten.detach.default and _is_float(node) and graded.intersection(node.all_input_nodes):
             graded.add(node)
         if node.target in TRANSITIONS:
             continue

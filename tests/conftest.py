@@ -11,3 +11,8 @@ def kernels(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
         yield
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--update` rewrites the golden files with what the tests find."""
+    parser.addoption("--update", action="store_true", help="rewrite golden files")

@@ -48,6 +48,40 @@ def batches(n: int = len(LRS), rows: int = 5) -> list[Batch]:
     return [one() for _ in range(n)]
 
 
+class Perceptron(nn.Module):
+    """Layers with biases, one parameter with a single entry, one that takes no part, and a frozen one."""
+
+    def __init__(self, between: nn.Module):
+        super().__init__()
+        self.up, self.between, self.down = nn.Linear(5, 7), between, nn.Linear(7, 3)
+        self.scale, self.unused = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(3))
+        self.frozen = nn.Parameter(torch.full((3,), 0.5), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.between(self.up(x)))) * self.scale + self.frozen
+
+
+def perceptron(between: nn.Module | None = None, dtype: torch.dtype = torch.float64) -> Perceptron:
+    """The same weights at each call; `between` stands between its layers."""
+    torch.manual_seed(0)
+    return Perceptron(between or nn.Identity()).to(dtype)
+
+
+def squared_error(model: nn.Module, batch: Batch) -> Tensor:
+    """Mean over rows and features."""
+    return F.mse_loss(model(batch["x"]), batch["y"])
+
+
+def points(rows: int = 5, dtype: torch.dtype = torch.float64) -> list[Batch]:
+    """Batches for a perceptron."""
+    generator = torch.Generator().manual_seed(2)
+    shapes = {"x": (rows, 5), "y": (rows, 3)}
+    return [{k: torch.randn(s, generator=generator, dtype=dtype) for k, s in shapes.items()} for _ in range(3)]
+
+
+NO_DECAY = {"name": "adamw", "max_norm": 0.5}  # PyTorch does not decay a parameter that has no gradient
+
+
 def optimizer_of(model: nn.Module, name: str, betas=(0.9, 0.999), momentum=0.0, weight_decay=0.0, **_) -> Any:
     """PyTorch's optimizer of the same options."""
     if name == "sgd":

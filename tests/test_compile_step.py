@@ -7,15 +7,17 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from oracle import (
     ADAMW,
-    Batch,
+    NO_DECAY,
     assert_same,
     batches,
     compile_lockstep,
     llama,
     llama_loss,
+    perceptron,
+    points,
+    squared_error,
     train_plainly,
     train_step,
 )
@@ -122,37 +124,6 @@ class Centered(nn.Module):
         mean = x.mean(0)
         self.mean.mul_(0.9).add_(mean.detach(), alpha=0.1)
         return x - mean + self.mean
-
-
-class Perceptron(nn.Module):
-    """Layers with biases, one parameter with a single entry, one that takes no part, and a frozen one."""
-
-    def __init__(self, between: nn.Module):
-        super().__init__()
-        self.up, self.between, self.down = nn.Linear(5, 7), between, nn.Linear(7, 3)
-        self.scale, self.unused = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(3))
-        self.frozen = nn.Parameter(torch.full((3,), 0.5), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.between(self.up(x)))) * self.scale + self.frozen
-
-
-def perceptron(between: nn.Module | None = None) -> Perceptron:
-    torch.manual_seed(0)
-    return Perceptron(between or nn.Identity()).double()
-
-
-def squared_error(model: nn.Module, batch: Batch) -> Tensor:
-    return F.mse_loss(model(batch["x"]), batch["y"])
-
-
-def points(rows: int = 5) -> list[Batch]:
-    generator = torch.Generator().manual_seed(2)
-    shapes = {"x": (rows, 5), "y": (rows, 3)}
-    return [{k: torch.randn(s, generator=generator, dtype=torch.float64) for k, s in shapes.items()} for _ in range(3)]
-
-
-NO_DECAY = {"name": "adamw", "max_norm": 0.5}  # PyTorch does not decay a parameter that has no gradient
 
 
 @pytest.mark.parametrize("mesh", [{}, {"dp_shard": 4}, HSDP], ids=str)

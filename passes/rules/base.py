@@ -61,8 +61,8 @@ def result_shapes(node: fx.Node) -> list[tuple[int, ...]]:
 
 
 def zero_if_zero(fills: Sequence[float | None]) -> float | None:
-    """A product's padding is zero where every padded operand's is."""
-    return 0.0 if all(f == 0 or f != f for f in fills) else None
+    """A product's padding is zero where a factor's is."""
+    return 0.0 if 0.0 in fills else None
 
 
 def same_fill(fills: Sequence[float | None]) -> float | None:

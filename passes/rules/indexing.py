@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from passes import ir
-from passes.rules.base import Rule, RuleMaker, result_shapes, tensor_operands
+from passes.rules.base import Names, Rule, RuleMaker, result_shapes, tensor_operands
 from passes.spec import Spec
 
 aten = torch.ops.aten
@@ -14,12 +14,19 @@ aten = torch.ops.aten
 
 def embedding(node: fx.Node) -> Rule:
     """weight[v, d] looked up by ids[...]: sharded v leaves the rows of other ranks zero, a partial sum."""
+    by_frequency = len(node.args) > 3 and bool(node.args[3])
     (_, d), ids = (tuple(ir.example(n).shape) for n in tensor_operands(node))
     dims = tuple((f"i{k}",) if n != 1 else () for k, n in enumerate(ids))
     weight = tensor_operands(node)[0]
     sizes = {f"i{k}": n for k, n in enumerate(ids) if n != 1} | {"v": ir.example(weight).shape[0], "d": d}
     return Rule(((("v",), ("d",)), dims), ((*dims, ("d",)),), sizes, {"v": "sum"},
-                linear=frozenset([frozenset([0])]), emit=emit_embedding)
+                whole=frozenset(dims_names(dims) | {"v"} if by_frequency else ()), linear=frozenset([frozenset([0])]),
+                emit=emit_embedding)
+
+
+def dims_names(dims: tuple[Names, ...]) -> set[str]:
+    """All factors of some dims."""
+    return {name for names in dims for name in names}
 
 
 def emit_embedding(builder, node: fx.Node, operands: list[fx.Node], specs: list[Spec], results: list[Spec]):
@@ -31,6 +38,9 @@ def emit_embedding(builder, node: fx.Node, operands: list[fx.Node], specs: list[
         return builder.call(node.target, (weight, ids, *rest), node.kwargs)
     local, mine = local_index(builder, ids, factor)
     looked_up = builder.call(aten.embedding.default, (weight, local))
+    if rest[:1] and rest[0] >= 0:  # the row that is looked up but not trained
+        trained = builder.call(aten.unsqueeze.default, (builder.call(aten.ne.Scalar, (ids, rest[0])), -1))
+        looked_up = builder.call(aten.where.self, (trained, looked_up, builder.call(aten.detach.default, (looked_up,))))
     mine = builder.call(aten.unsqueeze.default, (mine, -1))
     return builder.call(aten.where.ScalarOther, (mine, looked_up, 0.0))
 

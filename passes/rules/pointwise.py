@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import fx
@@ -15,7 +14,7 @@ from passes.rules.base import Rule, RuleMaker, result_shapes, tensor_operands
 UNARY = """abs acos asin atan bitwise_not ceil clamp clone contiguous cos cosh elu erf exp expm1 floor gelu hardswish
 hardtanh isinf isnan leaky_relu log log10 log1p log2 logical_not mish neg nan_to_num reciprocal relu relu6 round rsqrt
 sgn sigmoid sign silu sin sinh softplus sqrt square tan tanh trunc _to_copy alias detach lift_fresh_copy
-ones_like zeros_like full_like empty_like celu hardsigmoid log_sigmoid selu threshold erfc to isfinite pow_scalar"""
+ones_like zeros_like full_like empty_like celu hardsigmoid log_sigmoid selu threshold erfc fill to isfinite"""
 BINARY = """add sub mul div pow maximum minimum eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and
 bitwise_or bitwise_xor where remainder fmod atan2 floor_divide __and__ __or__ rsub lerp addcmul addcdiv masked_fill
 clamp_min clamp_max fmax fmin true_divide xlogy logaddexp hypot copysign"""
@@ -26,10 +25,10 @@ LINEAR = {"neg": [{0}], "clone": [{0}], "contiguous": [{0}], "alias": [{0}], "ad
 MOVES = {"clone", "contiguous", "alias"}
 # What padding must hold (operand -> value) lest the result or its gradient be infinite.
 SAFE = {"log": {0: 1.0}, "log2": {0: 1.0}, "log10": {0: 1.0}, "rsqrt": {0: 1.0}, "sqrt": {0: 1.0}, "reciprocal": {0: 1.0},
-        "div": {1: 1.0}, "true_divide": {1: 1.0}, "pow": {0: 1.0}, "log1p": {0: 0.0}, "acos": {0: 0.0},
+        "div": {1: 1.0}, "true_divide": {1: 1.0}, "log1p": {0: 0.0}, "acos": {0: 0.0},
         "asin": {0: 0.0}, "exp": {0: 0.0}, "expm1": {0: 0.0}, "sinh": {0: 0.0}, "cosh": {0: 0.0}, "tan": {0: 0.0},
         "remainder": {1: 1.0}, "fmod": {1: 1.0}, "floor_divide": {1: 1.0}, "addcdiv": {2: 1.0}, "atan2": {1: 1.0},
-        "xlogy": {1: 1.0}, "hypot": {0: 1.0}, "square": {}}
+        "xlogy": {1: 1.0}, "hypot": {0: 1.0}}
 
 
 def broadcast_dims(shapes: list[tuple[int, ...]], out: tuple[int, ...]) -> list[tuple[tuple[str, ...], ...]]:
@@ -65,15 +64,28 @@ def rule(node: fx.Node) -> Rule:
     if name in ("add", "sub") and len(operands) == 1:
         linear = []  # a constant is added once, not once a term
     return Rule(tuple(dims), (result,), {f"d{i}": n for i, n in enumerate(out) if n != 1}, linear=frozenset(linear),
-                fills=_fills(node, name), safe={i: v for i, v in SAFE.get(name, {}).items() if i < len(operands)},
+                fills=_fills(node, name), safe={i: v for i, v in _safe(node, name).items() if i < len(operands)},
                 moves=name in MOVES)
+
+
+def _safe(node: fx.Node, name: str) -> dict[int, float]:
+    """Operand -> what its padding must hold lest the result or its gradient be infinite."""
+    if name == "pow":
+        whole_power = isinstance(node.args[1], int) and node.args[1] >= 1
+        return {} if whole_power else {0: 1.0}
+    if name == "masked_fill":
+        return {1: 0.0}
+    if name == "where":
+        return {0: float(_is_single(node.args[2]))} if _is_single(node.args[1]) != _is_single(node.args[2]) else {}
+    return SAFE.get(name, {})
+
+
+def _is_single(value: object) -> bool:
+    """Whether an argument is a number, or a tensor of one: perhaps the infinity that a mask puts in."""
+    return not isinstance(value, fx.Node) or ir.example(value).numel() == 1
 
 
 def rules() -> dict[str, RuleMaker]:
     """Operator name -> rule, for all pointwise operators."""
     return {name: rule for name in (UNARY + " " + BINARY).split()}
 
-
-def scalar_of(value: Any) -> float:
-    """A Python number from a constant argument."""
-    return float(value)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import fx
 
 from passes import ir
 from passes.rules.base import Names, Rule, RuleMaker, result_shapes, tensor_operands
 
-FOLDS = {"sum": ("sum", 0.0), "amax": ("max", float("-inf")), "amin": ("min", float("inf")),
-         "any": ("max", 0.0), "count_nonzero": ("sum", 0.0)}
+FOLDS = {"sum": ("sum", 0.0), "amax": ("max", float("-inf")), "any": ("max", 0.0), "count_nonzero": ("sum", 0.0)}
 
 
 def _argument(node: fx.Node, name: str, default=None):
@@ -38,12 +38,18 @@ def _fold_dims(node: fx.Node) -> tuple[tuple[Names, ...], tuple[Names, ...], dic
 
 
 def fold(node: fx.Node) -> Rule:
-    """sum, amax, amin, any: a sharded folded dim leaves the result partial."""
+    """sum, amax, any: a sharded folded dim leaves the result partial."""
     names, result, sizes, folded = _fold_dims(node)
+    if node.target._opname == "amax" and not _without_gradient(tensor_operands(node)[0]):  # type: ignore[union-attr]
+        return whole_fold(node)  # tied maxima on several ranks share the gradient
     how, needs = FOLDS[node.target._opname]  # type: ignore[union-attr]
     reduced = {n: how for i in folded for n in names[i]}
     linear = frozenset([frozenset([0])]) if how == "sum" else frozenset()
     return Rule((names,), (result,), sizes, reduced, linear=linear, needs=needs)
+
+
+def _without_gradient(x: fx.Node) -> bool:
+    return x.target is torch.ops.aten.detach.default or not ir.example(x).is_floating_point()
 
 
 def whole_fold(node: fx.Node) -> Rule:
@@ -73,5 +79,5 @@ def _norm_fills(weights: int, node: fx.Node):
 def rules() -> dict[str, RuleMaker]:
     """Operator name -> rule, for folds and norms."""
     table: dict[str, RuleMaker] = dict.fromkeys(FOLDS, fold)
-    table |= dict.fromkeys("mean var std argmax argmin prod logsumexp linalg_vector_norm all var_mean".split(), whole_fold)
+    table |= dict.fromkeys("amin mean var std argmax argmin prod logsumexp linalg_vector_norm all var_mean".split(), whole_fold)
     return table | dict.fromkeys(("rms_norm", "layer_norm"), normalize)

@@ -108,16 +108,15 @@ def cut(node: fx.Node) -> Rule:
     for k, out in enumerate(outs):
         if removed:
             results.append(tuple(n for i, n in enumerate(names) if i != dim))
-        elif out[dim] == shape[dim]:
-            results.append(tuple(names))
-            continue
+        elif out[dim] == shape[dim] and node.target._opname == "slice":  # type: ignore[union-attr]
+            return _moving(names, names, sizes, resize=_keep_whole_slice)
         else:
             sizes[f"o{k}"] = out[dim]
             whole.add(f"o{k}")
             results.append(tuple((f"o{k}",) if i == dim else n for i, n in enumerate(names)))
         whole.add(f"d{dim}")
     return Rule((tuple(names),), tuple(results), sizes, whole=frozenset(whole), linear=frozenset([frozenset([0])]),
-                fills=same_fill, resize=_keep_whole_slice if not whole else None)
+                fills=same_fill)
 
 
 def _keep_whole_slice(args: tuple, shape: tuple[int, ...]) -> tuple:
@@ -157,7 +156,8 @@ def along_dim(node: fx.Node) -> Rule:
     schema = node.target._schema.arguments  # type: ignore[union-attr]
     dims = [node.args[i] if i < len(node.args) else node.kwargs.get(a.name, a.default_value)
             for i, a in enumerate(schema) if a.name in ("dim", "dims")]
-    along = {d % len(shape) for d in (dims[0] if isinstance(dims[0], (list, tuple)) else dims)}
+    along = {d % len(shape) for d in (dims[0] if isinstance(dims[0], (list, tuple)) else dims)} or set(range(len(shape)))
+    along = along or set(range(len(shape)))  # roll without dims goes through all of them
     names = tuple((f"d{i}",) for i in range(len(shape)))
     sizes = {f"d{i}": n for i, n in enumerate(shape)}
     results = []
@@ -172,10 +172,10 @@ def along_dim(node: fx.Node) -> Rule:
 def rules() -> dict[str, RuleMaker]:
     """Operator name -> rule, for views, cuts, joins and scans."""
     table: dict[str, RuleMaker] = {}
-    table |= dict.fromkeys("view reshape _unsafe_view flatten unflatten squeeze unsqueeze view_as".split(), reshape)
+    table |= dict.fromkeys("view reshape _unsafe_view flatten unflatten squeeze unsqueeze".split(), reshape)
     table |= dict.fromkeys("transpose permute t movedim moveaxis swapaxes mT numpy_T".split(), permute)
     table |= dict.fromkeys("expand".split(), expand)
-    table |= dict.fromkeys("slice select split split_with_sizes chunk narrow unbind".split(), cut)
+    table |= dict.fromkeys("slice select split split_with_sizes unbind".split(), cut)
     table |= dict.fromkeys("cat stack".split(), join)
     table |= dict.fromkeys("""cumsum cumprod softmax _softmax log_softmax _log_softmax sort flip roll topk
                               logcumsumexp""".split(), along_dim)

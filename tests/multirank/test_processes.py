@@ -12,7 +12,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from oracle import assert_same, batches, compile_lockstep, llama, llama_loss, train_plainly, train_step
+from oracle import (
+    NO_DECAY,
+    assert_same,
+    batches,
+    compile_lockstep,
+    llama,
+    llama_loss,
+    perceptron,
+    points,
+    squared_error,
+    train_plainly,
+    train_step,
+)
 
 WORKER, DEADLINE_S = Path(__file__).with_name("worker.py"), 120
 ROOT = WORKER.parents[2]
@@ -50,10 +62,10 @@ def four(tmp_path_factory):
 
 
 @functools.cache
-def lockstep(mesh: tuple[tuple[str, int], ...], microbatches: int = 1) -> SimpleNamespace:
+def lockstep(mesh: tuple[tuple[str, int], ...]) -> SimpleNamespace:
     """The same training with all ranks in this process."""
     data = batches(rows=6)
-    step = compile_lockstep(llama(dtype=torch.float32), llama_loss, data[0], dict(mesh), microbatches=microbatches)
+    step = compile_lockstep(llama(dtype=torch.float32), llama_loss, data[0], dict(mesh), NO_DECAY)
     metrics = train_step(step, data)
     return SimpleNamespace(metrics=metrics, evaluation=step.evaluate(data[0]), state=step.state_dict())
 
@@ -66,13 +78,10 @@ def assert_equal(found: dict, wanted: SimpleNamespace, tolerance: float) -> None
     assert_same(found["state"], wanted.state, tolerance)
 
 
-@pytest.mark.parametrize(("check", "mesh", "microbatches"), [
-    ("shard2", (("dp_shard", 2),), 1),
-    ("replicate2", (("dp_replicate", 2),), 2),
-])
-def test_two_processes_are_lockstep_bit_for_bit(two, check, mesh, microbatches):
+@pytest.mark.parametrize(("check", "mesh"), [("shard2", (("dp_shard", 2),)), ("replicate2", (("dp_replicate", 2),))])
+def test_two_processes_are_lockstep_bit_for_bit(two, check, mesh):
     for found in two[check]:
-        assert_equal(found, lockstep(mesh, microbatches), 0)
+        assert_equal(found, lockstep(mesh), 0)
 
 
 @pytest.mark.parametrize(("check", "mesh"), [
@@ -86,7 +95,8 @@ def test_four_processes_are_lockstep_but_for_the_order_of_sums(four, check, mesh
 
 
 def test_two_processes_with_inductor_are_one_device(two):
-    wanted, _ = train_plainly(llama(dtype=torch.float32), llama_loss, batches(rows=6))
+    model, data = perceptron(dtype=torch.float32), points(dtype=torch.float32)
+    wanted, _ = train_plainly(model, squared_error, data, NO_DECAY)
     for found in two["inductor2"]:
         losses = [m["loss"] for m in found["metrics"]]
         assert losses == pytest.approx([m["loss"] for m in wanted], abs=1e-5)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from oracle import ADAMW, batches, llama, llama_loss, train_step  # noqa: E402
+from oracle import NO_DECAY, batches, llama, llama_loss, perceptron, points, squared_error, train_step  # noqa: E402
 
 from compiler_trainer import compile_step  # noqa: E402
 from compiler_trainer.ranks import start_ranks, stop_ranks  # noqa: E402
@@ -20,11 +20,10 @@ from passes import torch_private  # noqa: E402
 F32 = torch.float32
 
 
-def train(mesh, backend="eager", microbatches=1):
+def train(mesh, model=None, loss_fn=llama_loss, data=None, backend="eager"):
     """Metrics of each step and the final full parameters, of all ranks together."""
-    data = batches(rows=6)
-    step = compile_step(llama(dtype=F32), llama_loss, data[0], mesh=mesh, optim=ADAMW, microbatches=microbatches,
-                        lower={"backend": backend})
+    model, data = model or llama(dtype=F32), data or batches(rows=6)
+    step = compile_step(model, loss_fn, data[0], mesh=mesh, optim=NO_DECAY, lower={"backend": backend})
     metrics = train_step(step, data)
     return {"metrics": metrics, "evaluation": step.evaluate(data[0]), "state": step.state_dict(),
             "hits": torch_private.cache_hits()}
@@ -34,8 +33,8 @@ def disagree():
     """The last rank compiles another program; the message that this rank gets."""
     another = dist.get_rank() == dist.get_world_size() - 1
     try:
-        compile_step(llama(dtype=F32), llama_loss, batches(rows=6)[0], mesh={"dp_shard": dist.get_world_size()},
-                     optim=ADAMW | {"max_norm": 0.25 if another else 0.5}, lower={"backend": "eager"})
+        compile_step(perceptron(), squared_error, points()[0], mesh={"dp_shard": dist.get_world_size()},
+                     optim=NO_DECAY | {"max_norm": 0.25 if another else 0.5}, lower={"backend": "eager"})
     except RuntimeError as error:
         return str(error)
     return "agreed"
@@ -43,8 +42,8 @@ def disagree():
 
 def raise_on_rank_1():
     """Rank 1 fails after its first step, while the others wait for it in theirs."""
-    data = batches(rows=6)
-    step = compile_step(llama(dtype=F32), llama_loss, data[0], mesh={"dp_shard": 2}, lower={"backend": "eager"})
+    data = points()
+    step = compile_step(perceptron(), squared_error, data[0], mesh={"dp_shard": 2}, lower={"backend": "eager"})
     step(data[0])
     if dist.get_rank() == 1:
         raise ValueError("rank 1 gives up")
@@ -53,8 +52,8 @@ def raise_on_rank_1():
 
 CHECKS = {
     "shard2": lambda: train({"dp_shard": 2}),
-    "replicate2": lambda: train({"dp_replicate": 2}, microbatches=2),
-    "inductor2": lambda: train({"dp_shard": 2}, "inductor"),
+    "replicate2": lambda: train({"dp_replicate": 2}),
+    "inductor2": lambda: train({"dp_shard": 2}, perceptron(dtype=F32), squared_error, points(dtype=F32), "inductor"),
     "shard4": lambda: train({"dp_shard": 4}),
     "hybrid4": lambda: train({"dp_replicate": 2, "dp_shard": 2}),
     "disagree": disagree,

@@ -1,0 +1,173 @@
+"""Custom autograd functions, detached regions, mutated buffers and dropout mean on every mesh what they mean on one."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import compile_lockstep, train_plainly
+from torch import nn
+
+MESHES = ({}, {"dp_replicate": 2}, {"dp_shard": 3}, {"tp": 2}, {"dp_replicate": 2, "tp": 2})
+PLAIN = {"name": "sgd"}
+
+
+class StraightThrough(torch.autograd.Function):
+    """Rounds forward; its own backward, scaled so that it cannot be mistaken for the derivative."""
+
+    @staticmethod
+    def forward(ctx, x, w, scale):
+        ctx.save_for_backward(x, w)
+        ctx.scale = scale
+        return torch.mm((x * 4).round() / 4, w)
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return g @ w.T * ctx.scale, x.T @ g, None
+
+
+class Rounding(nn.Module):
+    """An embedding, a straight-through product with a transposed weight, a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.out, self.head = nn.Embedding(31, 12), nn.Linear(17, 12), nn.Linear(12, 31)
+        self.weight = nn.Parameter(torch.randn(17, 12) / 3)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        y = StraightThrough.apply(x.flatten(0, 1), self.weight.t().contiguous(), 0.7).view(*tokens.shape, 17)
+        return self.head(x + self.out(F.gelu(y)))
+
+
+class Statistics(nn.Module):
+    """BatchNorm, a counter, a no_grad region and a detached factor."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.norm, self.outer = nn.Linear(12, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen += x.shape[0]
+        with torch.no_grad():
+            scale = self.inner.weight.square().sum()
+        hidden = self.norm(self.inner(x))
+        return self.outer(hidden) * scale + (hidden.detach() * hidden).sum(-1, keepdim=True)
+
+
+class Dropping(nn.Module):
+    """Dropout on the batch-sharded, the feature-sharded and the residual values."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.wide, self.narrow, self.head = nn.Embedding(31, 12), nn.Linear(12, 17), nn.Linear(17, 12), nn.Linear(12, 31)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, tokens):
+        x = self.drop(self.embedding(tokens))
+        return self.head(x + self.drop(self.narrow(self.drop(F.gelu(self.wide(x))))))
+
+
+def token_loss(model, batch):
+    return F.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten())
+
+
+def square_loss(model, batch):
+    return model(batch["x"]).square().mean() / 100
+
+
+def token_batches() -> list[dict]:
+    generator = torch.Generator().manual_seed(1)
+    return [{k: torch.randint(0, 31, (5, 7), generator=generator) for k in ("tokens", "labels")} for _ in range(3)]
+
+
+def float_batches() -> list[dict]:
+    generator = torch.Generator().manual_seed(1)
+    return [{"x": torch.randn(7, 12, generator=generator, dtype=torch.float64)} for _ in range(3)]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize(("module", "loss_fn", "data"), [(Rounding, token_loss, token_batches()),
+                                                         (Statistics, square_loss, float_batches())], ids=["function", "buffers"])
+def test_trains_like_one_device(mesh, module, loss_fn, data) -> None:
+    torch.manual_seed(0)
+    model = module().double()
+    metrics, final = train_plainly(model, loss_fn, data, PLAIN)
+    step = compile_lockstep(model, loss_fn, data[0], mesh, PLAIN)
+    for batch, lr, expected in zip(data, (1e-2, 3e-2, 2e-2), metrics):
+        assert step(batch, lr)["loss"] == pytest.approx(expected["loss"], abs=1e-10)
+    for name, value in step.state_dict().items():
+        assert (value - final[name]).abs().max() < 1e-10, name
+
+
+def test_running_statistics_are_used_in_evaluation() -> None:
+    torch.manual_seed(0)
+    model, data = Statistics().double(), float_batches()
+    step = compile_lockstep(model, square_loss, data[0], {"dp_shard": 2}, PLAIN)
+    before = step.evaluate(data[0])
+    assert before == pytest.approx(square_loss(model.eval(), data[0]).item(), abs=1e-12)
+    step(data[0], 0.0)
+    assert step.evaluate(data[0]) != before
+
+
+def dropped(mesh, **options) -> list[float]:
+    torch.manual_seed(0)
+    data = token_batches()
+    step = compile_lockstep(Dropping().double(), token_loss, data[0], mesh, PLAIN, **options)
+    return [step(batch, 1e-2)["loss"] for batch in data]
+
+
+@pytest.mark.parametrize("mesh", MESHES[1:], ids=str)
+def test_dropout_is_the_same_on_every_mesh(mesh) -> None:
+    assert dropped(mesh) == pytest.approx(dropped({}), abs=1e-12)
+
+
+def test_dropout_differs_by_seed_and_step_and_drops_its_share() -> None:
+    assert dropped({}) != dropped({}, seed=1)
+
+    class Ones(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(()))
+
+        def forward(self, x):
+            return F.dropout(x * self.weight, 0.25, self.training)
+
+    batch = {"x": torch.ones(200, 100, dtype=torch.float64)}
+    step = compile_lockstep(Ones().double(), lambda m, b: m(b["x"]).mean(), batch, {}, PLAIN)
+    losses = [step(batch, 0.0)["loss"] for _ in range(3)]
+    assert len(set(losses)) == 3
+    assert losses == pytest.approx([1.0] * 3, abs=0.02)  # 20,000 draws: four standard deviations are 0.016
+    assert step.evaluate(batch) == 1.0
+
+
+class Transposed(nn.Module):
+    """One parameter used as its transpose: plainly, through contiguous(), through a function, or in three ways."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        self.how, self.weight = how, nn.Parameter(torch.randn(8, 12) / 3)
+
+    def forward(self, x):
+        w = self.weight
+        uses = {"plain": lambda: x @ w.t(), "contiguous": lambda: x @ w.t().contiguous(),
+                "function": lambda: StraightThrough.apply(x, w.t().contiguous(), 0.7)}
+        return uses[self.how]() if self.how in uses else uses["plain"]() + uses["contiguous"]() + (x[:, :8] @ w)[:, :8]
+
+
+@pytest.mark.parametrize("how", ["plain", "contiguous", "function", "three uses"])
+def test_a_replicated_gradient_is_reduced_once_and_never_while_accumulating(how: str) -> None:
+    torch.manual_seed(0)
+    model, data = Transposed(how).double(), [{"x": b["x"][:6]} for b in float_batches()]
+    _, final = train_plainly(model, square_loss, data, PLAIN, microbatches=2)
+    step = compile_lockstep(model, square_loss, data[0], {"dp_replicate": 2}, PLAIN, microbatches=2)
+    for batch, lr in zip(data, (1e-2, 3e-2, 2e-2)):
+        step(batch, lr)
+    assert (step.state_dict()["weight"] - final["weight"]).abs().max() < 1e-12
+    reductions = {name: Counter(n.args[0].meta["val"].numel() for n in compiled.program.calls() if "all_reduce" in str(n.target))
+                  for name, compiled in step.train.items()}
+    assert reductions == {"accumulate": {1: 1}, "apply": {8 * 12: 1}}  # the loss; the gradient
