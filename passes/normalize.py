@@ -29,7 +29,7 @@ from passes.spec import Spec
 from passes.torch_private import decomposition
 
 aten = torch.ops.aten
-MEAN, SUM = 1, 2  # aten's codes for `reduction`
+NONE, MEAN, SUM = 0, 1, 2  # aten's codes for `reduction`
 
 
 def mean(x: Tensor, dim=None, keepdim: bool = False, *, dtype=None) -> Tensor:
@@ -66,6 +66,28 @@ def cross_entropy_split(x: Tensor, y: Tensor, weight=None, reduction: int = MEAN
     target = x.gather(-1, torch.where(keep, y, 0).unsqueeze(-1)).squeeze(-1)
     total = torch.where(keep, lse - target, 0.0).sum()
     return total if reduction == SUM else total / keep.sum()
+
+
+def cross_entropy_general(x: Tensor, y: Tensor, weight=None, reduction: int = MEAN, ignore_index: int = -100,
+                          label_smoothing: float = 0.0) -> Tensor:
+    """Cross-entropy of logits[n, c, ...] with class weights, smoothing, or probabilities y[n, c, ...] as targets."""
+    dim = min(x.dim() - 1, 1)
+    logs, classes = x.log_softmax(dim), x.shape[dim]
+    weights = None if weight is None else weight.view(-1, *[1] * (x.dim() - 1 - dim)).expand(x.shape)
+    weighted = logs if weights is None else logs * weights
+    if y.is_floating_point():
+        each = -(weighted * (y * (1 - label_smoothing) + label_smoothing / classes)).sum(dim)
+        return each if reduction == NONE else each.sum() if reduction == SUM else each.sum() / each.numel()
+    keep = y != ignore_index
+    ids = torch.where(keep, y, 0).unsqueeze(dim)
+    each = (1 - label_smoothing) * weighted.gather(dim, ids).squeeze(dim)
+    if label_smoothing:
+        each = each + label_smoothing / classes * weighted.sum(dim)
+    each = torch.where(keep, -each, 0.0)
+    if reduction != MEAN:
+        return each if reduction == NONE else each.sum()
+    counted = keep if weights is None else torch.where(keep, weights.gather(dim, ids).squeeze(dim), 0.0)
+    return each.sum() / counted.sum()
 
 
 def split_as_select(x: Tensor, size: int, dim: int = 0) -> tuple[Tensor, ...]:
@@ -121,7 +143,7 @@ def replacement(node: fx.Node, mesh: Mesh) -> Any:
         done = len(node.args) > 3 and node.args[3] == SUM
         return cross_entropy_split if split_vocabulary else None if done else cross_entropy_summed
     if name == "cross_entropy_loss":
-        return node.target.decompose  # type: ignore[union-attr]
+        return cross_entropy_general
     return None if has_rule(node) else decomposition(node.target)
 
 

@@ -85,7 +85,8 @@ class Builder:
         if mask is None:
             return x
         self.masks += 1
-        out = self.call(aten.where.ScalarOther, (mask, x, number(fill, ir.example(x).dtype)))
+        fill = number(fill, ir.example(x).dtype)
+        out = self.call(aten.where.ScalarOther, (mask, x, fill))
         others = any(f.padded(self.mesh) for d, dim in enumerate(spec.dims) if d not in chosen for f in dim)
         ir.set_spec(out, replace(spec, fill=None if others and spec.fill != fill else fill))
         return out

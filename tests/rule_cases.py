@@ -113,7 +113,7 @@ POINTWISE: dict[str, list[Case]] = {
     "fill": [(bound(call("fill", "Scalar"), 2.5), (X,))],
     "full_like": [(bound(torch.full_like, 2.5), (X,))],
     "lerp": [(bound(torch.lerp, 0.3), (X, Y)), (torch.lerp, (X, Y, U)), (torch.lerp, (X, Y[0], U[:, :1]))],
-    "masked_fill": [(bound(torch.masked_fill, 2.5), (X, A)), (bound(torch.masked_fill, float("-inf")), (X, A[:, :1])),
+    "masked_fill": [(bound(torch.masked_fill, 2.5), (X, A)), (bound(torch.masked_fill, float("-inf")), (X, A)), (bound(torch.masked_fill, 2.5), (X, A[:, :1])),
                     (torch.masked_fill, (X, A, real()))],
     "pow": [(bound(torch.pow, 2), (X,)), (bound(torch.pow, -1.5), (U,)), (torch.pow, (U, X)), (lambda x: 2.0 ** x, (X,))],
     "threshold": [(bound(F.threshold, 0.1, 20.0), (X,))],
@@ -159,7 +159,7 @@ INDEXING: dict[str, list[Case]] = {
     "cross_entropy_loss": [
         (F.cross_entropy, (X, LABELS)), (bound(F.cross_entropy, reduction="sum"), (X, LABELS)),
         (bound(F.cross_entropy, reduction="none"), (X, LABELS)), (bound(F.cross_entropy, label_smoothing=0.1), (X, LABELS)),
-        (F.cross_entropy, (X, LABELS, unit(7))), (bound(F.cross_entropy, ignore_index=3), (X, LABELS.clamp(min=0))),
+        (lambda x, y: F.cross_entropy(x, y, torch.linspace(0.5, 1, 7, dtype=x.dtype)), (X, LABELS)), (bound(F.cross_entropy, ignore_index=3), (X, LABELS.clamp(min=0))),
         (F.cross_entropy, (real(3, 7, 8), IDS)), (F.cross_entropy, (X, unit(8, 7)))],
 }
 

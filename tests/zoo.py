@@ -17,7 +17,8 @@ MODELS = {
     "gemma": lambda: tf.GemmaForCausalLM(tf.GemmaConfig(**COMMON, num_key_value_heads=2, head_dim=8)),
     "gpt2": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**GPT2)),
     "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**COMMON, num_key_value_heads=2)),
-    "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**COMMON, num_key_value_heads=2, num_local_experts=4)),
+    "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**COMMON, num_key_value_heads=2, num_local_experts=4,
+                                                                experts_implementation="batched_mm")),
     "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**COMMON, num_key_value_heads=2, head_dim=8)),
 }
 
