@@ -102,6 +102,35 @@ def _pad(x: Tensor, dim: int, parts: int) -> Tensor:
     return F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing]) if missing else x
 
 
+def _with(x: Tensor, **dims: int) -> list[int]:
+    """The shape of `x` with some dims of another size, as `_with(x, d0=3)`."""
+    shape = list(x.shape)
+    for dim, size in dims.items():
+        shape[int(dim[1:])] = size
+    return shape
+
+
+def _cut(x: Tensor, dim: int, parts: int) -> list[int]:
+    return _with(x, **{f"d{dim}": -(-x.shape[dim] // parts)})
+
+
+def _sized(x: Tensor, dim: int, size: int) -> list[int]:
+    return _with(x, **{f"d{dim}": size})
+
+
+# shape of the result, written out: a graph of a deep model has thousands of these, and tracing a body is slow
+SHAPES: dict[str, Callable[..., list[int]]] = {
+    "all_gather": lambda x, dim, axis, parts, size, dtype, wire: _sized(x, dim, size),
+    "reduce_scatter": lambda x, dim, axis, parts, dtype, wire: _cut(x, dim, parts),
+    "slice": lambda x, place, dim, axis, parts: _cut(x, dim, parts),
+    "gather_same": lambda x, place, dim, axis, parts, size: _sized(x, dim, size),
+    "take": lambda x, place, dim, axis, parts: _cut(x, dim, parts),
+    "place": lambda x, place, dim, axis, parts, size: _sized(x, dim, size),
+    "all_to_all": lambda x, split, concat, size, axis, parts:
+        _with(x, **{f"d{split}": -(-x.shape[split] // parts), f"d{concat}": size}),
+}
+
+
 def _define(name: str, body: Callable[..., Tensor]) -> Any:
     """Register `ct::name`; its own kernel must return fresh memory, its expansion in a graph need not."""
 
@@ -109,9 +138,14 @@ def _define(name: str, body: Callable[..., Tensor]) -> Any:
         out = body(x, *args)
         return out.clone() if out.is_contiguous() else out.contiguous()
 
+    def fake(x: Tensor, *args: Any) -> Tensor:
+        dtype = next((a for a in args if isinstance(a, torch.dtype)), x.dtype)  # of the result; `wire` comes after it
+        shape = SHAPES[name](x, *args) if name in SHAPES else list(x.shape)
+        return x.new_empty(shape, dtype=x.dtype if name == "vary" else dtype)
+
     schema = torch.library.infer_schema(body, mutates_args=())
     op = torch.library.custom_op(f"ct::{name}", kernel, mutates_args=(), schema=schema)
-    op.register_fake(kernel)
+    op.register_fake(fake)
     overload = getattr(torch.ops.ct, name).default
     EXPANSIONS[overload] = body
     return overload

@@ -123,5 +123,6 @@ def assert_same(found: Mapping[str, Any], wanted: Mapping[str, Any], tolerance: 
     """Every entry is there and equal to `tolerance`, absolutely and relatively."""
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
-        torch.testing.assert_close(torch.as_tensor(found[name]), torch.as_tensor(value), atol=tolerance,
-                                   rtol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+        ours, theirs = torch.as_tensor(found[name]), torch.as_tensor(value)
+        say = f"{name}: {{}}".format
+        torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance, msg=say)

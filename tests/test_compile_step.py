@@ -42,7 +42,7 @@ def compare(model, loss_fn, data, mesh, optim=ADAMW, microbatches=1, **options):
 # ---- a Llama ---------------------------------------------------------------------------------------
 
 
-MESHES = [{}, {"dp_shard": 2}, {"dp_shard": 3}, {"dp_shard": 4}, {"dp_replicate": 2}, HSDP]
+MESHES: list = [{}, FSDP, {"dp_shard": 3}, {"dp_shard": 4}, {"dp_replicate": 2}, HSDP]
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
@@ -65,7 +65,7 @@ def test_optimizers_are_pytorchs(optim):
     compare(llama(), llama_loss, batches(), FSDP, optim)
 
 
-@pytest.mark.parametrize("mesh", [{}, FSDP, HSDP], ids=str)
+@pytest.mark.parametrize("mesh", [{}, HSDP], ids=str)
 def test_microbatches_average_their_losses(mesh):
     compare(llama(), llama_loss, batches(rows=6), mesh, microbatches=2)
 
@@ -89,7 +89,7 @@ def test_evaluation_is_the_loss_and_changes_nothing(microbatches):
     model, (batch, _, _) = llama(), batches(rows=6)
     step = compile_lockstep(model, llama_loss, batch, FSDP, microbatches=microbatches)
     parts = [{key: value.chunk(microbatches)[i] for key, value in batch.items()} for i in range(microbatches)]
-    wanted = sum(float(llama_loss(model, part)) for part in parts) / microbatches
+    wanted = sum(llama_loss(model, part).item() for part in parts) / microbatches
     assert step.evaluate(batch) == pytest.approx(wanted, rel=EXACT)
     assert_same(step.state_dict(), model.state_dict(), 0)
     assert step(batch)["loss"] == pytest.approx(wanted, rel=EXACT)
