@@ -43,8 +43,13 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device, dtyp
     return copy.deepcopy(model, memo)
 
 
-def capture(model: nn.Module, loss_fn: LossFn, batch: Mapping[str, Tensor], device: torch.device,
-            dtype: torch.dtype | None = None) -> tuple[ir.Program, ir.Context]:
+def capture(
+    model: nn.Module,
+    loss_fn: LossFn,
+    batch: Mapping[str, Tensor],
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+) -> tuple[ir.Program, ir.Context]:
     """The forward and loss of a batch of the given global shapes as a functional ATen graph.
 
     Inputs are parameters (that require gradients), buffers (everything else the model holds) and the batch;
@@ -68,7 +73,9 @@ def capture(model: nn.Module, loss_fn: LossFn, batch: Mapping[str, Tensor], devi
     program = _to_program(exported, keys, model)
     loss = program.results()[[o.kind for o in program.outputs].index("loss")]
     if ir.example(loss).dim() or not ir.example(loss).is_floating_point():
-        raise UserError("loss_fn", f"returns {tuple(ir.example(loss).shape)} {ir.example(loss).dtype}; must be a scalar")
+        raise UserError(
+            "loss_fn", f"returns {tuple(ir.example(loss).shape)} {ir.example(loss).dtype}; must be a scalar"
+        )
     return program, ir.Context(ir.example(loss).fake_mode)  # type: ignore[attr-defined]
 
 
@@ -109,8 +116,11 @@ def _to_program(exported, keys: tuple[str, ...], model: nn.Module) -> ir.Program
     for node, spec in zip(results, exported.graph_signature.output_specs, strict=True):
         placement = Spec.whole(tuple(node.meta["val"].shape))
         is_loss = spec.kind is OutputKind.USER_OUTPUT
-        outputs.append(ir.Output("loss" if is_loss else spec.target.removeprefix("model."),
-                                 "loss" if is_loss else "buffer", placement))
+        outputs.append(
+            ir.Output(
+                "loss" if is_loss else spec.target.removeprefix("model."), "loss" if is_loss else "buffer", placement
+            )
+        )
     for node in list(exported.graph.nodes):
         _trim_module_stack(node)
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
@@ -130,5 +140,6 @@ def _trim_module_stack(node: torch.fx.Node) -> None:
     """Module paths as the model knows them, without the wrapper."""
     stack = node.meta.get("nn_module_stack")
     if stack:
-        node.meta["nn_module_stack"] = {k: (path.removeprefix("model").removeprefix("."), kind)
-                                        for k, (path, kind) in stack.items() if path}
+        node.meta["nn_module_stack"] = {
+            k: (path.removeprefix("model").removeprefix("."), kind) for k, (path, kind) in stack.items() if path
+        }

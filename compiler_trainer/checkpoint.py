@@ -70,7 +70,8 @@ class Pieces:
         properties = TensorProperties(self.dtype)
         items = {
             chunk.offsets: WriteItem(
-                MetadataIndex(name, chunk.offsets), WriteItemType.SHARD,
+                MetadataIndex(name, chunk.offsets),
+                WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk, properties, self.shape),
             )
             for chunk in self.chunks()
@@ -94,8 +95,9 @@ class SavePlanner(dcp.DefaultSavePlanner):
 class LoadPlanner(dcp.DefaultLoadPlanner):
     """Plans the reading into `Pieces`, from whatever rectangles the checkpoint holds."""
 
-    def set_up_planner(self, state_dict: dict[str, Any], metadata: Metadata | None = None,
-                       is_coordinator: bool = False) -> None:
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
         """Keep `Pieces` as they are: the default accepts tensors only."""
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
@@ -103,8 +105,13 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         """The overlaps of every rectangle of this process with the stored ones."""
         assert self.metadata is not None
         stored: dict[str, Any] = self.metadata.state_dict_metadata
-        return LoadPlan([item for name, pieces in self.state_dict.items()
-                         for item in create_read_items_for_chunk_list(name, stored[name], pieces.chunks())])
+        return LoadPlan(
+            [
+                item
+                for name, pieces in self.state_dict.items()
+                for item in create_read_items_for_chunk_list(name, stored[name], pieces.chunks())
+            ]
+        )
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         """The view to read into: `index.index` counts the rectangles of this process."""
@@ -127,8 +134,12 @@ def save(step: Stateful, folder: Path, number: int, extra: Mapping[str, Any], ke
 
     on_rank_0(step, lambda: clear(folder))
     with plain_errors("save", path):
-        dcp.save(pieces_of(step), storage_writer=dcp.FileSystemWriter(partial),
-                 planner=SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False), no_dist=is_alone(step))
+        dcp.save(
+            pieces_of(step),
+            storage_writer=dcp.FileSystemWriter(partial),
+            planner=SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            no_dist=is_alone(step),
+        )
     on_rank_0(step, publish)
     return path
 
@@ -142,8 +153,12 @@ def load(step: Stateful, path: Path) -> dict[str, Any]:
     reader = dcp.FileSystemReader(path)
     check_tensors(state, reader.read_metadata(), path)
     with plain_errors("load", path):
-        dcp.load(state, storage_reader=reader,
-                 planner=LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False), no_dist=is_alone(step))
+        dcp.load(
+            state,
+            storage_reader=reader,
+            planner=LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            no_dist=is_alone(step),
+        )
     return extra
 
 
@@ -190,26 +205,36 @@ def clear(folder: Path) -> None:
 
 def pieces_of(step: Stateful) -> dict[str, Pieces]:
     """The state of this process by name; a tensor without entries has nothing to store."""
-    return {name: pieces(spec, step.mesh, local) for name, (spec, local) in step.tensors().items()
-            if math.prod(spec.shape)}
+    return {
+        name: pieces(spec, step.mesh, local) for name, (spec, local) in step.tensors().items() if math.prod(spec.shape)
+    }
 
 
 def pieces(spec: Spec, mesh: Mesh, local: Mapping[int, Tensor]) -> Pieces:
     """The rectangles of one tensor, from the local tensor of each rank here."""
     if spec.partial:
         raise ValueError(f"a partial sum is not state: {spec}")
-    parts = tuple((box, box.of_local(tensor)) for rank, tensor in local.items()
-                  for box in boxes(spec, mesh, mesh.coordinates(rank)))
+    parts = tuple(
+        (box, box.of_local(tensor))
+        for rank, tensor in local.items()
+        for box in boxes(spec, mesh, mesh.coordinates(rank))
+    )
     return Pieces(torch.Size(spec.shape), next(iter(local.values())).dtype, parts)
 
 
 def check_tensors(state: Mapping[str, Pieces], metadata: Metadata, path: Path) -> None:
     """Raise UserError naming the first tensors that differ between the checkpoint and this job."""
     here = {name: describe(pieces.shape, pieces.dtype) for name, pieces in state.items()}
-    there = {name: describe(stored.size, stored.properties.dtype)
-             for name, stored in metadata.state_dict_metadata.items() if isinstance(stored, TensorStorageMetadata)}
-    differences = [f"{name} is {there.get(name, 'absent')} in it and {here.get(name, 'absent')} here"
-                   for name in dict.fromkeys([*here, *there]) if here.get(name) != there.get(name)]
+    there = {
+        name: describe(stored.size, stored.properties.dtype)
+        for name, stored in metadata.state_dict_metadata.items()
+        if isinstance(stored, TensorStorageMetadata)
+    }
+    differences = [
+        f"{name} is {there.get(name, 'absent')} in it and {here.get(name, 'absent')} here"
+        for name in dict.fromkeys([*here, *there])
+        if here.get(name) != there.get(name)
+    ]
     if differences:
         more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
         fix = "; keep model.*, optim.name and train.dtype as they were"

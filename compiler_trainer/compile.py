@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -24,21 +25,25 @@ from passes.normalize import drops
 from passes.runner import Observer, PassRecord, run_passes
 from passes.spec import shard
 
-
 T = TypeVar("T")
 
 
-def compile_step(model: nn.Module, loss_fn: LossFn, example_batch: Mapping[str, Tensor], *,
-                 mesh: Mapping[str, int] | MeshConfig | None = None,
-                 optim: Mapping[str, Any] | OptimConfig | None = None,
-                 passes: Mapping[str, Any] | PassesConfig | None = None,
-                 lower: Mapping[str, Any] | LowerConfig | None = None,
-                 microbatches: int = 1,
-                 seed: int = 0,
-                 ranks: Literal["processes", "lockstep"] = "processes",
-                 initial: Iterable[tuple[str, Tensor]] | None = None,
-                 device: torch.device | str = "cpu",
-                 observe: Observer | None = None) -> Step:
+def compile_step(
+    model: nn.Module,
+    loss_fn: LossFn,
+    example_batch: Mapping[str, Tensor],
+    *,
+    mesh: Mapping[str, int] | MeshConfig | None = None,
+    optim: Mapping[str, Any] | OptimConfig | None = None,
+    passes: Mapping[str, Any] | PassesConfig | None = None,
+    lower: Mapping[str, Any] | LowerConfig | None = None,
+    microbatches: int = 1,
+    seed: int = 0,
+    ranks: Literal["processes", "lockstep"] = "processes",
+    initial: Iterable[tuple[str, Tensor]] | None = None,
+    device: torch.device | str = "cpu",
+    observe: Observer | None = None,
+) -> Step:
     """Compile forward, loss, backward, clip and optimizer of a plain model into one step over a mesh of ranks.
 
     `example_batch` holds tensors of GLOBAL shape, whose rows are split into `microbatches`. `initial` gives full
@@ -47,17 +52,16 @@ def compile_step(model: nn.Module, loss_fn: LossFn, example_batch: Mapping[str, 
     torch.distributed is up and this process is one rank; with "lockstep" all ranks are interpreted here.
     Raises UserError naming what is at fault.
     """
-    optim, passes = _typed(OptimConfig, optim, "optim"), _typed(PassesConfig, passes, "passes")
-    lower = _typed(LowerConfig, lower if lower is not None else _default_lower(ranks), "lower")
+    update, options = _typed(OptimConfig, optim, "optim"), _typed(PassesConfig, passes, "passes")
     named = _mesh(mesh)
-    runtime = _runtime(ranks, named, lower)
+    runtime = _runtime(ranks, named, _typed(LowerConfig, lower or _default_lower(ranks), "lower"))
     device = torch.device(device)
     if microbatches < 1:
         raise UserError("microbatches", f"is {microbatches}; must be at least 1")
     masters = {name: p.dtype for name, p in model.named_parameters()}
-    pipeline = build_pipeline(passes, optim, masters, microbatches)
+    pipeline = build_pipeline(options, update, masters, microbatches)
     report = Reporter()
-    batch, dtype = _one_microbatch(example_batch, microbatches), DTYPES[passes.cast.param_dtype]
+    batch, dtype = _one_microbatch(example_batch, microbatches), DTYPES[options.cast.param_dtype]
 
     def captured() -> Captured:
         program, ctx = report.time("capture", lambda: capture(model, loss_fn, batch, device, dtype))
@@ -65,7 +69,9 @@ def compile_step(model: nn.Module, loss_fn: LossFn, example_batch: Mapping[str, 
 
     def run(stage: str, steps: Passes, given: Captured) -> Captured:
         try:
-            program, records = run_passes(stage, steps, given.program, given.ctx, verify=passes.verify, observe=observe)
+            program, records = run_passes(
+                stage, steps, given.program, given.ctx, verify=options.verify, observe=observe
+            )
         except ir.Refused as error:
             raise UserError(*str(error).split(": ", 1)) from error
         report.add(stage, records)
@@ -80,11 +86,12 @@ def compile_step(model: nn.Module, loss_fn: LossFn, example_batch: Mapping[str, 
     programs["evaluate"] = run("evaluate", pipeline.evaluate, forward)
     stored_by = [c.program for c in programs.values()]
     state = initial_state(stored_by, runtime, named, device, _initial_values(model, initial))
-    compiled = {name: Compiled(c.program, report.time(f"{name}.lower", lambda c=c, name=name:
-                                                      runtime.compile(name, c.program, c.ctx)))
-                for name, c in programs.items()}
+    compiled = {
+        name: Compiled(c.program, report.time(f"{name}.lower", partial(runtime.compile, name, *c)))
+        for name, c in programs.items()
+    }
     evaluation = compiled.pop("evaluate")
-    return Step(runtime, named, compiled, evaluation, state, optim.lr, seed, microbatches, device, report.finish())
+    return Step(runtime, named, compiled, evaluation, state, update.lr, seed, microbatches, device, report.finish())
 
 
 class Captured(NamedTuple):
@@ -136,8 +143,13 @@ class Reporter:
         return {"seconds": {name: round(s, 4) for name, s in self.seconds.items()}, "passes": self.passes}
 
 
-def initial_state(programs: Iterable[ir.Program], runtime: Runtime, mesh: Mesh, device: torch.device,
-                  values: Iterable[tuple[str, Tensor]]) -> dict[str, State]:
+def initial_state(
+    programs: Iterable[ir.Program],
+    runtime: Runtime,
+    mesh: Mesh,
+    device: torch.device,
+    values: Iterable[tuple[str, Tensor]],
+) -> dict[str, State]:
     """Local state of the ranks here for every stored input: given values, zero moments and accumulators."""
     needed: dict[str, tuple[ir.Input, Tensor]] = {}
     for program in programs:
@@ -151,8 +163,13 @@ def initial_state(programs: Iterable[ir.Program], runtime: Runtime, mesh: Mesh, 
             if tuple(full.shape) != given.spec.shape:
                 raise UserError(name, f"initial value has shape {tuple(full.shape)}, the model has {given.spec.shape}")
             spec = stored(given)
-            state[key] = State(spec, {rank: shard(full.detach().to(device, example.dtype), spec, mesh, mesh.coordinates(rank))
-                                      for rank in runtime.ranks})
+            state[key] = State(
+                spec,
+                {
+                    rank: shard(full.detach().to(device, example.dtype), spec, mesh, mesh.coordinates(rank))
+                    for rank in runtime.ranks
+                },
+            )
     if missing := [name for name, (given, _) in needed.items() if given.kind in ("parameter", "buffer")]:
         raise UserError(missing[0].removeprefix("model."), "has no initial value; give real weights or `initial`")
     for name, (given, example) in needed.items():
@@ -170,7 +187,7 @@ def _initial_values(model: nn.Module, initial: Iterable[tuple[str, Tensor]] | No
             yield name, tensor
 
 
-def _typed(cls: type, given: Any, where: str) -> Any:
+def _typed(cls: type[T], given: Any, where: str) -> T:
     return given if isinstance(given, cls) else build(cls, dict(given or {}), where)
 
 
@@ -200,5 +217,7 @@ def _one_microbatch(batch: Mapping[str, Tensor], microbatches: int) -> dict[str,
     """The first rows of a batch: its shapes are those that are compiled."""
     for key, value in batch.items():
         if value.shape[0] % microbatches:
-            raise UserError("microbatches", f"{microbatches} does not divide the {value.shape[0]} rows of batch[{key!r}]")
+            raise UserError(
+                "microbatches", f"{microbatches} does not divide the {value.shape[0]} rows of batch[{key!r}]"
+            )
     return {key: value[: value.shape[0] // microbatches] for key, value in batch.items()}

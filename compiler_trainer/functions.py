@@ -75,15 +75,15 @@ def record(cls: Any, args: tuple) -> Any:
         return *outs, *ctx.saved_tensors, *attributes.values()
 
     def backward(*given: Tensor) -> tuple[Tensor | None, ...]:
-        kept = given[len(tensors) + results: len(given) - results]
+        kept = given[len(tensors) + results : len(given) - results]
         ctx = Saved(example.needs_input_grad)
         for name, value in vars(example).items():
             if not isinstance(value, Tensor) and name != "saved_tensors":
                 setattr(ctx, name, value)
         ctx.saved_tensors = tuple(kept[: len(example.saved_tensors)])
-        for name, value in zip(names, kept[len(example.saved_tensors):]):
+        for name, value in zip(names, kept[len(example.saved_tensors) :]):
             setattr(ctx, name, value)
-        found = cls.backward(ctx, *given[len(given) - results:])
+        found = cls.backward(ctx, *given[len(given) - results :])
         found = found if isinstance(found, tuple) else (found,)
         return tuple(found[i] for i in tensors)
 

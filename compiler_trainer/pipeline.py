@@ -41,7 +41,9 @@ class Pipeline:
     train: Mapping[str, Passes]
 
 
-def build_pipeline(passes: PassesConfig, optim: OptimConfig, masters: Mapping[str, torch.dtype], microbatches: int) -> Pipeline:
+def build_pipeline(
+    passes: PassesConfig, optim: OptimConfig, masters: Mapping[str, torch.dtype], microbatches: int
+) -> Pipeline:
     """The passes that a configuration asks for; `masters` are the dtypes of the stored parameters."""
     reduce_dtype = DTYPES[passes.cast.reduce_dtype]
     shard, remat = passes.shard, passes.remat
@@ -54,7 +56,7 @@ def build_pipeline(passes: PassesConfig, optim: OptimConfig, masters: Mapping[st
     backward = (Joint(), Remat(remat.policy, remat.regather))
     optimize = Optimize(build_optimizer(optim), optim.max_norm, reduce_dtype, 1 / microbatches)
     finish = (Schedule(passes.schedule.bucket_mib), Expand())
-    train = {"step": (*backward, optimize, *finish)}
+    train: dict[str, Passes] = {"step": (*backward, optimize, *finish)}
     if microbatches > 1:
         train = {"accumulate": (*backward, Accumulate(), *finish), "apply": (Joint(), ApplyOnly(), optimize, *finish)}
     return Pipeline(forward, (Expand(),), train)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,8 +26,8 @@ class Runtime(Protocol):
 
     ranks: tuple[int, ...]
 
-    def compile(self, name: str, program: ir.Program, ctx: ir.Context) -> object: ...
-    def run(self, compiled: object, inputs: ByRank) -> dict[int, tuple[Tensor, ...]]: ...
+    def compile(self, name: str, program: ir.Program, ctx: ir.Context) -> Any: ...
+    def run(self, compiled: Any, inputs: ByRank) -> dict[int, tuple[Tensor, ...]]: ...
     def all_locals(self, local: Mapping[int, Tensor]) -> list[Tensor]: ...
 
 
@@ -60,7 +60,7 @@ class ProcessRanks:
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         if world_size != mesh.world_size:
             raise UserError("mesh", f"{dict(mesh.sizes)} is for {mesh.world_size} ranks, {world_size} are running")
-        self.ranks = (rank,)
+        self.ranks: tuple[int, ...] = (rank,)
         self.groups = axis_groups(mesh, rank) if self.distributed else {}
 
     def compile(self, name: str, program: ir.Program, ctx: ir.Context) -> Executable:

@@ -37,14 +37,27 @@ class Compiled:
 class Step:
     """Runs training steps on global batches; made by `compile_step`."""
 
-    def __init__(self, runtime: Runtime, mesh: Mesh, train: Mapping[str, Compiled], evaluation: Compiled,
-                 state: dict[str, State], lr: float, seed: int, microbatches: int, device: torch.device, report: dict[str, Any]):
+    def __init__(
+        self,
+        runtime: Runtime,
+        mesh: Mesh,
+        train: Mapping[str, Compiled],
+        evaluation: Compiled,
+        state: dict[str, State],
+        lr: float,
+        seed: int,
+        microbatches: int,
+        device: torch.device,
+        report: dict[str, Any],
+    ):
         self.runtime, self.mesh, self.ranks = runtime, mesh, runtime.ranks
         self.train, self.evaluation, self.state = train, evaluation, state
         self.lr, self.seed, self.microbatches = lr, seed, microbatches
         self.device, self.report = device, report
-        self.places = {rank: {axis: torch.tensor(at, device=device) for axis, at in mesh.coordinates(rank).items()}
-                       for rank in self.ranks}
+        self.places = {
+            rank: {axis: torch.tensor(at, device=device) for axis, at in mesh.coordinates(rank).items()}
+            for rank in self.ranks
+        }
 
     def __call__(self, batch: Mapping[str, Tensor], lr: float | None = None) -> dict[str, float]:
         """One optimizer step on a global batch: {"loss": mean over microbatches, "grad_norm": before clipping}."""
@@ -53,16 +66,20 @@ class Step:
         if self.microbatches == 1:
             out = self.run(self.train["step"], batch, self.scalars(rate, count))
             return {name: float(value) for name, value in out.items()}
-        losses = [self.run(self.train["accumulate"], part, self.scalars(rate, count * self.microbatches + i))["loss"]
-                  for i, part in enumerate(self.split(batch))]
+        losses = [
+            self.run(self.train["accumulate"], part, self.scalars(rate, count * self.microbatches + i))["loss"]
+            for i, part in enumerate(self.split(batch))
+        ]
         norm = self.run(self.train["apply"], {}, self.scalars(rate, count))["grad_norm"]
         return {"loss": float(torch.stack(losses).mean()), "grad_norm": float(norm)}
 
     def scalars(self, lr: float, count: int) -> dict[str, Tensor]:
         """What is fed as a value: the learning rate, and the seed of a (micro)batch's random numbers."""
         seed = (self.seed << 32) + count
-        return {"lr": torch.tensor(lr, dtype=torch.float64, device=self.device),
-                "seed": torch.tensor(seed, dtype=torch.int64, device=self.device)}
+        return {
+            "lr": torch.tensor(lr, dtype=torch.float64, device=self.device),
+            "seed": torch.tensor(seed, dtype=torch.int64, device=self.device),
+        }
 
     def evaluate(self, batch: Mapping[str, Tensor]) -> float:
         """The mean loss of a global batch, nothing changed."""
@@ -98,8 +115,11 @@ class Step:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Full parameters and buffers by the model's own names; with processes, every rank must call it."""
-        return {name.removeprefix("model."): unshard(self.runtime.all_locals(s.local), s.spec, self.mesh)
-                for name, s in self.state.items() if name.startswith("model.")}
+        return {
+            name.removeprefix("model."): unshard(self.runtime.all_locals(s.local), s.spec, self.mesh)
+            for name, s in self.state.items()
+            if name.startswith("model.")
+        }
 
 
 def state_name(given: ir.Input) -> str:
@@ -124,5 +144,7 @@ def check_batch(batch: Mapping[str, Tensor], program: ir.Program) -> None:
             raise UserError(f"batch[{key!r}]", f"is not among the compiled entries {', '.join(wanted)}")
         shape, dtype = wanted[key]
         if tuple(value.shape) != shape or value.dtype != dtype:
-            raise UserError(f"batch[{key!r}]", f"is {value.dtype}{list(value.shape)}, the step was compiled for "
-                            f"{dtype}{list(shape)} a microbatch")
+            raise UserError(
+                f"batch[{key!r}]",
+                f"is {value.dtype}{list(value.shape)}, the step was compiled for {dtype}{list(shape)} a microbatch",
+            )

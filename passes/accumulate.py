@@ -31,7 +31,9 @@ class Accumulate:
         kept = []
         for node, output in zip(program.results(), program.outputs, strict=True):
             if output.kind == "gradient":
-                total = append.placeholder(f"total_{len(added)}", ir.example(node).new_empty(ir.example(node).shape), output.spec)
+                total = append.placeholder(
+                    f"total_{len(added)}", ir.example(node).new_empty(ir.example(node).shape), output.spec
+                )
                 added.append(ir.Input(output.name, "gradient", output.spec))
                 append.write(total, append.call("add", torch.add, total, node))
             elif output.kind == "buffer":
@@ -41,7 +43,9 @@ class Accumulate:
         program.graph.output_node().args = (tuple(n for n, _ in kept),)
         program.module.recompile()
         inputs = (*program.inputs, *added)
-        program = replace(program, inputs=inputs, outputs=tuple(o for _, o in kept), facts=program.facts | self.establishes)
+        program = replace(
+            program, inputs=inputs, outputs=tuple(o for _, o in kept), facts=program.facts | self.establishes
+        )
         return program, ir.Report({"accumulators": len(added)})
 
 
@@ -69,8 +73,9 @@ class ApplyOnly:
                 inputs.append(given)
                 outputs.append(output)
         graph.output(tuple(results))
-        program = program.with_graph(graph, inputs=tuple(inputs), outputs=tuple(outputs),
-                                     facts=program.facts | self.establishes)
+        program = program.with_graph(
+            graph, inputs=tuple(inputs), outputs=tuple(outputs), facts=program.facts | self.establishes
+        )
         return program, ir.Report({"gradients": len(outputs)})
 
 

@@ -106,16 +106,20 @@ def refine(rule: Rule, specs: Sequence[Sequence[Dim]], order: Sequence[int], mes
             cut = common_sizes([s for s in mine if s > 1], theirs) if mine and theirs else None
             if cut is not None:
                 _assign(parts, names, cut)
-    atoms = {name: tuple(f"{name}.#{k}" for k in range(len(sizes))) if len(sizes) > 1 else (name,)
-             for name, sizes in parts.items()}
+    atoms = {
+        name: tuple(f"{name}.#{k}" for k in range(len(sizes))) if len(sizes) > 1 else (name,)
+        for name, sizes in parts.items()
+    }
     sizes = {atom: size for name in parts for atom, size in zip(atoms[name], parts[name])}
 
     def over(dims: Sequence[Names]) -> tuple[Names, ...]:
         return tuple(tuple(atom for name in names for atom in atoms[name]) for names in dims)
 
     operands = tuple(over(dims) for dims in rule.operands)
-    held = tuple(tuple(_hold(dim, names, sizes, mesh) for names, dim in zip(dims, spec, strict=True))
-                 for dims, spec in zip(operands, specs, strict=True))
+    held = tuple(
+        tuple(_hold(dim, names, sizes, mesh) for names, dim in zip(dims, spec, strict=True))
+        for dims, spec in zip(operands, specs, strict=True)
+    )
     return Atoms(rule, operands, tuple(over(dims) for dims in rule.results), sizes, held)
 
 
@@ -134,7 +138,9 @@ def _hold(dim: Dim, names: Names, sizes: Mapping[str, int], mesh: Mesh) -> tuple
     if not wanted:
         return ()
     trimmed = tuple(f for f in dim if f.size > 1) or dim[:1]
-    if common_sizes([w for w in wanted if w > 1], [f.size for f in trimmed if f.size > 1]) != [w for w in wanted if w > 1]:
+    if common_sizes([w for w in wanted if w > 1], [f.size for f in trimmed if f.size > 1]) != [
+        w for w in wanted if w > 1
+    ]:
         return None
     pieces = split_dim(trimmed, [w for w in wanted if w > 1], mesh)
     if pieces is None:

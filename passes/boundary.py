@@ -36,8 +36,9 @@ from passes.torch_private import c10d
 EXPANSIONS: dict[Any, Callable[..., Tensor]] = {}
 
 
-def _all_gather(x: Tensor, dim: int, axis: str, parts: int, size: int, dtype: torch.dtype,
-                wire: torch.dtype | None) -> Tensor:
+def _all_gather(
+    x: Tensor, dim: int, axis: str, parts: int, size: int, dtype: torch.dtype, wire: torch.dtype | None
+) -> Tensor:
     local = x.to(dtype).movedim(dim, 0).contiguous()
     full = c10d.wait_tensor(c10d.all_gather_into_tensor(local, parts, axis))
     return full.narrow(0, 0, size).movedim(0, dim)
@@ -126,8 +127,9 @@ SHAPES: dict[str, Callable[..., list[int]]] = {
     "gather_same": lambda x, place, dim, axis, parts, size: _sized(x, dim, size),
     "take": lambda x, place, dim, axis, parts: _cut(x, dim, parts),
     "place": lambda x, place, dim, axis, parts, size: _sized(x, dim, size),
-    "all_to_all": lambda x, split, concat, size, axis, parts:
-        _with(x, **{f"d{split}": -(-x.shape[split] // parts), f"d{concat}": size}),
+    "all_to_all": lambda x, split, concat, size, axis, parts: _with(
+        x, **{f"d{split}": -(-x.shape[split] // parts), f"d{concat}": size}
+    ),
 }
 
 
@@ -185,10 +187,10 @@ def _gradient(op: Any, backward: Callable[..., Tensor]) -> None:
     torch.library.register_autograd(op.name().replace(".default", ""), run, setup_context=setup)
 
 
-_gradient(all_gather, lambda g, x, dim, axis, parts, size, dtype, wire:
-          reduce_scatter(g, dim, axis, parts, x[1], wire))
-_gradient(reduce_scatter, lambda g, x, dim, axis, parts, dtype, wire:
-          all_gather(g, dim, axis, parts, x[0][dim], x[1], wire))
+_gradient(all_gather, lambda g, x, dim, axis, parts, size, dtype, wire: reduce_scatter(g, dim, axis, parts, x[1], wire))
+_gradient(
+    reduce_scatter, lambda g, x, dim, axis, parts, dtype, wire: all_gather(g, dim, axis, parts, x[0][dim], x[1], wire)
+)
 _gradient(psum, lambda g, x, axis, dtype, wire: g.to(x[1]))
 _gradient(vary, lambda g, x, axis, wire: psum(g, axis, x[1], wire))
 _gradient(slice_, lambda g, x, place, dim, axis, parts: gather_same(g, place, dim, axis, parts, x[0][dim]))
@@ -197,5 +199,9 @@ _gradient(take, lambda g, x, place, dim, axis, parts: place_(g, place, dim, axis
 _gradient(place_, lambda g, x, place, dim, axis, parts, size: take(g, place, dim, axis, parts))
 _gradient(unvary, lambda g, x, place, axis: only_first(g, place, axis))
 _gradient(only_first, lambda g, x, place, axis: g)
-_gradient(all_to_all, lambda g, x, split_dim, concat_dim, concat_size, axis, parts:
-          all_to_all(g, concat_dim, split_dim, x[0][split_dim], axis, parts))
+_gradient(
+    all_to_all,
+    lambda g, x, split_dim, concat_dim, concat_size, axis, parts: all_to_all(
+        g, concat_dim, split_dim, x[0][split_dim], axis, parts
+    ),
+)

@@ -18,26 +18,32 @@ from passes import boundary, ir
 from passes.rewrite import graft, trace
 
 
-def gather_together(xs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[int], axis: str, parts: int,
-                    dtype: torch.dtype) -> list[Tensor]:
+def gather_together(
+    xs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[int], axis: str, parts: int, dtype: torch.dtype
+) -> list[Tensor]:
     """`all_gather` of every tensor: rank r's shards are row r of one [parts, entries] matrix."""
     shards = [_move(_cast(x, dtype), dim, 0) for x, dim in zip(xs, dims, strict=True)]
     flat = torch.cat([shard.reshape(-1) for shard in shards])
     rows = boundary.all_gather(flat, 0, axis, parts, parts * flat.numel(), dtype, None).view(parts, -1)
     pieces = rows.split([shard.numel() for shard in shards], 1)
-    return [_move(piece.reshape(parts * shard.shape[0], *shard.shape[1:]).narrow(0, 0, size), 0, dim).contiguous()
-            for piece, shard, size, dim in zip(pieces, shards, sizes, dims, strict=True)]
+    return [
+        _move(piece.reshape(parts * shard.shape[0], *shard.shape[1:]).narrow(0, 0, size), 0, dim).contiguous()
+        for piece, shard, size, dim in zip(pieces, shards, sizes, dims, strict=True)
+    ]
 
 
-def scatter_together(xs: Sequence[Tensor], dims: Sequence[int], axis: str, parts: int, dtype: torch.dtype,
-                     wire: torch.dtype | None) -> list[Tensor]:
+def scatter_together(
+    xs: Sequence[Tensor], dims: Sequence[int], axis: str, parts: int, dtype: torch.dtype, wire: torch.dtype | None
+) -> list[Tensor]:
     """`reduce_scatter` of every tensor: what rank r keeps of each is row r of one [parts, entries] matrix."""
     full = [_pad_rows(_move(x, dim, 0), parts) for x, dim in zip(xs, dims, strict=True)]
     flat = torch.cat([x.reshape(parts, -1) for x in full], 1).view(-1)
     local = boundary.reduce_scatter(flat, 0, axis, parts, dtype, wire)
     pieces = local.split([x.numel() // parts for x in full])
-    return [_move(piece.view(x.shape[0] // parts, *x.shape[1:]), 0, dim).contiguous()
-            for piece, x, dim in zip(pieces, full, dims, strict=True)]
+    return [
+        _move(piece.view(x.shape[0] // parts, *x.shape[1:]), 0, dim).contiguous()
+        for piece, x, dim in zip(pieces, full, dims, strict=True)
+    ]
 
 
 def sum_together(xs: Sequence[Tensor], axis: str, dtype: torch.dtype, wire: torch.dtype | None) -> list[Tensor]:
@@ -69,8 +75,14 @@ class Emitter:
         self.ctx = ctx
         self.traced: dict[Hashable, fx.GraphModule] = {}
 
-    def emit(self, fn: Callable[..., list[Tensor]], inputs: Sequence[fx.Node], options: tuple, before: fx.Node,
-             origin: fx.Node) -> list[fx.Node]:
+    def emit(
+        self,
+        fn: Callable[..., list[Tensor]],
+        inputs: Sequence[fx.Node],
+        options: tuple,
+        before: fx.Node,
+        origin: fx.Node,
+    ) -> list[fx.Node]:
         """Nodes that compute `fn(inputs, *options)`, put before a node, as if they came from where `origin` did."""
         values = [ir.example(node) for node in inputs]
         key = (fn, options, tuple((v.shape, v.stride(), v.dtype, v.device) for v in values))
@@ -85,7 +97,8 @@ class Emitter:
     def _trace(self, fn: Callable[..., list[Tensor]], values: Sequence[Tensor], options: tuple) -> fx.GraphModule:
         # values of their own: one tensor given twice would become one placeholder
         with torch.no_grad(), self.ctx.fake_mode:
-            fresh: list[Any] = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
-                                for v in values]
+            fresh: list[Any] = [
+                torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values
+            ]
         with torch.no_grad():
             return trace(lambda *xs: fn(xs, *options), fresh, self.ctx)

@@ -49,8 +49,9 @@ def define(namespace: str, name: str, body: Callable[..., Any], tensors: int, re
     arguments = ", ".join(f"Tensor t{i}" for i in range(tensors))
     returns = ", ".join(["Tensor"] * results)
     unique = f"{name}_{next(_numbers)}"
-    op = torch.library.custom_op(f"{namespace}::{unique}", _fresh(body), mutates_args=(),
-                                 schema=f"({arguments}) -> ({returns})")
+    op = torch.library.custom_op(
+        f"{namespace}::{unique}", _fresh(body), mutates_args=(), schema=f"({arguments}) -> ({returns})"
+    )
     op.register_fake(_fresh(body))
     return getattr(getattr(torch.ops, namespace), unique).default
 
@@ -68,7 +69,9 @@ def _fresh(body: Callable[..., Any]) -> Callable[..., Any]:
 # ---- placement ---------------------------------------------------------------------------------------
 
 
-def body_program(fn: Callable[..., Any], examples: list[Tensor], inputs: list[ir.Input], mesh: Mesh, ctx: ir.Context) -> ir.Program:
+def body_program(
+    fn: Callable[..., Any], examples: list[Tensor], inputs: list[ir.Input], mesh: Mesh, ctx: ir.Context
+) -> ir.Program:
     """The operators of a body over full tensors, normalized."""
     from passes.normalize import Normalize  # the pass normalizes bodies, which are met while it is being applied
 
@@ -94,8 +97,15 @@ class Placed:
     results: tuple[Spec, ...]
 
 
-def place_forward(node: fx.Node, function: Function, specs: list[Spec], weights: list[bool], mesh: Mesh, ctx: ir.Context,
-                  propagate: Callable[[ir.Program], Any]) -> Placed:
+def place_forward(
+    node: fx.Node,
+    function: Function,
+    specs: list[Spec],
+    weights: list[bool],
+    mesh: Mesh,
+    ctx: ir.Context,
+    propagate: Callable[[ir.Program], Any],
+) -> Placed:
     """Placements of the forward body; an operand that the body only reads as a varying copy is one from the start."""
     operands = [n for n in node.args if isinstance(n, fx.Node)]
     kinds = ["parameter" if w else "batch" for w in weights]
@@ -107,8 +117,9 @@ def place_forward(node: fx.Node, function: Function, specs: list[Spec], weights:
         return Placed(program, plan, tuple(given), tuple(plan.current(n) for n in program.results()))
 
     placed = place(specs)
-    varied = [with_varying(spec, placeholder, placed, mesh)
-              for spec, placeholder in zip(specs, placed.program.placeholders())]
+    varied = [
+        with_varying(spec, placeholder, placed, mesh) for spec, placeholder in zip(specs, placed.program.placeholders())
+    ]
     return placed if varied == specs else place(varied)
 
 
@@ -116,14 +127,26 @@ def with_varying(spec: Spec, placeholder: fx.Node, placed: Placed, mesh: Mesh) -
     """The operand's placement, varying on the axes on which all uses in the body want it so."""
     from passes.rules import tensor_operands
 
-    wanted = [d.operands[i] for user in placeholder.users if (d := placed.plan.decisions.get(user)) is not None
-              for i, n in enumerate(tensor_operands(user)) if n is placeholder]
+    wanted = [
+        d.operands[i]
+        for user in placeholder.users
+        if (d := placed.plan.decisions.get(user)) is not None
+        for i, n in enumerate(tensor_operands(user))
+        if n is placeholder
+    ]
     axes = [a for a in mesh.axes if spec.state(a) == "same" and wanted and all(w.state(a) == "varying" for w in wanted)]
     return replace(spec, varying=(*spec.varying, *axes))
 
 
-def emit(builder: Any, node: fx.Node, function: Function, placed: Placed, values: list[fx.Node],
-         propagate: Callable[[ir.Program], Any], partition: Callable[..., ir.Program]) -> fx.Node:
+def emit(
+    builder: Any,
+    node: fx.Node,
+    function: Function,
+    placed: Placed,
+    values: list[fx.Node],
+    propagate: Callable[[ir.Program], Any],
+    partition: Callable[..., ir.Program],
+) -> fx.Node:
     """Define the local operator with its gradient, and call it."""
     mesh, ctx = builder.mesh, builder.ctx
     forward = partition(placed.program, placed.plan, placed.results)
@@ -147,10 +170,15 @@ def emit(builder: Any, node: fx.Node, function: Function, placed: Placed, values
     return builder.call(op, (*values, *places))
 
 
-def local_operator(function: Function, forward: ir.Program, backward: ir.Program, kept: list[int], operands: int) -> Any:
+def local_operator(
+    function: Function, forward: ir.Program, backward: ir.Program, kept: list[int], operands: int
+) -> Any:
     """`local::name(*operands, *coordinates of all axes)` and its gradient, both with bodies of local operators."""
     axes = forward.mesh.axes
-    run_forward, run_backward = _by_axis(forward, operands, axes), _by_axis(backward, len(backward.placeholders()), axes)
+    run_forward, run_backward = (
+        _by_axis(forward, operands, axes),
+        _by_axis(backward, len(backward.placeholders()), axes),
+    )
     count, wide = len(forward.outputs), len([i for i in backward.inputs if i.kind != "coordinate"])
     op = define("local", function.name, run_forward, operands + len(axes), count)
     back = define("local", f"{function.name}_backward", run_backward, wide + len(axes), len(kept))
@@ -161,9 +189,9 @@ def local_operator(function: Function, forward: ir.Program, backward: ir.Program
 
     def differentiate(ctx: Any, *gradients: Tensor) -> tuple:
         saved = ctx.saved_tensors
-        inputs, outs = saved[:operands], saved[operands + len(axes):]
-        places = saved[operands:operands + len(axes)]
-        given = [torch.zeros_like(o) if g is None else g for g, o in zip(gradients[:function.results], outs)]
+        inputs, outs = saved[:operands], saved[operands + len(axes) :]
+        places = saved[operands : operands + len(axes)]
+        given = [torch.zeros_like(o) if g is None else g for g, o in zip(gradients[: function.results], outs)]
         found = back(*inputs, *outs, *given, *places)
         by_operand = dict(zip(kept, found if isinstance(found, (tuple, list)) else (found,)))
         return tuple(by_operand.get(i) for i in range(operands + len(axes)))
@@ -177,7 +205,7 @@ def _by_axis(program: ir.Program, operands: int, axes: tuple[str, ...]) -> Calla
     used = [i.name for i in program.inputs if i.kind == "coordinate"]
 
     def run(*tensors: Tensor) -> Any:
-        values, places = tensors[:len(tensors) - len(axes)], dict(zip(axes, tensors[len(tensors) - len(axes):]))
+        values, places = tensors[: len(tensors) - len(axes)], dict(zip(axes, tensors[len(tensors) - len(axes) :]))
         return fx.Interpreter(program.module).run(*values, *(places[axis] for axis in used))
 
     return run

@@ -85,7 +85,7 @@ class _Finder:
             if self.root(weight) is not None and self.from_batch(ids):
                 self.split(weight, 0, None)
             return
-        for i, (operand, names) in enumerate(self.products(node)):
+        for operand, names in self.products(node):
             if self.root(operand) is None:
                 continue
             rule = rule_of(node)
@@ -104,7 +104,13 @@ class _Finder:
     def root(self, node: fx.Node) -> fx.Node | None:
         """The parameter of which the node is a transpose or cast, if it is."""
         while node not in self.parameters:
-            if not hasattr(node.target, "_schema") or name_of(node) not in ("t", "transpose", "permute", "_to_copy", "alias"):
+            if not hasattr(node.target, "_schema") or name_of(node) not in (
+                "t",
+                "transpose",
+                "permute",
+                "_to_copy",
+                "alias",
+            ):
                 return None
             node = node.args[0]  # type: ignore[assignment]
         return node
@@ -167,15 +173,18 @@ class _Finder:
         rule, operands = rule_of(user), tensor_operands(user)
         trail = Trail((1, blocks.size, 1))
         for i in (i for i, n in enumerate(operands) if n is node):
-            ways = (self.use(user, operands, rule, name, part[1], seen, part) for name, part in candidates(rule, i, blocks))
+            ways = (
+                self.use(user, operands, rule, name, part[1], seen, part) for name, part in candidates(rule, i, blocks)
+            )
             best = next((way for way in ways if way is not None), None)
             if best is None:
                 return None
             trail.join(best)
         return trail
 
-    def use(self, user: fx.Node, operands: list[fx.Node], rule: Rule, name: str, size: int, seen: dict,
-            part: Part) -> Trail | None:
+    def use(
+        self, user: fx.Node, operands: list[fx.Node], rule: Rule, name: str, size: int, seen: dict, part: Part
+    ) -> Trail | None:
         """The operator with a factor split: weights that have it are split too, then its results are followed."""
         if name in rule.whole:
             return None
@@ -211,5 +220,5 @@ def candidates(rule: Rule, i: int, blocks: Blocks) -> list[tuple[str, Part]]:
 def blocks_of(rule: Rule, names: tuple[str, ...], name: str, dim: int, size: int) -> Blocks:
     """A factor's blocks within a dim: `size` of them, each of what is left of the factor and what is minor to it."""
     at = names.index(name)
-    outer, inner = (math.prod(rule.sizes[n] for n in part) for part in (names[:at], names[at + 1:]))
+    outer, inner = (math.prod(rule.sizes[n] for n in part) for part in (names[:at], names[at + 1 :]))
     return Blocks(dim, outer, size, inner * (rule.sizes[name] // size))

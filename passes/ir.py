@@ -112,7 +112,8 @@ class CompileError(Exception):
     """A program that cannot be rewritten as asked: names the pass, the node, its source line and the fix."""
 
     def __init__(self, pass_name: str, node: fx.Node | None, message: str):
-        place = f" %{node.name} ({source(node)})" if node is not None else ""
+        line = source(node) if node is not None else ""
+        place = "" if node is None else f" %{node.name} ({line})" if line else f" %{node.name}"
         super().__init__(f"{pass_name}:{place} {message}")
         self.node = node
 

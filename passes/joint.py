@@ -27,8 +27,8 @@ def differentiate(program: ir.Program, values: tuple[Tensor, ...]) -> tuple[Tens
     loss = next(out for out, o in zip(outputs, program.outputs) if o.kind == "loss")
     setup_stacktrace_preservation_hooks([loss.grad_fn])
     wanted = [leaf for leaf, i in zip(leaves, program.inputs) if i.kind == "parameter"]
-    gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
-    gradients = [torch.zeros_like(w) if g is None else g for w, g in zip(wanted, gradients)]
+    found = torch.autograd.grad(loss, wanted, allow_unused=True)
+    gradients = [torch.zeros_like(w) if g is None else g for w, g in zip(wanted, found)]
     return *(out.detach() for out in outputs), *gradients
 
 
@@ -69,12 +69,15 @@ class Joint:
         values = tuple(ir.example(n) for n in forward.placeholders())
         with ctx.fake_mode, fx_traceback.preserve_node_meta(), torch.enable_grad():
             module = make_fx(lambda *v: differentiate(forward, v))(*values)
-        gradients = tuple(ir.Output(i.name, "gradient", i.spec.gradient()) for i in program.inputs if i.kind == "parameter")
+        gradients = tuple(
+            ir.Output(i.name, "gradient", i.spec.gradient()) for i in program.inputs if i.kind == "parameter"
+        )
         for node, old in zip((n for n in module.graph.nodes if n.op == "placeholder"), forward.placeholders()):
             node.meta.update(old.meta)
             node.name = old.name
-        joint = program.with_graph(module.graph, outputs=program.outputs + gradients,
-                                   facts=program.facts | self.establishes)
+        joint = program.with_graph(
+            module.graph, outputs=program.outputs + gradients, facts=program.facts | self.establishes
+        )
         index = next(k for k, o in enumerate(program.outputs) if o.kind == "loss")
         annotate(joint.graph, forward.graph, _before_detach(joint.results()[index]))
         drop_detach(joint.graph)
@@ -124,16 +127,22 @@ def _functional(target: Any) -> Any:
     """The overload that computes what an operator like `aten.pow_.Scalar` writes: `aten.pow.Tensor_Scalar`."""
     packet = getattr(torch.ops.aten, target._opname[:-1])
     wanted = [str(a.type) for a in target._schema.arguments]
-    return next(op for name in packet.overloads() if (op := getattr(packet, name))
-                and [str(a.type) for a in op._schema.arguments] == wanted)
+    return next(
+        op
+        for name in packet.overloads()
+        if (op := getattr(packet, name)) and [str(a.type) for a in op._schema.arguments] == wanted
+    )
 
 
 def _shared(node: fx.Node, update: fx.Node, updates: set[fx.Node]) -> bool:
     """Whether a value from before the update, not itself one of `updates`, lives in the memory written to."""
     before = itertools.takewhile(lambda other: other is not update, update.graph.nodes)
     return node.op == "placeholder" or any(
-        ir.is_tensor(other) and other not in updates
-        and ir.example(other).untyped_storage() is ir.example(node).untyped_storage() for other in before)
+        ir.is_tensor(other)
+        and other not in updates
+        and ir.example(other).untyped_storage() is ir.example(node).untyped_storage()
+        for other in before
+    )
 
 
 def _count(program: ir.Program, phase: str) -> int:

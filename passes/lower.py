@@ -44,14 +44,21 @@ def decompose(program: ir.Program, ctx: ir.Context) -> fx.GraphModule:
     interpreter = fx.Interpreter(program.module)
     values = [ir.example(n) for n in program.placeholders()]
     with torch.no_grad():
-        return trace(lambda *v: tuple(interpreter.run(*v, enable_io_processing=False)), values, ctx,
-                     inductor_decompositions(), pre_dispatch=False)
+        return trace(
+            lambda *v: tuple(interpreter.run(*v, enable_io_processing=False)),
+            values,
+            ctx,
+            inductor_decompositions(),
+            pre_dispatch=False,
+        )
 
 
 def lower_inductor(program: ir.Program, ctx: ir.Context) -> Executable:
     """The program compiled by Inductor (C++ on CPU, Triton on CUDA)."""
     module = decompose(program, ctx)
-    compiled = compile_inner(module, [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"], ctx.fake_mode)
+    compiled = compile_inner(
+        module, [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"], ctx.fake_mode
+    )
     return lambda values: tuple(compiled(list(values)))
 
 

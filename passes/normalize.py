@@ -50,15 +50,17 @@ def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta=1, alpha=1) -> Tensor:
     return product + (bias if beta == 1 else beta * bias)
 
 
-def cross_entropy_summed(x: Tensor, y: Tensor, weight=None, reduction: int = MEAN, ignore_index: int = -100,
-                         label_smoothing: float = 0.0) -> Tensor:
+def cross_entropy_summed(
+    x: Tensor, y: Tensor, weight=None, reduction: int = MEAN, ignore_index: int = -100, label_smoothing: float = 0.0
+) -> Tensor:
     """Mean cross-entropy over class ids as a sum and a count."""
     total = aten.cross_entropy_loss.default(x, y, None, SUM, ignore_index, label_smoothing)
     return total if reduction == SUM else total / (y != ignore_index).sum()
 
 
-def cross_entropy_split(x: Tensor, y: Tensor, weight=None, reduction: int = MEAN, ignore_index: int = -100,
-                        label_smoothing: float = 0.0) -> Tensor:
+def cross_entropy_split(
+    x: Tensor, y: Tensor, weight=None, reduction: int = MEAN, ignore_index: int = -100, label_smoothing: float = 0.0
+) -> Tensor:
     """Cross-entropy of logits[n, c] from a max, a sum and one look-up a row, none of which needs all classes."""
     keep = y != ignore_index
     highest = x.detach().amax(-1, keepdim=True)
@@ -68,8 +70,9 @@ def cross_entropy_split(x: Tensor, y: Tensor, weight=None, reduction: int = MEAN
     return total if reduction == SUM else total / keep.sum()
 
 
-def cross_entropy_general(x: Tensor, y: Tensor, weight=None, reduction: int = MEAN, ignore_index: int = -100,
-                          label_smoothing: float = 0.0) -> Tensor:
+def cross_entropy_general(
+    x: Tensor, y: Tensor, weight=None, reduction: int = MEAN, ignore_index: int = -100, label_smoothing: float = 0.0
+) -> Tensor:
     """Cross-entropy of logits[n, c, ...] with class weights, smoothing, or probabilities y[n, c, ...] as targets."""
     dim = min(x.dim() - 1, 1)
     logs, classes = x.log_softmax(dim), x.shape[dim]
@@ -111,8 +114,13 @@ def repeat_heads(x: Tensor, groups: int) -> Tensor:
 
 def _plain_cross_entropy(node: fx.Node) -> bool:
     logits, target, *rest = node.args
-    return (ir.example(logits).dim() == 2 and ir.example(target).dim() == 1 and (not rest or rest[0] is None)
-            and (len(rest) < 2 or rest[1] in (MEAN, SUM)) and (len(rest) < 4 or rest[3] == 0.0))
+    return (
+        ir.example(logits).dim() == 2
+        and ir.example(target).dim() == 1
+        and (not rest or rest[0] is None)
+        and (len(rest) < 2 or rest[1] in (MEAN, SUM))
+        and (len(rest) < 4 or rest[3] == 0.0)
+    )
 
 
 def _equal_split(node: fx.Node) -> bool:
@@ -171,8 +179,12 @@ def key_random(program: ir.Program, ctx: ir.Context) -> ir.Program:
     sites = [node for node in program.calls() if is_dropout(node)]
     for node in program.calls():
         if draws(node) and node not in sites:
-            raise ir.Refused("normalize", node, f"{node.target} draws random numbers that would differ by mesh; "
-                             "use dropout outside of it, or draw in the data")
+            raise ir.Refused(
+                "normalize",
+                node,
+                f"{node.target} draws random numbers that would differ by mesh; "
+                "use dropout outside of it, or draw in the data",
+            )
     seed = seed_input(program, ctx) if any(map(drops, sites)) else None
     for site, node in enumerate(sites):
         if seed is None or not drops(node):

@@ -38,8 +38,9 @@ class Result:
 Results = dict[tuple[str, str], Result]  # by kind and name
 
 
-def verify_numeric(before: ir.Program, after: ir.Program, ctx: ir.Context, inputs: Mapping[str, Tensor], *,
-                   pass_name: str = "verify") -> dict[str, float]:
+def verify_numeric(
+    before: ir.Program, after: ir.Program, ctx: ir.Context, inputs: Mapping[str, Tensor], *, pass_name: str = "verify"
+) -> dict[str, float]:
     """Relative error of each result that both programs have; `inputs` are whole tensors by input name.
 
     Moments and gradient accumulators (named `gradient.<parameter>`) that are not given start at zero. Raises
@@ -52,7 +53,7 @@ def verify_numeric(before: ir.Program, after: ir.Program, ctx: ir.Context, input
 def compare(pass_name: str, before: Results, after: Results, tolerance: float) -> dict[str, float]:
     """Largest difference over largest magnitude, for every result in both; raises CompileError beyond tolerance."""
     errors = {}
-    for kind, name in before.keys() & after.keys():
+    for kind, name in (key for key in before if key in after):
         # a result that is zero but for rounding is measured against the others of its kind
         largest = max(_largest(r.value) for (other, _), r in before.items() if other == kind)
         old, new = before[kind, name].value, after[kind, name].value
@@ -61,7 +62,7 @@ def compare(pass_name: str, before: Results, after: Results, tolerance: float) -
             errors[f"{kind} {name}"] = relative_error(old, new, scale, tolerance)
         except ValueError as error:
             raise failure(pass_name, after[kind, name].node, f"{kind} {name!r} {error}") from error
-    return dict(sorted(errors.items()))
+    return errors
 
 
 def relative_error(old: Tensor, new: Tensor, scale: float, tolerance: float) -> float:
@@ -74,8 +75,10 @@ def relative_error(old: Tensor, new: Tensor, scale: float, tolerance: float) -> 
     at = int(difference.argmax())
     error = difference[at].item() / (scale or 1.0)
     if error > tolerance:
-        raise ValueError(f"is off by {error:.3g} of its largest entry (tolerance {tolerance:.3g}): entry {at} "
-                         f"was {old.flatten()[at]:.6g}, is {new.flatten()[at]:.6g}")
+        raise ValueError(
+            f"is off by {error:.3g} of its largest entry (tolerance {tolerance:.3g}): entry {at} "
+            f"was {old.flatten()[at]:.6g}, is {new.flatten()[at]:.6g}"
+        )
     return error
 
 
@@ -111,19 +114,28 @@ def run(program: ir.Program, ctx: ir.Context, inputs: Mapping[str, Tensor]) -> R
 
 def on_one_device(program: ir.Program) -> ir.Program:
     """A global program as the local one of a single rank."""
+
     def whole(end: Any) -> Any:
         return replace(end, spec=Spec.whole(end.spec.shape))
 
-    return replace(program, mesh=Mesh(), inputs=tuple(map(whole, program.inputs)),
-                   outputs=tuple(map(whole, program.outputs)))
+    return replace(
+        program, mesh=Mesh(), inputs=tuple(map(whole, program.inputs)), outputs=tuple(map(whole, program.outputs))
+    )
 
 
 def place_inputs(program: ir.Program, inputs: Mapping[str, Tensor]) -> list[list[Tensor]]:
     """Every rank's inputs, copies, by rank; raises CompileError naming an input that is missing or does not fit."""
-    whole = [None if i.kind == "coordinate" else _whole(node, i, inputs)
-             for node, i in zip(program.placeholders(), program.inputs, strict=True)]
-    return [[places(program.mesh, rank, i.name) if v is None else _part(v, i.spec, program.mesh, place)
-             for i, v in zip(program.inputs, whole, strict=True)] for rank, place in enumerate(program.mesh)]
+    whole = [
+        None if i.kind == "coordinate" else _whole(node, i, inputs)
+        for node, i in zip(program.placeholders(), program.inputs, strict=True)
+    ]
+    return [
+        [
+            places(program.mesh, rank, i.name) if v is None else _part(v, i.spec, program.mesh, place)
+            for i, v in zip(program.inputs, whole, strict=True)
+        ]
+        for rank, place in enumerate(program.mesh)
+    ]
 
 
 def _whole(node: fx.Node, given: ir.Input, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -135,8 +147,12 @@ def _whole(node: fx.Node, given: ir.Input, inputs: Mapping[str, Tensor]) -> Tens
         raise ir.CompileError("numeric", node, f"no value is given for {given.kind} {name!r}")
     value = inputs[name].detach()
     if tuple(value.shape) != given.spec.shape or value.is_floating_point() != dtype.is_floating_point:
-        raise ir.CompileError("numeric", node, f"{given.kind} {name!r} is given as {value.dtype} {list(value.shape)}, "
-                              f"the program takes {dtype} {list(given.spec.shape)}")
+        raise ir.CompileError(
+            "numeric",
+            node,
+            f"{given.kind} {name!r} is given as {value.dtype} {list(value.shape)}, "
+            f"the program takes {dtype} {list(given.spec.shape)}",
+        )
     return value.to(dtype)
 
 

@@ -20,8 +20,9 @@ class Optimizer(Protocol):
     @property
     def moments(self) -> tuple[str, ...]: ...
 
-    def update(self, parameter: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], lr: Tensor,
-               step: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def update(
+        self, parameter: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], lr: Tensor, step: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """New parameter and moments; `lr` and `step` (counted from 1) are 0-d tensors."""
         ...
 

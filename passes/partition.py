@@ -66,8 +66,11 @@ class Builder:
             step = -(-size // self.mesh[axis])
             offset = self.call(aten.mul.Tensor, (self.places[axis], step))
             start = offset if start == 0 else self.call(aten.add.Tensor, (start, offset))
-            left = self.call(aten.rsub.Scalar, (offset, valid)) if isinstance(valid, int) else \
-                self.call(aten.sub.Tensor, (valid, offset))
+            left = (
+                self.call(aten.rsub.Scalar, (offset, valid))
+                if isinstance(valid, int)
+                else self.call(aten.sub.Tensor, (valid, offset))
+            )
             valid = self.call(aten.clamp.default, (left, 0, step))
         return start, valid
 
@@ -127,8 +130,15 @@ class Reshard:
 class Partitioner:
     """Walks the global graph once, in order, and emits the local one."""
 
-    def __init__(self, program: ir.Program, plan: Plan, ctx: ir.Context, wire: torch.dtype | None,
-                 propagate: Callable[[ir.Program], Plan], differentiable: bool = True):
+    def __init__(
+        self,
+        program: ir.Program,
+        plan: Plan,
+        ctx: ir.Context,
+        wire: torch.dtype | None,
+        propagate: Callable[[ir.Program], Plan],
+        differentiable: bool = True,
+    ):
         self.program, self.plan, self.wire = program, plan, wire
         self.propagate, self.differentiable = propagate, differentiable
         self.builder = Builder(program.mesh, ctx)
@@ -223,8 +233,11 @@ class Partitioner:
             return
         expected = produced.local_shape(self.program.mesh)
         if tuple(ir.example(new).shape) != expected:
-            raise ir.CompileError("shard", node, f"local shape is {tuple(ir.example(new).shape)}, its placement "
-                                  f"{produced} says {expected}")
+            raise ir.CompileError(
+                "shard",
+                node,
+                f"local shape is {tuple(ir.example(new).shape)}, its placement {produced} says {expected}",
+            )
         ir.set_spec(new, produced)
         self.versions[node, produced] = new
         for after in self.plan.reduced.get(node, []):
@@ -268,8 +281,11 @@ class Partitioner:
         """Dims of operand `i` with padding along a factor that the operator folds away by itself."""
         if rule.emit is not None:
             return []
-        return [d for d, (names, dim) in enumerate(zip(rule.operands[i], spec.dims))
-                if any(n in rule.reduced for n in names) and any(f.padded(self.program.mesh) for f in dim)]
+        return [
+            d
+            for d, (names, dim) in enumerate(zip(rule.operands[i], spec.dims))
+            if any(n in rule.reduced for n in names) and any(f.padded(self.program.mesh) for f in dim)
+        ]
 
     # -- versions of a value ----------------------------------------------------------------------
 

@@ -3,15 +3,16 @@
     tokens                 i64[16, 256]    ->  [16@dp_shard, 256]
     layers.0.wq.weight     f32[256, 256]   ->  [256@tp@dp_shard, 256]
 
-A plan maps parameter-name patterns to the dim that each axis shards: `{"*.wq.weight": {"tp": 0}}`; the
-first match holds. Without a plan one is inferred from the graph. FSDP is nothing but the placement chosen here: a parameter stored in shards on
-`dp_shard` is gathered where it is used, because on that axis activations stay and weights move.
+A plan maps parameter-name patterns to the dim that each axis shards: `{"*.wq.weight": {"tp": 0}}`; the first
+match holds. Without a plan one is inferred from the graph. FSDP is nothing but the placement chosen here: a
+parameter stored in shards on `dp_shard` is gathered where it is used, because on that axis activations stay and
+weights move.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from passes import ir
@@ -40,7 +41,7 @@ def split_blocks(spec: Spec, blocks: Blocks, axis: str) -> Spec:
     """The tensor with blocks of one dim (heads, say) split over the axis."""
     sizes = ((blocks.outer, ()), (blocks.size, (axis,)), (blocks.inner, ()))
     dim = tuple(Factor(size, axes) for size, axes in sizes if size > 1 or axes)
-    return replace(spec, dims=(*spec.dims[:blocks.dim], dim, *spec.dims[blocks.dim + 1:]))
+    return replace(spec, dims=(*spec.dims[: blocks.dim], dim, *spec.dims[blocks.dim + 1 :]))
 
 
 def fsdp_dim(spec: Spec, shape: tuple[int, ...]) -> int:
@@ -64,8 +65,9 @@ class Place:
         inferred = infer(program, program.mesh["tp"]) if "tp" in program.mesh.axes else {}
         inputs = tuple(self.place(given, program.mesh, unmatched, inferred) for given in program.inputs)
         if unmatched:
-            raise ir.Refused("place", None, f"passes.shard.plan: no parameter is named like "
-                                  f"{', '.join(sorted(unmatched))}")
+            raise ir.Refused(
+                "place", None, f"passes.shard.plan: no parameter is named like {', '.join(sorted(unmatched))}"
+            )
         notes = tuple(f"{i.name}: {i.spec}" for i in inputs if i.kind in ("parameter", "batch"))
         sharded = sum(bool(i.spec.sharded) for i in inputs if i.kind == "parameter")
         changes = {"parameters_sharded": sharded}
@@ -90,16 +92,22 @@ class Place:
             size *= n
         if "dp_shard" in mesh.axes and spec.shape and size >= self.min_shard_elements and size > 1:
             d = fsdp_dim(spec, spec.shape)
-            spec = replace(spec, dims=tuple(add_axis(dim, "dp_shard") if i == d else dim for i, dim in enumerate(spec.dims)))
+            spec = replace(
+                spec, dims=tuple(add_axis(dim, "dp_shard") if i == d else dim for i, dim in enumerate(spec.dims))
+            )
         return replace(given, spec=spec)
 
-    def apply(self, given: ir.Input, spec: Spec, sharding: Mapping[str, int], mesh: Mesh,
-              blocks: Blocks | None) -> Spec:
+    def apply(
+        self, given: ir.Input, spec: Spec, sharding: Mapping[str, int], mesh: Mesh, blocks: Blocks | None
+    ) -> Spec:
         """The plan's axes on the parameter's dims."""
         for axis, dim in sharding.items():
             if not -len(spec.shape) <= dim < len(spec.shape):
-                raise ir.Refused("place", None, f"passes.shard.plan: {given.name} has shape {spec.shape}, "
-                                      f"no dim {dim} to shard on {axis}")
+                raise ir.Refused(
+                    "place",
+                    None,
+                    f"passes.shard.plan: {given.name} has shape {spec.shape}, no dim {dim} to shard on {axis}",
+                )
             d = dim % len(spec.shape)
             if axis == "tp" and axis in mesh.axes and blocks is not None and blocks.dim == d:
                 spec = split_blocks(spec, blocks, axis)

@@ -138,7 +138,7 @@ def format_constant(arg: Any) -> str:
     if isinstance(arg, torch.dtype):
         return format_dtype(arg)
     if isinstance(arg, str):
-        return json.dumps(arg if len(arg) <= 8 * LONGEST else f"{arg[:8 * LONGEST]}... #{_digest(arg)}")
+        return json.dumps(arg if len(arg) <= 8 * LONGEST else f"{arg[: 8 * LONGEST]}... #{_digest(arg)}")
     if arg is None or isinstance(arg, (bool, int, float, complex)):
         return repr(arg)
     if isinstance(arg, (torch.device, torch.layout, torch.memory_format, torch.SymInt, torch.SymFloat, torch.SymBool)):

@@ -140,8 +140,9 @@ class _Sweep:
 
     # -- partial sums -----------------------------------------------------------------------------
 
-    def reduce_partials(self, node: fx.Node, operands: Sequence[fx.Node], atoms: Atoms,
-                        choice: dict[str, str | None]) -> None:
+    def reduce_partials(
+        self, node: fx.Node, operands: Sequence[fx.Node], atoms: Atoms, choice: dict[str, str | None]
+    ) -> None:
         """Reduce every partial operand that cannot be carried through, choosing a shard where one is wanted."""
         for axis in self.mesh.axes:
             partial = {i for i, n in enumerate(operands) if self.plan.current(n).state(axis) == "partial"}
@@ -152,8 +153,9 @@ class _Sweep:
             for i in partial:
                 self.reduce(operands[i], axis, i, atoms, choice[axis])
 
-    def carries(self, partial: set[int], operands: Sequence[fx.Node], atoms: Atoms, axis: str,
-                choice: Mapping[str, str | None]) -> bool:
+    def carries(
+        self, partial: set[int], operands: Sequence[fx.Node], atoms: Atoms, axis: str, choice: Mapping[str, str | None]
+    ) -> bool:
         """Whether the operator may run on the terms of the sums and leave its result to be reduced."""
         used_once = all(len(operands[i].users) == 1 for i in partial)
         return used_once and choice[axis] is None and frozenset(partial) in atoms.rule.linear
@@ -174,7 +176,7 @@ class _Sweep:
         for d, (names, factors) in enumerate(zip(atoms.operands[operand], atoms.held[operand])):
             if atom in names and factors is not None:
                 k = names.index(atom)
-                new = [*factors[:k], replace(factors[k], axes=(*factors[k].axes, axis)), *factors[k + 1:]]
+                new = [*factors[:k], replace(factors[k], axes=(*factors[k].axes, axis)), *factors[k + 1 :]]
                 dims[d], done = merge_dim(new, self.mesh), True
         partial = tuple(p for p in before.partial if p[0] != axis)
         fill = 0.0 if done and before.fill == 0 else before.fill
@@ -182,27 +184,39 @@ class _Sweep:
 
     # -- the outcome ------------------------------------------------------------------------------
 
-    def settle(self, node: fx.Node, operands: Sequence[fx.Node], atoms: Atoms,
-               choice: Mapping[str, str | None]) -> Decision:
+    def settle(
+        self, node: fx.Node, operands: Sequence[fx.Node], atoms: Atoms, choice: Mapping[str, str | None]
+    ) -> Decision:
         """Placements of operands and results under the choice of atoms."""
         # a reduction above may have changed what an operand holds
         atoms = refine(atoms.rule, [self.plan.current(n).dims for n in operands], self.priority(operands), self.mesh)
         axes = self.axis_order(atoms, choice)
-        labels = {name: f.label for dims, held in zip(atoms.operands, atoms.held) for names, fs in zip(dims, held)
-                  for name, f in zip(names, fs or ()) if f.label}
+        labels = {
+            name: f.label
+            for dims, held in zip(atoms.operands, atoms.held)
+            for names, fs in zip(dims, held)
+            for name, f in zip(names, fs or ())
+            if f.label
+        }
         states = {axis: [self.plan.current(n).state(axis) for n in operands] for axis in self.mesh.axes}
         wanted = [self.operand_spec(i, atoms, axes, labels, choice, states) for i in range(len(operands))]
         held = [atoms.rule.safe.get(i, self.plan.current(n).fill) for i, n in enumerate(operands)]
-        results = [replace(self.result_spec(dims, atoms, axes, labels, choice, states),
-                           fill=self.result_fill(dims, atoms, axes, held)) for dims in atoms.results]
+        results = [
+            replace(
+                self.result_spec(dims, atoms, axes, labels, choice, states),
+                fill=self.result_fill(dims, atoms, axes, held),
+            )
+            for dims in atoms.results
+        ]
         return Decision(atoms.rule, tuple(wanted), tuple(results))
 
     def result_fill(self, dims, atoms: Atoms, axes, held: Sequence[float | None]) -> float | None:
         """What a result's padding holds: what the rule says along each padded atom, where it says the same of all."""
         padded = [n for dim in dims for n in dim if Factor(atoms.sizes[n], axes.get(n, ())).padded(self.mesh)]
         lacks = [{n for dim in operand for n in dim}.isdisjoint for operand in atoms.operands]
-        found = {atoms.rule.fills([math.nan if lacking([n]) else fill for lacking, fill in zip(lacks, held)])
-                 for n in padded}
+        found = {
+            atoms.rule.fills([math.nan if lacking([n]) else fill for lacking, fill in zip(lacks, held)]) for n in padded
+        }
         return found.pop() if len(found) == 1 else None if found else 0.0
 
     def axis_order(self, atoms: Atoms, choice: Mapping[str, str | None]) -> dict[str, tuple[str, ...]]:
@@ -253,8 +267,11 @@ class _Sweep:
         return "varying" in states or "partial" in states
 
     def dims(self, dims, atoms: Atoms, axes, labels):
-        return tuple(merge_dim((Factor(atoms.sizes[n], axes.get(n, ()), labels.get(n, "")) for n in names), self.mesh)
-                     or (Factor(1),) for names in dims)
+        return tuple(
+            merge_dim((Factor(atoms.sizes[n], axes.get(n, ()), labels.get(n, "")) for n in names), self.mesh)
+            or (Factor(1),)
+            for names in dims
+        )
 
     def deliver(self, node: fx.Node, output: ir.Output) -> None:
         """Outputs leave as `output.spec` asks; partial ones are reduced."""

@@ -44,8 +44,9 @@ def _uniform(x: Tensor, seed: Tensor, site: int) -> Tensor:
     return uniform_at(index, seed, site)
 
 
-torch.library.custom_op("ct::uniform", _uniform, mutates_args=(),
-                        schema=torch.library.infer_schema(_uniform, mutates_args=())).register_fake(_uniform)
+torch.library.custom_op(
+    "ct::uniform", _uniform, mutates_args=(), schema=torch.library.infer_schema(_uniform, mutates_args=())
+).register_fake(_uniform)
 uniform = torch.ops.ct.uniform.default
 
 

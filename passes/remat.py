@@ -83,8 +83,10 @@ def layer_values(program: ir.Program) -> dict[fx.Node, str]:
     found = {}
     for node in program.calls():
         if region[node] and ir.phase(node) == "forward":
-            leaves = any(user.op == "output" or ir.phase(user) == "forward" and region[user] != region[node]
-                         for user in node.users)
+            leaves = any(
+                user.op == "output" or ir.phase(user) == "forward" and region[user] != region[node]
+                for user in node.users
+            )
             found[node] = why_once(node, written) or ("leaves the layer" if leaves else "")
     return found
 
@@ -140,8 +142,12 @@ def storages(node: fx.Node) -> list[torch.UntypedStorage]:
 
 def saved_nodes(program: ir.Program) -> list[fx.Node]:
     """Forward nodes that the backward reads."""
-    return [node for node in program.calls() if ir.phase(node) == "forward"
-            and any(user.op != "output" and ir.phase(user) == "backward" for user in node.users)]
+    return [
+        node
+        for node in program.calls()
+        if ir.phase(node) == "forward"
+        and any(user.op != "output" and ir.phase(user) == "backward" for user in node.users)
+    ]
 
 
 def saved_bytes(program: ir.Program) -> int:
@@ -177,14 +183,22 @@ class Remat:
         notes = [f"kept of the layers, {reason}: {count}" for reason, count in sorted(kept.items())]
         if self.regather and not repeated:
             notes.append("passes.remat.regather: the backward needs no gathered parameter, 0 gathers are repeated")
-        counts = {"recomputed": len(clones), "regathered": repeated, "saved_bytes_before": before,
-                  "saved_bytes_after": saved_bytes(program)}
+        counts = {
+            "recomputed": len(clones),
+            "regathered": repeated,
+            "saved_bytes_before": before,
+            "saved_bytes_after": saved_bytes(program),
+        }
         return replace(program, facts=program.facts | self.establishes), ir.Report(counts, tuple(notes))
 
     def layers(self, program: ir.Program) -> dict[fx.Node, str]:
         """`layer_values`, of which there must be some."""
         found = layer_values(program)
         if not found:
-            raise ir.Refused("remat", None, "passes.remat.policy=full recomputes repeated layers (layers.0, "
-                                  "layers.1, ...), the model has none; set passes.remat.policy=none")
+            raise ir.Refused(
+                "remat",
+                None,
+                "passes.remat.policy=full recomputes repeated layers (layers.0, "
+                "layers.1, ...), the model has none; set passes.remat.policy=none",
+            )
         return found

@@ -12,8 +12,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from passes import ir
 
 
-def trace(fn: Callable[..., Any], args: list[Any], ctx: ir.Context, decompositions: dict | None = None,
-          pre_dispatch: bool = True) -> fx.GraphModule:
+def trace(
+    fn: Callable[..., Any],
+    args: list[Any],
+    ctx: ir.Context,
+    decompositions: dict | None = None,
+    pre_dispatch: bool = True,
+) -> fx.GraphModule:
     """The operators that `fn` calls on fake tensors `args`, as a graph with one placeholder an argument."""
     with ctx.fake_mode:
         return make_fx(fn, decomposition_table=decompositions or {}, pre_dispatch=pre_dispatch)(*args)
@@ -30,8 +35,10 @@ def inline(node: fx.Node, fn: Callable[..., Any], ctx: ir.Context) -> list[fx.No
 
     # the same fake tensor twice would become one placeholder
     values = [ir.value(n) for n in inputs]
-    distinct = [v.clone() if isinstance(v, torch.Tensor) and any(v is w for w in values[:i]) else v
-                for i, v in enumerate(values)]
+    distinct = [
+        v.clone() if isinstance(v, torch.Tensor) and any(v is w for w in values[:i]) else v
+        for i, v in enumerate(values)
+    ]
     with torch.no_grad():
         body = trace(over_tensors, distinct, ctx)
     return splice(node, body.graph, inputs)

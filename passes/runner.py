@@ -54,14 +54,22 @@ def check_order(passes: Sequence[ir.Pass], facts: Iterable[str]) -> None:
         if missing := step.requires - known:
             givers = [p.name for p in passes if p.establishes & missing]
             fix = f"; put it after {', '.join(givers)}" if givers else ""
-            raise ValueError(f"pass {step.name!r} requires {', '.join(sorted(missing))}, which no pass before it "
-                             f"establishes{fix}")
+            raise ValueError(
+                f"pass {step.name!r} requires {', '.join(sorted(missing))}, which no pass before it establishes{fix}"
+            )
         known |= step.establishes
 
 
-def run_passes(name: str, passes: Sequence[ir.Pass], program: ir.Program, ctx: ir.Context, *, verify: Verify = "spec",
-               observe: Observer | None = None, inputs: Mapping[str, Tensor] | None = None,
-               ) -> tuple[ir.Program, list[PassRecord]]:
+def run_passes(
+    name: str,
+    passes: Sequence[ir.Pass],
+    program: ir.Program,
+    ctx: ir.Context,
+    *,
+    verify: Verify = "spec",
+    observe: Observer | None = None,
+    inputs: Mapping[str, Tensor] | None = None,
+) -> tuple[ir.Program, list[PassRecord]]:
     """The program after all passes, and a record of each; a captured program is recorded first, as "capture".
 
     `inputs` are the whole inputs by name on which `verify="numeric"` runs the program before and after a pass.

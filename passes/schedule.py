@@ -200,8 +200,11 @@ class Schedule:
         notes = [note for group in groups(program).values() for note in self.merge_group(group, emitter)]
         program.module.recompile()
         after = count_collectives(program)
-        counts = {f"{kind}_{when}": found[kind] for kind in KINDS.values() for when, found in
-                  (("before", before), ("after", after))}
+        counts = {
+            f"{kind}_{when}": found[kind]
+            for kind in KINDS.values()
+            for when, found in (("before", before), ("after", after))
+        }
         if self.bucket_mib and not notes:
             notes.append("passes.schedule.bucket_mib: no two collectives can travel together, 0 are merged")
         return replace(program, facts=program.facts | self.establishes), ir.Report(counts, tuple(notes))

@@ -35,11 +35,18 @@ class Shard:
     establishes: frozenset[str] = frozenset({"local"})
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
-        unknown = [n for n in program.calls() if hasattr(n.target, "_schema") and tensor_operands(n) and not has_rule(n)
-                   and n.target not in FUNCTIONS]
+        unknown = [
+            n
+            for n in program.calls()
+            if hasattr(n.target, "_schema") and tensor_operands(n) and not has_rule(n) and n.target not in FUNCTIONS
+        ]
         if unknown and self.strict:
-            raise ir.Refused("shard", unknown[0], f"{name_of(unknown[0])} has no rule; add one with "
-                                  "passes.rules.add_rule or set passes.shard.strict=false to gather its operands")
+            raise ir.Refused(
+                "shard",
+                unknown[0],
+                f"{name_of(unknown[0])} has no rule; add one with "
+                "passes.rules.add_rule or set passes.shard.strict=false to gather its operands",
+            )
         decide = partial(propagate, sequence_parallel=self.sequence_parallel, ctx=ctx)
         partitioner = Partitioner(program, plan := decide(program), ctx, self.reduce_dtype, decide)
         local = partitioner.run()

@@ -78,7 +78,7 @@ class Lockstep:
             if node.op == "placeholder":
                 results = [next(s) for s in supply]
             elif node.op == "output":
-                return [fx.map_arg(node.args[0], lambda n: env[r][n]) for r in ranks]
+                return [fx.map_arg(node.args[0], env[r].__getitem__) for r in ranks]
             else:
                 results = self.step(node, env)
             for r in ranks:
@@ -89,7 +89,7 @@ class Lockstep:
 
     def step(self, node: fx.Node, env: list[dict[fx.Node, Any]]) -> list[Any]:
         """One operator on all ranks."""
-        given = [fx.map_arg((node.args, node.kwargs), lambda n: e[n]) for e in env]
+        given = [fx.map_arg((node.args, node.kwargs), e.__getitem__) for e in env]
         try:
             if node.target in COLLECTIVES:
                 return self.exchange(node, [args for args, _ in given])

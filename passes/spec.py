@@ -154,8 +154,10 @@ def _segments(dim: Dim, mesh: Mesh, place: dict[str, int]) -> list[tuple[int, in
 def boxes(spec: Spec, mesh: Mesh, place: dict[str, int]) -> list[Box]:
     """The rectangles of the full tensor that the rank at `place` owns (none if it owns only padding)."""
     runs = [_segments(dim, mesh, place) for dim in spec.dims]
-    return [Box(*map(tuple, zip(*combination))) if combination else Box((), (), ())
-            for combination in itertools.product(*runs)]
+    return [
+        Box(*map(tuple, zip(*combination))) if combination else Box((), (), ())
+        for combination in itertools.product(*runs)
+    ]
 
 
 def shard(full: Tensor, spec: Spec, mesh: Mesh, place: dict[str, int]) -> Tensor:

@@ -33,8 +33,14 @@ class Layout(NamedTuple):
     @staticmethod
     def of(tensor: Tensor) -> Layout:
         """The layout of a (fake) tensor."""
-        return Layout(tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype,
-                      tensor.device, tensor.untyped_storage().nbytes())
+        return Layout(
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            int(tensor.storage_offset()),
+            tensor.dtype,
+            tensor.device,
+            tensor.untyped_storage().nbytes(),
+        )
 
     def empty(self) -> Tensor:
         """A tensor of this layout in a storage of its own."""

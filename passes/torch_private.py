@@ -15,8 +15,18 @@ from torch._logging import trace_structured
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-__all__ = ["FakeTensor", "FakeTensorMode", "OpOverload", "c10d", "compile_inner", "decomposition",
-           "inductor_decompositions", "register_axis_group", "setup_stacktrace_preservation_hooks", "trace_artifact"]
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "OpOverload",
+    "c10d",
+    "compile_inner",
+    "decomposition",
+    "inductor_decompositions",
+    "register_axis_group",
+    "setup_stacktrace_preservation_hooks",
+    "trace_artifact",
+]
 
 c10d = torch.ops._c10d_functional
 
@@ -69,5 +79,6 @@ def register_axis_group(axis: str, group: Any) -> None:
 
 def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
     """Add a file to the TORCH_TRACE log, where `tlparse` shows it; `encoding` is "string" or "json"."""
-    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": encoding}, payload_fn=payload,
-                     expect_trace_id=False)
+    trace_structured(
+        "artifact", metadata_fn=lambda: {"name": name, "encoding": encoding}, payload_fn=payload, expect_trace_id=False
+    )

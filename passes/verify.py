@@ -28,8 +28,9 @@ AROUND = 5  # nodes shown before and after the one at fault
 Finding = tuple[fx.Node | None, str]
 
 
-def verify_spec(program: ir.Program, ctx: ir.Context, *, pass_name: str = "verify",
-                answers: dict[Any, Any] | None = None) -> Sweep:
+def verify_spec(
+    program: ir.Program, ctx: ir.Context, *, pass_name: str = "verify", answers: dict[Any, Any] | None = None
+) -> Sweep:
     """Check the graph; returns what its nodes yield, recomputed (`answers`: as of `sweep`).
 
     Raises CompileError at the first thing that is wrong.
@@ -61,7 +62,7 @@ def neighbours(node: fx.Node) -> str:
     """The lines of the ten nodes around a node, its own marked."""
     nodes = list(node.graph.nodes)
     at = nodes.index(node)
-    shown = nodes[max(0, at - AROUND):at + AROUND + 1]
+    shown = nodes[max(0, at - AROUND) : at + AROUND + 1]
     return "\n".join(f"{'>' if n is node else ' '} {_line(n)}" for n in shown)
 
 
@@ -101,13 +102,20 @@ def check_ends(program: ir.Program) -> Iterator[Finding]:
             continue
         shape = end.spec.local_shape(program.mesh) if "local" in program.facts else end.spec.shape
         if tuple(ir.example(node).shape) != shape:
-            yield node, (f"is {format_value(ir.value(node))}, {end.kind} {end.name!r} placed {end.spec} is of shape "
-                         f"{list(shape)}")
+            yield (
+                node,
+                (
+                    f"is {format_value(ir.value(node))}, {end.kind} {end.name!r} placed {end.spec} is of shape "
+                    f"{list(shape)}"
+                ),
+            )
 
 
 def _ends(program: ir.Program) -> list[tuple[fx.Node, ir.Input | ir.Output]]:
-    return [*zip(program.placeholders(), program.inputs, strict=True),
-            *zip(program.results(), program.outputs, strict=True)]
+    return [
+        *zip(program.placeholders(), program.inputs, strict=True),
+        *zip(program.results(), program.outputs, strict=True),
+    ]
 
 
 STRUCTURE = (check_lint, check_values, check_ends)
@@ -149,8 +157,13 @@ def check_specs(program: ir.Program) -> Iterator[Finding]:
         if message := _illegal(spec, program):
             yield node, message
         elif tuple(ir.example(node).shape) != spec.local_shape(program.mesh):
-            yield node, (f"is {format_value(ir.value(node))}, placed {spec} it is of shape "
-                         f"{list(spec.local_shape(program.mesh))}")
+            yield (
+                node,
+                (
+                    f"is {format_value(ir.value(node))}, placed {spec} it is of shape "
+                    f"{list(spec.local_shape(program.mesh))}"
+                ),
+            )
 
 
 def _illegal(spec: Spec, program: ir.Program) -> str:
@@ -222,10 +235,10 @@ def check_gradients(program: ir.Program) -> Iterator[Finding]:
     for node, given in zip(program.placeholders(), program.inputs, strict=True):
         if given.kind == "parameter" and found[given.name] != (0 if consumed else 1):
             yield node, f"parameter {given.name!r} has {found[given.name]} gradients among the outputs"
-    dims = {i.name: i.spec.dims for i in program.inputs if i.kind == "parameter"}
+    specs = {i.name: i.spec for i in program.inputs if i.kind == "parameter"}
     for node, output in zip(program.results(), program.outputs, strict=True):
-        if output.kind == "gradient" and output.spec.dims != dims[output.name]:
-            yield node, f"gradient of {output.name!r} is placed {output.spec}, the parameter [{dims[output.name]}]"
+        if output.kind == "gradient" and output.spec.dims != specs[output.name].dims:
+            yield node, f"gradient of {output.name!r} is placed {output.spec}, the parameter {specs[output.name]}"
 
 
 # boundary operator -> what its operand may be on its axis, what its result is
@@ -263,7 +276,11 @@ def check_varying(program: ir.Program) -> Iterator[Finding]:
     graded = {n for n, i in zip(program.placeholders(), program.inputs, strict=True) if i.kind == "parameter"}
     for node in program.calls():
         operands = [n for n in node.all_input_nodes if ir.is_tensor(n)]
-        if node.target is not torch.ops.aten.detach.default and _is_float(node) and graded.intersection(node.all_input_nodes):
+        if (
+            node.target is not torch.ops.aten.detach.default
+            and _is_float(node)
+            and graded.intersection(node.all_input_nodes)
+        ):
             graded.add(node)
         if node.target in TRANSITIONS:
             continue
@@ -272,8 +289,13 @@ def check_varying(program: ir.Program) -> Iterator[Finding]:
             other = next((n for n, spec in known if spec.state(axis) != "same"), None)
             same = next((n for n, spec in known if n in graded and spec.state(axis) == "same"), None)
             if other is not None and same is not None:
-                yield node, (f"uses %{same.name}, the same on every rank of {axis!r}, with %{other.name}, placed "
-                             f"{ir.spec(other)}: its gradient would lack the other ranks' terms; vary it first")
+                yield (
+                    node,
+                    (
+                        f"uses %{same.name}, the same on every rank of {axis!r}, with %{other.name}, placed "
+                        f"{ir.spec(other)}: its gradient would lack the other ranks' terms; vary it first"
+                    ),
+                )
 
 
 def _is_float(node: fx.Node) -> bool:

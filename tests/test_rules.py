@@ -7,7 +7,7 @@ from rule_cases import CASES
 from rule_harness import capture, check, sharded
 
 from passes.mesh import Mesh
-from passes.rules import RULES, name_of
+from passes.rules import RULES
 
 # ranks, what padding holds (None: garbage)
 RUNS = ((2, 0.0), (3, None), (4, None))

@@ -156,7 +156,7 @@ def along_dim(node: fx.Node) -> Rule:
     schema = node.target._schema.arguments  # type: ignore[union-attr]
     dims = [node.args[i] if i < len(node.args) else node.kwargs.get(a.name, a.default_value)
             for i, a in enumerate(schema) if a.name in ("dim", "dims")]
-    along = {d % len(shape) for d in (dims[0] if isinstance(dims[0], (list, tuple)) else dims)} or set(range(len(shape)))
+    along = {d % len(shape) for d in (dims[0] if isinstance(dims[0], (list, tuple)) else dims)}
     along = along or set(range(len(shape)))  # roll without dims goes through all of them
     names = tuple((f"d{i}",) for i in range(len(shape)))
     sizes = {f"d{i}": n for i, n in enumerate(shape)}
