@@ -119,7 +119,7 @@ class Optimize:
         for name, gradient, kept in zip(names, reduced, moments):
             self.apply(append, parameters[name][0], gradient, [n for n, _ in kept], lr, step_now, factor)
         append.write(step, step_now)
-        for total in (n for n, i in zip(program.placeholders(), program.inputs, strict=True) if i.kind == "gradient"):
+        for total in (n for n, i in zip(program.placeholders(), program.inputs) if i.kind == "gradient"):
             append.write(total, append.call("clear", torch.zeros_like, total))
         added = [*scalars, *(pair for kept in moments for pair in kept)]
         inputs = (*program.inputs, *(i for _, i in added))

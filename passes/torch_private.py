@@ -14,6 +14,7 @@ from torch._guards import TracingContext, tracing
 from torch._logging import trace_structured
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import decompose
 
 __all__ = [
     "FakeTensor",
@@ -44,8 +45,14 @@ def decomposition(op: Any) -> Callable | None:
     if op in table:
         return table[op]
     if op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
-        return op.decompose
+        return functools.partial(_decomposed, op)
     return None
+
+
+def _decomposed(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """One level of a composite operator; a plain `op.decompose` is traced as a call of the operator itself."""
+    with decompose({op: op.decompose}):
+        return op(*args, **kwargs)
 
 
 def inductor_decompositions() -> dict:

@@ -93,7 +93,7 @@ def obstacle(fn: Callable[..., Any], tensors: list[Tensor]) -> str | None:
 
 def samples(info: Any) -> Iterator[Any]:
     """The first samples in fp64, or in the widest integers the operator takes."""
-    dtype = next(d for d in (torch.float64, torch.int64, torch.bool) if d in info.dtypes)
+    dtype = next((d for d in (torch.float64, torch.int64, torch.bool) if d in info.dtypes), torch.float32)
     yield from itertools.islice(info.sample_inputs("cpu", dtype, requires_grad=False), SAMPLES)
 
 
