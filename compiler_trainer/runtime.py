@@ -69,6 +69,7 @@ class ProcessRanks:
         if not self.distributed:
             return lower(program, ctx)
         agree(name, program)
+        self.name_groups()
         if self.lower.backend == "eager":
             return lower(program, ctx)
         (rank,) = self.ranks
@@ -85,9 +86,13 @@ class ProcessRanks:
     def run(self, compiled: Executable, inputs: ByRank) -> dict[int, tuple[Tensor, ...]]:
         """This rank's outputs."""
         (rank,) = self.ranks
-        for axis, group in self.groups.items():  # another step of this process may be of another mesh
-            register_axis_group(axis, group)
+        self.name_groups()
         return {rank: compiled(inputs[rank])}
+
+    def name_groups(self) -> None:
+        """Register the groups under their axes' names: another step of this process may be of another mesh."""
+        for axis, group in self.groups.items():
+            register_axis_group(axis, group)
 
     def all_locals(self, local: Mapping[int, Tensor]) -> list[Tensor]:
         """The local tensors of all ranks, by rank; every rank must call it."""

@@ -100,7 +100,12 @@ def _pmax(x: Tensor, axis: str) -> Tensor:
 
 def _pad(x: Tensor, dim: int, parts: int) -> Tensor:
     missing = -x.shape[dim] % parts
-    return F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing]) if missing else x
+    if not missing:
+        return x
+    widths = [0, 0] * (x.dim() - 1 - dim) + [0, missing]
+    if x.dtype == torch.bool:  # Inductor 2.13 emits C++ that does not compile for a padded vector of masks
+        return F.pad(x.to(torch.int32), widths).to(torch.bool)
+    return F.pad(x, widths)
 
 
 def _with(x: Tensor, **dims: int) -> list[int]:

@@ -3,12 +3,15 @@
 A global program runs on one device, a local one on all ranks in lockstep; results are compared whole. Results are
 what is returned (loss, gradients, metrics, buffers) and what is written into inputs in place. A program that has no
 gradients yet is differentiated by running it: autograd goes back through all ranks by the definition of each
-exchange, which owes nothing to the operators' registered gradients.
+exchange, which owes nothing to the operators' registered gradients. There, a custom autograd function has its
+author's backward while the program is global, and none that would show once it is local.
+
+What a program yields that draws from PyTorch's generator is not determined: it has no results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +20,9 @@ from torch import Tensor, fx
 
 from passes import ir
 from passes.collectives import Expand
+from passes.custom import BODIES, FUNCTIONS, Function
 from passes.mesh import Mesh
+from passes.remat import is_random
 from passes.simulate import Lockstep, places
 from passes.spec import Spec, boxes, shard, unshard
 from passes.torch_private import OpOverload
@@ -97,19 +102,25 @@ def coarsest(program: ir.Program) -> float:
 
 def run(program: ir.Program, ctx: ir.Context, inputs: Mapping[str, Tensor]) -> Results:
     """The program's results on whole inputs; gradients of its loss are added if it has none yet."""
+    if any(draws(node) for node in program.calls()):
+        return {}
+    differentiable = "joint" not in program.facts and not any(node.target in BODIES for node in program.calls())
     if "local" not in program.facts:
-        program = on_one_device(program)
+        program = with_authors_backward(on_one_device(program))
     elif "collectives" not in program.facts:
         program, _ = Expand()(program, ctx)
     given = place_inputs(program, inputs)
-    has_gradients = "joint" in program.facts
-    for values in given if not has_gradients else ():
+    for values in given if differentiable else ():
         for value, i in zip(values, program.inputs, strict=True):
             value.requires_grad_(i.kind == "parameter")
-    with torch.set_grad_enabled(not has_gradients):
-        outputs = Lockstep(program).run(given)
-        results = collect(program, outputs, given)
-    return results if has_gradients else results | differentiate(program, results, given)
+    with torch.set_grad_enabled(differentiable):
+        results = collect(program, Lockstep(program).run(given), given)
+    return results | differentiate(program, results, given) if differentiable else results
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether an operator takes numbers from PyTorch's generator."""
+    return isinstance(node.target, OpOverload) and is_random(node)
 
 
 def on_one_device(program: ir.Program) -> ir.Program:
@@ -121,6 +132,38 @@ def on_one_device(program: ir.Program) -> ir.Program:
     return replace(
         program, mesh=Mesh(), inputs=tuple(map(whole, program.inputs)), outputs=tuple(map(whole, program.outputs))
     )
+
+
+class _Authored(torch.autograd.Function):
+    """A custom function with its author's backward; what it saves are further outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Function, *tensors: Tensor) -> tuple[Tensor, ...]:
+        out = tuple(t.clone() for t in function.forward(*tensors))
+        ctx.function = function
+        ctx.save_for_backward(*tensors, *out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return None, *ctx.function.backward(*ctx.saved_tensors, *gradients[: ctx.function.results])
+
+
+def with_authors_backward(program: ir.Program) -> ir.Program:
+    """The global program with custom functions that autograd can go back through."""
+    program = program.copy()
+    for node in program.calls():
+        if node.target in FUNCTIONS:
+            node.target = _call(FUNCTIONS[node.target])
+    return program
+
+
+def _call(function: Function) -> Callable[..., Any]:
+    def call(*tensors: Tensor) -> Any:
+        out = _Authored.apply(function, *tensors)
+        return out if len(out) > 1 else out[0]
+
+    return call
 
 
 def place_inputs(program: ir.Program, inputs: Mapping[str, Tensor]) -> list[list[Tensor]]:

@@ -43,15 +43,15 @@ def decomposition(op: Any) -> Callable | None:
         return None
     table = _core_decompositions()
     if op in table:
-        return table[op]
+        return functools.partial(_decomposed, op, table[op])
     if op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
-        return functools.partial(_decomposed, op)
+        return functools.partial(_decomposed, op, op.decompose)
     return None
 
 
-def _decomposed(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """One level of a composite operator; a plain `op.decompose` is traced as a call of the operator itself."""
-    with decompose({op: op.decompose}):
+def _decomposed(op: OpOverload, definition: Callable, *args: Any, **kwargs: Any) -> Any:
+    """A call of the operator that is traced as its definition; a composite one called by itself is traced whole."""
+    with decompose({op: definition}):
         return op(*args, **kwargs)
 
 

@@ -93,10 +93,10 @@ IDS = whole(7, 3, 8)
 LABELS = torch.tensor([0, 3, -100, 6, 2, -100, 5, 1])
 
 POINTWISE: dict[str, list[Case]] = {
-    **unary("""abs alias atan ceil celu clone cos cosh elu erf erfc exp expm1 floor gelu hardsigmoid hardswish
+    **unary("""abs alias atan ceil celu clone cos cosh elu erf erfc exp exp2 expm1 floor gelu hardsigmoid hardswish
         hardtanh isfinite isinf isnan leaky_relu lift_fresh_copy log_sigmoid mish nan_to_num neg ones_like relu relu6 round
         selu sgn sigmoid sign silu sin sinh softplus square tan tanh trunc zeros_like contiguous detach""", X),
-    **unary("acos asin log log10 log1p log2 reciprocal rsqrt sqrt", U),
+    **unary("acos asin lgamma log log10 log1p log2 reciprocal rsqrt sqrt", U),
     **unary("bitwise_not", I),
     **unary("logical_not", A),
     **binary("__and__ __or__ bitwise_and bitwise_or bitwise_xor", "Tensor", I, J),
@@ -155,6 +155,10 @@ INDEXING: dict[str, list[Case]] = {
                   (lambda w, ids: F.embedding(ids, w, padding_idx=2), (real(8, 7), IDS))],
     "gather": [(lambda x, i: x.gather(-1, i), (X, whole(7, 8, 3))), (lambda x, i: x.gather(0, i), (X, whole(8, 5, 7))),
                (lambda x, i: x.gather(1, i), (X, whole(7, 6, 7)))],
+    "index": [(lambda x, i: x[i], (X, whole(8, 5))), (lambda x, i: x[:, i], (X, whole(7, 5))), (lambda x, i, j: x[i, j], (X, whole(8, 5), whole(7, 5))),
+              (lambda x, i, j: x[:, i, j], (real(3, 8, 7), whole(8, 5, 1), whole(7, 4))), (lambda x, i, j: x[i, :, j], (real(3, 8, 7), whole(3, 5), whole(7, 5)))],
+    "scatter": [(lambda x, i, v: x.scatter(1, i, v), (X, whole(7, 8, 1), real(8, 1))), (lambda x, i: x.scatter(0, i, 2.5), (X, whole(8, 1, 7)))],
+    "scatter_add": [(lambda x, i, v: x.scatter_add(-1, i, v), (X, whole(7, 8, 3), real(8, 3))), (lambda x, i, v: x.scatter_add(0, i, v), (X, whole(8, 5, 4), real(5, 4)))],
     "index_select": [(lambda x, i: x.index_select(0, i), (X, whole(8, 7))), (lambda x, i: x.index_select(1, i), (X, whole(7, 3)))],
     "cross_entropy_loss": [
         (F.cross_entropy, (X, LABELS)), (bound(F.cross_entropy, reduction="sum"), (X, LABELS)),
@@ -176,6 +180,8 @@ REDUCTIONS: dict[str, list[Case]] = {
     "linalg_vector_norm": [(torch.linalg.vector_norm, (X,)), *folded(
                            lambda x, d, keepdim: torch.linalg.vector_norm(x, 3, d, keepdim))],
     "logsumexp": folded(torch.logsumexp),
+    "max": [(torch.max, (X,)), *along(torch.max, X)],
+    "min": [(torch.min, (X,)), *along(torch.min, X, keepdim=True)],
     "mean": [(torch.mean, (X,)), *folded(torch.mean)],
     "prod": [(torch.prod, (X,)), *along(torch.prod, X)],
     "rms_norm": [(bound(F.rms_norm, (7,)), (X3,)), (lambda x, w: F.rms_norm(x, (7,), w, 1e-6), (X3, real(7))),
@@ -191,6 +197,10 @@ VIEWS: dict[str, list[Case]] = {
     "_softmax": along(call("_softmax"), X, half_to_float=False),
     "_unsafe_view": [(bound(call("_unsafe_view"), [4, 2, 7]), (X,))],
     "cat": [(lambda *x: torch.cat(x, 0), (X, real(3, 7))), (lambda *x: torch.cat(x, -1), (X, Y, real(8, 1)))],
+    "cummax": along(torch.cummax, X),
+    "cummin": along(torch.cummin, X),
+    "kthvalue": [(bound(torch.kthvalue, 2, 0), (X,)), (bound(torch.kthvalue, 3, -1, True), (X,))],
+    "median": [(bound(torch.median, 0, True), (X,))],
     "cumprod": along(torch.cumprod, X),
     "cumsum": [*along(torch.cumsum, X), *along(torch.cumsum, I)],
     "expand": [(lambda x: x.expand(3, 8, 7), (X,)), (lambda x: x.expand(8, 7, 5), (real(8, 7, 1),)), (lambda x: x.expand(-1, 8), (real(7, 1),))],

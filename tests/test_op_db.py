@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 
+from passes import ir
 from passes.mesh import Mesh
 from passes.rules import RULES
 
@@ -79,15 +80,22 @@ def obstacle(fn: Callable[..., Any], tensors: list[Tensor]) -> str | None:
     """Why a sample is not run, if it is not."""
     if any(x.is_complex() or x.layout is not torch.strided for x in tensors):
         return "complex or sparse input"
+    if any(x.is_floating_point() and x.dtype is not torch.float64 for x in tensors):
+        return "not in fp64"
     if not any(n > 1 for x in tensors for n in x.shape):
         return "nothing to shard"
     if any(x.numel() == 0 for x in tensors):
         return "empty input"
     if any(x.numel() > LARGEST for x in tensors):
         return f"input of more than {LARGEST} entries"
-    outputs = [o for o in pytree.tree_leaves(fn(*(x.clone() for x in tensors))) if isinstance(o, Tensor)]
+    try:
+        outputs = [o for o in pytree.tree_leaves(fn(*(x.clone() for x in tensors))) if isinstance(o, Tensor)]
+    except RuntimeError as error:
+        return f"fails on one device, {str(error).splitlines()[0][:80]}"
     if not outputs or any(o.is_complex() or o.numel() == 0 for o in outputs):
         return "no result, an empty or a complex one"
+    if any(o.dim() == 4 and not o.is_contiguous() and o.is_contiguous(memory_format=torch.channels_last) for o in outputs):
+        return "result in channels_last"
     return None
 
 
@@ -118,7 +126,15 @@ def _run(name: str, number: int, fn: Callable[..., Any], tensors: list[Tensor], 
     tally.ran += len(places)
     try:
         function = capture(fn, tensors, Mesh.of({"tp": ranks}))
+    except ir.Refused as refusal:
+        tally.ran -= len(places)
+        tally.left_out[f"{name}: refused, {str(refusal).rsplit(';')[0].split('default ')[-1]}"] += 1
+        return
     except Exception as error:
+        if "derivative" in str(error) and "not implemented" in str(error):
+            tally.ran -= len(places)
+            tally.left_out[f"{name}: has no derivative"] += 1
+            return
         tally.failures.append(f"{label}: capture: {_first_line(error)}")
         return
     for i, d in places:

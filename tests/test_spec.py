@@ -36,7 +36,7 @@ def placements(draw, states=("same", "varying", "sum")):
 
 def owner(index: int, size: int, axes: tuple[str, ...], mesh: Mesh) -> tuple[dict[str, int], int]:
     """The coordinates that own an entry of a factor and where it lies there: `ceil(n / p)` a rank, axis by axis."""
-    place = {}
+    place: dict[str, int] = {}
     for axis in axes:
         step = math.ceil(size / mesh[axis])
         place[axis], index, size = index // step, index % step, step
@@ -45,7 +45,8 @@ def owner(index: int, size: int, axes: tuple[str, ...], mesh: Mesh) -> tuple[dic
 
 def owner_of_entry(entry: tuple[int, ...], spec: Spec, mesh: Mesh) -> tuple[dict[str, int], tuple[int, ...]]:
     """The coordinates that own an entry of the tensor, and its local index."""
-    place, local = {}, []
+    place: dict[str, int] = {}
+    local: list[int] = []
     for i, dim in zip(entry, spec.dims, strict=True):
         at = 0
         indices = [i // math.prod(f.size for f in dim[k + 1:]) % f.size for k, f in enumerate(dim)]

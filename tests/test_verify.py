@@ -142,7 +142,7 @@ def place(name: str, spec: Spec) -> Plant:
     return plant
 
 
-def argument(name: str, index: int, new: object) -> Plant:
+def argument(name: str, index: int, new: str | int) -> Plant:
     def plant(where: ir.Program) -> ir.Program:
         node(where, name).update_arg(index, new)
         return where

@@ -95,6 +95,46 @@ def index_select(node: fx.Node) -> Rule:
                 linear=frozenset([frozenset([0])]))
 
 
+def index(node: fx.Node) -> Rule:
+    """x[i, j, :]: indexed dims of x must be whole, the others and those of the indices (broadcast together) are free."""
+    x, *indices = tensor_operands(node)
+    shape, (out,) = tuple(ir.example(x).shape), result_shapes(node)
+    at = [d for d, i in enumerate(node.args[1]) if i is not None]  # type: ignore[arg-type]
+    free = [d for d in range(len(shape)) if d not in at]
+    rank = len(out) - len(free)  # of the indices together
+    first = at[0] if at[-1] - at[0] == len(at) - 1 else 0  # where their dims stand in the result
+    looked_up = tuple(_names("i", out[first: first + rank]))
+    names = [(f"d{d}",) for d in range(len(shape))]
+    kept = [names[d] for d in free]
+    sizes = {f"d{d}": n for d, n in enumerate(shape)} | {f"i{k}": n for k, n in enumerate(out[first: first + rank]) if n != 1}
+    dims = [_broadcast(tuple(ir.example(i).shape), looked_up) for i in indices]
+    return Rule((tuple(names), *dims), ((*kept[:first], *looked_up, *kept[first:]),), sizes,
+                whole=frozenset(f"d{d}" for d in at), linear=frozenset([frozenset([0])]))
+
+
+def _names(tag: str, shape: tuple[int, ...]) -> list[Names]:
+    return [(f"{tag}{k}",) if n != 1 else () for k, n in enumerate(shape)]
+
+
+def _broadcast(shape: tuple[int, ...], full: tuple[Names, ...]) -> tuple[Names, ...]:
+    return tuple(names if n != 1 else () for n, names in zip(shape, full[len(full) - len(shape):], strict=True))
+
+
+def scatter(node: fx.Node) -> Rule:
+    """scatter and scatter_add along a dim: that dim, and any dim that the index leaves short, must be whole."""
+    x, *others = tensor_operands(node)
+    shape, dim = tuple(ir.example(x).shape), node.args[1] % ir.example(x).dim()  # type: ignore[operator]
+    sizes = {f"d{d}": n for d, n in enumerate(shape)}
+    same = [d for d, n in enumerate(shape) if d != dim and all(ir.example(o).shape[d] == n for o in others)]
+    dims = []
+    for k, other in enumerate(others):
+        sizes |= {f"o{k}.{d}": n for d, n in enumerate(ir.example(other).shape) if d not in same}
+        dims.append(tuple((f"d{d}",) if d in same else (f"o{k}.{d}",) for d in range(len(shape))))
+    names = tuple((f"d{d}",) for d in range(len(shape)))
+    return Rule((names, *dims), (names,), sizes, whole=frozenset(sizes) - {f"d{d}" for d in same})
+
+
 def rules() -> dict[str, RuleMaker]:
     """Operator name -> rule, for look-ups."""
-    return {"embedding": embedding, "gather": gather, "index_select": index_select}
+    return {"embedding": embedding, "gather": gather, "index": index, "index_select": index_select, "scatter": scatter,
+            "scatter_add": scatter}

@@ -11,7 +11,7 @@ from torch import fx
 from passes import ir
 from passes.rules.base import Rule, RuleMaker, result_shapes, tensor_operands
 
-UNARY = """abs acos asin atan bitwise_not ceil clamp clone contiguous cos cosh elu erf exp expm1 floor gelu hardswish
+UNARY = """abs acos asin atan bitwise_not ceil clamp clone contiguous cos cosh elu erf exp exp2 expm1 floor gelu hardswish lgamma
 hardtanh isinf isnan leaky_relu log log10 log1p log2 logical_not mish neg nan_to_num reciprocal relu relu6 round rsqrt
 sgn sigmoid sign silu sin sinh softplus sqrt square tan tanh trunc _to_copy alias detach lift_fresh_copy
 ones_like zeros_like full_like empty_like celu hardsigmoid log_sigmoid selu threshold erfc fill to isfinite"""
@@ -26,7 +26,7 @@ MOVES = {"clone", "contiguous", "alias"}
 # What padding must hold (operand -> value) lest the result or its gradient be infinite.
 SAFE = {"log": {0: 1.0}, "log2": {0: 1.0}, "log10": {0: 1.0}, "rsqrt": {0: 1.0}, "sqrt": {0: 1.0}, "reciprocal": {0: 1.0},
         "div": {1: 1.0}, "true_divide": {1: 1.0}, "log1p": {0: 0.0}, "acos": {0: 0.0},
-        "asin": {0: 0.0}, "exp": {0: 0.0}, "expm1": {0: 0.0}, "sinh": {0: 0.0}, "cosh": {0: 0.0}, "tan": {0: 0.0},
+        "asin": {0: 0.0}, "exp": {0: 0.0}, "expm1": {0: 0.0}, "exp2": {0: 0.0}, "lgamma": {0: 1.0}, "sinh": {0: 0.0}, "cosh": {0: 0.0}, "tan": {0: 0.0},
         "remainder": {1: 1.0}, "fmod": {1: 1.0}, "floor_divide": {1: 1.0}, "addcdiv": {2: 1.0}, "atan2": {1: 1.0},
         "xlogy": {1: 1.0}, "hypot": {0: 1.0}}
 

@@ -79,5 +79,5 @@ def _norm_fills(weights: int, node: fx.Node):
 def rules() -> dict[str, RuleMaker]:
     """Operator name -> rule, for folds and norms."""
     table: dict[str, RuleMaker] = dict.fromkeys(FOLDS, fold)
-    table |= dict.fromkeys("amin mean var std argmax argmin prod logsumexp linalg_vector_norm all var_mean".split(), whole_fold)
+    table |= dict.fromkeys("amin kthvalue max median min mean var std argmax argmin prod logsumexp linalg_vector_norm all var_mean".split(), whole_fold)
     return table | dict.fromkeys(("rms_norm", "layer_norm"), normalize)

@@ -178,5 +178,5 @@ def rules() -> dict[str, RuleMaker]:
     table |= dict.fromkeys("slice select split split_with_sizes unbind".split(), cut)
     table |= dict.fromkeys("cat stack".split(), join)
     table |= dict.fromkeys("""cumsum cumprod softmax _softmax log_softmax _log_softmax sort flip roll topk
-                              logcumsumexp""".split(), along_dim)
+                              logcumsumexp cummax cummin""".split(), along_dim)
     return table
