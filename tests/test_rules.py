@@ -18,7 +18,7 @@ RUNS = ((2, 0.0), (3, None), (4, None))
 
 
 def test_every_rule_has_a_case():
-    assert sorted(CASES) == sorted(RULES)
+    assert sorted(CASES) == sorted(name for name in RULES if "::" not in name)  # the others are added from outside
 
 
 def placements(tensors) -> list[tuple[int, int]]:
@@ -32,7 +32,8 @@ def check_single_dims(name: str, every_run: bool) -> None:
         functions = [capture(fn, tensors, Mesh.of({"tp": ranks})) for ranks, _ in RUNS]
         assert name in functions[0].operators, f"{name} is not among {functions[0].operators}"
         for k, (i, dim) in enumerate(placements(tensors)):
-            for (ranks, fill), function in list(zip(RUNS, functions))[0 if every_run else k % 3:: 1 if every_run else 3]:
+            chosen = range(len(RUNS)) if every_run else [k % len(RUNS)]
+            for (ranks, fill), function in ((RUNS[r], functions[r]) for r in chosen):
                 try:
                     check(function, {i: sharded(tensors[i].shape, dim, fill=fill)})
                 except Exception as error:

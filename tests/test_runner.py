@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from joint_programs import example, loss_fn
-from torch import Tensor
+from torch import Tensor, nn
 
 from compiler_trainer.capture import capture
 from passes import ir
@@ -24,6 +25,7 @@ from passes.collectives import Expand
 from passes.joint import Joint
 from passes.mesh import Mesh
 from passes.normalize import Normalize
+from passes.numeric import run
 from passes.place import Place
 from passes.printer import print_program
 from passes.runner import Dumper, PassRecord, check_order, run_passes
@@ -85,6 +87,55 @@ def test_every_pass_is_recorded_verified_in_numbers_and_observed():
     for record in records:
         assert record.errors.keys() == {"loss loss"} | gradients
         assert max(record.errors.values()) < 1e-5
+
+
+class Rounded(torch.autograd.Function):
+    """Rounds; its author's gradient passes 0.7 of what comes, its derivative would pass nothing."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * 0.7
+
+
+class Rounding(nn.Module):
+    """A linear layer whose weight is rounded."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-3, 3, 15).view(3, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, Rounded.apply(self.weight))
+
+
+def test_the_gradient_of_a_custom_function_is_its_author_s_from_capture_to_the_end():
+    model, batch = Rounding(), {"x": torch.arange(20.0).view(4, 5)}
+
+    def square(m, b):
+        return m(b["x"]).square().mean()
+
+    program, ctx = capture(model, square, batch, torch.device("cpu"))
+    values = {"weight": model.weight.detach(), **batch}
+    (expected,) = torch.autograd.grad(square(model, batch), [model.weight])
+    assert expected.abs().max() > 1
+    torch.testing.assert_close(run(program, ctx, values)["gradient", "weight"].value, expected)
+    _, records = run_passes("step", PASSES, replace(program, mesh=Mesh.of({"dp_shard": 2})), ctx, verify="numeric",
+                            inputs=values)
+    assert [record.name for record in records if "gradient weight" not in record.errors] == ["shard"]
+    assert max(max(record.errors.values()) for record in records) < 1e-6
+
+
+def test_what_draws_random_numbers_is_compared_once_they_are_keyed():
+    model, batch = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), {"x": torch.ones(4, 4)}
+    program, ctx = capture(model, lambda m, b: m(b["x"]).square().mean(), batch, torch.device("cpu"))
+    values = {**dict(model.named_parameters()), **batch, "seed": torch.tensor(3)}
+    _, records = run_passes("step", PASSES, replace(program, mesh=Mesh.of({"dp_shard": 2})), ctx, verify="numeric",
+                            inputs=values)
+    assert [record.name for record in records if record.errors] == ["place", "shard", "joint", "collectives"]
 
 
 def test_records_hold_what_the_program_will_cost():
