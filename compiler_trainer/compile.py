@@ -44,11 +44,11 @@ def compile_step(
     device: torch.device | str = "cpu",
     observe: Observer | None = None,
 ) -> Step:
-    """Compile forward, loss, backward, clip and optimizer of a plain model into one step over a mesh of ranks.
+    """Compile forward, loss, backward, clip and optimizer of a plain model into one step over a mesh.
 
     `example_batch` holds tensors of GLOBAL shape, whose rows are split into `microbatches`. `initial` gives full
     values of parameters and buffers (by default the model's own, which must then be real). `seed` keys random
-    operators such as dropout, which are off in evaluation: that is captured with the model in eval mode. With "processes"
+    operators such as dropout, which are off in evaluation: that is captured in eval mode. With "processes"
     torch.distributed is up and this process is one rank; with "lockstep" all ranks are interpreted here.
     Raises UserError naming what is at fault.
     """

@@ -64,7 +64,8 @@ class ApplyOnly:
             if given.kind == "parameter":
                 nodes.append(_input(graph, old.name, ir.example(old), given))
                 inputs.append(given)
-        results, outputs = [], []
+        results: list[fx.Node] = []
+        outputs: list[ir.Output] = []
         for old, output in zip(program.results(), program.outputs):
             if output.kind == "gradient":
                 given = ir.Input(output.name, "gradient", output.spec)

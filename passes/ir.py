@@ -69,7 +69,7 @@ class Program:
     def copy(self) -> Program:
         """The same program over a graph of its own, safe to mutate (values in meta are shared)."""
         graph = fx.Graph()
-        output = graph.graph_copy(self.graph, mapping := {})
+        output = graph.graph_copy(self.graph, mapping := dict[fx.Node, fx.Node]())
         graph.output(output)
         for old, new in zip(self.graph.nodes, graph.nodes):
             new.meta = copy.copy(old.meta)

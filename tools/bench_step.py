@@ -38,7 +38,7 @@ def make_step(contender: str, batch: dict, seq_len: int) -> Callable[[], float]:
     model = model.to_empty(device="cpu")
     model.load_state_dict(dict(weights))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    run = torch.compile(model) if contender == "torch.compile" else model
+    run: Any = torch.compile(model) if contender == "torch.compile" else model
 
     def stock() -> float:
         optimizer.zero_grad()
@@ -96,7 +96,10 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def table(found: list[dict[str, Any]]) -> str:
     """Medians over rounds (lowest to highest), and ratios to `torch.compile`."""
-    lines = ["| contender | tokens/s | ratio | peak RSS above base, MiB | ratio | first step, s |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| contender | tokens/s | ratio | peak RSS above base, MiB | ratio | first step, s |",
+        "|---|---|---|---|---|---|",
+    ]
     rows = {c: [f for f in found if f["contender"] == c] for c in CONTENDERS}
 
     def median(contender: str, key: str) -> float:

@@ -26,7 +26,7 @@ def scaled_dot_product_attention(node: fx.Node) -> Rule:
 
 
 def _mask_dims(shape: tuple[int, ...], full: tuple[Names, ...], sizes) -> tuple[Names, ...]:
-    return tuple(() if n == 1 else names for n, names in zip(shape, full[len(full) - len(shape):], strict=True))
+    return tuple(() if n == 1 else names for n, names in zip(shape, full[len(full) - len(shape) :], strict=True))
 
 
 def rules() -> dict[str, RuleMaker]:

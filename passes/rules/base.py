@@ -23,7 +23,7 @@ class Rule:
     whole     factors that must not be sharded
     linear    sets of operands in which, jointly, the result is linear: partial sums pass through
     needs     what the padding of a reduced factor must hold in every operand that has it
-    fills     from what each operand's padding holds (NaN: it has none) to what the result's holds; None: anything finite
+    fills     from what each operand's padding holds (NaN: it has none) to what the result's does (None: anything)
     safe      operand -> value its padding must hold so that the result stays finite
     moves     the result is the operand's own entries, rearranged: conversions may hoist above it
     resize    rewrites size arguments for local shapes: (args, local result shape) -> args
@@ -110,8 +110,16 @@ def from_text(text: str) -> RuleMaker:
         operands = tuple(parse_dims(t, lead) for t in texts)
         results = tuple(parse_dims(t, lead) for t in right)
         sizes = bind_sizes([*operands, *results], [*shapes, *result_shapes(node)])
-        return Rule(operands, results, sizes, reduced, whole, linear, fills=zero_if_zero if linear else lambda f: None,
-                    moves=["moves"] in words)
+        return Rule(
+            operands,
+            results,
+            sizes,
+            reduced,
+            whole,
+            linear,
+            fills=zero_if_zero if linear else lambda f: None,
+            moves=["moves"] in words,
+        )
 
     return make
 
@@ -120,7 +128,9 @@ def opaque(node: fx.Node) -> Rule:
     """The rule of an operator nobody has a rule for: every operand is needed whole."""
     shapes = [tuple(ir.example(n).shape) for n in tensor_operands(node)]
     outs = result_shapes(node)
-    operands, results = (tuple(tuple((f"{kind}{i}.{j}",) for j in range(len(s))) for i, s in enumerate(group))
-                         for kind, group in (("i", shapes), ("o", outs)))
+    operands, results = (
+        tuple(tuple((f"{kind}{i}.{j}",) for j in range(len(s))) for i, s in enumerate(group))
+        for kind, group in (("i", shapes), ("o", outs))
+    )
     sizes = bind_sizes([*operands, *results], [*shapes, *outs])
     return Rule(operands, results, sizes, whole=frozenset(sizes))

@@ -41,8 +41,14 @@ def matmul(node: fx.Node) -> Rule:
     right = (*leading(b[:-2]), ("k",), *cols)
     sizes = {f"d{i}": n for i, n in enumerate(lead) if n != 1} | {"k": a[-1]}
     sizes |= ({"m": a[-2]} if rows else {}) | ({"n": b[-1]} if cols else {})
-    return Rule((left, right), ((*result, *rows, *cols),), sizes, {"k": "sum"},
-                linear=frozenset([frozenset([0]), frozenset([1])]), fills=zero_if_zero)
+    return Rule(
+        (left, right),
+        ((*result, *rows, *cols),),
+        sizes,
+        {"k": "sum"},
+        linear=frozenset([frozenset([0]), frozenset([1])]),
+        fills=zero_if_zero,
+    )
 
 
 def flops(node: fx.Node) -> int:

@@ -19,9 +19,15 @@ def embedding(node: fx.Node) -> Rule:
     dims = tuple((f"i{k}",) if n != 1 else () for k, n in enumerate(ids))
     weight = tensor_operands(node)[0]
     sizes = {f"i{k}": n for k, n in enumerate(ids) if n != 1} | {"v": ir.example(weight).shape[0], "d": d}
-    return Rule(((("v",), ("d",)), dims), ((*dims, ("d",)),), sizes, {"v": "sum"},
-                whole=frozenset(dims_names(dims) | {"v"} if by_frequency else ()), linear=frozenset([frozenset([0])]),
-                emit=emit_embedding)
+    return Rule(
+        ((("v",), ("d",)), dims),
+        ((*dims, ("d",)),),
+        sizes,
+        {"v": "sum"},
+        whole=frozenset(dims_names(dims) | {"v"} if by_frequency else ()),
+        linear=frozenset([frozenset([0])]),
+        emit=emit_embedding,
+    )
 
 
 def dims_names(dims: tuple[Names, ...]) -> set[str]:
@@ -49,8 +55,10 @@ def local_index(builder, ids: fx.Node, factor) -> tuple[fx.Node, fx.Node]:
     """(ids relative to this rank's shard, clamped into it; which of them lie in it)."""
     start, valid = builder.window(factor)
     relative = builder.call(aten.sub.Tensor, (ids, start))
-    mine = builder.call(aten.logical_and.default, (builder.call(aten.ge.Scalar, (relative, 0)),
-                                                   builder.call(aten.lt.Tensor, (relative, valid))))
+    mine = builder.call(
+        aten.logical_and.default,
+        (builder.call(aten.ge.Scalar, (relative, 0)), builder.call(aten.lt.Tensor, (relative, valid))),
+    )
     return builder.call(aten.clamp.default, (relative, 0, factor.local(builder.mesh) - 1)), mine
 
 
@@ -64,9 +72,15 @@ def gather(node: fx.Node) -> Rule:
     cut = {i for i in range(len(shape)) if i != dim and out[i] != shape[i]}
     sizes |= {f"o{i}": out[i] for i in cut | {dim}}
     index_names = tuple((f"o{i}",) if i in cut | {dim} else n for i, n in enumerate(names))
-    return Rule((names, index_names), (index_names,), sizes, {f"d{dim}": "sum"},
-                whole=frozenset(f"{k}{i}" for i in cut for k in "do"), linear=frozenset([frozenset([0])]),
-                emit=emit_gather)
+    return Rule(
+        (names, index_names),
+        (index_names,),
+        sizes,
+        {f"d{dim}": "sum"},
+        whole=frozenset(f"{k}{i}" for i in cut for k in "do"),
+        linear=frozenset([frozenset([0])]),
+        emit=emit_gather,
+    )
 
 
 def emit_gather(builder, node: fx.Node, operands: list[fx.Node], specs: list[Spec], results: list[Spec]):
@@ -91,25 +105,37 @@ def index_select(node: fx.Node) -> Rule:
     names = [(f"d{i}",) for i in range(len(shape))]
     result = [("i",) if k == dim else n for k, n in enumerate(names)]
     sizes = {f"d{i}": n for i, n in enumerate(shape)} | {"i": out[dim]}
-    return Rule((tuple(names), (("i",),)), (tuple(result),), sizes, whole=frozenset([f"d{dim}"]),
-                linear=frozenset([frozenset([0])]))
+    return Rule(
+        (tuple(names), (("i",),)),
+        (tuple(result),),
+        sizes,
+        whole=frozenset([f"d{dim}"]),
+        linear=frozenset([frozenset([0])]),
+    )
 
 
 def index(node: fx.Node) -> Rule:
-    """x[i, j, :]: indexed dims of x must be whole, the others and those of the indices (broadcast together) are free."""
+    """x[i, j, :]: indexed dims of x must be whole, the others and those of the broadcast indices are free."""
     x, *indices = tensor_operands(node)
     shape, (out,) = tuple(ir.example(x).shape), result_shapes(node)
     at = [d for d, i in enumerate(node.args[1]) if i is not None]  # type: ignore[arg-type]
     free = [d for d in range(len(shape)) if d not in at]
     rank = len(out) - len(free)  # of the indices together
     first = at[0] if at[-1] - at[0] == len(at) - 1 else 0  # where their dims stand in the result
-    looked_up = tuple(_names("i", out[first: first + rank]))
+    looked_up = tuple(_names("i", out[first : first + rank]))
     names = [(f"d{d}",) for d in range(len(shape))]
     kept = [names[d] for d in free]
-    sizes = {f"d{d}": n for d, n in enumerate(shape)} | {f"i{k}": n for k, n in enumerate(out[first: first + rank]) if n != 1}
+    sizes = {f"d{d}": n for d, n in enumerate(shape)} | {
+        f"i{k}": n for k, n in enumerate(out[first : first + rank]) if n != 1
+    }
     dims = [_broadcast(tuple(ir.example(i).shape), looked_up) for i in indices]
-    return Rule((tuple(names), *dims), ((*kept[:first], *looked_up, *kept[first:]),), sizes,
-                whole=frozenset(f"d{d}" for d in at), linear=frozenset([frozenset([0])]))
+    return Rule(
+        (tuple(names), *dims),
+        ((*kept[:first], *looked_up, *kept[first:]),),
+        sizes,
+        whole=frozenset(f"d{d}" for d in at),
+        linear=frozenset([frozenset([0])]),
+    )
 
 
 def _names(tag: str, shape: tuple[int, ...]) -> list[Names]:
@@ -117,7 +143,7 @@ def _names(tag: str, shape: tuple[int, ...]) -> list[Names]:
 
 
 def _broadcast(shape: tuple[int, ...], full: tuple[Names, ...]) -> tuple[Names, ...]:
-    return tuple(names if n != 1 else () for n, names in zip(shape, full[len(full) - len(shape):], strict=True))
+    return tuple(names if n != 1 else () for n, names in zip(shape, full[len(full) - len(shape) :], strict=True))
 
 
 def scatter(node: fx.Node) -> Rule:
@@ -136,5 +162,11 @@ def scatter(node: fx.Node) -> Rule:
 
 def rules() -> dict[str, RuleMaker]:
     """Operator name -> rule, for look-ups."""
-    return {"embedding": embedding, "gather": gather, "index": index, "index_select": index_select, "scatter": scatter,
-            "scatter_add": scatter}
+    return {
+        "embedding": embedding,
+        "gather": gather,
+        "index": index,
+        "index_select": index_select,
+        "scatter": scatter,
+        "scatter_add": scatter,
+    }

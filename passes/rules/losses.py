@@ -20,8 +20,14 @@ def cross_entropy_loss(node: fx.Node) -> Rule:
     reduction = node.args[3] if len(node.args) > 3 else 1
     if reduction != SUM or ir.example(target).dim() != 1 or len(tensor_operands(node)) > 2:
         raise ir.CompileError("shard", node, "cross_entropy_loss other than a plain sum reached the rules")
-    return Rule(((("n",), ("c",)), (("n",),)), ((),), {"n": rows, "c": classes}, {"n": "sum"}, whole=frozenset("c"),
-                emit=emit_cross_entropy)
+    return Rule(
+        ((("n",), ("c",)), (("n",),)),
+        ((),),
+        {"n": rows, "c": classes},
+        {"n": "sum"},
+        whole=frozenset("c"),
+        emit=emit_cross_entropy,
+    )
 
 
 def emit_cross_entropy(builder, node: fx.Node, operands: list[fx.Node], specs: list[Spec], results: list[Spec]):

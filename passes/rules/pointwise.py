@@ -11,7 +11,8 @@ from torch import fx
 from passes import ir
 from passes.rules.base import Rule, RuleMaker, result_shapes, tensor_operands
 
-UNARY = """abs acos asin atan bitwise_not ceil clamp clone contiguous cos cosh elu erf exp exp2 expm1 floor gelu hardswish lgamma
+UNARY = """abs acos asin atan bitwise_not ceil clamp clone contiguous cos cosh elu erf exp exp2 expm1 floor gelu hardswish
+lgamma
 hardtanh isinf isnan leaky_relu log log10 log1p log2 logical_not mish neg nan_to_num reciprocal relu relu6 round rsqrt
 sgn sigmoid sign silu sin sinh softplus sqrt square tan tanh trunc _to_copy alias detach lift_fresh_copy
 ones_like zeros_like full_like empty_like celu hardsigmoid log_sigmoid selu threshold erfc fill to isfinite"""
@@ -20,21 +21,56 @@ bitwise_or bitwise_xor where remainder fmod atan2 floor_divide __and__ __or__ rs
 clamp_min clamp_max fmax fmin true_divide xlogy logaddexp hypot copysign"""
 
 # Scaling: the result is a sum when the operand is one. Sums of sums too; a product in either factor.
-LINEAR = {"neg": [{0}], "clone": [{0}], "contiguous": [{0}], "alias": [{0}], "add": [{0, 1}], "sub": [{0, 1}],
-          "mul": [{0}, {1}], "div": [{0}]}
+LINEAR = {
+    "neg": [{0}],
+    "clone": [{0}],
+    "contiguous": [{0}],
+    "alias": [{0}],
+    "add": [{0, 1}],
+    "sub": [{0, 1}],
+    "mul": [{0}, {1}],
+    "div": [{0}],
+}
 MOVES = {"clone", "contiguous", "alias"}
 # What padding must hold (operand -> value) lest the result or its gradient be infinite.
-SAFE = {"log": {0: 1.0}, "log2": {0: 1.0}, "log10": {0: 1.0}, "rsqrt": {0: 1.0}, "sqrt": {0: 1.0}, "reciprocal": {0: 1.0},
-        "div": {1: 1.0}, "true_divide": {1: 1.0}, "log1p": {0: 0.0}, "acos": {0: 0.0},
-        "asin": {0: 0.0}, "exp": {0: 0.0}, "expm1": {0: 0.0}, "exp2": {0: 0.0}, "lgamma": {0: 1.0}, "sinh": {0: 0.0}, "cosh": {0: 0.0}, "tan": {0: 0.0},
-        "remainder": {1: 1.0}, "fmod": {1: 1.0}, "floor_divide": {1: 1.0}, "addcdiv": {2: 1.0}, "atan2": {1: 1.0},
-        "xlogy": {1: 1.0}, "hypot": {0: 1.0}}
+SAFE = {
+    "log": {0: 1.0},
+    "log2": {0: 1.0},
+    "log10": {0: 1.0},
+    "rsqrt": {0: 1.0},
+    "sqrt": {0: 1.0},
+    "reciprocal": {0: 1.0},
+    "div": {1: 1.0},
+    "true_divide": {1: 1.0},
+    "log1p": {0: 0.0},
+    "acos": {0: 0.0},
+    "asin": {0: 0.0},
+    "exp": {0: 0.0},
+    "expm1": {0: 0.0},
+    "exp2": {0: 0.0},
+    "lgamma": {0: 1.0},
+    "sinh": {0: 0.0},
+    "cosh": {0: 0.0},
+    "tan": {0: 0.0},
+    "remainder": {1: 1.0},
+    "fmod": {1: 1.0},
+    "floor_divide": {1: 1.0},
+    "addcdiv": {2: 1.0},
+    "atan2": {1: 1.0},
+    "xlogy": {1: 1.0},
+    "hypot": {0: 1.0},
+}
 
 
 def broadcast_dims(shapes: list[tuple[int, ...]], out: tuple[int, ...]) -> list[tuple[tuple[str, ...], ...]]:
     """The factors of each operand's dims under broadcasting to `out`: a dim of size one has none."""
-    return [tuple((f"d{len(out) - len(s) + i}",) if n == out[len(out) - len(s) + i] and n != 1 else ()
-                  for i, n in enumerate(s)) for s in shapes]
+    return [
+        tuple(
+            (f"d{len(out) - len(s) + i}",) if n == out[len(out) - len(s) + i] and n != 1 else ()
+            for i, n in enumerate(s)
+        )
+        for s in shapes
+    ]
 
 
 def _fills(node: fx.Node, name: str) -> Callable[[list[float | None]], float | None]:
@@ -63,9 +99,15 @@ def rule(node: fx.Node) -> Rule:
     linear = [frozenset(s) for s in LINEAR.get(name, []) if max(s) < len(operands)]
     if name in ("add", "sub") and len(operands) == 1:
         linear = []  # a constant is added once, not once a term
-    return Rule(tuple(dims), (result,), {f"d{i}": n for i, n in enumerate(out) if n != 1}, linear=frozenset(linear),
-                fills=_fills(node, name), safe={i: v for i, v in _safe(node, name).items() if i < len(operands)},
-                moves=name in MOVES)
+    return Rule(
+        tuple(dims),
+        (result,),
+        {f"d{i}": n for i, n in enumerate(out) if n != 1},
+        linear=frozenset(linear),
+        fills=_fills(node, name),
+        safe={i: v for i, v in _safe(node, name).items() if i < len(operands)},
+        moves=name in MOVES,
+    )
 
 
 def _safe(node: fx.Node, name: str) -> dict[int, float]:
@@ -88,4 +130,3 @@ def _is_single(value: object) -> bool:
 def rules() -> dict[str, RuleMaker]:
     """Operator name -> rule, for all pointwise operators."""
     return {name: rule for name in (UNARY + " " + BINARY).split()}
-

@@ -64,9 +64,14 @@ def normalize(node: fx.Node) -> Rule:
     x, *weights = tensor_operands(node)
     shape, tail = tuple(ir.example(x).shape), len(node.args[1])  # type: ignore[arg-type]
     names = tuple((f"d{i}",) if n != 1 else () for i, n in enumerate(shape))
-    last = names[len(shape) - tail:]
-    return Rule((names, *(last for _ in weights)), (names,), {f"d{i}": n for i, n in enumerate(shape) if n != 1},
-                whole=frozenset(n for dim in last for n in dim), fills=_norm_fills(len(weights), node))
+    last = names[len(shape) - tail :]
+    return Rule(
+        (names, *(last for _ in weights)),
+        (names,),
+        {f"d{i}": n for i, n in enumerate(shape) if n != 1},
+        whole=frozenset(n for dim in last for n in dim),
+        fills=_norm_fills(len(weights), node),
+    )
 
 
 def _norm_fills(weights: int, node: fx.Node):
@@ -79,5 +84,9 @@ def _norm_fills(weights: int, node: fx.Node):
 def rules() -> dict[str, RuleMaker]:
     """Operator name -> rule, for folds and norms."""
     table: dict[str, RuleMaker] = dict.fromkeys(FOLDS, fold)
-    table |= dict.fromkeys("amin kthvalue max median min mean var std argmax argmin prod logsumexp linalg_vector_norm all var_mean".split(), whole_fold)
+    table |= dict.fromkeys(
+        "amin kthvalue max median min mean var std "
+        " argmax argmin prod logsumexp linalg_vector_norm all var_mean".split(),
+        whole_fold,
+    )
     return table | dict.fromkeys(("rms_norm", "layer_norm"), normalize)

@@ -54,8 +54,16 @@ def _fused_tail(a, b, dims, sizes, i, j):
 
 def _moving(dims: Sequence[Names], out: Sequence[Names], sizes: dict[str, int], **more) -> Rule:
     whole = frozenset(name for name in sizes if name.endswith("!"))
-    return Rule((tuple(dims),), (tuple(out),), sizes, whole=whole | more.pop("whole", frozenset()),
-                linear=frozenset([frozenset([0])]), fills=same_fill, moves=True, **more)
+    return Rule(
+        (tuple(dims),),
+        (tuple(out),),
+        sizes,
+        whole=whole | more.pop("whole", frozenset()),
+        linear=frozenset([frozenset([0])]),
+        fills=same_fill,
+        moves=True,
+        **more,
+    )
 
 
 def reshape(node: fx.Node) -> Rule:
@@ -115,8 +123,14 @@ def cut(node: fx.Node) -> Rule:
             whole.add(f"o{k}")
             results.append(tuple((f"o{k}",) if i == dim else n for i, n in enumerate(names)))
         whole.add(f"d{dim}")
-    return Rule((tuple(names),), tuple(results), sizes, whole=frozenset(whole), linear=frozenset([frozenset([0])]),
-                fills=same_fill)
+    return Rule(
+        (tuple(names),),
+        tuple(results),
+        sizes,
+        whole=frozenset(whole),
+        linear=frozenset([frozenset([0])]),
+        fills=same_fill,
+    )
 
 
 def _keep_whole_slice(args: tuple, shape: tuple[int, ...]) -> tuple:
@@ -145,8 +159,14 @@ def join(node: fx.Node) -> Rule:
         sizes[f"c{k}"] = ir.example(operand).shape[dim]
         whole.add(f"c{k}")
         dims.append(tuple((f"c{k}",) if i == dim else n for i, n in enumerate(names)))
-    return Rule(tuple(dims), (tuple(names),), sizes, whole=frozenset(whole),
-                linear=frozenset([frozenset(range(len(operands)))]), fills=same_fill)
+    return Rule(
+        tuple(dims),
+        (tuple(names),),
+        sizes,
+        whole=frozenset(whole),
+        linear=frozenset([frozenset(range(len(operands)))]),
+        fills=same_fill,
+    )
 
 
 def along_dim(node: fx.Node) -> Rule:
@@ -154,8 +174,11 @@ def along_dim(node: fx.Node) -> Rule:
     operands = tensor_operands(node)
     shape = tuple(ir.example(operands[0]).shape)
     schema = node.target._schema.arguments  # type: ignore[union-attr]
-    dims = [node.args[i] if i < len(node.args) else node.kwargs.get(a.name, a.default_value)
-            for i, a in enumerate(schema) if a.name in ("dim", "dims")]
+    dims = [
+        node.args[i] if i < len(node.args) else node.kwargs.get(a.name, a.default_value)
+        for i, a in enumerate(schema)
+        if a.name in ("dim", "dims")
+    ]
     along = {d % len(shape) for d in (dims[0] if isinstance(dims[0], (list, tuple)) else dims)}
     along = along or set(range(len(shape)))  # roll without dims goes through all of them
     names = tuple((f"d{i}",) for i in range(len(shape)))
@@ -165,8 +188,12 @@ def along_dim(node: fx.Node) -> Rule:
         changed = {i for i in range(len(shape)) if out[i] != shape[i]}
         sizes |= {f"o{k}.{i}": out[i] for i in changed}
         results.append(tuple((f"o{k}.{i}",) if i in changed else n for i, n in enumerate(names)))
-    return Rule(tuple(names for _ in operands), tuple(results), sizes,
-                whole=frozenset([f"d{i}" for i in along] + [n for n in sizes if n.startswith("o")]))
+    return Rule(
+        tuple(names for _ in operands),
+        tuple(results),
+        sizes,
+        whole=frozenset([f"d{i}" for i in along] + [n for n in sizes if n.startswith("o")]),
+    )
 
 
 def rules() -> dict[str, RuleMaker]:
@@ -177,6 +204,9 @@ def rules() -> dict[str, RuleMaker]:
     table |= dict.fromkeys("expand".split(), expand)
     table |= dict.fromkeys("slice select split split_with_sizes unbind".split(), cut)
     table |= dict.fromkeys("cat stack".split(), join)
-    table |= dict.fromkeys("""cumsum cumprod softmax _softmax log_softmax _log_softmax sort flip roll topk
-                              logcumsumexp cummax cummin""".split(), along_dim)
+    table |= dict.fromkeys(
+        """cumsum cumprod softmax _softmax log_softmax _log_softmax sort flip roll topk
+                              logcumsumexp cummax cummin""".split(),
+        along_dim,
+    )
     return table
