@@ -11,7 +11,8 @@ from torch import fx
 from passes import ir
 from passes.rules.base import Rule, RuleMaker, result_shapes, tensor_operands
 
-UNARY = """abs acos asin atan bitwise_not ceil clamp clone contiguous cos cosh elu erf exp exp2 expm1 floor gelu hardswish
+UNARY = """abs acos asin atan bitwise_not ceil clamp clone contiguous cos cosh elu
+erf exp exp2 expm1 floor gelu hardswish
 lgamma
 hardtanh isinf isnan leaky_relu log log10 log1p log2 logical_not mish neg nan_to_num reciprocal relu relu6 round rsqrt
 sgn sigmoid sign silu sin sinh softplus sqrt square tan tanh trunc _to_copy alias detach lift_fresh_copy
