@@ -76,7 +76,7 @@ class DataConfig:
 class TrainConfig:
     """How much to train; `dtype` is that of the master weights."""
 
-    steps: Positive = 150
+    steps: Positive = 80
     seq_len: Annotated[int, Must("be at least 2, a token and the one it predicts", lambda n: n >= 2)] = 256
     global_batch_size: Positive = 16  # sequences a step, all ranks together
     microbatches: Positive = 1

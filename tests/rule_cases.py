@@ -37,7 +37,7 @@ def truth(*shape: int) -> Tensor:
 
 X, Y, Z = real(8, 7), real(8, 7), real(8, 7)
 U, V = unit(8, 7), unit(8, 7)
-I, J = whole(9, 8, 7, low=1), whole(9, 8, 7, low=1)
+N, M = whole(9, 8, 7, low=1), whole(9, 8, 7, low=1)
 A, B = truth(8, 7), truth(8, 7)
 TIED = (whole(3, 8, 7)).double()  # maxima that several ranks share
 
@@ -59,8 +59,8 @@ def binary(names: str, overload: str, x: Tensor, y: Tensor) -> dict[str, list[Ca
 
 def compared(names: str) -> dict[str, list[Case]]:
     """Comparisons, with a tensor and with a number."""
-    table = binary(names, "Tensor", I, J)
-    return {name: [*cases, (bound(call(name, "Scalar"), 4), (I,))] for name, cases in table.items()}
+    table = binary(names, "Tensor", N, M)
+    return {name: [*cases, (bound(call(name, "Scalar"), 4), (N,))] for name, cases in table.items()}
 
 
 def bound(op: Callable[..., Any], *more: Any, **options: Any) -> Callable[..., Any]:
@@ -97,15 +97,15 @@ POINTWISE: dict[str, list[Case]] = {
         hardtanh isfinite isinf isnan leaky_relu lift_fresh_copy log_sigmoid mish nan_to_num neg ones_like relu relu6 round
         selu sgn sigmoid sign silu sin sinh softplus square tan tanh trunc zeros_like contiguous detach""", X),
     **unary("acos asin lgamma log log10 log1p log2 reciprocal rsqrt sqrt", U),
-    **unary("bitwise_not", I),
+    **unary("bitwise_not", N),
     **unary("logical_not", A),
-    **binary("__and__ __or__ bitwise_and bitwise_or bitwise_xor", "Tensor", I, J),
+    **binary("__and__ __or__ bitwise_and bitwise_or bitwise_xor", "Tensor", N, M),
     **binary("logical_and logical_or logical_xor", "default", A, B),
     **binary("add clamp_max clamp_min copysign div fmod mul remainder rsub sub true_divide xlogy", "Tensor", U, V),
     **binary("atan2 fmax fmin hypot logaddexp maximum minimum", "default", U, V),
-    **binary("floor_divide", "default", I, J),
+    **binary("floor_divide", "default", N, M),
     **compared("eq ge gt le lt ne"),
-    "_to_copy": [(bound(call("_to_copy"), dtype=torch.int64), (X,)), (bound(call("_to_copy"), dtype=torch.float64), (I,))],
+    "_to_copy": [(bound(call("_to_copy"), dtype=torch.int64), (X,)), (bound(call("_to_copy"), dtype=torch.float64), (N,))],
     "addcdiv": [(bound(torch.addcdiv, value=0.5), (X, Y, U)), (torch.addcdiv, (X, Y[0], U[:, :1]))],
     "addcmul": [(bound(torch.addcmul, value=0.5), (X, Y, U)), (torch.addcmul, (X, Y[0], U[:, :1]))],
     "clamp": [(bound(torch.clamp, -0.5, 0.5), (X,)), (torch.clamp, (X, -U, V))],
@@ -117,7 +117,7 @@ POINTWISE: dict[str, list[Case]] = {
                     (torch.masked_fill, (X, A, real()))],
     "pow": [(bound(torch.pow, 2), (X,)), (bound(torch.pow, -1.5), (U,)), (torch.pow, (U, X)), (lambda x: 2.0 ** x, (X,))],
     "threshold": [(bound(F.threshold, 0.1, 20.0), (X,))],
-    "to": [(bound(call("to", "dtype"), torch.int64), (X,)), (lambda x, i: x.to(i), (X, I))],
+    "to": [(bound(call("to", "dtype"), torch.int64), (X,)), (lambda x, i: x.to(i), (X, N))],
     "where": [(torch.where, (A, X, Y)), (torch.where, (A[:, :1], X, Y[0])), (lambda a, x: torch.where(a, x, 1.5), (A, X))],
 }
 
@@ -169,8 +169,8 @@ INDEXING: dict[str, list[Case]] = {
 
 REDUCTIONS: dict[str, list[Case]] = {
     "all": [(call("all"), (A,)), *along(call("all", "dim"), A), (bound(call("all", "dims"), [0, 1]), (A,))],
-    "amax": [*folded(torch.amax), *folded(torch.amax, TIED), *folded(torch.amax, I)],
-    "amin": [*folded(torch.amin), *folded(torch.amin, TIED), *folded(torch.amin, I)],
+    "amax": [*folded(torch.amax), *folded(torch.amax, TIED), *folded(torch.amax, N)],
+    "amin": [*folded(torch.amin), *folded(torch.amin, TIED), *folded(torch.amin, N)],
     "any": [(call("any"), (A,)), *along(call("any", "dim"), A), (bound(call("any", "dims"), [0, 1]), (A,))],
     "argmax": [*along(torch.argmax, X), (torch.argmax, (X,))],
     "argmin": [*along(torch.argmin, X, keepdim=True), (torch.argmin, (X,))],
@@ -187,7 +187,7 @@ REDUCTIONS: dict[str, list[Case]] = {
     "rms_norm": [(bound(F.rms_norm, (7,)), (X3,)), (lambda x, w: F.rms_norm(x, (7,), w, 1e-6), (X3, real(7))),
                  (lambda x, w: F.rms_norm(x, (8, 7), w), (X3, X))],
     "std": [(torch.std, (X,)), *folded(torch.std)],
-    "sum": [(torch.sum, (X,)), *folded(torch.sum), *folded(torch.sum, I), (bound(torch.sum, 1), (A,))],
+    "sum": [(torch.sum, (X,)), *folded(torch.sum), *folded(torch.sum, N), (bound(torch.sum, 1), (A,))],
     "var": [(torch.var, (X,)), *folded(torch.var, correction=0)],
     "var_mean": [(torch.var_mean, (X,)), *folded(torch.var_mean, correction=0)],
 }
@@ -202,7 +202,7 @@ VIEWS: dict[str, list[Case]] = {
     "kthvalue": [(bound(torch.kthvalue, 2, 0), (X,)), (bound(torch.kthvalue, 3, -1, True), (X,))],
     "median": [(bound(torch.median, 0, True), (X,))],
     "cumprod": along(torch.cumprod, X),
-    "cumsum": [*along(torch.cumsum, X), *along(torch.cumsum, I)],
+    "cumsum": [*along(torch.cumsum, X), *along(torch.cumsum, N)],
     "expand": [(lambda x: x.expand(3, 8, 7), (X,)), (lambda x: x.expand(8, 7, 5), (real(8, 7, 1),)), (lambda x: x.expand(-1, 8), (real(7, 1),))],
     "flatten": [(torch.flatten, (X3,)), (bound(torch.flatten, 0, 1), (X3,)), (bound(torch.flatten, 1, 2), (X3,))],
     "flip": [(bound(torch.flip, [0]), (X,)), (bound(torch.flip, [0, -1]), (X,))],

@@ -62,6 +62,7 @@ def capture(fn: Callable[..., Any], tensors: Sequence[Tensor], mesh: Mesh, weigh
     fakes = [mode.from_tensor(v) for v in values]
     with mode, torch.no_grad():
         module = make_fx(run, pre_dispatch=True)(*fakes)
+    _check_plain(module.graph)
     kinds = ["batch", *("parameter" if _floating(t) else "batch" for t in tensors), *["batch"] * len(scales)]
     inputs = tuple(ir.Input(f"input{i}", kind, Spec.whole(tuple(v.shape)))  # type: ignore[arg-type]
                    for i, (kind, v) in enumerate(zip(kinds, values)))
@@ -80,6 +81,20 @@ def capture(fn: Callable[..., Any], tensors: Sequence[Tensor], mesh: Mesh, weigh
 
 def _leaves(outputs: Any) -> list[Tensor]:
     return [o for o in pytree.tree_leaves(outputs) if isinstance(o, Tensor)]
+
+
+class NotPlain(Exception):
+    """A function that the harness cannot trace into a functional graph of its arguments alone."""
+
+
+def _check_plain(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            raise NotPlain("holds a constant tensor")
+        if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
+            raise NotPlain(f"writes in place ({node.target})")
+        if node.op == "call_function" and not isinstance(node.target, OpOverload) and node.target.__name__ != "getitem":
+            raise NotPlain(f"calls {node.target.__name__}")
 
 
 def _operators(program: ir.Program) -> frozenset[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from rule_harness import capture, check, sharded
+from rule_harness import NotPlain, capture, check, sharded
 from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
@@ -129,6 +129,10 @@ def _run(name: str, number: int, fn: Callable[..., Any], tensors: list[Tensor], 
     except ir.Refused as refusal:
         tally.ran -= len(places)
         tally.left_out[f"{name}: refused, {str(refusal).rsplit(';')[0].split('default ')[-1]}"] += 1
+        return
+    except NotPlain as reason:
+        tally.ran -= len(places)
+        tally.left_out[f"{name}: {reason}"] += 1
         return
     except Exception as error:
         if "derivative" in str(error) and "not implemented" in str(error):

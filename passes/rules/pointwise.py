@@ -14,8 +14,8 @@ from passes.rules.base import Rule, RuleMaker, result_shapes, tensor_operands
 UNARY = """abs acos asin atan bitwise_not ceil clamp clone contiguous cos cosh elu
 erf exp exp2 expm1 floor gelu hardswish
 lgamma
-hardtanh isinf isnan leaky_relu log log10 log1p log2 logical_not mish neg nan_to_num reciprocal relu relu6 round rsqrt
-sgn sigmoid sign silu sin sinh softplus sqrt square tan tanh trunc _to_copy alias detach lift_fresh_copy
+hardtanh isinf isnan leaky_relu lgamma log log10 log1p log2 logical_not mish neg nan_to_num reciprocal relu relu6 round
+rsqrt sgn sigmoid sign silu sin sinh softplus sqrt square tan tanh trunc _to_copy alias detach lift_fresh_copy
 ones_like zeros_like full_like empty_like celu hardsigmoid log_sigmoid selu threshold erfc fill to isfinite"""
 BINARY = """add sub mul div pow maximum minimum eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and
 bitwise_or bitwise_xor where remainder fmod atan2 floor_divide __and__ __or__ rsub lerp addcmul addcdiv masked_fill
