@@ -60,8 +60,12 @@ def compile_step(
         raise UserError("microbatches", f"is {microbatches}; must be at least 1")
     masters = {name: p.dtype for name, p in model.named_parameters()}
     pipeline = build_pipeline(options, update, masters, microbatches)
-    report = Reporter()
+    report, values = Reporter(), _initial_values(model, initial)
     batch, dtype = _one_microbatch(example_batch, microbatches), DTYPES[options.cast.param_dtype]
+    whole: dict[str, Tensor] | None = None
+    if options.verify == "numeric":  # on full values, all at once: for small models
+        values = list(values)
+        whole = {**dict(values), **batch, "lr": torch.tensor(update.lr), "seed": torch.tensor(seed)}
 
     def captured() -> Captured:
         program, ctx = report.time("capture", lambda: capture(model, loss_fn, batch, device, dtype))
@@ -70,7 +74,7 @@ def compile_step(
     def run(stage: str, steps: Passes, given: Captured) -> Captured:
         try:
             program, records = run_passes(
-                stage, steps, given.program, given.ctx, verify=options.verify, observe=observe
+                stage, steps, given.program, given.ctx, verify=options.verify, observe=observe, inputs=whole
             )
         except ir.Refused as error:
             raise UserError(*str(error).split(": ", 1)) from error
@@ -85,7 +89,7 @@ def compile_step(
             forward = run("forward_eval", pipeline.forward, captured())
     programs["evaluate"] = run("evaluate", pipeline.evaluate, forward)
     stored_by = [c.program for c in programs.values()]
-    state = initial_state(stored_by, runtime, named, device, _initial_values(model, initial))
+    state = initial_state(stored_by, runtime, named, device, values)
     compiled = {
         name: Compiled(c.program, report.time(f"{name}.lower", partial(runtime.compile, name, *c)))
         for name, c in programs.items()

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from passes import boundary, ir
 from passes.accounting import axis_of, bind
@@ -35,21 +35,19 @@ def verify_spec(
 
     Raises CompileError at the first thing that is wrong.
     """
-    _raise_first(pass_name, program, STRUCTURE)
+    _raise_first(pass_name, (finding for check in STRUCTURE for finding in check(program)))
     try:
         swept = sweep(program, ctx, answers)
     except ir.CompileError as error:
         raise failure(pass_name, error.node, f"does not take its operands: {error}") from error
-    for node, message in check_recorded(program, swept):
-        raise failure(pass_name, node, message)
-    _raise_first(pass_name, program, MEANING)
+    _raise_first(pass_name, check_recorded(program, swept))
+    _raise_first(pass_name, (finding for check in MEANING for finding in check(program)))
     return swept
 
 
-def _raise_first(pass_name: str, program: ir.Program, checks: tuple[Callable[[ir.Program], Iterator[Finding]], ...]):
-    for check in checks:
-        for node, message in check(program):
-            raise failure(pass_name, node, message)
+def _raise_first(pass_name: str, findings: Iterable[Finding]) -> None:
+    for node, message in findings:
+        raise failure(pass_name, node, message)
 
 
 def failure(pass_name: str, node: fx.Node | None, message: str) -> ir.CompileError:
@@ -276,11 +274,7 @@ def check_varying(program: ir.Program) -> Iterator[Finding]:
     graded = {n for n, i in zip(program.placeholders(), program.inputs, strict=True) if i.kind == "parameter"}
     for node in program.calls():
         operands = [n for n in node.all_input_nodes if ir.is_tensor(n)]
-        if (
-            node.target is not torch.ops.aten.detach.default
-            and _is_float(node)
-            and graded.intersection(node.all_input_nodes)
-        ):
+        if _passes_gradient(node) and graded.intersection(node.all_input_nodes):
             graded.add(node)
         if node.target in TRANSITIONS:
             continue
@@ -289,19 +283,15 @@ def check_varying(program: ir.Program) -> Iterator[Finding]:
             other = next((n for n, spec in known if spec.state(axis) != "same"), None)
             same = next((n for n, spec in known if n in graded and spec.state(axis) == "same"), None)
             if other is not None and same is not None:
-                yield (
-                    node,
-                    (
-                        f"uses %{same.name}, the same on every rank of {axis!r}, with %{other.name}, placed "
-                        f"{ir.spec(other)}: its gradient would lack the other ranks' terms; vary it first"
-                    ),
-                )
+                message = f"uses %{same.name}, the same on every rank of {axis!r}, with %{other.name}, placed "
+                fix = ": its gradient would lack the other ranks' terms; vary it first"
+                yield node, f"{message}{ir.spec(other)}{fix}"
 
 
-def _is_float(node: fx.Node) -> bool:
-    val = ir.value(node)
-    vals = val if isinstance(val, (tuple, list)) else (val,)
-    return any(isinstance(v, Tensor) and v.is_floating_point() for v in vals)
+def _passes_gradient(node: fx.Node) -> bool:
+    """Whether gradients go back through a node; of a tuple its parts are asked."""
+    is_float = not ir.is_tensor(node) or ir.example(node).is_floating_point()
+    return is_float and node.target is not torch.ops.aten.detach.default
 
 
 MEANING = (check_specs, check_collectives, check_waits, check_facts)

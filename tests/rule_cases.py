@@ -180,8 +180,8 @@ REDUCTIONS: dict[str, list[Case]] = {
     "linalg_vector_norm": [(torch.linalg.vector_norm, (X,)), *folded(
                            lambda x, d, keepdim: torch.linalg.vector_norm(x, 3, d, keepdim))],
     "logsumexp": folded(torch.logsumexp),
-    "max": [(torch.max, (X,)), *along(torch.max, X)],
-    "min": [(torch.min, (X,)), *along(torch.min, X, keepdim=True)],
+    "max": [(torch.max, (X,)), (torch.max, (X, Y[0])), *along(torch.max, X)],
+    "min": [(torch.min, (X,)), (torch.min, (X, Y[0])), *along(torch.min, X, keepdim=True)],
     "mean": [(torch.mean, (X,)), *folded(torch.mean)],
     "prod": [(torch.prod, (X,)), *along(torch.prod, X)],
     "rms_norm": [(bound(F.rms_norm, (7,)), (X3,)), (lambda x, w: F.rms_norm(x, (7,), w, 1e-6), (X3, real(7))),

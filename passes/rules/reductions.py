@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from passes import ir
+from passes.rules import pointwise
 from passes.rules.base import Names, Rule, RuleMaker, result_shapes, tensor_operands
 
 FOLDS = {"sum": ("sum", 0.0), "amax": ("max", float("-inf")), "any": ("max", 0.0), "count_nonzero": ("sum", 0.0)}
@@ -59,6 +60,11 @@ def whole_fold(node: fx.Node) -> Rule:
     return Rule((names,), outs, sizes, whole=frozenset(n for i in folded for n in names[i]))
 
 
+def extremum(node: fx.Node) -> Rule:
+    """max and min: a fold of one tensor, or pointwise of two."""
+    return pointwise.rule(node) if len(tensor_operands(node)) > 1 else whole_fold(node)
+
+
 def normalize(node: fx.Node) -> Rule:
     """rms_norm and layer_norm: the trailing normalized dims must be whole, weight and bias have those dims."""
     x, *weights = tensor_operands(node)
@@ -85,8 +91,9 @@ def rules() -> dict[str, RuleMaker]:
     """Operator name -> rule, for folds and norms."""
     table: dict[str, RuleMaker] = dict.fromkeys(FOLDS, fold)
     table |= dict.fromkeys(
-        "amin kthvalue max median min mean var std "
+        "amin kthvalue mean median var std "
         " argmax argmin prod logsumexp linalg_vector_norm all var_mean".split(),
         whole_fold,
     )
+    table |= dict.fromkeys(("max", "min"), extremum)
     return table | dict.fromkeys(("rms_norm", "layer_norm"), normalize)
