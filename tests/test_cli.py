@@ -59,7 +59,7 @@ def test_the_default_job_is_the_defaults_and_two_recipes(command):
     (cfg,) = command()
     recipes = {
         "optim": OptimConfig(lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, max_norm=1.0),
-        "lr_schedule": LrScheduleConfig("cosine", warmup_steps=15, min_ratio=0.1),
+        "lr_schedule": LrScheduleConfig("cosine", warmup_steps=8, min_ratio=0.1),
         "mesh": dataclasses.replace(Config().mesh, dp_shard=1),
         "run": cfg.run,
     }

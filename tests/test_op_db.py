@@ -163,7 +163,8 @@ def _all(infos: list[Any], meshes: tuple[int, ...]) -> Tally:
     return tally
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.full
+@pytest.mark.timeout(3600)
 def test_the_subset_on_two_ranks(capsys):
     infos = [i for i in with_rules() if i.name in EVERY_RUN]
     tally = _all(infos, (2,))
