@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def kernels(tmp_path_factory):
-    """Inductor's cache of this session, for this process and those it starts."""
+    """Inductor's cache of one test run, for its process and those it starts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
         yield
