@@ -279,6 +279,7 @@ def rank_0(monkeypatch):
 
     def given(*values):
         monkeypatch.setattr(prepare.dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(prepare, "rank", lambda: 1)
         broadcast = "broadcast_object_list"
         monkeypatch.setattr(prepare.dist, broadcast, lambda own, src: own.__setitem__(slice(None), values))
 
