@@ -5,6 +5,7 @@ TORCH := torch==2.13.0
 # Where PyTorch's own CPU builds are; the plain ones bring gigabytes of CUDA libraries. Empty on a machine with a GPU.
 TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
 ARGS ?=
+JOBS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help venv train test test-full lint clean
@@ -27,10 +28,10 @@ train: $(STAMP) ## train the default job; make train ARGS="train.steps=20" overr
 	$(BIN)/compiler-trainer $(ARGS)
 
 test: $(STAMP) ## run the tests
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(JOBS) --dist worksteal
 
 test-full: $(STAMP) ## run the tests and the long sweeps
-	$(BIN)/pytest -m "full or not full"
+	$(BIN)/pytest -n $(JOBS) --dist worksteal -m "full or not full"
 
 lint: $(STAMP) ## check style and types
 	$(BIN)/ruff check .

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+
 import pytest
 
+_kernels = pytest.StashKey[tempfile.TemporaryDirectory]()
 
-@pytest.fixture(scope="session", autouse=True)
-def kernels(tmp_path_factory):
-    """Inductor's cache of one test run, for its process and those it starts."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
-        yield
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Inductor's cache of one test run and one thread a process; worker processes inherit both."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    config.stash[_kernels] = tempfile.TemporaryDirectory(prefix="kernels-", ignore_cleanup_errors=True)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = config.stash[_kernels].name
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Removes that cache."""
+    if _kernels in config.stash:
+        config.stash[_kernels].cleanup()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
