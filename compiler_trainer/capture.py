@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import traceback
 import warnings
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.export import export
+from torch.export import ExportedProgram, export
 from torch.export.graph_signature import InputKind, OutputKind
 
 from compiler_trainer.errors import UserError
 from compiler_trainer.functions import functions_as_operators
 from passes import ir
 from passes.spec import Spec
-from passes.torch_private import FakeTensorMode
+from passes.torch_private import FakeTensorMode, GuardOnDataDependentSymNode
 
 LossFn = Callable[[nn.Module, dict[str, Tensor]], Tensor]
 
@@ -67,7 +70,7 @@ def capture(
         values = tuple(torch.empty(v.shape, dtype=v.dtype, device=device) for v in batch.values())
     with functions_as_operators(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)  # torch 2.13's own use
-        exported = export(module, values, strict=False)
+        exported = _export(module, values)
         detach_regions(exported.graph_module)
         exported = exported.run_decompositions({})
     program = _to_program(exported, keys, model)
@@ -77,6 +80,46 @@ def capture(
             "loss_fn", f"returns {tuple(ir.example(loss).shape)} {ir.example(loss).dtype}; must be a scalar"
         )
     return program, ir.Context(ir.example(loss).fake_mode)  # type: ignore[attr-defined]
+
+
+def _export(module: _WithLoss, values: tuple[Tensor, ...]) -> ExportedProgram:
+    """Follow the module on fake values; raises UserError naming the line of the model that cannot be followed."""
+    try:
+        exported = export(module, values, strict=False)
+    except UserError:
+        raise
+    except GuardOnDataDependentSymNode as error:
+        raise UserError(
+            "model", f"{_line(error)}branches on a value; one graph must hold for all data: use torch.where"
+        ) from error
+    except Exception as error:
+        said = (str(error).strip() or "no message").splitlines()[0]
+        raise UserError("model", f"{_line(error)}{type(error).__name__}: {said}") from error
+    for node in exported.graph.nodes:
+        _name_loss_line(node, module.loss_fn)
+        if isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool):
+            raise UserError(
+                "model", f"{ir.source(node)} reads a value into Python (item); one graph must hold for all data"
+            )
+        if any(isinstance(d, torch.SymInt) for d in getattr(node.meta.get("val"), "shape", ())):
+            raise UserError(
+                "model", f"{ir.source(node)} gives a shape that depends on data; use a mask of fixed shape instead"
+            )
+    return exported
+
+
+def _line(error: BaseException) -> str:
+    """`file.py:line ` of the innermost frame of the model's or the loss's own code."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not ir.is_library(f.filename)]
+    return f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno} " if frames else ""
+
+
+def _name_loss_line(node: torch.fx.Node, loss_fn: LossFn) -> None:
+    """Let a node that no module made say where the loss is defined: export keeps frames of `forward` only."""
+    code = getattr(inspect.unwrap(getattr(loss_fn, "func", loss_fn)), "__code__", None)
+    trace = node.meta.get("stack_trace")
+    if trace and code and Path(__file__).name == ir.source(node).split(":")[0]:
+        node.meta["stack_trace"] = f'File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name}'
 
 
 def detach_regions(module: torch.fx.GraphModule) -> None:

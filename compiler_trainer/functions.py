@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compiler_trainer.errors import UserError
-from passes.custom import FUNCTIONS, Function, define
+from passes.custom import FUNCTIONS, Function, define, restart
 
 
 class Saved:
@@ -39,6 +39,7 @@ class Saved:
 def functions_as_operators() -> Iterator[None]:
     """While on, a call of a custom `autograd.Function` is recorded as an operator of its own, with both bodies."""
     original = torch.autograd.Function.__dict__["apply"]
+    restart()
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__.startswith("torch."):

@@ -41,7 +41,13 @@ class Function:
 
 FUNCTIONS: dict[Any, Function] = {}  # operator of the captured graph -> what it calls
 BODIES: dict[Any, fx.GraphModule] = {}  # operator of a local program -> its local body
-_numbers = itertools.count()
+_numbers = itertools.count()  # within one captured program
+
+
+def restart() -> None:
+    """Number operators from 0 again: the same program gets the same names, however many came before it."""
+    global _numbers
+    _numbers = itertools.count()
 
 
 def define(namespace: str, name: str, body: Callable[..., Any], tensors: int, results: int) -> Any:

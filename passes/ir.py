@@ -161,13 +161,20 @@ def set_phase(node: fx.Node, name: str) -> None:
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-_LIBRARY = re.compile(r"/torch/(nn|_|functional|utils|fx)|/site-packages/torch/")
+_LIBRARY = re.compile(
+    r"/torch/(nn|_|functional|utils|fx)|/site-packages/torch/|/compiler_trainer/(capture|functions)\.py$"
+)
+
+
+def is_library(file: str) -> bool:
+    """Whether a frame is of PyTorch or of the capture, not of the user's model or loss."""
+    return bool(_LIBRARY.search(file))
 
 
 def source(node: fx.Node) -> str:
     """`file.py:line` of the innermost frame outside PyTorch, or an empty string."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    own = [frame for frame in frames if not _LIBRARY.search(frame[0])] or frames
+    own = [frame for frame in frames if not is_library(frame[0])] or frames
     return f"{own[-1][0].rsplit('/', 1)[-1]}:{own[-1][1]}" if own else ""
 
 

@@ -15,10 +15,12 @@ from torch._logging import trace_structured
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import decompose
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
+    "GuardOnDataDependentSymNode",
     "OpOverload",
     "c10d",
     "compile_inner",

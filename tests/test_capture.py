@@ -23,6 +23,7 @@ from torch import nn
 from compiler_trainer import UserError
 from compiler_trainer.capture import capture
 from passes import ir
+from passes.printer import print_program
 
 CPU = torch.device("cpu")
 
@@ -156,6 +157,16 @@ def test_a_custom_gradient_is_kept(mesh):
     assert_same(step(data[0]), metrics[0], 1e-10)
 
 
+def test_a_second_capture_has_the_same_names():
+    texts = [print_program(captured(WithFunction(), squared_error, points()[0])) for _ in range(2)]
+    assert texts[0] == texts[1] and "fn.Double_0" in texts[0]
+
+
+def test_the_loss_has_a_source_line():
+    program = captured(perceptron(), squared_error, points()[0])
+    assert {ir.source(n).split(":")[0] for n in program.calls()} == {"oracle.py"}
+
+
 def test_the_captured_dtype_is_the_one_asked_for():
     program = captured(llama(), llama_loss, batches()[0], dtype=torch.bfloat16)
     nodes = zip(program.placeholders(), program.inputs, strict=True)
@@ -166,7 +177,14 @@ def test_the_captured_dtype_is_the_one_asked_for():
     (squared_error, points()[0] | {"x": [1.0]}, r"batch\['x'\]: is a list; every entry must be a tensor"),
     (lambda m, b: m(b["x"]), points()[0], r"loss_fn: returns \(5, 3\) torch.float64; must be a scalar"),
     (lambda m, b: m(b["x"]).argmax(), points()[0], r"loss_fn: returns \(\) torch.int64; must be a scalar"),
-], ids=["entry", "shape", "dtype"])
+    (lambda m, b: m(b["x"]).sum() if b["x"].sum() > 0 else m(b["x"]).mean(), points()[0],
+     r"model: test_capture.py:\d+ branches on a value; .* use torch.where"),
+    (lambda m, b: m(b["x"])[b["x"][:, 0] > 0].sum(), points()[0],
+     r"model: test_capture.py:\d+ gives a shape that depends on data"),
+    (lambda m, b: m(b["x"]).sum() * b["x"].sum().item(), points()[0],
+     r"model: test_capture.py:\d+ reads a value into Python"),
+    (lambda m, b: m(b["x"]).view(3, 1000).sum(), points()[0], r"model: test_capture.py:\d+ RuntimeError: shape '\[3, 1000\]'"),
+], ids=["entry", "shape", "dtype", "branch", "data-dependent shape", "item", "fails"])
 def test_what_cannot_be_captured_is_refused(loss_fn, batch, says):
     with pytest.raises(UserError, match=says):
         captured(perceptron(), loss_fn, batch)
