@@ -6,7 +6,7 @@ parameter's gradient leaves placed as the dual of the parameter: partial where t
 
 from __future__ import annotations
 
-import itertools
+import collections
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,21 +106,23 @@ def drop_detach(graph: fx.Graph) -> None:
 
 def functionalize(graph: fx.Graph) -> None:
     """Write updates of temporaries in place (some of PyTorch's own definitions have them) as new values."""
-    updates: set[fx.Node] = set()
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    holders: dict[torch.UntypedStorage, list[fx.Node]] = collections.defaultdict(list)
     for node in list(graph.nodes):
         target = node.target
         if node.op != "call_function" or not hasattr(target, "_schema") or not target._schema.is_mutable:
+            if ir.is_tensor(node):
+                holders[ir.example(node).untyped_storage()].append(node)
             continue
         updated = node.args[0]
-        updates |= {node, updated}
-        if not target._opname.endswith("_") or _shared(updated, node, updates):
+        is_shared = any(holder is not updated for holder in holders[ir.example(updated).untyped_storage()])
+        if not target._opname.endswith("_") or updated.op == "placeholder" or is_shared:
             raise ir.CompileError("joint", node, f"{target} writes in place to a value that has views")
+        holders[ir.example(updated).untyped_storage()] = [node]
         node.target = _functional(target)
-        later = False
-        for other in graph.nodes:
-            if later:
-                other.replace_input_with(updated, node)
-            later = later or other is node
+        for user in list(updated.users):
+            if order[user] > order[node]:
+                user.replace_input_with(updated, node)
 
 
 def _functional(target: Any) -> Any:
@@ -131,17 +133,6 @@ def _functional(target: Any) -> Any:
         op
         for name in packet.overloads()
         if (op := getattr(packet, name)) and [str(a.type) for a in op._schema.arguments] == wanted
-    )
-
-
-def _shared(node: fx.Node, update: fx.Node, updates: set[fx.Node]) -> bool:
-    """Whether a value from before the update, not itself one of `updates`, lives in the memory written to."""
-    before = itertools.takewhile(lambda other: other is not update, update.graph.nodes)
-    return node.op == "placeholder" or any(
-        ir.is_tensor(other)
-        and other not in updates
-        and ir.example(other).untyped_storage() is ir.example(node).untyped_storage()
-        for other in before
     )
 
 
