@@ -16,6 +16,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from compiler_trainer.errors import UserError
 from compiler_trainer.functions import functions_as_operators
+from compiler_trainer.hints import checkpoints_as_marks, read_marks
 from passes import ir
 from passes.spec import Spec
 from passes.torch_private import FakeTensorMode, GuardOnDataDependentSymNode
@@ -68,7 +69,7 @@ def capture(
     module = _WithLoss(fake_copy(model, mode, device, dtype), loss_fn, keys)
     with mode:
         values = tuple(torch.empty(v.shape, dtype=v.dtype, device=device) for v in batch.values())
-    with functions_as_operators(), warnings.catch_warnings():
+    with functions_as_operators(), checkpoints_as_marks(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)  # torch 2.13's own use
         exported = _export(module, values)
         detach_regions(exported.graph_module)
@@ -166,6 +167,7 @@ def _to_program(exported, keys: tuple[str, ...], model: nn.Module) -> ir.Program
         )
     for node in list(exported.graph.nodes):
         _trim_module_stack(node)
+        read_marks(node)
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             exported.graph.erase_node(node)  # a check that shapes and dtypes are those of the capture: they are
     module = torch.fx.GraphModule(torch.nn.Module(), exported.graph)

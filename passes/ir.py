@@ -160,6 +160,16 @@ def set_phase(node: fx.Node, name: str) -> None:
     node.meta["phase"] = name
 
 
+def checkpoint(node: fx.Node) -> str:
+    """The region that the model's author marked for recomputation (`torch.utils.checkpoint`), or an empty string."""
+    return node.meta.get("checkpoint", "")
+
+
+def set_checkpoint(node: fx.Node, region: str) -> None:
+    """Record the region marked for recomputation that the node lies in."""
+    node.meta["checkpoint"] = region
+
+
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _LIBRARY = re.compile(
     r"/torch/(nn|_|functional|utils|fx)|/site-packages/torch/|/compiler_trainer/(capture|functions)\.py$"
@@ -185,8 +195,8 @@ def module_path(node: fx.Node) -> str:
 
 
 def copy_origin(new: fx.Node, old: fx.Node) -> None:
-    """Let `new` say that it came from where `old` came from (source line, module, phase)."""
-    for key in ("stack_trace", "nn_module_stack", "phase"):
+    """Let `new` say that it came from where `old` came from (source line, module, phase, checkpoint)."""
+    for key in ("stack_trace", "nn_module_stack", "phase", "checkpoint"):
         if key in old.meta:
             new.meta[key] = old.meta[key]
 

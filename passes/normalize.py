@@ -93,6 +93,18 @@ def cross_entropy_general(
     return each.sum() / counted.sum()
 
 
+def layer_norm_spelled(x: Tensor, shape: list[int], weight=None, bias=None, eps: float = 1e-5, *_: Any) -> Tensor:
+    """A layer norm whose variance can be made safe where it is that of padding."""
+    dims = list(range(-len(shape), 0))
+    return rms_norm_spelled(x - x.mean(dims, keepdim=True), shape, weight, eps) + (0 if bias is None else bias)
+
+
+def rms_norm_spelled(x: Tensor, shape: list[int], weight=None, eps: float = 0.0) -> Tensor:
+    """A root-mean-square norm whose mean square can be made safe where it is that of padding."""
+    normal = x * (x.square().mean(list(range(-len(shape), 0)), keepdim=True) + eps).rsqrt()
+    return normal if weight is None else normal * weight
+
+
 def split_as_select(x: Tensor, size: int, dim: int = 0) -> tuple[Tensor, ...]:
     """Equal pieces of a dim as entries of a dim of their own: what is within a piece may then be sharded."""
     parts = x.shape[dim] // size
@@ -128,6 +140,13 @@ def _equal_split(node: fx.Node) -> bool:
     return isinstance(size, int) and ir.example(x).shape[dim[0] if dim else 0] % size == 0
 
 
+def _divides_by_zero(node: fx.Node) -> bool:
+    """Whether a norm of a row of zeros, which padding is, would be infinite or NaN."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    eps = dict(zip(names, node.args)).get("eps", node.kwargs.get("eps"))
+    return eps is not None and eps <= 0  # type: ignore[operator]
+
+
 def _few_heads(node: fx.Node, parts: int) -> bool:
     q, k = (ir.example(n) for n in node.args[:2])
     return q.dim() > 2 and k.shape[-3] < min(parts, q.shape[-3])
@@ -141,6 +160,8 @@ def replacement(node: fx.Node, mesh: Mesh) -> Any:
         return split_as_select
     if name == "scaled_dot_product_attention" and _few_heads(node, mesh["tp"]):
         return attention_repeated
+    if name in ("layer_norm", "rms_norm") and _divides_by_zero(node):
+        return layer_norm_spelled if name == "layer_norm" else rms_norm_spelled
     if name == "mean":
         return mean
     if name == "linear" and len(node.args) == 3 and node.args[2] is not None:

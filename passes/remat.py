@@ -11,8 +11,9 @@ Every use in the backward of a value that need not be kept becomes a use of a cl
 A clone is made once and put right before its first use: a layer is recomputed when its backward begins.
 
 `regather` repeats the gathers of sharded parameters (ZeRO-3; without it gathered weights are kept, ZeRO-2).
-`policy="full"` keeps of each layer what enters it, results of communication (it is not repeated), of random
-operators (they would draw again) and what is near a write in place. Refuses a model in which no layer repeats.
+`policy="full"` keeps of each layer, and every policy of each call of `torch.utils.checkpoint`, what enters it,
+results of communication (it is not repeated), of random operators (they would draw again) and what is near a write
+in place. Refuses a model in which no layer repeats.
 """
 
 from __future__ import annotations
@@ -77,9 +78,9 @@ def weights_to_regather(program: ir.Program) -> set[fx.Node]:
     return found
 
 
-def layer_values(program: ir.Program) -> dict[fx.Node, str]:
-    """Every forward node in a layer, with the reason to keep it (an empty string: recompute it)."""
-    region, written = regions(program), near_writes(program)
+def region_values(program: ir.Program, region: dict[fx.Node, str]) -> dict[fx.Node, str]:
+    """Every forward node in a region, with the reason to keep it (an empty string: recompute it)."""
+    written = near_writes(program)
     found = {}
     for node in program.calls():
         if region[node] and ir.phase(node) == "forward":
@@ -87,7 +88,7 @@ def layer_values(program: ir.Program) -> dict[fx.Node, str]:
                 user.op == "output" or ir.phase(user) == "forward" and region[user] != region[node]
                 for user in node.users
             )
-            found[node] = why_once(node, written) or ("leaves the layer" if leaves else "")
+            found[node] = why_once(node, written) or ("leaves its region" if leaves else "")
     return found
 
 
@@ -175,12 +176,12 @@ class Remat:
             raise ir.Refused("remat", None, f"passes.remat.policy: {self.policy!r} is not one of none, full")
         before = saved_bytes(program)
         program = program.copy()
-        layers = self.layers(program) if self.policy == "full" else {}
+        layers = region_values(program, self.regions(program))
         gathers = weights_to_regather(program) if self.regather else set()
         clones = recompute(program, gathers | {node for node, reason in layers.items() if not reason})
         repeated = sum(node.target in WEIGHT_GATHERS for node in clones)
         kept = Counter(layers[node] for node in saved_nodes(program) if node in layers)
-        notes = [f"kept of the layers, {reason}: {count}" for reason, count in sorted(kept.items())]
+        notes = [f"kept of what is recomputed, {reason}: {count}" for reason, count in sorted(kept.items())]
         if self.regather and not repeated:
             notes.append("passes.remat.regather: the backward needs no gathered parameter, 0 gathers are repeated")
         counts = {
@@ -191,14 +192,17 @@ class Remat:
         }
         return replace(program, facts=program.facts | self.establishes), ir.Report(counts, tuple(notes))
 
-    def layers(self, program: ir.Program) -> dict[fx.Node, str]:
-        """`layer_values`, of which there must be some."""
-        found = layer_values(program)
-        if not found:
+    def regions(self, program: ir.Program) -> dict[fx.Node, str]:
+        """The region that each operator is recomputed with: its layer if asked for, else the model's own mark."""
+        marked = {node: ir.checkpoint(node) for node in program.calls()}
+        if self.policy == "none":
+            return marked
+        layers = regions(program)
+        if not any(layers.values()):
             raise ir.Refused(
                 "remat",
                 None,
                 "passes.remat.policy=full recomputes repeated layers (layers.0, "
                 "layers.1, ...), the model has none; set passes.remat.policy=none",
             )
-        return found
+        return {node: layers[node] or marked[node] for node in program.calls()}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx
@@ -23,6 +25,7 @@ __all__ = [
     "GuardOnDataDependentSymNode",
     "OpOverload",
     "c10d",
+    "checkpoints_inside",
     "compile_inner",
     "decomposition",
     "inductor_decompositions",
@@ -55,6 +58,27 @@ def _decomposed(op: OpOverload, definition: Callable, *args: Any, **kwargs: Any)
     """A call of the operator that is traced as its definition; a composite one called by itself is traced whole."""
     with decompose({op: definition}):
         return op(*args, **kwargs)
+
+
+@contextmanager
+def checkpoints_inside(region: Callable[[], AbstractContextManager]) -> Iterator[None]:
+    """While on, `torch.utils.checkpoint` calls its function once, inside `region()`, and as if it were not there."""
+
+    def reentrant(function: Callable, preserve_rng_state: bool, *args: Any) -> Any:
+        with region():
+            return function(*args)
+
+    def around(*args: Any, **kwargs: Any) -> Iterator[None]:
+        with region():
+            yield
+
+    from torch.utils import checkpoint
+
+    with (
+        patch.object(checkpoint.CheckpointFunction, "apply", reentrant),
+        patch.object(checkpoint, "_checkpoint_without_reentrant_generator", around),
+    ):
+        yield
 
 
 def inductor_decompositions() -> dict:

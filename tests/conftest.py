@@ -28,3 +28,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--update` rewrites the golden files with what the tests find."""
     parser.addoption("--update", action="store_true", help="rewrite golden files")
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """Prints what tests counted (`record_property("counted", line)`), also when worker processes ran them."""
+    reports = [r for group in ("passed", "failed") for r in terminalreporter.getreports(group)]
+    for line in sorted({value for r in reports for key, value in r.user_properties if key == "counted"}):
+        terminalreporter.write_line(line)

@@ -165,18 +165,16 @@ def _all(infos: list[Any], meshes: tuple[int, ...]) -> Tally:
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-def test_the_subset_on_two_ranks(capsys):
+def test_the_subset_on_two_ranks(record_property):
     infos = [i for i in with_rules() if i.name in EVERY_RUN]
     tally = _all(infos, (2,))
-    with capsys.disabled():
-        print(f"\nop_db, subset of {len(infos)} entries: {tally}")
+    record_property("counted", f"op_db, subset of {len(infos)} entries on 2 ranks: {tally}")
     assert not tally.failures and tally.ran
 
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-def test_everything_on_two_and_three_ranks(capsys):
+def test_everything_on_two_and_three_ranks(record_property):
     tally = _all(with_rules(), (2, 3))
-    with capsys.disabled():
-        print(f"\nop_db, all {len(with_rules())} entries: {tally}")
+    record_property("counted", f"op_db, all {len(with_rules())} entries on 2 and 3 ranks: {tally}")
     assert not tally.failures and tally.ran
