@@ -18,6 +18,7 @@ from compiler_trainer.errors import UserError
 from compiler_trainer.functions import functions_as_operators
 from compiler_trainer.hints import checkpoints_as_marks, read_marks
 from passes import ir
+from passes.frames import roomy
 from passes.spec import Spec
 from passes.torch_private import FakeTensorMode, GuardOnDataDependentSymNode
 
@@ -47,6 +48,7 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device, dtyp
     return copy.deepcopy(model, memo)
 
 
+@roomy
 def capture(
     model: nn.Module,
     loss_fn: LossFn,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from passes import ir
 from passes.accounting import Accounting, account
+from passes.frames import roomy
 from passes.numeric import Results, coarsest, compare, run
 from passes.printer import print_program
 from passes.sweep import Sweep, sweep
@@ -60,6 +61,7 @@ def check_order(passes: Sequence[ir.Pass], facts: Iterable[str]) -> None:
         known |= step.establishes
 
 
+@roomy
 def run_passes(
     name: str,
     passes: Sequence[ir.Pass],

@@ -22,6 +22,7 @@ from compiler_trainer.capture import capture
 from passes import ir
 from passes.accounting import Traffic
 from passes.collectives import Expand
+from passes.frames import roomy
 from passes.joint import Joint
 from passes.mesh import Mesh
 from passes.normalize import Normalize
@@ -293,3 +294,14 @@ def test_stages_are_artifacts_of_torch_trace(tmp_path):
         text = (tmp_path / "graphs" / f"{stage}.txt").read_text().rstrip("\n")
         assert artifacts[stage, "string"].replace("\t", "").rstrip("\n") == text
         assert json.loads(artifacts[stage, "json"])["name"] == stage.rpartition("_")[2]
+
+
+def test_room_for_frames_changes_nothing_else():
+    @roomy
+    def divide(a: int, b: int = 1) -> float:
+        """Divides."""
+        return a / b
+
+    assert (divide(6, b=3), divide.__name__, divide.__doc__) == (2, "divide", "Divides.")
+    with pytest.raises(ZeroDivisionError):
+        divide(1, 0)
