@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from compiler_trainer.errors import UserError
 from compiler_trainer.options import Must, build
+from passes.remat import SAVE
 
 Positive = Annotated[int, Must("be at least 1", lambda n: n >= 1)]
 Count = Annotated[int, Must("be 0 or more", lambda n: n >= 0)]
@@ -139,10 +140,18 @@ class ShardConfig:
 
 @dataclass(frozen=True)
 class RematConfig:
-    """What the backward recomputes; `regather` gathers parameters again for it (ZeRO-3, else ZeRO-2)."""
+    """What the backward recomputes; `regather` gathers parameters again for it (ZeRO-3, else ZeRO-2).
 
-    policy: Literal["none", "full"] = "none"
+    `save` lists the operators whose results `selective` keeps; `modules` and `ops` say otherwise of some, by patterns.
+    """
+
+    policy: Literal["none", "full", "selective", "every_n", "budget"] = "none"
     regather: bool = True
+    save: tuple[str, ...] = SAVE
+    every_n: Positive = 2  # `every_n` recomputes every n-th layer
+    budget_gib: PositiveFloat | None = None  # peak memory of a rank, state included
+    modules: dict[str, Literal["save", "recompute"]] = field(default_factory=dict)
+    ops: dict[str, Literal["save", "recompute"]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -235,6 +244,12 @@ CHECKS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
         "train.microbatches",
         lambda c: c.train.global_batch_size % c.train.microbatches == 0,
         "{c.train.microbatches} does not divide train.global_batch_size={c.train.global_batch_size}; change either",
+    ),
+    (
+        "passes.remat.budget_gib",
+        lambda c: (c.passes.remat.policy == "budget") == (c.passes.remat.budget_gib is not None),
+        "{c.passes.remat.budget_gib} with passes.remat.policy={c.passes.remat.policy}; a budget goes with "
+        "policy=budget, which needs one",
     ),
     (
         "optim.momentum",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from compiler_trainer.config import OptimConfig, PassesConfig
+from compiler_trainer.config import OptimConfig, PassesConfig, RematConfig
 from passes.accumulate import Accumulate, ApplyOnly
 from passes.cast import Cast
 from passes.collectives import Expand
@@ -53,13 +53,36 @@ def build_pipeline(
         Place(shard.plan, shard.min_shard_elements),
         Shard(shard.sequence_parallel, shard.strict, reduce_dtype),
     )
-    backward = (Joint(), Remat(remat.policy, remat.regather))
-    optimize = Optimize(build_optimizer(optim), optim.max_norm, reduce_dtype, 1 / microbatches)
+    optimizer = build_optimizer(optim)
+    optimize = Optimize(optimizer, optim.max_norm, reduce_dtype, 1 / microbatches)
     finish = (Schedule(passes.schedule.bucket_mib), Expand())
-    train: dict[str, Passes] = {"step": (*backward, optimize, *finish)}
-    if microbatches > 1:
-        train = {"accumulate": (*backward, Accumulate(), *finish), "apply": (Joint(), ApplyOnly(), optimize, *finish)}
+    train: dict[str, Passes]
+    if microbatches == 1:
+        rest: Passes = (optimize, *finish)
+        train = {"step": (Joint(), build_remat(remat, rest, 0), *rest)}
+    else:
+        rest = (Accumulate(), *finish)
+        train = {
+            "accumulate": (Joint(), build_remat(remat, rest, len(optimizer.moments)), *rest),
+            "apply": (Joint(), ApplyOnly(), optimize, *finish),
+        }
     return Pipeline(forward, (Expand(),), train)
+
+
+def build_remat(remat: RematConfig, rest: Passes, reserved_copies: int) -> Remat:
+    """The recomputation that a configuration asks for; `rest` are the passes that finish its program."""
+    budget_bytes = None if remat.budget_gib is None else int(remat.budget_gib * 2**30)
+    return Remat(
+        remat.policy,
+        remat.regather,
+        remat.save,
+        remat.every_n,
+        budget_bytes,
+        remat.modules,
+        remat.ops,
+        rest,
+        reserved_copies,
+    )
 
 
 def build_optimizer(optim: OptimConfig) -> Optimizer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -57,13 +58,15 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Accounting:
-    """Costs of one rank's step; `flops` is by phase, memory is in bytes and `peak_node` where it peaks."""
+    """Costs of one rank's step: `flops` by phase; memory in bytes, by what is alive at `peak_node` (in `peak_line`)."""
 
     traffic: tuple[Traffic, ...]
     flops: dict[str, int]
     peak_bytes: int
     input_bytes: int
     peak_node: str
+    peak_line: str
+    alive: dict[str, int]
 
 
 def account(program: ir.Program, swept: Sweep) -> Accounting:
@@ -72,10 +75,18 @@ def account(program: ir.Program, swept: Sweep) -> Accounting:
     for node in program.calls():
         if count := count_flops(node, swept):
             flops[ir.phase(node)] += count
-    peak_bytes, peak_node = peak_memory(program, swept)
+    peak = peak_memory(program, swept)
     inputs = set().union(*(swept.storages(n) for n in program.placeholders()))
     input_bytes = sum(swept.storage_bytes[s] for s in inputs)
-    return Accounting(count_traffic(program, swept), dict(flops), peak_bytes, input_bytes, peak_node)
+    return Accounting(
+        count_traffic(program, swept),
+        dict(flops),
+        peak.bytes,
+        input_bytes,
+        peak.node.name,
+        ir.source(peak.node),
+        alive_by_kind(program, swept, peak.alive),
+    )
 
 
 # ---- collectives --------------------------------------------------------------------------------
@@ -170,8 +181,17 @@ def count_flops(node: fx.Node, swept: Sweep) -> int:
 # ---- memory -------------------------------------------------------------------------------------
 
 
-def peak_memory(program: ir.Program, swept: Sweep) -> tuple[int, str]:
-    """Most bytes alive at once, and at which node: inputs live throughout, the rest from birth to last use.
+@dataclass(frozen=True)
+class Peak:
+    """Most bytes alive at once, the node at which they are, and their storages."""
+
+    bytes: int
+    node: fx.Node
+    alive: frozenset[int]
+
+
+def peak_memory(program: ir.Program, swept: Sweep) -> Peak:
+    """Where most memory is alive: inputs live throughout, the rest from birth to last use.
 
     An estimate: memory that a kernel uses inside, and what an allocator wastes, is not in the graph.
     """
@@ -190,10 +210,34 @@ def peak_memory(program: ir.Program, swept: Sweep) -> tuple[int, str]:
     for s, i in born.items():
         change[i] += swept.storage_bytes[s]
         change[last[s] + 1] -= swept.storage_bytes[s]
-    live = peak = 0
-    where = nodes[0].name
-    for node, delta in zip(nodes, change[:-1], strict=True):
-        live += delta
-        if live > peak:
-            peak, where = live, node.name
-    return peak, where
+    live = list(itertools.accumulate(change[:-1]))
+    at = live.index(max(live))
+    return Peak(live[at], nodes[at], frozenset(s for s, i in born.items() if i <= at <= last[s]))
+
+
+KINDS_OF_INPUT = {"parameter": "parameters", "moment": "optimizer", "gradient": "gradients", "buffer": "buffers"}
+
+
+def alive_by_kind(program: ir.Program, swept: Sweep, alive: frozenset[int]) -> dict[str, int]:
+    """Bytes of storages by what they hold: parameters, optimizer state, gradients, activations, communication..."""
+    kind: dict[int, str] = {}
+    for node, given in zip(program.placeholders(), program.inputs, strict=True):
+        for s in swept.storages(node):
+            kind[s] = KINDS_OF_INPUT.get(given.kind, "batch")
+    gradients = gradient_storages(program, swept)
+    for node in program.calls():
+        for s in swept.storages(node) - kind.keys():
+            own = {"forward": "activations", "backward": "backward", "optimizer": "update"}[ir.phase(node)]
+            kind[s] = "communication" if kind_of(node) else "gradients" if s in gradients else own
+    found: Counter[str] = Counter()
+    for s in alive:
+        found[kind[s]] += swept.storage_bytes[s]
+    return dict(sorted(found.items()))
+
+
+def gradient_storages(program: ir.Program, swept: Sweep) -> set[int]:
+    """Storages of the backward that the optimizer reads or that leave the program."""
+    leaving = [n for n in program.graph.output_node().all_input_nodes if n.op == "call_function"]
+    read = [n for node in program.calls() if ir.phase(node) == "optimizer" for n in node.all_input_nodes]
+    ends = [n for n in (*leaving, *read) if n.op == "call_function" and ir.phase(n) == "backward"]
+    return set().union(*(swept.storages(n) for n in ends)) if ends else set()

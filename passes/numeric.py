@@ -22,7 +22,7 @@ from passes import ir
 from passes.collectives import Expand
 from passes.custom import BODIES, FUNCTIONS, Function
 from passes.mesh import Mesh
-from passes.remat import is_random
+from passes.recompute import is_random
 from passes.simulate import Lockstep, places
 from passes.spec import Spec, boxes, shard, unshard
 from passes.torch_private import OpOverload

@@ -1,70 +1,42 @@
-"""Recompute forward values in the backward instead of keeping them.
+"""Decide what the backward computes again instead of keeping it (`passes/recompute.py` rewrites the graph so).
 
-    y = silu(x)                     y = silu(x)
-    z = mm(y, w)                    z = mm(y, w)
-    g = mm(dz, t(w))                g = mm(dz, t(w))
-    dx = silu_backward(g, x)        dx = silu_backward(g, x)
-    dw = mm(t(y), dz)               y_1 = silu(x)
-                                    dw = mm(t(y_1), dz)
+    none        keep everything
+    full        of each layer keep what enters it
+    selective   of each layer keep also the results of the operators in `save`
+    every_n     `full` for every n-th layer, the others keep everything
+    budget      of each layer keep what costs most to compute again, within `budget_bytes` (`passes/budget.py`)
 
-Every use in the backward of a value that need not be kept becomes a use of a clone, computed from what is kept.
-A clone is made once and put right before its first use: a layer is recomputed when its backward begins.
-
+Layers are found in the module paths that nodes carry. Whatever the policy: calls of `torch.utils.checkpoint` in the
+model are recomputed; results of communication (repeated only where `ops` asks for it) and of random operators (they
+would draw again) are kept, and so is what is near a write in place. `modules` and `ops` map patterns of module paths
+and operator names to `save` or `recompute` and prevail over the policy, modules over operators.
 `regather` repeats the gathers of sharded parameters (ZeRO-3; without it gathered weights are kept, ZeRO-2).
-`policy="full"` keeps of each layer, and every policy of each call of `torch.utils.checkpoint`, what enters it,
-results of communication (it is not repeated), of random operators (they would draw again) and what is near a write
-in place. Refuses a model in which no layer repeats.
 """
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from functools import partial
 from typing import Literal
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 
-from passes import boundary, ir
+from passes import ir
+from passes.accounting import peak_memory
+from passes.budget import fit
+from passes.recompute import near_writes, recompute, saved_bytes, saved_nodes, why_once
 from passes.regions import WEIGHT_GATHERS, regions, weight_nodes
-from passes.torch_private import OpOverload
+from passes.rules import name_of
+from passes.sweep import sweep
 
-COMMUNICATION = WEIGHT_GATHERS | {boundary.reduce_scatter, boundary.psum, boundary.pmax, boundary.all_to_all}
-
-
-# ---- what need not be kept -----------------------------------------------------------------------
-
-
-def is_random(node: fx.Node) -> bool:
-    """Whether an operator draws random numbers; attention without dropout does not, though it is marked so."""
-    if torch.Tag.nondeterministic_seeded not in node.target.tags:  # type: ignore[union-attr]
-        return False
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs  # defaults are left out
-    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
-
-
-def near_writes(program: ir.Program) -> set[fx.Node]:
-    """Nodes whose memory an operator that writes in place may touch, and those that read them."""
-    writers = [n for n in program.calls() if isinstance(n.target, OpOverload) and n.target._schema.is_mutable]
-    written = {id(s) for writer in writers for node in writer.all_input_nodes for s in storages(node)}
-    holders = {node for node in program.graph.nodes if any(id(s) in written for s in storages(node))}
-    return holders | {user for node in holders for user in node.users}
-
-
-def why_once(node: fx.Node, written: set[fx.Node]) -> str:
-    """Why the operator must not run twice, or an empty string; a part of a tuple goes with the tuple."""
-    if node in written:
-        return "written in place"
-    if node.target is operator.getitem:
-        return why_once(node.args[0], written)  # type: ignore[arg-type]
-    if not isinstance(node.target, OpOverload):
-        return "not an operator"
-    if node.target in COMMUNICATION or node.target.namespace == "_c10d_functional":
-        return "communication"
-    return "random" if is_random(node) else ""
+Action = Literal["save", "recompute"]
+POLICIES = ("none", "full", "selective", "every_n", "budget")
+# Products and attention: the most time for the bytes of their results.
+SAVE = ("linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "_scaled_mm", "convolution", "*attention*")
 
 
 def weights_to_regather(program: ir.Program) -> set[fx.Node]:
@@ -78,110 +50,58 @@ def weights_to_regather(program: ir.Program) -> set[fx.Node]:
     return found
 
 
-def region_values(program: ir.Program, region: dict[fx.Node, str]) -> dict[fx.Node, str]:
-    """Every forward node in a region, with the reason to keep it (an empty string: recompute it)."""
-    written = near_writes(program)
-    found = {}
-    for node in program.calls():
-        if region[node] and ir.phase(node) == "forward":
-            leaves = any(
-                user.op == "output" or ir.phase(user) == "forward" and region[user] != region[node]
-                for user in node.users
-            )
-            found[node] = why_once(node, written) or ("leaves its region" if leaves else "")
-    return found
+def operator_name(node: fx.Node) -> str:
+    """The operator's name, `mm` or `all_gather`; for a part of a tuple that of the operator that made the tuple."""
+    if node.target is operator.getitem:
+        return operator_name(node.args[0])  # type: ignore[arg-type]
+    return name_of(node).split("::")[-1]
 
 
-# ---- the rewrite -----------------------------------------------------------------------------------
-
-
-def recompute(program: ir.Program, chosen: set[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Let the backward use clones of `chosen` forward nodes; changes the graph, returns node -> clone."""
-    order = {node: i for i, node in enumerate(program.graph.nodes)}
-    clones: dict[fx.Node, fx.Node] = {}
-    for user in list(program.calls()):
-        if ir.phase(user) != "backward":
-            continue
-        for node in sorted(needed(user, chosen, clones), key=order.__getitem__):
-            clones[node] = clone(node, user, clones)
-        for node in user.all_input_nodes:
-            user.replace_input_with(node, clones.get(node, node))
-    program.graph.eliminate_dead_code()
-    program.module.recompile()
-    return clones
-
-
-def needed(user: fx.Node, chosen: set[fx.Node], clones: dict[fx.Node, fx.Node]) -> set[fx.Node]:
-    """Chosen nodes from which the user's operands are computed and which have no clone yet."""
-    found: set[fx.Node] = set()
-    stack = list(user.all_input_nodes)
-    while stack:
-        node = stack.pop()
-        if node in chosen and node not in clones and node not in found:
-            found.add(node)
-            stack += node.all_input_nodes
-    return found
-
-
-def clone(node: fx.Node, user: fx.Node, clones: dict[fx.Node, fx.Node]) -> fx.Node:
-    """The node once more, right before the user and in the backward, on operands cloned already."""
-    with node.graph.inserting_before(user):
-        new = node.graph.node_copy(node, lambda n: clones.get(n, n))
-    new.meta = copy.copy(node.meta)
-    ir.set_phase(new, "backward")
-    return new
-
-
-# ---- what is kept -----------------------------------------------------------------------------------
-
-
-def storages(node: fx.Node) -> list[torch.UntypedStorage]:
-    """The memory of the tensors that a node computes; views share that of their base."""
-    val = node.meta.get("val")
-    return [v.untyped_storage() for v in (val if isinstance(val, (tuple, list)) else (val,)) if isinstance(v, Tensor)]
-
-
-def saved_nodes(program: ir.Program) -> list[fx.Node]:
-    """Forward nodes that the backward reads."""
-    return [
-        node
-        for node in program.calls()
-        if ir.phase(node) == "forward"
-        and any(user.op != "output" and ir.phase(user) == "backward" for user in node.users)
-    ]
-
-
-def saved_bytes(program: ir.Program) -> int:
-    """Bytes of forward values that live into the backward, views counted once, inputs not at all."""
-    inputs = {id(s) for node in program.placeholders() for s in storages(node)}
-    sizes = {id(s): s.nbytes() for node in saved_nodes(program) for s in storages(node)}
-    return sum(size for storage, size in sizes.items() if storage not in inputs)
-
-
-# ---- the pass ---------------------------------------------------------------------------------------
+def within(path: str, pattern: str) -> bool:
+    """Whether a module path, or a module around it, is named like the pattern."""
+    parts = path.split(".")
+    return any(fnmatchcase(".".join(parts[: i + 1]), pattern) for i in range(len(parts)))
 
 
 @dataclass(frozen=True)
 class Remat:
-    """Recompute each layer in the backward (`full`) or nothing (`none`), and gather parameters again or not."""
+    """Recompute in the backward what the policy, the overrides and the model's own marks say.
 
-    policy: Literal["none", "full"] = "none"
+    `following` are the passes that finish the program, by which a budget's peak is predicted, and `reserved_copies`
+    how many copies of the parameters live outside of the program (optimizer state of a step in microbatches).
+    """
+
+    policy: Literal["none", "full", "selective", "every_n", "budget"] = "none"
     regather: bool = True
+    save: tuple[str, ...] = SAVE
+    every_n: int = 2
+    budget_bytes: int | None = None
+    modules: Mapping[str, Action] = field(default_factory=dict)
+    ops: Mapping[str, Action] = field(default_factory=dict)
+    following: tuple[ir.Pass, ...] = ()
+    reserved_copies: int = 0
     name: str = "remat"
     requires: frozenset[str] = frozenset({"joint"})
     establishes: frozenset[str] = frozenset({"remat"})
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
-        if self.policy not in ("none", "full"):
-            raise ir.Refused("remat", None, f"passes.remat.policy: {self.policy!r} is not one of none, full")
-        before = saved_bytes(program)
-        program = program.copy()
-        layers = region_values(program, self.regions(program))
+        if self.policy not in POLICIES:
+            raise ir.Refused("remat", None, f"passes.remat.policy: {self.policy!r} is not one of {', '.join(POLICIES)}")
+        before, notes = saved_bytes(program), []
         gathers = weights_to_regather(program) if self.regather else set()
-        clones = recompute(program, gathers | {node for node, reason in layers.items() if not reason})
+        reasons = self.reasons(program)
+        chosen = {node for node, reason in reasons.items() if not reason}
+        if self.policy == "budget":
+            if self.budget_bytes is None:
+                raise ir.Refused("remat", None, "passes.remat.budget_gib: policy=budget needs it, the GiB of a rank")
+            fitted = fit(program, ctx, chosen, self.budget_bytes, partial(self.peak, program, ctx, gathers))
+            reasons |= dict.fromkeys(chosen - fitted.chosen, "within the budget")
+            chosen, notes = fitted.chosen, [fitted.note]
+        program, clones, copies = rewrite(program, gathers | chosen)
+        saved = set(saved_nodes(program))
+        kept = Counter(reason for node, reason in reasons.items() if copies[node] in saved)
+        notes += [f"kept of what is recomputed, {reason}: {count}" for reason, count in sorted(kept.items())]
         repeated = sum(node.target in WEIGHT_GATHERS for node in clones)
-        kept = Counter(layers[node] for node in saved_nodes(program) if node in layers)
-        notes = [f"kept of what is recomputed, {reason}: {count}" for reason, count in sorted(kept.items())]
         if self.regather and not repeated:
             notes.append("passes.remat.regather: the backward needs no gathered parameter, 0 gathers are repeated")
         counts = {
@@ -192,17 +112,81 @@ class Remat:
         }
         return replace(program, facts=program.facts | self.establishes), ir.Report(counts, tuple(notes))
 
-    def regions(self, program: ir.Program) -> dict[fx.Node, str]:
-        """The region that each operator is recomputed with: its layer if asked for, else the model's own mark."""
-        marked = {node: ir.checkpoint(node) for node in program.calls()}
-        if self.policy == "none":
-            return marked
-        layers = regions(program)
-        if not any(layers.values()):
+    def peak(self, program: ir.Program, ctx: ir.Context, gathers: set[fx.Node], chosen: set[fx.Node]) -> int:
+        """Predicted peak bytes of the finished program if the backward computes the chosen nodes again."""
+        copied, _, _ = rewrite(program, gathers | chosen)
+        copied = replace(copied, facts=copied.facts | self.establishes)
+        for step in self.following:
+            copied, _ = step(copied, ctx)
+        swept = sweep(copied, ctx)
+        parameters = [n for n, i in zip(copied.placeholders(), copied.inputs) if i.kind == "parameter"]
+        reserved = self.reserved_copies * sum(ir.example(node).nbytes for node in parameters)
+        return peak_memory(copied, swept).bytes + reserved
+
+    # -- which nodes ------------------------------------------------------------------------------
+
+    def reasons(self, program: ir.Program) -> dict[fx.Node, str]:
+        """Every forward node that may be recomputed, with the reason to keep it (an empty string: recompute it)."""
+        layers, written = regions(program), near_writes(program)
+        if self.policy != "none" and not any(layers.values()):
             raise ir.Refused(
                 "remat",
                 None,
-                "passes.remat.policy=full recomputes repeated layers (layers.0, "
-                "layers.1, ...), the model has none; set passes.remat.policy=none",
+                f"passes.remat.policy={self.policy} recomputes repeated layers (layers.0, layers.1, ...), "
+                "the model has none; set passes.remat.policy=none",
             )
-        return {node: layers[node] or marked[node] for node in program.calls()}
+        covered = set(self.covered(list(dict.fromkeys(filter(None, layers.values())))))
+        region = {n: layers[n] if layers[n] in covered else ir.checkpoint(n) or layers[n] for n in layers}
+        found, matched = {}, set[str]()
+        for node in program.calls():
+            if ir.phase(node) != "forward":
+                continue
+            asked = self.override(node, matched)
+            by_policy = self.by_policy(node) if layers[node] in covered else "" if ir.checkpoint(node) else None
+            reason = {"save": "asked for", "recompute": ""}.get(asked or "", by_policy)
+            if reason is None:
+                continue
+            once = why_once(node, written)
+            if once == "communication" and asked == "recompute":
+                once = ""
+            found[node] = once or ("leaves its region" if leaves(node, region) else "") or reason
+        if unmatched := [p for p in (*self.modules, *self.ops) if p not in matched]:
+            option = "modules" if unmatched[0] in self.modules else "ops"
+            what = "module" if option == "modules" else "operator of the forward"
+            raise ir.Refused("remat", None, f"passes.remat.{option}: no {what} is named like {unmatched[0]!r}")
+        return found
+
+    def override(self, node: fx.Node, matched: set[str]) -> Action | None:
+        """What `modules` or `ops` say of the node; patterns that say something are added to `matched`."""
+        path, name = ir.module_path(node), operator_name(node)
+        by_module = [p for p in self.modules if within(path, p)]
+        by_op = [p for p in self.ops if fnmatchcase(name, p)]
+        matched.update(by_module, by_op)
+        if by_module:
+            return self.modules[by_module[0]]
+        return self.ops[by_op[0]] if by_op else None
+
+    def covered(self, layers: list[str]) -> list[str]:
+        """The layers that the policy speaks of."""
+        return [] if self.policy == "none" else layers[:: self.every_n] if self.policy == "every_n" else layers
+
+    def by_policy(self, node: fx.Node) -> str:
+        """Why the policy keeps the node of a layer, an empty string if it recomputes it."""
+        keeps = self.policy == "selective" and any(fnmatchcase(operator_name(node), p) for p in self.save)
+        return "selected" if keeps else ""
+
+
+def leaves(node: fx.Node, region: Mapping[fx.Node, str]) -> bool:
+    """Whether the forward uses the node outside of its region."""
+    return any(
+        user.op == "output" or ir.phase(user) == "forward" and region[user] != region[node] for user in node.users
+    )
+
+
+def rewrite(
+    program: ir.Program, chosen: set[fx.Node]
+) -> tuple[ir.Program, dict[fx.Node, fx.Node], dict[fx.Node, fx.Node]]:
+    """A program in which the backward computes the chosen nodes again; its clones, and its copy of each node."""
+    copied = program.copy()
+    copies = dict(zip(program.graph.nodes, copied.graph.nodes, strict=True))
+    return copied, recompute(copied, {copies[node] for node in chosen}), copies

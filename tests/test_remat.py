@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import operator
+import re
 
 import pytest
 import torch
 from joint_programs import Tiny, body, count, equal, joint, plain, run
 
 from passes import boundary, ir
+from passes.accounting import peak_memory
 from passes.printer import print_program
+from passes.recompute import COMMUNICATION, is_random, saved_nodes
 from passes.regions import layer_paths, region_of, regions
-from passes.remat import COMMUNICATION, Remat, is_random, saved_nodes
+from passes.remat import Remat, operator_name
 from passes.spec import Spec
+from passes.sweep import sweep
 
 aten = torch.ops.aten
 FSDP = (("dp_shard", 2),)
@@ -174,7 +179,11 @@ def test_regather_of_nothing_is_reported():
 def test_recomputed_values_are_the_same_bits_and_the_input_is_left_alone(mesh):
     program, ctx = joint(mesh)
     text = print_program(program)
-    for rewrite in (Remat("none"), Remat("full"), Remat("full", regather=False)):
+    again = {"ops": {"all_gather": "recompute"}} if mesh else {}
+    policies = [Remat("none"), Remat("full"), Remat("full", regather=False), Remat("selective"), Remat("every_n"),
+                Remat("selective", save=()), Remat("none", modules={"blocks.1": "recompute"}),
+                Remat("full", ops={"*attention*": "save"}), Remat("full", **again), Remat("budget", budget_bytes=12_000)]
+    for rewrite in policies:
         result, _ = rewrite(program, ctx)
         result.graph.lint()
         assert equal(run(result, ctx), plain(mesh))
@@ -198,6 +207,102 @@ def test_a_layer_keeps_less_than_a_third():
         return four - two
 
     assert 0 < 3 * bytes_of_two_layers("full") < bytes_of_two_layers("none")
+
+
+def kept_ops(remat: Remat, mesh=(), n_blocks: int = 2) -> dict[str, set[str]]:
+    """The operators whose results a block keeps for the backward, by block."""
+    program, _ = remat(*joint(mesh, n_blocks))
+    found: dict[str, set[str]] = {}
+    for node in saved_nodes(program):
+        block = ".".join(ir.module_path(node).split(".")[:2])
+        found.setdefault(block, set()).add(operator_name(node))
+    return found
+
+
+def test_selective_keeps_also_products_and_attention():
+    full, selective = (kept_ops(Remat(policy))["blocks.1"] for policy in ("full", "selective"))
+    assert not any("attention" in name for name in full)
+    added = selective - full
+    assert any("attention" in name for name in added) and added & {"mm", "linear", "addmm", "bmm", "matmul"}
+    assert "gelu" not in selective
+
+
+def test_what_selective_keeps_is_a_table():
+    assert "gelu" in kept_ops(Remat("selective", save=("gelu",)))["blocks.1"]
+
+
+def test_every_n_recomputes_every_nth_layer():
+    kept, none, full = (kept_ops(r, n_blocks=4) for r in (Remat("every_n", every_n=3), Remat("none"), Remat("full")))
+    assert [kept[f"blocks.{i}"] == full[f"blocks.{i}"] for i in range(4)] == [True, False, False, True]
+    assert kept["blocks.1"] == none["blocks.1"]
+
+
+def test_a_module_pattern_prevails_over_an_operator_pattern_and_both_over_the_policy():
+    asked = Remat("full", modules={"blocks.1": "save"}, ops={"gelu": "save"})
+    kept = kept_ops(asked)
+    assert "gelu" in kept["blocks.0"] and not any("attention" in name for name in kept["blocks.0"])
+    assert kept["blocks.1"] == kept_ops(Remat("none"))["blocks.1"]
+    asked = Remat("none", modules={"blocks.0": "recompute"})
+    assert kept_ops(asked)["blocks.0"] == kept_ops(Remat("full"))["blocks.0"]
+
+
+def test_communication_is_repeated_where_asked():
+    mesh = (("tp", 2),)
+    once, again = (Remat("full", ops=ops)(*joint(mesh))[0] for ops in ({}, {"all_gather": "recompute"}))
+    assert count(again, boundary.all_gather, "backward") > count(once, boundary.all_gather, "backward")
+
+
+@pytest.mark.parametrize(("option", "what"), [("modules", "module"), ("ops", "operator of the forward")])
+def test_a_pattern_that_matches_nothing_is_refused(option, what):
+    with pytest.raises(ir.Refused, match=rf"passes.remat.{option}: no {what} is named like 'blokcs.\*'"):
+        Remat("full", **{option: {"blokcs.*": "save"}})(*joint())
+
+
+# ---- a budget --------------------------------------------------------------------------------------
+
+
+@functools.cache
+def peaks() -> tuple[int, int]:
+    """Predicted peak bytes of four layers with all of them recomputed, and with none."""
+    program, ctx = joint((), 4)
+    remat = Remat("full")
+    free = {node for node, reason in remat.reasons(program).items() if not reason}
+    return remat.peak(program, ctx, set(), free), remat.peak(program, ctx, set(), set())
+
+
+@pytest.mark.parametrize("part", [0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0])
+def test_a_budget_is_kept_to_and_used(part):
+    least, most = peaks()
+    budget = int(least + part * (most - least))
+    program, ctx = joint((), 4)
+    result, report = Remat("budget", budget_bytes=budget)(program, ctx)
+    found = peak_memory(result, sweep(result, ctx)).bytes
+    assert found <= budget
+    assert report.counts["recomputed"] <= Remat("full")(program, ctx)[1].counts["recomputed"]
+    assert (report.counts["recomputed"] == 0) == (part == 1.0)
+
+
+def test_more_memory_never_repeats_more_work():
+    least, most = peaks()
+    program, ctx = joint((), 4)
+    budgets = [int(least + k / 8 * (most - least)) for k in range(9)]
+    work = [fitted_flops(Remat("budget", budget_bytes=b)(program, ctx)[1].notes[0]) for b in budgets]
+    assert work[0] == max(work) > work[-1] == 0
+
+
+def fitted_flops(note: str) -> int:
+    return int(re.search(r"([\d,]+) FLOPs repeated", note)[1].replace(",", ""))
+
+
+def test_an_impossible_budget_says_what_is_possible():
+    least, _ = peaks()
+    with pytest.raises(ir.Refused, match=f"the least possible for this model, batch and mesh is {least / 2**30:.4g}"):
+        Remat("budget", budget_bytes=least - 1)(*joint((), 4))
+
+
+def test_a_budget_needs_a_number():
+    with pytest.raises(ir.Refused, match="passes.remat.budget_gib: policy=budget needs it"):
+        Remat("budget")(*joint())
 
 
 @pytest.mark.parametrize("policy", ["none", "full"])
