@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from compiler_trainer.errors import UserError
 from compiler_trainer.options import Must, build
+from passes.cast import OPS
 from passes.remat import SAVE
 
 Positive = Annotated[int, Must("be at least 1", lambda n: n >= 1)]
@@ -122,10 +123,16 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class CastConfig:
-    """Dtype in which parameters are used and gradients are reduced; null keeps the master weights' own."""
+    """Dtype in which parameters are used and gradients are reduced; null keeps the master weights' own.
+
+    `ops` are patterns of operators and the least dtype they compute in, `modules` of modules and theirs.
+    """
 
     param_dtype: Dtype | None = None
     reduce_dtype: Dtype | None = None
+    output_dtype: Dtype | None = None  # of what the model hands to the loss
+    ops: dict[str, Dtype] = field(default_factory=OPS.copy)
+    modules: dict[str, Dtype] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from compiler_trainer.config import OptimConfig, PassesConfig, RematConfig
+from compiler_trainer.config import CastConfig, OptimConfig, PassesConfig, RematConfig
 from passes.accumulate import Accumulate, ApplyOnly
 from passes.cast import Cast
 from passes.collectives import Expand
@@ -29,7 +30,7 @@ from passes.schedule import Schedule
 from passes.shard import Shard
 
 Passes = tuple[Pass, ...]
-DTYPES = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES: dict[str | None, Any] = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def build_pipeline(
     reduce_dtype = DTYPES[passes.cast.reduce_dtype]
     shard, remat = passes.shard, passes.remat
     forward = (
-        Cast(masters),
+        build_cast(passes.cast, masters),
         Normalize(),
         Place(shard.plan, shard.min_shard_elements),
         Shard(shard.sequence_parallel, shard.strict, reduce_dtype),
@@ -67,6 +68,12 @@ def build_pipeline(
             "apply": (Joint(), ApplyOnly(), optimize, *finish),
         }
     return Pipeline(forward, (Expand(),), train)
+
+
+def build_cast(cast: CastConfig, masters: Mapping[str, torch.dtype]) -> Cast:
+    """The precision that a configuration asks for."""
+    ops, modules = ({p: DTYPES[d] for p, d in patterns.items()} for patterns in (cast.ops, cast.modules))
+    return Cast(masters, ops, modules, DTYPES[cast.output_dtype])
 
 
 def build_remat(remat: RematConfig, rest: Passes, reserved_copies: int) -> Remat:

@@ -11,6 +11,7 @@ from parameters alone (a cast of a weight, say) and has no module of its own bel
 from __future__ import annotations
 
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 
 from torch import fx
 
@@ -35,6 +36,12 @@ def region_of(path: str, layers: set[str]) -> str:
     parts = path.split(".")
     prefixes = (".".join(parts[: i + 1]) for i in range(len(parts)))
     return next((prefix for prefix in prefixes if prefix in layers), "")
+
+
+def within(path: str, pattern: str) -> bool:
+    """Whether a module path, or a module around it, is named like the pattern."""
+    parts = path.split(".")
+    return any(fnmatchcase(".".join(parts[: i + 1]), pattern) for i in range(len(parts)))
 
 
 def regions(program: ir.Program) -> dict[fx.Node, str]:

@@ -29,7 +29,7 @@ from passes import ir
 from passes.accounting import peak_memory
 from passes.budget import fit
 from passes.recompute import near_writes, recompute, saved_bytes, saved_nodes, why_once
-from passes.regions import WEIGHT_GATHERS, regions, weight_nodes
+from passes.regions import WEIGHT_GATHERS, regions, weight_nodes, within
 from passes.rules import name_of
 from passes.sweep import sweep
 
@@ -55,12 +55,6 @@ def operator_name(node: fx.Node) -> str:
     if node.target is operator.getitem:
         return operator_name(node.args[0])  # type: ignore[arg-type]
     return name_of(node).split("::")[-1]
-
-
-def within(path: str, pattern: str) -> bool:
-    """Whether a module path, or a module around it, is named like the pattern."""
-    parts = path.split(".")
-    return any(fnmatchcase(".".join(parts[: i + 1]), pattern) for i in range(len(parts)))
 
 
 @dataclass(frozen=True)
