@@ -133,6 +133,10 @@ class CastConfig:
     output_dtype: Dtype | None = None  # of what the model hands to the loss
     ops: dict[str, Dtype] = field(default_factory=OPS.copy)
     modules: dict[str, Dtype] = field(default_factory=dict)
+    float8: Literal["tensorwise", "rowwise"] | None = None  # how linear layers are scaled, if they are in float8
+    float8_skip: tuple[str, ...] = ()  # modules that are not
+    float8_min_size: Positive = 16  # of both dims of a weight
+    float8_head: bool = False  # whether the last linear layer is
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compiler_trainer.errors import UserError
-from passes.custom import FUNCTIONS, Function, define, restart
+from passes import custom
 
 
 class Saved:
@@ -39,7 +39,7 @@ class Saved:
 def functions_as_operators() -> Iterator[None]:
     """While on, a call of a custom `autograd.Function` is recorded as an operator of its own, with both bodies."""
     original = torch.autograd.Function.__dict__["apply"]
-    restart()
+    custom.restart()
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__.startswith("torch."):
@@ -93,8 +93,8 @@ def record(cls: Any, args: tuple) -> Any:
     names = list(attributes)
     results = len(out) if isinstance(out, tuple) else 1
     count = results + len(example.saved_tensors) + len(names)
-    op = define("fn", cls.__name__, forward, len(given), count)
-    FUNCTIONS[op] = Function(cls.__name__, forward, backward, results)
+    op = custom.define("fn", cls.__name__, forward, len(given), count)
+    custom.record(op, custom.Function(cls.__name__, forward, backward, results))
     found = op(*given)
     found = found if isinstance(found, (tuple, list)) else (found,)
     return tuple(found[:results]) if isinstance(out, tuple) else found[0]

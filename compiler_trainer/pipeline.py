@@ -1,6 +1,6 @@
 """Configuration in, passes out: read this page first.
 
-    capture -> cast, normalize, place, shard -> joint, remat, optimize, schedule, collectives -> lower
+    capture -> cast, normalize, place, float8, shard -> joint, remat, optimize, schedule, collectives -> lower
 
 `forward` ends in the program that every rank runs to get the loss. Training goes on from there: with one
 microbatch as one `step` program, with several as `accumulate`, run once a microbatch, and `apply`.
@@ -19,6 +19,7 @@ from compiler_trainer.config import CastConfig, OptimConfig, PassesConfig, Remat
 from passes.accumulate import Accumulate, ApplyOnly
 from passes.cast import Cast
 from passes.collectives import Expand
+from passes.float8 import Float8
 from passes.ir import Pass
 from passes.joint import Joint
 from passes.normalize import Normalize
@@ -47,11 +48,12 @@ def build_pipeline(
 ) -> Pipeline:
     """The passes that a configuration asks for; `masters` are the dtypes of the stored parameters."""
     reduce_dtype = DTYPES[passes.cast.reduce_dtype]
-    shard, remat = passes.shard, passes.remat
+    cast, shard, remat = passes.cast, passes.shard, passes.remat
     forward = (
-        build_cast(passes.cast, masters),
+        build_cast(cast, masters),
         Normalize(),
         Place(shard.plan, shard.min_shard_elements),
+        Float8(cast.float8, cast.float8_skip, cast.float8_min_size, cast.float8_head),
         Shard(shard.sequence_parallel, shard.strict, reduce_dtype),
     )
     optimizer = build_optimizer(optim)

@@ -40,8 +40,11 @@ def _all_gather(
     x: Tensor, dim: int, axis: str, parts: int, size: int, dtype: torch.dtype, wire: torch.dtype | None
 ) -> Tensor:
     local = x.to(dtype).movedim(dim, 0).contiguous()
-    full = c10d.wait_tensor(c10d.all_gather_into_tensor(local, parts, axis))
-    return full.narrow(0, 0, size).movedim(0, dim)
+    is_float8 = dtype.itemsize == 1 and dtype.is_floating_point  # which backends do not send: as bytes they do
+    full = c10d.wait_tensor(
+        c10d.all_gather_into_tensor(local.view(torch.uint8) if is_float8 else local, parts, axis)
+    )
+    return (full.view(dtype) if is_float8 else full).narrow(0, 0, size).movedim(0, dim)
 
 
 def _reduce_scatter(x: Tensor, dim: int, axis: str, parts: int, dtype: torch.dtype, wire: torch.dtype | None) -> Tensor:

@@ -155,8 +155,10 @@ class Cast:
             casts.update(n for n in new if is_cast(n))
         if casts:
             refresh(program, ctx)
-        if unmatched := [p for p in self.modules if p not in matched]:
-            raise ir.Refused("cast", None, f"passes.cast.modules: no module is named like {unmatched[0]!r}")
+        for option, patterns in (("module", self.modules), ("op", self.ops.keys() - OPS)):
+            if unmatched := sorted(p for p in patterns if p not in matched):
+                what = "operator" if option == "op" else option
+                raise ir.Refused("cast", None, f"passes.cast.{option}s: no {what} is named like {unmatched[0]!r}")
         return casts
 
     def wanted(self, node: fx.Node, matched: set[str]) -> torch.dtype | None:
@@ -169,12 +171,14 @@ class Cast:
         by_module = next((p for p in self.modules if path and within(path, p)), None)
         if by_module is not None:
             matched.add(by_module)
+        by_op = [p for p in self.ops if fnmatchcase(name_of(node), p)]
+        matched.update(by_op)
         if len(floating) != 1:
             return None
         (now,) = floating
         if by_module is not None:
             return self.modules[by_module] if self.modules[by_module] != now else None
-        widen = [d for p, d in self.ops.items() if fnmatchcase(name_of(node), p)]
+        widen = [self.ops[p] for p in by_op]
         if self.output is not None and not node.meta.get("nn_module_stack"):
             widen.append(self.output)
         return widen[0] if widen and widen[0].itemsize > now.itemsize else None

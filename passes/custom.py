@@ -23,6 +23,7 @@ from passes import ir
 from passes.mesh import Mesh
 from passes.rewrite import splice, trace
 from passes.spec import Spec
+from passes.torch_private import OpOverload
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,9 @@ class Function:
     results: int
 
 
-FUNCTIONS: dict[Any, Function] = {}  # operator of the captured graph -> what it calls
-BODIES: dict[Any, fx.GraphModule] = {}  # operator of a local program -> its local body
+# By name, not by operator: one defined again under its name may be met as either of two objects.
+_FUNCTIONS: dict[str, Function] = {}  # operator of the captured graph -> what it calls
+_BODIES: dict[str, Callable[..., Any]] = {}  # operator of a local program -> its local body
 _numbers = itertools.count()  # within one captured program
 
 
@@ -48,6 +50,21 @@ def restart() -> None:
     """Number operators from 0 again: the same program gets the same names, however many came before it."""
     global _numbers
     _numbers = itertools.count()
+
+
+def function_of(node: fx.Node) -> Function | None:
+    """The custom function that a node of a captured graph calls, if it does."""
+    return _FUNCTIONS.get(node.target.name()) if isinstance(node.target, OpOverload) else None
+
+
+def body_of(node: fx.Node) -> Callable[..., Any] | None:
+    """The local body that a node of a local program stands for, if it does."""
+    return _BODIES.get(node.target.name()) if isinstance(node.target, OpOverload) else None
+
+
+def record(op: Any, function: Function) -> None:
+    """Let an operator of a captured graph stand for a call of the function."""
+    _FUNCTIONS[op.name()] = function
 
 
 def define(namespace: str, name: str, body: Callable[..., Any], tensors: int, results: int) -> Any:
@@ -122,15 +139,20 @@ def place_forward(
         plan = propagate(program)
         return Placed(program, plan, tuple(given), tuple(plan.current(n) for n in program.results()))
 
+    mixed = {axis for axis in mesh.axes if any(spec.state(axis) != "same" for spec in specs)}
     placed = place(specs)
     varied = [
-        with_varying(spec, placeholder, placed, mesh) for spec, placeholder in zip(specs, placed.program.placeholders())
+        with_varying(spec, placeholder, placed, mixed, mesh)
+        for spec, placeholder in zip(specs, placed.program.placeholders())
     ]
     return placed if varied == specs else place(varied)
 
 
-def with_varying(spec: Spec, placeholder: fx.Node, placed: Placed, mesh: Mesh) -> Spec:
-    """The operand's placement, varying on the axes on which all uses in the body want it so."""
+def with_varying(spec: Spec, placeholder: fx.Node, placed: Placed, mixed: set[str], mesh: Mesh) -> Spec:
+    """The operand's placement, varying on `mixed` axes and on those on which all uses in the body want it so.
+
+    On a mixed axis other operands differ by rank, and what the body makes of a copy may meet them.
+    """
     from passes.rules import tensor_operands
 
     wanted = [
@@ -140,7 +162,8 @@ def with_varying(spec: Spec, placeholder: fx.Node, placed: Placed, mesh: Mesh) -
         for i, n in enumerate(tensor_operands(user))
         if n is placeholder
     ]
-    axes = [a for a in mesh.axes if spec.state(a) == "same" and wanted and all(w.state(a) == "varying" for w in wanted)]
+    asked = {a for a in mesh.axes if wanted and all(w.state(a) == "varying" for w in wanted)}
+    axes = [a for a in mesh.axes if spec.state(a) == "same" and a in mixed | asked]
     return replace(spec, varying=(*spec.varying, *axes))
 
 
@@ -161,7 +184,8 @@ def emit(
     gradients = [spec.gradient() for spec in placed.results[: function.results]]
     examples = [ir.example(n) for n in (*operands, *outs, *outs[: function.results])]
     specs = [*placed.operands, *placed.results, *gradients]
-    inputs = [ir.Input(str(i), "batch", spec) for i, spec in enumerate(specs)]
+    kinds = [i.kind for i in placed.program.inputs[: len(operands)]] + ["batch"] * len(specs)
+    inputs = [ir.Input(str(i), kind, spec) for i, (kind, spec) in enumerate(zip(kinds, specs))]
     kept: list[int] = []
 
     def differentiate(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -188,7 +212,7 @@ def local_operator(
     count, wide = len(forward.outputs), len([i for i in backward.inputs if i.kind != "coordinate"])
     op = define("local", function.name, run_forward, operands + len(axes), count)
     back = define("local", f"{function.name}_backward", run_backward, wide + len(axes), len(kept))
-    BODIES[op], BODIES[back] = run_forward, run_backward  # type: ignore[assignment]
+    _BODIES[op.name()], _BODIES[back.name()] = run_forward, run_backward
 
     def setup(ctx: Any, inputs: tuple, output: Any) -> None:
         ctx.save_for_backward(*inputs, *(output if isinstance(output, tuple) else (output,)))
@@ -221,8 +245,8 @@ def inline_functions(program: ir.Program, ctx: ir.Context) -> int:
     """Put the bodies of local functions in line; changes the graph, returns how many there were."""
     count = 0
     for node in list(program.calls()):
-        if node.target in BODIES:
-            body = BODIES[node.target]
+        body = body_of(node)
+        if body is not None:
             inputs = list(node.args)
             with torch.no_grad(), ctx.fake_mode:
                 fresh = [torch.empty_like(ir.example(n)) for n in inputs]  # type: ignore[arg-type]

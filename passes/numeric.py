@@ -20,7 +20,7 @@ from torch import Tensor, fx
 
 from passes import ir
 from passes.collectives import Expand
-from passes.custom import BODIES, FUNCTIONS, Function
+from passes.custom import Function, body_of, function_of
 from passes.mesh import Mesh
 from passes.recompute import is_random
 from passes.simulate import Lockstep, places
@@ -104,7 +104,7 @@ def run(program: ir.Program, ctx: ir.Context, inputs: Mapping[str, Tensor]) -> R
     """The program's results on whole inputs; gradients of its loss are added if it has none yet."""
     if any(draws(node) for node in program.calls()):
         return {}
-    differentiable = "joint" not in program.facts and not any(node.target in BODIES for node in program.calls())
+    differentiable = "joint" not in program.facts and not any(body_of(node) for node in program.calls())
     if "local" not in program.facts:
         program = with_authors_backward(on_one_device(program))
     elif "collectives" not in program.facts:
@@ -153,8 +153,8 @@ def with_authors_backward(program: ir.Program) -> ir.Program:
     """The global program with custom functions that autograd can go back through."""
     program = program.copy()
     for node in program.calls():
-        if node.target in FUNCTIONS:
-            node.target = _call(FUNCTIONS[node.target])
+        if function := function_of(node):
+            node.target = _call(function)
     return program
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from passes import boundary, ir, rewrite
 from passes.atoms import merge_dim, split_dim
 from passes.convert import convert
-from passes.custom import FUNCTIONS, emit
+from passes.custom import emit, function_of
 from passes.mesh import Mesh
 from passes.propagate import Decision, Plan
 from passes.rules import Rule, tensor_operands
@@ -248,8 +248,9 @@ class Partitioner:
 
     def emit_on(self, node: fx.Node, decision: Decision, values: list[fx.Node], results: Sequence[Spec]) -> fx.Node:
         """The operator on local operands, padding made safe first."""
-        if decision.body is not None:
-            return emit(self.builder, node, FUNCTIONS[node.target], decision.body, values, self.propagate, self.body)
+        function = function_of(node)
+        if decision.body is not None and function is not None:
+            return emit(self.builder, node, function, decision.body, values, self.propagate, self.body)
         specs = [replace(spec, fill=ir.spec(v).fill) for spec, v in zip(decision.operands, values)]  # type: ignore
         values = [self.padding(i, v, spec, decision, node) for i, (v, spec) in enumerate(zip(values, specs))]
         if decision.rule.emit is not None:

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from passes import ir
 from passes.atoms import Atoms, merge_dim, refine
-from passes.custom import FUNCTIONS, Placed, place_forward
+from passes.custom import Function, Placed, function_of, place_forward
 from passes.mesh import WEIGHT_AXES, Mesh
 from passes.rules import Rule, opaque, rule_of, tensor_operands
 from passes.spec import Factor, Spec
@@ -82,8 +82,8 @@ class _Sweep:
         operands = tensor_operands(node)
         if all(n in self.plan.weights for n in operands):
             self.plan.weights.add(node)
-        if node.target in FUNCTIONS:
-            self.visit_function(node, operands)
+        if function := function_of(node):
+            self.visit_function(node, function, operands)
             return
         rule = rule_of(node)
         atoms = refine(rule, [self.plan.current(n).dims for n in operands], self.priority(operands), self.mesh)
@@ -94,11 +94,11 @@ class _Sweep:
         is_tuple = not isinstance(ir.value(node), Tensor)
         self.plan.produced[node] = decision.results if is_tuple else decision.results[0]
 
-    def visit_function(self, node: fx.Node, operands: Sequence[fx.Node]) -> None:
+    def visit_function(self, node: fx.Node, function: Function, operands: Sequence[fx.Node]) -> None:
         """Decide a custom function by propagating through its forward body."""
         specs, weights = [self.plan.current(n) for n in operands], [n in self.plan.weights for n in operands]
         inner = partial(propagate, sequence_parallel=self.sequence_parallel, ctx=self.ctx)
-        placed = place_forward(node, FUNCTIONS[node.target], specs, weights, self.mesh, self.ctx, inner)
+        placed = place_forward(node, function, specs, weights, self.mesh, self.ctx, inner)
         decision = Decision(opaque(node), placed.operands, placed.results, placed)
         self.plan.decisions[node] = decision
         self.plan.produced[node] = placed.results if len(placed.results) > 1 else placed.results[0]

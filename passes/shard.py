@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from passes import ir
-from passes.custom import FUNCTIONS
+from passes.custom import function_of
 from passes.partition import Partitioner
 from passes.propagate import propagate
 from passes.rules import has_rule, name_of, tensor_operands
@@ -38,7 +38,7 @@ class Shard:
         unknown = [
             n
             for n in program.calls()
-            if hasattr(n.target, "_schema") and tensor_operands(n) and not has_rule(n) and n.target not in FUNCTIONS
+            if hasattr(n.target, "_schema") and tensor_operands(n) and not has_rule(n) and not function_of(n)
         ]
         if unknown and self.strict:
             raise ir.Refused(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import batches, compile_lockstep, llama, llama_loss, train_step
+from oracle import VOCAB, batches, compile_lockstep, llama, llama_loss, train_step
 from torch import Tensor, nn
 
 from compiler_trainer import UserError
 from compiler_trainer.capture import capture
+from compiler_trainer.config import ModelConfig
+from compiler_trainer.models import Llama
 from passes import ir
 from passes.cast import COPY, OPS, Cast, is_cast
 from passes.rules import name_of
@@ -106,6 +110,11 @@ def test_a_module_that_is_not_there_is_refused():
         cast(modules={"upp.*": F32})
 
 
+def test_an_operator_that_is_not_there_is_refused():
+    with pytest.raises(ir.Refused, match="passes.cast.ops: no operator is named like 'softmaxx'"):
+        cast(ops={"softmaxx": F32})
+
+
 def test_the_report_tables_what_computes_in_which_dtype():
     _, report = cast(ops=WIDE)
     assert "linear computes in bf16: 2" in report.notes and "softmax computes in f32: 2" in report.notes
@@ -117,24 +126,53 @@ def test_a_dtype_that_does_not_exist_is_refused():
         compile_lockstep(llama(), llama_loss, batches()[0], {}, passes={"cast": {"modules": {"layers": "float12"}}})
 
 
-@pytest.mark.parametrize("mesh", [{}, {"dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "tp": 2}], ids=str)
-@pytest.mark.parametrize("policy", ["none", "selective", "full", "every_n"])
-def test_precision_and_recomputation_compose_on_every_mesh(mesh, policy):
-    """bf16 compute trains like fp32 to bf16's accuracy, and recomputation changes no bit of it."""
-    data = batches()
-    masters = dict(llama(2, F32).named_parameters())
-    mixed = {"param_dtype": "bfloat16", "reduce_dtype": "float32", "modules": {"layers.1": "float32"}}
+MESHES = [{}, {"dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "tp": 2}]
+POLICIES = ["none", "selective", "full", "every_n"]
+PRECISIONS = {
+    "fp32": {},
+    "mixed": {"param_dtype": "bfloat16", "reduce_dtype": "float32", "modules": {"layers.1": "float32"}},
+    "rowwise": {"param_dtype": "bfloat16", "reduce_dtype": "float32", "float8": "rowwise"},
+    "tensorwise": {"float8": "tensorwise", "float8_skip": ["layers.0"]},
+}
 
-    def train(cast, remat):
-        passes = {"cast": cast, "remat": {"policy": remat}}
-        step = compile_lockstep(llama(2, F32), llama_loss, data[0], mesh, passes=passes)
-        assert {t.dtype for t in step.state_dict().values()} == {F32}
-        return train_step(step, data)
 
-    found, kept, exact = train(mixed, policy), train(mixed, "none"), train({}, "none")
-    assert masters and found == kept
-    for a, b in zip(found, exact, strict=True):
-        assert a != b and abs(a["loss"] - b["loss"]) < 0.02
+def wide_llama() -> nn.Module:
+    """A Llama whose matrices float8 takes."""
+    torch.manual_seed(0)
+    cfg = ModelConfig(dim=32, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=48, vocab_size=VOCAB)
+    return Llama(cfg)
+
+
+@functools.cache
+def trained(mesh: tuple[tuple[str, int], ...], precision: str, policy: str) -> list[dict[str, float]]:
+    """Metrics of three steps."""
+    passes = {"cast": PRECISIONS[precision], "remat": {"policy": policy}}
+    step = compile_lockstep(wide_llama(), llama_loss, batches()[0], dict(mesh), passes=passes)
+    assert {t.dtype for t in step.state_dict().values()} == {F32}
+    return train_step(step, batches())
+
+
+def check_composition(mesh: dict[str, int], precision: str, policy: str) -> None:
+    """Recomputation changes no bit; the mesh and the precision no more than rounding."""
+    key = tuple(mesh.items())
+    found, alone, exact = trained(key, precision, policy), trained((), precision, "none"), trained((), "fp32", "none")
+    assert found == trained(key, precision, "none")
+    for a, b, c in zip(found, alone, exact, strict=True):
+        assert abs(a["loss"] - b["loss"]) < (1e-5 if precision in ("fp32", "tensorwise") else 1e-2)
+        assert abs(a["loss"] - c["loss"]) < 0.05 and (a != c or precision == "fp32")
+
+
+@pytest.mark.parametrize("precision", ["mixed", "rowwise"])
+def test_precision_and_recomputation_compose_on_a_mesh(precision):
+    check_composition(MESHES[-1], precision, "selective")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_precision_and_policy_composes_on_every_mesh(mesh, precision, policy):
+    check_composition(mesh, precision, policy)
 
 
 def test_wire_bytes_of_gathers_are_halved_by_bf16():

@@ -49,7 +49,8 @@ def published_model(name: str) -> ModelConfig:
     return build(ModelConfig, yaml.safe_load((MODELS / f"{name}.yaml").read_text()))
 
 
-LEAVES = list(leaves(dataclasses.asdict(Config())))
+FREE_NAMES = "passes.cast.ops."  # patterns, not options
+LEAVES = [where for where in leaves(dataclasses.asdict(Config())) if not where.startswith(FREE_NAMES)]
 
 
 @pytest.mark.parametrize("where", LEAVES)

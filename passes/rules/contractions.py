@@ -25,6 +25,12 @@ def linear(node: fx.Node) -> Rule:
     return from_text("...k, nk, n -> ...n; whole k" if biased else "...k, nk -> ...n; sum k; linear 0; linear 1")(node)
 
 
+def scaled_product(node: fx.Node) -> Rule:
+    """A product of float8 matrices; each has one scale, or one a row (column), which its shards share along k."""
+    by_row = ir.example(tensor_operands(node)[2]).dim() > 0
+    return from_text("mk, kn, mi, jn -> mn; sum k" if by_row else "mk, kn, , -> mn; sum k")(node)
+
+
 def matmul(node: fx.Node) -> Rule:
     """matmul with broadcast leading dims."""
     a, b = (tuple(ir.example(n).shape) for n in tensor_operands(node))
@@ -59,4 +65,8 @@ def flops(node: fx.Node) -> int:
 
 def rules() -> dict[str, RuleMaker]:
     """Operator name -> rule, for matrix products."""
-    return {name: from_text(text) for name, text in TABLE.items()} | {"linear": linear, "matmul": matmul}
+    return {name: from_text(text) for name, text in TABLE.items()} | {
+        "linear": linear,
+        "matmul": matmul,
+        "_scaled_mm": scaled_product,
+    }
