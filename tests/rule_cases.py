@@ -47,6 +47,13 @@ def call(name: str, overload: str = "default") -> Callable[..., Any]:
     return getattr(getattr(aten, name), overload)
 
 
+def scaled(a: Tensor, b: Tensor) -> Tensor:
+    """a b^T of small integers, exact in float8, with a scale a row of each."""
+    rows, cols = (torch.arange(1, n + 1, dtype=torch.float32) for n in (a.shape[0], b.shape[0]))
+    a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
+    return aten._scaled_mm.default(a8, b8.t(), rows[:, None], cols[None, :], None, None, torch.float32)
+
+
 def unary(names: str, x: Tensor) -> dict[str, list[Case]]:
     """Functions of one tensor."""
     return {name: [(call(name), (x,))] for name in names.split()}
@@ -122,6 +129,7 @@ POINTWISE: dict[str, list[Case]] = {
 }
 
 CONTRACTIONS: dict[str, list[Case]] = {
+    "_scaled_mm": [(scaled, (whole(9, 8, 7), whole(9, 5, 7))), (scaled, (whole(9, 7, 8), whole(9, 8, 8)))],
     "addmm": [(torch.addmm, (real(7), real(8, 6), real(6, 7))),
               (bound(torch.addmm, beta=0.5, alpha=2), (real(8, 7), real(8, 6), real(6, 7)))],
     "bmm": [(torch.bmm, (real(3, 8, 7), real(3, 7, 5)))],
