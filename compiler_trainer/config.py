@@ -98,6 +98,9 @@ class OptimConfig:
     momentum: OpenFraction = 0.0  # sgd's
     weight_decay: NonNegativeFloat = 0.0
     max_norm: PositiveFloat | None = None
+    state: Literal["float32", "bfloat16", "int8", "float8"] | None = None  # how moments are stored; null: as parameters
+    block: Positive = 256  # entries that share a scale in eight bits
+    stochastic_rounding: bool = False  # of updated bf16 parameters
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ microbatch as one `step` program, with several as `accumulate`, run once a micro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from passes.accumulate import Accumulate, ApplyOnly
 from passes.cast import Cast
 from passes.collectives import Expand
 from passes.float8 import Float8
-from passes.ir import Pass
+from passes.ir import Pass, Program
 from passes.joint import Joint
 from passes.normalize import Normalize
 from passes.optimize import Optimize
@@ -56,17 +56,17 @@ def build_pipeline(
         Float8(cast.float8, cast.float8_skip, cast.float8_min_size, cast.float8_head),
         Shard(shard.sequence_parallel, shard.strict, reduce_dtype),
     )
-    optimizer = build_optimizer(optim)
-    optimize = Optimize(optimizer, optim.max_norm, reduce_dtype, 1 / microbatches)
+    how = (optim.state, optim.block, optim.stochastic_rounding)
+    optimize = Optimize(build_optimizer(optim), optim.max_norm, reduce_dtype, 1 / microbatches, *how)
     finish = (Schedule(passes.schedule.bucket_mib), Expand())
     train: dict[str, Passes]
     if microbatches == 1:
         rest: Passes = (optimize, *finish)
-        train = {"step": (Joint(), build_remat(remat, rest, 0), *rest)}
+        train = {"step": (Joint(), build_remat(remat, rest), *rest)}
     else:
         rest = (Accumulate(), *finish)
         train = {
-            "accumulate": (Joint(), build_remat(remat, rest, len(optimizer.moments)), *rest),
+            "accumulate": (Joint(), build_remat(remat, rest, optimize.state_bytes), *rest),
             "apply": (Joint(), ApplyOnly(), optimize, *finish),
         }
     return Pipeline(forward, (Expand(),), train)
@@ -78,8 +78,8 @@ def build_cast(cast: CastConfig, masters: Mapping[str, torch.dtype]) -> Cast:
     return Cast(masters, ops, modules, DTYPES[cast.output_dtype])
 
 
-def build_remat(remat: RematConfig, rest: Passes, reserved_copies: int) -> Remat:
-    """The recomputation that a configuration asks for; `rest` are the passes that finish its program."""
+def build_remat(remat: RematConfig, rest: Passes, reserved: Callable[[Program], int] = lambda _: 0) -> Remat:
+    """The recomputation that a configuration asks for; `rest` finish its program, `reserved` bytes lie beside it."""
     budget_bytes = None if remat.budget_gib is None else int(remat.budget_gib * 2**30)
     return Remat(
         remat.policy,
@@ -90,7 +90,7 @@ def build_remat(remat: RematConfig, rest: Passes, reserved_copies: int) -> Remat
         remat.modules,
         remat.ops,
         rest,
-        reserved_copies,
+        reserved,
     )
 
 

@@ -41,9 +41,7 @@ def _all_gather(
 ) -> Tensor:
     local = x.to(dtype).movedim(dim, 0).contiguous()
     is_float8 = dtype.itemsize == 1 and dtype.is_floating_point  # which backends do not send: as bytes they do
-    full = c10d.wait_tensor(
-        c10d.all_gather_into_tensor(local.view(torch.uint8) if is_float8 else local, parts, axis)
-    )
+    full = c10d.wait_tensor(c10d.all_gather_into_tensor(local.view(torch.uint8) if is_float8 else local, parts, axis))
     return (full.view(dtype) if is_float8 else full).narrow(0, 0, size).movedim(0, dim)
 
 

@@ -12,7 +12,8 @@ norm is that of the full gradient: squares of shards are added over the axes tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +21,10 @@ import torch
 from torch import Tensor, fx
 
 from passes import boundary, ir
+from passes.mesh import Mesh
+from passes.moments import Codec, Format, Wide, codec
 from passes.optimizers import Optimizer, arithmetic
+from passes.random import global_index, uniform_at
 from passes.rewrite import graft, trace
 from passes.spec import Spec
 
@@ -65,6 +69,29 @@ class Appender:
         return node
 
 
+def coordinates(program: ir.Program, append: Appender) -> tuple[dict[str, fx.Node], list[tuple[fx.Node, ir.Input]]]:
+    """The rank's coordinate on every axis, and those of them that had to be added to the inputs."""
+    given = zip(program.placeholders(), program.inputs)
+    found = {i.name: n for n, i in given if i.kind == "coordinate"}
+    added = []
+    for axis in program.mesh.axes:
+        if axis not in found:
+            device = ir.example(program.placeholders()[0]).device
+            with append.ctx.fake_mode:
+                val = torch.zeros((), dtype=torch.int64, device=device)
+            spec = Spec((), varying=(axis,))
+            found[axis] = append.placeholder(f"place_{axis}", val, spec)
+            added.append((found[axis], ir.Input(axis, "coordinate", spec)))
+    return found, added
+
+
+def round_at_random(x: Tensor, step: Tensor, site: int, index: Tensor) -> Tensor:
+    """f32 -> bf16, up or down with the odds that keep the mean (as torchao.optim's `bf16_stochastic_round`)."""
+    draw = (uniform_at(index, step.to(torch.int64), site) * 2**16).to(torch.int32)
+    bits = (x.view(torch.int32) + draw) & -(2**16)
+    return bits.view(torch.float32).to(torch.bfloat16)
+
+
 def reduce_gradient(append: Appender, gradient: fx.Node, spec: Spec, wire: torch.dtype | None) -> fx.Node:
     """The gradient with its partial sums completed, one `psum` an axis."""
     dtype = ir.example(gradient).dtype
@@ -93,13 +120,17 @@ class Optimize:
     """Complete the step: outputs become the loss (if the program has one) and the gradient norm.
 
     Gradients are reduced in `reduce_dtype` (None: their own), scaled by `scale` and clipped to `max_norm`
-    (None: not clipped).
+    (None: not clipped). Moments are stored as `state` says (None: in the parameter's dtype), eight bits with a scale
+    every `block` entries. `stochastic`: bf16 parameters are rounded at random, keyed by step and global index.
     """
 
     optimizer: Optimizer
     max_norm: float | None = None
     reduce_dtype: torch.dtype | None = None
     scale: float = 1.0
+    state: Format | None = None
+    block: int = 256
+    stochastic: bool = False
     name: str = "optimize"
     requires: frozenset[str] = frozenset({"joint"})
     establishes: frozenset[str] = frozenset({"step"})
@@ -115,16 +146,42 @@ class Optimize:
         scalars = [self.scalar(append, name, program) for name in ("lr", "step")]
         lr, step = (node for node, _ in scalars)
         step_now = append.call("count", lambda s: s + 1, step)
-        moments = [self.moment_inputs(append, *parameters[name]) for name in names]
-        for name, gradient, kept in zip(names, reduced, moments):
-            self.apply(append, parameters[name][0], gradient, [n for n, _ in kept], lr, step_now, factor)
+        places, added = coordinates(program, append) if self.stochastic else ({}, [])
+        added += scalars
+        for site, (name, gradient) in enumerate(zip(names, reduced)):
+            update = Update(self, program.mesh, parameters[name][1], ir.example(parameters[name][0]).dtype, site)
+            added += update.append(append, parameters[name][0], gradient, lr, step_now, factor, places)
         append.write(step, step_now)
         for total in (n for n, i in zip(program.placeholders(), program.inputs) if i.kind == "gradient"):
             append.write(total, append.call("clear", torch.zeros_like, total))
-        added = [*scalars, *(pair for kept in moments for pair in kept)]
-        inputs = (*program.inputs, *(i for _, i in added))
+        order = {node: k for k, node in enumerate(program.placeholders())}
+        inputs = (*program.inputs, *(i for _, i in sorted(added, key=lambda pair: order[pair[0]])))
         program = self.finish(program, append, inputs, norm)
-        return program, ir.Report({"parameters": len(names), "moments": sum(map(len, moments))})
+        return program, self.report(program, [parameters[name] for name in names])
+
+    def report(self, program: ir.Program, parameters: Sequence[tuple[fx.Node, ir.Input]]) -> ir.Report:
+        """How many parameters and moments there are; refuses what changes nothing, names what is stored otherwise."""
+        notes = []
+        if self.state in ("int8", "float8"):
+            updates = [Update(self, program.mesh, given, ir.example(node).dtype) for node, given in parameters]
+            wide = [u.given.name for u in updates if any(isinstance(c, Wide) for c in u.codecs)]
+            if len(wide) == len(parameters):
+                fix = f"no parameter has rows of whole blocks of {self.block}; use a smaller optim.block or no state"
+                raise ir.Refused("optimize", None, f"optim.state={self.state}: {fix}")
+            if wide:
+                notes.append(f"moments stored in fp32, small or their rows are not whole blocks: {', '.join(wide)}")
+        if self.stochastic and all(ir.example(node).dtype != torch.bfloat16 for node, _ in parameters):
+            fix = "no parameter is stored in bfloat16; set train.dtype=bfloat16"
+            raise ir.Refused("optimize", None, f"optim.stochastic_rounding: {fix}")
+        counts = {"parameters": len(parameters), "moments": len(parameters) * len(self.optimizer.moments)}
+        return ir.Report(counts, tuple(notes))
+
+    def state_bytes(self, program: ir.Program) -> int:
+        """Bytes of the moments of all parameters of a program on one rank."""
+        given = [(n, i) for n, i in zip(program.placeholders(), program.inputs) if i.kind == "parameter"]
+        updates = (Update(self, program.mesh, i, ir.example(n).dtype) for n, i in given)
+        parts = (part for u in updates for c in u.codecs for part in c.parts(u.spec, program.mesh))
+        return sum(math.prod(shape) * dtype.itemsize for _, shape, dtype, _ in parts)
 
     def clip(self, append: Appender, gradients, specs) -> tuple[fx.Node, fx.Node]:
         """(norm of the scaled gradients, factor to scale each by), both 0-d."""
@@ -143,38 +200,6 @@ class Optimize:
         kind = "scalar" if name == "lr" else "moment"
         return append.placeholder(name, val, Spec(())), ir.Input(name, kind, Spec(()))  # type: ignore[arg-type]
 
-    def moment_inputs(self, append: Appender, parameter: fx.Node, given: ir.Input) -> list[tuple[fx.Node, ir.Input]]:
-        """The optimizer state of one parameter, placed as it is."""
-        spec = replace(given.spec, varying=())
-        found = []
-        for moment in self.optimizer.moments:
-            val = ir.example(parameter).new_empty(ir.example(parameter).shape)
-            node = append.placeholder(f"{moment}_{parameter.name}", val, spec)
-            found.append((node, ir.Input(f"{moment}.{given.name}", "moment", spec)))
-        return found
-
-    def apply(
-        self,
-        append: Appender,
-        parameter: fx.Node,
-        gradient: fx.Node,
-        moments: list[fx.Node],
-        lr: fx.Node,
-        step: fx.Node,
-        factor: fx.Node,
-    ) -> None:
-        """Update one parameter and its moments in place."""
-
-        def update(p, g, lr, step, factor, *kept):
-            wide = arithmetic(p.dtype)
-            new, new_kept = self.optimizer.update(p, g.to(wide) * factor.to(wide), kept, lr, step)
-            return new.to(p.dtype), *(n.to(k.dtype) for n, k in zip(new_kept, kept))
-
-        new, *new_moments = append.call("update", update, parameter, gradient, lr, step, factor, *moments)
-        append.write(parameter, new)
-        for moment, value in zip(moments, new_moments):
-            append.write(moment, value)
-
     def finish(self, program: ir.Program, append: Appender, inputs, norm: fx.Node) -> ir.Program:
         """Return the loss and the norm; new values of buffers are stored in place."""
         given = {i.name: n for n, i in zip(program.placeholders(), inputs) if i.kind == "buffer"}
@@ -190,3 +215,67 @@ class Optimize:
         program.graph.output_node().args = (tuple(results),)
         program.module.recompile()
         return replace(program, inputs=tuple(inputs), outputs=tuple(outputs), facts=program.facts | self.establishes)
+
+
+@dataclass(frozen=True)
+class Update:
+    """The update of one parameter; `site` tells its random numbers from those of others."""
+
+    how: Optimize
+    mesh: Mesh
+    given: ir.Input
+    dtype: torch.dtype
+    site: int = 0
+
+    @property
+    def spec(self) -> Spec:
+        """How parameter and moments are stored."""
+        return replace(self.given.spec, varying=())
+
+    @property
+    def codecs(self) -> list[Codec]:
+        """How each moment is stored."""
+        kinds = self.how.optimizer.moments
+        return [codec(self.how.state, m.signed, self.how.block, self.dtype, self.spec, self.mesh) for m in kinds]
+
+    def append(
+        self,
+        append: Appender,
+        parameter: fx.Node,
+        gradient: fx.Node,
+        lr: fx.Node,
+        step: fx.Node,
+        factor: fx.Node,
+        places: Mapping[str, fx.Node],
+    ) -> list[tuple[fx.Node, ir.Input]]:
+        """Change the parameter and its moments in place; returns the inputs added for these."""
+        stored = [self.inputs(append, m.name, c, parameter) for m, c in zip(self.how.optimizer.moments, self.codecs)]
+        kept = [node for parts in stored for node, _ in parts]
+        at_random = self.how.stochastic and self.dtype == torch.bfloat16
+        axes = [axis for axis in self.mesh.axes if axis in self.spec.sharded] if at_random else []
+
+        def update(p, g, lr, step, factor, *rest):
+            wide = arithmetic(p.dtype)
+            state, at = list(rest[: len(kept)]), dict(zip(axes, rest[len(kept) :]))
+            moments = tuple(c.decode([state.pop(0) for _ in parts]) for c, parts in zip(self.codecs, stored))
+            new, moments = self.how.optimizer.update(p, g.to(wide) * factor.to(wide), moments, lr, step)
+            if at_random:
+                new = round_at_random(new, step, self.site, global_index(self.spec, self.mesh, at, p.device))
+            return new.to(p.dtype), *(part for c, m in zip(self.codecs, moments) for part in c.encode(m))
+
+        key = ("update", self.dtype, tuple(self.codecs), *((self.site, self.spec) if at_random else ()))
+        inputs = (parameter, gradient, lr, step, factor, *kept, *(places[axis] for axis in axes))
+        new, *new_state = append.call(key, update, *inputs)
+        append.write(parameter, new)
+        for node, value in zip(kept, new_state, strict=True):
+            append.write(node, value)
+        return [pair for parts in stored for pair in parts]
+
+    def inputs(self, append: Appender, moment: str, how: Codec, parameter: fx.Node) -> list[tuple[fx.Node, ir.Input]]:
+        """The tensors that one moment is stored in."""
+        found = []
+        for suffix, shape, dtype, spec in how.parts(self.spec, self.mesh):
+            val = ir.example(parameter).new_empty(shape, dtype=dtype)
+            node = append.placeholder(f"{moment}{suffix.replace('.', '_')}_{parameter.name}", val, spec)
+            found.append((node, ir.Input(f"{moment}{suffix}.{self.given.name}", "moment", spec)))
+        return found

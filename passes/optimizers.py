@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,11 +14,18 @@ def arithmetic(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+class Moment(NamedTuple):
+    """State kept an entry of a parameter, zero at first; one that is not `signed` is never negative."""
+
+    name: str
+    signed: bool = True
+
+
 class Optimizer(Protocol):
-    """`moments` names the state kept a parameter, each of its shape and dtype, zero at first."""
+    """`moments` is the state kept a parameter."""
 
     @property
-    def moments(self) -> tuple[str, ...]: ...
+    def moments(self) -> tuple[Moment, ...]: ...
 
     def update(
         self, parameter: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], lr: Tensor, step: Tensor
@@ -34,7 +41,7 @@ class AdamW:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
-    moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+    moments: tuple[Moment, ...] = (Moment("exp_avg"), Moment("exp_avg_sq", signed=False))
 
     def update(self, parameter, gradient, moments, lr, step):
         wide = arithmetic(parameter.dtype)
@@ -56,9 +63,9 @@ class SGD:
     weight_decay: float = 0.0
 
     @property
-    def moments(self) -> tuple[str, ...]:
+    def moments(self) -> tuple[Moment, ...]:
         """The momentum buffer, if there is momentum."""
-        return ("momentum",) if self.momentum else ()
+        return (Moment("momentum"),) if self.momentum else ()
 
     def update(self, parameter, gradient, moments, lr, step):
         wide = arithmetic(parameter.dtype)

@@ -9,12 +9,13 @@ the random operators of the graph. On a shard the indices are computed from the 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from passes import ir
+from passes.mesh import Mesh
 from passes.rules import add_rule
 from passes.rules.base import Rule, tensor_operands
 from passes.rules.pointwise import rule as pointwise_rule
@@ -63,28 +64,32 @@ def _rule(node: fx.Node) -> Rule:
 
 def _emit(builder: Any, node: fx.Node, operands: list[fx.Node], specs: list[Spec], results: list[Spec]) -> fx.Node:
     """The rank's own entries: hashes of their indices in the full tensor."""
-    x, seed = operands
-    index = global_index(builder, specs[0], ir.example(x).device)
-    return builder.trace(lambda index, seed: uniform_at(index, seed, node.args[2]), index, seed)
+    _, seed = operands
+    axes = [axis for axis in builder.mesh.axes if axis in specs[0].sharded]
+
+    def draw(seed: Tensor, *places: Tensor) -> Tensor:
+        index = global_index(specs[0], builder.mesh, dict(zip(axes, places)), seed.device)
+        return uniform_at(index, seed, node.args[2])
+
+    return builder.trace(draw, seed, *(builder.places[axis] for axis in axes))
 
 
-def global_index(builder: Any, spec: Spec, device: torch.device) -> fx.Node:
-    """For every local entry (padding included) its index in the full tensor, int64 of the local shape."""
-    total: fx.Node | None = None
+def global_index(spec: Spec, mesh: Mesh, places: Mapping[str, Tensor], device: torch.device) -> Tensor:
+    """For every local entry (padding included) its index in the full tensor, int64 of the local shape.
+
+    `places` are the rank's coordinates on the axes that shard, 0-d int64.
+    """
+    factors = [f for dim in spec.dims for f in dim]
+    local = [f.local(mesh) for f in factors]
+    total = torch.zeros([1] * len(local), dtype=torch.int64, device=device)
     stride = math.prod(spec.shape)
-    local = [f.local(builder.mesh) for dim in spec.dims for f in dim]
-    for k, factor in enumerate(f for dim in spec.dims for f in dim):
+    for k, factor in enumerate(factors):
         stride //= factor.size
-        index = builder.call(aten.arange.default, (local[k],), {"device": device})
-        if factor.axes:
-            index = builder.call(aten.add.Tensor, (index, builder.window(factor)[0]))
-        index = builder.call(aten.mul.Tensor, (index, stride))
-        index = builder.call(aten.view.default, (index, [-1 if j == k else 1 for j in range(len(local))]))
-        total = index if total is None else builder.call(aten.add.Tensor, (total, index))
-    if total is None:
-        return builder.call(aten.zeros.default, ([],), {"dtype": torch.int64, "device": device})
-    full = builder.call(aten.expand.default, (total, local))
-    return builder.call(aten.reshape.default, (full, list(spec.local_shape(builder.mesh))))
+        index = torch.arange(local[k], device=device)
+        for axis, size in factor.shards(mesh):
+            index = index + places[axis] * -(-size // mesh[axis])
+        total = total + (index * stride).view([-1 if j == k else 1 for j in range(len(local))])
+    return total.reshape(spec.local_shape(mesh))
 
 
 add_rule("ct::uniform", _rule)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -61,8 +61,8 @@ def operator_name(node: fx.Node) -> str:
 class Remat:
     """Recompute in the backward what the policy, the overrides and the model's own marks say.
 
-    `following` are the passes that finish the program, by which a budget's peak is predicted, and `reserved_copies`
-    how many copies of the parameters live outside of the program (optimizer state of a step in microbatches).
+    `following` are the passes that finish the program, by which a budget's peak is predicted, and `reserved`
+    tells the bytes of what lives outside of the program (optimizer state of a step in microbatches).
     """
 
     policy: Literal["none", "full", "selective", "every_n", "budget"] = "none"
@@ -73,7 +73,7 @@ class Remat:
     modules: Mapping[str, Action] = field(default_factory=dict)
     ops: Mapping[str, Action] = field(default_factory=dict)
     following: tuple[ir.Pass, ...] = ()
-    reserved_copies: int = 0
+    reserved: Callable[[ir.Program], int] = lambda program: 0
     name: str = "remat"
     requires: frozenset[str] = frozenset({"joint"})
     establishes: frozenset[str] = frozenset({"remat"})
@@ -113,9 +113,7 @@ class Remat:
         for step in self.following:
             copied, _ = step(copied, ctx)
         swept = sweep(copied, ctx)
-        parameters = [n for n, i in zip(copied.placeholders(), copied.inputs) if i.kind == "parameter"]
-        reserved = self.reserved_copies * sum(ir.example(node).nbytes for node in parameters)
-        return peak_memory(copied, swept).bytes + reserved
+        return peak_memory(copied, swept).bytes + self.reserved(copied)
 
     # -- which nodes ------------------------------------------------------------------------------
 

@@ -91,8 +91,7 @@ def rules() -> dict[str, RuleMaker]:
     """Operator name -> rule, for folds and norms."""
     table: dict[str, RuleMaker] = dict.fromkeys(FOLDS, fold)
     table |= dict.fromkeys(
-        "amin kthvalue mean median var std "
-        " argmax argmin prod logsumexp linalg_vector_norm all var_mean".split(),
+        "amin kthvalue mean median var std  argmax argmin prod logsumexp linalg_vector_norm all var_mean".split(),
         whole_fold,
     )
     table |= dict.fromkeys(("max", "min"), extremum)
