@@ -40,9 +40,17 @@ def _all_gather(
     x: Tensor, dim: int, axis: str, parts: int, size: int, dtype: torch.dtype, wire: torch.dtype | None
 ) -> Tensor:
     local = x.to(dtype).movedim(dim, 0).contiguous()
-    is_float8 = dtype.itemsize == 1 and dtype.is_floating_point  # which backends do not send: as bytes they do
-    full = c10d.wait_tensor(c10d.all_gather_into_tensor(local.view(torch.uint8) if is_float8 else local, parts, axis))
-    return (full.view(dtype) if is_float8 else full).narrow(0, 0, size).movedim(0, dim)
+    full = c10d.wait_tensor(c10d.all_gather_into_tensor(_sendable(local), parts, axis))
+    return _received(full, dtype).narrow(0, 0, size).movedim(0, dim)
+
+
+def _sendable(x: Tensor) -> Tensor:
+    """Float8 as bytes: backends send those."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 and x.is_floating_point() else x
+
+
+def _received(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.view(dtype) if x.dtype != dtype else x
 
 
 def _reduce_scatter(x: Tensor, dim: int, axis: str, parts: int, dtype: torch.dtype, wire: torch.dtype | None) -> Tensor:
@@ -90,8 +98,8 @@ def _only_first(x: Tensor, place: Tensor, axis: str) -> Tensor:
 def _all_to_all(x: Tensor, split_dim: int, concat_dim: int, concat_size: int, axis: str, parts: int) -> Tensor:
     pieces = _pad(x, split_dim, parts).unflatten(split_dim, (parts, -1)).movedim(split_dim, 0).contiguous()
     sizes = [1] * parts
-    flat = c10d.wait_tensor(c10d.all_to_all_single(pieces.flatten(1), sizes, sizes, axis))
-    joined = flat.view(pieces.shape).movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1)
+    flat = c10d.wait_tensor(c10d.all_to_all_single(_sendable(pieces.flatten(1)), sizes, sizes, axis))
+    joined = _received(flat, x.dtype).view(pieces.shape).movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1)
     return joined.narrow(concat_dim, 0, concat_size)
 
 

@@ -52,6 +52,12 @@ def sum_together(xs: Sequence[Tensor], axis: str, dtype: torch.dtype, wire: torc
     return [piece.view(x.shape) for piece, x in zip(total.split([x.numel() for x in xs]), xs, strict=True)]
 
 
+def max_together(xs: Sequence[Tensor], axis: str) -> list[Tensor]:
+    """`pmax` of every tensor."""
+    most = boundary.pmax(torch.cat([x.reshape(-1) for x in xs]), axis)
+    return [piece.view(x.shape) for piece, x in zip(most.split([x.numel() for x in xs]), xs, strict=True)]
+
+
 # Steps that change nothing leave no trace in the graph.
 
 

@@ -9,6 +9,7 @@
   layer that uses it begins. Outside of layers they merge where no layer lies between them.
 - Reduce-scatters of gradients merge within a layer, after the last of their operands.
 - Sums of gradients merge in the order in which their operands are produced.
+- Maxima of parameters (scales of float8) merge into one, before the first layer.
 
 A bucket holds up to `bucket_mib` of full (not sharded) values; one value larger than that travels alone. Only
 what precedes the first write into an input is merged, so that nothing is moved across a write. Works on boundary
@@ -25,11 +26,17 @@ from typing import Any
 from torch import Tensor, fx
 
 from passes import boundary, ir
-from passes.bucket import Emitter, gather_together, scatter_together, sum_together
+from passes.bucket import Emitter, gather_together, max_together, scatter_together, sum_together
 from passes.regions import regions, weight_nodes
 from passes.torch_private import OpOverload
 
-KINDS = {boundary.all_gather: "all_gather", boundary.reduce_scatter: "reduce_scatter", boundary.psum: "psum"}
+KINDS = {
+    boundary.all_gather: "all_gather",
+    boundary.reduce_scatter: "reduce_scatter",
+    boundary.psum: "psum",
+    boundary.pmax: "pmax",
+}
+OF_WEIGHTS = frozenset({boundary.all_gather, boundary.pmax})
 REDUCTIONS = frozenset({boundary.reduce_scatter, boundary.psum})
 MIB = 2**20
 
@@ -38,13 +45,13 @@ MIB = 2**20
 
 
 def mergeable(program: ir.Program) -> list[fx.Node]:
-    """Gathers of parameters and reductions of gradients that precede the first write into an input."""
+    """Gathers and maxima of parameters and reductions of gradients that precede the first write into an input."""
     weights, leaving = set(weight_nodes(program)), gradient_nodes(program)
     found = []
     for node in program.calls():
         if writes_input(node):
             break
-        if node.target is boundary.all_gather and node in weights or node.target in REDUCTIONS and node in leaving:
+        if node.target in OF_WEIGHTS and node in weights or node.target in REDUCTIONS and node in leaving:
             found.append(node)
     return found
 
@@ -87,13 +94,14 @@ def groups(program: ir.Program) -> dict[tuple, list[fx.Node]]:
     """Collectives that may travel together, by what they must have in common."""
     members, where = mergeable(program), stretches(program)
     found: dict[tuple, list[fx.Node]] = {}
-    for kinds in (frozenset({boundary.all_gather}), REDUCTIONS):
+    for kinds in ({boundary.all_gather}, {boundary.pmax}, REDUCTIONS):
         own = [node for node in members if node.target in kinds]
         depth = depths(program, set(own))
         for node in sorted(own, key=depth.__getitem__):
-            place = "" if node.target is boundary.psum else where[node]
+            place = "" if node.target in (boundary.psum, boundary.pmax) else where[node]
+            phase = "" if node.target is boundary.pmax else ir.phase(node)
             arrives = None if node.target is boundary.all_gather else ir.example(node.args[0]).dtype  # type: ignore
-            key = (node.target, depth[node], ir.phase(node), place, arrives, *shared_options(node))
+            key = (node.target, depth[node], phase, place, arrives, *shared_options(node))
             found.setdefault(key, []).append(node)
     return found
 
@@ -106,6 +114,8 @@ def shared_options(node: fx.Node) -> tuple:
     if node.target is boundary.reduce_scatter:
         _, _, axis, parts, dtype, wire = node.args
         return axis, parts, dtype, wire
+    if node.target is boundary.pmax:
+        return (node.args[1],)
     _, axis, dtype, wire = node.args
     return axis, dtype, wire
 
@@ -133,7 +143,7 @@ def split_by_bytes(nodes: Sequence[fx.Node], limit_bytes: float) -> Iterator[lis
 def merge(bucket: list[fx.Node], emitter: Emitter) -> None:
     """Replace collectives by one; what it reads comes before it and what uses it after."""
     operands: list[Any] = [node.args[0] for node in bucket]
-    if bucket[0].target is boundary.all_gather:
+    if bucket[0].target in OF_WEIGHTS:
         before = min(bucket)
         for operand in operands:
             move_before(operand, before)
@@ -156,6 +166,8 @@ def together(bucket: list[fx.Node]) -> tuple[Any, tuple]:
     shared = shared_options(bucket[0])
     if bucket[0].target is boundary.psum:
         return sum_together, shared
+    if bucket[0].target is boundary.pmax:
+        return max_together, shared
     dims = tuple(node.args[1] for node in bucket)
     if bucket[0].target is boundary.reduce_scatter:
         return scatter_together, (dims, *shared)

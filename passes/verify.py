@@ -220,10 +220,15 @@ def check_facts(program: ir.Program) -> Iterator[Finding]:
 
 
 def check_expanded(program: ir.Program) -> Iterator[Finding]:
-    """No boundary operator is left."""
+    """No boundary operator is left, and float8 travels as bytes, which every backend sends."""
     for node in program.calls():
         if node.target in boundary.BOUNDARY_OPS:
             yield node, "is a boundary operator, which `collectives` should have expanded"
+        if isinstance(node.target, OpOverload) and node.target.namespace == "_c10d_functional":
+            dtypes = {x.dtype for x in map(ir.value, node.all_input_nodes) if isinstance(x, torch.Tensor)}
+            for dtype in dtypes:
+                if dtype.is_floating_point and dtype.itemsize == 1:
+                    yield node, f"sends {dtype}, which backends do not; send its bytes as uint8"
 
 
 def check_gradients(program: ir.Program) -> Iterator[Finding]:

@@ -89,6 +89,13 @@ def test_float8_travels():
     assert weights < sent("rowwise", "bfloat16") <= weights + 4 * (48 + 32)
 
 
+def test_scales_of_weights_are_reduced_in_one_collective():
+    """Tensorwise, `up` and `down` forward and `down` backward."""
+    passes = compiled((("dp_shard", 2),), "tensorwise").report["passes"]
+    report = next(p["report"] for p in passes if p["name"] == "schedule" and p["program"] == "step")
+    assert any("3 pmax as one, 12 bytes" in note for note in report["notes"]), report["notes"]
+
+
 def refused(**cast) -> str:
     with pytest.raises(UserError) as caught:
         compile_lockstep(Pair(cast.pop("width", 48)), loss_fn, data()[0], {}, passes={"cast": cast})

@@ -80,7 +80,8 @@ def test_any_dim_remainder_and_dtype_give_the_same_bits(parts, dtype):
         full = tiny.call(boundary.all_gather, inputs[name], dim, "dp_shard", parts, shape[dim], dtype, None)
         partial = tiny.call(aten.mul.Tensor, full, full, phase="backward")
         summed = tiny.call(boundary.psum, partial, "dp_shard", F32, F32, phase="optimizer")
-        results += [full, scatter(tiny, partial, dim, parts), summed]
+        most = tiny.call(boundary.pmax, inputs[name], "dp_shard")
+        results += [full, scatter(tiny, partial, dim, parts), summed, most]
     program = tiny.program(*results)
     merged, report = Schedule()(program, tiny.ctx)
     assert equal(run_on(merged, tiny.ctx, values), run_on(program, tiny.ctx, values))

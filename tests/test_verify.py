@@ -278,6 +278,17 @@ def test_a_boundary_operator_left_after_expansion_is_found():
           "is a boundary operator, which `collectives` should have expanded")
 
 
+def test_float8_that_travels_as_such_is_found():
+    small = Small(tp=2)
+    x = small.input("x", cut((4,)), "batch")
+    small8 = small.call(aten._to_copy.default, x, spec=cut((4,)), dtype=torch.float8_e4m3fn)
+    sent = small.call(c10d.all_gather_into_tensor.default, small8, 2, "tp")
+    done = small.call(c10d.wait_tensor.default, sent)
+    where = small.program([("metric", "out", done, cut((8,)))])
+    where = replace(where, facts=where.facts | {"collectives"})
+    found(lambda where: where, (where, small.ctx), "all_gather_into_tensor_default", "send its bytes as uint8")
+
+
 def test_all_to_all_has_a_piece_for_every_rank():
     small = Small(tp=2)
     x = small.input("x", cut((3,)), "batch")
