@@ -159,13 +159,13 @@ class RematConfig:
     `save` lists the operators whose results `selective` keeps; `modules` and `ops` say otherwise of some, by patterns.
     """
 
-    policy: Literal["none", "full", "selective", "every_n", "budget"] = "none"
+    policy: Literal["none", "full", "selective", "every_n", "budget", "offload"] = "none"
     regather: bool = True
     save: tuple[str, ...] = SAVE
     every_n: Positive = 2  # `every_n` recomputes every n-th layer
     budget_gib: PositiveFloat | None = None  # peak memory of a rank, state included
-    modules: dict[str, Literal["save", "recompute"]] = field(default_factory=dict)
-    ops: dict[str, Literal["save", "recompute"]] = field(default_factory=dict)
+    modules: dict[str, Literal["save", "recompute", "offload"]] = field(default_factory=dict)
+    ops: dict[str, Literal["save", "recompute", "offload"]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

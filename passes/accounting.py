@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from passes import ir
 from passes.mesh import Mesh
 from passes.sweep import Sweep, Value, map_values, tensors
-from passes.torch_private import OpOverload
+from passes.torch_private import OpOverload, ao
 
 aten = torch.ops.aten
 
@@ -193,8 +193,10 @@ class Peak:
 def peak_memory(program: ir.Program, swept: Sweep) -> Peak:
     """Where most memory is alive: inputs live throughout, the rest from birth to last use.
 
-    An estimate: memory that a kernel uses inside, and what an allocator wastes, is not in the graph.
+    An estimate: memory that a kernel uses inside, and what an allocator wastes, is not in the graph; nor is host memory
+    that values are offloaded to counted.
     """
+    hosted = set().union(*(swept.storages(n) for n in program.calls() if n.target is ao.offload.default))
     nodes = list(program.graph.nodes)
     born: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -207,6 +209,8 @@ def peak_memory(program: ir.Program, swept: Sweep) -> Peak:
         for s in swept.storages(node):
             born[s], last[s] = 0, len(nodes) - 1
     change = [0] * (len(nodes) + 1)
+    for s in hosted:
+        del born[s]
     for s, i in born.items():
         change[i] += swept.storage_bytes[s]
         change[last[s] + 1] -= swept.storage_bytes[s]

@@ -4,12 +4,13 @@
     full        of each layer keep what enters it
     selective   of each layer keep also the results of the operators in `save`
     every_n     `full` for every n-th layer, the others keep everything
+    offload     keep of each layer what `none` keeps, in host memory (`passes/offload.py`)
     budget      of each layer keep what costs most to compute again, within `budget_bytes` (`passes/budget.py`)
 
 Layers are found in the module paths that nodes carry. Whatever the policy: calls of `torch.utils.checkpoint` in the
 model are recomputed; results of communication (repeated only where `ops` asks for it) and of random operators (they
 would draw again) are kept, and so is what is near a write in place. `modules` and `ops` map patterns of module paths
-and operator names to `save` or `recompute` and prevail over the policy, modules over operators.
+and operator names to `save`, `recompute` or `offload` and prevail over the policy, modules over operators.
 `regather` repeats the gathers of sharded parameters (ZeRO-3; without it gathered weights are kept, ZeRO-2).
 """
 
@@ -28,13 +29,15 @@ from torch import fx
 from passes import ir
 from passes.accounting import peak_memory
 from passes.budget import fit
-from passes.recompute import near_writes, recompute, saved_bytes, saved_nodes, why_once
+from passes.offload import offload
+from passes.recompute import near_writes, recompute, saved_bytes, saved_nodes, storages, why_once
 from passes.regions import WEIGHT_GATHERS, regions, weight_nodes, within
 from passes.rules import name_of
 from passes.sweep import sweep
 
-Action = Literal["save", "recompute"]
-POLICIES = ("none", "full", "selective", "every_n", "budget")
+Action = Literal["save", "recompute", "offload"]
+POLICIES = ("none", "full", "selective", "every_n", "budget", "offload")
+OFFLOADED = "offloaded"  # the reason of what is kept in host memory
 # Products and attention: the most time for the bytes of their results.
 SAVE = ("linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "_scaled_mm", "convolution", "*attention*")
 
@@ -65,7 +68,7 @@ class Remat:
     tells the bytes of what lives outside of the program (optimizer state of a step in microbatches).
     """
 
-    policy: Literal["none", "full", "selective", "every_n", "budget"] = "none"
+    policy: Literal["none", "full", "selective", "every_n", "budget", "offload"] = "none"
     regather: bool = True
     save: tuple[str, ...] = SAVE
     every_n: int = 2
@@ -92,6 +95,7 @@ class Remat:
             reasons |= dict.fromkeys(chosen - fitted.chosen, "within the budget")
             chosen, notes = fitted.chosen, [fitted.note]
         program, clones, copies = rewrite(program, gathers | chosen)
+        away = offload(program, {copies[node] for node, reason in reasons.items() if reason == OFFLOADED}, ctx)
         saved = set(saved_nodes(program))
         kept = Counter(reason for node, reason in reasons.items() if copies[node] in saved)
         notes += [f"kept of what is recomputed, {reason}: {count}" for reason, count in sorted(kept.items())]
@@ -103,6 +107,7 @@ class Remat:
             "regathered": repeated,
             "saved_bytes_before": before,
             "saved_bytes_after": saved_bytes(program),
+            "offloaded_bytes": away,
         }
         return replace(program, facts=program.facts | self.establishes), ir.Report(counts, tuple(notes))
 
@@ -135,10 +140,13 @@ class Remat:
                 continue
             asked = self.override(node, matched)
             by_policy = self.by_policy(node) if layers[node] in covered else "" if ir.checkpoint(node) else None
-            reason = {"save": "asked for", "recompute": ""}.get(asked or "", by_policy)
+            reason = {"save": "asked for", "recompute": "", "offload": OFFLOADED}.get(asked or "", by_policy)
             if reason is None:
                 continue
             once = why_once(node, written)
+            if reason == OFFLOADED:
+                found[node] = "written in place" if node in written else "" if is_view(node) else OFFLOADED
+                continue
             if once == "communication" and asked == "recompute":
                 once = ""
             found[node] = once or ("leaves its region" if leaves(node, region) else "") or reason
@@ -164,8 +172,16 @@ class Remat:
 
     def by_policy(self, node: fx.Node) -> str:
         """Why the policy keeps the node of a layer, an empty string if it recomputes it."""
+        if self.policy == "offload":
+            return OFFLOADED
         keeps = self.policy == "selective" and any(fnmatchcase(operator_name(node), p) for p in self.save)
         return "selected" if keeps else ""
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the operator's result is its operand's memory: computed again from that, it costs nothing."""
+    operands = {id(s) for n in node.all_input_nodes for s in storages(n)}
+    return why_once(node, set()) == "" and any(id(s) in operands for s in storages(node))
 
 
 def leaves(node: fx.Node, region: Mapping[fx.Node, str]) -> bool:

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, fx
 from torch._decomp import core_aten_decompositions
+from torch._functorch._activation_offloading import offload_ops  # noqa: F401, registers ao::offload and its kin
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
 from torch._guards import TracingContext, tracing
 from torch._logging import trace_structured
@@ -24,6 +25,7 @@ __all__ = [
     "FakeTensorMode",
     "GuardOnDataDependentSymNode",
     "OpOverload",
+    "ao",
     "c10d",
     "checkpoints_inside",
     "compile_inner",
@@ -34,6 +36,7 @@ __all__ = [
     "trace_artifact",
 ]
 
+ao = torch.ops.ao
 c10d = torch.ops._c10d_functional
 
 

@@ -111,7 +111,8 @@ def run_on(program: ir.Program, ctx: ir.Context, values: dict[str, Tensor]) -> l
 class Tiny:
     """Writes a program node by node."""
 
-    def __init__(self, **mesh: int):
+    def __init__(self, device: str = "cpu", **mesh: int):
+        self.device = device
         self.mesh, self.ctx, self.graph = Mesh.of(mesh), ir.Context(FakeTensorMode()), fx.Graph()
         self.inputs: list[ir.Input] = []
 
@@ -119,7 +120,7 @@ class Tiny:
         """A placeholder of fp32."""
         node = self.graph.placeholder(name)
         with self.ctx.fake_mode:
-            ir.set_value(node, torch.empty(spec.local_shape(self.mesh)))
+            ir.set_value(node, torch.empty(spec.local_shape(self.mesh), device=self.device))
         self.inputs.append(ir.Input(name, kind, spec))
         return node
 

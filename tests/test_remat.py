@@ -18,6 +18,7 @@ from passes.regions import layer_paths, region_of, regions
 from passes.remat import Remat, operator_name
 from passes.spec import Spec
 from passes.sweep import sweep
+from passes.torch_private import ao
 
 aten = torch.ops.aten
 FSDP = (("dp_shard", 2),)
@@ -66,9 +67,9 @@ def test_backward_nodes_lie_in_the_layer_they_differentiate():
 # ---- small graphs ----------------------------------------------------------------------------------
 
 
-def two_layers(activation=aten.silu.default) -> tuple[ir.Program, ir.Context]:
+def two_layers(activation=aten.silu.default, device: str = "cpu") -> tuple[ir.Program, ir.Context]:
     """Two layers of an activation and a sharded weight, and their backward."""
-    tiny = Tiny(dp_shard=2)
+    tiny = Tiny(device, dp_shard=2)
     x, *weights = tiny.input("x", WHOLE, "batch"), *(tiny.input(f"w{i}", WHOLE) for i in range(2))
     kept = []
     for i, w in enumerate(weights):
@@ -78,10 +79,10 @@ def two_layers(activation=aten.silu.default) -> tuple[ir.Program, ir.Context]:
         x = tiny.call(aten.matmul.default, y, tiny.call(aten.slice.Tensor, full, 0, 0, 4, module=f"layers.{i}"),
                       module=f"layers.{i}")
     gradient = tiny.call(aten.ones_like.default, tiny.call(aten.neg.default, x), phase="backward")
-    for y, full in reversed(kept):
-        gradient = tiny.call(aten.mul.Tensor, gradient, y, phase="backward")
-        total = tiny.call(aten.sum.default, full, phase="backward")
-        gradient = tiny.call(aten.add.Tensor, gradient, total, phase="backward")
+    for i, (y, full) in reversed(list(enumerate(kept))):
+        backward = {"phase": "backward", "module": f"layers.{i}"}
+        product = tiny.call(aten.mul.Tensor, gradient, y, **backward)
+        gradient = tiny.call(aten.add.Tensor, product, tiny.call(aten.sum.default, full, **backward), **backward)
     return tiny.program(gradient), tiny.ctx
 
 
@@ -115,7 +116,7 @@ def test_a_layer_is_recomputed_right_before_its_backward():
 %add_1 = add.Tensor(%mul_1, %sum_2)"""
     square, gathered = 4 * 4 * 4, 4 * 8 * 4  # bytes; neg is read by ones_like, matmul enters a layer
     assert report.counts == {"recomputed": 4, "regathered": 2, "saved_bytes_before": 3 * square + 2 * gathered,
-                             "saved_bytes_after": 2 * square}
+                             "saved_bytes_after": 2 * square, "offloaded_bytes": 0}
 
 
 def test_gathered_weights_are_kept_without_regather():
@@ -182,7 +183,8 @@ def test_recomputed_values_are_the_same_bits_and_the_input_is_left_alone(mesh):
     again = {"ops": {"all_gather": "recompute"}} if mesh else {}
     policies = [Remat("none"), Remat("full"), Remat("full", regather=False), Remat("selective"), Remat("every_n"),
                 Remat("selective", save=()), Remat("none", modules={"blocks.1": "recompute"}),
-                Remat("full", ops={"*attention*": "save"}), Remat("full", **again), Remat("budget", budget_bytes=12_000)]
+                Remat("full", ops={"*attention*": "save"}), Remat("full", **again), Remat("budget", budget_bytes=12_000),
+                Remat("offload"), Remat("full", modules={"blocks.0": "offload"}), Remat("none", ops={"*attention*": "offload"})]
     for rewrite in policies:
         result, _ = rewrite(program, ctx)
         result.graph.lint()
@@ -250,6 +252,50 @@ def test_communication_is_repeated_where_asked():
     mesh = (("tp", 2),)
     once, again = (Remat("full", ops=ops)(*joint(mesh))[0] for ops in ({}, {"all_gather": "recompute"}))
     assert count(again, boundary.all_gather, "backward") > count(once, boundary.all_gather, "backward")
+
+
+def test_offloaded_values_leave_after_the_forward_and_return_a_layer_ahead():
+    program, report = Remat("offload")(*joint(n_blocks=3))
+    nodes = list(program.graph.nodes)
+    copies = [n for n in program.calls() if n.target is aten.clone.default and ir.phase(n) == "backward"]
+    assert copies and report.counts["offloaded_bytes"] > 0
+    for back in copies:
+        (host,) = back.all_input_nodes
+        (source,) = host.all_input_nodes
+        assert not any(ir.phase(u) == "backward" for u in source.users)  # the value itself dies with the forward
+        uses = [n for n in source.users if ir.phase(n) == "forward" and n is not host]
+        assert all(nodes.index(u) < nodes.index(host) for u in uses)
+    block = regions(program)
+    returned = {block[n] for n in copies}
+    assert returned == {"blocks.0", "blocks.1", "blocks.2"}
+    first = next(n for n in program.calls() if ir.phase(n) == "backward" and block[n] == "blocks.2")
+    ahead = [n for n in copies if block[n] == "blocks.1"]
+    assert all(nodes.index(n) < nodes.index(last_of(program, block, "blocks.2")) for n in ahead) and first
+
+
+def test_on_cuda_copies_run_on_a_stream_of_their_own():
+    program, ctx = two_layers(device="cuda")
+    program, _ = Remat("offload", regather=False)(program, ctx)
+    silu = next(n for n in program.calls() if n.name == "silu")
+    out = next(n for n in silu.users if n.target is ao.offload.default)
+    host = next(n for n in out.users if n.target is ao.wait_tensor.default)
+    back = next(n for n in host.users if n.target is ao.reload.default)
+    value = next(n for n in back.users if n.target is ao.wait_tensor.default)
+    assert host.args[1] is silu and value.args[1] is host  # whose memory is free then
+    names = [n.name for n in (out, host, back, value)]
+    wanted = ["matmul", names[0], "matmul_1", names[1], "ones_like", names[2], "mul", names[3], "mul_1"]
+    assert [n.name for n in program.calls() if n.name in wanted] == wanted
+    swept = sweep(program, ctx)
+    assert not peak_memory(program, swept).alive & (swept.storages(out) | swept.storages(host))  # the host's, not the GPU's
+
+
+def last_of(program, block, name):
+    return [n for n in program.calls() if ir.phase(n) == "backward" and block[n] == name][-1]
+
+
+def test_most_of_what_none_keeps_is_offloaded():
+    kept = {policy: Remat(policy)(*joint(n_blocks=3))[1].counts for policy in ("none", "offload")}
+    assert kept["offload"]["offloaded_bytes"] > kept["none"]["saved_bytes_after"] / 2
 
 
 @pytest.mark.parametrize(("option", "what"), [("modules", "module"), ("ops", "operator of the forward")])

@@ -14,7 +14,7 @@ import sys
 import time
 from typing import Any
 
-POLICIES = ("none", "every_n", "selective", "full")
+POLICIES = ("none", "every_n", "selective", "full", "offload")
 MIB, GIB = 2**20, 2**30
 
 
