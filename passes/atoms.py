@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from passes.mesh import Mesh
 from passes.rules.base import Names, Rule
 from passes.spec import Dim, Factor
+from passes.spec import pieces as cuts
 
 
 def boundaries(sizes: Iterable[int]) -> list[int]:
@@ -35,7 +36,7 @@ def split_factor(factor: Factor, sizes: Sequence[int], mesh: Mesh) -> list[Facto
     pieces, axes = [], list(factor.axes)
     for size in sizes:
         taken, rest = [], size
-        while axes and rest % mesh[axes[0]] == 0 and rest > 1:
+        while axes and rest % cuts(axes[0], mesh) == 0 and rest > 1:
             rest //= mesh[axes[0]]
             taken.append(axes.pop(0))
         pieces.append(Factor(size, tuple(taken)))

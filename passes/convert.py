@@ -11,7 +11,8 @@ from torch import fx
 
 from passes import boundary, ir
 from passes.atoms import common_sizes, merge_dim, split_dim
-from passes.spec import Dim, Factor, Spec
+from passes.layout import to_natural_order, to_rank_order
+from passes.spec import Dim, Factor, Spec, pieces
 
 aten = torch.ops.aten
 
@@ -125,6 +126,7 @@ class _Steps:
             if how == "max":
                 self.value = self.builder.call(boundary.pmax, (self.value, axis))
             elif i >= 0 and self.flat[k].axes == target["factors"][k].axes[:i]:
+                self.fold(k, axis)
                 args = (self.value, k, axis, self.mesh[axis], dtype, None)
                 self.value = self.builder.call(boundary.reduce_scatter, args)
                 self.pad_with(0.0, k, axis)
@@ -152,6 +154,7 @@ class _Steps:
                 state = self.state(axis)
                 if state not in ("same", "varying") or self.flat[k].axes != want.axes[:i]:
                     continue
+                self.fold(k, axis)
                 op = boundary.take if state == "varying" and self.has_grad else boundary.slice_
                 args = (self.value, self.builder.places[axis], k, axis, self.mesh[axis])
                 self.value = self.builder.call(op, args)
@@ -162,7 +165,7 @@ class _Steps:
         """Factor `k` was cut on the axis, new padding holding `fill`."""
         before = self.flat[k]
         self.set_axes(k, (*before.axes, axis))
-        if before.local(self.mesh) % self.mesh[axis] and self.fill != fill:
+        if before.local(self.mesh) % pieces(axis, self.mesh) and self.fill != fill:
             self.fill = None if any(f.padded(self.mesh) for j, f in enumerate(self.flat) if j != k) else fill
 
     def gather(self, target: dict[str, Any]) -> None:
@@ -183,13 +186,15 @@ class _Steps:
         axis = factor.axes[-1]
         size = replace(factor, axes=factor.axes[:-1]).local(self.mesh)
         parts = self.mesh[axis]
+        held = parts * factor.local(self.mesh) if axis in self.mesh.folded else size
         if same:
-            args: tuple = (self.value, self.builder.places[axis], k, axis, parts, size)
+            args: tuple = (self.value, self.builder.places[axis], k, axis, parts, held)
             self.value = self.builder.call(boundary.gather_same, args)
         else:
             value, dtype = self.before_cast()
-            self.value = self.builder.call(boundary.all_gather, (value, k, axis, parts, size, dtype, self.wire))
+            self.value = self.builder.call(boundary.all_gather, (value, k, axis, parts, held, dtype, self.wire))
             self.varying.add(axis)
+        self.unfold(k, axis, size)
         self.set_axes(k, factor.axes[:-1])
 
     def before_cast(self) -> tuple[fx.Node, torch.dtype]:
@@ -199,13 +204,26 @@ class _Steps:
         same_device = is_cast and set(self.value.kwargs) <= {"dtype"}
         return (self.value.args[0], dtype) if same_device and self.has_grad else (self.value, dtype)
 
+    def fold(self, k: int, axis: str) -> None:
+        """Put factor `k`, whole on a folded axis, into the order in which its ranks hold it."""
+        if axis in self.mesh.folded:
+            self.value = self.builder.trace(lambda x: to_rank_order(x, k, self.mesh[axis]), self.value)
+
+    def unfold(self, k: int, axis: str, size: int) -> None:
+        """Put factor `k`, gathered over a folded axis, into its own order."""
+        if axis in self.mesh.folded:
+            self.value = self.builder.trace(lambda x: to_natural_order(x, k, self.mesh[axis], size), self.value)
+
     def move_last(self, k: int, j: int) -> None:
         """Move the innermost axis of factor `k` to factor `j` in one all-to-all."""
         factor = self.flat[k]
         axis = factor.axes[-1]
         size = replace(factor, axes=factor.axes[:-1]).local(self.mesh)
-        args = (self.value, j, k, size, axis, self.mesh[axis])
+        self.fold(j, axis)
+        held = self.mesh[axis] * factor.local(self.mesh) if axis in self.mesh.folded else size
+        args = (self.value, j, k, held, axis, self.mesh[axis])
         self.value = self.builder.call(boundary.all_to_all, args)
+        self.unfold(k, axis, size)
         self.set_axes(k, factor.axes[:-1])
         self.pad_with(0.0, j, axis)
 

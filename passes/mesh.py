@@ -13,9 +13,13 @@ WEIGHT_AXES = ("tp", "ep")  # where weights stay and activations move
 
 @dataclass(frozen=True)
 class Mesh:
-    """Axis sizes in the order of `AXES`, the first axis outermost: rank = ((pp * P1 + dp_replicate) * P2 + ...)."""
+    """Axis sizes in the order of `AXES`, the first axis outermost: rank = ((pp * P1 + dp_replicate) * P2 + ...).
+
+    A rank of a `folded` axis holds two chunks of what the axis shards, head and tail (`passes/layout.py`).
+    """
 
     sizes: tuple[tuple[str, int], ...] = ()
+    folded: frozenset[str] = frozenset()
 
     @staticmethod
     def of(sizes: dict[str, int]) -> Mesh:

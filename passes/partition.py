@@ -15,6 +15,7 @@ from passes import boundary, ir, rewrite
 from passes.atoms import merge_dim, split_dim
 from passes.convert import convert
 from passes.custom import emit, function_of
+from passes.layout import entries
 from passes.mesh import Mesh
 from passes.propagate import Decision, Plan
 from passes.rules import Rule, tensor_operands
@@ -58,21 +59,9 @@ class Builder:
                 ir.copy_origin(node, self.origin)
         return result
 
-    def window(self, factor: Factor) -> tuple[Any, Any]:
-        """(first logical index, valid entries) of this rank's shard of a factor, 0-d int64 nodes."""
-        start: Any = 0
-        valid: Any = factor.size
-        for axis, size in factor.shards(self.mesh):
-            step = -(-size // self.mesh[axis])
-            offset = self.call(aten.mul.Tensor, (self.places[axis], step))
-            start = offset if start == 0 else self.call(aten.add.Tensor, (start, offset))
-            left = (
-                self.call(aten.rsub.Scalar, (offset, valid))
-                if isinstance(valid, int)
-                else self.call(aten.sub.Tensor, (valid, offset))
-            )
-            valid = self.call(aten.clamp.default, (left, 0, step))
-        return start, valid
+    def at(self, factor: Factor) -> list[fx.Node]:
+        """The rank's coordinates on the axes that shard a factor."""
+        return [self.places[axis] for axis in factor.axes]
 
     def fill_padding(self, x: fx.Node, spec: Spec, fill: float, dims: Collection[int] | None = None) -> fx.Node:
         """The tensor with padding (along `dims`; None: all) set to `fill`; its gradient there is zero."""
@@ -98,13 +87,15 @@ class Builder:
         extent = 1
         for f in dim:
             extent *= f.local(self.mesh)
-        index = self.call(aten.arange.default, (extent,), {"device": ir.example(x).device})
-        if inner > 1:
-            index = self.call(aten.floor_divide.default, (index, inner))
-        if inner * factor.local(self.mesh) < extent:
-            index = self.call(aten.remainder.Scalar, (index, factor.local(self.mesh)))
-        valid = self.call(aten.lt.Tensor, (index, self.window(factor)[1]))
-        return self.call(aten.view.default, (valid, [extent if i == d else 1 for i in range(rank)]))
+        device = ir.example(x).device
+
+        def mask(*at: Tensor) -> Tensor:
+            valid = entries(factor, self.mesh, dict(zip(factor.axes, at)), device)[1]
+            shape = (extent // inner // factor.local(self.mesh), factor.local(self.mesh), inner)
+            spread = valid.view(1, -1, 1).expand(shape).reshape(extent)
+            return spread.view([extent if i == d else 1 for i in range(rank)])
+
+        return self.trace(mask, *self.at(factor))
 
 
 def number(fill: float, dtype: torch.dtype) -> float | int | bool:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from passes.layout import entries
 from passes.mesh import Mesh
 from passes.rules import add_rule
 from passes.rules.base import Rule, tensor_operands
@@ -85,9 +86,7 @@ def global_index(spec: Spec, mesh: Mesh, places: Mapping[str, Tensor], device: t
     stride = math.prod(spec.shape)
     for k, factor in enumerate(factors):
         stride //= factor.size
-        index = torch.arange(local[k], device=device)
-        for axis, size in factor.shards(mesh):
-            index = index + places[axis] * -(-size // mesh[axis])
+        index, _ = entries(factor, mesh, places, device)
         total = total + (index * stride).view([-1 if j == k else 1 for j in range(len(local))])
     return total.reshape(spec.local_shape(mesh))
 

@@ -36,33 +36,49 @@ class Factor:
         size = self.size
         for axis in self.axes:
             yield axis, size
-            size = -(-size // mesh[axis])
+            size = share(size, axis, mesh)
 
     def local(self, mesh: Mesh) -> int:
         """Entries on each rank, padding included."""
         size = self.size
         for axis in self.axes:
-            size = -(-size // mesh[axis])
+            size = share(size, axis, mesh)
         return size
 
     def padded(self, mesh: Mesh) -> bool:
         """Whether some rank holds entries beyond the logical end."""
-        return any(size % mesh[axis] for axis, size in self.shards(mesh))
+        return any(size % pieces(axis, mesh) for axis, size in self.shards(mesh))
 
-    def window(self, mesh: Mesh, place: dict[str, int]) -> tuple[int, int]:
-        """(first logical index, valid entries) of the rank at `place`."""
-        start, valid = 0, self.size
+    def runs(self, mesh: Mesh, place: dict[str, int]) -> list[tuple[int, int, int]]:
+        """(first logical index, first local index, length) of the rank's runs of valid entries."""
+        runs = [(0, 0, self.size)]
         for axis, size in self.shards(mesh):
-            step = -(-size // mesh[axis])
-            start += place[axis] * step
-            valid = max(0, min(step, valid - place[axis] * step))
-        return start, valid
+            chunk, local = -(-size // pieces(axis, mesh)), 0
+            cut = []
+            for number in (place[axis], 2 * mesh[axis] - 1 - place[axis]) if axis in mesh.folded else (place[axis],):
+                for start, at, length in runs:
+                    first, last = max(at, number * chunk), min(at + length, (number + 1) * chunk)
+                    if first < last:
+                        cut.append((start + first - at, local + first - number * chunk, last - first))
+                local += chunk
+            runs = cut
+        return runs
 
     def __str__(self) -> str:
         return f"{self.size}@{'@'.join(self.axes)}" if self.axes else str(self.size)
 
 
 Dim = tuple[Factor, ...]
+
+
+def pieces(axis: str, mesh: Mesh) -> int:
+    """Into how many equal chunks an axis cuts what it shards."""
+    return 2 * mesh[axis] if axis in mesh.folded else mesh[axis]
+
+
+def share(size: int, axis: str, mesh: Mesh) -> int:
+    """Entries on each rank of `size` that an axis shards, padding included."""
+    return -(-size // pieces(axis, mesh)) * (2 if axis in mesh.folded else 1)
 
 
 @dataclass(frozen=True)
@@ -143,12 +159,17 @@ def _segments(dim: Dim, mesh: Mesh, place: dict[str, int]) -> list[tuple[int, in
     if not dim:
         return [(0, 0, 1)]
     (head, *tail) = dim
-    start, valid = head.window(mesh, place)
+    runs = head.runs(mesh, place)
     inner, inner_local = math.prod(f.size for f in tail), math.prod(f.local(mesh) for f in tail)
     if not any(f.axes for f in tail):
-        return [(start * inner, 0, valid * inner)] if valid else []
+        return [(start * inner, at * inner, length * inner) for start, at, length in runs]
     rest = _segments(tuple(tail), mesh, place)
-    return [((start + i) * inner + s, i * inner_local + ls, n) for i in range(valid) for s, ls, n in rest]
+    return [
+        ((start + i) * inner + s, (at + i) * inner_local + ls, n)
+        for start, at, length in runs
+        for i in range(length)
+        for s, ls, n in rest
+    ]
 
 
 def boxes(spec: Spec, mesh: Mesh, place: dict[str, int]) -> list[Box]:

@@ -52,6 +52,27 @@ def test_single_dim_on_2_3_and_4_ranks(name: str):
     check_single_dims(name, every_run=True)
 
 
+def check_on_folded_axis(name: str) -> None:
+    """Each dim of each operand in turn, on ranks that hold its head and tail chunks."""
+    fn, tensors = CASES[name][0]
+    for ranks, fill in ((2, None), (3, 0.0)):
+        function = capture(fn, tensors, replace(Mesh.of({"cp": ranks}), folded=frozenset({"cp"})))
+        for i, dim in placements(tensors):
+            check(function, {i: sharded(tensors[i].shape, dim, "cp", fill)})
+
+
+@pytest.mark.parametrize("name", ("add", "cat", "cumsum", "embedding", "gather", "index_select", "layer_norm", "linear", "matmul",
+                                  "scaled_dot_product_attention", "slice", "softmax", "sort", "sum", "view", "where"))
+def test_on_a_folded_axis(name: str):
+    check_on_folded_axis(name)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_every_rule_on_a_folded_axis(name: str):
+    check_on_folded_axis(name)
+
+
 PAIRS = ("add", "addcmul", "bmm", "cat", "embedding", "gather", "linear", "matmul", "mm", "mul", "scaled_dot_product_attention",
          "where")
 

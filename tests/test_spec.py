@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_programs import cut
 
+from passes import layout
 from passes.mesh import Mesh
 from passes.spec import Factor, Spec, boxes, shard, unshard, validate
 
@@ -23,6 +24,7 @@ AXES = ("dp_shard", "cp", "tp")
 def placements(draw, states=("same", "varying", "sum")):
     """A mesh of up to three axes, and a spec of up to three dims, some of several factors; sizes need not divide."""
     mesh = Mesh.of({axis: draw(st.integers(1, 3)) for axis in AXES})
+    mesh = replace(mesh, folded=frozenset({"cp"} & set(mesh.axes)) if draw(st.booleans()) else frozenset())
     dims = [[draw(st.integers(1, 5)) for _ in range(draw(st.integers(0, 2)))] for _ in range(draw(st.integers(0, 3)))]
     slots = [(d, f) for d, sizes in enumerate(dims) for f in range(len(sizes))]
     where = {a: draw(st.sampled_from([None, *slots])) for a in draw(st.permutations(mesh.axes))}
@@ -35,9 +37,19 @@ def placements(draw, states=("same", "varying", "sum")):
 
 
 def owner(index: int, size: int, axes: tuple[str, ...], mesh: Mesh) -> tuple[dict[str, int], int]:
-    """The coordinates that own an entry of a factor and where it lies there: `ceil(n / p)` a rank, axis by axis."""
+    """The coordinates that own an entry of a factor and where it lies there: `ceil(n / p)` a rank, axis by axis.
+
+    On a folded axis rank r owns `ceil(n / 2p)` entries at r and as many at 2p - 1 - r.
+    """
     place: dict[str, int] = {}
     for axis in axes:
+        if axis in mesh.folded:
+            chunk = math.ceil(size / (2 * mesh[axis]))
+            number, index = divmod(index, chunk)
+            is_tail = number >= mesh[axis]
+            place[axis] = 2 * mesh[axis] - 1 - number if is_tail else number
+            index, size = index + is_tail * chunk, 2 * chunk
+            continue
         step = math.ceil(size / mesh[axis])
         place[axis], index, size = index // step, index % step, step
     return place, index
@@ -123,6 +135,30 @@ def test_a_factor_is_padded_if_and_only_if_its_shards_hold_more_than_it(placemen
         held = factor.local(mesh) * math.prod(mesh[axis] for axis in factor.axes)
         assert held >= factor.size
         assert factor.padded(mesh) == (held > factor.size)
+
+
+@pytest.mark.parametrize(("size", "held"), [
+    (8, [[0, 1, 6, 7], [2, 3, 4, 5]]),
+    (7, [[0, 1, 6, -1], [2, 3, 4, 5]]),
+    (5, [[0, 1, -1, -1], [2, 3, 4, -1]]),
+    (1, [[0, -1], [-1, -1]]),
+])
+def test_a_folded_axis_gives_each_rank_head_and_tail(size, held):
+    mesh = replace(Mesh.of({"cp": 2}), folded=frozenset({"cp"}))
+    spec = Spec(((Factor(size, ("cp",)),),), fill=-1)
+    full = torch.arange(size)
+    locals_by_rank = [shard(full, spec, mesh, place) for place in mesh]
+    assert [x.tolist() for x in locals_by_rank] == held
+    assert torch.equal(unshard(locals_by_rank, spec, mesh), full)
+    for place, local in zip(mesh, locals_by_rank):
+        at = {axis: torch.tensor(p) for axis, p in place.items()}
+        index, valid = layout.entries(Factor(size, ("cp",)), mesh, at, full.device)
+        assert torch.equal(torch.where(valid, index, -1), local)
+        where, mine = layout.locate(full, Factor(size, ("cp",)), mesh, at)
+        assert torch.equal(local[where][mine], full[mine]) and int(mine.sum()) == int((local >= 0).sum())
+    ranks = layout.to_rank_order(full + 1, 0, 2) - 1
+    assert torch.equal(ranks, torch.cat(locals_by_rank))
+    assert torch.equal(layout.to_natural_order(ranks, 0, 2, size), full)
 
 
 def test_ranks_may_own_nothing():

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from passes import ir
+from passes.layout import locate
 from passes.rules.base import Names, Rule, RuleMaker, result_shapes, tensor_operands
 from passes.spec import Spec
 
@@ -53,13 +54,10 @@ def emit_embedding(builder, node: fx.Node, operands: list[fx.Node], specs: list[
 
 def local_index(builder, ids: fx.Node, factor) -> tuple[fx.Node, fx.Node]:
     """(ids relative to this rank's shard, clamped into it; which of them lie in it)."""
-    start, valid = builder.window(factor)
-    relative = builder.call(aten.sub.Tensor, (ids, start))
-    mine = builder.call(
-        aten.logical_and.default,
-        (builder.call(aten.ge.Scalar, (relative, 0)), builder.call(aten.lt.Tensor, (relative, valid))),
-    )
-    return builder.call(aten.clamp.default, (relative, 0, factor.local(builder.mesh) - 1)), mine
+    def find(ids: Tensor, *at: Tensor) -> tuple[Tensor, Tensor]:
+        return locate(ids, factor, builder.mesh, dict(zip(factor.axes, at)))
+
+    return builder.trace(find, ids, *builder.at(factor))
 
 
 def gather(node: fx.Node) -> Rule:
