@@ -35,6 +35,7 @@ KINDS = {
     "_c10d_functional::all_reduce": "all_reduce",
     "_c10d_functional::all_reduce_coalesced": "all_reduce",
     "_c10d_functional::all_to_all_single": "all_to_all",
+    "ct::shift": "shift",
 }
 
 # kind -> bytes that a rank sends, of its own n bytes and p ranks, by the ring algorithms
@@ -43,6 +44,7 @@ SENT: dict[str, Callable[[int, int], int]] = {
     "reduce_scatter": lambda n, p: n * (p - 1) // p,
     "all_reduce": lambda n, p: 2 * n * (p - 1) // p,
     "all_to_all": lambda n, p: n * (p - 1) // p,
+    "shift": lambda n, p: n,
 }
 
 

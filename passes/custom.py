@@ -43,13 +43,15 @@ class Function:
 # By name, not by operator: one defined again under its name may be met as either of two objects.
 _FUNCTIONS: dict[str, Function] = {}  # operator of the captured graph -> what it calls
 _BODIES: dict[str, Callable[..., Any]] = {}  # operator of a local program -> its local body
+_COMMUNICATING: set[str] = set()
 _numbers = itertools.count()  # within one captured program
 
 
 def restart() -> None:
     """Number operators from 0 again: the same program gets the same names, however many came before it."""
     global _numbers
-    _numbers = itertools.count()
+    _COMMUNICATING: set[str] = set()
+_numbers = itertools.count()
 
 
 def function_of(node: fx.Node) -> Function | None:
@@ -60,6 +62,18 @@ def function_of(node: fx.Node) -> Function | None:
 def body_of(node: fx.Node) -> Callable[..., Any] | None:
     """The local body that a node of a local program stands for, if it does."""
     return _BODIES.get(node.target.name()) if isinstance(node.target, OpOverload) else None
+
+
+def remember(op: Any, body: Callable[..., Any], communicates: bool = False) -> None:
+    """Let an operator of a local program stand for a body of local operators; say whether these communicate."""
+    _BODIES[op.name()] = body
+    if communicates:
+        _COMMUNICATING.add(op.name())
+
+
+def communicates(node: fx.Node) -> bool:
+    """Whether a node of a local program stands for a body that communicates."""
+    return isinstance(node.target, OpOverload) and node.target.name() in _COMMUNICATING
 
 
 def record(op: Any, function: Function) -> None:
@@ -212,7 +226,8 @@ def local_operator(
     count, wide = len(forward.outputs), len([i for i in backward.inputs if i.kind != "coordinate"])
     op = define("local", function.name, run_forward, operands + len(axes), count)
     back = define("local", f"{function.name}_backward", run_backward, wide + len(axes), len(kept))
-    _BODIES[op.name()], _BODIES[back.name()] = run_forward, run_backward
+    remember(op, run_forward)
+    remember(back, run_backward)
 
     def setup(ctx: Any, inputs: tuple, output: Any) -> None:
         ctx.save_for_backward(*inputs, *(output if isinstance(output, tuple) else (output,)))

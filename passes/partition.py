@@ -32,6 +32,9 @@ class Builder:
         self.places: dict[str, fx.Node] = {}
         self.origin: fx.Node | None = None
         self.masks = 0
+        self.context_method: str = "auto"
+        self.operators: dict[Any, Any] = {}  # local operators made for this program
+        self.notes: list[str] = []
 
     def placeholder(self, name: str, val: Tensor, spec: Spec) -> fx.Node:
         """A graph input."""
@@ -129,10 +132,12 @@ class Partitioner:
         wire: torch.dtype | None,
         propagate: Callable[[ir.Program], Plan],
         differentiable: bool = True,
+        context_method: str = "auto",
     ):
         self.program, self.plan, self.wire = program, plan, wire
         self.propagate, self.differentiable = propagate, differentiable
         self.builder = Builder(program.mesh, ctx)
+        self.builder.context_method = context_method
         self.versions: dict[tuple[fx.Node, Spec], fx.Node] = {}
         self.grads: set[fx.Node] = set()
         self.tuples: dict[Any, fx.Node] = {}

@@ -115,7 +115,7 @@ class _Sweep:
         for i, (dims, held) in enumerate(zip(atoms.operands, atoms.held)):
             for names, factors in zip(dims, held):
                 for name, factor in zip(names, factors or ()):
-                    if axis in factor.axes and atoms.origin(name) not in atoms.rule.whole:
+                    if axis in factor.axes and atoms.rule.may_shard(atoms.origin(name), axis):
                         found.setdefault(name, []).append(i)
         return found
 
@@ -149,7 +149,7 @@ class _Sweep:
             if not partial or self.carries(partial, operands, atoms, axis, choice):
                 continue
             if choice[axis] is None and axis in WEIGHT_AXES and self.sequence_parallel:
-                choice[axis] = self.sequence_atom(operands, atoms, partial)
+                choice[axis] = self.sequence_atom(operands, atoms, partial, axis)
             for i in partial:
                 self.reduce(operands[i], axis, i, atoms, choice[axis])
 
@@ -160,12 +160,12 @@ class _Sweep:
         used_once = all(len(operands[i].users) == 1 for i in partial)
         return used_once and choice[axis] is None and frozenset(partial) in atoms.rule.linear
 
-    def sequence_atom(self, operands: Sequence[fx.Node], atoms: Atoms, partial: set[int]) -> str | None:
+    def sequence_atom(self, operands: Sequence[fx.Node], atoms: Atoms, partial: set[int], axis: str) -> str | None:
         """The atom of the sequence dim of a partial operand, if the rule lets it be sharded."""
         for i in sorted(partial):
             for names, factors in zip(atoms.operands[i], atoms.held[i]):
                 for name, factor in zip(names, factors or ()):
-                    if factor.label == "sequence" and atoms.origin(name) not in atoms.rule.whole:
+                    if factor.label == "sequence" and atoms.rule.may_shard(atoms.origin(name), axis):
                         return name
         return None
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from passes import boundary, ir
+from passes.custom import communicates
 from passes.regions import WEIGHT_GATHERS
 from passes.torch_private import OpOverload
 
@@ -54,7 +55,7 @@ def why_once(node: fx.Node, written: set[fx.Node]) -> str:
         return why_once(node.args[0], written)  # type: ignore[arg-type]
     if not isinstance(node.target, OpOverload):
         return "not an operator"
-    if node.target in COMMUNICATION or node.target.namespace == "_c10d_functional":
+    if node.target in COMMUNICATION or communicates(node) or node.target.namespace == "_c10d_functional":
         return "communication"
     return "random" if is_random(node) else ""
 

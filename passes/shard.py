@@ -17,6 +17,7 @@ from functools import partial
 import torch
 
 from passes import ir
+from passes.context import Method
 from passes.custom import function_of
 from passes.partition import Partitioner
 from passes.propagate import propagate
@@ -25,11 +26,15 @@ from passes.rules import has_rule, name_of, tensor_operands
 
 @dataclass(frozen=True)
 class Shard:
-    """Partition the program; gradients of weights are reduced in `reduce_dtype` (None: their own)."""
+    """Partition the program; gradients of weights are reduced in `reduce_dtype` (None: their own).
+
+    `context` is the method of attention over a sequence that `cp` shards.
+    """
 
     sequence_parallel: bool = True
     strict: bool = False
     reduce_dtype: torch.dtype | None = None
+    context: Method = "auto"
     name: str = "shard"
     requires: frozenset[str] = frozenset({"placed", "normalized"})
     establishes: frozenset[str] = frozenset({"local"})
@@ -48,9 +53,10 @@ class Shard:
                 "passes.rules.add_rule or set passes.shard.strict=false to gather its operands",
             )
         decide = partial(propagate, sequence_parallel=self.sequence_parallel, ctx=ctx)
-        partitioner = Partitioner(program, plan := decide(program), ctx, self.reduce_dtype, decide)
+        partitioner = Partitioner(program, plan := decide(program), ctx, self.reduce_dtype, decide, True, self.context)
         local = partitioner.run()
         notes = [f"%{n.name} ({ir.source(n)}): {name_of(n)} has no rule, its operands are gathered" for n in unknown]
+        notes += partitioner.builder.notes
         notes += [f"%{r.node} ({r.source}): {r.before} -> {r.after}: {r.reason}" for r in partitioner.reshards]
         notes += [f"%{node.name} ({ir.source(node)}): {why}" for (node, _), why in plan.reasons.items()]
         counts = {"reshards": len(partitioner.reshards), "masks": partitioner.builder.masks, "unknown": len(unknown)}

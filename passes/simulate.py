@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from passes import ir
 from passes.mesh import Mesh
+from passes.shift import arrive, shift
 from passes.torch_private import c10d
 
 Values = list[Tensor]
@@ -48,12 +49,17 @@ def _all_to_all(values: Values, outs: list[int], ins: list[int], axis: str) -> V
     return [torch.cat([pieces[j][i] for j in range(len(values))]) for i in range(len(values))]
 
 
+def _shift(values: Values, axis: str) -> Values:
+    return [values[i - 1].clone() for i in range(len(values))]
+
+
 # operator -> what a group's ranks hold after it, from what they held before
 COLLECTIVES: dict[Any, Callable[..., Values]] = {
     c10d.all_gather_into_tensor.default: _all_gather,
     c10d.all_reduce.default: _all_reduce,
     c10d.reduce_scatter_tensor.default: _reduce_scatter,
     c10d.all_to_all_single.default: _all_to_all,
+    shift: _shift,
 }
 
 
@@ -93,7 +99,7 @@ class Lockstep:
         try:
             if node.target in COLLECTIVES:
                 return self.exchange(node, [args for args, _ in given])
-            if node.target is c10d.wait_tensor.default:
+            if node.target in (c10d.wait_tensor.default, arrive):
                 return [args[0] for args, _ in given]
             if "c10d" in str(node.target):
                 raise ValueError(f"{node.target} is not simulated")

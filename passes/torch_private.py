@@ -32,6 +32,7 @@ __all__ = [
     "decomposition",
     "inductor_decompositions",
     "register_axis_group",
+    "resolve_axis_group",
     "setup_stacktrace_preservation_hooks",
     "trace_artifact",
 ]
@@ -111,6 +112,11 @@ def register_axis_group(axis: str, group: Any) -> None:
     """Let functional collectives find a process group under the name of its mesh axis, and none before it."""
     torch._C._distributed_c10d._unregister_process_group(axis)
     torch._C._distributed_c10d._register_process_group(axis, group)
+
+
+def resolve_axis_group(axis: str) -> Any:
+    """The process group registered under the name of a mesh axis."""
+    return torch._C._distributed_c10d._resolve_process_group(axis)
 
 
 def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:

@@ -114,12 +114,12 @@ def _gradients(leaves: Sequence[Tensor], expected: Sequence[Tensor], has_loss: b
 
 
 def check(function: Function, specs: Mapping[int, Spec], tolerance: float = TOLERANCE,
-          sequence_parallel: bool = True) -> ir.Report:
+          sequence_parallel: bool = True, context: str = "auto") -> ir.Report:
     """Run with the numbered tensors placed as given; raises AssertionError naming what differs. The shard report."""
     program, ctx = function.program, function.ctx
     inputs = tuple(replace(given, spec=specs.get(i - 1, given.spec)) for i, given in enumerate(program.inputs))
     program = replace(program, inputs=inputs, facts=program.facts | {"placed"})
-    program, report = Shard(sequence_parallel)(program, ctx)
+    program, report = Shard(sequence_parallel, context=context)(program, ctx)
     if any(o.kind == "loss" for o in program.outputs):
         program, _ = Joint()(program, ctx)
     program, _ = Expand()(program, ctx)

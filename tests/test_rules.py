@@ -56,9 +56,9 @@ def check_on_folded_axis(name: str) -> None:
     """Each dim of each operand in turn, on ranks that hold its head and tail chunks."""
     fn, tensors = CASES[name][0]
     for ranks, fill in ((2, None), (3, 0.0)):
-        function = capture(fn, tensors, replace(Mesh.of({"cp": ranks}), folded=frozenset({"cp"})))
+        function = capture(fn, tensors, replace(Mesh.of({"tp": ranks}), folded=frozenset({"tp"})))
         for i, dim in placements(tensors):
-            check(function, {i: sharded(tensors[i].shape, dim, "cp", fill)})
+            check(function, {i: sharded(tensors[i].shape, dim, fill=fill)})
 
 
 @pytest.mark.parametrize("name", ("add", "cat", "cumsum", "embedding", "gather", "index_select", "layer_norm", "linear", "matmul",

@@ -1,28 +1,46 @@
-"""Attention: heads and batch are free, query and key positions must be whole."""
+"""Attention: batch and heads are free; a sequence that attends to itself may be sharded on `cp`."""
 
 from __future__ import annotations
 
 from torch import fx
 
 from passes import ir
+from passes.context import emit_attention
 from passes.rules.base import Names, Rule, RuleMaker, bind_sizes, result_shapes, tensor_operands
+
+CONTEXT = frozenset({"cp"})
 
 
 def scaled_dot_product_attention(node: fx.Node) -> Rule:
-    """q[..., (g r), q, e], k[..., g, k, e], v[..., g, k, f], mask -> [..., (g r), q, f]; r > 1 under GQA."""
+    """q[..., (g r), s, e], k[..., g, s, e], v[..., g, s, f], mask -> [..., (g r), s, f]; r > 1 under GQA.
+
+    Where keys are not as many as queries, they are whole, and queries free unless a causal mask numbers them.
+    """
     q, k, v, *masks = tensor_operands(node)
     shapes = [tuple(ir.example(n).shape) for n in (q, k, v)]
     rank = len(shapes[0])
     lead = tuple((f"b{i}",) if n != 1 else () for i, n in enumerate(shapes[0][: rank - 3]))
     heads: Names = ("g", "r") if rank >= 4 and shapes[0][-3] != shapes[1][-3] else ("g",)
-    q_dims = (*lead, *([heads] if rank >= 3 else []), ("q",), ("e",))
-    k_dims = (*lead, *([("g",)] if rank >= 3 else []), ("k",), ("e",))
+    itself = rank == 4 and shapes[0][-2] == shapes[1][-2]
+    query, key = ("s", "s") if itself else ("q", "k")
+    q_dims = (*lead, *([heads] if rank >= 3 else []), (query,), ("e",))
+    k_dims = (*lead, *([("g",)] if rank >= 3 else []), (key,), ("e",))
     v_dims = (*k_dims[:-1], ("f",))
     out_dims = (*q_dims[:-1], ("f",))
-    sizes = bind_sizes([q_dims, k_dims, v_dims], [[n for n in s] for s in shapes])
+    sizes = bind_sizes([q_dims, k_dims, v_dims], [[n for n in s] for s in shapes]) | {"k": shapes[1][-2]}
     masks_dims = [_mask_dims(tuple(ir.example(m).shape), (*q_dims[:-1], ("k",)), sizes) for m in masks]
     assert result_shapes(node)[0][-1] == sizes["f"]
-    return Rule((q_dims, k_dims, v_dims, *masks_dims), (out_dims,), sizes, whole=frozenset("qkef"))
+    drops = len(node.args) > 4 and node.args[4] or node.kwargs.get("dropout_p")
+    is_causal = len(node.args) > 5 and node.args[5] or node.kwargs.get("is_causal")
+    numbered = {query} if drops or (is_causal and not itself) else set()
+    return Rule(
+        (q_dims, k_dims, v_dims, *masks_dims),
+        (out_dims,),
+        sizes,
+        whole=frozenset({"k", "e", "f"} | numbered),
+        only={query: CONTEXT},
+        emit=emit_attention,
+    )
 
 
 def _mask_dims(shape: tuple[int, ...], full: tuple[Names, ...], sizes) -> tuple[Names, ...]:

@@ -21,6 +21,7 @@ class Rule:
 
     reduced   factors that vanish: sharded, the result is partial in the way named (sum or max)
     whole     factors that must not be sharded
+    only      factors that may be sharded on these axes alone
     linear    sets of operands in which, jointly, the result is linear: partial sums pass through
     needs     what the padding of a reduced factor must hold in every operand that has it
     fills     from what each operand's padding holds (NaN: it has none) to what the result's does (None: anything)
@@ -35,6 +36,7 @@ class Rule:
     sizes: Mapping[str, int]
     reduced: Mapping[str, str] = field(default_factory=dict)
     whole: frozenset[str] = frozenset()
+    only: Mapping[str, frozenset[str]] = field(default_factory=dict)
     linear: frozenset[frozenset[int]] = frozenset()
     needs: float = 0.0
     fills: Callable[[list[float | None]], float | None] = lambda fills: None
@@ -42,6 +44,11 @@ class Rule:
     moves: bool = False
     resize: Callable[[tuple, tuple[int, ...]], tuple] | None = None
     emit: Callable[..., Any] | None = None
+
+
+    def may_shard(self, factor: str, axis: str) -> bool:
+        """Whether the operator can run with the factor sharded on the axis."""
+        return factor not in self.whole and axis in self.only.get(factor, (axis,))
 
 
 RuleMaker = Callable[[fx.Node], Rule]

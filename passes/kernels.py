@@ -1,0 +1,103 @@
+"""Attention of local blocks with its log-sum-exp, by device: what ring attention is made of.
+
+q[b, (g r), s, e], k[b, g, t, e], v[b, g, t, f]; a mask is additive, in the dtype of q, broadcast over [b, (g r), s, t].
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+class Block(NamedTuple):
+    """What a kernel is told beside its tensors."""
+
+    causal: bool = False
+    scale: float | None = None
+    mask: Tensor | None = None
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """In which results are merged and gradients added: fp64 for fp64, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    """(out[b, h, s, f], lse[b, h, s] in fp32 or wider); a row that sees nothing has zeros and -inf."""
+    run = _flash_cpu if flash_takes(q, v) else _math
+    out, lse = run(q, k, v, block)
+    if block.mask is not None:
+        sees = (block.mask > -math.inf).any(-1)
+        lse = torch.where(sees, lse, -math.inf)
+        out = torch.where(sees.unsqueeze(-1), out, 0.0)
+    return out, lse
+
+
+def backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
+) -> tuple[Tensor, Tensor, Tensor]:
+    """This block's share of the gradients of q, k and v, given the result over all blocks."""
+    run = _flash_cpu_backward if flash_takes(q, v) else _math_backward
+    return run(gradient, q, k, v, out, torch.where(lse > -math.inf, lse, 0.0), block)
+
+
+def flash_takes(q: Tensor, v: Tensor) -> bool:
+    """Whether the flash kernel of the CPU can do it: values as wide as queries."""
+    return q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
+
+
+def _flash_cpu(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    kernel = aten._scaled_dot_product_flash_attention_for_cpu.default
+    out, lse = kernel(q, k, v, 0.0, block.causal, attn_mask=block.mask, scale=block.scale)
+    return out.contiguous(), lse.contiguous()
+
+
+def _flash_cpu_backward(gradient, q, k, v, out, lse, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+    kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    lse = lse.transpose(1, 2).contiguous().transpose(1, 2)  # as the forward kernel leaves it
+    found = kernel(gradient, q, k, v, out, lse, 0.0, block.causal, attn_mask=block.mask, scale=block.scale)
+    return tuple(g.contiguous() for g in found)  # type: ignore[return-value]
+
+
+def _scores(q: Tensor, k: Tensor, block: Block) -> Tensor:
+    """Masked scores in fp32 or wider, [b, g, r, s, t]."""
+    b, h, s, e = q.shape
+    scale = 1 / math.sqrt(e) if block.scale is None else block.scale
+    grouped = q.to(wide(q.dtype)).view(b, k.shape[1], h // k.shape[1], s, e)
+    scores = grouped @ k.to(wide(q.dtype)).unsqueeze(2).transpose(-1, -2) * scale
+    if block.causal:
+        row, column = torch.arange(s, device=q.device)[:, None], torch.arange(k.shape[2], device=q.device)
+        scores = torch.where(row >= column, scores, -math.inf)
+    if block.mask is not None:
+        scores = scores + block.mask.expand(b, h, s, k.shape[2]).view(scores.shape)
+    return scores
+
+
+def _math(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    scores = _scores(q, k, block)
+    lse = scores.logsumexp(-1)
+    weights = (scores - torch.where(lse > -math.inf, lse, 0.0).unsqueeze(-1)).exp()
+    out = weights @ v.to(weights.dtype).unsqueeze(2)
+    b, h, s, _ = q.shape
+    return out.view(b, h, s, v.shape[-1]).to(q.dtype), lse.view(b, h, s)
+
+
+def _math_backward(gradient, q, k, v, out, lse, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+    b, h, s, e = q.shape
+    g, t, f = k.shape[1], k.shape[2], v.shape[-1]
+    scale = 1 / math.sqrt(e) if block.scale is None else block.scale
+    kind = wide(q.dtype)
+    given, found = (x.to(kind).view(b, g, h // g, s, f) for x in (gradient, out))
+    weights = (_scores(q, k, block) - lse.to(kind).view(b, g, h // g, s, 1)).exp()
+    along_v = (weights.transpose(-1, -2) @ given).sum(2)
+    inner = (
+        weights * (given @ v.to(kind).unsqueeze(2).transpose(-1, -2) - (given * found).sum(-1, keepdim=True)) * scale
+    )
+    along_q = (inner @ k.to(kind).unsqueeze(2)).view(b, h, s, e)
+    along_k = (inner.transpose(-1, -2) @ q.to(kind).view(b, g, h // g, s, e)).sum(2)
+    return along_q.to(q.dtype), along_k.view(b, g, t, e).to(k.dtype), along_v.view(b, g, t, f).to(v.dtype)

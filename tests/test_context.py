@@ -1,0 +1,178 @@
+"""Attention over a sharded sequence: by value, forward and gradients, in fp64 on lockstep ranks."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rule_harness import Function, capture, check, sharded
+from torch import Tensor
+
+from passes import ir, kernels
+from passes.kernels import Block
+from passes.mesh import Mesh
+from passes.ring import merge
+from passes.spec import Factor, Spec
+
+F64 = torch.float64
+TOLERANCE = 1e-10
+WIDTH, WINDOW = 4, 5
+HEADS = {"MHA": (4, 4), "GQA": (8, 2), "MQA": (4, 1)}
+SIZES = {"even": 48, "uneven": 37}
+RANKS = (2, 3, 4, 8)
+METHODS = ("ring", "all_gather")
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=F64)
+
+
+def grids(size: int) -> tuple[Tensor, Tensor]:
+    position = torch.arange(size)
+    return position[:, None], position[None, :]
+
+
+def documents(size: int) -> Tensor:
+    """Ids of documents of 1, 2, 3... tokens, two rows that differ."""
+    lengths = torch.repeat_interleave(torch.arange(size), torch.arange(size) + 1)[:size]
+    return torch.stack([lengths, lengths.roll(size // 3).cummax(0)[0]])
+
+
+def mask_of(form: str, size: int) -> Tensor | None:
+    row, column = grids(size)
+    if form == "bool":
+        return ((row * 7 + column * 3) % 5 > 0) & (row != 2)  # one query that sees nothing
+    if form == "document":
+        ids = documents(size)[:, None]
+        return (ids[..., :, None] == ids[..., None, :]) & (row >= column)
+    return (row >= column) & (row - column < WINDOW) if form == "window" else None
+
+
+def attention(inputs: list[Tensor], mesh: Mesh, mask: Tensor | None = None, **options) -> Function:
+    """SDPA of parameters that activations of their shapes are multiplied with, so that `cp` keeps its shards."""
+    masks = [] if mask is None else [mask]
+
+    def run(q, k, v, *rest):
+        q, k, v = (x * unit for x, unit in zip((q, k, v), rest[len(masks):]))
+        return F.scaled_dot_product_attention(q, k, v, *rest[: len(masks)], **options)
+
+    units = [torch.ones(x.shape, dtype=torch.int64) for x in inputs]
+    return capture(run, [*inputs, *masks, *units], mesh, weights=(0, 1, 2))
+
+
+def run(function: Function, place: Callable[[Tensor], Spec], mask: Spec | None = None, context: str = "auto") -> ir.Report:
+    """Check it with queries, keys and values placed so, and a mask."""
+    tensors = function.values[1:]
+    placed = {i: place(tensors[i]) for i in range(3)}
+    at = 3 if mask is None else 4
+    placed |= {at + i: spec for i, spec in placed.items()} | ({} if mask is None else {3: mask})
+    return check(function, placed, TOLERANCE, context=context)
+
+
+@functools.cache
+def captured(form: str, heads: str, size: int, ranks: int):
+    """SDPA of a form, its query, key and value as activations."""
+    h, g = HEADS[heads]
+    mask = mask_of(form, size)
+    inputs = [random(2, h, size, WIDTH), random(2, g, size, WIDTH), random(2, g, size, WIDTH + (heads == "MQA"))]
+    options = {"is_causal": form == "causal", "enable_gqa": h != g, "scale": 0.3}
+    mesh = Mesh.of({"cp": ranks})
+    if form == "causal":
+        mesh = replace(mesh, folded=frozenset({"cp"}))
+    return attention(inputs, mesh, mask, **options)
+
+
+def sequence(x: Tensor) -> Spec:
+    """The sequence sharded on cp, padding garbage."""
+    return sharded(x.shape, x.dim() - 2, "cp", None)
+
+
+def run_case(method: str, form: str, heads: str, size: int, ranks: int):
+    function = captured(form, heads, size, ranks)
+    mask = mask_of(form, size)
+    report = run(function, sequence, None if mask is None else sequence(mask), method)
+    assert any(f": {method} over cp" in note for note in report.notes), report.notes
+
+
+CASES = list(itertools.product(METHODS, ("causal", "full", "bool", "document", "window"), HEADS, SIZES, RANKS))
+EVERY_RUN = [case for i, case in enumerate(CASES) if i % 7 == 0]
+
+
+@pytest.mark.parametrize("case", EVERY_RUN, ids=lambda case: "-".join(map(str, case)))
+def test_attention_over_ranks_is_that_of_one_device(case):
+    method, form, heads, size, ranks = case
+    run_case(method, form, heads, SIZES[size], ranks)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", METHODS)
+def test_every_form_of_attention(method, record_property):
+    cases = [case for case in CASES if case[0] == method]
+    for _, form, heads, size, ranks in cases:
+        run_case(method, form, heads, SIZES[size], ranks)
+    record_property("counted", f"{method}: {len(cases)} cases of (form, heads, size, ranks), forward and gradients, in fp64 to 1e-10")
+
+
+# ---- kernels ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["causal", "full", "bool"])
+def test_kernels_agree(form):
+    """The one of the CPU and the one in plain operators, results and gradients."""
+    q, k, v, gradient = random(2, 4, 6, 4), random(2, 2, 6, 4), random(2, 2, 6, 5), random(2, 4, 6, 5)
+    mask = mask_of(form, 6)
+    block = Block(form == "causal", 0.3, None if mask is None else torch.zeros(1, 1, 6, 6, dtype=F64).masked_fill(~mask, -torch.inf))
+    v = v[..., :4]
+    gradient = gradient[..., :4]
+    (a, la), (b, lb) = kernels._flash_cpu(q, k, v, block), kernels._math(q, k, v, block)
+    seen = torch.ones(6, dtype=torch.bool) if mask is None else mask.any(-1)
+    torch.testing.assert_close(a[:, :, seen], b[:, :, seen], rtol=0, atol=1e-12)
+    torch.testing.assert_close(la[:, :, seen], lb[:, :, seen], rtol=0, atol=1e-12)
+    out, lse = kernels.forward(q, k, v, block)
+    assert torch.equal(lse > -torch.inf, seen.expand(2, 4, 6))
+    given = (gradient, q, k, v, out, torch.where(lse > -torch.inf, lse, 0.0), block)
+    for x, y in zip(kernels._flash_cpu_backward(*given), kernels._math_backward(*given), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
+
+
+def test_merging_with_nothing_changes_nothing():
+    out, lse = random(1, 2, 3, 4), random(1, 2, 3)
+    nothing = torch.zeros_like(out), torch.full_like(lse, -torch.inf)
+    for a, b in (((out, lse), nothing), (nothing, (out, lse))):
+        assert all(torch.equal(x, y) for x, y in zip(merge(a, b), (out, lse), strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(merge(nothing, nothing), nothing, strict=True))
+
+
+# ---- what attention is not of one sequence -----------------------------------------------------------
+
+
+def test_keys_of_another_length_are_gathered():
+    mesh = Mesh.of({"cp": 2})
+    q, k, v = random(2, 4, 10, 4), random(2, 4, 7, 4), random(2, 4, 7, 4)
+    assert not any("ring" in note for note in run(attention([q, k, v], mesh), sequence).notes)
+    assert not any("ring" in note for note in run(attention([q, k, v], mesh, is_causal=True), sequence).notes)
+
+
+def test_a_mask_with_a_gradient_has_it():
+    mesh = Mesh.of({"cp": 2})
+    q, bias = random(2, 4, 10, 4), random(1, 4, 10, 10)
+    report = run(attention([q, q + 1, q + 2], mesh, bias), sequence, Spec.whole(bias.shape), "ring")
+    assert any("all_gather over cp, a mask of numbers may have a gradient" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_batch_heads_and_sequence_shard_together(method):
+    mesh = replace(Mesh.of({"dp_shard": 2, "cp": 2, "tp": 2}), folded=frozenset({"cp"}))
+    q, k = random(3, 8, 11, 4), random(3, 2, 11, 4)
+    heads = {8: (Factor(2, ("tp",)), Factor(4)), 2: (Factor(2, ("tp",)),)}
+
+    def place(x: Tensor) -> Spec:
+        return Spec(((Factor(3, ("dp_shard",)),), heads[x.shape[1]], (Factor(11, ("cp",)),), (Factor(4),)), fill=None)
+
+    report = run(attention([q, k, k + 1], mesh, is_causal=True, enable_gqa=True), place, context=method)
+    assert any(f"{method} over cp" in note for note in report.notes)
