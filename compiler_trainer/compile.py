@@ -83,19 +83,20 @@ def compile_step(
 
     single = captured()
     forward = run("forward", pipeline.forward, single)
+    laid_out = forward.program.mesh  # as placement has it
     programs = {name: run(name, steps, forward) for name, steps in pipeline.train.items()}
     if depends_on_mode(single.program):
         with evaluating(model):
             forward = run("forward_eval", pipeline.forward, captured())
     programs["evaluate"] = run("evaluate", pipeline.evaluate, forward)
     stored_by = [c.program for c in programs.values()]
-    state = initial_state(stored_by, runtime, named, device, values)
+    state = initial_state(stored_by, runtime, laid_out, device, values)
     compiled = {
         name: Compiled(c.program, report.time(f"{name}.lower", partial(runtime.compile, name, *c)))
         for name, c in programs.items()
     }
     evaluation = compiled.pop("evaluate")
-    return Step(runtime, named, compiled, evaluation, state, update.lr, seed, microbatches, device, report.finish())
+    return Step(runtime, laid_out, compiled, evaluation, state, update.lr, seed, microbatches, device, report.finish())
 
 
 class Captured(NamedTuple):

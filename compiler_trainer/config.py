@@ -30,7 +30,6 @@ Dtype = Literal["float32", "bfloat16"]
 
 UNSUPPORTED_AXES = {
     "pp": "pipeline parallelism",
-    "cp": "context parallelism",
     "ep": "expert parallelism",
 }
 
@@ -153,6 +152,13 @@ class ShardConfig:
 
 
 @dataclass(frozen=True)
+class ContextConfig:
+    """How attention runs over a sequence that `mesh.cp` shards: `ring`, `all_gather`, or what suits each call."""
+
+    method: Literal["auto", "ring", "all_gather"] = "auto"
+
+
+@dataclass(frozen=True)
 class RematConfig:
     """What the backward recomputes; `regather` gathers parameters again for it (ZeRO-3, else ZeRO-2).
 
@@ -181,6 +187,7 @@ class PassesConfig:
 
     cast: CastConfig = field(default_factory=CastConfig)
     shard: ShardConfig = field(default_factory=ShardConfig)
+    context: ContextConfig = field(default_factory=ContextConfig)
     remat: RematConfig = field(default_factory=RematConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     verify: Literal["off", "spec", "numeric"] = "spec"

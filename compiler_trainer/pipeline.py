@@ -54,7 +54,7 @@ def build_pipeline(
         Normalize(),
         Place(shard.plan, shard.min_shard_elements),
         Float8(cast.float8, cast.float8_skip, cast.float8_min_size, cast.float8_head),
-        Shard(shard.sequence_parallel, shard.strict, reduce_dtype),
+        Shard(shard.sequence_parallel, shard.strict, reduce_dtype, passes.context.method),
     )
     how = (optim.state, optim.block, optim.stochastic_rounding)
     optimize = Optimize(build_optimizer(optim), optim.max_norm, reduce_dtype, 1 / microbatches, *how)

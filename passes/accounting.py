@@ -15,6 +15,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from passes import ir
 from passes.mesh import Mesh
+from passes.shift import shift
 from passes.sweep import Sweep, Value, map_values, tensors
 from passes.torch_private import OpOverload, ao
 
@@ -129,7 +130,7 @@ def payload_bytes(node: fx.Node, swept: Sweep, mesh: Mesh) -> int:
     """Bytes that a rank brings to a collective, in the dtype that travels, padding included."""
     bound = bind(node)
     operands = [v.layout for v in tensors([swept.values[n] for n in node.all_input_nodes])]
-    if node.target.namespace != "ct":  # type: ignore[union-attr]
+    if node.target.namespace != "ct" or node.target is shift:  # type: ignore[union-attr]
         return sum(layout.size_bytes for layout in operands)
     shape, dtype = list(operands[0].shape), operands[0].dtype
     kind = kind_of(node)

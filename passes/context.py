@@ -16,12 +16,12 @@ from torch import Tensor, fx
 from passes import ir, ring
 from passes.convert import convert
 from passes.layout import entries
+from passes.mesh import SEQUENCE_AXIS as AXIS
 from passes.spec import Spec
 
 aten = torch.ops.aten
 Method = Literal["auto", "ring", "all_gather"]
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-AXIS = "cp"
 
 
 def emit_attention(

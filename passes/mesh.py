@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 BATCH_AXES = ("dp_replicate", "dp_shard")
+SEQUENCE_AXIS = "cp"
 WEIGHT_AXES = ("tp", "ep")  # where weights stay and activations move
 
 

@@ -1,4 +1,4 @@
-"""Say where the inputs live: the batch on the data axes, parameters by plan, the rest of them by FSDP.
+"""Say where the inputs live: the batch on the data axes and `cp`, parameters by plan, the rest of them by FSDP.
 
     tokens                 i64[16, 256]    ->  [16@dp_shard, 256]
     layers.0.wq.weight     f32[256, 256]   ->  [256@tp@dp_shard, 256]
@@ -15,21 +15,32 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
+import torch
+
 from passes import ir
 from passes.infer import Blocks, infer
-from passes.mesh import BATCH_AXES, Mesh
+from passes.mesh import BATCH_AXES, SEQUENCE_AXIS, Mesh
 from passes.spec import Dim, Factor, Spec
 
+aten = torch.ops.aten
 LABELS = ("batch", "sequence")
 
 
 def place_batch(shape: tuple[int, ...], mesh: Mesh) -> Spec:
-    """A batch tensor: rows over the data axes; its dims are known as batch and sequence."""
+    """A batch tensor: rows over the data axes, the sequence over `cp`; its dims are known as batch and sequence."""
     spec = Spec.whole(shape, LABELS)
-    if not shape or shape[0] == 1:
-        return spec
-    axes = tuple(axis for axis in BATCH_AXES if axis in mesh.axes)
-    return replace(spec, dims=((replace(spec.dims[0][0], axes=axes),), *spec.dims[1:]))
+    wanted = [tuple(axis for axis in BATCH_AXES if axis in mesh.axes), tuple({SEQUENCE_AXIS} & set(mesh.axes))]
+    axes = [axes if size > 1 else () for axes, size in zip(wanted, shape)]
+    dims = tuple((replace(dim[0], axes=axes[d]),) if d < len(axes) else dim for d, dim in enumerate(spec.dims))
+    return replace(spec, dims=dims)
+
+
+def fold(program: ir.Program) -> Mesh:
+    """The program's mesh, the sequence axis folded if some attention is causal: its work is even then."""
+    calls = [node for node in program.calls() if node.target is aten.scaled_dot_product_attention.default]
+    causal = any(len(n.args) > 5 and n.args[5] or n.kwargs.get("is_causal") for n in calls)
+    folded = frozenset({SEQUENCE_AXIS} & set(program.mesh.axes)) if causal else frozenset()
+    return replace(program.mesh, folded=folded)
 
 
 def add_axis(dim: Dim, axis: str) -> Dim:
@@ -63,6 +74,7 @@ class Place:
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         unmatched = set(self.plan or ())
         inferred = infer(program, program.mesh["tp"]) if "tp" in program.mesh.axes else {}
+        program = replace(program, mesh=fold(program))
         inputs = tuple(self.place(given, program.mesh, unmatched, inferred) for given in program.inputs)
         if unmatched:
             raise ir.Refused(

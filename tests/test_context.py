@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from oracle import assert_same, batches, compile_lockstep, llama, llama_loss, train_plainly, train_step
 from rule_harness import Function, capture, check, sharded
 from torch import Tensor
 
@@ -176,3 +177,31 @@ def test_batch_heads_and_sequence_shard_together(method):
 
     report = run(attention([q, k, k + 1], mesh, is_causal=True, enable_gqa=True), place, context=method)
     assert any(f"{method} over cp" in note for note in report.notes)
+
+
+# ---- a model ---------------------------------------------------------------------------------------
+
+SETTINGS = [
+    ({"cp": 2}, {}, {}),
+    ({"cp": 3}, {"context": {"method": "all_gather"}}, {}),
+    ({"cp": 4}, {"remat": {"policy": "full"}}, {}),
+    ({"cp": 2, "tp": 2}, {"remat": {"policy": "selective"}}, {}),
+    ({"cp": 2, "dp_shard": 2}, {}, {"microbatches": 5}),
+    ({"dp_replicate": 2, "cp": 2, "tp": 2}, {"context": {"method": "all_gather"}}, {}),
+    ({"dp_shard": 2, "cp": 2, "tp": 2}, {"shard": {"sequence_parallel": False}}, {}),
+]
+
+
+@functools.cache
+def plain(microbatches: int):
+    return train_plainly(llama(2), llama_loss, batches(), microbatches=microbatches)
+
+
+@pytest.mark.parametrize(("mesh", "passes", "options"), SETTINGS, ids=str)
+def test_a_llama_trains_as_on_one_device(mesh, passes, options):
+    """A sequence of 7 that nothing divides, ignored labels, three steps: losses, gradient norms and parameters."""
+    step = compile_lockstep(llama(2), llama_loss, batches()[0], mesh, passes=passes, **options)
+    metrics, state = plain(options.get("microbatches", 1))
+    for found, wanted in zip(train_step(step, batches()), metrics, strict=True):
+        assert_same(found, wanted, 1e-10)
+    assert_same(step.state_dict(), state, 1e-10)

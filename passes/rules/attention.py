@@ -6,9 +6,10 @@ from torch import fx
 
 from passes import ir
 from passes.context import emit_attention
+from passes.mesh import SEQUENCE_AXIS
 from passes.rules.base import Names, Rule, RuleMaker, bind_sizes, result_shapes, tensor_operands
 
-CONTEXT = frozenset({"cp"})
+CONTEXT = frozenset({SEQUENCE_AXIS})
 
 
 def scaled_dot_product_attention(node: fx.Node) -> Rule:

@@ -21,7 +21,6 @@ class Rule:
 
     reduced   factors that vanish: sharded, the result is partial in the way named (sum or max)
     whole     factors that must not be sharded
-    only      factors that may be sharded on these axes alone
     linear    sets of operands in which, jointly, the result is linear: partial sums pass through
     needs     what the padding of a reduced factor must hold in every operand that has it
     fills     from what each operand's padding holds (NaN: it has none) to what the result's does (None: anything)
@@ -29,6 +28,7 @@ class Rule:
     moves     the result is the operand's own entries, rearranged: conversions may hoist above it
     resize    rewrites size arguments for local shapes: (args, local result shape) -> args
     emit      builds the local node where a plain call of the operator is not enough
+    only      factors that may be sharded on these axes alone
     """
 
     operands: tuple[tuple[Names, ...], ...]
@@ -36,7 +36,6 @@ class Rule:
     sizes: Mapping[str, int]
     reduced: Mapping[str, str] = field(default_factory=dict)
     whole: frozenset[str] = frozenset()
-    only: Mapping[str, frozenset[str]] = field(default_factory=dict)
     linear: frozenset[frozenset[int]] = frozenset()
     needs: float = 0.0
     fills: Callable[[list[float | None]], float | None] = lambda fills: None
@@ -44,6 +43,7 @@ class Rule:
     moves: bool = False
     resize: Callable[[tuple, tuple[int, ...]], tuple] | None = None
     emit: Callable[..., Any] | None = None
+    only: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
     def may_shard(self, factor: str, axis: str) -> bool:
