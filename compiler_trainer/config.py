@@ -153,9 +153,9 @@ class ShardConfig:
 
 @dataclass(frozen=True)
 class ContextConfig:
-    """How attention runs over a sequence that `mesh.cp` shards: `ring`, `all_gather`, or what suits each call."""
+    """How attention runs over a sequence that `mesh.cp` shards; auto: what sends least (`passes/context.py`)."""
 
-    method: Literal["auto", "ring", "all_gather"] = "auto"
+    method: Literal["auto", "ring", "all_gather", "ulysses"] = "auto"
 
 
 @dataclass(frozen=True)
