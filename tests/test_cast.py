@@ -127,7 +127,7 @@ def test_a_dtype_that_does_not_exist_is_refused():
 
 
 MESHES = [{}, {"dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "tp": 2}]
-POLICIES = ["none", "selective", "full", "every_n"]
+POLICIES = ["none", "selective", "full", "every_n", "offload"]
 PRECISIONS = {
     "fp32": {},
     "mixed": {"param_dtype": "bfloat16", "reduce_dtype": "float32", "modules": {"layers.1": "float32"}},
