@@ -58,7 +58,7 @@ def two(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    return outcome(4, tmp_path_factory.mktemp("four"), "shard4", "hybrid4", "disagree")
+    return outcome(4, tmp_path_factory.mktemp("four"), "shard4", "hybrid4", "ring4", "disagree")
 
 
 @functools.cache
@@ -87,6 +87,7 @@ def test_two_processes_are_lockstep_bit_for_bit(two, check, mesh):
 @pytest.mark.parametrize(("check", "mesh"), [
     ("shard4", (("dp_shard", 4),)),
     ("hybrid4", (("dp_replicate", 2), ("dp_shard", 2))),
+    ("ring4", (("cp", 4),)),
 ])
 def test_four_processes_are_lockstep_but_for_the_order_of_sums(four, check, mesh):
     for found in four[check]:

@@ -24,7 +24,7 @@ def train(mesh, model=None, loss_fn=llama_loss, data=None, backend="eager"):
     """Metrics of each step and the final full parameters, of all ranks together."""
     model, data = model or llama(dtype=F32), data or batches(rows=6)
     step = compile_step(model, loss_fn, data[0], mesh=mesh, optim=NO_DECAY, lower={"backend": backend},
-                        passes={"verify": "off"})
+                        passes={"verify": "off", "context": {"method": "ring"}})
     metrics = train_step(step, data)
     return {"metrics": metrics, "evaluation": step.evaluate(data[0]), "state": step.state_dict(),
             "hits": torch_private.cache_hits()}
@@ -56,6 +56,7 @@ CHECKS = {
     "replicate2": lambda: train({"dp_replicate": 2}),
     "inductor2": lambda: train({"dp_shard": 2}, perceptron(dtype=F32), squared_error, points(dtype=F32), "inductor"),
     "shard4": lambda: train({"dp_shard": 4}),
+    "ring4": lambda: train({"cp": 4}),
     "hybrid4": lambda: train({"dp_replicate": 2, "dp_shard": 2}),
     "disagree": disagree,
     "raise": raise_on_rank_1,
