@@ -15,6 +15,7 @@ from torch.export import ExportedProgram, export
 from torch.export.graph_signature import InputKind, OutputKind
 
 from compiler_trainer.errors import UserError
+from compiler_trainer.flex import flex_with_gradients, write_out
 from compiler_trainer.functions import functions_as_operators
 from compiler_trainer.hints import checkpoints_as_marks, read_marks
 from passes import ir
@@ -71,11 +72,12 @@ def capture(
     module = _WithLoss(fake_copy(model, mode, device, dtype), loss_fn, keys)
     with mode:
         values = tuple(torch.empty(v.shape, dtype=v.dtype, device=device) for v in batch.values())
-    with functions_as_operators(), checkpoints_as_marks(), warnings.catch_warnings():
+    with functions_as_operators(), checkpoints_as_marks(), flex_with_gradients(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)  # torch 2.13's own use
         exported = _export(module, values)
         detach_regions(exported.graph_module)
         exported = exported.run_decompositions({})
+        write_out(exported.graph_module)
     program = _to_program(exported, keys, model)
     loss = program.results()[[o.kind for o in program.outputs].index("loss")]
     if ir.example(loss).dim() or not ir.example(loss).is_floating_point():
