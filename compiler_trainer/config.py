@@ -170,6 +170,7 @@ class RematConfig:
     save: tuple[str, ...] = SAVE
     every_n: Positive = 2  # `every_n` recomputes every n-th layer
     budget_gib: PositiveFloat | None = None  # peak memory of a rank, state included
+    headroom: OpenFraction = 0.04  # share of it left free: Inductor's buffers come out up to 3 % above the estimate
     modules: dict[str, Literal["save", "recompute", "offload"]] = field(default_factory=dict)
     ops: dict[str, Literal["save", "recompute", "offload"]] = field(default_factory=dict)
 

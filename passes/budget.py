@@ -99,10 +99,12 @@ def fit(
     program: ir.Program,
     ctx: ir.Context,
     free: set[fx.Node],
-    budget_bytes: int,
+    given_bytes: int,
+    headroom: float,
     peak: Callable[[set[fx.Node]], int],
 ) -> Fitted:
-    """The least of `free` to compute again so that the predicted peak stays within the budget."""
+    """The least of `free` to compute again so that the predicted peak leaves `headroom` (a share) of what is given."""
+    budget_bytes = int(given_bytes * (1 - headroom))
     swept = sweep(program, ctx)
     problem = pose(program, swept, free)
     least = peak(free)
@@ -110,8 +112,8 @@ def fit(
         raise ir.Refused(
             "remat",
             None,
-            f"passes.remat.budget_gib: {budget_bytes / GIB:.4g} GiB cannot be reached; the least possible for this "
-            f"model, batch and mesh is {least / GIB:.4g} GiB, with every layer recomputed",
+            f"passes.remat.budget_gib: {given_bytes / GIB:.4g} GiB cannot be reached; the least possible for this "
+            f"model, batch and mesh is {least / (1 - headroom) / GIB:.4g} GiB, with every layer recomputed",
         )
     everything = peak(set())
     best, best_peak = (free, least) if everything > budget_bytes else (set(), everything)
@@ -131,7 +133,7 @@ def fit(
             best, best_peak = chosen, found
     flops = sum(count_flops(node, swept) for node in best)
     note = (
-        f"budget of {budget_bytes / GIB:.4g} GiB: predicted peak {best_peak / GIB:.4g} GiB (least {least / GIB:.4g}, "
+        f"budget of {given_bytes / GIB:.4g} GiB: predicted peak {best_peak / GIB:.4g} GiB (least {least / GIB:.4g}, "
         f"keeping all {everything / GIB:.4g}), {flops:,} FLOPs repeated"
     )
     return Fitted(best, best_peak, note)

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, fx
 
 from passes import boundary, ir, ring
-from passes.convert import convert
 from passes.kernels import wide
 from passes.layout import entries, to_natural_order, to_rank_order
 from passes.mesh import SEQUENCE_AXIS as AXIS
@@ -161,7 +160,7 @@ def gathered_attention(
 def gather(builder: Any, x: fx.Node, spec: Spec) -> fx.Node:
     """A sequence gathered from the ranks that share it, a copy whose gradients are summed."""
     dims = (*spec.dims[:-2], (replace(spec.dims[-2][0], axes=()), *spec.dims[-2][1:]), spec.dims[-1])
-    return convert(builder, x, spec, replace(spec, dims=dims, varying=(*spec.varying, AXIS)), True, None)
+    return builder.convert(x, spec, replace(spec, dims=dims, varying=(*spec.varying, AXIS)), True, None)
 
 
 def ulysses_attention(

@@ -62,6 +62,12 @@ class Builder:
                 ir.copy_origin(node, self.origin)
         return result
 
+    def convert(
+        self, x: fx.Node, before: Spec, after: Spec, has_grad: bool = True, wire: torch.dtype | None = None
+    ) -> fx.Node:
+        """The value in another placement."""
+        return convert(self, x, before, after, has_grad, wire)
+
     def at(self, factor: Factor) -> list[fx.Node]:
         """The rank's coordinates on the axes that shard a factor."""
         return [self.places[axis] for axis in factor.axes]
@@ -315,7 +321,7 @@ class Partitioner:
     def record(self, node: fx.Node, value: fx.Node, before: Spec, after: Spec, reason: str) -> fx.Node:
         """Convert a value and note it as a reshard."""
         is_weight = node in self.plan.weights
-        new = convert(self.builder, value, before, after, node in self.grads, self.wire if is_weight else None)
+        new = self.builder.convert(value, before, after, node in self.grads, self.wire if is_weight else None)
         if new is not value:
             self.reshards.append(Reshard(node.name, ir.source(node), before, after, reason))
         return new

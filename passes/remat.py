@@ -73,6 +73,7 @@ class Remat:
     save: tuple[str, ...] = SAVE
     every_n: int = 2
     budget_bytes: int | None = None
+    headroom: float = 0.0
     modules: Mapping[str, Action] = field(default_factory=dict)
     ops: Mapping[str, Action] = field(default_factory=dict)
     following: tuple[ir.Pass, ...] = ()
@@ -91,7 +92,9 @@ class Remat:
         if self.policy == "budget":
             if self.budget_bytes is None:
                 raise ir.Refused("remat", None, "passes.remat.budget_gib: policy=budget needs it, the GiB of a rank")
-            fitted = fit(program, ctx, chosen, self.budget_bytes, partial(self.peak, program, ctx, gathers))
+            fitted = fit(
+                program, ctx, chosen, self.budget_bytes, self.headroom, partial(self.peak, program, ctx, gathers)
+            )
             reasons |= dict.fromkeys(chosen - fitted.chosen, "within the budget")
             chosen, notes = fitted.chosen, [fitted.note]
         program, clones, copies = rewrite(program, gathers | chosen)

@@ -104,6 +104,7 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--budgets", type=int, default=0, help="how many between the peaks of `full` and `none`")
+    parser.add_argument("--headroom", type=float, default=0.0, help="share of a budget left free")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
@@ -118,7 +119,7 @@ def main() -> None:
     low, high = found["full"]["predicted"], found["none"]["predicted"]
     for i in range(args.budgets):
         budget = low + (high - low) * (i + 1) / (args.budgets + 1)
-        one = run({"policy": "budget", "budget_gib": budget / GIB}, args)
+        one = run({"policy": "budget", "budget_gib": budget / GIB, "headroom": args.headroom}, args)
         over = "" if one["measured"] <= budget else " OVER"
         print(line(f"budget {budget / MIB:.1f}{over}", one, found["none"]), flush=True)
     for policy, one in found.items():
