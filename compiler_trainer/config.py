@@ -28,6 +28,8 @@ Fraction = Annotated[float, Must("be from 0 to 1", lambda x: 0 <= x <= 1)]
 OpenFraction = Annotated[float, Must("be 0 or more and below 1", lambda x: 0 <= x < 1)]
 Dtype = Literal["float32", "bfloat16"]
 
+EIGHT_BITS: dict[str, Literal["int8", "float8"]] = {"adamw8bit": "int8", "adamwfp8": "float8"}
+
 UNSUPPORTED_AXES = {
     "pp": "pipeline parallelism",
     "ep": "expert parallelism",
@@ -90,15 +92,15 @@ class TrainConfig:
 class OptimConfig:
     """The update; what is left unset here is plain: no decay, no momentum, no clip (`max_norm` null)."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
+    name: Literal["adamw", "adamw8bit", "adamwfp8", "sgd"] = "adamw"  # with moments in eight bits: torchao's formats
     lr: NonNegativeFloat = 1e-3
     betas: tuple[OpenFraction, OpenFraction] = (0.9, 0.999)  # adamw's
     eps: PositiveFloat = 1e-8  # adamw's
     momentum: OpenFraction = 0.0  # sgd's
     weight_decay: NonNegativeFloat = 0.0
     max_norm: PositiveFloat | None = None
-    state: Literal["float32", "bfloat16", "int8", "float8"] | None = None  # how moments are stored; null: as parameters
-    block: Positive = 256  # entries that share a scale in eight bits
+    state: Dtype | None = None  # of moments; null: that of the parameters
+    block: Positive = 256  # entries that share a scale, where moments are in eight bits
     stochastic_rounding: bool = False  # of updated bf16 parameters
 
 
@@ -277,6 +279,11 @@ CHECKS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
         "optim.momentum",
         lambda c: c.optim.name == "sgd" or c.optim.momentum == 0,
         "{c.optim.momentum} means nothing to {c.optim.name}; use optim=sgd or leave it 0",
+    ),
+    (
+        "optim.state",
+        lambda c: c.optim.state is None or c.optim.name not in EIGHT_BITS,
+        "{c.optim.state} with optim={c.optim.name}, which has its own; leave it null",
     ),
     (
         "lr_schedule.warmup_steps",

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from compiler_trainer.config import CastConfig, OptimConfig, PassesConfig, RematConfig
+from compiler_trainer.config import EIGHT_BITS, CastConfig, OptimConfig, PassesConfig, RematConfig
 from passes.accumulate import Accumulate, ApplyOnly
 from passes.cast import Cast
 from passes.collectives import Expand
@@ -56,7 +56,7 @@ def build_pipeline(
         Float8(cast.float8, cast.float8_skip, cast.float8_min_size, cast.float8_head),
         Shard(shard.sequence_parallel, shard.strict, reduce_dtype, passes.context.method),
     )
-    how = (optim.state, optim.block, optim.stochastic_rounding)
+    how = (EIGHT_BITS.get(optim.name, optim.state), optim.block, optim.stochastic_rounding)
     optimize = Optimize(build_optimizer(optim), optim.max_norm, reduce_dtype, 1 / microbatches, *how)
     finish = (Schedule(passes.schedule.bucket_mib), Expand())
     train: dict[str, Passes]

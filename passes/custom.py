@@ -50,8 +50,7 @@ _numbers = itertools.count()  # within one captured program
 def restart() -> None:
     """Number operators from 0 again: the same program gets the same names, however many came before it."""
     global _numbers
-    _COMMUNICATING: set[str] = set()
-_numbers = itertools.count()
+    _numbers = itertools.count()
 
 
 def function_of(node: fx.Node) -> Function | None:

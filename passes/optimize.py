@@ -166,8 +166,8 @@ class Optimize:
             updates = [Update(self, program.mesh, given, ir.example(node).dtype) for node, given in parameters]
             wide = [u.given.name for u in updates if any(isinstance(c, Wide) for c in u.codecs)]
             if len(wide) == len(parameters):
-                fix = f"no parameter has rows of whole blocks of {self.block}; use a smaller optim.block or no state"
-                raise ir.Refused("optimize", None, f"optim.state={self.state}: {fix}")
+                fix = f"no parameter has rows of whole blocks of {self.block}; use a smaller one, or optim=adamw"
+                raise ir.Refused("optimize", None, f"optim.block: {fix}")
             if wide:
                 notes.append(f"moments stored in fp32, small or their rows are not whole blocks: {', '.join(wide)}")
         if self.stochastic and all(ir.example(node).dtype != torch.bfloat16 for node, _ in parameters):

@@ -126,14 +126,14 @@ REFUSED = [
     (["mesh.dp_shard=3"], "mesh: dp_shard=3 needs 3 ranks, not 1; change mesh.dp_shard or start 3 ranks"),
     (["mesh.ep=2"], "mesh.ep: 2, but expert parallelism is not built yet; use 1"),
     (["+optim.lrr=2"], "optim.lrr: no such option; did you mean 'lr'?"),
-    (["optim=adamv"], "optim: 'adamv' is not one of adamw, sgd; did you mean 'adamw'?"),
+    (["optim=adamv"], "optim: 'adamv' is not one of adamw, adamw8bit, adamwfp8, sgd; did you mean 'adamw'?"),
     (["optim.lr=abc"], "optim.lr: 'abc' is not a number"),
     (["train.steps=abc"], "train.steps: 'abc' is not a whole number"),
     (["train.steps=${nowhere}"], "train.steps: Interpolation key 'nowhere' not found"),
     (["train.seq_len=-1"], "train.seq_len: -1 must be at least 2, a token and the one it predicts"),
     (["run.dir=???"], "run.dir: Missing mandatory value: dir"),
     (["-m", "optim.lr=1,abc"], "optim.lr: 'abc' is not a number"),
-    (["-m", "optim=sgd,adamv"], "optim: 'adamv' is not one of adamw, sgd; did you mean 'adamw'?"),
+    (["-m", "optim=sgd,adamv"], "optim: 'adamv' is not one of adamw, adamw8bit, adamwfp8, sgd; did you mean 'adamw'?"),
     (["-m", "mesh.dp_shard=1,2"], "mesh: dp_shard=2 needs 2 ranks, not 1; change mesh.dp_shard or start 2 ranks"),
 ]
 

@@ -16,7 +16,7 @@ from passes.moments import Blocks, blocked, dynamic_map
 from passes.optimize import round_at_random
 from passes.spec import Factor, Spec
 
-THEIRS = {"int8": AdamW8bit, "float8": AdamWFp8}
+THEIRS = {"adamw8bit": AdamW8bit, "adamwfp8": AdamWFp8}
 MESHES = [{"dp_shard": 2}, {"dp_shard": 3}, {"tp": 2}, {"dp_shard": 2, "tp": 2}]
 RATE = 1e-2
 
@@ -43,8 +43,8 @@ def data(dtype: torch.dtype = torch.float32) -> list[dict[str, Tensor]]:
     return [{"x": b["x"].to(dtype), "y": b["y"]} for b in batches]
 
 
-def optim(state: str | None, **options) -> dict:
-    return {"lr": RATE, "weight_decay": 0.1, "state": state, "block": 64, **options}
+def optim(name: str = "adamw", **options) -> dict:
+    return {"name": name, "lr": RATE, "weight_decay": 0.1, "block": 64, **options}
 
 
 def trained(mesh: dict[str, int], dtype: torch.dtype = torch.float32, **options):
@@ -60,27 +60,27 @@ def test_the_values_of_a_code_are_those_of_torchao(signed):
     torch.testing.assert_close(dynamic_map(signed, torch.device("cpu")), wanted, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("state", THEIRS)
-def test_training_is_that_of_torchao(state, monkeypatch):
+@pytest.mark.parametrize("name", THEIRS)
+def test_training_is_that_of_torchao(name, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda fn, **_: fn)  # their update, run eagerly
     model = Pair()
-    optimizer = THEIRS[state](model.parameters(), lr=RATE, weight_decay=0.1, block_size=64)
+    optimizer = THEIRS[name](model.parameters(), lr=RATE, weight_decay=0.1, block_size=64)
     for batch in data():
         optimizer.zero_grad()
         loss_fn(model, batch).backward()
         optimizer.step()
-    for name, value in trained({}, state=state).state_dict().items():
+    for key, value in trained({}, name=name).state_dict().items():
         change = RATE * 4
-        assert (value - model.state_dict()[name]).abs().max() < 1e-3 * change, name
+        assert (value - model.state_dict()[key]).abs().max() < 1e-3 * change, key
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("state", THEIRS)
-def test_every_mesh_trains_alike(state, mesh):
-    whole, parts = trained({}, state=state), trained(mesh, state=state)
-    for name, value in whole.state_dict().items():
-        off = (parts.state_dict()[name] - value).abs()
-        assert (off > 1e-5).float().mean() < 1e-3 and off.max() < RATE, name  # a sum in another order may take another code
+@pytest.mark.parametrize("name", THEIRS)
+def test_every_mesh_trains_alike(name, mesh):
+    whole, parts = trained({}, name=name), trained(mesh, name=name)
+    for key, value in whole.state_dict().items():
+        off = (parts.state_dict()[key] - value).abs()
+        assert (off > 1e-5).float().mean() < 1e-3 and off.max() < RATE, key  # a sum in another order may take another code
     codes = parts.state["optim.exp_avg.up.weight"]
     assert all(x.itemsize == 1 for x in codes.local.values())
     scale = parts.state["optim.exp_avg.scale.up.weight"]
@@ -91,7 +91,7 @@ def test_state_takes_a_quarter_of_fp32():
     def state_bytes(step):
         return sum(x.nbytes for name, s in step.state.items() if "weight" in name and "exp" in name for x in s.local.values())
 
-    assert state_bytes(trained({}, state="int8")) == state_bytes(trained({}, state=None)) / 4 * (1 + 4 / 64)
+    assert state_bytes(trained({}, name="adamw8bit")) == state_bytes(trained({})) / 4 * (1 + 4 / 64)
 
 
 @pytest.mark.parametrize(("dim", "mesh", "wanted"), [
@@ -161,9 +161,10 @@ def test_small_updates_are_not_lost():
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"state": "int8", "block": 192}, "no parameter has rows of whole blocks of 192"),
-    ({"state": None, "stochastic_rounding": True}, "set train.dtype=bfloat16"),
+    ({"name": "adamw8bit", "block": 192}, "no parameter has rows of whole blocks of 192"),
+    ({"stochastic_rounding": True}, "set train.dtype=bfloat16"),
     ({"state": "int4"}, "optim.state"),
+    ({"name": "adamw4bit"}, "optim.name"),
 ])
 def test_what_would_change_nothing_is_refused(options, message):
     with pytest.raises(UserError, match=message):
