@@ -158,3 +158,9 @@ def test_graphs_that_operators_call_are_printed_too():
 %add = add(%a, 1) : None   # forward
 return %add
 """
+
+
+def test_a_folded_axis_is_said():
+    _, program = linear_program()
+    folded = replace(program, mesh=replace(program.mesh, folded=frozenset({"dp_shard"})))
+    assert print_program(folded).startswith("# mesh: dp_shard=2 (head and tail)\n")
