@@ -15,13 +15,13 @@ from torch.export import ExportedProgram, export
 from torch.export.graph_signature import InputKind, OutputKind
 
 from compiler_trainer.errors import UserError
-from compiler_trainer.flex import flex_with_gradients, write_out
+from compiler_trainer.flex import write_out
 from compiler_trainer.functions import functions_as_operators
 from compiler_trainer.hints import checkpoints_as_marks, read_marks
 from passes import ir
 from passes.frames import roomy
 from passes.spec import Spec
-from passes.torch_private import FakeTensorMode, GuardOnDataDependentSymNode
+from passes.torch_private import FakeTensorMode, GuardOnDataDependentSymNode, flex_with_gradients
 
 LossFn = Callable[[nn.Module, dict[str, Tensor]], Tensor]
 

@@ -62,10 +62,9 @@ def compile_step(
     pipeline = build_pipeline(options, update, masters, microbatches)
     report, values = Reporter(), _initial_values(model, initial)
     batch, dtype = _one_microbatch(example_batch, microbatches), DTYPES[options.cast.param_dtype]
-    whole: dict[str, Tensor] | None = None
-    if options.verify == "numeric":  # on full values, all at once: for small models
-        values = list(values)
-        whole = {**dict(values), **batch, "lr": torch.tensor(update.lr), "seed": torch.tensor(seed)}
+    values = list(values) if options.verify == "numeric" else values  # all at once: for small models
+    scalars = {"lr": torch.tensor(update.lr), "seed": torch.tensor(seed)}
+    whole = {**dict(values), **batch, **scalars} if options.verify == "numeric" else None
 
     def captured() -> Captured:
         program, ctx = report.time("capture", lambda: capture(model, loss_fn, batch, device, dtype))
@@ -91,12 +90,17 @@ def compile_step(
     programs["evaluate"] = run("evaluate", pipeline.evaluate, forward)
     stored_by = [c.program for c in programs.values()]
     state = initial_state(stored_by, runtime, laid_out, device, values)
-    compiled = {
+    compiled = lower_all(programs, runtime, report)
+    evaluation = compiled.pop("evaluate")
+    return Step(runtime, laid_out, compiled, evaluation, state, update.lr, seed, microbatches, device, report.finish())
+
+
+def lower_all(programs: Mapping[str, Captured], runtime: Runtime, report: Reporter) -> dict[str, Compiled]:
+    """Something to call for each program."""
+    return {
         name: Compiled(c.program, report.time(f"{name}.lower", partial(runtime.compile, name, *c)))
         for name, c in programs.items()
     }
-    evaluation = compiled.pop("evaluate")
-    return Step(runtime, laid_out, compiled, evaluation, state, update.lr, seed, microbatches, device, report.finish())
 
 
 class Captured(NamedTuple):

@@ -11,10 +11,7 @@ there, and a backward on every device.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -26,13 +23,6 @@ from passes.rewrite import splice, trace
 
 aten = torch.ops.aten
 FLEX = torch.ops.higher_order.flex_attention
-
-
-@contextmanager
-def flex_with_gradients() -> Iterator[None]:
-    """Let calls be captured on devices where PyTorch's own kernel has no backward: it will not be run."""
-    with patch("torch.nn.attention.flex_attention._validate_device", lambda *_: None):
-        yield
 
 
 class Broadcast(fx.Interpreter):

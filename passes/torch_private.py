@@ -30,6 +30,7 @@ __all__ = [
     "checkpoints_inside",
     "compile_inner",
     "decomposition",
+    "flex_with_gradients",
     "inductor_decompositions",
     "register_axis_group",
     "resolve_axis_group",
@@ -117,6 +118,13 @@ def register_axis_group(axis: str, group: Any) -> None:
 def resolve_axis_group(axis: str) -> Any:
     """The process group registered under the name of a mesh axis."""
     return torch._C._distributed_c10d._resolve_process_group(axis)
+
+
+@contextmanager
+def flex_with_gradients() -> Iterator[None]:
+    """Let FlexAttention be captured on devices where PyTorch's kernel has no backward: that kernel will not be run."""
+    with patch("torch.nn.attention.flex_attention._validate_device", lambda *_: None):
+        yield
 
 
 def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
