@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -111,6 +111,16 @@ def satisfying(must: Must, value: Any, where: str) -> Any:
     if not must.holds(value):
         raise UserError(where, f"{value} must {must.be}")
     return value
+
+
+def tables(options: Any) -> Iterator[str]:
+    """Dotted names of the tables (options of any names) in an instance of a dataclass, its nested ones included."""
+    for option in fields(options):
+        value = getattr(options, option.name)
+        if isinstance(value, Mapping):
+            yield option.name
+        elif is_dataclass(value):
+            yield from (join(option.name, name) for name in tables(value))
 
 
 def option_names(cls: Any) -> list[str]:

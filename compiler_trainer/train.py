@@ -27,7 +27,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from compiler_trainer.config import Config, build, validate
 from compiler_trainer.errors import UserError
-from compiler_trainer.options import not_one_of, unknown
+from compiler_trainer.options import not_one_of, tables, unknown
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 RANK = int(os.environ.get("RANK", "0"))
@@ -39,7 +39,7 @@ INPUT_ERRORS = (UserError, HydraException, OmegaConfBaseException, yaml.YAMLErro
 def main() -> None:
     """Train as the command line says; exits with 0 when done, 2 on bad input, 1 on anything else."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra then raises its errors, else it prints them and exits with 1
-    ConfigStore.instance().store(name="options", node=dataclasses.asdict(Config()))
+    ConfigStore.instance().store(name="options", node=defaults())
     with tempfile.TemporaryDirectory() as scratch:
         if RANK != 0:  # hydra makes a sweep's folder on every rank, and clocks may differ
             sys.argv.append(f"hydra.sweep.dir={scratch}")
@@ -47,6 +47,14 @@ def main() -> None:
             run()
         except INPUT_ERRORS as error:
             refuse(error)
+
+
+def defaults() -> DictConfig:
+    """Every option with its default; a table takes entries of any name."""
+    options = OmegaConf.create(dataclasses.asdict(Config()))
+    for name in tables(Config()):
+        OmegaConf.set_struct(OmegaConf.select(options, name), False)
+    return options
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
@@ -125,7 +133,7 @@ def user_error(error: Exception) -> UserError:
 
 def names_in(group: str) -> list[str]:
     """Names of the options in a dotted group, none if there is no such group; all groups' for an empty name."""
-    options = OmegaConf.create(dataclasses.asdict(Config()))
+    options = defaults()
     found = OmegaConf.select(options, group) if group else options
     return [str(name) for name in found] if OmegaConf.is_dict(found) else []
 

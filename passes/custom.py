@@ -4,6 +4,9 @@
 becomes
     y, *saved = local::Quantize_0(x, all_gather(w))     and, in the joint graph, both bodies in line
 
+A body that communicates (a ring of attention) is put in line only when the program is finished: until then it is one
+operator, which remat keeps or repeats as a whole.
+
 The forward body is placed as its operands are; the backward body gets what the forward saved, and gradients placed
 as the dual of the results, and must leave gradients placed as the dual of the operands: sums where the
 forward read a varying copy. It holds for any function, whatever its backward computes.
@@ -255,12 +258,12 @@ def _by_axis(program: ir.Program, operands: int, axes: tuple[str, ...]) -> Calla
     return run
 
 
-def inline_functions(program: ir.Program, ctx: ir.Context) -> int:
-    """Put the bodies of local functions in line; changes the graph, returns how many there were."""
+def inline_functions(program: ir.Program, ctx: ir.Context, but: Callable[[fx.Node], bool] = lambda node: False) -> int:
+    """Put the bodies of local functions in line, `but` for some; changes the graph, returns how many there were."""
     count = 0
     for node in list(program.calls()):
         body = body_of(node)
-        if body is not None:
+        if body is not None and not but(node):
             inputs = list(node.args)
             with torch.no_grad(), ctx.fake_mode:
                 fresh = [torch.empty_like(ir.example(n)) for n in inputs]  # type: ignore[arg-type]

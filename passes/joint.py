@@ -16,7 +16,7 @@ from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from passes import ir
-from passes.custom import inline_functions
+from passes.custom import communicates, inline_functions
 from passes.torch_private import setup_stacktrace_preservation_hooks
 
 
@@ -81,7 +81,7 @@ class Joint:
         index = next(k for k, o in enumerate(program.outputs) if o.kind == "loss")
         annotate(joint.graph, forward.graph, _before_detach(joint.results()[index]))
         drop_detach(joint.graph)
-        inline_functions(joint, ctx)
+        inline_functions(joint, ctx, but=communicates)  # those are one operator to remat
         functionalize(joint.graph)
         joint.graph.eliminate_dead_code()
         joint.module.recompile()

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 from compiler_trainer import train
-from compiler_trainer.config import Config, LrScheduleConfig, OptimConfig
+from compiler_trainer.config import OPS, Config, LrScheduleConfig, OptimConfig
 from compiler_trainer.errors import UserError
 
 CHOICES = [(path.parent.name, path.stem) for path in sorted(train.CONF.glob("*/*.yaml"))]
@@ -86,6 +86,21 @@ def test_warm_up_is_a_tenth_of_any_run(command, steps):
 def test_a_plan_can_be_given_on_the_command_line(command):
     (cfg,) = command("passes.shard.plan={layers.0.wq:{tp:0}}")
     assert cfg.passes.shard.plan == {"layers.0.wq": {"tp": 0}}
+
+
+TABLES = [
+    ("passes.cast.ops={gelu:float32}", lambda c: c.passes.cast.ops, {**OPS, "gelu": "float32"}),
+    ("passes.cast.modules={*norm*:float32}", lambda c: c.passes.cast.modules, {"*norm*": "float32"}),
+    ("passes.remat.ops={all_gather:recompute}", lambda c: c.passes.remat.ops, {"all_gather": "recompute"}),
+    ("passes.remat.ops.all_gather=recompute", lambda c: c.passes.remat.ops, {"all_gather": "recompute"}),
+    ("passes.remat.modules={layers.3:save}", lambda c: c.passes.remat.modules, {"layers.3": "save"}),
+]
+
+
+@pytest.mark.parametrize(("argument", "table", "expected"), TABLES, ids=[t[0] for t in TABLES])
+def test_a_table_takes_entries_on_the_command_line(command, argument, table, expected):
+    (cfg,) = command(argument)
+    assert table(cfg) == expected
 
 
 def test_a_sweep_runs_each_point_in_its_own_subfolder(command, tmp_path):

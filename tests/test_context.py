@@ -22,6 +22,7 @@ from passes.context import Call
 from passes.joint import Joint
 from passes.kernels import Block
 from passes.mesh import Mesh
+from passes.recompute import saved_bytes
 from passes.ring import merge
 from passes.shard import Shard
 from passes.shift import shift
@@ -325,3 +326,23 @@ def test_a_llama_trains_as_on_one_device(mesh, passes, options):
     for found, wanted in zip(train_step(step, batches()), metrics, strict=True):
         assert_same(found, wanted, 1e-10)
     assert_same(step.state_dict(), state, 1e-10)
+
+
+def test_remat_takes_a_ring_as_one_operator():
+    """It is kept whole under every policy, result and log-sum-exp only, and repeated where that is asked for."""
+
+    def compiled(**remat) -> tuple[int, int, list[dict[str, float]]]:
+        programs = {}
+        options = {"remat": remat, "context": {"method": "ring"}}
+        step = compile_lockstep(llama(2), llama_loss, batches()[0], {"cp": 4}, passes=options,
+                                observe=lambda program, record: programs.update({(record.program, record.name): program}))
+        final, joint = programs["step", "collectives"], programs["step", "remat"]
+        return sum(n.target is shift for n in final.calls()), saved_bytes(joint), train_step(step, batches())
+
+    kept = [compiled(policy=policy) for policy in ("none", "selective", "full")]
+    again = compiled(policy="full", ops={"ring_attention*": "recompute"})
+    layers, forward, backward = 2, 3, 3 + 4
+    assert [count for count, _, _ in kept] == [layers * (forward + backward)] * 3
+    assert again[0] == layers * (2 * forward + backward)
+    assert kept[0][1] > kept[1][1] > kept[2][1] > again[1]
+    assert kept[0][2] == kept[1][2] == kept[2][2] == again[2]
