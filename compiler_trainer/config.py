@@ -61,6 +61,7 @@ class ModelConfig:
     rope_theta: PositiveFloat = 10_000.0
     rope_scaling: RopeScaling | None = None
     tied: bool = False
+    attention: Literal["causal", "documents"] = "causal"  # over the whole row, or within each document of it
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ class ShardConfig:
 class ContextConfig:
     """How attention runs over a sequence that `mesh.cp` shards; auto: what sends least (`passes/context.py`)."""
 
-    method: Literal["auto", "ring", "all_gather", "ulysses"] = "auto"
+    method: Literal["auto", "ring", "all_gather", "ulysses", "hybrid"] = "auto"
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ there, and a backward on every device.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, fx
 
 from compiler_trainer.errors import UserError
 from passes import ir
-from passes.rewrite import splice, trace
+from passes.rewrite import graft, trace
 
 aten = torch.ops.aten
 FLEX = torch.ops.higher_order.flex_attention
@@ -80,6 +81,7 @@ def only(found: Any) -> Tensor:
 def write_out(module: fx.GraphModule) -> int:
     """Replace every FlexAttention of a captured graph; returns how many there were."""
     found = [n for n in module.graph.nodes if n.op == "call_function" and n.target is FLEX]
+    masks: dict[Any, fx.Node] = {}
     for node in found:
         for part in list(node.users):
             if not part.users:
@@ -88,65 +90,88 @@ def write_out(module: fx.GraphModule) -> int:
             raise UserError(
                 "model", f"{ir.source(node)}: flex_attention returns its log-sum-exp; only its result is kept"
             )
-        replace(module, node)
+        replace(module, node, masks)
     if found:
         module.graph.eliminate_dead_code()
         module.recompile()
     return len(found)
 
 
-def replace(module: fx.GraphModule, node: fx.Node) -> None:
-    """One call as operators."""
+def replace(module: fx.GraphModule, node: fx.Node, masks: dict[Any, fx.Node]) -> None:
+    """One call as operators; calls with one mask share it by way of `masks`."""
     args: Any = node.args
     q, k, v, score_mod, block_mask, scale, _, score_captured, mask_captured = args
     score_fn, mask_fn = getattr(module, score_mod.target), getattr(module, block_mask[-1].target)
-    inputs = list(dict.fromkeys(n for n in (q, k, v, *score_captured, *mask_captured) if isinstance(n, fx.Node)))
+    (b, h, s, _), (_, _, t, _) = ir.example(q).shape, ir.example(k).shape
+    index, device = (b, h, s, t), ir.example(q).device
     stride = node.meta["val"][0].stride()
+    plain = changes_nothing(score_fn)
+    causal = plain and s == t and is_causal(mask_fn)
 
-    def attention(*values: Tensor) -> tuple[Tensor]:
-        given = dict(zip(inputs, values))
-        looked_up = ([given.get(n, n) for n in part] for part in (score_captured, mask_captured))
-        out = attend(given[q], given[k], given[v], score_fn, mask_fn, scale, *looked_up)
+    def mask(*captured: Any) -> Tensor:
+        at = grid(index, device)
+        found = only(Broadcast(mask_fn, at).run(*at, *captured))
+        return found.expand(*found.shape[:2], s, t)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *captured: Any) -> Tensor:
+        if plain:
+            grouped = h != k.shape[1]
+            out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
+        else:
+            out = scored(q, k, v, mask, score_fn, scale, captured)
         order = sorted(range(4), key=stride.__getitem__, reverse=True)  # users count on its layout
-        return (out.permute(order).contiguous().permute(*(order.index(d) for d in range(4))),)
+        return out.permute(order).contiguous().permute(*(order.index(d) for d in range(4)))
 
+    seen = None
+    if not causal and not sees_all(mask_fn):
+        key = (mask_fn.code, tuple(mask_captured), index)
+        seen = masks[key] = masks.get(key) or emit(node, mask, mask_captured)
+    out = emit(node, attention, [q, k, v, seen, *score_captured])
+    for part in list(node.users):
+        part.replace_all_uses_with(out)
+        module.graph.erase_node(part)
+    module.graph.erase_node(node)
+
+
+def emit(node: fx.Node, body: Callable[..., Tensor], args: Sequence[Any]) -> fx.Node:
+    """The operators of `body(*args)` before a node, as if they came from it; returns the last."""
+    inputs = list(dict.fromkeys(a for a in args if isinstance(a, fx.Node)))
     examples = [ir.example(n) for n in inputs]
-    ctx = ir.Context(examples[0].fake_mode)  # type: ignore[attr-defined]
+    ctx = ir.Context(ir.example(node.args[0]).fake_mode)  # type: ignore[attr-defined,arg-type]
     with ctx.fake_mode, torch.no_grad():
         fresh = [torch.empty_strided(e.shape, e.stride(), dtype=e.dtype, device=e.device) for e in examples]
+
+    def on(*values: Tensor) -> Tensor:
+        given = dict(zip(inputs, values))
+        return body(*(given[a] if isinstance(a, fx.Node) else a for a in args))
+
     with torch.no_grad():
-        body = trace(attention, fresh, ctx)
-    splice(node, body.graph, inputs)
+        graph = trace(on, fresh, ctx).graph
+    with node.graph.inserting_before(node):
+        new, result = graft(node.graph, graph, inputs)
+    for inner in new:
+        ir.copy_origin(inner, node)
+    return result
 
 
-def attend(
+def scored(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    mask: Tensor | None,
     score_fn: fx.GraphModule,
-    mask_fn: fx.GraphModule,
     scale: float,
-    score_captured: list[Any],
-    mask_captured: list[Any],
+    captured: Sequence[Any],
 ) -> Tensor:
     """q[b, h, s, e], k[b, g, t, e], v[b, g, t, f] -> [b, h, s, f]; a row that sees nothing is zero."""
     (b, h, s, _), (_, g, t, _) = q.shape, k.shape
     index = grid((b, h, s, t), q.device)
-    causal = is_causal(mask_fn)
-    mask = None
-    if not sees_all(mask_fn) and not (causal and changes_nothing(score_fn) and s == t):
-        mask = only(Broadcast(mask_fn, index).run(*index, *mask_captured))
-        mask = mask.expand(*mask.shape[:2], s, t)
-    if changes_nothing(score_fn):
-        return F.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=mask is None and causal, scale=scale, enable_gqa=h != g
-        )
     k, v = (x.repeat_interleave(h // g, 1) if h != g else x for x in (k, v))
     scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * scale
-    scores = only(Broadcast(score_fn, index).run(scores, *index, *score_captured))
-    if mask is not None:
-        scores = torch.where(mask, scores, -math.inf)
-        seen = mask.any(-1, keepdim=True)
-        scores = torch.where(seen, scores, 0.0)
-        return torch.where(seen, scores.softmax(-1).to(v.dtype) @ v, 0.0)
-    return scores.softmax(-1).to(v.dtype) @ v
+    scores = only(Broadcast(score_fn, index).run(scores, *index, *captured))
+    if mask is None:
+        return scores.softmax(-1).to(v.dtype) @ v
+    scores = torch.where(mask, scores, -math.inf)
+    seen = mask.any(-1, keepdim=True)
+    scores = torch.where(seen, scores, 0.0)
+    return torch.where(seen, scores.softmax(-1).to(v.dtype) @ v, 0.0)

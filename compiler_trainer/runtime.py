@@ -13,6 +13,7 @@ from compiler_trainer.agree import agree
 from compiler_trainer.config import LowerConfig
 from compiler_trainer.errors import UserError
 from passes import ir
+from passes.accounting import axis_of
 from passes.lower import BACKENDS, Executable
 from passes.mesh import Mesh
 from passes.simulate import Lockstep
@@ -61,7 +62,7 @@ class ProcessRanks:
         if world_size != mesh.world_size:
             raise UserError("mesh", f"{dict(mesh.sizes)} is for {mesh.world_size} ranks, {world_size} are running")
         self.ranks: tuple[int, ...] = (rank,)
-        self.groups = axis_groups(mesh, rank) if self.distributed else {}
+        self.groups: dict[str, dist.ProcessGroup] = {}  # of the axes that programs name
 
     def compile(self, name: str, program: ir.Program, ctx: ir.Context) -> Executable:
         """Rank 0 compiles; the others take its artifact from the cache it hands them."""
@@ -69,6 +70,7 @@ class ProcessRanks:
         if not self.distributed:
             return lower(program, ctx)
         agree(name, program)
+        self.make_groups(program)
         self.name_groups()
         if self.lower.backend == "eager":
             return lower(program, ctx)
@@ -89,6 +91,14 @@ class ProcessRanks:
         self.name_groups()
         return {rank: compiled(inputs[rank])}
 
+    def make_groups(self, program: ir.Program) -> None:
+        """Make the process groups of the axes that a program names first; every rank makes all, in its order."""
+        (rank,) = self.ranks
+        for axis in dict.fromkeys(filter(None, map(axis_of, program.calls()))):
+            if axis not in self.groups:
+                made = [(members, dist.new_group(members)) for members in self.mesh.groups(axis)]
+                self.groups[axis] = next(group for members, group in made if rank in members)
+
     def name_groups(self) -> None:
         """Register the groups under their axes' names: another step of this process may be of another mesh."""
         for axis, group in self.groups.items():
@@ -102,9 +112,3 @@ class ProcessRanks:
         found = [torch.empty_like(mine) for _ in range(self.mesh.world_size)]
         dist.all_gather(found, mine.contiguous())
         return found
-
-
-def axis_groups(mesh: Mesh, rank: int) -> dict[str, dist.ProcessGroup]:
-    """Make the process groups of every axis; this rank's, by axis."""
-    made = [(axis, members, dist.new_group(members)) for axis in mesh.axes for members in mesh.groups(axis)]
-    return {axis: group for axis, members, group in made if rank in members}

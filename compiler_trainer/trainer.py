@@ -28,7 +28,7 @@ from compiler_trainer.ranks import rank, start_ranks, stop_ranks
 from compiler_trainer.step import Step
 from passes.runner import Dumper
 
-MODEL_INPUTS = ("tokens", "labels", "positions")
+MODEL_INPUTS = ("tokens", "labels", "positions", "documents")
 
 
 def train(cfg: Config) -> None:

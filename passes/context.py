@@ -3,16 +3,19 @@
     ring         keys and values travel around the ranks (`passes/ring.py`): O(S/P) of them a rank
     all_gather   keys and values are gathered, one kernel call: any mask, also one with a gradient
     ulysses      heads are exchanged for sequence, each rank attends with its heads over all of it (arXiv 2309.14509)
+    hybrid       ulysses among U neighbours, ring across P/U such groups (arXiv 2405.07719)
 
 What a rank sends for one call, forward and backward, with Q, O and KV the bytes of its own queries, results, keys and
 values, and KV' those in fp32 or wider:
 
-    ring         2 (P-1) KV + P KV'
     all_gather   2 (P-1) KV
-    ulysses      2 (P-1)/P (Q + KV R + O)       R: copies of the keys' heads, where there are fewer than ranks
+    the others   2 (U-1)/U (Q + KV R + O)  +  (2 (N-1) KV + N KV') R      ring: U = 1, ulysses: U = P
+                 R: copies of the keys' heads, where there are fewer than U ranks
+                 N: steps of P/U at which any rank sees anything; one step sends nothing
 
-`auto` takes what sends least. An all-gather keeps P KV for the backward and computes what a causal mask hides, so its
-bytes count double.
+`auto` takes what is cheapest, in bytes: a ring's travel beside the computation, so only what that does not hide
+counts, and never less than the last way home; an all-gather computes what a causal mask hides, which counts as the
+bytes that could have been sent meanwhile.
 """
 
 from __future__ import annotations
@@ -25,19 +28,26 @@ import torch
 from torch import Tensor, fx
 
 from passes import boundary, ir, ring
+from passes.constants import constant
 from passes.kernels import wide
 from passes.layout import entries, to_natural_order, to_rank_order
 from passes.mesh import SEQUENCE_AXIS as AXIS
-from passes.spec import Spec
+from passes.spec import Factor, Spec
 
 aten = torch.ops.aten
-Method = Literal["auto", "ring", "all_gather", "ulysses"]
+Method = Literal["auto", "ring", "all_gather", "ulysses", "hybrid"]
+METHODS = ("ring", "all_gather", "ulysses", "hybrid")
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+FLOPS_PER_BYTE = 2200  # computed while a byte is sent: an H100's 989 TFLOP/s in bf16 against NVLink's 450 GB/s each way
+Pairs = frozenset[tuple[int, int]]
 
 
 @dataclass(frozen=True)
 class Call:
-    """One attention as a rank sees it: local shapes, its dtype, and what mask it has."""
+    """One attention as a rank sees it: local shapes, its dtype, and what mask it has.
+
+    `pairs` are the (rank of queries, rank of keys) that see anything, None if that is not known or all do.
+    """
 
     query: tuple[int, ...]  # b, h, s, e
     key: tuple[int, ...]  # b, g, s, e
@@ -48,39 +58,99 @@ class Call:
     folded: bool = False
     mask: Literal["none", "bool", "numbers"] = "none"
     mask_by_head: bool = False
+    pairs: Pairs | None = None
+
+    # -- ranks that exchange heads (U), and steps of the ring across ------------------------------
+
+    def exchanging(self, method: str) -> int:
+        """U: how many neighbours exchange heads for sequence."""
+        return {"ring": 1, "ulysses": self.parts}.get(method) or min(self.divisors(), key=self.cost_across)
+
+    def divisors(self) -> list[int]:
+        """What a hybrid may take for U: heads go evenly over it."""
+        (_, h, _, _), (_, g, _, _) = self.query, self.key
+        fits = (u for u in range(2, self.parts) if self.parts % u == 0)
+        return [u for u in fits if h % u == 0 and (g % u == 0 or u % g == 0)]
+
+    def steps(self, inner: int) -> tuple[int, ...]:
+        """The steps of a ring across groups of `inner` at which any rank sees anything, the first included."""
+        parts = self.parts // inner
+        if self.pairs is None:
+            return tuple(range(parts))
+        apart = {(i // inner - j // inner) % parts for i, j in self.pairs}
+        return tuple(sorted({0, *apart}))
+
+    def copies(self, inner: int) -> int:
+        """R: of each head of keys, so that each of `inner` ranks gets one."""
+        return max(1, inner // self.key[1])
+
+    # -- bytes ------------------------------------------------------------------------------------
+
+    @property
+    def keys(self) -> int:
+        """Entries of keys and values."""
+        (b, g, s, e), (*_, f) = self.key, self.value
+        return b * g * s * (e + f)
+
+    def exchanged_bytes(self, inner: int) -> int:
+        """Sent for heads, forward and backward."""
+        (b, h, s, e), (*_, f) = self.query, self.value
+        return 2 * (inner - 1) * self.dtype.itemsize * (b * h * s * (e + f) + self.keys * self.copies(inner)) // inner
+
+    def travelling_bytes(self, inner: int) -> int:
+        """Sent around the ring across, forward and backward."""
+        n = len(self.steps(inner))
+        each = 2 * (n - 1) * self.dtype.itemsize + n * wide(self.dtype).itemsize
+        return self.keys * self.copies(inner) * each if n > 1 else 0
 
     def sent_bytes(self, method: str) -> int:
         """Bytes that a rank sends, forward and backward."""
-        (b, h, s, e), (_, g, _, _), (*_, f) = self.query, self.key, self.value
-        keys, heads, parts = b * g * s * (e + f), b * h * s * (e + f), self.parts
-        size = self.dtype.itemsize
-        if method == "ring":
-            return (2 * (parts - 1) * size + parts * wide(self.dtype).itemsize) * keys
         if method == "all_gather":
-            return 2 * (parts - 1) * size * keys
-        return 2 * (parts - 1) * size * (heads + keys * self.copies) // parts
+            return 2 * (self.parts - 1) * self.dtype.itemsize * self.keys
+        inner = self.exchanging(method)
+        return self.exchanged_bytes(inner) + self.travelling_bytes(inner)
 
     def kept_bytes(self, method: str) -> int:
         """Bytes of keys and values that a rank holds at once in the forward."""
-        b, g, s, e = self.key
-        keys = b * g * s * (e + self.value[-1]) * self.dtype.itemsize
-        return keys * {"ring": 2, "all_gather": self.parts, "ulysses": self.copies}[method]
+        own = self.keys * self.dtype.itemsize
+        if method == "all_gather":
+            return own * self.parts
+        inner = self.exchanging(method)
+        return own * self.copies(inner) * min(2, len(self.steps(inner)))
+
+    # -- the choice -------------------------------------------------------------------------------
 
     @property
-    def copies(self) -> int:
-        """Of each head of keys, so that every rank gets one."""
-        return max(1, self.parts // self.key[1])
+    def hidden_bytes(self) -> int:
+        """What could be sent while attention is computed; its backward is 2.5 times the forward (arXiv 2307.08691)."""
+        (b, h, s, e), (*_, f) = self.query, self.value
+        flops = 3.5 * 2 * b * h * s * s * self.parts * (e + f)
+        return int(flops * (0.5 if self.causal else 1.0) / FLOPS_PER_BYTE)
+
+    def cost_across(self, inner: int) -> int:
+        """Bytes that nothing hides, of heads exchanged and a ring across."""
+        travelling = self.travelling_bytes(inner)
+        home = self.keys * self.copies(inner) * wide(self.dtype).itemsize
+        return self.exchanged_bytes(inner) + min(travelling, max(home, travelling - self.hidden_bytes))
+
+    def cost(self, method: str) -> int:
+        """What `auto` compares, in bytes."""
+        if method == "all_gather":
+            return self.sent_bytes(method) + (self.hidden_bytes if self.causal else 0)
+        return self.cost_across(self.exchanging(method))
 
     def obstacle(self, method: str) -> str:
         """Why a method cannot do it, or an empty string."""
         (_, h, _, _), (_, g, _, _) = self.query, self.key
-        if method == "ring" and self.mask == "numbers":
+        if method in ("ring", "hybrid") and self.mask == "numbers":
             return "a mask of numbers may have a gradient"
-        if method == "ring" and self.causal and not self.folded:
+        if method in ("ring", "hybrid") and self.causal and not self.folded:
             return "the sequence is not folded"
         if method == "ulysses" and (h % self.parts or (g % self.parts and self.parts % g)):
             return f"{h} heads, {g} of keys, do not go evenly over {self.parts} ranks"
-        if method == "ulysses" and self.mask_by_head:
+        if method == "hybrid" and not self.divisors():
+            return f"{h} heads, {g} of keys, do not go evenly over any part of {self.parts} ranks"
+        if method in ("ulysses", "hybrid") and self.mask_by_head:
             return "the mask differs by head"
         return ""
 
@@ -89,8 +159,7 @@ class Call:
         if asked != "auto":
             why = self.obstacle(asked)
             return ("all_gather", f"{asked} cannot: {why}") if why else (asked, "asked for")
-        costs = {m: self.sent_bytes(m) for m in ("ring", "all_gather", "ulysses") if not self.obstacle(m)}
-        costs["all_gather"] *= 2
+        costs = {m: self.cost(m) for m in METHODS if not self.obstacle(m)}
         best = min(costs, key=costs.__getitem__)
         listed = ", ".join(f"{m} {cost:,}" for m, cost in costs.items())
         return best, f"the cheapest, in bytes: {listed}"
@@ -107,35 +176,40 @@ def emit_attention(
     if AXIS not in specs[1].sharded or specs[1].dims[-2][0].axes != (AXIS,):
         values = (q, k, v, masks[0] if masks else None, given.get("dropout_p", 0.0), causal)
         return builder.call(aten.scaled_dot_product_attention.default, values, options)
-    by_head = bool(masks) and ir.example(masks[0]).dim() > 2 and ir.example(masks[0]).shape[-3] > 1
-    kind = "none" if not masks else "numbers" if ir.example(masks[0]).is_floating_point() else "bool"
-    shapes = (tuple(ir.example(x).shape) for x in (q, k, v))
-    call = Call(  # type: ignore[call-arg,misc]
-        *shapes, ir.example(q).dtype, builder.mesh[AXIS], causal, AXIS in builder.mesh.folded, kind, by_head
-    )
+    call = describe(builder, operands, specs, causal, given.get("attn_mask"))
     method, why = call.choose(builder.context_method)
+    rings = method in ("ring", "hybrid") and call.pairs is not None
+    steps = f"; anything is seen in steps {call.steps(call.exchanging(method))}" if rings else ""
     builder.notes.append(
-        f"%{node.name} ({ir.source(node)}): {method} over {AXIS}, {why}; {call.sent_bytes(method):,} bytes sent, "
-        f"{call.kept_bytes(method):,} of keys and values held at once"
+        f"%{node.name} ({ir.source(node)}): {method} over {AXIS}, {why}{steps}; {call.sent_bytes(method):,} bytes "
+        f"sent, {call.kept_bytes(method):,} of keys and values held at once"
     )
-    if method == "ring":
-        return ring_attention(builder, operands, specs, causal, given.get("scale"))
-    if method == "ulysses":
-        return ulysses_attention(builder, operands, specs, causal, options, call)
-    return gathered_attention(builder, operands, specs, causal, options)
+    if method == "all_gather":
+        return gathered_attention(builder, operands, specs, causal, options)
+    return exchanged_attention(builder, operands, specs, options, call, call.exchanging(method))
 
 
-def ring_attention(
-    builder: Any, operands: list[fx.Node], specs: list[Spec], causal: bool, scale: float | None
-) -> fx.Node:
-    """One local operator, in line before the program is lowered."""
-    factor, folded = specs[1].dims[-2][0], AXIS in builder.mesh.folded
-    how = ring.Ring(AXIS, builder.mesh[AXIS], factor.size, causal, folded, scale)
-    key = (how, len(operands) > 3)
-    if key not in builder.operators:
-        builder.operators[key] = ring.operator(*key)
-    both = builder.call(builder.operators[key], (*operands, builder.places[AXIS]))
-    return builder.call(operator.getitem, (both, 0))
+def describe(builder: Any, operands: list[fx.Node], specs: list[Spec], causal: bool, mask: fx.Node | None) -> Call:
+    """The call as its rank sees it; `mask` is that of the whole attention."""
+    q, k, v, *masks = operands
+    by_head = bool(masks) and ir.example(masks[0]).dim() > 2 and ir.example(masks[0]).shape[-3] > 1
+    kind = "none" if mask is None else "numbers" if ir.example(mask).is_floating_point() else "bool"
+    folded, parts = AXIS in builder.mesh.folded, builder.mesh[AXIS]
+    seen = constant(mask) if mask is not None and kind == "bool" else None
+    pairs = None if seen is None else pairs_that_see(seen, specs[0].dims[-2][0], specs[1].dims[-2][0], folded, parts)
+    query, key, value = (tuple(ir.example(x).shape) for x in (q, k, v))
+    return Call(query, key, value, ir.example(q).dtype, parts, causal, folded, kind, by_head, pairs)  # type: ignore
+
+
+def pairs_that_see(mask: Tensor, rows: Factor, columns: Factor, folded: bool, parts: int) -> Pairs:
+    """(rank of queries, rank of keys) of which any query sees a key."""
+    sees = mask.reshape(-1, *mask.shape[-2:]).any(0).expand(rows.size, columns.size)
+    for dim in (0, 1):
+        missing = -sees.shape[dim] % (2 * parts if folded else parts)
+        sees = torch.cat([sees, sees.new_zeros([missing if d == dim else n for d, n in enumerate(sees.shape)])], dim)
+        sees = to_rank_order(sees, dim, parts) if folded else sees
+    found = sees.unflatten(1, (parts, -1)).any(2).unflatten(0, (parts, -1)).any(1)
+    return frozenset((i, j) for i, j in found.nonzero().tolist())
 
 
 def gathered_attention(
@@ -163,26 +237,54 @@ def gather(builder: Any, x: fx.Node, spec: Spec) -> fx.Node:
     return builder.convert(x, spec, replace(spec, dims=dims, varying=(*spec.varying, AXIS)), True, None)
 
 
-def ulysses_attention(
-    builder: Any, operands: list[fx.Node], specs: list[Spec], causal: bool, options: dict, call: Call
+def exchanged_attention(
+    builder: Any, operands: list[fx.Node], specs: list[Spec], options: dict, call: Call, inner: int
 ) -> fx.Node:
-    """Heads exchanged for sequence before, and sequence for heads after."""
+    """Heads exchanged for sequence among `inner` neighbours, a ring across, and sequence for heads after."""
     q, k, v, *masks = operands
-    size, held, parts, folded = specs[0].dims[-2][0].size, call.query[2], call.parts, call.folded
+    parts, axis = call.parts, AXIS if inner == call.parts else f"{AXIS}.inner{inner}"
 
-    def exchange(x: fx.Node) -> fx.Node:
-        args = (x, 1, 2, parts * held, AXIS, parts)
-        x = builder.call(boundary.all_to_all, args)
-        return builder.trace(lambda x: natural(x), x)
+    def natural(x: fx.Node, spec: Spec, dim: int, held: int) -> fx.Node:
+        kept = spec.dims[dim][0].size if inner == parts else held
+        order = to_natural_order if call.folded else lambda x, dim, _, size: x.narrow(dim, 0, size)
+        return builder.trace(lambda x: order(x, dim, inner, kept), x)
 
-    def natural(x: Tensor) -> Tensor:
-        return to_natural_order(x, 2, parts, size) if folded else x.narrow(2, 0, size)
+    def exchange(x: fx.Node, spec: Spec) -> fx.Node:
+        held = inner * ir.example(x).shape[2]
+        return natural(builder.call(boundary.all_to_all, (x, 1, 2, held, axis, inner)), spec, 2, held)
 
-    if call.copies > 1:
-        k, v = (builder.trace(lambda x: x.repeat_interleave(call.copies, 1), x) for x in (k, v))
-    mask = gather(builder, masks[0], specs[3]) if masks and AXIS in specs[3].sharded else masks[0] if masks else None
-    values = (*map(exchange, (q, k, v)), mask, 0.0, causal)
-    out = builder.call(aten.scaled_dot_product_attention.default, values, options)
-    if folded:
-        out = builder.trace(lambda x: to_rank_order(x, 2, parts), out)
-    return builder.call(boundary.all_to_all, (out, 2, 1, call.query[1], AXIS, parts))
+    def whole_rows(mask: fx.Node, spec: Spec) -> fx.Node:
+        dim, held = len(spec.dims) - 2, inner * ir.example(mask).shape[-2]
+        args = (mask, dim, axis, inner, held, ir.example(mask).dtype, None)
+        return natural(builder.call(boundary.all_gather, args), spec, dim, held)
+
+    if inner > 1:
+        if (copies := call.copies(inner)) > 1:
+            k, v = (builder.trace(lambda x: x.repeat_interleave(copies, 1), x) for x in (k, v))
+        q, k, v = map(exchange, (q, k, v), specs)
+        masks = [whole_rows(mask, specs[3]) if AXIS in specs[3].sharded else mask for mask in masks]
+    if inner == parts:
+        values = (q, k, v, masks[0] if masks else None, 0.0, call.causal)
+        out = builder.call(aten.scaled_dot_product_attention.default, values, options)
+    else:
+        size = specs[1].dims[-2][0].size
+        out = ring_attention(builder, [q, k, v, *masks], size, options.get("scale"), call, inner)
+    if inner == 1:
+        return out
+    if call.folded:
+        out = builder.trace(lambda x: to_rank_order(x, 2, inner), out)
+    return builder.call(boundary.all_to_all, (out, 2, 1, call.query[1], axis, inner))
+
+
+def ring_attention(
+    builder: Any, operands: list[fx.Node], size: int, scale: float | None, call: Call, inner: int
+) -> fx.Node:
+    """One local operator, in line when the program is finished; across groups of `inner` ranks."""
+    axis, place = (AXIS if inner == 1 else f"{AXIS}.outer{inner}"), builder.places[AXIS]
+    how = ring.Ring(axis, call.parts // inner, size, call.causal, call.folded, scale, call.steps(inner))
+    key = (how, len(operands) > 3)
+    if key not in builder.operators:
+        builder.operators[key] = ring.operator(*key)
+    if inner > 1:
+        place = builder.trace(lambda at: at // inner, place)
+    return builder.call(operator.getitem, (builder.call(builder.operators[key], (*operands, place)), 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from dataclasses import dataclass
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
@@ -17,6 +18,8 @@ class Mesh:
     """Axis sizes in the order of `AXES`, the first axis outermost: rank = ((pp * P1 + dp_replicate) * P2 + ...).
 
     A rank of a `folded` axis holds two chunks of what the axis shards, head and tail (`passes/layout.py`).
+    Of any axis neighbours alone may communicate, or ranks that stand alike among theirs: with `cp` of 8, "cp.inner2"
+    are 4 groups of 2 neighbours and "cp.outer2" 2 groups of 4, one rank of each 2.
     """
 
     sizes: tuple[tuple[str, int], ...] = ()
@@ -37,13 +40,32 @@ class Mesh:
         """The axes larger than one, outermost first."""
         return tuple(axis for axis, _ in self.sizes)
 
+    def has(self, axis: str) -> bool:
+        """Whether there is such an axis, or part of one."""
+        try:
+            return self.part(axis)[0] in self.axes
+        except ValueError:
+            return False
+
     @property
     def world_size(self) -> int:
         """How many ranks there are."""
         return math.prod(size for _, size in self.sizes)
 
     def __getitem__(self, axis: str) -> int:
-        return dict(self.sizes).get(axis, 1)
+        base, inner, outer = self.part(axis)
+        return dict(self.sizes).get(base, 1) // (inner * outer)
+
+    def part(self, axis: str) -> tuple[str, int, int]:
+        """(axis of the mesh, how many groups of neighbours, how many groups across) of an axis or a part of one."""
+        found = re.fullmatch(r"(\w+)\.(inner|outer)(\d+)", axis)
+        if found is None:
+            return axis, 1, 1
+        base, which, count = found[1], found[2], int(found[3])
+        size = dict(self.sizes).get(base, 1)
+        if count < 1 or size % count:
+            raise ValueError(f"{axis}: {count} neighbours do not divide mesh.{base}={size}")
+        return (base, size // count, 1) if which == "inner" else (base, 1, count)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The coordinate of a rank on each axis larger than one."""
@@ -54,10 +76,14 @@ class Mesh:
 
     def groups(self, axis: str) -> list[list[int]]:
         """The groups of ranks that differ in their coordinate on `axis` only, each ordered by it."""
+        base, inner, outer = self.part(axis)
+        size = self[axis]
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             place = self.coordinates(rank)
-            groups.setdefault(tuple(v for k, v in place.items() if k != axis), []).append(rank)
+            here = place[base]
+            among = here // size if inner > 1 else here % outer
+            groups.setdefault((among, *(v for k, v in place.items() if k != base)), []).append(rank)
         return list(groups.values())
 
     def __iter__(self):

@@ -9,6 +9,7 @@ chosen by the coordinate, and the program is the same on every rank. Keys that a
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,23 +44,31 @@ def halves(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Ring:
-    """Attention over `parts` ranks of an axis of a sequence of `size`; causal ones are folded."""
+    """Attention over `parts` ranks of an axis of a sequence of `size`; causal ones are folded.
+
+    At step s a rank meets what stood s places before it; `steps` are those at which any rank sees anything, 0 first.
+    """
 
     axis: str
     parts: int
     size: int
     causal: bool
     folded: bool
-    scale: float | None = None
+    scale: float | None
+    steps: tuple[int, ...]
+
+    def hops(self) -> dict[int, int]:
+        """How far what is here travels after each step: to the next one, after the last one home."""
+        return {here: there - here for here, there in itertools.pairwise((*self.steps, self.parts))}
 
     # -- travel -----------------------------------------------------------------------------------
 
     def around(self, *tensors: Tensor) -> Any:
         """The tensors as each rank in turn has them, own ones first; the next are on their way while these are used."""
         flat = torch.cat([x.reshape(-1) for x in tensors])
-        for step in range(self.parts):
-            last = step == self.parts - 1
-            coming = None if last else shift(flat, self.axis)
+        for step, hops in self.hops().items():
+            last = step == self.steps[-1]
+            coming = None if last else shift(flat, self.axis, hops)
             parts = flat.split([x.numel() for x in tensors])
             yield step, *(part.view(x.shape) for part, x in zip(parts, tensors))
             flat = flat if last else arrive(coming, flat)
@@ -98,7 +107,7 @@ class Ring:
             if step == 0:
                 found = kernels.backward(gradient, q, key, value, out, lse, Block(True, self.scale))
                 along_q = list(halves(found[0].to(wide(q.dtype))))
-                home.add(*found[1:])
+                home.add(step, *found[1:])
                 continue
             lower = place >= step
 
@@ -119,7 +128,7 @@ class Ring:
             tail, either = found[0].to(wide(q.dtype)).chunk(2)
             along_q[0] = along_q[0] + torch.where(lower, either, 0.0)
             along_q[1] = along_q[1] + tail + torch.where(lower, 0.0, either)
-            home.add(*(self.to_halves(x.to(wide(q.dtype)), lower) for x in found[1:]))
+            home.add(step, *(self.to_halves(x.to(wide(q.dtype)), lower) for x in found[1:]))
         return torch.cat(along_q, 2).to(q.dtype), *home.arrived(k.dtype)
 
     @staticmethod
@@ -130,10 +139,10 @@ class Ring:
 
     # -- any mask ---------------------------------------------------------------------------------
 
-    def masks(self, mask: Tensor | None, q: Tensor, place: Tensor) -> Callable[[int], Tensor | None]:
+    def masks(self, mask: Tensor | None, q: Tensor, k: Tensor, place: Tensor) -> Callable[[int], Tensor | None]:
         """Step -> the additive mask of the rank's queries and the keys that are here then, None if all are seen."""
-        pieces = 2 * self.parts if self.folded else self.parts
-        if mask is None and self.size % pieces == 0:
+        padding = k.shape[2] * self.parts - self.size
+        if mask is None and not padding:
             return lambda step: None
         rows = q.shape[2]
         if mask is None:
@@ -142,7 +151,7 @@ class Ring:
             mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -math.inf)
         mask = mask.reshape([1] * (4 - mask.dim()) + list(mask.shape))
         mask = mask.expand(*mask.shape[:2], rows, self.size)
-        full, last = F.pad(mask, [0, -self.size % pieces], value=-math.inf), 3
+        full, last = F.pad(mask, [0, padding], value=-math.inf), 3
         by_rank = to_rank_order(full, last, self.parts) if self.folded else full
         by_rank = by_rank.unflatten(last, (self.parts, -1))
 
@@ -154,7 +163,7 @@ class Ring:
 
     def full_forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, place: Tensor) -> Part:
         """Result and log-sum-exp of the rank's queries."""
-        at, found = self.masks(mask, q, place), None
+        at, found = self.masks(mask, q, k, place), None
         for step, key, value in self.around(k, v):
             out, lse = kernels.forward(q, key, value, Block(False, self.scale, at(step)))
             found = merge(found, (out.to(wide(q.dtype)), lse))
@@ -163,11 +172,11 @@ class Ring:
 
     def full_backward(self, gradient, q, k, v, mask, out, lse, place: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of the rank's own q, k and v."""
-        at, along_q, home = self.masks(mask, q, place), torch.zeros_like(q, dtype=wide(q.dtype)), Home(self)
+        at, along_q, home = self.masks(mask, q, k, place), torch.zeros_like(q, dtype=wide(q.dtype)), Home(self)
         for step, key, value in self.around(k, v):
             found = kernels.backward(gradient, q, key, value, out, lse, Block(False, self.scale, at(step)))
             along_q = along_q + found[0]
-            home.add(*found[1:])
+            home.add(step, *found[1:])
         return along_q.to(q.dtype), *home.arrived(k.dtype)
 
 
@@ -180,17 +189,20 @@ class Home:
         self.coming: Tensor | None = None
         self.shapes: list[torch.Size] = []
 
-    def add(self, *gradients: Tensor) -> None:
-        """Add this step's terms to what the rank before had, and send the sum on."""
+    def add(self, step: int, *gradients: Tensor) -> None:
+        """Add this step's terms to those of the steps before, and send the sum on."""
         self.shapes = [g.shape for g in gradients]
         flat = torch.cat([g.to(wide(g.dtype)).reshape(-1) for g in gradients])
         if self.coming is not None:
             flat = flat + arrive(self.coming, self.sent)
-        self.sent, self.coming = flat, shift(flat, self.ring.axis)
+        self.sent = flat
+        if len(self.ring.steps) > 1:
+            self.coming = shift(flat, self.ring.axis, self.ring.hops()[step])
 
     def arrived(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """The gradients of the rank's own keys and values."""
-        flat = arrive(self.coming, self.sent)
+        flat = self.sent if self.coming is None else arrive(self.coming, self.sent)
+        assert flat is not None
         pieces = flat.split([math.prod(shape) for shape in self.shapes])
         return tuple(piece.view(shape).to(dtype) for piece, shape in zip(pieces, self.shapes))
 

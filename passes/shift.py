@@ -1,6 +1,6 @@
-"""Ring communication: every rank of an axis sends to the next, and receives from the one before.
+"""Ring communication: every rank of an axis sends to the one `by` places on, and receives from as far back.
 
-    y = shift(x, "cp")          in flight
+    y = shift(x, "cp", 1)       in flight
     ...
     y = arrive(y, x)            there; x may be written again
 
@@ -20,17 +20,17 @@ from torch.fx import has_side_effect
 from passes.torch_private import resolve_axis_group
 
 _library = torch.library.Library("ct", "FRAGMENT")
-_library.define("shift(Tensor x, str axis) -> Tensor")
+_library.define("shift(Tensor x, str axis, int by) -> Tensor")
 _library.define("arrive(Tensor(a) y, Tensor x) -> Tensor(a)")
 _in_flight: dict[int, list[Any]] = {}  # address of what is being received -> its transfers
 
 
 @torch.library.impl(_library, "shift", "CompositeExplicitAutograd")
-def _shift(x: Tensor, axis: str) -> Tensor:
+def _shift(x: Tensor, axis: str, by: int) -> Tensor:
     group = resolve_axis_group(axis)
     rank, parts = group.rank(), group.size()
     y = torch.empty_like(x)
-    there, back = (rank + 1) % parts, (rank - 1) % parts
+    there, back = (rank + by) % parts, (rank - by) % parts
     send = dist.P2POp(dist.isend, x, group=group, group_peer=there)
     receive = dist.P2POp(dist.irecv, y, group=group, group_peer=back)
     _in_flight[y.data_ptr()] = dist.batch_isend_irecv([send, receive])
@@ -45,7 +45,7 @@ def _arrive(y: Tensor, x: Tensor) -> Tensor:
 
 
 @torch.library.register_fake("ct::shift")
-def _(x: Tensor, axis: str) -> Tensor:
+def _(x: Tensor, axis: str, by: int) -> Tensor:
     return torch.empty_like(x)
 
 

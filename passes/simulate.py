@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from passes import ir
+from passes.accounting import axis_of
 from passes.mesh import Mesh
 from passes.shift import arrive, shift
 from passes.torch_private import c10d
@@ -49,8 +50,8 @@ def _all_to_all(values: Values, outs: list[int], ins: list[int], axis: str) -> V
     return [torch.cat([pieces[j][i] for j in range(len(values))]) for i in range(len(values))]
 
 
-def _shift(values: Values, axis: str) -> Values:
-    return [values[i - 1].clone() for i in range(len(values))]
+def _shift(values: Values, axis: str, by: int) -> Values:
+    return [values[i - by].clone() for i in range(len(values))]
 
 
 # operator -> what a group's ranks hold after it, from what they held before
@@ -61,11 +62,6 @@ COLLECTIVES: dict[Any, Callable[..., Values]] = {
     c10d.all_to_all_single.default: _all_to_all,
     shift: _shift,
 }
-
-
-def axis_of(node: fx.Node) -> str:
-    """The mesh axis over which a collective runs: its group name."""
-    return str(node.args[-1])
 
 
 class Lockstep:
@@ -110,7 +106,7 @@ class Lockstep:
     def exchange(self, node: fx.Node, given: list[tuple]) -> list[Any]:
         """One collective: each group of the axis exchanges its values."""
         results: list[Any] = [None] * self.mesh.world_size
-        for group in self.mesh.groups(axis_of(node)):
+        for group in self.mesh.groups(str(axis_of(node))):
             after = COLLECTIVES[node.target]([given[r][0] for r in group], *given[group[0]][1:])
             for rank, value in zip(group, after, strict=True):
                 results[rank] = value

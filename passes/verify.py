@@ -178,8 +178,9 @@ def check_collectives(program: ir.Program) -> Iterator[Finding]:
         axis = axis_of(node)
         if axis is None:
             continue
-        if axis not in program.mesh.axes:
+        if not program.mesh.has(axis):
             yield node, f"runs over axis {axis!r}, the mesh has {dict(program.mesh.sizes)}"
+            continue
         bound = bind(node)
         splits = [len(bound[name]) for name in ("output_split_sizes", "input_split_sizes") if name in bound]
         for parts in (*splits, *(bound[name] for name in ("parts", "group_size") if name in bound)):
@@ -266,7 +267,7 @@ def check_transitions(program: ir.Program) -> Iterator[Finding]:
     for node in program.calls():
         if node.target not in TRANSITIONS:
             continue
-        axis, (takes, gives) = str(bind(node)["axis"]), TRANSITIONS[node.target]
+        axis, (takes, gives) = program.mesh.part(str(bind(node)["axis"]))[0], TRANSITIONS[node.target]
         before, after = ir.spec(node.args[0]), ir.spec(node)  # type: ignore[arg-type]
         if before is not None and before.state(axis) not in takes:
             yield node, f"takes {' or '.join(takes)} on {axis!r}, its operand is {before.state(axis)}: {before}"

@@ -68,7 +68,7 @@ class FakeStep:
         return {name: (state.spec, state.local) for name, state in self.state.items()}
 
     def evaluate(self, batch):
-        assert sorted(batch) == ["labels", "positions", "tokens"]
+        assert sorted(batch) == ["documents", "labels", "positions", "tokens"]
         return float(batch["tokens"].float().mean() * self.state["model.w"].local[0].sum())
 
     def __call__(self, batch, lr):

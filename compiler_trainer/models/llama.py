@@ -11,13 +11,18 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 if TYPE_CHECKING:
     from compiler_trainer.config import ModelConfig
 
 
 class Llama(nn.Module):
-    """Llama 3 decoder (arXiv:2407.21783); attention is causal over the whole row of T tokens."""
+    """Llama 3 decoder (arXiv:2407.21783).
+
+    Attention is causal over the whole row of T tokens or, with `cfg.attention` "documents", within each document of
+    it, as Llama 3 was trained.
+    """
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
@@ -28,13 +33,14 @@ class Llama(nn.Module):
         # Two names for one parameter would come apart when a meta model is given memory: a tied head has no module.
         self.output = None if cfg.tied else nn.Linear(cfg.dim, cfg.vocab_size, bias=False)
 
-    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Logits [B, T, V] of int64 `tokens` [B, T] standing at int64 `positions` [B, T] of their documents."""
+    def forward(self, tokens: Tensor, positions: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Logits [B, T, V] of int64 `tokens` [B, T] standing at int64 `positions` of the `documents` numbered so."""
         x = self.tok_embeddings(tokens)
         cos, sin = rotary_tables(self.cfg, positions)
         cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+        mask = within_documents(documents) if self.cfg.attention == "documents" and documents is not None else None
         for layer in self.layers:
-            x = layer(x, cos, sin)
+            x = layer(x, cos, sin, mask)
         head = self.tok_embeddings if self.output is None else self.output
         return F.linear(self.norm(x), head.weight)
 
@@ -49,8 +55,8 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.ffn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: BlockMask | None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, mask)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
@@ -66,14 +72,17 @@ class Attention(nn.Module):
         self.wv = nn.Linear(cfg.dim, cfg.n_kv_heads * self.head_dim, bias=False)
         self.wo = nn.Linear(cfg.n_heads * self.head_dim, cfg.dim, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: BlockMask | None) -> Tensor:
         b, t, _ = x.shape
         q = rotate(self.wq(x).view(b, t, self.n_heads, self.head_dim), cos, sin)
         k = rotate(self.wk(x).view(b, t, self.n_kv_heads, self.head_dim), cos, sin)
         v = self.wv(x).view(b, t, self.n_kv_heads, self.head_dim)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         grouped = self.n_kv_heads != self.n_heads
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        if mask is None:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        else:
+            out = flex_attention(q, k, v, block_mask=mask, enable_gqa=grouped)
         return self.wo(out.transpose(1, 2).flatten(2))
 
 
@@ -88,6 +97,16 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+def within_documents(documents: Tensor) -> BlockMask:
+    """The mask of tokens that see those before them in their own document, int64 `documents` [B, T]."""
+
+    def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (i >= j) & (documents[b, i] == documents[b, j])
+
+    rows, size = documents.shape
+    return create_block_mask(sees, rows, None, size, size, device=documents.device)
 
 
 def rotary_tables(cfg: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,5 +12,5 @@ IGNORED_LABEL = -100
 
 def loss_fn(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Mean cross-entropy in nats, a fp32 scalar, over labels other than -100; `batch` holds int64 [B, T] tensors."""
-    logits = model(batch["tokens"], batch["positions"])
+    logits = model(batch["tokens"], batch["positions"], batch.get("documents"))
     return F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten(), ignore_index=IGNORED_LABEL)
