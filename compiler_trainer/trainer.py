@@ -26,6 +26,7 @@ from compiler_trainer.prepare import Start, find_start, make_reproducible, same_
 from compiler_trainer.progress import Progress, say, say_contents
 from compiler_trainer.ranks import rank, start_ranks, stop_ranks
 from compiler_trainer.step import Step
+from passes.balance import imbalance
 from passes.runner import Dumper
 
 MODEL_INPUTS = ("tokens", "labels", "positions", "documents")
@@ -105,11 +106,14 @@ def one_step(cfg: Config, step: Step, loader: Loader, memory: PeakMemory, number
     """Take update `number` and measure it, from fetching its batch on."""
     lr = learning_rate(cfg.lr_schedule, cfg.optim.lr, number, cfg.train.steps)
 
-    def timed() -> tuple[Record, float]:
+    def timed() -> tuple[dict[str, Tensor], Record, float]:
         began = time.perf_counter()
-        return step(next_batch(loader), lr), time.perf_counter() - began
+        batch = next_batch(loader)
+        return batch, step(batch, lr), time.perf_counter() - began
 
-    result, seconds = memory.during(timed)
+    batch, result, seconds = memory.during(timed)
+    if cfg.model.attention == "documents" and cfg.mesh.cp > 1:
+        result["cp_imbalance"] = imbalance(batch["positions"] + 1, step.mesh)
     speed = cfg.train.global_batch_size * cfg.train.seq_len / seconds
     return {**result, "lr": lr, "tokens_per_s": speed, "step_ms": 1e3 * seconds, "peak_mem_bytes": memory.bytes}
 

@@ -177,8 +177,8 @@ _LIBRARY = re.compile(
 
 
 def is_library(file: str) -> bool:
-    """Whether a frame is of PyTorch or of the capture, not of the user's model or loss."""
-    return bool(_LIBRARY.search(file))
+    """Whether a frame is of PyTorch or of the capture (generated code has no file), not of the user's model or loss."""
+    return file.startswith("<") or bool(_LIBRARY.search(file))
 
 
 def source(node: fx.Node) -> str:

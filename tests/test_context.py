@@ -17,6 +17,7 @@ from torch import Tensor
 
 from passes import ir, kernels
 from passes.accounting import count_traffic
+from passes.balance import imbalance, pairs_by_rank
 from passes.collectives import Expand
 from passes.context import METHODS, Call
 from passes.joint import Joint
@@ -27,7 +28,7 @@ from passes.ring import merge
 from passes.shard import Shard
 from passes.shift import shift
 from passes.simulate import Lockstep
-from passes.spec import Factor, Spec, unshard
+from passes.spec import Factor, Spec, shard, unshard
 from passes.sweep import sweep
 from passes.torch_private import c10d
 
@@ -364,3 +365,26 @@ def test_remat_takes_a_ring_as_one_operator():
     assert again[0] == layers * (2 * forward + backward)
     assert kept[0][1] > kept[1][1] > kept[2][1] > again[1]
     assert kept[0][2] == kept[1][2] == kept[2][2] == again[2]
+
+
+# ---- work ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_head_and_tail_share_causal_work_evenly(ranks):
+    runs = Mesh.of({"cp": ranks})
+    folded = replace(runs, folded=frozenset({"cp"}))
+    causal = torch.arange(4096)[None] + 1
+    assert imbalance(causal, folded) < 1.01
+    assert imbalance(causal, runs) == pytest.approx((2 * ranks - 1) / ranks, rel=0.01)  # the last rank's
+
+
+def test_work_within_documents_is_that_of_a_mask():
+    """Pairs counted from positions, rank by rank, are the entries of the mask that each rank's queries have."""
+    size, mesh = 37, replace(Mesh.of({"cp": 4}), folded=frozenset({"cp"}))
+    ids = documents(size)
+    position = torch.stack([torch.arange(size) - torch.searchsorted(row, row) for row in ids])
+    mask = mask_of("document", size).sum((1, 3))  # keys seen, by row and query
+    spec = sharded(mask.shape, 1, "cp", 0)
+    by_rank = [shard(mask, spec, mesh, place).sum() for place in mesh]
+    assert pairs_by_rank(position + 1, mesh).tolist() == torch.stack(by_rank).tolist()
