@@ -6,7 +6,8 @@ q[b, (g r), s, e], k[b, g, t, e], v[b, g, t, f]; a mask is additive, in the dtyp
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     """(out[b, h, s, f], lse[b, h, s] in fp32 or wider); a row that sees nothing has zeros and -inf."""
-    run = _flash_cpu if flash_takes(q, v) else _math
+    run, _ = kernel_for(q, v, block)
     out, lse = run(q, k, v, block)
     if block.mask is not None:
         sees = (block.mask > -math.inf).any(-1)
@@ -42,13 +43,21 @@ def backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
 ) -> tuple[Tensor, Tensor, Tensor]:
     """This block's share of the gradients of q, k and v, given the result over all blocks."""
-    run = _flash_cpu_backward if flash_takes(q, v) else _math_backward
+    _, run = kernel_for(q, v, block)
     return run(gradient, q, k, v, out, torch.where(lse > -math.inf, lse, 0.0), block)
 
 
-def flash_takes(q: Tensor, v: Tensor) -> bool:
-    """Whether the flash kernel of the CPU can do it: values as wide as queries."""
-    return q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
+def kernel_for(q: Tensor, v: Tensor, block: Block) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Forward and backward by device: flash where it can, else plain operators."""
+    width = q.shape[-1]
+    if v.shape[-1] != width:
+        return _math, _math_backward
+    if q.device.type == "cpu":
+        return _flash_cpu, _flash_cpu_backward
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    if q.device.type == "cuda" and half and block.mask is None and width % 8 == 0 and width <= 256:
+        return _flash_cuda, _flash_cuda_backward
+    return _math, _math_backward
 
 
 def _flash_cpu(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
@@ -61,6 +70,20 @@ def _flash_cpu_backward(gradient, q, k, v, out, lse, block: Block) -> tuple[Tens
     kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     lse = lse.transpose(1, 2).contiguous().transpose(1, 2)  # as the forward kernel leaves it
     found = kernel(gradient, q, k, v, out, lse, 0.0, block.causal, attn_mask=block.mask, scale=block.scale)
+    return tuple(g.contiguous() for g in found)  # type: ignore[return-value]
+
+
+def _flash_cuda(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    kernel = aten._scaled_dot_product_flash_attention.default
+    out, lse, *_ = kernel(q, k, v, 0.0, block.causal, scale=block.scale)
+    return out.contiguous(), lse.contiguous()
+
+
+def _flash_cuda_backward(gradient, q, k, v, out, lse, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+    kernel = aten._scaled_dot_product_flash_attention_backward.default
+    sizes = (None, None, q.shape[2], k.shape[2])
+    random = [torch.zeros(shape, dtype=torch.uint64, device=q.device) for shape in ((2,), ())]  # nothing is dropped
+    found = kernel(gradient, q, k, v, out, lse, *sizes, 0.0, block.causal, *random, scale=block.scale)
     return tuple(g.contiguous() for g in found)  # type: ignore[return-value]
 
 

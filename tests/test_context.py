@@ -30,7 +30,7 @@ from passes.shift import shift
 from passes.simulate import Lockstep
 from passes.spec import Factor, Spec, shard, unshard
 from passes.sweep import sweep
-from passes.torch_private import c10d
+from passes.torch_private import FakeTensorMode, c10d
 
 F64 = torch.float64
 TOLERANCE = 1e-10
@@ -134,6 +134,39 @@ def test_every_form_of_attention(method, record_property):
     record_property("counted", f"{method}: {len(cases)} cases of (form, heads, size, ranks), forward and gradients, in fp64 to 1e-10")
 
 
+def run_soft_capped(heads: str, size: int, ranks: int) -> None:
+    """A score function is written out: rows of scores stay on their rank, keys are gathered, whatever the method."""
+    h, g = HEADS[heads]
+
+    def run_it(q, k, v, *units):
+        q, k, v = (x * unit for x, unit in zip((q, k, v), units))
+        k, v = k.repeat_interleave(h // g, 1), v.repeat_interleave(h // g, 1)
+        row, column = grids(size)
+        scores = torch.where(row >= column, 2 * torch.tanh(q @ k.transpose(-1, -2) / 4), -torch.inf)
+        return scores.softmax(-1) @ v
+
+    q, k, v = (random(2, n, size, WIDTH) for n in (h, g, g))
+    units = [torch.ones(x.shape, dtype=torch.int64) for x in (q, k, v)]
+    function = capture(run_it, [q, k, v + 1, *units], Mesh.of({"cp": ranks}), weights=(0, 1, 2))
+    report = run(function, sequence)
+    assert not any(" over cp, " in note for note in report.notes), report.notes
+
+
+CAPPED = list(itertools.product(HEADS, SIZES, RANKS))
+
+
+@pytest.mark.parametrize(("heads", "size", "ranks"), CAPPED[::11])
+def test_soft_capped_scores_over_ranks(heads, size, ranks):
+    run_soft_capped(heads, SIZES[size], ranks)
+
+
+@pytest.mark.full
+def test_soft_capped_scores_of_every_form(record_property):
+    for heads, size, ranks in CAPPED:
+        run_soft_capped(heads, SIZES[size], ranks)
+    record_property("counted", f"soft-cap: {len(CAPPED)} cases of (heads, size, ranks), forward and gradients, in fp64 to 1e-10")
+
+
 # ---- kernels ---------------------------------------------------------------------------------------
 
 
@@ -154,6 +187,22 @@ def test_kernels_agree(form):
     given = (gradient, q, k, v, out, torch.where(lse > -torch.inf, lse, 0.0), block)
     for x, y in zip(kernels._flash_cpu_backward(*given), kernels._math_backward(*given), strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_kernels_of_cuda_give_what_a_ring_takes(heads):
+    """By shape and dtype, which needs no GPU."""
+    h, g = HEADS[heads]
+    with FakeTensorMode():
+        q, k, v = (torch.empty(2, n, 16, 64, dtype=torch.bfloat16, device="cuda") for n in (h, g, g))
+        out, lse = kernels.forward(q, k, v, Block(True))
+        found = kernels.backward(out, q, k, v, out, lse, Block(True))
+        odd = torch.empty(2, h, 16, 12, dtype=torch.bfloat16, device="cuda")  # flash takes multiples of 8
+    assert kernels.kernel_for(q, v, Block(True))[0] is kernels._flash_cuda
+    assert kernels.kernel_for(odd, odd, Block(True))[0] is kernels._math
+    assert (out.shape, out.dtype) == (q.shape, q.dtype)
+    assert (lse.shape, lse.dtype) == ((2, h, 16), torch.float32)
+    assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in (q, k, v)]
 
 
 def test_merging_with_nothing_changes_nothing():
