@@ -9,12 +9,13 @@ from test_printer import joint, linear_program
 
 from compiler_trainer.errors import UserError
 from passes.accounting import Accounting
+from passes.costs import Costs
 from passes.ir import Report
 from passes.printer import format_value, op_name, print_program
 from passes.runner import Dumper, PassRecord
 from tools import dumps
 
-NOTHING = Accounting((), {}, 0, 0, "x", "", {})
+NOTHING = Accounting((), {}, 0, 0, 0, "x", "", {})
 
 
 def test_a_line_is_taken_apart():
@@ -60,14 +61,14 @@ def test_a_line_that_is_none_is_named():
 
 
 def dump(folder: Path) -> dumps.Stage:
-    Dumper(folder)(joint({"tp": 2}), PassRecord("step", "joint", 0.0, 0, 0, Report(), NOTHING))
+    Dumper(folder)(joint({"tp": 2}), PassRecord("step", "joint", 0.0, 0, 0, Report(), NOTHING, {}, Costs((), (), ())))
     return dumps.load_stages(folder)[0]
 
 
 def test_stages_know_their_users(tmp_path):
     stage = dump(tmp_path)
     assert (stage.number, stage.program, stage.name, stage.title) == (0, "step", "joint", "00_step_joint")
-    assert stage.report["report"] == {"counts": {}, "notes": []}
+    assert stage.report["report"] == {"counts": {}, "notes": [], "reshards": []}
     for name, users in stage.users.items():
         assert all(name in user.operands for user in users)
     assert sum(map(len, stage.users.values())) == sum(len(set(n.operands)) for n in stage.nodes)

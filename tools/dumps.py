@@ -27,7 +27,6 @@ PLACED = re.compile(r"^(\w+\[[^\]]*\]) (\[.*)$")
 OPERAND = re.compile(r'"(?:[^"\\]|\\.)*"|%(\w+)')  # a string may hold anything, so it is passed over
 SECTION = re.compile(r"^# (\w+): (.*)$")
 AXIS = re.compile(r"(\w+)=(\d+)( \(head and tail\))?")
-PHASES = ("forward", "backward", "optimizer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,8 @@ class Node:
 
     `op` is the operator or, of an input, its kind (`parameter`, `batch`, `moment`, ...), and `label` then the model's
     own name for it. `value` is what it yields as text; `dtype` and `shape` are empty unless that is one tensor.
-    `spec` is its placement as text, empty where none is known; `source` is `file:line`. `graph` is the path of the
+    `spec` is its placement as text, empty where none is known; `source` is `file:line`; `recomputed` says that the
+    backward computes here again what the forward did not keep. `graph` is the path of the
     graph that holds it, empty for the program itself. `line` counts from 1.
     """
 
@@ -50,6 +50,7 @@ class Node:
     source: str
     module: str
     phase: str
+    recomputed: bool
     label: str
     graph: str
     line: int
@@ -91,6 +92,11 @@ class Stage:
     def report(self) -> dict[str, Any]:
         """What the pass did and what its graph will cost."""
         return read_json(self.path.with_suffix(".json"))
+
+    @cached_property
+    def costs(self) -> dict[str, list[list[Any]]]:
+        """What each node costs: rows of `collectives`, `flops` and `storages` (passes/costs.py tells their columns)."""
+        return read_json(self.path.with_suffix(".costs.json"))
 
     @cached_property
     def text(self) -> str:
@@ -239,7 +245,7 @@ def parse(text: str) -> Parsed:
 
 
 def _operator(line: str, number: int, graph: str) -> Node:
-    """`%name = op(operands) : value spec   # file.py:line module.path phase`."""
+    """`%name = op(operands) : value spec   # file.py:line module.path phase [recomputed]`."""
     body, _, origin = line.rpartition("   # ")
     call, _, placed = body.rpartition(") : ")
     name, _, call = call.partition(" = ")
@@ -255,7 +261,7 @@ def _input(line: str, number: int) -> Node:
     name, _, rest = line.partition(" = ")
     kind, _, rest = rest.partition(' "')
     label, _, placed = rest.rpartition('" : ')
-    return Node(name[1:], kind, (), *_value(placed), "", "", "", label, "", number, line)
+    return Node(name[1:], kind, (), *_value(placed), "", "", "", False, label, "", number, line)
 
 
 def _output(line: str, number: int) -> Output:
@@ -277,11 +283,12 @@ def _value(placed: str) -> tuple[str, str, tuple[int, ...], str]:
     return value, tensor[1], tuple(int(n) for n in tensor[2].split(", ") if n), spec
 
 
-def _origin(origin: str) -> tuple[str, str, str]:
-    """Source, module and phase of `file.py:31 layers.0 forward`, of which the first two may be missing."""
-    *words, phase = origin.split(" ")
+def _origin(origin: str) -> tuple[str, str, str, bool]:
+    """Source, module, phase and whether recomputed of `file.py:31 layers.0 forward`; the first two may be missing."""
+    bare = origin.removesuffix(" recomputed")
+    *words, phase = bare.split(" ")
     source = words.pop(0) if words and re.search(r":\d+$", words[0]) else ""
-    return source, " ".join(words), phase
+    return source, " ".join(words), phase, bare != origin
 
 
 def matching(nodes: list[Node], key: Callable[[Node], str], pattern: str) -> Iterator[Node]:
