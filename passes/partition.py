@@ -170,7 +170,8 @@ class Partitioner:
         """Placeholders of local shape, and one 0-d coordinate an axis."""
         for node, given in zip(self.program.placeholders(), self.program.inputs):
             local = ir.example(node).new_empty(given.spec.local_shape(self.program.mesh))
-            self.versions[node, given.spec] = self.builder.placeholder(node.name, local, given.spec)
+            self.versions[node, given.spec] = new = self.builder.placeholder(node.name, local, given.spec)
+            ir.set_stands_for(new, node.name)
             if given.kind == "parameter" and self.differentiable:
                 self.grads.add(node)
         coordinates = []
@@ -241,6 +242,7 @@ class Partitioner:
                 f"local shape is {tuple(ir.example(new).shape)}, its placement {produced} says {expected}",
             )
         ir.set_spec(new, produced)
+        ir.set_stands_for(new, node.name)
         self.versions[node, produced] = new
         for after in self.plan.reduced.get(node, []):
             before = ir.spec(new)
@@ -316,6 +318,7 @@ class Partitioner:
         value = self.version(operand, replace(self.plan.current(operand), dims=dims, varying=wanted.varying), node.name)
         new = self.emit_on(node, decision, [value], [wanted])
         ir.set_spec(new, replace(wanted, fill=current.fill))
+        ir.set_stands_for(new, node.name)
         return new
 
     def record(self, node: fx.Node, value: fx.Node, before: Spec, after: Spec, reason: str) -> fx.Node:
@@ -323,6 +326,7 @@ class Partitioner:
         is_weight = node in self.plan.weights
         new = self.builder.convert(value, before, after, node in self.grads, self.wire if is_weight else None)
         if new is not value:
+            ir.set_stands_for(new, node.name)
             self.reshards.append(Reshard(node.name, ir.source(node), before, after, reason))
         return new
 
