@@ -28,13 +28,14 @@ from compiler_trainer.pipeline import DTYPES, Pipeline, build_pipeline
 from passes import ir
 from passes.mesh import Mesh
 from passes.numeric import Results, coarsest, compare
-from passes.runner import run_passes
-from passes.verify import neighbours
+from passes.runner import apply_pass
+from passes.spec import Spec
+from passes.verify import neighbours, verify_spec
 from tools import locate
 from tools.locate import Fault, Stages
 from tools.piece import Piece
 from tools.shrink import Source, closed, everything, smallest
-from tools.values import Mismatch, Recorded, nodes_of, record, spec_of, whole_value
+from tools.values import Mismatch, Recorded, nodes_of, record, spec_of, total_gradient, whole_value
 
 Kind = Literal["crash", "differs", "not finite"]
 
@@ -108,6 +109,7 @@ class Search:
     def __init__(self, ctx: ir.Context, inputs: Mapping[str, Tensor]):
         self.ctx, self.inputs = ctx, inputs
         self.seen: list[tuple[str, str]] = []  # program and pass
+        self.answers: dict[Any, Any] = {}  # of the verifier, from one program to the next
 
     def through(self, program: ir.Program, pipeline: Pipeline) -> Finding | None:
         """The first fault of the forward passes and of those of each training program."""
@@ -147,17 +149,17 @@ class Search:
         """What a pass leaves, run; or what is wrong with it."""
         stage = (name, step.name)
         self.seen.append(stage)
-        source = source_of(before, self.inputs)
         try:
-            program, _ = run_passes(name, [step], before.program, self.ctx)
+            program, _ = apply_pass(step, before.program, self.ctx)
+            verify_spec(program, self.ctx, pass_name=step.name, answers=self.answers)
             after = record(program, self.ctx, self.inputs)
         except ir.Refused as error:
             raise UserError(*str(error).split(": ", 1)) from error
         except ir.CompileError as error:
-            return self.crash(stage, step, error, source)
+            return self.crash(stage, step, error, source_of(before, None, self.inputs))
         stages = Stages(whole, before, after, max(coarsest(before.program), coarsest(program)) ** 0.5)
         wrong = wrong_results(step.name, results, after.results, stages.tolerance)
-        return self.locate(stage, step, stages, wrong, source) if wrong else after
+        return self.locate(stage, step, stages, wrong, source_of(before, program, self.inputs)) if wrong else after
 
     def crash(self, stage: tuple[str, str], step: ir.Pass, error: ir.CompileError, source: Source) -> Finding:
         """What raised, and the smallest piece that does."""
@@ -174,13 +176,7 @@ class Search:
         program = stages.after.program
         has_backward = "joint" in program.facts
         message = next(iter(wrong.values()))
-        ends = [
-            node
-            for key, result in stages.after.results.items()
-            if key in wrong and (has_backward or key[0] != "gradient")
-            for node in [locate.named(stages.after, result.node.name)]
-            if node is not None
-        ]
+        ends = [n for key in wrong if has_backward or key[0] != "gradient" for n in ends_of(program, *key)]
         if fault := locate.first_wrong_value(stages, ends):
             kind: Kind = "not finite" if lost_in(stages.after, fault.node) else "differs"
             return self.finding(kind, stage, message, fault, self.piece(source, step, fault, False))
@@ -220,6 +216,13 @@ def wrong_results(pass_name: str, before: Results, after: Results, tolerance: fl
     return wrong
 
 
+def ends_of(program: ir.Program, kind: str, name: str) -> list[fx.Node]:
+    """The node that a result leaves by: what is returned, or the input that is written."""
+    returned = zip(program.results(), program.outputs, strict=True)
+    written = zip(program.placeholders(), program.inputs, strict=True)
+    return [node for node, end in (*returned, *written) if (end.kind, end.name) == (kind, name)]
+
+
 def lost_in(recorded: Recorded, node: fx.Node) -> bool:
     """Whether a node yields an entry that is infinite or NaN."""
     return any(not value.isfinite().all() for value in recorded.values[node.name])
@@ -235,14 +238,26 @@ def wrong_derivative(source: Source, step: ir.Pass) -> tuple[fx.Node, Piece] | N
     return None
 
 
-def source_of(recorded: Recorded, inputs: Mapping[str, Tensor]) -> Source:
-    """Where pieces of a recorded program come from."""
+def source_of(recorded: Recorded, after: ir.Program | None, inputs: Mapping[str, Tensor]) -> Source:
+    """Where pieces of a recorded program come from; its values are placed as the program `after` the pass has them."""
     nodes = [node for node in nodes_of(recorded) if "local" not in recorded.program.facts or ir.spec(node)]
     wholes = {node.name: whole_value(node, recorded) for node in nodes}
     specs = {node.name: spec_of(node, recorded) for node in nodes}
     gradients = {
-        node.name: locate.total_gradient(recorded.gradients[node.name], specs[node.name], recorded.mesh)
+        node.name: total_gradient(recorded.gradients[node.name], specs[node.name], recorded.mesh)
         for node in nodes
         if node.name in recorded.gradients
     }
+    if after is not None and "local" not in recorded.program.facts:
+        specs |= placed_in(after)
     return Source(recorded.program, wholes | dict(inputs), specs, gradients)
+
+
+def placed_in(program: ir.Program) -> dict[str, Spec]:
+    """How a local program places the values of the whole one, by name there: as first found complete, if ever."""
+    found: dict[str, Spec] = {}
+    for node in program.graph.nodes:
+        name, spec = ir.stands_for(node), ir.spec(node)
+        if name and spec is not None and (name not in found or (found[name].partial and not spec.partial)):
+            found[name] = spec
+    return found

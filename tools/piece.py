@@ -33,7 +33,7 @@ class Sketch:
     def input(self, node_name: str, name: str, kind: ir.InputKind, spec: Spec, dtype: torch.dtype) -> fx.Node:
         """A placeholder: a whole tensor until the program is local."""
         shape = spec.local_shape(self.mesh) if "local" in self.facts else spec.shape
-        first = next((n for n in self.graph.nodes if n.op != "placeholder"), None)
+        first = next((n for n in self.graph.nodes if n.op != "placeholder"), self.graph._root)
         with self.graph.inserting_before(first):
             node = self.graph.create_node("placeholder", node_name, name=node_name)
         with self.ctx.fake_mode:

@@ -91,7 +91,7 @@ def copy_nodes(
     outside = {operand for node in nodes for operand in node.all_input_nodes if operand not in inside}
     for node in source.program.graph.nodes:
         if node in outside:
-            given = ends.get(node) or ir.Input(node.name, "batch", source.specs.get(node.name) or whole(node))
+            given = ends.get(node) or ir.Input(node.name, "batch", placed(source, node))
             kind = "parameter" if node in leaves else given.kind
             made[node] = sketch.input(node.name, given.name, kind, given.spec, ir.example(node).dtype)
         elif node in inside:
@@ -101,9 +101,10 @@ def copy_nodes(
     return made
 
 
-def whole(node: fx.Node) -> Spec:
-    """No placement."""
-    return Spec.whole(tuple(ir.example(node).shape))
+def placed(source: Source, node: fx.Node) -> Spec:
+    """How a value lies that comes from outside; padding that may hold anything holds ones, which a mask has to hide."""
+    spec = source.specs.get(node.name) or Spec.whole(tuple(ir.example(node).shape))
+    return replace(spec, fill=1.0 if spec.fill is None else spec.fill)
 
 
 def close(
