@@ -37,7 +37,7 @@ from tools.piece import Piece
 from tools.shrink import Source, closed, everything, smallest
 from tools.values import Mismatch, Recorded, nodes_of, record, spec_of, total_gradient, whole_value
 
-Kind = Literal["crash", "differs", "not finite"]
+Kind = Literal["crash", "differs", "illegal", "not finite"]
 
 
 @dataclass(frozen=True)
@@ -149,25 +149,40 @@ class Search:
         """What a pass leaves, run; or what is wrong with it."""
         stage = (name, step.name)
         self.seen.append(stage)
+        kind: Literal["crash", "illegal"] = "crash"
         try:
             program, _ = apply_pass(step, before.program, self.ctx)
-            verify_spec(program, self.ctx, pass_name=step.name, answers=self.answers)
             after = record(program, self.ctx, self.inputs)
+            stages = Stages(whole, before, after, max(coarsest(before.program), coarsest(program)) ** 0.5)
+            if wrong := wrong_results(step.name, results, after.results, stages.tolerance):
+                return self.locate(stage, step, stages, wrong, source_of(before, program, self.inputs))
+            kind = "illegal"
+            verify_spec(program, self.ctx, pass_name=step.name, answers=self.answers)
         except ir.Refused as error:
             raise UserError(*str(error).split(": ", 1)) from error
         except ir.CompileError as error:
-            return self.crash(stage, step, error, source_of(before, None, self.inputs))
-        stages = Stages(whole, before, after, max(coarsest(before.program), coarsest(program)) ** 0.5)
-        wrong = wrong_results(step.name, results, after.results, stages.tolerance)
-        return self.locate(stage, step, stages, wrong, source_of(before, program, self.inputs)) if wrong else after
+            return self.refused(kind, stage, step, error, source_of(before, None, self.inputs))
+        return after
 
-    def crash(self, stage: tuple[str, str], step: ir.Pass, error: ir.CompileError, source: Source) -> Finding:
-        """What raised, and the smallest piece that does."""
-        named = next((n for n in source.program.calls() if error.node is not None and n.name == error.node.name), None)
-        piece = smallest(source, step, "crash", named, False) if named is not None else everything(source, step)
+    def refused(
+        self,
+        kind: Literal["crash", "illegal"],
+        stage: tuple[str, str],
+        step: ir.Pass,
+        error: ir.CompileError,
+        source: Source,
+    ) -> Finding:
+        """What raised, in the pass, in what it left or in the verifier, and the smallest piece that does."""
+        known = {node.name: node for node in source.program.calls()}
+        if error.node is not None:
+            node = known.get(error.node.name) or known.get(ir.stands_for(error.node))
+        else:
+            node = crashes_alone(source, step, str(error))
+        piece = smallest(source, step, kind, node, False) if node is not None else everything(source, step)
         message = str(error).partition("\n")[0]
-        piece = piece if piece is not None and piece.kind == "crash" else None
-        return Finding("crash", *stage, message, error.node, named, None, (), piece)
+        return Finding(
+            kind, *stage, message, error.node or node, node, piece=piece if piece is not None and piece.kind == kind else None
+        )
 
     def locate(
         self, stage: tuple[str, str], step: ir.Pass, stages: Stages, wrong: dict[tuple[str, str], str], source: Source
@@ -231,10 +246,30 @@ def lost_in(recorded: Recorded, node: fx.Node) -> bool:
 def wrong_derivative(source: Source, step: ir.Pass) -> tuple[fx.Node, Piece] | None:
     """Going back from the loss, the first operator that the pass differentiates wrongly, by itself."""
     for node in reversed(list(source.program.calls())):
-        leaves = {n for n in node.all_input_nodes if locate.is_float(n)}
-        piece = closed(source, step, [node], leaves) if leaves else None
+        nodes = with_terms(node, source)
+        leaves = {n for m in nodes for n in m.all_input_nodes if n not in nodes and locate.is_float(n)}
+        piece = closed(source, step, nodes, leaves) if leaves else None
         if piece is not None and piece.kind == "differs":
             return node, piece
+    return None
+
+
+def with_terms(node: fx.Node, source: Source) -> list[fx.Node]:
+    """The node, and before it what computes the terms of sums that it takes: a sum is no input, its terms would be."""
+    nodes = [node]
+    for operand in node.all_input_nodes:
+        spec = source.specs.get(operand.name)
+        if spec is not None and spec.partial and operand.op == "call_function":
+            nodes = [*(n for n in with_terms(operand, source) if n not in nodes), *nodes]
+    return nodes
+
+
+def crashes_alone(source: Source, step: ir.Pass, message: str) -> fx.Node | None:
+    """The first operator on which, by itself, the pass raises the same."""
+    for node in source.program.calls():
+        piece = closed(source, step, [node], set())
+        if piece is not None and piece.kind == "crash" and piece.message == message:
+            return node
     return None
 
 

@@ -57,6 +57,7 @@ def first_wrong_value(stages: Stages, ends: Iterable[fx.Node]) -> Fault | None:
         if node in leading and node.name in stages.after.values:
             origin, pairs = counterpart(node, stages)
             if origin is not None and (found := beyond(pairs, node, stages)):
+                origin = named(stages.before, node.name) or origin if is_local(stages.before) else origin
                 details = tuple(operand_lines(node, origin, stages))
                 return Fault(node, origin, "its value is wrong, those of all nodes before it are right", found, details)
     return None
@@ -65,14 +66,13 @@ def first_wrong_value(stages: Stages, ends: Iterable[fx.Node]) -> Fault | None:
 def counterpart(node: fx.Node, stages: Stages) -> tuple[fx.Node | None, list[Pair]]:
     """The node that `node` should agree with, and both values' entries."""
     after, before, whole = stages.after, stages.before, stages.whole
-    is_local = "local" in after.program.facts
     spec = spec_of(node, after)
-    if is_local and (name := ir.stands_for(node)) in whole.values:
+    if is_local(after) and (name := ir.stands_for(node)) in whole.values:
         expected = whole.values[name][0]
         if tuple(expected.shape) != spec.shape:
             return None, []
         return named(whole, name), list(against_whole(expected, after.values[node.name], spec, after.mesh))
-    if is_local != ("local" in before.program.facts) or node.name not in before.values:
+    if is_local(after) != is_local(before) or node.name not in before.values:
         return None, []
     expected_parts, found = before.values[node.name], after.values[node.name]
     if expected_parts[0].shape != found[0].shape or tuple(found[0].shape) != spec.local_shape(after.mesh):
@@ -199,6 +199,11 @@ def ancestors(ends: Iterable[fx.Node]) -> set[fx.Node]:
 def writes(node: fx.Node) -> bool:
     """Whether an operator writes into its first operand."""
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+def is_local(recorded: Recorded) -> bool:
+    """Whether the program is that of one rank."""
+    return "local" in recorded.program.facts
 
 
 def named(recorded: Recorded, name: str) -> fx.Node | None:

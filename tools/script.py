@@ -74,7 +74,7 @@ class Text:
         if isinstance(value, dict):
             return "{" + ", ".join(f"{self.of(k)}: {self.of(v)}" for k, v in value.items()) + "}"
         if isinstance(value, tuple):
-            return f"({''.join(self.of(v) + ', ' for v in value)})"
+            return f"({', '.join(map(self.of, value))}{',' * (len(value) == 1)})"
         if isinstance(value, list):
             return f"[{', '.join(map(self.of, value))}]"
         if isinstance(value, frozenset):

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, fx
 
-from passes import boundary, ir
+from passes import ir
+from passes.boundary import psum
 from passes.spec import Spec
 from tools.piece import Kind, Piece, Sketch, check
 
@@ -69,7 +70,7 @@ def closed(source: Source, step: ir.Pass, nodes: Sequence[fx.Node], leaves: set[
             is_local = "local" in source.program.facts
             spec = source.specs[end.name] if is_local else Spec.whole(tuple(ir.example(end).shape))
             sketch.output(end.name, "metric", spec, made[end])
-    return Piece(sketch, step, check(sketch, step, values)[0], values)
+    return Piece(sketch, step, values, *check(sketch, step, values))
 
 
 def everything(source: Source, step: ir.Pass) -> Piece:
@@ -79,7 +80,7 @@ def everything(source: Source, step: ir.Pass) -> Piece:
     for node, output in zip(source.program.results(), source.program.outputs, strict=True):
         sketch.output(output.name, output.kind, output.spec, made[node])
     values = {i.name: source.wholes[i.name] for i in sketch.inputs if i.name in source.wholes}
-    return Piece(sketch, step, check(sketch, step, values)[0], values)
+    return Piece(sketch, step, values, *check(sketch, step, values))
 
 
 def copy_nodes(
@@ -116,7 +117,7 @@ def close(
     for end in ends:
         spec, x, name = source.specs[end.name], made[end], f"gradient_of_{end.name}"
         for axis in spec.partial_axes if is_local else ():
-            x = sketch.call(f"whole_{axis}_{end.name}", boundary.psum, (x, axis, ir.example(x).dtype, None))
+            x = sketch.call(f"whole_{axis}_{end.name}", psum, (x, axis, ir.example(x).dtype, None))
         # of copies that differ in use the first rank's counts: its term is all of the sum
         weights = replace(spec, partial=tuple((axis, "sum") for axis in spec.varying), varying=())
         given = sketch.input(name, name, "batch", weights, source.gradients[end.name].dtype)
@@ -124,7 +125,7 @@ def close(
         product = sketch.call(f"times_{end.name}", aten.mul.Tensor, (x, given))
         x = sketch.call(f"sum_{end.name}", aten.sum.default, (product,))
         for axis in (*weights.sharded, *weights.partial_axes) if is_local else ():
-            x = sketch.call(f"sum_{axis}_{end.name}", boundary.psum, (x, axis, ir.example(x).dtype, None))
+            x = sketch.call(f"sum_{axis}_{end.name}", psum, (x, axis, ir.example(x).dtype, None))
         losses.append(x)
     loss = losses[0]
     for i, x in enumerate(losses[1:]):
