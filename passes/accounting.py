@@ -61,10 +61,14 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Accounting:
-    """Costs of one rank's step: `flops` by phase; memory in bytes, by what is alive at `peak_node` (in `peak_line`)."""
+    """Costs of one rank's step: `flops` by phase; memory in bytes, by what is alive at `peak_node` (in `peak_line`).
+
+    `recomputed_flops` are those of the backward that repeat the forward.
+    """
 
     traffic: tuple[Traffic, ...]
     flops: dict[str, int]
+    recomputed_flops: int
     peak_bytes: int
     input_bytes: int
     peak_node: str
@@ -75,15 +79,18 @@ class Accounting:
 def account(program: ir.Program, swept: Sweep) -> Accounting:
     """The program's costs; once it is local, those of one rank."""
     flops: Counter[str] = Counter()
+    recomputed = 0
     for node in program.calls():
         if count := count_flops(node, swept):
             flops[ir.phase(node)] += count
+            recomputed += count if ir.is_recomputed(node) else 0
     peak = peak_memory(program, swept)
     inputs = set().union(*(swept.storages(n) for n in program.placeholders()))
     input_bytes = sum(swept.storage_bytes[s] for s in inputs)
     return Accounting(
         count_traffic(program, swept),
         dict(flops),
+        recomputed,
         peak.bytes,
         input_bytes,
         peak.node.name,
@@ -122,8 +129,15 @@ def count_traffic(program: ir.Program, swept: Sweep) -> tuple[Traffic, ...]:
         kind, axis = kind_of(node), axis_of(node)
         if kind is not None and axis is not None:
             calls[kind, axis] += 1
-            sent[kind, axis] += SENT[kind](payload_bytes(node, swept, program.mesh), program.mesh[axis])
+            sent[kind, axis] += sent_bytes(node, swept, program.mesh)
     return tuple(Traffic(kind, axis, calls[kind, axis], sent[kind, axis]) for kind, axis in sorted(calls))
+
+
+def sent_bytes(node: fx.Node, swept: Sweep, mesh: Mesh) -> int:
+    """Bytes that a rank sends in a collective."""
+    kind, axis = kind_of(node), axis_of(node)
+    assert kind is not None and axis is not None
+    return SENT[kind](payload_bytes(node, swept, mesh), mesh[axis])
 
 
 def payload_bytes(node: fx.Node, swept: Sweep, mesh: Mesh) -> int:
@@ -199,34 +213,42 @@ def peak_memory(program: ir.Program, swept: Sweep) -> Peak:
     An estimate: memory that a kernel uses inside, and what an allocator wastes, is not in the graph; nor is host memory
     that values are offloaded to counted.
     """
-    hosted = set().union(*(swept.storages(n) for n in program.calls() if n.target is ao.offload.default))
-    nodes = list(program.graph.nodes)
-    born: dict[int, int] = {}
-    last: dict[int, int] = {}
-    for i, node in enumerate(nodes):
-        yielded = swept.storages(node) if node in swept.values else set()
-        for s in yielded.union(*(swept.storages(n) for n in node.all_input_nodes)):
-            born.setdefault(s, i)
-            last[s] = i
-    for node in program.placeholders():
-        for s in swept.storages(node):
-            born[s], last[s] = 0, len(nodes) - 1
+    nodes, lives = list(program.graph.nodes), lifetimes(program, swept)
     change = [0] * (len(nodes) + 1)
-    for s in hosted:
-        del born[s]
-    for s, i in born.items():
-        change[i] += swept.storage_bytes[s]
-        change[last[s] + 1] -= swept.storage_bytes[s]
+    for s, (born, last) in lives.items():
+        change[born] += swept.storage_bytes[s]
+        change[last + 1] -= swept.storage_bytes[s]
     live = list(itertools.accumulate(change[:-1]))
     at = live.index(max(live))
-    return Peak(live[at], nodes[at], frozenset(s for s, i in born.items() if i <= at <= last[s]))
+    return Peak(live[at], nodes[at], frozenset(s for s, (born, last) in lives.items() if born <= at <= last))
+
+
+def lifetimes(program: ir.Program, swept: Sweep) -> dict[int, tuple[int, int]]:
+    """The first and the last node, by index, at which each storage on the device is alive."""
+    hosted = set().union(*(swept.storages(n) for n in program.calls() if n.target is ao.offload.default))
+    end = len(program.graph.nodes) - 1
+    lives = {s: (0, end) for node in program.placeholders() for s in swept.storages(node)}
+    given = lives.keys() | hosted
+    for i, node in enumerate(program.graph.nodes):
+        yielded = swept.storages(node) if node in swept.values else set()
+        for s in yielded.union(*(swept.storages(n) for n in node.all_input_nodes)) - given:
+            lives[s] = (lives.get(s, (i, i))[0], i)
+    return lives
 
 
 KINDS_OF_INPUT = {"parameter": "parameters", "moment": "optimizer", "gradient": "gradients", "buffer": "buffers"}
 
 
 def alive_by_kind(program: ir.Program, swept: Sweep, alive: frozenset[int]) -> dict[str, int]:
-    """Bytes of storages by what they hold: parameters, optimizer state, gradients, activations, communication..."""
+    """Bytes of storages by what they hold."""
+    kind, found = kinds_of_storages(program, swept), Counter[str]()
+    for s in alive:
+        found[kind[s]] += swept.storage_bytes[s]
+    return dict(sorted(found.items()))
+
+
+def kinds_of_storages(program: ir.Program, swept: Sweep) -> dict[int, str]:
+    """What each storage holds: parameters, optimizer (state), gradients, activations, communication, ..."""
     kind: dict[int, str] = {}
     for node, given in zip(program.placeholders(), program.inputs, strict=True):
         for s in swept.storages(node):
@@ -236,10 +258,7 @@ def alive_by_kind(program: ir.Program, swept: Sweep, alive: frozenset[int]) -> d
         for s in swept.storages(node) - kind.keys():
             own = {"forward": "activations", "backward": "backward", "optimizer": "update"}[ir.phase(node)]
             kind[s] = "communication" if kind_of(node) else "gradients" if s in gradients else own
-    found: Counter[str] = Counter()
-    for s in alive:
-        found[kind[s]] += swept.storage_bytes[s]
-    return dict(sorted(found.items()))
+    return kind
 
 
 def gradient_storages(program: ir.Program, swept: Sweep) -> set[int]:

@@ -82,11 +82,32 @@ class Program:
 
 
 @dataclass(frozen=True)
+class Reshard:
+    """One change of placement: of which node of the program given, why, and what a rank sends for it in the forward.
+
+    `collectives` are the nodes of the program returned that send it.
+    """
+
+    node: str
+    source: str
+    before: str
+    after: str
+    reason: str
+    sent_bytes: int
+    collectives: tuple[str, ...]
+
+    def __str__(self) -> str:
+        cost = f", {self.sent_bytes:,} bytes sent" if self.sent_bytes else ""
+        return f"%{self.node} ({self.source}): {self.before} -> {self.after}: {self.reason}{cost}"
+
+
+@dataclass(frozen=True)
 class Report:
-    """What a pass did: `counts` of rewrites, and one-line `notes` that name nodes and reasons."""
+    """What a pass did: `counts` of rewrites, one-line `notes` that name nodes and reasons, changes of placement."""
 
     counts: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    reshards: tuple[Reshard, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -170,6 +191,16 @@ def set_phase(node: fx.Node, name: str) -> None:
     node.meta["phase"] = name
 
 
+def is_recomputed(node: fx.Node) -> bool:
+    """Whether the backward computes here again what the forward did not keep."""
+    return node.meta.get("recomputed", False)
+
+
+def set_recomputed(node: fx.Node) -> None:
+    """Record that the node computes something again."""
+    node.meta["recomputed"] = True
+
+
 def checkpoint(node: fx.Node) -> str:
     """The region that the model's author marked for recomputation (`torch.utils.checkpoint`), or an empty string."""
     return node.meta.get("checkpoint", "")
@@ -212,8 +243,8 @@ def set_origin(node: fx.Node, line: str, module: str) -> None:
 
 
 def copy_origin(new: fx.Node, old: fx.Node) -> None:
-    """Let `new` say that it came from where `old` came from (source line, module, phase, checkpoint)."""
-    for key in ("stack_trace", "nn_module_stack", "phase", "checkpoint"):
+    """Let `new` say that it came from where `old` came from (source line, module, phase, recomputed, checkpoint)."""
+    for key in ("stack_trace", "nn_module_stack", "phase", "recomputed", "checkpoint"):
         if key in old.meta:
             new.meta[key] = old.meta[key]
 

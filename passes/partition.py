@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from passes import boundary, ir, rewrite
+from passes.accounting import kind_of, sent_bytes
 from passes.atoms import merge_dim, split_dim
 from passes.convert import convert
 from passes.custom import emit, function_of
@@ -20,6 +22,7 @@ from passes.mesh import Mesh
 from passes.propagate import Decision, Plan
 from passes.rules import Rule, tensor_operands
 from passes.spec import Dim, Factor, Spec
+from passes.sweep import recorded
 
 aten = torch.ops.aten
 
@@ -116,17 +119,6 @@ def number(fill: float, dtype: torch.dtype) -> float | int | bool:
     return int(fill) if math.isfinite(fill) else torch.iinfo(dtype).max if fill > 0 else torch.iinfo(dtype).min
 
 
-@dataclass
-class Reshard:
-    """One change of placement in the local program."""
-
-    node: str
-    source: str
-    before: Spec
-    after: Spec
-    reason: str
-
-
 class Partitioner:
     """Walks the global graph once, in order, and emits the local one."""
 
@@ -147,7 +139,7 @@ class Partitioner:
         self.versions: dict[tuple[fx.Node, Spec], fx.Node] = {}
         self.grads: set[fx.Node] = set()
         self.tuples: dict[Any, fx.Node] = {}
-        self.reshards: list[Reshard] = []
+        self.reshards: list[ir.Reshard] = []
 
     def run(self) -> ir.Program:
         """The local program."""
@@ -323,11 +315,15 @@ class Partitioner:
 
     def record(self, node: fx.Node, value: fx.Node, before: Spec, after: Spec, reason: str) -> fx.Node:
         """Convert a value and note it as a reshard."""
-        is_weight = node in self.plan.weights
+        is_weight, last = node in self.plan.weights, next(reversed(self.builder.graph.nodes), None)
         new = self.builder.convert(value, before, after, node in self.grads, self.wire if is_weight else None)
         if new is not value:
             ir.set_stands_for(new, node.name)
-            self.reshards.append(Reshard(node.name, ir.source(node), before, after, reason))
+            added = itertools.takewhile(lambda n: n is not last, reversed(self.builder.graph.nodes))
+            sending = [n for n in added if kind_of(n)][::-1]
+            sent = sum(sent_bytes(n, recorded(n.all_input_nodes), self.program.mesh) for n in sending)
+            names = tuple(n.name for n in sending)
+            self.reshards.append(ir.Reshard(node.name, ir.source(node), str(before), str(after), reason, sent, names))
         return new
 
 

@@ -70,13 +70,13 @@ def _called_graphs(module: fx.GraphModule, path: str = "") -> Iterator[str]:
 
 
 def format_node(node: fx.Node) -> str:
-    """`%name = op(operands) : dtype[shape] placement   # file.py:line module.path phase`."""
+    """`%name = op(operands) : dtype[shape] placement   # file.py:line module.path phase [recomputed]`."""
     if node.op == "output":
         return f"return {format_operand(node.args[0])}"
     spec = ir.spec(node)
     words = [f"%{node.name} =", _call(node), ":", format_value(node.meta.get("val"))]
     words += [str(spec)] if spec is not None else []
-    origin = (ir.source(node), ir.module_path(node), ir.phase(node))
+    origin = (ir.source(node), ir.module_path(node), ir.phase(node), "recomputed" if ir.is_recomputed(node) else "")
     return " ".join(words) + "   # " + " ".join(filter(None, origin))
 
 

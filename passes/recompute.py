@@ -97,6 +97,7 @@ def clone(node: fx.Node, user: fx.Node, clones: dict[fx.Node, fx.Node]) -> fx.No
         new = node.graph.node_copy(node, lambda n: clones.get(n, n))
     new.meta = copy.copy(node.meta)
     ir.set_phase(new, "backward")
+    ir.set_recomputed(new)
     return new
 
 

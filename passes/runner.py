@@ -13,6 +13,7 @@ from torch import Tensor
 
 from passes import ir
 from passes.accounting import Accounting, account
+from passes.costs import Costs, costs
 from passes.frames import roomy
 from passes.numeric import Results, coarsest, compare, run
 from passes.printer import print_program
@@ -28,7 +29,8 @@ CAPTURED = frozenset({"captured"})
 class PassRecord:
     """One pass over one program: what it took, what it did, and what the program it left will cost.
 
-    `errors` are the relative errors of the results, by name, where numbers were verified.
+    `errors` are the relative errors of the results, by name, where numbers were verified; `costs` are there for an
+    observer only.
     """
 
     program: str
@@ -39,10 +41,11 @@ class PassRecord:
     report: ir.Report
     accounting: Accounting
     errors: dict[str, float] = field(default_factory=dict)
+    costs: Costs | None = field(default=None, compare=False)
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able."""
-        return asdict(self)
+        """JSON-able, without `costs`."""
+        return {key: value for key, value in asdict(replace(self, costs=None)).items() if key != "costs"}
 
 
 Observer = Callable[[ir.Program, PassRecord], None]
@@ -84,9 +87,10 @@ def run_passes(
     def finish(step: str, seconds: float, before: ir.Program, after: ir.Program, report: ir.Report) -> None:
         swept, errors = check(step, before, after)
         counts = len(before.graph.nodes), len(after.graph.nodes)
-        records.append(PassRecord(name, step, seconds, *counts, report, account(after, swept), errors))
+        record = PassRecord(name, step, seconds, *counts, report, account(after, swept), errors)
+        records.append(record)
         if observe is not None:
-            observe(after, records[-1])
+            observe(after, replace(record, costs=costs(after, swept)))
 
     if program.facts == CAPTURED:
         check.remember(program)
@@ -146,7 +150,11 @@ class _Checker:
 
 
 class Dumper:
-    """Writes every stage as `NN_<program>_<pass>.txt` and `.json` into a folder, and as artifacts to TORCH_TRACE."""
+    """Writes every stage into a folder, and as artifacts to TORCH_TRACE: `NN_<program>_<pass>` with three endings.
+
+    `.txt` is the graph, `.json` the report and `.costs.json` what each node costs. None holds a time or a path: the
+    same options give the same bytes. How long a pass took is in the run's `report.json`.
+    """
 
     def __init__(self, folder: Path):
         self.folder, self.count = Path(folder), 0
@@ -154,9 +162,12 @@ class Dumper:
     def __call__(self, program: ir.Program, record: PassRecord) -> None:
         stage = f"{self.count:02d}_{record.program}_{record.name}"
         self.count += 1
-        text, report = print_program(program), json.dumps(record.as_dict(), indent=1)
+        untimed = {key: value for key, value in record.as_dict().items() if key != "seconds"}
+        text, report = print_program(program), json.dumps(untimed, indent=1)
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / f"{stage}.txt").write_text(text)
         (self.folder / f"{stage}.json").write_text(report)
+        if record.costs is not None:
+            (self.folder / f"{stage}.costs.json").write_text(record.costs.as_json())
         trace_artifact(stage, "string", lambda: text)
         trace_artifact(stage, "json", lambda: report)

@@ -8,7 +8,7 @@ nodes have recorded cannot serve here: a rewrite that replaces a node leaves its
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -78,6 +78,14 @@ class Sweep:
     def storages(self, node: fx.Node) -> set[int]:
         """The storages that hold what the node yields."""
         return {value.storage for value in tensors(self.values[node])}
+
+
+def recorded(nodes: Iterable[fx.Node]) -> Sweep:
+    """What nodes have recorded, each tensor as if in memory of its own: enough where only sizes are asked for."""
+    found = Sweep()
+    for node in nodes:
+        found.values[node] = map_values(node.meta.get("val"), lambda t: found.new(Layout.of(t)), Tensor)
+    return found
 
 
 def tensors(value: Any) -> Iterator[Value]:

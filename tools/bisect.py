@@ -13,18 +13,27 @@ Exit codes: 0 nothing found, 1 found, 2 bad input.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import math
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
 from torch import Tensor, fx, nn
 
+from compiler_trainer import data, models
 from compiler_trainer.capture import LossFn, capture
-from compiler_trainer.config import MeshConfig, OptimConfig, PassesConfig
+from compiler_trainer.config import Config, MeshConfig, OptimConfig, PassesConfig, validate
 from compiler_trainer.errors import UserError
 from compiler_trainer.options import build
 from compiler_trainer.pipeline import DTYPES, Pipeline, build_pipeline
+from compiler_trainer.train import CONF, INPUT_ERRORS, defaults, user_error
+from compiler_trainer.trainer import peek
 from passes import ir
 from passes.mesh import Mesh
 from passes.numeric import Results, coarsest, compare
@@ -34,6 +43,7 @@ from passes.verify import neighbours, verify_spec
 from tools import locate
 from tools.locate import Fault, Stages
 from tools.piece import Piece
+from tools.script import Inexpressible, write
 from tools.shrink import Source, closed, everything, smallest
 from tools.values import Mismatch, Recorded, nodes_of, record, spec_of, total_gradient, whole_value
 
@@ -174,15 +184,11 @@ class Search:
     ) -> Finding:
         """What raised, in the pass, in what it left or in the verifier, and the smallest piece that does."""
         known = {node.name: node for node in source.program.calls()}
-        if error.node is not None:
-            node = known.get(error.node.name) or known.get(ir.stands_for(error.node))
-        else:
-            node = crashes_alone(source, step, str(error))
-        piece = smallest(source, step, kind, node, False) if node is not None else everything(source, step)
+        at = error.node or raised_at(error.__cause__ or error)
+        node = known.get(at.name) or known.get(ir.stands_for(at)) if at is not None else None
+        piece = smallest(source, step, kind, str(error), node, False) if node is not None else everything(source, step)
         message = str(error).partition("\n")[0]
-        return Finding(
-            kind, *stage, message, error.node or node, node, piece=piece if piece is not None and piece.kind == kind else None
-        )
+        return Finding(kind, *stage, message, at, node, piece=piece if piece is not None and piece.kind else None)
 
     def locate(
         self, stage: tuple[str, str], step: ir.Pass, stages: Stages, wrong: dict[tuple[str, str], str], source: Source
@@ -208,7 +214,7 @@ class Search:
         name = fault.origin.name if fault.origin is not None else fault.node.name
         nodes = {node.name: node for node in source.program.graph.nodes}
         around = nodes.get(fault.node.name if "local" in source.program.facts else name)
-        return smallest(source, step, "differs", around, is_gradient) if around is not None else None
+        return smallest(source, step, "differs", "", around, is_gradient) if around is not None else None
 
     def finding(
         self, kind: Kind, stage: tuple[str, str], message: str, fault: Fault | None, piece: Piece | None
@@ -264,13 +270,14 @@ def with_terms(node: fx.Node, source: Source) -> list[fx.Node]:
     return nodes
 
 
-def crashes_alone(source: Source, step: ir.Pass, message: str) -> fx.Node | None:
-    """The first operator on which, by itself, the pass raises the same."""
-    for node in source.program.calls():
-        piece = closed(source, step, [node], set())
-        if piece is not None and piece.kind == "crash" and piece.message == message:
-            return node
-    return None
+def raised_at(error: BaseException) -> fx.Node | None:
+    """The node in the hands of the innermost function that had one when an exception was raised."""
+    found, frame = None, error.__traceback__
+    while frame is not None:
+        values = frame.tb_frame.f_locals
+        nodes = [v for v in (values.get("node"), *values.values()) if isinstance(v, fx.Node)]
+        found, frame = (nodes[0] if nodes else found), frame.tb_next
+    return found
 
 
 def source_of(recorded: Recorded, after: ir.Program | None, inputs: Mapping[str, Tensor]) -> Source:
@@ -296,3 +303,59 @@ def placed_in(program: ir.Program) -> dict[str, Spec]:
         if name and spec is not None and (name not in found or (found[name].partial and not spec.partial)):
             found[name] = spec
     return found
+
+
+# ---- the command line ----------------------------------------------------------------------------
+
+
+def main() -> int:
+    """Bisect what the command line says; returns the exit code."""
+    try:
+        cfg = composed(sys.argv[1:])
+        datasets = data.build(cfg.data, cfg.train.seq_len, cfg.train.global_batch_size)
+        data.check_vocabulary(datasets, cfg.model)
+        model = with_values(cfg)
+        search = {"mesh": cfg.mesh, "passes": cfg.passes, "optim": cfg.optim, "seed": cfg.train.seed}
+        found = bisect(model, models.loss_fn, peek(datasets.train), microbatches=cfg.train.microbatches, **search)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(found or "every pass keeps the numbers")
+    if found is not None:
+        print(script_of(found, Path(cfg.run.dir, "repro.py")))
+    return 1 if found is not None else 0
+
+
+def composed(overrides: Sequence[str]) -> Config:
+    """The config of the overrides, on as many ranks as its mesh asks for; raises UserError."""
+    ConfigStore.instance().store(name="options", node=defaults())
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            options = OmegaConf.to_container(compose("train", list(overrides)), resolve=True, throw_on_missing=True)
+    except INPUT_ERRORS as error:
+        raise user_error(error) from error
+    cfg = build(Config, options)
+    return validate(cfg, math.prod(max(size, 1) for size in dataclasses.asdict(cfg.mesh).values()))
+
+
+def with_values(cfg: Config) -> nn.Module:
+    """The model of a config with its initial weights, in fp64."""
+    model = models.build(cfg.model).double().to_empty(device="cpu")
+    values = dict(models.initial_parameters(model, cfg.train.seed, torch.float64))
+    model.load_state_dict(values, strict=False)
+    return model
+
+
+def script_of(found: Finding, path: Path) -> str:
+    """Write the script of a finding; says how to run it, or why there is none."""
+    if found.piece is None:
+        return "no smaller program shows it: no script"
+    try:
+        write(found.piece, path, str(found).partition("\n")[0])
+    except Inexpressible as error:
+        return f"no script: {error}"
+    return f"python {path}  # exits with 1 until this is mended; its values are in {path.with_suffix('.pt').name}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

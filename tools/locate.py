@@ -117,7 +117,8 @@ def first_wrong_gradient(stages: Stages) -> Fault | None:
             total += total_gradient(after.gradients[node.name], spec_of(node, after), after.mesh)
         if found := beyond([(0, (0,) * total.dim(), expected, total)], origin, stages):
             details = tuple(f"used in  {format_node(user)}" for node in roots for user in node.users)
-            return Fault(roots[0], origin, "its gradient is wrong, those of all values after it are right", found, details)
+            message = "its gradient is wrong, those of all values after it are right"
+            return Fault(roots[0], origin, message, found, details)
     return None
 
 
@@ -159,9 +160,7 @@ def is_given(node: fx.Node, recorded: Recorded, is_bad: Callable[[Tensor], Tenso
     """Whether an operand, or a constant that the operator is called with, has such an entry already."""
     constants = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, float)]
     operands = [n for n in node.all_input_nodes if n.name in recorded.values]
-    return any(not math.isfinite(c) for c in constants) or any(
-        holds(recorded.values[n.name], is_bad) for n in operands
-    )
+    return any(not math.isfinite(c) for c in constants) or any(holds(recorded.values[n.name], is_bad) for n in operands)
 
 
 def leads_to_nan(node: fx.Node, recorded: Recorded) -> bool:

@@ -103,8 +103,8 @@ class Text:
         """Its class with the fields that are not at their defaults; a function among them stays at its default."""
         cls = type(value)
         self.imports.add(f"from {cls.__module__} import {cls.__qualname__}")
-        given = {f.name: (f, getattr(value, f.name)) for f in fields(cls) if f.init}
-        return f"{cls.__name__}({', '.join(f'{n}={self.of(v)}' for n, (f, v) in given.items() if not is_default(f, v))})"
+        options = [f for f in fields(cls) if f.init and not is_default(f, getattr(value, f.name))]
+        return f"{cls.__name__}({', '.join(f'{f.name}={self.of(getattr(value, f.name))}' for f in options)})"
 
 
 def is_default(option: Field, value: Any) -> bool:

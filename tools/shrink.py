@@ -8,6 +8,7 @@ that the whole program has there.
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -32,14 +33,35 @@ class Source:
     gradients: Mapping[str, Tensor]
 
 
-def smallest(source: Source, step: ir.Pass, kind: Kind, node: fx.Node, is_gradient: bool) -> Piece | None:
+def smallest(source: Source, step: ir.Pass, kind: Kind, message: str, node: fx.Node, is_gradient: bool) -> Piece | None:
     """The first piece, of growing size, on which the pass goes wrong in the given way; None if there is none."""
+    leaves = {node} if is_gradient else set()
     for nodes in growing(source.program, node, is_gradient):
-        piece = closed(source, step, nodes, {node} if is_gradient else set())
-        if piece is not None and piece.kind == kind:
-            return piece
+        piece = closed(source, step, nodes, leaves)
+        if piece is not None and is_alike(piece, kind, message):
+            return pruned(source, piece, nodes, leaves)
     piece = everything(source, step)
-    return piece if piece.kind == kind else None
+    return piece if is_alike(piece, kind, message) else None
+
+
+def is_alike(piece: Piece, kind: Kind, message: str) -> bool:
+    """Whether a piece goes wrong in this way: if it raises, by saying the same but for names and numbers."""
+    return piece.kind == kind and (kind != "crash" or gist(piece.message) == gist(message))
+
+
+def gist(message: str) -> str:
+    """The first line of an error without names, places and numbers."""
+    return re.sub(r"%\w+|\([^)]*\)|\d+", "", message.partition("\n")[0]).strip()
+
+
+def pruned(source: Source, piece: Piece, nodes: Sequence[fx.Node], leaves: set[fx.Node]) -> Piece:
+    """The piece without what it does not take to go wrong in the same way: its earliest nodes are left out first."""
+    for node in list(nodes):
+        fewer = [n for n in nodes if n is not node]
+        smaller = closed(source, piece.step, fewer, leaves) if fewer else None
+        if smaller is not None and is_alike(smaller, piece.kind, piece.message):
+            piece, nodes = smaller, fewer
+    return piece
 
 
 def growing(program: ir.Program, node: fx.Node, is_gradient: bool) -> Iterator[list[fx.Node]]:
@@ -57,6 +79,8 @@ def closed(source: Source, step: ir.Pass, nodes: Sequence[fx.Node], leaves: set[
     """The piece of some nodes; with `leaves`, of the gradients of those it reads. None if it cannot be cut there."""
     ends = [n for n in nodes if ir.is_tensor(n) and not any(user in nodes for user in n.users)]
     if not ends or not all(n.name in source.specs for n in ends):
+        return None
+    if any(not ir.is_tensor(operand) for n in nodes for operand in n.all_input_nodes if operand not in nodes):
         return None
     if leaves and not all(n.name in source.gradients for n in ends):
         return None
