@@ -171,6 +171,16 @@ def set_spec(node: fx.Node, placement: Spec | None) -> None:
     node.meta["spec"] = placement
 
 
+def stands_for(node: fx.Node) -> str:
+    """Name of the node of the global program whose value this local node holds, as placed; empty if it holds none."""
+    return node.meta.get("stands_for", "")
+
+
+def set_stands_for(node: fx.Node, name: str) -> None:
+    """Record the node of the global program whose value this local node holds."""
+    node.meta["stands_for"] = name
+
+
 def phase(node: fx.Node) -> str:
     """`forward`, `backward` or `optimizer`."""
     return node.meta.get("phase", "forward")
@@ -223,6 +233,13 @@ def module_path(node: fx.Node) -> str:
     """Dotted path of the module whose forward made the node, e.g. `layers.3.attention`."""
     stack = node.meta.get("nn_module_stack")
     return list(stack.values())[-1][0] if stack else ""
+
+
+def set_origin(node: fx.Node, line: str, module: str) -> None:
+    """Record where a node comes from: `file.py:line` and the dotted path of a module."""
+    file, _, number = line.rpartition(":")
+    node.meta["stack_trace"] = f'File "{file}", line {number}' if file else ""
+    node.meta["nn_module_stack"] = {module: (module, None)} if module else {}
 
 
 def copy_origin(new: fx.Node, old: fx.Node) -> None:

@@ -48,6 +48,7 @@ def annotate(joint: fx.Graph, forward: fx.Graph, loss: fx.Node) -> None:
             spec = ir.spec(old)
             is_result = ir.is_tensor(node) and ir.is_tensor(old) and node.target == old.target
             ir.set_spec(node, spec if is_result else None)
+            ir.set_stands_for(node, ir.stands_for(old) if is_result else "")
         elif is_backward and number in origins:
             ir.copy_origin(node, origins[number])
             ir.set_phase(node, "backward")

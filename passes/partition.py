@@ -162,7 +162,8 @@ class Partitioner:
         """Placeholders of local shape, and one 0-d coordinate an axis."""
         for node, given in zip(self.program.placeholders(), self.program.inputs):
             local = ir.example(node).new_empty(given.spec.local_shape(self.program.mesh))
-            self.versions[node, given.spec] = self.builder.placeholder(node.name, local, given.spec)
+            self.versions[node, given.spec] = new = self.builder.placeholder(node.name, local, given.spec)
+            ir.set_stands_for(new, node.name)
             if given.kind == "parameter" and self.differentiable:
                 self.grads.add(node)
         coordinates = []
@@ -233,6 +234,7 @@ class Partitioner:
                 f"local shape is {tuple(ir.example(new).shape)}, its placement {produced} says {expected}",
             )
         ir.set_spec(new, produced)
+        ir.set_stands_for(new, node.name)
         self.versions[node, produced] = new
         for after in self.plan.reduced.get(node, []):
             before = ir.spec(new)
@@ -308,6 +310,7 @@ class Partitioner:
         value = self.version(operand, replace(self.plan.current(operand), dims=dims, varying=wanted.varying), node.name)
         new = self.emit_on(node, decision, [value], [wanted])
         ir.set_spec(new, replace(wanted, fill=current.fill))
+        ir.set_stands_for(new, node.name)
         return new
 
     def record(self, node: fx.Node, value: fx.Node, before: Spec, after: Spec, reason: str) -> fx.Node:
@@ -315,6 +318,7 @@ class Partitioner:
         is_weight, last = node in self.plan.weights, next(reversed(self.builder.graph.nodes), None)
         new = self.builder.convert(value, before, after, node in self.grads, self.wire if is_weight else None)
         if new is not value:
+            ir.set_stands_for(new, node.name)
             added = itertools.takewhile(lambda n: n is not last, reversed(self.builder.graph.nodes))
             sending = [n for n in added if kind_of(n)][::-1]
             sent = sum(sent_bytes(n, recorded(n.all_input_nodes), self.program.mesh) for n in sending)

@@ -99,12 +99,13 @@ def run_passes(
         before = program
         check.remember(before)
         started = time.perf_counter()
-        program, report = _apply(step, before, ctx)
+        program, report = apply_pass(step, before, ctx)
         finish(step.name, time.perf_counter() - started, before, program, report)
     return program, records
 
 
-def _apply(step: ir.Pass, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+def apply_pass(step: ir.Pass, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+    """The program after one pass, with the facts that it establishes; raises CompileError whatever goes wrong."""
     try:
         after, report = step(program, ctx)
     except ir.CompileError:
