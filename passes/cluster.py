@@ -2,8 +2,8 @@
 
 Ranks fill nodes in order, so an axis whose inner axes have s ranks together meets gpus_per_node / s of its P ranks in a
 node: it spans n nodes with m ranks in each. A ring sends every byte over the links inside a node, and of what a rank
-sends (n - 1) / (P - 1) crosses between nodes, for all ranks of a node pull at once, each over its own adapter. What takes
-longer counts, and every step of the ring adds the latency of a hop.
+sends (n - 1) / (P - 1) crosses between nodes, for all ranks of a node pull at once, each over its own adapter. What
+takes longer counts, and every step of the ring adds the latency of a hop.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def within_nodes(kind: str, sent_bytes: int, axis: Reach) -> float:
 
 
 def latency(kind: str, axis: Reach, cluster: Cluster) -> float:
-    """Seconds of the hops: those of a ring, of a tree where that is quicker for a sum, one where peers meet directly."""
+    """Seconds of the hops: of a ring, or a tree where a sum is quicker so; one hop where peers meet directly."""
     intra, inter = cluster.intra.hop_s, cluster.inter.hop_s
     if kind in ("all_to_all", "shift"):
         return inter if axis.nodes > 1 else intra

@@ -1,7 +1,7 @@
 """How long a step will take on a described cluster, read from the final graph: nothing is run.
 
 Kernels (`passes/fusion.py`) run one after another on the compute stream of a rank, collectives on one stream an axis.
-A kernel takes max(FLOPs / rate, bytes / memory bandwidth) and a fixed start; a collective what `passes/cluster.py` says.
+A kernel takes max(FLOPs / rate, bytes / memory bandwidth) and a fixed start; for collectives see `passes/cluster.py`.
 A collective starts when what was issued before it is done and its axis is free; a wait holds the compute stream until
 its collective is done, and what it is held counts as exposed on that axis.
 
@@ -43,7 +43,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step on one rank: how long, how much of it computing, and how long each axis kept the compute stream waiting."""
+    """A step on one rank: how long, how much of it computing, and how long each axis kept it waiting."""
 
     step_s: float
     compute_s: float
@@ -68,9 +68,7 @@ def predict(program: ir.Program, ctx: ir.Context, cluster: Cluster) -> Predictio
     swept = sweep(program, ctx)
     costs = Costs(program, swept, cluster)
     kernels = fuse(program, swept)
-    return Prediction(
-        play(kernels, costs.seconds), play(overlap(program, kernels), costs.seconds), costs.sent(kernels)
-    )
+    return Prediction(play(kernels, costs.seconds), play(overlap(program, kernels), costs.seconds), costs.sent(kernels))
 
 
 # ---- what a kernel costs ----------------------------------------------------------------------------
