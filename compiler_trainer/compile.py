@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from compiler_trainer.capture import LossFn, capture
+from compiler_trainer.capture import LossFn
 from compiler_trainer.config import LowerConfig, MeshConfig, OptimConfig, PassesConfig
 from compiler_trainer.errors import UserError
 from compiler_trainer.options import build
-from compiler_trainer.pipeline import DTYPES, Passes, build_pipeline
+from compiler_trainer.pipeline import build_pipeline
+from compiler_trainer.programs import Captured, Compilation, Reporter, mesh_of, one_microbatch
 from compiler_trainer.runtime import LockstepRanks, ProcessRanks, Runtime
 from compiler_trainer.step import Compiled, State, Step, state_name, stored
 from passes import ir
 from passes.mesh import Mesh
-from passes.normalize import drops
-from passes.runner import Observer, PassRecord, run_passes
+from passes.runner import Observer
 from passes.spec import shard
 
 T = TypeVar("T")
@@ -53,43 +50,20 @@ def compile_step(
     Raises UserError naming what is at fault.
     """
     update, options = _typed(OptimConfig, optim, "optim"), _typed(PassesConfig, passes, "passes")
-    named = _mesh(mesh)
+    named = mesh_of(mesh)
     runtime = _runtime(ranks, named, _typed(LowerConfig, lower or _default_lower(ranks), "lower"))
     device = torch.device(device)
-    if microbatches < 1:
-        raise UserError("microbatches", f"is {microbatches}; must be at least 1")
-    masters = {name: p.dtype for name, p in model.named_parameters()}
-    pipeline = build_pipeline(options, update, masters, microbatches)
-    report, values = Reporter(), _initial_values(model, initial)
-    batch, dtype = _one_microbatch(example_batch, microbatches), DTYPES[options.cast.param_dtype]
+    batch, masters = one_microbatch(example_batch, microbatches), {n: p.dtype for n, p in model.named_parameters()}
+    pipeline, values = build_pipeline(options, update, masters, microbatches), _initial_values(model, initial)
     values = list(values) if options.verify == "numeric" else values  # all at once: for small models
     scalars = {"lr": torch.tensor(update.lr), "seed": torch.tensor(seed)}
     whole = {**dict(values), **batch, **scalars} if options.verify == "numeric" else None
-
-    def captured() -> Captured:
-        program, ctx = report.time("capture", lambda: capture(model, loss_fn, batch, device, dtype))
-        return Captured(dataclasses.replace(program, mesh=named), ctx)
-
-    def run(stage: str, steps: Passes, given: Captured) -> Captured:
-        try:
-            program, records = run_passes(
-                stage, steps, given.program, given.ctx, verify=options.verify, observe=observe, inputs=whole
-            )
-        except ir.Refused as error:
-            raise UserError(*str(error).split(": ", 1)) from error
-        report.add(stage, records)
-        return Captured(program, given.ctx)
-
-    single = captured()
-    forward = run("forward", pipeline.forward, single)
-    laid_out = forward.program.mesh  # as placement has it
-    programs = {name: run(name, steps, forward) for name, steps in pipeline.train.items()}
-    if depends_on_mode(single.program):
-        with evaluating(model):
-            forward = run("forward_eval", pipeline.forward, captured())
-    programs["evaluate"] = run("evaluate", pipeline.evaluate, forward)
-    stored_by = [c.program for c in programs.values()]
-    state = initial_state(stored_by, runtime, laid_out, device, values)
+    work = Compilation(model, loss_fn, batch, named, pipeline, options, device, observe, whole)
+    single = work.capture()
+    forward = work.run("forward", pipeline.forward, single)
+    programs = work.train(forward) | {"evaluate": work.evaluate(single, forward)}
+    laid_out, report = forward.program.mesh, work.report  # the mesh as placement has it
+    state = initial_state([c.program for c in programs.values()], runtime, laid_out, device, values)
     compiled = lower_all(programs, runtime, report)
     evaluation = compiled.pop("evaluate")
     return Step(runtime, laid_out, compiled, evaluation, state, update.lr, seed, microbatches, device, report.finish())
@@ -101,55 +75,6 @@ def lower_all(programs: Mapping[str, Captured], runtime: Runtime, report: Report
         name: Compiled(c.program, report.time(f"{name}.lower", partial(runtime.compile, name, *c)))
         for name, c in programs.items()
     }
-
-
-class Captured(NamedTuple):
-    """A program and the context its values live in."""
-
-    program: ir.Program
-    ctx: ir.Context
-
-
-def depends_on_mode(program: ir.Program) -> bool:
-    """Whether the captured forward may be another in eval mode: it drops out, or changes buffers."""
-    return any(o.kind == "buffer" for o in program.outputs) or any(drops(node) for node in program.calls())
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode, each module's own mode restored afterwards."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-
-
-class Reporter:
-    """Collects what every pass did and how long compilation took."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self.passes: list[dict[str, Any]] = []
-
-    def add(self, stage: str, records: Iterable[PassRecord]) -> None:
-        """Record the passes of one program."""
-        for record in records:
-            self.seconds[f"{stage}.{record.name}"] = record.seconds
-            self.passes.append({"program": stage, **record.as_dict()})
-
-    def time(self, name: str, work: Callable[[], T]) -> T:
-        """Do something and record how long it took."""
-        started = time.perf_counter()
-        done = work()
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
-        return done
-
-    def finish(self) -> dict[str, Any]:
-        """The report: seconds by pass, and each pass's counts, notes, communication and memory."""
-        return {"seconds": {name: round(s, 4) for name, s in self.seconds.items()}, "passes": self.passes}
 
 
 def initial_state(
@@ -204,14 +129,6 @@ def _default_lower(ranks: str) -> dict[str, str]:
     return {"backend": "eager" if ranks == "lockstep" else "inductor"}
 
 
-def _mesh(given: Mapping[str, int] | MeshConfig | None) -> Mesh:
-    sizes = dataclasses.asdict(given) if isinstance(given, MeshConfig) else dict(given or {})
-    try:
-        return Mesh.of(sizes)
-    except ValueError as error:
-        raise UserError("mesh", str(error)) from error
-
-
 def _runtime(ranks: str, mesh: Mesh, lower: LowerConfig) -> Runtime:
     if ranks == "processes":
         return ProcessRanks(mesh, lower)
@@ -220,13 +137,3 @@ def _runtime(ranks: str, mesh: Mesh, lower: LowerConfig) -> Runtime:
     if lower.backend != "eager":
         raise UserError("lower.backend", f"is {lower.backend!r}, but lockstep ranks are interpreted; use 'eager'")
     return LockstepRanks(mesh)
-
-
-def _one_microbatch(batch: Mapping[str, Tensor], microbatches: int) -> dict[str, Tensor]:
-    """The first rows of a batch: its shapes are those that are compiled."""
-    for key, value in batch.items():
-        if value.shape[0] % microbatches:
-            raise UserError(
-                "microbatches", f"{microbatches} does not divide the {value.shape[0]} rows of batch[{key!r}]"
-            )
-    return {key: value[: value.shape[0] // microbatches] for key, value in batch.items()}

@@ -25,6 +25,7 @@ AxisSize = Annotated[int, Must("be at least 1, or -1 for the rest", lambda n: n 
 PositiveFloat = Annotated[float, Must("be above 0", lambda x: x > 0)]
 NonNegativeFloat = Annotated[float, Must("be 0 or more", lambda x: x >= 0)]
 Fraction = Annotated[float, Must("be from 0 to 1", lambda x: 0 <= x <= 1)]
+ShareOfPeak = Annotated[float, Must("be above 0 and at most 1", lambda x: 0 < x <= 1)]
 OpenFraction = Annotated[float, Must("be 0 or more and below 1", lambda x: 0 <= x < 1)]
 Dtype = Literal["float32", "bfloat16"]
 
@@ -229,6 +230,39 @@ class RunConfig:
 
     dir: str = field(default_factory=lambda: datetime.now().strftime("runs/%Y-%m-%d_%H-%M-%S"))
     dump_graphs: bool = True
+    dry: bool = False  # compile for the mesh and predict what `cluster` would make of it; nothing is run
+
+
+@dataclass(frozen=True)
+class ByDtype:
+    """A number for products of matrices in each dtype."""
+
+    float32: PositiveFloat
+    bfloat16: PositiveFloat
+    float8: PositiveFloat
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """The machines that a dry run predicts for; the defaults are `h100`. Rates are of one GPU, links of one direction.
+
+    An efficiency is the share of a peak that is reached; docs/07-prediction.md has the sources.
+    """
+
+    name: str = "h100"
+    gpus: Positive | None = None  # how many there are; null: as many as the mesh has ranks
+    gpus_per_node: Positive = 8
+    hbm_gib: PositiveFloat = 80.0
+    hbm_gb_s: PositiveFloat = 3350.0
+    hbm_efficiency: ShareOfPeak = 0.9
+    peak_tflops: ByDtype = ByDtype(67.0, 989.0, 1979.0)
+    matmul_efficiency: ByDtype = ByDtype(0.8, 0.8, 0.73)
+    attention_efficiency: ShareOfPeak = 0.35  # of the bfloat16 peak
+    kernel_us: NonNegativeFloat = 2.0  # added to every kernel
+    intra_gb_s: PositiveFloat = 370.0  # reached between GPUs of a node
+    intra_us: NonNegativeFloat = 3.4  # added to every hop
+    inter_gb_s: PositiveFloat = 48.5  # reached between nodes
+    inter_us: NonNegativeFloat = 14.0
 
 
 @dataclass(frozen=True)
@@ -246,6 +280,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
 
 # The option at fault, what must hold, what is said if it does not.
@@ -296,6 +331,11 @@ CHECKS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
         lambda c: c.eval.interval == 0 or c.data.eval_fraction > 0,
         "{c.eval.interval}, but data.eval_fraction=0 holds nothing out; set eval.interval=0 or a fraction",
     ),
+    (
+        "passes.remat.policy",
+        lambda c: not (c.run.dry and c.passes.remat.policy == "offload"),
+        "{c.passes.remat.policy} with run.dry=true, which cannot predict copies to host memory; use another policy",
+    ),
 )
 
 
@@ -305,6 +345,17 @@ def validate(cfg: Config, world_size: int) -> Config:
         if not holds(cfg):
             raise UserError(where, message.format(c=cfg))
     return dataclasses.replace(cfg, mesh=resolve_mesh(cfg.mesh, world_size))
+
+
+def dry_world_size(cfg: Config) -> int:
+    """The ranks that a dry run is for: `cluster.gpus`, or the product of the mesh; raises UserError if neither says."""
+    if cfg.cluster.gpus is not None:
+        return cfg.cluster.gpus
+    sizes = dataclasses.asdict(cfg.mesh)
+    if open_axes := [axis for axis, size in sizes.items() if size == -1]:
+        fix = f"set mesh.{open_axes[0]}, or cluster.gpus to how many there are"
+        raise UserError(f"mesh.{open_axes[0]}", f"-1 takes the ranks that are left, and a dry run starts none; {fix}")
+    return math.prod(sizes.values())
 
 
 def resolve_mesh(mesh: MeshConfig, world_size: int) -> MeshConfig:

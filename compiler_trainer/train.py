@@ -25,7 +25,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from compiler_trainer.config import Config, build, validate
+from compiler_trainer.config import Config, build, dry_world_size, validate
 from compiler_trainer.errors import UserError
 from compiler_trainer.options import not_one_of, tables, unknown
 
@@ -107,7 +107,10 @@ def checked(composed: DictConfig) -> Config:
         options = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise user_error(error) from error
-    return validate(build(Config, options), WORLD_SIZE)
+    cfg = build(Config, options)
+    if cfg.run.dry and WORLD_SIZE > 1:
+        raise UserError("run.dry", f"is one process, and {WORLD_SIZE} were started; start it without torchrun")
+    return validate(cfg, dry_world_size(cfg) if cfg.run.dry else WORLD_SIZE)
 
 
 def in_subfolder(cfg: Config, name: str) -> Config:

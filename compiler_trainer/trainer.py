@@ -17,6 +17,7 @@ from compiler_trainer import checkpoint, data, folder, models
 from compiler_trainer.compile import compile_step
 from compiler_trainer.config import Config, validate
 from compiler_trainer.data import Datasets, Loader
+from compiler_trainer.dry import dry_run
 from compiler_trainer.evaluate import mean_loss
 from compiler_trainer.lr_schedule import learning_rate
 from compiler_trainer.memory import PeakMemory
@@ -29,11 +30,12 @@ from compiler_trainer.step import Step
 from passes.balance import imbalance
 from passes.runner import Dumper
 
-MODEL_INPUTS = ("tokens", "labels", "positions", "documents")
-
 
 def train(cfg: Config) -> None:
     """Train as `cfg` says, on the ranks that torchrun started; raises UserError, with nothing written, on bad input."""
+    if cfg.run.dry:
+        dry_run(cfg)
+        return
     cfg = validate(cfg, start_ranks())
     make_reproducible(cfg.train)
     datasets = data.build(cfg.data, cfg.train.seq_len, cfg.train.global_batch_size)
@@ -134,7 +136,7 @@ def is_due(number: int, interval: int, last: int) -> bool:
 def next_batch(loader: Loader) -> dict[str, Tensor]:
     """What the model and its loss take of the next global batch."""
     batch = loader.next()
-    return {name: batch[name] for name in MODEL_INPUTS}
+    return {name: batch[name] for name in models.INPUTS}
 
 
 def peek(loader: Loader) -> dict[str, Tensor]:

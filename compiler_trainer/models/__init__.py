@@ -13,7 +13,9 @@ from compiler_trainer.models.loss import IGNORED_LABEL, loss_fn
 if TYPE_CHECKING:
     from compiler_trainer.config import ModelConfig
 
-__all__ = ["IGNORED_LABEL", "Llama", "build", "initial_parameters", "loss_fn"]
+__all__ = ["IGNORED_LABEL", "INPUTS", "Llama", "build", "initial_parameters", "loss_fn"]
+
+INPUTS = ("tokens", "labels", "positions", "documents")  # what a model and its loss take of a batch
 
 
 def build(cfg: ModelConfig) -> Llama:
