@@ -28,6 +28,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from compiler_trainer.config import Config, build, validate
 from compiler_trainer.errors import UserError
 from compiler_trainer.options import not_one_of, tables, unknown
+from compiler_trainer.sweep.point import check, run_point
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 RANK = int(os.environ.get("RANK", "0"))
@@ -58,15 +59,19 @@ def defaults() -> DictConfig:
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
-def run(composed: DictConfig) -> None:
-    """Train one composed config, a point of a sweep in its own subfolder."""
+def run(composed: DictConfig) -> float | None:
+    """Train one composed config; its last held-out loss, else its last loss, which is what a sweeper minimizes.
+
+    A point of a sweep trains in a subfolder of its own; None if it failed, for then the sweep goes on.
+    """
     try:
         cfg = checked(composed)
         if HydraConfig.get().mode == RunMode.MULTIRUN:
-            cfg = in_subfolder(cfg, str(HydraConfig.get().job.num))
+            job = HydraConfig.get().job.num
+            return run_point(in_subfolder(cfg, str(job)), job, HydraConfig.get().overrides.task)
         from compiler_trainer.trainer import train  # here, so that a refused config need not wait for torch
 
-        train(cfg)
+        return train(cfg)
     except UserError as error:
         refuse(error)
     except Exception:  # what leaves this function as an exception would be taken for an error in composing
@@ -74,17 +79,26 @@ def run(composed: DictConfig) -> None:
         sys.exit(1)
 
 
-class CheckSweep(Callback):
-    """Checks every point of a sweep before the first one starts."""
+class WatchSweep(Callback):
+    """Checks every point of a sweep before the first one starts, and renders the sweep in the end."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Exit with 2 if a point is refused."""
         try:
-            for point in points(config.hydra.overrides.task):
+            for number, point in enumerate(points(config.hydra.overrides.task)):
                 overrides = [*config.hydra.overrides.hydra, *point]
-                checked(hydra.compose(config.hydra.job.config_name, overrides))
+                cfg = checked(hydra.compose(config.hydra.job.config_name, overrides))
+                if RANK == 0:
+                    check(in_subfolder(cfg, str(number)))
         except INPUT_ERRORS as error:
             refuse(error)
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        """Exit with 1 if a point failed."""
+        from compiler_trainer.sweep.render import render
+
+        if RANK == 0 and not render(Path(config.run.dir)):
+            sys.exit(1)
 
 
 def points(overrides: list[str]) -> Iterator[tuple[str, ...]]:
