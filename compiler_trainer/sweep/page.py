@@ -85,13 +85,15 @@ def figure(found: Sequence[Point], folder: Path) -> go.Figure:
     plot.update_xaxes(title="peak memory, MiB", row=2, col=3)
     plot.update_yaxes(title="tokens/s", row=2, col=3)
     return plot.update_layout(
-        height=900, template="plotly_white", legend={"title": "loss of"}, margin={"l": 50, "r": 20}
+        height=900, template="plotly_white", legend={"title": "loss of point", "y": 0.4}, margin={"l": 50, "r": 20}
     )
 
 
 def label(found: Point, names: Sequence[str]) -> str:
     """What sets a point apart: `3: mesh.tp=2 passes.remat.policy=full`."""
-    return f"{found['point']}: " + " ".join(f"{n}={as_text(found['overrides'].get(n))}" for n in names)
+    return f"{found['point']}: " + " ".join(
+        f"{n}={as_text(found['overrides'][n])}" for n in names if n in found["overrides"]
+    )
 
 
 def with_values(found: Sequence[Point], *columns: str) -> list[Point]:
@@ -107,7 +109,8 @@ def loss_curves(found: Sequence[Point], folder: Path, names: Sequence[str]) -> l
         path = folder / str(p["point"]) / metrics.FILE
         if path.exists() and (records := metrics.read(path)):
             steps, losses = [r["step"] for r in records], [r["loss"] for r in records]
-            lines.append(go.Scatter(x=steps, y=losses, mode="lines+markers", name=label(p, names)))
+            name, hover = str(p["point"]), label(p, names)
+            lines.append(go.Scatter(x=steps, y=losses, mode="lines+markers", name=name, hovertext=hover))
     return lines
 
 
