@@ -28,7 +28,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from compiler_trainer.config import Config, build, validate
 from compiler_trainer.errors import UserError
 from compiler_trainer.options import not_one_of, tables, unknown
-from compiler_trainer.sweep.point import check, run_point
+from compiler_trainer.sweep.point import check, join_tasks, run_point
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 RANK = int(os.environ.get("RANK", "0"))
@@ -65,10 +65,12 @@ def run(composed: DictConfig) -> float | None:
     A point of a sweep trains in a subfolder of its own; None if it failed, for then the sweep goes on.
     """
     try:
-        cfg = checked(composed)
-        if HydraConfig.get().mode == RunMode.MULTIRUN:
-            job = HydraConfig.get().job.num
-            return run_point(in_subfolder(cfg, str(job)), job, HydraConfig.get().overrides.task)
+        job = HydraConfig.get()
+        cfg = checked(composed, ranks_of(job))
+        if job.mode == RunMode.MULTIRUN:
+            if ranks_of(job) != WORLD_SIZE:
+                join_tasks()
+            return run_point(in_subfolder(cfg, str(job.job.num)), job.job.num, job.overrides.task)
         from compiler_trainer.trainer import train  # here, so that a refused config need not wait for torch
 
         return train(cfg)
@@ -87,7 +89,7 @@ class WatchSweep(Callback):
         try:
             for number, point in enumerate(points(config.hydra.overrides.task)):
                 overrides = [*config.hydra.overrides.hydra, *point]
-                cfg = checked(hydra.compose(config.hydra.job.config_name, overrides))
+                cfg = checked(hydra.compose(config.hydra.job.config_name, overrides), ranks_of(config.hydra))
                 if RANK == 0:
                     check(in_subfolder(cfg, str(number)))
         except INPUT_ERRORS as error:
@@ -115,13 +117,19 @@ def points(overrides: list[str]) -> Iterator[tuple[str, ...]]:
     return itertools.product(*choices)
 
 
-def checked(composed: DictConfig) -> Config:
-    """The typed config, resolved for the ranks that are running; raises UserError."""
+def ranks_of(job: DictConfig) -> int:
+    """Ranks of a hydra job: those that torchrun started, or the tasks that a launcher starts for each point."""
+    nodes, tasks = (OmegaConf.select(job, f"launcher.{name}", default=1) for name in ("nodes", "tasks_per_node"))
+    return WORLD_SIZE * nodes * tasks
+
+
+def checked(composed: DictConfig, ranks: int) -> Config:
+    """The typed config, resolved for a number of ranks; raises UserError."""
     try:
         options = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise user_error(error) from error
-    return validate(build(Config, options), WORLD_SIZE)
+    return validate(build(Config, options), ranks)
 
 
 def in_subfolder(cfg: Config, name: str) -> Config:

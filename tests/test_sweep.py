@@ -20,6 +20,7 @@ from compiler_trainer.errors import UserError
 from compiler_trainer.metrics import FILE as METRICS
 from compiler_trainer.sweep import page, row, table
 from compiler_trainer.sweep.point import FILE, read
+from tools import sweep as tools_sweep
 
 ROOT = Path(__file__).parent.parent
 RECORDS = [
@@ -142,16 +143,19 @@ def test_the_front_has_what_no_other_point_beats():
     assert [p["point"] for p in page.pareto_front(found)] == [1, 0, 5]
 
 
-def test_a_sweep_is_rendered_again(sweep, tmp_path):
+def test_a_sweep_is_rendered_again(sweep, monkeypatch, capsys):
     sweep("optim.lr=0.5,0.25")
     for name in ("sweep.parquet", "sweep.csv", page.FILE):
         Path("s", name).unlink()
-    command = [sys.executable, "-m", "tools.sweep"]
-    done = subprocess.run([*command, str(tmp_path / "s")], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and "optim.lr" in done.stdout
+    monkeypatch.setattr(sys, "argv", ["sweep", "s"])
+    tools_sweep.main()
+    assert "optim.lr" in capsys.readouterr().out
     assert parquet.read_table("s/sweep.parquet").num_rows == 2 and Path("s", page.FILE).exists()
-    none = subprocess.run([*command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
-    assert (none.returncode, none.stderr.count("\n")) == (2, 1) and none.stderr.startswith("error: ")
+    monkeypatch.setattr(sys, "argv", ["sweep", "nowhere"])
+    with pytest.raises(SystemExit) as exit:
+        tools_sweep.main()
+    message = "error: nowhere: holds no point of a sweep; name the run.dir of a multirun\n"
+    assert (exit.value.code, capsys.readouterr().err) == (2, message)
 
 
 # Going on
@@ -259,13 +263,13 @@ def test_one_rank_fails_and_both_go_on(stand_in, tmp_path):
 
 def test_optuna_minimizes_the_loss_past_failures_and_resumes(sweep):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
-    search = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=8", "hydra.sweeper.sampler.seed=1"]
+    search = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=5", "hydra.sweeper.sampler.seed=1"]
     search += ["hydra.sweeper.direction=minimize", "optim.lr=interval(0.1,2)"]
     code, ran = sweep(*search)
-    assert (code, ran) == (1, [str(n) for n in range(8)])
+    assert (code, ran) == (1, [str(n) for n in range(5)])
     found = table.points(Path("s"))
     done = [p["objective"] for p in found if p["status"] == "done"]
-    assert 0 < len(done) < 8
+    assert 0 < len(done) < 5
     best = Path("s/optimization_results.yaml").read_text()
     assert math.isclose(float(best.rpartition("best_value:")[2]), min(done))
     failed = [str(p["point"]) for p in found if p["status"] == "failed"]

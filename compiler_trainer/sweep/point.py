@@ -35,6 +35,13 @@ class Failure(NamedTuple):
     traceback: str
 
 
+def join_tasks() -> None:
+    """Let the tasks that submitit started for a point be its ranks, as torchrun's processes are."""
+    from submitit.helpers import TorchDistributedEnvironment
+
+    TorchDistributedEnvironment().export(set_cuda_visible_devices=False)  # every rank takes its own by number
+
+
 def run_point(cfg: Config, number: int, overrides: Sequence[str]) -> float | None:
     """Train a point unless it is done, on all ranks; its objective, None if it failed. Raises UserError as `check`."""
     from compiler_trainer.ranks import (
