@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+T = TypeVar("T")
+groups = itertools.count()
+
 
 def start_ranks() -> int:
-    """Join the job that torchrun started (gloo on CPU, nccl on CUDA); the number of ranks, 1 without torchrun."""
+    """Join the job that torchrun started (gloo on CPU, nccl on CUDA); the number of ranks, 1 without torchrun.
+
+    A process that has left may join again, as a sweep does at each point; a rank that has joined stays.
+    """
     if "RANK" not in os.environ:
         return 1
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    if not dist.is_initialized():
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        store, rank, size = meeting()
+        # Addresses of an earlier group lie in the same store: each group reads under a name of its own.
+        own = dist.PrefixStore(f"job{next(groups)}", store)
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", store=own, rank=rank, world_size=size)
     return dist.get_world_size()
+
+
+@functools.cache
+def meeting() -> tuple[dist.Store, int, int]:
+    """Where the ranks of this job find each other, this rank, and their number."""
+    return next(dist.rendezvous("env://"))
 
 
 def stop_ranks() -> None:
@@ -27,3 +47,21 @@ def stop_ranks() -> None:
 def rank() -> int:
     """This process's rank, 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def from_rank_0(value: Callable[[], T]) -> T:
+    """What `value()` is on rank 0, the only one to call it."""
+    if not dist.is_initialized():
+        return value()
+    parcel: list[Any] = [value() if rank() == 0 else None]
+    dist.broadcast_object_list(parcel, src=0)
+    return parcel[0]
+
+
+def gather(value: T) -> list[T]:
+    """Every rank's value, by rank."""
+    if not dist.is_initialized():
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found

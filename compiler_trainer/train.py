@@ -28,6 +28,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from compiler_trainer.config import Config, build, dry_world_size, validate
 from compiler_trainer.errors import UserError
 from compiler_trainer.options import not_one_of, tables, unknown
+from compiler_trainer.sweep.point import check, join_tasks, run_point
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 RANK = int(os.environ.get("RANK", "0"))
@@ -58,15 +59,21 @@ def defaults() -> DictConfig:
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
-def run(composed: DictConfig) -> None:
-    """Train one composed config, a point of a sweep in its own subfolder."""
+def run(composed: DictConfig) -> float | None:
+    """Train one composed config; its last held-out loss, else its last loss, which is what a sweeper minimizes.
+
+    A point of a sweep trains in a subfolder of its own; None if it failed, for then the sweep goes on.
+    """
     try:
-        cfg = checked(composed)
-        if HydraConfig.get().mode == RunMode.MULTIRUN:
-            cfg = in_subfolder(cfg, str(HydraConfig.get().job.num))
+        job = HydraConfig.get()
+        cfg = checked(composed, ranks_of(job))
+        if job.mode == RunMode.MULTIRUN:
+            if ranks_of(job) != WORLD_SIZE:
+                join_tasks()
+            return run_point(in_subfolder(cfg, str(job.job.num)), job.job.num, job.overrides.task)
         from compiler_trainer.trainer import train  # here, so that a refused config need not wait for torch
 
-        train(cfg)
+        return train(cfg)
     except UserError as error:
         refuse(error)
     except Exception:  # what leaves this function as an exception would be taken for an error in composing
@@ -74,17 +81,26 @@ def run(composed: DictConfig) -> None:
         sys.exit(1)
 
 
-class CheckSweep(Callback):
-    """Checks every point of a sweep before the first one starts."""
+class WatchSweep(Callback):
+    """Checks every point of a sweep before the first one starts, and renders the sweep in the end."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Exit with 2 if a point is refused."""
         try:
-            for point in points(config.hydra.overrides.task):
+            for number, point in enumerate(points(config.hydra.overrides.task)):
                 overrides = [*config.hydra.overrides.hydra, *point]
-                checked(hydra.compose(config.hydra.job.config_name, overrides))
+                cfg = checked(hydra.compose(config.hydra.job.config_name, overrides), ranks_of(config.hydra))
+                if RANK == 0:
+                    check(in_subfolder(cfg, str(number)))
         except INPUT_ERRORS as error:
             refuse(error)
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        """Exit with 1 if a point failed."""
+        from compiler_trainer.sweep.render import render
+
+        if RANK == 0 and not render(Path(config.run.dir)):
+            sys.exit(1)
 
 
 def points(overrides: list[str]) -> Iterator[tuple[str, ...]]:
@@ -101,16 +117,22 @@ def points(overrides: list[str]) -> Iterator[tuple[str, ...]]:
     return itertools.product(*choices)
 
 
-def checked(composed: DictConfig) -> Config:
-    """The typed config, resolved for the ranks that are running; raises UserError."""
+def ranks_of(job: DictConfig) -> int:
+    """Ranks of a hydra job: those that torchrun started, or the tasks that a launcher starts for each point."""
+    nodes, tasks = (OmegaConf.select(job, f"launcher.{name}", default=1) for name in ("nodes", "tasks_per_node"))
+    return WORLD_SIZE * nodes * tasks
+
+
+def checked(composed: DictConfig, ranks: int) -> Config:
+    """The typed config, resolved for a number of ranks; raises UserError."""
     try:
         options = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise user_error(error) from error
     cfg = build(Config, options)
-    if cfg.run.dry and WORLD_SIZE > 1:
-        raise UserError("run.dry", f"is one process, and {WORLD_SIZE} were started; start it without torchrun")
-    return validate(cfg, dry_world_size(cfg) if cfg.run.dry else WORLD_SIZE)
+    if cfg.run.dry and ranks > 1:
+        raise UserError("run.dry", f"is one process, and {ranks} were started; start it without torchrun")
+    return validate(cfg, dry_world_size(cfg) if cfg.run.dry else ranks)
 
 
 def in_subfolder(cfg: Config, name: str) -> Config:

@@ -31,11 +31,14 @@ from passes.balance import imbalance
 from passes.runner import Dumper
 
 
-def train(cfg: Config) -> None:
-    """Train as `cfg` says, on the ranks that torchrun started; raises UserError, with nothing written, on bad input."""
+def train(cfg: Config) -> float:
+    """Train as `cfg` says, on the ranks that torchrun started; the last held-out loss, else the last loss; of
+    a dry run the predicted milliseconds of a step.
+
+    Raises UserError, with nothing written, on bad input.
+    """
     if cfg.run.dry:
-        dry_run(cfg)
-        return
+        return dry_run(cfg)["predicted"]["step_ms"]
     cfg = validate(cfg, start_ranks())
     make_reproducible(cfg.train)
     datasets = data.build(cfg.data, cfg.train.seq_len, cfg.train.global_batch_size)
@@ -47,6 +50,7 @@ def train(cfg: Config) -> None:
         for measured in run(cfg, step, datasets, start):
             record(measured)
     stop_ranks()  # not in a `finally`: a rank that fails must end at once, for the others wait for it
+    return measured.get("eval_loss", measured["loss"])
 
 
 def prepare_step(cfg: Config, datasets: Datasets, start: Start) -> Step:

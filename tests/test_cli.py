@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from compiler_trainer import train
+from compiler_trainer import ranks, train
 from compiler_trainer.config import OPS, Config, LrScheduleConfig, OptimConfig
 from compiler_trainer.errors import UserError
 
@@ -112,7 +112,8 @@ def test_a_sweep_runs_each_point_in_its_own_subfolder(command, tmp_path):
         ("full", 0.2),
     ]
     assert [c.run.dir for c in configs] == ["sweep/0", "sweep/1", "sweep/2", "sweep/3"]
-    assert [p.name for p in tmp_path.rglob("*")] == ["sweep", "multirun.yaml"]
+    files = {"multirun.yaml", "sweep.parquet", "sweep.csv", "sweep.html"}
+    assert {p.name for p in (tmp_path / "sweep").iterdir()} == {"0", "1", "2", "3"} | files
 
 
 def test_a_sweep_over_a_range_and_over_files_of_choices(command):
@@ -128,6 +129,7 @@ def test_a_sweep_over_a_range_and_over_files_of_choices(command):
 def test_other_ranks_of_a_sweep_leave_its_folder_to_rank_0(command, monkeypatch, tmp_path):
     monkeypatch.setattr(train, "RANK", 1)
     monkeypatch.setattr(train, "WORLD_SIZE", 2)
+    monkeypatch.setattr(ranks, "rank", lambda: 1)
     configs = command("-m", "mesh.dp_replicate=1,2", "run.dir=sweep")
     assert [(c.run.dir, c.mesh.dp_replicate) for c in configs] == [("sweep/0", 1), ("sweep/1", 2)]
     assert not list(tmp_path.iterdir())

@@ -1,0 +1,168 @@
+"""A sweep as one page that needs no network: plots of all points, and their table."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from plotly import graph_objects as go
+from plotly.offline import get_plotlyjs
+from plotly.subplots import make_subplots
+
+from compiler_trainer import metrics
+from compiler_trainer.sweep.point import Point
+from compiler_trainer.sweep.table import MIB, SHOWN, as_text, figures, varying
+
+FILE = "sweep.html"
+# column, heading, unit in which it is drawn
+BARS = (
+    ("tokens_per_s", "tokens/s", 1),
+    ("peak_mem_bytes", "peak memory, MiB", MIB),
+    ("compile_s", "compilation, s", 1),
+)
+BLUE, ORANGE = "#3465a4", "#ce5c00"
+PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>{title}</title>
+<style>
+body {{ font: 15px/1.4 system-ui, sans-serif; margin: 2em auto; max-width: 1280px; color: #222 }}
+table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
+th, td {{ padding: .2em .7em; border-bottom: 1px solid #ddd; text-align: right }}
+.failed td {{ background: #fbe9e7 }} .running td {{ color: #888 }}
+</style>
+<script>{script}</script>
+<h1>{title}</h1>
+<p>{summary}</p>
+{plots}
+<table>{rows}</table>
+{errors}
+</html>
+"""
+
+
+def write(found: Sequence[Point], folder: Path) -> None:
+    """Write `sweep.html` into the sweep's folder."""
+    plots = figure(found, folder).to_html(full_html=False, include_plotlyjs=False)
+    text = PAGE.format(
+        title=html.escape(folder.resolve().name),
+        script=get_plotlyjs(),
+        summary=html.escape(summary(found)),
+        plots=plots,
+        rows=table(found),
+        errors=errors(found),
+    )
+    (folder / FILE).write_text(text, encoding="utf-8")
+
+
+def summary(found: Sequence[Point]) -> str:
+    """How many points there are, and what they ran on."""
+    counts = {status: sum(p["status"] == status for p in found) for status in ("done", "failed", "running")}
+    ran = found[0]["environment"]
+    where = f"{ran['ranks']} ranks, {ran['device']}, {ran['cores']} cores, torch {ran['torch']}, commit {ran['commit']}"
+    return ", ".join(f"{n} {status}" for status, n in counts.items() if n) + f". {where}."
+
+
+def figure(found: Sequence[Point], folder: Path) -> go.Figure:
+    """Bars of throughput, memory and compilation, the loss by step, and throughput against memory."""
+    titles = (*(heading for _, heading, _ in BARS), "loss by step", "throughput against memory")
+    specs: list[list[Any]] = [[{}, {}, {}], [{"colspan": 2}, None, {}]]
+    plot = make_subplots(2, 3, subplot_titles=titles, specs=specs, vertical_spacing=0.15, horizontal_spacing=0.07)
+    names = varying(found)
+    for at, (column, _, unit) in enumerate(BARS, 1):
+        shown = with_values(found, column)
+        heights = [p["result"][column] / unit for p in shown]
+        labels = [label(p, names) for p in shown]
+        bars = go.Bar(y=[str(p["point"]) for p in shown], x=heights, orientation="h", hovertext=labels)
+        plot.add_trace(bars.update(marker_color=BLUE, showlegend=False), 1, at)
+        plot.update_yaxes(type="category", autorange="reversed", row=1, col=at)
+    plot.update_yaxes(title="point", row=1, col=1)
+    for line in loss_curves(found, folder, names):
+        plot.add_trace(line, 2, 1)
+    for trace in memory_against_throughput(found, names):
+        plot.add_trace(trace, 2, 3)
+    plot.update_xaxes(title="step", row=2, col=1)
+    plot.update_xaxes(title="peak memory, MiB", row=2, col=3)
+    plot.update_yaxes(title="tokens/s", row=2, col=3)
+    return plot.update_layout(
+        height=900, template="plotly_white", legend={"title": "loss of point", "y": 0.4}, margin={"l": 50, "r": 20}
+    )
+
+
+def label(found: Point, names: Sequence[str]) -> str:
+    """What sets a point apart: `3: mesh.tp=2 passes.remat.policy=full`."""
+    return f"{found['point']}: " + " ".join(
+        f"{n}={as_text(found['overrides'][n])}" for n in names if n in found["overrides"]
+    )
+
+
+def with_values(found: Sequence[Point], *columns: str) -> list[Point]:
+    """The points that are done and have values in these columns."""
+    done = (p for p in found if p["status"] == "done")
+    return [p for p in done if all(p["result"].get(column) is not None for column in columns)]
+
+
+def loss_curves(found: Sequence[Point], folder: Path, names: Sequence[str]) -> list[go.Scatter]:
+    """The loss of each point over its steps, as far as it came."""
+    lines = []
+    for p in found:
+        path = folder / str(p["point"]) / metrics.FILE
+        if path.exists() and (records := metrics.read(path)):
+            steps, losses = [r["step"] for r in records], [r["loss"] for r in records]
+            name, hover = str(p["point"]), label(p, names)
+            lines.append(go.Scatter(x=steps, y=losses, mode="lines+markers", name=name, hovertext=hover))
+    return lines
+
+
+def memory_against_throughput(found: Sequence[Point], names: Sequence[str]) -> list[go.Scatter]:
+    """All points, and the front of those that no other beats in both."""
+    shown = with_values(found, "peak_mem_bytes", "tokens_per_s")
+
+    def scatter(some: Sequence[Point], **how: Any) -> go.Scatter:
+        memory = [p["result"]["peak_mem_bytes"] / MIB for p in some]
+        speed = [p["result"]["tokens_per_s"] for p in some]
+        return go.Scatter(x=memory, y=speed, hovertext=[label(p, names) for p in some], showlegend=False, **how)
+
+    numbers = {"text": [str(p["point"]) for p in shown], "textposition": "top center"}
+    best = pareto_front(shown)
+    return [
+        scatter(best, mode="lines", line={"color": ORANGE, "shape": "hv"}),
+        scatter(shown, mode="markers+text", marker={"color": BLUE, "size": 9}, **numbers),
+    ]
+
+
+def pareto_front(found: Sequence[Point]) -> list[Point]:
+    """The points than which none is faster in as little memory, by memory."""
+    by_memory = sorted(found, key=lambda p: (p["result"]["peak_mem_bytes"], -p["result"]["tokens_per_s"]))
+    front: list[Point] = []
+    for p in by_memory:
+        if not front or p["result"]["tokens_per_s"] > front[-1]["result"]["tokens_per_s"]:
+            front.append(p)
+    return front
+
+
+def table(found: Sequence[Point]) -> str:
+    """The table of the console in HTML."""
+    names = varying(found)
+    headings = ("point", *names, "status", *(heading for _, heading, _ in SHOWN))
+    lines = [tr("th", headings)]
+    for p in found:
+        given = (as_text(p["overrides"].get(n)) for n in names)
+        lines.append(tr("td", (str(p["point"]), *given, p["status"], *figures(p)), p["status"]))
+    return "\n".join(lines)
+
+
+def tr(tag: str, cells: Sequence[str | None], kind: str = "") -> str:
+    """One row of a table."""
+    inside = "".join(f"<{tag}>{html.escape(cell or '')}</{tag}>" for cell in cells)
+    return f'<tr class="{kind}">{inside}</tr>'
+
+
+def errors(found: Sequence[Point]) -> str:
+    """Why points failed, with their tracebacks folded away."""
+    return "\n".join(
+        f"<details><summary>point {p['point']}: {html.escape(p['error'])}</summary>"
+        f"<pre>{html.escape(p['traceback'])}</pre></details>"
+        for p in found
+        if "error" in p
+    )

@@ -1,0 +1,17 @@
+"""All that is made from the points of a sweep."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from compiler_trainer.sweep import page, table
+
+
+def render(folder: Path) -> bool:
+    """Write the sweep's files, print its table; whether all its points are done. Raises UserError if there are none."""
+    found = table.points(folder)
+    table.write(folder)
+    page.write(found, folder)
+    table.show(found, folder)
+    print(f"{folder}: sweep.parquet, sweep.csv, {page.FILE}")
+    return all(p["status"] == "done" for p in found)

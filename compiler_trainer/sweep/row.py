@@ -1,0 +1,110 @@
+"""What a point's row says: what was asked, what its run folder tells, and what it ran on."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from compiler_trainer import metrics
+from compiler_trainer.config import Config
+from compiler_trainer.sweep.point import flat
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("torch", "torchao", "triton", "numpy")
+PER_MICROBATCH = "accumulate"  # the program that runs once a microbatch, not once a step
+
+
+def parsed(overrides: Sequence[str]) -> dict[str, Any]:
+    """Overrides as options and values: `+a.b=[1,2]` is {"a.b": [1, 2]}, a table gives its entries, `~a` is none."""
+    found: dict[str, Any] = {}
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        if not override.is_delete():
+            found |= flat({override.key_or_group: override.value()})
+    return found
+
+
+def measured(folder: Path, cfg: Config) -> dict[str, Any]:
+    """What a run folder holds by now: the last and best losses, medians over steps, compilation and communication."""
+    records = metrics.read(folder / metrics.FILE) if (folder / metrics.FILE).exists() else []
+    report = folder / "report.json"
+    return {**of_steps(records), **(of_report(json.loads(report.read_text()), cfg) if report.exists() else {})}
+
+
+def of_steps(records: Sequence[metrics.Record]) -> dict[str, Any]:
+    """Losses of all steps; times of those after the first, which is slower: it is profiled, and kernels are loaded."""
+    if not records:
+        return {}
+    held_out = [r["eval_loss"] for r in records if "eval_loss" in r]
+    timed = records[1:] or records
+    return {
+        "steps": int(records[-1]["step"]),
+        "loss": records[-1]["loss"],
+        "best_loss": min(r["loss"] for r in records),
+        "eval_loss": held_out[-1] if held_out else None,
+        "best_eval_loss": min(held_out, default=None),
+        "tokens_per_s": statistics.median(r["tokens_per_s"] for r in timed),
+        "step_ms": statistics.median(r["step_ms"] for r in timed),
+        "peak_mem_bytes": int(max(r["peak_mem_bytes"] for r in records)),
+    }
+
+
+def of_report(report: dict[str, Any], cfg: Config) -> dict[str, Any]:
+    """Seconds of compilation, bytes that a rank sends in a step by axis, and what was predicted."""
+    sent = sent_bytes(report["passes"], cfg.train.microbatches)
+    wire = {f"wire_bytes.{axis}": count for axis, count in sorted(sent.items())}
+    predicted = flat({"predicted": report["predicted"]}) if "predicted" in report else {}
+    compile_s = round(sum(report["seconds"].values()), 3)
+    return {"compile_s": compile_s, "wire_bytes": sent.total(), **wire, **predicted}
+
+
+def sent_bytes(passes: Iterable[dict[str, Any]], microbatches: int) -> Counter[str]:
+    """Bytes that a rank sends in a step over each axis, as the last pass of each training program has them."""
+    last = {p["program"]: p for p in passes if p["program"] in ("step", PER_MICROBATCH, "apply")}
+    sent: Counter[str] = Counter()
+    for name, record in last.items():
+        for traffic in record["accounting"]["traffic"]:
+            sent[traffic["axis"]] += traffic["sent_bytes"] * (microbatches if name == PER_MICROBATCH else 1)
+    return sent
+
+
+@functools.cache
+def environment() -> dict[str, Any]:
+    """Versions, machine and commit."""
+    return {
+        "ranks": int(os.environ.get("WORLD_SIZE", "1")),
+        "python": platform.python_version(),
+        **{name: version(name) for name in PACKAGES},
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        "cores": os.cpu_count(),
+        "host": platform.node(),
+        "commit": commit(),
+    }
+
+
+def version(package: str) -> str | None:
+    """The installed version of a package, None if it is not there."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def commit() -> str | None:
+    """The commit of the sources, marked `+` where files differ from it; None if they are not in a clone."""
+    if not (ROOT / ".git").exists():
+        return None
+    git = functools.partial(subprocess.run, cwd=ROOT, capture_output=True, text=True)
+    head, changed = git(["git", "rev-parse", "HEAD"]), git(["git", "status", "--porcelain", "-uno"])
+    return head.stdout.strip() + ("+" if changed.stdout.strip() else "") if head.returncode == 0 else None

@@ -1,0 +1,105 @@
+"""The rows of a sweep as files and on the console."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import csv, parquet
+from rich.console import Console
+from rich.table import Table
+
+from compiler_trainer.errors import UserError
+from compiler_trainer.sweep.point import FILE, Point, read
+
+Row = dict[str, Any]
+HEAD = ("point", "status", "error", "started", "objective")
+MIB = 2**20
+WIDTH = 160  # where the console has none, as in a file
+
+# column, heading, format
+SHOWN: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("loss", "loss", "{:.4f}".format),
+    ("eval_loss", "eval loss", "{:.4f}".format),
+    ("tokens_per_s", "tokens/s", "{:,.0f}".format),
+    ("step_ms", "step ms", "{:,.0f}".format),
+    ("peak_mem_bytes", "peak MiB", lambda value: f"{value / MIB:,.1f}"),
+    ("wire_bytes", "sent MiB", lambda value: f"{value / MIB:,.2f}"),
+    ("compile_s", "compile s", "{:.1f}".format),
+)
+
+
+def points(folder: Path) -> list[Point]:
+    """The points of the sweep in `folder`, by number; raises UserError if there are none."""
+    found = [read(file.parent) for file in folder.glob(f"*/{FILE}")]
+    if not found:
+        raise UserError(str(folder), "holds no point of a sweep; name the run.dir of a multirun")
+    return sorted((p for p in found if p is not None), key=lambda p: p["point"])
+
+
+def write(folder: Path) -> None:
+    """Write `sweep.parquet` and `sweep.csv`: a row a point, a column an override, result, or part of the machine."""
+    found = pa.Table.from_pylist(rows(points(folder)))
+    for name, save in (("sweep.parquet", parquet.write_table), ("sweep.csv", csv.write_csv)):
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{name}", delete=False) as partial:
+            save(found, partial)
+        os.chmod(partial.name, 0o644)
+        os.replace(partial.name, folder / name)  # jobs that run at the same time each write all rows there are
+
+
+def rows(found: Sequence[Point]) -> list[Row]:
+    """Each point as one flat row, all of the same columns; those whose values are of several types are text."""
+    flattened = [
+        {**{name: p.get(name) for name in HEAD}, **p["overrides"], **p.get("result", {}), **p["environment"]}
+        for p in found
+    ]
+    names = list(dict.fromkeys(name for row in flattened for name in row))
+    mixed = {name for name in names if not is_uniform([row.get(name) for row in flattened])}
+    return [{name: as_text(row.get(name)) if name in mixed else row.get(name) for name in names} for row in flattened]
+
+
+def is_uniform(values: Sequence[Any]) -> bool:
+    """Whether values are of one type that a column can have, where they are not None."""
+    kinds = {type(value) for value in values if value is not None}
+    return kinds <= {int, float} or len(kinds) == 1 and kinds <= {str, bool}
+
+
+def as_text(value: Any) -> str | None:
+    """A value as it would be written on the command line."""
+    return value if value is None or isinstance(value, str) else json.dumps(value)
+
+
+def varying(found: Sequence[Point]) -> list[str]:
+    """Names of the overrides in which points differ."""
+    names = dict.fromkeys(name for p in found for name in p["overrides"])
+    return [n for n in names if any(p["overrides"].get(n) != found[0]["overrides"].get(n) for p in found)]
+
+
+def show(found: Sequence[Point], folder: Path) -> None:
+    """Print the sweep as a table, and below it why points failed."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
+    names = varying(found)
+    table = Table(title=str(folder), title_justify="left")
+    for heading in ("point", *names, "status"):
+        table.add_column(heading)
+    for _, heading, _ in SHOWN:
+        table.add_column(heading, justify="right")
+    for p in found:
+        table.add_row(str(p["point"]), *(as_text(p["overrides"].get(n)) for n in names), p["status"], *figures(p))
+    console.print(table)
+    for p in found:
+        if "error" in p:
+            console.print(f"point {p['point']}: {p['error']}", markup=False, highlight=False)
+
+
+def figures(found: Point) -> list[str]:
+    """What is shown of a point's results, nothing where there is no value."""
+    result = found.get("result", {})
+    return ["" if result.get(column) is None else text(result[column]) for column, _, text in SHOWN]
