@@ -15,8 +15,8 @@ from torch import Tensor
 
 from passes import ir
 from passes.boundary import EXPANSIONS
-from passes.custom import inline_functions
-from passes.rewrite import inline
+from passes.custom import body_of, results_of
+from passes.rewrite import inline_alike
 
 
 def _contiguous(body: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -35,10 +35,12 @@ class Expand:
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
         counts: Counter[str] = Counter()
-        inline_functions(program, ctx)
+        for node in list(program.calls()):
+            if body := body_of(node):
+                inline_alike(node, results_of(body), ctx)
         for node in list(program.calls()):
             if node.target in EXPANSIONS:
                 counts[node.target._opname] += 1
-                inline(node, _contiguous(EXPANSIONS[node.target]), ctx)
+                inline_alike(node, _contiguous(EXPANSIONS[node.target]), ctx)
         program.module.recompile()
         return replace(program, facts=program.facts | self.establishes), ir.Report(dict(counts))

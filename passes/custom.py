@@ -258,21 +258,23 @@ def _by_axis(program: ir.Program, operands: int, axes: tuple[str, ...]) -> Calla
     return run
 
 
-def inline_functions(program: ir.Program, ctx: ir.Context, but: Callable[[fx.Node], bool] = lambda node: False) -> int:
-    """Put the bodies of local functions in line, `but` for some; changes the graph, returns how many there were."""
-    count = 0
+def inline_functions(program: ir.Program, ctx: ir.Context, but: Callable[[fx.Node], bool]) -> None:
+    """Put the bodies of local functions in line, `but` for some; changes the graph."""
     for node in list(program.calls()):
         body = body_of(node)
         if body is not None and not but(node):
             inputs = list(node.args)
             with torch.no_grad(), ctx.fake_mode:
                 fresh = [torch.empty_like(ir.example(n)) for n in inputs]  # type: ignore[arg-type]
-            module = trace(lambda *t, body=body: _one_or_tuple(body(*t)), fresh, ctx)
+            module = trace(results_of(body), fresh, ctx)
             splice(node, module.graph, inputs)  # type: ignore[arg-type]
-            count += 1
-    return count
 
 
-def _one_or_tuple(out: Any) -> Any:
-    contiguous = tuple(t.contiguous() for t in out)
-    return contiguous if len(contiguous) > 1 else contiguous[0]
+def results_of(body: Callable[..., Any]) -> Callable[..., Any]:
+    """The body with results laid out as its operator's are: contiguous, a tuple only if there are several."""
+
+    def run(*tensors: Tensor) -> Any:
+        contiguous = tuple(t.contiguous() for t in body(*tensors))
+        return contiguous if len(contiguous) > 1 else contiguous[0]
+
+    return run

@@ -112,9 +112,10 @@ class Report:
 
 @dataclass(frozen=True)
 class Context:
-    """What passes may know beside the program: nothing yet but the fake mode its values live in."""
+    """What passes may know beside the program: the fake mode its values live in, and what was traced already."""
 
     fake_mode: Any
+    traced: dict[Any, fx.Graph] = field(default_factory=dict, compare=False, repr=False)
 
 
 class Pass(Protocol):

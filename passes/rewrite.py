@@ -26,6 +26,34 @@ def trace(
 
 def inline(node: fx.Node, fn: Callable[..., Any], ctx: ir.Context) -> list[fx.Node]:
     """Put the operators of `fn(*node.args, **node.kwargs)` in the node's place; returns the new nodes."""
+    return splice(node, body_of_call(node, fn, ctx), list(node.all_input_nodes))
+
+
+def inline_alike(node: fx.Node, fn: Callable[..., Any], ctx: ir.Context) -> list[fx.Node]:
+    """As `inline`, traced once for calls of an operator on operands that lie alike, `fn` being what it stands for.
+
+    Their nodes then record the same fake tensors: for finished programs, where memory is read from a sweep.
+    """
+    inputs = list(node.all_input_nodes)
+    layouts = fx.map_arg((node.args, node.kwargs), lambda n: (inputs.index(n), *map(layout, _tensors(n))))
+    key = node.target, repr(layouts)
+    if key not in ctx.traced:
+        ctx.traced[key] = body_of_call(node, fn, ctx)
+    return splice(node, ctx.traced[key], inputs)
+
+
+def layout(value: torch.Tensor) -> tuple[Any, ...]:
+    """What a trace may depend on of a tensor."""
+    return tuple(value.shape), value.stride(), value.dtype, value.device
+
+
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    found = ir.value(node)
+    return list(found) if isinstance(found, (tuple, list)) else [found]
+
+
+def body_of_call(node: fx.Node, fn: Callable[..., Any], ctx: ir.Context) -> fx.Graph:
+    """The operators of `fn(*node.args, **node.kwargs)`, with a placeholder for each operand."""
     inputs = list(node.all_input_nodes)
 
     def over_tensors(*values: Any) -> Any:
@@ -40,8 +68,7 @@ def inline(node: fx.Node, fn: Callable[..., Any], ctx: ir.Context) -> list[fx.No
         for i, v in enumerate(values)
     ]
     with torch.no_grad():
-        body = trace(over_tensors, distinct, ctx)
-    return splice(node, body.graph, inputs)
+        return trace(over_tensors, distinct, ctx).graph
 
 
 def splice(node: fx.Node, body: fx.Graph, inputs: list[fx.Node]) -> list[fx.Node]:
