@@ -21,7 +21,7 @@ from tools.overview import seconds_of, totals
 
 PAGE = Path(__file__).parent / "page"
 SCRIPTS = ("data.js", "list.js", "graph.js", "diff.js", "memory.js", "communication.js", "sharding.js", "page.js")
-ALIVE_SHOWN = 4  # of the largest at the peak, on the first page
+ALIVE_SHOWN, LINES_SHOWN = 3, 4  # of the largest at the peak, on the first page
 
 
 def page(run: Run) -> str:
@@ -171,11 +171,22 @@ def peak(programs: list[Stage]) -> dict[str, Any]:
         "source": at.source if at else "",
         "module": at.module if at else "",
         "kinds": kinds.most_common(),
+        "lines": by_line(stage, living)[:LINES_SHOWN],
         "alive": [
             {"node": s.node, "line": n.line, "bytes": s.bytes, "kind": s.kind, "source": n.source, "module": n.module}
             for s, n in shown
         ],
     }
+
+
+def by_line(stage: Stage, living: list[glance.Stored]) -> list[tuple[str, int, int]]:
+    """(source line, bytes, how many) of what operators made, largest first."""
+    sizes, counts = Counter[str](), Counter[str]()
+    for s in living:
+        if source := stage.by_name[s.node].source:
+            sizes[source] += s.bytes
+            counts[source] += 1
+    return [(source, n, counts[source]) for source, n in sizes.most_common()]
 
 
 def exposed(run: Run) -> dict[str, Any] | None:

@@ -53,6 +53,7 @@ function peakCard(p) {
   return card("glance-peak", question, bytes(p.bytes), [
     `at ${nodeLink(p.stage, p.line, p.node)} <span class="quiet">${escapeHtml([p.source, p.module].filter(Boolean).join(" · "))}</span>, of which ${p.kinds.slice(0, 3).map(([kind, n]) => `${kind} ${bytes(n)}`).join(", ")}`,
     `<span class="stack">${bar}</span>`, `<table>${rows.join("")}</table>`,
+    `<span class="quiet">By source line:</span> ${p.lines.map(([source, n, count]) => `${escapeHtml(source)} ${bytes(n)} <span class="quiet">in ${number(count)}</span>`).join(", ")}`,
   ], `<a href="#memory/${p.stage}/${p.line}">along the step</a>`);
 }
 
