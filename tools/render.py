@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tools import glance
-from tools.dumps import Run, Stage
+from tools.dumps import Node, Run, Stage
 from tools.overview import seconds_of, totals
 
 PAGE = Path(__file__).parent / "page"
@@ -127,9 +127,17 @@ def reshards(run: Run) -> Iterator[dict[str, Any]]:
         yield {
             **change,
             "module": origin.module if origin else "",
+            "of": parameter_of(before, origin) if origin else "",
             "line": shown[0].line if shown[0] else 0,
             "stage": shown[1],
         }
+
+
+def parameter_of(stage: Stage, node: Node) -> str:
+    """The model's name for the parameter that a node is, or is made of alone (cast, viewed); else an empty string."""
+    while len(node.operands) == 1:
+        node = stage.by_name[node.operands[0]]
+    return node.label if node.op == "parameter" else ""
 
 
 def parameters(stage: Stage) -> Iterator[dict[str, Any]]:
