@@ -226,10 +226,14 @@ class EvalConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Where the run's files go, by default a new folder named by the local time."""
+    """Where the run's files go, by default a new folder named by the local time, and what is written there.
+
+    `profile` records steps 3 to 5 of rank 0 as trace.json.gz, to be opened in Perfetto.
+    """
 
     dir: str = field(default_factory=lambda: datetime.now().strftime("runs/%Y-%m-%d_%H-%M-%S"))
     dump_graphs: bool = True
+    profile: bool = False
     dry: bool = False  # compile for the mesh and predict what `cluster` would make of it; nothing is run
 
 

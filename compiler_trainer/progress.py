@@ -23,6 +23,7 @@ CONTENTS = {
     "graphs/": "the graph after each pass, and the pass's report",
     "checkpoints/": "parameters, moments, step and data state",
     "report.json": "compile times, communication and memory",
+    "trace.json.gz": "steps of rank 0, for Perfetto",
 }
 
 

@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from compiler_trainer import checkpoint, data, folder, models
+from compiler_trainer import checkpoint, data, folder, models, trace
 from compiler_trainer.compile import compile_step
 from compiler_trainer.config import Config, validate
 from compiler_trainer.data import Datasets, Loader
@@ -45,6 +45,7 @@ def train(cfg: Config) -> float:
     data.check_vocabulary(datasets, cfg.model)
     cfg = same_on_all_ranks(cfg, datasets)
     start = find_start(cfg, datasets)
+    trace.check(cfg, start.step)
     step = prepare_step(cfg, datasets, start)
     with recording(cfg, start) as record:
         for measured in run(cfg, step, datasets, start):
@@ -94,10 +95,11 @@ def run(cfg: Config, step: Step, datasets: Datasets, start: Start) -> Iterator[R
     """Train from `start` to `train.steps`; what each step measured, handed out before its checkpoint is written."""
     # In this order an interruption leaves a record too many, which resuming drops, never one too few.
     memory = PeakMemory(step.device, (tensor for state in step.state.values() for tensor in state.local.values()))
-    tokens = start.tokens
+    tokens, recorder = start.tokens, trace.Trace(cfg, step, start.step)
     for number in range(start.step + 1, cfg.train.steps + 1):
         tokens += cfg.train.global_batch_size * cfg.train.seq_len
-        record = {"step": number, "tokens": tokens, **one_step(cfg, step, datasets.train, memory, number)}
+        with recorder.around(number):
+            record = {"step": number, "tokens": tokens, **one_step(cfg, step, datasets.train, memory, number)}
         if datasets.eval is not None and is_due(number, cfg.eval.interval, cfg.train.steps):
             record["eval_loss"] = mean_loss(step, held_out(datasets.eval, cfg.eval.batches))
         check_finite(record)

@@ -297,6 +297,10 @@ def test_stages_are_artifacts_of_torch_trace(tmp_path):
         text = (tmp_path / "graphs" / f"{stage}.txt").read_text().rstrip("\n")
         assert artifacts[stage, "string"].replace("\t", "").rstrip("\n") == text
         assert json.loads(artifacts[stage, "json"])["name"] == stage.rpartition("_")[2]
+    tlparse = Path(sys.executable).parent / "tlparse"
+    subprocess.run([tlparse, log, "-o", tmp_path / "parsed", "--no-browser", "--strict"], check=True, timeout=60)
+    index = (tmp_path / "parsed/index.html").read_text()
+    assert all(f"{i:02d}_step_{name}" in index for i, name in enumerate(NAMES))
 
 
 def test_room_for_frames_changes_nothing_else():

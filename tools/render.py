@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from tools import glance
-from tools.dumps import Run, Stage
+from tools.dumps import Node, Run, Stage
 from tools.overview import seconds_of, totals
 
 PAGE = Path(__file__).parent / "page"
 SCRIPTS = ("data.js", "list.js", "graph.js", "diff.js", "memory.js", "communication.js", "sharding.js", "page.js")
-ALIVE_SHOWN = 4  # of the largest at the peak, on the first page
+ALIVE_SHOWN, LINES_SHOWN = 3, 4  # of the largest at the peak, on the first page
 
 
 def page(run: Run) -> str:
@@ -127,9 +127,17 @@ def reshards(run: Run) -> Iterator[dict[str, Any]]:
         yield {
             **change,
             "module": origin.module if origin else "",
+            "of": parameter_of(before, origin) if origin else "",
             "line": shown[0].line if shown[0] else 0,
             "stage": shown[1],
         }
+
+
+def parameter_of(stage: Stage, node: Node) -> str:
+    """The model's name for the parameter that a node is, or is made of alone (cast, viewed); else an empty string."""
+    while len(node.operands) == 1:
+        node = stage.by_name[node.operands[0]]
+    return node.label if node.op == "parameter" else ""
 
 
 def parameters(stage: Stage) -> Iterator[dict[str, Any]]:
@@ -171,11 +179,22 @@ def peak(programs: list[Stage]) -> dict[str, Any]:
         "source": at.source if at else "",
         "module": at.module if at else "",
         "kinds": kinds.most_common(),
+        "lines": by_line(stage, living)[:LINES_SHOWN],
         "alive": [
             {"node": s.node, "line": n.line, "bytes": s.bytes, "kind": s.kind, "source": n.source, "module": n.module}
             for s, n in shown
         ],
     }
+
+
+def by_line(stage: Stage, living: list[glance.Stored]) -> list[tuple[str, int, int]]:
+    """(source line, bytes, how many) of what operators made, largest first."""
+    sizes, counts = Counter[str](), Counter[str]()
+    for s in living:
+        if source := stage.by_name[s.node].source:
+            sizes[source] += s.bytes
+            counts[source] += 1
+    return [(source, n, counts[source]) for source, n in sizes.most_common()]
 
 
 def exposed(run: Run) -> dict[str, Any] | None:

@@ -40,7 +40,7 @@ function reshardCard(r) {
   if (!r) return card("glance-reshard", question, "none", ["No value changes its placement in this run."], "");
   const others = r.as_large ? `, as for ${r.as_large} other${r.as_large > 1 ? "s" : ""}` : "";
   return card("glance-reshard", question, `%${escapeHtml(r.node)}`, [
-    `<b>${bytes(r.sent_bytes)}</b> sent by each rank in the forward${others}. <span class="quiet">${escapeHtml([r.source, r.module].filter(Boolean).join(" · "))}</span>`,
+    `<b>${bytes(r.sent_bytes)}</b> sent by each rank in the forward${others}. <span class="quiet">${escapeHtml([r.of, r.source, r.module].filter(Boolean).join(" · "))}</span>`,
     `<span class="mono">${escapeHtml(r.before)} → ${escapeHtml(r.after)}</span><br>${escapeHtml(r.reason)}`,
   ], `<a href="${stageLink(r.stage, r.line)}">in the graph</a> · <a href="#reshards">all reshards</a>`);
 }
@@ -53,6 +53,7 @@ function peakCard(p) {
   return card("glance-peak", question, bytes(p.bytes), [
     `at ${nodeLink(p.stage, p.line, p.node)} <span class="quiet">${escapeHtml([p.source, p.module].filter(Boolean).join(" · "))}</span>, of which ${p.kinds.slice(0, 3).map(([kind, n]) => `${kind} ${bytes(n)}`).join(", ")}`,
     `<span class="stack">${bar}</span>`, `<table>${rows.join("")}</table>`,
+    `<span class="quiet">By source line:</span> ${p.lines.map(([source, n, count]) => `${escapeHtml(source)} ${bytes(n)} <span class="quiet">in ${number(count)}</span>`).join(", ")}`,
   ], `<a href="#memory/${p.stage}/${p.line}">along the step</a>`);
 }
 
@@ -90,9 +91,9 @@ function programHtml() {
 
 function showReshards() {
   const rows = run.reshards.slice(0, 1000).map((r) => `<tr><td class="n">${r.sent_bytes ? bytes(r.sent_bytes) : "0"}</td><td><a class="mono" href="${stageLink(r.stage, r.line)}">%${escapeHtml(r.node)}</a></td><td class="mono">${escapeHtml(r.before)}</td><td>→</td><td class="mono">${escapeHtml(r.after)}</td>` +
-    `<td>${escapeHtml(r.reason)}</td><td>${escapeHtml(r.source)}</td><td>${escapeHtml(r.module)}</td></tr>`);
+    `<td>${escapeHtml(r.reason)}</td><td>${escapeHtml(r.source)}</td><td>${escapeHtml(r.of || r.module)}</td></tr>`);
   document.getElementById("reshards").innerHTML = `<h2>Reshards</h2><p class="quiet">${number(run.reshards.length)} changes of placement, by the bytes that a rank sends for them in the forward. A copy that becomes varying sends nothing there; its gradient is reduced in the backward.</p>` +
-    `<table id="reshard-table"><thead><tr><th class="n">sent</th><th>node</th><th>from</th><th></th><th>to</th><th>reason</th><th>source</th><th>module</th></tr></thead><tbody>${rows.join("")}</tbody></table>`;
+    `<table id="reshard-table"><thead><tr><th class="n">sent</th><th>node</th><th>from</th><th></th><th>to</th><th>reason</th><th>source</th><th>parameter or module</th></tr></thead><tbody>${rows.join("")}</tbody></table>`;
 }
 
 function startKeys() {

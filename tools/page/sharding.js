@@ -7,7 +7,7 @@ function startSharding() {
   const place = document.getElementById("parameters"), search = document.getElementById("parameter-search");
   sharding.list = new List(place, (i) => {
     const p = sharding.shown[i];
-    return `<div class="row${p === sharding.chosen ? " on" : ""}" data-name="${escapeHtml(p.label)}">&nbsp; ${escapeHtml(p.label)}  <span class="spec">${escapeHtml(p.spec)}</span></div>`;
+    return `<div class="row${p === sharding.chosen ? " on" : ""}" data-name="${escapeHtml(p.label)}">&nbsp; ${escapeHtml(p.label)}  <span class="spec">${escapeHtml(p.spec.replace(/ varying.*/, ""))}</span></div>`;
   });
   const filter = () => {
     sharding.shown = run.parameters.filter((p) => p.label.toLowerCase().includes(search.value.toLowerCase()));
