@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from tool_runs import PLAN, case, loss_fn
 
 from compiler_trainer.config import OptimConfig, PassesConfig
 from compiler_trainer.options import build
@@ -21,36 +21,6 @@ from passes.partition import Builder
 from passes.printer import op_name
 from tools.bisect import Finding, bisect
 from tools.script import write
-
-VOCAB = 11
-
-
-class Gated(nn.Module):
-    """A layer norm, a gated product of two projections and one back: what tensor parallelism shards, in little."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, 6)
-        self.norm = nn.RMSNorm(6)
-        self.up, self.gate, self.down = nn.Linear(6, 5, False), nn.Linear(6, 5, False), nn.Linear(5, 6, False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        y = self.norm(x)
-        return x + self.down(torch.tanh(self.gate(y)) * self.up(y))
-
-
-def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return (model(batch["tokens"]) - batch["wanted"]).square().mean()
-
-
-PLAN = {"up.weight": {"tp": 0}, "gate.weight": {"tp": 0}, "down.weight": {"tp": 1}}
-
-
-def case() -> tuple[nn.Module, dict[str, Tensor]]:
-    torch.manual_seed(0)
-    model = Gated().double()
-    return model, {"tokens": torch.randint(0, VOCAB, (3, 4)), "wanted": torch.randn(3, 4, 6, dtype=torch.float64)}
 
 
 def find(**options) -> Finding | None:
@@ -102,7 +72,7 @@ def test_a_wrong_rule_is_found_at_its_operator(tmp_path):
     finding = found_and_mended(tmp_path, lambda patch: patch.setitem(rules.RULES, "linear", wrong), **TP)
     assert at(finding) == ("differs", "shard", "linear", "down")
     assert nodes_in(finding) == 1 and finding.mismatch.difference > 0.1
-    assert "max(tp)" in str(finding) and ">" in str(finding) and "test_bisect.py:" in str(finding)
+    assert "max(tp)" in str(finding) and ">" in str(finding) and "tool_runs.py:" in str(finding)
 
 
 def test_a_mask_left_out_is_found_at_the_operator_that_needs_it(tmp_path):

@@ -97,8 +97,10 @@ def bisect(
     """
     masters = {name: p.dtype for name, p in model.named_parameters()}
     update = optim if isinstance(optim, OptimConfig) else build(OptimConfig, dict(optim or {}), "optim")
-    dtype, pipeline = None, passes
-    if not isinstance(pipeline, Pipeline):
+    dtype = None
+    if isinstance(passes, Pipeline):
+        pipeline = passes
+    else:
         options = passes if isinstance(passes, PassesConfig) else build(PassesConfig, dict(passes or {}), "passes")
         dtype, pipeline = DTYPES[options.cast.param_dtype], build_pipeline(options, update, masters, microbatches)
     sizes = dataclasses.asdict(mesh) if isinstance(mesh, MeshConfig) else dict(mesh or {})
@@ -241,7 +243,8 @@ def ends_of(program: ir.Program, kind: str, name: str) -> list[fx.Node]:
     """The node that a result leaves by: what is returned, or the input that is written."""
     returned = zip(program.results(), program.outputs, strict=True)
     written = zip(program.placeholders(), program.inputs, strict=True)
-    return [node for node, end in (*returned, *written) if (end.kind, end.name) == (kind, name)]
+    found = [node for node, output in returned if (output.kind, output.name) == (kind, name)]
+    return found + [node for node, given in written if (given.kind, given.name) == (kind, name)]
 
 
 def lost_in(recorded: Recorded, node: fx.Node) -> bool:
@@ -314,9 +317,16 @@ def main() -> int:
         cfg = composed(sys.argv[1:])
         datasets = data.build(cfg.data, cfg.train.seq_len, cfg.train.global_batch_size)
         data.check_vocabulary(datasets, cfg.model)
-        model = with_values(cfg)
-        search = {"mesh": cfg.mesh, "passes": cfg.passes, "optim": cfg.optim, "seed": cfg.train.seed}
-        found = bisect(model, models.loss_fn, peek(datasets.train), microbatches=cfg.train.microbatches, **search)
+        found = bisect(
+            with_values(cfg),
+            models.loss_fn,
+            peek(datasets.train),
+            mesh=cfg.mesh,
+            passes=cfg.passes,
+            optim=cfg.optim,
+            microbatches=cfg.train.microbatches,
+            seed=cfg.train.seed,
+        )
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

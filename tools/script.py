@@ -38,7 +38,7 @@ def script(piece: Piece, about: str) -> str:
     for node in sketch.graph.nodes:
         if node.op == "placeholder":
             given = next(ends)
-            words = (node.name, given.name, given.kind, given.spec, ir.example(node).dtype)
+            words: tuple = (node.name, given.name, given.kind, given.spec, ir.example(node).dtype)
             body.append(f"{node.name} = sketch.input({', '.join(map(text.of, words))})")
         else:
             words = (node.name, node.target, node.args, dict(node.kwargs))

@@ -68,7 +68,7 @@ def growing(program: ir.Program, node: fx.Node, is_gradient: bool) -> Iterator[l
     """Nodes around `node`, more each time: what leads to it, or, of a gradient, what it leads to."""
     found = {n for n in (node.users if is_gradient else (node,)) if n.op == "call_function"}
     for distance in range(9):
-        chosen = found | {n.args[0] for n in found if n.target is operator.getitem}
+        chosen = found | {n.all_input_nodes[0] for n in found if n.target is operator.getitem}
         if distance in (0, 1, 2, 4, 8):
             yield [n for n in program.calls() if n in chosen]
         around = [m for n in chosen for m in (n.users if is_gradient else n.all_input_nodes)]
