@@ -22,7 +22,7 @@ CONTENTS = {
     "events.out.tfevents.*": "the same for TensorBoard",
     "graphs/": "the graph after each pass, and the pass's report",
     "checkpoints/": "parameters, moments, step and data state",
-    "report.json": "compile times, communication and memory",
+    "report.json": "compile times, communication and memory; of a dry run the prediction",
     "trace.json.gz": "steps of rank 0, for Perfetto",
 }
 
