@@ -53,8 +53,7 @@ class Reach:
 
 def reach(mesh: Mesh, axis: str, gpus_per_node: int) -> Reach:
     """Where the ranks of an axis are; a node that the inner axes do not fill evenly counts as holding fewer."""
-    inner = mesh.axes[mesh.axes.index(axis) + 1 :]
-    per_node = min(mesh[axis], max(1, gpus_per_node // math.prod(mesh[a] for a in inner)))
+    per_node = min(mesh[axis], max(1, gpus_per_node // mesh.stride(axis)))
     return Reach(-(-mesh[axis] // per_node), per_node)
 
 

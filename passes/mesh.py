@@ -74,6 +74,11 @@ class Mesh:
             rank, coordinates[axis] = divmod(rank, size)
         return dict(reversed(coordinates.items()))
 
+    def stride(self, axis: str) -> int:
+        """How many ranks lie from one of an axis to the next."""
+        base, _, outer = self.part(axis)
+        return outer * math.prod(size for name, size in self.sizes[self.axes.index(base) + 1 :])
+
     def groups(self, axis: str) -> list[list[int]]:
         """The groups of ranks that differ in their coordinate on `axis` only, each ordered by it."""
         base, inner, outer = self.part(axis)

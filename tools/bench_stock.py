@@ -36,11 +36,12 @@ DATA = ("dp_replicate", "dp_shard")
 class StockLlama(Llama):
     """The same model, whose last layer is called: the hooks of `parallelize_module` act on calls."""
 
-    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, documents: Tensor | None = None) -> Tensor:
         x = self.tok_embeddings(tokens)
         cos, sin = rotary_tables(self.cfg, positions)
+        mask = self.mask(documents)
         for layer in self.layers:
-            x = layer(x, cos, sin)
+            x = layer(x, cos, sin, mask)
         assert self.output is not None
         return self.output(self.norm(x))
 

@@ -38,11 +38,18 @@ class Llama(nn.Module):
         x = self.tok_embeddings(tokens)
         cos, sin = rotary_tables(self.cfg, positions)
         cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-        mask = within_documents(documents) if self.cfg.attention == "documents" and documents is not None else None
+        mask = self.mask(documents)
         for layer in self.layers:
             x = layer(x, cos, sin, mask)
         head = self.tok_embeddings if self.output is None else self.output
         return F.linear(self.norm(x), head.weight)
+
+    def mask(self, documents: Tensor | None) -> BlockMask | None:
+        """What attention is told to leave out, beside what comes later; None where that is all."""
+        if self.cfg.attention == "causal":
+            return None
+        assert documents is not None, "attention within documents needs their numbers"
+        return within_documents(documents)
 
 
 class Block(nn.Module):
