@@ -24,6 +24,7 @@ from compiler_trainer.errors import UserError
 from tools.dumps import Node, Run, Stage, load
 
 FIRST = 5  # nodes shown of each kind of change
+MOST = 20  # rows of operators and modules
 ITS_OWN = ("run.dir", "checkpoint.dir")  # options that every run has for itself
 NAME = re.compile(r"%\w+")
 NUMBER = re.compile(r"\d+")
@@ -190,7 +191,11 @@ def counts(changes: Iterable[Change]) -> Rows:
     for change in changes:
         found[change.node.op, NUMBER.sub("*", change.node.module)][change.kind] += 1
     order = sorted(found.items(), key=lambda item: (-item[1].total(), item[0]))
-    return [(*key, *(str(n[kind] or "") for kind in ("added", "removed", "changed"))) for key, n in order]
+    rows: Rows = [(*key, *(str(n[kind] or "") for kind in ("added", "removed", "changed"))) for key, n in order[:MOST]]
+    if rest := [n for _, n in order[MOST:]]:
+        kinds = [sum(n[kind] for n in rest) for kind in ("added", "removed", "changed")]
+        rows.append((f"{len(rest)} more", "", *(str(n or "") for n in kinds)))
+    return rows
 
 
 def firsts(changes: Iterable[Change]) -> Rows:

@@ -4,8 +4,8 @@
     python -m tools.explain runs/1 '*.wq.weight'
 
 Where it is stored, when it is gathered, cast and used, gathered again in the backward, over which axes and in which
-dtype its gradient is reduced, and what updates it. Read from the program before collectives are written out
-(`schedule`): there a change of placement is one operator.
+dtype its gradient is reduced, and what updates it. Read from the program before `schedule` merges collectives of
+several parameters: there a change of placement is one operator, and its gradient has a way of its own.
 """
 
 from __future__ import annotations
@@ -187,9 +187,9 @@ def size_bytes(node: Node) -> int:
 
 
 def chosen(run: Run) -> list[Stage]:
-    """Of each program that trains, the last stage in which changes of placement are still one operator."""
+    """Of each program that trains, the stage before collectives are merged and written out."""
     programs = dict.fromkeys(stage.program for stage in run.trained)
-    return [[s for s in run.program(p) if "collectives" not in s.facts][-1] for p in programs]
+    return [[s for s in run.program(p) if s.name not in ("schedule", "collectives")][-1] for p in programs]
 
 
 def show(run: Run, name: str, out: Console) -> None:

@@ -14,7 +14,7 @@ from torch import fx
 
 from passes import ir
 from passes.torch_private import OpOverload
-from tools.piece import Piece
+from tools.piece import Piece, gist
 
 
 class Inexpressible(Exception):
@@ -52,7 +52,8 @@ def script(piece: Piece, about: str) -> str:
     step = text.of(piece.step)
     imports = sorted({*text.imports, "from tools.piece import Sketch, run"})
     head = ["import operator", "import sys", "from pathlib import Path", "", "import torch", "", *imports]
-    tail = [f'sys.exit(run(sketch, {step}, Path(__file__).with_suffix(".pt")))']
+    said = f", {gist(piece.message)!r}" if piece.kind == "crash" else ""
+    tail = [f'sys.exit(run(sketch, {step}, Path(__file__).with_suffix(".pt"), {piece.kind!r}{said}))']
     doc = f'"""{about}\n\nExits with 1 while this is so, with 0 once it is mended.\n"""'
     return "\n".join([doc, "", *head, "", *body, *tail]) + "\n"
 

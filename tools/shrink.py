@@ -8,7 +8,6 @@ that the whole program has there.
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,7 +17,7 @@ from torch import Tensor, fx
 from passes import ir
 from passes.boundary import psum
 from passes.spec import Spec
-from tools.piece import Kind, Piece, Sketch, check
+from tools.piece import Kind, Piece, Sketch, check, gist
 
 aten = torch.ops.aten
 
@@ -47,11 +46,6 @@ def smallest(source: Source, step: ir.Pass, kind: Kind, message: str, node: fx.N
 def is_alike(piece: Piece, kind: Kind, message: str) -> bool:
     """Whether a piece goes wrong in this way: if it raises, by saying the same but for names and numbers."""
     return piece.kind == kind and (kind != "crash" or gist(piece.message) == gist(message))
-
-
-def gist(message: str) -> str:
-    """The first line of an error without names, places and numbers."""
-    return re.sub(r"%\w+|\([^)]*\)|\d+", "", message.partition("\n")[0]).strip()
 
 
 def pruned(source: Source, piece: Piece, nodes: Sequence[fx.Node], leaves: set[fx.Node]) -> Piece:
