@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import re
@@ -148,7 +149,8 @@ def first_error(results: Path) -> Found | None:
 
 def compared(result: Found, right: Found) -> Found:
     """A result with how far its losses are from the right ones: an error if that is too far."""
-    off = max(abs(a - b) for a, b in zip(result["losses"], right["losses"], strict=True))
+    differences = [abs(a - b) for a, b in zip(result["losses"], right["losses"], strict=True)]
+    off = math.nan if any(map(math.isnan, differences)) else max(differences)
     wrong = {"error": f"losses are off by {off:.1e} from plain PyTorch on one rank"} if not off <= TOLERANCE else {}
     return {**result, "off": off, **wrong}
 
