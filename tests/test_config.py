@@ -45,6 +45,16 @@ def nested(where: str, value: Any) -> dict[str, Any]:
     return value
 
 
+def with_value(where: str, value: Any) -> dict[str, Any]:
+    """All options, one dotted option set."""
+    options = group = dataclasses.asdict(Config())
+    *groups, name = where.split(".")
+    for key in groups:
+        group = group[key]
+    group[name] = value
+    return options
+
+
 def published_model(name: str) -> ModelConfig:
     return build(ModelConfig, yaml.safe_load((MODELS / f"{name}.yaml").read_text()))
 
@@ -56,7 +66,7 @@ LEAVES = [where for where in leaves(dataclasses.asdict(Config())) if not where.s
 @pytest.mark.parametrize("where", LEAVES)
 def test_a_value_of_the_wrong_type_is_refused_at_its_own_option(where):
     with pytest.raises(UserError) as caught:
-        build(Config, nested(where, [object()]))
+        build(Config, with_value(where, [object()]))
     assert re.fullmatch(re.escape(where) + r"(\[0\])?", caught.value.where)
 
 
