@@ -19,7 +19,7 @@ from passes import boundary, ir, rules
 from passes.convert import _Steps
 from passes.partition import Builder
 from passes.printer import op_name
-from tools.bisect import Finding, bisect
+from tools.bisect import Finding, bisect, main
 from tools.script import write
 
 
@@ -171,8 +171,29 @@ def test_a_crash_names_the_node_and_its_piece_crashes_alike(tmp_path):
 
     finding = found_and_mended(tmp_path, lambda patch: patch.setitem(rules.RULES, "tanh", broken), **TP)
     assert finding.kind == "crash" and op_name(finding.node.target) == "tanh"
-    assert nodes_in(finding) == 1 and "no such factor" in finding.message
+    assert nodes_in(finding) == 2 and "no such factor" in finding.message  # it, and a linear layer that asks about it
 
 
 def test_nothing_is_found_where_nothing_is_wrong():
     assert find(**TP) is None
+
+
+def test_the_command_line_writes_a_script_and_exits_with_1(monkeypatch, capsys, tmp_path):
+    def broken(node):
+        raise KeyError("no such factor")
+
+    small = "model.dim=8 model.n_layers=1 model.n_heads=2 model.n_kv_heads=2 train.seq_len=8 train.global_batch_size=2"
+    monkeypatch.setattr(sys, "argv", ["bisect", *small.split(), "mesh.tp=2", f"run.dir={tmp_path}"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(rules.RULES, "rms_norm", broken)
+        assert main() == 1
+        assert exit_code(tmp_path / "repro.py") == 1
+    assert exit_code(tmp_path / "repro.py") == 0
+    said = capsys.readouterr().out
+    assert "crash: pass" in said and "%rms_norm" in said and f"python {tmp_path / 'repro.py'}" in said
+
+
+def test_the_command_line_refuses_an_option_that_does_not_exist(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bisect", "model.dimm=8"])
+    assert main() == 2
+    assert capsys.readouterr().err == "error: model.dimm: no such option; did you mean 'dim'?\n"

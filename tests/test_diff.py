@@ -43,7 +43,7 @@ def test_a_run_does_not_differ_from_itself(monkeypatch, capsys):
 
 
 def test_names_and_lines_are_no_difference(other):
-    rewrite(other, ("%embedding ", "%looked_up "), ("%embedding,", "%looked_up,"), ("tool_runs.py:36", "tool_runs.py:99"))
+    rewrite(other, ("%embedding ", "%looked_up "), ("%embedding,", "%looked_up,"), ("%embedding)", "%looked_up)"), ("tool_runs.py:36", "tool_runs.py:99"))
     assert not differing(run_folder(), other)
 
 

@@ -59,7 +59,8 @@ def test_each_gradient_is_reduced_by_a_collective_of_its_own():
 
 
 def test_a_cast_is_told():
-    assert ("cast", "to bf16") in told("up.weight", tp=1, param_dtype="bfloat16")
+    told_of = told("up.weight", tp=1, param_dtype="bfloat16")
+    assert ("gathered", "cast to bf16, over dp_shard to bf16[5, 6] [5, 6] varying(dp_shard)") in told_of
 
 
 def test_a_pattern_names_each_and_one_that_matches_none_the_nearest():

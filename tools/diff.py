@@ -151,9 +151,7 @@ def losses(a: Run, b: Run) -> Rows:
     """The first step whose loss differs, and that of the largest difference."""
     first, second = ({record["step"]: record["loss"] for record in run.metrics} for run in (a, b))
     apart = [(abs(y - x), step, x, y) for step, x, y in unequal(first, second) if x is not None and y is not None]
-    rows: list[tuple[str, ...]] = []
-    if first.keys() != second.keys():
-        rows.append(("steps", str(len(first)), str(len(second)), ""))
+    rows: Rows = [("steps", str(len(first)), str(len(second)), "")] if first.keys() != second.keys() else []
     for what, (by, step, x, y) in (("first", apart[0]), ("largest", max(apart))) if apart else ():
         rows.append((f"{what} difference, step {step}", f"{x:.9g}", f"{y:.9g}", f"{by:.3g}"))
     return rows

@@ -101,7 +101,10 @@ def happening(node: Node, weights: dict[str, Node]) -> Event:
         return Event(f"cast {again}".strip(), node, f"to {node.dtype}")
     if node.name in weights:
         what = {"all_gather": "gathered", "gather_same": "gathered", "vary": "copied"}.get(base(node), "cut")
-        return Event(f"{what} {again}".strip(), node, f"over {axis_of(node)} to {node.value} {node.spec}".rstrip())
+        cast = f"cast to {node.dtype}, " if node.dtype != weights[node.operands[0]].dtype else ""
+        return Event(
+            f"{what} {again}".strip(), node, f"{cast}over {axis_of(node)} to {node.value} {node.spec}".rstrip()
+        )
     return Event("used in the backward" if again else "used", node, f"by {node.op}")
 
 
