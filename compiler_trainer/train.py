@@ -117,7 +117,7 @@ def points(overrides: list[str]) -> Iterator[tuple[str, ...]]:
     return itertools.product(*choices)
 
 
-def ranks_of(job: DictConfig) -> int:
+def ranks_of(job: Any) -> int:
     """Ranks of a hydra job: those that torchrun started, or the tasks that a launcher starts for each point."""
     nodes, tasks = (OmegaConf.select(job, f"launcher.{name}", default=1) for name in ("nodes", "tasks_per_node"))
     return WORLD_SIZE * nodes * tasks
