@@ -114,3 +114,10 @@ def test_ours_and_stock_compute_the_same_on_two_ranks(tmp_path, monkeypatch, cap
 def test_a_contender_that_cannot_run_says_why(tmp_path):
     args = options(ranks=1, steps=1, overrides=[*TINY, "model.tied=true"])
     assert "AssertionError" in bench.job("eager", 1, args, tmp_path)["error"]
+
+
+def test_a_contender_that_hangs_is_ended_with_all_its_ranks(tmp_path):
+    args = options(ranks=2, steps=10**9, timeout_s=15, overrides=[*TINY, "mesh.dp_shard=2"])
+    assert bench.job("eager", 2, args, tmp_path)["error"] == "no result after 15 s"
+    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not [command for command in commands if str(tmp_path).encode() in command]

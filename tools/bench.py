@@ -13,7 +13,6 @@ import math
 import os
 import platform
 import re
-import signal
 import statistics
 import subprocess
 import sys
@@ -125,14 +124,12 @@ def job(name: str, ranks: int, args: argparse.Namespace, scratch: Path) -> Found
     command = [*launch, "-m", "tools.bench_job", name, str(results), str(args.steps), *overrides]
     threads = str(max(1, (os.cpu_count() or 1) // args.ranks))
     env = {**os.environ, "OMP_NUM_THREADS": threads, "TORCHINDUCTOR_CACHE_DIR": str(scratch / "cache")}
-    worker = subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+    worker = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         output, _ = worker.communicate(timeout=args.timeout_s)
     except subprocess.TimeoutExpired:
-        os.killpg(worker.pid, signal.SIGKILL)
-        worker.wait()
+        worker.terminate()  # torchrun then ends its ranks, which are in sessions of their own
+        worker.communicate()
         return first_error(results) or {"error": f"no result after {args.timeout_s:.0f} s"}
     if error := first_error(results):
         return error
