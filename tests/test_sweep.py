@@ -276,6 +276,7 @@ def test_optuna_minimizes_the_loss_past_failures_and_resumes(sweep):
     assert sweep(*search) == (1, failed)
 
 
+@pytest.mark.full
 def test_joblib_runs_points_side_by_side(tmp_path):
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     command = [sys.executable, "-m", "compiler_trainer.train", "-m", *TINY, "run.dir=s", "train.seed=1,2"]
