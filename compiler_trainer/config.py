@@ -181,9 +181,10 @@ class RematConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """How collectives are merged; a bucket of 0 MiB merges none."""
+    """How collectives are merged (a bucket of 0 MiB merges none), and how many layers ahead they start (0: as written)."""
 
     bucket_mib: NonNegativeFloat = 25.0
+    ahead: Count = 1
 
 
 @dataclass(frozen=True)

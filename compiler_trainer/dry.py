@@ -87,10 +87,10 @@ def predict_step(cfg: Config, step: DryStep) -> dict[str, Any]:
     cluster = cluster_of(cfg.cluster)
     found = {name: predict(*captured, cluster) for name, captured in step.programs.items()}
     runs = {name: cfg.train.microbatches if name == "accumulate" else 1 for name in found}
-    as_written = speed(cfg, sum(runs[name] * p.as_written.step_s for name, p in found.items()))
+    timelines = {name: p.timeline for name, p in found.items()}
     memory = peak_memory(step)
     return {
-        "predicted": {"peak_mem_bytes": memory["bytes"], **as_written},
+        "predicted": {"peak_mem_bytes": memory["bytes"], **speed(cfg, sum(runs[n] * t.step_s for n, t in timelines.items()))},
         "prediction": {
             "cluster": dataclasses.asdict(cfg.cluster),
             "ranks": mesh_of(cfg.mesh).world_size,
@@ -98,12 +98,10 @@ def predict_step(cfg: Config, step: DryStep) -> dict[str, Any]:
             "flops": added((step.costs(name)["flops"], runs[name]) for name in found),
             "model_flops_per_token": model_flops_per_token(cfg.model, cfg.train.seq_len),
             "sent_bytes": sent_bytes(found, runs),
-            "as_written": as_written | spent({name: p.as_written for name, p in found.items()}, runs),
-            "overlapped": speed(cfg, sum(runs[name] * p.overlapped.step_s for name, p in found.items()))
-            | spent({name: p.overlapped for name, p in found.items()}, runs),
-            "longest": [event for name, p in found.items() for event in events(name, p.as_written, LONGEST)],
+            **spent(timelines, runs),
+            "longest": [event for name, timeline in timelines.items() for event in events(name, timeline, LONGEST)],
         },
-        "timeline": [event for name, p in found.items() for event in events(name, p.as_written)],
+        "timeline": [event for name, timeline in timelines.items() for event in events(name, timeline)],
     }
 
 

@@ -20,15 +20,15 @@ def show(cfg: Config, report: dict[str, Any]) -> None:
 
 
 def speed(report: dict[str, Any]) -> Table:
-    """Time and throughput, as the program is written and with its collectives overlapped."""
-    table = Table("", "as written", "overlapped", title="step")
-    both = [report["prediction"][order] for order in ("as_written", "overlapped")]
-    table.add_row("step, ms", *(f"{found['step_ms']:,.1f}" for found in both))
-    table.add_row("tokens/s/GPU", *(f"{found['tokens_per_s_per_gpu']:,.0f}" for found in both))
-    table.add_row("MFU", *(f"{found['mfu']:.1%}" for found in both))
-    table.add_row("computing, ms", *(f"{found['compute_ms']:,.1f}" for found in both))
-    for axis in report["prediction"]["sent_bytes"]:
-        table.add_row(f"waiting for {axis}, ms", *(f"{found['exposed_ms'].get(axis, 0):,.1f}" for found in both))
+    """Time and throughput, and where the time goes."""
+    table = Table("", "a rank", title="step")
+    predicted, made_of = report["predicted"], report["prediction"]
+    table.add_row("step, ms", f"{predicted['step_ms']:,.1f}")
+    table.add_row("tokens/s/GPU", f"{predicted['tokens_per_s_per_gpu']:,.0f}")
+    table.add_row("MFU", f"{predicted['mfu']:.1%}")
+    table.add_row("computing, ms", f"{made_of['compute_ms']:,.1f}")
+    for axis in made_of["sent_bytes"]:
+        table.add_row(f"waiting for {axis}, ms", f"{made_of['exposed_ms'].get(axis, 0):,.1f}")
     return table
 
 

@@ -1,6 +1,6 @@
 """Configuration in, passes out: read this page first.
 
-    capture -> cast, normalize, place, float8, shard -> joint, remat, optimize, schedule, collectives -> lower
+    capture -> cast, normalize, place, float8, shard -> joint, remat, optimize, schedule, collectives, overlap -> lower
 
 `forward` ends in the program that every rank runs to get the loss. Training goes on from there: with one
 microbatch as one `step` program, with several as `accumulate`, run once a microbatch, and `apply`.
@@ -25,6 +25,7 @@ from passes.joint import Joint
 from passes.normalize import Normalize
 from passes.optimize import Optimize
 from passes.optimizers import SGD, AdamW, Optimizer
+from passes.overlap import Overlap
 from passes.place import Place
 from passes.remat import Remat
 from passes.schedule import Schedule
@@ -58,7 +59,8 @@ def build_pipeline(
     )
     how = (EIGHT_BITS.get(optim.name, optim.state), optim.block, optim.stochastic_rounding)
     optimize = Optimize(build_optimizer(optim), optim.max_norm, reduce_dtype, 1 / microbatches, *how)
-    finish = (Schedule(passes.schedule.bucket_mib), Expand())
+    overlap = Overlap(passes.schedule.ahead)
+    finish = (Schedule(passes.schedule.bucket_mib), Expand(), overlap)
     train: dict[str, Passes]
     if microbatches == 1:
         rest: Passes = (optimize, *finish)
@@ -69,7 +71,7 @@ def build_pipeline(
             "accumulate": (Joint(), build_remat(remat, rest, optimize.state_bytes), *rest),
             "apply": (Joint(), ApplyOnly(), optimize, *finish),
         }
-    return Pipeline(forward, (Expand(),), train)
+    return Pipeline(forward, (Expand(), overlap), train)
 
 
 def build_cast(cast: CastConfig, masters: Mapping[str, torch.dtype]) -> Cast:

@@ -17,7 +17,7 @@ from passes import ir
 from passes.mesh import Mesh
 from passes.shift import shift
 from passes.sweep import Sweep, Value, map_values, tensors
-from passes.torch_private import OpOverload, ao
+from passes.torch_private import OpOverload, ao, c10d
 
 aten = torch.ops.aten
 
@@ -119,6 +119,12 @@ def axis_of(node: fx.Node) -> str | None:
 def kind_of(node: fx.Node) -> str | None:
     """`all_gather`, `reduce_scatter`, `all_reduce` or `all_to_all`, or None where nothing travels."""
     return KINDS.get(node.target._schema.name) if isinstance(node.target, OpOverload) else None
+
+
+def started(wait: fx.Node) -> fx.Node:
+    """The collective that a wait is for."""
+    node = wait.all_input_nodes[0]
+    return node if kind_of(node) else node.all_input_nodes[0]  # of several tensors, one
 
 
 def count_traffic(program: ir.Program, swept: Sweep) -> tuple[Traffic, ...]:
@@ -231,9 +237,15 @@ def lifetimes(program: ir.Program, swept: Sweep) -> dict[int, tuple[int, int]]:
     given = lives.keys() | hosted
     for i, node in enumerate(program.graph.nodes):
         yielded = swept.storages(node) if node in swept.values else set()
-        for s in yielded.union(*(swept.storages(n) for n in node.all_input_nodes)) - given:
+        read = [*node.all_input_nodes, *sent(node)]
+        for s in yielded.union(*(swept.storages(n) for n in read)) - given:
             lives[s] = (lives.get(s, (i, i))[0], i)
     return lives
+
+
+def sent(node: fx.Node) -> list[fx.Node]:
+    """What the collective that a wait is for sends: that stays in memory until then."""
+    return started(node).all_input_nodes if node.target is c10d.wait_tensor.default else []
 
 
 KINDS_OF_INPUT = {"parameter": "parameters", "moment": "optimizer", "gradient": "gradients", "buffer": "buffers"}

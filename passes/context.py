@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, fx
 
 from passes import boundary, ir, ring
+from passes.cluster import FLOPS_PER_BYTE
 from passes.constants import constant
 from passes.kernels import wide
 from passes.layout import entries, to_natural_order, to_rank_order
@@ -38,7 +39,6 @@ aten = torch.ops.aten
 Method = Literal["auto", "ring", "all_gather", "ulysses", "hybrid"]
 METHODS = ("ring", "all_gather", "ulysses", "hybrid")
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-FLOPS_PER_BYTE = 2200  # computed while a byte is sent: an H100's 989 TFLOP/s in bf16 against NVLink's 450 GB/s each way
 Pairs = frozenset[tuple[int, int]]
 
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, fx
 
 from passes import ir
+from passes.overlap import products_to_wait_for
 from passes.rewrite import trace
-from passes.torch_private import compile_inner, inductor_decompositions
+from passes.torch_private import compile_inner, inductor_decompositions, keep_after
 
 Executable = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 
@@ -56,6 +57,8 @@ def decompose(program: ir.Program, ctx: ir.Context) -> fx.GraphModule:
 def lower_inductor(program: ir.Program, ctx: ir.Context) -> Executable:
     """The program compiled by Inductor (C++ on CPU, Triton on CUDA)."""
     module = decompose(program, ctx)
+    # fusion moves a wait to where the first operator of the kernel that needs it stood; with nothing beside it, it may
+    keep_after(module.graph, products_to_wait_for(module.graph))
     compiled = compile_inner(
         module, [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"], ctx.fake_mode
     )

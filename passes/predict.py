@@ -5,9 +5,7 @@ A kernel takes max(FLOPs / rate, bytes / memory bandwidth) and a fixed start; fo
 A collective starts when what was issued before it is done and its axis is free; a wait holds the compute stream until
 its collective is done, and what it is held counts as exposed on that axis.
 
-Two predictions are made. `as_written` takes the program's order, which is what is lowered: Inductor is not told to move
-collectives, so that most wait right behind their start. `overlapped` is what a scheduler of collectives could make of
-the same kernels: gathers of parameters start a layer ahead, and a wait stands right before what needs it.
+The program's own order is played, as the last pass left it: that is what is lowered.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 from torch import fx
@@ -23,8 +20,7 @@ from torch import fx
 from passes import ir
 from passes.accounting import SENT, axis_of, bind, count_flops, kind_of, payload_bytes
 from passes.cluster import Cluster, Reach, between_nodes, collective_seconds, reach, within_nodes
-from passes.fusion import Kernel, fuse, in_order
-from passes.regions import regions, weight_nodes
+from passes.fusion import Kernel, fuse
 from passes.rules import name_of
 from passes.sweep import Sweep, sweep, tensors
 
@@ -53,10 +49,9 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The timeline of the program as it is written, and with collectives moved; bytes a rank sends by (axis, link)."""
+    """The timeline of a program, and the bytes that a rank sends by (axis, link)."""
 
-    as_written: Timeline
-    overlapped: Timeline
+    timeline: Timeline
     sent_bytes: Mapping[tuple[str, str], float]
 
 
@@ -68,7 +63,7 @@ def predict(program: ir.Program, ctx: ir.Context, cluster: Cluster) -> Predictio
     swept = sweep(program, ctx)
     costs = Costs(program, swept, cluster)
     kernels = fuse(program, swept)
-    return Prediction(play(kernels, costs.seconds), play(overlap(program, kernels), costs.seconds), costs.sent(kernels))
+    return Prediction(play(kernels, costs.seconds), costs.sent(kernels))
 
 
 # ---- what a kernel costs ----------------------------------------------------------------------------
@@ -158,29 +153,6 @@ def play(kernels: Iterable[Kernel], seconds: Callable[[Kernel], float]) -> Timel
         events.append(Event(kernel.nodes[-1].name, axis or COMPUTE, start, start + took))
     end = max((event.end_s for event in events), default=0.0)
     return Timeline(max(now, end), computing, dict(exposed), tuple(events))
-
-
-def overlap(program: ir.Program, kernels: list[Kernel]) -> list[Kernel]:
-    """The kernels with gathers of parameters a layer ahead and waits as late as may be."""
-    ahead = gathers_ahead(program, kernels)
-    moved = {kernel for early in ahead.values() for kernel in early}
-    order = []
-    for kernel in kernels:
-        order += ahead.get(kernel, [])
-        if kernel.kind != "wait" and kernel not in moved:
-            order.append(kernel)
-    return in_order([*order, *kernels])
-
-
-def gathers_ahead(program: ir.Program, kernels: list[Kernel]) -> dict[Kernel, list[Kernel]]:
-    """For the first gather of parameters of each layer and phase, the gathers to start there: the next layer's."""
-    weights, layers = set(weight_nodes(program)), regions(program)
-    gathers = [k for k in kernels if k.kind == "collective" and k.nodes[0] in weights]
-    runs = [list(run) for _, run in groupby(gathers, lambda k: (ir.phase(k.nodes[0]), layers[k.nodes[0]]))]
-    if not runs:
-        return {}
-    ahead = {run[0]: following for run, following in zip(runs, runs[1:])}
-    return ahead | {runs[0][0]: runs[0] + ahead.get(runs[0][0], [])}
 
 
 def longest(timeline: Timeline, count: int) -> list[Event]:

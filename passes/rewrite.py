@@ -106,3 +106,19 @@ def replace_uses(node: fx.Node, result: Any) -> None:
     for user in list(node.users):
         user.replace_all_uses_with(result[user.args[1]])
         user.graph.erase_node(user)
+
+
+def move_before(node: fx.Node, target: fx.Node) -> None:
+    """Move a node that comes after the target, and with it what it reads, to right before the target."""
+    if target < node:
+        target.prepend(node)
+        for operand in node.all_input_nodes:
+            move_before(operand, node)
+
+
+def move_after(node: fx.Node, target: fx.Node) -> None:
+    """Move a node that comes before the target, and with it its users, to right after the target."""
+    if node < target:
+        target.append(node)
+        for user in list(node.users):
+            move_after(user, node)

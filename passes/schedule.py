@@ -28,6 +28,7 @@ from torch import Tensor, fx
 from passes import boundary, ir
 from passes.bucket import Emitter, gather_together, max_together, scatter_together, sum_together
 from passes.regions import regions, weight_nodes
+from passes.rewrite import move_after, move_before
 from passes.torch_private import OpOverload
 
 KINDS = {
@@ -172,22 +173,6 @@ def together(bucket: list[fx.Node]) -> tuple[Any, tuple]:
     if bucket[0].target is boundary.reduce_scatter:
         return scatter_together, (dims, *shared)
     return gather_together, (dims, tuple(node.args[4] for node in bucket), *shared)
-
-
-def move_before(node: fx.Node, target: fx.Node) -> None:
-    """Move a node that comes after the target, and with it what it reads, to right before the target."""
-    if target < node:
-        target.prepend(node)
-        for operand in node.all_input_nodes:
-            move_before(operand, node)
-
-
-def move_after(node: fx.Node, target: fx.Node) -> None:
-    """Move a node that comes before the target, and with it its users, to right after the target."""
-    if node < target:
-        target.append(node)
-        for user in list(node.users):
-            move_after(user, node)
 
 
 # ---- the pass --------------------------------------------------------------------------------------

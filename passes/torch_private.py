@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -32,6 +32,7 @@ __all__ = [
     "decomposition",
     "flex_with_gradients",
     "inductor_decompositions",
+    "keep_after",
     "register_axis_group",
     "resolve_axis_group",
     "setup_stacktrace_preservation_hooks",
@@ -93,12 +94,21 @@ def inductor_decompositions() -> dict:
     return select_decomp_table()
 
 
+def keep_after(graph: fx.Graph, earlier: Mapping[fx.Node, fx.Node]) -> None:
+    """Let Inductor place nodes after others that they do not read."""
+    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+    from torch.utils._ordered_set import OrderedSet
+
+    preserve_node_ordering(graph, {node: OrderedSet([before]) for node, before in earlier.items()})
+
+
 def compile_inner(module: fx.GraphModule, values: Sequence[Tensor], mode: FakeTensorMode) -> Callable:
     """Inductor's compilation of a flat functional graph; the callable takes a list of tensors."""
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.virtualized import V
 
-    with tracing(TracingContext(mode)), V.set_fake_mode(mode):
+    with tracing(TracingContext(mode)), V.set_fake_mode(mode), config.patch(reorder_for_peak_memory=False):
         return compile_fx_inner(module, list(values))
 
 

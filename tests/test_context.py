@@ -404,7 +404,7 @@ def test_remat_takes_a_ring_as_one_operator():
         options = {"remat": remat, "context": {"method": "ring"}}
         step = compile_lockstep(llama(2), llama_loss, batches()[0], {"cp": 2}, passes=options,
                                 observe=lambda program, record: programs.update({(record.program, record.name): program}))
-        final, joint = programs["step", "collectives"], programs["step", "remat"]
+        final, joint = programs["step", "overlap"], programs["step", "remat"]
         return sum(n.target is shift for n in final.calls()), saved_bytes(joint), train_step(step, batches())
 
     kept = [compiled(policy=policy) for policy in ("none", "selective", "full")]

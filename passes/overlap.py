@@ -1,0 +1,251 @@
+"""Let collectives run beside computation: they start early, and are waited for late.
+
+    start gather of layer 1          forward: the weights of the next layer travel while this one is computed
+    wait for gather of layer 0
+    products of layer 0
+
+    start reduce-scatter of layer 1  backward: gradients travel while the layer before is computed,
+    products of layer 0              and are waited for when its own are to be sent
+    wait for layer 1, start layer 0
+
+    gradient of the input            backward, tensor parallel: the gradient of the weight, which nobody waits for,
+    start reduce-scatter of it       is computed while the gradient of the input travels
+    gradient of the weight
+    wait
+
+- Gathers of parameters start `ahead` layers before the layer that uses them.
+- A wait stands right before what needs its result, and with it whatever only lays that result out anew. Gradients are
+  waited for `ahead` layers later at the latest: until then what was sent stays in memory.
+- A collective of the backward should have products beside it that take as long as it does (`FLOPS_PER_BYTE`). One that
+  needs none of the products before it, as when activations are gathered again, starts that much earlier. Another gets
+  products of gradients of weights from before its start. Both reach back one layer at most.
+
+The operators stay the same, only their order changes; so do results, to the bit. Collectives of an axis keep one order
+on all ranks, for all ranks run one program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby, takewhile
+
+from torch import fx
+
+from passes import ir
+from passes.accounting import axis_of, count_flops, kind_of, sent_bytes, started
+from passes.cluster import FLOPS_PER_BYTE
+from passes.fusion import WAITS
+from passes.regions import regions, weight_nodes
+from passes.rewrite import move_after, move_before
+from passes.schedule import gradient_nodes, writes_input
+from passes.sweep import Sweep, recorded
+from passes.torch_private import OpOverload
+
+COPIES = frozenset({"aten::clone", "aten::_to_copy"})
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Start gathers of parameters `ahead` layers early, wait for gradients as late; 0 leaves the order as it is."""
+
+    ahead: int = 1
+    name: str = "overlap"
+    requires: frozenset[str] = frozenset({"collectives"})
+    establishes: frozenset[str] = frozenset({"overlap"})
+
+    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+        program = program.copy()
+        before = count_beside(program)
+        if self.ahead:
+            start_early(program, self.ahead)
+            wait_late(program, self.ahead)
+            fill(program)
+        program.module.recompile()
+        counts = {"collectives": sum(1 for _ in in_flight(program.graph))}
+        beside = {"with_products_beside_before": before, "with_products_beside_after": count_beside(program)}
+        return replace(program, facts=program.facts | self.establishes), ir.Report(counts | beside)
+
+
+# ---- what is in flight ------------------------------------------------------------------------------
+
+
+def in_flight(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Each collective with the first of its waits, as they are waited for."""
+    seen = set()
+    for node in graph.nodes:
+        if node.target in WAITS and (start := started(node)) not in seen:
+            seen.add(start)
+            yield start, node
+
+
+def between(start: fx.Node, wait: fx.Node) -> Iterator[fx.Node]:
+    """The nodes between a collective and its wait, the last first."""
+    return takewhile(lambda node: node is not start, before(wait))
+
+
+def before(node: fx.Node) -> Iterator[fx.Node]:
+    """The operators before a node, the nearest first."""
+    while (node := node.prev).op not in ("placeholder", "root"):
+        yield node
+
+
+def count_beside(program: ir.Program) -> int:
+    """How many collectives have a product between their start and their wait."""
+    sizes = recorded(program.graph.nodes)
+    return sum(any(count_flops(n, sizes) for n in between(*pair)) for pair in in_flight(program.graph))
+
+
+def products_to_wait_for(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """For each wait, the last product that stands between it and its collective."""
+    sizes, found = recorded(graph.nodes), {}
+    for start, wait in in_flight(graph):
+        if product := next((node for node in between(start, wait) if count_flops(node, sizes)), None):
+            found[wait] = product
+    return found
+
+
+# ---- early starts, late waits -----------------------------------------------------------------------
+
+
+def start_early(program: ir.Program, ahead: int) -> None:
+    """Start the gathers of a layer where those of the layer `ahead` places before it began."""
+    weights, layers = set(weight_nodes(program)), regions(program)
+    unwritten = takewhile(lambda node: not writes_input(node), program.calls())
+    gathers = [node for node in unwritten if node in weights and kind_of(node) == "all_gather"]
+    runs = [list(run) for _, run in groupby(gathers, lambda node: (ir.phase(node), layers[node]))]
+    places = [run[0].next for run in runs]
+    for i, run in enumerate(runs):
+        for start in run:
+            move_before(start, places[max(0, i - ahead)])
+
+
+def wait_late(program: ir.Program, ahead: int) -> None:
+    """Put waits, and what only lays their results out anew, right before what needs them."""
+    latest, movable = latest_waits(program, ahead), after_waits(program)
+    barrier = program.graph.output_node()
+    for node in reversed(list(program.calls())):
+        if is_write(node):
+            barrier = node
+        if node in movable:
+            min(barrier, latest.get(node, barrier), *node.users).prepend(node)
+
+
+def latest_waits(program: ir.Program, ahead: int) -> dict[fx.Node, fx.Node]:
+    """For waits for gradients, the collective before which they stand: the first one `ahead` layers on."""
+    leaving, layers = gradient_nodes(program), regions(program)
+    sends = [n for n in program.calls() if kind_of(n) and n in leaving and ir.phase(n) == "backward"]
+    runs = [list(run) for _, run in groupby(sends, layers.__getitem__)]
+    return {wait: later[0] for run, later in zip(runs, runs[ahead:]) for start in run for wait in waits_of(start)}
+
+
+def waits_of(start: fx.Node) -> list[fx.Node]:
+    """The waits for a collective."""
+    users = [user for node in (start, *start.users) for user in node.users]
+    return [user for user in users if user.target in WAITS and started(user) is start]
+
+
+def after_waits(program: ir.Program) -> set[fx.Node]:
+    """Waits, and operators that only lay out anew, or copy, what was waited for."""
+    found: set[fx.Node] = set()
+    for node in program.calls():
+        operands = node.all_input_nodes
+        if node.target in WAITS or operands and found.issuperset(operands) and lays_out(node):
+            found.add(node)
+    return found
+
+
+def lays_out(node: fx.Node) -> bool:
+    """Whether an operator yields its operand's entries, in its memory or in a copy."""
+    if not isinstance(node.target, OpOverload):
+        return True  # operator.getitem
+    schema = node.target._schema
+    views = any(result.alias_info is not None for result in schema.returns)
+    return not schema.is_mutable and (views or schema.name in COPIES)
+
+
+def is_write(node: fx.Node) -> bool:
+    """Whether an operator changes an operand."""
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+# ---- products beside collectives --------------------------------------------------------------------
+
+
+def fill(program: ir.Program) -> None:
+    """See that collectives of the backward have as many products beside them as they take time."""
+    sizes, layers = recorded(program.graph.nodes), regions(program)
+    movable, busy = last_products(program, sizes), set[fx.Node]()
+    elsewhere = gradient_nodes(program).union(weight_nodes(program))  # what `start_early` and `wait_late` see to
+    pairs = list(in_flight(program.graph))
+    for start, wait in pairs:
+        if ir.phase(start) != "backward" or start in elsewhere:
+            continue
+        beside = [node for node in between(start, wait) if count_flops(node, sizes)]
+        busy.update(beside)
+        missing = sent_bytes(start, sizes, program.mesh) * FLOPS_PER_BYTE - flops(beside, sizes)
+        near = products_before(start, layers, sizes)
+        if missing > 0:
+            beside_others = {s for s, w in pairs if s < start < w and axis_of(s) == axis_of(start)}
+            if place := earlier(start, missing, near[-1:], beside_others, sizes):
+                move_before(start, place)
+                continue
+        for product in near:
+            if missing > 0 and product in movable - busy:
+                move_after(product, wait.prev)
+                busy.add(product)
+                missing -= count_flops(product, sizes)
+
+
+def flops(nodes: list[fx.Node], sizes: Sweep) -> int:
+    """FLOPs of some nodes."""
+    return sum(count_flops(node, sizes) for node in nodes)
+
+
+def last_products(program: ir.Program, sizes: Sweep) -> set[fx.Node]:
+    """Products of the backward that no other product of it needs: gradients of weights, not of activations."""
+    found, free = set(), set[fx.Node]()  # `free` leads to no product of the backward
+    for node in reversed(list(program.calls())):
+        leaves = all(user in free or user.op == "output" or ir.phase(user) == "optimizer" for user in node.users)
+        if ir.phase(node) == "backward" and leaves:
+            (found if count_flops(node, sizes) else free).add(node)
+    return found
+
+
+def products_before(start: fx.Node, layers: dict[fx.Node, str], sizes: Sweep) -> list[fx.Node]:
+    """Products of the backward before a collective, of its layer and of one more, the nearest first."""
+    found, seen = [], {layers[start]}
+    for node in before(start):
+        if count_flops(node, sizes):
+            seen.add(layers[node])
+            if len(seen) > 2 or ir.phase(node) != "backward":
+                break
+            found.append(node)
+    return found
+
+
+def earlier(
+    start: fx.Node, missing: int, limit: list[fx.Node], others: set[fx.Node], sizes: Sweep
+) -> fx.Node | None:
+    """Before which product, not before `limit`, a collective may start that needs no product from there on.
+
+    None if there is no such place. Products beside another collective of its axis do not count, for they share the
+    axis: `others` are those that are in flight where it starts.
+    """
+    needed, others = set(start.all_input_nodes), set(others)
+    for node in before(start):
+        if node.target in WAITS and axis_of(started(node)) == axis_of(start):
+            others.add(started(node))
+        others.discard(node)
+        cost = count_flops(node, sizes)
+        if node in needed:
+            if cost or kind_of(node):
+                return None
+            needed.update(node.all_input_nodes)
+        if not others:
+            missing -= cost
+        if cost and missing <= 0:
+            return node
+        if node in limit:
+            return None
+    return None
