@@ -181,7 +181,7 @@ class RematConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """How collectives are merged (a bucket of 0 MiB merges none), and how many layers ahead they start (0: as written)."""
+    """How collectives are merged (0 MiB: none are), and how many layers ahead they start (0: the order stays)."""
 
     bucket_mib: NonNegativeFloat = 25.0
     ahead: Count = 1

@@ -88,9 +88,10 @@ def predict_step(cfg: Config, step: DryStep) -> dict[str, Any]:
     found = {name: predict(*captured, cluster) for name, captured in step.programs.items()}
     runs = {name: cfg.train.microbatches if name == "accumulate" else 1 for name in found}
     timelines = {name: p.timeline for name, p in found.items()}
+    step_s = sum(runs[name] * timeline.step_s for name, timeline in timelines.items())
     memory = peak_memory(step)
     return {
-        "predicted": {"peak_mem_bytes": memory["bytes"], **speed(cfg, sum(runs[n] * t.step_s for n, t in timelines.items()))},
+        "predicted": {"peak_mem_bytes": memory["bytes"], **speed(cfg, step_s)},
         "prediction": {
             "cluster": dataclasses.asdict(cfg.cluster),
             "ranks": mesh_of(cfg.mesh).world_size,

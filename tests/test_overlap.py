@@ -16,9 +16,9 @@ from compiler_trainer.config import Config, MeshConfig, ModelConfig, TrainConfig
 from compiler_trainer.dry import compile_dry
 from passes import ir
 from passes.collectives import Expand
+from passes.lower import lower_inductor
 from passes.optimize import Optimize
 from passes.optimizers import AdamW
-from passes.lower import lower_inductor
 from passes.overlap import Overlap, count_beside, in_flight
 from passes.printer import print_program
 from passes.remat import Remat
