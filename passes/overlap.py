@@ -15,7 +15,8 @@
 
 - Gathers of parameters start `ahead` layers before the layer that uses them.
 - A wait stands right before what needs its result, and with it whatever only lays that result out anew. Gradients are
-  waited for `ahead` layers later at the latest: until then what was sent stays in memory.
+  waited for `ahead` layers later at the latest: until then what was sent stays in memory. What is then reduced over
+  another axis is waited for as much later again.
 - A collective of the backward should have products beside it that take as long as it does (`FLOPS_PER_BYTE`). One that
   needs none of the products before it, as when activations are gathered again, starts that much earlier. Another gets
   products of gradients of weights from before its start. Both reach back one layer at most.
@@ -38,7 +39,7 @@ from passes.cluster import FLOPS_PER_BYTE
 from passes.fusion import WAITS
 from passes.regions import regions, weight_nodes
 from passes.rewrite import move_after, move_before
-from passes.schedule import gradient_nodes, writes_input
+from passes.schedule import writes_input
 from passes.sweep import Sweep, recorded
 from passes.torch_private import OpOverload
 
@@ -121,37 +122,57 @@ def start_early(program: ir.Program, ahead: int) -> None:
 
 
 def wait_late(program: ir.Program, ahead: int) -> None:
-    """Put waits, and what only lays their results out anew, right before what needs them."""
-    latest, movable = latest_waits(program, ahead), after_waits(program)
-    barrier = program.graph.output_node()
+    """Put waits, and what only follows them, right before what needs them."""
+    following = after_waits(program)
+    latest, barrier = latest_places(program, ahead, following), program.graph.output_node()
     for node in reversed(list(program.calls())):
         if is_write(node):
             barrier = node
-        if node in movable:
+        if node in following:
             min(barrier, latest.get(node, barrier), *node.users).prepend(node)
 
 
-def latest_waits(program: ir.Program, ahead: int) -> dict[fx.Node, fx.Node]:
-    """For waits for gradients, the collective before which they stand: the first one `ahead` layers on."""
-    leaving, layers = gradient_nodes(program), regions(program)
-    sends = [n for n in program.calls() if kind_of(n) and n in leaving and ir.phase(n) == "backward"]
-    runs = [list(run) for _, run in groupby(sends, layers.__getitem__)]
-    return {wait: later[0] for run, later in zip(runs, runs[ahead:]) for start in run for wait in waits_of(start)}
-
-
-def waits_of(start: fx.Node) -> list[fx.Node]:
-    """The waits for a collective."""
-    users = [user for node in (start, *start.users) for user in node.users]
-    return [user for user in users if user.target in WAITS and started(user) is start]
-
-
 def after_waits(program: ir.Program) -> set[fx.Node]:
-    """Waits, and operators that only lay out anew, or copy, what was waited for."""
-    found: set[fx.Node] = set()
+    """Waits, operators that lay out anew or copy what was waited for, and whatever becomes of reduced gradients."""
+    found, tails = set[fx.Node](), gradient_tails(program)
     for node in program.calls():
         operands = node.all_input_nodes
-        if node.target in WAITS or operands and found.issuperset(operands) and lays_out(node):
+        follows = operands and found.issuperset(operands) and (node in tails or lays_out(node))
+        if node.target in WAITS or follows:
             found.add(node)
+    return found
+
+
+def gradient_tails(program: ir.Program) -> set[fx.Node]:
+    """Nodes of the backward that lead to no product of it: what becomes of gradients of parameters."""
+    sizes, found = recorded(program.graph.nodes), set[fx.Node]()
+    for node in reversed(list(program.calls())):
+        if ir.phase(node) == "backward" and not count_flops(node, sizes) and leaves(node, found):
+            found.add(node)
+    return found
+
+
+def leaves(node: fx.Node, tails: set[fx.Node]) -> bool:
+    """Whether a node of the backward has no other users than tails, the optimizer and the end."""
+    return all(user in tails or user.op == "output" or ir.phase(user) == "optimizer" for user in node.users)
+
+
+def latest_places(program: ir.Program, ahead: int, following: set[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Before which collective gradients are waited for: the first one `ahead` layers on.
+
+    One that is reduced over one axis after another is sent on there, and waited for as much later again.
+    """
+    tails, layers = gradient_tails(program) - following, regions(program)
+    sends = [node for node in program.calls() if node in tails and kind_of(node)]
+    runs = [list(run) for _, run in groupby(sends, layers.__getitem__)]
+    due = {start: i for i, run in enumerate(runs) for start in run}  # at the first collective of which run
+    found = {}
+    for node in program.calls():
+        known = [due[operand] for operand in node.all_input_nodes if operand in due]
+        if node in following and known:
+            due[node] = max(known) + (ahead if node.target in WAITS else 0)
+            if (node.target in WAITS or kind_of(node)) and due[node] < len(runs):
+                found[node] = runs[due[node]][0]
     return found
 
 
@@ -176,7 +197,7 @@ def fill(program: ir.Program) -> None:
     """See that collectives of the backward have as many products beside them as they take time."""
     sizes, layers = recorded(program.graph.nodes), regions(program)
     movable, busy = last_products(program, sizes), set[fx.Node]()
-    elsewhere = gradient_nodes(program).union(weight_nodes(program))  # what `start_early` and `wait_late` see to
+    elsewhere = gradient_tails(program).union(weight_nodes(program))  # what `start_early` and `wait_late` see to
     pairs = list(in_flight(program.graph))
     for start, wait in pairs:
         if ir.phase(start) != "backward" or start in elsewhere:
@@ -204,12 +225,8 @@ def flops(nodes: list[fx.Node], sizes: Sweep) -> int:
 
 def last_products(program: ir.Program, sizes: Sweep) -> set[fx.Node]:
     """Products of the backward that no other product of it needs: gradients of weights, not of activations."""
-    found, free = set(), set[fx.Node]()  # `free` leads to no product of the backward
-    for node in reversed(list(program.calls())):
-        leaves = all(user in free or user.op == "output" or ir.phase(user) == "optimizer" for user in node.users)
-        if ir.phase(node) == "backward" and leaves:
-            (found if count_flops(node, sizes) else free).add(node)
-    return found
+    tails = gradient_tails(program)
+    return {n for n in program.calls() if ir.phase(n) == "backward" and count_flops(n, sizes) and leaves(n, tails)}
 
 
 def products_before(start: fx.Node, layers: dict[fx.Node, str], sizes: Sweep) -> list[fx.Node]:

@@ -130,6 +130,22 @@ def test_gradients_travel_while_the_layer_before_is_computed_and_no_longer():
         "copy 2", "copy 1", "wait 0", "copy 0"]  # copies stand where the optimizer reads them
 
 
+def test_gradients_reduced_over_two_axes_are_sent_on_a_layer_later():
+    steps = Steps(dp_replicate=2, dp_shard=2)
+    x, results = steps.square("x"), []
+    for i in (3, 2, 1, 0):
+        x = steps.mm(f"mm {i}", x, x, layer=i)
+        first = steps.wait(f"{i}", steps.sent(f"{i}", x, "dp_shard", layer=i), layer=i)
+        both = steps.do(f"cat {i}", aten.cat.default, [first, first], layer=i)
+        results.append(steps.wait(f"{i} again", steps.sent(f"{i} again", both, "dp_replicate", layer=i), layer=i))
+    updates = [steps.call(aten.neg.default, result, phase="optimizer") for result in results]
+    assert steps.order(*updates)[:16] == [
+        "mm 3", "start 3",
+        "mm 2", "wait 3", "cat 3", "start 3 again", "start 2",
+        "mm 1", "wait 2", "cat 2", "start 2 again", "wait 3 again", "start 1",
+        "mm 0", "wait 1", "cat 1"]
+
+
 def test_the_gradient_of_a_weight_is_computed_while_that_of_the_input_travels():
     steps = Steps(tp=2)
     g, w, x = steps.square("g"), steps.square("w"), steps.square("x")
