@@ -108,7 +108,11 @@ def compile_inner(module: fx.GraphModule, values: Sequence[Tensor], mode: FakeTe
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.virtualized import V
 
-    with tracing(TracingContext(mode)), V.set_fake_mode(mode), config.patch(reorder_for_peak_memory=False):
+    options = {
+        "reorder_for_peak_memory": False,  # the order is the graph's
+        "unsafe_marked_cacheable_functions": {"torch.ops.higher_order.control_deps": "1"},  # of `keep_after`: it is pure
+    }
+    with tracing(TracingContext(mode)), V.set_fake_mode(mode), config.patch(options):
         return compile_fx_inner(module, list(values))
 
 
