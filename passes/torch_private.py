@@ -110,7 +110,7 @@ def compile_inner(module: fx.GraphModule, values: Sequence[Tensor], mode: FakeTe
 
     options = {
         "reorder_for_peak_memory": False,  # the order is the graph's
-        "unsafe_marked_cacheable_functions": {"torch.ops.higher_order.control_deps": "1"},  # of `keep_after`: it is pure
+        "unsafe_marked_cacheable_functions": {"torch.ops.higher_order.control_deps": "1"},  # `keep_after`
     }
     with tracing(TracingContext(mode)), V.set_fake_mode(mode), config.patch(options):
         return compile_fx_inner(module, list(values))
