@@ -126,10 +126,12 @@ def body_program(
     return Normalize()(program, ctx)[0]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Placed:
-    """A body with the placements of its operands and results."""
+    """A function on operands of a kind, with the placements of its operands and results; calls alike share it."""
 
+    function: Function
+    examples: tuple[Tensor, ...]  # operands of a call
     program: ir.Program
     plan: Any
     operands: tuple[Spec, ...]
@@ -137,8 +139,8 @@ class Placed:
 
 
 def place_forward(
-    node: fx.Node,
     function: Function,
+    examples: list[Tensor],
     specs: list[Spec],
     weights: list[bool],
     mesh: Mesh,
@@ -146,14 +148,14 @@ def place_forward(
     propagate: Callable[[ir.Program], Any],
 ) -> Placed:
     """Placements of the forward body; an operand that the body only reads as a varying copy is one from the start."""
-    operands = [n for n in node.args if isinstance(n, fx.Node)]
     kinds = ["parameter" if w else "batch" for w in weights]
 
     def place(given: list[Spec]) -> Placed:
         inputs = [ir.Input(str(i), kind, spec) for i, (kind, spec) in enumerate(zip(kinds, given))]  # type: ignore
-        program = body_program(function.forward, [ir.example(n) for n in operands], inputs, mesh, ctx)
+        program = body_program(function.forward, examples, inputs, mesh, ctx)
         plan = propagate(program)
-        return Placed(program, plan, tuple(given), tuple(plan.current(n) for n in program.results()))
+        results = tuple(plan.current(n) for n in program.results())
+        return Placed(function, tuple(examples), program, plan, tuple(given), results)
 
     mixed = {axis for axis in mesh.axes if any(spec.state(axis) != "same" for spec in specs)}
     placed = place(specs)
@@ -185,21 +187,32 @@ def with_varying(spec: Spec, placeholder: fx.Node, placed: Placed, mixed: set[st
 
 def emit(
     builder: Any,
-    node: fx.Node,
-    function: Function,
     placed: Placed,
     values: list[fx.Node],
     propagate: Callable[[ir.Program], Any],
     partition: Callable[..., ir.Program],
 ) -> fx.Node:
-    """Define the local operator with its gradient, and call it."""
-    mesh, ctx = builder.mesh, builder.ctx
+    """Call the local operator, defined at the first of the calls that are alike."""
+    if placed not in builder.operators:
+        builder.operators[placed] = partitioned(placed, builder.mesh, builder.ctx, propagate, partition)
+    places = [builder.places[axis] for axis in builder.mesh.axes]
+    return builder.call(builder.operators[placed], (*values, *places))
+
+
+def partitioned(
+    placed: Placed,
+    mesh: Mesh,
+    ctx: ir.Context,
+    propagate: Callable[[ir.Program], Any],
+    partition: Callable[..., ir.Program],
+) -> Any:
+    """The local operator of a placed function, with its gradient."""
+    function, operands = placed.function, placed.operands
     forward = partition(placed.program, placed.plan, placed.results)
-    operands = [n for n in node.args if isinstance(n, fx.Node)]
-    outs = placed.program.results()
+    outs = [ir.example(n) for n in placed.program.results()]
     gradients = [spec.gradient() for spec in placed.results[: function.results]]
-    examples = [ir.example(n) for n in (*operands, *outs, *outs[: function.results])]
-    specs = [*placed.operands, *placed.results, *gradients]
+    examples = [*placed.examples, *outs, *outs[: function.results]]
+    specs = [*operands, *placed.results, *gradients]
     kinds = [i.kind for i in placed.program.inputs[: len(operands)]] + ["batch"] * len(specs)
     inputs = [ir.Input(str(i), kind, spec) for i, (kind, spec) in enumerate(zip(kinds, specs))]
     kept: list[int] = []
@@ -210,10 +223,8 @@ def emit(
         return tuple(found[i] for i in kept)
 
     program = body_program(differentiate, examples, inputs, mesh, ctx)
-    backward = partition(program, propagate(program), tuple(placed.operands[i].gradient() for i in kept))
-    op = local_operator(function, forward, backward, kept, len(operands))
-    places = [builder.places[axis] for axis in mesh.axes]
-    return builder.call(op, (*values, *places))
+    backward = partition(program, propagate(program), tuple(operands[i].gradient() for i in kept))
+    return local_operator(function, forward, backward, kept, len(operands))
 
 
 def local_operator(

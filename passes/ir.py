@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from passes.mesh import Mesh
 from passes.spec import Spec
+from passes.torch_private import LazyGraphModule
 
 InputKind = Literal["parameter", "buffer", "batch", "coordinate", "moment", "gradient", "scalar"]
 OutputKind = Literal["loss", "gradient", "buffer", "metric"]
@@ -78,7 +79,7 @@ class Program:
 
     def with_graph(self, graph: fx.Graph, **changes: Any) -> Program:
         """This program over another graph (and with other fields changed)."""
-        return replace(self, module=fx.GraphModule(self.module, graph), **changes)
+        return replace(self, module=LazyGraphModule(self.module, graph), **changes)
 
 
 @dataclass(frozen=True)
@@ -112,10 +113,14 @@ class Report:
 
 @dataclass(frozen=True)
 class Context:
-    """What passes may know beside the program: the fake mode its values live in, and what was traced already."""
+    """What passes may know beside the program: the fake mode its values live in, and what is known of operators.
+
+    `traced` are the graphs that operators were written as; `answers` are what they yield, by signature (`sweep.py`).
+    """
 
     fake_mode: Any
     traced: dict[Any, fx.Graph] = field(default_factory=dict, compare=False, repr=False)
+    answers: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 class Pass(Protocol):

@@ -10,6 +10,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from passes import ir
+from passes.torch_private import lazy_graph_modules
 
 
 def trace(
@@ -20,7 +21,7 @@ def trace(
     pre_dispatch: bool = True,
 ) -> fx.GraphModule:
     """The operators that `fn` calls on fake tensors `args`, as a graph with one placeholder an argument."""
-    with ctx.fake_mode:
+    with ctx.fake_mode, lazy_graph_modules():
         return make_fx(fn, decomposition_table=decompositions or {}, pre_dispatch=pre_dispatch)(*args)
 
 

@@ -1,8 +1,9 @@
 """Recompute what every node yields, its shape, strides, dtype and storage, from the graph's inputs alone.
 
-Each operator is asked once a signature, on fake tensors, and its answer remembered: a layer like the one before it
-costs a look-up. Storages are numbered, so that views, waits and in-place updates are known from fresh memory. What
-nodes have recorded cannot serve here: a rewrite that replaces a node leaves its users' records as they were.
+Each operator is asked once a signature, on fake tensors, and its answer remembered with the context: a layer like the
+one before it costs a look-up, after every pass. Storages are numbered, so that views, waits and in-place updates are
+known from fresh memory. What nodes have recorded cannot serve here: a rewrite that replaces a node leaves its users'
+records as they were.
 """
 
 from __future__ import annotations
@@ -106,30 +107,27 @@ def map_values(tree: Any, fn: Callable[[Any], Any], kind: type) -> Any:
     return tree
 
 
-def sweep(program: ir.Program, ctx: ir.Context, answers: dict[Any, Any] | None = None) -> Sweep:
-    """Recompute every node; `answers` may be kept from one program to the next.
-
-    Raises CompileError, naming the node, where an operator refuses its operands.
-    """
-    found, answers = Sweep(), {} if answers is None else answers
+def sweep(program: ir.Program, ctx: ir.Context) -> Sweep:
+    """Recompute every node; raises CompileError, naming the node, where an operator refuses its operands."""
+    found = Sweep()
     for node in program.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             given = node.meta.get("val") if node.op == "placeholder" else getattr(program.module, node.target)
             found.values[node] = map_values(given, lambda t: found.new(Layout.of(t)), Tensor)
         elif node.op == "call_function":
-            found.values[node] = _call(node, found, answers, ctx)
+            found.values[node] = _call(node, found, ctx)
         elif node.op != "output":
             raise ir.CompileError("sweep", node, f"is a {node.op}; a program has operators only")
     return found
 
 
-def _call(node: fx.Node, found: Sweep, answers: dict[Any, Any], ctx: ir.Context) -> Any:
+def _call(node: fx.Node, found: Sweep, ctx: ir.Context) -> Any:
     """What an operator yields. In an answer, storage k >= 0 is operand k's, and a negative one is new."""
     operands: list[Value] = []
     key = (node.target, _signature((node.args, node.kwargs), found, operands))
-    if key not in answers:
+    if key not in ctx.answers:
         try:
-            answers[key] = _ask(node, found, ctx)
+            ctx.answers[key] = _ask(node, found, ctx)
         except Exception as error:
             raise ir.CompileError("sweep", node, f"{type(error).__name__}: {error}") from error
     fresh: dict[int, int] = {}
@@ -141,7 +139,7 @@ def _call(node: fx.Node, found: Sweep, answers: dict[Any, Any], ctx: ir.Context)
             fresh[answer.storage] = found.new(answer.layout).storage
         return Value(answer.layout, fresh[answer.storage])
 
-    return map_values(answers[key], place, Value)
+    return map_values(ctx.answers[key], place, Value)
 
 
 def _signature(tree: Any, found: Sweep, operands: list[Value]) -> Any:
