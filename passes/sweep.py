@@ -45,6 +45,9 @@ class Layout(NamedTuple):
 
     def empty(self) -> Tensor:
         """A tensor of this layout in a storage of its own."""
+        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        if not self.offset and tensor.untyped_storage().nbytes() == self.storage_bytes:
+            return tensor
         base = torch.empty(self.storage_bytes // self.dtype.itemsize, dtype=self.dtype, device=self.device)
         return base.as_strided(self.shape, self.stride, self.offset)
 
