@@ -24,7 +24,7 @@ from torch import Tensor, fx
 
 from passes import ir
 from passes.mesh import Mesh
-from passes.rewrite import splice, trace
+from passes.rewrite import layout, own_memory, splice, trace
 from passes.spec import Spec
 from passes.torch_private import OpOverload
 
@@ -91,7 +91,7 @@ def define(namespace: str, name: str, body: Callable[..., Any], tensors: int, re
     op = torch.library.custom_op(
         f"{namespace}::{unique}", _fresh(body), mutates_args=(), schema=f"({arguments}) -> ({returns})"
     )
-    op.register_fake(_fresh(body))
+    op.register_fake(_shapes(body))
     return getattr(getattr(torch.ops, namespace), unique).default
 
 
@@ -100,6 +100,20 @@ def _fresh(body: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*tensors: Tensor) -> Any:
         out = tuple(t.clone(memory_format=torch.contiguous_format) for t in body(*tensors))
+        return out if len(out) > 1 else out[0]
+
+    return run
+
+
+def _shapes(body: Callable[..., Any]) -> Callable[..., Any]:
+    """What `_fresh` of the body returns on fake tensors; the body is asked once a layout of its operands."""
+    known: dict[Any, list[tuple[torch.Size, torch.dtype, torch.device]]] = {}
+
+    def run(*tensors: Tensor) -> Any:
+        key = tuple(map(layout, tensors))
+        if key not in known:
+            known[key] = [(t.shape, t.dtype, t.device) for t in body(*tensors)]
+        out = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in known[key])
         return out if len(out) > 1 else out[0]
 
     return run
@@ -270,15 +284,18 @@ def _by_axis(program: ir.Program, operands: int, axes: tuple[str, ...]) -> Calla
 
 
 def inline_functions(program: ir.Program, ctx: ir.Context, but: Callable[[fx.Node], bool]) -> None:
-    """Put the bodies of local functions in line, `but` for some; changes the graph."""
+    """Put the bodies of local functions in line, `but` for some, each traced once; changes the graph."""
     for node in list(program.calls()):
         body = body_of(node)
         if body is not None and not but(node):
-            inputs = list(node.args)
-            with torch.no_grad(), ctx.fake_mode:
-                fresh = [torch.empty_like(ir.example(n)) for n in inputs]  # type: ignore[arg-type]
-            module = trace(results_of(body), fresh, ctx)
-            splice(node, module.graph, inputs)  # type: ignore[arg-type]
+            inputs: list[Any] = list(node.args)
+            values = [ir.example(n) for n in inputs]
+            key = node.target, *map(layout, values)
+            if key not in ctx.traced:
+                with torch.no_grad(), ctx.fake_mode:
+                    fresh: list[Any] = [torch.empty_like(v) for v in values]
+                ctx.traced[key] = trace(results_of(body), fresh, ctx).graph
+            own_memory(splice(node, ctx.traced[key], inputs), ctx)
 
 
 def results_of(body: Callable[..., Any]) -> Callable[..., Any]:

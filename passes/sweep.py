@@ -9,6 +9,7 @@ records as they were.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -118,7 +119,10 @@ def sweep(program: ir.Program, ctx: ir.Context) -> Sweep:
             given = node.meta.get("val") if node.op == "placeholder" else getattr(program.module, node.target)
             found.values[node] = map_values(given, lambda t: found.new(Layout.of(t)), Tensor)
         elif node.op == "call_function":
-            found.values[node] = _call(node, found, ctx)
+            try:
+                found.values[node] = _call(node, found, ctx)
+            except Exception as error:
+                raise ir.CompileError("sweep", node, f"{type(error).__name__}: {error}") from error
         elif node.op != "output":
             raise ir.CompileError("sweep", node, f"is a {node.op}; a program has operators only")
     return found
@@ -126,13 +130,13 @@ def sweep(program: ir.Program, ctx: ir.Context) -> Sweep:
 
 def _call(node: fx.Node, found: Sweep, ctx: ir.Context) -> Any:
     """What an operator yields. In an answer, storage k >= 0 is operand k's, and a negative one is new."""
+    source = found.values.get(node.args[0]) if node.target is operator.getitem else None  # type: ignore[arg-type]
+    if isinstance(source, tuple) and not isinstance(source, Value):
+        return source[node.args[1]]  # type: ignore[index]
     operands: list[Value] = []
     key = (node.target, _signature((node.args, node.kwargs), found, operands))
     if key not in ctx.answers:
-        try:
-            ctx.answers[key] = _ask(node, found, ctx)
-        except Exception as error:
-            raise ir.CompileError("sweep", node, f"{type(error).__name__}: {error}") from error
+        ctx.answers[key] = _ask(node, found, ctx)
     fresh: dict[int, int] = {}
 
     def place(answer: Value) -> Value:
