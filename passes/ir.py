@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -230,7 +231,12 @@ def is_library(file: str) -> bool:
 
 def source(node: fx.Node) -> str:
     """`file.py:line` of the innermost frame outside PyTorch, or an empty string."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    return _innermost(node.meta.get("stack_trace") or "")
+
+
+@functools.lru_cache(maxsize=1 << 12)  # layers alike have the same frames
+def _innermost(stack_trace: str) -> str:
+    frames = _FRAME.findall(stack_trace)
     own = [frame for frame in frames if not is_library(frame[0])] or frames
     return f"{own[-1][0].rsplit('/', 1)[-1]}:{own[-1][1]}" if own else ""
 
