@@ -267,7 +267,7 @@ def kinds_of_storages(program: ir.Program, swept: Sweep) -> dict[int, str]:
             kind[s] = KINDS_OF_INPUT.get(given.kind, "batch")
     gradients = gradient_storages(program, swept)
     for node in program.calls():
-        for s in swept.storages(node) - kind.keys():
+        for s in (s for s in swept.storages(node) if s not in kind):
             own = {"forward": "activations", "backward": "backward", "optimizer": "update"}[ir.phase(node)]
             kind[s] = "communication" if kind_of(node) else "gradients" if s in gradients else own
     return kind

@@ -24,7 +24,7 @@ from torch import Tensor, fx
 
 from passes import ir
 from passes.mesh import Mesh
-from passes.rewrite import splice, trace
+from passes.rewrite import layout, own_memory, splice, trace
 from passes.spec import Spec
 from passes.torch_private import OpOverload
 
@@ -91,7 +91,7 @@ def define(namespace: str, name: str, body: Callable[..., Any], tensors: int, re
     op = torch.library.custom_op(
         f"{namespace}::{unique}", _fresh(body), mutates_args=(), schema=f"({arguments}) -> ({returns})"
     )
-    op.register_fake(_fresh(body))
+    op.register_fake(_shapes(body))
     return getattr(getattr(torch.ops, namespace), unique).default
 
 
@@ -100,6 +100,20 @@ def _fresh(body: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*tensors: Tensor) -> Any:
         out = tuple(t.clone(memory_format=torch.contiguous_format) for t in body(*tensors))
+        return out if len(out) > 1 else out[0]
+
+    return run
+
+
+def _shapes(body: Callable[..., Any]) -> Callable[..., Any]:
+    """What `_fresh` of the body returns on fake tensors; the body is asked once a layout of its operands."""
+    known: dict[Any, list[tuple[torch.Size, torch.dtype, torch.device]]] = {}
+
+    def run(*tensors: Tensor) -> Any:
+        key = tuple(map(layout, tensors))
+        if key not in known:
+            known[key] = [(t.shape, t.dtype, t.device) for t in body(*tensors)]
+        out = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in known[key])
         return out if len(out) > 1 else out[0]
 
     return run
@@ -126,10 +140,12 @@ def body_program(
     return Normalize()(program, ctx)[0]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Placed:
-    """A body with the placements of its operands and results."""
+    """A function on operands of a kind, with the placements of its operands and results; calls alike share it."""
 
+    function: Function
+    examples: tuple[Tensor, ...]  # operands of a call
     program: ir.Program
     plan: Any
     operands: tuple[Spec, ...]
@@ -137,8 +153,8 @@ class Placed:
 
 
 def place_forward(
-    node: fx.Node,
     function: Function,
+    examples: list[Tensor],
     specs: list[Spec],
     weights: list[bool],
     mesh: Mesh,
@@ -146,14 +162,14 @@ def place_forward(
     propagate: Callable[[ir.Program], Any],
 ) -> Placed:
     """Placements of the forward body; an operand that the body only reads as a varying copy is one from the start."""
-    operands = [n for n in node.args if isinstance(n, fx.Node)]
     kinds = ["parameter" if w else "batch" for w in weights]
 
     def place(given: list[Spec]) -> Placed:
         inputs = [ir.Input(str(i), kind, spec) for i, (kind, spec) in enumerate(zip(kinds, given))]  # type: ignore
-        program = body_program(function.forward, [ir.example(n) for n in operands], inputs, mesh, ctx)
+        program = body_program(function.forward, examples, inputs, mesh, ctx)
         plan = propagate(program)
-        return Placed(program, plan, tuple(given), tuple(plan.current(n) for n in program.results()))
+        results = tuple(plan.current(n) for n in program.results())
+        return Placed(function, tuple(examples), program, plan, tuple(given), results)
 
     mixed = {axis for axis in mesh.axes if any(spec.state(axis) != "same" for spec in specs)}
     placed = place(specs)
@@ -185,21 +201,32 @@ def with_varying(spec: Spec, placeholder: fx.Node, placed: Placed, mixed: set[st
 
 def emit(
     builder: Any,
-    node: fx.Node,
-    function: Function,
     placed: Placed,
     values: list[fx.Node],
     propagate: Callable[[ir.Program], Any],
     partition: Callable[..., ir.Program],
 ) -> fx.Node:
-    """Define the local operator with its gradient, and call it."""
-    mesh, ctx = builder.mesh, builder.ctx
+    """Call the local operator, defined at the first of the calls that are alike."""
+    if placed not in builder.operators:
+        builder.operators[placed] = partitioned(placed, builder.mesh, builder.ctx, propagate, partition)
+    places = [builder.places[axis] for axis in builder.mesh.axes]
+    return builder.call(builder.operators[placed], (*values, *places))
+
+
+def partitioned(
+    placed: Placed,
+    mesh: Mesh,
+    ctx: ir.Context,
+    propagate: Callable[[ir.Program], Any],
+    partition: Callable[..., ir.Program],
+) -> Any:
+    """The local operator of a placed function, with its gradient."""
+    function, operands = placed.function, placed.operands
     forward = partition(placed.program, placed.plan, placed.results)
-    operands = [n for n in node.args if isinstance(n, fx.Node)]
-    outs = placed.program.results()
+    outs = [ir.example(n) for n in placed.program.results()]
     gradients = [spec.gradient() for spec in placed.results[: function.results]]
-    examples = [ir.example(n) for n in (*operands, *outs, *outs[: function.results])]
-    specs = [*placed.operands, *placed.results, *gradients]
+    examples = [*placed.examples, *outs, *outs[: function.results]]
+    specs = [*operands, *placed.results, *gradients]
     kinds = [i.kind for i in placed.program.inputs[: len(operands)]] + ["batch"] * len(specs)
     inputs = [ir.Input(str(i), kind, spec) for i, (kind, spec) in enumerate(zip(kinds, specs))]
     kept: list[int] = []
@@ -210,10 +237,8 @@ def emit(
         return tuple(found[i] for i in kept)
 
     program = body_program(differentiate, examples, inputs, mesh, ctx)
-    backward = partition(program, propagate(program), tuple(placed.operands[i].gradient() for i in kept))
-    op = local_operator(function, forward, backward, kept, len(operands))
-    places = [builder.places[axis] for axis in mesh.axes]
-    return builder.call(op, (*values, *places))
+    backward = partition(program, propagate(program), tuple(operands[i].gradient() for i in kept))
+    return local_operator(function, forward, backward, kept, len(operands))
 
 
 def local_operator(
@@ -259,15 +284,18 @@ def _by_axis(program: ir.Program, operands: int, axes: tuple[str, ...]) -> Calla
 
 
 def inline_functions(program: ir.Program, ctx: ir.Context, but: Callable[[fx.Node], bool]) -> None:
-    """Put the bodies of local functions in line, `but` for some; changes the graph."""
+    """Put the bodies of local functions in line, `but` for some, each traced once; changes the graph."""
     for node in list(program.calls()):
         body = body_of(node)
         if body is not None and not but(node):
-            inputs = list(node.args)
-            with torch.no_grad(), ctx.fake_mode:
-                fresh = [torch.empty_like(ir.example(n)) for n in inputs]  # type: ignore[arg-type]
-            module = trace(results_of(body), fresh, ctx)
-            splice(node, module.graph, inputs)  # type: ignore[arg-type]
+            inputs: list[Any] = list(node.args)
+            values = [ir.example(n) for n in inputs]
+            key = node.target, *map(layout, values)
+            if key not in ctx.traced:
+                with torch.no_grad(), ctx.fake_mode:
+                    fresh: list[Any] = [torch.empty_like(v) for v in values]
+                ctx.traced[key] = trace(results_of(body), fresh, ctx).graph
+            own_memory(splice(node, ctx.traced[key], inputs), ctx)
 
 
 def results_of(body: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
@@ -116,11 +116,12 @@ class Float8:
         count = 0
         layers = [n for n in program.calls() if n.target is aten.linear.default]
         heads = set() if self.head else last_of(program, layers)
+        linear = self.operator()
         for node in layers:
             if reason := self.why_not(node, matched) or ("the head" if node in heads else ""):
                 left[reason] += 1
                 continue
-            self.rewrite(node)
+            node.target, node.args, node.kwargs = linear, node.args[:2], {}
             count += 1
         if unmatched := [p for p in self.skip if p not in matched]:
             raise ir.Refused("float8", None, f"passes.cast.float8_skip: no linear layer is named like {unmatched[0]!r}")
@@ -144,10 +145,10 @@ class Float8:
             return f"{w.shape[0]} x {w.shape[1]} are not multiples of {MULTIPLE}"
         return f"a dim under {self.min_size}" if min(w.shape) < self.min_size else ""
 
-    def rewrite(self, node: fx.Node) -> None:
-        """One linear layer as a function whose bodies the shard pass partitions."""
+    def operator(self) -> Any:
+        """A linear layer as a function whose bodies the shard pass partitions."""
         assert self.recipe is not None
         bodies = [partial(fn, RECIPES[self.recipe]) for fn in (forward, backward)]
         op = define("fn", "float8_linear", bodies[0], 2, 1)
         record(op, Function("float8_linear", bodies[0], bodies[1], 1))
-        node.target, node.args, node.kwargs = op, node.args[:2], {}
+        return op

@@ -113,9 +113,12 @@ class Fusion:
 
     def group(self, node: fx.Node) -> fx.Node:
         """The node by which the group of a node is known."""
-        while node in self.parent:
-            node = self.parent[node]
-        return node
+        root = node
+        while root in self.parent:
+            root = self.parent[root]
+        while node is not root:  # the next search from here is short
+            self.parent[node], node = root, self.parent[node]
+        return root
 
     def join(self, a: fx.Node, b: fx.Node) -> None:
         """Make two groups one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,7 @@ from torch import Tensor, fx
 
 from passes.mesh import Mesh
 from passes.spec import Spec
+from passes.torch_private import LazyGraphModule
 
 InputKind = Literal["parameter", "buffer", "batch", "coordinate", "moment", "gradient", "scalar"]
 OutputKind = Literal["loss", "gradient", "buffer", "metric"]
@@ -78,7 +80,7 @@ class Program:
 
     def with_graph(self, graph: fx.Graph, **changes: Any) -> Program:
         """This program over another graph (and with other fields changed)."""
-        return replace(self, module=fx.GraphModule(self.module, graph), **changes)
+        return replace(self, module=LazyGraphModule(self.module, graph), **changes)
 
 
 @dataclass(frozen=True)
@@ -112,10 +114,14 @@ class Report:
 
 @dataclass(frozen=True)
 class Context:
-    """What passes may know beside the program: the fake mode its values live in, and what was traced already."""
+    """What passes may know beside the program: the fake mode its values live in, and what is known of operators.
+
+    `traced` are the graphs that operators were written as; `answers` are what they yield, by signature (`sweep.py`).
+    """
 
     fake_mode: Any
     traced: dict[Any, fx.Graph] = field(default_factory=dict, compare=False, repr=False)
+    answers: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 class Pass(Protocol):
@@ -225,7 +231,12 @@ def is_library(file: str) -> bool:
 
 def source(node: fx.Node) -> str:
     """`file.py:line` of the innermost frame outside PyTorch, or an empty string."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    return _innermost(node.meta.get("stack_trace") or "")
+
+
+@functools.lru_cache(maxsize=1 << 12)  # layers alike have the same frames
+def _innermost(stack_trace: str) -> str:
+    frames = _FRAME.findall(stack_trace)
     own = [frame for frame in frames if not is_library(frame[0])] or frames
     return f"{own[-1][0].rsplit('/', 1)[-1]}:{own[-1][1]}" if own else ""
 

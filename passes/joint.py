@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from passes import ir
 from passes.custom import communicates, inline_functions
-from passes.torch_private import setup_stacktrace_preservation_hooks
+from passes.torch_private import lazy_graph_modules, setup_stacktrace_preservation_hooks
 
 
 def differentiate(program: ir.Program, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -68,7 +68,7 @@ class Joint:
         for node in forward.graph.nodes:
             node.meta["custom"] = {"node": node.name}
         values = tuple(ir.example(n) for n in forward.placeholders())
-        with ctx.fake_mode, fx_traceback.preserve_node_meta(), torch.enable_grad():
+        with ctx.fake_mode, fx_traceback.preserve_node_meta(), torch.enable_grad(), lazy_graph_modules():
             module = make_fx(lambda *v: differentiate(forward, v))(*values)
         gradients = tuple(
             ir.Output(i.name, "gradient", i.spec.gradient()) for i in program.inputs if i.kind == "parameter"

@@ -36,6 +36,7 @@ class Appender:
 
     def __init__(self, program: ir.Program, ctx: ir.Context, phase: str):
         self.graph, self.ctx, self.phase = program.graph, ctx, phase
+        self.last = program.placeholders()[-1]
         self.traced: dict[Any, fx.GraphModule] = {}
 
     def call(self, key: Any, fn: Callable[..., Any], *inputs: fx.Node) -> Any:
@@ -61,9 +62,8 @@ class Appender:
 
     def placeholder(self, name: str, val: Tensor, spec: Spec) -> fx.Node:
         """A new input, after the others."""
-        last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
-        with self.graph.inserting_after(last):
-            node = self.graph.placeholder(name)
+        with self.graph.inserting_after(self.last):
+            node = self.last = self.graph.placeholder(name)
         ir.set_value(node, val)
         ir.set_spec(node, spec)
         return node

@@ -16,7 +16,7 @@ from passes import boundary, ir, rewrite
 from passes.accounting import kind_of, sent_bytes
 from passes.atoms import merge_dim, split_dim
 from passes.convert import convert
-from passes.custom import emit, function_of
+from passes.custom import emit
 from passes.layout import entries
 from passes.mesh import Mesh
 from passes.propagate import Decision, Plan
@@ -244,9 +244,8 @@ class Partitioner:
 
     def emit_on(self, node: fx.Node, decision: Decision, values: list[fx.Node], results: Sequence[Spec]) -> fx.Node:
         """The operator on local operands, padding made safe first."""
-        function = function_of(node)
-        if decision.body is not None and function is not None:
-            return emit(self.builder, node, function, decision.body, values, self.propagate, self.body)
+        if decision.body is not None:
+            return emit(self.builder, decision.body, values, self.propagate, self.body)
         specs = [replace(spec, fill=ir.spec(v).fill) for spec, v in zip(decision.operands, values)]  # type: ignore
         values = [self.padding(i, v, spec, decision, node) for i, (v, spec) in enumerate(zip(values, specs))]
         if decision.rule.emit is not None:

@@ -21,6 +21,7 @@ from passes import ir
 from passes.atoms import Atoms, merge_dim, refine
 from passes.custom import Function, Placed, function_of, place_forward
 from passes.mesh import WEIGHT_AXES, Mesh
+from passes.rewrite import layout
 from passes.rules import Rule, opaque, rule_of, tensor_operands
 from passes.spec import Factor, Spec
 
@@ -68,6 +69,7 @@ def propagate(program: ir.Program, sequence_parallel: bool, ctx: ir.Context) -> 
 class _Sweep:
     def __init__(self, plan: Plan, mesh: Mesh, sequence_parallel: bool, ctx: ir.Context):
         self.plan, self.mesh, self.sequence_parallel, self.ctx = plan, mesh, sequence_parallel, ctx
+        self.placed: dict[Any, Placed] = {}  # bodies of custom functions
 
     def visit(self, node: fx.Node) -> None:
         """Decide one operator."""
@@ -97,8 +99,12 @@ class _Sweep:
     def visit_function(self, node: fx.Node, function: Function, operands: Sequence[fx.Node]) -> None:
         """Decide a custom function by propagating through its forward body."""
         specs, weights = [self.plan.current(n) for n in operands], [n in self.plan.weights for n in operands]
-        inner = partial(propagate, sequence_parallel=self.sequence_parallel, ctx=self.ctx)
-        placed = place_forward(node, function, specs, weights, self.mesh, self.ctx, inner)
+        examples = [ir.example(n) for n in operands]
+        key = function, *zip(map(layout, examples), specs, weights)
+        if key not in self.placed:
+            inner = partial(propagate, sequence_parallel=self.sequence_parallel, ctx=self.ctx)
+            self.placed[key] = place_forward(function, examples, specs, weights, self.mesh, self.ctx, inner)
+        placed = self.placed[key]
         decision = Decision(opaque(node), placed.operands, placed.results, placed)
         self.plan.decisions[node] = decision
         self.plan.produced[node] = placed.results if len(placed.results) > 1 else placed.results[0]

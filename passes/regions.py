@@ -62,10 +62,10 @@ def weight_nodes(program: ir.Program) -> list[fx.Node]:
     constants = {node for node, kind in kinds.items() if kind == "coordinate"}
     found = []
     for node in program.calls():
-        read = set(node.all_input_nodes)
-        if read <= constants:
+        read = set(node.all_input_nodes) - constants
+        if not read:
             constants.add(node)
-        elif read <= constants | weights:
+        elif read <= weights:
             weights.add(node)
             found.append(node)
     return found

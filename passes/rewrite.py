@@ -10,6 +10,8 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from passes import ir
+from passes.sweep import Layout, map_values
+from passes.torch_private import lazy_graph_modules
 
 
 def trace(
@@ -20,7 +22,7 @@ def trace(
     pre_dispatch: bool = True,
 ) -> fx.GraphModule:
     """The operators that `fn` calls on fake tensors `args`, as a graph with one placeholder an argument."""
-    with ctx.fake_mode:
+    with ctx.fake_mode, lazy_graph_modules():
         return make_fx(fn, decomposition_table=decompositions or {}, pre_dispatch=pre_dispatch)(*args)
 
 
@@ -80,6 +82,24 @@ def splice(node: fx.Node, body: fx.Graph, inputs: list[fx.Node]) -> list[fx.Node
     replace_uses(node, result)
     node.graph.erase_node(node)
     return new
+
+
+def own_memory(nodes: list[fx.Node], ctx: ir.Context) -> None:
+    """Let nodes copied from a graph record tensors that lie, and share memory, as theirs do, in memory of their own."""
+    held: dict[torch.UntypedStorage, torch.UntypedStorage] = {}
+
+    def fresh(tensor: torch.Tensor) -> torch.Tensor:
+        old = tensor.untyped_storage()
+        if old not in held:
+            new = Layout.of(tensor).empty()
+            held[old] = new.untyped_storage()
+            return new
+        place = held[old], tensor.storage_offset(), tensor.shape, tensor.stride()
+        return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(*place)  # type: ignore[call-overload]
+
+    with ctx.fake_mode, torch.no_grad():
+        for node in nodes:
+            ir.set_value(node, map_values(ir.value(node), fresh, torch.Tensor))
 
 
 def graft(graph: fx.Graph, body: fx.Graph, inputs: list[fx.Node]) -> tuple[list[fx.Node], Any]:

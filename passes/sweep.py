@@ -1,13 +1,15 @@
 """Recompute what every node yields, its shape, strides, dtype and storage, from the graph's inputs alone.
 
-Each operator is asked once a signature, on fake tensors, and its answer remembered: a layer like the one before it
-costs a look-up. Storages are numbered, so that views, waits and in-place updates are known from fresh memory. What
-nodes have recorded cannot serve here: a rewrite that replaces a node leaves its users' records as they were.
+Each operator is asked once a signature, on fake tensors, and its answer remembered with the context: a layer like the
+one before it costs a look-up, after every pass. Storages are numbered, so that views, waits and in-place updates are
+known from fresh memory. What nodes have recorded cannot serve here: a rewrite that replaces a node leaves its users'
+records as they were.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -44,6 +46,9 @@ class Layout(NamedTuple):
 
     def empty(self) -> Tensor:
         """A tensor of this layout in a storage of its own."""
+        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        if not self.offset and tensor.untyped_storage().nbytes() == self.storage_bytes:
+            return tensor
         base = torch.empty(self.storage_bytes // self.dtype.itemsize, dtype=self.dtype, device=self.device)
         return base.as_strided(self.shape, self.stride, self.offset)
 
@@ -106,32 +111,32 @@ def map_values(tree: Any, fn: Callable[[Any], Any], kind: type) -> Any:
     return tree
 
 
-def sweep(program: ir.Program, ctx: ir.Context, answers: dict[Any, Any] | None = None) -> Sweep:
-    """Recompute every node; `answers` may be kept from one program to the next.
-
-    Raises CompileError, naming the node, where an operator refuses its operands.
-    """
-    found, answers = Sweep(), {} if answers is None else answers
+def sweep(program: ir.Program, ctx: ir.Context) -> Sweep:
+    """Recompute every node; raises CompileError, naming the node, where an operator refuses its operands."""
+    found = Sweep()
     for node in program.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             given = node.meta.get("val") if node.op == "placeholder" else getattr(program.module, node.target)
             found.values[node] = map_values(given, lambda t: found.new(Layout.of(t)), Tensor)
         elif node.op == "call_function":
-            found.values[node] = _call(node, found, answers, ctx)
+            try:
+                found.values[node] = _call(node, found, ctx)
+            except Exception as error:
+                raise ir.CompileError("sweep", node, f"{type(error).__name__}: {error}") from error
         elif node.op != "output":
             raise ir.CompileError("sweep", node, f"is a {node.op}; a program has operators only")
     return found
 
 
-def _call(node: fx.Node, found: Sweep, answers: dict[Any, Any], ctx: ir.Context) -> Any:
+def _call(node: fx.Node, found: Sweep, ctx: ir.Context) -> Any:
     """What an operator yields. In an answer, storage k >= 0 is operand k's, and a negative one is new."""
+    source = found.values.get(node.args[0]) if node.target is operator.getitem else None  # type: ignore[arg-type]
+    if isinstance(source, tuple) and not isinstance(source, Value):
+        return source[node.args[1]]  # type: ignore[index]
     operands: list[Value] = []
     key = (node.target, _signature((node.args, node.kwargs), found, operands))
-    if key not in answers:
-        try:
-            answers[key] = _ask(node, found, ctx)
-        except Exception as error:
-            raise ir.CompileError("sweep", node, f"{type(error).__name__}: {error}") from error
+    if key not in ctx.answers:
+        ctx.answers[key] = _ask(node, found, ctx)
     fresh: dict[int, int] = {}
 
     def place(answer: Value) -> Value:
@@ -141,7 +146,7 @@ def _call(node: fx.Node, found: Sweep, answers: dict[Any, Any], ctx: ir.Context)
             fresh[answer.storage] = found.new(answer.layout).storage
         return Value(answer.layout, fresh[answer.storage])
 
-    return map_values(answers[key], place, Value)
+    return map_values(ctx.answers[key], place, Value)
 
 
 def _signature(tree: Any, found: Sweep, operands: list[Value]) -> Any:

@@ -17,6 +17,8 @@ from torch._guards import TracingContext, tracing
 from torch._logging import trace_structured
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # generates code when first called
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import decompose
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -24,6 +26,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "GuardOnDataDependentSymNode",
+    "LazyGraphModule",
     "OpOverload",
     "ao",
     "c10d",
@@ -33,6 +36,7 @@ __all__ = [
     "flex_with_gradients",
     "inductor_decompositions",
     "keep_after",
+    "lazy_graph_modules",
     "register_axis_group",
     "resolve_axis_group",
     "setup_stacktrace_preservation_hooks",
@@ -85,6 +89,11 @@ def checkpoints_inside(region: Callable[[], AbstractContextManager]) -> Iterator
         patch.object(checkpoint, "_checkpoint_without_reentrant_generator", around),
     ):
         yield
+
+
+def lazy_graph_modules() -> AbstractContextManager:
+    """While on, what is traced becomes a graph module whose code is generated when it is first called, if ever."""
+    return _use_lazy_graph_module(True)
 
 
 def inductor_decompositions() -> dict:

@@ -28,16 +28,11 @@ AROUND = 5  # nodes shown before and after the one at fault
 Finding = tuple[fx.Node | None, str]
 
 
-def verify_spec(
-    program: ir.Program, ctx: ir.Context, *, pass_name: str = "verify", answers: dict[Any, Any] | None = None
-) -> Sweep:
-    """Check the graph; returns what its nodes yield, recomputed (`answers`: as of `sweep`).
-
-    Raises CompileError at the first thing that is wrong.
-    """
+def verify_spec(program: ir.Program, ctx: ir.Context, *, pass_name: str = "verify") -> Sweep:
+    """Check the graph; returns what its nodes yield, recomputed. Raises CompileError at the first thing wrong."""
     _raise_first(pass_name, (finding for check in STRUCTURE for finding in check(program)))
     try:
-        swept = sweep(program, ctx, answers)
+        swept = sweep(program, ctx)
     except ir.CompileError as error:
         raise failure(pass_name, error.node, f"does not take its operands: {error}") from error
     _raise_first(pass_name, check_recorded(program, swept))
