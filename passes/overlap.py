@@ -27,7 +27,7 @@ on all ranks, for all ranks run one program.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby, takewhile
 
@@ -40,7 +40,7 @@ from passes.fusion import WAITS
 from passes.regions import regions, weight_nodes
 from passes.rewrite import move_after, move_before
 from passes.schedule import writes_input
-from passes.sweep import Sweep, recorded
+from passes.sweep import recorded
 from passes.torch_private import OpOverload
 
 COPIES = frozenset({"aten::clone", "aten::_to_copy"})
@@ -57,11 +57,12 @@ class Overlap:
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
+        products, tails = products_of(program.graph), gradient_tails(program)
         before = count_beside(program)
         if self.ahead:
             start_early(program, self.ahead)
-            wait_late(program, self.ahead)
-            fill(program)
+            wait_late(program, self.ahead, tails)
+            fill(program, products, tails)
         program.module.recompile()
         counts = {"collectives": sum(1 for _ in in_flight(program.graph))}
         beside = {"with_products_beside_before": before, "with_products_beside_after": count_beside(program)}
@@ -91,17 +92,22 @@ def before(node: fx.Node) -> Iterator[fx.Node]:
         yield node
 
 
+def products_of(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Matrix products and attentions, with their FLOPs."""
+    sizes = recorded(graph.nodes)
+    return {node: count for node in graph.nodes if node.op == "call_function" and (count := count_flops(node, sizes))}
+
+
 def count_beside(program: ir.Program) -> int:
     """How many collectives have a product between their start and their wait."""
-    sizes = recorded(program.graph.nodes)
-    return sum(any(count_flops(n, sizes) for n in between(*pair)) for pair in in_flight(program.graph))
+    return len(products_to_wait_for(program.graph))
 
 
 def products_to_wait_for(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """For each wait, the last product that stands between it and its collective."""
-    sizes, found = recorded(graph.nodes), {}
+    products, found = products_of(graph), {}
     for start, wait in in_flight(graph):
-        if product := next((node for node in between(start, wait) if count_flops(node, sizes)), None):
+        if product := next((node for node in between(start, wait) if node in products), None):
             found[wait] = product
     return found
 
@@ -121,10 +127,10 @@ def start_early(program: ir.Program, ahead: int) -> None:
             move_before(start, places[max(0, i - ahead)])
 
 
-def wait_late(program: ir.Program, ahead: int) -> None:
+def wait_late(program: ir.Program, ahead: int, tails: set[fx.Node]) -> None:
     """Put waits, and what only follows them, right before what needs them."""
-    following = after_waits(program)
-    latest, barrier = latest_places(program, ahead, following), program.graph.output_node()
+    following = after_waits(program, tails)
+    latest, barrier = latest_places(program, ahead, tails - following, following), program.graph.output_node()
     for node in reversed(list(program.calls())):
         if is_write(node):
             barrier = node
@@ -132,9 +138,9 @@ def wait_late(program: ir.Program, ahead: int) -> None:
             min(barrier, latest.get(node, barrier), *node.users).prepend(node)
 
 
-def after_waits(program: ir.Program) -> set[fx.Node]:
+def after_waits(program: ir.Program, tails: set[fx.Node]) -> set[fx.Node]:
     """Waits, operators that lay out anew or copy what was waited for, and whatever becomes of reduced gradients."""
-    found, tails = set[fx.Node](), gradient_tails(program)
+    found = set[fx.Node]()
     for node in program.calls():
         operands = node.all_input_nodes
         follows = operands and found.issuperset(operands) and (node in tails or lays_out(node))
@@ -145,9 +151,9 @@ def after_waits(program: ir.Program) -> set[fx.Node]:
 
 def gradient_tails(program: ir.Program) -> set[fx.Node]:
     """Nodes of the backward that lead to no product of it: what becomes of gradients of parameters."""
-    sizes, found = recorded(program.graph.nodes), set[fx.Node]()
+    products, found = products_of(program.graph), set[fx.Node]()
     for node in reversed(list(program.calls())):
-        if ir.phase(node) == "backward" and not count_flops(node, sizes) and leaves(node, found):
+        if ir.phase(node) == "backward" and node not in products and leaves(node, found):
             found.add(node)
     return found
 
@@ -157,13 +163,15 @@ def leaves(node: fx.Node, tails: set[fx.Node]) -> bool:
     return all(user in tails or user.op == "output" or ir.phase(user) == "optimizer" for user in node.users)
 
 
-def latest_places(program: ir.Program, ahead: int, following: set[fx.Node]) -> dict[fx.Node, fx.Node]:
+def latest_places(
+    program: ir.Program, ahead: int, sending: set[fx.Node], following: set[fx.Node]
+) -> dict[fx.Node, fx.Node]:
     """Before which collective gradients are waited for: the first one `ahead` layers on.
 
     One that is reduced over one axis after another is sent on there, and waited for as much later again.
     """
-    tails, layers = gradient_tails(program) - following, regions(program)
-    sends = [node for node in program.calls() if node in tails and kind_of(node)]
+    layers = regions(program)
+    sends = [node for node in program.calls() if node in sending and kind_of(node)]
     runs = [list(run) for _, run in groupby(sends, layers.__getitem__)]
     due = {start: i for i, run in enumerate(runs) for start in run}  # at the first collective of which run
     found = {}
@@ -193,47 +201,38 @@ def is_write(node: fx.Node) -> bool:
 # ---- products beside collectives --------------------------------------------------------------------
 
 
-def fill(program: ir.Program) -> None:
+def fill(program: ir.Program, products: Mapping[fx.Node, int], tails: set[fx.Node]) -> None:
     """See that collectives of the backward have as many products beside them as they take time."""
     sizes, layers = recorded(program.graph.nodes), regions(program)
-    movable, busy = last_products(program, sizes), set[fx.Node]()
-    elsewhere = gradient_tails(program).union(weight_nodes(program))  # what `start_early` and `wait_late` see to
-    pairs = list(in_flight(program.graph))
+    pairs, busy = list(in_flight(program.graph)), set[fx.Node]()
+    elsewhere = tails.union(weight_nodes(program))  # what `start_early` and `wait_late` see to
     for start, wait in pairs:
         if ir.phase(start) != "backward" or start in elsewhere:
             continue
-        beside = [node for node in between(start, wait) if count_flops(node, sizes)]
+        beside = [node for node in between(start, wait) if node in products]
         busy.update(beside)
-        missing = sent_bytes(start, sizes, program.mesh) * FLOPS_PER_BYTE - flops(beside, sizes)
-        near = products_before(start, layers, sizes)
-        if missing > 0:
-            beside_others = {s for s, w in pairs if s < start < w and axis_of(s) == axis_of(start)}
-            if place := earlier(start, missing, near[-1:], beside_others, sizes):
-                move_before(start, place)
-                continue
-        for product in near:
-            if missing > 0 and product in movable - busy:
+        missing = sent_bytes(start, sizes, program.mesh) * FLOPS_PER_BYTE - sum(map(products.__getitem__, beside))
+        if missing <= 0:
+            continue
+        near = products_before(start, products, layers)
+        others = {s for s, w in pairs if s < start < w and axis_of(s) == axis_of(start)}
+        if place := earlier(start, missing, near, others, products):
+            move_before(start, place)
+            continue
+        for product in near:  # gradients of weights: nothing but tails needs them
+            if missing > 0 and product not in busy and leaves(product, tails):
                 move_after(product, wait.prev)
                 busy.add(product)
-                missing -= count_flops(product, sizes)
+                missing -= products[product]
 
 
-def flops(nodes: list[fx.Node], sizes: Sweep) -> int:
-    """FLOPs of some nodes."""
-    return sum(count_flops(node, sizes) for node in nodes)
-
-
-def last_products(program: ir.Program, sizes: Sweep) -> set[fx.Node]:
-    """Products of the backward that no other product of it needs: gradients of weights, not of activations."""
-    tails = gradient_tails(program)
-    return {n for n in program.calls() if ir.phase(n) == "backward" and count_flops(n, sizes) and leaves(n, tails)}
-
-
-def products_before(start: fx.Node, layers: dict[fx.Node, str], sizes: Sweep) -> list[fx.Node]:
+def products_before(
+    start: fx.Node, products: Mapping[fx.Node, int], layers: Mapping[fx.Node, str]
+) -> list[fx.Node]:
     """Products of the backward before a collective, of its layer and of one more, the nearest first."""
     found, seen = [], {layers[start]}
     for node in before(start):
-        if count_flops(node, sizes):
+        if node in products:
             seen.add(layers[node])
             if len(seen) > 2 or ir.phase(node) != "backward":
                 break
@@ -242,27 +241,26 @@ def products_before(start: fx.Node, layers: dict[fx.Node, str], sizes: Sweep) ->
 
 
 def earlier(
-    start: fx.Node, missing: int, limit: list[fx.Node], others: set[fx.Node], sizes: Sweep
+    start: fx.Node, missing: int, near: list[fx.Node], others: set[fx.Node], products: Mapping[fx.Node, int]
 ) -> fx.Node | None:
-    """Before which product, not before `limit`, a collective may start that needs no product from there on.
+    """Before which of the products `near` a collective may start that needs none from there on; None if there is none.
 
-    None if there is no such place. Products beside another collective of its axis do not count, for they share the
-    axis: `others` are those that are in flight where it starts.
+    Products beside another collective of its axis do not count, for they share the axis: `others` are those that are in
+    flight where it starts.
     """
     needed, others = set(start.all_input_nodes), set(others)
     for node in before(start):
+        if not near or node in needed and (node in products or kind_of(node)):
+            return None
+        if node in needed:
+            needed.update(node.all_input_nodes)
         if node.target in WAITS and axis_of(started(node)) == axis_of(start):
             others.add(started(node))
         others.discard(node)
-        cost = count_flops(node, sizes)
-        if node in needed:
-            if cost or kind_of(node):
+        if node in products:
+            missing -= 0 if others else products[node]
+            if missing <= 0:
+                return node
+            if node is near[-1]:
                 return None
-            needed.update(node.all_input_nodes)
-        if not others:
-            missing -= cost
-        if cost and missing <= 0:
-            return node
-        if node in limit:
-            return None
     return None
