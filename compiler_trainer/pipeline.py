@@ -1,6 +1,7 @@
 """Configuration in, passes out: read this page first.
 
-    capture -> cast, normalize, place, float8, shard -> joint, remat, optimize, schedule, collectives, overlap -> lower
+    capture -> cast, normalize, place, float8, shard
+            -> joint, dedupe, add_first, remat, optimize, schedule, collectives, overlap -> lower
 
 `forward` ends in the program that every rank runs to get the loss. Training goes on from there: with one
 microbatch as one `step` program, with several as `accumulate`, run once a microbatch, and `apply`.
@@ -17,8 +18,10 @@ import torch
 
 from compiler_trainer.config import EIGHT_BITS, CastConfig, OptimConfig, PassesConfig, RematConfig
 from passes.accumulate import Accumulate, ApplyOnly
+from passes.add_first import AddFirst
 from passes.cast import Cast
 from passes.collectives import Expand
+from passes.dedupe import Dedupe
 from passes.float8 import Float8
 from passes.ir import Pass, Program
 from passes.joint import Joint
@@ -61,14 +64,15 @@ def build_pipeline(
     optimize = Optimize(build_optimizer(optim), optim.max_norm, reduce_dtype, 1 / microbatches, *how)
     overlap = Overlap(passes.schedule.ahead)
     finish = (Schedule(passes.schedule.bucket_mib), Expand(), overlap)
+    joint = (Joint(), Dedupe(), AddFirst())
     train: dict[str, Passes]
     if microbatches == 1:
         rest: Passes = (optimize, *finish)
-        train = {"step": (Joint(), build_remat(remat, rest), *rest)}
+        train = {"step": (*joint, build_remat(remat, rest), *rest)}
     else:
         rest = (Accumulate(), *finish)
         train = {
-            "accumulate": (Joint(), build_remat(remat, rest, optimize.state_bytes), *rest),
+            "accumulate": (*joint, build_remat(remat, rest, optimize.state_bytes), *rest),
             "apply": (Joint(), ApplyOnly(), optimize, *finish),
         }
     return Pipeline(forward, (Expand(), overlap), train)
