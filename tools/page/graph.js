@@ -37,12 +37,14 @@ function find(query) {
   const began = performance.now();
   graph.words = query.toLowerCase().split(/\s+/).filter(Boolean);
   graph.found = graph.words.length ? graph.text.search(query) : null;
-  if (graph.found && !graph.found.includes(graph.line)) choose(graph.found[0] ?? 0);
+  const kept = !graph.found || graph.found.includes(graph.line);
+  if (!kept) graph.line = graph.found[0] ?? 0;
   graph.list.show(graph.found ? graph.found.length : graph.text.count, graph.found ? 0 : graph.line - 1);
   const took = performance.now() - began;
   const found = document.getElementById("found");
   found.textContent = graph.found ? `${number(graph.found.length)} of ${number(graph.text.count)} lines` : `${number(graph.text.count)} lines`;
   found.dataset.ms = took;
+  if (!kept) setTimeout(() => choose(graph.line)); // the lines first, then what is known of the first of them
 }
 
 /** Go to a line of this stage in its surroundings. */
