@@ -87,8 +87,9 @@ function paintTimeline(canvas) {
     context.fillRect(a, 6 + 26 * row, Math.max(0.7, b - a - (b - a > 3 ? 0.6 : 0)), 22);
   }
   context.fillStyle = style("--quiet");
+  const decimals = Math.max(0, 3 - Math.ceil(Math.log10(timeline.to - timeline.from)));
   for (let k = 0; k <= 6; k++) {
     const t = timeline.from + ((timeline.to - timeline.from) * k) / 6;
-    context.fillText(`${t.toPrecision(4)} ms`, Math.min(right - 60, x(t)), 26 * timeline.streams.length + 22);
+    context.fillText(`${t.toLocaleString("en-US", { maximumFractionDigits: decimals })} ms`, Math.min(right - 60, x(t)), 26 * timeline.streams.length + 22);
   }
 }
