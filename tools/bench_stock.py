@@ -108,7 +108,9 @@ def sharding_mesh(mesh: DeviceMesh, data: tuple[str, ...]) -> DeviceMesh:
 def split(model: StockLlama, tp: DeviceMesh) -> None:
     """Tensor and sequence parallelism by the plan of PyTorch's own tutorial for Llama."""
     whole, rows = Replicate(), Shard(1)
-    entering = PrepareModuleInput(input_layouts=(rows, None, None), desired_input_layouts=(whole, None, None))
+    entering = PrepareModuleInput(
+        input_layouts=(rows, None, None, None), desired_input_layouts=(whole, None, None, None)
+    )
     plan: dict[str, Any] = {
         "tok_embeddings": RowwiseParallel(input_layouts=whole, output_layouts=rows),
         "norm": SequenceParallel(),
