@@ -5,13 +5,14 @@
 
 Layers written apart from each other do not know what they share: projections of one activation that each quantize and
 gather it, gradients that each lay it out anew. Across layers and phases nothing is shared, for what is shared has to
-stay in memory from the first use to the last.
+stay in memory from the first use to the last. What follows a write into an input is left alone.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from passes import ir
 from passes.accounting import kind_of
 from passes.printer import op_name
 from passes.regions import regions
+from passes.schedule import writes_input
 from passes.torch_private import OpOverload
 
 
@@ -38,7 +40,7 @@ class Dedupe:
         first: dict[Any, fx.Node] = {}
         counts: Counter[str] = Counter()
         notes = []
-        for node in list(program.calls()):
+        for node in takewhile(lambda node: not writes_input(node), list(program.calls())):
             if not is_pure(node):
                 continue
             key = node.target, layers[node], ir.phase(node), signature(node.args), signature(node.kwargs)

@@ -21,8 +21,8 @@
   needs none of the products before it, as when activations are gathered again, starts that much earlier. Another gets
   products of gradients of weights from before its start. Both reach back one layer at most.
 
-The operators stay the same, only their order changes; so do results, to the bit. Collectives of an axis keep one order
-on all ranks, for all ranks run one program.
+The operators stay the same, and so do results, to the bit: only the order changes. Collectives of an axis keep
+one order on all ranks, for all ranks run one program.
 """
 
 from __future__ import annotations

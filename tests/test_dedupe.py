@@ -69,8 +69,9 @@ def test_numbers_of_other_types_are_other_numbers_and_random_ones_are_new():
 def test_a_read_after_a_write_is_another():
     tiny = Tiny()
     x = tiny.input("x", Spec.whole((3,)), "batch")
+    before = tiny.call(aten.neg.default, x)
     written = [tiny.call(aten.add_.Tensor, x, 1.0) for _ in range(2)]
-    _, report = Dedupe()(tiny.program(*written), tiny.ctx)
+    _, report = Dedupe()(tiny.program(before, *written, tiny.call(aten.neg.default, x)), tiny.ctx)
     assert not report.counts
 
 
