@@ -1,7 +1,10 @@
 PYTHON ?= python3.11
-BIN := .venv/bin
-STAMP := .venv/installed
-TORCH := torch==2.13.0
+# make test TORCH=torch==2.14.1 tests with another PyTorch, in an environment of its own
+DEFAULT_TORCH := torch==2.13.0
+TORCH ?= $(DEFAULT_TORCH)
+VENV := .venv$(if $(filter-out $(DEFAULT_TORCH),$(TORCH)),-$(subst ==,-,$(TORCH)))
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
 # Where PyTorch's own CPU builds are; the plain ones bring gigabytes of CUDA libraries. Empty on a machine with a GPU.
 TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
 ARGS ?=
@@ -13,15 +16,16 @@ JOBS ?= 2
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 
-venv: $(STAMP) ## set up .venv with everything pinned
+venv: $(STAMP) ## set up $(VENV) with everything pinned
 
 $(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv $(VENV)
 	@url=$(TORCH_INDEX); extra=; \
 	if [ -n "$$url" ] && $(BIN)/python -c "import urllib.request as r; r.urlopen('$$url/torch/', timeout=10)" 2>/dev/null; \
 	then extra="--extra-index-url $$url"; fi; \
-	set -x; $(BIN)/pip install -c constraints.txt $$extra $(TORCH)
-	$(BIN)/pip install -c constraints.txt -e .[dev]
+	grep -vE '^(torch|triton)==' constraints.txt > $(VENV)/constraints.txt; \
+	set -x; $(BIN)/pip install -c $(VENV)/constraints.txt $$extra $(TORCH)
+	$(BIN)/pip install -c $(VENV)/constraints.txt -e .[dev] $(TORCH)
 	touch $@
 
 train: $(STAMP) ## train the default job; make train ARGS="train.steps=20" overrides options
@@ -37,6 +41,6 @@ lint: $(STAMP) ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-clean: ## remove .venv and caches, not runs/
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean: ## remove environments and caches, not runs/
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -16,23 +16,23 @@ from typing import Any
 
 import torch
 
-from compiler_trainer.config import EIGHT_BITS, CastConfig, OptimConfig, PassesConfig, RematConfig
-from passes.accumulate import Accumulate, ApplyOnly
-from passes.add_first import AddFirst
-from passes.cast import Cast
-from passes.collectives import Expand
-from passes.dedupe import Dedupe
-from passes.float8 import Float8
-from passes.ir import Pass, Program
-from passes.joint import Joint
-from passes.normalize import Normalize
-from passes.optimize import Optimize
-from passes.optimizers import SGD, AdamW, Optimizer
-from passes.overlap import Overlap
-from passes.place import Place
-from passes.remat import Remat
-from passes.schedule import Schedule
-from passes.shard import Shard
+from compiler_trainer.config.schema import EIGHT_BITS, CastConfig, OptimConfig, PassesConfig, RematConfig
+from passes.autograd.joint import Joint
+from passes.communication.add_first import AddFirst
+from passes.communication.dedupe import Dedupe
+from passes.communication.overlap import Overlap
+from passes.communication.schedule import Schedule
+from passes.memory.remat import Remat
+from passes.precision.cast import Cast
+from passes.precision.float8 import Float8
+from passes.program.ir import Pass, Program
+from passes.sharding.collectives import Expand
+from passes.sharding.normalize import Normalize
+from passes.sharding.place import Place
+from passes.sharding.shard import Shard
+from passes.update.accumulate import Accumulate, ApplyOnly
+from passes.update.optimize import Optimize
+from passes.update.optimizers import SGD, AdamW, Optimizer
 
 Passes = tuple[Pass, ...]
 DTYPES: dict[str | None, Any] = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}

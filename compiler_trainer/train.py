@@ -25,10 +25,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from compiler_trainer.config import Config, build, dry_world_size, validate
-from compiler_trainer.errors import UserError
-from compiler_trainer.options import not_one_of, tables, unknown
-from compiler_trainer.sweep.point import check, join_tasks, run_point
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.options import not_one_of, tables, unknown
+from compiler_trainer.config.schema import Config, build, dry_world_size, validate
+from compiler_trainer.planning.dry import outcome
+from compiler_trainer.sweep.point import join_tasks, run_point
+from compiler_trainer.sweep.render import render
+from compiler_trainer.sweep.stored import check
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 RANK = int(os.environ.get("RANK", "0"))
@@ -71,9 +74,7 @@ def run(composed: DictConfig) -> float | None:
             if ranks_of(job) != WORLD_SIZE:
                 join_tasks()
             return run_point(in_subfolder(cfg, str(job.job.num)), job.job.num, job.overrides.task)
-        from compiler_trainer.trainer import train  # here, so that a refused config need not wait for torch
-
-        return train(cfg)
+        return outcome(cfg)
     except UserError as error:
         refuse(error)
     except Exception:  # what leaves this function as an exception would be taken for an error in composing
@@ -97,8 +98,6 @@ class WatchSweep(Callback):
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Exit with 1 if a point failed."""
-        from compiler_trainer.sweep.render import render
-
         if RANK == 0 and not render(Path(config.run.dir)):
             sys.exit(1)
 

@@ -1,1 +1,1 @@
-"""Named choices of options: `train.yaml` and one folder a group. Defaults live in `compiler_trainer/config.py`."""
+"""Named choices of options: `train.yaml` and one folder a group. Defaults: `compiler_trainer/config/schema.py`."""

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes import ir
-from passes.overlap import products_to_wait_for
-from passes.rewrite import trace
-from passes.torch_private import compile_inner, inductor_decompositions, keep_after
+from passes.communication.overlap import products_to_wait_for
+from passes.program import ir
+from passes.program.rewrite import trace
+from passes.program.torch_private import compile_inner, inductor_decompositions, keep_after
 
 Executable = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 

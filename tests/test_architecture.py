@@ -1,4 +1,4 @@
-"""Which way imports go, and the one file that private PyTorch API may be used in."""
+"""Which way imports go, room by room, and the one file that private PyTorch API may be used in."""
 
 from __future__ import annotations
 
@@ -10,9 +10,32 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PRIVATE_API = "passes/torch_private.py"
+PRIVATE_API = "passes/program/torch_private.py"
 PASSES = sorted(ROOT.glob("passes/**/*.py"))
 SOURCES = [*PASSES, *sorted(ROOT.glob("compiler_trainer/**/*.py"))]
+# From the ground up: a room imports from itself and from the floors below, not from its neighbours.
+FLOORS = {
+    "passes": (
+        ("program",),
+        ("rules",),
+        ("precision", "cost"),
+        ("communication", "memory", "context"),
+        ("sharding",),
+        ("update", "autograd", "lower"),
+        ("check",),
+    ),
+    "compiler_trainer": (
+        ("config",),
+        ("capture", "models", "pipeline"),
+        ("data", "step"),
+        ("training",),
+        ("planning",),
+        ("sweep",),
+        ("train",),
+    ),
+}
+# Found by name when needed: Inductor is slow to import, submitit is an extra.
+LATE_IMPORTS = {"passes/program/torch_private.py", "compiler_trainer/sweep/point.py"}
 OPERATORS = "torch.ops."  # operators are reached by namespace, and some namespaces start with _
 
 
@@ -62,7 +85,7 @@ def test_private_names_are_told_apart(name, private):
     assert is_private_torch(name) == private
 
 
-SOLVERS = {"passes/budget.py": {"numpy", "scipy"}}
+SOLVERS = {"passes/memory/budget.py": {"numpy", "scipy"}}
 
 
 @pytest.mark.parametrize("path", PASSES, ids=relative)
@@ -75,6 +98,56 @@ def test_passes_import_torch_and_themselves_only(path):
 def test_private_torch_is_used_in_one_file_only(path):
     tree = ast.parse(path.read_text())
     assert not sorted({name for name in [*imported(tree), *attributes(tree)] if is_private_torch(name)})
+
+
+def arrow_up(importer: str, target: str) -> str:
+    """What is wrong with a module of a package importing another of it: an arrow that does not run down, or nothing."""
+    package, *_ = importer.split(".")
+    floor = {room: number for number, rooms in enumerate(FLOORS[package]) for room in rooms}
+    here, there = (name.split(".")[1] for name in (importer, target))
+    if here == there or floor[there] < floor[here]:
+        return ""
+    return f"{importer} (floor {floor[here]}) imports {target} (floor {floor[there]})"
+
+
+def module_of(path: Path) -> str:
+    return relative(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def arrows(path: Path) -> Iterator[tuple[str, str]]:
+    """(module, module) of the imports within a package, its own `__init__` aside."""
+    importer = module_of(path)
+    modules = {module_of(source) for source in SOURCES}
+    for name in imported(ast.parse(path.read_text())):
+        target = name if name in modules else name.rpartition(".")[0]
+        if target in modules and all("." in module for module in (importer, target)):
+            if importer.split(".")[0] == target.split(".")[0]:
+                yield importer, target
+
+
+def test_every_room_has_a_floor():
+    for package, floors in FLOORS.items():
+        rooms = {module_of(path).split(".")[1] for path in SOURCES if module_of(path).startswith(f"{package}.")}
+        assert rooms == {room for rooms in floors for room in rooms}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_no_arrow_runs_up(path):
+    assert not [wrong for arrow in arrows(path) if (wrong := arrow_up(*arrow))]
+
+
+@pytest.mark.parametrize("package", FLOORS)
+def test_arrows_between_rooms_turned_round_are_seen(package):
+    down = {a for path in SOURCES for a in arrows(path) if a[0].startswith(f"{package}.")}
+    between = {(a, b) for a, b in down if a.split(".")[1] != b.split(".")[1]}
+    assert len(between) > 20 and all(arrow_up(b, a) for a, b in between)
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if relative(p) not in LATE_IMPORTS], ids=relative)
+def test_imports_stand_at_the_top(path):
+    tree = ast.parse(path.read_text())
+    late = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom) and n not in tree.body]
+    assert not [ast.unparse(node) for node in late]
 
 
 def test_the_one_file_says_which_versions_it_was_checked_on():

@@ -20,8 +20,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from compiler_trainer.errors import UserError
-from tools.dumps import Node, Run, Stage, load
+from compiler_trainer.config.errors import UserError
+from tools.inspect.dumps import Node, Run, Stage, load
 
 FIRST = 5  # nodes shown of each kind of change
 MOST = 20  # rows of operators and modules

@@ -22,8 +22,8 @@ from fnmatch import fnmatchcase
 from rich.console import Console
 from rich.table import Table
 
-from compiler_trainer.errors import UserError
-from tools.dumps import Node, Run, Stage, load
+from compiler_trainer.config.errors import UserError
+from tools.inspect.dumps import Node, Run, Stage, load
 
 GATHERS = ("all_gather", "gather_same", "slice", "take", "vary", "unvary")
 REDUCTIONS = ("reduce_scatter", "psum", "place", "only_first")

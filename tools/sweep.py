@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from compiler_trainer.errors import UserError
+from compiler_trainer.config.errors import UserError
 from compiler_trainer.sweep.render import render
 
 

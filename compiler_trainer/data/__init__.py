@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import DataConfig, ModelConfig
 from compiler_trainer.data.corpus import Corpus, build_corpus, split
 from compiler_trainer.data.loader import Loader
 from compiler_trainer.data.packing import PackedRows
 from compiler_trainer.data.sources import documents
 from compiler_trainer.data.tokenizers import build_tokenizer
-from compiler_trainer.errors import UserError
-
-if TYPE_CHECKING:
-    from compiler_trainer.config import DataConfig, ModelConfig
 
 __all__ = ["Datasets", "Loader", "build", "check_vocabulary"]
 

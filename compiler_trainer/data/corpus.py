@@ -10,8 +10,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from compiler_trainer.config.errors import UserError
 from compiler_trainer.data.tokenizers import Tokenizer
-from compiler_trainer.errors import UserError
 
 Ids = NDArray[np.int64]
 

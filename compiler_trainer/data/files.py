@@ -7,12 +7,11 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from compiler_trainer.errors import UserError
+import pyarrow as pa
+import pyarrow.parquet as pq
 
-if TYPE_CHECKING:
-    import pyarrow as pa
+from compiler_trainer.config.errors import UserError
 
 TEXT_COLUMN = "text"
 
@@ -105,9 +104,6 @@ def jsonl_text(line: str, where: str) -> str:
 
 def read_parquet(path: Path) -> Iterator[str]:
     """One document a row, its column "text"."""
-    import pyarrow as pa  # slow to import, needed by this reader only
-    import pyarrow.parquet as pq
-
     try:
         with pq.ParquetFile(path) as table:
             check_text_column(table.schema_arrow, path)
@@ -123,8 +119,6 @@ def read_parquet(path: Path) -> Iterator[str]:
 
 def check_text_column(schema: pa.Schema, path: Path) -> None:
     """Raise UserError unless the table has one column "text", of strings."""
-    import pyarrow as pa
-
     if schema.names.count(TEXT_COLUMN) != 1:
         raise UserError(str(path), f'needs one column "{TEXT_COLUMN}"; it has {", ".join(schema.names)}')
     kind = schema.field(TEXT_COLUMN).type

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compiler_trainer.config.errors import UserError
 from compiler_trainer.data.corpus import Ids
 from compiler_trainer.data.packing import PackedRows
-from compiler_trainer.errors import UserError
 
 
 class LoaderState(TypedDict):

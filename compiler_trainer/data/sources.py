@@ -6,14 +6,11 @@ import os
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from compiler_trainer.config.schema import DataConfig
 from compiler_trainer.data.files import file_documents, read_text
-
-if TYPE_CHECKING:
-    from compiler_trainer.config import DataConfig
 
 STDLIB_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 STDLIB_SIZE_MAX_BYTES = 16 * 2**20

@@ -9,8 +9,9 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Tokenizer as Backend
 
-from compiler_trainer.errors import UserError
+from compiler_trainer.config.errors import UserError
 
 END_OF_DOCUMENT_TOKENS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "[SEP]")
 TEXTS_PER_CALL = 256
@@ -42,8 +43,6 @@ class FileTokenizer:
     """A Hugging Face `tokenizer.json`; raises UserError where it is missing, broken or has no end-of-document token."""
 
     def __init__(self, path: str):
-        from tokenizers import Tokenizer as Backend  # bytes, the default, does without it
-
         if not Path(path).is_file():
             raise UserError(path, 'no such file (data.tokenizer takes "bytes" or the path of a tokenizer.json)')
         try:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from compiler_trainer.config.schema import ModelConfig
 from compiler_trainer.models.init import initial_parameters
 from compiler_trainer.models.llama import Llama
 from compiler_trainer.models.loss import IGNORED_LABEL, loss_fn
-
-if TYPE_CHECKING:
-    from compiler_trainer.config import ModelConfig
 
 __all__ = ["IGNORED_LABEL", "INPUTS", "Llama", "build", "initial_parameters", "loss_fn"]
 

@@ -6,15 +6,13 @@ Shapes: B sequences, T tokens, D = `dim`, H query heads, K key-value heads, h = 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-if TYPE_CHECKING:
-    from compiler_trainer.config import ModelConfig
+from compiler_trainer.config.schema import ModelConfig
 
 
 class Llama(nn.Module):

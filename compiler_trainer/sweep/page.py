@@ -11,9 +11,9 @@ from plotly import graph_objects as go
 from plotly.offline import get_plotlyjs
 from plotly.subplots import make_subplots
 
-from compiler_trainer import metrics
-from compiler_trainer.sweep.point import Point
+from compiler_trainer.sweep.stored import Point
 from compiler_trainer.sweep.table import MIB, SHOWN, as_text, figures, varying
+from compiler_trainer.training import metrics
 
 FILE = "sweep.html"
 # column, heading, unit in which it is drawn

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from compiler_trainer import metrics
-from compiler_trainer.config import Config
-from compiler_trainer.sweep.point import flat
+from compiler_trainer.config.schema import Config
+from compiler_trainer.sweep.stored import flat
+from compiler_trainer.training import metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "torchao", "triton", "numpy")

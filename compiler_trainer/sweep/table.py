@@ -14,8 +14,8 @@ from pyarrow import csv, parquet
 from rich.console import Console
 from rich.table import Table
 
-from compiler_trainer.errors import UserError
-from compiler_trainer.sweep.point import FILE, Point, read
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.sweep.stored import FILE, Point, read
 
 Row = dict[str, Any]
 HEAD = ("point", "status", "error", "started", "objective")

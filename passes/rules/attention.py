@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import fx
 
-from passes import ir
-from passes.context import emit_attention
-from passes.mesh import SEQUENCE_AXIS
-from passes.rules.base import Names, Rule, RuleMaker, bind_sizes, result_shapes, tensor_operands
+from passes.program import ir
+from passes.program.mesh import SEQUENCE_AXIS
+from passes.rules.base import Names, Rule, RuleMaker, bind_sizes, emit_of, result_shapes, tensor_operands
 
 CONTEXT = frozenset({SEQUENCE_AXIS})
+NAME = "scaled_dot_product_attention"  # its local form is of `passes/context`
 
 
 def scaled_dot_product_attention(node: fx.Node) -> Rule:
@@ -40,7 +40,7 @@ def scaled_dot_product_attention(node: fx.Node) -> Rule:
         sizes,
         whole=frozenset({"k", "e", "f"} | numbered),
         only={query: CONTEXT},
-        emit=emit_attention,
+        emit=emit_of(NAME),
     )
 
 
@@ -50,4 +50,4 @@ def _mask_dims(shape: tuple[int, ...], full: tuple[Names, ...], sizes) -> tuple[
 
 def rules() -> dict[str, RuleMaker]:
     """Operator name -> rule, for attention."""
-    return {"scaled_dot_product_attention": scaled_dot_product_attention}
+    return {NAME: scaled_dot_product_attention}

@@ -6,11 +6,12 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor, fx
 
-from passes import ir
+from passes.program import ir
+from passes.program.builder import Builder, Emit
+from passes.program.spec import Spec
 
 Names = tuple[str, ...]  # the factors of one dim, major to minor; () for a dim of size one
 
@@ -42,7 +43,7 @@ class Rule:
     safe: Mapping[int, float] = field(default_factory=dict)
     moves: bool = False
     resize: Callable[[tuple, tuple[int, ...]], tuple] | None = None
-    emit: Callable[..., Any] | None = None
+    emit: Emit | None = None
     only: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
@@ -52,6 +53,18 @@ class Rule:
 
 
 RuleMaker = Callable[[fx.Node], Rule]
+EMITTERS: dict[str, Emit] = {}  # operator -> its local form, where a room above the rules writes it
+
+
+def emit_of(name: str) -> Emit:
+    """The local form that a room above has registered in `EMITTERS`, looked up when it is needed."""
+
+    def emit(
+        builder: Builder, node: fx.Node, operands: list[fx.Node], specs: list[Spec], results: list[Spec]
+    ) -> fx.Node:
+        return EMITTERS[name](builder, node, operands, specs, results)
+
+    return emit
 
 
 def tensor_operands(node: fx.Node) -> list[fx.Node]:

@@ -6,7 +6,7 @@ import math
 
 from torch import fx
 
-from passes import ir
+from passes.program import ir
 from passes.rules.base import Rule, RuleMaker, from_text, result_shapes, tensor_operands, zero_if_zero
 
 TABLE = {

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from passes import ir
-from passes.layout import locate
+from passes.program import ir
+from passes.program.builder import Builder
+from passes.program.layout import locate
+from passes.program.spec import Factor, Spec
 from passes.rules.base import Names, Rule, RuleMaker, result_shapes, tensor_operands
-from passes.spec import Spec
 
 aten = torch.ops.aten
 
@@ -36,7 +37,9 @@ def dims_names(dims: tuple[Names, ...]) -> set[str]:
     return {name for names in dims for name in names}
 
 
-def emit_embedding(builder, node: fx.Node, operands: list[fx.Node], specs: list[Spec], results: list[Spec]):
+def emit_embedding(
+    builder: Builder, node: fx.Node, operands: list[fx.Node], specs: list[Spec], results: list[Spec]
+) -> fx.Node:
     """Look up the local rows; ids of other ranks' rows give zeros."""
     weight, ids = operands
     (factor,) = specs[0].dims[0] or (None,)
@@ -52,7 +55,7 @@ def emit_embedding(builder, node: fx.Node, operands: list[fx.Node], specs: list[
     return builder.call(aten.where.ScalarOther, (mine, looked_up, 0.0))
 
 
-def local_index(builder, ids: fx.Node, factor) -> tuple[fx.Node, fx.Node]:
+def local_index(builder: Builder, ids: fx.Node, factor: Factor) -> tuple[fx.Node, fx.Node]:
     """(ids relative to this rank's shard, clamped into it; which of them lie in it)."""
     def find(ids: Tensor, *at: Tensor) -> tuple[Tensor, Tensor]:
         return locate(ids, factor, builder.mesh, dict(zip(factor.axes, at)))
@@ -81,7 +84,9 @@ def gather(node: fx.Node) -> Rule:
     )
 
 
-def emit_gather(builder, node: fx.Node, operands: list[fx.Node], specs: list[Spec], results: list[Spec]):
+def emit_gather(
+    builder: Builder, node: fx.Node, operands: list[fx.Node], specs: list[Spec], results: list[Spec]
+) -> fx.Node:
     """Gather local entries; indices of other ranks' entries give zeros."""
     x, index = operands
     dim = node.args[1] % len(specs[0].dims)  # type: ignore[operator]

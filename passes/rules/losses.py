@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from passes import ir
+from passes.program import ir
+from passes.program.builder import Builder
+from passes.program.spec import Spec
 from passes.rules.base import Rule, RuleMaker, tensor_operands
-from passes.spec import Spec
 
 aten = torch.ops.aten
 SUM = 2  # aten's code for reduction="sum"
@@ -30,7 +31,9 @@ def cross_entropy_loss(node: fx.Node) -> Rule:
     )
 
 
-def emit_cross_entropy(builder, node: fx.Node, operands: list[fx.Node], specs: list[Spec], results: list[Spec]):
+def emit_cross_entropy(
+    builder: Builder, node: fx.Node, operands: list[fx.Node], specs: list[Spec], results: list[Spec]
+) -> fx.Node:
     """The local sum, rows of padding carrying the ignored class id."""
     ignored = node.args[4] if len(node.args) > 4 else -100
     target = builder.fill_padding(operands[1], specs[1], float(ignored))  # type: ignore[arg-type]

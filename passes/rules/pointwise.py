@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from passes import ir
+from passes.program import ir
 from passes.rules.base import Rule, RuleMaker, result_shapes, tensor_operands
 
 UNARY = """abs acos asin atan bitwise_not ceil clamp clone contiguous cos cosh elu

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from passes import ir
+from passes.program import ir
 from passes.rules import pointwise
 from passes.rules.base import Names, Rule, RuleMaker, result_shapes, tensor_operands
 

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from passes import ir
+from passes.program import ir
+from passes.program.builder import Builder
+from passes.program.spec import Spec
 from passes.rules.base import Names, Rule, RuleMaker, result_shapes, same_fill, tensor_operands
 
 aten = torch.ops.aten
@@ -73,7 +75,9 @@ def reshape(node: fx.Node) -> Rule:
     return _moving(dims, out_dims, sizes, emit=emit_reshape)
 
 
-def emit_reshape(builder, node: fx.Node, operands: list[fx.Node], specs, results):
+def emit_reshape(
+    builder: Builder, node: fx.Node, operands: list[fx.Node], specs: list[Spec], results: list[Spec]
+) -> fx.Node:
     """A local reshape to the local shape of the result."""
     return builder.call(aten.reshape.default, (operands[0], list(results[0].local_shape(builder.mesh))))
 
@@ -99,7 +103,9 @@ def expand(node: fx.Node) -> Rule:
     return Rule(**{**rule.__dict__, "moves": False})
 
 
-def emit_expand(builder, node: fx.Node, operands: list[fx.Node], specs, results):
+def emit_expand(
+    builder: Builder, node: fx.Node, operands: list[fx.Node], specs: list[Spec], results: list[Spec]
+) -> fx.Node:
     """A local expand to the local shape of the result."""
     return builder.call(aten.expand.default, (operands[0], list(results[0].local_shape(builder.mesh))))
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[1] / "support"))
 
 from oracle import NO_DECAY, batches, llama, llama_loss, perceptron, points, squared_error, train_step  # noqa: E402
 
 from compiler_trainer import compile_step  # noqa: E402
-from compiler_trainer.ranks import start_ranks, stop_ranks  # noqa: E402
-from passes import torch_private  # noqa: E402
+from compiler_trainer.step.ranks import start_ranks, stop_ranks  # noqa: E402
+from passes.program import torch_private  # noqa: E402
 
 F32 = torch.float32
 

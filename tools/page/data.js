@@ -1,7 +1,7 @@
 "use strict";
 // What the page holds: a summary, read at once, and the text of each stage, unpacked when first shown.
 
-let run; // the summary, as tools/render.py writes it
+let run; // the summary, as tools/inspect/render.py writes it
 const opened = new Map();
 
 async function unpack(id) {

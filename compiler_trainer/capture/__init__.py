@@ -1,0 +1,1 @@
+"""A plain model as a graph, nothing of it lost."""

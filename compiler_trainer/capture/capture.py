@@ -1,0 +1,194 @@
+"""Capture a plain model and its loss as one global, single-device graph."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram, export
+from torch.export.graph_signature import InputKind, OutputKind
+
+from compiler_trainer.capture.flex import write_out
+from compiler_trainer.capture.functions import functions_as_operators
+from compiler_trainer.capture.hints import checkpoints_as_marks, read_marks
+from compiler_trainer.config.errors import UserError
+from passes.program import ir
+from passes.program.frames import roomy
+from passes.program.spec import Spec
+from passes.program.torch_private import FakeTensorMode, GuardOnDataDependentSymNode, flex_with_gradients
+
+LossFn = Callable[[nn.Module, dict[str, Tensor]], Tensor]
+
+
+class _WithLoss(nn.Module):
+    """The model and its loss as one module of positional tensors, named `keys` in the batch."""
+
+    def __init__(self, model: nn.Module, loss_fn: LossFn, keys: tuple[str, ...]):
+        super().__init__()
+        self.model, self.loss_fn, self.keys = model, loss_fn, keys
+
+    def forward(self, *values: Tensor) -> Tensor:
+        return self.loss_fn(self.model, dict(zip(self.keys, values)))
+
+
+def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
+    """The model with fake parameters (of `dtype` if floating) and buffers on `device`; nothing real is copied."""
+    memo: dict[int, object] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        is_parameter = isinstance(tensor, nn.Parameter)
+        cast = dtype if dtype is not None and is_parameter and tensor.is_floating_point() else tensor.dtype
+        with mode:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=cast, device=device)
+        memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+    return copy.deepcopy(model, memo)
+
+
+@roomy
+def capture(
+    model: nn.Module,
+    loss_fn: LossFn,
+    batch: Mapping[str, Tensor],
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+) -> tuple[ir.Program, ir.Context]:
+    """The forward and loss of a batch of the given global shapes as a functional ATen graph.
+
+    Inputs are parameters (that require gradients), buffers (everything else the model holds) and the batch;
+    outputs the loss and the new values of buffers the forward changes. `dtype` is that in which parameters
+    are used (None: their own). Raises UserError naming the batch
+    entry, or what `torch.export` could not follow.
+    """
+    for key, value in batch.items():
+        if not isinstance(value, Tensor):
+            raise UserError(f"batch[{key!r}]", f"is a {type(value).__name__}; every entry must be a tensor")
+    mode = FakeTensorMode()
+    keys = tuple(batch)
+    module = _WithLoss(fake_copy(model, mode, device, dtype), loss_fn, keys)
+    with mode:
+        values = tuple(torch.empty(v.shape, dtype=v.dtype, device=device) for v in batch.values())
+    with functions_as_operators(), checkpoints_as_marks(), flex_with_gradients(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)  # torch 2.13's own use
+        exported = _export(module, values)
+        detach_regions(exported.graph_module)
+        exported = exported.run_decompositions({})
+        write_out(exported.graph_module)
+    program = _to_program(exported, keys, model)
+    loss = program.results()[[o.kind for o in program.outputs].index("loss")]
+    if ir.example(loss).dim() or not ir.example(loss).is_floating_point():
+        raise UserError(
+            "loss_fn", f"returns {tuple(ir.example(loss).shape)} {ir.example(loss).dtype}; must be a scalar"
+        )
+    return program, ir.Context(ir.example(loss).fake_mode)  # type: ignore[attr-defined]
+
+
+def _export(module: _WithLoss, values: tuple[Tensor, ...]) -> ExportedProgram:
+    """Follow the module on fake values; raises UserError naming the line of the model that cannot be followed."""
+    try:
+        exported = export(module, values, strict=False)
+    except UserError:
+        raise
+    except GuardOnDataDependentSymNode as error:
+        raise UserError(
+            "model", f"{_line(error)}branches on a value; one graph must hold for all data: use torch.where"
+        ) from error
+    except Exception as error:
+        said = (str(error).strip() or "no message").splitlines()[0]
+        raise UserError("model", f"{_line(error)}{type(error).__name__}: {said}") from error
+    for node in exported.graph.nodes:
+        _name_loss_line(node, module.loss_fn)
+        if isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool):
+            raise UserError(
+                "model", f"{ir.source(node)} reads a value into Python (item); one graph must hold for all data"
+            )
+        if any(isinstance(d, torch.SymInt) for d in getattr(node.meta.get("val"), "shape", ())):
+            raise UserError(
+                "model", f"{ir.source(node)} gives a shape that depends on data; use a mask of fixed shape instead"
+            )
+    return exported
+
+
+def _line(error: BaseException) -> str:
+    """`file.py:line ` of the innermost frame of the model's or the loss's own code."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not ir.is_library(f.filename)]
+    return f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno} " if frames else ""
+
+
+def _name_loss_line(node: torch.fx.Node, loss_fn: LossFn) -> None:
+    """Let a node that no module made say where the loss is defined: export keeps frames of `forward` only."""
+    code = getattr(inspect.unwrap(getattr(loss_fn, "func", loss_fn)), "__code__", None)
+    trace = node.meta.get("stack_trace")
+    if trace and code and Path(__file__).name == ir.source(node).split(":")[0]:
+        node.meta["stack_trace"] = f'File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name}'
+
+
+def detach_regions(module: torch.fx.GraphModule) -> None:
+    """Detach what leaves a `no_grad` region: making the graph functional puts the region in line and forgets it."""
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.wrap_with_set_grad_enabled):
+        if node.args[0]:
+            continue
+        for part in list(node.users):
+            with module.graph.inserting_after(part):
+                detached = module.graph.call_function(torch.ops.aten.detach.default, (part,))
+            detached.meta = dict(part.meta)
+            part.replace_all_uses_with(detached, delete_user_cb=lambda user, own=detached: user is not own)
+    module.recompile()
+
+
+def _to_program(exported, keys: tuple[str, ...], model: nn.Module) -> ir.Program:
+    batch, names = iter(keys), first_names(model)
+    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
+    inputs: list[ir.Input] = []
+    nodes: dict[str, torch.fx.Node] = {}
+    placeholders = [n for n in exported.graph.nodes if n.op == "placeholder"]
+    for node, spec in zip(placeholders, exported.graph_signature.input_specs, strict=True):
+        placement = Spec.whole(tuple(node.meta["val"].shape))
+        if spec.kind is InputKind.USER_INPUT:
+            inputs.append(ir.Input(next(batch), "batch", placement))
+            continue
+        target = spec.target.removeprefix("model.")
+        name = names.get(target, target)
+        if name in nodes:
+            node.replace_all_uses_with(nodes[name])
+            exported.graph.erase_node(node)
+            continue
+        nodes[name] = node
+        inputs.append(ir.Input(name, "parameter" if name in trainable else "buffer", placement))
+    outputs = []
+    results = exported.graph.output_node().args[0]
+    for node, spec in zip(results, exported.graph_signature.output_specs, strict=True):
+        placement = Spec.whole(tuple(node.meta["val"].shape))
+        is_loss = spec.kind is OutputKind.USER_OUTPUT
+        outputs.append(
+            ir.Output(
+                "loss" if is_loss else spec.target.removeprefix("model."), "loss" if is_loss else "buffer", placement
+            )
+        )
+    for node in list(exported.graph.nodes):
+        _trim_module_stack(node)
+        read_marks(node)
+        if node.target is torch.ops.aten._assert_tensor_metadata.default:
+            exported.graph.erase_node(node)  # a check that shapes and dtypes are those of the capture: they are
+    module = torch.fx.GraphModule(torch.nn.Module(), exported.graph)
+    return ir.Program(module, tuple(inputs), tuple(outputs), facts=frozenset({"captured"}))
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Every name of a parameter or buffer -> the first of its names: tied weights are one tensor."""
+    first: dict[int, str] = {}
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
+
+
+def _trim_module_stack(node: torch.fx.Node) -> None:
+    """Module paths as the model knows them, without the wrapper."""
+    stack = node.meta.get("nn_module_stack")
+    if stack:
+        node.meta["nn_module_stack"] = {
+            k: (path.removeprefix("model").removeprefix("."), kind) for k, (path, kind) in stack.items() if path
+        }

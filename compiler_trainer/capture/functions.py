@@ -1,0 +1,100 @@
+"""Keep custom autograd functions in a capture: `torch.export` follows their forward and forgets their backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiler_trainer.config.errors import UserError
+from passes.program import functions
+
+
+class Saved:
+    """Stands in for the `ctx` that a function's forward and backward share."""
+
+    def __init__(self, needs_input_grad: tuple[bool, ...]):
+        self.needs_input_grad = needs_input_grad
+        self.saved_tensors: tuple[Tensor, ...] = ()
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        """Keep tensors for the backward."""
+        self.saved_tensors = tensors
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None:
+        """Nothing to do: such a result's gradient is not asked for."""
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Nothing to do: gradients are always tensors."""
+
+    def mark_dirty(self, *tensors: Tensor) -> None:
+        """Refuse functions that change their operands."""
+        raise UserError("autograd.Function", "changes an operand in place (mark_dirty); return a new tensor instead")
+
+
+@contextmanager
+def functions_as_operators() -> Iterator[None]:
+    """While on, a call of a custom `autograd.Function` is recorded as an operator of its own, with both bodies."""
+    original = torch.autograd.Function.__dict__["apply"]
+    functions.restart()
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__.startswith("torch."):
+            return original.__func__(cls, *args, **kwargs)
+        return record(cls, args)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+def record(cls: Any, args: tuple) -> Any:
+    """Define the operator of one call and call it."""
+    tensors = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
+
+    def run_forward(given: tuple[Tensor, ...]) -> tuple[Any, Saved, dict[str, Tensor]]:
+        full = list(args)
+        for i, t in zip(tensors, given):
+            full[i] = t
+        ctx = Saved(tuple(isinstance(a, Tensor) and a.is_floating_point() for a in full))
+        if cls.setup_context is not torch.autograd.Function.setup_context:
+            out = cls.forward(*full)
+            cls.setup_context(ctx, tuple(full), out)
+        else:
+            out = cls.forward(ctx, *full)
+        attributes = {k: v for k, v in vars(ctx).items() if isinstance(v, Tensor)}
+        return out, ctx, attributes
+
+    def forward(*given: Tensor) -> tuple[Tensor, ...]:
+        out, ctx, attributes = run_forward(given)
+        outs = out if isinstance(out, tuple) else (out,)
+        return *outs, *ctx.saved_tensors, *attributes.values()
+
+    def backward(*given: Tensor) -> tuple[Tensor | None, ...]:
+        kept = given[len(tensors) + results : len(given) - results]
+        ctx = Saved(example.needs_input_grad)
+        for name, value in vars(example).items():
+            if not isinstance(value, Tensor) and name != "saved_tensors":
+                setattr(ctx, name, value)
+        ctx.saved_tensors = tuple(kept[: len(example.saved_tensors)])
+        for name, value in zip(names, kept[len(example.saved_tensors) :]):
+            setattr(ctx, name, value)
+        found = cls.backward(ctx, *given[len(given) - results :])
+        found = found if isinstance(found, tuple) else (found,)
+        return tuple(found[i] for i in tensors)
+
+    given = tuple(args[i] for i in tensors)
+    out, example, attributes = run_forward(given)  # only to learn how much it returns and saves
+    names = list(attributes)
+    results = len(out) if isinstance(out, tuple) else 1
+    count = results + len(example.saved_tensors) + len(names)
+    op = functions.define("fn", cls.__name__, forward, len(given), count)
+    functions.record(op, functions.Function(cls.__name__, forward, backward, results))
+    found = op(*given)
+    found = found if isinstance(found, (tuple, list)) else (found,)
+    return tuple(found[:results]) if isinstance(out, tuple) else found[0]

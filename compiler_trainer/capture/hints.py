@@ -1,0 +1,45 @@
+"""Keep what the model's author says of memory: calls of `torch.utils.checkpoint` become marks on operators.
+
+`torch.export` follows a non-reentrant call and forgets it; it records a reentrant one as `detach`, which would
+lose gradients.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+from torch import fx
+from torch.fx import traceback as fx_traceback
+
+from passes.program import ir
+from passes.program.torch_private import checkpoints_inside
+
+
+def checkpoints_as_marks() -> AbstractContextManager[None]:
+    """While on, operators traced inside a checkpointed call carry its number; of nested calls the outermost counts."""
+    numbers, inside = itertools.count(), False
+
+    @contextmanager
+    def region() -> Iterator[None]:
+        nonlocal inside
+        if inside:
+            yield
+            return
+        inside = True
+        try:
+            mark = {"checkpoint": f"checkpoint.{next(numbers)}"}
+            with fx_traceback.preserve_node_meta(), fx_traceback.annotate(mark):
+                yield
+        finally:
+            inside = False
+
+    return checkpoints_inside(region)
+
+
+def read_marks(node: fx.Node) -> None:
+    """Turn the tracer's mark into the program's own."""
+    region = (node.meta.pop("custom", None) or {}).get("checkpoint")
+    if region:
+        ir.set_checkpoint(node, region)

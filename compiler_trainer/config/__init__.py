@@ -1,0 +1,1 @@
+"""Options: their fields, defaults and errors."""

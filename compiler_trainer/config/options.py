@@ -1,0 +1,150 @@
+"""Mappings to typed dataclasses: nothing unknown, nothing converted that would change what was written."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from omegaconf import OmegaConf
+
+from compiler_trainer.config.errors import UserError
+
+T = TypeVar("T")
+SCALARS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+def part(fraction: float, whole: Any) -> Any:
+    """`${part:0.1,${train.steps}}`: that part of a whole number; anything else is left for its own check to refuse."""
+    return int(fraction * whole) if isinstance(whole, int) else whole
+
+
+OmegaConf.register_new_resolver("part", part, replace=True)
+
+
+@dataclass(frozen=True)
+class Must:
+    """What a value of an annotated type has to satisfy: `be` completes the sentence "it must ..."."""
+
+    be: str
+    holds: Callable[[Any], bool]
+
+
+def build(cls: type[T], mapping: Any, where: str = "") -> T:
+    """An instance of the dataclass `cls`, its nested ones built alike; raises UserError naming the option at fault.
+
+    `where` is the dotted name of the group. Options left out keep their defaults.
+    """
+    if isinstance(mapping, cls):
+        return mapping
+    names = option_names(cls)
+    if not isinstance(mapping, Mapping):
+        raise UserError(where or "config", f"{mapping!r} is not a group of options; it has {', '.join(names)}")
+    for key in mapping:
+        if key not in names:
+            raise UserError(join(where, key), unknown(key, names))
+    for option in fields(cls):  # type: ignore[arg-type]
+        if option.default is MISSING and option.default_factory is MISSING and option.name not in mapping:
+            raise UserError(join(where, option.name), "is missing and has no default")
+    hints = get_type_hints(cls, include_extras=True)
+    return cls(**{key: convert(hints[key], value, join(where, key)) for key, value in mapping.items()})
+
+
+def convert(kind: Any, value: Any, where: str) -> Any:
+    """`value` as the annotation `kind`; raises UserError if it is something else."""
+    origin, args = get_origin(kind), get_args(kind)
+    if is_dataclass(kind):
+        return build(kind, value, where)  # type: ignore[arg-type]
+    if origin is Annotated:
+        return satisfying(args[1], convert(args[0], value, where), where)
+    if origin is Literal:
+        return one_of(args, value, where)
+    if origin in (Union, UnionType):  # only `X | None` is used
+        return None if value is None else convert(args[0], value, where)
+    if origin is tuple:
+        return convert_list(args, value, where)
+    if origin is dict:
+        return convert_dict(args, value, where)
+    return scalar(kind, value, where)
+
+
+def convert_list(kinds: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
+    """`value` as a tuple of `kinds`, where (X, ...) is any number of X."""
+    if not isinstance(value, list | tuple):
+        raise UserError(where, f"{value!r} is not a list; write [{value}]")
+    if kinds[1:] == (...,):
+        kinds = kinds[:1] * len(value)
+    if len(value) != len(kinds):
+        raise UserError(where, f"{list(value)} has {len(value)} entries, not {len(kinds)}")
+    return tuple(convert(kinds[i], entry, f"{where}[{i}]") for i, entry in enumerate(value))
+
+
+def convert_dict(kinds: tuple[Any, ...], value: Any, where: str) -> dict[Any, Any]:
+    """`value` as a dict of a key type and a value type."""
+    if not isinstance(value, Mapping):
+        raise UserError(where, f"{value!r} is not a mapping of names to values")
+    return {convert(kinds[0], key, where): convert(kinds[1], entry, join(where, key)) for key, entry in value.items()}
+
+
+def scalar(kind: Any, value: Any, where: str) -> Any:
+    """`value` if it is of `kind`; a whole number also serves as a float."""
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind or (kind is float and not math.isfinite(value)):
+        hint = "; put it in quotes" if kind is str and isinstance(value, int | float) else ""
+        raise UserError(where, f"{value!r} is not {SCALARS[kind]}{hint}")
+    return value
+
+
+def one_of(choices: tuple[str, ...], value: Any, where: str) -> Any:
+    """`value` if it is one of `choices`."""
+    if value not in choices:
+        raise UserError(where, not_one_of(choices, value))
+    return value
+
+
+def satisfying(must: Must, value: Any, where: str) -> Any:
+    """`value` if it satisfies `must`."""
+    if not must.holds(value):
+        raise UserError(where, f"{value} must {must.be}")
+    return value
+
+
+def tables(options: Any) -> Iterator[str]:
+    """Dotted names of the tables (options of any names) in an instance of a dataclass, its nested ones included."""
+    for option in fields(options):
+        value = getattr(options, option.name)
+        if isinstance(value, Mapping):
+            yield option.name
+        elif is_dataclass(value):
+            yield from (join(option.name, name) for name in tables(value))
+
+
+def option_names(cls: Any) -> list[str]:
+    """Names of the options of a dataclass, in order; none for any other type."""
+    return [option.name for option in fields(cls)] if is_dataclass(cls) else []
+
+
+def not_one_of(choices: Iterable[str], value: Any) -> str:
+    """What to say of a `value` that is none of `choices`."""
+    return f"{value!r} is not one of {', '.join(choices)}{did_you_mean(value, choices)}"
+
+
+def unknown(key: Any, names: list[str]) -> str:
+    """What to say of an unknown `key`: the nearest name, else all of them."""
+    known = f"; there are {', '.join(names)}" if names else ""
+    return "no such option" + (did_you_mean(key, names) or known)
+
+
+def did_you_mean(value: Any, names: Iterable[str]) -> str:
+    """A closing half-sentence with the nearest of `names`, empty if none is near."""
+    near = difflib.get_close_matches(str(value), list(names), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def join(where: str, key: Any) -> str:
+    """Dotted name of `key` in the group `where`."""
+    return f"{where}.{key}" if where else str(key)

@@ -1,0 +1,396 @@
+"""Every option of a run: frozen dataclasses, one a group of `conf/`, and what must hold between them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Literal
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.options import Must, build
+from passes.memory.remat import SAVE
+from passes.precision.cast import OPS
+
+Positive = Annotated[int, Must("be at least 1", lambda n: n >= 1)]
+Count = Annotated[int, Must("be 0 or more", lambda n: n >= 0)]
+AxisSize = Annotated[int, Must("be at least 1, or -1 for the rest", lambda n: n >= 1 or n == -1)]
+PositiveFloat = Annotated[float, Must("be above 0", lambda x: x > 0)]
+NonNegativeFloat = Annotated[float, Must("be 0 or more", lambda x: x >= 0)]
+Fraction = Annotated[float, Must("be from 0 to 1", lambda x: 0 <= x <= 1)]
+ShareOfPeak = Annotated[float, Must("be above 0 and at most 1", lambda x: 0 < x <= 1)]
+OpenFraction = Annotated[float, Must("be 0 or more and below 1", lambda x: 0 <= x < 1)]
+Dtype = Literal["float32", "bfloat16"]
+
+EIGHT_BITS: dict[str, Literal["int8", "float8"]] = {"adamw8bit": "int8", "adamwfp8": "float8"}
+
+UNSUPPORTED_AXES = {
+    "pp": "pipeline parallelism",
+    "ep": "expert parallelism",
+}
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's stretching of rotary wavelengths (arXiv:2407.21783); positions in tokens."""
+
+    factor: PositiveFloat
+    low_freq_factor: PositiveFloat
+    high_freq_factor: PositiveFloat
+    original_max_position: Positive
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A Llama; the defaults are `llama_debug`, whose vocabulary is 256 bytes and the end of a document."""
+
+    name: str = "llama_debug"
+    dim: Positive = 256
+    n_layers: Positive = 4
+    n_heads: Positive = 8
+    n_kv_heads: Positive = 4
+    ffn_dim: Positive = 768
+    vocab_size: Positive = 257
+    norm_eps: PositiveFloat = 1e-5
+    rope_theta: PositiveFloat = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    tied: bool = False
+    attention: Literal["causal", "documents"] = "causal"  # over the whole row, or within each document of it
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What to train on; `tokenizer` is `bytes` or the path of a `tokenizer.json`."""
+
+    name: Literal["stdlib", "text", "synthetic"] = "stdlib"
+    files: tuple[str, ...] = ()
+    documents: Positive = 2000  # of the synthetic corpus
+    tokenizer: str = "bytes"
+    eval_fraction: OpenFraction = 0.05  # of the documents, held out
+    seed: Count = 0
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How much to train; `dtype` is that of the master weights."""
+
+    steps: Positive = 80
+    seq_len: Annotated[int, Must("be at least 2, a token and the one it predicts", lambda n: n >= 2)] = 256
+    global_batch_size: Positive = 16  # sequences a step, all ranks together
+    microbatches: Positive = 1
+    seed: Count = 0
+    deterministic: bool = False
+    dtype: Dtype = "float32"
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """The update; what is left unset here is plain: no decay, no momentum, no clip (`max_norm` null)."""
+
+    name: Literal["adamw", "adamw8bit", "adamwfp8", "sgd"] = "adamw"  # with moments in eight bits: torchao's formats
+    lr: NonNegativeFloat = 1e-3
+    betas: tuple[OpenFraction, OpenFraction] = (0.9, 0.999)  # adamw's
+    eps: PositiveFloat = 1e-8  # adamw's
+    momentum: OpenFraction = 0.0  # sgd's
+    weight_decay: NonNegativeFloat = 0.0
+    max_norm: PositiveFloat | None = None
+    state: Dtype | None = None  # of moments; null: that of the parameters
+    block: Positive = 256  # entries that share a scale, where moments are in eight bits
+    stochastic_rounding: bool = False  # of updated bf16 parameters
+
+
+@dataclass(frozen=True)
+class LrScheduleConfig:
+    """Linear warm-up to `optim.lr`, then down to `min_ratio * optim.lr` at `train.steps`."""
+
+    name: Literal["constant", "cosine", "linear"] = "constant"
+    warmup_steps: Count = 0
+    min_ratio: Fraction = 0.0
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Ranks along each axis; at most one axis is -1, the ranks that the others leave."""
+
+    pp: AxisSize = 1
+    dp_replicate: AxisSize = 1
+    dp_shard: AxisSize = -1
+    cp: AxisSize = 1
+    tp: AxisSize = 1
+    ep: AxisSize = 1
+
+
+@dataclass(frozen=True)
+class CastConfig:
+    """Dtype in which parameters are used and gradients are reduced; null keeps the master weights' own.
+
+    `ops` are patterns of operators and the least dtype they compute in, `modules` of modules and theirs.
+    """
+
+    param_dtype: Dtype | None = None
+    reduce_dtype: Dtype | None = None
+    output_dtype: Dtype | None = None  # of what the model hands to the loss
+    ops: dict[str, Dtype] = field(default_factory=OPS.copy)
+    modules: dict[str, Dtype] = field(default_factory=dict)
+    float8: Literal["tensorwise", "rowwise"] | None = None  # how linear layers are scaled, if they are in float8
+    float8_skip: tuple[str, ...] = ()  # modules that are not
+    float8_min_size: Positive = 16  # of both dims of a weight
+    float8_head: bool = False  # whether the last linear layer is
+
+
+@dataclass(frozen=True)
+class ShardConfig:
+    """How parameters are sharded; `plan` maps a pattern of parameter names to {axis: dim}."""
+
+    plan: dict[str, dict[str, int]] | None = None
+    sequence_parallel: bool = True
+    strict: bool = False
+    min_shard_elements: Positive = 1  # a smaller parameter stays replicated on dp_shard
+
+
+@dataclass(frozen=True)
+class ContextConfig:
+    """How attention runs over a sequence that `mesh.cp` shards; auto: what sends least (`passes/context`)."""
+
+    method: Literal["auto", "ring", "all_gather", "ulysses", "hybrid"] = "auto"
+
+
+@dataclass(frozen=True)
+class RematConfig:
+    """What the backward recomputes; `regather` gathers parameters again for it (ZeRO-3, else ZeRO-2).
+
+    `save` lists the operators whose results `selective` keeps; `modules` and `ops` say otherwise of some, by patterns.
+    """
+
+    policy: Literal["none", "full", "selective", "every_n", "budget", "offload"] = "none"
+    regather: bool = True
+    save: tuple[str, ...] = SAVE
+    every_n: Positive = 2  # `every_n` recomputes every n-th layer
+    budget_gib: PositiveFloat | None = None  # peak memory of a rank, state included
+    headroom: OpenFraction = 0.04  # share of it left free: Inductor's buffers come out up to 3 % above the estimate
+    modules: dict[str, Literal["save", "recompute", "offload"]] = field(default_factory=dict)
+    ops: dict[str, Literal["save", "recompute", "offload"]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """How collectives are merged (0 MiB: none are), and how many layers ahead they start (0: the order stays)."""
+
+    bucket_mib: NonNegativeFloat = 25.0
+    ahead: Count = 1
+
+
+@dataclass(frozen=True)
+class PassesConfig:
+    """Options of each pass, and how much of its result is verified."""
+
+    cast: CastConfig = field(default_factory=CastConfig)
+    shard: ShardConfig = field(default_factory=ShardConfig)
+    context: ContextConfig = field(default_factory=ContextConfig)
+    remat: RematConfig = field(default_factory=RematConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    verify: Literal["off", "spec", "numeric"] = "spec"
+
+
+@dataclass(frozen=True)
+class LowerConfig:
+    """What runs the final graph."""
+
+    backend: Literal["inductor", "eager"] = "inductor"
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """A checkpoint every `interval` steps and after the last; `resume` is a checkpoint folder or `latest`."""
+
+    enabled: bool = True
+    interval: Positive = 500
+    keep: Positive = 2
+    dir: str | None = None  # null: checkpoints/ in the run folder
+    resume: str | None = None
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Held-out loss over `batches` global batches every `interval` steps; 0 never evaluates."""
+
+    interval: Count = 50
+    batches: Positive = 4
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where the run's files go, by default a new folder named by the local time, and what is written there.
+
+    `profile` records steps 3 to 5 of rank 0 as trace.json.gz, to be opened in Perfetto.
+    """
+
+    dir: str = field(default_factory=lambda: datetime.now().strftime("runs/%Y-%m-%d_%H-%M-%S"))
+    dump_graphs: bool = True
+    profile: bool = False
+    dry: bool = False  # compile for the mesh and predict what `cluster` would make of it; nothing is run
+
+
+@dataclass(frozen=True)
+class ByDtype:
+    """A number for products of matrices in each dtype."""
+
+    float32: PositiveFloat
+    bfloat16: PositiveFloat
+    float8: PositiveFloat
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """The machines that a dry run predicts for; the defaults are `h100`. Rates are of one GPU, links of one direction.
+
+    An efficiency is the share of a peak that is reached; docs/07-prediction.md has the sources.
+    """
+
+    name: str = "h100"
+    gpus: Positive | None = None  # how many there are; null: as many as the mesh has ranks
+    gpus_per_node: Positive = 8
+    hbm_gib: PositiveFloat = 80.0
+    hbm_gb_s: PositiveFloat = 3350.0
+    hbm_efficiency: ShareOfPeak = 0.9
+    peak_tflops: ByDtype = ByDtype(67.0, 989.0, 1979.0)
+    matmul_efficiency: ByDtype = ByDtype(0.8, 0.8, 0.73)
+    attention_efficiency: ShareOfPeak = 0.35  # of the bfloat16 peak
+    kernel_us: NonNegativeFloat = 2.0  # added to every kernel
+    intra_gb_s: PositiveFloat = 370.0  # reached between GPUs of a node
+    intra_us: NonNegativeFloat = 3.4  # added to every hop
+    inter_gb_s: PositiveFloat = 48.5  # reached between nodes
+    inter_us: NonNegativeFloat = 14.0
+
+
+@dataclass(frozen=True)
+class Config:
+    """All options of one run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    lr_schedule: LrScheduleConfig = field(default_factory=LrScheduleConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    passes: PassesConfig = field(default_factory=PassesConfig)
+    lower: LowerConfig = field(default_factory=LowerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+
+# The option at fault, what must hold, what is said if it does not.
+CHECKS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
+    (
+        "model.n_heads",
+        lambda c: c.model.dim % (2 * c.model.n_heads) == 0,
+        "{c.model.n_heads} heads do not split model.dim={c.model.dim} into equal heads of even size; change either",
+    ),
+    (
+        "model.n_kv_heads",
+        lambda c: c.model.n_heads % c.model.n_kv_heads == 0,
+        "{c.model.n_kv_heads} does not divide model.n_heads={c.model.n_heads}; use one of its divisors",
+    ),
+    (
+        "data.files",
+        lambda c: bool(c.data.files) == (c.data.name == "text"),
+        "{c.data.files} with data={c.data.name}; files go with data=text, and it needs at least one",
+    ),
+    (
+        "train.microbatches",
+        lambda c: c.train.global_batch_size % c.train.microbatches == 0,
+        "{c.train.microbatches} does not divide train.global_batch_size={c.train.global_batch_size}; change either",
+    ),
+    (
+        "passes.remat.budget_gib",
+        lambda c: (c.passes.remat.policy == "budget") == (c.passes.remat.budget_gib is not None),
+        "{c.passes.remat.budget_gib} with passes.remat.policy={c.passes.remat.policy}; a budget goes with "
+        "policy=budget, which needs one",
+    ),
+    (
+        "optim.momentum",
+        lambda c: c.optim.name == "sgd" or c.optim.momentum == 0,
+        "{c.optim.momentum} means nothing to {c.optim.name}; use optim=sgd or leave it 0",
+    ),
+    (
+        "optim.state",
+        lambda c: c.optim.state is None or c.optim.name not in EIGHT_BITS,
+        "{c.optim.state} with optim={c.optim.name}, which has its own; leave it null",
+    ),
+    (
+        "lr_schedule.warmup_steps",
+        lambda c: c.lr_schedule.warmup_steps <= c.train.steps,
+        "{c.lr_schedule.warmup_steps} is more than train.steps={c.train.steps}; change either",
+    ),
+    (
+        "eval.interval",
+        lambda c: c.eval.interval == 0 or c.data.eval_fraction > 0,
+        "{c.eval.interval}, but data.eval_fraction=0 holds nothing out; set eval.interval=0 or a fraction",
+    ),
+    (
+        "passes.remat.policy",
+        lambda c: not (c.run.dry and c.passes.remat.policy == "offload"),
+        "{c.passes.remat.policy} with run.dry=true, which cannot predict copies to host memory; use another policy",
+    ),
+)
+
+
+def validate(cfg: Config, world_size: int) -> Config:
+    """`cfg` with the mesh resolved for `world_size` ranks; raises UserError where two options cannot hold together."""
+    for where, holds, message in CHECKS:
+        if not holds(cfg):
+            raise UserError(where, message.format(c=cfg))
+    return dataclasses.replace(cfg, mesh=resolve_mesh(cfg.mesh, world_size))
+
+
+def dry_world_size(cfg: Config) -> int:
+    """The ranks that a dry run is for: `cluster.gpus`, or the product of the mesh; raises UserError if neither says."""
+    if cfg.cluster.gpus is not None:
+        return cfg.cluster.gpus
+    sizes = dataclasses.asdict(cfg.mesh)
+    if open_axes := [axis for axis, size in sizes.items() if size == -1]:
+        fix = f"set mesh.{open_axes[0]}, or cluster.gpus to how many there are"
+        raise UserError(f"mesh.{open_axes[0]}", f"-1 takes the ranks that are left, and a dry run starts none; {fix}")
+    return math.prod(sizes.values())
+
+
+def resolve_mesh(mesh: MeshConfig, world_size: int) -> MeshConfig:
+    """`mesh` with its -1 filled in; raises UserError unless its sizes multiply to `world_size`."""
+    sizes = dataclasses.asdict(mesh)
+    for axis, what in UNSUPPORTED_AXES.items():
+        if sizes[axis] != 1:
+            raise UserError(f"mesh.{axis}", f"{sizes[axis]}, but {what} is not built yet; use 1")
+    open_axes = [axis for axis, size in sizes.items() if size == -1]
+    if len(open_axes) > 1:
+        raise UserError(f"mesh.{open_axes[1]}", f"-1, and so is mesh.{open_axes[0]}; only one axis can take the rest")
+    product = math.prod(size for size in sizes.values() if size != -1)
+    fits = world_size % product == 0 if open_axes else world_size == product
+    if not fits:
+        stated = "*".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "every axis=1"
+        largest = max(sizes, key=lambda axis: (sizes[axis], axis == "dp_shard"))
+        needed = f"a multiple of {product} ranks" if open_axes else f"{product} ranks"
+        raise UserError("mesh", f"{stated} needs {needed}, not {world_size}; change mesh.{largest} or start {needed}")
+    return dataclasses.replace(mesh, **{axis: world_size // product for axis in open_axes})
+
+
+def save(cfg: Config, path: str | Path) -> None:
+    """Write `cfg` as YAML that `load` reads back."""
+    OmegaConf.save(OmegaConf.create(dataclasses.asdict(cfg)), path)
+
+
+def load(path: str | Path) -> Config:
+    """The config saved at `path`; raises UserError naming the file or the option at fault."""
+    try:
+        mapping = OmegaConf.to_container(OmegaConf.load(path))
+    except (OSError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise UserError(str(path), f"cannot be read as a config: {' '.join(str(error).split())}") from error
+    return build(Config, mapping)

@@ -1,0 +1,1 @@
+"""Runs that train nothing: compiled and predicted."""

@@ -1,0 +1,215 @@
+"""A run that is only compiled: what one rank of the mesh would hold, send, compute and take, on a described cluster.
+
+The programs are those of training, built for one rank of any mesh from weights on the meta device: no process group, no
+data, nothing lowered and nothing run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compiler_trainer import models
+from compiler_trainer.config.schema import (
+    CheckpointConfig,
+    ClusterConfig,
+    Config,
+    ModelConfig,
+    dry_world_size,
+    validate,
+)
+from compiler_trainer.pipeline import DTYPES, build_pipeline
+from compiler_trainer.planning.dry_table import show
+from compiler_trainer.step.programs import Captured, Compilation, mesh_of, one_microbatch
+from compiler_trainer.step.step import state_name
+from compiler_trainer.training import folder
+from compiler_trainer.training.progress import say, say_contents
+from compiler_trainer.training.trainer import train
+from passes.check.runner import Dumper, Observer
+from passes.cost.cluster import Cluster, Link
+from passes.cost.predict import Prediction, Timeline, longest, predict
+
+STORED = ("parameter", "buffer", "moment", "gradient")
+LONGEST = 15  # kernels and collectives named in the report
+
+
+def outcome(cfg: Config) -> float:
+    """Train; the loss that it ends with. With `run.dry` compile only; the predicted milliseconds of a step."""
+    return dry_run(cfg)["predicted"]["step_ms"] if cfg.run.dry else train(cfg)
+
+
+def dry_run(cfg: Config) -> dict[str, Any]:
+    """Compile and predict as `cfg` says, into its run folder; the report that is also written there.
+
+    Raises UserError, with nothing written, on bad input.
+    """
+    cfg = validate(cfg, dry_world_size(cfg))
+    folder.check(dataclasses.replace(cfg, checkpoint=CheckpointConfig(enabled=False)), None, 0)
+    say(f"dry run of {cfg.model.name}, {mesh_of(cfg.mesh).world_size:,} ranks, on {cfg.cluster.name}")
+    with folder.graphs_of(cfg) as graphs:
+        compiled = compile_dry(cfg, Dumper(graphs) if graphs else None)
+    report = compiled.report | predict_step(cfg, compiled)
+    folder.create(cfg, report)
+    show(cfg, report)
+    say_contents(Path(cfg.run.dir))
+    return report
+
+
+@dataclass(frozen=True)
+class DryStep:
+    """The programs of a training step, not lowered, and what each pass reported."""
+
+    programs: Mapping[str, Captured]
+    report: dict[str, Any]
+
+    def costs(self, name: str) -> dict[str, Any]:
+        """What the last pass of a program left it to cost (`passes.cost.accounting.Accounting`)."""
+        return [done for done in self.report["passes"] if done["program"] == name][-1]["accounting"]
+
+
+def compile_dry(cfg: Config, observe: Observer | None) -> DryStep:
+    """The programs that training would lower."""
+    model = models.build(cfg.model).to(DTYPES[cfg.train.dtype])
+    rows, length = cfg.train.global_batch_size, cfg.train.seq_len
+    batch = {key: torch.empty(rows, length, dtype=torch.int64, device="meta") for key in models.INPUTS}
+    masters = {name: p.dtype for name, p in model.named_parameters()}
+    work = Compilation(
+        model,
+        models.loss_fn,
+        one_microbatch(batch, cfg.train.microbatches),
+        mesh_of(cfg.mesh),
+        build_pipeline(cfg.passes, cfg.optim, masters, cfg.train.microbatches),
+        cfg.passes,
+        torch.device("cpu"),  # kernels of other devices cannot be traced where they are not; shapes are the same
+        observe,
+    )
+    programs = work.train(work.run("forward", work.pipeline.forward, work.capture()))
+    return DryStep(programs, work.report.finish())
+
+
+# ---- the prediction -----------------------------------------------------------------------------------
+
+
+def predict_step(cfg: Config, step: DryStep) -> dict[str, Any]:
+    """`predicted`, what it is made of as `prediction`, and the `timeline` of each program."""
+    cluster = cluster_of(cfg.cluster)
+    found = {name: predict(*captured, cluster) for name, captured in step.programs.items()}
+    runs = {name: cfg.train.microbatches if name == "accumulate" else 1 for name in found}
+    timelines = {name: p.timeline for name, p in found.items()}
+    step_s = sum(runs[name] * timeline.step_s for name, timeline in timelines.items())
+    memory = peak_memory(step)
+    return {
+        "predicted": {"peak_mem_bytes": memory["bytes"], **speed(cfg, step_s)},
+        "prediction": {
+            "cluster": dataclasses.asdict(cfg.cluster),
+            "ranks": mesh_of(cfg.mesh).world_size,
+            "memory": memory | {"fits": memory["bytes"] <= cfg.cluster.hbm_gib * 2**30},
+            "flops": added((step.costs(name)["flops"], runs[name]) for name in found),
+            "model_flops_per_token": model_flops_per_token(cfg.model, cfg.train.seq_len),
+            "sent_bytes": sent_bytes(found, runs),
+            **spent(timelines, runs),
+            "longest": [event for name, timeline in timelines.items() for event in events(name, timeline, LONGEST)],
+        },
+        "timeline": [event for name, timeline in timelines.items() for event in events(name, timeline)],
+    }
+
+
+def cluster_of(cfg: ClusterConfig) -> Cluster:
+    """The cluster in bytes, FLOPs and seconds, with the rates that are reached."""
+    peak, efficiency = (dataclasses.asdict(rates) for rates in (cfg.peak_tflops, cfg.matmul_efficiency))
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.float8_e4m3fn}
+    return Cluster(
+        gpus_per_node=cfg.gpus_per_node,
+        matmul_flops_per_s={dtype: 1e12 * peak[name] * efficiency[name] for name, dtype in dtypes.items()},
+        attention_flops_per_s=1e12 * cfg.peak_tflops.bfloat16 * cfg.attention_efficiency,
+        hbm_bytes_per_s=1e9 * cfg.hbm_gb_s * cfg.hbm_efficiency,
+        kernel_s=1e-6 * cfg.kernel_us,
+        intra=Link(1e9 * cfg.intra_gb_s, 1e-6 * cfg.intra_us),
+        inter=Link(1e9 * cfg.inter_gb_s, 1e-6 * cfg.inter_us),
+    )
+
+
+def model_flops_per_token(model: ModelConfig, seq_len: int) -> int:
+    """FLOPs that a token takes, forward and backward, without recomputation: 6 N + 12 L D T (PaLM, appendix B).
+
+    N leaves out the embedding, which is looked up and not multiplied (unless it is the head as well).
+    """
+    parameters = {name: p.numel() for name, p in models.build(model).named_parameters()}
+    looked_up = 0 if model.tied else parameters["tok_embeddings.weight"]
+    return 6 * (sum(parameters.values()) - looked_up) + 12 * model.n_layers * model.dim * seq_len
+
+
+def speed(cfg: Config, step_s: float) -> dict[str, float]:
+    """Time of a step, throughput, and MFU: of the peak in the dtype of computation, products in float8 or not."""
+    tokens = cfg.train.global_batch_size * cfg.train.seq_len / mesh_of(cfg.mesh).world_size
+    computed = cfg.passes.cast.param_dtype or cfg.train.dtype
+    peak = 1e12 * getattr(cfg.cluster.peak_tflops, computed)
+    mfu = model_flops_per_token(cfg.model, cfg.train.seq_len) * tokens / step_s / peak
+    return {"step_ms": 1e3 * step_s, "tokens_per_s_per_gpu": tokens / step_s, "mfu": mfu}
+
+
+def peak_memory(step: DryStep) -> dict[str, Any]:
+    """Most bytes alive on a rank, where and what: in the program that needs most, state of the others beside it."""
+    state = {name: stored_bytes(captured) for name, captured in step.programs.items()}
+    everything = {key: size for own in state.values() for key, size in own.items()}
+
+    def needed(name: str) -> dict[str, Any]:
+        costs = step.costs(name)
+        beside = sum(size for key, size in everything.items() if key not in state[name])
+        kinds = costs["alive"] | ({"state of other programs": beside} if beside else {})
+        at = {"program": name, "node": costs["peak_node"], "line": costs["peak_line"]}
+        return {"bytes": costs["peak_bytes"] + beside, **at, "kinds": kinds}
+
+    return max(map(needed, step.programs), key=lambda found: found["bytes"])
+
+
+def stored_bytes(captured: Captured) -> dict[str, int]:
+    """Bytes of the state that a program reads, by its name."""
+    given = zip(captured.program.inputs, captured.program.placeholders(), strict=True)
+    return {state_name(i): node.meta["val"].nbytes for i, node in given if i.kind in STORED}
+
+
+def sent_bytes(found: Mapping[str, Prediction], runs: Mapping[str, int]) -> dict[str, dict[str, int]]:
+    """Bytes that a rank sends in a step, by axis and link."""
+    total: dict[str, dict[str, int]] = {}
+    for name, prediction in found.items():
+        for (axis, link), size in prediction.sent_bytes.items():
+            links = total.setdefault(axis, {"intra": 0, "inter": 0})
+            links[link] += round(runs[name] * size)
+    return total
+
+
+def spent(timelines: Mapping[str, Timeline], runs: Mapping[str, int]) -> dict[str, Any]:
+    """Milliseconds of a step that are computed, and that each axis keeps the rank waiting."""
+    computed = sum(runs[name] * timeline.compute_s for name, timeline in timelines.items())
+    exposed = added((timeline.exposed_s, runs[name]) for name, timeline in timelines.items())
+    return {"compute_ms": 1e3 * computed, "exposed_ms": {axis: 1e3 * s for axis, s in exposed.items()}}
+
+
+def added(parts: Any) -> dict[str, Any]:
+    """The sum of tables of numbers, each taken some times."""
+    total: Counter[str] = Counter()
+    for table, times in parts:
+        total.update({key: times * value for key, value in table.items()})
+    return dict(total)
+
+
+def events(program: str, timeline: Timeline, count: int | None = None) -> list[dict[str, Any]]:
+    """The events of a program in milliseconds from its start: all, or so many of the longest."""
+    chosen = timeline.events if count is None else longest(timeline, count)
+    return [
+        {
+            "program": program,
+            "node": event.node,
+            "stream": event.stream,
+            "start_ms": round(1e3 * event.start_s, 4),
+            "end_ms": round(1e3 * event.end_s, 4),
+        }
+        for event in chosen
+    ]

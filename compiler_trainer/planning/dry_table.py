@@ -1,0 +1,53 @@
+"""What a dry run says on the console."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+from compiler_trainer.config.schema import Config
+
+
+def show(cfg: Config, report: dict[str, Any]) -> None:
+    """Print the prediction as three tables: speed, memory, communication."""
+    console = Console(file=sys.stdout)
+    for table in (speed(report), memory(cfg, report), communication(report)):
+        console.print(table)
+
+
+def speed(report: dict[str, Any]) -> Table:
+    """Time and throughput, and where the time goes."""
+    table = Table("", "a rank", title="step")
+    predicted, made_of = report["predicted"], report["prediction"]
+    table.add_row("step, ms", f"{predicted['step_ms']:,.1f}")
+    table.add_row("tokens/s/GPU", f"{predicted['tokens_per_s_per_gpu']:,.0f}")
+    table.add_row("MFU", f"{predicted['mfu']:.1%}")
+    table.add_row("computing, ms", f"{made_of['compute_ms']:,.1f}")
+    for axis in made_of["sent_bytes"]:
+        table.add_row(f"waiting for {axis}, ms", f"{made_of['exposed_ms'].get(axis, 0):,.1f}")
+    return table
+
+
+def memory(cfg: Config, report: dict[str, Any]) -> Table:
+    """What is alive at the peak."""
+    found = report["prediction"]["memory"]
+    verdict = "fits" if found["fits"] else "DOES NOT FIT"
+    unit, scale = ("GiB", 2**30) if found["bytes"] >= 2**30 else ("MiB", 2**20)
+    table = Table("at the peak", f"{unit} a rank", title=f"memory: {verdict} {cfg.cluster.hbm_gib:g} GiB")
+    for kind, size in sorted(found["kinds"].items(), key=lambda item: -item[1]):
+        table.add_row(kind, f"{size / scale:,.2f}")
+    table.add_section()
+    table.add_row(f"all, at %{found['node']} ({found['line']})", f"{found['bytes'] / scale:,.2f}")
+    return table
+
+
+def communication(report: dict[str, Any]) -> Table:
+    """Bytes that a rank sends in a step."""
+    table = Table("axis", "in its node", "to other nodes", title="sent by a rank")
+    for axis, links in report["prediction"]["sent_bytes"].items():
+        table.add_row(axis, decimal(links["intra"]), decimal(links["inter"]))
+    return table

@@ -1,0 +1,1 @@
+"""One optimizer step: compiled, started and run."""

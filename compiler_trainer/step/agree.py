@@ -1,0 +1,33 @@
+"""Before anything runs, all ranks must hold the same program: a difference is shown, not waited on."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+
+import torch.distributed as dist
+
+from passes.program import ir
+from passes.program.printer import print_program
+
+SHOWN = 20  # lines of difference
+
+
+def agree(name: str, program: ir.Program) -> None:
+    """Compare the program's text over all ranks; raises RuntimeError with the first lines that differ from rank 0's."""
+    text = print_program(program)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    digests: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(digests, digest)
+    if len(set(digests)) == 1:
+        return
+    texts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(texts, text)
+    other = next(rank for rank, d in enumerate(digests) if d != digests[0])
+    raise RuntimeError(f"{name}: ranks disagree on the program\n{difference(texts[0], texts[other], other)}")
+
+
+def difference(first: str, second: str, rank: int) -> str:
+    """The first lines in which two program texts differ."""
+    lines = difflib.unified_diff(first.splitlines(), second.splitlines(), "rank 0", f"rank {rank}", n=1, lineterm="")
+    return "\n".join(list(lines)[:SHOWN])

@@ -1,0 +1,139 @@
+"""From a plain model to a training step: capture, passes, lowering, and the state on its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from compiler_trainer.capture.capture import LossFn
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.options import build
+from compiler_trainer.config.schema import LowerConfig, MeshConfig, OptimConfig, PassesConfig
+from compiler_trainer.pipeline import build_pipeline
+from compiler_trainer.step.programs import Captured, Compilation, Reporter, mesh_of, one_microbatch
+from compiler_trainer.step.runtime import LockstepRanks, ProcessRanks, Runtime
+from compiler_trainer.step.step import Compiled, State, Step, state_name, stored
+from passes.check.runner import Observer
+from passes.program import ir
+from passes.program.mesh import Mesh
+from passes.program.spec import shard
+
+T = TypeVar("T")
+
+
+def compile_step(
+    model: nn.Module,
+    loss_fn: LossFn,
+    example_batch: Mapping[str, Tensor],
+    *,
+    mesh: Mapping[str, int] | MeshConfig | None = None,
+    optim: Mapping[str, Any] | OptimConfig | None = None,
+    passes: Mapping[str, Any] | PassesConfig | None = None,
+    lower: Mapping[str, Any] | LowerConfig | None = None,
+    microbatches: int = 1,
+    seed: int = 0,
+    ranks: Literal["processes", "lockstep"] = "processes",
+    initial: Iterable[tuple[str, Tensor]] | None = None,
+    device: torch.device | str = "cpu",
+    observe: Observer | None = None,
+) -> Step:
+    """Compile forward, loss, backward, clip and optimizer of a plain model into one step over a mesh.
+
+    `example_batch` holds tensors of GLOBAL shape, whose rows are split into `microbatches`. `initial` gives full
+    values of parameters and buffers (by default the model's own, which must then be real). `seed` keys random
+    operators such as dropout, which are off in evaluation: that is captured in eval mode. With "processes"
+    torch.distributed is up and this process is one rank; with "lockstep" all ranks are interpreted here.
+    Raises UserError naming what is at fault.
+    """
+    update, options = _typed(OptimConfig, optim, "optim"), _typed(PassesConfig, passes, "passes")
+    named = mesh_of(mesh)
+    runtime = _runtime(ranks, named, _typed(LowerConfig, lower or _default_lower(ranks), "lower"))
+    device = torch.device(device)
+    batch, masters = one_microbatch(example_batch, microbatches), {n: p.dtype for n, p in model.named_parameters()}
+    pipeline, values = build_pipeline(options, update, masters, microbatches), _initial_values(model, initial)
+    values = list(values) if options.verify == "numeric" else values  # all at once: for small models
+    scalars = {"lr": torch.tensor(update.lr), "seed": torch.tensor(seed)}
+    whole = {**dict(values), **batch, **scalars} if options.verify == "numeric" else None
+    work = Compilation(model, loss_fn, batch, named, pipeline, options, device, observe, whole)
+    single = work.capture()
+    forward = work.run("forward", pipeline.forward, single)
+    programs = work.train(forward) | {"evaluate": work.evaluate(single, forward)}
+    laid_out, report = forward.program.mesh, work.report  # the mesh as placement has it
+    state = initial_state([c.program for c in programs.values()], runtime, laid_out, device, values)
+    compiled = lower_all(programs, runtime, report)
+    evaluation = compiled.pop("evaluate")
+    return Step(runtime, laid_out, compiled, evaluation, state, update.lr, seed, microbatches, device, report.finish())
+
+
+def lower_all(programs: Mapping[str, Captured], runtime: Runtime, report: Reporter) -> dict[str, Compiled]:
+    """Something to call for each program."""
+    return {
+        name: Compiled(c.program, report.time(f"{name}.lower", partial(runtime.compile, name, *c)))
+        for name, c in programs.items()
+    }
+
+
+def initial_state(
+    programs: Iterable[ir.Program],
+    runtime: Runtime,
+    mesh: Mesh,
+    device: torch.device,
+    values: Iterable[tuple[str, Tensor]],
+) -> dict[str, State]:
+    """Local state of the ranks here for every stored input: given values, zero moments and accumulators."""
+    needed: dict[str, tuple[ir.Input, Tensor]] = {}
+    for program in programs:
+        for given, node in zip(program.inputs, program.placeholders()):
+            if given.kind in ("parameter", "buffer", "moment", "gradient"):
+                needed.setdefault(state_name(given), (given, ir.example(node)))
+    state = {}
+    for name, full in values:
+        if (key := f"model.{name}") in needed:
+            given, example = needed.pop(key)
+            if tuple(full.shape) != given.spec.shape:
+                raise UserError(name, f"initial value has shape {tuple(full.shape)}, the model has {given.spec.shape}")
+            spec = stored(given)
+            state[key] = State(
+                spec,
+                {
+                    rank: shard(full.detach().to(device, example.dtype), spec, mesh, mesh.coordinates(rank))
+                    for rank in runtime.ranks
+                },
+            )
+    if missing := [name for name, (given, _) in needed.items() if given.kind in ("parameter", "buffer")]:
+        raise UserError(missing[0].removeprefix("model."), "has no initial value; give real weights or `initial`")
+    for name, (given, example) in needed.items():
+        zeros = {rank: torch.zeros(example.shape, dtype=example.dtype, device=device) for rank in runtime.ranks}
+        state[name] = State(stored(given), zeros)
+    return state
+
+
+def _initial_values(model: nn.Module, initial: Iterable[tuple[str, Tensor]] | None) -> Iterable[tuple[str, Tensor]]:
+    if initial is not None:
+        yield from initial
+        return
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not tensor.is_meta:
+            yield name, tensor
+
+
+def _typed(cls: type[T], given: Any, where: str) -> T:
+    return given if isinstance(given, cls) else build(cls, dict(given or {}), where)
+
+
+def _default_lower(ranks: str) -> dict[str, str]:
+    return {"backend": "eager" if ranks == "lockstep" else "inductor"}
+
+
+def _runtime(ranks: str, mesh: Mesh, lower: LowerConfig) -> Runtime:
+    if ranks == "processes":
+        return ProcessRanks(mesh, lower)
+    if ranks != "lockstep":
+        raise UserError("ranks", f"is {ranks!r}; must be 'processes' or 'lockstep'")
+    if lower.backend != "eager":
+        raise UserError("lower.backend", f"is {lower.backend!r}, but lockstep ranks are interpreted; use 'eager'")
+    return LockstepRanks(mesh)

@@ -1,0 +1,142 @@
+"""From a plain model to the programs that every rank runs, not yet lowered: what training and a dry run share."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from compiler_trainer.capture.capture import LossFn, capture
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import MeshConfig, PassesConfig
+from compiler_trainer.pipeline import DTYPES, Passes, Pipeline
+from passes.check.runner import Observer, PassRecord, run_passes
+from passes.program import ir
+from passes.program.mesh import Mesh
+from passes.sharding.normalize import drops
+
+T = TypeVar("T")
+
+
+class Captured(NamedTuple):
+    """A program and the context its values live in."""
+
+    program: ir.Program
+    ctx: ir.Context
+
+
+class Reporter:
+    """Collects what every pass did and how long compilation took."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.passes: list[dict[str, Any]] = []
+
+    def add(self, stage: str, records: Iterable[PassRecord]) -> None:
+        """Record the passes of one program."""
+        for record in records:
+            self.seconds[f"{stage}.{record.name}"] = record.seconds
+            self.passes.append({"program": stage, **record.as_dict()})
+
+    def time(self, name: str, work: Callable[[], T]) -> T:
+        """Do something and record how long it took."""
+        started = time.perf_counter()
+        done = work()
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+        return done
+
+    def finish(self) -> dict[str, Any]:
+        """The report: seconds by pass, and each pass's counts, notes, communication and memory."""
+        return {"seconds": {name: round(s, 4) for name, s in self.seconds.items()}, "passes": self.passes}
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """One model on its way through a pipeline; `batch` is one microbatch of global shapes.
+
+    `whole` are the inputs on which `passes.verify=numeric` runs each program.
+    """
+
+    model: nn.Module
+    loss_fn: LossFn
+    batch: Mapping[str, Tensor]
+    mesh: Mesh
+    pipeline: Pipeline
+    options: PassesConfig
+    device: torch.device
+    observe: Observer | None = None
+    whole: Mapping[str, Tensor] | None = None
+    report: Reporter = field(default_factory=Reporter)
+
+    def capture(self) -> Captured:
+        """The model and its loss on one device."""
+        dtype = DTYPES[self.options.cast.param_dtype]
+        program, ctx = self.report.time(
+            "capture", lambda: capture(self.model, self.loss_fn, self.batch, self.device, dtype)
+        )
+        return Captured(dataclasses.replace(program, mesh=self.mesh), ctx)
+
+    def run(self, stage: str, steps: Passes, given: Captured) -> Captured:
+        """A program after some passes; raises UserError where one refuses the model or an option."""
+        how: dict[str, Any] = {"verify": self.options.verify, "observe": self.observe, "inputs": self.whole}
+        try:
+            program, records = run_passes(stage, steps, given.program, given.ctx, **how)
+        except ir.Refused as error:
+            raise UserError(*str(error).split(": ", 1)) from error
+        self.report.add(stage, records)
+        return Captured(program, given.ctx)
+
+    def train(self, forward: Captured) -> dict[str, Captured]:
+        """The programs of a training step, by name, from the forward that every rank runs."""
+        return {name: self.run(name, steps, forward) for name, steps in self.pipeline.train.items()}
+
+    def evaluate(self, single: Captured, forward: Captured) -> Captured:
+        """The program of evaluation: the forward, captured anew where it is another in eval mode."""
+        if depends_on_mode(single.program):
+            with evaluating(self.model):
+                forward = self.run("forward_eval", self.pipeline.forward, self.capture())
+        return self.run("evaluate", self.pipeline.evaluate, forward)
+
+
+def depends_on_mode(program: ir.Program) -> bool:
+    """Whether the captured forward may be another in eval mode: it drops out, or changes buffers."""
+    return any(o.kind == "buffer" for o in program.outputs) or any(drops(node) for node in program.calls())
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode, each module's own mode restored afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def mesh_of(given: Mapping[str, int] | MeshConfig | None) -> Mesh:
+    """The mesh of a configuration; raises UserError on an axis or a size that there is not."""
+    sizes = dataclasses.asdict(given) if isinstance(given, MeshConfig) else dict(given or {})
+    try:
+        return Mesh.of(sizes)
+    except ValueError as error:
+        raise UserError("mesh", str(error)) from error
+
+
+def one_microbatch(batch: Mapping[str, Tensor], microbatches: int) -> dict[str, Tensor]:
+    """The first rows of a batch: its shapes are those that are compiled."""
+    if microbatches < 1:
+        raise UserError("microbatches", f"is {microbatches}; must be at least 1")
+    for key, value in batch.items():
+        if value.shape[0] % microbatches:
+            raise UserError(
+                "microbatches", f"{microbatches} does not divide the {value.shape[0]} rows of batch[{key!r}]"
+            )
+    return {key: value[: value.shape[0] // microbatches] for key, value in batch.items()}

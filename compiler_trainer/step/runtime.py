@@ -1,0 +1,114 @@
+"""Where local programs run: this process is one rank of a torchrun job, or plays all ranks in lockstep."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import LowerConfig
+from compiler_trainer.step.agree import agree
+from passes.check.simulate import Lockstep
+from passes.cost.accounting import axis_of
+from passes.lower import BACKENDS, Executable
+from passes.program import ir
+from passes.program.mesh import Mesh
+from passes.program.torch_private import register_axis_group
+
+ByRank = Mapping[int, Sequence[Tensor]]
+
+
+class Runtime(Protocol):
+    """Compiles a program and runs it for the ranks that live here."""
+
+    ranks: tuple[int, ...]
+
+    def compile(self, name: str, program: ir.Program, ctx: ir.Context) -> Any: ...
+    def run(self, compiled: Any, inputs: ByRank) -> dict[int, tuple[Tensor, ...]]: ...
+    def all_locals(self, local: Mapping[int, Tensor]) -> list[Tensor]: ...
+
+
+class LockstepRanks:
+    """All ranks in this process, interpreted node by node."""
+
+    def __init__(self, mesh: Mesh):
+        self.mesh, self.ranks = mesh, tuple(range(mesh.world_size))
+
+    def compile(self, name: str, program: ir.Program, ctx: ir.Context) -> Lockstep:
+        """The simulator of a program."""
+        return Lockstep(program)
+
+    def run(self, compiled: Lockstep, inputs: ByRank) -> dict[int, tuple[Tensor, ...]]:
+        """Every rank's outputs."""
+        with torch.no_grad():
+            return dict(enumerate(compiled.run([inputs[rank] for rank in self.ranks])))
+
+    def all_locals(self, local: Mapping[int, Tensor]) -> list[Tensor]:
+        """The local tensors of all ranks, by rank."""
+        return [local[rank] for rank in self.ranks]
+
+
+class ProcessRanks:
+    """One rank of a job whose process group is up (or the only rank, without one)."""
+
+    def __init__(self, mesh: Mesh, lower: LowerConfig):
+        self.mesh, self.lower = mesh, lower
+        self.distributed = dist.is_initialized() and dist.get_world_size() > 1
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        if world_size != mesh.world_size:
+            raise UserError("mesh", f"{dict(mesh.sizes)} is for {mesh.world_size} ranks, {world_size} are running")
+        self.ranks: tuple[int, ...] = (rank,)
+        self.groups: dict[str, dist.ProcessGroup] = {}  # of the axes that programs name
+
+    def compile(self, name: str, program: ir.Program, ctx: ir.Context) -> Executable:
+        """Rank 0 compiles; the others take its artifact from the cache it hands them."""
+        lower = BACKENDS[self.lower.backend]
+        if not self.distributed:
+            return lower(program, ctx)
+        agree(name, program)
+        self.make_groups(program)
+        self.name_groups()
+        if self.lower.backend == "eager":
+            return lower(program, ctx)
+        (rank,) = self.ranks
+        compiled = lower(program, ctx) if rank == 0 else None
+        artifact = torch.compiler.save_cache_artifacts() if rank == 0 else None
+        parcel = [artifact[0] if artifact else None]
+        dist.broadcast_object_list(parcel, src=0)
+        if compiled is None:
+            if parcel[0] is not None:
+                torch.compiler.load_cache_artifacts(parcel[0])
+            compiled = lower(program, ctx)
+        return compiled
+
+    def run(self, compiled: Executable, inputs: ByRank) -> dict[int, tuple[Tensor, ...]]:
+        """This rank's outputs."""
+        (rank,) = self.ranks
+        self.name_groups()
+        return {rank: compiled(inputs[rank])}
+
+    def make_groups(self, program: ir.Program) -> None:
+        """Make the process groups of the axes that a program names first; every rank makes all, in its order."""
+        (rank,) = self.ranks
+        for axis in dict.fromkeys(filter(None, map(axis_of, program.calls()))):
+            if axis not in self.groups:
+                made = [(members, dist.new_group(members)) for members in self.mesh.groups(axis)]
+                self.groups[axis] = next(group for members, group in made if rank in members)
+
+    def name_groups(self) -> None:
+        """Register the groups under their axes' names: another step of this process may be of another mesh."""
+        for axis, group in self.groups.items():
+            register_axis_group(axis, group)
+
+    def all_locals(self, local: Mapping[int, Tensor]) -> list[Tensor]:
+        """The local tensors of all ranks, by rank; every rank must call it."""
+        (mine,) = local.values()
+        if not self.distributed:
+            return [mine]
+        found = [torch.empty_like(mine) for _ in range(self.mesh.world_size)]
+        dist.all_gather(found, mine.contiguous())
+        return found

@@ -1,0 +1,150 @@
+"""One optimizer step as a call: compiled programs, and the state that they change in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.step.runtime import Runtime
+from passes.program import ir
+from passes.program.mesh import Mesh
+from passes.program.spec import Spec, shard, unshard
+
+ByRank = dict[int, Tensor]
+
+
+@dataclass
+class State:
+    """A stored tensor: its placement, and the local tensor of every rank that lives here."""
+
+    spec: Spec
+    local: ByRank
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A program with what runs it."""
+
+    program: ir.Program
+    executable: Any
+
+
+class Step:
+    """Runs training steps on global batches; made by `compile_step`."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        mesh: Mesh,
+        train: Mapping[str, Compiled],
+        evaluation: Compiled,
+        state: dict[str, State],
+        lr: float,
+        seed: int,
+        microbatches: int,
+        device: torch.device,
+        report: dict[str, Any],
+    ):
+        self.runtime, self.mesh, self.ranks = runtime, mesh, runtime.ranks
+        self.train, self.evaluation, self.state = train, evaluation, state
+        self.lr, self.seed, self.microbatches = lr, seed, microbatches
+        self.device, self.report = device, report
+        self.places = {
+            rank: {axis: torch.tensor(at, device=device) for axis, at in mesh.coordinates(rank).items()}
+            for rank in self.ranks
+        }
+
+    def __call__(self, batch: Mapping[str, Tensor], lr: float | None = None) -> dict[str, float]:
+        """One optimizer step on a global batch: {"loss": mean over microbatches, "grad_norm": before clipping}."""
+        rate = self.lr if lr is None else lr
+        count = int(self.state["optim.step"].local[self.ranks[0]])
+        if self.microbatches == 1:
+            out = self.run(self.train["step"], batch, self.scalars(rate, count))
+            return {name: float(value) for name, value in out.items()}
+        losses = [
+            self.run(self.train["accumulate"], part, self.scalars(rate, count * self.microbatches + i))["loss"]
+            for i, part in enumerate(self.split(batch))
+        ]
+        norm = self.run(self.train["apply"], {}, self.scalars(rate, count))["grad_norm"]
+        return {"loss": float(torch.stack(losses).mean()), "grad_norm": float(norm)}
+
+    def scalars(self, lr: float, count: int) -> dict[str, Tensor]:
+        """What is fed as a value: the learning rate, and the seed of a (micro)batch's random numbers."""
+        seed = (self.seed << 32) + count
+        return {
+            "lr": torch.tensor(lr, dtype=torch.float64, device=self.device),
+            "seed": torch.tensor(seed, dtype=torch.int64, device=self.device),
+        }
+
+    def evaluate(self, batch: Mapping[str, Tensor]) -> float:
+        """The mean loss of a global batch, nothing changed."""
+        losses = [self.run(self.evaluation, part, self.scalars(0.0, 0))["loss"] for part in self.split(batch)]
+        return float(torch.stack(losses).mean())
+
+    def split(self, batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        """The microbatches of a global batch: consecutive rows."""
+        parts = {key: value.chunk(self.microbatches) for key, value in batch.items()}
+        return [{key: chunks[i] for key, chunks in parts.items()} for i in range(self.microbatches)]
+
+    def run(self, compiled: Compiled, batch: Mapping[str, Tensor], scalars: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Run one program for the ranks here; its outputs by name, as the first of them has them."""
+        check_batch(batch, compiled.program)
+        inputs = {rank: [self.value(i, rank, batch, scalars) for i in compiled.program.inputs] for rank in self.ranks}
+        results = self.runtime.run(compiled.executable, inputs)
+        first = results[self.ranks[0]]
+        return {o.name: value for o, value in zip(compiled.program.outputs, first, strict=True) if o.kind != "buffer"}
+
+    def value(self, given: ir.Input, rank: int, batch: Mapping[str, Tensor], scalars: Mapping[str, Tensor]) -> Tensor:
+        """What one input of a program is on one rank."""
+        if given.kind == "batch":
+            return shard(batch[given.name].to(self.device), given.spec, self.mesh, self.mesh.coordinates(rank))
+        if given.kind == "coordinate":
+            return self.places[rank][given.name]
+        if given.kind == "scalar":
+            return scalars[given.name]
+        return self.state[state_name(given)].local[rank]
+
+    def tensors(self) -> dict[str, tuple[Spec, ByRank]]:
+        """All state that a checkpoint needs: name -> (placement, local tensor by rank); write in place to restore."""
+        return {name: (s.spec, s.local) for name, s in self.state.items() if not name.startswith("gradient.")}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Full parameters and buffers by the model's own names; with processes, every rank must call it."""
+        return {
+            name.removeprefix("model."): unshard(self.runtime.all_locals(s.local), s.spec, self.mesh)
+            for name, s in self.state.items()
+            if name.startswith("model.")
+        }
+
+
+def state_name(given: ir.Input) -> str:
+    """The name under which an input's value is stored."""
+    prefix = {"parameter": "model", "buffer": "model", "moment": "optim", "gradient": "gradient"}[given.kind]
+    return f"{prefix}.{given.name}"
+
+
+def stored(given: ir.Input) -> Spec:
+    """How an input is stored: a varying copy is a copy."""
+    return replace(given.spec, varying=())
+
+
+def check_batch(batch: Mapping[str, Tensor], program: ir.Program) -> None:
+    """Raises UserError unless the batch has the entries, shapes and dtypes that were compiled."""
+    nodes = zip(program.inputs, program.placeholders())
+    wanted = {i.name: (i.spec.shape, ir.example(n).dtype) for i, n in nodes if i.kind == "batch"}
+    if missing := sorted(wanted.keys() - batch.keys()):
+        raise UserError(f"batch[{missing[0]!r}]", f"is missing; the step was compiled for {', '.join(wanted)}")
+    for key, value in batch.items():
+        if key not in wanted:
+            raise UserError(f"batch[{key!r}]", f"is not among the compiled entries {', '.join(wanted)}")
+        shape, dtype = wanted[key]
+        if tuple(value.shape) != shape or value.dtype != dtype:
+            raise UserError(
+                f"batch[{key!r}]",
+                f"is {value.dtype}{list(value.shape)}, the step was compiled for {dtype}{list(shape)} a microbatch",
+            )

@@ -1,0 +1,68 @@
+"""The file that each point of a sweep keeps: what was asked of it (`config`, `overrides`), and what came of it.
+
+Each version of the file replaces the one before at once, so that an interruption at any time leaves a point
+that is either done, failed, or still `running`; the last two start anew when the sweep is started again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import Config
+
+FILE = "point.json"
+
+Point = dict[str, Any]
+
+
+def check(cfg: Config) -> Point | None:
+    """The point in `cfg`'s folder if it is done; raises UserError if that folder holds another point or a plain run."""
+    folder = Path(cfg.run.dir)
+    found = read(folder)
+    if found is None:
+        if folder.exists() and any(folder.iterdir()):
+            raise UserError("run.dir", f"{folder} is there already and is no point of a sweep; choose another folder")
+        return None
+    here, there = identity(cfg), found["config"]
+    if differ := [name for name in {**there, **here} if here.get(name) != there.get(name)]:
+        was, name = there.get(differ[0]), differ[0]
+        fix = "choose another folder, or start the sweep with the options it had"
+        raise UserError("run.dir", f"{folder} holds a point with {name}={was}, not {here.get(name)}; {fix}")
+    return found if found["status"] == "done" else None
+
+
+def identity(cfg: Config) -> dict[str, Any]:
+    """The options of a point by dotted name, as they read in JSON; where it is stored is none of them."""
+    options = flat(json.loads(json.dumps(dataclasses.asdict(cfg))))
+    del options["run.dir"]
+    return options
+
+
+def flat(options: dict[str, Any], where: str = "") -> dict[str, Any]:
+    """Nested options by their dotted names."""
+    found: dict[str, Any] = {}
+    for key, value in options.items():
+        name = f"{where}.{key}" if where else key
+        found |= flat(value, name) if isinstance(value, dict) and value else {name: value}
+    return found
+
+
+def read(folder: Path) -> Point | None:
+    """The point in a folder, None if there is none."""
+    path = folder / FILE
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def write(folder: Path, point: Point) -> None:
+    """Put a point's file in place, on disk when this returns."""
+    partial = folder / f"{FILE}.partial"
+    with open(partial, "w", encoding="utf-8") as file:
+        file.write(json.dumps(point, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, folder / FILE)

@@ -1,0 +1,86 @@
+"""The run folder: made once nothing can be refused any more, so that a bad input leaves none behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from compiler_trainer.config import schema as config
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import Config
+from compiler_trainer.training import checkpoint
+from compiler_trainer.training.metrics import FILE as METRICS
+
+
+def checkpoints_of(cfg: Config) -> Path:
+    """Where the checkpoints of a run go."""
+    return Path(cfg.checkpoint.dir or Path(cfg.run.dir, "checkpoints"))
+
+
+def resumed_from(cfg: Config) -> Path | None:
+    """The checkpoint to go on from, None to start anew; raises UserError if `latest` finds none."""
+    if cfg.checkpoint.resume != "latest":
+        return None if cfg.checkpoint.resume is None else Path(cfg.checkpoint.resume)
+    folder = checkpoints_of(cfg)
+    if (found := checkpoint.latest(folder)) is None:
+        fix = "set run.dir or checkpoint.dir to those of the run to go on with, or name a checkpoint"
+        raise UserError("checkpoint.resume", f"is latest, but {folder} holds no complete checkpoint; {fix}")
+    return found
+
+
+def check(cfg: Config, resumed: Path | None, done: int) -> None:
+    """Raise UserError where a run that has `done` steps behind it would write over another one."""
+    folder, checkpoints = Path(cfg.run.dir), checkpoints_of(cfg)
+    if folder.exists() and not folder.is_dir():
+        raise UserError("run.dir", f"{folder} is not a folder; choose another name")
+    goes_on_here = resumed is not None and resumed.resolve().parent == checkpoints.resolve()
+    if (folder / METRICS).exists() and not goes_on_here:
+        raise UserError("run.dir", f"{folder} holds a run; choose another, or go on with checkpoint.resume=latest")
+    newest = checkpoint.latest(checkpoints) if cfg.checkpoint.enabled else None
+    if newest is not None and checkpoint.number_of(newest) > done:
+        fix = "move it away, choose another checkpoint.dir, or go on with checkpoint.resume=latest"
+        raise UserError("checkpoint.dir", f"{newest} is ahead of this run, which starts after step {done}; {fix}")
+
+
+def create(cfg: Config, report: dict[str, Any]) -> None:
+    """Make the folder, with the config and the report of the compilation."""
+    folder = Path(cfg.run.dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save(cfg, folder / "config.yaml")
+    (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def graphs_of(cfg: Config) -> Iterator[Path | None]:
+    """A folder for the graphs, the run's `graphs/` in the end unless the block refuses the input; None if not wanted.
+
+    When the block fails in another way the graphs up to there are kept: they tell why.
+    """
+    if not cfg.run.dump_graphs:
+        yield None
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        graphs = Path(scratch, "graphs")
+        graphs.mkdir()
+        is_refused = False
+        try:
+            yield graphs
+        except UserError:
+            is_refused = True
+            raise
+        finally:
+            if not is_refused:
+                keep(graphs, Path(cfg.run.dir, "graphs"))
+
+
+def keep(graphs: Path, place: Path) -> None:
+    """Move the dumped graphs to their place, over those of an earlier part of the run."""
+    if place.exists():
+        shutil.rmtree(place)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    shutil.move(graphs, place)

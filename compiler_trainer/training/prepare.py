@@ -1,0 +1,68 @@
+"""What is settled before anything is compiled: seeds, agreement between ranks, and where the run begins."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import Config, TrainConfig
+from compiler_trainer.data import Datasets
+from compiler_trainer.step.ranks import rank
+from compiler_trainer.training import checkpoint, folder
+
+
+@dataclass(frozen=True)
+class Start:
+    """What lies behind a run when it begins: updates, tokens read, and the checkpoint `path` that holds them."""
+
+    step: int = 0
+    tokens: int = 0
+    path: Path | None = None
+
+
+def make_reproducible(cfg: TrainConfig) -> None:
+    """Seed what draws at run time, and choose kernels that give the same bits each time if asked to."""
+    torch.manual_seed(cfg.seed)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
+    torch.use_deterministic_algorithms(cfg.deterministic)
+
+
+def same_on_all_ranks(cfg: Config, datasets: Datasets) -> Config:
+    """`cfg` with the run folder of rank 0, whose clock may differ; raises UserError if anything else differs."""
+    given: list[Any] = [cfg, datasets.train.rows.fingerprint]
+    if dist.is_initialized():
+        dist.broadcast_object_list(given, src=0)
+    first, fingerprint = given
+    cfg = dataclasses.replace(cfg, run=dataclasses.replace(cfg.run, dir=first.run.dir))
+    here, there = dataclasses.asdict(cfg), dataclasses.asdict(first)
+    for group in here:
+        if here[group] != there[group]:
+            differ = f"is {here[group]} on rank {rank()}, {there[group]} on rank 0"
+            raise UserError(group, f"{differ}; give all ranks the same options")
+    if datasets.train.rows.fingerprint != fingerprint:
+        raise UserError("data", f"rank {rank()} read other text than rank 0; give all ranks the same files")
+    return cfg
+
+
+def find_start(cfg: Config, datasets: Datasets) -> Start:
+    """Where to begin, with the data moved there; raises UserError where the checkpoint or the run folder do not fit."""
+    path = folder.resumed_from(cfg)
+    start = Start() if path is None else read_start(cfg, datasets, path)
+    folder.check(cfg, start.path, start.step)
+    return start
+
+
+def read_start(cfg: Config, datasets: Datasets, path: Path) -> Start:
+    """Where the checkpoint at `path` stands."""
+    saved = checkpoint.read_extra(path)
+    datasets.train.load_state_dict(saved["data"])
+    if saved["step"] >= cfg.train.steps:
+        raise UserError("train.steps", f"is {cfg.train.steps}, but {path} is at step {saved['step']}; ask for more")
+    return Start(saved["step"], saved["tokens"], path)

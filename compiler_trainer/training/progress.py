@@ -1,0 +1,88 @@
+"""What a run says on the console: a line that renews itself, or now and then a plain one where there is no terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bar
+
+from compiler_trainer.training.metrics import Record
+
+LINES = 10  # plain ones in a run, if it is quick
+LINE_EVERY_S = 30.0  # if it is not
+CONTENTS = {
+    "config.yaml": "the options, resolved",
+    "metrics.jsonl": "one JSON object a step",
+    "events.out.tfevents.*": "the same for TensorBoard",
+    "graphs/": "the graph after each pass, and the pass's report",
+    "checkpoints/": "parameters, moments, step and data state",
+    "report.json": "compile times, communication and memory; of a dry run the prediction",
+    "trace.json.gz": "steps of rank 0, for Perfetto",
+}
+
+
+def say(text: str) -> None:
+    """Print a line at once."""
+    print(text, flush=True)
+
+
+class Progress:
+    """Shows steps `done` to `steps`; used as a context manager."""
+
+    def __init__(self, steps: int, done: int = 0):
+        self.steps, self.first = steps, done
+        self.started = self.last_line = time.monotonic()
+        self.lines = done * LINES // steps
+        self.eval_loss: float | None = None
+        self.console = Console(file=sys.stdout)
+        self.bar = Bar(BarColumn(), TextColumn("{task.description}"), console=self.console)
+        self.task = self.bar.add_task("", total=steps, completed=done)
+
+    def show(self, record: Record) -> None:
+        """Renew the line, or print one where a tenth of the run or half a minute has passed."""
+        self.eval_loss = record.get("eval_loss", self.eval_loss)
+        step = int(record["step"])
+        if self.console.is_terminal:
+            self.bar.update(self.task, completed=step, description=self.line(record))
+        elif self.is_due(step):
+            say(self.line(record))
+
+    def line(self, record: Record) -> str:
+        """`step 20/150  loss 3.412  eval loss 3.500  12,345 tokens/s  1:05 left`."""
+        step = int(record["step"])
+        elapsed = time.monotonic() - self.started
+        left = timedelta(seconds=round(elapsed / (step - self.first) * (self.steps - step)))
+        evaluated = "" if self.eval_loss is None else f"  eval loss {self.eval_loss:.3f}"
+        speed = f"{record['tokens_per_s']:,.0f} tokens/s"
+        return f"step {step}/{self.steps}  loss {record['loss']:.3f}{evaluated}  {speed}  {left} left"
+
+    def is_due(self, step: int) -> bool:
+        """Whether it is time for a plain line."""
+        lines, now = step * LINES // self.steps, time.monotonic()
+        if lines == self.lines and now - self.last_line < LINE_EVERY_S:
+            return False
+        self.lines, self.last_line = lines, now
+        return True
+
+    def __enter__(self) -> Progress:
+        if self.console.is_terminal:
+            self.bar.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if self.console.is_terminal:
+            self.bar.stop()
+
+
+def say_contents(folder: Path) -> None:
+    """Print where the run folder is and what is in it."""
+    say(f"{folder}:")
+    for pattern, what in CONTENTS.items():
+        if any(folder.glob(pattern)):
+            say(f"  {pattern:<22} {what}")

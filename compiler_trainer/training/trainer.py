@@ -1,0 +1,178 @@
+"""Train one configuration: data and model, a compiled step, the loop, and a run folder that tells what happened."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from compiler_trainer import data, models
+from compiler_trainer.config.schema import Config, validate
+from compiler_trainer.data import Datasets, Loader
+from compiler_trainer.pipeline import DTYPES
+from compiler_trainer.step.compile import compile_step
+from compiler_trainer.step.ranks import rank, start_ranks, stop_ranks
+from compiler_trainer.step.step import Step
+from compiler_trainer.training import checkpoint, folder, trace
+from compiler_trainer.training.evaluate import mean_loss
+from compiler_trainer.training.lr_schedule import learning_rate
+from compiler_trainer.training.memory import PeakMemory
+from compiler_trainer.training.metrics import Metrics, Record
+from compiler_trainer.training.prepare import Start, find_start, make_reproducible, same_on_all_ranks
+from compiler_trainer.training.progress import Progress, say, say_contents
+from passes.check.runner import Dumper
+from passes.context.balance import imbalance
+
+
+def train(cfg: Config) -> float:
+    """Train as `cfg` says, on the ranks that torchrun started; the last held-out loss, else the last loss.
+
+    Raises UserError, with nothing written, on bad input.
+    """
+    cfg = validate(cfg, start_ranks())
+    make_reproducible(cfg.train)
+    datasets = data.build(cfg.data, cfg.train.seq_len, cfg.train.global_batch_size)
+    data.check_vocabulary(datasets, cfg.model)
+    cfg = same_on_all_ranks(cfg, datasets)
+    start = find_start(cfg, datasets)
+    trace.check(cfg, start.step)
+    step = prepare_step(cfg, datasets, start)
+    with recording(cfg, start) as record:
+        for measured in run(cfg, step, datasets, start):
+            record(measured)
+    stop_ranks()  # not in a `finally`: a rank that fails must end at once, for the others wait for it
+    return measured.get("eval_loss", measured["loss"])
+
+
+def prepare_step(cfg: Config, datasets: Datasets, start: Start) -> Step:
+    """The compiled step as it starts; on rank 0 also the run folder, once nothing was refused."""
+    if rank() != 0:
+        return build_step(cfg, datasets, start, None)
+    say(datasets.describe())
+    say(f"compiling ({cfg.lower.backend})")
+    began = time.perf_counter()
+    with folder.graphs_of(cfg) as graphs:
+        step = build_step(cfg, datasets, start, graphs)
+    folder.create(cfg, step.report)
+    say(f"compiled in {time.perf_counter() - began:.1f} s; the run folder is {cfg.run.dir}")
+    return step
+
+
+def build_step(cfg: Config, datasets: Datasets, start: Start, graphs: Path | None) -> Step:
+    """The compiled step with its initial weights, or those of the checkpoint; its graphs go to `graphs`."""
+    dtype = cast(torch.dtype, DTYPES[cfg.train.dtype])
+    model = models.build(cfg.model).to(dtype)
+    step = compile_step(
+        model,
+        models.loss_fn,
+        peek(datasets.train),
+        mesh=cfg.mesh,
+        optim=cfg.optim,
+        passes=cfg.passes,
+        lower=cfg.lower,
+        microbatches=cfg.train.microbatches,
+        seed=cfg.train.seed,
+        initial=models.initial_parameters(model, cfg.train.seed, dtype),
+        device=local_device(),
+        observe=Dumper(graphs) if graphs else None,
+    )
+    if start.path is not None:
+        checkpoint.load(step, start.path)
+    return step
+
+
+def run(cfg: Config, step: Step, datasets: Datasets, start: Start) -> Iterator[Record]:
+    """Train from `start` to `train.steps`; what each step measured, handed out before its checkpoint is written."""
+    # In this order an interruption leaves a record too many, which resuming drops, never one too few.
+    memory = PeakMemory(step.device, (tensor for state in step.state.values() for tensor in state.local.values()))
+    tokens, recorder = start.tokens, trace.Trace(cfg, step, start.step)
+    for number in range(start.step + 1, cfg.train.steps + 1):
+        tokens += cfg.train.global_batch_size * cfg.train.seq_len
+        with recorder.around(number):
+            record = {"step": number, "tokens": tokens, **one_step(cfg, step, datasets.train, memory, number)}
+        if datasets.eval is not None and is_due(number, cfg.eval.interval, cfg.train.steps):
+            record["eval_loss"] = mean_loss(step, held_out(datasets.eval, cfg.eval.batches))
+        check_finite(record)
+        yield record
+        if cfg.checkpoint.enabled and is_due(number, cfg.checkpoint.interval, cfg.train.steps):
+            done = {"step": number, "tokens": tokens, "data": datasets.train.state_dict()}
+            extra = {**done, "config": dataclasses.asdict(cfg)}
+            checkpoint.save(step, folder.checkpoints_of(cfg), number, extra, cfg.checkpoint.keep)
+
+
+def one_step(cfg: Config, step: Step, loader: Loader, memory: PeakMemory, number: int) -> Record:
+    """Take update `number` and measure it, from fetching its batch on."""
+    lr = learning_rate(cfg.lr_schedule, cfg.optim.lr, number, cfg.train.steps)
+
+    def timed() -> tuple[dict[str, Tensor], Record, float]:
+        began = time.perf_counter()
+        batch = next_batch(loader)
+        return batch, step(batch, lr), time.perf_counter() - began
+
+    batch, result, seconds = memory.during(timed)
+    if cfg.model.attention == "documents" and cfg.mesh.cp > 1:
+        result["cp_imbalance"] = imbalance(batch["positions"] + 1, step.mesh)
+    speed = cfg.train.global_batch_size * cfg.train.seq_len / seconds
+    return {**result, "lr": lr, "tokens_per_s": speed, "step_ms": 1e3 * seconds, "peak_mem_bytes": memory.bytes}
+
+
+def check_finite(record: Record) -> None:
+    """Stop a run that is lost: raises FloatingPointError where a value is infinite or not a number."""
+    for name, value in record.items():
+        if not math.isfinite(value):
+            fix = "lower optim.lr or set optim.max_norm, and resume from a checkpoint"
+            raise FloatingPointError(f"{name} is {value} at step {record['step']}; {fix}")
+
+
+def is_due(number: int, interval: int, last: int) -> bool:
+    """Whether something happens after step `number`: every `interval` steps and after the last, never if it is 0."""
+    return interval > 0 and (number % interval == 0 or number == last)
+
+
+def next_batch(loader: Loader) -> dict[str, Tensor]:
+    """What the model and its loss take of the next global batch."""
+    batch = loader.next()
+    return {name: batch[name] for name in models.INPUTS}
+
+
+def peek(loader: Loader) -> dict[str, Tensor]:
+    """The next global batch, which stays the next."""
+    state = loader.state_dict()
+    batch = next_batch(loader)
+    loader.load_state_dict(state)
+    return batch
+
+
+def held_out(loader: Loader, batches: int) -> Iterator[dict[str, Tensor]]:
+    """The first held-out global batches, the same each time."""
+    loader.reset()
+    return (next_batch(loader) for _ in range(batches))
+
+
+def local_device() -> torch.device:
+    """Where this rank computes."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+@contextmanager
+def recording(cfg: Config, start: Start) -> Iterator[Callable[[Record], None]]:
+    """What to call with each step's record: on rank 0 it goes to disk and to the console, elsewhere nowhere."""
+    if rank() != 0:
+        yield lambda measured: None
+        return
+    path = Path(cfg.run.dir)
+    with Metrics(path, start.step) as metrics, Progress(cfg.train.steps, start.step) as progress:
+
+        def record(measured: Record) -> None:
+            metrics.write(measured)
+            progress.show(measured)
+
+        yield record
+    say_contents(path)

@@ -1,0 +1,1 @@
+"""Forward and backward in one graph."""

@@ -1,0 +1,1 @@
+"""Whether a program is what it says, and right: runner, verifier, simulator."""

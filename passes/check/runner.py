@@ -1,0 +1,172 @@
+"""Run passes in order: time each, verify what it leaves, count what that will cost, and show it to an observer."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from passes.check.numeric import Results, coarsest, compare, run
+from passes.check.verify import verify_spec
+from passes.cost.accounting import Accounting, account
+from passes.cost.costs import Costs, costs
+from passes.program import ir
+from passes.program.frames import roomy
+from passes.program.printer import print_program
+from passes.program.sweep import Sweep, sweep
+from passes.program.torch_private import trace_artifact
+
+Verify = Literal["off", "spec", "numeric"]
+CAPTURED = frozenset({"captured"})
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """One pass over one program: what it took, what it did, and what the program it left will cost.
+
+    `errors` are the relative errors of the results, by name, where numbers were verified; `costs` are there for an
+    observer only.
+    """
+
+    program: str
+    name: str
+    seconds: float
+    nodes_before: int
+    nodes_after: int
+    report: ir.Report
+    accounting: Accounting
+    errors: dict[str, float] = field(default_factory=dict)
+    costs: Costs | None = field(default=None, compare=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able, without `costs`."""
+        return {key: value for key, value in asdict(replace(self, costs=None)).items() if key != "costs"}
+
+
+Observer = Callable[[ir.Program, PassRecord], None]
+
+
+def check_order(passes: Sequence[ir.Pass], facts: Iterable[str]) -> None:
+    """Raises ValueError naming the first pass that requires what nothing before it establishes."""
+    known = set(facts)
+    for step in passes:
+        if missing := step.requires - known:
+            givers = [p.name for p in passes if p.establishes & missing]
+            fix = f"; put it after {', '.join(givers)}" if givers else ""
+            raise ValueError(
+                f"pass {step.name!r} requires {', '.join(sorted(missing))}, which no pass before it establishes{fix}"
+            )
+        known |= step.establishes
+
+
+@roomy
+def run_passes(
+    name: str,
+    passes: Sequence[ir.Pass],
+    program: ir.Program,
+    ctx: ir.Context,
+    *,
+    verify: Verify = "spec",
+    observe: Observer | None = None,
+    inputs: Mapping[str, Tensor] | None = None,
+) -> tuple[ir.Program, list[PassRecord]]:
+    """The program after all passes, and a record of each; a captured program is recorded first, as "capture".
+
+    `inputs` are the whole inputs by name on which `verify="numeric"` runs the program before and after a pass.
+    Raises ValueError if the passes are out of order, CompileError where a pass fails or leaves a wrong program.
+    """
+    check_order(passes, program.facts)
+    check = _Checker(verify, ctx, inputs)
+    records: list[PassRecord] = []
+
+    def finish(step: str, seconds: float, before: ir.Program, after: ir.Program, report: ir.Report) -> None:
+        swept, errors = check(step, before, after)
+        counts = len(before.graph.nodes), len(after.graph.nodes)
+        record = PassRecord(name, step, seconds, *counts, report, account(after, swept), errors)
+        records.append(record)
+        if observe is not None:
+            observe(after, replace(record, costs=costs(after, swept)))
+
+    if program.facts == CAPTURED:
+        check.remember(program)
+        finish("capture", 0.0, program, program, ir.Report())
+    for step in passes:
+        before = program
+        check.remember(before)
+        started = time.perf_counter()
+        program, report = apply_pass(step, before, ctx)
+        finish(step.name, time.perf_counter() - started, before, program, report)
+    return program, records
+
+
+def apply_pass(step: ir.Pass, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+    """The program after one pass, with the facts that it establishes; raises CompileError whatever goes wrong."""
+    try:
+        after, report = step(program, ctx)
+    except ir.CompileError:
+        raise
+    except Exception as error:
+        raise ir.CompileError(step.name, None, f"{type(error).__name__}: {error}") from error
+    return replace(after, facts=after.facts | step.establishes), report
+
+
+class _Checker:
+    """Verifies one program after another; what it learned of one serves as "before" of the next."""
+
+    def __init__(self, verify: Verify, ctx: ir.Context, inputs: Mapping[str, Tensor] | None):
+        if verify == "numeric" and inputs is None:
+            raise ValueError("verify='numeric' runs the program: give run_passes(inputs=...)")
+        self.verify, self.ctx, self.inputs = verify, ctx, inputs or {}
+        self.text = ""
+        self.results: Results | None = None
+
+    def remember(self, before: ir.Program) -> None:
+        """Note what a program is before a pass sees it."""
+        if self.verify != "off":
+            self.text = print_program(before)
+        if self.verify == "numeric" and self.results is None:
+            self.results = run(before, self.ctx, self.inputs)
+
+    def __call__(self, step: str, before: ir.Program, after: ir.Program) -> tuple[Sweep, dict[str, float]]:
+        """What the program's nodes yield, and the errors of its results; raises CompileError naming the pass."""
+        if self.verify == "off":
+            return sweep(after, self.ctx), {}
+        if print_program(before) != self.text:
+            raise ir.CompileError(step, None, "changed the program it was given; a pass rewrites a copy")
+        swept = verify_spec(after, self.ctx, pass_name=step)
+        return swept, self.compare(step, before, after) if self.verify == "numeric" else {}
+
+    def compare(self, step: str, before: ir.Program, after: ir.Program) -> dict[str, float]:
+        """Errors of the results that both programs have; gradients known early stand until they are returned."""
+        old, new = self.results or {}, run(after, self.ctx, self.inputs)
+        self.results = new if "joint" in after.facts else {**old, **new}
+        return compare(step, old, new, max(coarsest(before), coarsest(after)) ** 0.5)
+
+
+class Dumper:
+    """Writes every stage into a folder, and as artifacts to TORCH_TRACE: `NN_<program>_<pass>` with three endings.
+
+    `.txt` is the graph, `.json` the report and `.costs.json` what each node costs. None holds a time or a path: the
+    same options give the same bytes. How long a pass took is in the run's `report.json`.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder, self.count = Path(folder), 0
+
+    def __call__(self, program: ir.Program, record: PassRecord) -> None:
+        stage = f"{self.count:02d}_{record.program}_{record.name}"
+        self.count += 1
+        untimed = {key: value for key, value in record.as_dict().items() if key != "seconds"}
+        text, report = print_program(program), json.dumps(untimed, indent=1)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / f"{stage}.txt").write_text(text)
+        (self.folder / f"{stage}.json").write_text(report)
+        if record.costs is not None:
+            (self.folder / f"{stage}.costs.json").write_text(record.costs.as_json())
+        trace_artifact(stage, "string", lambda: text)
+        trace_artifact(stage, "json", lambda: report)

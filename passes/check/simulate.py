@@ -1,0 +1,131 @@
+"""The lockstep simulator: all ranks' local programs in one process, values exchanged at the collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from passes.cost.accounting import axis_of
+from passes.program import ir
+from passes.program.mesh import Mesh
+from passes.program.shift import arrive, shift
+from passes.program.torch_private import c10d
+
+Values = list[Tensor]
+
+
+def _all_gather(values: Values, parts: int, axis: str) -> Values:
+    return [torch.cat(values) for _ in values]
+
+
+def _add_in_turn(values: Values) -> Tensor:
+    total = values[0].clone()
+    for value in values[1:]:
+        total = total + value
+    return total
+
+
+def _reduce(values: Values, how: str) -> Tensor:
+    if how == "max":
+        return torch.stack(values).amax(0)
+    if how == "sum":
+        return _add_in_turn(values)
+    raise ValueError(f"reduction {how!r} is not simulated")
+
+
+def _all_reduce(values: Values, how: str, axis: str) -> Values:
+    total = _reduce(values, how)
+    return [total.clone() for _ in values]
+
+
+def _reduce_scatter(values: Values, how: str, parts: int, axis: str) -> Values:
+    return [part.clone() for part in _reduce(values, how).chunk(parts)]
+
+
+def _all_to_all(values: Values, outs: list[int], ins: list[int], axis: str) -> Values:
+    pieces = [value.split(ins) for value in values]
+    return [torch.cat([pieces[j][i] for j in range(len(values))]) for i in range(len(values))]
+
+
+def _shift(values: Values, axis: str, by: int) -> Values:
+    return [values[i - by].clone() for i in range(len(values))]
+
+
+# operator -> what a group's ranks hold after it, from what they held before
+COLLECTIVES: dict[Any, Callable[..., Values]] = {
+    c10d.all_gather_into_tensor.default: _all_gather,
+    c10d.all_reduce.default: _all_reduce,
+    c10d.reduce_scatter_tensor.default: _reduce_scatter,
+    c10d.all_to_all_single.default: _all_to_all,
+    shift: _shift,
+}
+
+
+class Lockstep:
+    """Interprets one local program for every rank, node by node; raises with the node's name and line on failure."""
+
+    def __init__(self, program: ir.Program):
+        self.program, self.mesh = program, program.mesh
+        self.last_use = _last_uses(program.graph)
+
+    def run(self, inputs_by_rank: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:
+        """Every rank's outputs from every rank's inputs."""
+        ranks = range(self.mesh.world_size)
+        supply = [iter(values) for values in inputs_by_rank]
+        env: list[dict[fx.Node, Any]] = [{} for _ in ranks]
+        for node in self.program.graph.nodes:
+            if node.op == "placeholder":
+                results = [next(s) for s in supply]
+            elif node.op == "output":
+                return [fx.map_arg(node.args[0], env[r].__getitem__) for r in ranks]
+            else:
+                results = self.step(node, env)
+            for r in ranks:
+                env[r][node] = results[r]
+                for done in self.last_use.get(node, ()):
+                    del env[r][done]
+        raise AssertionError("a graph ends with its output")
+
+    def step(self, node: fx.Node, env: list[dict[fx.Node, Any]]) -> list[Any]:
+        """One operator on all ranks."""
+        given = [fx.map_arg((node.args, node.kwargs), e.__getitem__) for e in env]
+        try:
+            if node.target in COLLECTIVES:
+                return self.exchange(node, [args for args, _ in given])
+            if node.target in (c10d.wait_tensor.default, arrive):
+                return [args[0] for args, _ in given]
+            if "c10d" in str(node.target):
+                raise ValueError(f"{node.target} is not simulated")
+            return [node.target(*args, **kwargs) for args, kwargs in given]  # type: ignore[operator]
+        except Exception as error:
+            raise ir.CompileError("lockstep", node, f"{type(error).__name__}: {error}") from error
+
+    def exchange(self, node: fx.Node, given: list[tuple]) -> list[Any]:
+        """One collective: each group of the axis exchanges its values."""
+        results: list[Any] = [None] * self.mesh.world_size
+        for group in self.mesh.groups(str(axis_of(node))):
+            after = COLLECTIVES[node.target]([given[r][0] for r in group], *given[group[0]][1:])
+            for rank, value in zip(group, after, strict=True):
+                results[rank] = value
+        return results
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """Node -> values that no later node needs."""
+    seen: set[fx.Node] = set()
+    last: dict[fx.Node, list[fx.Node]] = {}
+    for node in reversed(graph.nodes):
+        for used in node.all_input_nodes:
+            if used not in seen and node.op != "output":
+                seen.add(used)
+                last.setdefault(node, []).append(used)
+            seen.add(used)
+    return last
+
+
+def places(mesh: Mesh, rank: int, axis: str) -> Tensor:
+    """A rank's coordinate on an axis as a graph input: 0-d int64."""
+    return torch.tensor(mesh.coordinates(rank)[axis], dtype=torch.int64)

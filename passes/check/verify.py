@@ -1,0 +1,298 @@
+"""Is a program what it says? Every check yields what is wrong: a node, and words with both values.
+
+After every pass the graph lints, its ends match `inputs` and `outputs`, recorded shapes and dtypes are those that
+fake tensors give, placements are legal and of the recorded shapes, collectives name an axis and its size and are
+waited on, and what the program's facts promise holds. A failure names the pass, the node, its source line, both
+values and the ten nodes around it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.cost.accounting import axis_of, bind
+from passes.program import boundary, ir
+from passes.program.printer import format_node, format_value
+from passes.program.spec import Spec, validate
+from passes.program.sweep import Sweep, Value, sweep
+from passes.program.torch_private import OpOverload, c10d
+
+AROUND = 5  # nodes shown before and after the one at fault
+
+Finding = tuple[fx.Node | None, str]
+
+
+def verify_spec(program: ir.Program, ctx: ir.Context, *, pass_name: str = "verify") -> Sweep:
+    """Check the graph; returns what its nodes yield, recomputed. Raises CompileError at the first thing wrong."""
+    _raise_first(pass_name, (finding for check in STRUCTURE for finding in check(program)))
+    try:
+        swept = sweep(program, ctx)
+    except ir.CompileError as error:
+        raise failure(pass_name, error.node, f"does not take its operands: {error}") from error
+    _raise_first(pass_name, check_recorded(program, swept))
+    _raise_first(pass_name, (finding for check in MEANING for finding in check(program)))
+    return swept
+
+
+def _raise_first(pass_name: str, findings: Iterable[Finding]) -> None:
+    for node, message in findings:
+        raise failure(pass_name, node, message)
+
+
+def failure(pass_name: str, node: fx.Node | None, message: str) -> ir.CompileError:
+    """The error, with the nodes around the one at fault."""
+    lines = f"\n{neighbours(node)}" if node is not None else ""
+    return ir.CompileError(pass_name, node, f"{message}{lines}")
+
+
+def neighbours(node: fx.Node) -> str:
+    """The lines of the ten nodes around a node, its own marked."""
+    nodes = list(node.graph.nodes)
+    at = nodes.index(node)
+    shown = nodes[max(0, at - AROUND) : at + AROUND + 1]
+    return "\n".join(f"{'>' if n is node else ' '} {_line(n)}" for n in shown)
+
+
+def _line(node: fx.Node) -> str:
+    is_input = node.op == "placeholder"
+    return f"%{node.name} = input : {format_value(node.meta.get('val'))}" if is_input else format_node(node)
+
+
+# ---- structure: what the other checks rely on ----------------------------------------------------
+
+
+def check_lint(program: ir.Program) -> Iterator[Finding]:
+    """Operands come before their uses, names are unique."""
+    try:
+        program.graph.lint()
+    except RuntimeError as error:
+        yield None, f"the graph is malformed: {error}"
+
+
+def check_values(program: ir.Program) -> Iterator[Finding]:
+    """Every node has recorded what it computes."""
+    for node in program.graph.nodes:
+        if node.op != "output" and "val" not in node.meta:
+            yield node, "has no recorded value"
+
+
+def check_ends(program: ir.Program) -> Iterator[Finding]:
+    """Placeholders and results are as many, and of the shapes, that `inputs` and `outputs` say."""
+    placeholders, results = program.placeholders(), program.results()
+    if len(placeholders) != len(program.inputs):
+        yield None, f"the graph has {len(placeholders)} placeholders, the program {len(program.inputs)} inputs"
+    if len(results) != len(program.outputs):
+        yield None, f"the graph returns {len(results)} values, the program has {len(program.outputs)} outputs"
+    for node, end in _ends(program):
+        if not ir.is_tensor(node):
+            yield None, f"{end.kind} {end.name!r} is {node}, not a tensor"
+            continue
+        shape = end.spec.local_shape(program.mesh) if "local" in program.facts else end.spec.shape
+        if tuple(ir.example(node).shape) != shape:
+            yield (
+                node,
+                (
+                    f"is {format_value(ir.value(node))}, {end.kind} {end.name!r} placed {end.spec} is of shape "
+                    f"{list(shape)}"
+                ),
+            )
+
+
+def _ends(program: ir.Program) -> list[tuple[fx.Node, ir.Input | ir.Output]]:
+    return [
+        *zip(program.placeholders(), program.inputs, strict=True),
+        *zip(program.results(), program.outputs, strict=True),
+    ]
+
+
+STRUCTURE = (check_lint, check_values, check_ends)
+
+
+# ---- what is recorded ----------------------------------------------------------------------------
+
+
+def check_recorded(program: ir.Program, swept: Sweep) -> Iterator[Finding]:
+    """Recorded shapes and dtypes are the recomputed ones."""
+    for node, found in swept.values.items():
+        recorded, recomputed = _text(ir.value(node)), _text(found)
+        if recorded != recomputed:
+            yield node, f"records {recorded}, computes {recomputed}"
+
+
+def _text(tree: Any) -> str:
+    if isinstance(tree, Value):
+        return str(tree.layout)
+    if isinstance(tree, (tuple, list)):
+        return f"({', '.join(map(_text, tree))})"
+    return format_value(tree)
+
+
+# ---- what it means -------------------------------------------------------------------------------
+
+
+def check_specs(program: ir.Program) -> Iterator[Finding]:
+    """Placements use axes of the mesh once each, agree with the ends' and with the local shapes."""
+    for node, end in _ends(program):
+        if message := _illegal(end.spec, program):
+            yield node, f"{end.kind} {end.name!r}: {message}"
+        if "local" in program.facts and ir.spec(node) not in (None, end.spec):
+            yield node, f"is placed {ir.spec(node)}, {end.kind} {end.name!r} is placed {end.spec}"
+    for node in program.graph.nodes:
+        spec = ir.spec(node)
+        if spec is None or not ir.is_tensor(node):
+            continue
+        if message := _illegal(spec, program):
+            yield node, message
+        elif tuple(ir.example(node).shape) != spec.local_shape(program.mesh):
+            yield (
+                node,
+                (
+                    f"is {format_value(ir.value(node))}, placed {spec} it is of shape "
+                    f"{list(spec.local_shape(program.mesh))}"
+                ),
+            )
+
+
+def _illegal(spec: Spec, program: ir.Program) -> str:
+    try:
+        validate(spec, program.mesh)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def check_collectives(program: ir.Program) -> Iterator[Finding]:
+    """Communication runs over an axis of the mesh and knows its size."""
+    for node in program.calls():
+        axis = axis_of(node)
+        if axis is None:
+            continue
+        if not program.mesh.has(axis):
+            yield node, f"runs over axis {axis!r}, the mesh has {dict(program.mesh.sizes)}"
+            continue
+        bound = bind(node)
+        splits = [len(bound[name]) for name in ("output_split_sizes", "input_split_sizes") if name in bound]
+        for parts in (*splits, *(bound[name] for name in ("parts", "group_size") if name in bound)):
+            if parts != program.mesh[axis]:
+                yield node, f"is for {parts} ranks, axis {axis!r} has {program.mesh[axis]}"
+
+
+def check_waits(program: ir.Program) -> Iterator[Finding]:
+    """Results of functional collectives go to waits and nowhere else."""
+    for node in program.calls():
+        if not isinstance(node.target, OpOverload) or node.target.namespace != "_c10d_functional" or _is_wait(node):
+            continue
+        parts = [user for user in node.users if user.target is operator.getitem]
+        for result in parts if isinstance(ir.value(node), (tuple, list)) else [node]:
+            if not result.users:
+                yield result, "is never waited on"
+            for user in result.users:
+                if not _is_wait(user):
+                    yield user, f"uses %{result.name} before it is waited on"
+
+
+def _is_wait(node: fx.Node) -> bool:
+    return node.target is c10d.wait_tensor.default
+
+
+# ---- what the facts promise ------------------------------------------------------------------------
+
+
+def check_facts(program: ir.Program) -> Iterator[Finding]:
+    """What each stage establishes, for as long as it lasts."""
+    if "collectives" in program.facts:
+        yield from check_expanded(program)
+    elif "local" in program.facts and "joint" not in program.facts:
+        yield from check_transitions(program)
+        yield from check_varying(program)
+    if "joint" in program.facts:
+        yield from check_gradients(program)
+
+
+def check_expanded(program: ir.Program) -> Iterator[Finding]:
+    """No boundary operator is left, and float8 travels as bytes, which every backend sends."""
+    for node in program.calls():
+        if node.target in boundary.BOUNDARY_OPS:
+            yield node, "is a boundary operator, which `collectives` should have expanded"
+        if isinstance(node.target, OpOverload) and node.target.namespace == "_c10d_functional":
+            dtypes = {x.dtype for x in map(ir.value, node.all_input_nodes) if isinstance(x, torch.Tensor)}
+            for dtype in dtypes:
+                if dtype.is_floating_point and dtype.itemsize == 1:
+                    yield node, f"sends {dtype}, which backends do not; send its bytes as uint8"
+
+
+def check_gradients(program: ir.Program) -> Iterator[Finding]:
+    """Each parameter has one gradient, of its own layout, until a pass consumes the gradients."""
+    found = Counter(o.name for o in program.outputs if o.kind == "gradient")
+    consumed = program.facts & {"step", "accumulate"}
+    for node, given in zip(program.placeholders(), program.inputs, strict=True):
+        if given.kind == "parameter" and found[given.name] != (0 if consumed else 1):
+            yield node, f"parameter {given.name!r} has {found[given.name]} gradients among the outputs"
+    specs = {i.name: i.spec for i in program.inputs if i.kind == "parameter"}
+    for node, output in zip(program.results(), program.outputs, strict=True):
+        if output.kind == "gradient" and output.spec.dims != specs[output.name].dims:
+            yield node, f"gradient of {output.name!r} is placed {output.spec}, the parameter {specs[output.name]}"
+
+
+# boundary operator -> what its operand may be on its axis, what its result is
+TRANSITIONS: dict[Any, tuple[tuple[str, ...], str]] = {
+    boundary.all_gather: (("shard",), "varying"),
+    boundary.reduce_scatter: (("partial",), "shard"),
+    boundary.psum: (("partial",), "same"),
+    boundary.pmax: (("partial",), "same"),
+    boundary.vary: (("same",), "varying"),
+    boundary.slice_: (("same", "varying"), "shard"),
+    boundary.gather_same: (("shard",), "same"),
+    boundary.take: (("varying",), "shard"),
+    boundary.place_: (("shard",), "partial"),
+    boundary.unvary: (("varying",), "same"),
+    boundary.only_first: (("same",), "partial"),
+    boundary.all_to_all: (("shard",), "shard"),
+}
+
+
+def check_transitions(program: ir.Program) -> Iterator[Finding]:
+    """A boundary operator takes its operand from and to what it is for, where both placements are known."""
+    for node in program.calls():
+        if node.target not in TRANSITIONS:
+            continue
+        axis, (takes, gives) = program.mesh.part(str(bind(node)["axis"]))[0], TRANSITIONS[node.target]
+        before, after = ir.spec(node.args[0]), ir.spec(node)  # type: ignore[arg-type]
+        if before is not None and before.state(axis) not in takes:
+            yield node, f"takes {' or '.join(takes)} on {axis!r}, its operand is {before.state(axis)}: {before}"
+        if after is not None and after.state(axis) != gives:
+            yield node, f"gives {gives} on {axis!r}, it is placed {after}"
+
+
+def check_varying(program: ir.Program) -> Iterator[Finding]:
+    """What has a gradient is not the same on every rank of an axis where the other operands differ."""
+    graded = {n for n, i in zip(program.placeholders(), program.inputs, strict=True) if i.kind == "parameter"}
+    for node in program.calls():
+        operands = [n for n in node.all_input_nodes if ir.is_tensor(n)]
+        if _passes_gradient(node) and graded.intersection(node.all_input_nodes):
+            graded.add(node)
+        if node.target in TRANSITIONS:
+            continue
+        known = [(n, spec) for n in operands if (spec := ir.spec(n)) is not None]
+        for axis in program.mesh.axes:
+            other = next((n for n, spec in known if spec.state(axis) != "same"), None)
+            same = next((n for n, spec in known if n in graded and spec.state(axis) == "same"), None)
+            if other is not None and same is not None:
+                message = f"uses %{same.name}, the same on every rank of {axis!r}, with %{other.name}, placed "
+                fix = ": its gradient would lack the other ranks' terms; vary it first"
+                yield node, f"{message}{ir.spec(other)}{fix}"
+
+
+def _passes_gradient(node: fx.Node) -> bool:
+    """Whether gradients go back through a node; of a tuple its parts are asked."""
+    is_float = not ir.is_tensor(node) or ir.example(node).is_floating_point()
+    return is_float and node.target is not torch.ops.aten.detach.default
+
+
+MEANING = (check_specs, check_collectives, check_waits, check_facts)

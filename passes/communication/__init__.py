@@ -1,0 +1,1 @@
+"""When and in what pieces values travel."""

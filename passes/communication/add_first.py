@@ -1,0 +1,70 @@
+"""Add partial sums before they are reduced, not after: one collective for two, and the sum of both stays partial.
+
+    reduce_scatter(a) + reduce_scatter(b)   ->   reduce_scatter(a + b)
+
+Gradients of an activation that several operators use come together so, and branches of a layer that run side by side.
+Sums are rounded in another order than before.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.program import boundary, ir
+
+REDUCTIONS = (boundary.reduce_scatter, boundary.psum)
+
+
+@dataclass(frozen=True)
+class AddFirst:
+    """Reduce sums of reduced values once."""
+
+    name: str = "add_first"
+    requires: frozenset[str] = frozenset({"joint"})
+    establishes: frozenset[str] = frozenset()
+
+    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+        program = program.copy()
+        counts: Counter[str] = Counter()
+        for node in list(program.calls()):
+            if reductions := reduced_alike(node):
+                counts[reductions[0].target._opname] += 1  # type: ignore[union-attr]
+                reduce_sum(node, reductions, ctx)
+        program.module.recompile()
+        return replace(program, facts=program.facts | self.establishes), ir.Report(dict(counts))
+
+
+def reduced_alike(node: fx.Node) -> list[fx.Node]:
+    """The two reductions that a node adds, if nothing else needs them and they differ in what is reduced alone."""
+    if node.target is not torch.ops.aten.add.Tensor or node.kwargs or len(set(node.all_input_nodes)) != 2:
+        return []
+    a, b = node.all_input_nodes
+    alike = a.target is b.target and a.target in REDUCTIONS and a.args[1:] == b.args[1:]
+    if not alike or len(a.users) > 1 or len(b.users) > 1:
+        return []
+    x, y = (ir.example(r.args[0]) for r in (a, b))  # type: ignore[arg-type]
+    return [a, b] if (x.shape, x.dtype) == (y.shape, y.dtype) else []
+
+
+def reduce_sum(node: fx.Node, reductions: list[fx.Node], ctx: ir.Context) -> None:
+    """Put the reduction of a sum where two reductions were added."""
+    a, b = reductions
+    partial: list[Any] = [a.args[0], b.args[0]]
+    with node.graph.inserting_before(node):
+        total = node.graph.call_function(torch.ops.aten.add.Tensor, tuple(partial))
+        whole = node.graph.call_function(a.target, (total, *a.args[1:]))  # type: ignore[arg-type]
+    with ctx.fake_mode:
+        ir.set_value(total, ir.example(partial[0]) + ir.example(partial[1]))
+    ir.set_value(whole, ir.value(node))
+    ir.set_spec(total, ir.spec(partial[0]))
+    ir.set_spec(whole, ir.spec(node))
+    ir.copy_origin(total, a)
+    ir.copy_origin(whole, a)
+    node.replace_all_uses_with(whole)
+    for old in (node, a, b):
+        node.graph.erase_node(old)

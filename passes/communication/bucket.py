@@ -1,0 +1,110 @@
+"""Several collectives as one: what they carry is laid end to end, exchanged at once and cut apart again.
+
+Each function takes local tensors and gives what the collective of each would give, bit for bit. A tensor is
+sharded along `dims[i]`, which travels first; a gathered dim holds `sizes[i]` logical entries, the rest of its
+last shard is padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from passes.program import boundary, ir
+from passes.program.rewrite import graft, trace
+
+
+def gather_together(
+    xs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[int], axis: str, parts: int, dtype: torch.dtype
+) -> list[Tensor]:
+    """`all_gather` of every tensor: rank r's shards are row r of one [parts, entries] matrix."""
+    shards = [_move(_cast(x, dtype), dim, 0) for x, dim in zip(xs, dims, strict=True)]
+    flat = torch.cat([shard.reshape(-1) for shard in shards])
+    rows = boundary.all_gather(flat, 0, axis, parts, parts * flat.numel(), dtype, None).view(parts, -1)
+    pieces = rows.split([shard.numel() for shard in shards], 1)
+    return [
+        _move(piece.reshape(parts * shard.shape[0], *shard.shape[1:]).narrow(0, 0, size), 0, dim).contiguous()
+        for piece, shard, size, dim in zip(pieces, shards, sizes, dims, strict=True)
+    ]
+
+
+def scatter_together(
+    xs: Sequence[Tensor], dims: Sequence[int], axis: str, parts: int, dtype: torch.dtype, wire: torch.dtype | None
+) -> list[Tensor]:
+    """`reduce_scatter` of every tensor: what rank r keeps of each is row r of one [parts, entries] matrix."""
+    full = [_pad_rows(_move(x, dim, 0), parts) for x, dim in zip(xs, dims, strict=True)]
+    flat = torch.cat([x.reshape(parts, -1) for x in full], 1).view(-1)
+    local = boundary.reduce_scatter(flat, 0, axis, parts, dtype, wire)
+    pieces = local.split([x.numel() // parts for x in full])
+    return [
+        _move(piece.view(x.shape[0] // parts, *x.shape[1:]), 0, dim).contiguous()
+        for piece, x, dim in zip(pieces, full, dims, strict=True)
+    ]
+
+
+def sum_together(xs: Sequence[Tensor], axis: str, dtype: torch.dtype, wire: torch.dtype | None) -> list[Tensor]:
+    """`psum` of every tensor."""
+    total = boundary.psum(torch.cat([x.reshape(-1) for x in xs]), axis, dtype, wire)
+    return [piece.view(x.shape) for piece, x in zip(total.split([x.numel() for x in xs]), xs, strict=True)]
+
+
+def max_together(xs: Sequence[Tensor], axis: str) -> list[Tensor]:
+    """`pmax` of every tensor."""
+    most = boundary.pmax(torch.cat([x.reshape(-1) for x in xs]), axis)
+    return [piece.view(x.shape) for piece, x in zip(most.split([x.numel() for x in xs]), xs, strict=True)]
+
+
+# Steps that change nothing leave no trace in the graph.
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def _move(x: Tensor, source: int, target: int) -> Tensor:
+    return x if source == target else x.movedim(source, target)
+
+
+def _pad_rows(x: Tensor, parts: int) -> Tensor:
+    missing = -x.shape[0] % parts
+    return F.pad(x, [0, 0] * (x.dim() - 1) + [0, missing]) if missing else x
+
+
+class Emitter:
+    """Puts the operators of a Python function into a graph; layers alike are traced once."""
+
+    def __init__(self, ctx: ir.Context):
+        self.ctx = ctx
+        self.traced: dict[Hashable, fx.GraphModule] = {}
+
+    def emit(
+        self,
+        fn: Callable[..., list[Tensor]],
+        inputs: Sequence[fx.Node],
+        options: tuple,
+        before: fx.Node,
+        origin: fx.Node,
+    ) -> list[fx.Node]:
+        """Nodes that compute `fn(inputs, *options)`, put before a node, as if they came from where `origin` did."""
+        values = [ir.example(node) for node in inputs]
+        key = (fn, options, tuple((v.shape, v.stride(), v.dtype, v.device) for v in values))
+        if key not in self.traced:
+            self.traced[key] = self._trace(fn, values, options)
+        with before.graph.inserting_before(before):
+            new, results = graft(before.graph, self.traced[key].graph, list(inputs))
+        for node in new:
+            ir.copy_origin(node, origin)
+        return results
+
+    def _trace(self, fn: Callable[..., list[Tensor]], values: Sequence[Tensor], options: tuple) -> fx.GraphModule:
+        # values of their own: one tensor given twice would become one placeholder
+        with torch.no_grad(), self.ctx.fake_mode:
+            fresh: list[Any] = [
+                torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values
+            ]
+        with torch.no_grad():
+            return trace(lambda *xs: fn(xs, *options), fresh, self.ctx)

@@ -1,0 +1,73 @@
+"""Compute once what is computed twice: the same operator on the same operands, in the same layer and phase.
+
+    q = all_gather(to_float8(x)) @ wq            g = all_gather(to_float8(x))
+    k = all_gather(to_float8(x)) @ wk     ->     q, k = g @ wq, g @ wk
+
+Layers written apart from each other do not know what they share: projections of one activation that each quantize and
+gather it, gradients that each lay it out anew. Across layers and phases nothing is shared, for what is shared has to
+stay in memory from the first use to the last. What follows a write into an input is left alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.communication.schedule import writes_input
+from passes.cost.accounting import kind_of
+from passes.program import ir
+from passes.program.printer import op_name
+from passes.program.regions import regions
+from passes.program.torch_private import OpOverload
+
+
+@dataclass(frozen=True)
+class Dedupe:
+    """Replace every operator that repeats an earlier one by that."""
+
+    name: str = "dedupe"
+    requires: frozenset[str] = frozenset({"joint"})
+    establishes: frozenset[str] = frozenset()
+
+    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+        program = program.copy()
+        layers = regions(program)
+        first: dict[Any, fx.Node] = {}
+        counts: Counter[str] = Counter()
+        notes = []
+        for node in takewhile(lambda node: not writes_input(node), list(program.calls())):
+            if not is_pure(node):
+                continue
+            key = node.target, layers[node], ir.phase(node), signature(node.args), signature(node.kwargs)
+            earlier = first.setdefault(key, node)
+            if earlier is not node:
+                if kind_of(node):
+                    notes.append(f"%{node.name} ({ir.source(node)}): travels once, as %{earlier.name}")
+                counts[op_name(node.target)] += 1
+                node.replace_all_uses_with(earlier)
+                program.graph.erase_node(node)
+        program.module.recompile()
+        return replace(program, facts=program.facts | self.establishes), ir.Report(dict(counts), tuple(notes))
+
+
+def is_pure(node: fx.Node) -> bool:
+    """Whether an operator on the same operands yields the same again, and does nothing else."""
+    if not isinstance(node.target, OpOverload):
+        return True  # operator.getitem
+    return not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags
+
+
+def signature(tree: Any) -> Any:
+    """A hashable form of arguments, in which 1, 1.0 and True differ."""
+    if isinstance(tree, (tuple, list)):
+        return tuple(map(signature, tree))
+    if isinstance(tree, dict):
+        return tuple((key, signature(value)) for key, value in tree.items())
+    if isinstance(tree, slice):
+        return "slice", signature((tree.start, tree.stop, tree.step))
+    return tree if isinstance(tree, fx.Node) else (type(tree), tree)

@@ -1,0 +1,223 @@
+"""Merge small collectives: fewer, larger messages for the same bytes.
+
+    a = all_gather(wq, 0, "dp_shard", 2, 8)         flat = cat([reshape(wq), reshape(wk)])
+    ...                                             rows = view(all_gather(flat, 0, "dp_shard", 2, 96), [2, 48])
+    b = all_gather(wk, 0, "dp_shard", 2, 4)         a, b = the columns of each, reshaped
+                                                    ...
+
+- Gathers of parameters merge within a layer and phase, at the first of them: no weight is gathered before the
+  layer that uses it begins. Outside of layers they merge where no layer lies between them.
+- Reduce-scatters of gradients merge within a layer, after the last of their operands.
+- Sums of gradients merge in the order in which their operands are produced.
+- Maxima of parameters (scales of float8) merge into one, before the first layer.
+
+A bucket holds up to `bucket_mib` of full (not sharded) values; one value larger than that travels alone. Only
+what precedes the first write into an input is merged, so that nothing is moved across a write. Works on boundary
+operators: refuses a program whose collectives are written out already.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, fx
+
+from passes.communication.bucket import Emitter, gather_together, max_together, scatter_together, sum_together
+from passes.program import boundary, ir
+from passes.program.regions import regions, weight_nodes
+from passes.program.rewrite import move_after, move_before
+from passes.program.torch_private import OpOverload
+
+KINDS = {
+    boundary.all_gather: "all_gather",
+    boundary.reduce_scatter: "reduce_scatter",
+    boundary.psum: "psum",
+    boundary.pmax: "pmax",
+}
+OF_WEIGHTS = frozenset({boundary.all_gather, boundary.pmax})
+REDUCTIONS = frozenset({boundary.reduce_scatter, boundary.psum})
+MIB = 2**20
+
+
+# ---- which collectives may merge -------------------------------------------------------------------
+
+
+def mergeable(program: ir.Program) -> list[fx.Node]:
+    """Gathers and maxima of parameters and reductions of gradients that precede the first write into an input."""
+    weights, leaving = set(weight_nodes(program)), gradient_nodes(program)
+    found = []
+    for node in program.calls():
+        if writes_input(node):
+            break
+        if node.target in OF_WEIGHTS and node in weights or node.target in REDUCTIONS and node in leaving:
+            found.append(node)
+    return found
+
+
+def writes_input(node: fx.Node) -> bool:
+    """Whether the operator may change an input of the program in place."""
+    is_mutable = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+    return is_mutable and any(n.op == "placeholder" for n in node.all_input_nodes)
+
+
+def gradient_nodes(program: ir.Program) -> set[fx.Node]:
+    """Nodes on the way of one value, and nothing else computed, to the optimizer or out of the program."""
+    found: set[fx.Node] = set()
+    for node in reversed(list(program.calls())):
+        alone = sum(n.op != "placeholder" for n in node.all_input_nodes) <= 1
+        leaves = all(u.op == "output" or ir.phase(u) == "optimizer" or u in found for u in node.users)
+        if ir.phase(node) == "optimizer" or ir.phase(node) == "backward" and alone and leaves:
+            found.add(node)
+    return found
+
+
+def stretches(program: ir.Program) -> dict[fx.Node, str]:
+    """The layer of each node; outside of layers, the layer that it comes after."""
+    found, last = {}, ""
+    for node, region in regions(program).items():
+        last = region or last
+        found[node] = region or f"after {last or 'the inputs'}"
+    return found
+
+
+def depths(program: ir.Program, members: set[fx.Node]) -> dict[fx.Node, int]:
+    """Through how many members the operands of each node have gone: members of one depth do not feed each other."""
+    found: dict[fx.Node, int] = {}
+    for node in program.graph.nodes:
+        found[node] = max((found[n] + (n in members) for n in node.all_input_nodes), default=0)
+    return found
+
+
+def groups(program: ir.Program) -> dict[tuple, list[fx.Node]]:
+    """Collectives that may travel together, by what they must have in common."""
+    members, where = mergeable(program), stretches(program)
+    found: dict[tuple, list[fx.Node]] = {}
+    for kinds in ({boundary.all_gather}, {boundary.pmax}, REDUCTIONS):
+        own = [node for node in members if node.target in kinds]
+        depth = depths(program, set(own))
+        for node in sorted(own, key=depth.__getitem__):
+            place = "" if node.target in (boundary.psum, boundary.pmax) else where[node]
+            phase = "" if node.target is boundary.pmax else ir.phase(node)
+            arrives = None if node.target is boundary.all_gather else ir.example(node.args[0]).dtype  # type: ignore
+            key = (node.target, depth[node], phase, place, arrives, *shared_options(node))
+            found.setdefault(key, []).append(node)
+    return found
+
+
+def shared_options(node: fx.Node) -> tuple:
+    """The options of a collective that all tensors in its bucket must share."""
+    if node.target is boundary.all_gather:
+        _, _, axis, parts, _, dtype, _ = node.args
+        return axis, parts, dtype
+    if node.target is boundary.reduce_scatter:
+        _, _, axis, parts, dtype, wire = node.args
+        return axis, parts, dtype, wire
+    if node.target is boundary.pmax:
+        return (node.args[1],)
+    _, axis, dtype, wire = node.args
+    return axis, dtype, wire
+
+
+# ---- buckets ---------------------------------------------------------------------------------------
+
+
+def full_bytes(node: fx.Node) -> int:
+    """Bytes of the whole value: what is gathered, or what is reduced."""
+    full: Tensor = ir.example(node if node.target is boundary.all_gather else node.args[0])  # type: ignore[arg-type]
+    return full.numel() * full.element_size()
+
+
+def split_by_bytes(nodes: Sequence[fx.Node], limit_bytes: float) -> Iterator[list[fx.Node]]:
+    """The nodes in order, as runs of at most `limit_bytes` (or of one node)."""
+    bucket: list[fx.Node] = []
+    for node in nodes:
+        if bucket and sum(map(full_bytes, bucket)) + full_bytes(node) > limit_bytes:
+            yield bucket
+            bucket = []
+        bucket.append(node)
+    yield bucket
+
+
+def merge(bucket: list[fx.Node], emitter: Emitter) -> None:
+    """Replace collectives by one; what it reads comes before it and what uses it after."""
+    operands: list[Any] = [node.args[0] for node in bucket]
+    if bucket[0].target in OF_WEIGHTS:
+        before = min(bucket)
+        for operand in operands:
+            move_before(operand, before)
+    else:
+        before = max(operands).next
+        while before.op == "placeholder":
+            before = before.next
+    fn, options = together(bucket)
+    results = emitter.emit(fn, operands, options, before, bucket[0])
+    for node, result in zip(bucket, results, strict=True):
+        ir.set_spec(result, ir.spec(node))
+        node.replace_all_uses_with(result)
+        node.graph.erase_node(node)
+        for user in list(result.users):
+            move_after(user, result)
+
+
+def together(bucket: list[fx.Node]) -> tuple[Any, tuple]:
+    """The function that does the bucket's work at once, and its options."""
+    shared = shared_options(bucket[0])
+    if bucket[0].target is boundary.psum:
+        return sum_together, shared
+    if bucket[0].target is boundary.pmax:
+        return max_together, shared
+    dims = tuple(node.args[1] for node in bucket)
+    if bucket[0].target is boundary.reduce_scatter:
+        return scatter_together, (dims, *shared)
+    return gather_together, (dims, tuple(node.args[4] for node in bucket), *shared)
+
+
+# ---- the pass --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Merge collectives into buckets of at most `bucket_mib` MiB; 0 merges none."""
+
+    bucket_mib: float = 25.0
+    name: str = "schedule"
+    requires: frozenset[str] = frozenset({"joint"})
+    establishes: frozenset[str] = frozenset({"schedule"})
+
+    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+        if self.bucket_mib < 0:
+            raise ir.CompileError("schedule", None, f"passes.schedule.bucket_mib is {self.bucket_mib}; must be >= 0")
+        if "collectives" in program.facts:
+            raise ir.CompileError("schedule", None, "the collectives are written out already; schedule before that")
+        before = count_collectives(program)
+        program, emitter = program.copy(), Emitter(ctx)
+        notes = [note for group in groups(program).values() for note in self.merge_group(group, emitter)]
+        program.module.recompile()
+        after = count_collectives(program)
+        counts = {
+            f"{kind}_{when}": found[kind]
+            for kind in KINDS.values()
+            for when, found in (("before", before), ("after", after))
+        }
+        if self.bucket_mib and not notes:
+            notes.append("passes.schedule.bucket_mib: no two collectives can travel together, 0 are merged")
+        return replace(program, facts=program.facts | self.establishes), ir.Report(counts, tuple(notes))
+
+    def merge_group(self, group: list[fx.Node], emitter: Emitter) -> Iterator[str]:
+        """Merge the group's buckets, and say so."""
+        if group[0].target in REDUCTIONS:
+            group = sorted(group, key=lambda node: node.args[0])  # type: ignore[arg-type,return-value]
+        for bucket in split_by_bytes(group, self.bucket_mib * MIB):
+            if len(bucket) > 1:
+                first, size_bytes = bucket[0], sum(map(full_bytes, bucket))
+                place = ir.source(first) or ir.phase(first)
+                yield f"%{first.name} ({place}): {len(bucket)} {KINDS[first.target]} as one, {size_bytes} bytes"
+                merge(bucket, emitter)
+
+
+def count_collectives(program: ir.Program) -> Counter[str]:
+    """How many of each kind the program calls."""
+    return Counter(KINDS[node.target] for node in program.calls() if node.target in KINDS)

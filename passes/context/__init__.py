@@ -1,0 +1,1 @@
+"""Attention of a sequence that the ranks share."""

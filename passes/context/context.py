@@ -1,0 +1,297 @@
+"""Context parallelism: attention of a sequence that `cp` shards, by a method chosen for each call.
+
+    ring         keys and values travel around the ranks (`passes/context/ring.py`): O(S/P) of them a rank
+    all_gather   keys and values are gathered, one kernel call: any mask, also one with a gradient
+    ulysses      heads are exchanged for sequence, each rank attends with its heads over all of it (arXiv 2309.14509)
+    hybrid       ulysses among U neighbours, ring across P/U such groups (arXiv 2405.07719)
+
+What a rank sends for one call, forward and backward, with Q, O and KV the bytes of its own queries, results, keys and
+values, and KV' those in fp32 or wider:
+
+    all_gather   2 (P-1) KV
+    the others   2 (U-1)/U (Q + KV R + O)  +  (2 (N-1) KV + N KV') R      ring: U = 1, ulysses: U = P
+                 R: copies of the keys' heads, where there are fewer than U ranks
+                 N: steps of P/U at which any rank sees anything; one step sends nothing
+
+`auto` takes what is cheapest, in bytes: a ring's travel beside the computation, so only what that does not hide
+counts, and never less than the last way home; an all-gather computes what a causal mask hides, which counts as the
+bytes that could have been sent meanwhile.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor, fx
+
+from passes.context import ring
+from passes.context.kernels import wide
+from passes.cost.cluster import FLOPS_PER_BYTE
+from passes.program import boundary, ir
+from passes.program.builder import Builder
+from passes.program.constants import constant
+from passes.program.layout import entries, to_natural_order, to_rank_order
+from passes.program.mesh import SEQUENCE_AXIS as AXIS
+from passes.program.spec import Factor, Spec
+from passes.rules import attention
+from passes.rules.base import EMITTERS
+
+aten = torch.ops.aten
+Method = Literal["auto", "ring", "all_gather", "ulysses", "hybrid"]
+METHODS = ("ring", "all_gather", "ulysses", "hybrid")
+NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+Pairs = frozenset[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One attention as a rank sees it: local shapes, its dtype, and what mask it has.
+
+    `pairs` are the (rank of queries, rank of keys) that see anything, None if that is not known or all do.
+    """
+
+    query: tuple[int, ...]  # b, h, s, e
+    key: tuple[int, ...]  # b, g, s, e
+    value: tuple[int, ...]  # b, g, s, f
+    dtype: torch.dtype
+    parts: int
+    causal: bool = False
+    folded: bool = False
+    mask: Literal["none", "bool", "numbers"] = "none"
+    mask_by_head: bool = False
+    pairs: Pairs | None = None
+
+    # -- ranks that exchange heads (U), and steps of the ring across ------------------------------
+
+    def exchanging(self, method: str) -> int:
+        """U: how many neighbours exchange heads for sequence."""
+        return {"ring": 1, "ulysses": self.parts}.get(method) or min(self.divisors(), key=self.cost_across)
+
+    def divisors(self) -> list[int]:
+        """What a hybrid may take for U: heads go evenly over it."""
+        (_, h, _, _), (_, g, _, _) = self.query, self.key
+        fits = (u for u in range(2, self.parts) if self.parts % u == 0)
+        return [u for u in fits if h % u == 0 and (g % u == 0 or u % g == 0)]
+
+    def steps(self, inner: int) -> tuple[int, ...]:
+        """The steps of a ring across groups of `inner` at which any rank sees anything, the first included."""
+        parts = self.parts // inner
+        if self.pairs is None:
+            return tuple(range(parts))
+        apart = {(i // inner - j // inner) % parts for i, j in self.pairs}
+        return tuple(sorted({0, *apart}))
+
+    def copies(self, inner: int) -> int:
+        """R: of each head of keys, so that each of `inner` ranks gets one."""
+        return max(1, inner // self.key[1])
+
+    # -- bytes ------------------------------------------------------------------------------------
+
+    @property
+    def keys(self) -> int:
+        """Entries of keys and values."""
+        (b, g, s, e), (*_, f) = self.key, self.value
+        return b * g * s * (e + f)
+
+    def exchanged_bytes(self, inner: int) -> int:
+        """Sent for heads, forward and backward."""
+        (b, h, s, e), (*_, f) = self.query, self.value
+        return 2 * (inner - 1) * self.dtype.itemsize * (b * h * s * (e + f) + self.keys * self.copies(inner)) // inner
+
+    def travelling_bytes(self, inner: int) -> int:
+        """Sent around the ring across, forward and backward."""
+        n = len(self.steps(inner))
+        each = 2 * (n - 1) * self.dtype.itemsize + n * wide(self.dtype).itemsize
+        return self.keys * self.copies(inner) * each if n > 1 else 0
+
+    def sent_bytes(self, method: str) -> int:
+        """Bytes that a rank sends, forward and backward."""
+        if method == "all_gather":
+            return 2 * (self.parts - 1) * self.dtype.itemsize * self.keys
+        inner = self.exchanging(method)
+        return self.exchanged_bytes(inner) + self.travelling_bytes(inner)
+
+    def kept_bytes(self, method: str) -> int:
+        """Bytes of keys and values that a rank holds at once in the forward."""
+        own = self.keys * self.dtype.itemsize
+        if method == "all_gather":
+            return own * self.parts
+        inner = self.exchanging(method)
+        return own * self.copies(inner) * min(2, len(self.steps(inner)))
+
+    # -- the choice -------------------------------------------------------------------------------
+
+    @property
+    def hidden_bytes(self) -> int:
+        """What could be sent while attention is computed; its backward is 2.5 times the forward (arXiv 2307.08691)."""
+        (b, h, s, e), (*_, f) = self.query, self.value
+        flops = 3.5 * 2 * b * h * s * s * self.parts * (e + f)
+        return int(flops * (0.5 if self.causal else 1.0) / FLOPS_PER_BYTE)
+
+    def cost_across(self, inner: int) -> int:
+        """Bytes that nothing hides, of heads exchanged and a ring across."""
+        travelling = self.travelling_bytes(inner)
+        home = self.keys * self.copies(inner) * wide(self.dtype).itemsize
+        return self.exchanged_bytes(inner) + min(travelling, max(home, travelling - self.hidden_bytes))
+
+    def cost(self, method: str) -> int:
+        """What `auto` compares, in bytes."""
+        if method == "all_gather":
+            return self.sent_bytes(method) + (self.hidden_bytes if self.causal else 0)
+        return self.cost_across(self.exchanging(method))
+
+    def obstacle(self, method: str) -> str:
+        """Why a method cannot do it, or an empty string."""
+        (_, h, _, _), (_, g, _, _) = self.query, self.key
+        if method in ("ring", "hybrid") and self.mask == "numbers":
+            return "a mask of numbers may have a gradient"
+        if method in ("ring", "hybrid") and self.causal and not self.folded:
+            return "the sequence is not folded"
+        if method == "ulysses" and (h % self.parts or (g % self.parts and self.parts % g)):
+            return f"{h} heads, {g} of keys, do not go evenly over {self.parts} ranks"
+        if method == "hybrid" and not self.divisors():
+            return f"{h} heads, {g} of keys, do not go evenly over any part of {self.parts} ranks"
+        if method in ("ulysses", "hybrid") and self.mask_by_head:
+            return "the mask differs by head"
+        return ""
+
+    def choose(self, asked: str) -> tuple[str, str]:
+        """The method, and the reason."""
+        if asked != "auto":
+            why = self.obstacle(asked)
+            return ("all_gather", f"{asked} cannot: {why}") if why else (asked, "asked for")
+        costs = {m: self.cost(m) for m in METHODS if not self.obstacle(m)}
+        best = min(costs, key=costs.__getitem__)
+        listed = ", ".join(f"{m} {cost:,}" for m, cost in costs.items())
+        return best, f"the cheapest, in bytes: {listed}"
+
+
+def emit_attention(
+    builder: Builder, node: fx.Node, operands: list[fx.Node], specs: list[Spec], results: list[Spec]
+) -> fx.Node:
+    """Attention on the rank's queries; where keys are sharded as they are, by the method asked for."""
+    given = dict(zip(NAMES, node.args)) | node.kwargs
+    options = {name: given[name] for name in ("scale", "enable_gqa") if name in given}
+    causal = bool(given.get("is_causal", False))
+    q, k, v, *masks = operands
+    if AXIS not in specs[1].sharded or specs[1].dims[-2][0].axes != (AXIS,):
+        values = (q, k, v, masks[0] if masks else None, given.get("dropout_p", 0.0), causal)
+        return builder.call(aten.scaled_dot_product_attention.default, values, options)
+    call = describe(builder, operands, specs, causal, given.get("attn_mask"))
+    method, why = call.choose(builder.context_method)
+    rings = method in ("ring", "hybrid") and call.pairs is not None
+    steps = f"; anything is seen in steps {call.steps(call.exchanging(method))}" if rings else ""
+    builder.notes.append(
+        f"%{node.name} ({ir.source(node)}): {method} over {AXIS}, {why}{steps}; {call.sent_bytes(method):,} bytes "
+        f"sent, {call.kept_bytes(method):,} of keys and values held at once"
+    )
+    if method == "all_gather":
+        return gathered_attention(builder, operands, specs, causal, options)
+    return exchanged_attention(builder, operands, specs, options, call, call.exchanging(method))
+
+
+def describe(builder: Builder, operands: list[fx.Node], specs: list[Spec], causal: bool, mask: fx.Node | None) -> Call:
+    """The call as its rank sees it; `mask` is that of the whole attention."""
+    q, k, v, *masks = operands
+    by_head = bool(masks) and ir.example(masks[0]).dim() > 2 and ir.example(masks[0]).shape[-3] > 1
+    kind = "none" if mask is None else "numbers" if ir.example(mask).is_floating_point() else "bool"
+    folded, parts = AXIS in builder.mesh.folded, builder.mesh[AXIS]
+    seen = constant(mask) if mask is not None and kind == "bool" else None
+    pairs = None if seen is None else pairs_that_see(seen, specs[0].dims[-2][0], specs[1].dims[-2][0], folded, parts)
+    query, key, value = (tuple(ir.example(x).shape) for x in (q, k, v))
+    return Call(query, key, value, ir.example(q).dtype, parts, causal, folded, kind, by_head, pairs)  # type: ignore
+
+
+def pairs_that_see(mask: Tensor, rows: Factor, columns: Factor, folded: bool, parts: int) -> Pairs:
+    """(rank of queries, rank of keys) of which any query sees a key."""
+    sees = mask.reshape(-1, *mask.shape[-2:]).any(0).expand(rows.size, columns.size)
+    for dim in (0, 1):
+        missing = -sees.shape[dim] % (2 * parts if folded else parts)
+        sees = torch.cat([sees, sees.new_zeros([missing if d == dim else n for d, n in enumerate(sees.shape)])], dim)
+        sees = to_rank_order(sees, dim, parts) if folded else sees
+    found = sees.unflatten(1, (parts, -1)).any(2).unflatten(0, (parts, -1)).any(1)
+    return frozenset((i, j) for i, j in found.nonzero().tolist())
+
+
+def gathered_attention(
+    builder: Builder, operands: list[fx.Node], specs: list[Spec], causal: bool, options: dict
+) -> fx.Node:
+    """Keys and values gathered, their gradients scattered; a causal mask spelled out for the rank's queries."""
+    q, k, v, *masks = operands
+    factor = specs[0].dims[-2][0]
+    whole = [gather(builder, x, spec) for x, spec in zip((k, v), specs[1:3])]
+    mask = masks[0] if masks else None
+    if causal:
+        device = ir.example(q).device
+
+        def sees(*at: Tensor) -> Tensor:
+            index, _ = entries(factor, builder.mesh, dict(zip(factor.axes, at)), device)
+            return index[:, None] >= torch.arange(factor.size, device=device)
+
+        mask = builder.trace(sees, *builder.at(factor))
+    return builder.call(aten.scaled_dot_product_attention.default, (q, *whole, mask, 0.0, False), options)
+
+
+def gather(builder: Builder, x: fx.Node, spec: Spec) -> fx.Node:
+    """A sequence gathered from the ranks that share it, a copy whose gradients are summed."""
+    dims = (*spec.dims[:-2], (replace(spec.dims[-2][0], axes=()), *spec.dims[-2][1:]), spec.dims[-1])
+    return builder.convert(x, spec, replace(spec, dims=dims, varying=(*spec.varying, AXIS)), True, None)
+
+
+def exchanged_attention(
+    builder: Builder, operands: list[fx.Node], specs: list[Spec], options: dict, call: Call, inner: int
+) -> fx.Node:
+    """Heads exchanged for sequence among `inner` neighbours, a ring across, and sequence for heads after."""
+    q, k, v, *masks = operands
+    parts, axis = call.parts, AXIS if inner == call.parts else f"{AXIS}.inner{inner}"
+
+    def natural(x: fx.Node, spec: Spec, dim: int, held: int) -> fx.Node:
+        kept = spec.dims[dim][0].size if inner == parts else held
+        order = to_natural_order if call.folded else lambda x, dim, _, size: x.narrow(dim, 0, size)
+        return builder.trace(lambda x: order(x, dim, inner, kept), x)
+
+    def exchange(x: fx.Node, spec: Spec) -> fx.Node:
+        held = inner * ir.example(x).shape[2]
+        return natural(builder.call(boundary.all_to_all, (x, 1, 2, held, axis, inner)), spec, 2, held)
+
+    def whole_rows(mask: fx.Node, spec: Spec) -> fx.Node:
+        dim, held = len(spec.dims) - 2, inner * ir.example(mask).shape[-2]
+        args = (mask, dim, axis, inner, held, ir.example(mask).dtype, None)
+        return natural(builder.call(boundary.all_gather, args), spec, dim, held)
+
+    if inner > 1:
+        if (copies := call.copies(inner)) > 1:
+            k, v = (builder.trace(lambda x: x.repeat_interleave(copies, 1), x) for x in (k, v))
+        q, k, v = map(exchange, (q, k, v), specs)
+        masks = [whole_rows(mask, specs[3]) if AXIS in specs[3].sharded else mask for mask in masks]
+    if inner == parts:
+        values = (q, k, v, masks[0] if masks else None, 0.0, call.causal)
+        out = builder.call(aten.scaled_dot_product_attention.default, values, options)
+    else:
+        size = specs[1].dims[-2][0].size
+        out = ring_attention(builder, [q, k, v, *masks], size, options.get("scale"), call, inner)
+    if inner == 1:
+        return out
+    if call.folded:
+        out = builder.trace(lambda x: to_rank_order(x, 2, inner), out)
+    return builder.call(boundary.all_to_all, (out, 2, 1, call.query[1], axis, inner))
+
+
+def ring_attention(
+    builder: Builder, operands: list[fx.Node], size: int, scale: float | None, call: Call, inner: int
+) -> fx.Node:
+    """One local operator, in line when the program is finished; across groups of `inner` ranks."""
+    axis, place = (AXIS if inner == 1 else f"{AXIS}.outer{inner}"), builder.places[AXIS]
+    how = ring.Ring(axis, call.parts // inner, size, call.causal, call.folded, scale, call.steps(inner))
+    key = (how, len(operands) > 3)
+    if key not in builder.operators:
+        builder.operators[key] = ring.operator(*key)
+    if inner > 1:
+        place = builder.trace(lambda at: at // inner, place)
+    return builder.call(operator.getitem, (builder.call(builder.operators[key], (*operands, place)), 0))
+
+
+EMITTERS[attention.NAME] = emit_attention

@@ -1,0 +1,240 @@
+"""Ring attention: queries stay, keys and values travel, results are merged by their log-sum-exp.
+
+Liu et al., arXiv 2310.01889; the backward takes the merged result and log-sum-exp, and gradients of keys and values
+travel home with them, in fp32. Under a causal mask the sequence is folded, rank r holding chunks (r, 2P-1-r) of 2P
+(Zhu's zig-zag). At step s > 0 rank r meets the chunks (k0, k1) of rank r-s: its tail q1 sees all of k0, and beyond that
+either the head q0 sees k0 (they come from a lower rank) or q1 sees k1. So each step is two full blocks, which ones is
+chosen by the coordinate, and the program is the same on every rank. Keys that are padding lie behind every query.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from passes.context import kernels
+from passes.context.kernels import Block, wide
+from passes.program.functions import define, remember
+from passes.program.layout import to_rank_order
+from passes.program.shift import arrive, shift
+
+Part = tuple[Tensor, Tensor]  # a result and its log-sum-exp, in fp32 or wider
+
+
+def merge(a: Part | None, b: Part) -> Part:
+    """The attention over both sets of keys; a row that saw nothing yet has a log-sum-exp of -inf."""
+    if a is None:
+        return b
+    lse = torch.logaddexp(a[1], b[1])
+    base = torch.where(lse > -math.inf, lse, 0.0)
+    return sum((out * (part - base).exp().unsqueeze(-1) for out, part in (a, b)), start=torch.zeros_like(a[0])), lse
+
+
+def halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Head and tail along the sequence, the third dim."""
+    return x.chunk(2, 2)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Attention over `parts` ranks of an axis of a sequence of `size`; causal ones are folded.
+
+    At step s a rank meets what stood s places before it; `steps` are those at which any rank sees anything, 0 first.
+    """
+
+    axis: str
+    parts: int
+    size: int
+    causal: bool
+    folded: bool
+    scale: float | None
+    steps: tuple[int, ...]
+
+    def hops(self) -> dict[int, int]:
+        """How far what is here travels after each step: to the next one, after the last one home."""
+        return {here: there - here for here, there in itertools.pairwise((*self.steps, self.parts))}
+
+    # -- travel -----------------------------------------------------------------------------------
+
+    def around(self, *tensors: Tensor) -> Any:
+        """The tensors as each rank in turn has them, own ones first; the next are on their way while these are used."""
+        flat = torch.cat([x.reshape(-1) for x in tensors])
+        for step, hops in self.hops().items():
+            last = step == self.steps[-1]
+            coming = None if last else shift(flat, self.axis, hops)
+            parts = flat.split([x.numel() for x in tensors])
+            yield step, *(part.view(x.shape) for part, x in zip(parts, tensors))
+            flat = flat if last else arrive(coming, flat)
+
+    # -- causal -----------------------------------------------------------------------------------
+
+    def causal_forward(self, q: Tensor, k: Tensor, v: Tensor, place: Tensor) -> Part:
+        """Result and log-sum-exp of the rank's queries."""
+        q0, q1 = halves(q)
+        parts: list[Part | None] = [None, None]
+        for step, key, value in self.around(k, v):
+            if step == 0:
+                out, lse = kernels.forward(q, key, value, Block(True, self.scale))
+                parts = list(zip(halves(out.to(wide(q.dtype))), halves(lse)))
+                continue
+            lower = place >= step
+            (k0, k1), (v0, v1) = halves(key), halves(value)
+            out, lse = kernels.forward(
+                torch.cat([q1, torch.where(lower, q0, q1)]),
+                torch.cat([k0, torch.where(lower, k0, k1)]),
+                torch.cat([v0, torch.where(lower, v0, v1)]),
+                Block(False, self.scale),
+            )
+            (tail, either), (tail_lse, either_lse) = out.to(wide(q.dtype)).chunk(2), lse.chunk(2)
+            parts[0] = merge(parts[0], (either, torch.where(lower, either_lse, -math.inf)))
+            parts[1] = merge(parts[1], (tail, tail_lse))
+            parts[1] = merge(parts[1], (either, torch.where(lower, -math.inf, either_lse)))
+        (out0, lse0), (out1, lse1) = parts  # type: ignore[misc]
+        return torch.cat([out0, out1], 2).to(q.dtype), torch.cat([lse0, lse1], 2)
+
+    def causal_backward(self, gradient, q, k, v, out, lse, place: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of the rank's own q, k and v."""
+        along_q: Any = None
+        home = Home(self)
+        for step, key, value in self.around(k, v):
+            if step == 0:
+                found = kernels.backward(gradient, q, key, value, out, lse, Block(True, self.scale))
+                along_q = list(halves(found[0].to(wide(q.dtype))))
+                home.add(step, *found[1:])
+                continue
+            lower = place >= step
+
+            def pick(x: Tensor, lower: Tensor = lower) -> Tensor:
+                head, tail = halves(x)
+                return torch.cat([tail, torch.where(lower, head, tail)])
+
+            (k0, k1), (v0, v1) = halves(key), halves(value)
+            found = kernels.backward(
+                pick(gradient),
+                pick(q),
+                torch.cat([k0, torch.where(lower, k0, k1)]),
+                torch.cat([v0, torch.where(lower, v0, v1)]),
+                pick(out),
+                pick(lse),
+                Block(False, self.scale),
+            )
+            tail, either = found[0].to(wide(q.dtype)).chunk(2)
+            along_q[0] = along_q[0] + torch.where(lower, either, 0.0)
+            along_q[1] = along_q[1] + tail + torch.where(lower, 0.0, either)
+            home.add(step, *(self.to_halves(x.to(wide(q.dtype)), lower) for x in found[1:]))
+        return torch.cat(along_q, 2).to(q.dtype), *home.arrived(k.dtype)
+
+    @staticmethod
+    def to_halves(x: Tensor, lower: Tensor) -> Tensor:
+        """Gradients of (k0, either half) as those of (k0, k1)."""
+        head, either = x.chunk(2)
+        return torch.cat([head + torch.where(lower, either, 0.0), torch.where(lower, 0.0, either)], 2)
+
+    # -- any mask ---------------------------------------------------------------------------------
+
+    def masks(self, mask: Tensor | None, q: Tensor, k: Tensor, place: Tensor) -> Callable[[int], Tensor | None]:
+        """Step -> the additive mask of the rank's queries and the keys that are here then, None if all are seen."""
+        padding = k.shape[2] * self.parts - self.size
+        if mask is None and not padding:
+            return lambda step: None
+        rows = q.shape[2]
+        if mask is None:
+            mask = torch.zeros((1, 1, rows, self.size), dtype=q.dtype, device=q.device)
+        elif mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -math.inf)
+        mask = mask.reshape([1] * (4 - mask.dim()) + list(mask.shape))
+        mask = mask.expand(*mask.shape[:2], rows, self.size)
+        full, last = F.pad(mask, [0, padding], value=-math.inf), 3
+        by_rank = to_rank_order(full, last, self.parts) if self.folded else full
+        by_rank = by_rank.unflatten(last, (self.parts, -1))
+
+        def at(step: int) -> Tensor:
+            source = torch.remainder(place - step, self.parts).reshape(1)
+            return by_rank.index_select(last, source).squeeze(last).contiguous()
+
+        return at
+
+    def full_forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, place: Tensor) -> Part:
+        """Result and log-sum-exp of the rank's queries."""
+        at, found = self.masks(mask, q, k, place), None
+        for step, key, value in self.around(k, v):
+            out, lse = kernels.forward(q, key, value, Block(False, self.scale, at(step)))
+            found = merge(found, (out.to(wide(q.dtype)), lse))
+        assert found is not None
+        return found[0].to(q.dtype), found[1]
+
+    def full_backward(self, gradient, q, k, v, mask, out, lse, place: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of the rank's own q, k and v."""
+        at, along_q, home = self.masks(mask, q, k, place), torch.zeros_like(q, dtype=wide(q.dtype)), Home(self)
+        for step, key, value in self.around(k, v):
+            found = kernels.backward(gradient, q, key, value, out, lse, Block(False, self.scale, at(step)))
+            along_q = along_q + found[0]
+            home.add(step, *found[1:])
+        return along_q.to(q.dtype), *home.arrived(k.dtype)
+
+
+class Home:
+    """Gradients of keys and values on their way back, one step behind the keys and values themselves."""
+
+    def __init__(self, ring: Ring):
+        self.ring = ring
+        self.sent: Tensor | None = None
+        self.coming: Tensor | None = None
+        self.shapes: list[torch.Size] = []
+
+    def add(self, step: int, *gradients: Tensor) -> None:
+        """Add this step's terms to those of the steps before, and send the sum on."""
+        self.shapes = [g.shape for g in gradients]
+        flat = torch.cat([g.to(wide(g.dtype)).reshape(-1) for g in gradients])
+        if self.coming is not None:
+            flat = flat + arrive(self.coming, self.sent)
+        self.sent = flat
+        if len(self.ring.steps) > 1:
+            self.coming = shift(flat, self.ring.axis, self.ring.hops()[step])
+
+    def arrived(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """The gradients of the rank's own keys and values."""
+        flat = self.sent if self.coming is None else arrive(self.coming, self.sent)
+        assert flat is not None
+        pieces = flat.split([math.prod(shape) for shape in self.shapes])
+        return tuple(piece.view(shape).to(dtype) for piece, shape in zip(pieces, self.shapes))
+
+
+def operator(ring: Ring, masked: bool) -> Any:
+    """`local::ring_attention(q, k, v[, mask], place) -> (out, lse)`, with its gradient."""
+
+    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, *masks, place = tensors
+        if ring.causal:
+            return ring.causal_forward(q, k, v, place)
+        return ring.full_forward(q, k, v, masks[0] if masks else None, place)
+
+    def run_backward(*tensors: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, *masks, place, out, lse, gradient = tensors
+        gradient = gradient.contiguous()
+        if ring.causal:
+            return ring.causal_backward(gradient, q, k, v, out, lse, place)
+        return ring.full_backward(gradient, q, k, v, masks[0] if masks else None, out, lse, place)
+
+    given = 4 + masked
+    op = define("local", "ring_attention", run, given, 2)
+    back = define("local", "ring_attention_backward", run_backward, given + 3, 3)
+    remember(op, run, communicates=True)
+    remember(back, run_backward, communicates=True)
+
+    def setup(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.save_for_backward(*inputs, *output)
+
+    def differentiate(ctx: Any, gradient: Tensor, _: Any) -> tuple:
+        found = back(*ctx.saved_tensors, gradient)
+        return (*found, *[None] * (given - 3))
+
+    torch.library.register_autograd(op.name().replace(".default", ""), differentiate, setup_context=setup)
+    return op

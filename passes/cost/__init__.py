@@ -1,0 +1,1 @@
+"""What a program sends, computes and keeps, and how long it takes."""

@@ -1,0 +1,281 @@
+"""What a program will cost, read from its graph: bytes on the wire, FLOPs, and the peak of live memory."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from passes.program import ir
+from passes.program.mesh import Mesh
+from passes.program.shift import shift
+from passes.program.sweep import Sweep, Value, map_values, tensors
+from passes.program.torch_private import OpOverload, ao, c10d
+
+aten = torch.ops.aten
+
+# operator -> what travels; boundary operators first, then the functional collectives they become
+KINDS = {
+    "ct::all_gather": "all_gather",
+    "ct::gather_same": "all_gather",
+    "ct::reduce_scatter": "reduce_scatter",
+    "ct::psum": "all_reduce",
+    "ct::pmax": "all_reduce",
+    "ct::all_to_all": "all_to_all",
+    "_c10d_functional::all_gather_into_tensor": "all_gather",
+    "_c10d_functional::all_gather_into_tensor_coalesced": "all_gather",
+    "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
+    "_c10d_functional::reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "_c10d_functional::all_reduce": "all_reduce",
+    "_c10d_functional::all_reduce_coalesced": "all_reduce",
+    "_c10d_functional::all_to_all_single": "all_to_all",
+    "ct::shift": "shift",
+}
+
+# kind -> bytes that a rank sends, of its own n bytes and p ranks, by the ring algorithms
+SENT: dict[str, Callable[[int, int], int]] = {
+    "all_gather": lambda n, p: n * (p - 1),
+    "reduce_scatter": lambda n, p: n * (p - 1) // p,
+    "all_reduce": lambda n, p: 2 * n * (p - 1) // p,
+    "all_to_all": lambda n, p: n * (p - 1) // p,
+    "shift": lambda n, p: n,
+}
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one kind of collective sends over one axis in a step: `sent_bytes` a rank, in `calls` calls."""
+
+    kind: str
+    axis: str
+    calls: int
+    sent_bytes: int
+
+
+@dataclass(frozen=True)
+class Accounting:
+    """Costs of one rank's step: `flops` by phase; memory in bytes, by what is alive at `peak_node` (in `peak_line`).
+
+    `recomputed_flops` are those of the backward that repeat the forward.
+    """
+
+    traffic: tuple[Traffic, ...]
+    flops: dict[str, int]
+    recomputed_flops: int
+    peak_bytes: int
+    input_bytes: int
+    peak_node: str
+    peak_line: str
+    alive: dict[str, int]
+
+
+def account(program: ir.Program, swept: Sweep) -> Accounting:
+    """The program's costs; once it is local, those of one rank."""
+    flops: Counter[str] = Counter()
+    recomputed = 0
+    for node in program.calls():
+        if count := count_flops(node, swept):
+            flops[ir.phase(node)] += count
+            recomputed += count if ir.is_recomputed(node) else 0
+    peak = peak_memory(program, swept)
+    inputs = set().union(*(swept.storages(n) for n in program.placeholders()))
+    input_bytes = sum(swept.storage_bytes[s] for s in inputs)
+    return Accounting(
+        count_traffic(program, swept),
+        dict(flops),
+        recomputed,
+        peak.bytes,
+        input_bytes,
+        peak.node.name,
+        ir.source(peak.node),
+        alive_by_kind(program, swept, peak.alive),
+    )
+
+
+# ---- collectives --------------------------------------------------------------------------------
+
+
+def bind(node: fx.Node) -> dict[str, Any]:
+    """The operator's arguments by name, those left at their defaults aside."""
+    names = (argument.name for argument in node.target._schema.arguments)  # type: ignore[union-attr]
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def axis_of(node: fx.Node) -> str | None:
+    """The mesh axis that an operator names, or None."""
+    if not isinstance(node.target, OpOverload) or node.target.namespace not in ("ct", "_c10d_functional"):
+        return None
+    bound = bind(node)
+    return bound.get("axis", bound.get("group_name"))
+
+
+def kind_of(node: fx.Node) -> str | None:
+    """`all_gather`, `reduce_scatter`, `all_reduce` or `all_to_all`, or None where nothing travels."""
+    return KINDS.get(node.target._schema.name) if isinstance(node.target, OpOverload) else None
+
+
+def started(wait: fx.Node) -> fx.Node:
+    """The collective that a wait is for."""
+    node = wait.all_input_nodes[0]
+    return node if kind_of(node) else node.all_input_nodes[0]  # of several tensors, one
+
+
+def count_traffic(program: ir.Program, swept: Sweep) -> tuple[Traffic, ...]:
+    """Collectives by kind and axis."""
+    calls: Counter[tuple[str, str]] = Counter()
+    sent: Counter[tuple[str, str]] = Counter()
+    for node in program.calls():
+        kind, axis = kind_of(node), axis_of(node)
+        if kind is not None and axis is not None:
+            calls[kind, axis] += 1
+            sent[kind, axis] += sent_bytes(node, swept, program.mesh)
+    return tuple(Traffic(kind, axis, calls[kind, axis], sent[kind, axis]) for kind, axis in sorted(calls))
+
+
+def sent_bytes(node: fx.Node, swept: Sweep, mesh: Mesh) -> int:
+    """Bytes that a rank sends in a collective."""
+    kind, axis = kind_of(node), axis_of(node)
+    assert kind is not None and axis is not None
+    return SENT[kind](payload_bytes(node, swept, mesh), mesh[axis])
+
+
+def payload_bytes(node: fx.Node, swept: Sweep, mesh: Mesh) -> int:
+    """Bytes that a rank brings to a collective, in the dtype that travels, padding included."""
+    bound = bind(node)
+    operands = [v.layout for v in tensors([swept.values[n] for n in node.all_input_nodes])]
+    if node.target.namespace != "ct" or node.target is shift:  # type: ignore[union-attr]
+        return sum(layout.size_bytes for layout in operands)
+    shape, dtype = list(operands[0].shape), operands[0].dtype
+    kind = kind_of(node)
+    if kind == "all_gather":
+        return math.prod(shape) * bound.get("dtype", dtype).itemsize
+    if kind != "all_reduce":
+        dim, parts = bound["split_dim" if kind == "all_to_all" else "dim"], mesh[bound["axis"]]
+        shape[dim] = -(-shape[dim] // parts) * parts
+    return math.prod(shape) * (bound.get("wire") or dtype).itemsize
+
+
+# ---- FLOPs --------------------------------------------------------------------------------------
+
+
+def _product(a: tuple, b: tuple, *rest: Any, out_val: Any = None, **named: Any) -> int:
+    return 2 * math.prod(out_val) * a[-1]
+
+
+def _attention(q: tuple, k: tuple, v: tuple, *rest: Any, **named: Any) -> int:
+    return sdpa_flop_count(q, k, v)
+
+
+def _attention_backward(gradient: tuple, q: tuple, k: tuple, v: tuple, *rest: Any, **named: Any) -> int:
+    return sdpa_backward_flop_count(gradient, q, k, v)
+
+
+# what PyTorch's own registry lacks, of the operators that a graph has before they are decomposed
+FLOPS: dict[Any, Callable[..., int]] = {
+    aten.linear: _product,
+    aten.matmul: _product,
+    aten.scaled_dot_product_attention: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+
+
+def count_flops(node: fx.Node, swept: Sweep) -> int:
+    """FLOPs of a matrix product, convolution or attention (2 a multiply-add, causal ones in full); 0 of others."""
+    packet = node.target.overloadpacket if isinstance(node.target, OpOverload) else None
+    formula = FLOPS.get(packet) or flop_registry.get(packet)
+    if formula is None:
+        return 0
+
+    def shapes(tree: Any) -> Any:
+        return map_values(tree, lambda v: v.layout.shape, Value)
+
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: shapes(swept.values[n]))
+    return int(formula(*args, **kwargs, out_val=shapes(swept.values[node])))
+
+
+# ---- memory -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Most bytes alive at once, the node at which they are, and their storages."""
+
+    bytes: int
+    node: fx.Node
+    alive: frozenset[int]
+
+
+def peak_memory(program: ir.Program, swept: Sweep) -> Peak:
+    """Where most memory is alive: inputs live throughout, the rest from birth to last use.
+
+    An estimate: memory that a kernel uses inside, and what an allocator wastes, is not in the graph; nor is host memory
+    that values are offloaded to counted.
+    """
+    nodes, lives = list(program.graph.nodes), lifetimes(program, swept)
+    change = [0] * (len(nodes) + 1)
+    for s, (born, last) in lives.items():
+        change[born] += swept.storage_bytes[s]
+        change[last + 1] -= swept.storage_bytes[s]
+    live = list(itertools.accumulate(change[:-1]))
+    at = live.index(max(live))
+    return Peak(live[at], nodes[at], frozenset(s for s, (born, last) in lives.items() if born <= at <= last))
+
+
+def lifetimes(program: ir.Program, swept: Sweep) -> dict[int, tuple[int, int]]:
+    """The first and the last node, by index, at which each storage on the device is alive."""
+    hosted = set().union(*(swept.storages(n) for n in program.calls() if n.target is ao.offload.default))
+    end = len(program.graph.nodes) - 1
+    lives = {s: (0, end) for node in program.placeholders() for s in swept.storages(node)}
+    given = lives.keys() | hosted
+    for i, node in enumerate(program.graph.nodes):
+        yielded = swept.storages(node) if node in swept.values else set()
+        read = [*node.all_input_nodes, *sent(node)]
+        for s in yielded.union(*(swept.storages(n) for n in read)) - given:
+            lives[s] = (lives.get(s, (i, i))[0], i)
+    return lives
+
+
+def sent(node: fx.Node) -> list[fx.Node]:
+    """What the collective that a wait is for sends: that stays in memory until then."""
+    return started(node).all_input_nodes if node.target is c10d.wait_tensor.default else []
+
+
+KINDS_OF_INPUT = {"parameter": "parameters", "moment": "optimizer", "gradient": "gradients", "buffer": "buffers"}
+
+
+def alive_by_kind(program: ir.Program, swept: Sweep, alive: frozenset[int]) -> dict[str, int]:
+    """Bytes of storages by what they hold."""
+    kind, found = kinds_of_storages(program, swept), Counter[str]()
+    for s in alive:
+        found[kind[s]] += swept.storage_bytes[s]
+    return dict(sorted(found.items()))
+
+
+def kinds_of_storages(program: ir.Program, swept: Sweep) -> dict[int, str]:
+    """What each storage holds: parameters, optimizer (state), gradients, activations, communication, ..."""
+    kind: dict[int, str] = {}
+    for node, given in zip(program.placeholders(), program.inputs, strict=True):
+        for s in swept.storages(node):
+            kind[s] = KINDS_OF_INPUT.get(given.kind, "batch")
+    gradients = gradient_storages(program, swept)
+    for node in program.calls():
+        for s in (s for s in swept.storages(node) if s not in kind):
+            own = {"forward": "activations", "backward": "backward", "optimizer": "update"}[ir.phase(node)]
+            kind[s] = "communication" if kind_of(node) else "gradients" if s in gradients else own
+    return kind
+
+
+def gradient_storages(program: ir.Program, swept: Sweep) -> set[int]:
+    """Storages of the backward that the optimizer reads or that leave the program."""
+    leaving = [n for n in program.graph.output_node().all_input_nodes if n.op == "call_function"]
+    read = [n for node in program.calls() if ir.phase(node) == "optimizer" for n in node.all_input_nodes]
+    ends = [n for n in (*leaving, *read) if n.op == "call_function" and ir.phase(n) == "backward"]
+    return set().union(*(swept.storages(n) for n in ends)) if ends else set()

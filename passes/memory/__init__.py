@@ -1,0 +1,1 @@
+"""What the forward keeps, computes again or moves to the host."""

@@ -1,0 +1,123 @@
+"""The rewrite behind offloading: forward values that wait for the backward in host memory.
+
+    y = silu(x)                     y = silu(x)
+    z = mm(y, w)                    z = mm(y, w)
+    ...                             host = to_host(y)        after the last use in the forward
+    dw = mm(t(y), dz)               ...
+                                    back = from_host(host)   a layer ahead of the first use in the backward
+                                    dw = mm(t(back), dz)
+
+On CUDA these are PyTorch's `ao::offload` and `ao::reload`, copies on a stream of their own, each with a wait: the
+memory is free once the copy out is done, and the copy back runs beside the layer before. On the CPU they are clones.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.memory.recompute import saved_nodes, storages
+from passes.program import ir
+from passes.program.regions import regions
+from passes.program.torch_private import ao
+
+aten = torch.ops.aten
+
+
+def offload(program: ir.Program, chosen: set[fx.Node], ctx: ir.Context) -> int:
+    """Move the chosen values that the backward reads to host memory and back; changes the graph, returns bytes."""
+    saved = saved_nodes(program)
+    holders = Counter(id(s) for node in saved for s in storages(node))
+    timetable = Timetable.of(program)
+    away = [n for n in saved if n in chosen and isinstance(ir.value(n), torch.Tensor)]
+    away = [n for n in away if holders[id(storages(n)[0])] == 1]  # what shares its memory cannot leave
+    for node in sorted(away, key=first_use):  # what is needed first is the first to be copied back
+        Move(timetable, node, ctx).write()
+    program.module.recompile()
+    return sum(ir.example(node).nbytes for node in away)
+
+
+def first_use(node: fx.Node) -> fx.Node:
+    """The first node of the backward that reads a value."""
+    return min(user for user in node.users if user.op != "output" and ir.phase(user) == "backward")
+
+
+@dataclass(frozen=True)
+class Timetable:
+    """Who reads each memory in the forward, the layer of each node, and where layers begin, in order."""
+
+    readers: dict[int, list[fx.Node]]  # by memory: nodes of the forward that yield or read it
+    layer: dict[fx.Node, str]
+    forward: dict[str, fx.Node]
+    backward: dict[str, fx.Node]
+    middle: fx.Node  # the first node after the forward
+
+    @staticmethod
+    def of(program: ir.Program) -> Timetable:
+        """From a program's graph, before anything is moved."""
+        readers: dict[int, list[fx.Node]] = {}
+        layer, begins = regions(program), {"forward": dict[str, fx.Node](), "backward": dict[str, fx.Node]()}
+        middle = program.graph.output_node()
+        for node in program.calls():
+            if layer[node] and ir.phase(node) in begins:
+                begins[ir.phase(node)].setdefault(layer[node], node)
+            if ir.phase(node) == "forward":
+                middle = node.next
+                for storage in {id(s) for n in (node, *node.all_input_nodes) for s in storages(n)}:
+                    readers.setdefault(storage, []).append(node)
+        return Timetable(readers, layer, **begins, middle=middle)
+
+    def after_next(self, node: fx.Node) -> fx.Node:
+        """Where in the forward the layer after the next one begins: by then a copy out is done."""
+        layers = list(self.forward)
+        place = layers.index(self.layer[node]) + 2 if self.layer[node] in layers else len(layers)
+        return self.forward[layers[place]] if place < len(layers) else self.middle
+
+    def ahead_of(self, user: fx.Node) -> fx.Node:
+        """Where the layer before the user's begins in the backward; the user itself outside of layers."""
+        layers = list(self.backward)
+        if self.layer[user] not in layers:
+            return user
+        return min(user, self.backward[layers[max(layers.index(self.layer[user]) - 1, 0)]])
+
+
+@dataclass(frozen=True)
+class Move:
+    """One value's way out after its last use in the forward, and back before its first in the backward."""
+
+    timetable: Timetable
+    node: fx.Node
+    ctx: ir.Context
+
+    def write(self) -> None:
+        """Put the copies into the graph."""
+        value = ir.example(self.node)
+        users = [u for u in self.node.users if u.op != "output" and ir.phase(u) == "backward"]
+        last = max(n for s in storages(self.node) for n in self.timetable.readers[id(s)])
+        first = first_use(self.node)
+        ahead = self.timetable.ahead_of(first)
+        if value.device.type == "cpu":
+            host = self.call(last.next, "forward", aten.clone.default, self.node)
+            back = self.call(ahead, "backward", aten.clone.default, host)
+        else:
+            layout = (value.device, list(value.shape), list(value.stride()))
+            start = self.call(last.next, "forward", ao.offload.default, self.node)
+            host = self.call(self.timetable.after_next(last), "forward", ao.wait_tensor.default, start, self.node)
+            start = self.call(ahead, "backward", ao.reload.default, host, *layout)
+            back = self.call(first, "backward", ao.wait_tensor.default, start, host)
+        for user in users:
+            user.replace_input_with(self.node, back)
+
+    def call(self, before: fx.Node, phase: str, target: Any, *args: Any) -> fx.Node:
+        """An operator put before a node, as if it came from where the value did."""
+        with before.graph.inserting_before(before):
+            new = before.graph.call_function(target, args)
+        with self.ctx.fake_mode:
+            ir.set_value(new, target(*fx.map_arg(args, ir.example)))
+        ir.copy_origin(new, self.node)
+        ir.set_phase(new, phase)
+        return new

@@ -1,0 +1,127 @@
+"""The rewrite behind rematerialisation: forward values computed again where the backward needs them.
+
+    y = silu(x)                     y = silu(x)
+    z = mm(y, w)                    z = mm(y, w)
+    g = mm(dz, t(w))                g = mm(dz, t(w))
+    dx = silu_backward(g, x)        dx = silu_backward(g, x)
+    dw = mm(t(y), dz)               y_1 = silu(x)
+                                    dw = mm(t(y_1), dz)
+
+Every use in the backward of a value that need not be kept becomes a use of a clone, computed from what is kept.
+A clone is made once and put right before its first use: a layer is recomputed when its backward begins.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+
+import torch
+from torch import Tensor, fx
+
+from passes.program import boundary, ir
+from passes.program.functions import communicates
+from passes.program.regions import WEIGHT_GATHERS
+from passes.program.torch_private import OpOverload
+
+COMMUNICATION = WEIGHT_GATHERS | {boundary.reduce_scatter, boundary.psum, boundary.pmax, boundary.all_to_all}
+
+
+# ---- what may run twice --------------------------------------------------------------------------
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether an operator draws random numbers; attention without dropout does not, though it is marked so."""
+    if torch.Tag.nondeterministic_seeded not in node.target.tags:  # type: ignore[union-attr]
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs  # defaults are left out
+    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
+
+
+def near_writes(program: ir.Program) -> set[fx.Node]:
+    """Nodes whose memory an operator that writes in place may touch, and those that read them."""
+    writers = [n for n in program.calls() if isinstance(n.target, OpOverload) and n.target._schema.is_mutable]
+    written = {id(s) for writer in writers for node in writer.all_input_nodes for s in storages(node)}
+    holders = {node for node in program.graph.nodes if any(id(s) in written for s in storages(node))}
+    return holders | {user for node in holders for user in node.users}
+
+
+def why_once(node: fx.Node, written: set[fx.Node]) -> str:
+    """Why the operator must not run twice, or an empty string; a part of a tuple goes with the tuple."""
+    if node in written:
+        return "written in place"
+    if node.target is operator.getitem:
+        return why_once(node.args[0], written)  # type: ignore[arg-type]
+    if not isinstance(node.target, OpOverload):
+        return "not an operator"
+    if node.target in COMMUNICATION or communicates(node) or node.target.namespace == "_c10d_functional":
+        return "communication"
+    return "random" if is_random(node) else ""
+
+
+# ---- the rewrite -----------------------------------------------------------------------------------
+
+
+def recompute(program: ir.Program, chosen: set[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Let the backward use clones of `chosen` forward nodes; changes the graph, returns node -> clone."""
+    order = {node: i for i, node in enumerate(program.graph.nodes)}
+    clones: dict[fx.Node, fx.Node] = {}
+    for user in list(program.calls()):
+        if ir.phase(user) != "backward":
+            continue
+        for node in sorted(needed(user, chosen, clones), key=order.__getitem__):
+            clones[node] = clone(node, user, clones)
+        for node in user.all_input_nodes:
+            user.replace_input_with(node, clones.get(node, node))
+    program.graph.eliminate_dead_code()
+    program.module.recompile()
+    return clones
+
+
+def needed(user: fx.Node, chosen: set[fx.Node], clones: dict[fx.Node, fx.Node]) -> set[fx.Node]:
+    """Chosen nodes from which the user's operands are computed and which have no clone yet."""
+    found: set[fx.Node] = set()
+    stack = list(user.all_input_nodes)
+    while stack:
+        node = stack.pop()
+        if node in chosen and node not in clones and node not in found:
+            found.add(node)
+            stack += node.all_input_nodes
+    return found
+
+
+def clone(node: fx.Node, user: fx.Node, clones: dict[fx.Node, fx.Node]) -> fx.Node:
+    """The node once more, right before the user and in the backward, on operands cloned already."""
+    with node.graph.inserting_before(user):
+        new = node.graph.node_copy(node, lambda n: clones.get(n, n))
+    new.meta = copy.copy(node.meta)
+    ir.set_phase(new, "backward")
+    ir.set_recomputed(new)
+    return new
+
+
+# ---- what is kept -----------------------------------------------------------------------------------
+
+
+def storages(node: fx.Node) -> list[torch.UntypedStorage]:
+    """The memory of the tensors that a node computes; views share that of their base."""
+    val = node.meta.get("val")
+    return [v.untyped_storage() for v in (val if isinstance(val, (tuple, list)) else (val,)) if isinstance(v, Tensor)]
+
+
+def saved_nodes(program: ir.Program) -> list[fx.Node]:
+    """Forward nodes that the backward reads."""
+    return [
+        node
+        for node in program.calls()
+        if ir.phase(node) == "forward"
+        and any(user.op != "output" and ir.phase(user) == "backward" for user in node.users)
+    ]
+
+
+def saved_bytes(program: ir.Program) -> int:
+    """Bytes of forward values that live into the backward, views counted once, inputs not at all."""
+    inputs = {id(s) for node in program.placeholders() for s in storages(node)}
+    sizes = {id(s): s.nbytes() for node in saved_nodes(program) for s in storages(node)}
+    return sum(size for storage, size in sizes.items() if storage not in inputs)

@@ -1,0 +1,203 @@
+"""Decide what the backward computes again instead of keeping it (`passes/memory/recompute.py` rewrites the graph so).
+
+    none        keep everything
+    full        of each layer keep what enters it
+    selective   of each layer keep also the results of the operators in `save`
+    every_n     `full` for every n-th layer, the others keep everything
+    offload     keep of each layer what `none` keeps, in host memory (`passes/memory/offload.py`)
+    budget      of each layer keep what costs most to compute again, within `budget_bytes` (`passes/memory/budget.py`)
+
+Layers are found in the module paths that nodes carry. Whatever the policy: calls of `torch.utils.checkpoint` in the
+model are recomputed; results of communication (repeated only where `ops` asks for it) and of random operators (they
+would draw again) are kept, and so is what is near a write in place. `modules` and `ops` map patterns of module paths
+and operator names to `save`, `recompute` or `offload` and prevail over the policy, modules over operators.
+`regather` repeats the gathers of sharded parameters (ZeRO-3; without it gathered weights are kept, ZeRO-2).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Literal
+
+from torch import fx
+
+from passes.cost.accounting import peak_memory
+from passes.memory.budget import fit
+from passes.memory.offload import offload
+from passes.memory.recompute import near_writes, recompute, saved_bytes, saved_nodes, storages, why_once
+from passes.program import ir
+from passes.program.regions import WEIGHT_GATHERS, regions, weight_nodes, within
+from passes.program.sweep import sweep
+from passes.rules import name_of
+
+Action = Literal["save", "recompute", "offload"]
+POLICIES = ("none", "full", "selective", "every_n", "budget", "offload")
+OFFLOADED = "offloaded"  # the reason of what is kept in host memory
+# Products and attention: the most time for the bytes of their results.
+SAVE = ("linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "_scaled_mm", "convolution", "*attention*")
+
+
+def weights_to_regather(program: ir.Program) -> set[fx.Node]:
+    """Forward gathers of parameters and what is computed from them and other weights alone."""
+    written = near_writes(program)
+    found: set[fx.Node] = set()
+    for node in weight_nodes(program):
+        follows = any(n in found for n in node.all_input_nodes) and not why_once(node, written)
+        if ir.phase(node) == "forward" and (node.target in WEIGHT_GATHERS or follows):
+            found.add(node)
+    return found
+
+
+def operator_name(node: fx.Node) -> str:
+    """The operator's name, `mm` or `all_gather`; for a part of a tuple that of the operator that made the tuple."""
+    if node.target is operator.getitem:
+        return operator_name(node.args[0])  # type: ignore[arg-type]
+    return name_of(node).split("::")[-1]
+
+
+@dataclass(frozen=True)
+class Remat:
+    """Recompute in the backward what the policy, the overrides and the model's own marks say.
+
+    `following` are the passes that finish the program, by which a budget's peak is predicted, and `reserved`
+    tells the bytes of what lives outside of the program (optimizer state of a step in microbatches).
+    """
+
+    policy: Literal["none", "full", "selective", "every_n", "budget", "offload"] = "none"
+    regather: bool = True
+    save: tuple[str, ...] = SAVE
+    every_n: int = 2
+    budget_bytes: int | None = None
+    headroom: float = 0.0
+    modules: Mapping[str, Action] = field(default_factory=dict)
+    ops: Mapping[str, Action] = field(default_factory=dict)
+    following: tuple[ir.Pass, ...] = ()
+    reserved: Callable[[ir.Program], int] = lambda program: 0
+    name: str = "remat"
+    requires: frozenset[str] = frozenset({"joint"})
+    establishes: frozenset[str] = frozenset({"remat"})
+
+    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+        if self.policy not in POLICIES:
+            raise ir.Refused("remat", None, f"passes.remat.policy: {self.policy!r} is not one of {', '.join(POLICIES)}")
+        before, notes = saved_bytes(program), []
+        gathers = weights_to_regather(program) if self.regather else set()
+        reasons = self.reasons(program)
+        chosen = {node for node, reason in reasons.items() if not reason}
+        if self.policy == "budget":
+            if self.budget_bytes is None:
+                raise ir.Refused("remat", None, "passes.remat.budget_gib: policy=budget needs it, the GiB of a rank")
+            fitted = fit(
+                program, ctx, chosen, self.budget_bytes, self.headroom, partial(self.peak, program, ctx, gathers)
+            )
+            reasons |= dict.fromkeys(chosen - fitted.chosen, "within the budget")
+            chosen, notes = fitted.chosen, [fitted.note]
+        program, clones, copies = rewrite(program, gathers | chosen)
+        away = offload(program, {copies[node] for node, reason in reasons.items() if reason == OFFLOADED}, ctx)
+        saved = set(saved_nodes(program))
+        kept = Counter(reason for node, reason in reasons.items() if copies[node] in saved)
+        notes += [f"kept of what is recomputed, {reason}: {count}" for reason, count in sorted(kept.items())]
+        repeated = sum(node.target in WEIGHT_GATHERS for node in clones)
+        if self.regather and not repeated:
+            notes.append("passes.remat.regather: the backward needs no gathered parameter, 0 gathers are repeated")
+        counts = {
+            "recomputed": len(clones),
+            "regathered": repeated,
+            "saved_bytes_before": before,
+            "saved_bytes_after": saved_bytes(program),
+            "offloaded_bytes": away,
+        }
+        return replace(program, facts=program.facts | self.establishes), ir.Report(counts, tuple(notes))
+
+    def peak(self, program: ir.Program, ctx: ir.Context, gathers: set[fx.Node], chosen: set[fx.Node]) -> int:
+        """Predicted peak bytes of the finished program if the backward computes the chosen nodes again."""
+        copied, _, _ = rewrite(program, gathers | chosen)
+        copied = replace(copied, facts=copied.facts | self.establishes)
+        for step in self.following:
+            copied, _ = step(copied, ctx)
+        swept = sweep(copied, ctx)
+        return peak_memory(copied, swept).bytes + self.reserved(copied)
+
+    # -- which nodes ------------------------------------------------------------------------------
+
+    def reasons(self, program: ir.Program) -> dict[fx.Node, str]:
+        """Every forward node that may be recomputed, with the reason to keep it (an empty string: recompute it)."""
+        layers, written = regions(program), near_writes(program)
+        if self.policy != "none" and not any(layers.values()):
+            raise ir.Refused(
+                "remat",
+                None,
+                f"passes.remat.policy={self.policy} recomputes repeated layers (layers.0, layers.1, ...), "
+                "the model has none; set passes.remat.policy=none",
+            )
+        covered = set(self.covered(list(dict.fromkeys(filter(None, layers.values())))))
+        region = {n: layers[n] if layers[n] in covered else ir.checkpoint(n) or layers[n] for n in layers}
+        found, matched = {}, set[str]()
+        for node in program.calls():
+            if ir.phase(node) != "forward":
+                continue
+            asked = self.override(node, matched)
+            by_policy = self.by_policy(node) if layers[node] in covered else "" if ir.checkpoint(node) else None
+            reason = {"save": "asked for", "recompute": "", "offload": OFFLOADED}.get(asked or "", by_policy)
+            if reason is None:
+                continue
+            once = why_once(node, written)
+            if reason == OFFLOADED:
+                found[node] = "written in place" if node in written else "" if is_view(node) else OFFLOADED
+                continue
+            if once == "communication" and asked == "recompute":
+                once = ""
+            found[node] = once or ("leaves its region" if leaves(node, region) else "") or reason
+        if unmatched := [p for p in (*self.modules, *self.ops) if p not in matched]:
+            option = "modules" if unmatched[0] in self.modules else "ops"
+            what = "module" if option == "modules" else "operator of the forward"
+            raise ir.Refused("remat", None, f"passes.remat.{option}: no {what} is named like {unmatched[0]!r}")
+        return found
+
+    def override(self, node: fx.Node, matched: set[str]) -> Action | None:
+        """What `modules` or `ops` say of the node; patterns that say something are added to `matched`."""
+        path, name = ir.module_path(node), operator_name(node)
+        by_module = [p for p in self.modules if within(path, p)]
+        by_op = [p for p in self.ops if fnmatchcase(name, p)]
+        matched.update(by_module, by_op)
+        if by_module:
+            return self.modules[by_module[0]]
+        return self.ops[by_op[0]] if by_op else None
+
+    def covered(self, layers: list[str]) -> list[str]:
+        """The layers that the policy speaks of."""
+        return [] if self.policy == "none" else layers[:: self.every_n] if self.policy == "every_n" else layers
+
+    def by_policy(self, node: fx.Node) -> str:
+        """Why the policy keeps the node of a layer, an empty string if it recomputes it."""
+        if self.policy == "offload":
+            return OFFLOADED
+        keeps = self.policy == "selective" and any(fnmatchcase(operator_name(node), p) for p in self.save)
+        return "selected" if keeps else ""
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the operator's result is its operand's memory: computed again from that, it costs nothing."""
+    operands = {id(s) for n in node.all_input_nodes for s in storages(n)}
+    return why_once(node, set()) == "" and any(id(s) in operands for s in storages(node))
+
+
+def leaves(node: fx.Node, region: Mapping[fx.Node, str]) -> bool:
+    """Whether the forward uses the node outside of its region."""
+    return any(
+        user.op == "output" or ir.phase(user) == "forward" and region[user] != region[node] for user in node.users
+    )
+
+
+def rewrite(
+    program: ir.Program, chosen: set[fx.Node]
+) -> tuple[ir.Program, dict[fx.Node, fx.Node], dict[fx.Node, fx.Node]]:
+    """A program in which the backward computes the chosen nodes again; its clones, and its copy of each node."""
+    copied = program.copy()
+    copies = dict(zip(program.graph.nodes, copied.graph.nodes, strict=True))
+    return copied, recompute(copied, {copies[node] for node in chosen}), copies

@@ -1,0 +1,1 @@
+"""In which dtype each operator computes."""

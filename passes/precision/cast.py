@@ -1,0 +1,210 @@
+"""Precision as casts in the graph: what a tensor's dtype is, the graph says.
+
+    linear(x, w)                 bf16 graph over a bf16 parameter
+    softmax(s)
+becomes
+    linear(x, _to_copy(w, bf16))                      over an fp32 parameter
+    _to_copy(softmax(_to_copy(s, f32)), bf16)         by the table of operators
+
+The model is captured with its parameters already in the compute dtype, so that casts its author wrote are in the graph.
+Masters keep their own dtype; the gather of a sharded weight takes over the cast, so that bf16 travels and the gradient
+is reduced uncast. `ops` names operators that must not compute in less than a dtype, `modules` gives modules a dtype
+of their own, `output` that of what the model hands to the loss. Of the casts written here no two are alike, and
+none undoes another: what leaves one fp32 operator for the next is not rounded on the way.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_aggregate
+
+from passes.program import ir
+from passes.program.printer import format_dtype
+from passes.program.regions import within
+from passes.program.rewrite import inline
+from passes.rules import name_of
+
+aten = torch.ops.aten
+COPY = aten._to_copy.default
+# Sums of exponentials; norms keep fp32 inside their kernels whatever dtype they are given.
+OPS: dict[str, Literal["float32", "bfloat16"]] = {
+    "softmax": "float32",
+    "_softmax": "float32",
+    "log_softmax": "float32",
+    "_log_softmax": "float32",
+    "logsumexp": "float32",
+    "cross_entropy_loss": "float32",
+    "nll_loss*": "float32",
+}
+
+
+def in_dtype(op: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+    """The operator on operands cast to the dtype, its results cast back to what they were; a loss is not rounded."""
+
+    def floating(x: Any) -> bool:
+        return isinstance(x, Tensor) and x.is_floating_point()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before: set[torch.dtype] = set()
+
+        def enter(x: Any) -> Any:
+            if floating(x):
+                before.add(x.dtype)
+                return COPY(x, dtype=dtype)
+            return x
+
+        def leave(x: Any) -> Any:
+            return COPY(x, dtype=min(before, key=lambda d: d.itemsize)) if floating(x) and x.dim() else x
+
+        args, kwargs = map_aggregate((args, kwargs), enter)  # type: ignore[misc]
+        return map_aggregate(op(*args, **kwargs), leave)
+
+    return run
+
+
+def is_cast(node: Any) -> bool:
+    """Whether the node changes a floating dtype and nothing else."""
+    return (
+        isinstance(node, fx.Node)
+        and node.target is COPY
+        and node.kwargs.keys() == {"dtype"}
+        and ir.example(node.args[0]).is_floating_point()  # type: ignore[arg-type]
+        and ir.example(node).is_floating_point()
+    )
+
+
+def tidy(graph: fx.Graph, own: set[fx.Node]) -> Counter[str]:
+    """Merge casts that are alike and drop pairs that undo each other; those not in `own` may be meant to round."""
+    counts: Counter[str] = Counter()
+    known: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
+    for node in list(graph.nodes):
+        if not is_cast(node):
+            continue
+        source, to = node.args[0], ir.example(node).dtype
+        if is_cast(source):
+            first, middle = ir.example(source.args[0]).dtype, ir.example(source).dtype
+            keeps_all = torch.promote_types(first, middle) == middle  # a wider dtype in between changes nothing
+            if keeps_all or {node, source} <= own and first == to:
+                source = source.args[0]
+                counts["removed"] += 1
+        if ir.example(source).dtype == to:
+            node.replace_all_uses_with(source)
+        elif (source, to) in known:
+            node.replace_all_uses_with(known[source, to])
+            counts["merged"] += 1
+        else:
+            node.args = (source,)
+            known[source, to] = node
+    graph.eliminate_dead_code()
+    return counts
+
+
+@dataclass(frozen=True)
+class Cast:
+    """`masters` is the dtype in which each parameter is stored, by name; patterns of `modules` prevail over `ops`."""
+
+    masters: Mapping[str, torch.dtype] = field(default_factory=dict)
+    ops: Mapping[str, torch.dtype] = field(default_factory=dict)
+    modules: Mapping[str, torch.dtype] = field(default_factory=dict)
+    output: torch.dtype | None = None
+    name: str = "cast"
+    requires: frozenset[str] = frozenset({"captured"})
+    establishes: frozenset[str] = frozenset({"cast"})
+
+    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+        program = program.copy()
+        own = self.cast_masters(program, ctx) | self.cast_operators(program, ctx)
+        inserted = Counter(f"{_dtype(n.args[0])} -> {_dtype(n)}" for n in own)
+        counts = {**inserted, **tidy(program.graph, own)}
+        program.module.recompile()
+        return program, ir.Report(counts, dtype_table(program))
+
+    def cast_masters(self, program: ir.Program, ctx: ir.Context) -> set[fx.Node]:
+        """Let parameters arrive in their own dtype; the casts to that in which they are used."""
+        casts = set()
+        last = program.placeholders()[-1]
+        for node, given in zip(program.placeholders(), program.inputs):
+            stored, used = self.masters.get(given.name), ir.example(node).dtype
+            if given.kind != "parameter" or stored is None or stored == used:
+                continue
+            with program.graph.inserting_after(last):
+                cast = program.graph.call_function(COPY, (node,), {"dtype": used})
+            ir.set_value(cast, ir.example(node))
+            with ctx.fake_mode:
+                ir.set_value(node, torch.empty_like(ir.example(cast), dtype=stored))
+            node.replace_all_uses_with(cast, delete_user_cb=lambda user, cast=cast: user is not cast)
+            casts.add(cast)
+        return casts
+
+    def cast_operators(self, program: ir.Program, ctx: ir.Context) -> set[fx.Node]:
+        """Compute operators in the dtype that a pattern gives them; the casts around them."""
+        casts: set[fx.Node] = set()
+        matched: set[str] = set()
+        for node in list(program.calls()):
+            dtype = self.wanted(node, matched)
+            if dtype is None:
+                continue
+            new = inline(node, in_dtype(node.target, dtype), ctx)  # type: ignore[arg-type]
+            casts.update(n for n in new if is_cast(n))
+        if casts:
+            refresh(program, ctx)
+        for option, patterns in (("module", self.modules), ("op", self.ops.keys() - OPS)):
+            if unmatched := sorted(p for p in patterns if p not in matched):
+                what = "operator" if option == "op" else option
+                raise ir.Refused("cast", None, f"passes.cast.{option}s: no {what} is named like {unmatched[0]!r}")
+        return casts
+
+    def wanted(self, node: fx.Node, matched: set[str]) -> torch.dtype | None:
+        """The dtype that the node is to compute in, if that is another than it does."""
+        if not hasattr(node.target, "_schema") or node.target is COPY or not ir.is_tensor(node):
+            return None
+        dtypes = {ir.example(n).dtype for n in node.all_input_nodes if ir.is_tensor(n)}
+        floating = {d for d in dtypes if d.is_floating_point}
+        path = ir.module_path(node)
+        by_module = next((p for p in self.modules if path and within(path, p)), None)
+        if by_module is not None:
+            matched.add(by_module)
+        by_op = [p for p in self.ops if fnmatchcase(name_of(node), p)]
+        matched.update(by_op)
+        if len(floating) != 1:
+            return None
+        (now,) = floating
+        if by_module is not None:
+            return self.modules[by_module] if self.modules[by_module] != now else None
+        widen = [self.ops[p] for p in by_op]
+        if self.output is not None and not node.meta.get("nn_module_stack"):
+            widen.append(self.output)
+        return widen[0] if widen and widen[0].itemsize > now.itemsize else None
+
+
+def refresh(program: ir.Program, ctx: ir.Context) -> None:
+    """Record anew what every operator computes: a result that is not cast back has another dtype."""
+    with ctx.fake_mode, torch.no_grad():
+        for node in program.calls():
+            args, kwargs = fx.map_arg((node.args, node.kwargs), ir.value)
+            ir.set_value(node, node.target(*args, **kwargs))  # type: ignore[operator]
+
+
+def dtype_table(program: ir.Program) -> tuple[str, ...]:
+    """`linear computes in bf16: 29`: of each operator that computes, in which dtype and how often."""
+    found = Counter(
+        (name_of(n), _dtype(n.args[0]))
+        for n in program.calls()
+        if hasattr(n.target, "_schema")
+        and n.target is not COPY
+        and n.args
+        and ir.is_tensor(n.args[0])
+        and ir.example(n.args[0]).is_floating_point()  # type: ignore[arg-type]
+    )
+    return tuple(f"{name} computes in {dtype}: {count}" for (name, dtype), count in sorted(found.items()))
+
+
+def _dtype(node: Any) -> str:
+    return format_dtype(ir.example(node).dtype)

@@ -1,0 +1,154 @@
+"""Products of matrices in float8 with scales found as they run, forward and backward.
+
+    y = linear(x, w)
+becomes
+    xq, sx = quantize(x)                 rows of x: scale = 448 / amax(row), rounded down to a power of two
+    wq, sw = quantize(w)                 rows of w
+    y = _scaled_mm(xq, wq.t(), sx, sw.t())
+
+and its gradients two more such products, quantized along the dims that they sum. Recipes `tensorwise` (one scale a
+tensor, any value of it) and `rowwise` are those of torchao (torchao.float8, `Float8LinearConfig`). The bodies are
+partitioned like the rest of the graph: where a weight is stored in shards they are quantized as shards, so that float8
+travels; the amax of a dim that is sharded is reduced over its axis.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+
+from passes.program import ir
+from passes.program.functions import Function, define, record
+from passes.program.regions import within
+
+aten = torch.ops.aten
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+TINY = 1e-12  # an amax below it counts as this: a row of zeros has a finite scale (torchao's EPS)
+MULTIPLE = 16  # what the CUDA kernel wants of both dims of each operand
+
+Quantize = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]
+
+
+def rowwise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """float8[m, k] and the factors f32[m, 1] that undo its scales, each a power of two."""
+    amax = x.abs().detach().amax(-1, keepdim=True)
+    return to_float8(x, torch.exp2(torch.floor(torch.log2(to_scale(amax, dtype)))), dtype)
+
+
+def tensorwise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """float8[m, k] and the factor f32[] that undoes its scale."""
+    amax = x.abs().detach().amax()
+    return to_float8(x, to_scale(amax, dtype), dtype)
+
+
+def to_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """What takes the largest value to the largest number of the dtype, f32."""
+    return (torch.finfo(dtype).max / amax.to(torch.float64).clamp(min=TINY)).to(torch.float32)
+
+
+def to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The scaled values, saturated, and the inverse of the scale."""
+    largest = torch.finfo(dtype).max
+    return (x.to(torch.float32) * scale).clamp(-largest, largest).to(dtype), scale.reciprocal()
+
+
+def product(a: Tensor, b: Tensor, quantize: Quantize, dtype: torch.dtype = E4M3) -> Tensor:
+    """a[m, k] (as `dtype`) times b[n, k] transposed, both quantized along k, in the dtype of `a`."""
+    (aq, sa), (bq, sb) = quantize(a.contiguous(), dtype), quantize(b.contiguous(), E4M3)
+    return aten._scaled_mm.default(aq, bq.t(), sa, sb.t() if sb.dim() else sb, None, None, a.dtype)
+
+
+def forward(quantize: Quantize, x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """linear(x, w)."""
+    y = product(x.reshape(-1, x.shape[-1]), w, quantize)
+    return (y.reshape(*x.shape[:-1], w.shape[0]),)
+
+
+def backward(quantize: Quantize, x: Tensor, w: Tensor, y: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
+    """The gradients of x and w."""
+    dtype = E5M2 if quantize is tensorwise else E4M3  # torchao: one scale for all gradients needs the wider range
+    rows, flat = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
+    along_n, along_m = product(rows, w.t(), quantize, dtype), product(rows.t(), flat.t(), quantize, dtype)
+    return along_n.reshape(x.shape), along_m
+
+
+def last_of(program: ir.Program, layers: list[fx.Node]) -> set[fx.Node]:
+    """Those of the layers whose results reach no other."""
+    before = set[fx.Node]()  # nodes that a layer follows
+    for node in reversed(list(program.calls())):
+        if any(user in before or user in layers for user in node.users):
+            before.add(node)
+    return set(layers) - before
+
+
+RECIPES: dict[str, Quantize] = {"rowwise": rowwise, "tensorwise": tensorwise}
+
+
+@dataclass(frozen=True)
+class Float8:
+    """Linear layers in float8 by `recipe` (None: none), but those of modules in `skip` and those that it does not suit.
+
+    The head, a linear layer that no other follows, stays as it is unless `head`. Both dims of a weight must be
+    multiples of 16, or the kernel refuses them, and at least `min_size`, or quantizing costs more than it saves; what
+    is left out is reported.
+    """
+
+    recipe: Literal["tensorwise", "rowwise"] | None = None
+    skip: tuple[str, ...] = ()
+    min_size: int = MULTIPLE
+    head: bool = False
+    name: str = "float8"
+    requires: frozenset[str] = frozenset({"placed"})
+    establishes: frozenset[str] = frozenset({"float8"})
+
+    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+        if self.recipe is None:
+            return program, ir.Report()
+        program = program.copy()
+        left: Counter[str] = Counter()
+        matched: set[str] = set()
+        count = 0
+        layers = [n for n in program.calls() if n.target is aten.linear.default]
+        heads = set() if self.head else last_of(program, layers)
+        linear = self.operator()
+        for node in layers:
+            if reason := self.why_not(node, matched) or ("the head" if node in heads else ""):
+                left[reason] += 1
+                continue
+            node.target, node.args, node.kwargs = linear, node.args[:2], {}
+            count += 1
+        if unmatched := [p for p in self.skip if p not in matched]:
+            raise ir.Refused("float8", None, f"passes.cast.float8_skip: no linear layer is named like {unmatched[0]!r}")
+        if not count:
+            said = "; ".join(left) or "the model has no linear layer"
+            raise ir.Refused("float8", None, f"passes.cast.float8: nothing can compute in float8: {said}")
+        program.module.recompile()
+        notes = tuple(f"left as they were, {reason}: {n}" for reason, n in sorted(left.items()))
+        return program, ir.Report({"linear": count, "left": left.total()}, notes)
+
+    def why_not(self, node: fx.Node, matched: set[str]) -> str:
+        """Why a linear layer stays as it is, or an empty string."""
+        x, w = (ir.example(n) for n in node.args[:2])  # type: ignore[arg-type]
+        skipped = [p for p in self.skip if within(ir.module_path(node), p)]
+        matched.update(skipped)
+        if skipped:
+            return f"named like {skipped[0]}"
+        if x.dtype not in (torch.bfloat16, torch.float32):
+            return f"{x.dtype} operands"
+        if any(n % MULTIPLE for n in w.shape):
+            return f"{w.shape[0]} x {w.shape[1]} are not multiples of {MULTIPLE}"
+        return f"a dim under {self.min_size}" if min(w.shape) < self.min_size else ""
+
+    def operator(self) -> Any:
+        """A linear layer as a function whose bodies the shard pass partitions."""
+        assert self.recipe is not None
+        bodies = [partial(fn, RECIPES[self.recipe]) for fn in (forward, backward)]
+        op = define("fn", "float8_linear", bodies[0], 2, 1)
+        record(op, Function("float8_linear", bodies[0], bodies[1], 1))
+        return op

@@ -1,0 +1,49 @@
+"""What rules and attention see of the partitioner: something that appends local operators to the graph of a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+
+from passes.program import ir
+from passes.program.mesh import Mesh
+from passes.program.spec import Factor, Spec
+
+
+class Builder(Protocol):
+    """Appends local operators to a graph, computing the fake value of each as it goes.
+
+    `places` are the rank's coordinates by axis, `operators` the local operators made for this program by what makes
+    them, `notes` lines for the pass's report, `context_method` the method of context parallelism asked for.
+    """
+
+    mesh: Mesh
+    ctx: ir.Context
+    places: dict[str, fx.Node]
+    operators: dict[Any, Any]
+    notes: list[str]
+    context_method: str
+
+    def call(self, target: Any, args: tuple, kwargs: dict | None = None) -> fx.Node:
+        """An operator call."""
+
+    def trace(self, fn: Callable[..., Tensor], *inputs: fx.Node) -> fx.Node:
+        """The operators that `fn` calls on the nodes' values."""
+
+    def convert(
+        self, x: fx.Node, before: Spec, after: Spec, has_grad: bool = True, wire: torch.dtype | None = None
+    ) -> fx.Node:
+        """The value in another placement; gradients are reduced in the dtype `wire` (None: their own)."""
+
+    def at(self, factor: Factor) -> list[fx.Node]:
+        """The rank's coordinates on the axes that shard a factor."""
+
+    def fill_padding(self, x: fx.Node, spec: Spec, fill: float, dims: Collection[int] | None = None) -> fx.Node:
+        """The tensor with padding (along `dims`; None: all) set to `fill`; its gradient there is zero."""
+
+
+Emit = Callable[[Builder, fx.Node, list[fx.Node], list[Spec], list[Spec]], fx.Node]
+"""Builds the local form of an operator: (builder, node, local operands, their placements, those of the results)."""

@@ -1,0 +1,31 @@
+"""The value of what a graph computes from constants alone: a sliding window's mask, say."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+
+from passes.program import ir
+
+LARGEST = 2**28  # entries that are worth computing at compile time
+
+
+def constant(node: fx.Node) -> Tensor | None:
+    """The node's value, None if it depends on an input or a random number, or is too large to compute here."""
+    needed: dict[fx.Node, None] = {}
+    stack = [node]
+    while stack:
+        found = stack.pop()
+        if found.op != "call_function" or torch.Tag.nondeterministic_seeded in getattr(found.target, "tags", ()):
+            return None
+        if ir.is_tensor(found) and ir.example(found).numel() > LARGEST:
+            return None
+        needed[found] = None
+        stack += [n for n in found.all_input_nodes if n not in needed]
+    values: dict[fx.Node, object] = {}
+    with torch.no_grad():
+        for step in node.graph.nodes:
+            if step in needed:
+                args, kwargs = fx.map_arg((step.args, step.kwargs), values.__getitem__)
+                values[step] = step.target(*args, **kwargs)
+    return values[node]  # type: ignore[return-value]

@@ -1,0 +1,138 @@
+"""Operators that stand for bodies: custom autograd functions, and local operators made for one program.
+
+    y = fn::Quantize_0(x, w)        one operator a call in the captured graph, its bodies in `_FUNCTIONS`
+becomes, once placed (`passes/sharding/custom.py`),
+    y, *saved = local::Quantize_0(x, all_gather(w))     and, in the joint graph, both bodies in line
+
+A body that communicates (a ring of attention) is put in line only when the program is finished: until then it is one
+operator, which remat keeps or repeats as a whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from passes.program import ir
+from passes.program.rewrite import layout, own_memory, splice, trace
+from passes.program.torch_private import OpOverload
+
+
+@dataclass(frozen=True)
+class Function:
+    """A call of a custom function, closed over its constants.
+
+    `forward(*tensors)` returns `results` tensors and then what is saved; `backward(*tensors, *all that forward
+    returned, *gradients of results)` returns a gradient or None for each tensor.
+    """
+
+    name: str
+    forward: Callable[..., tuple[Tensor, ...]]
+    backward: Callable[..., tuple[Tensor | None, ...]]
+    results: int
+
+
+# By name, not by operator: one defined again under its name may be met as either of two objects.
+_FUNCTIONS: dict[str, Function] = {}  # operator of the captured graph -> what it calls
+_BODIES: dict[str, Callable[..., Any]] = {}  # operator of a local program -> its local body
+_COMMUNICATING: set[str] = set()
+_numbers = itertools.count()  # within one captured program
+
+
+def restart() -> None:
+    """Number operators from 0 again: the same program gets the same names, however many came before it."""
+    global _numbers
+    _numbers = itertools.count()
+
+
+def function_of(node: fx.Node) -> Function | None:
+    """The custom function that a node of a captured graph calls, if it does."""
+    return _FUNCTIONS.get(node.target.name()) if isinstance(node.target, OpOverload) else None
+
+
+def body_of(node: fx.Node) -> Callable[..., Any] | None:
+    """The local body that a node of a local program stands for, if it does."""
+    return _BODIES.get(node.target.name()) if isinstance(node.target, OpOverload) else None
+
+
+def remember(op: Any, body: Callable[..., Any], communicates: bool = False) -> None:
+    """Let an operator of a local program stand for a body of local operators; say whether these communicate."""
+    _BODIES[op.name()] = body
+    if communicates:
+        _COMMUNICATING.add(op.name())
+
+
+def communicates(node: fx.Node) -> bool:
+    """Whether a node of a local program stands for a body that communicates."""
+    return isinstance(node.target, OpOverload) and node.target.name() in _COMMUNICATING
+
+
+def record(op: Any, function: Function) -> None:
+    """Let an operator of a captured graph stand for a call of the function."""
+    _FUNCTIONS[op.name()] = function
+
+
+def define(namespace: str, name: str, body: Callable[..., Any], tensors: int, results: int) -> Any:
+    """A new operator of so many tensors, returning a tuple of tensors."""
+    arguments = ", ".join(f"Tensor t{i}" for i in range(tensors))
+    returns = ", ".join(["Tensor"] * results)
+    unique = f"{name}_{next(_numbers)}"
+    op = torch.library.custom_op(
+        f"{namespace}::{unique}", _fresh(body), mutates_args=(), schema=f"({arguments}) -> ({returns})"
+    )
+    op.register_fake(_shapes(body))
+    return getattr(getattr(torch.ops, namespace), unique).default
+
+
+def _fresh(body: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator must not return its operands' memory, nor one tensor twice."""
+
+    def run(*tensors: Tensor) -> Any:
+        out = tuple(t.clone(memory_format=torch.contiguous_format) for t in body(*tensors))
+        return out if len(out) > 1 else out[0]
+
+    return run
+
+
+def _shapes(body: Callable[..., Any]) -> Callable[..., Any]:
+    """What `_fresh` of the body returns on fake tensors; the body is asked once a layout of its operands."""
+    known: dict[Any, list[tuple[torch.Size, torch.dtype, torch.device]]] = {}
+
+    def run(*tensors: Tensor) -> Any:
+        key = tuple(map(layout, tensors))
+        if key not in known:
+            known[key] = [(t.shape, t.dtype, t.device) for t in body(*tensors)]
+        out = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in known[key])
+        return out if len(out) > 1 else out[0]
+
+    return run
+
+
+def inline_functions(program: ir.Program, ctx: ir.Context, but: Callable[[fx.Node], bool]) -> None:
+    """Put the bodies of local functions in line, `but` for some, each traced once; changes the graph."""
+    for node in list(program.calls()):
+        body = body_of(node)
+        if body is not None and not but(node):
+            inputs: list[Any] = list(node.args)
+            values = [ir.example(n) for n in inputs]
+            key = node.target, *map(layout, values)
+            if key not in ctx.traced:
+                with torch.no_grad(), ctx.fake_mode:
+                    fresh: list[Any] = [torch.empty_like(v) for v in values]
+                ctx.traced[key] = trace(results_of(body), fresh, ctx).graph
+            own_memory(splice(node, ctx.traced[key], inputs), ctx)
+
+
+def results_of(body: Callable[..., Any]) -> Callable[..., Any]:
+    """The body with results laid out as its operator's are: contiguous, a tuple only if there are several."""
+
+    def run(*tensors: Tensor) -> Any:
+        contiguous = tuple(t.contiguous() for t in body(*tensors))
+        return contiguous if len(contiguous) > 1 else contiguous[0]
+
+    return run

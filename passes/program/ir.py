@@ -1,0 +1,269 @@
+"""The program that passes rewrite: an FX graph of plain tensors, with what each input and output is."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, fx
+
+from passes.program.mesh import Mesh
+from passes.program.spec import Spec
+from passes.program.torch_private import LazyGraphModule
+
+InputKind = Literal["parameter", "buffer", "batch", "coordinate", "moment", "gradient", "scalar"]
+OutputKind = Literal["loss", "gradient", "buffer", "metric"]
+
+
+@dataclass(frozen=True)
+class Input:
+    """One placeholder: `name` is the model's own (`layers.0.wq.weight`), the batch key, the axis or the scalar."""
+
+    name: str
+    kind: InputKind
+    spec: Spec
+
+
+@dataclass(frozen=True)
+class Output:
+    """One returned value: the loss, the gradient of a parameter, or the new value of a buffer or metric."""
+
+    name: str
+    kind: OutputKind
+    spec: Spec
+
+
+@dataclass(frozen=True)
+class Program:
+    """A graph whose placeholders are `inputs` and whose returned tuple is `outputs`, in order.
+
+    `facts` are what has been established of it ("captured", "local", "joint", ...).
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    mesh: Mesh = Mesh()
+    facts: frozenset[str] = frozenset()
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The FX graph."""
+        return self.module.graph
+
+    def placeholders(self) -> list[fx.Node]:
+        """Placeholder nodes, in the order of `inputs`."""
+        return [node for node in self.graph.nodes if node.op == "placeholder"]
+
+    def results(self) -> list[Any]:
+        """The nodes returned, in the order of `outputs`."""
+        return list(self.graph.output_node().args[0])
+
+    def calls(self) -> Iterator[fx.Node]:
+        """The operator nodes, in order."""
+        return (node for node in self.graph.nodes if node.op == "call_function")
+
+    def copy(self) -> Program:
+        """The same program over a graph of its own, safe to mutate (values in meta are shared)."""
+        graph = fx.Graph()
+        output = graph.graph_copy(self.graph, mapping := dict[fx.Node, fx.Node]())
+        graph.output(output)
+        for old, new in zip(self.graph.nodes, graph.nodes):
+            new.meta = copy.copy(old.meta)
+        assert mapping is not None
+        return self.with_graph(graph)
+
+    def with_graph(self, graph: fx.Graph, **changes: Any) -> Program:
+        """This program over another graph (and with other fields changed)."""
+        return replace(self, module=LazyGraphModule(self.module, graph), **changes)
+
+
+@dataclass(frozen=True)
+class Reshard:
+    """One change of placement: of which node of the program given, why, and what a rank sends for it in the forward.
+
+    `collectives` are the nodes of the program returned that send it.
+    """
+
+    node: str
+    source: str
+    before: str
+    after: str
+    reason: str
+    sent_bytes: int
+    collectives: tuple[str, ...]
+
+    def __str__(self) -> str:
+        cost = f", {self.sent_bytes:,} bytes sent" if self.sent_bytes else ""
+        return f"%{self.node} ({self.source}): {self.before} -> {self.after}: {self.reason}{cost}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a pass did: `counts` of rewrites, one-line `notes` that name nodes and reasons, changes of placement."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    reshards: tuple[Reshard, ...] = ()
+
+
+@dataclass(frozen=True)
+class Context:
+    """What passes may know beside the program: the fake mode its values live in, and what is known of operators.
+
+    `traced` are the graphs that operators were written as; `answers` are what they yield, by signature (`sweep.py`).
+    """
+
+    fake_mode: Any
+    traced: dict[Any, fx.Graph] = field(default_factory=dict, compare=False, repr=False)
+    answers: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+
+
+class Pass(Protocol):
+    """A rewrite: pure, it returns a new program and says what it did."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def requires(self) -> frozenset[str]: ...
+    @property
+    def establishes(self) -> frozenset[str]: ...
+    def __call__(self, program: Program, ctx: Context) -> tuple[Program, Report]: ...
+
+
+class CompileError(Exception):
+    """A program that cannot be rewritten as asked: names the pass, the node, its source line and the fix."""
+
+    def __init__(self, pass_name: str, node: fx.Node | None, message: str):
+        line = source(node) if node is not None else ""
+        place = "" if node is None else f" %{node.name} ({line})" if line else f" %{node.name}"
+        super().__init__(f"{pass_name}:{place} {message}")
+        self.node = node
+
+
+class Refused(CompileError):
+    """A model or an option that a pass cannot honour: for the user to change, not a defect of the pass."""
+
+
+# ---- typed access to what a node carries ------------------------------------------------------
+
+
+def value(node: fx.Node) -> Any:
+    """The fake tensor (or tuple of them, or number) that the node computes: its shape, dtype and device."""
+    return node.meta["val"]
+
+
+def set_value(node: fx.Node, val: Any) -> None:
+    """Record what the node computes."""
+    node.meta["val"] = val
+
+
+def is_tensor(node: Any) -> bool:
+    """Whether this is a node that computes one tensor."""
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), Tensor)
+
+
+def spec(node: fx.Node) -> Spec | None:
+    """The node's placement, where one is known."""
+    return node.meta.get("spec")
+
+
+def set_spec(node: fx.Node, placement: Spec | None) -> None:
+    """Record the node's placement."""
+    node.meta["spec"] = placement
+
+
+def stands_for(node: fx.Node) -> str:
+    """Name of the node of the global program whose value this local node holds, as placed; empty if it holds none."""
+    return node.meta.get("stands_for", "")
+
+
+def set_stands_for(node: fx.Node, name: str) -> None:
+    """Record the node of the global program whose value this local node holds."""
+    node.meta["stands_for"] = name
+
+
+def phase(node: fx.Node) -> str:
+    """`forward`, `backward` or `optimizer`."""
+    return node.meta.get("phase", "forward")
+
+
+def set_phase(node: fx.Node, name: str) -> None:
+    """Record the phase of the step that the node belongs to."""
+    node.meta["phase"] = name
+
+
+def is_recomputed(node: fx.Node) -> bool:
+    """Whether the backward computes here again what the forward did not keep."""
+    return node.meta.get("recomputed", False)
+
+
+def set_recomputed(node: fx.Node) -> None:
+    """Record that the node computes something again."""
+    node.meta["recomputed"] = True
+
+
+def checkpoint(node: fx.Node) -> str:
+    """The region that the model's author marked for recomputation (`torch.utils.checkpoint`), or an empty string."""
+    return node.meta.get("checkpoint", "")
+
+
+def set_checkpoint(node: fx.Node, region: str) -> None:
+    """Record the region marked for recomputation that the node lies in."""
+    node.meta["checkpoint"] = region
+
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_LIBRARY = re.compile(
+    r"/torch/(nn|_|functional|utils|fx)|/site-packages/torch/|/compiler_trainer/capture/(capture|functions)\.py$"
+)
+
+
+def is_library(file: str) -> bool:
+    """Whether a frame is of PyTorch or of the capture (generated code has no file), not of the user's model or loss."""
+    return file.startswith("<") or bool(_LIBRARY.search(file))
+
+
+def source(node: fx.Node) -> str:
+    """`file.py:line` of the innermost frame outside PyTorch, or an empty string."""
+    return _innermost(node.meta.get("stack_trace") or "")
+
+
+@functools.lru_cache(maxsize=1 << 12)  # layers alike have the same frames
+def _innermost(stack_trace: str) -> str:
+    frames = _FRAME.findall(stack_trace)
+    own = [frame for frame in frames if not is_library(frame[0])] or frames
+    return f"{own[-1][0].rsplit('/', 1)[-1]}:{own[-1][1]}" if own else ""
+
+
+def module_path(node: fx.Node) -> str:
+    """Dotted path of the module whose forward made the node, e.g. `layers.3.attention`."""
+    stack = node.meta.get("nn_module_stack")
+    return list(stack.values())[-1][0] if stack else ""
+
+
+def set_origin(node: fx.Node, line: str, module: str) -> None:
+    """Record where a node comes from: `file.py:line` and the dotted path of a module."""
+    file, _, number = line.rpartition(":")
+    node.meta["stack_trace"] = f'File "{file}", line {number}' if file else ""
+    node.meta["nn_module_stack"] = {module: (module, None)} if module else {}
+
+
+def copy_origin(new: fx.Node, old: fx.Node) -> None:
+    """Let `new` say that it came from where `old` came from (source line, module, phase, recomputed, checkpoint)."""
+    for key in ("stack_trace", "nn_module_stack", "phase", "recomputed", "checkpoint"):
+        if key in old.meta:
+            new.meta[key] = old.meta[key]
+
+
+def example(node: fx.Node) -> Tensor:
+    """The node's fake tensor; raises TypeError if it computes something else."""
+    val = value(node)
+    if not isinstance(val, torch.Tensor):
+        raise TypeError(f"%{node.name} computes {type(val).__name__}, not a tensor")
+    return val

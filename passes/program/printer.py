@@ -1,0 +1,151 @@
+"""Stable text of a program: the same program gives the same text, on every rank and in every run.
+
+    # mesh: dp_shard=2
+    # facts: captured, local
+    # inputs: 2
+    %w = parameter "wq.weight" : f32[4, 8] [8@dp_shard, 8]
+    %x = batch "features" : f32[2, 8] [4@dp_shard, 8]
+    # outputs: 1
+    loss "loss" = %psum : f32[] []
+    # nodes: 4
+    %all_gather = all_gather(%w, 0, "dp_shard", 2, 8, f32, None) : f32[8, 8]   # model.py:31 wq forward
+    %linear = linear(%x, %all_gather) : f32[2, 8] [4@dp_shard, 8]   # model.py:31 wq forward
+    %sum_1 = sum(%linear) : f32[] [] sum(dp_shard)   # model.py:40 forward
+    %psum = psum(%sum_1, "dp_shard", f32, None) : f32[] []   # model.py:40 forward
+
+Shapes are those in the graph, of one rank once the program is local; the placement after them has the logical
+sizes and the mesh axes. Names are the graph's own, which errors and reports use too.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from passes.program import ir
+from passes.program.torch_private import OpOverload
+
+LONGEST = 8  # entries of a constant list, and eights of characters of a string, that are printed
+OMITTED_NAMESPACES = ("aten.", "ct.", "_c10d_functional.")
+DTYPES = {"bfloat": "bf", "float": "f", "complex": "c", "uint": "u", "int": "i"}
+
+
+def print_program(program: ir.Program) -> str:
+    """The program as text, a line a node; the graphs that its operators call follow under their names."""
+    folded = {axis: " (head and tail)" for axis in program.mesh.folded}
+    mesh = " ".join(f"{axis}={size}{folded.get(axis, '')}" for axis, size in program.mesh.sizes)
+    nodes = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
+    lines = [f"# mesh: {mesh or 'one device'}", f"# facts: {', '.join(sorted(program.facts))}"]
+    lines += [f"# inputs: {len(program.inputs)}", *_inputs(program)]
+    lines += [f"# outputs: {len(program.outputs)}", *_outputs(program)]
+    lines += [f"# nodes: {len(nodes)}", *map(format_node, nodes)]
+    lines += _called_graphs(program.module)
+    return "\n".join(lines) + "\n"
+
+
+def _inputs(program: ir.Program) -> Iterator[str]:
+    for node, given in zip(program.placeholders(), program.inputs, strict=True):
+        yield f'%{node.name} = {given.kind} "{given.name}" : {format_value(node.meta.get("val"))} {given.spec}'
+
+
+def _outputs(program: ir.Program) -> Iterator[str]:
+    for result, output in zip(program.results(), program.outputs, strict=True):
+        value = format_value(result.meta.get("val")) if isinstance(result, fx.Node) else "constant"
+        yield f'{output.kind} "{output.name}" = {format_operand(result)} : {value} {output.spec}'
+
+
+def _called_graphs(module: fx.GraphModule, path: str = "") -> Iterator[str]:
+    """Every graph held by the module, such as the two bodies of a custom autograd function."""
+    for name, child in sorted(module.named_children()):
+        if isinstance(child, fx.GraphModule):
+            yield f"# graph: {path}{name}"
+            yield from map(format_node, child.graph.nodes)
+            yield from _called_graphs(child, f"{path}{name}.")
+
+
+def format_node(node: fx.Node) -> str:
+    """`%name = op(operands) : dtype[shape] placement   # file.py:line module.path phase [recomputed]`."""
+    if node.op == "output":
+        return f"return {format_operand(node.args[0])}"
+    spec = ir.spec(node)
+    words = [f"%{node.name} =", _call(node), ":", format_value(node.meta.get("val"))]
+    words += [str(spec)] if spec is not None else []
+    origin = (ir.source(node), ir.module_path(node), ir.phase(node), "recomputed" if ir.is_recomputed(node) else "")
+    return " ".join(words) + "   # " + " ".join(filter(None, origin))
+
+
+def _call(node: fx.Node) -> str:
+    is_operator = node.op == "call_function"
+    operands = [] if is_operator else [str(node.target)]
+    operands += [format_operand(a) for a in node.args]
+    operands += [f"{key}={format_operand(node.kwargs[key])}" for key in sorted(node.kwargs)]
+    return f"{op_name(node.target) if is_operator else node.op}({', '.join(operands)})"
+
+
+@functools.cache
+def op_name(target: Any) -> str:
+    """`linear`, `add.Tensor`, `psum`, `prims.iota`: the overload unless default, the namespace unless well known."""
+    if not isinstance(target, OpOverload):
+        return target.__name__
+    name = str(target).removesuffix(".default")
+    return next((name.removeprefix(space) for space in OMITTED_NAMESPACES if name.startswith(space)), name)
+
+
+def format_value(val: Any) -> str:
+    """`f32[4, 8]` of a tensor, `(f32[4], i64[4])` of several, else the value."""
+    if isinstance(val, Tensor):
+        return f"{format_dtype(val.dtype)}[{', '.join(map(str, val.shape))}]"
+    if isinstance(val, (tuple, list)):
+        return f"({', '.join(map(format_value, val))})"
+    return format_constant(val)
+
+
+@functools.cache
+def format_dtype(dtype: torch.dtype) -> str:
+    """`f32`, `bf16`, `i64`, `f8_e4m3fn`, `bool`."""
+    name = str(dtype).removeprefix("torch.")
+    return next((name.replace(long, short, 1) for long, short in DTYPES.items() if name.startswith(long)), name)
+
+
+def format_operand(arg: Any) -> str:
+    """An operand: `%name`, or a constant; a long one is cut and ends in a hash of the whole."""
+    if isinstance(arg, fx.Node):
+        return f"%{arg.name}"
+    if isinstance(arg, (tuple, list)):
+        return _format_list([format_operand(a) for a in arg])
+    if isinstance(arg, dict):
+        return "{" + ", ".join(f"{key}: {format_operand(arg[key])}" for key in sorted(arg)) + "}"
+    if isinstance(arg, slice):
+        return f"slice({format_operand([arg.start, arg.stop, arg.step])[1:-1]})"
+    return format_constant(arg)
+
+
+def _format_list(entries: list[str]) -> str:
+    is_constant = not any(entry.startswith("%") for entry in entries)
+    if is_constant and len(entries) > LONGEST:
+        whole = ", ".join(entries)
+        entries = [*entries[:LONGEST], f"... {len(entries)} in all #{_digest(whole)}"]
+    return f"[{', '.join(entries)}]"
+
+
+def format_constant(arg: Any) -> str:
+    """A constant without its address: numbers and names in full, other objects by their type."""
+    if isinstance(arg, torch.dtype):
+        return format_dtype(arg)
+    if isinstance(arg, str):
+        return json.dumps(arg if len(arg) <= 8 * LONGEST else f"{arg[: 8 * LONGEST]}... #{_digest(arg)}")
+    if arg is None or isinstance(arg, (bool, int, float, complex)):
+        return repr(arg)
+    if isinstance(arg, (torch.device, torch.layout, torch.memory_format, torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return str(arg).removeprefix("torch.")
+    return f"<{type(arg).__name__}>"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]

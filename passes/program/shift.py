@@ -1,0 +1,59 @@
+"""Ring communication: every rank of an axis sends to the one `by` places on, and receives from as far back.
+
+    y = shift(x, "cp", 1)       in flight
+    ...
+    y = arrive(y, x)            there; x may be written again
+
+Two operators, as functional collectives have a wait, so that what stands between them runs beside the transfer.
+`arrive` takes what was sent as well: its memory must not be used for anything else before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.fx import has_side_effect
+
+from passes.program.torch_private import resolve_axis_group
+
+_library = torch.library.Library("ct", "FRAGMENT")
+_library.define("shift(Tensor x, str axis, int by) -> Tensor")
+_library.define("arrive(Tensor(a) y, Tensor x) -> Tensor(a)")
+_in_flight: dict[int, list[Any]] = {}  # address of what is being received -> its transfers
+
+
+@torch.library.impl(_library, "shift", "CompositeExplicitAutograd")
+def _shift(x: Tensor, axis: str, by: int) -> Tensor:
+    group = resolve_axis_group(axis)
+    rank, parts = group.rank(), group.size()
+    y = torch.empty_like(x)
+    there, back = (rank + by) % parts, (rank - by) % parts
+    send = dist.P2POp(dist.isend, x, group=group, group_peer=there)
+    receive = dist.P2POp(dist.irecv, y, group=group, group_peer=back)
+    _in_flight[y.data_ptr()] = dist.batch_isend_irecv([send, receive])
+    return y
+
+
+@torch.library.impl(_library, "arrive", "CompositeExplicitAutograd")
+def _arrive(y: Tensor, x: Tensor) -> Tensor:
+    for transfer in _in_flight.pop(y.data_ptr()):
+        transfer.wait()
+    return y
+
+
+@torch.library.register_fake("ct::shift")
+def _(x: Tensor, axis: str, by: int) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.register_fake("ct::arrive")
+def _(y: Tensor, x: Tensor) -> Tensor:
+    return y
+
+
+shift, arrive = torch.ops.ct.shift.default, torch.ops.ct.arrive.default
+has_side_effect(shift)
+has_side_effect(arrive)

@@ -1,0 +1,221 @@
+"""Where a tensor's values live on the mesh.
+
+A dim is a product of factors, major to minor, and a factor is split over mesh axes in order: a
+flattened `[B, T]` with T on tp is one dim of the factors `B` and `T@tp`. A shard of `n` over `p`
+ranks has `ceil(n / p)` entries on every rank; the tail is padding, whose content `fill` records.
+
+On an axis that shards none of its factors a tensor is
+- partial: the ranks hold terms of a sum (or max);
+- varying: a full copy whose uses differ by rank, so that its gradient is partial;
+- otherwise the same value, used the same way, on every rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from passes.program.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Factor:
+    """`size` logical entries split over `axes` in order; `label` names what they mean (batch, sequence)."""
+
+    size: int
+    axes: tuple[str, ...] = ()
+    label: str = field(default="", compare=False)
+
+    def shards(self, mesh: Mesh) -> Iterator[tuple[str, int]]:
+        """(axis, size before the split), outermost first."""
+        size = self.size
+        for axis in self.axes:
+            yield axis, size
+            size = share(size, axis, mesh)
+
+    def local(self, mesh: Mesh) -> int:
+        """Entries on each rank, padding included."""
+        size = self.size
+        for axis in self.axes:
+            size = share(size, axis, mesh)
+        return size
+
+    def padded(self, mesh: Mesh) -> bool:
+        """Whether some rank holds entries beyond the logical end."""
+        return any(size % pieces(axis, mesh) for axis, size in self.shards(mesh))
+
+    def runs(self, mesh: Mesh, place: dict[str, int]) -> list[tuple[int, int, int]]:
+        """(first logical index, first local index, length) of the rank's runs of valid entries."""
+        runs = [(0, 0, self.size)]
+        for axis, size in self.shards(mesh):
+            chunk, local = -(-size // pieces(axis, mesh)), 0
+            cut = []
+            for number in (place[axis], 2 * mesh[axis] - 1 - place[axis]) if axis in mesh.folded else (place[axis],):
+                for start, at, length in runs:
+                    first, last = max(at, number * chunk), min(at + length, (number + 1) * chunk)
+                    if first < last:
+                        cut.append((start + first - at, local + first - number * chunk, last - first))
+                local += chunk
+            runs = cut
+        return runs
+
+    def __str__(self) -> str:
+        return f"{self.size}@{'@'.join(self.axes)}" if self.axes else str(self.size)
+
+
+Dim = tuple[Factor, ...]
+
+
+def pieces(axis: str, mesh: Mesh) -> int:
+    """Into how many equal chunks an axis cuts what it shards."""
+    return 2 * mesh[axis] if axis in mesh.folded else mesh[axis]
+
+
+def share(size: int, axis: str, mesh: Mesh) -> int:
+    """Entries on each rank of `size` that an axis shards, padding included."""
+    return -(-size // pieces(axis, mesh)) * (2 if axis in mesh.folded else 1)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The placement of one tensor: its dims, the axes it is partial on (and how), the axes it varies on."""
+
+    dims: tuple[Dim, ...]
+    partial: tuple[tuple[str, str], ...] = ()  # (axis, "sum" | "max")
+    varying: tuple[str, ...] = ()
+    fill: float | None = field(default=None, compare=False)  # what padding holds; None: anything finite
+
+    @staticmethod
+    def whole(shape: Sequence[int], labels: Sequence[str] = ()) -> Spec:
+        """The same full copy on every rank, of the given logical shape."""
+        names = [*labels, *[""] * len(shape)]
+        return Spec(tuple((Factor(int(size), (), name),) for size, name in zip(shape, names)), fill=0.0)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Logical shape."""
+        return tuple(math.prod(f.size for f in dim) for dim in self.dims)
+
+    def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
+        """Shape on each rank, padding included."""
+        return tuple(math.prod(f.local(mesh) for f in dim) for dim in self.dims)
+
+    @property
+    def sharded(self) -> tuple[str, ...]:
+        """Axes that shard some factor."""
+        return tuple(axis for dim in self.dims for f in dim for axis in f.axes)
+
+    @property
+    def partial_axes(self) -> tuple[str, ...]:
+        """Axes on which the value is still to be reduced."""
+        return tuple(axis for axis, _ in self.partial)
+
+    def state(self, axis: str) -> str:
+        """`shard`, `partial`, `varying` or `same`: what the tensor is on one axis."""
+        if axis in self.sharded:
+            return "shard"
+        if axis in self.partial_axes:
+            return "partial"
+        return "varying" if axis in self.varying else "same"
+
+    def padded(self, mesh: Mesh) -> bool:
+        """Whether any rank holds padding."""
+        return any(f.padded(mesh) for dim in self.dims for f in dim)
+
+    def gradient(self) -> Spec:
+        """The placement of the gradient: sums become varying copies, varying copies become sums."""
+        return replace(self, partial=tuple((axis, "sum") for axis in self.varying), varying=self.partial_axes)
+
+    def __str__(self) -> str:
+        dims = ", ".join("*".join(map(str, dim)) or "1" for dim in self.dims)
+        kinds = [f"{how}({axis})" for axis, how in self.partial] + [f"varying({axis})" for axis in self.varying]
+        return " ".join([f"[{dims}]", *kinds])
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle of one rank's valid entries: offsets in the full and in the local tensor, and its size."""
+
+    offset: tuple[int, ...]
+    local_offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+    def of(self, full: Tensor) -> Tensor:
+        """The rectangle's entries in the full tensor, a view."""
+        return full[tuple(slice(o, o + n) for o, n in zip(self.offset, self.size))]
+
+    def of_local(self, local: Tensor) -> Tensor:
+        """The rectangle's entries in the local tensor, a view."""
+        return local[tuple(slice(o, o + n) for o, n in zip(self.local_offset, self.size))]
+
+
+def _segments(dim: Dim, mesh: Mesh, place: dict[str, int]) -> list[tuple[int, int, int]]:
+    """(full start, local start, length) of a dim's runs of valid entries."""
+    if not dim:
+        return [(0, 0, 1)]
+    (head, *tail) = dim
+    runs = head.runs(mesh, place)
+    inner, inner_local = math.prod(f.size for f in tail), math.prod(f.local(mesh) for f in tail)
+    if not any(f.axes for f in tail):
+        return [(start * inner, at * inner, length * inner) for start, at, length in runs]
+    rest = _segments(tuple(tail), mesh, place)
+    return [
+        ((start + i) * inner + s, (at + i) * inner_local + ls, n)
+        for start, at, length in runs
+        for i in range(length)
+        for s, ls, n in rest
+    ]
+
+
+def boxes(spec: Spec, mesh: Mesh, place: dict[str, int]) -> list[Box]:
+    """The rectangles of the full tensor that the rank at `place` owns (none if it owns only padding)."""
+    runs = [_segments(dim, mesh, place) for dim in spec.dims]
+    return [
+        Box(*map(tuple, zip(*combination))) if combination else Box((), (), ())
+        for combination in itertools.product(*runs)
+    ]
+
+
+def shard(full: Tensor, spec: Spec, mesh: Mesh, place: dict[str, int]) -> Tensor:
+    """The local tensor of the rank at `place`, a copy; padding holds `spec.fill` (zero if None)."""
+    if tuple(full.shape) != spec.shape:
+        raise ValueError(f"tensor is {tuple(full.shape)}, its spec {spec} is of shape {spec.shape}")
+    local = full.new_full(spec.local_shape(mesh), spec.fill or 0)
+    for box in boxes(spec, mesh, place):
+        box.of_local(local).copy_(box.of(full))
+    return local
+
+
+def unshard(locals_by_rank: Sequence[Tensor], spec: Spec, mesh: Mesh) -> Tensor:
+    """The full tensor from every rank's local one (by rank); partial values are reduced, copies taken from one rank."""
+    full = locals_by_rank[0].new_zeros(spec.shape)
+    owners = {axis: 0 for axis in mesh.axes if spec.state(axis) in ("same", "varying")}
+    seen: set[tuple[int, ...]] = set()
+    for place, local in zip(mesh, locals_by_rank, strict=True):
+        if any(place[axis] != owner for axis, owner in owners.items()):
+            continue
+        for box in boxes(spec, mesh, place):
+            into, part = box.of(full), box.of_local(local)
+            if box.offset not in seen:
+                into.copy_(part)
+            elif dict(spec.partial).get(spec.partial_axes[0]) == "max":
+                torch.maximum(into, part, out=into)
+            else:
+                into.add_(part)
+            seen.add(box.offset)
+    return full
+
+
+def validate(spec: Spec, mesh: Mesh) -> None:
+    """Raises ValueError if an axis is unknown or used twice."""
+    used = [*spec.sharded, *spec.partial_axes, *spec.varying]
+    for axis in used:
+        if axis not in mesh.axes:
+            raise ValueError(f"spec {spec} uses axis {axis!r}, which the mesh {mesh.sizes} lacks")
+        if used.count(axis) > 1:
+            raise ValueError(f"spec {spec} uses axis {axis!r} twice")

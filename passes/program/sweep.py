@@ -1,0 +1,191 @@
+"""Recompute what every node yields, its shape, strides, dtype and storage, from the graph's inputs alone.
+
+Each operator is asked once a signature, on fake tensors, and its answer remembered with the context: a layer like the
+one before it costs a look-up, after every pass. Storages are numbered, so that views, waits and in-place updates are
+known from fresh memory. What nodes have recorded cannot serve here: a rewrite that replaces a node leaves its users'
+records as they were.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from passes.program import ir
+from passes.program.printer import format_dtype
+from passes.program.torch_private import c10d
+
+
+class Layout(NamedTuple):
+    """How a tensor lies in its storage; strides and offset in entries."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    storage_bytes: int
+
+    @staticmethod
+    def of(tensor: Tensor) -> Layout:
+        """The layout of a (fake) tensor."""
+        return Layout(
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            int(tensor.storage_offset()),
+            tensor.dtype,
+            tensor.device,
+            tensor.untyped_storage().nbytes(),
+        )
+
+    def empty(self) -> Tensor:
+        """A tensor of this layout in a storage of its own."""
+        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        if not self.offset and tensor.untyped_storage().nbytes() == self.storage_bytes:
+            return tensor
+        base = torch.empty(self.storage_bytes // self.dtype.itemsize, dtype=self.dtype, device=self.device)
+        return base.as_strided(self.shape, self.stride, self.offset)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its entries."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{format_dtype(self.dtype)}[{', '.join(map(str, self.shape))}]"
+
+
+class Value(NamedTuple):
+    """A tensor that a node yields: its layout, and the number of the storage that holds it."""
+
+    layout: Layout
+    storage: int
+
+
+@dataclass
+class Sweep:
+    """What every node yields (a Value, several, or a number) and the bytes of every storage, by number."""
+
+    values: dict[fx.Node, Any] = field(default_factory=dict)
+    storage_bytes: list[int] = field(default_factory=list)
+
+    def new(self, layout: Layout) -> Value:
+        """A value in fresh memory."""
+        self.storage_bytes.append(layout.storage_bytes)
+        return Value(layout, len(self.storage_bytes) - 1)
+
+    def storages(self, node: fx.Node) -> set[int]:
+        """The storages that hold what the node yields."""
+        return {value.storage for value in tensors(self.values[node])}
+
+
+def recorded(nodes: Iterable[fx.Node]) -> Sweep:
+    """What nodes have recorded, each tensor as if in memory of its own: enough where only sizes are asked for."""
+    found = Sweep()
+    for node in nodes:
+        found.values[node] = map_values(node.meta.get("val"), lambda t: found.new(Layout.of(t)), Tensor)
+    return found
+
+
+def tensors(value: Any) -> Iterator[Value]:
+    """The tensors in what a node yields."""
+    if isinstance(value, Value):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from tensors(part)
+
+
+def map_values(tree: Any, fn: Callable[[Any], Any], kind: type) -> Any:
+    """The tree of tuples and lists with `fn` applied to each leaf of the given kind."""
+    if isinstance(tree, kind):
+        return fn(tree)
+    if isinstance(tree, (tuple, list)):
+        return tuple(map_values(part, fn, kind) for part in tree)
+    return tree
+
+
+def sweep(program: ir.Program, ctx: ir.Context) -> Sweep:
+    """Recompute every node; raises CompileError, naming the node, where an operator refuses its operands."""
+    found = Sweep()
+    for node in program.graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            given = node.meta.get("val") if node.op == "placeholder" else getattr(program.module, node.target)
+            found.values[node] = map_values(given, lambda t: found.new(Layout.of(t)), Tensor)
+        elif node.op == "call_function":
+            try:
+                found.values[node] = _call(node, found, ctx)
+            except Exception as error:
+                raise ir.CompileError("sweep", node, f"{type(error).__name__}: {error}") from error
+        elif node.op != "output":
+            raise ir.CompileError("sweep", node, f"is a {node.op}; a program has operators only")
+    return found
+
+
+def _call(node: fx.Node, found: Sweep, ctx: ir.Context) -> Any:
+    """What an operator yields. In an answer, storage k >= 0 is operand k's, and a negative one is new."""
+    source = found.values.get(node.args[0]) if node.target is operator.getitem else None  # type: ignore[arg-type]
+    if isinstance(source, tuple) and not isinstance(source, Value):
+        return source[node.args[1]]  # type: ignore[index]
+    operands: list[Value] = []
+    key = (node.target, _signature((node.args, node.kwargs), found, operands))
+    if key not in ctx.answers:
+        ctx.answers[key] = _ask(node, found, ctx)
+    fresh: dict[int, int] = {}
+
+    def place(answer: Value) -> Value:
+        if answer.storage >= 0:
+            return Value(answer.layout, operands[answer.storage].storage)
+        if answer.storage not in fresh:
+            fresh[answer.storage] = found.new(answer.layout).storage
+        return Value(answer.layout, fresh[answer.storage])
+
+    return map_values(ctx.answers[key], place, Value)
+
+
+def _signature(tree: Any, found: Sweep, operands: list[Value]) -> Any:
+    """A hashable form of the arguments, 1 apart from 1.0 and True; tensor operands are collected in order."""
+    if isinstance(tree, fx.Node):
+        tree = found.values[tree]
+    if isinstance(tree, Value):
+        operands.append(tree)
+        return tree.layout
+    if isinstance(tree, (tuple, list)):
+        return tuple([_signature(part, found, operands) for part in tree])
+    if isinstance(tree, dict):
+        return tuple([(key, _signature(part, found, operands)) for key, part in tree.items()])
+    if isinstance(tree, slice):
+        return _signature(("slice", tree.start, tree.stop, tree.step), found, operands)
+    return type(tree), tree
+
+
+def _ask(node: fx.Node, found: Sweep, ctx: ir.Context) -> Any:
+    """Run an operator on fake tensors, each in a storage of its own, and see in which ones its results lie."""
+    storages: list[Any] = []
+
+    def make(value: Value) -> Tensor:
+        operand = value.layout.empty()
+        storages.append(operand.untyped_storage())
+        return operand
+
+    with ctx.fake_mode, torch.no_grad():
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: map_values(found.values[n], make, Value))
+        # its fake kernel returns new memory, where a wait is the same memory, ready
+        result = args[0] if node.target is c10d.wait_tensor.default else node.target(*args, **kwargs)  # type: ignore
+    count = len(storages)
+
+    def describe(tensor: Tensor) -> Value:
+        storage = tensor.untyped_storage()
+        known = next((k for k, s in enumerate(storages) if s is storage), None)
+        if known is None:
+            storages.append(storage)
+            known = len(storages) - 1
+        return Value(Layout.of(tensor), known if known < count else count - 1 - known)
+
+    return map_values(result, describe, Tensor)

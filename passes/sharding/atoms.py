@@ -1,0 +1,150 @@
+"""Common refinement of what a rule and the specs it meets say about the factors of each dim."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from passes.program.mesh import Mesh
+from passes.program.spec import Dim, Factor
+from passes.program.spec import pieces as cuts
+from passes.rules.base import Names, Rule
+
+
+def boundaries(sizes: Iterable[int]) -> list[int]:
+    """Products of the minor sizes at each cut: [4, 2, 3] -> [6, 3]."""
+    cuts, product = [], 1
+    for size in reversed(list(sizes)):
+        product *= size
+        cuts.append(product)
+    return list(reversed(cuts))[1:]
+
+
+def common_sizes(a: Sequence[int], b: Sequence[int]) -> list[int] | None:
+    """The coarsest factors that refine both (their products are equal), or None if there are none."""
+    cuts = sorted({math.prod(a), *boundaries(a), *boundaries(b), 1}, reverse=True)
+    if any(major % minor for major, minor in zip(cuts, cuts[1:])):
+        return None
+    return [major // minor for major, minor in zip(cuts, cuts[1:])]
+
+
+def split_factor(factor: Factor, sizes: Sequence[int], mesh: Mesh) -> list[Factor] | None:
+    """The factor as several, major to minor, with the same layout on every rank; None if its shards cut across."""
+    if len(sizes) == 1:
+        return [factor]
+    pieces, axes = [], list(factor.axes)
+    for size in sizes:
+        taken, rest = [], size
+        while axes and rest % cuts(axes[0], mesh) == 0 and rest > 1:
+            rest //= mesh[axes[0]]
+            taken.append(axes.pop(0))
+        pieces.append(Factor(size, tuple(taken)))
+        if axes and rest > 1:
+            return None
+    if axes:
+        return None
+    pieces[0] = replace(pieces[0], label=factor.label)
+    return pieces
+
+
+def split_dim(dim: Dim, sizes: Sequence[int], mesh: Mesh) -> tuple[Factor, ...] | None:
+    """A dim over finer factors of the given sizes; None if one of its shards would be cut across."""
+    pieces: list[Factor] = []
+    left = list(sizes)
+    for factor in dim:
+        mine, product = [], 1
+        while product < factor.size:
+            mine.append(left.pop(0))
+            product *= mine[-1]
+        split = split_factor(factor, mine, mesh) if mine else []
+        if split is None:
+            return None
+        pieces += split
+    return tuple(pieces)
+
+
+def merge_dim(dim: Iterable[Factor], mesh: Mesh) -> Dim:
+    """Adjacent factors joined where the layout stays the same and no label is lost."""
+    merged: list[Factor] = []
+    for factor in dim:
+        last = merged[-1] if merged else None
+        if last and not factor.axes and not factor.label and not last.padded(mesh) and not last.label:
+            merged[-1] = Factor(last.size * factor.size, last.axes)
+        elif last and not last.axes and not last.label and last.size == 1:
+            merged[-1] = factor
+        elif factor.size > 1 or not merged:
+            merged.append(factor)
+    return tuple(merged)
+
+
+@dataclass(frozen=True)
+class Atoms:
+    """A rule whose factors are fine enough that every operand's shards are whole atoms.
+
+    `operands[i][d]` and `results[i][d]` name the atoms of a dim; `held[i][d]` are the operand's factors over
+    them, None where its shards cut across an atom (it has to be gathered first).
+    """
+
+    rule: Rule
+    operands: tuple[tuple[Names, ...], ...]
+    results: tuple[tuple[Names, ...], ...]
+    sizes: Mapping[str, int]
+    held: tuple[tuple[tuple[Factor, ...] | None, ...], ...]
+
+    def origin(self, atom: str) -> str:
+        """The rule's factor of which the atom is a part."""
+        return atom.split(".#")[0]
+
+
+def refine(rule: Rule, specs: Sequence[Sequence[Dim]], order: Sequence[int], mesh: Mesh) -> Atoms:
+    """Split the rule's factors where the operands' specs do; operands earlier in `order` win disagreements."""
+    parts: dict[str, list[int]] = {name: [size] for name, size in rule.sizes.items()}
+    for i in order:
+        for names, dim in zip(rule.operands[i], specs[i], strict=True):
+            mine = [size for name in names for size in parts[name]]
+            theirs = [f.size for f in dim if f.size > 1]
+            cut = common_sizes([s for s in mine if s > 1], theirs) if mine and theirs else None
+            if cut is not None:
+                _assign(parts, names, cut)
+    atoms = {
+        name: tuple(f"{name}.#{k}" for k in range(len(sizes))) if len(sizes) > 1 else (name,)
+        for name, sizes in parts.items()
+    }
+    sizes = {atom: size for name in parts for atom, size in zip(atoms[name], parts[name])}
+
+    def over(dims: Sequence[Names]) -> tuple[Names, ...]:
+        return tuple(tuple(atom for name in names for atom in atoms[name]) for names in dims)
+
+    operands = tuple(over(dims) for dims in rule.operands)
+    held = tuple(
+        tuple(_hold(dim, names, sizes, mesh) for names, dim in zip(dims, spec, strict=True))
+        for dims, spec in zip(operands, specs, strict=True)
+    )
+    return Atoms(rule, operands, tuple(over(dims) for dims in rule.results), sizes, held)
+
+
+def _assign(parts: dict[str, list[int]], names: Names, cut: list[int]) -> None:
+    cut = list(cut)
+    for name in names:
+        total, mine, product = math.prod(parts[name]), [], 1
+        while product < total:
+            mine.append(cut.pop(0))
+            product *= mine[-1]
+        parts[name] = mine or [1]
+
+
+def _hold(dim: Dim, names: Names, sizes: Mapping[str, int], mesh: Mesh) -> tuple[Factor, ...] | None:
+    wanted = [sizes[name] for name in names]
+    if not wanted:
+        return ()
+    trimmed = tuple(f for f in dim if f.size > 1) or dim[:1]
+    if common_sizes([w for w in wanted if w > 1], [f.size for f in trimmed if f.size > 1]) != [
+        w for w in wanted if w > 1
+    ]:
+        return None
+    pieces = split_dim(trimmed, [w for w in wanted if w > 1], mesh)
+    if pieces is None:
+        return None
+    supply = iter(pieces)
+    return tuple(next(supply) if w > 1 else Factor(1) for w in wanted)

@@ -1,0 +1,46 @@
+"""Write the boundary operators as functional collectives of the axis-named groups.
+
+    psum(x, "tp")   ->   wait_tensor(all_reduce(x, "sum", "tp"))
+
+The definitions are those of `passes.boundary`. After this pass no boundary operator is left.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from passes.program import ir
+from passes.program.boundary import EXPANSIONS
+from passes.program.functions import body_of, results_of
+from passes.program.rewrite import inline_alike
+
+
+def _contiguous(body: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The definition with the memory layout that the operator promised: contiguous."""
+    return lambda *args: body(*args).contiguous()
+
+
+@dataclass(frozen=True)
+class Expand:
+    """Replace every boundary operator by its collectives."""
+
+    name: str = "collectives"
+    requires: frozenset[str] = frozenset({"local"})
+    establishes: frozenset[str] = frozenset({"collectives"})
+
+    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+        program = program.copy()
+        counts: Counter[str] = Counter()
+        for node in list(program.calls()):
+            if body := body_of(node):
+                inline_alike(node, results_of(body), ctx)
+        for node in list(program.calls()):
+            if node.target in EXPANSIONS:
+                counts[node.target._opname] += 1
+                inline_alike(node, _contiguous(EXPANSIONS[node.target]), ctx)
+        program.module.recompile()
+        return replace(program, facts=program.facts | self.establishes), ir.Report(dict(counts))

@@ -1,0 +1,259 @@
+"""From one placement to another: the boundary operators that take a local tensor there."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.program import boundary, ir
+from passes.program.builder import Builder
+from passes.program.layout import to_natural_order, to_rank_order
+from passes.program.spec import Dim, Factor, Spec, pieces
+from passes.sharding.atoms import common_sizes, merge_dim, split_dim
+
+aten = torch.ops.aten
+
+def convert(
+    builder: Builder, value: fx.Node, before: Spec, after: Spec, has_grad: bool, wire: torch.dtype | None
+) -> fx.Node:
+    """The local value placed as `after`; `wire` is the dtype in which its gradient is reduced (None: its own)."""
+    steps = _Steps(builder, value, before, has_grad, wire)
+    target = steps.align(after)
+    steps.reduce(target)
+    steps.vary(target)
+    steps.cut(target)
+    steps.gather(target)
+    steps.cut(target)
+    steps.vary(target)
+    steps.settle(target)
+    steps.spread_terms(target)
+    return steps.finish(after)
+
+
+class _Steps:
+    """A value with its factors as separate dims, changed one axis at a time."""
+
+    def __init__(self, builder: Builder, value: fx.Node, before: Spec, has_grad: bool, wire: torch.dtype | None):
+        self.builder, self.mesh, self.value, self.wire = builder, builder.mesh, value, wire
+        self.has_grad = has_grad and ir.example(value).is_floating_point()
+        self.fill = before.fill
+        self.groups: list[list[Factor]] = [list(dim) for dim in before.dims]
+        self.partial, self.varying = dict(before.partial), set(before.varying)
+        self.original = value
+        self.spread = False
+
+    # -- dims as factors ----------------------------------------------------------------------------
+
+    def align(self, after: Spec) -> dict[str, Any]:
+        """Split both placements into common factors; where a shard cuts across, gather that dim first."""
+        wanted: list[list[Factor]] = []
+        for d, (mine, theirs) in enumerate(zip(list(self.groups), after.dims)):
+            plain = [merge_dim((replace(f, label="") for f in dim), self.mesh) for dim in (mine, theirs)]
+            pair = self.common(*plain)
+            if pair is None:
+                self.groups[d] = list(plain[0])
+                self.gather_dim(d)
+                pair = self.common(merge_dim(self.groups[d], self.mesh), plain[1])
+                assert pair is not None
+            self.groups[d], want = list(pair[0]), list(pair[1])
+            wanted.append(want)
+        if self.spread:
+            raise AssertionError("dims are spread before they are aligned")
+        self.spread_dims()
+        flat = [f for group in wanted for f in group]
+        where = {axis: (k, i) for k, f in enumerate(flat) for i, axis in enumerate(f.axes)}
+        return {"factors": flat, "where": where, "varying": set(after.varying), "partial": dict(after.partial)}
+
+    def common(self, mine: Dim, theirs: Dim) -> tuple[Dim, Dim] | None:
+        """Both dims over common factors, or None where a shard would be cut across."""
+        a, b = ([f for f in dim if f.size > 1 or f.axes] for dim in (mine, theirs))
+        sizes = common_sizes([f.size for f in a], [f.size for f in b]) if a and b else []
+        if sizes is None:
+            return None
+        if not sizes:  # a dim of one entry, which an axis may shard none the less
+            return tuple(a[:1]) or (Factor(1),), tuple(b[:1]) or (Factor(1),)
+        left, right = split_dim(tuple(a), sizes, self.mesh), split_dim(tuple(b), sizes, self.mesh)
+        return None if left is None or right is None else (left, right)
+
+    def gather_dim(self, d: int) -> None:
+        """Make a dim whole, before its factors are spread over dims of their own."""
+        start = sum(len(g) for g in self.groups[:d])
+        self.spread_dims()
+        for k in range(start, start + len(self.groups[d])):
+            while self.flat[k].axes:
+                self.gather_last(k, same=True)
+        self.fold_dims()
+        whole = math.prod(f.size for f in self.groups[d])
+        self.groups[d] = [Factor(whole)]
+
+    def spread_dims(self) -> None:
+        """View the value with one dim a factor."""
+        shape = [f.local(self.mesh) for group in self.groups for f in group]
+        if len(shape) != ir.example(self.value).dim():
+            self.value = self.builder.call(aten.reshape.default, (self.value, shape))
+        self.spread = True
+
+    def fold_dims(self) -> None:
+        """View the value with its factors multiplied back into dims."""
+        shape = [math.prod(f.local(self.mesh) for f in group) for group in self.groups]
+        if len(shape) != ir.example(self.value).dim():
+            self.value = self.builder.call(aten.reshape.default, (self.value, shape))
+        self.spread = False
+
+    @property
+    def flat(self) -> list[Factor]:
+        """All factors, one a dim of the spread value."""
+        return [f for group in self.groups for f in group]
+
+    def set_axes(self, k: int, axes: tuple[str, ...]) -> None:
+        """Record the axes that shard factor `k` now."""
+        for group in self.groups:
+            if k < len(group):
+                group[k] = replace(group[k], axes=axes)
+                return
+            k -= len(group)
+
+    # -- one kind of step each ------------------------------------------------------------------------
+
+    def reduce(self, target: dict[str, Any]) -> None:
+        """Complete partial sums: into a shard where one is wanted, else into a full copy."""
+        dtype = ir.example(self.value).dtype
+        for axis, how in [p for p in self.partial.items() if p[0] not in target["partial"]]:
+            del self.partial[axis]
+            k, i = target["where"].get(axis, (0, -1))
+            if how == "max":
+                self.value = self.builder.call(boundary.pmax, (self.value, axis))
+            elif i >= 0 and self.flat[k].axes == target["factors"][k].axes[:i]:
+                self.fold(k, axis)
+                args = (self.value, k, axis, self.mesh[axis], dtype, None)
+                self.value = self.builder.call(boundary.reduce_scatter, args)
+                self.pad_with(0.0, k, axis)
+            else:
+                self.value = self.builder.call(boundary.psum, (self.value, axis, dtype, None))
+
+    def vary(self, target: dict[str, Any]) -> None:
+        """Mark copies as varying where their uses will differ."""
+        for axis in self.mesh.axes:
+            if axis in target["varying"] and self.state(axis) == "same":
+                if self.has_grad:
+                    self.value = self.builder.call(boundary.vary, (self.value, axis, self.wire))
+                self.varying.add(axis)
+
+    def state(self, axis: str) -> str:
+        """What the value is on the axis now."""
+        if any(axis in f.axes for f in self.flat):
+            return "shard"
+        return "partial" if axis in self.partial else "varying" if axis in self.varying else "same"
+
+    def cut(self, target: dict[str, Any]) -> None:
+        """Keep this rank's share where a shard of a full copy is wanted."""
+        for k, want in enumerate(target["factors"]):
+            for i, axis in enumerate(want.axes):
+                state = self.state(axis)
+                if state not in ("same", "varying") or self.flat[k].axes != want.axes[:i]:
+                    continue
+                self.fold(k, axis)
+                op = boundary.take if state == "varying" and self.has_grad else boundary.slice_
+                args = (self.value, self.builder.places[axis], k, axis, self.mesh[axis])
+                self.value = self.builder.call(op, args)
+                self.varying.discard(axis)
+                self.pad_with(0.0, k, axis)
+
+    def pad_with(self, fill: float, k: int, axis: str) -> None:
+        """Factor `k` was cut on the axis, new padding holding `fill`."""
+        before = self.flat[k]
+        self.set_axes(k, (*before.axes, axis))
+        if before.local(self.mesh) % pieces(axis, self.mesh) and self.fill != fill:
+            self.fill = None if any(f.padded(self.mesh) for j, f in enumerate(self.flat) if j != k) else fill
+
+    def gather(self, target: dict[str, Any]) -> None:
+        """Undo shards that are not wanted, innermost first, moving them to another dim where one is."""
+        for k, want in enumerate(target["factors"]):
+            keep = _common_prefix(self.flat[k].axes, want.axes)
+            while len(self.flat[k].axes) > keep:
+                axis = self.flat[k].axes[-1]
+                j, i = target["where"].get(axis, (k, -1))
+                if j != k and self.flat[j].axes == target["factors"][j].axes[:i]:
+                    self.move_last(k, j)
+                else:
+                    self.gather_last(k, same=axis not in target["varying"])
+
+    def gather_last(self, k: int, same: bool) -> None:
+        """Gather factor `k` over its innermost axis."""
+        factor = self.flat[k]
+        axis = factor.axes[-1]
+        size = replace(factor, axes=factor.axes[:-1]).local(self.mesh)
+        parts = self.mesh[axis]
+        held = parts * factor.local(self.mesh) if axis in self.mesh.folded else size
+        if same:
+            args: tuple = (self.value, self.builder.places[axis], k, axis, parts, held)
+            self.value = self.builder.call(boundary.gather_same, args)
+        else:
+            value, dtype = self.before_cast()
+            self.value = self.builder.call(boundary.all_gather, (value, k, axis, parts, held, dtype, self.wire))
+            self.varying.add(axis)
+        self.unfold(k, axis, size)
+        self.set_axes(k, factor.axes[:-1])
+
+    def before_cast(self) -> tuple[fx.Node, torch.dtype]:
+        """What to gather and in which dtype: a cast weight is cast by the gather, its gradient reduced uncast."""
+        dtype = ir.example(self.value).dtype
+        is_cast = self.value is self.original and self.value.target is aten._to_copy.default
+        same_device = is_cast and set(self.value.kwargs) <= {"dtype"}
+        return (self.value.args[0], dtype) if same_device and self.has_grad else (self.value, dtype)
+
+    def fold(self, k: int, axis: str) -> None:
+        """Put factor `k`, whole on a folded axis, into the order in which its ranks hold it."""
+        if axis in self.mesh.folded:
+            self.value = self.builder.trace(lambda x: to_rank_order(x, k, self.mesh[axis]), self.value)
+
+    def unfold(self, k: int, axis: str, size: int) -> None:
+        """Put factor `k`, gathered over a folded axis, into its own order."""
+        if axis in self.mesh.folded:
+            self.value = self.builder.trace(lambda x: to_natural_order(x, k, self.mesh[axis], size), self.value)
+
+    def move_last(self, k: int, j: int) -> None:
+        """Move the innermost axis of factor `k` to factor `j` in one all-to-all."""
+        factor = self.flat[k]
+        axis = factor.axes[-1]
+        size = replace(factor, axes=factor.axes[:-1]).local(self.mesh)
+        self.fold(j, axis)
+        held = self.mesh[axis] * factor.local(self.mesh) if axis in self.mesh.folded else size
+        args = (self.value, j, k, held, axis, self.mesh[axis])
+        self.value = self.builder.call(boundary.all_to_all, args)
+        self.unfold(k, axis, size)
+        self.set_axes(k, factor.axes[:-1])
+        self.pad_with(0.0, j, axis)
+
+    def settle(self, target: dict[str, Any]) -> None:
+        """Copies that nobody uses differently any more are the same again."""
+        for axis in sorted(self.varying - target["varying"]):
+            if self.state(axis) == "varying":
+                if self.has_grad:
+                    self.value = self.builder.call(boundary.unvary, (self.value, self.builder.places[axis], axis))
+                self.varying.discard(axis)
+
+    def spread_terms(self, target: dict[str, Any]) -> None:
+        """A copy as the terms of a sum, where one is wanted: the first rank's is the value, the others' are zero."""
+        for axis in target["partial"]:
+            if axis not in self.partial:
+                self.value = self.builder.call(boundary.only_first, (self.value, self.builder.places[axis], axis))
+                self.partial[axis] = "sum"
+
+    def finish(self, after: Spec) -> fx.Node:
+        """Fold the factors back into dims and record the placement."""
+        self.fold_dims()
+        if self.value is not self.original:
+            ir.set_spec(self.value, replace(after, fill=self.fill))
+        return self.value
+
+
+def _common_prefix(a: tuple[str, ...], b: tuple[str, ...]) -> int:
+    n = 0
+    while n < min(len(a), len(b)) and a[n] == b[n]:
+        n += 1
+    return n

@@ -1,0 +1,181 @@
+"""Custom autograd functions: both bodies are partitioned by the same rules, the backward stays the author's.
+
+The forward body is placed as its operands are; the backward body gets what the forward saved, and gradients placed
+as the dual of the results, and must leave gradients placed as the dual of the operands: sums where the
+forward read a varying copy. It holds for any function, whatever its backward computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from passes.program import ir
+from passes.program.builder import Builder
+from passes.program.functions import Function, define, remember
+from passes.program.mesh import Mesh
+from passes.program.rewrite import trace
+from passes.program.spec import Spec
+from passes.rules import tensor_operands
+from passes.sharding.normalize import Normalize
+
+
+def body_program(
+    fn: Callable[..., Any], examples: list[Tensor], inputs: list[ir.Input], mesh: Mesh, ctx: ir.Context
+) -> ir.Program:
+    """The operators of a body over full tensors, normalized."""
+    with ctx.fake_mode, torch.no_grad():
+        fresh = [torch.empty(e.shape, dtype=e.dtype, device=e.device) for e in examples]
+    module = trace(lambda *t: tuple(fn(*t)), fresh, ctx)
+    module.graph.set_codegen(fx.graph.CodeGen())
+    results = module.graph.output_node().args[0]
+    outputs = tuple(ir.Output(str(i), "metric", Spec.whole(tuple(ir.example(n).shape))) for i, n in enumerate(results))
+    program = ir.Program(module, tuple(inputs), outputs, mesh, frozenset({"captured"}))
+    for node in program.calls():
+        node.meta.pop("stack_trace", None)
+    return Normalize()(program, ctx)[0]
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A function on operands of a kind, with the placements of its operands and results; calls alike share it."""
+
+    function: Function
+    examples: tuple[Tensor, ...]  # operands of a call
+    program: ir.Program
+    plan: Any
+    operands: tuple[Spec, ...]
+    results: tuple[Spec, ...]
+
+
+def place_forward(
+    function: Function,
+    examples: list[Tensor],
+    specs: list[Spec],
+    weights: list[bool],
+    mesh: Mesh,
+    ctx: ir.Context,
+    propagate: Callable[[ir.Program], Any],
+) -> Placed:
+    """Placements of the forward body; an operand that the body only reads as a varying copy is one from the start."""
+    kinds = ["parameter" if w else "batch" for w in weights]
+
+    def place(given: list[Spec]) -> Placed:
+        inputs = [ir.Input(str(i), kind, spec) for i, (kind, spec) in enumerate(zip(kinds, given))]  # type: ignore
+        program = body_program(function.forward, examples, inputs, mesh, ctx)
+        plan = propagate(program)
+        results = tuple(plan.current(n) for n in program.results())
+        return Placed(function, tuple(examples), program, plan, tuple(given), results)
+
+    mixed = {axis for axis in mesh.axes if any(spec.state(axis) != "same" for spec in specs)}
+    placed = place(specs)
+    varied = [
+        with_varying(spec, placeholder, placed, mixed, mesh)
+        for spec, placeholder in zip(specs, placed.program.placeholders())
+    ]
+    return placed if varied == specs else place(varied)
+
+
+def with_varying(spec: Spec, placeholder: fx.Node, placed: Placed, mixed: set[str], mesh: Mesh) -> Spec:
+    """The operand's placement, varying on `mixed` axes and on those on which all uses in the body want it so.
+
+    On a mixed axis other operands differ by rank, and what the body makes of a copy may meet them.
+    """
+    wanted = [
+        d.operands[i]
+        for user in placeholder.users
+        if (d := placed.plan.decisions.get(user)) is not None
+        for i, n in enumerate(tensor_operands(user))
+        if n is placeholder
+    ]
+    asked = {a for a in mesh.axes if wanted and all(w.state(a) == "varying" for w in wanted)}
+    axes = [a for a in mesh.axes if spec.state(a) == "same" and a in mixed | asked]
+    return replace(spec, varying=(*spec.varying, *axes))
+
+
+def emit(
+    builder: Builder,
+    placed: Placed,
+    values: list[fx.Node],
+    propagate: Callable[[ir.Program], Any],
+    partition: Callable[..., ir.Program],
+) -> fx.Node:
+    """Call the local operator, defined at the first of the calls that are alike."""
+    if placed not in builder.operators:
+        builder.operators[placed] = partitioned(placed, builder.mesh, builder.ctx, propagate, partition)
+    places = [builder.places[axis] for axis in builder.mesh.axes]
+    return builder.call(builder.operators[placed], (*values, *places))
+
+
+def partitioned(
+    placed: Placed,
+    mesh: Mesh,
+    ctx: ir.Context,
+    propagate: Callable[[ir.Program], Any],
+    partition: Callable[..., ir.Program],
+) -> Any:
+    """The local operator of a placed function, with its gradient."""
+    function, operands = placed.function, placed.operands
+    forward = partition(placed.program, placed.plan, placed.results)
+    outs = [ir.example(n) for n in placed.program.results()]
+    gradients = [spec.gradient() for spec in placed.results[: function.results]]
+    examples = [*placed.examples, *outs, *outs[: function.results]]
+    specs = [*operands, *placed.results, *gradients]
+    kinds = [i.kind for i in placed.program.inputs[: len(operands)]] + ["batch"] * len(specs)
+    inputs = [ir.Input(str(i), kind, spec) for i, (kind, spec) in enumerate(zip(kinds, specs))]
+    kept: list[int] = []
+
+    def differentiate(*tensors: Tensor) -> tuple[Tensor, ...]:
+        found = function.backward(*tensors)
+        kept[:] = [i for i, g in enumerate(found) if g is not None]
+        return tuple(found[i] for i in kept)
+
+    program = body_program(differentiate, examples, inputs, mesh, ctx)
+    backward = partition(program, propagate(program), tuple(operands[i].gradient() for i in kept))
+    return local_operator(function, forward, backward, kept, len(operands))
+
+
+def local_operator(
+    function: Function, forward: ir.Program, backward: ir.Program, kept: list[int], operands: int
+) -> Any:
+    """`local::name(*operands, *coordinates of all axes)` and its gradient, both with bodies of local operators."""
+    axes = forward.mesh.axes
+    run_forward, run_backward = (
+        _by_axis(forward, operands, axes),
+        _by_axis(backward, len(backward.placeholders()), axes),
+    )
+    count, wide = len(forward.outputs), len([i for i in backward.inputs if i.kind != "coordinate"])
+    op = define("local", function.name, run_forward, operands + len(axes), count)
+    back = define("local", f"{function.name}_backward", run_backward, wide + len(axes), len(kept))
+    remember(op, run_forward)
+    remember(back, run_backward)
+
+    def setup(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.save_for_backward(*inputs, *(output if isinstance(output, tuple) else (output,)))
+
+    def differentiate(ctx: Any, *gradients: Tensor) -> tuple:
+        saved = ctx.saved_tensors
+        inputs, outs = saved[:operands], saved[operands + len(axes) :]
+        places = saved[operands : operands + len(axes)]
+        given = [torch.zeros_like(o) if g is None else g for g, o in zip(gradients[: function.results], outs)]
+        found = back(*inputs, *outs, *given, *places)
+        by_operand = dict(zip(kept, found if isinstance(found, (tuple, list)) else (found,)))
+        return tuple(by_operand.get(i) for i in range(operands + len(axes)))
+
+    torch.library.register_autograd(op.name().replace(".default", ""), differentiate, setup_context=setup)
+    return op
+
+
+def _by_axis(program: ir.Program, operands: int, axes: tuple[str, ...]) -> Callable[..., Any]:
+    """Run a local body whose coordinates are those it reads, given those of all axes at the end."""
+    used = [i.name for i in program.inputs if i.kind == "coordinate"]
+
+    def run(*tensors: Tensor) -> Any:
+        values, places = tensors[: len(tensors) - len(axes)], dict(zip(axes, tensors[len(tensors) - len(axes) :]))
+        return fx.Interpreter(program.module).run(*values, *(places[axis] for axis in used))
+
+    return run

@@ -1,0 +1,224 @@
+"""Find the tensor-parallel plan of a model in its graph: Megatron's pairs of column and row shards (arXiv:1909.08053).
+
+    y = linear(x, w1); z = silu(y); o = linear(z, w2)     ->     w1 {"tp": 0}, w2 {"tp": 1}
+
+The output dim of a weight is followed through the graph by the rules. Where every path ends in a product that
+sums it away with another weight, the first weight is split by columns and the second by rows, and biases
+and scales met on the way are split alike; where every path ends in the loss, it is a vocabulary. Where a
+path needs the dim whole (a norm of the residual stream, a router) the weight stays whole. Embeddings looked up by
+entries of the batch are split by vocabulary. Shards follow what views say a dim is made of: whole heads.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from passes.program import ir
+from passes.rules import Rule, name_of, rule_of, tensor_operands
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A dim as `outer * size * inner` entries, of which `size` is split over the axis: whole heads, say."""
+
+    dim: int
+    outer: int
+    size: int
+    inner: int
+
+    def refine(self, part: Part) -> Blocks:
+        """The same dim, split by a part of the blocks only."""
+        return Blocks(self.dim, self.outer * part[0], part[1], part[2] * self.inner)
+
+
+Part = tuple[int, int, int]  # blocks as `major * split * minor`: what of them is really split
+
+
+@dataclass
+class Trail:
+    """What following blocks met: weights that share them, whether they were summed away with a weight or folded."""
+
+    part: Part  # the finest part that some use needs split
+    weights: dict[fx.Node, Blocks] = field(default_factory=dict)
+    contracted: bool = False
+    folded: bool = False
+
+    def join(self, other: Trail) -> None:
+        """Both trails as one."""
+        self.weights |= other.weights
+        self.part = min(self.part, other.part, key=lambda part: part[1])
+        self.contracted |= other.contracted
+        self.folded |= other.folded
+
+    def within(self, part: Part) -> Trail:
+        """The trail of a part of some blocks as one of the blocks."""
+        return replace(self, part=(part[0] * self.part[0], self.part[1], self.part[2] * part[2]))
+
+
+Plan = dict[str, Blocks]
+
+
+def infer(program: ir.Program, parts: int) -> Plan:
+    """Parameter name -> the dim to split over `parts` ranks, in which blocks; the others stay whole."""
+    finder = _Finder(program, parts)
+    for node in program.calls():
+        if hasattr(node.target, "_schema"):
+            finder.visit(node)
+    names = {node: given.name for node, given in zip(program.placeholders(), program.inputs)}
+    return {names[node]: blocks for node, blocks in sorted(finder.found.items(), key=lambda item: names[item[0]])}
+
+
+class _Finder:
+    def __init__(self, program: ir.Program, parts: int):
+        self.parts, self.found = parts, dict[fx.Node, Blocks]()
+        kinds = {node: given.kind for node, given in zip(program.placeholders(), program.inputs)}
+        self.parameters = {node for node, kind in kinds.items() if kind == "parameter"}
+        self.batch = {node for node, kind in kinds.items() if kind == "batch"}
+
+    def visit(self, node: fx.Node) -> None:
+        """Split the weight of an embedding or product, if its dim can be followed to a good end."""
+        if name_of(node) == "embedding":
+            weight, ids = tensor_operands(node)
+            if self.root(weight) is not None and self.from_batch(ids):
+                self.split(weight, 0, None)
+            return
+        for operand, names in self.products(node):
+            if self.root(operand) is None:
+                continue
+            rule = rule_of(node)
+            free = [n for dim in names for n in dim if n not in rule.reduced]
+            if len(free) == 1:
+                dim = next(d for d, dim in enumerate(names) if free[0] in dim)
+                self.split(operand, dim, (node, free[0]))
+
+    def products(self, node: fx.Node) -> list[tuple[fx.Node, tuple]]:
+        """Two-dim operands of a product of matrices, with their factors."""
+        if name_of(node) not in ("linear", "mm", "matmul"):
+            return []
+        rule = rule_of(node)
+        return [(n, names) for n, names in zip(tensor_operands(node), rule.operands) if ir.example(n).dim() == 2]
+
+    def root(self, node: fx.Node) -> fx.Node | None:
+        """The parameter of which the node is a transpose or cast, if it is."""
+        while node not in self.parameters:
+            if not hasattr(node.target, "_schema") or name_of(node) not in (
+                "t",
+                "transpose",
+                "permute",
+                "_to_copy",
+                "alias",
+            ):
+                return None
+            node = node.args[0]  # type: ignore[assignment]
+        return node
+
+    def from_batch(self, node: fx.Node) -> bool:
+        """Whether ids come straight from the batch, not from positions or constants."""
+        while node not in self.batch:
+            operands = tensor_operands(node) if hasattr(node.target, "_schema") else []
+            if len(operands) != 1:
+                return False
+            node = operands[0]
+        return True
+
+    def split(self, weight: fx.Node, dim: int, product: tuple[fx.Node, str] | None) -> None:
+        """Record the split of a weight, and of all weights on its trail, if the trail ends well."""
+        size = ir.example(weight).shape[dim]
+        start = Blocks(dim, 1, size, 1)
+        if product is None:
+            trail: Trail | None = Trail((1, size, 1), folded=True)
+        else:
+            node, name = product
+            out = next(d for d, names in enumerate(rule_of(node).results[0]) if name in names)
+            trail = self.follow(node, replace(start, dim=out), {})
+        if trail is None or trail.contracted == trail.folded or trail.part[1] < self.parts:
+            return
+        for operand, blocks in {**trail.weights, weight: start.refine(trail.part)}.items():
+            root = self.root(operand)
+            if root is not None and root not in self.found:
+                self.found[root] = replace(blocks, dim=self.dim_of_root(operand, blocks.dim))
+
+    def dim_of_root(self, node: fx.Node, dim: int) -> int:
+        """The dim of the parameter that is `dim` of its transpose."""
+        while node not in self.parameters:
+            if name_of(node) in ("t", "transpose", "permute"):
+                rule = rule_of(node)
+                dim = rule.operands[0].index(rule.results[0][dim])
+            node = node.args[0]  # type: ignore[assignment]
+        return dim
+
+    # -- following a dim ------------------------------------------------------------------------------
+
+    def follow(self, node: fx.Node, blocks: Blocks, seen: dict) -> Trail | None:
+        """All that becomes of the blocks of a value; None where some use needs them whole."""
+        key = (node, blocks)
+        if key in seen:
+            return seen[key]
+        seen[key] = trail = Trail((1, blocks.size, 1))
+        for user in node.users:
+            found = self.through(user, node, blocks, seen) if user.op != "output" else None
+            if found is None:
+                seen[key] = None
+                return None
+            trail.join(found)
+        return trail
+
+    def through(self, user: fx.Node, node: fx.Node, blocks: Blocks, seen: dict) -> Trail | None:
+        """What becomes of the blocks in one use: of several ways to go on, the first that ends well."""
+        if not hasattr(user.target, "_schema"):
+            return self.follow(user, blocks, seen)  # a part of a tuple
+        rule, operands = rule_of(user), tensor_operands(user)
+        trail = Trail((1, blocks.size, 1))
+        for i in (i for i, n in enumerate(operands) if n is node):
+            ways = (
+                self.use(user, operands, rule, name, part[1], seen, part) for name, part in candidates(rule, i, blocks)
+            )
+            best = next((way for way in ways if way is not None), None)
+            if best is None:
+                return None
+            trail.join(best)
+        return trail
+
+    def use(
+        self, user: fx.Node, operands: list[fx.Node], rule: Rule, name: str, size: int, seen: dict, part: Part
+    ) -> Trail | None:
+        """The operator with a factor split: weights that have it are split too, then its results are followed."""
+        if name in rule.whole:
+            return None
+        trail = Trail((1, size, 1))
+        for d, names in ((d, names) for dims in rule.results for d, names in enumerate(dims) if name in names):
+            further = self.follow(user, blocks_of(rule, names, name, d, size), seen)
+            if further is None:
+                return None
+            trail.join(further)
+        for operand, dims in zip(operands, rule.operands):
+            for d, names in enumerate(dims):
+                if name in names and self.root(operand) is not None:
+                    trail.weights[operand] = blocks_of(rule, names, name, d, size).refine(trail.part)
+        if name in rule.reduced:
+            trail.contracted, trail.folded = bool(trail.weights), not trail.weights
+        return trail.within(part)
+
+
+def candidates(rule: Rule, i: int, blocks: Blocks) -> list[tuple[str, Part]]:
+    """Factors of the operand's dim that lie within the blocks, and which part of them they are, major first."""
+    inner, found = 1, []
+    low, high = blocks.inner, blocks.inner * blocks.size
+    for name in reversed(rule.operands[i][blocks.dim]):
+        size = rule.sizes[name]
+        if inner >= low and inner * size <= high:
+            found.append((name, (high // (inner * size), size, inner // low)))
+        elif inner <= low and inner * size >= high:
+            found.append((name, (1, blocks.size, 1)))
+        inner *= size
+    return found[::-1]
+
+
+def blocks_of(rule: Rule, names: tuple[str, ...], name: str, dim: int, size: int) -> Blocks:
+    """A factor's blocks within a dim: `size` of them, each of what is left of the factor and what is minor to it."""
+    at = names.index(name)
+    outer, inner = (math.prod(rule.sizes[n] for n in part) for part in (names[:at], names[at + 1 :]))
+    return Blocks(dim, outer, size, inner * (rule.sizes[name] // size))

@@ -1,0 +1,265 @@
+"""Rewrite a captured graph into operators that the rules speak of, before placements are decided.
+
+    cross_entropy_loss(x, y)      ->  cross_entropy_loss(x, y, reduction=sum) / (y != -100).sum()
+    mean(x, [1])                  ->  sum(x, [1]) / 128
+    linear(x, w, b)               ->  linear(x, w) + b
+
+A sum can be partial where a mean cannot: it is divided once, by the logical count, after its reduction.
+Where vocabulary may be sharded, cross-entropy becomes a max, a sum of exponentials and one looked-up
+logit a row, so that the logits are never gathered. Operators without a rule are decomposed level by level;
+one that ends without a rule needs its operands whole, which the shard pass reports.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from passes.program import ir
+from passes.program.mesh import WEIGHT_AXES, Mesh
+from passes.program.rewrite import inline, replace_uses
+from passes.program.spec import Spec
+from passes.program.torch_private import decomposition
+from passes.rules import has_rule, name_of
+from passes.sharding.random import dropout
+
+aten = torch.ops.aten
+NONE, MEAN, SUM = 0, 1, 2  # aten's codes for `reduction`
+
+
+def mean(x: Tensor, dim=None, keepdim: bool = False, *, dtype=None) -> Tensor:
+    """A mean as a sum over the logical count."""
+    dims = range(x.dim()) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
+    dims = list(dims)
+    return x.sum(dims, keepdim, dtype=dtype) / math.prod(x.shape[d] for d in dims)
+
+
+def linear_bias(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """A linear layer whose bias is added once the sum is complete."""
+    return F.linear(x, weight) + bias
+
+
+def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta=1, alpha=1) -> Tensor:
+    """addmm whose bias is added once the sum is complete."""
+    product = a @ b if alpha == 1 else alpha * (a @ b)
+    return product + (bias if beta == 1 else beta * bias)
+
+
+def cross_entropy_summed(
+    x: Tensor, y: Tensor, weight=None, reduction: int = MEAN, ignore_index: int = -100, label_smoothing: float = 0.0
+) -> Tensor:
+    """Mean cross-entropy over class ids as a sum and a count."""
+    total = aten.cross_entropy_loss.default(x, y, None, SUM, ignore_index, label_smoothing)
+    return total if reduction == SUM else total / (y != ignore_index).sum()
+
+
+def cross_entropy_split(
+    x: Tensor, y: Tensor, weight=None, reduction: int = MEAN, ignore_index: int = -100, label_smoothing: float = 0.0
+) -> Tensor:
+    """Cross-entropy of logits[n, c] from a max, a sum and one look-up a row, none of which needs all classes."""
+    keep = y != ignore_index
+    highest = x.detach().amax(-1, keepdim=True)
+    lse = (x - highest).exp().sum(-1).log() + highest.squeeze(-1)
+    target = x.gather(-1, torch.where(keep, y, 0).unsqueeze(-1)).squeeze(-1)
+    total = torch.where(keep, lse - target, 0.0).sum()
+    return total if reduction == SUM else total / keep.sum()
+
+
+def cross_entropy_general(
+    x: Tensor, y: Tensor, weight=None, reduction: int = MEAN, ignore_index: int = -100, label_smoothing: float = 0.0
+) -> Tensor:
+    """Cross-entropy of logits[n, c, ...] with class weights, smoothing, or probabilities y[n, c, ...] as targets."""
+    dim = min(x.dim() - 1, 1)
+    logs, classes = x.log_softmax(dim), x.shape[dim]
+    weights = None if weight is None else weight.view(-1, *[1] * (x.dim() - 1 - dim)).expand(x.shape)
+    weighted = logs if weights is None else logs * weights
+    if y.is_floating_point():
+        each = -(weighted * (y * (1 - label_smoothing) + label_smoothing / classes)).sum(dim)
+        return each if reduction == NONE else each.sum() if reduction == SUM else each.sum() / each.numel()
+    keep = y != ignore_index
+    ids = torch.where(keep, y, 0).unsqueeze(dim)
+    each = (1 - label_smoothing) * weighted.gather(dim, ids).squeeze(dim)
+    if label_smoothing:
+        each = each + label_smoothing / classes * weighted.sum(dim)
+    each = torch.where(keep, -each, 0.0)
+    if reduction != MEAN:
+        return each if reduction == NONE else each.sum()
+    counted = keep if weights is None else torch.where(keep, weights.gather(dim, ids).squeeze(dim), 0.0)
+    return each.sum() / counted.sum()
+
+
+def layer_norm_spelled(x: Tensor, shape: list[int], weight=None, bias=None, eps: float = 1e-5, *_: Any) -> Tensor:
+    """A layer norm whose variance can be made safe where it is that of padding."""
+    dims = list(range(-len(shape), 0))
+    return rms_norm_spelled(x - x.mean(dims, keepdim=True), shape, weight, eps) + (0 if bias is None else bias)
+
+
+def rms_norm_spelled(x: Tensor, shape: list[int], weight=None, eps: float = 0.0) -> Tensor:
+    """A root-mean-square norm whose mean square can be made safe where it is that of padding."""
+    normal = x * (x.square().mean(list(range(-len(shape), 0)), keepdim=True) + eps).rsqrt()
+    return normal if weight is None else normal * weight
+
+
+def split_as_select(x: Tensor, size: int, dim: int = 0) -> tuple[Tensor, ...]:
+    """Equal pieces of a dim as entries of a dim of their own: what is within a piece may then be sharded."""
+    parts = x.shape[dim] // size
+    return tuple(x.unflatten(dim, (parts, size)).select(dim % x.dim(), i) for i in range(parts))
+
+
+def attention_repeated(q: Tensor, k: Tensor, v: Tensor, *rest, **options) -> Tensor:
+    """Grouped attention with every key and value head repeated for its group of query heads."""
+    groups = q.shape[-3] // k.shape[-3]
+    options["enable_gqa"] = False
+    return F.scaled_dot_product_attention(q, repeat_heads(k, groups), repeat_heads(v, groups), *rest, **options)
+
+
+def repeat_heads(x: Tensor, groups: int) -> Tensor:
+    """[..., g, t, d] -> [..., g * groups, t, d]."""
+    *lead, heads, rows, width = x.shape
+    return x.unsqueeze(-3).expand(*lead, heads, groups, rows, width).flatten(-4, -3)
+
+
+def _plain_cross_entropy(node: fx.Node) -> bool:
+    logits, target, *rest = node.args
+    return (
+        ir.example(logits).dim() == 2
+        and ir.example(target).dim() == 1
+        and (not rest or rest[0] is None)
+        and (len(rest) < 2 or rest[1] in (MEAN, SUM))
+        and (len(rest) < 4 or rest[3] == 0.0)
+    )
+
+
+def _equal_split(node: fx.Node) -> bool:
+    x, size, *dim = node.args
+    return isinstance(size, int) and ir.example(x).shape[dim[0] if dim else 0] % size == 0
+
+
+def _divides_by_zero(node: fx.Node) -> bool:
+    """Whether a norm of a row of zeros, which padding is, would be infinite or NaN."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    eps = dict(zip(names, node.args)).get("eps", node.kwargs.get("eps"))
+    return eps is not None and eps <= 0  # type: ignore[operator]
+
+
+def _few_heads(node: fx.Node, parts: int) -> bool:
+    q, k = (ir.example(n) for n in node.args[:2])
+    return q.dim() > 2 and k.shape[-3] < min(parts, q.shape[-3])
+
+
+def replacement(node: fx.Node, mesh: Mesh) -> Any:
+    """The function that the node is to be written as, or None if the rules take it as it is."""
+    name = name_of(node)
+    split_vocabulary = any(axis in mesh.axes for axis in WEIGHT_AXES)
+    if name == "split" and mesh["tp"] > 1 and _equal_split(node):
+        return split_as_select
+    if name == "scaled_dot_product_attention" and _few_heads(node, mesh["tp"]):
+        return attention_repeated
+    if name in ("layer_norm", "rms_norm") and _divides_by_zero(node):
+        return layer_norm_spelled if name == "layer_norm" else rms_norm_spelled
+    if name == "mean":
+        return mean
+    if name == "linear" and len(node.args) == 3 and node.args[2] is not None:
+        return linear_bias
+    if name == "addmm":
+        return addmm
+    if name == "cross_entropy_loss" and _plain_cross_entropy(node):
+        done = len(node.args) > 3 and node.args[3] == SUM
+        return cross_entropy_split if split_vocabulary else None if done else cross_entropy_summed
+    if name == "cross_entropy_loss":
+        return cross_entropy_general
+    return None if has_rule(node) else decomposition(node.target)
+
+
+def drops(node: fx.Node) -> bool:
+    """Whether the node is a dropout that is on."""
+    return is_dropout(node) and bool(node.args[2]) and node.args[1] != 0
+
+
+def is_dropout(node: fx.Node) -> bool:
+    """Whether the node is a dropout, on or off."""
+    return hasattr(node.target, "_schema") and name_of(node) in ("dropout", "native_dropout")
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether an operator draws random numbers; attention does only with dropout."""
+    if not hasattr(node.target, "_schema") or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]
+    given = dict(zip(names, node.args)) | node.kwargs
+    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
+
+
+def key_random(program: ir.Program, ctx: ir.Context) -> ir.Program:
+    """Dropout as a function of a `seed` input and each entry's index; raises Refused for other random operators."""
+    sites = [node for node in program.calls() if is_dropout(node)]
+    for node in program.calls():
+        if draws(node) and node not in sites:
+            raise ir.Refused(
+                "normalize",
+                node,
+                f"{node.target} draws random numbers that would differ by mesh; "
+                "use dropout outside of it, or draw in the data",
+            )
+    seed = seed_input(program, ctx) if any(map(drops, sites)) else None
+    for site, node in enumerate(sites):
+        if seed is None or not drops(node):
+            kept = node.args[0]
+        else:
+            with program.graph.inserting_before(node):
+                kept = program.graph.call_function(dropout, (*node.args[:2], seed, site))
+            ir.set_value(kept, ir.value(node.args[0]))
+            ir.copy_origin(kept, node)
+        replace_uses(node, kept if name_of(node) == "dropout" else (kept,))
+        program.graph.erase_node(node)
+        if isinstance(kept, fx.Node) and kept.target is dropout:
+            inline(kept, dropout, ctx)
+    if seed is None:
+        return program
+    return replace(program, inputs=(*program.inputs, ir.Input("seed", "scalar", Spec(()))))
+
+
+def seed_input(program: ir.Program, ctx: ir.Context) -> fx.Node:
+    """A new placeholder, 0-d int64."""
+    with program.graph.inserting_after(program.placeholders()[-1]):
+        seed = program.graph.placeholder("seed")
+    with ctx.fake_mode:
+        device = ir.example(program.placeholders()[0]).device
+        ir.set_value(seed, torch.zeros((), dtype=torch.int64, device=device))
+    return seed
+
+
+@dataclass(frozen=True)
+class Normalize:
+    """Write means, biases, losses and operators without a rule in operators that have one."""
+
+    name: str = "normalize"
+    requires: frozenset[str] = frozenset({"captured"})
+    establishes: frozenset[str] = frozenset({"normalized"})
+
+    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+        program = program.copy()
+        counts: dict[str, int] = {}
+        program = key_random(program, ctx)
+        final: set[Any] = set()  # operators whose definition calls them again
+        queue = list(program.calls())
+        while queue:
+            node = queue.pop(0)
+            if not hasattr(node.target, "_schema") or node.target in final:
+                continue
+            fn = replacement(node, program.mesh)
+            if fn is None:
+                continue
+            counts[name_of(node)] = counts.get(name_of(node), 0) + 1
+            target, new = node.target, inline(node, fn, ctx)
+            if any(n.target is target and replacement(n, program.mesh) is not None for n in new):
+                final.add(target)
+            queue = new + queue
+        program.graph.eliminate_dead_code()
+        program.module.recompile()
+        return program, ir.Report(counts)

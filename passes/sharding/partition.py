@@ -1,0 +1,342 @@
+"""Build the local graph that every rank runs, from the placements that `propagate` decided."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from passes.cost.accounting import kind_of, sent_bytes
+from passes.program import boundary, ir, rewrite
+from passes.program.layout import entries
+from passes.program.mesh import Mesh
+from passes.program.spec import Dim, Factor, Spec
+from passes.program.sweep import recorded
+from passes.rules import Rule, tensor_operands
+from passes.sharding.atoms import merge_dim, split_dim
+from passes.sharding.convert import convert
+from passes.sharding.custom import emit
+from passes.sharding.propagate import Decision, Plan
+
+aten = torch.ops.aten
+
+
+class GraphBuilder:
+    """Appends local operators to a graph, computing the fake value of each as it goes."""
+
+    def __init__(self, mesh: Mesh, ctx: ir.Context):
+        self.mesh, self.ctx, self.graph = mesh, ctx, fx.Graph()
+        self.places: dict[str, fx.Node] = {}
+        self.origin: fx.Node | None = None
+        self.masks = 0
+        self.context_method: str = "auto"
+        self.operators: dict[Any, Any] = {}  # local operators made for this program
+        self.notes: list[str] = []
+
+    def placeholder(self, name: str, val: Tensor, spec: Spec) -> fx.Node:
+        """A graph input."""
+        node = self.graph.placeholder(name)
+        ir.set_value(node, val)
+        ir.set_spec(node, spec)
+        return node
+
+    def call(self, target: Any, args: tuple, kwargs: dict | None = None) -> fx.Node:
+        """An operator call, its value computed on fake tensors."""
+        node = self.graph.call_function(target, args, kwargs or {})
+        fake_args, fake_kwargs = fx.map_arg((args, kwargs or {}), ir.value)
+        with self.ctx.fake_mode, torch.no_grad():
+            ir.set_value(node, target(*fake_args, **fake_kwargs))
+        if self.origin is not None:
+            ir.copy_origin(node, self.origin)
+        return node
+
+    def trace(self, fn: Callable[..., Tensor], *inputs: fx.Node) -> fx.Node:
+        """The operators that `fn` calls on the nodes' values."""
+        body = rewrite.trace(fn, [ir.example(n) for n in inputs], self.ctx)
+        new, result = rewrite.graft(self.graph, body.graph, list(inputs))
+        for node in new:
+            if self.origin is not None:
+                ir.copy_origin(node, self.origin)
+        return result
+
+    def convert(
+        self, x: fx.Node, before: Spec, after: Spec, has_grad: bool = True, wire: torch.dtype | None = None
+    ) -> fx.Node:
+        """The value in another placement."""
+        return convert(self, x, before, after, has_grad, wire)
+
+    def at(self, factor: Factor) -> list[fx.Node]:
+        """The rank's coordinates on the axes that shard a factor."""
+        return [self.places[axis] for axis in factor.axes]
+
+    def fill_padding(self, x: fx.Node, spec: Spec, fill: float, dims: Collection[int] | None = None) -> fx.Node:
+        """The tensor with padding (along `dims`; None: all) set to `fill`; its gradient there is zero."""
+        mask = None
+        chosen = range(len(spec.dims)) if dims is None else dims
+        for d, dim in ((d, spec.dims[d]) for d in chosen):
+            inner = 1
+            for factor in reversed(dim):
+                if factor.padded(self.mesh):
+                    one = self._valid(factor, inner, d, dim, len(spec.dims), x)
+                    mask = one if mask is None else self.call(aten.logical_and.default, (mask, one))
+                inner *= factor.local(self.mesh)
+        if mask is None:
+            return x
+        self.masks += 1
+        fill = number(fill, ir.example(x).dtype)
+        out = self.call(aten.where.ScalarOther, (mask, x, fill))
+        others = any(f.padded(self.mesh) for d, dim in enumerate(spec.dims) if d not in chosen for f in dim)
+        ir.set_spec(out, replace(spec, fill=None if others and spec.fill != fill else fill))
+        return out
+
+    def _valid(self, factor: Factor, inner: int, d: int, dim: Sequence[Factor], rank: int, x: fx.Node) -> fx.Node:
+        extent = 1
+        for f in dim:
+            extent *= f.local(self.mesh)
+        device = ir.example(x).device
+
+        def mask(*at: Tensor) -> Tensor:
+            valid = entries(factor, self.mesh, dict(zip(factor.axes, at)), device)[1]
+            shape = (extent // inner // factor.local(self.mesh), factor.local(self.mesh), inner)
+            spread = valid.view(1, -1, 1).expand(shape).reshape(extent)
+            return spread.view([extent if i == d else 1 for i in range(rank)])
+
+        return self.trace(mask, *self.at(factor))
+
+
+def number(fill: float, dtype: torch.dtype) -> float | int | bool:
+    """The number of the dtype that is nearest to `fill`."""
+    if dtype.is_floating_point:
+        return fill
+    if dtype is torch.bool:
+        return bool(fill)
+    return int(fill) if math.isfinite(fill) else torch.iinfo(dtype).max if fill > 0 else torch.iinfo(dtype).min
+
+
+class Partitioner:
+    """Walks the global graph once, in order, and emits the local one."""
+
+    def __init__(
+        self,
+        program: ir.Program,
+        plan: Plan,
+        ctx: ir.Context,
+        wire: torch.dtype | None,
+        propagate: Callable[[ir.Program], Plan],
+        differentiable: bool = True,
+        context_method: str = "auto",
+    ):
+        self.program, self.plan, self.wire = program, plan, wire
+        self.propagate, self.differentiable = propagate, differentiable
+        self.builder = GraphBuilder(program.mesh, ctx)
+        self.builder.context_method = context_method
+        self.versions: dict[tuple[fx.Node, Spec], fx.Node] = {}
+        self.grads: set[fx.Node] = set()
+        self.tuples: dict[Any, fx.Node] = {}
+        self.reshards: list[ir.Reshard] = []
+
+    def run(self) -> ir.Program:
+        """The local program."""
+        inputs = self.place_inputs()
+        for node in self.program.calls():
+            self.builder.origin = node
+            self.emit(node)
+        results = []
+        for node, output in zip(self.program.results(), self.program.outputs, strict=True):
+            self.builder.origin = node
+            results.append(self.version(node, output.spec, "output"))
+        self.builder.graph.output(tuple(results))
+        inputs = self.drop_unused_places(inputs)
+        inputs = self.hoist_varying(inputs) if self.differentiable else inputs
+        return self.program.with_graph(self.builder.graph, inputs=inputs, facts=self.program.facts | {"local"})
+
+    # -- inputs -----------------------------------------------------------------------------------
+
+    def place_inputs(self) -> tuple[ir.Input, ...]:
+        """Placeholders of local shape, and one 0-d coordinate an axis."""
+        for node, given in zip(self.program.placeholders(), self.program.inputs):
+            local = ir.example(node).new_empty(given.spec.local_shape(self.program.mesh))
+            self.versions[node, given.spec] = new = self.builder.placeholder(node.name, local, given.spec)
+            ir.set_stands_for(new, node.name)
+            if given.kind == "parameter" and self.differentiable:
+                self.grads.add(node)
+        coordinates = []
+        for axis in self.program.mesh.axes:
+            with self.builder.ctx.fake_mode:
+                zero = torch.zeros((), dtype=torch.int64, device=self.device())
+            spec = Spec((), varying=(axis,))
+            self.builder.places[axis] = self.builder.placeholder(f"place_{axis}", zero, spec)
+            coordinates.append(ir.Input(axis, "coordinate", spec))
+        return (*self.program.inputs, *coordinates)
+
+    def device(self) -> torch.device:
+        """The device of the program's inputs."""
+        return ir.example(self.program.placeholders()[0]).device
+
+    def drop_unused_places(self, inputs: tuple[ir.Input, ...]) -> tuple[ir.Input, ...]:
+        """Leave out coordinates that nothing reads."""
+        self.builder.graph.eliminate_dead_code()
+        unused = {axis for axis, node in self.builder.places.items() if not node.users}
+        for axis in unused:
+            self.builder.graph.erase_node(self.builder.places[axis])
+        return tuple(i for i in inputs if not (i.kind == "coordinate" and i.name in unused))
+
+    def hoist_varying(self, inputs: tuple[ir.Input, ...]) -> tuple[ir.Input, ...]:
+        """A parameter used only as a varying copy is one from the start: its gradient leaves as a partial sum."""
+        placeholders = [n for n in self.builder.graph.nodes if n.op == "placeholder"]
+        new = []
+        for node, given in zip(placeholders, inputs, strict=True):
+            while given.kind == "parameter" and len(node.users) == 1:
+                (user,) = node.users
+                if user.target is not boundary.vary:
+                    break
+                given = replace(given, spec=replace(given.spec, varying=(*given.spec.varying, str(user.args[1]))))
+                user.replace_all_uses_with(node)
+                self.builder.graph.erase_node(user)
+            ir.set_spec(node, given.spec)
+            new.append(given)
+        return tuple(new)
+
+    # -- operators --------------------------------------------------------------------------------
+
+    def emit(self, node: fx.Node) -> None:
+        """Emit one operator on its operands as its decision needs them, then what reductions follow it."""
+        if node.target is operator.getitem:
+            source, index = node.args
+            if source in self.grads:
+                self.grads.add(node)
+            self.finish(node, self.builder.call(operator.getitem, (self.tuples[source], index)))
+            return
+        operands = tensor_operands(node)
+        if any(n in self.grads for n in operands) and node.target is not aten.detach.default:
+            self.grads.add(node)
+        decision = self.plan.decisions[node]
+        values = [self.version(n, spec, node.name) for n, spec in zip(operands, decision.operands)]
+        self.finish(node, self.emit_on(node, decision, values, decision.results))
+
+    def finish(self, node: fx.Node, new: fx.Node) -> None:
+        """Check the local shape, remember the value, reduce it where the plan says so."""
+        produced = self.plan.produced[node]
+        if not isinstance(ir.value(new), Tensor):
+            self.tuples[node] = new
+            return
+        expected = produced.local_shape(self.program.mesh)
+        if tuple(ir.example(new).shape) != expected:
+            raise ir.CompileError(
+                "shard",
+                node,
+                f"local shape is {tuple(ir.example(new).shape)}, its placement {produced} says {expected}",
+            )
+        ir.set_spec(new, produced)
+        ir.set_stands_for(new, node.name)
+        self.versions[node, produced] = new
+        for after in self.plan.reduced.get(node, []):
+            before = ir.spec(new)
+            assert before is not None
+            new = self.record(node, new, before, after, "sum complete before use")
+            self.versions[node, after] = new
+
+    def emit_on(self, node: fx.Node, decision: Decision, values: list[fx.Node], results: Sequence[Spec]) -> fx.Node:
+        """The operator on local operands, padding made safe first."""
+        if decision.body is not None:
+            return emit(self.builder, decision.body, values, self.propagate, self.body)
+        specs = [replace(spec, fill=ir.spec(v).fill) for spec, v in zip(decision.operands, values)]  # type: ignore
+        values = [self.padding(i, v, spec, decision, node) for i, (v, spec) in enumerate(zip(values, specs))]
+        if decision.rule.emit is not None:
+            return decision.rule.emit(self.builder, node, values, specs, list(results))
+        supply = iter(values)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: next(supply) if ir.is_tensor(n) else n)
+        if decision.rule.resize is not None:
+            args = decision.rule.resize(args, results[0].local_shape(self.program.mesh))
+        return self.builder.call(node.target, args, kwargs)
+
+    def body(self, program: ir.Program, plan: Plan, results: tuple[Spec, ...]) -> ir.Program:
+        """A custom function's body as a local program; its gradient is given, not derived."""
+        outputs = tuple(replace(o, spec=spec) for o, spec in zip(program.outputs, results, strict=True))
+        program = replace(program, outputs=outputs)
+        return Partitioner(program, plan, self.builder.ctx, None, self.propagate, differentiable=False).run()
+
+    def padding(self, i: int, x: fx.Node, spec: Spec, decision: Decision, node: fx.Node) -> fx.Node:
+        """Operand `i` with its padding set to what the rule needs, where it might hold something else."""
+        rule = decision.rule
+        if not spec.padded(self.program.mesh):
+            return x
+        if i in rule.safe and spec.fill != rule.safe[i]:
+            return self.builder.fill_padding(x, spec, rule.safe[i])
+        if (spec.fill != rule.needs or rule_is_fold(rule)) and (folded := self.folded_padding(i, spec, rule)):
+            return self.builder.fill_padding(x, spec, rule.needs, folded)
+        return x
+
+    def folded_padding(self, i: int, spec: Spec, rule: Rule) -> list[int]:
+        """Dims of operand `i` with padding along a factor that the operator folds away by itself."""
+        if rule.emit is not None:
+            return []
+        return [
+            d
+            for d, (names, dim) in enumerate(zip(rule.operands[i], spec.dims))
+            if any(n in rule.reduced for n in names) and any(f.padded(self.program.mesh) for f in dim)
+        ]
+
+    # -- versions of a value ----------------------------------------------------------------------
+
+    def version(self, node: fx.Node, wanted: Spec, user: str) -> fx.Node:
+        """The node's value in the wanted placement, converted once for all users."""
+        if (node, wanted) in self.versions:
+            return self.versions[node, wanted]
+        current = self.plan.current(node)
+        if node in self.plan.weights and node in self.grads and (hoisted := self.hoist(node, current, wanted)):
+            new = hoisted
+        else:
+            new = self.record(node, self.versions[node, current], current, wanted, f"for {user}")
+        self.versions[node, wanted] = new
+        return new
+
+    def hoist(self, node: fx.Node, current: Spec, wanted: Spec) -> fx.Node | None:
+        """A rearranged weight is converted before it is rearranged: one conversion serves all its forms."""
+        decision = self.plan.decisions.get(node)
+        if decision is None or not decision.rule.moves or wanted.partial:
+            return None
+        dims = above(decision.rule, wanted, self.program.mesh)
+        if dims is None:
+            return None
+        (operand,) = tensor_operands(node)
+        value = self.version(operand, replace(self.plan.current(operand), dims=dims, varying=wanted.varying), node.name)
+        new = self.emit_on(node, decision, [value], [wanted])
+        ir.set_spec(new, replace(wanted, fill=current.fill))
+        ir.set_stands_for(new, node.name)
+        return new
+
+    def record(self, node: fx.Node, value: fx.Node, before: Spec, after: Spec, reason: str) -> fx.Node:
+        """Convert a value and note it as a reshard."""
+        is_weight, last = node in self.plan.weights, next(reversed(self.builder.graph.nodes), None)
+        new = self.builder.convert(value, before, after, node in self.grads, self.wire if is_weight else None)
+        if new is not value:
+            ir.set_stands_for(new, node.name)
+            added = itertools.takewhile(lambda n: n is not last, reversed(self.builder.graph.nodes))
+            sending = [n for n in added if kind_of(n)][::-1]
+            sent = sum(sent_bytes(n, recorded(n.all_input_nodes), self.program.mesh) for n in sending)
+            names = tuple(n.name for n in sending)
+            self.reshards.append(ir.Reshard(node.name, ir.source(node), str(before), str(after), reason, sent, names))
+        return new
+
+
+def above(rule: Rule, wanted: Spec, mesh: Mesh) -> tuple[Dim, ...] | None:
+    """The placement of a rearranged operand's dims that gives the result as wanted; None if shards are cut across."""
+    factors: dict[str, Factor] = {}
+    for names, dim in zip(rule.results[0], wanted.dims):
+        pieces = split_dim(tuple(f for f in dim if f.size > 1), [rule.sizes[n] for n in names], mesh) if names else ()
+        if pieces is None or len(pieces) != len(names):
+            return None
+        factors |= dict(zip(names, pieces))
+    return tuple(merge_dim((factors[n] for n in names), mesh) or (Factor(1),) for names in rule.operands[0])
+
+
+def rule_is_fold(rule: Rule) -> bool:
+    """Whether the operator sums one operand: its gradient reaches padding unless a mask stops it."""
+    return len(rule.operands) == 1 and bool(rule.reduced)

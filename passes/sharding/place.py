@@ -1,0 +1,128 @@
+"""Say where the inputs live: the batch on the data axes and `cp`, parameters by plan, the rest of them by FSDP.
+
+    tokens                 i64[16, 256]    ->  [16@dp_shard, 256]
+    layers.0.wq.weight     f32[256, 256]   ->  [256@tp@dp_shard, 256]
+
+A plan maps parameter-name patterns to the dim that each axis shards: `{"*.wq.weight": {"tp": 0}}`; the first
+match holds. Without a plan one is inferred from the graph. FSDP is nothing but the placement chosen here: a
+parameter stored in shards on `dp_shard` is gathered where it is used, because on that axis activations stay and
+weights move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+import torch
+
+from passes.program import ir
+from passes.program.mesh import BATCH_AXES, SEQUENCE_AXIS, Mesh
+from passes.program.spec import Dim, Factor, Spec
+from passes.sharding.infer import Blocks, infer
+
+aten = torch.ops.aten
+LABELS = ("batch", "sequence")
+
+
+def place_batch(shape: tuple[int, ...], mesh: Mesh) -> Spec:
+    """A batch tensor: rows over the data axes, the sequence over `cp`; its dims are known as batch and sequence."""
+    spec = Spec.whole(shape, LABELS)
+    wanted = [tuple(axis for axis in BATCH_AXES if axis in mesh.axes), tuple({SEQUENCE_AXIS} & set(mesh.axes))]
+    axes = [axes if size > 1 else () for axes, size in zip(wanted, shape)]
+    dims = tuple((replace(dim[0], axes=axes[d]),) if d < len(axes) else dim for d, dim in enumerate(spec.dims))
+    return replace(spec, dims=dims)
+
+
+def fold(program: ir.Program) -> Mesh:
+    """The program's mesh, the sequence axis folded if some attention is causal: its work is even then."""
+    calls = [node for node in program.calls() if node.target is aten.scaled_dot_product_attention.default]
+    causal = any(len(n.args) > 5 and n.args[5] or n.kwargs.get("is_causal") for n in calls)
+    folded = frozenset({SEQUENCE_AXIS} & set(program.mesh.axes)) if causal else frozenset()
+    return replace(program.mesh, folded=folded)
+
+
+def add_axis(dim: Dim, axis: str) -> Dim:
+    """A dim whose major factor is also split over the axis, inside the axes it is on already."""
+    return (replace(dim[0], axes=(*dim[0].axes, axis)), *dim[1:])
+
+
+def split_blocks(spec: Spec, blocks: Blocks, axis: str) -> Spec:
+    """The tensor with blocks of one dim (heads, say) split over the axis."""
+    sizes = ((blocks.outer, ()), (blocks.size, (axis,)), (blocks.inner, ()))
+    dim = tuple(Factor(size, axes) for size, axes in sizes if size > 1 or axes)
+    return replace(spec, dims=(*spec.dims[: blocks.dim], dim, *spec.dims[blocks.dim + 1 :]))
+
+
+def fsdp_dim(spec: Spec, shape: tuple[int, ...]) -> int:
+    """The dim that dp_shard splits: the first, unless its shards are blocks (heads), where another has no such cut."""
+    plain = [d for d, dim in enumerate(spec.dims) if len(dim) == 1 and shape[d] > 1]
+    return plain[0] if plain else 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Give every input its placement; `plan` is pattern -> {axis: dim}, None to infer it."""
+
+    plan: Mapping[str, Mapping[str, int]] | None = None
+    min_shard_elements: int = 1
+    name: str = "place"
+    requires: frozenset[str] = frozenset({"captured", "normalized"})
+    establishes: frozenset[str] = frozenset({"placed"})
+
+    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+        unmatched = set(self.plan or ())
+        inferred = infer(program, program.mesh["tp"]) if "tp" in program.mesh.axes else {}
+        program = replace(program, mesh=fold(program))
+        inputs = tuple(self.place(given, program.mesh, unmatched, inferred) for given in program.inputs)
+        if unmatched:
+            raise ir.Refused(
+                "place", None, f"passes.shard.plan: no parameter is named like {', '.join(sorted(unmatched))}"
+            )
+        notes = tuple(f"{i.name}: {i.spec}" for i in inputs if i.kind in ("parameter", "batch"))
+        sharded = sum(bool(i.spec.sharded) for i in inputs if i.kind == "parameter")
+        changes = {"parameters_sharded": sharded}
+        program = replace(program, inputs=inputs, facts=program.facts | self.establishes)
+        return program, ir.Report(changes, notes)
+
+    def place(self, given: ir.Input, mesh: Mesh, unmatched: set[str], inferred: Mapping[str, Blocks]) -> ir.Input:
+        """One input with its placement."""
+        if given.kind == "batch":
+            return replace(given, spec=place_batch(given.spec.shape, mesh))
+        if given.kind != "parameter":
+            return given
+        spec = Spec.whole(given.spec.shape)
+        pattern = next((p for p in self.plan or () if fnmatchcase(given.name, p)), None)
+        if pattern is not None and self.plan is not None:
+            unmatched.discard(pattern)
+            spec = self.apply(given, spec, self.plan[pattern], mesh, inferred.get(given.name))
+        elif self.plan is None and given.name in inferred:
+            spec = split_blocks(spec, inferred[given.name], "tp")
+        size = 1
+        for n in spec.shape:
+            size *= n
+        if "dp_shard" in mesh.axes and spec.shape and size >= self.min_shard_elements and size > 1:
+            d = fsdp_dim(spec, spec.shape)
+            spec = replace(
+                spec, dims=tuple(add_axis(dim, "dp_shard") if i == d else dim for i, dim in enumerate(spec.dims))
+            )
+        return replace(given, spec=spec)
+
+    def apply(
+        self, given: ir.Input, spec: Spec, sharding: Mapping[str, int], mesh: Mesh, blocks: Blocks | None
+    ) -> Spec:
+        """The plan's axes on the parameter's dims."""
+        for axis, dim in sharding.items():
+            if not -len(spec.shape) <= dim < len(spec.shape):
+                raise ir.Refused(
+                    "place",
+                    None,
+                    f"passes.shard.plan: {given.name} has shape {spec.shape}, no dim {dim} to shard on {axis}",
+                )
+            d = dim % len(spec.shape)
+            if axis == "tp" and axis in mesh.axes and blocks is not None and blocks.dim == d:
+                spec = split_blocks(spec, blocks, axis)
+            elif axis in mesh.axes:
+                spec = replace(spec, dims=tuple(add_axis(x, axis) if i == d else x for i, x in enumerate(spec.dims)))
+        return spec

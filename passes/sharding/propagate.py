@@ -1,0 +1,293 @@
+"""Decide, operator by operator, how each tensor is placed: one forward sweep over the global graph.
+
+On each mesh axis an operator shards at most one factor of its rule. Where operands disagree,
+`dp_*` and `cp` axes keep the activations and move the weights, `tp` and `ep` axes keep the weights and
+move the activations; what is left goes to the cheaper side by bytes. A partial sum is carried through
+linear operators that alone use it and reduced before anything else: into shards of the sequence
+where sequence parallelism is on (or of whatever dim the other operands shard), else into a full copy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor, fx
+
+from passes.program import ir
+from passes.program.functions import Function, function_of
+from passes.program.mesh import WEIGHT_AXES, Mesh
+from passes.program.rewrite import layout
+from passes.program.spec import Factor, Spec
+from passes.rules import Rule, opaque, rule_of, tensor_operands
+from passes.sharding.atoms import Atoms, merge_dim, refine
+from passes.sharding.custom import Placed, place_forward
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How one operator runs: the placement it needs of each operand, and the placements it produces."""
+
+    rule: Rule
+    operands: tuple[Spec, ...]
+    results: tuple[Spec, ...]
+    body: Placed | None = None  # of a custom function
+
+
+@dataclass
+class Plan:
+    """All decisions, and for each partial value reduced before use, what it is reduced to."""
+
+    decisions: dict[fx.Node, Decision] = field(default_factory=dict)
+    produced: dict[fx.Node, Any] = field(default_factory=dict)  # Spec, or a tuple of them
+    reduced: dict[fx.Node, list[Spec]] = field(default_factory=dict)
+    weights: set[fx.Node] = field(default_factory=set)
+    reasons: dict[tuple[fx.Node, str], str] = field(default_factory=dict)
+
+    def current(self, node: fx.Node) -> Spec:
+        """The placement in which later users find the node's value."""
+        return self.reduced[node][-1] if node in self.reduced else self.produced[node]
+
+
+def propagate(program: ir.Program, sequence_parallel: bool, ctx: ir.Context) -> Plan:
+    """The placements of every tensor of a captured program whose inputs have theirs."""
+    plan = Plan()
+    sweep = _Sweep(plan, program.mesh, sequence_parallel, ctx)
+    for node, given in zip(program.placeholders(), program.inputs, strict=True):
+        plan.produced[node] = given.spec
+        if given.kind in ("parameter", "buffer"):
+            plan.weights.add(node)
+    for node in program.calls():
+        sweep.visit(node)
+    for node, output in zip(program.results(), program.outputs, strict=True):
+        sweep.deliver(node, output)
+    return plan
+
+
+class _Sweep:
+    def __init__(self, plan: Plan, mesh: Mesh, sequence_parallel: bool, ctx: ir.Context):
+        self.plan, self.mesh, self.sequence_parallel, self.ctx = plan, mesh, sequence_parallel, ctx
+        self.placed: dict[Any, Placed] = {}  # bodies of custom functions
+
+    def visit(self, node: fx.Node) -> None:
+        """Decide one operator."""
+        if not isinstance(ir.value(node), Tensor) and not isinstance(ir.value(node), (tuple, list)):
+            return
+        if node.target.__name__ == "getitem":  # type: ignore[union-attr]
+            source, index = node.args
+            self.plan.produced[node] = self.plan.produced[source][index]  # type: ignore[index]
+            if source in self.plan.weights:
+                self.plan.weights.add(node)
+            return
+        operands = tensor_operands(node)
+        if all(n in self.plan.weights for n in operands):
+            self.plan.weights.add(node)
+        if function := function_of(node):
+            self.visit_function(node, function, operands)
+            return
+        rule = rule_of(node)
+        atoms = refine(rule, [self.plan.current(n).dims for n in operands], self.priority(operands), self.mesh)
+        choice = {axis: self.choose(axis, node, operands, atoms) for axis in self.mesh.axes}
+        self.reduce_partials(node, operands, atoms, choice)
+        decision = self.settle(node, operands, atoms, choice)
+        self.plan.decisions[node] = decision
+        is_tuple = not isinstance(ir.value(node), Tensor)
+        self.plan.produced[node] = decision.results if is_tuple else decision.results[0]
+
+    def visit_function(self, node: fx.Node, function: Function, operands: Sequence[fx.Node]) -> None:
+        """Decide a custom function by propagating through its forward body."""
+        specs, weights = [self.plan.current(n) for n in operands], [n in self.plan.weights for n in operands]
+        examples = [ir.example(n) for n in operands]
+        key = function, *zip(map(layout, examples), specs, weights)
+        if key not in self.placed:
+            inner = partial(propagate, sequence_parallel=self.sequence_parallel, ctx=self.ctx)
+            self.placed[key] = place_forward(function, examples, specs, weights, self.mesh, self.ctx, inner)
+        placed = self.placed[key]
+        decision = Decision(opaque(node), placed.operands, placed.results, placed)
+        self.plan.decisions[node] = decision
+        self.plan.produced[node] = placed.results if len(placed.results) > 1 else placed.results[0]
+
+    def priority(self, operands: Sequence[fx.Node]) -> list[int]:
+        """Operand numbers, those with the most sharded axes first."""
+        return sorted(range(len(operands)), key=lambda i: -len(self.plan.current(operands[i]).sharded))
+
+    # -- one axis ---------------------------------------------------------------------------------
+
+    def candidates(self, axis: str, atoms: Atoms) -> dict[str, list[int]]:
+        """Atoms that some operand has sharded on the axis and the rule allows to shard -> those operands."""
+        found: dict[str, list[int]] = {}
+        for i, (dims, held) in enumerate(zip(atoms.operands, atoms.held)):
+            for names, factors in zip(dims, held):
+                for name, factor in zip(names, factors or ()):
+                    if axis in factor.axes and atoms.rule.may_shard(atoms.origin(name), axis):
+                        found.setdefault(name, []).append(i)
+        return found
+
+    def choose(self, axis: str, node: fx.Node, operands: Sequence[fx.Node], atoms: Atoms) -> str | None:
+        """The atom that the operator shards on the axis, or None."""
+        found = self.candidates(axis, atoms)
+        is_weight = [n in self.plan.weights for n in operands]
+        if axis not in WEIGHT_AXES and not all(is_weight):
+            found = {atom: i for atom, i in found.items() if not all(is_weight[k] for k in i)}
+        if not found:
+            return None
+
+        def rank(atom: str) -> tuple[bool, int]:
+            stays = any(is_weight[i] == (axis in WEIGHT_AXES) for i in found[atom])
+            return stays, sum(ir.example(operands[i]).numel() for i in found[atom])
+
+        best = max(found, key=rank)
+        if len(found) > 1:
+            why = "weights stay" if axis in WEIGHT_AXES else "activations stay"
+            self.plan.reasons[node, axis] = f"{why} on {axis}: keeps {best} of {', '.join(found)}"
+        return best
+
+    # -- partial sums -----------------------------------------------------------------------------
+
+    def reduce_partials(
+        self, node: fx.Node, operands: Sequence[fx.Node], atoms: Atoms, choice: dict[str, str | None]
+    ) -> None:
+        """Reduce every partial operand that cannot be carried through, choosing a shard where one is wanted."""
+        for axis in self.mesh.axes:
+            partial = {i for i, n in enumerate(operands) if self.plan.current(n).state(axis) == "partial"}
+            if not partial or self.carries(partial, operands, atoms, axis, choice):
+                continue
+            if choice[axis] is None and axis in WEIGHT_AXES and self.sequence_parallel:
+                choice[axis] = self.sequence_atom(operands, atoms, partial, axis)
+            for i in partial:
+                self.reduce(operands[i], axis, i, atoms, choice[axis])
+
+    def carries(
+        self, partial: set[int], operands: Sequence[fx.Node], atoms: Atoms, axis: str, choice: Mapping[str, str | None]
+    ) -> bool:
+        """Whether the operator may run on the terms of the sums and leave its result to be reduced."""
+        used_once = all(len(operands[i].users) == 1 for i in partial)
+        return used_once and choice[axis] is None and frozenset(partial) in atoms.rule.linear
+
+    def sequence_atom(self, operands: Sequence[fx.Node], atoms: Atoms, partial: set[int], axis: str) -> str | None:
+        """The atom of the sequence dim of a partial operand, if the rule lets it be sharded."""
+        for i in sorted(partial):
+            for names, factors in zip(atoms.operands[i], atoms.held[i]):
+                for name, factor in zip(names, factors or ()):
+                    if factor.label == "sequence" and atoms.rule.may_shard(atoms.origin(name), axis):
+                        return name
+        return None
+
+    def reduce(self, node: fx.Node, axis: str, operand: int, atoms: Atoms, atom: str | None) -> None:
+        """Record that a value is reduced on the axis, into shards of the atom's dim where the operand has it."""
+        before = self.plan.current(node)
+        dims, done = list(before.dims), False
+        for d, (names, factors) in enumerate(zip(atoms.operands[operand], atoms.held[operand])):
+            if atom in names and factors is not None:
+                k = names.index(atom)
+                new = [*factors[:k], replace(factors[k], axes=(*factors[k].axes, axis)), *factors[k + 1 :]]
+                dims[d], done = merge_dim(new, self.mesh), True
+        partial = tuple(p for p in before.partial if p[0] != axis)
+        fill = 0.0 if done and before.fill == 0 else before.fill
+        self.plan.reduced.setdefault(node, []).append(replace(before, dims=tuple(dims), partial=partial, fill=fill))
+
+    # -- the outcome ------------------------------------------------------------------------------
+
+    def settle(
+        self, node: fx.Node, operands: Sequence[fx.Node], atoms: Atoms, choice: Mapping[str, str | None]
+    ) -> Decision:
+        """Placements of operands and results under the choice of atoms."""
+        # a reduction above may have changed what an operand holds
+        atoms = refine(atoms.rule, [self.plan.current(n).dims for n in operands], self.priority(operands), self.mesh)
+        axes = self.axis_order(atoms, choice)
+        labels = {
+            name: f.label
+            for dims, held in zip(atoms.operands, atoms.held)
+            for names, fs in zip(dims, held)
+            for name, f in zip(names, fs or ())
+            if f.label
+        }
+        states = {axis: [self.plan.current(n).state(axis) for n in operands] for axis in self.mesh.axes}
+        wanted = [self.operand_spec(i, atoms, axes, labels, choice, states) for i in range(len(operands))]
+        held = [atoms.rule.safe.get(i, self.plan.current(n).fill) for i, n in enumerate(operands)]
+        results = [
+            replace(
+                self.result_spec(dims, atoms, axes, labels, choice, states),
+                fill=self.result_fill(dims, atoms, axes, held),
+            )
+            for dims in atoms.results
+        ]
+        return Decision(atoms.rule, tuple(wanted), tuple(results))
+
+    def result_fill(self, dims, atoms: Atoms, axes, held: Sequence[float | None]) -> float | None:
+        """What a result's padding holds: what the rule says along each padded atom, where it says the same of all."""
+        padded = [n for dim in dims for n in dim if Factor(atoms.sizes[n], axes.get(n, ())).padded(self.mesh)]
+        lacks = [{n for dim in operand for n in dim}.isdisjoint for operand in atoms.operands]
+        found = {
+            atoms.rule.fills([math.nan if lacking([n]) else fill for lacking, fill in zip(lacks, held)]) for n in padded
+        }
+        return found.pop() if len(found) == 1 else None if found else 0.0
+
+    def axis_order(self, atoms: Atoms, choice: Mapping[str, str | None]) -> dict[str, tuple[str, ...]]:
+        """For each atom the axes that shard it, in the order in which an operand already has them."""
+        chosen = {atom: [axis for axis, a in choice.items() if a == atom] for atom in atoms.sizes}
+        for dims, held in zip(atoms.operands, atoms.held):
+            for names, factors in zip(dims, held):
+                for name, factor in zip(names, factors or ()):
+                    if factor.axes[:1]:
+                        chosen[name].sort(key=lambda a: factor.axes.index(a) if a in factor.axes else 99)
+        return {atom: tuple(axes) for atom, axes in chosen.items()}
+
+    def operand_spec(self, i: int, atoms: Atoms, axes, labels, choice, states) -> Spec:
+        """The placement needed of operand `i`: shards of the chosen atoms, varying where it lacks the atom."""
+        names = {name for dim in atoms.operands[i] for name in dim}
+        varying, partial = [], []
+        for axis in self.mesh.axes:
+            if choice[axis] in names:
+                continue
+            if states[axis][i] == "partial":
+                partial.append((axis, "sum"))
+            elif choice[axis] is not None or self.mixed(states[axis]):
+                varying.append(axis)
+        return Spec(self.dims(atoms.operands[i], atoms, axes, labels), tuple(partial), tuple(varying))
+
+    def result_spec(self, dims, atoms: Atoms, axes, labels, choice, states) -> Spec:
+        """The placement of a result: partial on the axes of vanished atoms or carried sums, else as the operands."""
+        names = {name for dim in dims for name in dim}
+        varying, partial = [], []
+        for axis in self.mesh.axes:
+            atom = choice[axis]
+            if atom in names:
+                continue
+            if atom is not None:
+                how = atoms.rule.reduced.get(atoms.origin(atom))
+                if how is None:
+                    varying.append(axis)  # a result without the factor: computed alike on every rank
+                else:
+                    partial.append((axis, how))
+            elif "partial" in states[axis]:
+                partial.append((axis, "sum"))
+            elif self.mixed(states[axis]):
+                varying.append(axis)
+        return Spec(self.dims(dims, atoms, axes, labels), tuple(partial), tuple(varying))
+
+    def mixed(self, states: Sequence[str]) -> bool:
+        """Whether, nothing being sharded, some operand is a varying copy or a carried sum: then all must be."""
+        return "varying" in states or "partial" in states
+
+    def dims(self, dims, atoms: Atoms, axes, labels):
+        return tuple(
+            merge_dim((Factor(atoms.sizes[n], axes.get(n, ()), labels.get(n, "")) for n in names), self.mesh)
+            or (Factor(1),)
+            for names in dims
+        )
+
+    def deliver(self, node: fx.Node, output: ir.Output) -> None:
+        """Outputs leave as `output.spec` asks; partial ones are reduced."""
+        spec = self.plan.current(node)
+        if output.spec.shape != spec.shape:
+            raise ir.CompileError("shard", node, f"output {output.name} has shape {spec.shape}")
+
+
+def bytes_of(node: fx.Node) -> int:
+    """Bytes of the node's full tensor."""
+    example = ir.example(node)
+    return math.prod(example.shape) * example.element_size()

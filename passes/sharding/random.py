@@ -1,0 +1,94 @@
+"""Random numbers keyed by global index: the same bits for every mesh, and again when recomputed.
+
+    dropout(x, 0.1)   ->   where(uniform(x, seed, 3) >= 0.1, x / 0.9, 0)
+
+`uniform` hashes (seed, site, index of the entry in the full tensor); `seed` is an input of the step, `site` counts
+the random operators of the graph. On a shard the indices are computed from the rank's coordinates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, fx
+
+from passes.program.builder import Builder
+from passes.program.layout import entries
+from passes.program.mesh import Mesh
+from passes.program.spec import Spec
+from passes.rules import add_rule
+from passes.rules.base import Rule, tensor_operands
+from passes.rules.pointwise import rule as pointwise_rule
+
+aten = torch.ops.aten
+LOW = 0xFFFFFFFF
+SALT = 0x27D4EB2F  # odd and below 2**31, so that products of 32-bit words stay within int64
+
+
+def mix(x: Tensor) -> Tensor:
+    """A bijective hash of 32-bit words held in int64 (two multiply-xorshift rounds, all products below 2**63)."""
+    for _ in range(2):
+        x = ((x ^ (x >> 16)) * 0x45D9F3B) & LOW
+    return x ^ (x >> 16)
+
+
+def uniform_at(index: Tensor, seed: Tensor, site: int) -> Tensor:
+    """Numbers in [0, 1), fp32, for int64 global indices and a 0-d int64 seed."""
+    key = mix((seed & LOW) ^ mix((seed >> 32) ^ torch.full_like(seed, site * SALT & LOW)))
+    word = mix(mix((index & LOW) ^ key) ^ (index >> 32))
+    return (word >> 8).to(torch.float32) / 2.0**24
+
+
+def _uniform(x: Tensor, seed: Tensor, site: int) -> Tensor:
+    index = torch.arange(x.numel(), device=x.device).view(x.shape)
+    return uniform_at(index, seed, site)
+
+
+torch.library.custom_op(
+    "ct::uniform", _uniform, mutates_args=(), schema=torch.library.infer_schema(_uniform, mutates_args=())
+).register_fake(_uniform)
+uniform = torch.ops.ct.uniform.default
+
+
+def dropout(x: Tensor, p: float, seed: Tensor, site: int) -> Tensor:
+    """Entries zeroed with probability `p`, the others scaled by 1 / (1 - p)."""
+    return torch.where(uniform(x, seed, site) >= p, x / (1 - p), 0.0) if p < 1 else torch.zeros_like(x)
+
+
+def _rule(node: fx.Node) -> Rule:
+    x, seed = tensor_operands(node)
+    like = pointwise_rule(node)
+    return Rule((like.operands[0], ()), like.results, like.sizes, emit=_emit)
+
+
+def _emit(builder: Builder, node: fx.Node, operands: list[fx.Node], specs: list[Spec], results: list[Spec]) -> fx.Node:
+    """The rank's own entries: hashes of their indices in the full tensor."""
+    _, seed = operands
+    axes = [axis for axis in builder.mesh.axes if axis in specs[0].sharded]
+
+    def draw(seed: Tensor, *places: Tensor) -> Tensor:
+        index = global_index(specs[0], builder.mesh, dict(zip(axes, places)), seed.device)
+        return uniform_at(index, seed, node.args[2])
+
+    return builder.trace(draw, seed, *(builder.places[axis] for axis in axes))
+
+
+def global_index(spec: Spec, mesh: Mesh, places: Mapping[str, Tensor], device: torch.device) -> Tensor:
+    """For every local entry (padding included) its index in the full tensor, int64 of the local shape.
+
+    `places` are the rank's coordinates on the axes that shard, 0-d int64.
+    """
+    factors = [f for dim in spec.dims for f in dim]
+    local = [f.local(mesh) for f in factors]
+    total = torch.zeros([1] * len(local), dtype=torch.int64, device=device)
+    stride = math.prod(spec.shape)
+    for k, factor in enumerate(factors):
+        stride //= factor.size
+        index, _ = entries(factor, mesh, places, device)
+        total = total + (index * stride).view([-1 if j == k else 1 for j in range(len(local))])
+    return total.reshape(spec.local_shape(mesh))
+
+
+add_rule("ct::uniform", _rule)

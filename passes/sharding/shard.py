@@ -1,0 +1,63 @@
+"""From one global program to the local one that every rank runs.
+
+    linear(x, w)    x [4@dp_shard, 9, 8]  w [8@dp_shard, 8]
+becomes
+    all_gather(w, 0, "dp_shard")
+    linear(x, all_gather)
+
+`propagate` decides placements, `partition` emits local operators and the boundary operators between them.
+Refuses, under `strict`, an operator that has no rule and so needs its operands whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from passes.context.context import Method
+from passes.program import ir
+from passes.program.functions import function_of
+from passes.rules import has_rule, name_of, tensor_operands
+from passes.sharding.partition import Partitioner
+from passes.sharding.propagate import propagate
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Partition the program; gradients of weights are reduced in `reduce_dtype` (None: their own).
+
+    `context` is the method of attention over a sequence that `cp` shards.
+    """
+
+    sequence_parallel: bool = True
+    strict: bool = False
+    reduce_dtype: torch.dtype | None = None
+    context: Method = "auto"
+    name: str = "shard"
+    requires: frozenset[str] = frozenset({"placed", "normalized"})
+    establishes: frozenset[str] = frozenset({"local"})
+
+    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+        unknown = [
+            n
+            for n in program.calls()
+            if hasattr(n.target, "_schema") and tensor_operands(n) and not has_rule(n) and not function_of(n)
+        ]
+        if unknown and self.strict:
+            raise ir.Refused(
+                "shard",
+                unknown[0],
+                f"{name_of(unknown[0])} has no rule; add one with "
+                "passes.rules.add_rule or set passes.shard.strict=false to gather its operands",
+            )
+        decide = partial(propagate, sequence_parallel=self.sequence_parallel, ctx=ctx)
+        partitioner = Partitioner(program, plan := decide(program), ctx, self.reduce_dtype, decide, True, self.context)
+        local = partitioner.run()
+        notes = [f"%{n.name} ({ir.source(n)}): {name_of(n)} has no rule, its operands are gathered" for n in unknown]
+        notes += partitioner.builder.notes
+        notes += map(str, partitioner.reshards)
+        notes += [f"%{node.name} ({ir.source(node)}): {why}" for (node, _), why in plan.reasons.items()]
+        counts = {"reshards": len(partitioner.reshards), "masks": partitioner.builder.masks, "unknown": len(unknown)}
+        return local, ir.Report(counts, tuple(notes), tuple(partitioner.reshards))

@@ -1,0 +1,281 @@
+"""Reduce, clip and apply the gradients in the same graph; parameters and moments change in place.
+
+    g = mm(...)              partial over dp_replicate
+becomes
+    g = psum(g, "dp_replicate")
+    norm = sqrt(psum(sum(g * g), "dp_shard"))
+    copy_(w, w - lr * min(1, max_norm / norm) * ...)
+
+Every gradient arrives as a partial sum on the axes where its parameter varies and is reduced here, once. The
+norm is that of the full gradient: squares of shards are added over the axes that shard the parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from passes.program import boundary, ir
+from passes.program.mesh import Mesh
+from passes.program.rewrite import graft, trace
+from passes.program.spec import Spec
+from passes.sharding.random import global_index, uniform_at
+from passes.update.moments import Codec, Format, Wide, codec
+from passes.update.optimizers import Optimizer, arithmetic
+
+aten = torch.ops.aten
+
+
+class Appender:
+    """Appends traced functions to a graph, before its output; a function is traced once a signature."""
+
+    def __init__(self, program: ir.Program, ctx: ir.Context, phase: str):
+        self.graph, self.ctx, self.phase = program.graph, ctx, phase
+        self.last = program.placeholders()[-1]
+        self.traced: dict[Any, fx.GraphModule] = {}
+
+    def call(self, key: Any, fn: Callable[..., Any], *inputs: fx.Node) -> Any:
+        """The result of `fn` on the nodes' values; `key` tells functions of the same input shapes apart."""
+        values = [ir.example(n) for n in inputs]
+        signature = (key, tuple((tuple(v.shape), v.dtype, v.stride()) for v in values))
+        if signature not in self.traced:
+            with torch.no_grad(), self.ctx.fake_mode:
+                fresh = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
+            self.traced[signature] = trace(lambda *v: fn(*v), fresh, self.ctx)
+        with self.graph.inserting_before(self.graph.output_node()):
+            new, result = graft(self.graph, self.traced[signature].graph, list(inputs))
+        for node in new:
+            ir.set_phase(node, self.phase)
+        return result
+
+    def write(self, target: fx.Node, new: fx.Node) -> None:
+        """Store a value into an input, in place."""
+        with self.graph.inserting_before(self.graph.output_node()):
+            node = self.graph.call_function(aten.copy_.default, (target, new))
+        ir.set_value(node, ir.example(target))
+        ir.set_phase(node, self.phase)
+
+    def placeholder(self, name: str, val: Tensor, spec: Spec) -> fx.Node:
+        """A new input, after the others."""
+        with self.graph.inserting_after(self.last):
+            node = self.last = self.graph.placeholder(name)
+        ir.set_value(node, val)
+        ir.set_spec(node, spec)
+        return node
+
+
+def coordinates(program: ir.Program, append: Appender) -> tuple[dict[str, fx.Node], list[tuple[fx.Node, ir.Input]]]:
+    """The rank's coordinate on every axis, and those of them that had to be added to the inputs."""
+    given = zip(program.placeholders(), program.inputs)
+    found = {i.name: n for n, i in given if i.kind == "coordinate"}
+    added = []
+    for axis in program.mesh.axes:
+        if axis not in found:
+            device = ir.example(program.placeholders()[0]).device
+            with append.ctx.fake_mode:
+                val = torch.zeros((), dtype=torch.int64, device=device)
+            spec = Spec((), varying=(axis,))
+            found[axis] = append.placeholder(f"place_{axis}", val, spec)
+            added.append((found[axis], ir.Input(axis, "coordinate", spec)))
+    return found, added
+
+
+def round_at_random(x: Tensor, step: Tensor, site: int, index: Tensor) -> Tensor:
+    """f32 -> bf16, up or down with the odds that keep the mean (as torchao.optim's `bf16_stochastic_round`)."""
+    draw = (uniform_at(index, step.to(torch.int64), site) * 2**16).to(torch.int32)
+    bits = (x.view(torch.int32) + draw) & -(2**16)
+    return bits.view(torch.float32).to(torch.bfloat16)
+
+
+def reduce_gradient(append: Appender, gradient: fx.Node, spec: Spec, wire: torch.dtype | None) -> fx.Node:
+    """The gradient with its partial sums completed, one `psum` an axis."""
+    dtype = ir.example(gradient).dtype
+    for axis in spec.partial_axes:
+        gradient = append.call(("psum", axis), lambda g, axis=axis: boundary.psum(g, axis, dtype, wire), gradient)
+    return gradient
+
+
+def squared_norm(append: Appender, gradients: Sequence[fx.Node], specs: Sequence[Spec]) -> fx.Node:
+    """The square of the norm of all gradients together, 0-d fp32 or wider, the same on every rank."""
+    groups: dict[tuple[str, ...], list[fx.Node]] = {}
+    for gradient, spec in zip(gradients, specs, strict=True):
+        square = append.call("square", lambda g: g.to(arithmetic(g.dtype)).square().sum(), gradient)
+        groups.setdefault(tuple(sorted(spec.sharded)), []).append(square)
+    totals = []
+    for axes, squares in groups.items():
+        total = append.call(("add", len(squares)), lambda *s: torch.stack(s).sum(), *squares)
+        for axis in axes:
+            total = append.call(("psum", axis), lambda x, axis=axis: boundary.psum(x, axis, x.dtype, None), total)
+        totals.append(total)
+    return append.call(("add", len(totals)), lambda *s: torch.stack(s).sum(), *totals)
+
+
+@dataclass(frozen=True)
+class Optimize:
+    """Complete the step: outputs become the loss (if the program has one) and the gradient norm.
+
+    Gradients are reduced in `reduce_dtype` (None: their own), scaled by `scale` and clipped to `max_norm`
+    (None: not clipped). Moments are stored as `state` says (None: in the parameter's dtype), eight bits with a scale
+    every `block` entries. `stochastic`: bf16 parameters are rounded at random, keyed by step and global index.
+    """
+
+    optimizer: Optimizer
+    max_norm: float | None = None
+    reduce_dtype: torch.dtype | None = None
+    scale: float = 1.0
+    state: Format | None = None
+    block: int = 256
+    stochastic: bool = False
+    name: str = "optimize"
+    requires: frozenset[str] = frozenset({"joint"})
+    establishes: frozenset[str] = frozenset({"step"})
+
+    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+        program = program.copy()
+        append = Appender(program, ctx, "optimizer")
+        parameters = {i.name: (n, i) for n, i in zip(program.placeholders(), program.inputs) if i.kind == "parameter"}
+        graded = [(o.name, n, o.spec) for n, o in zip(program.results(), program.outputs) if o.kind == "gradient"]
+        names = [name for name, _, _ in graded]
+        reduced = [reduce_gradient(append, n, spec, self.reduce_dtype) for _, n, spec in graded]
+        norm, factor = self.clip(append, reduced, [replace(spec, partial=()) for _, _, spec in graded])
+        scalars = [self.scalar(append, name, program) for name in ("lr", "step")]
+        lr, step = (node for node, _ in scalars)
+        step_now = append.call("count", lambda s: s + 1, step)
+        places, added = coordinates(program, append) if self.stochastic else ({}, [])
+        added += scalars
+        for site, (name, gradient) in enumerate(zip(names, reduced)):
+            update = Update(self, program.mesh, parameters[name][1], ir.example(parameters[name][0]).dtype, site)
+            added += update.append(append, parameters[name][0], gradient, lr, step_now, factor, places)
+        append.write(step, step_now)
+        for total in (n for n, i in zip(program.placeholders(), program.inputs) if i.kind == "gradient"):
+            append.write(total, append.call("clear", torch.zeros_like, total))
+        order = {node: k for k, node in enumerate(program.placeholders())}
+        inputs = (*program.inputs, *(i for _, i in sorted(added, key=lambda pair: order[pair[0]])))
+        program = self.finish(program, append, inputs, norm)
+        return program, self.report(program, [parameters[name] for name in names])
+
+    def report(self, program: ir.Program, parameters: Sequence[tuple[fx.Node, ir.Input]]) -> ir.Report:
+        """How many parameters and moments there are; refuses what changes nothing, names what is stored otherwise."""
+        notes = []
+        if self.state in ("int8", "float8"):
+            updates = [Update(self, program.mesh, given, ir.example(node).dtype) for node, given in parameters]
+            wide = [u.given.name for u in updates if any(isinstance(c, Wide) for c in u.codecs)]
+            if len(wide) == len(parameters):
+                fix = f"no parameter has rows of whole blocks of {self.block}; use a smaller one, or optim=adamw"
+                raise ir.Refused("optimize", None, f"optim.block: {fix}")
+            if wide:
+                notes.append(f"moments stored in fp32, small or their rows are not whole blocks: {', '.join(wide)}")
+        if self.stochastic and all(ir.example(node).dtype != torch.bfloat16 for node, _ in parameters):
+            fix = "no parameter is stored in bfloat16; set train.dtype=bfloat16"
+            raise ir.Refused("optimize", None, f"optim.stochastic_rounding: {fix}")
+        counts = {"parameters": len(parameters), "moments": len(parameters) * len(self.optimizer.moments)}
+        return ir.Report(counts, tuple(notes))
+
+    def state_bytes(self, program: ir.Program) -> int:
+        """Bytes of the moments of all parameters of a program on one rank."""
+        given = [(n, i) for n, i in zip(program.placeholders(), program.inputs) if i.kind == "parameter"]
+        updates = (Update(self, program.mesh, i, ir.example(n).dtype) for n, i in given)
+        parts = (part for u in updates for c in u.codecs for part in c.parts(u.spec, program.mesh))
+        return sum(math.prod(shape) * dtype.itemsize for _, shape, dtype, _ in parts)
+
+    def clip(self, append: Appender, gradients, specs) -> tuple[fx.Node, fx.Node]:
+        """(norm of the scaled gradients, factor to scale each by), both 0-d."""
+        square = squared_norm(append, gradients, specs)
+        norm = append.call("norm", lambda s: s.sqrt() * self.scale, square)
+        if self.max_norm is None:
+            return norm, append.call("factor", lambda n: torch.full_like(n, self.scale), norm)
+        factor = append.call("factor", lambda n: self.scale * (self.max_norm / (n + 1e-6)).clamp(max=1.0), norm)
+        return norm, factor
+
+    def scalar(self, append: Appender, name: str, program: ir.Program) -> tuple[fx.Node, ir.Input]:
+        """A 0-d fp64 input that is fed as a value."""
+        device = ir.example(program.placeholders()[0]).device
+        with append.ctx.fake_mode:
+            val = torch.zeros((), dtype=torch.float64, device=device)
+        kind = "scalar" if name == "lr" else "moment"
+        return append.placeholder(name, val, Spec(())), ir.Input(name, kind, Spec(()))  # type: ignore[arg-type]
+
+    def finish(self, program: ir.Program, append: Appender, inputs, norm: fx.Node) -> ir.Program:
+        """Return the loss and the norm; new values of buffers are stored in place."""
+        given = {i.name: n for n, i in zip(program.placeholders(), inputs) if i.kind == "buffer"}
+        results, outputs = [], []
+        for node, output in zip(program.results(), program.outputs):
+            if output.kind == "buffer":
+                append.write(given[output.name], node)
+            elif output.kind == "loss":
+                results.append(node)
+                outputs.append(output)
+        results.append(norm)
+        outputs.append(ir.Output("grad_norm", "metric", Spec(())))
+        program.graph.output_node().args = (tuple(results),)
+        program.module.recompile()
+        return replace(program, inputs=tuple(inputs), outputs=tuple(outputs), facts=program.facts | self.establishes)
+
+
+@dataclass(frozen=True)
+class Update:
+    """The update of one parameter; `site` tells its random numbers from those of others."""
+
+    how: Optimize
+    mesh: Mesh
+    given: ir.Input
+    dtype: torch.dtype
+    site: int = 0
+
+    @property
+    def spec(self) -> Spec:
+        """How parameter and moments are stored."""
+        return replace(self.given.spec, varying=())
+
+    @property
+    def codecs(self) -> list[Codec]:
+        """How each moment is stored."""
+        kinds = self.how.optimizer.moments
+        return [codec(self.how.state, m.signed, self.how.block, self.dtype, self.spec, self.mesh) for m in kinds]
+
+    def append(
+        self,
+        append: Appender,
+        parameter: fx.Node,
+        gradient: fx.Node,
+        lr: fx.Node,
+        step: fx.Node,
+        factor: fx.Node,
+        places: Mapping[str, fx.Node],
+    ) -> list[tuple[fx.Node, ir.Input]]:
+        """Change the parameter and its moments in place; returns the inputs added for these."""
+        stored = [self.inputs(append, m.name, c, parameter) for m, c in zip(self.how.optimizer.moments, self.codecs)]
+        kept = [node for parts in stored for node, _ in parts]
+        at_random = self.how.stochastic and self.dtype == torch.bfloat16
+        axes = [axis for axis in self.mesh.axes if axis in self.spec.sharded] if at_random else []
+
+        def update(p, g, lr, step, factor, *rest):
+            wide = arithmetic(p.dtype)
+            state, at = list(rest[: len(kept)]), dict(zip(axes, rest[len(kept) :]))
+            moments = tuple(c.decode([state.pop(0) for _ in parts]) for c, parts in zip(self.codecs, stored))
+            new, moments = self.how.optimizer.update(p, g.to(wide) * factor.to(wide), moments, lr, step)
+            if at_random:
+                new = round_at_random(new, step, self.site, global_index(self.spec, self.mesh, at, p.device))
+            return new.to(p.dtype), *(part for c, m in zip(self.codecs, moments) for part in c.encode(m))
+
+        key = ("update", self.dtype, tuple(self.codecs), *((self.site, self.spec) if at_random else ()))
+        inputs = (parameter, gradient, lr, step, factor, *kept, *(places[axis] for axis in axes))
+        new, *new_state = append.call(key, update, *inputs)
+        append.write(parameter, new)
+        for node, value in zip(kept, new_state, strict=True):
+            append.write(node, value)
+        return [pair for parts in stored for pair in parts]
+
+    def inputs(self, append: Appender, moment: str, how: Codec, parameter: fx.Node) -> list[tuple[fx.Node, ir.Input]]:
+        """The tensors that one moment is stored in."""
+        found = []
+        for suffix, shape, dtype, spec in how.parts(self.spec, self.mesh):
+            val = ir.example(parameter).new_empty(shape, dtype=dtype)
+            node = append.placeholder(f"{moment}{suffix.replace('.', '_')}_{parameter.name}", val, spec)
+            found.append((node, ir.Input(f"{moment}{suffix}.{self.given.name}", "moment", spec)))
+        return found

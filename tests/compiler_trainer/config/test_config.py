@@ -1,0 +1,227 @@
+"""Options: each is checked where it stands, nothing unknown passes, and a saved config comes back the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import (
+    UNSUPPORTED_AXES,
+    Config,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    RopeScaling,
+    build,
+    load,
+    resolve_mesh,
+    save,
+    validate,
+)
+
+MODELS = Path(__file__).parents[3] / "conf" / "model"
+
+
+def leaves(options: dict[str, Any], where: str = "") -> Iterator[str]:
+    """Dotted names of all options."""
+    for key, value in options.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{where}{key}.")
+        else:
+            yield f"{where}{key}"
+
+
+def nested(where: str, value: Any) -> dict[str, Any]:
+    """The mapping that sets one dotted option."""
+    for key in reversed(where.split(".")):
+        value = {key: value}
+    return value
+
+
+def with_value(where: str, value: Any) -> dict[str, Any]:
+    """All options, one dotted option set."""
+    options = group = dataclasses.asdict(Config())
+    *groups, name = where.split(".")
+    for key in groups:
+        group = group[key]
+    group[name] = value
+    return options
+
+
+def published_model(name: str) -> ModelConfig:
+    return build(ModelConfig, yaml.safe_load((MODELS / f"{name}.yaml").read_text()))
+
+
+FREE_NAMES = "passes.cast.ops."  # patterns, not options
+LEAVES = [where for where in leaves(dataclasses.asdict(Config())) if not where.startswith(FREE_NAMES)]
+
+
+@pytest.mark.parametrize("where", LEAVES)
+def test_a_value_of_the_wrong_type_is_refused_at_its_own_option(where):
+    with pytest.raises(UserError) as caught:
+        build(Config, with_value(where, [object()]))
+    assert re.fullmatch(re.escape(where) + r"(\[0\])?", caught.value.where)
+
+
+@pytest.mark.parametrize("where", LEAVES)
+def test_a_misspelt_option_is_refused_with_the_right_one(where):
+    with pytest.raises(UserError, match=f"did you mean {where.rpartition('.')[2]!r}") as caught:
+        build(Config, nested(where + "x", 1))
+    assert caught.value.where == where + "x"
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [("batas", "betas"), ("learn_rate", None), ("max_nrom", "max_norm"), ("nmae", "name"), ("weight", "weight_decay")],
+)
+def test_the_nearest_name_is_offered_or_all_of_them(key, nearest):
+    with pytest.raises(UserError) as caught:
+        build(OptimConfig, {key: 1}, "optim")
+    all_names = ", ".join(option.name for option in dataclasses.fields(OptimConfig))
+    offered = f"did you mean {nearest!r}?" if nearest else f"there are {all_names}"
+    assert str(caught.value) == f"optim.{key}: no such option; {offered}"
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "message"),
+    [
+        ("data.eval_fraction", 1.0, "1.0 must be 0 or more and below 1"),
+        ("data.files", "a.txt", "'a.txt' is not a list; write [a.txt]"),
+        ("mesh.dp_shard", 0, "0 must be at least 1, or -1 for the rest"),
+        ("model", 3, "3 is not a group of options; it has name, dim"),
+        ("model.rope_scaling", {"factor": 8}, "is missing and has no default"),
+        ("optim.betas", [0.9], "[0.9] has 1 entries, not 2"),
+        ("optim.lr", float("nan"), "nan is not a number"),
+        ("optim.lr", "3e-3", "'3e-3' is not a number"),
+        ("passes.remat.policy", "ful", "'ful' is not one of none, full, selective, every_n, budget, offload; did you mean 'full'?"),
+        ("passes.shard.plan", {"wq": {"tp": "x"}}, "'x' is not a whole number"),
+        ("run.dir", 7, "7 is not text; put it in quotes"),
+        ("run.dump_graphs", 1, "1 is not true or false"),
+        ("train.dtype", "float16", "'float16' is not one of float32, bfloat16; did you mean 'bfloat16'?"),
+        ("train.seq_len", 1, "1 must be at least 2"),
+        ("train.steps", 10.0, "10.0 is not a whole number"),
+        ("train.steps", True, "True is not a whole number"),
+    ],
+)
+def test_a_bad_value_is_refused_with_the_way_out(where, value, message):
+    with pytest.raises(UserError, match=re.escape(message)) as caught:
+        build(Config, nested(where, value))
+    assert caught.value.where.startswith(where)
+
+
+def test_a_partial_mapping_keeps_the_other_defaults():
+    assert build(OptimConfig, {"name": "sgd", "lr": 1}) == OptimConfig(name="sgd", lr=1.0)
+    assert build(OptimConfig, {"betas": [0, 0.5]}).betas == (0.0, 0.5)
+    assert build(Config, {"mesh": MeshConfig(tp=2)}).mesh.tp == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "where"),
+    [
+        ({"model": {"dim": 100}}, "model.n_heads"),
+        ({"model": {"dim": 40}}, "model.n_heads"),  # heads of 5, which rotary pairs do not fill
+        ({"model": {"n_kv_heads": 3}}, "model.n_kv_heads"),
+        ({"data": {"name": "text"}}, "data.files"),
+        ({"data": {"files": ["a.txt"]}}, "data.files"),
+        ({"train": {"global_batch_size": 6, "microbatches": 4}}, "train.microbatches"),
+        ({"optim": {"momentum": 0.9}}, "optim.momentum"),
+        ({"train": {"steps": 5}, "lr_schedule": {"warmup_steps": 6}}, "lr_schedule.warmup_steps"),
+        ({"data": {"eval_fraction": 0}}, "eval.interval"),
+    ],
+)
+def test_options_that_cannot_hold_together_are_refused(options, where):
+    with pytest.raises(UserError) as caught:
+        validate(build(Config, options), world_size=1)
+    assert caught.value.where == where
+
+
+def test_a_batch_need_not_divide_by_the_ranks():
+    cfg = validate(build(Config, {"train": {"global_batch_size": 7}}), world_size=4)
+    assert cfg.mesh == MeshConfig(dp_shard=4)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 6, 8])
+def test_a_resolved_mesh_multiplies_to_the_ranks_and_resolves_to_itself(world_size):
+    for stated in (MeshConfig(), MeshConfig(dp_replicate=-1, dp_shard=1), MeshConfig(dp_replicate=world_size)):
+        mesh = resolve_mesh(stated, world_size)
+        assert mesh.dp_replicate * mesh.dp_shard == world_size
+        assert resolve_mesh(mesh, world_size) == mesh
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ({"dp_replicate": 3}, "mesh: dp_replicate=3 needs a multiple of 3 ranks, not 2; change mesh.dp_replicate"),
+        ({"dp_shard": 3}, "mesh: dp_shard=3 needs 3 ranks, not 2; change mesh.dp_shard or start 3 ranks"),
+        ({"dp_shard": 1}, "mesh: every axis=1 needs 1 ranks, not 2; change mesh.dp_shard"),
+        ({"dp_replicate": -1}, "mesh.dp_shard: -1, and so is mesh.dp_replicate; only one axis can take the rest"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused(mesh, message):
+    with pytest.raises(UserError) as caught:
+        resolve_mesh(build(MeshConfig, mesh, "mesh"), world_size=2)
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("axis", UNSUPPORTED_AXES)
+def test_an_axis_that_is_not_built_is_refused_by_name(axis):
+    with pytest.raises(UserError, match=f"mesh.{axis}: 2, but .* is not built yet; use 1"):
+        resolve_mesh(MeshConfig(**{axis: 2}), world_size=2)
+
+
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        Config(),
+        build(Config, {"model": {"rope_scaling": dataclasses.asdict(RopeScaling(8, 1.0, 4.0, 8192))}}),
+        build(Config, {"passes": {"shard": {"plan": {"layers.*.wq": {"tp": 0}}}, "verify": "off"}}),
+        build(Config, {"data": {"name": "text", "files": ["a b.txt", "yes", "1", "é"]}, "optim": {"eps": 1e-12}}),
+    ],
+)
+def test_a_saved_config_loads_equal(cfg, tmp_path):
+    save(cfg, tmp_path / "config.yaml")
+    assert load(tmp_path / "config.yaml") == cfg
+
+
+@pytest.mark.parametrize("text", ["a: [", "- 1", "train: {stepz: 1}"])
+def test_a_file_that_is_no_config_is_refused(text, tmp_path):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(UserError):
+        load(tmp_path / "config.yaml")
+
+
+def test_a_missing_config_is_refused_by_its_path(tmp_path):
+    with pytest.raises(UserError, match="No such file") as caught:
+        load(tmp_path / "nowhere.yaml")
+    assert caught.value.where == str(tmp_path / "nowhere.yaml")
+
+
+def parameters(m: ModelConfig) -> int:
+    """Parameters of a Llama, counted by hand: two norms a layer, no biases."""
+    head_dim = m.dim // m.n_heads
+    attention = m.dim * head_dim * (2 * m.n_heads + 2 * m.n_kv_heads)
+    layer = attention + 3 * m.dim * m.ffn_dim + 2 * m.dim
+    return (1 if m.tied else 2) * m.vocab_size * m.dim + m.n_layers * layer + m.dim
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("llama3_2_1b", 1_235_814_400),
+        ("llama3_8b", 8_030_261_248),
+        ("llama3_70b", 70_553_706_496),
+        ("llama3_405b", 405_853_388_800),
+    ],
+)
+def test_a_published_model_has_its_published_size(name, published):
+    model = published_model(name)
+    assert parameters(model) == published
+    assert model.dim // model.n_heads == (64 if name == "llama3_2_1b" else 128)
+    assert validate(Config(model=model), world_size=1).model == model

@@ -1,0 +1,291 @@
+"""A multirun: rows of every point, points that fail, sweeps that were interrupted, several ranks, other launchers."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from pyarrow import csv, parquet
+
+from compiler_trainer import train
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.sweep import page, row, table
+from compiler_trainer.sweep.stored import FILE, read
+from compiler_trainer.training.metrics import FILE as METRICS
+from tools import sweep as tools_sweep
+
+ROOT = Path(__file__).parents[3]
+RECORDS = [
+    {"step": 1, "loss": 4.0, "tokens_per_s": 10.0, "step_ms": 900.0, "peak_mem_bytes": 5},
+    {"step": 2, "loss": 2.0, "tokens_per_s": 50.0, "step_ms": 100.0, "peak_mem_bytes": 7},
+    {"step": 3, "loss": 3.0, "tokens_per_s": 70.0, "step_ms": 200.0, "peak_mem_bytes": 7, "eval_loss": 3.5},
+]
+TINY = (
+    "lower.backend=eager model.dim=8 model.n_layers=1 model.n_heads=2 model.n_kv_heads=2 model.ffn_dim=8 "
+    "train.seq_len=8 train.steps=2 train.global_batch_size=2 data=synthetic data.documents=20 optim=sgd "
+    "run.dump_graphs=false checkpoint.enabled=false"
+).split()
+
+
+class Trainer(ModuleType):
+    """Stands in for the trainer's module: writes a few metrics, and fails where `optim.lr` is above 1."""
+
+    def __init__(self):
+        super().__init__("compiler_trainer.trainer")
+        self.ran: list[str] = []
+
+    def train(self, cfg):
+        folder = Path(cfg.run.dir)
+        self.ran.append(folder.name)
+        assert [p.name for p in folder.iterdir()] == [FILE]
+        (folder / METRICS).write_text("".join(json.dumps(r) + "\n" for r in RECORDS))
+        if cfg.optim.lr > 1:
+            raise FloatingPointError(f"lr is <{cfg.optim.lr}>\nand that is too much")
+        return cfg.optim.lr
+
+
+@pytest.fixture
+def trainer(monkeypatch, tmp_path):
+    trainer = Trainer()
+    monkeypatch.setitem(sys.modules, "compiler_trainer.trainer", trainer)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    monkeypatch.chdir(tmp_path)
+    return trainer
+
+
+@pytest.fixture
+def sweep(monkeypatch, trainer):
+    """Runs a multirun into the folder `s`; its exit code and the points that were trained."""
+
+    def run(*arguments: str) -> tuple[int, list[str]]:
+        monkeypatch.setattr(sys, "argv", ["compiler-trainer", "-m", "run.dir=s", *arguments])
+        trainer.ran = []
+        code = 0
+        try:
+            train.main()
+        except SystemExit as exit:
+            code = int(exit.code or 0)
+        return code, trainer.ran
+
+    return run
+
+
+# Rows
+
+
+def test_a_failed_point_is_a_row_and_the_sweep_goes_on(sweep, capsys):
+    assert sweep("optim.lr=0.5,2.0,0.25", "train.seed=3") == (1, ["0", "1", "2"])
+    found = parquet.read_table("s/sweep.parquet").to_pylist()
+    assert [(r["point"], r["status"], r["optim.lr"], r["objective"]) for r in found] == [
+        (0, "done", 0.5, 0.5),
+        (1, "failed", 2.0, None),
+        (2, "done", 0.25, 0.25),
+    ]
+    assert [r["error"] for r in found] == [None, "FloatingPointError: lr is <2.0> and that is too much", None]
+    assert "point 1: FloatingPointError: lr is <2.0>" in capsys.readouterr().out
+    assert csv.read_csv("s/sweep.csv").column_names == list(found[0])
+
+
+def test_a_row_has_every_override_result_and_what_it_ran_on(sweep):
+    sweep("optim.lr=0.5", "+passes.remat.ops.gelu=save", "mesh={tp:1,cp:1}")
+    (found,) = parquet.read_table("s/sweep.parquet").to_pylist()
+    overrides = {"optim.lr": 0.5, "passes.remat.ops.gelu": "save", "mesh.tp": 1, "mesh.cp": 1, "run.dir": "s"}
+    results = {"steps": 3, "loss": 3.0, "best_loss": 2.0, "eval_loss": 3.5, "best_eval_loss": 3.5}
+    speeds = {"tokens_per_s": 60.0, "step_ms": 150.0, "peak_mem_bytes": 7}
+    assert {**overrides, **results, **speeds}.items() <= found.items()
+    assert found["ranks"] == 1 and found["torch"] and found["cores"] == os.cpu_count() and found["wall_s"] >= 0
+
+
+def test_communication_is_by_axis_and_counts_each_microbatch():
+    def record(program, **sent):
+        traffic = [{"axis": axis, "sent_bytes": n} for axis, n in sent.items()]
+        return {"program": program, "accounting": {"traffic": traffic}}
+
+    passes = [
+        record("accumulate", tp=99),
+        record("accumulate", tp=5, cp=1),
+        record("apply", tp=2),
+        record("evaluate", tp=7),
+    ]
+    assert row.sent_bytes(passes, microbatches=4) == {"tp": 22, "cp": 4}
+
+
+def test_columns_of_several_types_are_text():
+    found = table.rows([point(0, {"a": [1, 2], "b": 1, "c": "x"}), point(1, {"a": 3, "b": 2.5})])
+    assert [(r["a"], r["b"], r["c"]) for r in found] == [("[1, 2]", 1, "x"), ("3", 2.5, None)]
+
+
+def point(number, overrides=None, **result):
+    return {"point": number, "status": "done", "overrides": overrides or {}, "environment": {}, "result": result}
+
+
+# The page
+
+
+def test_the_page_stands_alone_and_names_what_failed(sweep):
+    sweep("optim.lr=0.5,2.0")
+    text = Path("s", page.FILE).read_text()
+    assert "Plotly.newPlot" in text and "<script src" not in text and "<link" not in text
+    assert "lr is &lt;2.0&gt;" in text and "lr is <2.0>" not in text
+
+
+def test_the_front_has_what_no_other_point_beats():
+    speeds = {(4, 40): 0, (2, 20): 1, (3, 10): 2, (4, 30): 3, (2, 15): 4, (9, 41): 5}
+    found = [point(n, peak_mem_bytes=memory, tokens_per_s=speed) for (memory, speed), n in speeds.items()]
+    assert [p["point"] for p in page.pareto_front(found)] == [1, 0, 5]
+
+
+def test_a_sweep_is_rendered_again(sweep, monkeypatch, capsys):
+    sweep("optim.lr=0.5,0.25")
+    for name in ("sweep.parquet", "sweep.csv", page.FILE):
+        Path("s", name).unlink()
+    monkeypatch.setattr(sys, "argv", ["sweep", "s"])
+    tools_sweep.main()
+    assert "optim.lr" in capsys.readouterr().out
+    assert parquet.read_table("s/sweep.parquet").num_rows == 2 and Path("s", page.FILE).exists()
+    monkeypatch.setattr(sys, "argv", ["sweep", "nowhere"])
+    with pytest.raises(SystemExit) as exit:
+        tools_sweep.main()
+    message = "error: nowhere: holds no point of a sweep; name the run.dir of a multirun\n"
+    assert (exit.value.code, capsys.readouterr().err) == (2, message)
+
+
+# Going on
+
+
+def test_a_sweep_started_again_runs_what_is_not_done(sweep):
+    sweep("optim.lr=0.5,2.0,0.25")
+    before = read(Path("s/0"))
+    half = {**read(Path("s/2")), "status": "running"}
+    Path("s/2", FILE).write_text(json.dumps(half))
+    assert sweep("optim.lr=0.5,2.0,0.25") == (1, ["1", "2"])
+    assert read(Path("s/0")) == before
+    assert read(Path("s/2"))["status"] == "done"
+
+
+def test_other_options_in_the_same_folder_are_refused_before_anything_runs(sweep, capsys):
+    sweep("optim.lr=0.5,0.25")
+    assert sweep("optim.lr=0.5,0.75") == (2, [])
+    message = "run.dir: s/1 holds a point with optim.lr=0.25, not 0.75"
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
+def test_what_is_no_point_is_not_removed(sweep, tmp_path, capsys):
+    (tmp_path / "s/0").mkdir(parents=True)
+    (tmp_path / "s/0/thesis.txt").touch()
+    assert sweep("optim.lr=0.5") == (2, [])
+    assert "s/0 is there already" in capsys.readouterr().err and (tmp_path / "s/0/thesis.txt").exists()
+
+
+def test_a_folder_without_points_has_no_table(tmp_path):
+    with pytest.raises(UserError, match="no point of a sweep"):
+        table.points(tmp_path)
+
+
+# Real processes
+
+STAND_IN = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+from compiler_trainer import train
+from compiler_trainer.step import ranks
+from compiler_trainer.training import trainer
+
+def stand_in(cfg):
+    ranks.start_ranks()
+    if cfg.train.seed == 1 and os.environ.get("HANGS"):
+        time.sleep(600)
+    if cfg.train.seed == 1 and ranks.rank() == 1:
+        raise MemoryError("rank 1 is full")
+    total = torch.ones(1)
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    ranks.stop_ranks()
+    return float(total)
+
+trainer.train = stand_in
+train.main()
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path):
+    """Starts a sweep of three points with that trainer, on some ranks."""
+    (tmp_path / "stand_in.py").write_text(STAND_IN)
+
+    def start(ranks=1, **variables):
+        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+        command = [sys.executable, *launch, "stand_in.py", "-m", "train.seed=0,1,2", "run.dir=s"]
+        env = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+        return subprocess.Popen(
+            command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    return start
+
+
+def statuses(folder):
+    return [(p["status"], p.get("objective")) for p in table.points(folder)]
+
+
+def test_killed_and_started_again(stand_in, tmp_path):
+    first = stand_in(HANGS="1")
+    until = time.monotonic() + 60
+    while not (tmp_path / "s/1" / FILE).exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    assert statuses(tmp_path / "s") == [("done", 1.0), ("running", None)]
+    assert parquet.read_table(tmp_path / "s/sweep.parquet")["status"].to_pylist() == ["done"]
+    began = (tmp_path / "s/0" / FILE).stat().st_mtime_ns
+    second = stand_in()
+    output, _ = second.communicate(timeout=100)
+    assert second.returncode == 0, output
+    assert statuses(tmp_path / "s") == [("done", 1.0)] * 3
+    assert (tmp_path / "s/0" / FILE).stat().st_mtime_ns == began
+
+
+def test_one_rank_fails_and_both_go_on(stand_in, tmp_path):
+    sweep = stand_in(ranks=2)
+    output, _ = sweep.communicate(timeout=100)
+    assert sweep.returncode == 1
+    assert statuses(tmp_path / "s") == [("done", 2.0), ("failed", None), ("done", 2.0)], output
+    assert [p.get("error") for p in table.points(tmp_path / "s")] == [None, "MemoryError: rank 1 is full", None]
+    assert output.count("point 2: done") == 1
+
+
+def test_optuna_minimizes_the_loss_past_failures_and_resumes(sweep):
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    search = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=5", "hydra.sweeper.sampler.seed=1"]
+    search += ["hydra.sweeper.direction=minimize", "optim.lr=interval(0.1,2)"]
+    code, ran = sweep(*search)
+    assert (code, ran) == (1, [str(n) for n in range(5)])
+    found = table.points(Path("s"))
+    done = [p["objective"] for p in found if p["status"] == "done"]
+    assert 0 < len(done) < 5
+    best = Path("s/optimization_results.yaml").read_text()
+    assert math.isclose(float(best.rpartition("best_value:")[2]), min(done))
+    failed = [str(p["point"]) for p in found if p["status"] == "failed"]
+    assert sweep(*search) == (1, failed)
+
+
+@pytest.mark.full
+def test_joblib_runs_points_side_by_side(tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    command = [sys.executable, "-m", "compiler_trainer.train", "-m", *TINY, "run.dir=s", "train.seed=1,2"]
+    command += ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    found = parquet.read_table(tmp_path / "s/sweep.parquet").to_pylist()
+    assert [(r["status"], r["train.seed"], r["steps"]) for r in found] == [("done", 1, 2), ("done", 2, 2)]
+    assert all(math.isclose(r["loss"], math.log(257), rel_tol=0.1) and r["compile_s"] > 0 for r in found)

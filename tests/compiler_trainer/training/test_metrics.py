@@ -1,0 +1,185 @@
+"""Metrics are on disk when a step ends, each step once; memory is what was alive; the console is readable anywhere."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from compiler_trainer.training import progress
+from compiler_trainer.training.evaluate import mean_loss
+from compiler_trainer.training.memory import PeakMemory, cpu_peak
+from compiler_trainer.training.metrics import FILE, Metrics, read
+from compiler_trainer.training.progress import Progress, say_contents
+
+CPU = torch.device("cpu")
+MEGABYTE = 250_000  # fp32 elements
+
+
+def record(step, **values):
+    return {"step": step, "loss": 5.0 / step, "tokens_per_s": 1234.5, **values}
+
+
+def write(folder, steps, after=0):
+    with Metrics(folder, after) as metrics:
+        for step in steps:
+            metrics.write(record(step))
+
+
+def scalars(folder, name):
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(name)]
+
+
+# Files
+
+
+def test_a_line_and_an_event_a_step(tmp_path):
+    metrics = Metrics(tmp_path)
+    for step in (1, 2):
+        metrics.write(record(step, eval_loss=3.5))
+        lines = (tmp_path / FILE).read_text().splitlines()
+        assert [json.loads(line) for line in lines] == [record(s, eval_loss=3.5) for s in range(1, step + 1)]
+        assert scalars(tmp_path, "loss") == [(s, pytest.approx(5.0 / s)) for s in range(1, step + 1)]
+    assert scalars(tmp_path, "eval_loss") == [(1, 3.5), (2, 3.5)]
+
+
+def test_a_resumed_run_has_each_step_once(tmp_path):
+    write(tmp_path, [1, 2, 3, 4])
+    with open(tmp_path / FILE, "a") as file:
+        file.write('{"step": 5, "lo')  # cut short by a kill
+    write(tmp_path, [3, 4, 5], after=2)
+    assert read(tmp_path / FILE) == [record(step) for step in (1, 2, 3, 4, 5)]
+    assert scalars(tmp_path, "loss") == [(step, pytest.approx(5.0 / step)) for step in (1, 2, 3, 4, 5)]
+
+
+def test_nothing_but_numbers_is_written(tmp_path):
+    with pytest.raises(ValueError):
+        Metrics(tmp_path).write(record(1, grad_norm=float("nan")))
+    assert (tmp_path / FILE).read_text() == ""
+
+
+# Memory
+
+
+def three_at_once():
+    """Two megabytes, one given back, then three more: four at the highest."""
+    kept, dropped = torch.ones(MEGABYTE), torch.ones(MEGABYTE)
+    del dropped
+    more = torch.ones(3 * MEGABYTE)
+    del more
+    return kept
+
+
+def test_the_peak_is_what_was_alive_at_once():
+    result, peak = cpu_peak(three_at_once)
+    assert peak == 4 * 4 * MEGABYTE
+    assert torch.equal(result, torch.ones(MEGABYTE))
+
+
+def test_what_operators_take_inside_counts():
+    x = torch.ones(500, 500)
+    _, peak = cpu_peak(lambda: (x @ x + 1).sum().item())
+    assert 2 * x.nbytes <= peak < 2.1 * x.nbytes
+
+
+def test_state_is_added_and_one_step_profiled(capfd):
+    memory = PeakMemory(CPU, [torch.ones(10), torch.ones(5, dtype=torch.bfloat16)])
+    assert memory.during(three_at_once).numel() == MEGABYTE
+    assert memory.bytes == 40 + 10 + 4 * 4 * MEGABYTE
+    assert memory.during(lambda: "anything") == "anything"
+    assert memory.bytes == 40 + 10 + 4 * 4 * MEGABYTE
+    assert capfd.readouterr().err == ""
+
+
+# Evaluation
+
+
+class Given:
+    """Gives each batch the loss written in it."""
+
+    def evaluate(self, batch):
+        return float(batch["loss"])
+
+
+def test_a_batch_weighs_as_much_as_it_has_labels():
+    few = {"loss": torch.tensor(8.0), "labels": torch.tensor([[1, -100, -100, -100]])}
+    many = {"loss": torch.tensor(2.0), "labels": torch.tensor([[1, 2, 3, -100]])}
+    assert mean_loss(Given(), [few, many]) == (8.0 * 1 + 2.0 * 3) / 4
+
+
+# Console
+
+
+def show_all(steps, done=0):
+    with Progress(steps, done) as shown:
+        for step in range(done + 1, steps + 1):
+            shown.show(record(step, **({"eval_loss": 7.25} if step == steps // 2 else {})))
+
+
+def test_plain_lines_without_a_terminal(capsys):
+    show_all(50)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == [f"{step}/50" for step in range(5, 51, 5)]
+    assert re.fullmatch(r"step 5/50  loss 1\.000  1,234 tokens/s  0:00:00 left", lines[0])
+    assert all(("eval loss 7.250" in line) == (i >= 4) for i, line in enumerate(lines))
+
+
+def test_plain_lines_of_a_short_and_of_a_resumed_run(capsys):
+    show_all(3)
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    show_all(100, done=45)
+    shown = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
+    assert shown == [f"{step}/100" for step in range(50, 101, 10)]
+
+
+def test_a_plain_line_when_steps_are_slow(capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    shown = Progress(1000)
+    for step, now[0] in ((1, 10.0), (2, 31.0), (3, 50.0), (4, 62.0)):
+        shown.show(record(step))
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["2/1000", "4/1000"]
+
+
+def test_time_left_is_what_the_steps_so_far_took(monkeypatch):
+    monkeypatch.setattr(progress.time, "monotonic", lambda: 100.0)
+    shown = Progress(30, done=10)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: 110.0)
+    assert shown.line(record(15)).endswith("0:00:30 left")
+
+
+class Terminal(io.StringIO):
+    """A standard output that says it is a terminal."""
+
+    def isatty(self):
+        return True
+
+
+def test_one_line_that_renews_itself_on_a_terminal(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    show_all(40)
+    text = sys.stdout.getvalue()
+    assert "step 40/40  loss 0.125" in text and "\r" in text
+    assert text.count("\n") <= 2
+
+
+def test_the_end_says_what_is_there(tmp_path, capsys):
+    (tmp_path / "graphs").mkdir()
+    (tmp_path / FILE).touch()
+    (tmp_path / "events.out.tfevents.1.host").touch()
+    say_contents(tmp_path)
+    assert capsys.readouterr().out.splitlines() == [
+        f"{tmp_path}:",
+        "  metrics.jsonl          one JSON object a step",
+        "  events.out.tfevents.*  the same for TensorBoard",
+        "  graphs/                the graph after each pass, and the pass's report",
+    ]

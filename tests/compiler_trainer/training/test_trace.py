@@ -1,0 +1,74 @@
+"""Traces of steps: collectives named as the graph names them, in the run's own folder."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from net_runs import MESH, Net, loss
+
+import compiler_trainer as ct
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import Config
+from compiler_trainer.training import trace
+from passes.cost.accounting import kind_of
+from passes.program import ir
+
+
+@pytest.fixture(scope="module")
+def step():
+    plan = {"layers.*.up.weight": {"tp": 0}, "layers.*.down.weight": {"tp": 1}}
+    return ct.compile_step(Net(), loss, {"x": torch.randn(8, 5, 12)}, mesh=MESH, ranks="lockstep", microbatches=2,
+                           passes={"shard": {"plan": plan}})
+
+
+def options(folder, steps: int) -> Config:
+    cfg = Config()
+    return replace(cfg, run=replace(cfg.run, dir=str(folder), profile=True), train=replace(cfg.train, steps=steps))
+
+
+def event(node, at: float) -> dict:
+    """What the profiler tells of a node: two events are a step apart."""
+    dims = list(ir.value(node.args[0]).shape) if ir.is_tensor(node.args[0]) else [[1], [2]]
+    return {"name": node.target._schema.name, "cat": "cpu_op", "ts": at, "args": {"Input Dims": [dims, []]}}
+
+
+def test_collectives_and_waits_are_named_in_every_step(step):
+    nodes = trace.nodes_of(step)
+    accumulated = [n for n in step.train["accumulate"].program.calls() if kind_of(n)]
+    assert sum(n in accumulated for n in nodes) == 2 * len(accumulated) > 0
+    events = [event(node, i) for i, node in enumerate([*nodes, *nodes])]
+    other = {"name": "aten::mm", "cat": "cpu_op", "ts": 0.5, "args": {"Input Dims": [[2, 2]]}}
+    trace.name_collectives([*reversed(events), other], nodes)
+    assert [e["name"] for e in events] == [trace.label(node) for node in [*nodes, *nodes]]
+    assert other["name"] == "aten::mm"
+    gathers = [e["name"] for e in events if e["name"].startswith("all_gather dp_shard %")]
+    assert gathers and all(f"wait for {name}" in {e["name"] for e in events} for name in gathers)
+
+
+def test_a_trace_is_written_into_the_run_folder(tmp_path):
+    recorder = trace.Trace(options(tmp_path, steps=4), SimpleNamespace(train={}, microbatches=1), done=0)
+    for number in range(1, 5):
+        with recorder.around(number):
+            torch.ones(3).sum()
+    names = [e["name"] for e in json.load(gzip.open(tmp_path / trace.FILE))["traceEvents"]]
+    assert [name for name in names if name.startswith("step ")] == ["step 3", "step 4"] and "aten::sum" in names
+
+
+def test_nothing_is_recorded_unasked(tmp_path):
+    cfg = options(tmp_path, steps=3)
+    recorder = trace.Trace(replace(cfg, run=replace(cfg.run, profile=False)), SimpleNamespace(train={}), done=0)
+    for number in range(1, 4):
+        with recorder.around(number):
+            pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_too_short_to_record_is_refused(tmp_path):
+    trace.check(options(tmp_path, steps=3), done=0)
+    with pytest.raises(UserError, match=r"run.profile: true with train.steps=12 after step 10; the first 2 steps are not"):
+        trace.check(options(tmp_path, steps=12), done=10)

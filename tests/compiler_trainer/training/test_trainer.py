@@ -1,0 +1,322 @@
+"""A run: what it leaves behind, that resuming changes nothing, and that a refused input leaves no trace."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from compiler_trainer.config import schema as config
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    LowerConfig,
+    LrScheduleConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    TrainConfig,
+)
+from compiler_trainer.step.step import State
+from compiler_trainer.training import checkpoint, prepare, trainer
+from compiler_trainer.training.lr_schedule import learning_rate
+from compiler_trainer.training.metrics import read
+from passes.program.mesh import Mesh
+from passes.program.spec import Spec
+
+MODEL = ModelConfig(dim=16, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=24)
+TIMES = ("tokens_per_s", "step_ms", "peak_mem_bytes")
+
+
+def options(folder, steps=6, **changes):
+    """A tiny run into `folder`, evaluated every 4 steps, with a checkpoint every 2."""
+    return replace(
+        Config(
+            model=MODEL,
+            data=DataConfig(name="synthetic", documents=40),
+            train=TrainConfig(steps=steps, seq_len=16, global_batch_size=4),
+            optim=OptimConfig(lr=1e-2, max_norm=1.0),
+            lr_schedule=LrScheduleConfig("cosine", warmup_steps=2, min_ratio=0.1),
+            lower=LowerConfig("eager"),
+            checkpoint=CheckpointConfig(interval=2, keep=9),
+            eval=EvalConfig(interval=4, batches=2),
+            run=RunConfig(dir=str(folder)),
+        ),
+        **changes,
+    )
+
+
+def resuming(cfg, resume):
+    return replace(cfg, checkpoint=replace(cfg.checkpoint, resume=str(resume)))
+
+
+class FakeStep:
+    """One weight, moved by each batch; its loss depends on the weight and on the batch."""
+
+    def __init__(self, *args, **kwargs):
+        self.mesh, self.ranks, self.device, self.report = Mesh.of({}), (0,), torch.device("cpu"), {"seconds": {}}
+        self.state = {"model.w": State(Spec.whole((3,)), {0: torch.ones(3)})}
+
+    def tensors(self):
+        return {name: (state.spec, state.local) for name, state in self.state.items()}
+
+    def evaluate(self, batch):
+        assert sorted(batch) == ["documents", "labels", "positions", "tokens"]
+        return float(batch["tokens"].float().mean() * self.state["model.w"].local[0].sum())
+
+    def __call__(self, batch, lr):
+        loss = self.evaluate(batch)
+        self.state["model.w"].local[0].mul_(1 - lr * loss / 1000)
+        return {"loss": loss, "grad_norm": abs(loss)}
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """The trainer around `FakeStep`."""
+    monkeypatch.setattr(trainer, "compile_step", FakeStep)
+
+
+def metrics(folder):
+    return read(Path(folder, "metrics.jsonl"))
+
+
+def timeless(records):
+    return [{name: value for name, value in record.items() if name not in TIMES} for record in records]
+
+
+# The loop
+
+
+def test_what_is_recorded(fake, tmp_path):
+    cfg = options(tmp_path / "run")
+    trainer.train(cfg)
+    records = metrics(cfg.run.dir)
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    assert [record["tokens"] for record in records] == [64 * step for step in range(1, 7)]
+    assert [record["lr"] for record in records] == [learning_rate(cfg.lr_schedule, 1e-2, s, 6) for s in range(1, 7)]
+    assert ["eval_loss" in record for record in records] == [False, False, False, True, False, True]
+    for record in records:
+        assert record["tokens_per_s"] * record["step_ms"] == pytest.approx(64e3)
+        assert record["peak_mem_bytes"] >= 12
+
+
+def test_evaluation_is_on_the_same_held_out_rows(fake, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(trainer, "mean_loss", lambda step, batches: seen.append(list(batches)) or 1.0)
+    trainer.train(options(tmp_path / "run"))
+    first, second = seen
+    assert len(first) == 2
+    assert all(torch.equal(a["tokens"], b["tokens"]) for a, b in zip(first, second, strict=True))
+    assert not torch.equal(first[0]["tokens"], first[1]["tokens"])
+
+
+def test_checkpoints_are_taken_and_kept(fake, tmp_path):
+    cfg = options(tmp_path / "run", steps=7)
+    trainer.train(replace(cfg, checkpoint=replace(cfg.checkpoint, keep=2)))
+    assert [p.name for p in checkpoint.complete(tmp_path / "run/checkpoints")] == ["step_00000006", "step_00000007"]
+    saved = checkpoint.read_extra(tmp_path / "run/checkpoints/step_00000006")
+    assert (saved["step"], saved["tokens"], saved["data"]["index"]) == (6, 6 * 64, 24)
+    assert saved["config"]["train"]["seq_len"] == 16
+
+
+def test_switched_off(fake, tmp_path):
+    changes = {"checkpoint": CheckpointConfig(enabled=False), "eval": EvalConfig(interval=0)}
+    trainer.train(options(tmp_path / "run", run=RunConfig(str(tmp_path / "run"), dump_graphs=False), **changes))
+    assert not any("eval_loss" in record for record in metrics(tmp_path / "run"))
+    assert not {"checkpoints", "graphs"} & {p.name for p in (tmp_path / "run").iterdir()}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_lost_run_stops_with_its_last_good_checkpoint(fake, tmp_path, monkeypatch, value):
+    normal = FakeStep.__call__
+    rates = []
+
+    def diverge(self, batch, lr):
+        rates.append(lr)
+        return {"loss": value, "grad_norm": 1.0} if len(rates) == 4 else normal(self, batch, lr)
+
+    monkeypatch.setattr(FakeStep, "__call__", diverge)
+    with pytest.raises(FloatingPointError, match=f"loss is {value} at step 4"):
+        trainer.train(options(tmp_path / "run"))
+    assert [p.name for p in checkpoint.complete(tmp_path / "run/checkpoints")] == ["step_00000002"]
+    assert len(metrics(tmp_path / "run")) == 3
+
+
+# Going on
+
+
+def test_interrupted_and_resumed_equals_uninterrupted(fake, tmp_path, monkeypatch):
+    whole, cut = options(tmp_path / "whole"), options(tmp_path / "cut")
+    trainer.train(whole)
+    with monkeypatch.context() as patch:
+        normal = trainer.is_due
+        patch.setattr(trainer, "is_due", lambda n, *rest: normal(n, *rest) if n < 6 else 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            trainer.train(cut)
+    assert len(metrics(cut.run.dir)) == 5
+    trainer.train(resuming(cut, "latest"))
+    assert timeless(metrics(cut.run.dir)) == timeless(metrics(whole.run.dir))
+
+
+def test_going_on_in_another_folder(fake, tmp_path):
+    trainer.train(options(tmp_path / "first"))
+    trainer.train(resuming(options(tmp_path / "second"), tmp_path / "first/checkpoints/step_00000004"))
+    assert timeless(metrics(tmp_path / "second")) == timeless(metrics(tmp_path / "first"))[4:]
+
+
+# Refusals
+
+
+def refusal(cfg):
+    """The one line that refuses `cfg`; nothing on disk changes."""
+    folder = Path(cfg.run.dir).parent
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(UserError) as caught:
+        trainer.train(cfg)
+    assert sorted(folder.rglob("*")) == before
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def text_options(folder, *files):
+    return options(folder / "run", data=DataConfig(name="text", files=tuple(map(str, files))))
+
+
+def test_input_that_cannot_be_read_leaves_nothing(fake, tmp_path):
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "latin.txt").write_bytes("naïve".encode("latin-1"))
+    assert "nowhere.txt" in refusal(text_options(tmp_path, tmp_path / "nowhere.txt"))
+    assert "empty" in refusal(text_options(tmp_path, tmp_path / "empty.txt"))
+    assert "latin.txt" in refusal(text_options(tmp_path, tmp_path / "latin.txt"))
+
+
+def test_too_small_a_vocabulary_leaves_nothing(fake, tmp_path):
+    assert refusal(options(tmp_path / "run", model=replace(MODEL, vocab_size=200))).startswith("model.vocab_size")
+
+
+def test_a_mesh_for_other_ranks_leaves_nothing(fake, tmp_path):
+    cfg = options(tmp_path / "run")
+    assert refusal(replace(cfg, mesh=replace(cfg.mesh, dp_shard=3))).startswith("mesh")
+
+
+def test_a_checkpoint_that_is_not_there_leaves_nothing(fake, tmp_path):
+    cfg = options(tmp_path / "run")
+    assert refusal(resuming(cfg, "latest")).startswith("checkpoint.resume")
+    assert "nowhere" in refusal(resuming(cfg, tmp_path / "nowhere"))
+
+
+def test_a_checkpoint_that_does_not_fit_leaves_nothing(fake, tmp_path):
+    trainer.train(options(tmp_path / "first"))
+    last = tmp_path / "first/checkpoints/step_00000006"
+    assert "is at step 6" in refusal(resuming(options(tmp_path / "run"), last))
+    other = resuming(options(tmp_path / "run", data=DataConfig(name="synthetic", documents=41), steps=9), last)
+    assert refusal(other).startswith("data")
+
+
+def test_a_checkpoint_of_another_model_leaves_nothing(fake, tmp_path, monkeypatch):
+    trainer.train(options(tmp_path / "first"))
+
+    class Bigger(FakeStep):
+        def __init__(self, *args, **kwargs):
+            super().__init__()
+            self.state = {"model.w": State(Spec.whole((4,)), {0: torch.ones(4)})}
+
+    monkeypatch.setattr(trainer, "compile_step", Bigger)
+    cfg = resuming(options(tmp_path / "run", steps=9), tmp_path / "first/checkpoints/step_00000006")
+    assert "model.w is float32[3] in it and float32[4] here" in refusal(cfg)
+
+
+def test_an_earlier_run_is_not_written_over(fake, tmp_path):
+    trainer.train(options(tmp_path / "run"))
+    assert refusal(options(tmp_path / "run")).startswith("run.dir")
+    (tmp_path / "file").touch()
+    assert refusal(options(tmp_path / "file")).startswith("run.dir")
+    cfg = options(tmp_path / "other")
+    cfg = replace(cfg, checkpoint=replace(cfg.checkpoint, dir=str(tmp_path / "run/checkpoints")))
+    assert refusal(cfg).startswith("checkpoint.dir")
+    assert refusal(resuming(cfg, tmp_path / "run/checkpoints/step_00000004")).startswith("checkpoint.dir")
+
+
+def test_what_the_compiler_refuses_leaves_nothing(tmp_path, monkeypatch):
+    def refuse(*args, observe, **kwargs):
+        raise UserError("passes.shard.plan", "no parameter is named like no.such.*")
+
+    monkeypatch.setattr(trainer, "compile_step", refuse)
+    assert refusal(options(tmp_path / "run")).startswith("passes.shard.plan")
+
+
+def test_a_compilation_that_fails_keeps_its_graphs(tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("a pass went wrong")
+
+    monkeypatch.setattr(trainer, "compile_step", fail)
+    with pytest.raises(RuntimeError, match="a pass went wrong"):
+        trainer.train(options(tmp_path / "run"))
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["graphs"]
+
+
+# Agreement
+
+
+class Rows:
+    """Data read by a rank."""
+
+    def __init__(self, fingerprint):
+        self.train = self.rows = self
+        self.fingerprint = fingerprint
+
+
+@pytest.fixture
+def rank_0(monkeypatch):
+    """A function that says what rank 0, another one, was given."""
+
+    def given(*values):
+        monkeypatch.setattr(prepare.dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(prepare, "rank", lambda: 1)
+        broadcast = "broadcast_object_list"
+        monkeypatch.setattr(prepare.dist, broadcast, lambda own, src: own.__setitem__(slice(None), values))
+
+    return given
+
+
+def test_all_ranks_write_where_rank_0_does(rank_0):
+    rank_0(options("one"), "abc")
+    assert prepare.same_on_all_ranks(options("two"), Rows("abc")) == options("one")
+
+
+def test_ranks_that_differ_are_refused(rank_0):
+    rank_0(options("one"), "abc")
+    with pytest.raises(UserError, match="^train: .*'steps': 7.*'steps': 6"):
+        prepare.same_on_all_ranks(options("one", steps=7), Rows("abc"))
+    with pytest.raises(UserError, match="^data: "):
+        prepare.same_on_all_ranks(options("one"), Rows("abd"))
+
+
+# Compiled
+
+
+def test_a_compiled_run_learns_and_goes_on_bit_for_bit(tmp_path, capsys):
+    whole = options(tmp_path / "whole", steps=30)
+    trainer.train(whole)
+    records = metrics(whole.run.dir)
+    assert records[0]["loss"] == pytest.approx(math.log(MODEL.vocab_size), rel=0.02)
+    assert records[-1]["loss"] < records[0]["loss"] - 1
+    assert {p.name for p in (tmp_path / "whole").iterdir() if "tfevents" not in p.name} == {
+        "checkpoints", "config.yaml", "graphs", "metrics.jsonl", "report.json",
+    }
+    assert config.load(tmp_path / "whole/config.yaml") == replace(whole, mesh=replace(whole.mesh, dp_shard=1))
+    assert yaml.safe_load((tmp_path / "whole/config.yaml").read_text())["train"]["steps"] == 30
+    assert json.loads((tmp_path / "whole/report.json").read_text())["passes"]
+    assert list((tmp_path / "whole/graphs").glob("*.txt"))
+    assert f"{tmp_path / 'whole'}:" in capsys.readouterr().out
+
+    trainer.train(resuming(options(tmp_path / "rest", steps=30), tmp_path / "whole/checkpoints/step_00000024"))
+    assert timeless(metrics(tmp_path / "rest")) == timeless(records)[24:]

@@ -1,0 +1,315 @@
+"""Running passes: order, records, refusals that name the pass, and dumps."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from joint_programs import example, loss_fn
+from torch import Tensor, nn
+
+from compiler_trainer.capture.capture import capture
+from passes.autograd.joint import Joint
+from passes.check.numeric import run
+from passes.check.runner import Dumper, PassRecord, check_order, run_passes
+from passes.cost.accounting import Traffic
+from passes.program import ir
+from passes.program.frames import roomy
+from passes.program.mesh import Mesh
+from passes.program.printer import print_program
+from passes.sharding.collectives import Expand
+from passes.sharding.normalize import Normalize
+from passes.sharding.place import Place
+from passes.sharding.shard import Shard
+
+PASSES: tuple[ir.Pass, ...] = (Normalize(), Place(), Shard(), Joint(), Expand())
+NAMES = ["capture", "normalize", "place", "shard", "joint", "collectives"]
+
+
+@functools.cache
+def fresh() -> tuple[ir.Program, ir.Context, dict[str, Tensor]]:
+    """A captured program of one block, and whole values of its inputs."""
+    model, batch = example(n_blocks=1)
+    values = {**dict(model.named_parameters()), **dict(model.named_buffers()), **batch}
+    return *capture(model, loss_fn, batch, torch.device("cpu")), values
+
+
+def captured(**mesh: int) -> tuple[ir.Program, ir.Context, dict[str, Tensor]]:
+    """A copy of the captured program, on a mesh."""
+    program, ctx, values = fresh()
+    return replace(program.copy(), mesh=Mesh.of(mesh)), ctx, values
+
+
+@dataclass(frozen=True)
+class Fake:
+    """A pass that does what it is given."""
+
+    rewrite: Callable[[ir.Program], ir.Program] = lambda program: program
+    name: str = "fake"
+    requires: frozenset[str] = frozenset()
+    establishes: frozenset[str] = frozenset()
+
+    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+        return self.rewrite(program), ir.Report()
+
+
+def refusal(rewrite: Callable[[ir.Program], ir.Program], **options) -> str:
+    """What running a captured program through a pass raises."""
+    program, ctx, values = captured()
+    with pytest.raises(ir.CompileError) as error:
+        run_passes("test", [Fake(rewrite)], program, ctx, inputs=values, **options)
+    return str(error.value)
+
+
+# ---- a whole run -----------------------------------------------------------------------------------
+
+
+def test_every_pass_is_recorded_verified_in_numbers_and_observed():
+    program, ctx, values = captured(dp_shard=2)
+    seen: list[tuple[ir.Program, PassRecord]] = []
+    final, records = run_passes("step", PASSES, program, ctx, verify="numeric", inputs=values,
+                                observe=lambda *stage: seen.append(stage))
+    assert [r.name for r in records] == NAMES and {r.program for r in records} == {"step"}
+    assert [record for _, record in seen] == records and seen[-1][0] is final
+    assert final.facts == {"captured", "normalized", "placed", "local", "joint", "collectives"}
+    for before, after in zip(records, records[1:], strict=False):
+        assert after.nodes_before == before.nodes_after
+    gradients = {f"gradient {name}" for name, kind in ((i.name, i.kind) for i in final.inputs) if kind == "parameter"}
+    for record in records:
+        assert record.errors.keys() == {"loss loss"} | gradients
+        assert max(record.errors.values()) < 1e-5
+
+
+class Rounded(torch.autograd.Function):
+    """Rounds; its author's gradient passes 0.7 of what comes, its derivative would pass nothing."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * 0.7
+
+
+class Rounding(nn.Module):
+    """A linear layer whose weight is rounded."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-3, 3, 15).view(3, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, Rounded.apply(self.weight))
+
+
+def test_the_gradient_of_a_custom_function_is_its_author_s_from_capture_to_the_end():
+    model, batch = Rounding(), {"x": torch.arange(20.0).view(4, 5)}
+
+    def square(m, b):
+        return m(b["x"]).square().mean()
+
+    program, ctx = capture(model, square, batch, torch.device("cpu"))
+    values = {"weight": model.weight.detach(), **batch}
+    (expected,) = torch.autograd.grad(square(model, batch), [model.weight])
+    assert expected.abs().max() > 1
+    torch.testing.assert_close(run(program, ctx, values)["gradient", "weight"].value, expected)
+    _, records = run_passes("step", PASSES, replace(program, mesh=Mesh.of({"dp_shard": 2})), ctx, verify="numeric",
+                            inputs=values)
+    assert [record.name for record in records if "gradient weight" not in record.errors] == ["shard"]
+    assert max(max(record.errors.values()) for record in records) < 1e-6
+
+
+def test_what_draws_random_numbers_is_compared_once_they_are_keyed():
+    model, batch = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), {"x": torch.ones(4, 4)}
+    program, ctx = capture(model, lambda m, b: m(b["x"]).square().mean(), batch, torch.device("cpu"))
+    values = {**dict(model.named_parameters()), **batch, "seed": torch.tensor(3)}
+    _, records = run_passes("step", PASSES, replace(program, mesh=Mesh.of({"dp_shard": 2})), ctx, verify="numeric",
+                            inputs=values)
+    assert [record.name for record in records if record.errors] == ["place", "shard", "joint", "collectives"]
+
+
+def test_records_hold_what_the_program_will_cost():
+    program, ctx, _ = captured(dp_shard=2)
+    _, records = run_passes("step", PASSES, program, ctx)
+    by_name = {r.name: r for r in records}
+    assert by_name["normalize"].accounting.traffic == ()
+    joint, expanded = by_name["joint"].accounting, by_name["collectives"].accounting
+    parameters = sum(p.numel() for p in example(n_blocks=1)[0].parameters())
+    gathered, reduced = (next(t for t in joint.traffic if t.kind == kind) for kind in ("all_gather", "reduce_scatter"))
+    assert gathered.calls == reduced.calls == sum(i.kind == "parameter" for i in program.inputs)
+    assert parameters * 2 <= gathered.sent_bytes <= parameters * 2 * 1.2  # half of each, 4 bytes, and padding
+    assert joint.traffic == expanded.traffic
+    recomputed = 2 * 3 * 4 * 4 * 5  # the backward of attention begins with q @ k again: 3 rows, 4 tokens, 5 wide
+    assert joint.flops["backward"] == 2 * joint.flops["forward"] + recomputed
+
+
+# ---- order -------------------------------------------------------------------------------------------
+
+
+def test_order_is_checked_when_built():
+    check_order(PASSES, {"captured"})
+    with pytest.raises(ValueError) as error:
+        check_order((Normalize(), Shard(), Place()), {"captured"})
+    assert str(error.value) == ("pass 'shard' requires placed, which no pass before it establishes; "
+                                "put it after place")
+    with pytest.raises(ValueError, match="pass 'normalize' requires captured, which no pass before it establishes$"):
+        check_order(PASSES, ())
+
+
+def test_passes_out_of_order_do_not_run():
+    program, ctx, _ = captured()
+    with pytest.raises(ValueError, match="pass 'shard' requires"):
+        run_passes("step", (Fake(lambda p: pytest.fail("ran")), Shard()), program, ctx)
+
+
+def test_what_a_pass_establishes_is_added_to_the_facts():
+    program, ctx, _ = captured()
+    after, _ = run_passes("step", (Fake(establishes=frozenset({"new"})),), program, ctx)
+    assert after.facts == {"captured", "new"} and program.facts == {"captured"}
+
+
+# ---- refusals ------------------------------------------------------------------------------------------
+
+
+def fail(error: Exception) -> Callable[[ir.Program], ir.Program]:
+    def rewrite(program: ir.Program) -> ir.Program:
+        raise error
+
+    return rewrite
+
+
+def test_an_exception_names_the_pass():
+    assert refusal(fail(KeyError("x"))) == "fake: KeyError: 'x'"
+
+
+def test_a_compile_error_is_left_as_it_is():
+    program, ctx, _ = captured()
+    error = ir.Refused("inner", None, "no such thing")
+    with pytest.raises(ir.Refused) as found:
+        run_passes("step", [Fake(fail(error))], program, ctx)
+    assert found.value is error
+
+
+def scale_the_loss(program: ir.Program) -> ir.Program:
+    """A rewrite that is legal in every respect but its value."""
+    program = program.copy()
+    (loss,) = program.results()
+    with program.graph.inserting_after(loss):
+        twice = program.graph.call_function(torch.ops.aten.mul.Tensor, (loss, 2.0))
+    twice.meta = dict(loss.meta)
+    loss.replace_all_uses_with(twice, delete_user_cb=lambda user: user is not twice)
+    return program
+
+
+def test_wrong_numbers_are_found_where_numbers_are_verified():
+    program, ctx, _ = captured()
+    run_passes("test", [Fake(scale_the_loss)], program, ctx, verify="spec")
+    assert re.match(r"fake: %mul.* loss 'loss' is off by 1 of its largest entry", refusal(scale_the_loss, verify="numeric"))
+
+
+def record_bf16(program: ir.Program) -> ir.Program:
+    program = program.copy()
+    linear = next(n for n in program.calls() if n.target is torch.ops.aten.linear.default)
+    ir.set_value(linear, ir.example(linear).to(torch.bfloat16))
+    return program
+
+
+@pytest.mark.parametrize("verify", ["spec", "numeric"])
+def test_a_wrong_record_is_found_after_the_pass_that_made_it(verify):
+    assert re.match(r"fake: %linear \(joint_programs.py:\d+\) records bf16\[.*\], computes f32\[", refusal(record_bf16))
+    program, ctx, _ = captured()
+    run_passes("test", [Fake(record_bf16)], program, ctx, verify="off")
+
+
+def change_in_place(program: ir.Program) -> ir.Program:
+    next(program.calls()).name = "renamed"
+    return program
+
+
+@pytest.mark.parametrize("rewrite", [change_in_place, lambda p: (p.copy(), change_in_place(p))[0]])
+def test_a_pass_that_changes_its_input_is_refused(rewrite):
+    assert refusal(rewrite) == "fake: changed the program it was given; a pass rewrites a copy"
+
+
+def test_numbers_need_inputs():
+    program, ctx, _ = captured()
+    with pytest.raises(ValueError, match=r"give run_passes\(inputs="):
+        run_passes("step", (), program, ctx, verify="numeric")
+
+
+# ---- dumps ---------------------------------------------------------------------------------------------
+
+
+ENDINGS = ("txt", "json", "costs.json")
+
+
+def dump(folder: Path) -> ir.Program:
+    program, ctx, _ = captured(dp_shard=2)
+    return run_passes("step", PASSES, program, ctx, observe=Dumper(folder))[0]
+
+
+def test_every_stage_is_written_and_the_text_is_the_same_in_every_run(tmp_path):
+    final = dump(tmp_path / "a")
+    dump(tmp_path / "b")
+    stages = [f"{i:02d}_step_{name}" for i, name in enumerate(NAMES)]
+    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == sorted(f"{s}.{end}" for s in stages for end in ENDINGS)
+    assert (tmp_path / "a" / f"{stages[-1]}.txt").read_text() == print_program(final)
+    for path in (tmp_path / "a").iterdir():
+        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
+
+
+def test_a_report_holds_counts_notes_bytes_flops_and_memory(tmp_path):
+    dump(tmp_path)
+    report = json.loads((tmp_path / "05_step_collectives.json").read_text())
+    assert (report["program"], report["name"]) == ("step", "collectives")
+    assert report["report"]["counts"]["all_gather"] == 7
+    costs = report["accounting"]
+    assert {(t["kind"], t["axis"]) for t in costs["traffic"]} == {
+        ("all_gather", "dp_shard"), ("all_reduce", "dp_shard"), ("reduce_scatter", "dp_shard")}
+    assert set(costs["traffic"][0]) == set(Traffic.__dataclass_fields__)
+    assert costs["flops"].keys() == {"forward", "backward"}
+    assert 0 < costs["input_bytes"] < costs["peak_bytes"]
+    assert re.search(rf"^%{costs['peak_node']} = ", (tmp_path / "05_step_collectives.txt").read_text(), re.M)
+    assert any("dp_shard" in note for note in json.loads((tmp_path / "03_step_shard.json").read_text())["report"]["notes"])
+
+
+def test_stages_are_artifacts_of_torch_trace(tmp_path):
+    tests = Path(__file__).parents[2]
+    script = f"import sys; sys.path[:0] = {[str(Path(__file__).parent), str(tests / 'support')]}; import test_runner as t; " \
+             f"from pathlib import Path; t.dump(Path({str(tmp_path / 'graphs')!r}))"
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=tests.parent, timeout=120,
+                   env={**os.environ, "TORCH_TRACE": str(tmp_path / "trace")})
+    (log,) = (tmp_path / "trace").iterdir()
+    entries = re.findall(r'^V.*?\] (\{"artifact".*\})\n((?:\t.*\n?)*)', log.read_text(), re.M)
+    artifacts = {(json.loads(head)["artifact"]["name"], json.loads(head)["artifact"]["encoding"]): payload
+                 for head, payload in entries}
+    for stage in (f"{i:02d}_step_{name}" for i, name in enumerate(NAMES)):
+        text = (tmp_path / "graphs" / f"{stage}.txt").read_text().rstrip("\n")
+        assert artifacts[stage, "string"].replace("\t", "").rstrip("\n") == text
+        assert json.loads(artifacts[stage, "json"])["name"] == stage.rpartition("_")[2]
+    tlparse = Path(sys.executable).parent / "tlparse"
+    subprocess.run([tlparse, log, "-o", tmp_path / "parsed", "--no-browser", "--strict"], check=True, timeout=60)
+    index = (tmp_path / "parsed/index.html").read_text()
+    assert all(f"{i:02d}_step_{name}" in index for i, name in enumerate(NAMES))
+
+
+def test_room_for_frames_changes_nothing_else():
+    @roomy
+    def divide(a: int, b: int = 1) -> float:
+        """Divides."""
+        return a / b
+
+    assert (divide(6, b=3), divide.__name__, divide.__doc__) == (2, "divide", "Divides.")
+    with pytest.raises(ZeroDivisionError):
+        divide(1, 0)

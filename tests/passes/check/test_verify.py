@@ -1,0 +1,412 @@
+"""The verifier: every planted defect is found, and the message leads to it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from small_programs import Small, cut
+from torch import fx
+
+from passes.autograd.joint import Joint
+from passes.check.numeric import run, verify_numeric
+from passes.check.verify import neighbours, verify_spec
+from passes.program import boundary, ir
+from passes.program.spec import Spec
+from passes.program.torch_private import c10d
+from passes.sharding.collectives import Expand
+
+aten = torch.ops.aten
+F64 = torch.float64
+VARYING = replace(cut((6, 4)), varying=("tp",))
+SUM = Spec((), (("tp", "sum"),))
+Plant = Callable[[ir.Program], ir.Program]
+
+
+def program() -> tuple[ir.Program, ir.Context]:
+    """loss = sum(linear(x, w) * b): the weight and the batch sharded on tp, the bias varied; all placed."""
+    small = Small(tp=2)
+    w, b = small.input("w", cut((6, 4), tp=0)), small.input("b", cut((6,)))
+    x = small.input("x", cut((4, 4), tp=0), "batch")
+    full = small.call(boundary.all_gather, w, 0, "tp", 2, 6, F64, None, spec=VARYING)
+    varied = small.call(boundary.vary, b, "tp", None, spec=replace(cut((6,)), varying=("tp",)))
+    y = small.call(aten.linear.default, x, full, spec=cut((4, 6), tp=0))
+    y.meta["stack_trace"] = 'File "/home/someone/model.py", line 31, in forward'
+    scaled = small.call(aten.mul.Tensor, y, varied, spec=cut((4, 6), tp=0))
+    term = small.call(aten.sum.default, scaled, spec=SUM)
+    loss = small.call(boundary.psum, term, "tp", F64, None, spec=Spec(()))
+    return small.program([("loss", "loss", loss, Spec(()))]), small.ctx
+
+
+def node(where: ir.Program, name: str) -> fx.Node:
+    return next(n for n in where.graph.nodes if n.name == name)
+
+
+def message(where: ir.Program, ctx: ir.Context) -> str:
+    with pytest.raises(ir.CompileError) as error:
+        verify_spec(where, ctx, pass_name="planted")
+    return str(error.value)
+
+
+def expanded() -> tuple[ir.Program, ir.Context]:
+    where, ctx = program()
+    return Expand()(where, ctx)[0], ctx
+
+
+def joint() -> tuple[ir.Program, ir.Context]:
+    where, ctx = program()
+    return Joint()(where, ctx)[0], ctx
+
+
+@pytest.mark.parametrize("make", [program, joint, expanded])
+def test_a_right_program_passes_and_is_left_alone(make):
+    where, ctx = make()
+    swept = verify_spec(where, ctx)
+    assert set(swept.values) == {n for n in where.graph.nodes if n.op != "output"}
+
+
+def test_a_failure_names_the_pass_the_node_its_line_both_values_and_ten_nodes_around():
+    where, ctx = program()
+    y = node(where, "linear_default")
+    ir.set_value(y, ir.example(y).to(torch.bfloat16))
+    first, *lines = message(where, ctx).splitlines()
+    assert first == "planted: %linear_default (model.py:31) records bf16[2, 6], computes f64[2, 6]"
+    assert len(lines) == 10  # five before it, itself, and the four that are left
+    assert [line for line in lines if line.startswith(">")] == [
+        "> %linear_default = linear(%x, %all_gather_default) : bf16[2, 6] [4@tp, 6]   # model.py:31 forward"]
+
+
+def test_neighbours_are_five_before_and_five_after():
+    small = Small()
+    nodes = [small.input("x", cut((2,)))]
+    for _ in range(20):
+        nodes.append(small.call(aten.neg.default, nodes[-1]))
+    shown = re.findall(r"^[> ] %(\w+) = ", neighbours(nodes[10]), re.M)
+    assert shown == [n.name for n in nodes[5:16]]
+
+
+# ---- planted in the graph or its records ---------------------------------------------------------
+
+
+def record_shape(where: ir.Program) -> ir.Program:
+    y = node(where, "linear_default")
+    ir.set_value(y, ir.example(y).new_empty(3, 6))
+    ir.set_spec(y, None)
+    return where
+
+
+def forget_value(where: ir.Program) -> ir.Program:
+    del node(where, "linear_default").meta["val"]
+    return where
+
+
+def use_before_definition(where: ir.Program) -> ir.Program:
+    node(where, "sum_default").append(node(where, "mul_tensor"))
+    return where
+
+
+def wrong_operand(where: ir.Program) -> ir.Program:
+    node(where, "linear_default").replace_input_with(node(where, "all_gather_default"), node(where, "vary_default"))
+    return where
+
+
+def one_input_too_many(where: ir.Program) -> ir.Program:
+    return replace(where, inputs=(*where.inputs, where.inputs[0]))
+
+
+def one_output_too_few(where: ir.Program) -> ir.Program:
+    return replace(where, outputs=())
+
+
+def global_input(where: ir.Program) -> ir.Program:
+    return replace(where, inputs=(replace(where.inputs[0], spec=cut((6, 4))), *where.inputs[1:]))
+
+
+def input_placed_otherwise(where: ir.Program) -> ir.Program:
+    return replace(where, inputs=(replace(where.inputs[0], spec=cut((5, 4), tp=0)), *where.inputs[1:]))
+
+
+def constant_output(where: ir.Program) -> ir.Program:
+    where.graph.output_node().args = ((1.0,),)
+    return where
+
+
+def place(name: str, spec: Spec) -> Plant:
+    def plant(where: ir.Program) -> ir.Program:
+        ir.set_spec(node(where, name), spec)
+        return where
+
+    return plant
+
+
+def argument(name: str, index: int, new: str | int) -> Plant:
+    def plant(where: ir.Program) -> ir.Program:
+        node(where, name).update_arg(index, new)
+        return where
+
+    return plant
+
+
+def drop(name: str) -> Plant:
+    """Let the users of a node use its operand."""
+
+    def plant(where: ir.Program) -> ir.Program:
+        gone = node(where, name)
+        gone.replace_all_uses_with(gone.all_input_nodes[0])
+        where.graph.erase_node(gone)
+        return where
+
+    return plant
+
+
+def vary_a_sum(where: ir.Program) -> ir.Program:
+    psum = node(where, "psum_default")
+    psum.target, psum.args = boundary.vary, (psum.args[0], "tp", None)
+    return where
+
+
+def found(plant: Plant, planted: tuple[ir.Program, ir.Context], name: str | None, text: str) -> None:
+    """The defect's message names the node (if it has one) and says so."""
+    where, ctx = planted
+    first = message(plant(where), ctx).splitlines()[0]
+    assert first.startswith(f"planted: %{name} " if name else "planted: ")
+    assert text in first
+
+
+Y = "linear_default"
+
+
+@pytest.mark.parametrize(
+    ("plant", "name", "text"),
+    [
+        (record_shape, Y, "(model.py:31) records f64[3, 6], computes f64[2, 6]"),
+        (forget_value, Y, "has no recorded value"),
+        (use_before_definition, None, "the graph is malformed: Argument 'mul_tensor' of Node 'sum_default' was used"),
+        (wrong_operand, Y, "does not take its operands"),
+        (one_input_too_many, None, "the graph has 3 placeholders, the program 4 inputs"),
+        (one_output_too_few, None, "the graph returns 1 values, the program has 0 outputs"),
+        (constant_output, None, "loss 'loss' is 1.0, not a tensor"),
+        (global_input, "w", "is f64[3, 4], parameter 'w' placed [6, 4] is of shape [6, 4]"),
+        (input_placed_otherwise, "w", "is placed [6@tp, 4], parameter 'w' is placed [5@tp, 4]"),
+        (place(Y, cut((4, 6), cp=0)), Y, "spec [4@cp, 6] uses axis 'cp', which the mesh (('tp', 2),) lacks"),
+        (place(Y, replace(cut((4, 6), tp=0), varying=("tp",))), Y, "spec [4@tp, 6] varying(tp) uses axis 'tp' twice"),
+        (place(Y, cut((4, 6), tp=1)), Y, "is f64[2, 6], placed [4, 6@tp] it is of shape [4, 3]"),
+        (argument("vary_default", 1, "cp"), "vary_default", "runs over axis 'cp', the mesh has {'tp': 2}"),
+        (argument("all_gather_default", 3, 4), "all_gather_default", "is for 4 ranks, axis 'tp' has 2"),
+        (vary_a_sum, "psum_default", "takes same on 'tp', its operand is partial: [] sum(tp)"),
+        (place("all_gather_default", cut((6, 4))), "all_gather_default", "gives varying on 'tp', it is placed [6, 4]"),
+        (drop("vary_default"), "mul_tensor", "uses %b, the same on every rank of 'tp', with %linear_default, placed ["),
+    ],
+)
+def test_defects_of_a_local_program_are_found(plant, name, text):
+    found(plant, program(), name, text)
+
+
+def no_gradient(where: ir.Program) -> ir.Program:
+    where.graph.output_node().args = (tuple(where.results()[:-1]),)
+    return replace(where, outputs=where.outputs[:-1])
+
+
+def two_gradients(where: ir.Program) -> ir.Program:
+    where.graph.output_node().args = ((*where.results(), where.results()[-1]),)
+    return replace(where, outputs=(*where.outputs, where.outputs[-1]))
+
+
+def gradient_laid_out_otherwise(where: ir.Program) -> ir.Program:
+    w = where.results()[1]
+    ir.set_spec(w, None)
+    return replace(where, outputs=(where.outputs[0], replace(where.outputs[1], spec=cut((3, 4))), where.outputs[2]))
+
+
+@pytest.mark.parametrize(
+    ("plant", "name", "text"),
+    [
+        (no_gradient, "b", "parameter 'b' has 0 gradients among the outputs"),
+        (two_gradients, "b", "parameter 'b' has 2 gradients among the outputs"),
+        (lambda where: replace(where, facts=where.facts | {"step"}), "w", "parameter 'w' has 1 gradients"),
+        (gradient_laid_out_otherwise, "reduce_scatter", "gradient of 'w' is placed [3, 4], the parameter [6@tp, 4]"),
+    ],
+)
+def test_defects_of_a_joint_program_are_found(plant, name, text):
+    found(plant, joint(), name, text)
+
+
+def wait_of(where: ir.Program, target) -> fx.Node:
+    collective = next(n for n in where.calls() if n.target is target)
+    return next(iter(collective.users))
+
+
+def use_before_wait(where: ir.Program) -> ir.Program:
+    wait = wait_of(where, c10d.all_gather_into_tensor.default)
+    next(iter(wait.users)).replace_input_with(wait, wait.all_input_nodes[0])
+    return where
+
+
+def never_wait(where: ir.Program) -> ir.Program:
+    gathered = next(n for n in where.calls() if n.target is c10d.all_gather_into_tensor.default)
+    with where.graph.inserting_after(gathered):
+        again = where.graph.node_copy(gathered)
+    again.meta = dict(gathered.meta)
+    return where
+
+
+def return_before_wait(where: ir.Program) -> ir.Program:
+    wait = wait_of(where, c10d.all_reduce.default)
+    where.graph.output_node().args = ((wait.all_input_nodes[0],),)
+    return where
+
+
+@pytest.mark.parametrize(
+    ("plant", "name", "text"),
+    [
+        (use_before_wait, "narrow", "uses %all_gather_into_tensor before it is waited on"),
+        (never_wait, "all_gather_into_tensor_1", "is never waited on"),
+        (return_before_wait, "output", "uses %all_reduce before it is waited on"),
+        (argument("all_gather_into_tensor", 1, 4), "all_gather_into_tensor", "records f64[6, 4], computes f64[12, 4]"),
+        (argument("all_reduce", 2, "dp_shard"), "all_reduce", "runs over axis 'dp_shard', the mesh has {'tp': 2}"),
+    ],
+)
+def test_defects_of_expanded_collectives_are_found(plant, name, text):
+    found(plant, expanded(), name, text)
+
+
+def test_a_boundary_operator_left_after_expansion_is_found():
+    found(lambda where: replace(where, facts=where.facts | {"collectives"}), program(), "all_gather_default",
+          "is a boundary operator, which `collectives` should have expanded")
+
+
+def test_float8_that_travels_as_such_is_found():
+    small = Small(tp=2)
+    x = small.input("x", cut((4,)), "batch")
+    small8 = small.call(aten._to_copy.default, x, spec=cut((4,)), dtype=torch.float8_e4m3fn)
+    sent = small.call(c10d.all_gather_into_tensor.default, small8, 2, "tp")
+    done = small.call(c10d.wait_tensor.default, sent)
+    where = small.program([("metric", "out", done, cut((8,)))])
+    where = replace(where, facts=where.facts | {"collectives"})
+    found(lambda where: where, (where, small.ctx), "all_gather_into_tensor_default", "send its bytes as uint8")
+
+
+def test_all_to_all_has_a_piece_for_every_rank():
+    small = Small(tp=2)
+    x = small.input("x", cut((3,)), "batch")
+    sent = small.call(c10d.all_to_all_single.default, x, [1, 1, 1], [1, 1, 1], "tp")
+    done = small.call(c10d.wait_tensor.default, sent)
+    where = small.program([("metric", "out", done, cut((3,)))])
+    found(lambda where: where, (where, small.ctx), "all_to_all_single_default", "is for 3 ranks, axis 'tp' has 2")
+
+
+# ---- in numbers ------------------------------------------------------------------------------------
+
+
+VALUES = {name: torch.randn(shape, dtype=F64, generator=torch.Generator().manual_seed(0))
+          for name, shape in {"w": (6, 4), "b": (6,), "x": (4, 4)}.items()}
+
+
+def test_a_local_program_is_run_as_what_it_means():
+    where, ctx = program()
+    w, b = (VALUES[name].clone().requires_grad_() for name in ("w", "b"))
+    loss = (torch.nn.functional.linear(VALUES["x"], w) * b).sum()
+    gradients = dict(zip("wb", torch.autograd.grad(loss, [w, b]), strict=True))
+    expected = {("loss", "loss"): loss, **{("gradient", name): g for name, g in gradients.items()}}
+    for make in (program, joint, expanded):
+        where, ctx = make()
+        results = run(where, ctx, VALUES)
+        assert results.keys() == expected.keys()
+        for key, result in results.items():
+            torch.testing.assert_close(result.value.detach(), expected[key], rtol=0, atol=1e-12)
+
+
+def off(plant: Plant, make: Callable[[], tuple[ir.Program, ir.Context]]) -> str:
+    """What comparing a right program with the planted one says."""
+    before, ctx = make()
+    with pytest.raises(ir.CompileError) as error:
+        verify_numeric(before, plant(before.copy()), ctx, VALUES, pass_name="planted")
+    return str(error.value)
+
+
+def test_a_dropped_reduction_of_the_loss_is_found():
+    text = off(drop("psum_default"), program)
+    assert text.startswith("planted: %sum_default loss 'loss' is off by ")
+    loss = (torch.nn.functional.linear(VALUES["x"], VALUES["w"]) * VALUES["b"]).sum().item()
+    assert f"was {loss:.6g}, is " in text
+    assert "> %sum_default = sum(" in text
+
+
+def test_a_dropped_reduction_of_a_gradient_is_found():
+    assert off(drop("psum_1"), joint).startswith("planted: %view gradient 'b' is off by ")
+
+
+def test_a_gradient_that_the_pass_derives_wrong_is_found():
+    """`before` has no gradients: they come from differentiating its run, not from the operators' own gradients."""
+    where, ctx = program()
+    wrong = drop("psum_1")(Joint()(where, ctx)[0])
+    with pytest.raises(ir.CompileError, match="planted: .* gradient 'b' is off by"):
+        verify_numeric(where, wrong, ctx, VALUES, pass_name="planted")
+
+
+def test_nan_is_found():
+    small = Small()
+    x = small.input("x", cut((1,)), "batch")
+    good = small.program([("metric", "m", small.call(aten.abs.default, x), cut((1,)))])
+    other = Small()
+    x = other.input("x", cut((1,)), "batch")
+    bad = other.program([("metric", "m", other.call(aten.sqrt.default, x), cut((1,)))])
+    with pytest.raises(ir.CompileError, match="metric 'm' is off by inf .*entry 0 was 1, is nan"):
+        verify_numeric(good, bad, small.ctx, {"x": -torch.ones(1, dtype=F64)})
+
+
+@pytest.mark.parametrize(("factor", "dtype", "accepted"), [
+    (1 + 2**-7, torch.bfloat16, True), (1.25, torch.bfloat16, False), (1 + 2**-7, torch.float32, False),
+    (1 + 1e-6, torch.float32, True), (1 + 1e-6, F64, False)])
+def test_tolerance_is_that_of_the_coarsest_dtype(factor, dtype, accepted):
+    def scaled(by: float) -> tuple[ir.Program, ir.Context]:
+        small = Small()
+        x = small.call(aten._to_copy.default, small.input("x", cut((4,)), "batch"), dtype=dtype)
+        out = small.call(aten.mul.Tensor, small.call(aten._to_copy.default, x, dtype=F64), by)
+        return small.program([("metric", "m", out, cut((4,)))]), small.ctx
+
+    (before, ctx), (after, _) = scaled(1.0), scaled(factor)
+    values = {"x": torch.arange(1.0, 5.0, dtype=F64)}
+    if accepted:
+        assert 0 < verify_numeric(before, after, ctx, values)["metric m"] < 0.1
+        return
+    with pytest.raises(ir.CompileError, match="metric 'm' is off by"):
+        verify_numeric(before, after, ctx, values)
+
+
+def test_what_is_written_in_place_is_compared():
+    def stepped(by: float) -> tuple[ir.Program, ir.Context]:
+        small = Small(dp_shard=2)
+        w, moment = small.input("w", cut((5,), dp_shard=0)), small.input("momentum.w", cut((5,), dp_shard=0), "moment")
+        new = small.call(aten.add.Tensor, moment, by)
+        small.call(aten.copy_.default, moment, new)
+        small.call(aten.copy_.default, w, small.call(aten.sub.Tensor, w, new))
+        return small.program([("metric", "m", new, cut((5,), dp_shard=0))], "local", "joint", "step"), small.ctx
+
+    (before, ctx), (after, _) = stepped(0.5), stepped(0.25)
+    given = {"w": torch.ones(5, dtype=F64)}
+    results = run(before, ctx, given)
+    assert {key: r.value.tolist() for key, r in results.items()} == {
+        ("metric", "m"): [0.5] * 5, ("moment", "momentum.w"): [0.5] * 5, ("parameter", "w"): [0.5] * 5}
+    assert given["w"].tolist() == [1.0] * 5
+    assert verify_numeric(before, before, ctx, given) == {"metric m": 0, "moment momentum.w": 0, "parameter w": 0}
+    with pytest.raises(ir.CompileError, match="was 0.5, is 0.25"):
+        verify_numeric(before, after, ctx, given)
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"w": VALUES["w"], "x": VALUES["x"]}, "no value is given for parameter 'b'"),
+        ({**VALUES, "b": torch.ones(7)}, "'b' is given as torch.float32 [7], the program takes torch.float64 [6]"),
+        ({**VALUES, "x": torch.ones(4, 4, dtype=torch.int64)}, "batch 'x' is given as torch.int64 [4, 4]"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused_by_name(values, text):
+    where, ctx = program()
+    with pytest.raises(ir.CompileError) as error:
+        run(where, ctx, values)
+    assert text in str(error.value)

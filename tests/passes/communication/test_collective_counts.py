@@ -1,0 +1,98 @@
+"""How often what is sent: one gather a use region, one reduction a gradient, and nothing else."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+
+import pytest
+from oracle import ADAMW, batches, compile_lockstep, llama, llama_loss
+
+from passes.check.runner import PassRecord
+from passes.program import ir
+
+N_LAYERS = 2
+SCALARS = 3  # sum and count of the loss, square of the norm
+FSDP, HSDP, REPLICAS = (("dp_shard", 2),), (("dp_replicate", 2), ("dp_shard", 2)), (("dp_replicate", 2),)
+
+
+@functools.cache
+def compiled(mesh: tuple, bucket_mib: float = 0.0, policy: str = "none", regather: bool = True, microbatches: int = 1):
+    """The final programs by name, and the records of the step's passes by name."""
+    records: dict[tuple[str, str], PassRecord] = {}
+
+    def observe(program: ir.Program, record: PassRecord) -> None:
+        records[record.program, record.name] = record
+
+    passes = {"schedule": {"bucket_mib": bucket_mib}, "remat": {"policy": policy, "regather": regather},
+              "verify": "off"}
+    step = compile_lockstep(llama(N_LAYERS), llama_loss, batches(rows=4)[0], dict(mesh), ADAMW, passes=passes,
+                            microbatches=microbatches, observe=observe)
+    return {name: c.program for name, c in step.train.items()}, records
+
+
+N_PARAMETERS = len(list(llama(N_LAYERS).parameters()))
+
+
+def collectives(program: ir.Program) -> Counter:
+    """(kind, axis, phase) -> how many tensors that are no scalars travel; scalars are counted as ("scalar", axis)."""
+    found: Counter = Counter()
+    for node in program.calls():
+        if "c10d" not in str(node.target) or "wait_tensor" in str(node.target):
+            continue
+        kind, axis = str(node.target).split(".")[1], node.args[-1]
+        is_scalar = ir.example(node).dim() == 0
+        found[("scalar", axis) if is_scalar else (kind, axis, ir.phase(node))] += 1
+    return found
+
+
+def traffic(record: PassRecord) -> tuple[int, int]:
+    """Calls and bytes of a program's collectives."""
+    return sum(t.calls for t in record.accounting.traffic), sum(t.sent_bytes for t in record.accounting.traffic)
+
+
+GATHERS, AGAIN = ("all_gather_into_tensor", "dp_shard", "forward"), ("all_gather_into_tensor", "dp_shard", "backward")
+SCATTERS = ("reduce_scatter_tensor", "dp_shard", "backward")
+USED_AGAIN = N_PARAMETERS - 1  # the backward of a lookup does not read the table
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_fsdp_gathers_once_a_use_region_and_reduces_once(policy):
+    programs, _ = compiled(FSDP, policy=policy)
+    wanted = {GATHERS: N_PARAMETERS, AGAIN: USED_AGAIN, SCATTERS: N_PARAMETERS, ("scalar", "dp_shard"): SCALARS}
+    assert collectives(programs["step"]) == wanted
+
+
+def test_without_regather_parameters_are_gathered_once():
+    programs, _ = compiled(FSDP, regather=False)
+    wanted = {GATHERS: N_PARAMETERS, SCATTERS: N_PARAMETERS, ("scalar", "dp_shard"): SCALARS}
+    assert collectives(programs["step"]) == wanted
+
+
+def test_replicas_sum_each_gradient_once():
+    programs, _ = compiled(REPLICAS)
+    sums = ("all_reduce", "dp_replicate", "optimizer")
+    assert collectives(programs["step"]) == {sums: N_PARAMETERS, ("scalar", "dp_replicate"): SCALARS - 1}
+
+
+def test_replicas_of_shards_sum_what_is_scattered():
+    programs, _ = compiled(HSDP)
+    found = collectives(programs["step"])
+    assert found[("all_reduce", "dp_replicate", "optimizer")] == N_PARAMETERS
+    assert (found[GATHERS], found[AGAIN], found[SCATTERS]) == (N_PARAMETERS, USED_AGAIN, N_PARAMETERS)
+    assert sum(found.values()) == 4 * N_PARAMETERS - 1 + 2 * (SCALARS - 1) + 1
+
+
+def test_accumulation_leaves_the_sum_over_replicas_to_the_end():
+    programs, _ = compiled(REPLICAS, microbatches=2)
+    assert collectives(programs["accumulate"]) == {("scalar", "dp_replicate"): SCALARS - 1}
+    assert collectives(programs["apply"]) == {("all_reduce", "dp_replicate", "optimizer"): N_PARAMETERS}
+
+
+@pytest.mark.parametrize("mesh", [FSDP, REPLICAS], ids=str)
+def test_buckets_are_fewer_and_carry_the_same_bytes(mesh):
+    _, one_by_one = compiled(mesh)
+    _, merged = compiled(mesh, bucket_mib=25.0)
+    calls, sent = traffic(one_by_one["step", "overlap"])
+    calls_merged, sent_merged = traffic(merged["step", "overlap"])
+    assert calls_merged < calls / 2 and sent_merged == sent

@@ -1,0 +1,265 @@
+"""Collectives beside computation: what starts early, what is waited for late, and the same bits."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from joint_programs import equal, joint, plain, run
+from small_programs import Small, cut
+
+from compiler_trainer.config.schema import Config, MeshConfig, ModelConfig, TrainConfig
+from compiler_trainer.planning.dry import compile_dry
+from passes.check.verify import verify_spec
+from passes.communication.overlap import Overlap, count_beside, in_flight
+from passes.communication.schedule import Schedule
+from passes.lower import lower_inductor
+from passes.memory.remat import Remat
+from passes.program import ir
+from passes.program.printer import print_program
+from passes.program.shift import arrive, shift
+from passes.program.torch_private import c10d, register_axis_group
+from passes.sharding.collectives import Expand
+from passes.update.optimize import Optimize
+from passes.update.optimizers import AdamW
+
+aten = torch.ops.aten
+F32 = torch.float32
+SIDE = 64  # a product of squares takes 2 * 64^3 FLOPs, which hide 238 bytes
+
+
+class Steps(Small):
+    """A program whose nodes are known by labels."""
+
+    def __init__(self, **mesh: int):
+        super().__init__(**mesh)
+        self.labels: dict[str, str] = {}
+
+    def do(self, label: str, target, *args, phase: str = "backward", layer: int = 0):
+        node = self.call(target, *args, phase=phase)
+        ir.set_origin(node, "model.py:1", f"layers.{layer}.wq")
+        self.labels[node.name] = label
+        return node
+
+    def square(self, name: str, kind="batch"):
+        return self.input(name, cut((SIDE, SIDE)), kind, F32)
+
+    def mm(self, label: str, a, b, **where):
+        return self.do(label, aten.mm.default, a, b, **where)
+
+    def sent(self, label: str, x, axis: str = "tp", **where):
+        """A sum of a value over an axis, started."""
+        return self.do(f"start {label}", c10d.all_reduce.default, x, "sum", axis, **where)
+
+    def wait(self, label: str, start, **where):
+        return self.do(f"wait {label}", c10d.wait_tensor.default, start, **where)
+
+    def ended(self, *results) -> ir.Program:
+        outputs = [("gradient", f"g{i}", node, cut(tuple(ir.example(node).shape))) for i, node in enumerate(results)]
+        return self.program(outputs, "captured", "local", "collectives")
+
+    def order(self, *results, ahead: int = 1) -> list[str]:
+        """The labels after the pass."""
+        program = self.ended(*results)
+        text = print_program(program)
+        moved, _ = Overlap(ahead)(program, self.ctx)
+        moved.graph.lint()
+        assert print_program(program) == text
+        assert Counter(n.name for n in moved.graph.nodes) == Counter(n.name for n in program.graph.nodes)
+        return [self.labels[node.name] for node in moved.calls() if node.name in self.labels]
+
+
+# ---- gathers of parameters --------------------------------------------------------------------------
+
+
+def three_layers() -> tuple[Steps, list]:
+    """Forward through three layers, each gathering its weight where it uses it."""
+    steps = Steps(dp_shard=2)
+    x = steps.square("x")
+    for i in range(3):
+        shard = steps.input(f"w{i}", cut((SIDE, SIDE), dp_shard=0), "parameter", F32)
+        where = {"phase": "forward", "layer": i}
+        start = steps.do(f"gather {i}", c10d.all_gather_into_tensor.default, shard, 2, "dp_shard", **where)
+        x = steps.mm(f"mm {i}", x, steps.wait(str(i), start, **where), **where)
+    return steps, [x]
+
+
+@pytest.mark.parametrize(
+    ("ahead", "order"),
+    [
+        (0, "gather 0, wait 0, mm 0, gather 1, wait 1, mm 1, gather 2, wait 2, mm 2"),
+        (1, "gather 0, gather 1, wait 0, mm 0, gather 2, wait 1, mm 1, wait 2, mm 2"),
+        (2, "gather 0, gather 1, gather 2, wait 0, mm 0, wait 1, mm 1, wait 2, mm 2"),
+    ],
+)
+def test_weights_travel_while_the_layers_before_are_computed(ahead, order):
+    steps, results = three_layers()
+    assert ", ".join(steps.order(*results, ahead=ahead)) == order
+
+
+def test_a_gather_does_not_cross_a_write():
+    steps = Steps(dp_shard=2)
+    x, w = steps.square("x"), steps.input("w", cut((SIDE, SIDE), dp_shard=0), "parameter", F32)
+    results = [x]
+    for i in range(2):
+        where = {"phase": "forward", "layer": i}
+        start = steps.do(f"gather {i}", c10d.all_gather_into_tensor.default, w, 2, "dp_shard", **where)
+        results.append(steps.mm(f"mm {i}", results[-1], steps.wait(str(i), start, **where), **where))
+        steps.do(f"write {i}", aten.add_.Tensor, w, 1.0, **where)
+    order = steps.order(*results[1:])
+    assert order.index("write 0") < order.index("gather 1")
+
+
+# ---- gradients --------------------------------------------------------------------------------------
+
+
+def test_gradients_travel_while_the_layer_before_is_computed_and_no_longer():
+    steps = Steps(dp_shard=2)
+    x, copies = steps.square("x"), []
+    for i in (2, 1, 0):
+        x = steps.mm(f"mm {i}", x, x, layer=i)
+        start = steps.sent(str(i), x, "dp_shard", layer=i)
+        copies.append(steps.do(f"copy {i}", aten.clone.default, steps.wait(str(i), start, layer=i), layer=i))
+    updates = [steps.call(aten.neg.default, copy, phase="optimizer") for copy in copies]
+    assert steps.order(*updates) == [
+        "mm 2", "start 2", "mm 1", "wait 2", "start 1", "mm 0", "wait 1", "start 0",
+        "copy 2", "copy 1", "wait 0", "copy 0"]  # copies stand where the optimizer reads them
+
+
+def test_gradients_reduced_over_two_axes_are_sent_on_a_layer_later():
+    steps = Steps(dp_replicate=2, dp_shard=2)
+    x, results = steps.square("x"), []
+    for i in (3, 2, 1, 0):
+        x = steps.mm(f"mm {i}", x, x, layer=i)
+        first = steps.wait(f"{i}", steps.sent(f"{i}", x, "dp_shard", layer=i), layer=i)
+        both = steps.do(f"cat {i}", aten.cat.default, [first, first], layer=i)
+        results.append(steps.wait(f"{i} again", steps.sent(f"{i} again", both, "dp_replicate", layer=i), layer=i))
+    updates = [steps.call(aten.neg.default, result, phase="optimizer") for result in results]
+    assert steps.order(*updates)[:16] == [
+        "mm 3", "start 3",
+        "mm 2", "wait 3", "cat 3", "start 3 again", "start 2",
+        "mm 1", "wait 2", "cat 2", "start 2 again", "wait 3 again", "start 1",
+        "mm 0", "wait 1", "cat 1"]
+
+
+def test_the_gradient_of_a_weight_is_computed_while_that_of_the_input_travels():
+    steps = Steps(tp=2)
+    g, w, x = steps.square("g"), steps.square("w"), steps.square("x")
+    small = steps.input("small", cut((1, 16)), "batch", F32)
+    of_weight, of_input = steps.mm("dw", x, g), steps.mm("dx", g, w)
+    start = steps.sent("dx", steps.do("cut", aten.add.Tensor, small, steps.do("sum", aten.sum.default, of_input)))
+    last = steps.mm("next", of_input, steps.do("use", aten.mul.Tensor, of_input, steps.do(
+        "sum again", aten.sum.default, steps.wait("dx", start))))
+    assert steps.order(of_weight, last) == [
+        "dx", "sum", "cut", "start dx", "dw", "wait dx", "sum again", "use", "next"]
+
+
+def test_no_more_is_moved_than_travels_long_enough():
+    """Of two products one hides the 64 bytes that travel; the nearer one goes."""
+    steps = Steps(tp=2)
+    x, small = steps.square("x"), steps.input("small", cut((1, 16)), "batch", F32)
+    dw = [steps.mm(f"dw {i}", x, x) for i in range(2)]
+    chain = steps.mm("dx", x, x)
+    start = steps.sent("dx", steps.do("cut", aten.mul.Tensor, small, steps.do("sum", aten.sum.default, chain)))
+    last = steps.mm("next", chain, steps.do("use", aten.mul.Tensor, chain, steps.do(
+        "sum again", aten.sum.default, steps.wait("dx", start))))
+    assert steps.order(*dw, last) == [
+        "dw 0", "dx", "sum", "cut", "start dx", "dw 1", "wait dx", "sum again", "use", "next"]
+
+
+def test_what_needs_no_product_starts_earlier_but_not_beside_another_of_its_axis():
+    steps = Steps(tp=2)
+    x, saved = steps.square("x"), steps.input("saved", cut((1, 16)), "batch", F32)
+    chain = steps.mm("a", x, x)
+    first = steps.sent("first", steps.do("cut", aten.mul.Tensor, saved, steps.do("sum", aten.sum.default, chain)))
+    beside = steps.mm("beside", x, x)
+    waited = steps.wait("first", first)
+    again = steps.sent("again", steps.do("norm", aten.neg.default, saved))
+    last = steps.mm("next", chain, steps.do("use", aten.mul.Tensor, chain, steps.do(
+        "sum again", aten.sum.default, steps.do("both", aten.add.Tensor, waited, steps.wait("again", again)))))
+    order = steps.order(beside, last)
+    assert order[:3] == ["norm", "start again", "a"] and order.index("start first") < order.index("beside")
+
+
+def test_rings_are_waited_for_late_and_what_they_send_stays_until_then():
+    steps = Steps(cp=2)
+    x = steps.square("x")
+    sent = steps.mm("own", x, x, phase="forward")
+    there = steps.do("shift", shift, sent, "cp", 1, phase="forward")
+    come = steps.do("arrive", arrive, there, sent, phase="forward")
+    beside = steps.mm("beside", x, x, phase="forward")
+    last = steps.mm("last", come, beside, phase="forward")
+    assert steps.order(last) == ["own", "shift", "beside", "arrive", "last"]
+
+
+# ---- a model ----------------------------------------------------------------------------------------
+
+MESHES = [
+    (("dp_shard", 2),), (("dp_shard", 3),), (("dp_replicate", 2), ("dp_shard", 2)), (("dp_shard", 2), ("tp", 2)),
+    (("cp", 2), ("tp", 2)),
+]
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_the_bits_stay_and_so_does_every_operator(mesh, policy):
+    program, ctx = joint(mesh)
+    for step in (Remat(policy), Schedule(), Expand()):
+        program, _ = step(program, ctx)
+    text = print_program(program)
+    moved, report = Overlap()(program, ctx)
+    verify_spec(moved, ctx)
+    assert equal(run(moved, ctx), plain(mesh))
+    assert print_program(program) == text
+    operators = [sorted(line for line in lines.splitlines() if "%" in line) for lines in (print_program(moved), text)]
+    assert operators[0] == operators[1]
+    assert report.counts["collectives"] == len(list(in_flight(program.graph)))
+    assert report.counts["with_products_beside_before"] < report.counts["with_products_beside_after"] == count_beside(moved)
+
+
+def test_a_step_with_an_optimizer_keeps_its_bits():
+    mesh = (("dp_shard", 2), ("tp", 2))
+    program, ctx = joint(mesh)
+    for step in (Remat("none"), Optimize(AdamW(), 1.0), Schedule(), Expand()):
+        program, _ = step(program, ctx)
+    moved, _ = Overlap()(program, ctx)
+    verify_spec(moved, ctx)
+    assert moved.facts == program.facts | {"overlap"}
+    assert equal(run(moved, ctx), run(program, ctx))
+
+
+@pytest.fixture
+def tp_group():
+    """A group of one rank under the name of the axis: Inductor asks for it while it compiles."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    register_axis_group("tp", dist.group.WORLD)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.full
+def test_inductor_keeps_products_beside_collectives(tp_group, caplog):
+    """Its own order, of fused kernels, would put a wait where the first operator stood of the kernel that needs it."""
+    model = ModelConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128)
+    cfg = Config(model=model, train=TrainConfig(seq_len=64, global_batch_size=4), mesh=MeshConfig(dp_shard=1, tp=2))
+    program, ctx = compile_dry(cfg, None).programs["step"]
+    torch._logging.set_logs(output_code=True)
+    try:
+        with caplog.at_level(logging.DEBUG, "torch._inductor.graph.__output_code"):
+            lower_inductor(program, ctx)
+    finally:
+        torch._logging.set_logs()
+    code = "\n".join(record.getMessage() for record in caplog.records)
+    found, products, starts = 0, 0, {}
+    for line in code.splitlines():
+        buffer = re.search(r"buf\d+", line)
+        if "_c10d_functional.wait_tensor.default(" in line:
+            found += products > starts.pop(buffer[0], products)
+        elif "torch.ops._c10d_functional." in line and "assert" not in line:
+            starts[buffer[0]] = products
+        products += bool(re.search(r"extern_kernels\.\w*mm\(|= torch.ops.aten._scaled_dot_product", line))
+    assert found == count_beside(program) > 0

@@ -1,0 +1,391 @@
+"""Predicted steps: formulae by hand on tiny graphs, what a dry run says and leaves, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import operator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
+from small_programs import Small, cut
+
+from compiler_trainer import compile_step, models, train
+from compiler_trainer.config import schema as config
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.options import build
+from compiler_trainer.config.schema import (
+    ByDtype,
+    ClusterConfig,
+    Config,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    PassesConfig,
+    RematConfig,
+    RunConfig,
+    TrainConfig,
+)
+from compiler_trainer.planning.dry import cluster_of, compile_dry, dry_run, model_flops_per_token, predict_step
+from compiler_trainer.training.trainer import train as run_training
+from passes.cost.cluster import Cluster, Link, Reach, collective_seconds, reach
+from passes.cost.fusion import fuse
+from passes.cost.predict import predict
+from passes.program import ir
+from passes.program.mesh import Mesh
+from passes.program.spec import Spec
+from passes.program.sweep import sweep
+from passes.program.torch_private import c10d
+
+aten = torch.ops.aten
+F32 = torch.float32
+# a byte a second inside a node, a tenth between nodes, one FLOP and ten bytes a second on the device
+SLOW = Cluster(2, {F32: 1.0}, 1.0, 10.0, 0.5, Link(1.0, 0.0), Link(0.1, 0.0))
+
+
+def ended(small: Small, *results):
+    outputs = [("metric", f"m{i}", node, Spec.whole(tuple(ir.example(node).shape))) for i, node in enumerate(results)]
+    return small.program(outputs)
+
+
+def kernels(small: Small, *results):
+    program = ended(small, *results)
+    found = fuse(program, sweep(program, small.ctx))
+    return [([node.name for node in k.nodes], k.moved_bytes) for k in found]
+
+
+# ---- links ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("axis", "nodes", "per_node"), [("tp", 1, 4), ("cp", 2, 2), ("dp_shard", 3, 1), ("dp_replicate", 2, 1)]
+)
+def test_where_the_ranks_of_an_axis_are(axis, nodes, per_node):
+    mesh = Mesh.of({"dp_replicate": 2, "dp_shard": 3, "cp": 4, "tp": 4})
+    assert reach(mesh, axis, 8) == Reach(nodes, per_node)
+
+
+LINKS = Cluster(4, {}, 1.0, 1.0, 0.0, Link(100.0, 0.01), Link(10.0, 0.1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "nodes", "per_node", "seconds"),
+    [
+        ("all_gather", 1, 4, 6 + 3 * 0.01),  # inside a node
+        ("all_gather", 4, 1, 60 + 3 * 0.1),  # one rank a node
+        ("reduce_scatter", 2, 4, max(6, 60 / 7) + 6 * 0.01 + 0.1),  # 1 / 7 of it leaves the node
+        ("all_reduce", 4, 1, 60 + 2 * 2 * 0.1),  # a tree has 2 hops where a ring has 3
+        ("all_to_all", 2, 4, max(6 * 3 / 7, 60 * 4 / 7) + 0.1),
+        ("shift", 2, 4, 60 + 0.1),
+    ],
+)
+def test_seconds_of_collectives_that_send_600_bytes_a_rank(kind, nodes, per_node, seconds):
+    assert collective_seconds(kind, 600, Reach(nodes, per_node), LINKS) == pytest.approx(seconds)
+
+
+# ---- kernels ----------------------------------------------------------------------------------------
+
+
+def test_loops_run_as_one_kernel_and_a_product_alone():
+    small = Small()
+    x, w = small.input("x", cut((4, 8)), "batch", F32), small.input("w", cut((8, 8)), "parameter", F32)
+    y = small.call(aten.relu.default, small.call(aten.mul.Tensor, x, 2.0))
+    z = small.call(aten.mm.default, y, w)
+    norm = small.call(aten.mean.dim, small.call(aten.mul.Tensor, z, z), [1], True)
+    out = small.call(aten.div.Tensor, z, norm)
+    assert kernels(small, out) == [
+        (["mul_tensor", "relu_default"], 2 * 4 * 8 * 4),  # x read, y written; the product never exists
+        (["mm_default"], (2 * 4 * 8 + 8 * 8) * 4),
+        (["mul_tensor_1", "mean_dim", "div_tensor"], 2 * 4 * 8 * 4),  # a reduction of rows stays in its kernel
+    ]
+
+
+def test_a_reduction_of_everything_ends_its_kernel():
+    small = Small()
+    x = small.input("x", cut((4, 8)), "batch", F32)
+    total = small.call(aten.sum.default, small.call(aten.mul.Tensor, x, x))
+    assert kernels(small, small.call(aten.div.Tensor, x, total)) == [
+        (["mul_tensor", "sum_default"], 4 * 8 * 4 + 4),
+        (["div_tensor"], 2 * 4 * 8 * 4 + 4),
+    ]
+
+
+def test_views_move_nothing_and_an_update_in_place_writes_what_it_updates():
+    small = Small()
+    p = small.input("p", cut((4, 8)), "parameter", F32)
+    turned = small.call(aten.t.default, small.call(aten.neg.default, p))
+    done = small.call(aten.copy_.default, p, small.call(aten.t.default, turned), phase="forward")
+    assert kernels(small, done) == [(["neg_default", "copy__default"], 2 * 4 * 8 * 4)]
+
+
+def test_a_lookup_reads_of_a_table_only_what_it_yields():
+    small = Small()
+    table, ids = small.input("table", cut((1000, 8)), "parameter", F32), small.input("ids", cut((3,)), "batch", torch.int64)
+    assert kernels(small, small.call(aten.embedding.default, table, ids)) == [(["embedding_default"], 2 * 3 * 8 * 4 + 3 * 8)]
+
+
+# ---- the timeline -----------------------------------------------------------------------------------
+
+
+def one_product_one_gather(*, wait_first: bool):
+    """mm [2, 3] x [3, 4] and an all-gather of 5 entries a rank over tp=2, waited for before the product or after."""
+    small = Small(tp=2)
+    a, b = small.input("a", cut((2, 3)), "batch", F32), small.input("b", cut((3, 4)), "batch", F32)
+    x = small.input("x", cut((10,), tp=0), "batch", F32)
+    start = small.call(c10d.all_gather_into_tensor.default, x, 2, "tp")
+    steps = [(c10d.wait_tensor.default, start), (aten.mm.default, a, b)]
+    done = [small.call(*step) for step in (steps if wait_first else steps[::-1])]
+    return ended(small, *done), small.ctx
+
+
+PRODUCT_S = 2 * 2 * 3 * 4 + 0.5  # 48 FLOPs at one a second; 26 entries are read or written at 10 bytes a second
+GATHER_S = 5 * 4  # a rank sends its 5 entries
+
+
+def test_a_gather_that_is_waited_for_at_once_is_exposed():
+    found = predict(*one_product_one_gather(wait_first=True), SLOW)
+    assert found.timeline.step_s == pytest.approx(GATHER_S + PRODUCT_S)
+    assert found.timeline.exposed_s == pytest.approx({"tp": GATHER_S})
+    assert [(e.stream, e.start_s, e.end_s) for e in found.timeline.events] == [
+        ("tp", 0, GATHER_S), ("compute", GATHER_S, GATHER_S + PRODUCT_S)]
+    assert found.sent_bytes == {("tp", "intra"): 20, ("tp", "inter"): 0}
+
+
+def test_a_gather_beside_a_product_is_hidden():
+    found = predict(*one_product_one_gather(wait_first=False), SLOW).timeline
+    assert (found.step_s, found.compute_s) == (pytest.approx(PRODUCT_S), pytest.approx(PRODUCT_S))
+    assert found.exposed_s == {"tp": 0}
+
+
+def test_what_is_left_of_a_longer_gather_is_exposed():
+    slower = replace(SLOW, intra=Link(0.25, 0.0))  # 80 s
+    found = predict(*one_product_one_gather(wait_first=False), slower).timeline
+    assert found.exposed_s["tp"] == pytest.approx(80 - PRODUCT_S)
+    assert found.step_s == pytest.approx(80)
+
+
+def test_a_small_product_takes_as_long_as_its_bytes():
+    quick = replace(SLOW, matmul_flops_per_s={F32: 1e9})
+    found = predict(*one_product_one_gather(wait_first=False), quick).timeline
+    assert found.compute_s == pytest.approx((6 + 12 + 8) * 4 / 10 + 0.5)
+
+
+def test_a_causal_attention_does_half_of_the_work():
+    def seconds(causal):
+        small = Small()
+        q, k, v = (small.input(n, cut((1, 2, 64, 16)), "batch", F32) for n in "qkv")
+        both = small.call(aten._scaled_dot_product_flash_attention_for_cpu.default, q, k, v, 0.0, causal)
+        parts = [small.call(operator.getitem, both, i) for i in range(2)]
+        return predict(ended(small, *parts), small.ctx, SLOW).timeline.compute_s - SLOW.kernel_s
+
+    assert seconds(True) == pytest.approx(seconds(False) / 2)
+    assert seconds(False) == pytest.approx(4 * 2 * 64 * 64 * 16)
+
+
+def test_float8_products_run_at_their_own_rate():
+    small = Small()
+    a, b = (small.input(n, cut((16, 16)), "batch", torch.float8_e4m3fn) for n in "ab")
+    scales = [small.input(n, cut(()), "batch", F32) for n in ("sa", "sb")]
+    flipped = small.call(aten.t.default, b)
+    out = small.call(aten._scaled_mm.default, a, flipped, *scales, None, None, torch.bfloat16)
+    rates = replace(SLOW, matmul_flops_per_s={torch.float8_e4m3fn: 2.0}, hbm_bytes_per_s=1e9)
+    assert predict(ended(small, out), small.ctx, rates).timeline.step_s == pytest.approx(2 * 16**3 / 2 + 0.5)
+
+
+def test_a_dtype_without_a_rate_is_named():
+    program, ctx = one_product_one_gather(wait_first=True)
+    with pytest.raises(ir.CompileError, match=r"%mm_default computes in torch.float32, for which the cluster states no"):
+        predict(program, ctx, replace(SLOW, matmul_flops_per_s={}))
+
+
+# ---- dry runs ---------------------------------------------------------------------------------------
+
+MODEL = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64)
+
+
+def options(folder="unused", mesh=None, **changes):
+    """A dry run of a tiny model on 64 ranks."""
+    return replace(
+        Config(
+            model=MODEL,
+            train=TrainConfig(seq_len=32, global_batch_size=8),
+            mesh=mesh or MeshConfig(dp_shard=8, cp=2, tp=4),
+            optim=OptimConfig(max_norm=1.0),
+            run=RunConfig(dir=str(folder), dry=True),
+        ),
+        **changes,
+    )
+
+
+@pytest.fixture(scope="module")
+def sixty_four(tmp_path_factory):
+    """The config, folder and report of a dry run on 64 ranks."""
+    cfg = options(tmp_path_factory.mktemp("dry") / "run")
+    run_training(cfg)
+    folder = Path(cfg.run.dir)
+    return cfg, folder, json.loads((folder / "report.json").read_text())
+
+
+def test_a_dry_run_leaves_a_folder_and_no_process_group(sixty_four):
+    cfg, folder, report = sixty_four
+    assert not dist.is_initialized()
+    assert {path.name for path in folder.iterdir()} == {"config.yaml", "graphs", "report.json"}
+    assert config.load(folder / "config.yaml") == cfg
+    assert set(report["predicted"]) == {"peak_mem_bytes", "step_ms", "tokens_per_s_per_gpu", "mfu"}
+    predicted = report["predicted"]
+    assert predicted["tokens_per_s_per_gpu"] * predicted["step_ms"] == pytest.approx(1e3 * 8 * 32 / 64)
+    flops = model_flops_per_token(MODEL, 32)
+    assert predicted["mfu"] == pytest.approx(flops * predicted["tokens_per_s_per_gpu"] / 67e12)  # of fp32's peak
+    assert report["prediction"]["ranks"] == 64
+
+
+def test_the_timeline_accounts_for_the_whole_step(sixty_four):
+    _, folder, report = sixty_four
+    made_of, step_ms = report["prediction"], report["predicted"]["step_ms"]
+    assert made_of["compute_ms"] + sum(made_of["exposed_ms"].values()) == pytest.approx(step_ms, rel=1e-3)
+    assert max(event["end_ms"] for event in report["timeline"]) == pytest.approx(step_ms, abs=1e-3)
+    by_stream: dict[str, float] = {}
+    for event in report["timeline"]:
+        assert event["start_ms"] >= by_stream.get(event["stream"], 0) - 1e-3, "a stream does one thing at a time"
+        by_stream[event["stream"]] = event["end_ms"]
+    assert set(by_stream) == {"compute", "dp_shard", "cp", "tp"}
+    (graph,) = (folder / "graphs").glob("*step_overlap.txt")
+    names = {line.split(" ")[0][1:] for line in graph.read_text().splitlines() if line.startswith("%")}
+    assert {event["node"] for event in report["timeline"]} <= names
+
+
+def test_bytes_sent_are_those_of_the_accounting(sixty_four):
+    _, _, report = sixty_four
+    counted: dict[str, int] = {}
+    for part in report["passes"][-1]["accounting"]["traffic"]:
+        counted[part["axis"]] = counted.get(part["axis"], 0) + part["sent_bytes"]
+    sent = report["prediction"]["sent_bytes"]
+    assert {axis: links["intra"] for axis, links in sent.items()} == {
+        "tp": counted["tp"], "cp": counted["cp"], "dp_shard": 0}  # tp and cp fill a node of 8
+    assert {axis: links["inter"] for axis, links in sent.items()} == {"tp": 0, "cp": 0, "dp_shard": counted["dp_shard"]}
+
+
+@pytest.fixture(scope="module")
+def four():
+    """The config, the programs and the prediction of a dry run on 4 ranks."""
+    cfg = options(mesh=MeshConfig(dp_shard=2, tp=2), passes=PassesConfig(verify="off"))
+    dry = compile_dry(cfg, None)
+    return cfg, dry, predict_step(cfg, dry)
+
+
+def test_memory_is_that_of_the_step_that_is_run(four):
+    cfg, _, found = four
+    batch = {key: torch.zeros(8, 32, dtype=torch.int64) for key in models.INPUTS}
+    model = models.build(MODEL)
+    weights = models.initial_parameters(model, 0, F32)
+    step = compile_step(model, models.loss_fn, batch, mesh=cfg.mesh, optim=cfg.optim, passes=cfg.passes,
+                        ranks="lockstep", initial=weights)
+    (last,) = [p for p in step.report["passes"] if (p["program"], p["name"]) == ("step", "overlap")]
+    assert found["predicted"]["peak_mem_bytes"] == last["accounting"]["peak_bytes"]
+
+
+def test_with_microbatches_the_moments_lie_beside_what_accumulates():
+    train, passes = TrainConfig(seq_len=32, global_batch_size=8, microbatches=4), PassesConfig(verify="off")
+    cfg = options(mesh=MeshConfig(dp_shard=2), train=train, passes=passes, model=replace(MODEL, n_layers=1))
+    step = compile_dry(cfg, None)
+    found = predict_step(cfg, step)
+    memory = found["prediction"]["memory"]
+    parameters = sum(p.numel() for p in models.build(cfg.model).parameters())
+    assert memory["program"] == "accumulate"
+    assert memory["kinds"]["state of other programs"] >= 2 * parameters * 4 // 2  # Adam's two moments, of half of them
+    times = {name: max(e["end_ms"] for e in found["timeline"] if e["program"] == name) for name in step.programs}
+    assert found["predicted"]["step_ms"] == pytest.approx(4 * times["accumulate"] + times["apply"], rel=1e-3)
+
+
+QUICKER = {
+    "intra_gb_s": 2.0, "inter_gb_s": 2.0, "hbm_gb_s": 2.0, "intra_us": 0.5, "inter_us": 0.5, "kernel_us": 0.5,
+    "attention_efficiency": 2.0, "gpus_per_node": 2,
+}
+
+
+@pytest.mark.parametrize("field", QUICKER)
+def test_a_better_cluster_is_never_slower(four, field):
+    cfg, dry, found = four
+    better = replace(cfg.cluster, **{field: type(getattr(cfg.cluster, field))(getattr(cfg.cluster, field) * QUICKER[field])})
+    assert predict_step(replace(cfg, cluster=better), dry)["predicted"]["step_ms"] <= found["predicted"]["step_ms"]
+
+
+def test_model_flops_are_six_a_parameter_and_attention():
+    cfg = ModelConfig(dim=16, n_layers=3, n_heads=2, n_kv_heads=2, ffn_dim=32, vocab_size=10)
+    layer = 4 * 16 * 16 + 3 * 16 * 32 + 2 * 16
+    assert model_flops_per_token(cfg, 8) == 6 * (3 * layer + 16 + 10 * 16) + 12 * 3 * 16 * 8
+    assert model_flops_per_token(replace(cfg, tied=True), 8) == model_flops_per_token(cfg, 8)
+
+
+# ---- what is refused --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"mesh": MeshConfig(tp=2)}, r"^mesh.dp_shard: -1 takes the ranks that are left.*set mesh.dp_shard, or cluster.gpus"),
+        ({"cluster": ClusterConfig(gpus=12)}, "^mesh: dp_shard=8.*needs 64 ranks, not 12"),
+        ({"passes": PassesConfig(remat=RematConfig(policy="offload"))}, "^passes.remat.policy: offload with run.dry=true"),
+    ],
+)
+def test_what_a_dry_run_cannot_do_is_refused_with_nothing_written(tmp_path, changes, said):
+    with pytest.raises(UserError, match=said):
+        dry_run(options(tmp_path / "run", **changes))
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_rest_of_the_gpus(tmp_path):
+    cfg = options(mesh=MeshConfig(tp=2), cluster=ClusterConfig(gpus=48))
+    assert config.validate(cfg, config.dry_world_size(cfg)).mesh.dp_shard == 24
+
+
+def test_a_run_is_not_written_over(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(UserError, match="run.dir: .* holds a run"):
+        dry_run(options(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("cluster=h10", "cluster: 'h10' is not one of a100, cpu, grand_teton, h100, h200; did you mean 'h100'?"),
+        ("cluster.hbm_efficiency=1.5", "cluster.hbm_efficiency: 1.5 must be above 0 and at most 1"),
+        ("cluster.intra_gbs=3", "cluster.intra_gbs: no such option; did you mean 'intra_gb_s'?"),
+    ],
+)
+def test_a_bad_cluster_is_one_line(monkeypatch, capsys, tmp_path, argument, said):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["compiler-trainer", "run.dry=true", "mesh.dp_shard=2", argument])
+    with pytest.raises(SystemExit) as stopped:
+        train.main()
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.strip() == f"error: {said}"
+
+
+def test_a_dry_run_is_one_process(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "WORLD_SIZE", 2)
+    monkeypatch.setattr("sys.argv", ["compiler-trainer", "run.dry=true", "mesh.dp_shard=2"])
+    with pytest.raises(SystemExit) as stopped:
+        train.main()
+    assert stopped.value.code == 2
+    assert "error: run.dry: is one process, and 2 were started" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", sorted((train.CONF / "cluster").glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_cluster_is_whole(path):
+    given = OmegaConf.to_container(OmegaConf.load(path))
+    found = build(ClusterConfig, given, "cluster")
+    assert found.name == path.stem
+    assert set(given) == {f.name for f in dataclasses.fields(ClusterConfig)} - {"gpus"}
+    assert cluster_of(found).hbm_bytes_per_s <= 1e9 * found.hbm_gb_s
+
+
+def test_the_default_cluster_is_that_of_the_file():
+    given = OmegaConf.to_container(OmegaConf.load(train.CONF / "cluster" / "h100.yaml"))
+    assert build(ClusterConfig, given) == ClusterConfig()
+    assert isinstance(ClusterConfig().peak_tflops, ByDtype)

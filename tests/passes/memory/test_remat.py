@@ -1,0 +1,377 @@
+"""Recomputation: the same bits from fewer kept values."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import re
+
+import pytest
+import torch
+from joint_programs import Tiny, body, count, equal, joint, plain, run
+
+from passes.cost.accounting import peak_memory
+from passes.memory.recompute import COMMUNICATION, is_random, saved_nodes
+from passes.memory.remat import Remat, operator_name
+from passes.program import boundary, ir
+from passes.program.printer import print_program
+from passes.program.regions import layer_paths, region_of, regions
+from passes.program.spec import Spec
+from passes.program.sweep import sweep
+from passes.program.torch_private import ao
+
+aten = torch.ops.aten
+FSDP = (("dp_shard", 2),)
+MESHES = [(), FSDP, (("dp_shard", 2), ("tp", 2))]
+WHOLE = Spec.whole((4, 4))
+
+
+# ---- regions ---------------------------------------------------------------------------------------
+
+PATHS = ["", "norm", "layers.0.wq", "layers.1.wq", "layers.1.experts.0", "layers.1.experts.1", "head.0"]
+
+
+@pytest.mark.parametrize(
+    ("path", "region"),
+    [
+        ("", ""),
+        ("head.0", ""),  # a number without siblings
+        ("layers", ""),
+        ("layers.0.wq", "layers.0"),
+        ("layers.1.experts.0", "layers.1"),  # the outermost counts
+        ("layers.2.wq", ""),
+    ],
+)
+def test_a_layer_is_a_numbered_child_with_siblings(path, region):
+    assert region_of(path, layer_paths(PATHS)) == region
+
+
+def test_a_weight_without_a_module_belongs_where_it_is_used():
+    tiny = Tiny()
+    w, x = tiny.input("w", WHOLE), tiny.input("x", WHOLE, "batch")
+    cast = tiny.call(aten._to_copy.default, w, dtype=torch.float64)
+    y = tiny.call(aten.mm.default, x, x, module="layers.0")
+    z = tiny.call(aten.mm.default, cast, cast, module="layers.1")
+    found = regions(tiny.program(y, z))
+    assert {node.name: region for node, region in found.items()} == {
+        "_to_copy": "layers.1", "mm": "layers.0", "mm_1": "layers.1"}
+
+
+def test_backward_nodes_lie_in_the_layer_they_differentiate():
+    program, _ = joint(FSDP)
+    found = regions(program)
+    scatters = [found[n] for n in program.calls() if n.target is boundary.reduce_scatter]
+    assert sorted(scatters) == [""] * 3 + ["blocks.0"] * 4 + ["blocks.1"] * 4
+
+
+# ---- small graphs ----------------------------------------------------------------------------------
+
+
+def two_layers(activation=aten.silu.default, device: str = "cpu") -> tuple[ir.Program, ir.Context]:
+    """Two layers of an activation and a sharded weight, and their backward."""
+    tiny = Tiny(device, dp_shard=2)
+    x, *weights = tiny.input("x", WHOLE, "batch"), *(tiny.input(f"w{i}", WHOLE) for i in range(2))
+    kept = []
+    for i, w in enumerate(weights):
+        full = tiny.call(boundary.all_gather, w, 0, "dp_shard", 2, 8, torch.float32, None, module=f"layers.{i}")
+        y = tiny.call(activation, x, module=f"layers.{i}")
+        kept.append((y, full))
+        x = tiny.call(aten.matmul.default, y, tiny.call(aten.slice.Tensor, full, 0, 0, 4, module=f"layers.{i}"),
+                      module=f"layers.{i}")
+    gradient = tiny.call(aten.ones_like.default, tiny.call(aten.neg.default, x), phase="backward")
+    for i, (y, full) in reversed(list(enumerate(kept))):
+        backward = {"phase": "backward", "module": f"layers.{i}"}
+        product = tiny.call(aten.mul.Tensor, gradient, y, **backward)
+        gradient = tiny.call(aten.add.Tensor, product, tiny.call(aten.sum.default, full, **backward), **backward)
+    return tiny.program(gradient), tiny.ctx
+
+
+FORWARD = """\
+%all_gather = all_gather(%w0, 0, "dp_shard", 2, 8, f32, None)
+%silu = silu(%x)
+%slice_1 = slice.Tensor(%all_gather, 0, 0, 4)
+%matmul = matmul(%silu, %slice_1)
+%all_gather_1 = all_gather(%w1, 0, "dp_shard", 2, 8, f32, None)
+%silu_1 = silu(%matmul)
+%slice_2 = slice.Tensor(%all_gather_1, 0, 0, 4)
+%matmul_1 = matmul(%silu_1, %slice_2)
+%neg = neg(%matmul_1)
+%ones_like = ones_like(%neg)
+"""
+
+
+def test_a_layer_is_recomputed_right_before_its_backward():
+    program, ctx = two_layers()
+    result, report = Remat("full")(program, ctx)
+    assert body(result) == FORWARD + """\
+%silu_2 = silu(%matmul)
+%mul = mul.Tensor(%ones_like, %silu_2)
+%all_gather_2 = all_gather(%w1, 0, "dp_shard", 2, 8, f32, None)
+%sum_1 = sum(%all_gather_2)
+%add = add.Tensor(%mul, %sum_1)
+%silu_3 = silu(%x)
+%mul_1 = mul.Tensor(%add, %silu_3)
+%all_gather_3 = all_gather(%w0, 0, "dp_shard", 2, 8, f32, None)
+%sum_2 = sum(%all_gather_3)
+%add_1 = add.Tensor(%mul_1, %sum_2)"""
+    square, gathered = 4 * 4 * 4, 4 * 8 * 4  # bytes; neg is read by ones_like, matmul enters a layer
+    assert report.counts == {"recomputed": 4, "regathered": 2, "saved_bytes_before": 3 * square + 2 * gathered,
+                             "saved_bytes_after": 2 * square, "offloaded_bytes": 0}
+
+
+def test_gathered_weights_are_kept_without_regather():
+    program, ctx = two_layers()
+    result, report = Remat("none", regather=False)(program, ctx)
+    assert body(result) == body(program)
+    assert report.counts["recomputed"] == 0
+
+
+def test_random_values_are_kept():
+    program, ctx = two_layers(aten.rand_like.default)
+    result, report = Remat("full")(program, ctx)
+    assert count(result, aten.rand_like.default, "backward") == 0
+    assert "kept of what is recomputed, random: 2" in report.notes
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+def test_attention_is_random_only_with_dropout(dropout_p):
+    tiny = Tiny()
+    q = tiny.input("q", Spec.whole((1, 1, 4, 8)))
+    flash = aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert is_random(tiny.call(flash, q, q, q, dropout_p)) == (dropout_p > 0)
+
+
+def test_values_written_in_place_are_kept_with_their_readers():
+    tiny = Tiny()
+    x = tiny.input("x", WHOLE, "batch")
+    for i in range(2):
+        y = tiny.call(aten.mul.Tensor, x, 2.0, module=f"layers.{i}")
+        x = tiny.call(aten.exp.default, tiny.call(aten.add_.Scalar, y, 1.0, module=f"layers.{i}"), module=f"layers.{i}")
+        x = tiny.call(aten.silu.default, tiny.call(aten.cos.default, x, module=f"layers.{i}"), module=f"layers.{i}")
+    gradient = tiny.call(aten.ones_like.default, tiny.call(aten.neg.default, x), phase="backward")
+    for node in [n for n in tiny.graph.nodes if n.target in (aten.exp.default, aten.cos.default)]:
+        gradient = tiny.call(aten.mul.Tensor, gradient, node, phase="backward")
+    result, _ = Remat("full")(tiny.program(gradient), tiny.ctx)
+    backward = {n.target for n in result.calls() if ir.phase(n) == "backward"}
+    assert backward == {aten.ones_like.default, aten.mul.Tensor, aten.cos.default}
+
+
+def test_a_model_without_layers_is_refused():
+    tiny = Tiny()
+    program = tiny.program(tiny.call(aten.silu.default, tiny.input("x", WHOLE), module="net.0"))
+    with pytest.raises(ir.CompileError, match="the model has none; set passes.remat.policy=none"):
+        Remat("full")(program, tiny.ctx)
+
+
+def test_an_unknown_policy_is_refused():
+    with pytest.raises(ir.CompileError, match="'some' is not one of none, full"):
+        Remat("some")(*two_layers())  # type: ignore[arg-type]
+
+
+def test_regather_of_nothing_is_reported():
+    _, report = Remat()(*joint())
+    assert report.counts["regathered"] == 0 and "0 gathers are repeated" in report.notes[0]
+
+
+# ---- a model ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_recomputed_values_are_the_same_bits_and_the_input_is_left_alone(mesh):
+    program, ctx = joint(mesh)
+    text = print_program(program)
+    again = {"ops": {"all_gather": "recompute"}} if mesh else {}
+    policies = [Remat("none"), Remat("full"), Remat("full", regather=False), Remat("selective"), Remat("every_n"),
+                Remat("selective", save=()), Remat("none", modules={"blocks.1": "recompute"}),
+                Remat("full", ops={"*attention*": "save"}), Remat("full", **again), Remat("budget", budget_bytes=12_000),
+                Remat("offload"), Remat("full", modules={"blocks.0": "offload"}), Remat("none", ops={"*attention*": "offload"})]
+    for rewrite in policies:
+        result, _ = rewrite(program, ctx)
+        result.graph.lint()
+        assert equal(run(result, ctx), plain(mesh))
+    assert print_program(program) == text
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_of_a_layer_only_its_output_and_communication_are_kept(mesh):
+    program, _ = Remat("full")(*joint(mesh))
+    written = [n.args[0] for n in program.calls() if n.target is aten.add_.Scalar]
+    for node in saved_nodes(program):
+        block = ir.module_path(node).split(".")[:2]
+        leaves = any(ir.module_path(user).split(".")[:2] != block for user in node.users if ir.phase(user) == "forward")
+        in_place = any(operand in written or operand.target is aten.add_.Scalar for operand in node.all_input_nodes)
+        assert block[0] != "blocks" or leaves or in_place or node.target in COMMUNICATION, node
+
+
+def test_a_layer_keeps_less_than_a_third():
+    def bytes_of_two_layers(policy):
+        two, four = (Remat(policy)(*joint(FSDP, n))[1].counts["saved_bytes_after"] for n in (2, 4))
+        return four - two
+
+    assert 0 < 3 * bytes_of_two_layers("full") < bytes_of_two_layers("none")
+
+
+def kept_ops(remat: Remat, mesh=(), n_blocks: int = 2) -> dict[str, set[str]]:
+    """The operators whose results a block keeps for the backward, by block."""
+    program, _ = remat(*joint(mesh, n_blocks))
+    found: dict[str, set[str]] = {}
+    for node in saved_nodes(program):
+        block = ".".join(ir.module_path(node).split(".")[:2])
+        found.setdefault(block, set()).add(operator_name(node))
+    return found
+
+
+def test_selective_keeps_also_products_and_attention():
+    full, selective = (kept_ops(Remat(policy))["blocks.1"] for policy in ("full", "selective"))
+    assert not any("attention" in name for name in full)
+    added = selective - full
+    assert any("attention" in name for name in added) and added & {"mm", "linear", "addmm", "bmm", "matmul"}
+    assert "gelu" not in selective
+
+
+def test_what_selective_keeps_is_a_table():
+    assert "gelu" in kept_ops(Remat("selective", save=("gelu",)))["blocks.1"]
+
+
+def test_every_n_recomputes_every_nth_layer():
+    kept, none, full = (kept_ops(r, n_blocks=4) for r in (Remat("every_n", every_n=3), Remat("none"), Remat("full")))
+    assert [kept[f"blocks.{i}"] == full[f"blocks.{i}"] for i in range(4)] == [True, False, False, True]
+    assert kept["blocks.1"] == none["blocks.1"]
+
+
+def test_a_module_pattern_prevails_over_an_operator_pattern_and_both_over_the_policy():
+    asked = Remat("full", modules={"blocks.1": "save"}, ops={"gelu": "save"})
+    kept = kept_ops(asked)
+    assert "gelu" in kept["blocks.0"] and not any("attention" in name for name in kept["blocks.0"])
+    assert kept["blocks.1"] == kept_ops(Remat("none"))["blocks.1"]
+    asked = Remat("none", modules={"blocks.0": "recompute"})
+    assert kept_ops(asked)["blocks.0"] == kept_ops(Remat("full"))["blocks.0"]
+
+
+def test_communication_is_repeated_where_asked():
+    mesh = (("tp", 2),)
+    once, again = (Remat("full", ops=ops)(*joint(mesh))[0] for ops in ({}, {"all_gather": "recompute"}))
+    assert count(again, boundary.all_gather, "backward") > count(once, boundary.all_gather, "backward")
+
+
+def test_offloaded_values_leave_after_the_forward_and_return_a_layer_ahead():
+    program, report = Remat("offload")(*joint(n_blocks=3))
+    nodes = list(program.graph.nodes)
+    copies = [n for n in program.calls() if n.target is aten.clone.default and ir.phase(n) == "backward"]
+    assert copies and report.counts["offloaded_bytes"] > 0
+    for back in copies:
+        (host,) = back.all_input_nodes
+        (source,) = host.all_input_nodes
+        assert not any(ir.phase(u) == "backward" for u in source.users)  # the value itself dies with the forward
+        uses = [n for n in source.users if ir.phase(n) == "forward" and n is not host]
+        assert all(nodes.index(u) < nodes.index(host) for u in uses)
+    block = regions(program)
+    returned = {block[n] for n in copies}
+    assert returned == {"blocks.0", "blocks.1", "blocks.2"}
+    first = next(n for n in program.calls() if ir.phase(n) == "backward" and block[n] == "blocks.2")
+    ahead = [n for n in copies if block[n] == "blocks.1"]
+    assert all(nodes.index(n) < nodes.index(last_of(program, block, "blocks.2")) for n in ahead) and first
+
+
+def test_on_cuda_copies_run_on_a_stream_of_their_own():
+    program, ctx = two_layers(device="cuda")
+    program, _ = Remat("offload", regather=False)(program, ctx)
+    silu = next(n for n in program.calls() if n.name == "silu")
+    out = next(n for n in silu.users if n.target is ao.offload.default)
+    host = next(n for n in out.users if n.target is ao.wait_tensor.default)
+    back = next(n for n in host.users if n.target is ao.reload.default)
+    value = next(n for n in back.users if n.target is ao.wait_tensor.default)
+    assert host.args[1] is silu and value.args[1] is host  # whose memory is free then
+    names = [n.name for n in (out, host, back, value)]
+    wanted = ["matmul", names[0], "matmul_1", names[1], "ones_like", names[2], "mul", names[3], "mul_1"]
+    assert [n.name for n in program.calls() if n.name in wanted] == wanted
+    swept = sweep(program, ctx)
+    assert not peak_memory(program, swept).alive & (swept.storages(out) | swept.storages(host))  # the host's, not the GPU's
+
+
+def last_of(program, block, name):
+    return [n for n in program.calls() if ir.phase(n) == "backward" and block[n] == name][-1]
+
+
+def test_most_of_what_none_keeps_is_offloaded():
+    kept = {policy: Remat(policy)(*joint(n_blocks=3))[1].counts for policy in ("none", "offload")}
+    assert kept["offload"]["offloaded_bytes"] > kept["none"]["saved_bytes_after"] / 2
+
+
+@pytest.mark.parametrize(("option", "what"), [("modules", "module"), ("ops", "operator of the forward")])
+def test_a_pattern_that_matches_nothing_is_refused(option, what):
+    with pytest.raises(ir.Refused, match=rf"passes.remat.{option}: no {what} is named like 'blokcs.\*'"):
+        Remat("full", **{option: {"blokcs.*": "save"}})(*joint())
+
+
+# ---- a budget --------------------------------------------------------------------------------------
+
+
+@functools.cache
+def peaks() -> tuple[int, int]:
+    """Predicted peak bytes of four layers with all of them recomputed, and with none."""
+    program, ctx = joint((), 4)
+    remat = Remat("full")
+    free = {node for node, reason in remat.reasons(program).items() if not reason}
+    return remat.peak(program, ctx, set(), free), remat.peak(program, ctx, set(), set())
+
+
+@pytest.mark.parametrize("part", [0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0])
+def test_a_budget_is_kept_to_and_used(part):
+    least, most = peaks()
+    budget = int(least + part * (most - least))
+    program, ctx = joint((), 4)
+    result, report = Remat("budget", budget_bytes=budget)(program, ctx)
+    found = peak_memory(result, sweep(result, ctx)).bytes
+    assert found <= budget
+    assert report.counts["recomputed"] <= Remat("full")(program, ctx)[1].counts["recomputed"]
+    assert (report.counts["recomputed"] == 0) == (part == 1.0)
+
+
+def test_more_memory_never_repeats_more_work():
+    least, most = peaks()
+    program, ctx = joint((), 4)
+    budgets = [int(least + k / 8 * (most - least)) for k in range(9)]
+    work = [fitted_flops(Remat("budget", budget_bytes=b)(program, ctx)[1].notes[0]) for b in budgets]
+    assert work[0] == max(work) > work[-1] == 0
+
+
+def fitted_flops(note: str) -> int:
+    return int(re.search(r"([\d,]+) FLOPs repeated", note)[1].replace(",", ""))
+
+
+def test_an_impossible_budget_says_what_is_possible():
+    least, _ = peaks()
+    with pytest.raises(ir.Refused, match=f"the least possible for this model, batch and mesh is {least / 2**30:.4g}"):
+        Remat("budget", budget_bytes=least - 1)(*joint((), 4))
+
+
+def test_a_budget_needs_a_number():
+    with pytest.raises(ir.Refused, match="passes.remat.budget_gib: policy=budget needs it"):
+        Remat("budget")(*joint())
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize("regather", [True, False])
+def test_each_parameter_is_gathered_once_a_phase(policy, regather):
+    program, report = Remat(policy, regather)(*joint(FSDP))
+    for node, given in zip(program.placeholders(), program.inputs, strict=True):
+        if given.kind == "parameter":
+            phases = [ir.phase(user) for user in node.users if user.target is boundary.all_gather]
+            again = regather and given.name != "embed.weight"  # the gradient of a look-up does not read the table
+            assert phases == ["forward"] + ["backward"] * again
+    assert report.counts["regathered"] == 10 * regather
+
+
+def test_layers_are_recomputed_one_after_the_other():
+    program, _ = Remat("full")(*joint(FSDP, 4))
+    paths = [ir.module_path(n) for n in program.calls() if ir.phase(n) == "backward"]
+    blocks = [int(path.split(".")[1]) for path in paths if path.startswith("blocks.")]
+    assert blocks == sorted(blocks, reverse=True) and set(blocks) == {0, 1, 2, 3}
+
+
+def test_parts_of_a_tuple_are_never_cloned_without_it():
+    program, _ = Remat("full")(*joint(FSDP))
+    for node in program.calls():
+        if node.target is operator.getitem:
+            assert ir.phase(node) == ir.phase(node.args[0])

@@ -1,0 +1,196 @@
+"""Precision in the graph: which operator computes in which dtype, and no cast that undoes another."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import VOCAB, batches, compile_lockstep, llama, llama_loss, train_step
+from torch import Tensor, nn
+
+from compiler_trainer import UserError
+from compiler_trainer.capture.capture import capture
+from compiler_trainer.config.schema import ModelConfig
+from compiler_trainer.models import Llama
+from passes.precision.cast import COPY, OPS, Cast, is_cast
+from passes.program import ir
+from passes.rules import name_of
+
+F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
+CPU = torch.device("cpu")
+WIDE = {pattern: F32 for pattern in OPS}
+
+
+class Net(nn.Module):
+    """A norm, a product, two softmaxes in a row, and a cast there and back of its author's."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.up = nn.RMSNorm(6, eps=1e-5), nn.Linear(6, 6, bias=False)
+        self.down = nn.Linear(6, 5, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(self.norm(x)).softmax(-1).softmax(-1)
+        return self.down(y.float().to(y.dtype))
+
+
+def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def cast(dtype: torch.dtype | None = BF16, stored: torch.dtype = F32, **options) -> tuple[ir.Program, ir.Report]:
+    """`Net` captured in a dtype, with its parameters stored in another."""
+    batch = {"x": torch.randn(4, 6, dtype=dtype), "y": torch.zeros(4, dtype=torch.int64)}
+    model = Net()
+    program, ctx = capture(model, loss_fn, batch, CPU, dtype)
+    return Cast({name: stored for name, _ in model.named_parameters()}, **options)(program, ctx)
+
+
+def dtypes(program: ir.Program, name: str) -> list[torch.dtype]:
+    found = [n for n in program.calls() if hasattr(n.target, "_schema") and name_of(n) == name]
+    return [ir.example(n.args[0]).dtype for n in found]
+
+
+def casts(program: ir.Program) -> int:
+    return sum(is_cast(n) for n in program.calls())
+
+
+def test_operators_of_the_table_compute_in_their_dtype_and_the_rest_in_the_captured_one():
+    program, _ = cast(ops=WIDE)
+    assert dtypes(program, "linear") == [BF16, BF16]
+    assert dtypes(program, "rms_norm") == [BF16]
+    assert dtypes(program, "softmax") == [F32, F32]
+    assert dtypes(program, "cross_entropy_loss") == [F32]
+    assert ir.example(program.results()[0]).dtype == F32  # a loss is not rounded to bf16
+
+
+def test_no_cast_undoes_another():
+    program, report = cast(ops=WIDE)
+    for node in filter(is_cast, program.calls()):
+        assert not is_cast(node.args[0]), node
+    # 3 parameters, into the first softmax, out of the second, into the loss
+    assert casts(program) == 6
+    assert report.counts["removed"] >= 2
+
+
+def test_a_cast_of_the_authors_that_rounds_is_kept():
+    class Rounds(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.up(x).to(BF16).to(F32))
+
+    batch = {"x": torch.randn(4, 6), "y": torch.zeros(4, dtype=torch.int64)}
+    program, ctx = capture(Rounds(), loss_fn, batch, CPU)
+    result, _ = Cast(ops=WIDE)(program, ctx)
+    assert casts(result) == 2
+
+
+def test_nothing_is_narrowed_by_the_table():
+    program, _ = cast(F64, F64, ops=WIDE)
+    assert casts(program) == 2 and set(dtypes(program, "softmax")) == {F64}  # the two are the author's
+
+
+def test_a_module_has_a_dtype_of_its_own():
+    program, _ = cast(modules={"up": F32}, ops={})
+    assert dtypes(program, "linear") == [F32, BF16]
+    weight = next(n for n, i in zip(program.placeholders(), program.inputs) if i.name == "up.weight")
+    (user,) = weight.users  # the master itself: it is not rounded on the way
+    assert name_of(user) == "linear"
+
+
+def test_what_the_model_hands_to_the_loss_has_the_output_dtype():
+    program, _ = cast(ops={}, output=F32)
+    assert dtypes(program, "cross_entropy_loss") == [F32] and dtypes(program, "linear") == [BF16, BF16]
+
+
+def test_a_module_that_is_not_there_is_refused():
+    with pytest.raises(ir.Refused, match=r"passes.cast.modules: no module is named like 'upp\.\*'"):
+        cast(modules={"upp.*": F32})
+
+
+def test_an_operator_that_is_not_there_is_refused():
+    with pytest.raises(ir.Refused, match="passes.cast.ops: no operator is named like 'softmaxx'"):
+        cast(ops={"softmaxx": F32})
+
+
+def test_the_report_tables_what_computes_in_which_dtype():
+    _, report = cast(ops=WIDE)
+    assert "linear computes in bf16: 2" in report.notes and "softmax computes in f32: 2" in report.notes
+    assert report.counts["f32 -> bf16"] >= 3
+
+
+def test_a_dtype_that_does_not_exist_is_refused():
+    with pytest.raises(UserError, match="'float12' is not one of float32, bfloat16"):
+        compile_lockstep(llama(), llama_loss, batches()[0], {}, passes={"cast": {"modules": {"layers": "float12"}}})
+
+
+MESHES = [{}, {"dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "tp": 2}]
+POLICIES = ["none", "selective", "full", "every_n", "offload"]
+PRECISIONS = {
+    "fp32": {},
+    "mixed": {"param_dtype": "bfloat16", "reduce_dtype": "float32", "modules": {"layers.1": "float32"}},
+    "rowwise": {"param_dtype": "bfloat16", "reduce_dtype": "float32", "float8": "rowwise"},
+    "tensorwise": {"float8": "tensorwise", "float8_skip": ["layers.0"]},
+}
+
+
+def wide_llama() -> nn.Module:
+    """A Llama whose matrices float8 takes."""
+    torch.manual_seed(0)
+    cfg = ModelConfig(dim=32, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=48, vocab_size=VOCAB)
+    return Llama(cfg)
+
+
+@functools.cache
+def trained(mesh: tuple[tuple[str, int], ...], precision: str, policy: str) -> list[dict[str, float]]:
+    """Metrics of three steps."""
+    passes = {"cast": PRECISIONS[precision], "remat": {"policy": policy}}
+    step = compile_lockstep(wide_llama(), llama_loss, batches()[0], dict(mesh), passes=passes)
+    assert {t.dtype for t in step.state_dict().values()} == {F32}
+    return train_step(step, batches())
+
+
+def check_composition(mesh: dict[str, int], precision: str, policy: str) -> None:
+    """Recomputation changes no bit; the mesh and the precision no more than rounding."""
+    key = tuple(mesh.items())
+    found, alone, exact = trained(key, precision, policy), trained((), precision, "none"), trained((), "fp32", "none")
+    assert found == trained(key, precision, "none")
+    for a, b, c in zip(found, alone, exact, strict=True):
+        assert abs(a["loss"] - b["loss"]) < (1e-5 if precision in ("fp32", "tensorwise") else 1e-2)
+        assert abs(a["loss"] - c["loss"]) < 0.05 and (a != c or precision == "fp32")
+
+
+@pytest.mark.parametrize("precision", ["mixed", pytest.param("rowwise", marks=pytest.mark.full)])
+def test_precision_and_recomputation_compose_on_a_mesh(precision):
+    check_composition(MESHES[-1], precision, "selective")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_precision_and_policy_composes_on_every_mesh(mesh, precision, policy):
+    check_composition(mesh, precision, policy)
+
+
+def test_wire_bytes_of_gathers_are_halved_by_bf16():
+    def gathered(cast):
+        step = compile_lockstep(llama(2, F32), llama_loss, batches()[0], {"dp_shard": 2}, passes={"cast": cast})
+        traffic = [t for p in step.report["passes"] if p["program"] == "step" for t in p["accounting"]["traffic"]]
+        return next(t["sent_bytes"] for t in reversed(traffic) if t["kind"] == "all_gather")
+
+    assert 2 * gathered({"param_dtype": "bfloat16"}) == gathered({})
+
+
+def test_a_tensor_has_one_dtype_and_the_graph_holds_it():
+    """A parameter cannot be bf16 in memory and fp32 in its description: state, program and report read one thing."""
+    step = compile_lockstep(llama(1, F32), llama_loss, batches()[0], {"dp_shard": 2},
+                            passes={"cast": {"param_dtype": "bfloat16"}})
+    program = step.train["step"].program
+    for node, given in zip(program.placeholders(), program.inputs, strict=True):
+        if given.kind == "parameter":
+            stored = step.state[f"model.{given.name}"].local
+            assert {t.dtype for t in stored.values()} == {ir.example(node).dtype} == {F32}
+    assert any(n.target is COPY for n in program.calls())

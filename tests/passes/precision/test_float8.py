@@ -1,0 +1,117 @@
+"""Products in float8: torchao's own bits, the same on every mesh, and float8 on the wire."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import compile_lockstep, train_step
+from torch import Tensor, nn
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+from compiler_trainer import UserError
+from passes.precision import float8
+
+BF16 = torch.bfloat16
+MESHES = [{"dp_shard": 2}, {"tp": 2}, {"dp_shard": 3}, {"dp_shard": 2, "tp": 2}]
+
+
+class Pair(nn.Module):
+    """A column-parallel and a row-parallel layer."""
+
+    def __init__(self, width: int = 48):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(32, width, bias=False), nn.Linear(width, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return F.mse_loss(model(batch["x"]), batch["y"])
+
+
+def data() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [{k: torch.randn(5, 7, 32, generator=generator) for k in ("x", "y")} for _ in range(3)]
+
+
+@functools.cache
+def compiled(mesh: tuple[tuple[str, int], ...], recipe: str | None, dtype: str | None = None):
+    passes = {"cast": {"float8": recipe, "float8_head": True, "param_dtype": dtype}}
+    return compile_lockstep(Pair(), loss_fn, data()[0], dict(mesh), passes=passes)
+
+
+@functools.cache
+def metrics(mesh: tuple[tuple[str, int], ...], recipe: str | None) -> list[dict[str, float]]:
+    return train_step(compiled(mesh, recipe), data())
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_one_linear_layer_has_the_bits_of_torchao(recipe):
+    torch.manual_seed(1)
+    layer = nn.Sequential(nn.Linear(64, 48, bias=False, dtype=BF16))
+    x = torch.randn(32, 64, dtype=BF16, requires_grad=True)
+    gradient = torch.randn(32, 48, dtype=BF16)
+    w = layer[0].weight.detach().clone()
+    theirs = convert_to_float8_training(layer, config=Float8LinearConfig.from_recipe_name(recipe))
+    y = theirs(x)
+    y.backward(gradient)
+    quantize = float8.RECIPES[recipe]
+    (ours,) = float8.forward(quantize, x.detach(), w)
+    gx, gw = float8.backward(quantize, x.detach(), w, ours, gradient)
+    assert torch.equal(ours, y) and torch.equal(gx, x.grad) and torch.equal(gw, theirs[0].weight.grad)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_scales_are_those_of_one_device_on_every_mesh(mesh, recipe):
+    found, wanted, exact = metrics(tuple(mesh.items()), recipe), metrics((), recipe), metrics((), None)
+    for a, b, c in zip(found, wanted, exact, strict=True):
+        assert abs(a["loss"] - b["loss"]) < 1e-5 and abs(a["grad_norm"] - b["grad_norm"]) < 1e-5
+        assert 1e-6 < abs(a["loss"] - c["loss"]) < 0.01
+
+
+def sent(recipe: str | None, dtype: str | None, kind: str = "all_gather") -> int:
+    step = compiled((("dp_shard", 2),), recipe, dtype)
+    traffic = [p for p in step.report["passes"] if p["program"] == "step"][-1]["accounting"]["traffic"]
+    return sum(t["sent_bytes"] for t in traffic if t["kind"] == kind)
+
+
+def test_float8_travels():
+    """bf16 halves the bytes of fp32, float8 those of bf16; rowwise adds one fp32 scale a row."""
+    assert sent(None, "bfloat16") * 2 == sent(None, None)
+    assert sent("tensorwise", "bfloat16") * 2 == sent(None, "bfloat16")
+    weights = sent("tensorwise", "bfloat16")
+    assert weights < sent("rowwise", "bfloat16") <= weights + 4 * (48 + 32)
+
+
+def test_scales_of_weights_are_reduced_in_one_collective():
+    """Tensorwise, `up` and `down` forward and `down` backward."""
+    passes = compiled((("dp_shard", 2),), "tensorwise").report["passes"]
+    report = next(p["report"] for p in passes if p["name"] == "schedule" and p["program"] == "step")
+    assert any("3 pmax as one, 12 bytes" in note for note in report["notes"]), report["notes"]
+
+
+def refused(**cast) -> str:
+    with pytest.raises(UserError) as caught:
+        compile_lockstep(Pair(cast.pop("width", 48)), loss_fn, data()[0], {}, passes={"cast": cast})
+    return str(caught.value)
+
+
+def test_what_cannot_be_in_float8_is_said():
+    assert "no linear layer is named like 'hed'" in refused(float8="rowwise", float8_skip=["hed"])
+    assert "a dim under 64" in refused(float8="rowwise", float8_head=True, float8_min_size=64)
+    assert "50 x 32 are not multiples of 16" in refused(float8="rowwise", float8_head=True, width=50)
+    assert "'fp4' is not one of tensorwise, rowwise" in refused(float8="fp4")
+
+
+def test_layers_left_out_are_reported():
+    cast = {"float8": "rowwise"}
+    step = compile_lockstep(Pair(), loss_fn, data()[0], {}, passes={"cast": cast})
+    report = next(p["report"] for p in step.report["passes"] if p["name"] == "float8")
+    assert report["counts"] == {"linear": 1, "left": 1}
+    assert report["notes"] == ("left as they were, the head: 1",)

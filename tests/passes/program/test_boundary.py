@@ -1,0 +1,152 @@
+"""Boundary operators by value: each keeps the logical value, its gradient keeps the logical gradient."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+from small_programs import Small, cut
+from torch import Tensor
+
+from passes.autograd.joint import Joint
+from passes.check.simulate import Lockstep
+from passes.program import boundary, ir
+from passes.program.mesh import Mesh
+from passes.program.spec import Spec, boxes, shard, unshard
+from passes.sharding.collectives import Expand
+
+F64 = torch.float64
+
+
+class Case(NamedTuple):
+    """What the operator takes and gives on `tp`, and its arguments after x, from (place, parts, size of dim 1)."""
+
+    takes: str
+    gives: str
+    args: Callable[..., tuple]
+
+
+# "shard" is of dim 1, "shard0" of dim 0
+CASES = {
+    boundary.all_gather: Case("shard", "varying", lambda place, parts, n: (1, "tp", parts, n, F64, None)),
+    boundary.reduce_scatter: Case("sum", "shard", lambda place, parts, n: (1, "tp", parts, F64, None)),
+    boundary.psum: Case("sum", "same", lambda place, parts, n: ("tp", F64, None)),
+    boundary.vary: Case("same", "varying", lambda place, parts, n: ("tp", None)),
+    boundary.slice_: Case("same", "shard", lambda place, parts, n: (place, 1, "tp", parts)),
+    boundary.gather_same: Case("shard", "same", lambda place, parts, n: (place, 1, "tp", parts, n)),
+    boundary.take: Case("varying", "shard", lambda place, parts, n: (place, 1, "tp", parts)),
+    boundary.place_: Case("shard", "sum", lambda place, parts, n: (place, 1, "tp", parts, n)),
+    boundary.unvary: Case("varying", "same", lambda place, parts, n: (place, "tp")),
+    boundary.only_first: Case("same", "sum", lambda place, parts, n: (place, "tp")),
+    boundary.all_to_all: Case("shard", "shard0", lambda place, parts, n: (0, 1, n, "tp", parts)),
+    boundary.pmax: Case("max", "same", lambda place, parts, n: ("tp",)),
+}
+MESHES = [{"tp": 2}, {"tp": 3}, {"tp": 4}]
+SHAPES = [(12, 12, 2), (5, 7, 1), (3, 2, 2)]  # divisible, uneven, fewer entries than ranks
+SETTINGS = [*itertools.product(MESHES, SHAPES), ({"tp": 2, "dp_shard": 2}, (5, 7, 1))]
+
+
+def placed(shape: tuple[int, ...], state: str) -> Spec:
+    """A tensor in a state on `tp`, whole elsewhere; its padding holds garbage."""
+    whole = replace(cut(shape), fill=77.0)
+    if state.startswith("shard"):
+        return replace(cut(shape, tp=0 if state == "shard0" else 1), fill=77.0)
+    if state in ("sum", "max"):
+        return replace(whole, partial=(("tp", state),))
+    return replace(whole, varying=("tp",) if state == "varying" else ())
+
+
+def draw(spec: Spec, mesh: Mesh) -> list[Tensor]:
+    """Random local tensors of every rank: terms on partial axes, copies elsewhere."""
+    coordinates = itertools.product(*(range(mesh[axis]) for axis in spec.partial_axes))
+    terms = {at: torch.randn(spec.shape, dtype=F64) for at in coordinates}
+    return [shard(terms[tuple(place[a] for a in spec.partial_axes)], spec, mesh, place) for place in mesh]
+
+
+def apply(op, shape: tuple[int, ...], mesh: dict[str, int]):
+    """(specs of x and of the result, x, result, cotangent, gradient), values by rank; pmax has no gradient."""
+    case, small = CASES[op], Small(**mesh)
+    before, after = placed(shape, case.takes), placed(shape, case.gives)
+    with_gradient = op is not boundary.pmax
+    x = small.input("x", before, "parameter" if with_gradient else "batch")
+    y = small.input("y", after.gradient(), "batch")
+    out = small.call(op, x, *case.args(small.place("tp"), small.mesh["tp"], shape[1]), spec=after)
+    loss = small.call(torch.ops.aten.sum.default, small.call(torch.ops.aten.mul.Tensor, out, y))
+    program = small.program([("loss", "loss", loss, Spec(())), ("metric", "out", out, after)])
+    for rewrite in (Joint(), Expand()) if with_gradient else (Expand(),):
+        program, _ = rewrite(program, small.ctx)
+    xs, ys = draw(before, small.mesh), draw(after.gradient(), small.mesh)
+    given = [[*pair, torch.tensor(place["tp"])] for *pair, place in zip(xs, ys, small.mesh, strict=True)]
+    results = list(zip(*Lockstep(program).run(given), strict=True))
+    return (before, after), xs, list(results[1]), ys, list(results[2]) if with_gradient else None
+
+
+def assert_value(locals_by_rank: list[Tensor], spec: Spec, mesh: Mesh, value: Tensor) -> None:
+    """Together the ranks hold the value, and where it is not a sum every single one its part."""
+    torch.testing.assert_close(unshard(locals_by_rank, spec, mesh), value, rtol=0, atol=1e-12)
+    for place, local in zip(mesh, locals_by_rank, strict=True):
+        assert tuple(local.shape) == spec.local_shape(mesh)
+        for box in boxes(spec, mesh, place) if not spec.partial else ():
+            torch.testing.assert_close(box.of_local(local), box.of(value), rtol=0, atol=1e-12)
+
+
+def inner(a: list[Tensor], b: list[Tensor], spec: Spec, mesh: Mesh) -> float:
+    """<a, b> of values placed dually: all ranks' terms, of copies that are the same one rank's."""
+    counted = [place for place in mesh if all(place[axis] == 0 for axis in mesh.axes if spec.state(axis) == "same")]
+    return sum(float((box.of_local(x) * box.of_local(y)).sum()) for place, x, y in zip(mesh, a, b, strict=True)
+               for box in boxes(spec, mesh, place) if place in counted)
+
+
+def test_every_operator_is_covered():
+    assert set(CASES) == boundary.BOUNDARY_OPS
+
+
+@pytest.mark.parametrize("op", CASES, ids=lambda op: op._opname)
+@pytest.mark.parametrize(("mesh", "shape"), SETTINGS, ids=str)
+def test_value_gradient_and_adjointness(op, mesh, shape):
+    torch.manual_seed(0)
+    (before, after), xs, outs, ys, gradients = apply(op, shape, mesh)
+    ranks = Mesh.of(mesh)
+    assert_value(outs, after, ranks, unshard(xs, before, ranks))
+    if gradients is not None:
+        assert_value(gradients, before.gradient(), ranks, unshard(ys, after.gradient(), ranks))
+        assert inner(outs, ys, after, ranks) == pytest.approx(inner(xs, gradients, before, ranks), abs=1e-10)
+
+
+def test_a_bf16_gather_reduces_its_gradient_in_fp32():
+    small = Small(dp_shard=2)
+    x = small.input("x", cut((4,), dp_shard=0), dtype=torch.float32)
+    y = small.input("y", replace(cut((4,)), partial=(("dp_shard", "sum"),)), "batch", torch.bfloat16)
+    full = small.call(boundary.all_gather, x, 0, "dp_shard", 2, 4, torch.bfloat16, torch.float32)
+    loss = small.call(torch.ops.aten.sum.default, small.call(torch.ops.aten.mul.Tensor, full, y))
+    program = small.program([("loss", "loss", loss, Spec(())), ("metric", "full", full, cut((4,)))])
+    for rewrite in (Joint(), Expand()):
+        program, _ = rewrite(program, small.ctx)
+    terms = [torch.ones(4, dtype=torch.bfloat16), torch.full((4,), 2.0**-9, dtype=torch.bfloat16)]
+    values = torch.tensor([1 / 3, 1.0, 2.0, 3.0]).chunk(2)
+    outs = Lockstep(program).run(list(zip(values, terms, strict=True)))
+    for _, gathered, gradient in outs:
+        assert torch.equal(gathered, torch.cat(values).to(torch.bfloat16))
+        assert torch.equal(gradient, torch.full((2,), 1 + 2.0**-9))  # which bf16 would round to 1
+
+
+@pytest.mark.parametrize("op", [op for op in CASES if op is not boundary.pmax], ids=lambda op: op._opname)
+def test_what_autograd_derives_are_boundary_operators_again(op):
+    """The backward of every operator is its partner, so the gradient's communication can be read in the graph."""
+    partners = {
+        "all_gather": ["reduce_scatter"], "reduce_scatter": ["all_gather"], "psum": [], "vary": ["psum"],
+        "slice": ["gather_same"], "gather_same": ["slice"], "take": ["place"], "place": ["take"],
+        "unvary": ["only_first"], "only_first": [], "all_to_all": ["all_to_all"],
+    }
+    case, small = CASES[op], Small(tp=2)
+    after = placed((4, 4), case.gives)
+    x, y = small.input("x", placed((4, 4), case.takes)), small.input("y", after, "batch")
+    out = small.call(op, x, *case.args(small.place("tp"), 2, 4))
+    loss = small.call(torch.ops.aten.sum.default, small.call(torch.ops.aten.mul.Tensor, out, y))
+    joint, _ = Joint()(small.program([("loss", "loss", loss, Spec(()))]), small.ctx)
+    backward = [n.target for n in joint.calls() if ir.phase(n) == "backward"]
+    assert [target._opname for target in backward if target in boundary.BOUNDARY_OPS] == partners[op._opname]

@@ -1,0 +1,135 @@
+"""Every rule, by value: each dim of each operand sharded over 2, 3 and 4 lockstep ranks, forward and gradient."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from rule_cases import CASES, real
+from rule_harness import capture, check, sharded
+
+from passes.program import ir
+from passes.program.mesh import Mesh
+from passes.program.spec import Factor, Spec
+from passes.rules import RULES
+
+# ranks, what padding holds (None: garbage)
+RUNS = ((2, 0.0), (3, None), (4, None))
+
+
+def test_every_rule_has_a_case():
+    assert sorted(CASES) == sorted(name for name in RULES if "::" not in name)  # the others are added from outside
+
+
+def placements(tensors) -> list[tuple[int, int]]:
+    """(operand, dim) of everything that can be sharded."""
+    return [(i, dim) for i, x in enumerate(tensors) for dim, n in enumerate(x.shape) if n > 1]
+
+
+def check_single_dims(name: str, every_run: bool) -> None:
+    """Each dim of each operand in turn, on every number of ranks or, in turn, on one of them."""
+    for fn, tensors in CASES[name]:
+        functions = [capture(fn, tensors, Mesh.of({"tp": ranks})) for ranks, _ in RUNS]
+        assert name in functions[0].operators, f"{name} is not among {functions[0].operators}"
+        for k, (i, dim) in enumerate(placements(tensors)):
+            chosen = range(len(RUNS)) if every_run else [k % len(RUNS)]
+            for (ranks, fill), function in ((RUNS[r], functions[r]) for r in chosen):
+                try:
+                    check(function, {i: sharded(tensors[i].shape, dim, fill=fill)})
+                except Exception as error:
+                    shapes = [tuple(x.shape) for x in tensors]
+                    raise AssertionError(f"{name} of {shapes}, operand {i} dim {dim} on {ranks} ranks: {error}") from error
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_single_dim(name: str):
+    check_single_dims(name, every_run=False)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_single_dim_on_2_3_and_4_ranks(name: str):
+    check_single_dims(name, every_run=True)
+
+
+def check_on_folded_axis(name: str) -> None:
+    """Each dim of each operand in turn, on ranks that hold its head and tail chunks."""
+    fn, tensors = CASES[name][0]
+    for ranks, fill in ((2, None), (3, 0.0)):
+        function = capture(fn, tensors, replace(Mesh.of({"tp": ranks}), folded=frozenset({"tp"})))
+        for i, dim in placements(tensors):
+            check(function, {i: sharded(tensors[i].shape, dim, fill=fill)})
+
+
+@pytest.mark.parametrize("name", ("add", "cat", "cumsum", "embedding", "gather", "index_select", "layer_norm", "linear", "matmul",
+                                  "scaled_dot_product_attention", "slice", "softmax", "sort", "sum", "view", "where"))
+def test_on_a_folded_axis(name: str):
+    check_on_folded_axis(name)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_every_rule_on_a_folded_axis(name: str):
+    check_on_folded_axis(name)
+
+
+PAIRS = ("add", "addcmul", "bmm", "cat", "embedding", "gather", "linear", "matmul", "mm", "mul", "scaled_dot_product_attention",
+         "where")
+
+
+@pytest.mark.parametrize("axis", ("dp_shard", "tp"))
+@pytest.mark.parametrize("name", PAIRS)
+def test_operands_sharded_differently(name: str, axis: str):
+    """The first two operands each on a dim of its own: as activations, then the second as a weight."""
+    fn, tensors = CASES[name][0]
+    ranks = 3 if axis == "tp" else 2
+    pairs = [(a, b) for a in range(tensors[0].dim()) for b in range(tensors[1].dim())
+             if tensors[0].shape[a] > 1 and tensors[1].shape[b] > 1]
+    for weights in ((), (1,)):
+        function = capture(fn, tensors, Mesh.of({axis: ranks}), weights)
+        for a, b in pairs:
+            check(function, {0: sharded(tensors[0].shape, a, axis, None), 1: sharded(tensors[1].shape, b, axis)})
+
+
+@pytest.mark.parametrize("name", ("add", "embedding", "linear", "matmul", "mm", "mul", "sub", "view", "transpose", "cat", "div",
+                                  "exp", "clone", "where", "bmm", "index_select", "gather", "sum"))
+def test_terms_of_a_sum_and_varying_copies(name: str):
+    """Each floating operand as terms of a sum, then as a varying copy: linear operators carry them, others reduce."""
+    fn, tensors = CASES[name][0]
+    for ranks in (2, 3):
+        function = capture(fn, tensors, Mesh.of({"tp": ranks}))
+        for i, x in enumerate(tensors):
+            if x.is_floating_point():
+                whole = Spec.whole(tuple(x.shape))
+                check(function, {i: replace(whole, partial=(("tp", "sum"),))})
+                check(function, {i: replace(whole, varying=("tp",))})
+
+
+def placed(fn, x, dims: dict[int, tuple[Factor, ...]], ranks: int) -> ir.Report:
+    """Run one operand with the given factors in some dims, checked by value; the shard report."""
+    spec = Spec.whole(tuple(x.shape))
+    spec = replace(spec, dims=tuple(dims.get(d, dim) for d, dim in enumerate(spec.dims)))
+    return check(capture(fn, (x,), Mesh.of({"tp": ranks})), {0: spec})
+
+
+# A view, the dim that is sharded, and its factors: none of these needs to move an entry.
+LOCAL_VIEWS = {
+    "flatten, major sharded": (lambda x: x.flatten(0, 1), real(7, 4, 3), 0, (Factor(7, ("tp",)),)),
+    "flatten, minor sharded": (lambda x: x.flatten(0, 1), real(4, 7, 3), 1, (Factor(7, ("tp",)),)),
+    "flatten and back": (lambda x: x.flatten(0, 1).exp().unflatten(0, (4, 7)), real(4, 7, 3), 1, (Factor(7, ("tp",)),)),
+    "split heads": (lambda x: x.unflatten(1, (5, 4)), real(3, 20), 1, (Factor(5, ("tp",)), Factor(4))),
+    "split and merge heads": (lambda x: x.unflatten(1, (5, 4)).transpose(0, 1).transpose(0, 1).flatten(1), real(3, 20), 1,
+                              (Factor(5, ("tp",)), Factor(4))),
+    "merge inner": (lambda x: x.flatten(1, 2), real(3, 5, 4), 2, (Factor(4, ("tp",)),)),
+    "transpose": (lambda x: x.transpose(0, 2), real(3, 5, 7), 2, (Factor(7, ("tp",)),)),
+    "permute, unsqueeze": (lambda x: x.permute(2, 0, 1).unsqueeze(1), real(3, 5, 7), 1, (Factor(5, ("tp",)),)),
+}
+
+
+@pytest.mark.parametrize("ranks", (2, 3, 4))
+@pytest.mark.parametrize("name", sorted(LOCAL_VIEWS))
+def test_views_stay_local(name: str, ranks: int):
+    fn, x, dim, factors = LOCAL_VIEWS[name]
+    report = placed(fn, x, {dim: factors}, ranks)
+    moved = [n for n in report.notes if "@tp" in n.partition(" -> ")[0] and "output" not in n]
+    assert not moved, "shards moved, other than for the outputs that the test looks at"

@@ -1,0 +1,39 @@
+"""The inferred tensor-parallel plan of every model is the one Megatron would write: golden files, reviewed by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from oracle import batches, llama, llama_loss
+
+from compiler_trainer.capture.capture import capture
+from passes.program.mesh import Mesh
+from passes.sharding.infer import infer
+from passes.sharding.normalize import Normalize
+
+GOLDEN = Path(__file__).parent / "golden" / "plans"
+
+
+def plan_text(model, loss_fn, batch) -> str:
+    """One line a split parameter: its shape, and the dim as outer * blocks@tp * inner."""
+    program, ctx = capture(model, loss_fn, batch, torch.device("cpu"))
+    program, _ = Normalize()(replace(program, mesh=Mesh.of({"tp": 2})), ctx)
+    shapes = {i.name: i.spec.shape for i in program.inputs}
+    return "".join(f"{name} {list(shapes[name])} dim {b.dim}: {b.outer} * {b.size}@tp * {b.inner}\n"
+                   for name, b in infer(program, 2).items())
+
+
+@pytest.mark.parametrize("name", ["ours", *zoo.MODELS])
+def test_inferred_plan_is_megatrons(name: str, request: pytest.FixtureRequest) -> None:
+    if name == "ours":
+        text = plan_text(llama(2), llama_loss, batches()[0])
+    else:
+        text = plan_text(zoo.build(name), zoo.loss_fn, zoo.batch())
+    path = GOLDEN / f"{name}.txt"
+    if request.config.getoption("--update"):
+        path.write_text(text)
+    assert text == path.read_text()

@@ -1,0 +1,54 @@
+"""Lowered programs: Inductor computes what the interpreter does, and the interpreter names what fails."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from joint_programs import Tiny
+from oracle import NO_DECAY, assert_same, perceptron, points, squared_error, train_plainly
+
+from compiler_trainer import compile_step
+from passes.check.simulate import Lockstep
+from passes.lower import lower_eager
+from passes.program import ir
+from passes.program.spec import Spec
+
+aten = torch.ops.aten
+
+
+def test_inductor_is_eager_and_pytorch():
+    model, data = perceptron(dtype=torch.float32), points(dtype=torch.float32)
+    compiled, interpreted = (compile_step(model, squared_error, data[0], optim=NO_DECAY, lower={"backend": backend})
+                             for backend in ("inductor", "eager"))
+    assert compiled.evaluate(data[1]) == pytest.approx(interpreted.evaluate(data[1]), rel=1e-6)
+    where = {name: by_rank[0].data_ptr() for name, (_, by_rank) in compiled.tensors().items()}
+    found = [(compiled(b, lr), interpreted(b, lr)) for b, lr in zip(data, (1e-2, 3e-2, 2e-2), strict=True)]
+    metrics, state = train_plainly(model, squared_error, data, NO_DECAY)
+    for (ours, eager), theirs in zip(found, metrics, strict=True):
+        assert_same(ours, eager, 1e-6)
+        assert_same(ours, theirs, 1e-6)
+    assert_same(compiled.state_dict(), interpreted.state_dict(), 1e-6)
+    assert_same(compiled.state_dict(), state, 1e-5)
+    assert {name: by_rank[0].data_ptr() for name, (_, by_rank) in compiled.tensors().items()} == where
+
+
+@pytest.mark.parametrize("run", [
+    lambda program, ctx, values: lower_eager(program, ctx)(values),
+    lambda program, ctx, values: Lockstep(program).run([values]),
+], ids=["eager", "lockstep"])
+def test_an_error_names_the_node_and_its_source_line(run):
+    tiny = Tiny()
+    node = tiny.call(aten.neg.default, tiny.input("x", Spec.whole((2, 3))))
+    broken = tiny.call(aten.mm.default, tiny.input("y", Spec.whole((2, 2))), node)
+    broken.meta["stack_trace"] = 'File "/home/me/model.py", line 41, in forward\n    y @ -x'
+    program = tiny.program(broken)
+    with pytest.raises(ir.CompileError, match=r"%mm \(model.py:41\).*(RuntimeError)") as caught:
+        run(program, tiny.ctx, [torch.ones(2, 3), torch.ones(2, 5)])
+    assert caught.value.node is not None and caught.value.node.name == "mm"
+
+
+def test_an_eager_error_gives_the_shapes_that_were_compiled():
+    tiny = Tiny()
+    program = tiny.program(tiny.call(aten.neg.default, tiny.input("x", Spec.whole((2, 3)))))
+    with pytest.raises(ir.CompileError, match=r"%neg .*aten.neg.default on \[\(2, 3\)\]: RuntimeError"):
+        lower_eager(program, tiny.ctx)(["no tensor"])  # type: ignore[list-item]

@@ -1,0 +1,117 @@
+"""The optimizer on shards: the norm of the whole gradient, and padding that stays zero."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from oracle import ADAMW, LRS, assert_same, batches, compile_lockstep, llama, llama_loss, train_step
+from torch import Tensor, nn
+
+from passes.update.optimizers import SGD, AdamW
+
+MESHES = [{"dp_shard": 3}, {"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}]
+
+
+class Scaled(nn.Module):
+    """Parameters of 1, 2 and 5 rows: of four ranks three own nothing of the first, and one nothing of the last."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.arange(1.0, n + 1).double()) for n in (1, 2, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x[:, :5] * self.c).sum(1) + (x[:, 5:7] * self.b).sum(1) + x[:, 7] * self.a
+
+
+def scaled() -> tuple[Scaled, dict[str, Tensor]]:
+    return Scaled(), {"x": torch.arange(1.0, 25.0, dtype=torch.float64).view(3, 8)}
+
+
+def mean(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(batch["x"]).mean()
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("max_norm", [None, 2.0])
+def test_the_norm_is_that_of_the_whole_gradient(mesh, max_norm):
+    model, batch = scaled()
+    step = compile_lockstep(model, mean, batch, mesh, {"name": "sgd", "max_norm": max_norm})
+    gradient = batch["x"].mean(0)  # c, b and a enter linearly
+    norm = math.sqrt(gradient.square().sum())
+    assert step(batch, lr=0.1)["grad_norm"] == pytest.approx(norm, rel=1e-12)
+    factor = 1.0 if max_norm is None else max_norm / (norm + 1e-6)  # as clip_grad_norm_ has it
+    c, b, a = (0.1 * factor * gradient).split([5, 2, 1])
+    wanted = {"a": model.a - a, "b": model.b - b, "c": model.c - c}
+    assert_same(step.state_dict(), {name: value.detach() for name, value in wanted.items()}, 1e-12)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_a_gradient_below_the_limit_is_not_scaled(mesh):
+    model, batch = scaled()
+    loose, free = (compile_lockstep(model, mean, batch, mesh, {"name": "sgd", "max_norm": n}) for n in (1e6, None))
+    assert loose(batch) == free(batch)
+    assert_same(loose.state_dict(), free.state_dict(), 0)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_padding_of_parameters_and_moments_stays_zero(microbatches):
+    data = batches(rows=6)
+    step = compile_lockstep(llama(), llama_loss, data[0], {"dp_shard": 4}, microbatches=microbatches)
+    train_step(step, data)
+    padded = 0
+    for spec, by_rank in step.tensors().values():
+        if not spec.padded(step.mesh):
+            continue
+        sizes = [len(local) for local in by_rank.values()]
+        padding = torch.cat(list(by_rank.values()))[spec.shape[0]:]
+        assert sum(sizes) > spec.shape[0] and not padding.any()
+        padded += 1
+    assert padded >= 3 * 4  # embedding, w1, w3 and head, each with two moments
+
+
+def test_accumulated_gradients_are_cleared():
+    data = batches(rows=6)
+    step = compile_lockstep(llama(), llama_loss, data[0], {"dp_shard": 2}, microbatches=2)
+    train_step(step, data[:1] * len(LRS))
+    totals = [local for name, s in step.state.items() if name.startswith("gradient.") for local in s.local.values()]
+    assert totals and not any(total.any() for total in totals)
+
+
+def test_state_is_updated_in_place():
+    data = batches()
+    step = compile_lockstep(llama(), llama_loss, data[0], {"dp_shard": 2}, ADAMW)
+    before = {name: local for name, (_, by_rank) in step.tensors().items() for local in by_rank.values()}
+    where = {name: local.data_ptr() for name, local in before.items()}
+    train_step(step, data)
+    after = {name: local for name, (_, by_rank) in step.tensors().items() for local in by_rank.values()}
+    assert {name: local.data_ptr() for name, local in after.items()} == where
+    assert after["optim.step"] == len(LRS)
+
+
+# ---- updates, one parameter ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ours", "make"), [
+    (AdamW((0.8, 0.9), 1e-6, 0.1), lambda p: torch.optim.AdamW(p, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)),
+    (SGD(), torch.optim.SGD),
+    (SGD(0.9, 0.1), lambda p: torch.optim.SGD(p, momentum=0.9, weight_decay=0.1)),
+], ids=["adamw", "sgd", "momentum"])
+def test_an_update_is_that_of_pytorch(ours, make):
+    generator = torch.Generator().manual_seed(0)
+    p = torch.randn(6, generator=generator, dtype=torch.float64)
+    theirs = nn.Parameter(p.clone())
+    optimizer, moments = make([theirs]), tuple(torch.zeros_like(p) for _ in ours.moments)
+    for step in range(1, 5):
+        theirs.grad = torch.randn(6, generator=generator, dtype=torch.float64)
+        optimizer.param_groups[0]["lr"] = rate = 0.1 * step
+        p, moments = ours.update(p, theirs.grad, moments, torch.tensor(rate), torch.tensor(float(step)))
+        optimizer.step()
+    torch.testing.assert_close(p, theirs.detach(), atol=1e-7, rtol=1e-7)
+
+
+def test_bf16_parameters_are_updated_in_fp32():
+    p, g = torch.full((1,), 1.0, dtype=torch.bfloat16), torch.full((1,), 1.0, dtype=torch.bfloat16)
+    new, _ = SGD().update(p, g, (), torch.tensor(1e-4), torch.tensor(1.0))
+    assert new.dtype == torch.float32 and new.item() == pytest.approx(1 - 1e-4)

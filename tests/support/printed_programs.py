@@ -1,0 +1,56 @@
+"""Programs whose text tests read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from small_programs import Small, cut
+from torch import nn
+
+from compiler_trainer.capture.capture import capture
+from passes.autograd.joint import Joint
+from passes.program import boundary, ir
+from passes.program.mesh import Mesh
+from passes.program.spec import Spec
+from passes.sharding.normalize import Normalize
+from passes.sharding.place import Place
+from passes.sharding.shard import Shard
+
+aten = torch.ops.aten
+F32 = torch.float32
+
+
+def linear_program() -> tuple[Small, ir.Program]:
+    """A sharded weight gathered for a linear layer over a sharded batch of 3 rows, and its sum."""
+    small = Small(dp_shard=2)
+    w = small.input("wq.weight", cut((8, 4), dp_shard=0), dtype=F32)
+    x = small.input("x", cut((3, 4), dp_shard=0), "batch", F32)
+    full = small.call(boundary.all_gather, w, 0, "dp_shard", 2, 8, F32, None)
+    y = small.call(aten.linear.default, x, full, spec=cut((3, 8), dp_shard=0))
+    frames = ("/home/someone/model.py", 31), ("/lib/torch/nn/modules/linear.py", 9)
+    y.meta["stack_trace"] = "\n".join(f'  File "{file}", line {line}, in forward' for file, line in frames)
+    y.meta["nn_module_stack"] = {"": ("", ""), "wq": ("layers.0.wq", "")}
+    total = small.call(aten.sum.dim_IntList, y, [0, 1], dtype=F32, spec=Spec((), (("dp_shard", "sum"),)))
+    done = small.call(boundary.psum, total, "dp_shard", F32, None, phase="backward")
+    return small, small.program([("loss", "loss", done, Spec(()))])
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.relu(layer(x)).transpose(0, 1).contiguous().transpose(0, 1)
+        return x
+
+
+def joint(mesh: dict[str, int]) -> ir.Program:
+    """The joint program of a small net, captured afresh."""
+    program, ctx = capture(Net(), lambda m, b: m(b["x"]).square().mean(), {"x": torch.randn(5, 5)}, torch.device("cpu"))
+    program = replace(program, mesh=Mesh.of(mesh))
+    for rewrite in (Normalize(), Place({"layers.*.weight": {"tp": 0}}), Shard(), Joint()):
+        program, _ = rewrite(program, ctx)
+    return program

@@ -1,0 +1,223 @@
+"""Run a function of a few tensors on lockstep ranks under chosen placements and compare it with one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from passes.autograd.joint import Joint
+from passes.check.simulate import Lockstep
+from passes.program import ir
+from passes.program.mesh import Mesh
+from passes.program.spec import Spec, boxes, shard, unshard
+from passes.program.torch_private import FakeTensorMode, OpOverload
+from passes.rules import name_of
+from passes.sharding.collectives import Expand
+from passes.sharding.normalize import Normalize
+from passes.sharding.shard import Shard
+
+TOLERANCE = 1e-12  # relative to the largest entry
+GARBAGE = -3.7  # what padding of unknown content holds: bad for logarithms, roots and maxima
+
+
+@dataclass(frozen=True)
+class Function:
+    """`fn(*tensors)`, captured once: the graph of its outputs and, if any is floating, of a loss over them.
+
+    Floating tensors are parameters and get gradients; `activations` are scaled by one first, so that
+    placement treats them as activations; other tensors are batch inputs.
+    """
+
+    program: ir.Program
+    ctx: ir.Context
+    values: tuple[Tensor, ...]  # of the program's inputs
+    wanted: tuple[Tensor, ...]  # of the program's outputs, then of the gradients of its parameters
+    operators: frozenset[str]  # of the table, before and after they are normalized
+
+
+def capture(fn: Callable[..., Any], tensors: Sequence[Tensor], mesh: Mesh, weights: Sequence[int] = ()) -> Function:
+    """Trace `fn` over the tensors; those numbered in `weights` are used as weights, the others as activations."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [t.detach() for t in tensors]
+    leaves = [t.clone().requires_grad_(_floating(t)) for t in tensors]
+    flat = _leaves(fn(*leaves))
+    smooth = [i for i, o in enumerate(flat) if o.requires_grad]
+    scales = [torch.rand(flat[i].shape, generator=generator, dtype=torch.float64) + 0.5 for i in smooth]
+    one = torch.ones((), dtype=torch.float64)
+
+    def run(one: Tensor, *rest: Tensor) -> list[Tensor]:
+        given = [x * one.to(x.dtype) if _floating(x) and i not in weights else x for i, x in enumerate(rest[: len(tensors)])]
+        outs = _leaves(fn(*given))
+        terms = [(outs[i] * s.to(outs[i].dtype)).sum() for i, s in zip(smooth, rest[len(tensors):])]
+        return [torch.stack(terms).sum() if len(terms) > 1 else terms[0], *outs] if terms else outs
+
+    values = (one, *tensors, *scales)
+    mode = FakeTensorMode()
+    fakes = [mode.from_tensor(v) for v in values]
+    with mode, torch.no_grad():
+        module = make_fx(run, pre_dispatch=True)(*fakes)
+    _check_plain(module.graph)
+    kinds = ["batch", *("parameter" if _floating(t) else "batch" for t in tensors), *["batch"] * len(scales)]
+    inputs = tuple(ir.Input(f"input{i}", kind, Spec.whole(tuple(v.shape)))  # type: ignore[arg-type]
+                   for i, (kind, v) in enumerate(zip(kinds, values)))
+    results = ["loss", *["metric"] * len(flat)] if scales else ["metric"] * len(flat)
+    leaves = [v.clone().requires_grad_(k == "parameter") for k, v in zip(kinds, values)]
+    expected = run(*leaves)
+    outputs = tuple(ir.Output(f"output{i}", kind, Spec.whole(tuple(o.shape)))  # type: ignore[arg-type]
+                    for i, (kind, o) in enumerate(zip(results, expected)))
+    program = ir.Program(module, inputs, outputs, mesh, frozenset({"captured"}))
+    ctx = ir.Context(mode)
+    before = _operators(program)
+    program, _ = Normalize()(program, ctx)
+    return Function(program, ctx, values, (*(o.detach() for o in expected), *_gradients(leaves, expected, bool(scales))),
+                    before | _operators(program))
+
+
+def _leaves(outputs: Any) -> list[Tensor]:
+    return [o for o in pytree.tree_leaves(outputs) if isinstance(o, Tensor)]
+
+
+class NotPlain(Exception):
+    """A function that the harness cannot trace into a functional graph of its arguments alone."""
+
+
+def _check_plain(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            raise NotPlain("holds a constant tensor")
+        if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
+            raise NotPlain(f"writes in place ({node.target})")
+        if node.op == "call_function" and not isinstance(node.target, OpOverload) and node.target.__name__ != "getitem":
+            raise NotPlain(f"calls {node.target.__name__}")
+
+
+def _operators(program: ir.Program) -> frozenset[str]:
+    return frozenset(name_of(n) for n in program.calls() if isinstance(n.target, OpOverload))
+
+
+def _floating(x: Tensor) -> bool:
+    return x.is_floating_point()
+
+
+def _gradients(leaves: Sequence[Tensor], expected: Sequence[Tensor], has_loss: bool) -> tuple[Tensor, ...]:
+    wanted = [v for v in leaves if v.requires_grad]
+    if not has_loss or not wanted or not expected[0].requires_grad:
+        return tuple(torch.zeros_like(v) for v in wanted) if has_loss else ()
+    found = torch.autograd.grad(expected[0], wanted, allow_unused=True)
+    return tuple(torch.zeros_like(v) if g is None else g for v, g in zip(wanted, found))
+
+
+def check(function: Function, specs: Mapping[int, Spec], tolerance: float = TOLERANCE,
+          sequence_parallel: bool = True, context: str = "auto") -> ir.Report:
+    """Run with the numbered tensors placed as given; raises AssertionError naming what differs. The shard report."""
+    program, ctx = function.program, function.ctx
+    inputs = tuple(replace(given, spec=specs.get(i - 1, given.spec)) for i, given in enumerate(program.inputs))
+    program = replace(program, inputs=inputs, facts=program.facts | {"placed"})
+    program, report = Shard(sequence_parallel, context=context)(program, ctx)
+    if any(o.kind == "loss" for o in program.outputs):
+        program, _ = Joint()(program, ctx)
+    program, _ = Expand()(program, ctx)
+    values = iter(function.values)
+    full = {i.name: next(values) for i in program.inputs if i.kind != "coordinate"}
+    outs = Checked(program).run(_local_inputs(program, full))
+    for k, (output, want) in enumerate(zip(program.outputs, function.wanted, strict=True)):
+        locals_ = [out[k] for out in outs]
+        compare(f"{output.kind} {output.name}", unshard(locals_, output.spec, program.mesh), want, tolerance)
+        for place, local in zip(program.mesh, locals_):
+            _check_padding(f"{output.kind} {output.name}", local, output.spec, program.mesh, place)
+    return report
+
+
+def compare(what: str, got: Tensor, want: Tensor, tolerance: float = TOLERANCE) -> None:
+    """Assert equal shape, dtype and values up to `tolerance` of the largest entry (exactly, if not floating)."""
+    assert got.shape == want.shape and got.dtype == want.dtype, f"{what}: {got.shape} {got.dtype}, not {want.shape} {want.dtype}"
+    if not got.is_floating_point():
+        assert torch.equal(got, want), f"{what}: {got.tolist()} is not {want.tolist()}"
+        return
+    finite = want.isfinite()
+    scale = max(1.0, want[finite].abs().max().item() if finite.any() else 0.0)
+    torch.testing.assert_close(got, want, rtol=0, atol=tolerance * scale, equal_nan=True, msg=lambda m: f"{what}: {m}")
+
+
+class Checked(Lockstep):
+    """The simulator, which also checks what each forward node's placement claims of its value."""
+
+    def step(self, node: fx.Node, env: list[dict[fx.Node, Any]]) -> list[Any]:
+        """One operator on all ranks, results checked."""
+        results = super().step(node, env)
+        spec = ir.spec(node)
+        if spec is None or "empty" in node.name or not isinstance(results[0], Tensor):
+            return results
+        values = [x.float() if x.is_floating_point() and x.itemsize == 1 else x for x in results]  # float8 does not compare
+        infinite = any(_infinite(value[valid(spec, self.mesh, place)]) for place, value in zip(self.mesh, values)
+                       if tuple(value.shape) == spec.local_shape(self.mesh))
+        for place, value in zip(self.mesh, values):
+            assert tuple(value.shape) == spec.local_shape(self.mesh), f"{node}: {tuple(value.shape)} is not {spec}"
+            _check_padding(f"%{node.name}", value, spec, self.mesh, place, infinite)
+        self._check_same(node, spec, values)
+        return results
+
+    def _check_same(self, node: fx.Node, spec: Spec, results: list[Any]) -> None:
+        for axis in self.mesh.axes:
+            if spec.state(axis) == "same":
+                for first, *others in self.mesh.groups(axis):
+                    assert all(torch.allclose(results[first], results[r], rtol=0, atol=0, equal_nan=True) for r in others), \
+                        f"%{node.name} {spec}: not the same on {axis}"
+
+
+def _check_padding(what: str, local: Tensor, spec: Spec, mesh: Mesh, place: dict[str, int],
+                   infinite: bool = False) -> None:
+    """Padding holds what its placement says, and is finite unless the true entries are `infinite` too."""
+    if not spec.padded(mesh):
+        return
+    padding = local[~valid(spec, mesh, place)]
+    if spec.fill is not None:
+        assert (padding == spec.fill).all(), f"{what} {spec}: padding is {padding.tolist()}, said to be {spec.fill}"
+    elif not infinite:
+        assert padding.isfinite().all(), f"{what} {spec}: padding is {padding.tolist()}"
+
+
+def valid(spec: Spec, mesh: Mesh, place: dict[str, int]) -> Tensor:
+    """Which entries of the rank's local tensor are not padding."""
+    mask = torch.zeros(spec.local_shape(mesh), dtype=torch.bool)
+    for box in boxes(spec, mesh, place):
+        box.of_local(mask).fill_(True)
+    return mask
+
+
+def _infinite(x: Tensor) -> bool:
+    return not x.isfinite().all()
+
+
+def _local_inputs(program: ir.Program, full: Mapping[str, Tensor]) -> list[list[Tensor]]:
+    return [[torch.tensor(place[i.name]) if i.kind == "coordinate" else _local(full[i.name], i.spec, program.mesh, place)
+             for i in program.inputs] for place in program.mesh]
+
+
+def _local(full: Tensor, spec: Spec, mesh: Mesh, place: dict[str, int]) -> Tensor:
+    """A rank's share: unknown padding holds garbage, and the terms of a partial sum differ by rank."""
+    terms = full
+    for axis in spec.partial_axes:
+        terms = terms * (place[axis] + 0.25) / sum(k + 0.25 for k in range(mesh[axis]))
+    if spec.fill is not None:
+        return shard(terms, spec, mesh, place)
+    garbage = GARBAGE if full.is_floating_point() else 0
+    local = full.new_full(spec.local_shape(mesh), garbage)
+    for box in boxes(spec, mesh, place):
+        box.of_local(local).copy_(box.of(terms))
+    return local
+
+
+def sharded(shape: Sequence[int], dim: int | None, axis: str = "tp", fill: float | None = 0.0) -> Spec:
+    """A placement with one dim sharded on one axis (None: a whole copy)."""
+    spec = replace(Spec.whole(tuple(shape)), fill=fill)
+    if dim is None:
+        return spec
+    dims = tuple((replace(d[0], axes=(axis,)),) if i == dim else d for i, d in enumerate(spec.dims))
+    return replace(spec, dims=dims)

@@ -1,0 +1,57 @@
+"""Programs written node by node, for tests of what reads, runs and checks programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from passes.program import ir
+from passes.program.mesh import Mesh
+from passes.program.spec import Factor, Spec
+from passes.program.torch_private import FakeTensorMode
+from passes.sharding.partition import GraphBuilder
+
+
+class Small:
+    """A local program under construction; what a node computes is worked out on fake tensors."""
+
+    def __init__(self, **mesh: int):
+        self.mesh, self.ctx = Mesh.of(mesh), ir.Context(FakeTensorMode())
+        self.builder = GraphBuilder(self.mesh, self.ctx)
+        self.inputs: list[ir.Input] = []
+
+    def input(self, name: str, spec: Spec, kind: ir.InputKind = "parameter",
+              dtype: torch.dtype = torch.float64) -> fx.Node:
+        """A placeholder of the spec's local shape."""
+        with self.ctx.fake_mode:
+            val = torch.empty(spec.local_shape(self.mesh), dtype=dtype)
+        self.inputs.append(ir.Input(name, kind, spec))
+        return self.builder.placeholder(name.replace(".", "_"), val, spec)
+
+    def place(self, axis: str) -> fx.Node:
+        """The rank's coordinate on an axis."""
+        return self.input(axis, Spec((), varying=(axis,)), "coordinate", torch.int64)
+
+    def call(self, target: Any, *args: Any, spec: Spec | None = None, phase: str = "forward", **kwargs: Any) -> fx.Node:
+        """An operator."""
+        node = self.builder.call(target, args, kwargs)
+        ir.set_spec(node, spec)
+        ir.set_phase(node, phase)
+        return node
+
+    def program(self, outputs: Iterable[tuple[ir.OutputKind, str, fx.Node, Spec]], *facts: str) -> ir.Program:
+        """The program of the given outputs; facts are "captured" and "local" unless given."""
+        outputs = list(outputs)
+        self.builder.graph.output(tuple(node for _, _, node, _ in outputs))
+        module = fx.GraphModule(nn.Module(), self.builder.graph)
+        ends = tuple(ir.Output(name, kind, spec) for kind, name, _, spec in outputs)
+        return ir.Program(module, tuple(self.inputs), ends, self.mesh, frozenset(facts or ("captured", "local")))
+
+
+def cut(shape: Iterable[int], **dims: int) -> Spec:
+    """Whole but for the given axes, each on its dim: `cut((5, 3), tp=0)`."""
+    axes = {d: tuple(a for a, at in dims.items() if at == d) for d in dims.values()}
+    return Spec(tuple((Factor(n, axes.get(d, ())),) for d, n in enumerate(shape)), fill=0.0)

@@ -1,0 +1,124 @@
+"""The benchmark: what its table says of contenders that ran, failed, or computed something else; and real rounds."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from compiler_trainer.config.errors import UserError
+from tools.bench import command
+
+TINY = (
+    "lower.backend=eager model.dim=8 model.n_layers=1 model.n_heads=2 model.n_kv_heads=2 model.ffn_dim=8 "
+    "train.seq_len=8 train.global_batch_size=2"
+).split()
+
+
+def options(**changes):
+    given = {"ranks": 2, "rounds": 3, "steps": 4, "timeout_s": 500, "contenders": "ours,eager,block", "write": None}
+    return Namespace(**{**given, "overrides": ["mesh.tp=2"], **changes})
+
+
+def found(speed, first_s=1.0, **more):
+    figures = {"tokens_per_s": speed, "step_ms": 1e3 / speed, "peak_bytes": 2 * command.MIB, "sent_bytes": command.MIB}
+    return {**figures, "first_s": first_s, "off": 1e-7, **more}
+
+
+FOUND = {
+    "ours": [found(30.0, 9.0), found(10.0, 3.0), found(20.0, 5.0)],
+    "eager": [found(40.0)],
+    "block": [found(50.0), {"error": "no result after 100 s"}],
+}
+
+
+def cells(text, name):
+    (line,) = [line for line in text.splitlines() if line.startswith(f"| {name} |")]
+    return dict(zip(command.HEADINGS, (cell.strip() for cell in line.strip("|").split("|")), strict=True))
+
+
+def test_a_row_has_medians_spreads_and_both_compile_times():
+    ours = cells(command.report(FOUND, options()), "this trainer")
+    assert ours["tokens/s"] == "20 (10 to 30)" and ours["ratio"] == "0.50"
+    assert (ours["first step cold, s"], ours["warm, s"]) == ("9.0", "4.0")
+    assert (ours["peak MiB"], ours["sent MiB"], ours["loss off by"]) == ("2.0", "1.00", "1e-07")
+
+
+def test_a_contender_that_failed_is_a_row_with_its_error():
+    text = command.report(FOUND, options())
+    block = cells(text, command.CONTENDERS["block"])
+    assert block.pop("tokens/s") == "failed" and set(block.values()) == {command.CONTENDERS["block"], ""}
+    assert text.endswith("- stock, torch.compile of each block: no result after 100 s")
+    assert command.ran(FOUND) == ["ours", "eager"]
+    assert len(command.plot(FOUND).data) == 3 and list(command.plot(FOUND).data[0].x) == ["ours", "eager"]
+
+
+@pytest.mark.parametrize(("losses", "fails"), [([2.0, 1.0], False), ([2.0, 1.1], True), ([2.0, float("nan")], True)])
+def test_other_losses_than_those_of_one_plain_rank_are_an_error(losses, fails):
+    result = command.compared({"losses": losses}, {"losses": [2.0, 1.00001]})
+    assert ("error" in result) == fails
+
+
+def test_the_rank_that_failed_first_is_believed(tmp_path):
+    for rank, at in enumerate((7.0, 5.0)):
+        (tmp_path / f"{rank}.json").write_text(json.dumps({"error": f"rank {rank}", "at": at}))
+    assert command.first_error(tmp_path)["error"] == "rank 1"
+
+
+def test_only_the_table_between_its_markers_is_renewed(tmp_path):
+    first, last = command.markers("mesh.tp=2")
+    path = tmp_path / "README.md"
+    path.write_text(f"above\n{first}\nold\n{last}\nbelow\n")
+    command.renew(path, command.title(options()), "new")
+    assert path.read_text() == f"above\n{first}\nnew\n{last}\nbelow\n"
+
+
+REFUSED = [
+    ({"contenders": "ours,jax"}, "--contenders: 'jax' is not one of"),
+    ({"rounds": 0}, "must be at least 1"),
+    ({"overrides": ["mesh.tp=3"]}, "mesh: tp=3 needs a multiple of 3 ranks, not 2"),
+    ({"overrides": ["mesh.tpp=2"]}, "mesh.tpp: no such option; did you mean 'tp'"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[m for _, m in REFUSED])
+def test_bad_input_is_refused_before_anything_runs(changes, message):
+    with pytest.raises(UserError) as caught:
+        command.check(options(**{"overrides": ["mesh.tp=2"], **changes}))
+    assert message in str(caught.value)
+
+
+def test_a_file_without_markers_is_refused(tmp_path):
+    (tmp_path / "README.md").touch()
+    with pytest.raises(UserError, match="has no lines <!-- bench mesh.tp=2 -->"):
+        command.check(options(write=tmp_path / "README.md"))
+
+
+@pytest.mark.full
+def test_ours_and_stock_compute_the_same_on_two_ranks(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(Path(__file__).parents[3])
+    monkeypatch.setenv("PYTHONPATH", os.getcwd())
+    command = ["bench", "--ranks=2", "--rounds=1", "--steps=1", "--contenders=ours,eager", f"--out={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", [*command, *TINY, "mesh.dp_shard=2"])
+    command.main()
+    rounds = json.loads((tmp_path / "command.json").read_text())
+    assert [len(rounds[name]) for name in ("ours", "eager")] == [1, 1]
+    for (result,) in rounds.values():
+        assert "error" not in result and result["off"] < 1e-5 and result["sent_bytes"] > 0 and result["peak_bytes"] > 0
+    assert "this trainer" in (tmp_path / "command.md").read_text() and (tmp_path / "command.html").exists()
+
+
+def test_a_contender_that_cannot_run_says_why(tmp_path):
+    args = options(ranks=1, steps=1, overrides=[*TINY, "model.tied=true"])
+    assert "AssertionError" in command.job("eager", 1, args, tmp_path)["error"]
+
+
+def test_a_contender_that_hangs_is_ended_with_all_its_ranks(tmp_path):
+    args = options(ranks=2, steps=10**9, timeout_s=15, overrides=[*TINY, "mesh.dp_shard=2"])
+    assert command.job("eager", 2, args, tmp_path)["error"] == "no result after 15 s"
+    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not [command for command in commands if str(tmp_path).encode() in command]

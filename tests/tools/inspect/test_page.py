@@ -1,0 +1,174 @@
+"""The page of a run, opened in Chromium without a display: fast, silent, and its answers those of Python."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from net_runs import EVENTS, write_run
+
+from passes.program.mesh import Mesh
+from passes.program.spec import Factor, Spec, boxes
+from tools.inspect import glance
+from tools.inspect.dumps import Run, load
+from tools.inspect.render import page
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = ("--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+         "--disable-component-update --disable-sync").split()
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Run:
+    return load(write_run(tmp_path_factory.mktemp("run")))
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator:
+    with pytest.importorskip("playwright.sync_api").sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield chromium
+        chromium.close()
+
+
+def show(browser, run: Run, file: Path):
+    """The page of a run, ready; `errors` are what it complains of and what it asks the network for."""
+    file.write_text(page(run), encoding="utf-8")
+    shown = browser.new_page(viewport={"width": 1300, "height": 800})
+    shown.errors = []
+    shown.on("console", lambda message: shown.errors.append(message.text) if message.type in ("error", "warning") else None)
+    shown.on("pageerror", lambda error: shown.errors.append(str(error)))
+    shown.on("request", lambda request: shown.errors.append(request.url) if not request.url.startswith(("file:", "data:")) else None)
+    shown.goto(f"file://{file}")
+    shown.wait_for_selector("body[data-ready]")
+    return shown
+
+
+def go(shown, address: str) -> None:
+    shown.evaluate(f"location.hash = {address!r}")
+    shown.wait_for_function(f"document.body.dataset.shown === '#{address}'")
+
+
+def text(shown, place: str) -> str:
+    return shown.locator(place).inner_text()
+
+
+def test_the_three_answers_come_first(browser, run, tmp_path):
+    shown, stage = show(browser, run, tmp_path / "page.html"), run.trained[-1]
+    reshard = glance.reshards(run)[0]
+    card = text(shown, "#glance-reshard")
+    assert f"%{reshard['node']}\n" in card and reshard["source"] in card and reshard["before"] in card
+    assert shown.evaluate("run.glance.reshard.sent_bytes") == reshard["sent_bytes"] == max(
+        r["sent_bytes"] for s in run.stages for r in s.report["report"]["reshards"])
+
+    costs, card = stage.report["accounting"], text(shown, "#glance-peak")
+    assert f"%{costs['peak_node']}" in card
+    assert shown.evaluate("run.glance.peak.bytes") == costs["peak_bytes"]
+    assert dict(shown.evaluate("run.glance.peak.kinds")) == costs["alive"]
+    largest = glance.alive(stage, stage.by_name[costs["peak_node"]].line)[0]
+    assert f"%{largest.node}" in card
+
+    exposed, card = glance.collectives(run, stage)[0], text(shown, "#glance-exposed")
+    assert f"%{exposed.node}\n" in card and f"{exposed.kind} over {exposed.axis}" in card and "nothing hides it" in card
+    assert shown.errors == []
+
+
+def test_every_tab_shows_its_data(browser, run, tmp_path):
+    shown, stage = show(browser, run, tmp_path / "page.html"), run.trained[-1]
+    go(shown, "reshards")
+    assert shown.locator("#reshard-table tbody tr").count() == len(glance.reshards(run))
+    go(shown, "memory")
+    alive = glance.alive(stage, glance.peak_line(stage)[0])
+    assert f"%{alive[0].node}" in text(shown, "#alive tbody tr:first-child")
+    assert shown.locator("#alive tbody tr").count() == min(len(alive), 100) + (len(alive) > 100)
+    go(shown, "communication")
+    assert shown.locator("#by-axis tbody tr").count() == len(stage.report["accounting"]["traffic"])
+    assert shown.locator("#collectives tbody tr").count() == len(stage.costs["collectives"])
+    assert "run.dry=true" in text(shown, "#timeline")
+    shown.locator("#collectives tbody a").first.click()
+    shown.wait_for_function("document.body.dataset.shown.startsWith('#graph/')")
+    assert f"%{glance.collectives(run, stage)[0].node} =" in text(shown, ".row.on")
+    assert shown.errors == []
+
+
+def test_a_diff_is_exact(browser, run, tmp_path):
+    shown = show(browser, run, tmp_path / "page.html")
+    before, after = (run.program("step")[i] for i in (0, -1))
+    go(shown, f"diff/{before.number}/{after.number}")
+    counts = dict(reversed(part.split(" ")) for part in text(shown, "#diff-counts").split(", "))
+    old, new = ({line.partition(" = ")[0]: line for line in stage.text.splitlines()} for stage in (before, after))
+    assert int(counts["removed"]) == len(old.keys() - new.keys()) and int(counts["added"]) == len(new.keys() - old.keys())
+    changed = sum(old[key] != new[key] for key in old.keys() & new.keys())
+    assert 0 < int(counts["changed"]) <= changed <= int(counts["changed"]) + int(counts["moved"])
+    assert shown.errors == []
+
+
+def test_slices_are_those_of_the_specs(browser, run, tmp_path):
+    shown, mesh = show(browser, run, tmp_path / "page.html"), Mesh.of({"dp_shard": 3, "tp": 2})
+    for folded in (frozenset(), frozenset({"dp_shard"})):
+        mesh = Mesh(mesh.sizes, folded)
+        shown.evaluate(f"run.mesh = {json.dumps(dict(mesh.sizes))}; run.folded = {json.dumps(sorted(folded))}")
+        for dims in ((Factor(13, ("dp_shard",)),), (Factor(5, ("tp",)), Factor(4)), (Factor(3), Factor(7, ("tp", "dp_shard")))):
+            spec = Spec((dims, (Factor(6),)))
+            for place in mesh:
+                drawn = shown.evaluate(f"slices({str(spec)!r}, {json.dumps(place)})")
+                cells = {cell for start, length in drawn[0] for cell in range(start, start + length)}
+                own = {cell for box in boxes(spec, mesh, place) if box.size for cell in range(box.offset[0], box.offset[0] + box.size[0])}
+                assert cells == own, (str(spec), place)
+    assert shown.errors == []
+
+
+def test_a_predicted_timeline_is_drawn(browser, run, tmp_path):
+    names = [name for name, *_ in run.trained[-1].costs["collectives"]]
+    events = [{**e, "node": names[int(e["node"])] if e["stream"] != "compute" else "x", "program": "step"} for e in EVENTS]
+    report = {**run.report, "timeline": events}
+    shown = show(browser, Run(run.folder, run.config, report, run.metrics, run.stages), tmp_path / "page.html")
+    card = text(shown, "#glance-exposed")
+    assert f"%{names[1]}\n" in card and "waits 3.00 ms of 4.00 ms" in card
+    go(shown, "communication")
+    shown.locator("#timeline canvas").hover()
+    shown.mouse.wheel(0, -300)
+    assert shown.evaluate("timeline.to - timeline.from") < 10
+    assert shown.errors == []
+
+
+def grow(folder: Path, run: Run) -> Run:
+    """A run whose last stage has 100,000 nodes: its forward written a thousand times over."""
+    shutil.copytree(run.folder, folder)
+    last = run.trained[-1]
+    lines, nodes = last.text.splitlines(), [n for n in last.nodes if not n.is_input][:100]
+    more = itertools.chain.from_iterable(
+        (n.text.replace(f"%{n.name} ", f"%{n.name}_again_{i} ", 1) for n in nodes) for i in range(100_000 // len(nodes)))
+    (folder / "graphs" / last.path.name).write_text("\n".join([*lines, *more]) + "\n")
+    return load(folder)
+
+
+def test_a_hundred_thousand_nodes(browser, run, tmp_path, record_property):
+    large = grow(tmp_path / "large", run)
+    shown = show(browser, large, tmp_path / "page.html")
+    took = {"open": float(shown.evaluate("document.body.dataset.ready"))}
+    go(shown, f"graph/{large.trained[-1].number}")
+    name = large.trained[-1].nodes[-1].name
+    shown.keyboard.press("/")
+    shown.wait_for_function("document.activeElement.id === 'search'")
+    for query, count in ((name, 1), ("again", len(large.trained[-1].nodes) - len(run.trained[-1].nodes))):
+        shown.locator("#search").fill(query)
+        shown.wait_for_function(f"document.getElementById('found').textContent.startsWith('{count:,} of')")
+        took[f"search, {count:,} found"] = float(shown.evaluate("document.getElementById('found').dataset.ms"))
+    assert shown.locator("#lines .row").count() < 100
+    shown.locator("#search").fill(name)
+    shown.keyboard.press("Enter")
+    shown.wait_for_function("document.body.dataset.shown.split('/').length === 3")
+    assert f"%{name} =" in text(shown, ".row.on") and name in text(shown, "#node h3")
+    assert shown.errors == []
+    record_property("counted", "page of 100,000 nodes, ms: " + ", ".join(f"{what} {ms:.0f}" for what, ms in took.items()))
+
+
+def test_the_page_is_the_same_for_the_same_run(run):
+    assert page(run) == page(load(run.folder))

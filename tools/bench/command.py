@@ -1,0 +1,263 @@
+"""Our trainer against stock PyTorch on the same model, data and ranks: `python -m tools.bench --ranks 2 mesh.tp=2`.
+
+Contenders run in turn, A B C A B C, each time as a job of its own. A contender's first round compiles into an empty
+cache (cold), the later ones find it (warm). What fails, or computes other losses than plain PyTorch on one rank, is a
+row with its error. Options are those of the trainer, the mesh among them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from plotly import graph_objects as go
+from plotly.subplots import make_subplots
+from rich.console import Console
+from rich.markdown import Markdown
+
+from compiler_trainer.config.errors import UserError
+from tools.bench.job import composed
+
+CONTENDERS = {
+    "ours": "this trainer",
+    "eager": "stock PyTorch, eager",
+    "block": "stock, torch.compile of each block",
+    "whole": "stock, torch.compile of the whole model",
+}
+REFERENCE = "eager"  # on one rank; its losses are the right ones
+TOLERANCE = 1e-3
+MIB = 2**20
+HEADINGS = (
+    "contender", "tokens/s", "ratio", "step ms", "peak MiB", "sent MiB", "first step cold, s", "warm, s", "loss off by"
+)  # fmt: skip
+
+Found = dict[str, Any]
+
+
+def main() -> None:
+    """Run the benchmark; exits with 0 whatever contenders do, with 2 on bad input."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8, help="timed steps of a round, after two that are not")
+    parser.add_argument("--timeout-s", type=float, default=600, help="after which a contender has failed")
+    parser.add_argument("--contenders", default=",".join(CONTENDERS), help="those to run, in order")
+    parser.add_argument("--out", type=Path, help="a folder for bench.json, bench.md and bench.html")
+    parser.add_argument("--write", type=Path, help="a file whose table between this benchmark's markers is renewed")
+    parser.add_argument("overrides", nargs="*", help="options of the trainer")
+    args = parser.parse_args()
+    try:
+        check(args)
+        found = measure(args)
+        text = report(found, args)
+        Console().print(Markdown(text))
+        if args.out:
+            save(args.out, found, text)
+        if args.write:
+            renew(args.write, title(args), text)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises UserError for options that cannot be run."""
+    for name in args.contenders.split(","):
+        if name not in CONTENDERS:
+            raise UserError("--contenders", f"{name!r} is not one of {', '.join(CONTENDERS)}")
+    if args.rounds < 1 or args.steps < 1:
+        raise UserError("--rounds, --steps", "must be at least 1")
+    composed(args.overrides, args.ranks)
+    if args.write and marked(args.write.read_text(), title(args)) is None:
+        raise UserError(
+            str(args.write), f"has no lines {' and '.join(markers(title(args)))}; add them around the table"
+        )
+
+
+def measure(args: argparse.Namespace) -> dict[str, list[Found]]:
+    """What each contender gave in each round; one that failed is not run again."""
+    names = args.contenders.split(",")
+    found: dict[str, list[Found]] = {name: [] for name in names}
+    with tempfile.TemporaryDirectory() as scratch:
+        right = job(REFERENCE, 1, args, Path(scratch, "reference"))
+        if "error" in right:
+            raise RuntimeError(f"plain PyTorch on one rank failed: {right['error']}")
+        for number in range(args.rounds):
+            for name in names:
+                if any("error" in f for f in found[name]):
+                    continue
+                result = job(name, args.ranks, args, Path(scratch, name))
+                found[name].append(result if "error" in result else compared(result, right))
+                print(f"round {number + 1}: {name}: {result.get('error') or one_line(result)}", file=sys.stderr)
+    return found
+
+
+def job(name: str, ranks: int, args: argparse.Namespace, scratch: Path) -> Found:
+    """One round of a contender, in processes of its own; {"error": why} if it failed."""
+    results = scratch / "results"
+    results.mkdir(parents=True, exist_ok=True)
+    for file in results.iterdir():
+        file.unlink()
+    overrides = args.overrides if ranks == args.ranks else [o for o in args.overrides if not o.startswith("mesh")]
+    launch = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+    ]
+    command = [*launch, "-m", "tools.bench.job", name, str(results), str(args.steps), *overrides]
+    threads = str(max(1, (os.cpu_count() or 1) // args.ranks))
+    env = {**os.environ, "OMP_NUM_THREADS": threads, "TORCHINDUCTOR_CACHE_DIR": str(scratch / "cache")}
+    worker = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        output, _ = worker.communicate(timeout=args.timeout_s)
+    except subprocess.TimeoutExpired:
+        worker.terminate()  # torchrun then ends its ranks, which are in sessions of their own
+        worker.communicate()
+        return first_error(results) or {"error": f"no result after {args.timeout_s:.0f} s"}
+    if error := first_error(results):
+        return error
+    if worker.returncode:
+        return {"error": f"exit code {worker.returncode}: {' '.join(output.split()[-30:])}"}
+    return json.loads((results / "0.json").read_text())
+
+
+def first_error(results: Path) -> Found | None:
+    """What the rank that failed first said."""
+    failed = [f for f in (json.loads(p.read_text()) for p in results.glob("*.json")) if "error" in f]
+    return min(failed, key=lambda f: f["at"]) if failed else None
+
+
+def compared(result: Found, right: Found) -> Found:
+    """A result with how far its losses are from the right ones: an error if that is too far."""
+    differences = [abs(a - b) for a, b in zip(result["losses"], right["losses"], strict=True)]
+    off = math.nan if any(map(math.isnan, differences)) else max(differences)
+    wrong = {"error": f"losses are off by {off:.1e} from plain PyTorch on one rank"} if not off <= TOLERANCE else {}
+    return {**result, "off": off, **wrong}
+
+
+def one_line(result: Found) -> str:
+    """A round as it is shown while others run."""
+    return f"{result['tokens_per_s']:,.0f} tokens/s, first step {result['first_s']:.1f} s"
+
+
+# ---- the table ----------------------------------------------------------------------------------
+
+
+def report(found: dict[str, list[Found]], args: argparse.Namespace) -> str:
+    """The table in Markdown, what it was measured on, and why contenders failed."""
+    fastest_stock = max((median(found[n], "tokens_per_s") for n in ran(found) if n != "ours"), default=None)
+    lines = [" | ".join(HEADINGS), "|".join(["---"] * len(HEADINGS))]
+    lines += [" | ".join(row(name, rounds, fastest_stock)) for name, rounds in found.items()]
+    failed = [f"- {CONTENDERS[n]}: {r[-1]['error']}" for n, r in found.items() if "error" in r[-1]]
+    command = f"`python -m tools.bench {' '.join(arguments(args))}`"
+    table = "\n".join(f"| {line} |" if "---" not in line else f"|{line}|" for line in lines)
+    return "\n".join([f"{command}: {machine()}.", "", table, *([""] if failed else []), *failed])
+
+
+def row(name: str, rounds: Sequence[Found], fastest_stock: float | None) -> list[str]:
+    """One contender: medians of its rounds, lowest to highest in brackets."""
+    if "error" in rounds[-1]:
+        return [CONTENDERS[name], "failed", *[""] * (len(HEADINGS) - 2)]
+    speeds = [r["tokens_per_s"] for r in rounds]
+    speed, sent = median(rounds, "tokens_per_s"), rounds[0]["sent_bytes"]
+    return [
+        CONTENDERS[name],
+        f"{speed:,.0f} ({min(speeds):,.0f} to {max(speeds):,.0f})",
+        f"{speed / fastest_stock:.2f}" if fastest_stock else "",
+        f"{median(rounds, 'step_ms'):,.0f}",
+        f"{median(rounds, 'peak_bytes') / MIB:,.1f}",
+        "" if sent is None else f"{sent / MIB:,.2f}",
+        f"{rounds[0]['first_s']:.1f}",
+        f"{median(rounds[1:], 'first_s'):.1f}" if rounds[1:] else "",
+        f"{max(r['off'] for r in rounds):.0e}",
+    ]
+
+
+def ran(found: dict[str, list[Found]]) -> list[str]:
+    """The contenders that did not fail."""
+    return [name for name, rounds in found.items() if "error" not in rounds[-1]]
+
+
+def median(rounds: Sequence[Found], key: str) -> float:
+    """The median of a figure over rounds."""
+    return statistics.median(r[key] for r in rounds)
+
+
+def machine() -> str:
+    """What the figures were measured on, and how busy it was beside them."""
+    device = (
+        torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} {platform.machine()} cores"
+    )
+    return f"{device}, torch {torch.__version__}, load average {os.getloadavg()[2]:.1f} over the last 15 minutes"
+
+
+def arguments(args: argparse.Namespace) -> list[str]:
+    """The options that make the same benchmark again."""
+    names = [] if args.contenders == ",".join(CONTENDERS) else [f"--contenders {args.contenders}"]
+    return [f"--ranks {args.ranks}", f"--rounds {args.rounds}", f"--steps {args.steps}", *names, *args.overrides]
+
+
+# ---- files --------------------------------------------------------------------------------------
+
+
+def title(args: argparse.Namespace) -> str:
+    """What a benchmark is called in the markers of a file: its mesh."""
+    return " ".join(o for o in args.overrides if o.startswith("mesh.")) or f"{args.ranks} rank"
+
+
+def markers(name: str) -> tuple[str, str]:
+    """The lines around the table of a benchmark."""
+    return f"<!-- bench {name} -->", f"<!-- end of bench {name} -->"
+
+
+def marked(text: str, name: str) -> re.Match[str] | None:
+    """The part of a text between a benchmark's markers, markers included."""
+    first, last = map(re.escape, markers(name))
+    return re.search(f"{first}.*{last}", text, re.DOTALL)
+
+
+def renew(path: Path, name: str, table: str) -> None:
+    """Put a table between its markers in a file."""
+    text = path.read_text()
+    place = marked(text, name)
+    assert place is not None  # as `check` has seen
+    first, last = markers(name)
+    path.write_text(text[: place.start()] + f"{first}\n{table}\n{last}" + text[place.end() :])
+
+
+def save(folder: Path, found: dict[str, list[Found]], text: str) -> None:
+    """Write every round, the table, and the plot."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "bench.json").write_text(json.dumps(found, indent=1) + "\n")
+    (folder / "bench.md").write_text(text + "\n")
+    plot(found).write_html(folder / "bench.html", include_plotlyjs=True)
+
+
+def plot(found: dict[str, list[Found]]) -> go.Figure:
+    """Medians as bars with their spread; a bar for each contender that did not fail."""
+    shown = (("tokens_per_s", "tokens/s", 1), ("peak_bytes", "peak memory, MiB", MIB), ("first_s", "first step, s", 1))
+    names = ran(found)
+    figure = make_subplots(1, len(shown), subplot_titles=[heading for _, heading, _ in shown])
+    for at, (key, _, unit) in enumerate(shown, 1):
+        middle = [median(found[n], key) / unit for n in names]
+        above = [max(r[key] for r in found[n]) / unit - m for n, m in zip(names, middle)]
+        below = [m - min(r[key] for r in found[n]) / unit for n, m in zip(names, middle)]
+        spread = {"type": "data", "array": above, "arrayminus": below}
+        figure.add_trace(go.Bar(x=names, y=middle, error_y=spread, showlegend=False), 1, at)
+    return figure.update_layout(template="plotly_white", height=420)

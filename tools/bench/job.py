@@ -1,0 +1,113 @@
+"""One round of one contender of `tools.bench`, on the ranks that torchrun started; each rank leaves a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import hydra
+import torch
+import torch.distributed as dist
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from compiler_trainer import compile_step, models
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import Config, build, validate
+from compiler_trainer.step.ranks import rank, start_ranks, stop_ranks
+from compiler_trainer.train import CONF, INPUT_ERRORS, defaults, user_error
+from compiler_trainer.training.memory import PeakMemory
+from compiler_trainer.training.trainer import local_device
+from tools.bench.stock import stock_step
+
+Batch = dict[str, Tensor]
+
+
+def main(name: str, results: Path, steps: int, overrides: Sequence[str]) -> None:
+    """Measure a contender; a failure is recorded with its time, and ends this rank."""
+    number = int(os.environ["RANK"])
+    try:
+        found = measure(name, composed(overrides, start_ranks()), steps)
+        if number == 0:
+            (results / "0.json").write_text(json.dumps(found))
+    except Exception as error:
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        (results / f"{number}.json").write_text(json.dumps({"error": text, "at": time.time()}))
+        os._exit(1)  # at once, for others wait for this rank
+    stop_ranks()
+
+
+def composed(overrides: Sequence[str], ranks: int) -> Config:
+    """The trainer's options on the command line; raises UserError."""
+    ConfigStore.instance().store(name="options", node=defaults())
+    try:
+        with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+            options = OmegaConf.to_container(hydra.compose("train", list(overrides)), resolve=True)
+        return validate(build(Config, options), ranks)
+    except INPUT_ERRORS as error:
+        raise error if isinstance(error, UserError) else user_error(error) from error
+
+
+def measure(name: str, cfg: Config, steps: int) -> dict[str, Any]:
+    """Times of the first step, everything before it included, and of `steps` later ones; memory; bytes sent."""
+    batch = {key: tensor.to(local_device()) for key, tensor in global_batch(cfg).items()}
+    began = time.perf_counter()
+    step, state = our_step(cfg, batch) if name == "ours" else stock_step(name, cfg, batch)
+    losses = [step()]
+    first_s = time.perf_counter() - began
+    memory = PeakMemory(local_device(), state())
+    losses.append(memory.during(step))
+    seconds = []
+    sent = sent_bytes()
+    for _ in range(steps):
+        began = time.perf_counter()
+        losses.append(step())
+        seconds.append(time.perf_counter() - began)
+    tokens = cfg.train.global_batch_size * cfg.train.seq_len
+    return {
+        "first_s": first_s,
+        "step_ms": 1e3 * statistics.median(seconds),
+        "tokens_per_s": tokens / statistics.median(seconds),
+        "peak_bytes": memory.bytes,
+        "sent_bytes": (sent_bytes() - sent) // steps if dist.get_backend() == "gloo" else None,
+        "losses": losses,
+    }
+
+
+def global_batch(cfg: Config) -> Batch:
+    """Random tokens, the same for every contender."""
+    rows, length = cfg.train.global_batch_size, cfg.train.seq_len
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, cfg.model.vocab_size, (rows, length + 1), generator=generator)
+    positions = torch.arange(length).expand(rows, length)
+    given = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "positions": positions}
+    return {name: tensor.contiguous() for name, tensor in given.items()}
+
+
+def sent_bytes() -> int:
+    """Bytes this process has written so far: between two steps, what gloo sent through its sockets (Linux)."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["wchar"])
+
+
+def our_step(cfg: Config, batch: Batch) -> tuple[Callable[[], float], Callable[[], list[Tensor]]]:
+    """Our step, and the tensors that live from one to the next."""
+    model = models.build(cfg.model)
+    weights = models.initial_parameters(model, 0, torch.float32)
+    step = compile_step(
+        model, models.loss_fn, batch,
+        mesh=cfg.mesh, optim=cfg.optim, passes=cfg.passes, lower=cfg.lower, initial=weights,
+        device=local_device(),
+    )  # fmt: skip
+    return lambda: step(batch)["loss"], lambda: [step.state[name].local[rank()] for name in step.state]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

@@ -1,0 +1,167 @@
+"""A training step as stock PyTorch has it: FSDP2, tensor parallelism and context parallelism over a device mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from compiler_trainer import models
+from compiler_trainer.config.schema import Config
+from compiler_trainer.models.llama import Block, Llama, rotary_tables
+from compiler_trainer.models.loss import IGNORED_LABEL
+from compiler_trainer.training.trainer import local_device
+
+Batch = dict[str, Tensor]
+DATA = ("dp_replicate", "dp_shard")
+
+
+class StockLlama(Llama):
+    """The same model, whose last layer is called: the hooks of `parallelize_module` act on calls."""
+
+    def forward(self, tokens: Tensor, positions: Tensor, documents: Tensor | None = None) -> Tensor:
+        x = self.tok_embeddings(tokens)
+        cos, sin = rotary_tables(self.cfg, positions)
+        mask = self.mask(documents)
+        for layer in self.layers:
+            x = layer(x, cos, sin, mask)
+        assert self.output is not None
+        return self.output(self.norm(x))
+
+
+def stock_step(how: str, cfg: Config, batch: Batch) -> tuple[Callable[[], float], Callable[[], list[Tensor]]]:
+    """A step of stock PyTorch, `how` eager or compiled, and the tensors that live from one to the next."""
+    sizes = {axis: size for axis, size in dataclasses.asdict(cfg.mesh).items() if size > 1}
+    mesh = init_device_mesh(local_device().type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)) if sizes else None
+    model = parallel(built(cfg), mesh, how)
+    o = cfg.optim
+    optimizer = torch.optim.AdamW(model.parameters(), o.lr, o.betas, o.eps, o.weight_decay, fused=True)
+    mine = {name: rows_of(tensor, mesh) for name, tensor in batch.items()}
+    run: Any = torch.compile(model) if how == "whole" else model
+
+    def step() -> float:
+        inputs = {name: tensor.clone() for name, tensor in mine.items()}  # context_parallel shards them in place
+        with context(mesh, inputs):
+            logits = run(inputs["tokens"], inputs["positions"]).flatten(0, 1).float()
+            loss = F.cross_entropy(logits, inputs["labels"].flatten(), ignore_index=IGNORED_LABEL)
+            loss.backward()
+        if cfg.optim.max_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), cfg.optim.max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        return mean_over_ranks(loss.detach())
+
+    return step, lambda: [local(t) for t in (*model.parameters(), *moments(optimizer))]
+
+
+def built(cfg: Config) -> StockLlama:
+    """The model with the same weights as every other contender's."""
+    with torch.device("meta"):
+        model = StockLlama(cfg.model)
+    weights = dict(models.initial_parameters(model, 0, torch.float32))
+    model.to_empty(device=local_device()).load_state_dict(weights)
+    return model
+
+
+def parallel(model: StockLlama, mesh: DeviceMesh | None, how: str) -> StockLlama:
+    """The model split over `tp`, its blocks compiled if asked for, and sharded over the other axes."""
+    axes = mesh.mesh_dim_names or () if mesh is not None else ()
+    if mesh is not None and "tp" in axes:
+        split(model, mesh["tp"])
+    if how == "block":
+        for layer in model.layers:
+            layer.compile()
+    if mesh is not None and (data := tuple(axis for axis in axes if axis != "tp")):
+        over = sharding_mesh(mesh, data)
+        for layer in model.layers:
+            fully_shard(layer, mesh=over)
+        fully_shard(model, mesh=over)
+    return model
+
+
+def sharding_mesh(mesh: DeviceMesh, data: tuple[str, ...]) -> DeviceMesh:
+    """What parameters are sharded over: `dp_shard` and `cp` as one axis, replicated over `dp_replicate`."""
+    sharded = tuple(axis for axis in data if axis != "dp_replicate")
+    if len(sharded) == 2:
+        mesh[sharded]._flatten("dp_shard_cp")
+        sharded = ("dp_shard_cp",)
+    return mesh[(*(axis for axis in data if axis == "dp_replicate"), *sharded)]
+
+
+def split(model: StockLlama, tp: DeviceMesh) -> None:
+    """Tensor and sequence parallelism by the plan of PyTorch's own tutorial for Llama."""
+    whole, rows = Replicate(), Shard(1)
+    entering = PrepareModuleInput(
+        input_layouts=(rows, None, None, None), desired_input_layouts=(whole, None, None, None)
+    )
+    plan: dict[str, Any] = {
+        "tok_embeddings": RowwiseParallel(input_layouts=whole, output_layouts=rows),
+        "norm": SequenceParallel(),
+        "output": ColwiseParallel(input_layouts=rows, output_layouts=whole),
+    }
+    for i, layer in enumerate(model.layers):
+        assert isinstance(layer, Block)
+        plan |= {
+            f"layers.{i}.attention_norm": SequenceParallel(),
+            f"layers.{i}.attention": entering,
+            f"layers.{i}.attention.wo": RowwiseParallel(output_layouts=rows),
+            f"layers.{i}.ffn_norm": SequenceParallel(),
+            f"layers.{i}.feed_forward": PrepareModuleInput(input_layouts=(rows,), desired_input_layouts=(whole,)),
+            f"layers.{i}.feed_forward.w2": RowwiseParallel(output_layouts=rows),
+        }
+        columns = ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3")
+        plan |= {f"layers.{i}.{name}": ColwiseParallel() for name in columns}
+        layer.attention.n_heads //= tp.size()
+        layer.attention.n_kv_heads //= tp.size()
+    parallelize_module(model, tp, plan)
+
+
+def rows_of(tensor: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    """The rows of a global batch that this rank's data-parallel group has."""
+    axes = mesh.mesh_dim_names or () if mesh is not None else ()
+    for axis in DATA:
+        if mesh is not None and axis in axes:
+            tensor = tensor.chunk(mesh[axis].size())[mesh[axis].get_local_rank()]
+    return tensor
+
+
+def context(mesh: DeviceMesh | None, inputs: Batch) -> AbstractContextManager:
+    """Context parallelism where the mesh has it."""
+    if mesh is None or "cp" not in (mesh.mesh_dim_names or ()):
+        return nullcontext()
+    tensors = list(inputs.values())
+    return context_parallel(mesh["cp"], buffers=tensors, buffer_seq_dims=[1] * len(tensors))
+
+
+def mean_over_ranks(loss: Tensor) -> float:
+    """The loss of the global batch: every rank has as many labels."""
+    loss = local(loss)
+    dist.all_reduce(loss)
+    return float(loss) / dist.get_world_size()
+
+
+def moments(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """All tensors of an optimizer's state."""
+    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,1 @@
+"""Find the pass and the node at which a run goes wrong."""

@@ -1,0 +1,7 @@
+"""`python -m tools.bisect`."""
+
+import sys
+
+from tools.bisect.command import main
+
+sys.exit(main())

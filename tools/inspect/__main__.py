@@ -1,0 +1,5 @@
+"""`python -m tools.inspect`."""
+
+from tools.inspect.command import main
+
+main()

@@ -1,0 +1,200 @@
+"""Look into a run: `python -m tools.inspect RUN`, or as a page that a browser opens, `--html`.
+
+python -m tools.inspect runs/1                              # every pass: time, nodes, communication, memory
+python -m tools.inspect runs/1 --pass shard                 # what one pass did
+python -m tools.inspect runs/1 --node 'all_gather*' --line llama.py:71 --module layers.0
+python -m tools.inspect runs/1 --html                       # runs/1/inspect.html
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from compiler_trainer.config.errors import UserError
+from tools.inspect import glance
+from tools.inspect.dumps import Node, Run, Stage, load, matching
+from tools.inspect.overview import seconds_of, totals
+from tools.inspect.render import page
+
+ROWS = 50  # of a table of nodes or reshards
+
+
+def main() -> None:
+    """Print or write what is asked for; exits with 2 on bad input."""
+    parser = argparse.ArgumentParser(prog="tools.inspect", description="Look into a run.")
+    parser.add_argument("run", type=Path, help="a run folder")
+    parser.add_argument(
+        "--pass", dest="name", help="a pass (shard, joint, ...), as 05, step_joint or 06_step_joint too"
+    )
+    parser.add_argument("--node", help="nodes whose name is like this; * and ? are wildcards")
+    parser.add_argument("--module", help="nodes of modules like this")
+    parser.add_argument("--line", help="nodes of a line of the model's source, FILE:LINE")
+    parser.add_argument("--html", nargs="?", const="", metavar="FILE", help="write a page, by default RUN/inspect.html")
+    args = parser.parse_args()
+    out = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+    try:
+        run = load(args.run)
+        if args.html is not None:
+            write_page(run, Path(args.html or args.run / "inspect.html"), out)
+        elif args.node or args.module or args.line:
+            show_nodes(chosen(run, args.name), args.node, args.module, args.line, out)
+        elif args.name:
+            for stage in chosen(run, args.name):
+                show_pass(run, stage, out)
+        else:
+            show_run(run, out)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def write_page(run: Run, file: Path, out: Console) -> None:
+    """Write the page and say where it is."""
+    try:
+        file.write_text(page(run), encoding="utf-8")
+    except OSError as error:
+        raise UserError(str(file), f"cannot be written: {error.strerror}; name another file") from error
+    out.print(f"{file} ({size(file.stat().st_size)}): open it in a browser")
+
+
+def chosen(run: Run, name: str | None) -> list[Stage]:
+    """The stages of a pass, or the last of every program of a training step; raises UserError naming the nearest."""
+    if name is None:
+        return run.trained or run.stages[-1:]
+    found = [s for s in run.stages if name in (s.name, f"{s.program}_{s.name}", s.title, f"{s.number:02d}", s.program)]
+    if not found:
+        known = list(dict.fromkeys(s.name for s in run.stages))
+        nearest = difflib.get_close_matches(name, [*known, *(s.title for s in run.stages)], 1, 0)
+        raise UserError(
+            "--pass", f"no pass is called {name!r}, did you mean {nearest[0]!r}? There are {', '.join(known)}"
+        )
+    return found
+
+
+# ---- tables -------------------------------------------------------------------------------------------
+
+
+def show_run(run: Run, out: Console) -> None:
+    """All passes, then what is sent and the three answers."""
+    heads = "pass|>seconds|>nodes in|>out|>collectives|>sent|>casts|>masks|>FLOPs|>recomputed|>peak"
+    passes = table("", heads)
+    for stage in run.stages:
+        t, seconds = totals(stage), seconds_of(run, stage)
+        took = "" if seconds is None else f"{seconds:.2f}"
+        counts = (t.nodes_before, t.nodes_after, t.collectives)
+        words = [stage.title, took, *(f"{n:,}" for n in counts), size(t.sent_bytes), f"{t.casts:,}", f"{t.masks or ''}"]
+        passes.add_row(*words, flops(t.flops), flops(t.recomputed_flops), size(t.peak_bytes))
+    out.print(passes)
+    for stage in run.trained:
+        out.print(traffic_table(stage))
+        show_glance(run, stage, out)
+
+
+def show_glance(run: Run, stage: Stage, out: Console) -> None:
+    """The largest reshard, what is alive at the peak, the exposed collective, a line each and a few rows."""
+    if changes := [r for r in glance.reshards(run) if r["sent_bytes"]]:
+        r = changes[0]
+        what = f"{r['before']} -> {r['after']}: {r['reason']}"
+        say(out, "largest reshard", f"%{r['node']} ({r['source']}), {size(r['sent_bytes'])} sent, {what}")
+    line, most = glance.peak_line(stage)
+    at = next((node for node in stage.by_name.values() if node.line == line), None)
+    place = f"%{at.name} ({at.source})" if at else "the end"
+    say(out, "peak", f"{size(most)} at {place}, line {line} of {stage.title}.txt; the largest of what is alive:")
+    living = table("", ">bytes|holds|node|value|source|module")
+    for s in glance.alive(stage, line)[:8]:
+        node = stage.by_name[s.node]
+        living.add_row(size(s.bytes), s.kind, f"%{s.node}", node.value, node.source, node.module)
+    out.print(living)
+    if found := glance.collectives(run, stage):
+        first, node = found[0], stage.by_name[found[0].node]
+        why = (
+            f"{first.between:,} operators until the wait for it"
+            if first.exposed_ms is None
+            else f"{first.exposed_ms:.3f} ms"
+        )
+        what = f"{first.kind} over {first.axis}, {size(first.sent_bytes)} sent"
+        say(out, "most exposed", f"%{first.node} ({node.source}), {what}, {why}")
+
+
+def show_pass(run: Run, stage: Stage, out: Console) -> None:
+    """What one pass counted, noted and resharded, and what its graph sends."""
+    seconds, t = seconds_of(run, stage), totals(stage)
+    took = "" if seconds is None else f", {seconds:.2f} s"
+    say(out, stage.title, f"{t.nodes_before:,} -> {t.nodes_after:,} nodes{took}, peak {size(t.peak_bytes)}")
+    report = stage.report["report"]
+    say(out, "counts", ", ".join(f"{key} {n:,}" for key, n in report["counts"].items()) or "none")
+    if changes := sorted(report["reshards"], key=lambda r: -r["sent_bytes"]):
+        found = table(f"reshards, {len(changes):,} in all", ">sent|node|source|from|to|reason")
+        for r in changes[:ROWS]:
+            found.add_row(size(r["sent_bytes"]), f"%{r['node']}", r["source"], r["before"], r["after"], r["reason"])
+        out.print(found)
+    out.print(traffic_table(stage))
+    resharded = {f"%{r['node']} ({r['source']}): {r['before']}" for r in changes}
+    for note in report["notes"]:
+        if note.partition(" -> ")[0] not in resharded:
+            out.print(Text(note), soft_wrap=True)
+
+
+def show_nodes(stages: Iterable[Stage], name: str | None, module: str | None, line: str | None, out: Console) -> None:
+    """The lines of the nodes that match all patterns; raises UserError if none does."""
+    shown = 0
+    for stage in stages:
+        nodes: list[Node] = stage.nodes
+        for pattern, key in ((name, lambda n: n.name), (module, lambda n: n.module)):
+            nodes = list(matching(nodes, key, pattern)) if pattern else nodes
+        nodes = [node for node in nodes if node.source == line] if line else nodes
+        shown += len(nodes)
+        say(out, stage.title, f"{len(nodes):,} of {len(stage.nodes):,} nodes")
+        for node in nodes:
+            out.print(Text(f"{node.line:6d}  {node.text}"), soft_wrap=True)
+    if not shown:
+        asked = " ".join(f"{k} {v!r}" for k, v in (("--node", name), ("--module", module), ("--line", line)) if v)
+        raise UserError(asked, "matches no node; --pass names another stage, wildcards are * and ?")
+
+
+def traffic_table(stage: Stage) -> Table:
+    """What a rank sends, by kind and axis."""
+    sent = table("", "collective|axis|>calls|>bytes sent")
+    for t in stage.report["accounting"]["traffic"]:
+        sent.add_row(t["kind"], t["axis"], f"{t['calls']:,}", size(t["sent_bytes"]))
+    return sent
+
+
+def table(title: str, heads: str) -> Table:
+    """An empty table of the columns `a|b`; one that starts with > is aligned right."""
+    made = Table(title=title or None, title_justify="left", box=None, header_style="dim", pad_edge=False)
+    for head in heads.split("|"):
+        made.add_column(head.removeprefix(">"), justify="right" if head.startswith(">") else "left", overflow="fold")
+    return made
+
+
+def say(out: Console, label: str, words: Any) -> None:
+    """A line with its label."""
+    out.print(Text.assemble((f"{label}  ", "bold"), str(words)), soft_wrap=True)
+
+
+def size(n: float) -> str:
+    """`1.5 MiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n < 1024:
+            return f"{n:,.0f} B" if unit == "B" else f"{n:.3g} {unit}" if n < 999.5 else f"{n:,.0f} {unit}"
+        n /= 1024
+    return f"{n:,.3g} TiB"
+
+
+def flops(n: float) -> str:
+    """`1.5 T`, empty for none."""
+    for unit in ("", " K", " M", " G", " T", " P"):
+        if n < 1000:
+            return f"{n:.3g}{unit}" if n else ""
+        n /= 1000
+    return f"{n:.3g} E"

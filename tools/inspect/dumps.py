@@ -1,0 +1,297 @@
+"""What a run left behind, read from its folder alone: options, report, metrics, and the graph after every pass.
+
+    run = load("runs/2026-01-31_12-00-00")
+    last = run.program("step")[-1]
+    last.node("all_gather").source
+
+Texts are parsed when first asked for: a stage of 100,000 nodes takes about a second.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from compiler_trainer.config.errors import UserError
+
+TENSOR = re.compile(r"^(\w+)\[([\d, ]*)\]$")
+PLACED = re.compile(r"^(\w+\[[^\]]*\]) (\[.*)$")
+OPERAND = re.compile(r'"(?:[^"\\]|\\.)*"|%(\w+)')  # a string may hold anything, so it is passed over
+SECTION = re.compile(r"^# (\w+): (.*)$")
+AXIS = re.compile(r"(\w+)=(\d+)( \(head and tail\))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One line of a stage's text.
+
+    `op` is the operator or, of an input, its kind (`parameter`, `batch`, `moment`, ...), and `label` then the model's
+    own name for it. `value` is what it yields as text; `dtype` and `shape` are empty unless that is one tensor.
+    `spec` is its placement as text, empty where none is known; `source` is `file:line`; `recomputed` says that the
+    backward computes here again what the forward did not keep. `graph` is the path of the
+    graph that holds it, empty for the program itself. `line` counts from 1.
+    """
+
+    name: str
+    op: str
+    operands: tuple[str, ...]
+    value: str
+    dtype: str
+    shape: tuple[int, ...]
+    spec: str
+    source: str
+    module: str
+    phase: str
+    recomputed: bool
+    label: str
+    graph: str
+    line: int
+    text: str
+
+    @property
+    def is_input(self) -> bool:
+        """Whether it is given to the program, not computed."""
+        return bool(self.label)
+
+
+@dataclass(frozen=True)
+class Output:
+    """One result of a program: the loss, a gradient, a metric; `operand` is the node that computes it."""
+
+    name: str
+    kind: str
+    operand: str
+    value: str
+    spec: str
+    line: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The graph that one pass left: `number` in the order of all, `program` it is of (`step`), `name` of the pass."""
+
+    number: int
+    program: str
+    name: str
+    path: Path
+
+    @property
+    def title(self) -> str:
+        """`06_step_joint`, the name of its files."""
+        return self.path.stem
+
+    @cached_property
+    def report(self) -> dict[str, Any]:
+        """What the pass did and what its graph will cost."""
+        return read_json(self.path.with_suffix(".json"))
+
+    @cached_property
+    def costs(self) -> dict[str, list[list[Any]]]:
+        """What each node costs: rows of `collectives`, `flops` and `storages` (`passes/cost/costs.py`)."""
+        return read_json(self.path.with_suffix(".costs.json"))
+
+    @cached_property
+    def text(self) -> str:
+        """The whole text."""
+        return read(self.path)
+
+    @cached_property
+    def _parsed(self) -> Parsed:
+        return parse(self.text)
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Sizes of the mesh axes larger than one, outermost first."""
+        return self._parsed.mesh
+
+    @property
+    def folded(self) -> frozenset[str]:
+        """Axes whose ranks hold two chunks, head and tail."""
+        return self._parsed.folded
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """What has been established of the program."""
+        return self._parsed.facts
+
+    @property
+    def nodes(self) -> list[Node]:
+        """Inputs, then operators in order, then those of the graphs that operators call."""
+        return self._parsed.nodes
+
+    @property
+    def outputs(self) -> list[Output]:
+        """What the program returns."""
+        return self._parsed.outputs
+
+    @cached_property
+    def by_name(self) -> dict[str, Node]:
+        """The program's own nodes by name."""
+        return {node.name: node for node in self.nodes if not node.graph}
+
+    @cached_property
+    def users(self) -> dict[str, list[Node]]:
+        """The program's own nodes that read a node, by its name, in order."""
+        found: dict[str, list[Node]] = {name: [] for name in self.by_name}
+        for node in self.by_name.values():
+            for operand in dict.fromkeys(node.operands):
+                found[operand].append(node)
+        return found
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder: `config` and `report` as they were written, `metrics` a dict a step, and the `stages` in order."""
+
+    folder: Path
+    config: dict[str, Any]
+    report: dict[str, Any]
+    metrics: list[dict[str, Any]]
+    stages: list[Stage]
+
+    def program(self, name: str) -> list[Stage]:
+        """The stages of one program (`forward`, `step`, `evaluate`) in order."""
+        return [stage for stage in self.stages if stage.program == name]
+
+    @cached_property
+    def trained(self) -> list[Stage]:
+        """The last stage of every program that training runs: `step`, or `accumulate` and `apply`."""
+        last = {s.program: s for s in self.stages if not s.program.startswith(("forward", "evaluate"))}
+        return list(last.values())
+
+
+def load(folder: str | Path) -> Run:
+    """The run in a folder; raises UserError naming the file that is missing or cannot be read."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(str(folder), "is not a folder; give a run folder (run.dir of a training run)")
+    config = read(folder / "config.yaml", yaml.safe_load)
+    report = read_json(folder / "report.json")
+    metrics = folder / "metrics.jsonl"  # a dry run has none
+    steps = read(metrics, lambda text: list(map(json.loads, text.splitlines()))) if metrics.exists() else []
+    return Run(folder, config, report, steps, load_stages(folder / "graphs"))
+
+
+def load_stages(graphs: str | Path) -> list[Stage]:
+    """The stages dumped in a folder, in order; raises UserError if there are none."""
+    graphs = Path(graphs)
+    found = sorted(graphs.glob("[0-9]*_*_*.txt"), key=lambda path: int(path.stem.split("_")[0]))
+    if not found:
+        raise UserError(str(graphs), "holds no graphs; train with run.dump_graphs=true")
+    return [stage_at(path) for path in found]
+
+
+def stage_at(path: Path) -> Stage:
+    """The stage of one file, `06_step_joint.txt`: its report says where the program's name ends."""
+    report = read_json(path.with_suffix(".json"))
+    return Stage(int(path.stem.split("_")[0]), report["program"], report["name"], path)
+
+
+def read(path: Path, parse: Callable[[str], Any] = str) -> Any:
+    """What a file holds; raises UserError naming it where it is missing or damaged."""
+    try:
+        return parse(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(str(path), "is missing; is this a run folder, and was it written to the end?") from error
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(str(path), f"cannot be read: {' '.join(str(error).split())}") from error
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds; raises UserError naming it."""
+    return read(path, json.loads)
+
+
+# ---- the text -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """A stage's text, taken apart."""
+
+    mesh: dict[str, int]
+    folded: frozenset[str]
+    facts: tuple[str, ...]
+    nodes: list[Node]
+    outputs: list[Output]
+
+
+def parse(text: str) -> Parsed:
+    """The parts of a text that `passes.printer` wrote; raises UserError naming a line that it did not."""
+    heads: dict[str, str] = {}
+    nodes: list[Node] = []
+    outputs: list[Output] = []
+    section, graph = "", ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if head := SECTION.match(line):
+            section, heads[head[1]] = head[1], head[2]
+            graph = head[2] if section == "graph" else ""
+        elif section == "outputs":
+            outputs.append(_output(line, number))
+        elif not line.startswith("return "):
+            nodes.append(_input(line, number) if section == "inputs" else _operator(line, number, graph))
+    axes = AXIS.findall(heads.get("mesh", ""))
+    sizes = {axis: int(size) for axis, size, _ in axes}
+    facts = tuple(heads.get("facts", "").split(", "))
+    return Parsed(sizes, frozenset(axis for axis, _, folded in axes if folded), facts, nodes, outputs)
+
+
+def _operator(line: str, number: int, graph: str) -> Node:
+    """`%name = op(operands) : value spec   # file.py:line module.path phase [recomputed]`."""
+    body, _, origin = line.rpartition("   # ")
+    call, _, placed = body.rpartition(") : ")
+    name, _, call = call.partition(" = ")
+    op, found, operands = call.partition("(")
+    if not found or not name.startswith("%"):
+        raise UserError(f"line {number}", f"is not a node: {line[:80]!r}")
+    names = tuple(filter(None, OPERAND.findall(operands)))
+    return Node(name[1:], op, names, *_value(placed), *_origin(origin), "", graph, number, line)
+
+
+def _input(line: str, number: int) -> Node:
+    """`%name = kind "name" : value spec`."""
+    name, _, rest = line.partition(" = ")
+    kind, _, rest = rest.partition(' "')
+    label, _, placed = rest.rpartition('" : ')
+    return Node(name[1:], kind, (), *_value(placed), "", "", "", False, label, "", number, line)
+
+
+def _output(line: str, number: int) -> Output:
+    """`kind "name" = %node : value spec`."""
+    kind, _, rest = line.partition(' "')
+    name, _, rest = rest.partition('" = ')
+    operand, _, placed = rest.partition(" : ")
+    value, _, _, spec = _value(placed)
+    return Output(name, kind, operand.removeprefix("%"), value, spec, number)
+
+
+def _value(placed: str) -> tuple[str, str, tuple[int, ...], str]:
+    """Value, dtype, shape and placement of `f32[4, 8] [8@tp, 8] varying(cp)`."""
+    parts = PLACED.match(placed)
+    value, spec = (parts[1], parts[2]) if parts else (placed, "")
+    tensor = TENSOR.match(value)
+    if tensor is None:
+        return value, "", (), spec
+    return value, tensor[1], tuple(int(n) for n in tensor[2].split(", ") if n), spec
+
+
+def _origin(origin: str) -> tuple[str, str, str, bool]:
+    """Source, module, phase and whether recomputed of `file.py:31 layers.0 forward`; the first two may be missing."""
+    bare = origin.removesuffix(" recomputed")
+    *words, phase = bare.split(" ")
+    source = words.pop(0) if words and re.search(r":\d+$", words[0]) else ""
+    return source, " ".join(words), phase, bare != origin
+
+
+def matching(nodes: list[Node], key: Callable[[Node], str], pattern: str) -> Iterator[Node]:
+    """The nodes whose key matches a shell-like pattern; one without wildcards also matches inside of it."""
+    whole = pattern if any(c in pattern for c in "*?[") else f"*{pattern}*"
+    return (node for node in nodes if fnmatchcase(key(node), whole))
