@@ -1,7 +1,7 @@
 """Configuration in, passes out: read this page first.
 
     capture -> cast, normalize, place, float8, shard
-            -> joint, dedupe, add_first, remat, optimize, schedule, collectives, overlap -> lower
+            -> joint, simplify, dedupe, add_first, remat, optimize, schedule, collectives, overlap -> lower
 
 `forward` ends in the program that every rank runs to get the loss. Training goes on from there: with one
 microbatch as one `step` program, with several as `accumulate`, run once a microbatch, and `apply`.
@@ -18,6 +18,7 @@ import torch
 
 from compiler_trainer.config.schema import EIGHT_BITS, CastConfig, OptimConfig, PassesConfig, RematConfig
 from passes.autograd.joint import Joint
+from passes.autograd.simplify import Simplify
 from passes.communication.add_first import AddFirst
 from passes.communication.dedupe import Dedupe
 from passes.communication.overlap import Overlap
@@ -64,7 +65,7 @@ def build_pipeline(
     optimize = Optimize(build_optimizer(optim), optim.max_norm, reduce_dtype, 1 / microbatches, *how)
     overlap = Overlap(passes.schedule.ahead)
     finish = (Schedule(passes.schedule.bucket_mib), Expand(), overlap)
-    joint = (Joint(), Dedupe(), AddFirst())
+    joint = (Joint(), Simplify(), Dedupe(), AddFirst())
     train: dict[str, Passes]
     if microbatches == 1:
         rest: Passes = (optimize, *finish)

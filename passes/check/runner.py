@@ -138,7 +138,7 @@ class _Checker:
             return sweep(after, self.ctx), {}
         if print_program(before) != self.text:
             raise ir.CompileError(step, None, "changed the program it was given; a pass rewrites a copy")
-        swept = verify_spec(after, self.ctx, pass_name=step)
+        swept = verify_spec(after, self.ctx, pass_name=step, before=before)
         return swept, self.compare(step, before, after) if self.verify == "numeric" else {}
 
     def compare(self, step: str, before: ir.Program, after: ir.Program) -> dict[str, float]:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.check.copies import check_copies
+from passes.check.placements import TRANSITIONS, check_placements
 from passes.cost.accounting import axis_of, bind
 from passes.program import boundary, ir
 from passes.program.printer import format_node, format_value
@@ -28,8 +30,13 @@ AROUND = 5  # nodes shown before and after the one at fault
 Finding = tuple[fx.Node | None, str]
 
 
-def verify_spec(program: ir.Program, ctx: ir.Context, *, pass_name: str = "verify") -> Sweep:
-    """Check the graph; returns what its nodes yield, recomputed. Raises CompileError at the first thing wrong."""
+def verify_spec(
+    program: ir.Program, ctx: ir.Context, *, pass_name: str = "verify", before: ir.Program | None = None
+) -> Sweep:
+    """Check the graph; returns what its nodes yield, recomputed. Raises CompileError at the first thing wrong.
+
+    Where `before` is the whole program that became this local one, placements are recomputed too.
+    """
     _raise_first(pass_name, (finding for check in STRUCTURE for finding in check(program)))
     try:
         swept = sweep(program, ctx)
@@ -37,6 +44,10 @@ def verify_spec(program: ir.Program, ctx: ir.Context, *, pass_name: str = "verif
         raise failure(pass_name, error.node, f"does not take its operands: {error}") from error
     _raise_first(pass_name, check_recorded(program, swept))
     _raise_first(pass_name, (finding for check in MEANING for finding in check(program)))
+    if before is not None and "local" in program.facts - before.facts:
+        _raise_first(pass_name, check_placements(before, program))
+        while ctx.bodies:
+            _raise_first(pass_name, check_placements(*ctx.bodies.pop()))
     return swept
 
 
@@ -213,6 +224,8 @@ def check_facts(program: ir.Program) -> Iterator[Finding]:
         yield from check_varying(program)
     if "joint" in program.facts:
         yield from check_gradients(program)
+        if "schedule" not in program.facts:  # which lays values end to end that differ on other axes
+            yield from check_copies(program)
 
 
 def check_expanded(program: ir.Program) -> Iterator[Finding]:
@@ -238,23 +251,6 @@ def check_gradients(program: ir.Program) -> Iterator[Finding]:
     for node, output in zip(program.results(), program.outputs, strict=True):
         if output.kind == "gradient" and output.spec.dims != specs[output.name].dims:
             yield node, f"gradient of {output.name!r} is placed {output.spec}, the parameter {specs[output.name]}"
-
-
-# boundary operator -> what its operand may be on its axis, what its result is
-TRANSITIONS: dict[Any, tuple[tuple[str, ...], str]] = {
-    boundary.all_gather: (("shard",), "varying"),
-    boundary.reduce_scatter: (("partial",), "shard"),
-    boundary.psum: (("partial",), "same"),
-    boundary.pmax: (("partial",), "same"),
-    boundary.vary: (("same",), "varying"),
-    boundary.slice_: (("same", "varying"), "shard"),
-    boundary.gather_same: (("shard",), "same"),
-    boundary.take: (("varying",), "shard"),
-    boundary.place_: (("shard",), "partial"),
-    boundary.unvary: (("varying",), "same"),
-    boundary.only_first: (("same",), "partial"),
-    boundary.all_to_all: (("shard",), "shard"),
-}
 
 
 def check_transitions(program: ir.Program) -> Iterator[Finding]:

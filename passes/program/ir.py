@@ -116,12 +116,14 @@ class Report:
 class Context:
     """What passes may know beside the program: the fake mode its values live in, and what is known of operators.
 
-    `traced` are the graphs that operators were written as; `answers` are what they yield, by signature (`sweep.py`).
+    `traced` are the graphs that operators were written as; `answers` are what they yield, by signature (`sweep.py`);
+    `bodies` are those of custom functions, whole and as partitioned, that are still to be verified.
     """
 
     fake_mode: Any
     traced: dict[Any, fx.Graph] = field(default_factory=dict, compare=False, repr=False)
     answers: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    bodies: list[tuple[Program, Program]] = field(default_factory=list, compare=False, repr=False)
 
 
 class Pass(Protocol):
@@ -218,6 +220,16 @@ def set_checkpoint(node: fx.Node, region: str) -> None:
     node.meta["checkpoint"] = region
 
 
+def parameter(node: fx.Node) -> str:
+    """The parameter whose update the node is part of, or an empty string."""
+    return node.meta.get("parameter", "")
+
+
+def set_parameter(node: fx.Node, name: str) -> None:
+    """Record the parameter whose update the node is part of."""
+    node.meta["parameter"] = name
+
+
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _LIBRARY = re.compile(
     r"/torch/(nn|_|functional|utils|fx)|/site-packages/torch/|/compiler_trainer/capture/(capture|functions)\.py$"
@@ -255,8 +267,8 @@ def set_origin(node: fx.Node, line: str, module: str) -> None:
 
 
 def copy_origin(new: fx.Node, old: fx.Node) -> None:
-    """Let `new` say that it came from where `old` came from (source line, module, phase, recomputed, checkpoint)."""
-    for key in ("stack_trace", "nn_module_stack", "phase", "recomputed", "checkpoint"):
+    """Let `new` say that it came from where `old` came from (source line, module, phase, recomputed, ...)."""
+    for key in ("stack_trace", "nn_module_stack", "phase", "recomputed", "checkpoint", "parameter"):
         if key in old.meta:
             new.meta[key] = old.meta[key]
 

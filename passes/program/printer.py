@@ -70,13 +70,17 @@ def _called_graphs(module: fx.GraphModule, path: str = "") -> Iterator[str]:
 
 
 def format_node(node: fx.Node) -> str:
-    """`%name = op(operands) : dtype[shape] placement   # file.py:line module.path phase [recomputed]`."""
+    """`%name = op(operands) : dtype[shape] placement   # file.py:line module.path phase [recomputed]`.
+
+    A node of an update has the parameter's name in the place of the module's path.
+    """
     if node.op == "output":
         return f"return {format_operand(node.args[0])}"
     spec = ir.spec(node)
     words = [f"%{node.name} =", _call(node), ":", format_value(node.meta.get("val"))]
     words += [str(spec)] if spec is not None else []
-    origin = (ir.source(node), ir.module_path(node), ir.phase(node), "recomputed" if ir.is_recomputed(node) else "")
+    where = ir.module_path(node) or ir.parameter(node)
+    origin = (ir.source(node), where, ir.phase(node), "recomputed" if ir.is_recomputed(node) else "")
     return " ".join(words) + "   # " + " ".join(filter(None, origin))
 
 

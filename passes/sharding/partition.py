@@ -260,7 +260,9 @@ class Partitioner:
         """A custom function's body as a local program; its gradient is given, not derived."""
         outputs = tuple(replace(o, spec=spec) for o, spec in zip(program.outputs, results, strict=True))
         program = replace(program, outputs=outputs)
-        return Partitioner(program, plan, self.builder.ctx, None, self.propagate, differentiable=False).run()
+        local = Partitioner(program, plan, self.builder.ctx, None, self.propagate, differentiable=False).run()
+        self.builder.ctx.bodies.append((program, local))
+        return local
 
     def padding(self, i: int, x: fx.Node, spec: Spec, decision: Decision, node: fx.Node) -> fx.Node:
         """Operand `i` with its padding set to what the rule needs, where it might hold something else."""
@@ -290,14 +292,14 @@ class Partitioner:
         if (node, wanted) in self.versions:
             return self.versions[node, wanted]
         current = self.plan.current(node)
-        if node in self.plan.weights and node in self.grads and (hoisted := self.hoist(node, current, wanted)):
+        if node in self.plan.weights and node in self.grads and (hoisted := self.hoist(node, wanted)):
             new = hoisted
         else:
             new = self.record(node, self.versions[node, current], current, wanted, f"for {user}")
         self.versions[node, wanted] = new
         return new
 
-    def hoist(self, node: fx.Node, current: Spec, wanted: Spec) -> fx.Node | None:
+    def hoist(self, node: fx.Node, wanted: Spec) -> fx.Node | None:
         """A rearranged weight is converted before it is rearranged: one conversion serves all its forms."""
         decision = self.plan.decisions.get(node)
         if decision is None or not decision.rule.moves or wanted.partial:
@@ -306,9 +308,11 @@ class Partitioner:
         if dims is None:
             return None
         (operand,) = tensor_operands(node)
-        value = self.version(operand, replace(self.plan.current(operand), dims=dims, varying=wanted.varying), node.name)
+        below = Spec(dims, (), wanted.varying)  # complete: what is wanted is no sum, whatever the operand is
+        value = self.version(operand, below, node.name)
         new = self.emit_on(node, decision, [value], [wanted])
-        ir.set_spec(new, replace(wanted, fill=current.fill))
+        held = ir.spec(value)
+        ir.set_spec(new, replace(wanted, fill=held.fill if held else None))
         ir.set_stands_for(new, node.name)
         return new
 

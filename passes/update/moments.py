@@ -18,6 +18,7 @@ from torch import Tensor
 
 from passes.program.mesh import Mesh
 from passes.program.spec import Factor, Spec
+from passes.update.optimizers import cast
 
 Format = Literal["float32", "bfloat16", "int8", "float8"]
 Part = tuple[str, tuple[int, ...], torch.dtype, Spec]  # suffix of the name, local shape, dtype, placement
@@ -46,7 +47,7 @@ class Wide:
         return [("", spec.local_shape(mesh), self.dtype, spec)]
 
     def encode(self, x: Tensor) -> Sequence[Tensor]:
-        return [x.to(self.dtype)]
+        return [cast(x, self.dtype)]
 
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
         return parts[0]

@@ -26,7 +26,7 @@ from passes.program.rewrite import graft, trace
 from passes.program.spec import Spec
 from passes.sharding.random import global_index, uniform_at
 from passes.update.moments import Codec, Format, Wide, codec
-from passes.update.optimizers import Optimizer, arithmetic
+from passes.update.optimizers import Optimizer, arithmetic, cast
 
 aten = torch.ops.aten
 
@@ -38,6 +38,7 @@ class Appender:
         self.graph, self.ctx, self.phase = program.graph, ctx, phase
         self.last = program.placeholders()[-1]
         self.traced: dict[Any, fx.GraphModule] = {}
+        self.parameter = ""  # whose update is being appended
 
     def call(self, key: Any, fn: Callable[..., Any], *inputs: fx.Node) -> Any:
         """The result of `fn` on the nodes' values; `key` tells functions of the same input shapes apart."""
@@ -50,15 +51,20 @@ class Appender:
         with self.graph.inserting_before(self.graph.output_node()):
             new, result = graft(self.graph, self.traced[signature].graph, list(inputs))
         for node in new:
-            ir.set_phase(node, self.phase)
+            self.mark(node)
         return result
+
+    def mark(self, node: fx.Node) -> None:
+        """Say where a node comes from."""
+        ir.set_phase(node, self.phase)
+        ir.set_parameter(node, self.parameter)
 
     def write(self, target: fx.Node, new: fx.Node) -> None:
         """Store a value into an input, in place."""
         with self.graph.inserting_before(self.graph.output_node()):
             node = self.graph.call_function(aten.copy_.default, (target, new))
         ir.set_value(node, ir.example(target))
-        ir.set_phase(node, self.phase)
+        self.mark(node)
 
     def placeholder(self, name: str, val: Tensor, spec: Spec) -> fx.Node:
         """A new input, after the others."""
@@ -92,21 +98,25 @@ def round_at_random(x: Tensor, step: Tensor, site: int, index: Tensor) -> Tensor
     return bits.view(torch.float32).to(torch.bfloat16)
 
 
-def reduce_gradient(append: Appender, gradient: fx.Node, spec: Spec, wire: torch.dtype | None) -> fx.Node:
-    """The gradient with its partial sums completed, one `psum` an axis."""
+def reduce_gradient(append: Appender, name: str, gradient: fx.Node, spec: Spec, wire: torch.dtype | None) -> fx.Node:
+    """A parameter's gradient with its partial sums completed, one `psum` an axis."""
+    append.parameter = name
     dtype = ir.example(gradient).dtype
     for axis in spec.partial_axes:
         gradient = append.call(("psum", axis), lambda g, axis=axis: boundary.psum(g, axis, dtype, wire), gradient)
     return gradient
 
 
-def squared_norm(append: Appender, gradients: Sequence[fx.Node], specs: Sequence[Spec]) -> fx.Node:
-    """The square of the norm of all gradients together, 0-d fp32 or wider, the same on every rank."""
+def squared_norm(
+    append: Appender, names: Sequence[str], gradients: Sequence[fx.Node], specs: Sequence[Spec]
+) -> fx.Node:
+    """The square of the norm of all parameters' gradients together, 0-d fp32 or wider, the same on every rank."""
     groups: dict[tuple[str, ...], list[fx.Node]] = {}
-    for gradient, spec in zip(gradients, specs, strict=True):
-        square = append.call("square", lambda g: g.to(arithmetic(g.dtype)).square().sum(), gradient)
+    for name, gradient, spec in zip(names, gradients, specs, strict=True):
+        append.parameter = name
+        square = append.call("square", lambda g: cast(g, arithmetic(g.dtype)).square().sum(), gradient)
         groups.setdefault(tuple(sorted(spec.sharded)), []).append(square)
-    totals = []
+    append.parameter, totals = "", []
     for axes, squares in groups.items():
         total = append.call(("add", len(squares)), lambda *s: torch.stack(s).sum(), *squares)
         for axis in axes:
@@ -141,16 +151,20 @@ class Optimize:
         parameters = {i.name: (n, i) for n, i in zip(program.placeholders(), program.inputs) if i.kind == "parameter"}
         graded = [(o.name, n, o.spec) for n, o in zip(program.results(), program.outputs) if o.kind == "gradient"]
         names = [name for name, _, _ in graded]
-        reduced = [reduce_gradient(append, n, spec, self.reduce_dtype) for _, n, spec in graded]
-        norm, factor = self.clip(append, reduced, [replace(spec, partial=()) for _, _, spec in graded])
+        reduced = [reduce_gradient(append, name, n, spec, self.reduce_dtype) for name, n, spec in graded]
+        norm, factor = self.clip(append, names, reduced, [replace(spec, partial=()) for _, _, spec in graded])
         scalars = [self.scalar(append, name, program) for name in ("lr", "step")]
         lr, step = (node for node, _ in scalars)
         step_now = append.call("count", lambda s: s + 1, step)
+        wide = dict.fromkeys(arithmetic(ir.example(parameters[name][0]).dtype) for name in names)
+        shared = {dtype: self.shared(append, dtype, lr, step_now, factor) for dtype in wide}
         places, added = coordinates(program, append) if self.stochastic else ({}, [])
         added += scalars
         for site, (name, gradient) in enumerate(zip(names, reduced)):
             update = Update(self, program.mesh, parameters[name][1], ir.example(parameters[name][0]).dtype, site)
-            added += update.append(append, parameters[name][0], gradient, lr, step_now, factor, places)
+            append.parameter = name
+            added += update.append(append, parameters[name][0], gradient, shared, step_now, places)
+        append.parameter = ""
         append.write(step, step_now)
         for total in (n for n, i in zip(program.placeholders(), program.inputs) if i.kind == "gradient"):
             append.write(total, append.call("clear", torch.zeros_like, total))
@@ -183,14 +197,24 @@ class Optimize:
         parts = (part for u in updates for c in u.codecs for part in c.parts(u.spec, program.mesh))
         return sum(math.prod(shape) * dtype.itemsize for _, shape, dtype, _ in parts)
 
-    def clip(self, append: Appender, gradients, specs) -> tuple[fx.Node, fx.Node]:
+    def clip(self, append: Appender, names, gradients, specs) -> tuple[fx.Node, fx.Node]:
         """(norm of the scaled gradients, factor to scale each by), both 0-d."""
-        square = squared_norm(append, gradients, specs)
+        square = squared_norm(append, names, gradients, specs)
         norm = append.call("norm", lambda s: s.sqrt() * self.scale, square)
         if self.max_norm is None:
             return norm, append.call("factor", lambda n: torch.full_like(n, self.scale), norm)
         factor = append.call("factor", lambda n: self.scale * (self.max_norm / (n + 1e-6)).clamp(max=1.0), norm)
         return norm, factor
+
+    def shared(
+        self, append: Appender, dtype: torch.dtype, lr: fx.Node, step: fx.Node, factor: fx.Node
+    ) -> tuple[fx.Node, ...]:
+        """What updates in a dtype share, 0-d: the factor of gradients, and the optimizer's scalars."""
+
+        def scalars(lr: Tensor, step: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
+            return cast(factor, dtype), *self.optimizer.scalars(cast(lr, dtype), cast(step, dtype))
+
+        return tuple(append.call(("scalars", dtype), scalars, lr, step, factor))
 
     def scalar(self, append: Appender, name: str, program: ir.Program) -> tuple[fx.Node, ir.Input]:
         """A 0-d fp64 input that is fed as a value."""
@@ -243,9 +267,8 @@ class Update:
         append: Appender,
         parameter: fx.Node,
         gradient: fx.Node,
-        lr: fx.Node,
+        shared: Mapping[torch.dtype, tuple[fx.Node, ...]],
         step: fx.Node,
-        factor: fx.Node,
         places: Mapping[str, fx.Node],
     ) -> list[tuple[fx.Node, ir.Input]]:
         """Change the parameter and its moments in place; returns the inputs added for these."""
@@ -254,17 +277,23 @@ class Update:
         at_random = self.how.stochastic and self.dtype == torch.bfloat16
         axes = [axis for axis in self.mesh.axes if axis in self.spec.sharded] if at_random else []
 
-        def update(p, g, lr, step, factor, *rest):
-            wide = arithmetic(p.dtype)
-            state, at = list(rest[: len(kept)]), dict(zip(axes, rest[len(kept) :]))
-            moments = tuple(c.decode([state.pop(0) for _ in parts]) for c, parts in zip(self.codecs, stored))
-            new, moments = self.how.optimizer.update(p, g.to(wide) * factor.to(wide), moments, lr, step)
+        wide = arithmetic(self.dtype)
+        factor, *scalars = shared[wide]
+
+        def update(p, g, factor, *rest):
+            values = iter(rest)
+            given = tuple(next(values) for _ in scalars)
+            state = [c.decode([next(values) for _ in parts]) for c, parts in zip(self.codecs, stored)]
+            moments = tuple(cast(moment, wide) for moment in state)
+            new, moments = self.how.optimizer.update(cast(p, wide), cast(g, wide) * factor, moments, given)
             if at_random:
-                new = round_at_random(new, step, self.site, global_index(self.spec, self.mesh, at, p.device))
-            return new.to(p.dtype), *(part for c, m in zip(self.codecs, moments) for part in c.encode(m))
+                index = global_index(self.spec, self.mesh, dict(zip(axes, values)), p.device)
+                new = round_at_random(new, next(values), self.site, index)
+            return cast(new, self.dtype), *(part for c, m in zip(self.codecs, moments) for part in c.encode(m))
 
         key = ("update", self.dtype, tuple(self.codecs), *((self.site, self.spec) if at_random else ()))
-        inputs = (parameter, gradient, lr, step, factor, *kept, *(places[axis] for axis in axes))
+        drawn = (*(places[axis] for axis in axes), step) if at_random else ()
+        inputs = (parameter, gradient, factor, *scalars, *kept, *drawn)
         new, *new_state = append.call(key, update, *inputs)
         append.write(parameter, new)
         for node, value in zip(kept, new_state, strict=True):

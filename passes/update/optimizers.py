@@ -21,16 +21,25 @@ class Moment(NamedTuple):
     signed: bool = True
 
 
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in a dtype, itself if that is its own."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 class Optimizer(Protocol):
-    """`moments` is the state kept a parameter."""
+    """`moments` is the state kept a parameter; tensors of an update are all of one dtype, that of its arithmetic."""
 
     @property
     def moments(self) -> tuple[Moment, ...]: ...
 
+    def scalars(self, lr: Tensor, step: Tensor) -> tuple[Tensor, ...]:
+        """What the updates of all parameters share, 0-d; `step` is counted from 1."""
+        ...
+
     def update(
-        self, parameter: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], lr: Tensor, step: Tensor
+        self, parameter: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], scalars: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """New parameter and moments; `lr` and `step` (counted from 1) are 0-d tensors."""
+        """New parameter and moments."""
         ...
 
 
@@ -43,16 +52,16 @@ class AdamW:
     weight_decay: float = 0.1
     moments: tuple[Moment, ...] = (Moment("exp_avg"), Moment("exp_avg_sq", signed=False))
 
-    def update(self, parameter, gradient, moments, lr, step):
-        wide = arithmetic(parameter.dtype)
-        p, g, (m, v) = parameter.to(wide), gradient.to(wide), (moment.to(wide) for moment in moments)
+    def scalars(self, lr, step):
         beta1, beta2 = self.betas
-        lr, step = lr.to(wide), step.to(wide)
-        m = m + (1 - beta1) * (g - m)
-        v = beta2 * v + (1 - beta2) * g * g
-        denominator = (v / (1 - beta2**step)).sqrt() + self.eps
-        p = p * (1 - lr * self.weight_decay) - lr / (1 - beta1**step) * m / denominator
-        return p, (m, v)
+        return 1 - lr * self.weight_decay, lr / (1 - beta1**step), 1 - beta2**step
+
+    def update(self, parameter, gradient, moments, scalars):
+        (m, v), (kept, rate, correction) = moments, scalars
+        beta1, beta2 = self.betas
+        m = m + (1 - beta1) * (gradient - m)
+        v = beta2 * v + (1 - beta2) * gradient * gradient
+        return parameter * kept - rate * m / ((v / correction).sqrt() + self.eps), (m, v)
 
 
 @dataclass(frozen=True)
@@ -67,10 +76,12 @@ class SGD:
         """The momentum buffer, if there is momentum."""
         return (Moment("momentum"),) if self.momentum else ()
 
-    def update(self, parameter, gradient, moments, lr, step):
-        wide = arithmetic(parameter.dtype)
-        p, g = parameter.to(wide), gradient.to(wide)
+    def scalars(self, lr, step):
+        return (lr,)
+
+    def update(self, parameter, gradient, moments, scalars):
+        (lr,) = scalars
         if self.weight_decay:
-            g = g + self.weight_decay * p
-        buffers = tuple(self.momentum * moment.to(wide) + g for moment in moments)
-        return p - lr.to(wide) * (buffers[0] if buffers else g), buffers
+            gradient = gradient + self.weight_decay * parameter
+        buffers = tuple(self.momentum * moment + gradient for moment in moments)
+        return parameter - lr * (buffers[0] if buffers else gradient), buffers

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
+from verified import apply
 
 from passes.autograd.joint import Joint
 from passes.check.simulate import Lockstep
@@ -119,9 +120,9 @@ def check(function: Function, specs: Mapping[int, Spec], tolerance: float = TOLE
     program, ctx = function.program, function.ctx
     inputs = tuple(replace(given, spec=specs.get(i - 1, given.spec)) for i, given in enumerate(program.inputs))
     program = replace(program, inputs=inputs, facts=program.facts | {"placed"})
-    program, report = Shard(sequence_parallel, context=context)(program, ctx)
+    program, report = apply([Shard(sequence_parallel, context=context)], program, ctx)
     if any(o.kind == "loss" for o in program.outputs):
-        program, _ = Joint()(program, ctx)
+        program, _ = apply([Joint()], program, ctx)
     program, _ = Expand()(program, ctx)
     values = iter(function.values)
     full = {i.name: next(values) for i in program.inputs if i.kind != "coordinate"}

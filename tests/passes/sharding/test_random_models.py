@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rule_harness import compare
 from torch import Tensor, nn
+from verified import apply
 
 from compiler_trainer.capture.capture import capture
 from passes.autograd.joint import Joint
@@ -173,8 +174,7 @@ def difference(model: nn.Module, loss_fn, batch: dict[str, Tensor], mesh: dict[s
     """Assert that lockstep ranks compute the loss and gradients of one device."""
     program, ctx = capture(model, loss_fn, batch, CPU)
     program = replace(program, mesh=Mesh.of(mesh))
-    for rewrite in (Normalize(), Place(plan), Shard(sequence_parallel), Joint(), Expand()):
-        program, _ = rewrite(program, ctx)
+    program, _ = apply((Normalize(), Place(plan), Shard(sequence_parallel), Joint(), Expand()), program, ctx)
     loss = loss_fn(model, batch)
     names = [name for name, _ in model.named_parameters()]
     found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)

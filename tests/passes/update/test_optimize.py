@@ -9,6 +9,8 @@ import torch
 from oracle import ADAMW, LRS, assert_same, batches, compile_lockstep, llama, llama_loss, train_step
 from torch import Tensor, nn
 
+from passes.program import ir
+from passes.program.printer import op_name
 from passes.update.optimizers import SGD, AdamW
 
 MESHES = [{"dp_shard": 3}, {"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}]
@@ -106,12 +108,28 @@ def test_an_update_is_that_of_pytorch(ours, make):
     for step in range(1, 5):
         theirs.grad = torch.randn(6, generator=generator, dtype=torch.float64)
         optimizer.param_groups[0]["lr"] = rate = 0.1 * step
-        p, moments = ours.update(p, theirs.grad, moments, torch.tensor(rate), torch.tensor(float(step)))
+        p, moments = ours.update(p, theirs.grad, moments, ours.scalars(torch.tensor(rate), torch.tensor(float(step))))
         optimizer.step()
     torch.testing.assert_close(p, theirs.detach(), atol=1e-7, rtol=1e-7)
 
 
 def test_bf16_parameters_are_updated_in_fp32():
-    p, g = torch.full((1,), 1.0, dtype=torch.bfloat16), torch.full((1,), 1.0, dtype=torch.bfloat16)
-    new, _ = SGD().update(p, g, (), torch.tensor(1e-4), torch.tensor(1.0))
-    assert new.dtype == torch.float32 and new.item() == pytest.approx(1 - 1e-4)
+    model, x = nn.Linear(1, 1, bias=False).bfloat16(), torch.ones(1, 1, dtype=torch.bfloat16)
+    nn.init.constant_(model.weight, 1.0)
+    how = {"name": "sgd", "weight_decay": 2**-9, "max_norm": None}
+    step = compile_lockstep(model, lambda m, b: m(b["x"]).sum(), {"x": x}, {}, how)
+    step({"x": x}, lr=1.0)
+    assert step.state_dict()["weight"].item() == -(2**-9)  # 1 - (1 + 2^-9); in bf16 the sum is 1
+
+
+def test_what_all_updates_share_is_computed_once_and_nothing_is_cast_to_its_own_dtype():
+    seen = {}
+    data = batches(rows=6)
+    compile_lockstep(llama().float(), llama_loss, data[0], {"dp_shard": 2}, ADAMW,
+                     observe=lambda program, record: seen.update({record.name: program}))
+    updates = [n for n in seen["optimize"].calls() if ir.phase(n) == "optimizer"]
+    casts = [n for n in updates if op_name(n.target) in ("to.dtype", "_to_copy")]
+    assert sum(op_name(n.target) == "pow.Scalar" for n in updates) == 2  # bias corrections
+    assert len(casts) == 2  # of the rate and the number of the step
+    named = {ir.parameter(n) for n in updates}
+    assert named == {"", *(i.name for i in seen["optimize"].inputs if i.kind == "parameter")}

@@ -1,0 +1,136 @@
+"""Remove what algebra removes of autograd's formulas, bit for bit, before memory is counted.
+
+    t(t(x))                                  ->  x
+    mul(pow(x, 1.0), 2.0)                    ->  mul(x, 2.0)
+    mul(div(expand(s), 256), mul(x, 2.0))    ->  mul(expand(div(s, 128.0)), x)
+
+Numbers stay the same to the last bit: a factor that is a power of two may be taken from one operand of a product to
+another, short of overflow; nothing else is reassociated. What lies otherwise in memory than what it would replace
+stays, for a view of it may depend on that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.program import ir
+
+aten = torch.ops.aten
+
+# operator -> the number with which it gives back its operand
+NEUTRAL: dict[Any, float] = {
+    aten.div.Scalar: 1.0,
+    aten.div.Tensor: 1.0,
+    aten.mul.Scalar: 1.0,
+    aten.mul.Tensor: 1.0,
+    aten.pow.Tensor_Scalar: 1.0,
+}
+CASTS = (aten._to_copy.default, aten.to.dtype)
+INVOLUTIONS = (aten.neg.default, aten.t.default, aten.transpose.int)
+
+
+def same_operand(node: fx.Node) -> Any:
+    """The operand that a node gives back as it is, or None."""
+    x, *rest = node.args
+    if node.target in NEUTRAL and not isinstance(rest[0], fx.Node) and rest[0] == NEUTRAL[node.target]:
+        return x
+    if node.target in CASTS and ir.is_tensor(x) and set(node.kwargs) <= {"dtype"} and len(rest) <= 1:
+        return x
+    return None
+
+
+def undone(node: fx.Node) -> Any:
+    """What an operator is applied to twice, the second time undoing the first, or None."""
+    x, *rest = node.args
+    if node.target not in INVOLUTIONS or not isinstance(x, fx.Node) or x.target is not node.target:
+        return None
+    rank = ir.example(node).dim()
+    dims = [sorted(dim % rank for dim in given) for given in (rest, x.args[1:])]
+    return x.args[0] if dims[0] == dims[1] else None
+
+
+def lies_alike(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two nodes compute tensors of one shape, dtype and layout."""
+    x, y = ir.example(a), ir.example(b)
+    return (x.shape, x.dtype, x.stride(), x.device) == (y.shape, y.dtype, y.stride(), y.device)
+
+
+def drop(node: fx.Node) -> bool:
+    """Let a node's users read what it gives back; whether it does."""
+    if not node.args or not ir.is_tensor(node):
+        return False
+    kept = same_operand(node)
+    kept = undone(node) if kept is None else kept
+    if not ir.is_tensor(kept) or not lies_alike(node, kept):
+        return False
+    if ir.spec(kept) is None:
+        ir.set_spec(kept, ir.spec(node))
+        ir.set_stands_for(kept, ir.stands_for(node))
+    node.replace_all_uses_with(kept)
+    return True
+
+
+def join_scales(node: fx.Node) -> bool:
+    """In `mul(div(y, d), mul(x, c))`, c a power of two, scale once; whether it was so."""
+    if node.target is not aten.mul.Tensor:
+        return False
+    for one, other in (node.args, node.args[::-1]):
+        if is_alone(one, aten.div.Scalar) and is_alone(other, aten.mul.Scalar) and is_power_of_two(other.args[1]):
+            one.update_arg(1, one.args[1] / other.args[1])
+            other.replace_all_uses_with(other.args[0])
+            return True
+    return False
+
+
+def is_alone(node: Any, target: Any) -> bool:
+    """Whether this is a call of the operator that one node uses."""
+    return isinstance(node, fx.Node) and node.target is target and len(node.users) == 1
+
+
+def is_power_of_two(number: float) -> bool:
+    """Whether multiplying by it is exact."""
+    return math.frexp(abs(number))[0] == 0.5
+
+
+def scale_before_expanding(node: fx.Node) -> bool:
+    """`div(expand(y), d)` as `expand(div(y, d))`: one division an entry of y; whether it was so."""
+    if node.target is not aten.div.Scalar or not is_alone(node.args[0], aten.expand.default):
+        return False
+    (expanded, number), (small, shape) = node.args, node.args[0].args
+    with node.graph.inserting_before(node):
+        scaled = node.graph.call_function(node.target, (small, number))
+        result = node.graph.call_function(expanded.target, (scaled, shape))
+    for new, old in ((scaled, node), (result, expanded)):
+        ir.copy_origin(new, old)
+    ir.set_value(scaled, ir.example(small) / number)
+    ir.set_value(result, ir.example(scaled).expand(shape))
+    node.replace_all_uses_with(result)
+    return True
+
+
+REWRITES: tuple[Callable[[fx.Node], bool], ...] = (drop, join_scales, scale_before_expanding)
+
+
+@dataclass(frozen=True)
+class Simplify:
+    """Apply the rewrites, each once over the graph in order."""
+
+    name: str = "simplify"
+    requires: frozenset[str] = frozenset({"joint"})
+    establishes: frozenset[str] = frozenset()
+
+    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+        program = program.copy()
+        counts: dict[str, int] = {}
+        with ctx.fake_mode:
+            for rewrite in REWRITES:
+                counts[rewrite.__name__] = sum(rewrite(node) for node in list(program.calls()))
+        program.graph.eliminate_dead_code()
+        program.module.recompile()
+        return program, ir.Report(counts)

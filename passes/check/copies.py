@@ -1,0 +1,68 @@
+"""Is what ought to be the same on every rank of an axis the same? Read from a finished program, forward to updates.
+
+A value may differ by rank on an axis if it is computed from shards, partial sums or the rank's own coordinate there;
+gathering or reducing it over the axis makes it one value again. What a program stores or returns as a full copy must
+be one: a gradient that is not reduced, or a norm that leaves out an axis, lets the copies of a parameter drift apart.
+That a sum is complete, and was completed once, this does not tell: the values on all ranks are then alike, and wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from passes.cost.accounting import axis_of, kind_of
+from passes.program import boundary, ir
+from passes.program.mesh import Mesh
+
+Finding = tuple[fx.Node | None, str]
+Axes = frozenset[str]
+COPY = torch.ops.aten.copy_.default
+UNITES = ("all_gather", "all_reduce")  # afterwards every rank of the axis has the same
+KEEPS = {boundary.vary, boundary.unvary}  # give back their first operand; the coordinate is for the gradient
+DIVIDES = {boundary.slice_, boundary.take, boundary.place_, boundary.only_first}
+
+
+def check_copies(program: ir.Program) -> Iterator[Finding]:
+    """Full copies, stored or returned, that may differ between the ranks of an axis."""
+    differs: dict[fx.Node, Axes] = {}
+    copies: dict[fx.Node, tuple[str, Axes]] = {}  # inputs that are stored into: what they are, where they are copies
+    for node, given in zip(program.placeholders(), program.inputs, strict=True):
+        own = {axis for axis in program.mesh.axes if given.spec.state(axis) in ("shard", "partial")}
+        differs[node] = frozenset(own | ({given.name} if given.kind == "coordinate" else set()))
+        copies[node] = f"{given.kind} {given.name!r}", frozenset(program.mesh.axes) - own
+    for node in program.calls():
+        read = node.all_input_nodes[:1] if node.target in KEEPS else node.all_input_nodes
+        differs[node] = after(node, frozenset().union(*(differs[n] for n in read)), program.mesh)
+        target = node.args[0] if node.args else None
+        if writes(node) and target in copies:
+            what, same = copies[target]  # type: ignore[index]
+            yield from apart(node, what, differs[node.args[1]] & same)  # type: ignore[index]
+    for node, output in zip(program.results(), program.outputs, strict=True):
+        same = frozenset(a for a in program.mesh.axes if output.spec.state(a) in ("same", "varying"))
+        yield from apart(node, f"{output.kind} {output.name!r}", differs[node] & same)
+
+
+def after(node: fx.Node, before: Axes, mesh: Mesh) -> Axes:
+    """The axes on whose ranks a node's value may differ, given those of its operands."""
+    axis = axis_of(node)
+    if axis is None:
+        return before
+    base, inner, outer = mesh.part(axis)
+    if kind_of(node) in UNITES:
+        return before - {base} if inner == outer == 1 else before
+    divides = node.target in DIVIDES or kind_of(node) in ("reduce_scatter", "all_to_all", "shift")
+    return before | {base} if divides else before
+
+
+def writes(node: fx.Node) -> bool:
+    """Whether a node stores its second operand into its first."""
+    return node.target is COPY
+
+
+def apart(node: fx.Node, what: str, axes: Axes) -> Iterator[Finding]:
+    """The finding, where there are axes."""
+    if axes:
+        yield node, f"{what} is a full copy on every rank of {', '.join(sorted(axes))}, where this value may differ"

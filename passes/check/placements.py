@@ -1,0 +1,228 @@
+"""Does a local program hold what it says? Placements recomputed from rules, node by node, after `shard`.
+
+A local node that stands for a node of the whole program is one of two things:
+
+    %y = linear(%x, %w)     the operator on operands that are placed in some way: its rule says how the result is
+    %z = psum(%y, "tp")     another placement of what stands for the same: boundary operators say what becomes of it
+
+Nothing is taken from what decided the placements: operands' records, the rule of the whole operator, and no more.
+What an operator that rules write out (a look-up in a sharded table) does inside is left to `numeric`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from torch import fx
+
+from passes.program import boundary, ir
+from passes.program.functions import function_of
+from passes.program.mesh import Mesh
+from passes.program.spec import Dim, Factor, Spec
+from passes.rules import Rule, rule_of, tensor_operands
+from passes.sharding.atoms import Atoms, merge_dim, refine
+
+Finding = tuple[fx.Node | None, str]
+
+# boundary operator -> what its operand may be on its axis, what its result is
+TRANSITIONS: dict[object, tuple[tuple[str, ...], str]] = {
+    boundary.all_gather: (("shard",), "varying"),
+    boundary.reduce_scatter: (("partial",), "shard"),
+    boundary.psum: (("partial",), "same"),
+    boundary.pmax: (("partial",), "same"),
+    boundary.vary: (("same",), "varying"),
+    boundary.slice_: (("same", "varying"), "shard"),
+    boundary.gather_same: (("shard",), "same"),
+    boundary.take: (("varying",), "shard"),
+    boundary.place_: (("shard",), "partial"),
+    boundary.unvary: (("varying",), "same"),
+    boundary.only_first: (("same",), "partial"),
+    boundary.all_to_all: (("shard",), "shard"),
+}
+REDUCES = {boundary.reduce_scatter: "sum", boundary.psum: "sum", boundary.pmax: "max"}
+
+
+def check_placements(whole: ir.Program, local: ir.Program) -> Iterator[Finding]:
+    """Local nodes whose recorded placement is not what their operands', and the operator's rule, make it."""
+    origins = {node.name: node for node in whole.graph.nodes}
+    for node in local.calls():
+        origin = origins.get(ir.stands_for(node))
+        recorded = ir.spec(node)
+        if origin is None or recorded is None:
+            continue
+        path, sources = behind(node)
+        same = [source for source in sources if ir.stands_for(source) == origin.name]
+        if same:
+            yield from check_conversion(node, same[0], path, local.mesh)
+        else:
+            yield from check_application(node, origin, sources, local.mesh)
+
+
+def behind(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+    """(nodes that compute it, in order, itself included; the nearest nodes before them that stand for something)."""
+    path: list[fx.Node] = []
+    sources: list[fx.Node] = []
+    found = {node}
+    queue = [node]
+    while queue:
+        inner = queue.pop()
+        path.append(inner)
+        for operand in inner.all_input_nodes:
+            if operand not in found:
+                found.add(operand)
+                (sources if ir.stands_for(operand) or operand.op == "placeholder" else queue).append(operand)
+    return sorted(path), [source for source in sources if ir.stands_for(source)]
+
+
+# ---- an operator ---------------------------------------------------------------------------------------------
+
+
+def check_application(node: fx.Node, origin: fx.Node, sources: list[fx.Node], mesh: Mesh) -> Iterator[Finding]:
+    """The record of a result against the rule of its operator."""
+    op, index = (origin.args[0], origin.args[1]) if origin.target is operator.getitem else (origin, 0)
+    assert isinstance(op, fx.Node) and isinstance(index, int)
+    if function_of(op):
+        return  # its body is a program of its own
+    held = operand_specs(op, sources)
+    if isinstance(held, str):
+        yield node, held
+        return
+    rule = rule_of(op)
+    found = results_of(rule, held, mesh)
+    if isinstance(found, str):
+        yield node, f"runs on {', '.join(map(str, held))}: {found}"
+    elif why := differs(found[index], ir.spec(node), mesh):
+        yield node, f"is placed {ir.spec(node)}, its rule makes {found[index]} of {', '.join(map(str, held))}: {why}"
+
+
+def operand_specs(op: fx.Node, sources: Sequence[fx.Node]) -> list[Spec] | str:
+    """Placements of what stands for the operands of the whole operator, or what is missing."""
+    by_name = {ir.stands_for(source): ir.spec(source) for source in sources}
+    held = []
+    for operand in tensor_operands(op):
+        spec = by_name.get(operand.name)
+        if spec is None:
+            return f"reads nothing that stands for %{operand.name}, an operand of %{op.name}"
+        held.append(spec)
+    return held
+
+
+def results_of(rule: Rule, held: Sequence[Spec], mesh: Mesh) -> list[Spec] | str:
+    """The placements that a rule gives its results on operands placed so, or why it does not run on them."""
+    atoms = refine(rule, [spec.dims for spec in held], range(len(held)), mesh)
+    axes = axes_of(atoms)
+    if isinstance(axes, str):
+        return axes
+    kinds: list[dict[str, str]] = [{} for _ in atoms.results]
+    for axis in mesh.axes:
+        found = on_axis(axis, atoms, axes, held)
+        if isinstance(found, str):
+            return found
+        for kind, state in zip(kinds, found):
+            kind[axis] = state
+    return [placed(dims, atoms, axes, kind, mesh) for dims, kind in zip(atoms.results, kinds)]
+
+
+def axes_of(atoms: Atoms) -> dict[str, tuple[str, ...]] | str:
+    """The axes that shard each atom, in all operands the same."""
+    axes: dict[str, tuple[str, ...]] = {}
+    for i, (dims, held) in enumerate(zip(atoms.operands, atoms.held)):
+        for names, factors in zip(dims, held):
+            if factors is None:
+                return f"shards of operand {i} lie across the factors {names}"
+            for name, factor in zip(names, factors):
+                if axes.setdefault(name, factor.axes) != factor.axes and factor.size > 1:
+                    return f"operand {i} has {name} over {factor.axes or 'none'}, another over {axes[name] or 'none'}"
+    return axes
+
+
+def on_axis(axis: str, atoms: Atoms, axes: dict[str, tuple[str, ...]], held: Sequence[Spec]) -> list[str] | str:
+    """What each result is on an axis (`shard`, `sum`, `max`, `varying`, `same`), or why the operator cannot run."""
+    rule = atoms.rule
+    sharded = [atom for atom, over in axes.items() if axis in over]
+    terms = frozenset(i for i, spec in enumerate(held) if spec.state(axis) == "partial")
+    if len(sharded) > 1:
+        return f"{axis} shards both {sharded[0]} and {sharded[1]}"
+    if sharded:
+        (atom,) = sharded
+        if not rule.may_shard(atoms.origin(atom), axis):
+            return f"{atoms.origin(atom)} has to be whole and is sharded over {axis}"
+        if terms:
+            return f"operand {min(terms)} is a sum over {axis}, which shards {atom}"
+        gone = rule.reduced.get(atoms.origin(atom), "varying")
+        return ["shard" if any(atom in names for names in dims) else gone for dims in atoms.results]
+    if terms:
+        hows = {how for i in terms for a, how in held[i].partial if a == axis}
+        if terms not in rule.linear or hows != {"sum"}:
+            return f"operands {sorted(terms)} are partial over {axis}, in which the operator is not linear"
+        return ["sum"] * len(atoms.results)
+    return ["varying" if any(spec.state(axis) == "varying" for spec in held) else "same"] * len(atoms.results)
+
+
+def placed(
+    dims: Sequence[tuple[str, ...]], atoms: Atoms, axes: dict[str, tuple[str, ...]], kinds: dict[str, str], mesh: Mesh
+) -> Spec:
+    """The placement with the atoms' axes, and on the other axes of a kind each."""
+    shape = tuple(
+        merge_dim((Factor(atoms.sizes[n], axes.get(n, ())) for n in names), mesh) or (Factor(1),) for names in dims
+    )
+    partial = tuple((axis, kind) for axis, kind in kinds.items() if kind in ("sum", "max"))
+    return Spec(shape, partial, tuple(axis for axis, kind in kinds.items() if kind == "varying"))
+
+
+def differs(found: Spec, recorded: Spec | None, mesh: Mesh) -> str:
+    """Where a recorded placement claims more than was found: a copy may be called varying, which is no more."""
+    assert recorded is not None
+    for d, (mine, theirs) in enumerate(zip(found.dims, recorded.dims)):
+        if unlabelled(mine, mesh) != unlabelled(theirs, mesh):
+            return f"dim {d}"
+    hows, said = dict(found.partial), dict(recorded.partial)
+    for axis in mesh.axes:
+        state, claim = found.state(axis), recorded.state(axis)
+        if (state, claim) != ("same", "varying") and (state, hows.get(axis)) != (claim, said.get(axis)):
+            return f"{claim} over {axis}, found {state}"
+    return ""
+
+
+def unlabelled(dim: Dim, mesh: Mesh) -> Dim:
+    """A dim's factors, joined as far as their layout allows."""
+    return merge_dim((replace(f, label="") for f in dim if f.size > 1 or f.axes), mesh) or (Factor(1),)
+
+
+# ---- a change of placement -----------------------------------------------------------------------------------
+
+
+def check_conversion(node: fx.Node, source: fx.Node, path: Sequence[fx.Node], mesh: Mesh) -> Iterator[Finding]:
+    """The record of a converted value against the boundary operators on its way."""
+    before, after = ir.spec(source), ir.spec(node)
+    if before is None or after is None:
+        return
+    if before.shape != after.shape:
+        yield node, f"is of shape {after.shape}, what it is converted from of {before.shape}"
+    states = {axis: before.state(axis) for axis in mesh.axes}
+    hows = dict(before.partial)
+    for step in path:
+        if step.target not in TRANSITIONS:
+            continue
+        axis, (takes, gives) = axis_of(step, mesh), TRANSITIONS[step.target]
+        if states[axis] not in takes:
+            yield step, f"takes {' or '.join(takes)} on {axis!r}, it gets {states[axis]}: %{source.name} {before}"
+        elif hows.get(axis) != REDUCES.get(step.target, hows.get(axis)):
+            yield step, f"completes a {REDUCES[step.target]} over {axis!r}, its operand is a {hows[axis]}"
+        states[axis] = gives
+    for axis in mesh.axes:
+        if not may_be_called(states[axis], after.state(axis)):
+            yield node, f"is placed {after}, {states[axis]} over {axis} on its way from %{source.name} {before}"
+
+
+def axis_of(step: fx.Node, mesh: Mesh) -> str:
+    """The axis over which a boundary operator communicates."""
+    names = [argument.name for argument in step.target._schema.arguments]  # type: ignore[union-attr]
+    return mesh.part(str(step.args[names.index("axis")]))[0]
+
+
+def may_be_called(state: str, claim: str) -> bool:
+    """Without gradients a copy is called varying, or the same again, by no operator: what it holds is one thing."""
+    return state == claim or {state, claim} == {"same", "varying"}
