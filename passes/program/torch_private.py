@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, fx
 from torch._decomp import core_aten_decompositions
 from torch._functorch._activation_offloading import offload_ops  # noqa: F401, registers ao::offload and its kin
-from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
 from torch._guards import TracingContext, tracing
 from torch._logging import trace_structured
 from torch._ops import OpOverload
@@ -39,7 +38,6 @@ __all__ = [
     "lazy_graph_modules",
     "register_axis_group",
     "resolve_axis_group",
-    "setup_stacktrace_preservation_hooks",
     "trace_artifact",
 ]
 
