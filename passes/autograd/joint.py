@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,14 +48,16 @@ class Origins(fx.Interpreter):
             record = waiting.pop()
             if record is not None and record not in self.known:
                 self.known.add(record)
-                record.register_prehook(lambda _, name=n.name: self.enter(name))
+                # a hook that held `self` would keep all of it alive: records are opaque to Python's collector
+                record.register_prehook(functools.partial(enter, self.stamp, n.name))
                 waiting += [earlier for earlier, _ in record.next_functions]
         return result
 
-    def enter(self, name: str) -> None:
-        """Stamp what is traced from here on, and the sums of gradients that this completes, with a forward node."""
-        self.stamp.close()
-        self.stamp.enter_context(fx_traceback.annotate({DIFFERENTIATES: name}))
+
+def enter(stamp: contextlib.ExitStack, name: str, gradients: Any) -> None:
+    """Stamp what is traced from here on, and the sums of gradients that this completes, with a forward node."""
+    stamp.close()
+    stamp.enter_context(fx_traceback.annotate({DIFFERENTIATES: name}))
 
 
 def differentiate(program: ir.Program, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

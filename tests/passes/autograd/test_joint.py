@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import gc
+import weakref
 
 import joint_programs
 import pytest
@@ -60,7 +62,7 @@ def test_what_the_forward_computes_behind_the_loss_stays_forward():
 
 
 def test_a_backward_without_origins_is_refused(monkeypatch):
-    monkeypatch.setattr(joint.Origins, "enter", lambda self, name: None)
+    monkeypatch.setattr(joint, "enter", lambda *_: None)
     with pytest.raises(ir.CompileError, match=r"joint: %\w+ and 128 other of 130 nodes of the backward are linked to no"):
         joint_programs.joint.__wrapped__()
 
@@ -70,3 +72,17 @@ def test_a_few_nodes_without_an_origin_are_noted():
     assert joint.report_lost([node], 20) == ("%zeros_default: linked to no node of the forward",)
     with pytest.raises(ir.CompileError, match="0 other of 19"):
         joint.report_lost([node], 19)
+
+
+def test_autograd_keeps_nothing_of_the_trace_alive(monkeypatch):
+    seen = []
+
+    class Watched(joint.Origins):
+        def __init__(self, module: fx.GraphModule):
+            super().__init__(module)
+            seen.append(weakref.ref(self))
+
+    monkeypatch.setattr(joint, "Origins", Watched)
+    joint_programs.joint.__wrapped__()
+    gc.collect()
+    assert [ref() for ref in seen] == [None]
