@@ -43,7 +43,7 @@ def functions_as_operators() -> Iterator[None]:
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__.startswith("torch."):
-            return original.__func__(cls, *args, **kwargs)
+            return original.__get__(None, cls)(*args, **kwargs)
         return record(cls, args)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]

@@ -2,11 +2,19 @@
 
 The boundary operators know their gradients, so the backward communication is derived, not written. Each
 parameter's gradient leaves placed as the dual of the parameter: partial where the parameter varies.
+
+Each record that autograd makes is linked, as it is made, to the node of the forward that made it:
+
+    %mm = mm(%x, %w)  ->  MmBackward0, before which a hook stamps what is traced next: differentiates "mm"
+
+A sum of gradients has the stamp of the record that yields its last term.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,42 +25,75 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from passes.program import ir
 from passes.program.functions import communicates, inline_functions
-from passes.program.torch_private import lazy_graph_modules, setup_stacktrace_preservation_hooks
+from passes.program.torch_private import lazy_graph_modules
+
+COMPUTES, DIFFERENTIATES = "computes", "differentiates"  # the tracer's stamps: each names a node of the forward
+MAY_BE_LOST = 0.05  # of the backward's nodes: without origins, what works by layer would silently do nothing
+
+
+class Origins(fx.Interpreter):
+    """Runs the forward so that what autograd does later is stamped with the node that it differentiates."""
+
+    def __init__(self, module: fx.GraphModule):
+        super().__init__(module)
+        self.known: set[torch.autograd.graph.Node] = set()
+        self.stamp = contextlib.ExitStack()
+
+    def run_node(self, n: fx.Node) -> Any:
+        """The node's value; autograd's new records behind it are remembered as the node's."""
+        result = super().run_node(n)
+        values = result if isinstance(result, (tuple, list)) else (result,)
+        waiting = [value.grad_fn for value in values if isinstance(value, Tensor)]
+        while waiting:
+            record = waiting.pop()
+            if record is not None and record not in self.known:
+                self.known.add(record)
+                # a hook that held `self` would keep all of it alive: records are opaque to Python's collector
+                record.register_prehook(functools.partial(enter, self.stamp, n.name))
+                waiting += [earlier for earlier, _ in record.next_functions]
+        return result
+
+
+def enter(stamp: contextlib.ExitStack, name: str, gradients: Any) -> None:
+    """Stamp what is traced from here on, and the sums of gradients that this completes, with a forward node."""
+    stamp.close()
+    stamp.enter_context(fx_traceback.annotate({DIFFERENTIATES: name}))
 
 
 def differentiate(program: ir.Program, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The program's outputs and the gradient of its loss for each parameter (zeros where it has none)."""
     leaves = [v.detach().requires_grad_() if i.kind == "parameter" else v for i, v in zip(program.inputs, values)]
-    outputs = fx.Interpreter(program.module).run(*leaves)
-    loss = next(out for out, o in zip(outputs, program.outputs) if o.kind == "loss")
-    setup_stacktrace_preservation_hooks([loss.grad_fn])
     wanted = [leaf for leaf, i in zip(leaves, program.inputs) if i.kind == "parameter"]
-    found = torch.autograd.grad(loss, wanted, allow_unused=True)
-    gradients = [torch.zeros_like(w) if g is None else g for w, g in zip(wanted, found)]
-    return *(out.detach() for out in outputs), *gradients
+    origins = Origins(program.module)
+    outputs = origins.run(*leaves)
+    index = next(k for k, o in enumerate(program.outputs) if o.kind == "loss")
+    of_loss = {DIFFERENTIATES: program.results()[index].name}
+    with fx_traceback.annotate(of_loss):
+        one = torch.ones_like(outputs[index])
+    with origins.stamp:
+        found = torch.autograd.grad(outputs[index], wanted, one, allow_unused=True)
+    with fx_traceback.annotate(of_loss):
+        gradients = [torch.zeros_like(w) if g is None else g for w, g in zip(wanted, found)]
+    return *outputs, *gradients
 
 
-def annotate(joint: fx.Graph, forward: fx.Graph, loss: fx.Node) -> None:
-    """Mark nodes behind the loss as backward and give each the origin of the forward node it differentiates."""
-    origins: dict[Any, fx.Node] = {}
-    by_name = {node.name: node for node in forward.nodes}
-    is_backward = False
+def annotate(joint: fx.Graph, forward: fx.Graph) -> list[fx.Node]:
+    """Read the stamps: each node's phase, and its origin in the forward; returns nodes of the backward with none."""
+    by_name, lost = {node.name: node for node in forward.nodes}, []
     for node in joint.nodes:
-        ir.set_phase(node, "backward" if is_backward else "forward")
-        number = node.meta.get("seq_nr")
-        custom = node.meta.get("custom") or {}
-        if not is_backward and custom.get("node") in by_name:
-            origins[number] = by_name[custom["node"]]
-            old = origins[number]
+        stamps = node.meta.get("custom") or {}
+        old = by_name.get(stamps.get(COMPUTES) or stamps.get(DIFFERENTIATES))
+        phase = "forward" if COMPUTES in stamps else "backward"
+        if old is not None:
             ir.copy_origin(node, old)
-            spec = ir.spec(old)
+        elif node.op == "call_function":
+            lost.append(node)
+        if old is not None and phase == "forward":
             is_result = ir.is_tensor(node) and ir.is_tensor(old) and node.target == old.target
-            ir.set_spec(node, spec if is_result else None)
+            ir.set_spec(node, ir.spec(old) if is_result else None)
             ir.set_stands_for(node, ir.stands_for(old) if is_result else "")
-        elif is_backward and number in origins:
-            ir.copy_origin(node, origins[number])
-            ir.set_phase(node, "backward")
-        is_backward = is_backward or node is loss
+        ir.set_phase(node, phase)
+    return lost
 
 
 @dataclass(frozen=True)
@@ -66,7 +107,7 @@ class Joint:
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         forward = program.copy()
         for node in forward.graph.nodes:
-            node.meta["custom"] = {"node": node.name}
+            node.meta["custom"] = {COMPUTES: node.name}
         values = tuple(ir.example(n) for n in forward.placeholders())
         with ctx.fake_mode, fx_traceback.preserve_node_meta(), torch.enable_grad(), lazy_graph_modules():
             module = make_fx(lambda *v: differentiate(forward, v))(*values)
@@ -79,28 +120,35 @@ class Joint:
         joint = program.with_graph(
             module.graph, outputs=program.outputs + gradients, facts=program.facts | self.establishes
         )
-        index = next(k for k, o in enumerate(program.outputs) if o.kind == "loss")
-        annotate(joint.graph, forward.graph, _before_detach(joint.results()[index]))
-        drop_detach(joint.graph)
+        drop_detached(joint.graph)
+        lost = annotate(joint.graph, forward.graph)
+        notes = report_lost(lost, _count(joint, "backward"))
         inline_functions(joint, ctx, but=communicates)  # those are one operator to remat
         functionalize(joint.graph)
         joint.graph.eliminate_dead_code()
         joint.module.recompile()
         for node, output in zip(joint.results(), joint.outputs):
             ir.set_spec(node, output.spec)
-        return joint, ir.Report({"forward": _count(joint, "forward"), "backward": _count(joint, "backward")})
+        counts = {phase: _count(joint, phase) for phase in ("forward", "backward")}
+        return joint, ir.Report(counts | {"without origin": len(lost)}, notes)
 
 
-def _before_detach(node: fx.Node) -> fx.Node:
-    while node.target is torch.ops.aten.detach.default:
-        node = node.args[0]  # type: ignore[assignment]
-    return node
+def report_lost(lost: list[fx.Node], backward: int) -> tuple[str, ...]:
+    """A note on each node of the backward without an origin; too many of them are an error."""
+    if len(lost) > MAY_BE_LOST * backward:
+        raise ir.CompileError(
+            "joint",
+            lost[0],
+            f"and {len(lost) - 1} other of {backward} nodes of the backward are linked to no node of the forward: "
+            "remat, bucketing and overlap by layer would do nothing",
+        )
+    return tuple(f"%{node.name}: linked to no node of the forward" for node in lost)
 
 
-def drop_detach(graph: fx.Graph) -> None:
-    """Once gradients are explicit, `detach` means nothing."""
+def drop_detached(graph: fx.Graph) -> None:
+    """Once gradients are explicit, `detach` means nothing; what autograd keeps is traced as it or as `alias`."""
     for node in list(graph.nodes):
-        if node.target is torch.ops.aten.detach.default:
+        if node.target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
 

@@ -1,4 +1,7 @@
-"""Every use of PyTorch's private API, checked on torch 2.13.0."""
+"""Every use of PyTorch's private API, all of it checked on torch 2.13.0, 2.14.1 and 2.15.0.
+
+Only `checkpoints_inside` differs between them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ import torch
 from torch import Tensor, fx
 from torch._decomp import core_aten_decompositions
 from torch._functorch._activation_offloading import offload_ops  # noqa: F401, registers ao::offload and its kin
-from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
 from torch._guards import TracingContext, tracing
 from torch._logging import trace_structured
 from torch._ops import OpOverload
@@ -39,7 +41,6 @@ __all__ = [
     "lazy_graph_modules",
     "register_axis_group",
     "resolve_axis_group",
-    "setup_stacktrace_preservation_hooks",
     "trace_artifact",
 ]
 
@@ -84,10 +85,9 @@ def checkpoints_inside(region: Callable[[], AbstractContextManager]) -> Iterator
 
     from torch.utils import checkpoint
 
-    with (
-        patch.object(checkpoint.CheckpointFunction, "apply", reentrant),
-        patch.object(checkpoint, "_checkpoint_without_reentrant_generator", around),
-    ):
+    generator = "_checkpoint_without_reentrant_generator"  # of 2.13; from 2.14 on it is for callers outside of PyTorch
+    generator = generator + "_impl" if hasattr(checkpoint, generator + "_impl") else generator
+    with patch.object(checkpoint.CheckpointFunction, "apply", reentrant), patch.object(checkpoint, generator, around):
         yield
 
 
