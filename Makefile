@@ -16,7 +16,7 @@ JOBS ?= 2
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 
-venv: $(STAMP) ## set up $(VENV) with everything pinned
+venv: $(STAMP) ## set up the environment with everything pinned
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,133 @@
+"""Placements recomputed: what a rule does not yield, and what boundary operators do not make, is found."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from compiler_trainer.capture.capture import capture
+from passes.check.placements import check_placements
+from passes.program import boundary, ir
+from passes.program.mesh import Mesh
+from passes.program.spec import Spec
+from passes.sharding.normalize import Normalize
+from passes.sharding.place import Place
+from passes.sharding.shard import Shard
+
+MESH = {"dp_shard": 2, "tp": 2}
+
+
+class Net(nn.Module):
+    """Table, gated product and head of uneven sizes; two results of one operator."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(11, 6), nn.LayerNorm(6)
+        self.up, self.down = nn.Linear(6, 10, bias=False), nn.Linear(5, 6)
+        self.head = nn.Linear(6, 7, bias=False)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        gate, up = self.up(self.norm(x)).unflatten(-1, (5, 2)).unbind(-1)
+        return self.head(x + self.down(torch.tanh(gate) * up))
+
+
+@functools.cache
+def whole(**mesh: int) -> tuple[ir.Program, ir.Context]:
+    torch.manual_seed(0)
+    batch = {"x": torch.randint(0, 11, (3, 4)), "y": torch.randint(0, 7, (12,))}
+    cross = lambda m, b: nn.functional.cross_entropy(m(b["x"]).flatten(0, 1), b["y"])  # noqa: E731
+    program, ctx = capture(Net(), cross, batch, torch.device("cpu"))
+    program = replace(program, mesh=Mesh.of(mesh))
+    plan = {"up.weight": {"tp": 0}, "down.weight": {"tp": 1}, "embed.weight": {"tp": 0}, "head.weight": {"tp": 0}}
+    for step in (Normalize(), Place(plan)):
+        program, _ = step(program, ctx)
+    return program, ctx
+
+
+def local(**mesh: int) -> tuple[ir.Program, ir.Program]:
+    """Before and after `shard`, the latter to be damaged."""
+    before, ctx = whole(**mesh)
+    return before, Shard()(before, ctx)[0]
+
+
+@pytest.mark.parametrize("mesh", [MESH, {"tp": 3}, {"dp_shard": 4}, {"dp_replicate": 2, "tp": 4}], ids=str)
+def test_a_partitioned_program_is_what_it_says(mesh):
+    assert not list(check_placements(*local(**mesh)))
+
+
+def claims(spec: Spec, mesh: Mesh):
+    """Every placement one step from `spec` that says something else of the value."""
+    for axis, how in spec.partial:
+        rest = tuple(p for p in spec.partial if p[0] != axis)
+        yield replace(spec, partial=rest)
+        yield replace(spec, partial=(*rest, (axis, "max" if how == "sum" else "sum")))
+    for axis in mesh.axes:
+        if spec.state(axis) in ("same", "varying"):
+            yield replace(spec, partial=(*spec.partial, (axis, "sum")), varying=tuple(a for a in spec.varying if a != axis))
+    for d, dim in enumerate(spec.dims):
+        for k, factor in enumerate(dim):
+            if factor.axes:
+                bare = (*dim[:k], replace(factor, axes=factor.axes[:-1]), *dim[k + 1 :])
+                yield replace(spec, dims=(*spec.dims[:d], bare, *spec.dims[d + 1 :]))
+
+
+def test_every_other_claim_about_any_node_is_refused():
+    before, after = local(**MESH)
+    tried = 0
+    for node in after.calls():
+        right = ir.spec(node)
+        if right is None or not ir.stands_for(node):
+            continue
+        for wrong in claims(right, after.mesh):
+            ir.set_spec(node, wrong)
+            assert list(check_placements(before, after)), f"%{node.name} {right} called {wrong}"
+            tried += 1
+        ir.set_spec(node, right)
+    assert tried > 60
+
+
+def remove(target) -> Callable[[ir.Program], bool]:
+    """Each use of a boundary operator reads its operand instead, the record staying on what reads it."""
+
+    def damage(program: ir.Program) -> bool:
+        for node in program.calls():
+            if node.target is target:
+                (first, *_) = node.args
+                if ir.example(first).shape == ir.example(node).shape:
+                    before, known = ir.spec(first), ir.spec(node)
+                    node.replace_all_uses_with(first)
+                    if before is None and known is not None:
+                        ir.set_spec(first, known)
+                        ir.set_stands_for(first, ir.stands_for(node))
+                    return True
+        return False
+
+    return damage
+
+
+@pytest.mark.parametrize("target", [boundary.psum, boundary.pmax], ids=str)
+def test_a_reduction_that_is_left_out_is_found(target):
+    before, after = local(**MESH)
+    assert remove(target)(after)
+    assert list(check_placements(before, after))
+
+
+def test_operands_exchanged_for_others_are_found():
+    before, after = local(**MESH)
+    node = next(n for n in after.calls() if ir.stands_for(n).startswith("mul") and len(n.all_input_nodes) == 2)
+    node.args = (node.args[0], node.args[0])
+    (found, message), *_ = check_placements(before, after)
+    assert found is node and "reads nothing that stands for" in message
+
+
+def test_a_maximum_is_not_completed_by_adding():
+    before, after = local(**MESH)
+    node = next(n for n in after.calls() if n.target is boundary.pmax)
+    node.target, node.args = boundary.psum, (*node.args, torch.float32, None)
+    assert any("completes a sum over" in message for _, message in check_placements(before, after))

@@ -1,0 +1,58 @@
+"""A weight that is rearranged is complete where it is used, whatever sum it was made as."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from oracle import assert_same, compile_lockstep
+from rearranged import FORMS, MESH, ROWS, example, loss
+
+from passes.program import ir
+from passes.sharding import partition
+from passes.sharding.partition import Partitioner
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("form", FORMS)
+def test_loss_and_gradients_are_those_of_one_device(form, rows):
+    model, batch = example(form, rows)
+    alone = copy.deepcopy(model)
+    wanted = loss(alone, batch)
+    wanted.backward()
+    step = compile_lockstep(model, loss, batch, MESH, {"name": "sgd", "max_norm": None})
+    assert step(batch, lr=1.0)["loss"] == pytest.approx(wanted.item(), rel=1e-12)
+    moved = {name: (p - p.grad).detach() for name, p in alone.named_parameters()}
+    assert_same({name: step.state_dict()[name] for name in moved}, moved, 1e-12)
+
+
+def keep_the_terms(self: Partitioner, node, wanted):
+    """`hoist` as it once was: the operand's sum is left as it is, and the result called complete."""
+    decision = self.plan.decisions.get(node)
+    if decision is None or not decision.rule.moves or wanted.partial:
+        return None
+    dims = partition.above(decision.rule, wanted, self.program.mesh)
+    if dims is None:
+        return None
+    (operand,) = partition.tensor_operands(node)
+    below = partition.replace(self.plan.current(operand), dims=dims, varying=wanted.varying)
+    new = self.emit_on(node, decision, [self.version(operand, below, node.name)], [wanted])
+    ir.set_spec(new, wanted)
+    ir.set_stands_for(new, node.name)
+    return new
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("form", FORMS)
+def test_the_verifier_refuses_a_sum_that_is_called_complete(form, rows, monkeypatch):
+    monkeypatch.setattr(Partitioner, "hoist", keep_the_terms)
+    model, batch = example(form, rows)
+    with pytest.raises(ir.CompileError, match=r"its rule makes .* sum\(dp_shard\) of .* sum\(dp_shard\)"):
+        compile_lockstep(model, loss, batch, MESH)
+
+
+def test_without_the_verifier_that_sum_is_taken_for_complete(monkeypatch):
+    monkeypatch.setattr(Partitioner, "hoist", keep_the_terms)
+    model, batch = example("t", "of the second rank")
+    step = compile_lockstep(model, loss, batch, MESH, passes={"verify": "off"})
+    assert step(batch)["loss"] == pytest.approx(0.159, abs=1e-3) and loss(model, batch).item() == pytest.approx(0.542, abs=1e-3)
