@@ -51,7 +51,7 @@ def test_every_node_has_one_line_and_nothing_of_this_machine_is_in_it():
         if node.op != "output":
             assert len(re.findall(rf"^%{node.name} = ", text, re.M)) == 1
     assert not re.findall(r"0x[0-9a-f]{6,}|/|object at", text)
-    assert len(re.findall(r"  # test_printer.py:\d+ layers.\d forward$", text, re.M)) >= 6
+    assert len(re.findall(r"  # printed_programs.py:\d+ layers.\d forward$", text, re.M)) >= 6
 
 
 @pytest.mark.parametrize(
