@@ -289,7 +289,7 @@ FAULTS = (
     Fault(
         "amax_linear",
         "passes/rules/reductions.py",
-        'linear = frozenset([frozenset([0])]) if how == "sum" else frozenset()',
+        'linear = frozenset([frozenset([0])]) if node.target._opname == "sum" else frozenset()',
         "linear = frozenset([frozenset([0])])",
         "The maximum of a partial sum is passed on as a partial sum.",
     ),
@@ -451,8 +451,8 @@ FAULTS = (
     Fault(
         "carried_beside_shards",
         "passes/sharding/propagate.py",
-        "return used_once and choice[axis] is None and frozenset(partial)",
-        "return used_once and frozenset(partial)",
+        "return used_once and sums and choice[axis] is None and frozenset",
+        "return used_once and sums and frozenset",
         "A partial sum is carried into an operator that shards another operand on the axis.",
     ),
     Fault(
