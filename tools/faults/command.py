@@ -5,8 +5,9 @@
 
 For each fault of `table.py` the tree is copied, the fault planted, and there some small models are compiled, all ranks
 in one process: does `passes.verify=spec` refuse them, does `numeric`, and do two steps differ from plain PyTorch's on
-one device? With `--suite` the tests are run too, up to the first that fails. The tree without a fault goes first; if
-anything is found there, that is all that is said.
+one device? The first model of which anything is seen counts; one that never comes by the fault is not asked. With
+`--suite` the tests are run too, up to the first that fails. The tree without a fault goes first; if anything is found
+there, that is all that is said.
 
 Results are appended to a file, a line of JSON each, and what is in there is not run again: remove the file when the
 tree has changed. Exit codes: 0 done, 1 the tree itself is at fault, 2 bad input.
@@ -18,15 +19,18 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from tools.faults.models import CASES
 from tools.faults.page import page
-from tools.faults.plant import judged, mutated, planted, tested
+from tools.faults.plant import LOOKS_FIRST, Judge, mutated, planted, room, tested
+from tools.faults.reach import reached
 from tools.faults.table import FAULTS, Fault
 
 UNMUTATED = "(none)"
+VERDICT = ("spec", "numeric", "value")
 Record = dict[str, str]
 
 
@@ -43,17 +47,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     known = read(options.results)
-    everything: list[Fault | None] = [None, *chosen]
-    for fault in everything:
-        name = fault.name if fault else UNMUTATED
-        for part in missing(fault, known.get(name, {}), options):
-            known[name] = known.get(name, {}) | part
-            with options.results.open("a") as file:
-                file.write(json.dumps({"fault": name} | part) + "\n")
-        print(f"{name}: {line(known[name])}", flush=True)
-        if fault is None and any(known[name].get(who) for who in ("spec", "numeric", "value")):
-            print("something is wrong without any fault", file=sys.stderr)
-            return 1
+    with closing(Judge()) as judge:
+        for fault in chosen if sound(known, judge, options) else ():
+            for part in missing(fault, known, judge, options):
+                learn(known, fault.name, part, options)
+            print(f"{fault.name}: {line(known[fault.name])}", flush=True)
+    if any(known[UNMUTATED][who] for who in VERDICT):
+        print(f"something is wrong without any fault: {known[UNMUTATED]}", file=sys.stderr)
+        return 1
     if options.write:
         options.write.write_text(page(FAULTS, known))
     return 0
@@ -71,22 +72,39 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def missing(fault: Fault | None, known: Record, options: argparse.Namespace) -> Iterator[Record]:
+def sound(known: dict[str, Record], judge: Judge, options: argparse.Namespace) -> bool:
+    """Whether nothing is seen without a fault; learns then which models come by which fault."""
+    if UNMUTATED not in known:
+        with planted(None) as folder:
+            learn(known, UNMUTATED, judge(folder, options.models, options.limit), options)
+        for name, models in reached(options.models).items():
+            learn(known, name, {"models": " ".join(models)}, options)
+    return not any(known[UNMUTATED][who] for who in VERDICT)
+
+
+def missing(fault: Fault, known: dict[str, Record], judge: Judge, options: argparse.Namespace) -> Iterator[Record]:
     """What is not known yet of a fault and was asked for, as it is found."""
+    record, first = known[fault.name], LOOKS_FIRST.get(room(fault))
     with planted(fault) as folder:
-        if "value" not in known:
-            verdict = judged(folder, fault, options.models, options.limit)
-            known = known | verdict
-            yield verdict
-        unseen = not known["spec"] and not known["numeric"]
-        if fault and "suite" not in known and (options.suite == "all" or options.suite == "unseen" and unseen):
+        if "value" not in record:
+            models = sorted(record["models"].split(), key=lambda model: model != first)
+            yield judge(folder, models, options.limit)
+        unseen = not known[fault.name]["spec"] and not known[fault.name]["numeric"]
+        if "suite" not in record and (options.suite == "all" or options.suite == "unseen" and unseen):
             yield {"suite": tested(folder, fault, options.limit)}
+
+
+def learn(known: dict[str, Record], name: str, part: Record, options: argparse.Namespace) -> None:
+    """Keep a result, also for the next time."""
+    known[name] = known.get(name, {}) | part
+    with options.results.open("a") as file:
+        file.write(json.dumps({"fault": name} | part) + "\n")
 
 
 def line(record: Record) -> str:
     """Who sees a fault, in a line."""
-    seen = [who for who in ("spec", "numeric", "value") if record[who]]
-    return f"{', '.join(seen) or 'nothing'} {record.get('suite', '')}".rstrip()
+    seen = ", ".join(who for who in VERDICT if record[who]) or ("nothing" if record["models"] else "no model comes by")
+    return f"{seen} {record.get('suite', '')}".rstrip()
 
 
 def read(path: Path) -> dict[str, Record]:

@@ -1,10 +1,7 @@
-"""Compile models of this tree and say who sees something wrong: `python -m tools.faults.judge`, a line of JSON."""
+"""What the verifiers say of models compiled by this tree, and whether their values are right."""
 
 from __future__ import annotations
 
-import json
-import sys
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,17 +15,16 @@ Verdict = dict[str, str]  # who looks -> what it says first, an empty string if 
 
 
 def judge(names: Iterable[str]) -> Verdict:
-    """Each case in turn, until everyone has seen something."""
-    verdict = {"spec": "", "numeric": "", "value": ""}
+    """What is seen of the first model of which anything is seen."""
     for name in names:
-        if not all(verdict.values()):
-            found = look(make(name))
-            verdict |= {who: f"{name}: {said}" for who, said in found.items() if said and not verdict[who]}
-    return verdict
+        verdict = look(make(name))
+        if any(verdict.values()):
+            return {who: said and f"{name}: {said}" for who, said in verdict.items()}
+    return {"spec": "", "numeric": "", "value": ""}
 
 
 def look(case: Case) -> Verdict:
-    """What the verifiers say of a case, and whether its values are right.
+    """What the verifiers say of a case, and where its values are wrong.
 
     `numeric` checks also all that `spec` does, so that where it has nothing to say `spec` has nothing either.
     """
@@ -72,9 +68,3 @@ def alike(ours: Any, theirs: Any, tolerance: float) -> bool:
 def said(error: Exception) -> str:
     """The first line of an error."""
     return (str(error) or type(error).__name__).splitlines()[0]
-
-
-if __name__ == "__main__":
-    started = time.perf_counter()
-    verdict = judge(sys.argv[1:])
-    print(json.dumps(verdict | {"seconds": str(round(time.perf_counter() - started, 1))}))

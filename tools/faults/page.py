@@ -14,7 +14,7 @@ HEAD = """# Faults, and who sees them
 - spec, numeric: `passes.verify=spec` or `numeric` refuses the program, or a pass itself fails. `numeric` checks also
   what `spec` does.
 - value: two steps differ from plain PyTorch's on one device, or cannot be run. A fault without it costs time or memory,
-  or does nothing in these models.
+  or does nothing in these models; "?" if none of them comes by it.
 - suite: the first test that fails, those of the fault's own room first; "survives" if none does, "-" if none was run.
 """
 
@@ -39,8 +39,9 @@ def rank(record: Mapping[str, str]) -> int:
 
 def mark(record: Mapping[str, str], who: str) -> str:
     """A cell: the model in which a verifier sees the fault, or the test."""
-    said = record.get(who, "-")
-    return said.replace("::", " ") if who == "suite" else said.split(":")[0]
+    if who == "suite":
+        return record.get(who, "-").replace("::", " ")
+    return record[who].split(":")[0] if record["models"] else "?"
 
 
 def totals(found: Sequence[Mapping[str, str]]) -> str:

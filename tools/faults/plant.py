@@ -45,16 +45,23 @@ def room(fault: Fault | None) -> str:
     return fault.file.split("/")[1] if fault else ""
 
 
-def judged(folder: Path, fault: Fault | None, models: Sequence[str], limit_seconds: float) -> dict[str, str]:
-    """What the verifiers see of a fault, and whether it changes values; models that see it soonest go first."""
-    ordered = sorted(models, key=lambda model: model != LOOKS_FIRST.get(room(fault)))
-    try:
-        run = python(folder, limit_seconds, "-m", "tools.faults.judge", *ordered)
-    except subprocess.TimeoutExpired:
-        return dict.fromkeys(("spec", "numeric", "value"), "fails: takes too long")
-    if run.returncode:
-        return dict.fromkeys(("spec", "numeric", "value"), f"fails: {run.stderr.strip().splitlines()[-1]}")
-    return json.loads(run.stdout.splitlines()[-1])
+class Judge:
+    """Looks at trees, one after another, each in a fork of a process that has imported PyTorch."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, str(ROOT / "tools/faults/warm.py")]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def __call__(self, folder: Path, models: Sequence[str], limit_seconds: float) -> dict[str, str]:
+        """What is seen of the models that the tree in a folder compiles."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        asked = {"folder": str(folder), "models": list(models), "limit": int(limit_seconds)}
+        print(json.dumps(asked), file=self.process.stdin, flush=True)
+        return json.loads(self.process.stdout.readline())
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.communicate()
 
 
 def tested(folder: Path, fault: Fault | None, limit_seconds: float) -> str:

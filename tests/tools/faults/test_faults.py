@@ -44,14 +44,15 @@ def test_faults_are_judged_resumed_and_listed(tmp_path, capsys):
     arguments = ["--only", "buffers_not_*", "--models", "state", "--results", str(results), "--write", str(wanted)]
     assert command.main(arguments) == 0
     said = dict(line.split(": ") for line in capsys.readouterr().out.splitlines())
-    assert said == {"(none)": "nothing", "buffers_not_stored": "value", "buffers_not_accumulated": "nothing"}
+    assert said == {"buffers_not_stored": "value", "buffers_not_accumulated": "no model comes by"}
     before = results.read_text()
     assert command.main(arguments) == 0 and results.read_text() == before
     assert "2 faults: spec sees 0, numeric 0, values differ of 1" in wanted.read_text()
 
 
 def test_it_stops_where_the_tree_itself_is_at_fault(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(command, "judged", lambda *_: {"spec": "", "numeric": "", "value": "state: loss differs"})
+    monkeypatch.setattr(command, "reached", lambda models: {})
+    monkeypatch.setattr(command.Judge, "__call__", lambda *_: {"spec": "", "numeric": "", "value": "state: loss differs"})
     assert command.main(["--results", str(tmp_path / "faults.jsonl")]) == 1
     assert "wrong without any fault" in capsys.readouterr().err
 
@@ -63,8 +64,8 @@ def test_a_pattern_that_names_no_fault_is_bad_input(tmp_path, capsys):
 
 def test_the_page_puts_first_what_survives():
     faults = FAULTS[:3]
-    seen = {"spec": "odd: said", "numeric": "odd: said", "value": "odd: loss differs"}
-    unseen = dict.fromkeys(seen, "")
+    seen = {"models": "odd", "spec": "odd: said", "numeric": "odd: said", "value": "odd: loss differs"}
+    unseen = dict.fromkeys(seen, "") | {"models": "odd"}
     known = {faults[0].name: seen, faults[1].name: unseen | {"suite": "a.py::test_b"}, faults[2].name: unseen | {"suite": "survives"}}
     rows = [line.split(" | ")[0] for line in page(faults, known).splitlines() if line.startswith("| ")][1:]
     assert rows == [f"| {faults[k].name}" for k in (2, 1, 0)]
