@@ -16,6 +16,7 @@ from compiler_trainer.capture.capture import LossFn, capture
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import MeshConfig, PassesConfig
 from compiler_trainer.pipeline import DTYPES, Passes, Pipeline
+from passes.check.numeric import Results
 from passes.check.runner import Observer, PassRecord, run_passes
 from passes.program import ir
 from passes.program.mesh import Mesh
@@ -25,10 +26,11 @@ T = TypeVar("T")
 
 
 class Captured(NamedTuple):
-    """A program and the context its values live in."""
+    """A program, the context its values live in, and its results where numbers are verified."""
 
     program: ir.Program
     ctx: ir.Context
+    results: Results = {}
 
 
 class Reporter:
@@ -85,12 +87,13 @@ class Compilation:
     def run(self, stage: str, steps: Passes, given: Captured) -> Captured:
         """A program after some passes; raises UserError where one refuses the model or an option."""
         how: dict[str, Any] = {"verify": self.options.verify, "observe": self.observe, "inputs": self.whole}
+        how["known"] = given.results
         try:
             program, records = run_passes(stage, steps, given.program, given.ctx, **how)
         except ir.Refused as error:
             raise UserError(*str(error).split(": ", 1)) from error
         self.report.add(stage, records)
-        return Captured(program, given.ctx)
+        return Captured(program, given.ctx, records[-1].results if records else given.results)
 
     def train(self, forward: Captured) -> dict[str, Captured]:
         """The programs of a training step, by name, from the forward that every rank runs."""
@@ -101,7 +104,8 @@ class Compilation:
         if depends_on_mode(single.program):
             with evaluating(self.model):
                 forward = self.run("forward_eval", self.pipeline.forward, self.capture())
-        return self.run("evaluate", self.pipeline.evaluate, forward)
+        # it has no backward: in line, a custom function would be differentiated as it is written
+        return self.run("evaluate", self.pipeline.evaluate, forward._replace(results={}))
 
 
 def depends_on_mode(program: ir.Program) -> bool:

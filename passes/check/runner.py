@@ -29,8 +29,8 @@ CAPTURED = frozenset({"captured"})
 class PassRecord:
     """One pass over one program: what it took, what it did, and what the program it left will cost.
 
-    `errors` are the relative errors of the results, by name, where numbers were verified; `costs` are there for an
-    observer only.
+    `errors` are the relative errors of the results, by name, where numbers were verified, and `results` what is known
+    then of the program; `costs` are there for an observer only.
     """
 
     program: str
@@ -41,11 +41,13 @@ class PassRecord:
     report: ir.Report
     accounting: Accounting
     errors: dict[str, float] = field(default_factory=dict)
+    results: Results = field(default_factory=dict, compare=False)
     costs: Costs | None = field(default=None, compare=False)
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able, without `costs`."""
-        return {key: value for key, value in asdict(replace(self, costs=None)).items() if key != "costs"}
+        """JSON-able, without `results` and `costs`."""
+        plain = asdict(replace(self, results={}, costs=None))
+        return {key: value for key, value in plain.items() if key not in ("results", "costs")}
 
 
 Observer = Callable[[ir.Program, PassRecord], None]
@@ -74,20 +76,22 @@ def run_passes(
     verify: Verify = "spec",
     observe: Observer | None = None,
     inputs: Mapping[str, Tensor] | None = None,
+    known: Results | None = None,
 ) -> tuple[ir.Program, list[PassRecord]]:
     """The program after all passes, and a record of each; a captured program is recorded first, as "capture".
 
-    `inputs` are the whole inputs by name on which `verify="numeric"` runs the program before and after a pass.
+    `inputs` are the whole inputs by name on which `verify="numeric"` runs the program before and after a pass, `known`
+    its results as the passes before left them: gradients, too, that this program does not yield by itself.
     Raises ValueError if the passes are out of order, CompileError where a pass fails or leaves a wrong program.
     """
     check_order(passes, program.facts)
-    check = _Checker(verify, ctx, inputs)
+    check = _Checker(verify, ctx, inputs, known)
     records: list[PassRecord] = []
 
     def finish(step: str, seconds: float, before: ir.Program, after: ir.Program, report: ir.Report) -> None:
         swept, errors = check(step, before, after)
         counts = len(before.graph.nodes), len(after.graph.nodes)
-        record = PassRecord(name, step, seconds, *counts, report, account(after, swept), errors)
+        record = PassRecord(name, step, seconds, *counts, report, account(after, swept), errors, check.results or {})
         records.append(record)
         if observe is not None:
             observe(after, replace(record, costs=costs(after, swept)))
@@ -118,12 +122,14 @@ def apply_pass(step: ir.Pass, program: ir.Program, ctx: ir.Context) -> tuple[ir.
 class _Checker:
     """Verifies one program after another; what it learned of one serves as "before" of the next."""
 
-    def __init__(self, verify: Verify, ctx: ir.Context, inputs: Mapping[str, Tensor] | None):
+    def __init__(
+        self, verify: Verify, ctx: ir.Context, inputs: Mapping[str, Tensor] | None, known: Results | None = None
+    ):
         if verify == "numeric" and inputs is None:
             raise ValueError("verify='numeric' runs the program: give run_passes(inputs=...)")
         self.verify, self.ctx, self.inputs = verify, ctx, inputs or {}
         self.text = ""
-        self.results: Results | None = None
+        self.results: Results | None = known or None
 
     def remember(self, before: ir.Program) -> None:
         """Note what a program is before a pass sees it."""

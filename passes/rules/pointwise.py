@@ -98,8 +98,8 @@ def rule(node: fx.Node) -> Rule:
     dims = broadcast_dims([tuple(ir.example(n).shape) for n in operands], out)
     result = tuple((f"d{i}",) if n != 1 else () for i, n in enumerate(out))
     linear = [frozenset(s) for s in LINEAR.get(name, []) if max(s) < len(operands)]
-    if name in ("add", "sub") and len(operands) == 1:
-        linear = []  # a constant is added once, not once a term
+    if node.kwargs.get("rounding_mode"):
+        linear = []  # what is rounded is no sum of its rounded terms
     return Rule(
         tuple(dims),
         (result,),

@@ -45,7 +45,7 @@ def fold(node: fx.Node) -> Rule:
         return whole_fold(node)  # tied maxima on several ranks share the gradient
     how, needs = FOLDS[node.target._opname]  # type: ignore[union-attr]
     reduced = {n: how for i in folded for n in names[i]}
-    linear = frozenset([frozenset([0])]) if how == "sum" else frozenset()
+    linear = frozenset([frozenset([0])]) if node.target._opname == "sum" else frozenset()  # type: ignore[union-attr]
     return Rule((names,), (result,), sizes, reduced, linear=linear, needs=needs)
 
 

@@ -165,7 +165,8 @@ class _Sweep:
     ) -> bool:
         """Whether the operator may run on the terms of the sums and leave its result to be reduced."""
         used_once = all(len(operands[i].users) == 1 for i in partial)
-        return used_once and choice[axis] is None and frozenset(partial) in atoms.rule.linear
+        sums = all((axis, "sum") in self.plan.current(operands[i]).partial for i in partial)
+        return used_once and sums and choice[axis] is None and frozenset(partial) in atoms.rule.linear
 
     def sequence_atom(self, operands: Sequence[fx.Node], atoms: Atoms, partial: set[int], axis: str) -> str | None:
         """The atom of the sequence dim of a partial operand, if the rule lets it be sharded."""

@@ -171,3 +171,10 @@ def test_a_replicated_gradient_is_reduced_once_and_never_while_accumulating(how:
     reductions = {name: Counter(n.args[0].meta["val"].numel() for n in compiled.program.calls() if "all_reduce" in str(n.target))
                   for name, compiled in step.train.items()}
     assert reductions == {"accumulate": {1: 1}, "apply": {8 * 12: 1}}  # the loss; the gradient
+
+
+def test_gradients_of_a_custom_function_are_held_to_its_authors() -> None:
+    model, data = Rounding().double(), token_batches()
+    step = compile_lockstep(model, token_loss, data[0], {"tp": 2}, PLAIN, passes={"verify": "numeric"})
+    compared = next(record["errors"] for record in step.report["passes"] if record["name"] == "joint")
+    assert {f"gradient {name}" for name, _ in model.named_parameters()} <= compared.keys()

@@ -1,0 +1,1 @@
+"""One-line faults planted in the passes, and who sees them."""

@@ -1,0 +1,117 @@
+"""Plant faults in the passes, one at a time, and see who notices: `python -m tools.faults`.
+
+    python -m tools.faults --only 'ring_*'                         a few
+    python -m tools.faults --suite unseen --write docs/faults.md   all; tests for those that no verifier sees
+
+For each fault of `table.py` the tree is copied, the fault planted, and there some small models are compiled, all ranks
+in one process: does `passes.verify=spec` refuse them, does `numeric`, and do two steps differ from plain PyTorch's on
+one device? The first model of which anything is seen counts; one that never comes by the fault is not asked. With
+`--suite` the tests are run too, up to the first that fails. The tree without a fault goes first; if anything is found
+there, that is all that is said.
+
+Results are appended to a file, a line of JSON each, and what is in there is not run again: remove the file when the
+tree has changed. Exit codes: 0 done, 1 the tree itself is at fault, 2 bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from tools.faults.models import CASES
+from tools.faults.page import page
+from tools.faults.plant import LOOKS_FIRST, Judge, mutated, planted, room, tested
+from tools.faults.reach import reached
+from tools.faults.table import FAULTS, Fault
+
+UNMUTATED = "(none)"
+VERDICT = ("spec", "numeric", "value")
+Record = dict[str, str]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what the arguments ask for; returns an exit code."""
+    options = parse(arguments)
+    chosen = [fault for fault in FAULTS if fnmatchcase(fault.name, options.only)]
+    try:
+        if not chosen:
+            raise ValueError(f"--only: no fault is named like {options.only!r}")
+        for planned in FAULTS:
+            mutated(planned)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    known = read(options.results)
+    with closing(Judge()) as judge:
+        for fault in chosen if sound(known, judge, options) else ():
+            for part in missing(fault, known, judge, options):
+                learn(known, fault.name, part, options)
+            print(f"{fault.name}: {line(known[fault.name])}", flush=True)
+    if any(known[UNMUTATED][who] for who in VERDICT):
+        print(f"something is wrong without any fault: {known[UNMUTATED]}", file=sys.stderr)
+        return 1
+    if options.write:
+        options.write.write_text(page(FAULTS, known))
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m tools.faults", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="*", metavar="PATTERN", help="faults named so")
+    parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES), help="what is compiled")
+    parser.add_argument("--suite", choices=("none", "unseen", "all"), default="none", help="for which to run the tests")
+    parser.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help="for the tests of one fault")
+    parser.add_argument("--results", type=Path, default=Path("faults.jsonl"), help="where results are kept")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="a table of what is known, in Markdown")
+    return parser.parse_args(arguments)
+
+
+def sound(known: dict[str, Record], judge: Judge, options: argparse.Namespace) -> bool:
+    """Whether nothing is seen without a fault; learns then which models come by which fault."""
+    if UNMUTATED not in known:
+        with planted(None) as folder:
+            learn(known, UNMUTATED, judge(folder, options.models, options.limit), options)
+        for name, models in reached(options.models).items():
+            learn(known, name, {"models": " ".join(models)}, options)
+    return not any(known[UNMUTATED][who] for who in VERDICT)
+
+
+def missing(fault: Fault, known: dict[str, Record], judge: Judge, options: argparse.Namespace) -> Iterator[Record]:
+    """What is not known yet of a fault and was asked for, as it is found."""
+    record, first = known[fault.name], LOOKS_FIRST.get(room(fault))
+    with planted(fault) as folder:
+        if "value" not in record:
+            models = sorted(record["models"].split(), key=lambda model: model != first)
+            yield judge(folder, models, options.limit)
+        unseen = not known[fault.name]["spec"] and not known[fault.name]["numeric"]
+        if "suite" not in record and (options.suite == "all" or options.suite == "unseen" and unseen):
+            yield {"suite": tested(folder, fault, options.limit)}
+
+
+def learn(known: dict[str, Record], name: str, part: Record, options: argparse.Namespace) -> None:
+    """Keep a result, also for the next time."""
+    known[name] = known.get(name, {}) | part
+    with options.results.open("a") as file:
+        file.write(json.dumps({"fault": name} | part) + "\n")
+
+
+def line(record: Record) -> str:
+    """Who sees a fault, in a line."""
+    seen = ", ".join(who for who in VERDICT if record[who]) or ("nothing" if record["models"] else "no model comes by")
+    return f"{seen} {record.get('suite', '')}".rstrip()
+
+
+def read(path: Path) -> dict[str, Record]:
+    """What is known of each fault."""
+    known: dict[str, Record] = {}
+    for text in path.read_text().splitlines() if path.exists() else ():
+        record = json.loads(text)
+        name = record.pop("fault")
+        known[name] = known.get(name, {}) | record
+    return known

@@ -1,0 +1,300 @@
+"""Small models that together go through every pass, and what plain PyTorch on one device makes of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from compiler_trainer.config.schema import ModelConfig
+from compiler_trainer.models import Llama
+
+Batch = dict[str, Tensor]
+LRS = (3e-2, 2e-2)  # of two steps
+IGNORED = -1
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its loss and one batch a step, and the options it is compiled with."""
+
+    model: nn.Module
+    loss: Callable[[nn.Module, Batch], Tensor]
+    batches: list[Batch]
+    mesh: Mapping[str, int]
+    optim: Mapping[str, Any]
+    passes: Mapping[str, Any] = field(default_factory=dict)
+    microbatches: int = 1
+    tolerance: float = 1e-8
+
+
+# ---- a Llama: tensor parallel, FSDP, microbatches, remat, AdamW ------------------------------------
+
+
+def llama() -> Case:
+    """Heads, feed-forward, vocabulary and rows that no axis divides."""
+    cfg = ModelConfig(dim=24, n_layers=2, n_heads=6, n_kv_heads=3, ffn_dim=37, vocab_size=61)
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        logits = model(batch["tokens"], batch["positions"])
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+    # every microbatch has as many labels, so that the mean of its means is that of the batch
+    batches = [{"positions": torch.arange(7).repeat(6, 1), **random_ids(step, 61, 6, 7)} for step in range(len(LRS))]
+    adamw = {"name": "adamw", "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.1, "max_norm": 0.5}
+    model, mesh = Llama(cfg).double(), {"dp_shard": 2, "tp": 2}
+    return Case(model, loss, batches, mesh, adamw, {"remat": {"policy": "full"}}, microbatches=2)
+
+
+# ---- attention over a sharded sequence ---------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Grouped attention that is causal, or within the documents of a row."""
+
+    def __init__(self, dim: int, heads: int, groups: int):
+        super().__init__()
+        self.heads, self.groups, self.width = heads, groups, dim // heads
+        self.norm = nn.RMSNorm(dim, eps=1e-5)
+        self.qkv = nn.Linear(dim, (heads + 2 * groups) * self.width)
+        self.out = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        heads = self.qkv(self.norm(x)).unflatten(-1, (-1, self.width)).transpose(1, 2)
+        q, k, v = heads.split([self.heads, self.groups, self.groups], 1)
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+class Reader(nn.Module):
+    """Two attentions over an embedding that is also the head."""
+
+    def __init__(self, vocabulary: int = 23, dim: int = 8):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, dim)
+        self.layers = nn.ModuleList(Attention(dim, 4, 2) for _ in range(2))
+
+    def forward(self, tokens: Tensor, documents: Tensor) -> Tensor:
+        x, row = self.embedding(tokens), torch.arange(tokens.shape[1], device=tokens.device)
+        together = documents[:, None, :, None] == documents[:, None, None, :]
+        x = self.layers[0](x, None)
+        x = self.layers[1](x, together & (row[:, None] >= row))
+        return F.linear(x, self.embedding.weight)
+
+
+def context() -> Case:
+    """A ring under a causal mask and one under a mask of documents, in fifteen tokens over three ranks."""
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        logits = model(batch["tokens"], batch["documents"])
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+    documents = torch.tensor([[0] * 5 + [1] * 10, [0] * 13 + [1] * 2, [0] + [1] * 6 + [2] * 8])
+    batches = [{"documents": documents, **random_ids(step, 23, 3, 15)} for step in range(len(LRS))]
+    for batch in batches:
+        batch["labels"][1, 2:] = -100
+    optim, mesh = {"name": "sgd", "momentum": 0.9, "max_norm": None}, {"dp_replicate": 2, "cp": 3}
+    return Case(Reader().double(), loss, batches, mesh, optim, {"context": {"method": "ring"}})
+
+
+# ---- odd parts -----------------------------------------------------------------------------------------
+
+
+class StraightThrough(torch.autograd.Function):
+    """A rounded operand in a product, with a backward that is not its derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, scale: float) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x, w)
+        ctx.scale = scale
+        return (x * 4).round() / 4 @ w
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        x, w = ctx.saved_tensors
+        return g @ w.T * ctx.scale, x.T @ g, None
+
+
+class Odd(nn.Module):
+    """Positions looked up by a buffer, a frozen scale, norms with and without eps, a function with its own backward."""
+
+    positions: Tensor
+
+    def __init__(self, vocabulary: int = 31, tokens: int = 7, dim: int = 10, wide: int = 17):
+        super().__init__()
+        self.embedding, self.position = nn.Embedding(vocabulary, dim), nn.Embedding(tokens, dim)
+        self.norm, self.bare = nn.LayerNorm(dim), nn.LayerNorm(dim, eps=0.0)
+        self.up, self.gate, self.down = nn.Linear(dim, wide), nn.Linear(dim, wide), nn.Linear(wide, dim)
+        self.through, self.head = nn.Parameter(torch.randn(dim, dim) / 3), nn.Linear(dim, vocabulary)
+        self.frozen = nn.Parameter(torch.rand(dim) + 0.5, requires_grad=False)
+        self.register_buffer("positions", torch.arange(tokens).flip(0))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) + self.position(self.positions)
+        y = self.norm(x) * self.frozen
+        x = x + self.down(F.silu(self.gate(y)) * self.up(y))
+        x = x + StraightThrough.apply(self.bare(x).flatten(0, 1), self.through.t().contiguous(), 0.7).view(x.shape)
+        x = x / x.square().sum(-1, keepdim=True).sqrt() + torch.cat([x[..., 3:], x[..., :3]], -1).softmax(-1)
+        return self.head(x - x.mean(1, keepdim=True)).transpose(0, 1)
+
+
+def odd() -> Case:
+    """A net of parts that a Llama lacks; its logits come transposed."""
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        logits, labels = model(batch["tokens"]), batch["labels"].transpose(0, 1)
+        plain = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+        return plain + F.cross_entropy(logits.movedim(-1, 1), labels.clamp(min=0), label_smoothing=0.1) / 10
+
+    batches = [random_ids(step, 31, 5, 7) for step in range(len(LRS))]
+    for step, batch in enumerate(batches):
+        batch["labels"][:, step::3] = IGNORED
+        batch["labels"][0] = IGNORED
+    optim = {"name": "sgd", "momentum": 0.9, "weight_decay": 0.1, "max_norm": 0.3}
+    return Case(Odd().double(), loss, batches, {"dp_shard": 2, "tp": 2}, optim)
+
+
+# ---- state and chance ----------------------------------------------------------------------------------
+
+
+class Stateful(nn.Module):
+    """Dropout of values in several placements, a count and an average kept in buffers."""
+
+    seen: Tensor
+    average: Tensor
+
+    def __init__(self, vocabulary: int = 11, dim: int = 6, wide: int = 9):
+        super().__init__()
+        self.embedding, self.drop = nn.Embedding(vocabulary, dim), nn.Dropout(0.3)
+        self.up, self.down, self.head = nn.Linear(dim, wide), nn.Linear(wide, dim), nn.Linear(dim, vocabulary)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("average", torch.zeros(dim))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.drop(self.embedding(tokens))
+        self.seen += tokens.shape[0]
+        self.average.mul_(0.9).add_(0.1 * x.detach().mean((0, 1)))
+        return self.head(x + self.drop(self.down(self.drop(self.up(x).relu()))))
+
+
+def state() -> Case:
+    """What must be the same on every mesh though it is drawn, and what a step leaves in buffers."""
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        logits = model(batch["tokens"])
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED)
+
+    batches = [random_ids(step, 11, 5, 3) for step in range(len(LRS))]
+    for batch in batches:
+        batch["labels"][1:3] = IGNORED
+    optim = {"name": "sgd", "max_norm": 1e3}
+    return Case(Stateful().double(), loss, batches, {"dp_replicate": 2, "tp": 2}, optim)
+
+
+# ---- less precision ------------------------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """Layers with a softmax between, which is to be computed in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(11, 11) for _ in range(2))
+        self.head = nn.Linear(11, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x).softmax(-1)
+        return self.head(self.layers[1](x).relu())
+
+
+def cast() -> Case:
+    """bf16 over fp32 masters, moments in fp32; held to fp32, so loosely."""
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return F.cross_entropy(model(batch["x"]), batch["labels"])
+
+    generator = torch.Generator().manual_seed(4)
+    batches = [
+        {"x": torch.randn(7, 11, generator=generator).bfloat16(), "labels": torch.arange(7) % 5} for _ in LRS
+    ]
+    optim = {"name": "adamw", "eps": 1e-3, "max_norm": 1.0}
+    passes = {"cast": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}}
+    return Case(Mixed(), loss, batches, {"dp_replicate": 2, "dp_shard": 2}, optim, passes, tolerance=5e-2)
+
+
+CASES = {"state": state, "odd": odd, "llama": llama, "context": context, "cast": cast}  # cheap ones first
+
+
+def make(name: str) -> Case:
+    """A case, the same at each call."""
+    torch.manual_seed(0)
+    return CASES[name]()
+
+
+def random_ids(step: int, vocabulary: int, rows: int, tokens: int) -> Batch:
+    """Token ids and labels of a step."""
+    generator = torch.Generator().manual_seed(step)
+    return {key: torch.randint(0, vocabulary, (rows, tokens), generator=generator) for key in ("tokens", "labels")}
+
+
+# ---- on one device -------------------------------------------------------------------------------------
+
+
+def train_plainly(case: Case) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    """Metrics of each step and the final parameters and buffers, by eager PyTorch."""
+    model = copy.deepcopy(case.model)
+    optimizer, max_norm = optimizer_of(model, case.optim), case.optim["max_norm"]
+    metrics = []
+    for step, (batch, lr) in enumerate(zip(case.batches, LRS, strict=True)):
+        parts = {key: value.to(dtype_of(model, value)).chunk(case.microbatches) for key, value in batch.items()}
+        with keyed_dropout(step):
+            losses = [case.loss(model, {k: v[i] for k, v in parts.items()}) for i in range(case.microbatches)]
+        optimizer.zero_grad()
+        torch.stack(losses).mean().backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm or float("inf"))
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.step()
+        metrics.append({"loss": torch.stack(losses).mean().item(), "grad_norm": norm.item()})
+    return metrics, model.state_dict()
+
+
+def dtype_of(model: nn.Module, value: Tensor) -> torch.dtype:
+    """The model's own for numbers, theirs for ids."""
+    return next(model.parameters()).dtype if value.is_floating_point() else value.dtype
+
+
+def optimizer_of(model: nn.Module, options: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """PyTorch's optimizer of the same options, on what is trained."""
+    given = {key: value for key, value in options.items() if key not in ("name", "max_norm")}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if options["name"] == "sgd":
+        return torch.optim.SGD(trained, **given)
+    return torch.optim.AdamW(trained, **{"betas": (0.9, 0.95), "weight_decay": 0.1, **given})
+
+
+@contextmanager
+def keyed_dropout(seed: int) -> Iterator[None]:
+    """PyTorch's dropout with the numbers that `passes/sharding/random.py` promises, computed here anew."""
+    sites = iter(range(100))
+
+    def dropout(x: Tensor, p: float, training: bool, inplace: bool) -> Tensor:
+        key = scrambled(seed ^ scrambled(next(sites) * 0x27D4EB2F & 0xFFFFFFFF))
+        words = torch.tensor([scrambled(scrambled(i ^ key)) for i in range(x.numel())])
+        return torch.where(((words >> 8) / 2.0**24 >= p).view(x.shape), x / (1 - p), 0.0)
+
+    with mock.patch.object(F, "dropout", dropout):
+        yield
+
+
+def scrambled(word: int) -> int:
+    """A hash of 32 bits."""
+    for _ in range(2):
+        word = (word ^ word >> 16) * 0x45D9F3B & 0xFFFFFFFF
+    return word ^ word >> 16

@@ -1,0 +1,87 @@
+"""A copy of the tree with one fault in it, and what is run there, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from tools.faults.table import Fault
+
+ROOT = Path(__file__).parent.parent.parent
+NEEDED = ("compiler_trainer", "conf", "passes", "tests", "tools", "pyproject.toml")
+LOOKS_FIRST = {"context": "context", "precision": "cast"}  # room -> the model that comes by it most
+
+
+def mutated(fault: Fault) -> str:
+    """The text of the fault's file with the fault in it; raises ValueError if the old text is not there just once."""
+    text = (ROOT / fault.file).read_text()
+    if (count := text.count(fault.old)) != 1:
+        raise ValueError(f"fault {fault.name}: its old text occurs {count} times in {fault.file}, not once")
+    return text.replace(fault.old, fault.new)
+
+
+@contextmanager
+def planted(fault: Fault | None) -> Iterator[Path]:
+    """A folder with what is needed of the tree, the fault in it (None: as it is)."""
+    with tempfile.TemporaryDirectory(prefix="fault-") as name:
+        folder = Path(name)
+        for part in NEEDED:
+            copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy2
+            copy(ROOT / part, folder / part)
+        if fault is not None:
+            (folder / fault.file).write_text(mutated(fault))
+        yield folder
+
+
+def room(fault: Fault | None) -> str:
+    """The room of the passes that a fault is in."""
+    return fault.file.split("/")[1] if fault else ""
+
+
+class Judge:
+    """Looks at trees, one after another, each in a fork of a process that has imported PyTorch."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, str(ROOT / "tools/faults/warm.py")]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def __call__(self, folder: Path, models: Sequence[str], limit_seconds: float) -> dict[str, str]:
+        """What is seen of the models that the tree in a folder compiles."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        asked = {"folder": str(folder), "models": list(models), "limit": int(limit_seconds)}
+        print(json.dumps(asked), file=self.process.stdin, flush=True)
+        return json.loads(self.process.stdout.readline())
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.communicate()
+
+
+def tested(folder: Path, fault: Fault | None, limit_seconds: float) -> str:
+    """The first test that fails, those of the fault's own room first, or "survives"."""
+    rooms = sorted((folder / "tests/passes").glob("*"), key=lambda path: (path.name != room(fault), path))
+    tests = [path for path in rooms if path.is_dir() or path.name.startswith("test_")]
+    places = [str(path.relative_to(folder)) for path in tests if path.name != "__pycache__"]
+    options = ("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=no")
+    try:
+        run = python(folder, limit_seconds, *options, *places, "tests/compiler_trainer")
+    except subprocess.TimeoutExpired:
+        return f"survives {limit_seconds:.0f} s"
+    if run.returncode == 0:
+        return "survives"
+    found = re.search(r"^(?:FAILED|ERROR) (\S+)", run.stdout, re.MULTILINE)
+    return found[1].removeprefix("tests/") if found else run.stdout.strip().splitlines()[-1]
+
+
+def python(folder: Path, limit_seconds: float, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a folder, whose packages it finds first."""
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=limit_seconds, check=False
+    )

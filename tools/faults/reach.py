@@ -1,0 +1,60 @@
+"""Which models come by which fault: the others cannot tell it."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import threading
+from collections.abc import Iterable
+from types import FrameType
+from typing import Any
+
+from tools.faults.judge import by_value, compiled
+from tools.faults.models import make
+from tools.faults.plant import ROOT
+from tools.faults.table import FAULTS, Fault
+
+Lines = set[tuple[str, int]]  # file and number
+PASSES = str(ROOT / "passes")
+
+
+def lines_run(model: str) -> Lines:
+    """The lines of the passes that are run while a model is compiled and makes its steps."""
+    found: Lines = set()
+
+    def note(frame: FrameType, event: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(PASSES):
+            return None
+        found.add((frame.f_code.co_filename, frame.f_lineno))
+        return note
+
+    threading.settrace(note)  # the passes run in a thread with room for deep recursion
+    sys.settrace(note)
+    try:
+        step, said = compiled(case := make(model), "off")
+        assert step is not None, said
+        by_value(case, step)
+    finally:
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]
+    return found
+
+
+def places(fault: Fault) -> Lines | None:
+    """The lines of the statement that a fault is in, None if it is run when the module is imported."""
+    path, text = str(ROOT / fault.file), (ROOT / fault.file).read_text()
+    first = text[: text.index(fault.old)].count("\n") + 1
+    last = first + fault.old.rstrip("\n").count("\n")
+    tree = ast.parse(text)
+    statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+    around = [node for node in statements if node.lineno <= first and last <= (node.end_lineno or 0)]
+    smallest = min(around, key=lambda node: (node.end_lineno or 0) - node.lineno)
+    at_import = smallest in tree.body and not any(isinstance(node, ast.Lambda) for node in ast.walk(smallest))
+    return None if at_import else {(path, k) for k in range(smallest.lineno, (smallest.end_lineno or 0) + 1)}
+
+
+def reached(models: Iterable[str]) -> dict[str, list[str]]:
+    """Fault -> the models that come by it."""
+    run = {model: lines_run(model) for model in models}
+    where = {fault.name: places(fault) for fault in FAULTS}
+    return {name: [m for m in models if lines is None or lines & run[m]] for name, lines in where.items()}
