@@ -11,8 +11,10 @@ What an operator that rules write out (a look-up in a sharded table) does inside
 
 from __future__ import annotations
 
+import collections
+import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torch import fx
@@ -47,6 +49,10 @@ REDUCES = {boundary.reduce_scatter: "sum", boundary.psum: "sum", boundary.pmax: 
 def check_placements(whole: ir.Program, local: ir.Program) -> Iterator[Finding]:
     """Local nodes whose recorded placement is not what their operands', and the operator's rule, make it."""
     origins = {node.name: node for node in whole.graph.nodes}
+    versions: dict[str, list[Spec]] = collections.defaultdict(list)
+    for node in local.graph.nodes:
+        if (spec := ir.spec(node)) is not None:
+            versions[ir.stands_for(node)].append(spec)
     for node in local.calls():
         origin = origins.get(ir.stands_for(node))
         recorded = ir.spec(node)
@@ -57,7 +63,7 @@ def check_placements(whole: ir.Program, local: ir.Program) -> Iterator[Finding]:
         if same:
             yield from check_conversion(node, same[0], path, local.mesh)
         else:
-            yield from check_application(node, origin, sources, local.mesh)
+            yield from check_application(node, origin, sources, versions, local.mesh)
 
 
 def behind(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -79,34 +85,35 @@ def behind(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
 # ---- an operator ---------------------------------------------------------------------------------------------
 
 
-def check_application(node: fx.Node, origin: fx.Node, sources: list[fx.Node], mesh: Mesh) -> Iterator[Finding]:
-    """The record of a result against the rule of its operator."""
+def check_application(
+    node: fx.Node, origin: fx.Node, sources: list[fx.Node], versions: Mapping[str, list[Spec]], mesh: Mesh
+) -> Iterator[Finding]:
+    """The record of a result against the rule of its operator; `versions` are the placements in which values exist."""
     op, index = (origin.args[0], origin.args[1]) if origin.target is operator.getitem else (origin, 0)
     assert isinstance(op, fx.Node) and isinstance(index, int)
     if function_of(op):
         return  # its body is a program of its own
-    held = operand_specs(op, sources)
-    if isinstance(held, str):
-        yield node, held
-        return
     rule = rule_of(op)
-    found = results_of(rule, held, mesh)
+    read = {ir.stands_for(source): [spec] for source in sources if (spec := ir.spec(source)) is not None}
+    operands = [operand.name for operand in tensor_operands(op)]
+    for name in operands:
+        if name not in read and rule.emit is None:
+            yield node, f"reads nothing that stands for %{name}, an operand of %{op.name}"
+            return
+    # what a rule writes out may take no more than the shape of an operand, in any of its placements
+    held = [read.get(name, versions[name]) for name in operands]
+    wrong = [disagrees(node, rule, choice, index, mesh) for choice in itertools.product(*held)]
+    if all(wrong):
+        yield node, wrong[0] if wrong else "reads what is placed nowhere"
+
+
+def disagrees(node: fx.Node, rule: Rule, held: Sequence[Spec], index: int, mesh: Mesh) -> str:
+    """Why a rule does not yield a node's record of operands placed so, or an empty string."""
+    operands, found = ", ".join(map(str, held)), results_of(rule, held, mesh)
     if isinstance(found, str):
-        yield node, f"runs on {', '.join(map(str, held))}: {found}"
-    elif why := differs(found[index], ir.spec(node), mesh):
-        yield node, f"is placed {ir.spec(node)}, its rule makes {found[index]} of {', '.join(map(str, held))}: {why}"
-
-
-def operand_specs(op: fx.Node, sources: Sequence[fx.Node]) -> list[Spec] | str:
-    """Placements of what stands for the operands of the whole operator, or what is missing."""
-    by_name = {ir.stands_for(source): ir.spec(source) for source in sources}
-    held = []
-    for operand in tensor_operands(op):
-        spec = by_name.get(operand.name)
-        if spec is None:
-            return f"reads nothing that stands for %{operand.name}, an operand of %{op.name}"
-        held.append(spec)
-    return held
+        return f"runs on {operands}: {found}"
+    why = differs(found[index], ir.spec(node), mesh)
+    return why and f"is placed {ir.spec(node)}, its rule makes {found[index]} of {operands}: {why}"
 
 
 def results_of(rule: Rule, held: Sequence[Spec], mesh: Mesh) -> list[Spec] | str:
