@@ -31,7 +31,6 @@ from compiler_trainer.config.schema import (
     TrainConfig,
 )
 from compiler_trainer.planning.dry import cluster_of, compile_dry, dry_run, model_flops_per_token, predict_step
-from compiler_trainer.training.trainer import train as run_training
 from passes.cost.cluster import Cluster, Link, Reach, collective_seconds, reach
 from passes.cost.fusion import fuse
 from passes.cost.predict import predict
@@ -225,7 +224,7 @@ def options(folder="unused", mesh=None, **changes):
 def sixty_four(tmp_path_factory):
     """The config, folder and report of a dry run on 64 ranks."""
     cfg = options(tmp_path_factory.mktemp("dry") / "run")
-    run_training(cfg)
+    dry_run(cfg)
     folder = Path(cfg.run.dir)
     return cfg, folder, json.loads((folder / "report.json").read_text())
 
