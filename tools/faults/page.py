@@ -24,7 +24,8 @@ def page(faults: Sequence[Fault], known: Mapping[str, Mapping[str, str]]) -> str
     judged = [fault for fault in faults if "value" in known.get(fault.name, {})]
     rows = sorted(judged, key=lambda fault: rank(known[fault.name]))
     found = [known[fault.name] for fault in rows]
-    lines = [HEAD, f"Of {len(faults)} faults {totals(found)}", "", f"| fault | file | what it means | {' | '.join(LOOKERS)} |", "|" + "---|" * 7]
+    head = f"| fault | file | what it means | {' | '.join(LOOKERS)} |"
+    lines = [HEAD, f"Of {len(faults)} faults {totals(found)}", "", head, "|" + "---|" * 7]
     for fault, record in zip(rows, found):
         cells = [mark(record, who) for who in LOOKERS]
         lines.append(f"| {' | '.join([fault.name, f'`{fault.file}`', fault.means, *cells])} |")
@@ -51,6 +52,7 @@ def totals(found: Sequence[Mapping[str, str]]) -> str:
     run = [record["suite"] for record in found if "suite" in record]
     survive = sum(said.startswith("survives") for said in run)
     return (
-        f"{len(found)} were planted: spec sees {seen['spec']}, numeric {seen['numeric']}, values differ of {seen['value']}; "
+        f"{len(found)} were planted: spec sees {seen['spec']}, numeric {seen['numeric']}, "
+        f"values differ of {seen['value']}; "
         f"the tests were run for {len(run)}, of which {survive} survive."
     )
