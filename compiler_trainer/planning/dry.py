@@ -99,7 +99,7 @@ def compile_dry(cfg: Config, observe: Observer | None) -> DryStep:
 def predict_step(cfg: Config, step: DryStep) -> dict[str, Any]:
     """`predicted`, what it is made of as `prediction`, and the `timeline` of each program."""
     cluster = cluster_of(cfg.cluster)
-    found = {name: predict(captured.program, captured.ctx, cluster) for name, captured in step.programs.items()}
+    found = {name: predict(*captured, cluster) for name, captured in step.programs.items()}
     runs = {name: cfg.train.microbatches if name == "accumulate" else 1 for name in found}
     timelines = {name: p.timeline for name, p in found.items()}
     step_s = sum(runs[name] * timeline.step_s for name, timeline in timelines.items())

@@ -72,7 +72,7 @@ def compile_step(
 def lower_all(programs: Mapping[str, Captured], runtime: Runtime, report: Reporter) -> dict[str, Compiled]:
     """Something to call for each program."""
     return {
-        name: Compiled(c.program, report.time(f"{name}.lower", partial(runtime.compile, name, c.program, c.ctx)))
+        name: Compiled(c.program, report.time(f"{name}.lower", partial(runtime.compile, name, *c)))
         for name, c in programs.items()
     }
 

@@ -26,11 +26,10 @@ T = TypeVar("T")
 
 
 class Captured(NamedTuple):
-    """A program, the context its values live in, and its results where numbers are verified."""
+    """A program and the context its values live in."""
 
     program: ir.Program
     ctx: ir.Context
-    results: Results = {}
 
 
 class Reporter:
@@ -62,7 +61,7 @@ class Reporter:
 class Compilation:
     """One model on its way through a pipeline; `batch` is one microbatch of global shapes.
 
-    `whole` are the inputs on which `passes.verify=numeric` runs each program.
+    `whole` are the inputs on which `passes.verify=numeric` runs each program, `results` what that gave, by stage.
     """
 
     model: nn.Module
@@ -75,6 +74,7 @@ class Compilation:
     observe: Observer | None = None
     whole: Mapping[str, Tensor] | None = None
     report: Reporter = field(default_factory=Reporter)
+    results: dict[str, Results] = field(default_factory=dict)
 
     def capture(self) -> Captured:
         """The model and its loss on one device."""
@@ -84,28 +84,29 @@ class Compilation:
         )
         return Captured(dataclasses.replace(program, mesh=self.mesh), ctx)
 
-    def run(self, stage: str, steps: Passes, given: Captured) -> Captured:
-        """A program after some passes; raises UserError where one refuses the model or an option."""
+    def run(self, stage: str, steps: Passes, given: Captured, known: Results | None = None) -> Captured:
+        """A program, of which some results are known, after some passes; raises UserError where one refuses."""
         how: dict[str, Any] = {"verify": self.options.verify, "observe": self.observe, "inputs": self.whole}
-        how["known"] = given.results
+        how["known"] = known
         try:
             program, records = run_passes(stage, steps, given.program, given.ctx, **how)
         except ir.Refused as error:
             raise UserError(*str(error).split(": ", 1)) from error
         self.report.add(stage, records)
-        return Captured(program, given.ctx, records[-1].results if records else given.results)
+        self.results[stage] = records[-1].results if records else {}
+        return Captured(program, given.ctx)
 
     def train(self, forward: Captured) -> dict[str, Captured]:
         """The programs of a training step, by name, from the forward that every rank runs."""
-        return {name: self.run(name, steps, forward) for name, steps in self.pipeline.train.items()}
+        known = self.results["forward"]  # gradients, too, that the forward of a custom function does not tell
+        return {name: self.run(name, steps, forward, known) for name, steps in self.pipeline.train.items()}
 
     def evaluate(self, single: Captured, forward: Captured) -> Captured:
         """The program of evaluation: the forward, captured anew where it is another in eval mode."""
         if depends_on_mode(single.program):
             with evaluating(self.model):
                 forward = self.run("forward_eval", self.pipeline.forward, self.capture())
-        # it has no backward: in line, a custom function would be differentiated as it is written
-        return self.run("evaluate", self.pipeline.evaluate, forward._replace(results={}))
+        return self.run("evaluate", self.pipeline.evaluate, forward)
 
 
 def depends_on_mode(program: ir.Program) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from tools.faults.table import Fault
 
@@ -19,12 +19,14 @@ HEAD = """# Faults, and who sees them
 """
 
 
-def page(faults: Iterable[Fault], known: Mapping[str, Mapping[str, str]]) -> str:
+def page(faults: Sequence[Fault], known: Mapping[str, Mapping[str, str]]) -> str:
     """Totals, then a table: what the tests do not see first, then what no verifier sees."""
-    rows = sorted((rank(known[f.name]), k, f) for k, f in enumerate(faults) if f.name in known)
-    found = [known[fault.name] for _, _, fault in rows]
-    lines = [HEAD, totals(found), "", f"| fault | file | what it means | {' | '.join(LOOKERS)} |", "|" + "---|" * 7]
-    for (_, _, fault), record in zip(rows, found):
+    judged = [fault for fault in faults if "value" in known.get(fault.name, {})]
+    rows = sorted(judged, key=lambda fault: rank(known[fault.name]))
+    found = [known[fault.name] for fault in rows]
+    head = f"| fault | file | what it means | {' | '.join(LOOKERS)} |"
+    lines = [HEAD, f"Of {len(faults)} faults {totals(found)}", "", head, "|" + "---|" * 7]
+    for fault, record in zip(rows, found):
         cells = [mark(record, who) for who in LOOKERS]
         lines.append(f"| {' | '.join([fault.name, f'`{fault.file}`', fault.means, *cells])} |")
     return "\n".join(lines) + "\n"
@@ -50,6 +52,7 @@ def totals(found: Sequence[Mapping[str, str]]) -> str:
     run = [record["suite"] for record in found if "suite" in record]
     survive = sum(said.startswith("survives") for said in run)
     return (
-        f"{len(found)} faults: spec sees {seen['spec']}, numeric {seen['numeric']}, values differ of {seen['value']}; "
+        f"{len(found)} were planted: spec sees {seen['spec']}, numeric {seen['numeric']}, "
+        f"values differ of {seen['value']}; "
         f"the tests were run for {len(run)}, of which {survive} survive."
     )

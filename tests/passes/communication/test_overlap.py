@@ -114,6 +114,16 @@ def test_a_gather_does_not_cross_a_write():
     assert order.index("write 0") < order.index("gather 1")
 
 
+def test_what_is_sent_is_not_written_before_the_wait():
+    steps = Steps(dp_shard=2)
+    x, w = steps.square("x"), steps.input("w", cut((SIDE, SIDE), dp_shard=0), "parameter", F32)
+    where = {"phase": "forward", "layer": 0}
+    whole = steps.wait("0", steps.do("gather", c10d.all_gather_into_tensor.default, w, 2, "dp_shard", **where), **where)
+    steps.do("write", aten.add_.Tensor, w, 1.0, **where)
+    order = steps.order(steps.mm("mm", x, whole, **where))
+    assert order.index("gather") < order.index("wait 0") < order.index("write") < order.index("mm")
+
+
 # ---- gradients --------------------------------------------------------------------------------------
 
 

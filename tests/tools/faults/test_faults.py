@@ -47,7 +47,7 @@ def test_faults_are_judged_resumed_and_listed(tmp_path, capsys):
     assert said == {"buffers_not_stored": "value", "buffers_not_accumulated": "no model comes by"}
     before = results.read_text()
     assert command.main(arguments) == 0 and results.read_text() == before
-    assert "2 faults: spec sees 0, numeric 0, values differ of 1" in wanted.read_text()
+    assert "2 were planted: spec sees 0, numeric 0, values differ of 1" in wanted.read_text()
 
 
 def test_it_stops_where_the_tree_itself_is_at_fault(tmp_path, monkeypatch, capsys):
