@@ -17,6 +17,7 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import fx
 
 from passes.program import boundary, ir
@@ -43,6 +44,7 @@ TRANSITIONS: dict[object, tuple[tuple[str, ...], str]] = {
     boundary.only_first: (("same",), "partial"),
     boundary.all_to_all: (("shard",), "shard"),
 }
+CAST = torch.ops.aten._to_copy.default
 REDUCES = {boundary.reduce_scatter: "sum", boundary.psum: "sum", boundary.pmax: "max"}
 
 
@@ -59,7 +61,10 @@ def check_placements(whole: ir.Program, local: ir.Program) -> Iterator[Finding]:
         if origin is None or recorded is None:
             continue
         path, sources = behind(node)
-        same = [source for source in sources if ir.stands_for(source) == origin.name]
+        names = {origin.name}
+        if origin.target is CAST and any(step.target in TRANSITIONS for step in path):
+            names.add(tensor_operands(origin)[0].name)  # the gather of a weight casts it
+        same = [source for source in sources if ir.stands_for(source) in names]
         if same:
             yield from check_conversion(node, same[0], path, local.mesh)
         else:
