@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.check.copies import check_copies
+from passes.check.copies import COPY, check_copies
 from passes.check.placements import TRANSITIONS, check_placements
 from passes.cost.accounting import axis_of, bind
 from passes.program import boundary, ir
@@ -25,6 +25,7 @@ from passes.program.spec import Spec, validate
 from passes.program.sweep import Sweep, Value, sweep
 from passes.program.torch_private import OpOverload, c10d
 
+STORED_IN = {"buffer": ("buffer",), "gradient": ("parameter", "gradient")}  # result -> inputs that may take it
 AROUND = 5  # nodes shown before and after the one at fault
 
 Finding = tuple[fx.Node | None, str]
@@ -35,7 +36,8 @@ def verify_spec(
 ) -> Sweep:
     """Check the graph; returns what its nodes yield, recomputed. Raises CompileError at the first thing wrong.
 
-    Where `before` is the whole program that became this local one, placements are recomputed too.
+    With the program `before` the pass: no result may be lost, and where a whole program became this local one,
+    placements are recomputed.
     """
     _raise_first(pass_name, (finding for check in STRUCTURE for finding in check(program)))
     try:
@@ -44,6 +46,8 @@ def verify_spec(
         raise failure(pass_name, error.node, f"does not take its operands: {error}") from error
     _raise_first(pass_name, check_recorded(program, swept))
     _raise_first(pass_name, (finding for check in MEANING for finding in check(program)))
+    if before is not None:
+        _raise_first(pass_name, check_results_kept(before, program))
     if before is not None and "local" in program.facts - before.facts:
         _raise_first(pass_name, check_placements(before, program))
         while ctx.bodies:
@@ -145,6 +149,19 @@ def _text(tree: Any) -> str:
 
 
 # ---- what it means -------------------------------------------------------------------------------
+
+
+def check_results_kept(before: ir.Program, program: ir.Program) -> Iterator[Finding]:
+    """What was returned is still returned, or stored: a buffer in place, a gradient in its parameter or its total."""
+    if "apply" in program.facts - before.facts:
+        return  # it goes on from what another program returned and stored
+    returned = {(output.kind, output.name) for output in program.outputs}
+    inputs = {node: (i.kind, i.name) for node, i in zip(program.placeholders(), program.inputs, strict=True)}
+    stored = {inputs[n.args[0]] for n in program.calls() if n.target is COPY and n.args[0] in inputs}  # type: ignore[index]
+    for node, output in zip(before.results(), before.outputs, strict=True):
+        places = [(kind, output.name) for kind in STORED_IN.get(output.kind, ())]
+        if (output.kind, output.name) not in returned and not stored.intersection(places):
+            yield None, f"{output.kind} {output.name!r}, which %{node.name} was, is neither returned nor stored"
 
 
 def check_specs(program: ir.Program) -> Iterator[Finding]:

@@ -492,6 +492,13 @@ FAULTS = (
     ),
     # sharding/partition.py
     Fault(
+        "rearranged_terms_complete",
+        "passes/sharding/partition.py",
+        "below = Spec(dims, (), wanted.varying)",
+        "below = replace(self.plan.current(operand), dims=dims, varying=wanted.varying)",
+        "A weight that is a sum is rearranged as its terms and called complete.",
+    ),
+    Fault(
         "mask_by_logical_size",
         "passes/sharding/partition.py",
         "inner *= factor.local(self.mesh)",

@@ -18,6 +18,8 @@ from passes.program import boundary, ir
 from passes.program.spec import Spec
 from passes.program.torch_private import c10d
 from passes.sharding.collectives import Expand
+from passes.update.optimize import Optimize
+from passes.update.optimizers import SGD
 
 aten = torch.ops.aten
 F64 = torch.float64
@@ -410,3 +412,24 @@ def test_inputs_that_do_not_fit_are_refused_by_name(values, text):
     with pytest.raises(ir.CompileError) as error:
         run(where, ctx, values)
     assert text in str(error.value)
+
+
+def test_a_result_that_is_neither_returned_nor_stored_is_refused():
+    before, ctx = joint()
+    step, _ = Optimize(SGD())(before, ctx)
+    verify_spec(step, ctx, before=before)
+    lost = step.copy()
+    write = next(n for n in lost.calls() if n.target is aten.copy_.default and ir.parameter(n) == "b")
+    lost.graph.erase_node(write)
+    with pytest.raises(ir.CompileError, match="gradient 'b', which %.* was, is neither returned nor stored"):
+        verify_spec(lost, ctx, before=before)
+    with pytest.raises(ir.CompileError, match="loss 'loss', which %.* was, is neither returned nor stored"):
+        verify_spec(replace(before, outputs=before.outputs[1:]).with_graph(without_first_result(before)), ctx, before=before)
+
+
+def without_first_result(program: ir.Program) -> fx.Graph:
+    """The program's graph, its first result dropped."""
+    graph = program.copy().graph
+    end = graph.output_node()
+    end.args = (tuple(end.args[0][1:]),)  # type: ignore[index]
+    return graph
