@@ -50,7 +50,7 @@ def script(piece: Piece, about: str) -> str:
         words = (output.name, output.kind, output.spec, result)
         body.append(f"sketch.output({', '.join(map(text.of, words))})")
     step = text.of(piece.step)
-    imports = sorted({*text.imports, "from tools.piece import Sketch, run"})
+    imports = sorted({*text.imports, "from tools.bisect.piece import Sketch, run"})
     head = ["import operator", "import sys", "from pathlib import Path", "", "import torch", "", *imports]
     said = f", {gist(piece.message)!r}" if piece.kind == "crash" else ""
     tail = [f'sys.exit(run(sketch, {step}, Path(__file__).with_suffix(".pt"), {piece.kind!r}{said}))']

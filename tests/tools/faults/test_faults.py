@@ -44,10 +44,10 @@ def test_faults_are_judged_resumed_and_listed(tmp_path, capsys):
     arguments = ["--only", "buffers_not_*", "--models", "state", "--results", str(results), "--write", str(wanted)]
     assert command.main(arguments) == 0
     said = dict(line.split(": ") for line in capsys.readouterr().out.splitlines())
-    assert said == {"buffers_not_stored": "value", "buffers_not_accumulated": "no model comes by"}
+    assert said == {"buffers_not_stored": "spec, numeric, value", "buffers_not_accumulated": "no model comes by"}
     before = results.read_text()
     assert command.main(arguments) == 0 and results.read_text() == before
-    assert "2 were planted: spec sees 0, numeric 0, values differ of 1" in wanted.read_text()
+    assert "2 were planted: spec sees 1, numeric 1, values differ of 1" in wanted.read_text()
 
 
 def test_it_stops_where_the_tree_itself_is_at_fault(tmp_path, monkeypatch, capsys):
