@@ -7,25 +7,23 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from compiler_trainer import train
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import OPS, Config, LrScheduleConfig, OptimConfig
-from compiler_trainer.step import ranks
+from compiler_trainer.sweep import point
 
 CHOICES = [(path.parent.name, path.stem) for path in sorted(train.CONF.glob("*/*.yaml"))]
 AS_MODULE = ["-m", "compiler_trainer.train"]
 GROUPS = [group.name for group in dataclasses.fields(Config)]
 
 
-class Trainer(ModuleType):
-    """Stands in for the trainer's module and keeps the configs it is called with."""
+class Trainer:
+    """Stands in for the trainer and keeps the configs it is called with."""
 
     def __init__(self):
-        super().__init__("compiler_trainer.trainer")
         self.configs: list[Config] = []
         self.error: Exception | None = None
 
@@ -38,7 +36,8 @@ class Trainer(ModuleType):
 @pytest.fixture
 def trainer(monkeypatch, tmp_path):
     trainer = Trainer()
-    monkeypatch.setitem(sys.modules, "compiler_trainer.trainer", trainer)
+    for caller in (train, point):
+        monkeypatch.setattr(caller, "outcome", trainer.train)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     monkeypatch.chdir(tmp_path)
     return trainer
@@ -130,7 +129,7 @@ def test_a_sweep_over_a_range_and_over_files_of_choices(command):
 def test_other_ranks_of_a_sweep_leave_its_folder_to_rank_0(command, monkeypatch, tmp_path):
     monkeypatch.setattr(train, "RANK", 1)
     monkeypatch.setattr(train, "WORLD_SIZE", 2)
-    monkeypatch.setattr(ranks, "rank", lambda: 1)
+    monkeypatch.setattr(point, "rank", lambda: 1)
     configs = command("-m", "mesh.dp_replicate=1,2", "run.dir=sweep")
     assert [(c.run.dir, c.mesh.dp_replicate) for c in configs] == [("sweep/0", 1), ("sweep/1", 2)]
     assert not list(tmp_path.iterdir())

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from pyarrow import csv, parquet
@@ -18,6 +17,7 @@ from pyarrow import csv, parquet
 from compiler_trainer import train
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.sweep import page, row, table
+from compiler_trainer.sweep import point as point_module
 from compiler_trainer.sweep.stored import FILE, read
 from compiler_trainer.training.metrics import FILE as METRICS
 from tools import sweep as tools_sweep
@@ -35,11 +35,10 @@ TINY = (
 ).split()
 
 
-class Trainer(ModuleType):
-    """Stands in for the trainer's module: writes a few metrics, and fails where `optim.lr` is above 1."""
+class Trainer:
+    """Stands in for the trainer: writes a few metrics, and fails where `optim.lr` is above 1."""
 
     def __init__(self):
-        super().__init__("compiler_trainer.trainer")
         self.ran: list[str] = []
 
     def train(self, cfg):
@@ -55,7 +54,7 @@ class Trainer(ModuleType):
 @pytest.fixture
 def trainer(monkeypatch, tmp_path):
     trainer = Trainer()
-    monkeypatch.setitem(sys.modules, "compiler_trainer.trainer", trainer)
+    monkeypatch.setattr(point_module, "outcome", trainer.train)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     monkeypatch.chdir(tmp_path)
     return trainer
@@ -198,7 +197,7 @@ import torch
 import torch.distributed as dist
 from compiler_trainer import train
 from compiler_trainer.step import ranks
-from compiler_trainer.training import trainer
+from compiler_trainer.sweep import point
 
 def stand_in(cfg):
     ranks.start_ranks()
@@ -212,7 +211,7 @@ def stand_in(cfg):
     ranks.stop_ranks()
     return float(total)
 
-trainer.train = stand_in
+point.outcome = stand_in
 train.main()
 """
 
