@@ -134,12 +134,14 @@ class Odd(nn.Module):
         self.up, self.gate, self.down = nn.Linear(dim, wide), nn.Linear(dim, wide), nn.Linear(wide, dim)
         self.through, self.head = nn.Parameter(torch.randn(dim, dim) / 3), nn.Linear(dim, vocabulary)
         self.frozen = nn.Parameter(torch.rand(dim) + 0.5, requires_grad=False)
+        self.shift = nn.Embedding(tokens, wide)
         self.register_buffer("positions", torch.arange(tokens).flip(0))
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens) + self.position(self.positions)
         y = self.norm(x) * self.frozen
-        x = x + self.down(F.silu(self.gate(y)) * self.up(y))
+        up = (self.up(y).transpose(1, 2) + self.shift(self.positions).t()).transpose(1, 2)
+        x = x + self.down(F.silu(self.gate(y)) * up)
         x = x + StraightThrough.apply(self.bare(x).flatten(0, 1), self.through.t().contiguous(), 0.7).view(x.shape)
         x = x / x.square().sum(-1, keepdim=True).sqrt() + torch.cat([x[..., 3:], x[..., :3]], -1).softmax(-1)
         return self.head(x - x.mean(1, keepdim=True)).transpose(0, 1)
