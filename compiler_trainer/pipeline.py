@@ -1,7 +1,7 @@
 """Configuration in, passes out: read this page first.
 
     capture -> cast, normalize, place, float8, shard
-            -> joint, simplify, dedupe, add_first, remat, optimize, schedule, collectives, overlap -> lower
+            -> joint, simplify, dedupe, add_first, remat, optimize, schedule, collectives, overlap, segment -> lower
 
 `forward` ends in the program that every rank runs to get the loss. Training goes on from there: with one
 microbatch as one `step` program, with several as `accumulate`, run once a microbatch, and `apply`.
@@ -23,6 +23,7 @@ from passes.communication.add_first import AddFirst
 from passes.communication.dedupe import Dedupe
 from passes.communication.overlap import Overlap
 from passes.communication.schedule import Schedule
+from passes.lower.segment import Segment
 from passes.memory.remat import Remat
 from passes.precision.cast import Cast
 from passes.precision.float8 import Float8
@@ -63,20 +64,20 @@ def build_pipeline(
     )
     how = (EIGHT_BITS.get(optim.name, optim.state), optim.block, optim.stochastic_rounding)
     optimize = Optimize(build_optimizer(optim), optim.max_norm, reduce_dtype, 1 / microbatches, *how)
-    overlap = Overlap(passes.schedule.ahead)
+    overlap, segment = Overlap(passes.schedule.ahead), Segment(passes.segment.enabled, passes.segment.max_nodes)
     finish = (Schedule(passes.schedule.bucket_mib), Expand(), overlap)
     joint = (Joint(), Simplify(), Dedupe(), AddFirst())
     train: dict[str, Passes]
     if microbatches == 1:
         rest: Passes = (optimize, *finish)
-        train = {"step": (*joint, build_remat(remat, rest), *rest)}
+        train = {"step": (*joint, build_remat(remat, rest), *rest, segment)}
     else:
         rest = (Accumulate(), *finish)
         train = {
-            "accumulate": (*joint, build_remat(remat, rest, optimize.state_bytes), *rest),
-            "apply": (Joint(), ApplyOnly(), optimize, *finish),
+            "accumulate": (*joint, build_remat(remat, rest, optimize.state_bytes), *rest, segment),
+            "apply": (Joint(), ApplyOnly(), optimize, *finish, segment),
         }
-    return Pipeline(forward, (Expand(), overlap), train)
+    return Pipeline(forward, (Expand(), overlap, segment), train)
 
 
 def build_cast(cast: CastConfig, masters: Mapping[str, torch.dtype]) -> Cast:

@@ -172,6 +172,9 @@ def sections(a: Run, b: Run) -> Iterator[tuple[str, tuple[str, ...], Rows]]:
             changes = compare_graphs(programs[0][name], programs[1][name])
             yield f"graph of {name}", ("operator", "module", "added", "removed", "changed"), counts(changes)
             yield f"first changes of {name}", ("", "A", "B"), firsts(changes)
+    for name in a.bodies.keys() & b.bodies.keys():
+        called = ({body.name: body.called for body in run.bodies[name]} for run in (a, b))
+        yield f"bodies of {name}", ("body", "calls in A", "B", "B - A"), numbers(*called)
     yield "communication of a step", ("what", "A", "B", "B - A"), numbers(traffic(a), traffic(b))
     yield "bytes at the peak of memory", ("what", "A", "B", "B - A"), numbers(memory(a), memory(b))
     yield "loss", ("", "A", "B", "difference"), losses(a, b)

@@ -188,6 +188,17 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True)
+class SegmentConfig:
+    """How the finished program is cut for compilation: where layers begin, and before a piece exceeds `max_nodes`.
+
+    Not `enabled`, the whole program is compiled as one.
+    """
+
+    enabled: bool = True
+    max_nodes: Positive = 1000
+
+
+@dataclass(frozen=True)
 class PassesConfig:
     """Options of each pass, and how much of its result is verified."""
 
@@ -196,6 +207,7 @@ class PassesConfig:
     context: ContextConfig = field(default_factory=ContextConfig)
     remat: RematConfig = field(default_factory=RematConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    segment: SegmentConfig = field(default_factory=SegmentConfig)
     verify: Literal["off", "spec", "numeric"] = "spec"
 
 

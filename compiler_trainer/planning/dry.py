@@ -34,6 +34,7 @@ from compiler_trainer.training.trainer import train
 from passes.check.runner import Dumper, Observer
 from passes.cost.cluster import Cluster, Link
 from passes.cost.predict import Prediction, Timeline, longest, predict
+from passes.program.bodies import flatten
 
 STORED = ("parameter", "buffer", "moment", "gradient")
 LONGEST = 15  # kernels and collectives named in the report
@@ -63,7 +64,7 @@ def dry_run(cfg: Config) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class DryStep:
-    """The programs of a training step, not lowered, and what each pass reported."""
+    """The programs of a training step, each one flat graph, not lowered, and what each pass reported."""
 
     programs: Mapping[str, Captured]
     report: dict[str, Any]
@@ -90,7 +91,8 @@ def compile_dry(cfg: Config, observe: Observer | None) -> DryStep:
         observe,
     )
     programs = work.train(work.run("forward", work.pipeline.forward, work.capture()))
-    return DryStep(programs, work.report.finish())
+    flat = {name: Captured(flatten(program), ctx) for name, (program, ctx) in programs.items()}
+    return DryStep(flat, work.report.finish())
 
 
 # ---- the prediction -----------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -14,11 +14,12 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import LowerConfig, MeshConfig, OptimConfig, PassesConfig
 from compiler_trainer.pipeline import build_pipeline
-from compiler_trainer.step.programs import Captured, Compilation, Reporter, mesh_of, one_microbatch
+from compiler_trainer.step.programs import Compilation, mesh_of, one_microbatch
 from compiler_trainer.step.runtime import LockstepRanks, ProcessRanks, Runtime
 from compiler_trainer.step.step import Compiled, State, Step, state_name, stored
 from passes.check.runner import Observer
 from passes.program import ir
+from passes.program.bodies import flatten
 from passes.program.mesh import Mesh
 from passes.program.spec import shard
 
@@ -40,41 +41,37 @@ def compile_step(
     initial: Iterable[tuple[str, Tensor]] | None = None,
     device: torch.device | str = "cpu",
     observe: Observer | None = None,
+    tell: Callable[[str], None] = lambda what: None,
 ) -> Step:
     """Compile forward, loss, backward, clip and optimizer of a plain model into one step over a mesh.
 
     `example_batch` holds tensors of GLOBAL shape, whose rows are split into `microbatches`. `initial` gives full
     values of parameters and buffers (by default the model's own, which must then be real). `seed` keys random
     operators such as dropout, which are off in evaluation: that is captured in eval mode. With "processes"
-    torch.distributed is up and this process is one rank; with "lockstep" all ranks are interpreted here.
+    torch.distributed is up and this process is one rank; with "lockstep" all ranks are interpreted here. `tell` is
+    called with what begins: a pass, a body.
     Raises UserError naming what is at fault.
     """
     update, options = _typed(OptimConfig, optim, "optim"), _typed(PassesConfig, passes, "passes")
     named = mesh_of(mesh)
-    runtime = _runtime(ranks, named, _typed(LowerConfig, lower or _default_lower(ranks), "lower"))
+    runtime = _runtime(ranks, named, _typed(LowerConfig, lower or _default_lower(ranks), "lower"), tell)
     device = torch.device(device)
     batch, masters = one_microbatch(example_batch, microbatches), {n: p.dtype for n, p in model.named_parameters()}
     pipeline, values = build_pipeline(options, update, masters, microbatches), _initial_values(model, initial)
     values = list(values) if options.verify == "numeric" else values  # all at once: for small models
     scalars = {"lr": torch.tensor(update.lr), "seed": torch.tensor(seed)}
     whole = {**dict(values), **batch, **scalars} if options.verify == "numeric" else None
-    work = Compilation(model, loss_fn, batch, named, pipeline, options, device, observe, whole)
+    work = Compilation(model, loss_fn, batch, named, pipeline, options, device, observe, tell, whole)
     single = work.capture()
     forward = work.run("forward", pipeline.forward, single)
     programs = work.train(forward) | {"evaluate": work.evaluate(single, forward)}
     laid_out, report = forward.program.mesh, work.report  # the mesh as placement has it
     state = initial_state([c.program for c in programs.values()], runtime, laid_out, device, values)
-    compiled = lower_all(programs, runtime, report)
-    evaluation = compiled.pop("evaluate")
+    compiled = {name: Compiled(flatten(c.program), partial(runtime.compile, name, *c)) for name, c in programs.items()}
+    evaluation = compiled.pop("evaluate")  # lowered when it is first run
+    for name, training in compiled.items():
+        report.time(f"{name}.lower", lambda training=training: training.executable)
     return Step(runtime, laid_out, compiled, evaluation, state, update.lr, seed, microbatches, device, report.finish())
-
-
-def lower_all(programs: Mapping[str, Captured], runtime: Runtime, report: Reporter) -> dict[str, Compiled]:
-    """Something to call for each program."""
-    return {
-        name: Compiled(c.program, report.time(f"{name}.lower", partial(runtime.compile, name, *c)))
-        for name, c in programs.items()
-    }
 
 
 def initial_state(
@@ -129,9 +126,9 @@ def _default_lower(ranks: str) -> dict[str, str]:
     return {"backend": "eager" if ranks == "lockstep" else "inductor"}
 
 
-def _runtime(ranks: str, mesh: Mesh, lower: LowerConfig) -> Runtime:
+def _runtime(ranks: str, mesh: Mesh, lower: LowerConfig, tell: Callable[[str], None]) -> Runtime:
     if ranks == "processes":
-        return ProcessRanks(mesh, lower)
+        return ProcessRanks(mesh, lower, tell)
     if ranks != "lockstep":
         raise UserError("ranks", f"is {ranks!r}; must be 'processes' or 'lockstep'")
     if lower.backend != "eager":

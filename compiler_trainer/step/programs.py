@@ -72,12 +72,14 @@ class Compilation:
     options: PassesConfig
     device: torch.device
     observe: Observer | None = None
+    tell: Callable[[str], None] = lambda what: None
     whole: Mapping[str, Tensor] | None = None
     report: Reporter = field(default_factory=Reporter)
     results: dict[str, Results] = field(default_factory=dict)
 
     def capture(self) -> Captured:
         """The model and its loss on one device."""
+        self.tell("capture")
         dtype = DTYPES[self.options.cast.param_dtype]
         program, ctx = self.report.time(
             "capture", lambda: capture(self.model, self.loss_fn, self.batch, self.device, dtype)
@@ -87,7 +89,7 @@ class Compilation:
     def run(self, stage: str, steps: Passes, given: Captured, known: Results | None = None) -> Captured:
         """A program, of which some results are known, after some passes; raises UserError where one refuses."""
         how: dict[str, Any] = {"verify": self.options.verify, "observe": self.observe, "inputs": self.whole}
-        how["known"] = known
+        how |= {"known": known, "tell": lambda what: self.tell(f"{stage}: {what}")}
         try:
             program, records = run_passes(stage, steps, given.program, given.ctx, **how)
         except ir.Refused as error:

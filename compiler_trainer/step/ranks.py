@@ -49,6 +49,11 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+def place_on_node() -> tuple[int, int]:
+    """This process's number among the ranks of its machine, and how many these are; without torchrun, all ranks are."""
+    return int(os.environ.get("LOCAL_RANK", rank())), int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+
+
 def from_rank_0(value: Callable[[], T]) -> T:
     """What `value()` is on rank 0, the only one to call it."""
     if not dist.is_initialized():

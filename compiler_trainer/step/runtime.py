@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -12,10 +12,14 @@ from torch import Tensor
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import LowerConfig
 from compiler_trainer.step.agree import agree
+from compiler_trainer.step.ranks import place_on_node
 from passes.check.simulate import Lockstep
 from passes.cost.accounting import axis_of
-from passes.lower import BACKENDS, Executable
+from passes.lower.backends import BACKENDS
+from passes.lower.calls import Executable
+from passes.lower.inductor import Workers
 from passes.program import ir
+from passes.program.bodies import flatten
 from passes.program.mesh import Mesh
 from passes.program.torch_private import register_axis_group
 
@@ -55,8 +59,8 @@ class LockstepRanks:
 class ProcessRanks:
     """One rank of a job whose process group is up (or the only rank, without one)."""
 
-    def __init__(self, mesh: Mesh, lower: LowerConfig):
-        self.mesh, self.lower = mesh, lower
+    def __init__(self, mesh: Mesh, lower: LowerConfig, tell: Callable[[str], None]):
+        self.mesh, self.lower, self.tell = mesh, lower, tell
         self.distributed = dist.is_initialized() and dist.get_world_size() > 1
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         if world_size != mesh.world_size:
@@ -65,25 +69,18 @@ class ProcessRanks:
         self.groups: dict[str, dist.ProcessGroup] = {}  # of the axes that programs name
 
     def compile(self, name: str, program: ir.Program, ctx: ir.Context) -> Executable:
-        """Rank 0 compiles; the others take its artifact from the cache it hands them."""
+        """The ranks of a node share out the bodies among them; every rank must call it."""
         lower = BACKENDS[self.lower.backend]
+
+        def tell(what: str) -> None:
+            self.tell(f"{name}: {what}")
+
         if not self.distributed:
-            return lower(program, ctx)
+            return lower(program, ctx, tell=tell)
         agree(name, program)
         self.make_groups(program)
         self.name_groups()
-        if self.lower.backend == "eager":
-            return lower(program, ctx)
-        (rank,) = self.ranks
-        compiled = lower(program, ctx) if rank == 0 else None
-        artifact = torch.compiler.save_cache_artifacts() if rank == 0 else None
-        parcel = [artifact[0] if artifact else None]
-        dist.broadcast_object_list(parcel, src=0)
-        if compiled is None:
-            if parcel[0] is not None:
-                torch.compiler.load_cache_artifacts(parcel[0])
-            compiled = lower(program, ctx)
-        return compiled
+        return lower(program, ctx, Workers(*place_on_node(), dist.barrier), tell)
 
     def run(self, compiled: Executable, inputs: ByRank) -> dict[int, tuple[Tensor, ...]]:
         """This rank's outputs."""
@@ -94,7 +91,7 @@ class ProcessRanks:
     def make_groups(self, program: ir.Program) -> None:
         """Make the process groups of the axes that a program names first; every rank makes all, in its order."""
         (rank,) = self.ranks
-        for axis in dict.fromkeys(filter(None, map(axis_of, program.calls()))):
+        for axis in dict.fromkeys(filter(None, map(axis_of, flatten(program).calls()))):
             if axis not in self.groups:
                 made = [(members, dist.new_group(members)) for members in self.mesh.groups(axis)]
                 self.groups[axis] = next(group for members, group in made if rank in members)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,10 +29,15 @@ class State:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A program with what runs it."""
+    """A program, one flat graph, with what runs it, made when it is first asked for."""
 
     program: ir.Program
-    executable: Any
+    lower: Callable[[], Any]
+
+    @cached_property
+    def executable(self) -> Any:
+        """What a runtime runs."""
+        return self.lower()
 
 
 class Step:

@@ -17,7 +17,7 @@ from compiler_trainer.planning.dry import outcome
 from compiler_trainer.step.ranks import from_rank_0, gather, rank, start_ranks, stop_ranks
 from compiler_trainer.sweep import row, table
 from compiler_trainer.sweep.stored import check, identity, read, write
-from passes.program.torch_private import cache_hits
+from passes.lower.inductor import counts
 
 
 class Failure(NamedTuple):
@@ -44,12 +44,12 @@ def run_point(cfg: Config, number: int, overrides: Sequence[str]) -> float | Non
     if rank() == 0:
         print(f"point {number}: {' '.join(overrides)}", flush=True)
         begin(cfg, number, overrides)
-    began, hits = time.perf_counter(), cache_hits()
+    began, loaded = time.perf_counter(), counts["loaded"]
     objective, failure = attempt(cfg)
     start_ranks()
     cause = min((f for f in gather(failure) if f is not None), default=None)
     if rank() == 0:
-        spent = {"wall_s": round(time.perf_counter() - began, 3), "compile_cache_hits": cache_hits() - hits}
+        spent = {"wall_s": round(time.perf_counter() - began, 3), "compile_cache_hits": counts["loaded"] - loaded}
         result = {**row.measured(Path(cfg.run.dir), cfg), **spent}
         end(Path(cfg.run.dir), objective, cause, result)
         table.write(Path(cfg.run.dir).parent)

@@ -9,13 +9,14 @@ from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn
+from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
 from compiler_trainer.training.metrics import Record
 
 LINES = 10  # plain ones in a run, if it is quick
 LINE_EVERY_S = 30.0  # if it is not
+WORKING_EVERY_S = 2.0  # at most, while a step is compiled
 CONTENTS = {
     "config.yaml": "the options, resolved",
     "metrics.jsonl": "one JSON object a step",
@@ -78,6 +79,38 @@ class Progress:
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if self.console.is_terminal:
             self.bar.stop()
+
+
+class Working:
+    """Shows what is being done and for how long, before there are steps; used as a context manager, and called.
+
+    On a terminal one line that renews itself, else a line now and then.
+    """
+
+    def __init__(self) -> None:
+        self.console = Console(file=sys.stdout)
+        columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+        self.line = Bar(*columns, console=self.console, transient=True)
+        self.task = self.line.add_task("")
+        self.started = self.last_line = time.monotonic()
+
+    def __call__(self, what: str) -> None:
+        """Say what begins now."""
+        now = time.monotonic()
+        if self.console.is_terminal:
+            self.line.update(self.task, description=what)
+        elif now - self.last_line >= WORKING_EVERY_S:
+            self.last_line = now
+            say(f"  {now - self.started:.0f} s: {what}")
+
+    def __enter__(self) -> Working:
+        if self.console.is_terminal:
+            self.line.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if self.console.is_terminal:
+            self.line.stop()
 
 
 def say_contents(folder: Path) -> None:

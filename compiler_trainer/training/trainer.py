@@ -26,7 +26,7 @@ from compiler_trainer.training.lr_schedule import learning_rate
 from compiler_trainer.training.memory import PeakMemory
 from compiler_trainer.training.metrics import Metrics, Record
 from compiler_trainer.training.prepare import Start, find_start, make_reproducible, same_on_all_ranks
-from compiler_trainer.training.progress import Progress, say, say_contents
+from compiler_trainer.training.progress import Progress, Working, say, say_contents
 from passes.check.runner import Dumper
 from passes.context.balance import imbalance
 
@@ -54,18 +54,18 @@ def train(cfg: Config) -> float:
 def prepare_step(cfg: Config, datasets: Datasets, start: Start) -> Step:
     """The compiled step as it starts; on rank 0 also the run folder, once nothing was refused."""
     if rank() != 0:
-        return build_step(cfg, datasets, start, None)
+        return build_step(cfg, datasets, start, None, lambda what: None)
     say(datasets.describe())
     say(f"compiling ({cfg.lower.backend})")
     began = time.perf_counter()
-    with folder.graphs_of(cfg) as graphs:
-        step = build_step(cfg, datasets, start, graphs)
+    with folder.graphs_of(cfg) as graphs, Working() as tell:
+        step = build_step(cfg, datasets, start, graphs, tell)
     folder.create(cfg, step.report)
     say(f"compiled in {time.perf_counter() - began:.1f} s; the run folder is {cfg.run.dir}")
     return step
 
 
-def build_step(cfg: Config, datasets: Datasets, start: Start, graphs: Path | None) -> Step:
+def build_step(cfg: Config, datasets: Datasets, start: Start, graphs: Path | None, tell: Callable[[str], None]) -> Step:
     """The compiled step with its initial weights, or those of the checkpoint; its graphs go to `graphs`."""
     dtype = cast(torch.dtype, DTYPES[cfg.train.dtype])
     model = models.build(cfg.model).to(dtype)
@@ -82,6 +82,7 @@ def build_step(cfg: Config, datasets: Datasets, start: Start, graphs: Path | Non
         initial=models.initial_parameters(model, cfg.train.seed, dtype),
         device=local_device(),
         observe=Dumper(graphs) if graphs else None,
+        tell=tell,
     )
     if start.path is not None:
         checkpoint.load(step, start.path)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from passes.check.composed import verify_composed
 from passes.check.numeric import Results, coarsest, compare, run
 from passes.check.verify import verify_spec
 from passes.cost.accounting import Accounting, account
@@ -77,11 +78,13 @@ def run_passes(
     observe: Observer | None = None,
     inputs: Mapping[str, Tensor] | None = None,
     known: Results | None = None,
+    tell: Callable[[str], None] = lambda what: None,
 ) -> tuple[ir.Program, list[PassRecord]]:
     """The program after all passes, and a record of each; a captured program is recorded first, as "capture".
 
     `inputs` are the whole inputs by name on which `verify="numeric"` runs the program before and after a pass, `known`
-    its results as the passes before left them: gradients, too, that this program does not yield by itself.
+    its results as the passes before left them: gradients, too, that this program does not yield by itself. `tell` is
+    called with the name of each pass that begins.
     Raises ValueError if the passes are out of order, CompileError where a pass fails or leaves a wrong program.
     """
     check_order(passes, program.facts)
@@ -89,17 +92,19 @@ def run_passes(
     records: list[PassRecord] = []
 
     def finish(step: str, seconds: float, before: ir.Program, after: ir.Program, report: ir.Report) -> None:
+        whole = before if "segments" in after.facts else after  # calls are the program that they were cut from
         swept, errors = check(step, before, after)
         counts = len(before.graph.nodes), len(after.graph.nodes)
-        record = PassRecord(name, step, seconds, *counts, report, account(after, swept), errors, check.results or {})
+        record = PassRecord(name, step, seconds, *counts, report, account(whole, swept), errors, check.results or {})
         records.append(record)
         if observe is not None:
-            observe(after, replace(record, costs=costs(after, swept)))
+            observe(after, replace(record, costs=costs(whole, swept)))
 
     if program.facts == CAPTURED:
         check.remember(program)
         finish("capture", 0.0, program, program, ir.Report())
     for step in passes:
+        tell(step.name)
         before = program
         check.remember(before)
         started = time.perf_counter()
@@ -140,10 +145,13 @@ class _Checker:
 
     def __call__(self, step: str, before: ir.Program, after: ir.Program) -> tuple[Sweep, dict[str, float]]:
         """What the program's nodes yield, and the errors of its results; raises CompileError naming the pass."""
+        if self.verify != "off" and print_program(before) != self.text:
+            raise ir.CompileError(step, None, "changed the program it was given; a pass rewrites a copy")
+        if "segments" in after.facts:
+            verify_composed(step, before, after)
+            return sweep(before, self.ctx), {}
         if self.verify == "off":
             return sweep(after, self.ctx), {}
-        if print_program(before) != self.text:
-            raise ir.CompileError(step, None, "changed the program it was given; a pass rewrites a copy")
         swept = verify_spec(after, self.ctx, pass_name=step, before=before)
         return swept, self.compare(step, before, after) if self.verify == "numeric" else {}
 

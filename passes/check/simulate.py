@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from passes.cost.accounting import axis_of
 from passes.program import ir
+from passes.program.bodies import flatten
 from passes.program.mesh import Mesh
 from passes.program.shift import arrive, shift
 from passes.program.torch_private import c10d
@@ -68,7 +69,7 @@ class Lockstep:
     """Interprets one local program for every rank, node by node; raises with the node's name and line on failure."""
 
     def __init__(self, program: ir.Program):
-        self.program, self.mesh = program, program.mesh
+        self.program, self.mesh = (program := flatten(program)), program.mesh
         self.last_use = _last_uses(program.graph)
 
     def run(self, inputs_by_rank: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:

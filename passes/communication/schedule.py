@@ -7,8 +7,8 @@
 
 - Gathers of parameters merge within a layer and phase, at the first of them: no weight is gathered before the
   layer that uses it begins. Outside of layers they merge where no layer lies between them.
-- Reduce-scatters of gradients merge within a layer, after the last of their operands.
-- Sums of gradients merge in the order in which their operands are produced.
+- Reduce-scatters and sums of gradients merge within a layer, after the last of their operands, so that all layers
+  communicate alike.
 - Maxima of parameters (scales of float8) merge into one, before the first layer.
 
 A bucket holds up to `bucket_mib` of full (not sharded) values; one value larger than that travels alone. Only
@@ -27,7 +27,7 @@ from torch import Tensor, fx
 
 from passes.communication.bucket import Emitter, gather_together, max_together, scatter_together, sum_together
 from passes.program import boundary, ir
-from passes.program.regions import regions, weight_nodes
+from passes.program.regions import layer_paths, region_of, regions, weight_nodes
 from passes.program.rewrite import move_after, move_before
 from passes.program.torch_private import OpOverload
 
@@ -94,17 +94,23 @@ def depths(program: ir.Program, members: set[fx.Node]) -> dict[fx.Node, int]:
 def groups(program: ir.Program) -> dict[tuple, list[fx.Node]]:
     """Collectives that may travel together, by what they must have in common."""
     members, where = mergeable(program), stretches(program)
+    layers = layer_paths(i.name for i in program.inputs if i.kind == "parameter")
     found: dict[tuple, list[fx.Node]] = {}
     for kinds in ({boundary.all_gather}, {boundary.pmax}, REDUCTIONS):
         own = [node for node in members if node.target in kinds]
         depth = depths(program, set(own))
         for node in sorted(own, key=depth.__getitem__):
-            place = "" if node.target in (boundary.psum, boundary.pmax) else where[node]
+            place = "" if node.target is boundary.pmax else layer_of_update(node, layers) or where[node]
             phase = "" if node.target is boundary.pmax else ir.phase(node)
             arrives = None if node.target is boundary.all_gather else ir.example(node.args[0]).dtype  # type: ignore
             key = (node.target, depth[node], phase, place, arrives, *shared_options(node))
             found.setdefault(key, []).append(node)
     return found
+
+
+def layer_of_update(node: fx.Node, layers: set[str]) -> str:
+    """The layer of the parameter whose update a node is part of, or an empty string."""
+    return region_of(ir.parameter(node), layers)
 
 
 def shared_options(node: fx.Node) -> tuple:

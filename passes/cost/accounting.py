@@ -122,9 +122,9 @@ def kind_of(node: fx.Node) -> str | None:
 
 
 def started(wait: fx.Node) -> fx.Node:
-    """The collective that a wait is for."""
+    """The collective that a wait is for; in a body, what it was given if that began in another."""
     node = wait.all_input_nodes[0]
-    return node if kind_of(node) else node.all_input_nodes[0]  # of several tensors, one
+    return node if kind_of(node) or node.op == "placeholder" else node.all_input_nodes[0]  # of several tensors, one
 
 
 def count_traffic(program: ir.Program, swept: Sweep) -> tuple[Traffic, ...]:

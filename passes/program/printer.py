@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.program import ir
+from passes.program.bodies import calls_of
 from passes.program.torch_private import OpOverload
 
 LONGEST = 8  # entries of a constant list, and eights of characters of a string, that are printed
@@ -46,6 +47,7 @@ def print_program(program: ir.Program) -> str:
     lines += [f"# outputs: {len(program.outputs)}", *_outputs(program)]
     lines += [f"# nodes: {len(nodes)}", *map(format_node, nodes)]
     lines += _called_graphs(program.module)
+    lines += _bodies(program)
     return "\n".join(lines) + "\n"
 
 
@@ -67,6 +69,13 @@ def _called_graphs(module: fx.GraphModule, path: str = "") -> Iterator[str]:
             yield f"# graph: {path}{name}"
             yield from map(format_node, child.graph.nodes)
             yield from _called_graphs(child, f"{path}{name}.")
+
+
+def _bodies(program: ir.Program) -> Iterator[str]:
+    """Every body that the program calls, once, each node with the origin that it has in the first call."""
+    for body, calls in calls_of(program).items():
+        yield f"# body: {body.name}, called {len(calls)} times"
+        yield from map(format_node, body.graph.nodes)
 
 
 def format_node(node: fx.Node) -> str:
@@ -92,11 +101,13 @@ def _call(node: fx.Node) -> str:
     return f"{op_name(node.target) if is_operator else node.op}({', '.join(operands)})"
 
 
-@functools.cache
 def op_name(target: Any) -> str:
     """`linear`, `add.Tensor`, `psum`, `prims.iota`: the overload unless default, the namespace unless well known."""
-    if not isinstance(target, OpOverload):
-        return target.__name__
+    return _op_name(target) if isinstance(target, OpOverload) else target.__name__
+
+
+@functools.cache
+def _op_name(target: OpOverload) -> str:
     name = str(target).removesuffix(".default")
     return next((name.removeprefix(space) for space in OMITTED_NAMESPACES if name.startswith(space)), name)
 

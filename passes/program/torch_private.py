@@ -5,9 +5,12 @@ Only `checkpoints_inside` differs between them.
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -34,13 +37,19 @@ __all__ = [
     "c10d",
     "checkpoints_inside",
     "compile_inner",
+    "compiler_folder",
+    "compiler_state",
     "decomposition",
     "flex_with_gradients",
     "inductor_decompositions",
     "keep_after",
+    "kernels_later",
     "lazy_graph_modules",
+    "line_mode",
+    "load_compiled",
     "register_axis_group",
     "resolve_axis_group",
+    "save_compiled",
     "trace_artifact",
 ]
 
@@ -111,25 +120,79 @@ def keep_after(graph: fx.Graph, earlier: Mapping[fx.Node, fx.Node]) -> None:
     preserve_node_ordering(graph, {node: OrderedSet([before]) for node, before in earlier.items()})
 
 
-def compile_inner(module: fx.GraphModule, values: Sequence[Tensor], mode: FakeTensorMode) -> Callable:
-    """Inductor's compilation of a flat functional graph; the callable takes a list of tensors."""
+def compile_inner(module: fx.GraphModule, values: Sequence[Tensor], mode: FakeTensorMode) -> Any:
+    """Inductor's compilation of a flat graph whose results keep their strides; called with a list, which it empties."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.virtualized import V
 
+    output = module.graph.output_node()
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # or Inductor picks strides of its own
     options = {
         "reorder_for_peak_memory": False,  # the order is the graph's
-        "unsafe_marked_cacheable_functions": {"torch.ops.higher_order.control_deps": "1"},  # `keep_after`
+        "fx_graph_cache": False,  # we keep what is compiled
     }
     with tracing(TracingContext(mode)), V.set_fake_mode(mode), config.patch(options):
         return compile_fx_inner(module, list(values))
 
 
-def cache_hits() -> int:
-    """How many Inductor compilations this process took from the cache."""
-    from torch._dynamo.utils import counters
+def save_compiled(compiled: Any) -> bytes:
+    """What `compile_inner` returned, to be loaded by another process of this machine."""
+    saved = copy.copy(compiled)
+    saved.prepare_for_serialization()
+    return pickle.dumps(saved)
 
-    return counters["inductor"]["fxgraph_cache_hit"]
+
+def load_compiled(saved: bytes) -> Callable:
+    """What `save_compiled` saved, ready to be called."""
+    from torch._inductor.output_code import CompiledFxGraphConstants
+
+    compiled, constants = pickle.loads(saved), CompiledFxGraphConstants()
+    compiled.after_deserialization(constants)
+    compiled.post_compile((), constants, compiled.fx_kwargs)
+    return compiled
+
+
+@contextmanager
+def kernels_later() -> Iterator[None]:
+    """While on, C++ kernels of what is compiled or loaded are built beside what follows; at the end all are there."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    waiting: list[tuple[AsyncCompile, dict[str, Any]]] = []
+    wait = AsyncCompile.wait
+
+    def later(self: AsyncCompile, scope: dict[str, Any]) -> None:
+        waiting.append((self, scope))
+
+    with patch.object(AsyncCompile, "wait", later):
+        yield
+    for each, scope in waiting:
+        wait(each, scope)
+
+
+def line_mode() -> tuple[FakeTensorMode, Any]:
+    """A fake mode for tensors of one dim of any length, and that length."""
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+    shapes, source, hint = ShapeEnv(), ConstantSource("length"), 2**20
+    symbol = shapes.create_symbol(hint, source, DimDynamic.DYNAMIC)
+    return FakeTensorMode(shape_env=shapes), shapes.create_symintnode(symbol, hint=hint, source=source)
+
+
+def compiler_folder() -> Path:
+    """Where Inductor keeps what it compiles."""
+    from torch._inductor.codecache import cache_dir
+
+    return Path(cache_dir())
+
+
+def compiler_state() -> str:
+    """What Inductor's results depend on beside the graph: its source, its options, the machine."""
+    from torch._inductor import config
+    from torch._inductor.codecache import CacheBase, torch_key
+
+    return f"{torch_key()!r} {CacheBase.get_system()} {config.save_config_portable()!r}"
 
 
 def register_axis_group(axis: str, group: Any) -> None:

@@ -111,18 +111,24 @@ def squared_norm(
     append: Appender, names: Sequence[str], gradients: Sequence[fx.Node], specs: Sequence[Spec]
 ) -> fx.Node:
     """The square of the norm of all parameters' gradients together, 0-d fp32 or wider, the same on every rank."""
-    groups: dict[tuple[str, ...], list[fx.Node]] = {}
+    sums: dict[tuple[str, ...], fx.Node] = {}
     for name, gradient, spec in zip(names, gradients, specs, strict=True):
-        append.parameter = name
-        square = append.call("square", lambda g: cast(g, arithmetic(g.dtype)).square().sum(), gradient)
-        groups.setdefault(tuple(sorted(spec.sharded)), []).append(square)
+        append.parameter, axes = name, tuple(sorted(spec.sharded))
+        if axes not in sums:
+            sums[axes] = append.call("square", square, gradient)
+        else:  # one after another, so that every parameter's term is computed alike
+            sums[axes] = append.call("add square", lambda total, g: total + square(g), sums[axes], gradient)
     append.parameter, totals = "", []
-    for axes, squares in groups.items():
-        total = append.call(("add", len(squares)), lambda *s: torch.stack(s).sum(), *squares)
+    for axes, total in sums.items():
         for axis in axes:
             total = append.call(("psum", axis), lambda x, axis=axis: boundary.psum(x, axis, x.dtype, None), total)
         totals.append(total)
     return append.call(("add", len(totals)), lambda *s: torch.stack(s).sum(), *totals)
+
+
+def square(gradient: Tensor) -> Tensor:
+    """The sum of a gradient's squares, 0-d fp32 or wider."""
+    return cast(gradient, arithmetic(gradient.dtype)).square().sum()
 
 
 @dataclass(frozen=True)

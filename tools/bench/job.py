@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import statistics
 import sys
 import time
@@ -25,6 +26,7 @@ from compiler_trainer.step.ranks import rank, start_ranks, stop_ranks
 from compiler_trainer.train import CONF, INPUT_ERRORS, defaults, user_error
 from compiler_trainer.training.memory import PeakMemory
 from compiler_trainer.training.trainer import local_device
+from passes.lower.inductor import counts
 from tools.bench.stock import stock_step
 
 Batch = dict[str, Tensor]
@@ -58,10 +60,10 @@ def composed(overrides: Sequence[str], ranks: int) -> Config:
 def measure(name: str, cfg: Config, steps: int) -> dict[str, Any]:
     """Times of the first step, everything before it included, and of `steps` later ones; memory; bytes sent."""
     batch = {key: tensor.to(local_device()) for key, tensor in global_batch(cfg).items()}
-    began = time.perf_counter()
+    began, worked = time.perf_counter(), cpu_seconds()
     step, state = our_step(cfg, batch) if name == "ours" else stock_step(name, cfg, batch)
     losses = [step()]
-    first_s = time.perf_counter() - began
+    first_s, first_cpu_s = time.perf_counter() - began, cpu_seconds() - worked
     memory = PeakMemory(local_device(), state())
     losses.append(memory.during(step))
     seconds = []
@@ -73,12 +75,20 @@ def measure(name: str, cfg: Config, steps: int) -> dict[str, Any]:
     tokens = cfg.train.global_batch_size * cfg.train.seq_len
     return {
         "first_s": first_s,
+        "first_cpu_s": first_cpu_s,
+        "bodies": dict(counts),
         "step_ms": 1e3 * statistics.median(seconds),
         "tokens_per_s": tokens / statistics.median(seconds),
         "peak_bytes": memory.bytes,
         "sent_bytes": (sent_bytes() - sent) // steps if dist.get_backend() == "gloo" else None,
         "losses": losses,
     }
+
+
+def cpu_seconds() -> float:
+    """Seconds of CPU that this process and the compilers it has waited for took so far."""
+    used = [resource.getrusage(of) for of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(u.ru_utime + u.ru_stime for u in used)
 
 
 def global_batch(cfg: Config) -> Batch:

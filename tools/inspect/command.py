@@ -21,7 +21,7 @@ from rich.text import Text
 
 from compiler_trainer.config.errors import UserError
 from tools.inspect import glance
-from tools.inspect.dumps import Node, Run, Stage, load, matching
+from tools.inspect.dumps import Body, Node, Run, Stage, load, matching
 from tools.inspect.overview import seconds_of, totals
 from tools.inspect.render import page
 
@@ -94,9 +94,19 @@ def show_run(run: Run, out: Console) -> None:
         words = [stage.title, took, *(f"{n:,}" for n in counts), size(t.sent_bytes), f"{t.casts:,}", f"{t.masks or ''}"]
         passes.add_row(*words, flops(t.flops), flops(t.recomputed_flops), size(t.peak_bytes))
     out.print(passes)
+    for name, bodies in run.bodies.items():
+        out.print(bodies_table(name, bodies))
     for stage in run.trained:
         out.print(traffic_table(stage))
         show_glance(run, stage, out)
+
+
+def bodies_table(program: str, bodies: list[Body]) -> Table:
+    """What is compiled of a program, and how often it is called."""
+    found = table(f"bodies of {program}", "body|>called|>nodes|first")
+    for body in bodies:
+        found.add_row(body.name, f"{body.called:,}", f"{body.nodes:,}", body.first)
+    return found
 
 
 def show_glance(run: Run, stage: Stage, out: Console) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ TENSOR = re.compile(r"^(\w+)\[([\d, ]*)\]$")
 PLACED = re.compile(r"^(\w+\[[^\]]*\]) (\[.*)$")
 OPERAND = re.compile(r'"(?:[^"\\]|\\.)*"|%(\w+)')  # a string may hold anything, so it is passed over
 SECTION = re.compile(r"^# (\w+): (.*)$")
+BODY = re.compile(r"^# body: (\w+), called (\d+) times$")
 AXIS = re.compile(r"(\w+)=(\d+)( \(head and tail\))?")
 
 
@@ -148,14 +150,28 @@ class Stage:
 
 
 @dataclass(frozen=True)
+class Body:
+    """A piece of a program that is compiled once: how often it is `called`, its `nodes`, where the `first` is from."""
+
+    name: str
+    called: int
+    nodes: int
+    first: str
+
+
+@dataclass(frozen=True)
 class Run:
-    """A run folder: `config` and `report` as they were written, `metrics` a dict a step, and the `stages` in order."""
+    """A run folder: `config` and `report` as they were written, `metrics` a dict a step, and the `stages` in order.
+
+    `bodies` are those of each program's calls, by the program's name.
+    """
 
     folder: Path
     config: dict[str, Any]
     report: dict[str, Any]
     metrics: list[dict[str, Any]]
     stages: list[Stage]
+    bodies: dict[str, list[Body]]
 
     def program(self, name: str) -> list[Stage]:
         """The stages of one program (`forward`, `step`, `evaluate`) in order."""
@@ -177,7 +193,9 @@ def load(folder: str | Path) -> Run:
     report = read_json(folder / "report.json")
     metrics = folder / "metrics.jsonl"  # a dry run has none
     steps = read(metrics, lambda text: list(map(json.loads, text.splitlines()))) if metrics.exists() else []
-    return Run(folder, config, report, steps, load_stages(folder / "graphs"))
+    stages = load_stages(folder / "graphs")
+    graphs = [stage for stage in stages if stage.name != "segment"]
+    return Run(folder, config, report, steps, graphs, {s.program: bodies_of(s) for s in stages if s not in graphs})
 
 
 def load_stages(graphs: str | Path) -> list[Stage]:
@@ -187,6 +205,30 @@ def load_stages(graphs: str | Path) -> list[Stage]:
     if not found:
         raise UserError(str(graphs), "holds no graphs; train with run.dump_graphs=true")
     return [stage_at(path) for path in found]
+
+
+def bodies_of(stage: Stage) -> list[Body]:
+    """The bodies that a program of calls has, in the order of their first calls."""
+    found = []
+    for called, section in groupby(stage.text.splitlines(), groups_by_body()):
+        if called is not None:
+            lines = [line for line in section if line.startswith("%") and " = placeholder(" not in line]
+            origin = next((line.rpartition("   # ")[2] for line in lines if "   # " in line), "")
+            found.append(Body(called[0], called[1], len(lines), origin))
+    return found
+
+
+def groups_by_body() -> Callable[[str], tuple[str, int] | None]:
+    """Tells of one line after another which body it is of, and how often that is called."""
+    now: tuple[str, int] | None = None
+
+    def of(line: str) -> tuple[str, int] | None:
+        nonlocal now
+        if head := BODY.match(line):
+            now = head[1], int(head[2])
+        return now
+
+    return of
 
 
 def stage_at(path: Path) -> Stage:

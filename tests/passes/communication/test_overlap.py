@@ -17,7 +17,7 @@ from compiler_trainer.planning.dry import compile_dry
 from passes.check.verify import verify_spec
 from passes.communication.overlap import Overlap, count_beside, in_flight
 from passes.communication.schedule import Schedule
-from passes.lower import lower_inductor
+from passes.lower.backends import lower_inductor
 from passes.memory.remat import Remat
 from passes.program import ir
 from passes.program.printer import print_program

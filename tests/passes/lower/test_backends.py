@@ -9,7 +9,7 @@ from oracle import NO_DECAY, assert_same, perceptron, points, squared_error, tra
 
 from compiler_trainer import compile_step
 from passes.check.simulate import Lockstep
-from passes.lower import lower_eager
+from passes.lower.backends import lower_eager
 from passes.program import ir
 from passes.program.spec import Spec
 

@@ -1,0 +1,49 @@
+"""Turn a finished program into something to call: Inductor's kernels, or an interpreter that names what fails."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from passes.lower.calls import Calls, Executable
+from passes.lower.inductor import ALONE, Tell, Workers, compile_bodies, silent
+from passes.lower.segment import Segment
+from passes.program import ir
+from passes.program.bodies import calls_of, flatten
+
+
+class NamingInterpreter(fx.Interpreter):
+    """Runs a graph node by node; an error names the node, its source line and its operands' shapes."""
+
+    def run_node(self, node: fx.Node) -> Any:
+        """One operator."""
+        try:
+            return super().run_node(node)
+        except Exception as error:
+            shapes = [tuple(ir.example(n).shape) for n in node.all_input_nodes if ir.is_tensor(n)]
+            message = f"{node.target} on {shapes}: {type(error).__name__}: {error}"
+            raise ir.CompileError("eager", node, message) from error
+
+
+def lower_eager(program: ir.Program, ctx: ir.Context, workers: Workers = ALONE, tell: Tell = silent) -> Executable:
+    """The program interpreted operator by operator."""
+    interpreter = NamingInterpreter(flatten(program).module)
+
+    def run(values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            return tuple(interpreter.run(*values, enable_io_processing=False))
+
+    return run
+
+
+def lower_inductor(program: ir.Program, ctx: ir.Context, workers: Workers = ALONE, tell: Tell = silent) -> Executable:
+    """The bodies of the program compiled by Inductor (C++ on CPU, Triton on CUDA), shared out among the workers."""
+    if "segments" not in program.facts:
+        program, _ = Segment(enabled=False)(program, ctx)
+    return Calls(program, compile_bodies(list(calls_of(program)), ctx, workers, tell))
+
+
+BACKENDS = {"eager": lower_eager, "inductor": lower_inductor}

@@ -1,0 +1,95 @@
+"""Runs a program of calls: every value is freed at its last use, by the body that uses it last."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from passes.program import ir
+from passes.program.bodies import Body, body_of_call
+
+Executable = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
+Kernels = Callable[[list[Tensor]], Sequence[Tensor]]  # a compiled body: empties the list that it is given
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call: which values it is given, by number, which of them it is the last to read, and which results it yields.
+
+    `yields` are pairs: the place among the results, and the number that the value is known by.
+    """
+
+    run: Kernels
+    reads: tuple[int, ...]
+    freed: tuple[int, ...]
+    yields: tuple[tuple[int, int], ...]
+
+
+class Calls:
+    """The calls of a program in order, on compiled bodies."""
+
+    def __init__(self, program: ir.Program, compiled: Mapping[Body, Kernels]):
+        number = {node: i for i, node in enumerate(program.graph.nodes)}
+        steps = [node for node in program.calls() if node.target is not operator.getitem]
+        kept = {*program.graph.output_node().all_input_nodes, *program.placeholders()}
+        last = {operand: step for step in steps for operand in step.all_input_nodes}
+        self.given = [number[node] for node in program.placeholders()]
+        self.returned = [number[node] for node in program.results()]
+        self.calls = []
+        for step in steps:
+            reads = step.all_input_nodes
+            freed = [number[n] for n in reads if last[n] is step and n not in kept]
+            run = call_of(step, compiled) if body_of_call(step) else as_one(step)
+            self.calls.append(Call(run, tuple(number[n] for n in reads), tuple(freed), yields_of(step, number)))
+
+    def __call__(self, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The program's results."""
+        env = dict(zip(self.given, values, strict=True))
+        for call in self.calls:
+            args = [env[i] for i in call.reads]
+            for i in call.freed:
+                del env[i]
+            results = call.run(args)
+            for index, i in call.yields:
+                env[i] = results[index]
+            del results
+        return tuple([env[i] for i in self.returned])
+
+
+def yields_of(step: fx.Node, number: Mapping[fx.Node, int]) -> tuple[tuple[int, int], ...]:
+    """Which results of a step are used, and their numbers."""
+    if not body_of_call(step):
+        return ((0, number[step]),)
+    return tuple((user.args[1], number[user]) for user in step.users)  # type: ignore[misc]
+
+
+def call_of(step: fx.Node, compiled: Mapping[Body, Kernels]) -> Kernels:
+    """What runs a call of a body."""
+    run = compiled[step.target]  # type: ignore[index]
+    return as_lines(run, [value.shape for value in ir.value(step)]) if step.target.flat else run  # type: ignore
+
+
+def as_one(step: fx.Node) -> Kernels:
+    """What runs an operator that is in no body: a view."""
+
+    def run(args: list[Tensor]) -> Sequence[Tensor]:
+        values = dict(zip(step.all_input_nodes, args, strict=True))
+        operands, named = fx.map_arg((step.args, step.kwargs), values.__getitem__)
+        return (step.target(*operands, **named),)  # type: ignore[operator]
+
+    return run
+
+
+def as_lines(run: Kernels, shapes: Sequence[torch.Size]) -> Kernels:
+    """A flat body on tensors of some shape: they are given as lines, and its results get their shapes."""
+
+    def on_lines(args: list[Tensor]) -> Sequence[Tensor]:
+        lines = [value.view(-1) if value.dim() else value for value in args]
+        args.clear()
+        return [result.view(shape) for result, shape in zip(run(lines), shapes, strict=True)]
+
+    return on_lines

@@ -1,0 +1,134 @@
+"""Compile bodies by Inductor, each once: a body that this machine has compiled before is loaded from the store.
+
+The store lies in Inductor's own cache folder. An entry is known by the body's text and by all that its kernels depend
+on beside it: PyTorch, its options, the machine, the number of threads, and our own way of lowering.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from passes.communication.overlap import products_to_wait_for
+from passes.lower.calls import Kernels
+from passes.lower.store import Store
+from passes.program import ir
+from passes.program.bodies import Body, key_of
+from passes.program.rewrite import trace
+from passes.program.sweep import Layout
+from passes.program.torch_private import (
+    compile_inner,
+    compiler_folder,
+    compiler_state,
+    inductor_decompositions,
+    keep_after,
+    kernels_later,
+    line_mode,
+    load_compiled,
+    save_compiled,
+)
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The processes that compile together and see one store: this one's `number` of `count`; `meet` waits for all."""
+
+    number: int
+    count: int
+    meet: Callable[[], None]
+
+
+Tell = Callable[[str], None]
+
+
+def silent(what: str) -> None:
+    """Tells nobody."""
+
+
+ALONE = Workers(0, 1, lambda: None)
+counts = Counter[str]()  # bodies that this process `compiled`, and that it `loaded` from the store
+
+
+def compile_bodies(
+    bodies: Sequence[Body], ctx: ir.Context, workers: Workers = ALONE, tell: Tell = silent
+) -> Mapping[Body, Kernels]:
+    """Something to call for every body; what is not stored is compiled, each body by one of the workers.
+
+    `tell` is called with what begins.
+    """
+    store = Store(compiler_folder() / "bodies")
+    found: dict[Body, Kernels] = {}
+    with kernels_later():
+        share = bodies[workers.number :: workers.count]
+        for i, body in enumerate(share):
+            tell(f"{body.name}, {i + 1} of {len(share)} bodies")
+            found[body] = load(body, store) or compile_body(body, ctx, store)
+        tell("kernels")
+    if workers.count > 1:
+        tell("bodies of other ranks")
+        workers.meet()
+    with kernels_later():
+        for body in bodies:
+            if body not in found:
+                found[body] = load(body, store) or compile_body(body, ctx, store)
+    return found
+
+
+def load(body: Body, store: Store) -> Kernels | None:
+    """The body's kernels from the store, None if it has none."""
+    packed = store.get(stored_key(body))
+    if packed is None:
+        return None
+    counts["loaded"] += 1
+    return load_compiled(packed)
+
+
+def compile_body(body: Body, ctx: ir.Context, store: Store) -> Kernels:
+    """The body compiled, and stored."""
+    module, mode = decompose(body, ctx)
+    # fusion moves a wait to where the first operator of the kernel that needs it stood; with nothing beside it, it may
+    keep_after(module.graph, products_to_wait_for(module.graph))
+    values = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
+    compiled = compile_inner(module, values, mode)
+    store.put(stored_key(body), save_compiled(compiled))
+    counts["compiled"] += 1
+    return compiled
+
+
+def decompose(body: Body, ctx: ir.Context) -> tuple[fx.GraphModule, Any]:
+    """The body in the operators that Inductor takes, over values of its own, and their fake mode."""
+    given = [ir.example(node) for node in body.graph.nodes if node.op == "placeholder"]
+    interpreter = fx.Interpreter(fx.GraphModule(torch.nn.Module(), body.graph))
+    if body.flat:
+        mode, length = line_mode()
+        ctx = ir.Context(mode)
+        with mode:
+            values = [torch.empty(length if v.dim() else (), dtype=v.dtype, device=v.device) for v in given]
+    else:
+        with ctx.fake_mode:
+            values = [Layout.of(value).empty() for value in given]
+
+    def run(*values: Tensor) -> tuple[Tensor, ...]:
+        return tuple(interpreter.run(*values, enable_io_processing=False))
+
+    with torch.no_grad():
+        return trace(run, values, ctx, inductor_decompositions(), pre_dispatch=False), ctx.fake_mode
+
+
+def stored_key(body: Body) -> str:
+    """What a body's kernels are known by on this machine."""
+    return key_of(f"{body.key} {surroundings()} {torch.get_num_threads()}")
+
+
+@cache
+def surroundings() -> str:
+    """A digest of what kernels depend on beside their body: the compiler's state, and how we lower."""
+    own = [Path(__file__), Path(__file__).parent / "store.py", Path(ir.__file__).parent / "torch_private.py"]
+    return key_of(compiler_state() + "".join(path.read_text() for path in own))

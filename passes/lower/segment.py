@@ -1,0 +1,195 @@
+"""Cut a finished program where its layers begin, and write pieces that are alike once, as bodies.
+
+    embedding | layer 0 | layer 1 | head, loss | layer 1 | layer 0 | norm ... | update w0 | update w1 ...
+    start     | block   | block   | head       | block'  | block'  | square   | adamw     | adamw
+
+A layer begins, in each phase, at its first product: a kernel of its own, so that no kernel is torn apart. What overlap
+put there belongs to it (the gathers of the next layer, the reductions of the one before), so that all but the first
+and the last layers are alike. The update of each parameter is a piece. Where layers do not repeat, pieces end at the
+product before which they would grow beyond `max_nodes`.
+
+Views cross no border: they are made where they are read, so that no two values share memory. What a
+collective sends stays in memory until it is waited for, in whichever piece.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import Counter
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from passes.communication.overlap import in_flight, products_of
+from passes.cost.fusion import ALONE
+from passes.program import ir
+from passes.program.bodies import Body, Piece, cut_out, insert_call, is_view, key_of, text_of
+from passes.program.regions import regions
+from passes.program.torch_private import OpOverload
+from passes.rules import name_of
+from passes.rules.pointwise import rules as pointwise_rules
+
+LONGEST_LINE = 2**31  # entries: kernels of flat bodies count with 32 bits
+ELEMENTWISE = frozenset({*pointwise_rules(), "copy_"})
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Write the program as calls of bodies; not `enabled`, as one."""
+
+    enabled: bool = True
+    max_nodes: int = 1000
+    name: str = "segment"
+    requires: frozenset[str] = frozenset({"collectives"})
+    establishes: frozenset[str] = frozenset({"segments"})
+
+    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+        runs = list(cut(program, self.max_nodes)) if self.enabled else [list(program.calls())]
+        found = list(pieces(program, runs))
+        bodies = bodies_of(found)
+        graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in program.graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                env[node] = graph.node_copy(node, env.__getitem__)
+                env[node].meta = node.meta
+        for piece, body in zip(found, bodies, strict=True):
+            insert_call(graph, body, piece, env)
+        output = graph.output(fx.map_arg(program.graph.output_node().args[0], env.__getitem__))
+        output.meta = program.graph.output_node().meta
+        calls = Counter(bodies)
+        counts = {"calls": len(bodies), "bodies": len(calls)}
+        notes = tuple(f"{body.name}: {n} calls, {len(body.graph.nodes)} nodes" for body, n in calls.items())
+        return program.with_graph(graph, facts=program.facts | self.establishes), ir.Report(counts, notes)
+
+
+# ---- where to cut -----------------------------------------------------------------------------------
+
+
+def cut(program: ir.Program, max_nodes: int) -> Iterator[list[fx.Node]]:
+    """The operators in order, as runs: a new one where a layer begins or ends, and at each parameter's update."""
+    layers, kernels = regions(program), set(products_of(program.graph))
+    kernels.update(node for node in program.calls() if operator_name(node) in ALONE)
+    run: list[fx.Node] = []
+    seen, here = set[tuple[str, str]](), ("", "")
+    for node in program.calls():
+        phase = ir.phase(node)
+        place = (phase, ir.parameter(node) if phase == "optimizer" else layers[node])
+        if phase == "optimizer":
+            begins = place != here
+        else:
+            leaves_layer = place != here and not place[1]
+            begins = node in kernels and (place not in seen or leaves_layer or len(run) >= max_nodes)
+        if begins:
+            yield run
+            run, here = [], place
+            seen.add(place)
+        run.append(node)
+    yield run
+
+
+# ---- pieces -----------------------------------------------------------------------------------------
+
+
+def pieces(program: ir.Program, runs: Sequence[Sequence[fx.Node]]) -> Iterator[Piece]:
+    """The runs as graphs of their own, views made where they are read."""
+    where = {node: i for i, run in enumerate(runs) for node in run if not is_view(node)}
+    returned = set(program.graph.output_node().all_input_nodes)
+    members: list[dict[fx.Node, None]] = [{} for _ in runs]
+    for i, run in enumerate(runs):
+        for node in run:
+            if node.target is operator.getitem and not is_view(node):  # parts of a tuple stay with it
+                where[node] = where[node.args[0]]
+            if node in where or node in returned:
+                place = where.setdefault(node, i)
+                members[place].update(dict.fromkeys([*views_read(node, members[place]), node]))
+    held = sent_until(program, where)
+    read = set(returned)
+    for i, nodes in enumerate(members):
+        read.update(n for node in nodes for n in node.all_input_nodes if n not in nodes)
+        read.update(n for n in held.get(i, ()) if n not in nodes)
+    for i, nodes in enumerate(members):
+        if nodes:
+            results = [node for node in nodes if node in read and where.get(node) == i]
+            own = [node for node in nodes if where.get(node) == i]
+            outside = [node for node in nodes if where.get(node) != i]
+            piece = cut_out(own, results, held.get(i, ()), outside)
+            yield piece if is_flat(piece) else cut_out(list(nodes), results, held.get(i, ()))
+
+
+def views_read(node: fx.Node, inside: Container[fx.Node]) -> list[fx.Node]:
+    """The views that a node reads and those that they are of, in order, but those `inside` already."""
+    found: list[fx.Node] = []
+    for operand in node.all_input_nodes:
+        if is_view(operand) and operand not in inside and operand not in found:
+            found += [*(n for n in views_read(operand, inside) if n not in found), operand]
+    return found
+
+
+def sent_until(program: ir.Program, where: dict[fx.Node, int]) -> dict[int, list[fx.Node]]:
+    """For each run, what collectives that began in others send until they are waited for in it."""
+    found: dict[int, list[fx.Node]] = {}
+    for start, wait in in_flight(program.graph):
+        if where[start] != where[wait]:
+            found.setdefault(where[wait], []).extend(base_of(node) for node in start.all_input_nodes)
+    return found
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """What a view is of."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+# ---- bodies -----------------------------------------------------------------------------------------
+
+
+def bodies_of(found: Sequence[Piece]) -> list[Body]:
+    """The body of each piece; one that returns more than a piece needs serves it as well."""
+    graphs = [piece.graph(()) for piece in found]
+    flat = [is_flat(piece) for piece in found]
+    texts = [text_of(graph, line) for graph, line in zip(graphs, flat)]
+    needed: dict[str, set[tuple[int, ...]]] = {}
+    for piece, text in zip(found, texts):
+        needed.setdefault(text, set()).add(piece.positions())
+    names, bodies = Counter[str](), dict[tuple[str, tuple[int, ...]], Body]()
+    chosen = []
+    for piece, text, line in zip(found, texts, flat):
+        serving = max((r for r in needed[text] if set(r) >= set(piece.positions())), key=len)
+        if (text, serving) not in bodies:
+            phase = ir.phase(piece.nodes[-1])
+            key = key_of(f"{text} {serving}")
+            bodies[text, serving] = Body(f"{phase}_{names[phase]}", piece.graph(serving), key, serving, line)
+            names[phase] += 1
+        chosen.append(bodies[text, serving])
+    return chosen
+
+
+def is_flat(piece: Piece) -> bool:
+    """Whether a piece is elementwise, but for whole sums, on contiguous tensors of one shape and on numbers."""
+    if piece.views and not set(piece.views).isdisjoint(piece.results):
+        return False
+    shapes = set()
+    for node in (*piece.reads, *piece.nodes):
+        if not ir.is_tensor(node):
+            return False
+        value = ir.example(node)
+        if value.dim():
+            shapes.add(value.shape)
+        if not value.is_contiguous():
+            return False
+    if len(shapes) != 1 or math.prod(*shapes) >= LONGEST_LINE:
+        return False
+    return all(operator_name(node) in ELEMENTWISE or is_whole_sum(node) for node in piece.nodes)
+
+
+def is_whole_sum(node: fx.Node) -> bool:
+    """Whether an operator adds up all entries of a tensor."""
+    return operator_name(node) == "sum" and not ir.example(node).dim() and len(node.args) == 1
+
+
+def operator_name(node: fx.Node) -> str:
+    """The operator's name in the table of rules, empty for what is none."""
+    return name_of(node) if isinstance(node.target, OpOverload) else ""

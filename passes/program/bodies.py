@@ -1,0 +1,252 @@
+"""A program as calls of bodies: pieces of its graph, those that are alike written and compiled once.
+
+    %block_1 = block(%x, %layers.0.w)          the program: a short list of calls
+    %x1 = getitem(%block_1, 0)
+    %block_2 = block(%x1, %layers.1.w)
+    # body: block, called 2 times
+    p0, p1 -> mm -> silu -> return (silu)      what they call
+
+A body is known by its text: operators, constants and the layouts of what it is given, in order of use, and no name of
+a layer or a value. The nodes that a call stands for keep their names and origins in the call, so that `flatten` gives
+back the very program that was cut.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from passes.program import ir
+from passes.program.torch_private import OpOverload
+
+
+@dataclass(frozen=True, eq=False)
+class Body:
+    """A graph of placeholders, operators and a returned tuple; `key` is a digest of its text.
+
+    `results` says which of its operators it returns, counted in order; a call may use some of them only. A `flat` body
+    is elementwise, at most with whole sums, on contiguous tensors of one size, whichever it is, and on numbers: calls
+    of it differ in that size, and it may be compiled for tensors laid out as a line of any length.
+    """
+
+    name: str
+    graph: fx.Graph
+    key: str
+    results: tuple[int, ...]
+    flat: bool = False
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    def __call__(self, *values: Any) -> Any:
+        raise TypeError(f"body {self.name} is compiled, or put in line by `flatten`; it is not called by itself")
+
+
+def body_of_call(node: fx.Node) -> Body | None:
+    """The body that a node calls, if it does."""
+    return node.target if isinstance(node.target, Body) else None
+
+
+def calls_of(program: ir.Program) -> dict[Body, list[fx.Node]]:
+    """The bodies of a program in the order of their first calls, with all their calls."""
+    found: dict[Body, list[fx.Node]] = {}
+    for node in program.calls():
+        if body := body_of_call(node):
+            found.setdefault(body, []).append(node)
+    return found
+
+
+# ---- there and back ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of nodes: the values that it reads, in order of use, and those of its own that others read.
+
+    Views may be among its nodes though they stand before the run: they are made where they are read. `views` are made
+    outside, before the call.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    reads: tuple[fx.Node, ...]
+    results: tuple[fx.Node, ...]
+    views: tuple[fx.Node, ...] = ()
+
+    def positions(self) -> tuple[int, ...]:
+        """Which of its nodes are results."""
+        return tuple(i for i, node in enumerate(self.nodes) if node in self.results)
+
+    def graph(self, results: Sequence[int]) -> fx.Graph:
+        """A graph of its own, which returns the nodes at these positions."""
+        graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
+        for i, operand in enumerate(self.reads):
+            env[operand] = graph.placeholder(f"p{i}")
+            env[operand].meta = operand.meta
+        for node in self.nodes:
+            env[node] = graph.node_copy(node, env.__getitem__)
+            env[node].meta = node.meta
+        graph.output(tuple(env[self.nodes[i]] for i in results))
+        return graph
+
+
+def cut_out(
+    nodes: Sequence[fx.Node], results: Sequence[fx.Node], held: Sequence[fx.Node] = (), views: Sequence[fx.Node] = ()
+) -> Piece:
+    """The piece of these nodes; it is given the values `held` as well, for they must not be freed before it is done."""
+    inside = set(nodes)
+    held = sorted(held, key=lambda node: _layout(ir.value(node), flat=False))  # pieces alike hold them in one order
+    used = (operand for node in nodes for operand in node.all_input_nodes if operand not in inside)
+    reads = tuple(dict.fromkeys((*used, *(node for node in held if node not in inside))))
+    return Piece(tuple(nodes), reads, tuple(results), tuple(views))
+
+
+def insert_call(graph: fx.Graph, body: Body, piece: Piece, env: dict[fx.Node, Any]) -> fx.Node:
+    """A call of the body in the place of a piece; `env` maps the nodes of the old graph to those of the new."""
+    for node in piece.views:
+        if node not in env:
+            env[node] = graph.node_copy(node, env.__getitem__)
+            env[node].meta = node.meta
+    call = graph.call_function(body, tuple(env[operand] for operand in piece.reads))
+    call.meta = {"val": tuple(piece.nodes[i].meta.get("val") for i in body.results)}
+    call.meta["pieces"] = tuple((node.name, node.meta) for node in piece.nodes)
+    ir.copy_origin(call, piece.nodes[-1])
+    for node in piece.results:
+        index = body.results.index(piece.nodes.index(node))
+        env[node] = graph.create_node("call_function", operator.getitem, (call, index), name=node.name)
+        env[node].meta = node.meta
+    return call
+
+
+def flatten(program: ir.Program) -> ir.Program:
+    """The program with every call replaced by the nodes that it stands for, under their own names."""
+    if not any(map(body_of_call, program.calls())):
+        return program
+    inline = _Inline()
+    for node in program.graph.nodes:
+        inline.put(node)
+    return program.with_graph(inline.graph, facts=program.facts - {"segments"})
+
+
+class _Inline:
+    """A graph in which calls are put in line; a view that several pieces make is made once."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.env: dict[fx.Node, Any] = {}  # what stands for a node; for a call, all that it returns
+        self.made: dict[str, fx.Node] = {}
+
+    def put(self, node: fx.Node) -> None:
+        """Append what a node stands for."""
+        if body := body_of_call(node):
+            self.env[node] = self.expand(body, node)
+        elif node.target is operator.getitem and isinstance(self.env[node.args[0]], tuple):  # type: ignore[index]
+            self.env[node] = self.env[node.args[0]][node.args[1]]  # type: ignore[index]
+        else:
+            self.env[node] = self.make(node, self.env, node.name, node.meta)
+
+    def expand(self, body: Body, call: fx.Node) -> tuple[fx.Node, ...]:
+        """Append the nodes that a call stands for; returns what the body returns."""
+        given, origins = iter(call.args), iter(call.meta["pieces"])
+        own: dict[fx.Node, Any] = {}
+        for node in body.graph.nodes:
+            if node.op == "placeholder":
+                own[node] = self.env[next(given)]  # type: ignore[index]
+            elif node.op == "output":
+                return fx.map_arg(node.args[0], own.__getitem__)
+            else:
+                own[node] = self.make(node, own, *next(origins))
+        raise AssertionError("a graph ends with its output")
+
+    def make(self, node: fx.Node, env: dict[fx.Node, Any], name: str, meta: dict[str, Any]) -> fx.Node:
+        """The node under its name, appended unless it was made before."""
+        args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+        if name not in self.made:
+            self.made[name] = self.graph.create_node(node.op, node.target, args, kwargs, name=name)
+            self.made[name].meta = meta
+        found = self.made[name]
+        if (found.target, found.args, found.kwargs) != (node.target, args, kwargs):
+            raise ir.CompileError("segment", found, "is made again otherwise")
+        return found
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether an operator yields its operand's memory and nothing else happens: a view, or a part of several."""
+    if node.target is operator.getitem:
+        return is_view(node.args[0])  # type: ignore[arg-type]
+    if not isinstance(node.target, OpOverload):
+        return False
+    schema = node.target._schema
+    if schema.is_mutable or all(result.alias_info is None for result in schema.returns):
+        return False
+    return schema.name not in PERHAPS_COPIES or is_same_line(node)
+
+
+PERHAPS_COPIES = frozenset({"aten::to", "aten::contiguous", "aten::reshape"})
+
+
+def is_same_line(node: fx.Node) -> bool:
+    """Whether one of these operators yields its operand's entries as they lie."""
+    given, made = (ir.example(n) for n in (node.args[0], node))  # type: ignore[arg-type]
+    return given.is_contiguous() and made.is_contiguous() and (given.dtype, given.device) == (made.dtype, made.device)
+
+
+# ---- the text that a body is known by ---------------------------------------------------------------
+
+
+def text_of(graph: fx.Graph, flat: bool = False) -> str:
+    """Operators, constants and layouts of what is given, values numbered in order; a `flat` one knows no shape."""
+    numbers = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
+    lines = []
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            lines.append(f"{numbers[node]} {_layout(node.meta.get('val'), flat)}")
+        else:
+            operands = _operand((node.args, node.kwargs), numbers)
+            lines.append(f"{numbers[node]} {'return' if node.op == 'output' else _target(node.target)} {operands}")
+    return "\n".join(lines)
+
+
+def key_of(text: str) -> str:
+    """The digest of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@functools.cache
+def _target(target: Any) -> str:
+    return str(target) if isinstance(target, OpOverload) else f"{target.__module__}.{target.__qualname__}"
+
+
+def _layout(value: Any, flat: bool) -> str:
+    if isinstance(value, Tensor):
+        shape = "line" if flat and value.dim() else f"{tuple(value.shape)} {value.stride()} {value.storage_offset()}"
+        return f"{value.dtype} {value.device} {shape}"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(_layout(part, flat) for part in value)})"
+    return repr(value)
+
+
+def _operand(arg: Any, numbers: dict[fx.Node, str]) -> str:
+    """An operand in full; raises CompileError for one whose text would not tell it from others."""
+    if isinstance(arg, fx.Node):
+        return numbers[arg]
+    if isinstance(arg, (tuple, list)):
+        return f"[{', '.join([_operand(part, numbers) for part in arg])}]"
+    if isinstance(arg, dict):
+        return f"{{{', '.join([f'{key}={_operand(part, numbers)}' for key, part in arg.items()])}}}"
+    if isinstance(arg, slice):
+        return f"slice{_operand((arg.start, arg.stop, arg.step), numbers)}"
+    if arg is None or isinstance(arg, _CONSTANTS):
+        return repr(arg)
+    kind = type(arg).__name__
+    raise ir.CompileError("segment", None, f"an operator has a constant of type {kind}: two of them may read alike")
+
+
+_CONSTANTS = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)

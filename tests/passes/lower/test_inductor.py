@@ -1,0 +1,165 @@
+"""Compiled bodies: each once, stored and loaded again, and run so that values die at their last use."""
+
+from __future__ import annotations
+
+import os
+import weakref
+
+import pytest
+import torch
+from oracle import NO_DECAY, assert_same, llama, llama_loss, train_step
+from oracle import batches as rows_of
+from small_programs import Small, cut
+
+from compiler_trainer import compile_step
+from passes.lower import inductor
+from passes.lower.backends import lower_inductor
+from passes.lower.calls import Calls
+from passes.lower.inductor import Workers, compile_bodies, counts, stored_key
+from passes.lower.segment import Segment
+from passes.lower.store import Store
+from passes.program import ir
+from passes.program.bodies import calls_of
+
+aten = torch.ops.aten
+F32 = torch.float32
+
+
+def chain(layers=3, side=4, constant=2.0):
+    """Products and a pointwise operator a layer, cut where layers begin."""
+    small = Small()
+    x = small.input("x", cut((side, side)), "batch", F32)
+    w = small.input("w", cut((side, side)), dtype=F32)
+    for layer in range(layers):
+        product = small.call(aten.mm.default, x, w)
+        x = small.call(aten.mul.Tensor, product, constant)
+        for node in (product, x):
+            ir.set_origin(node, "m.py:1", f"layers.{layer}")
+    program = small.program([("loss", "l", x, cut((side, side)))], "captured", "local", "collectives")
+    return Segment()(program, small.ctx)[0], small.ctx
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    """A store of this test alone."""
+    monkeypatch.setattr(inductor, "compiler_folder", lambda: tmp_path)
+    counts.clear()
+    return tmp_path / "bodies"
+
+
+def test_a_body_is_compiled_once_and_loaded_ever_after(store, monkeypatch):
+    program, ctx = chain()
+    compile_bodies(list(calls_of(program)), ctx)
+    assert counts == {"compiled": 1}
+    monkeypatch.setattr(inductor, "compile_inner", None)  # nothing is compiled, nor traced
+    monkeypatch.setattr(inductor, "trace", None)
+    deeper, ctx = chain(layers=7)
+    run = lower_inductor(deeper, ctx)
+    assert counts == {"compiled": 1, "loaded": 1}
+    x, w = torch.randn(4, 4), torch.randn(4, 4)
+    wanted = x
+    for _ in range(7):
+        wanted = wanted @ w * 2.0
+    torch.testing.assert_close(run([x, w])[0], wanted)
+
+
+@pytest.mark.parametrize("other", [{"constant": 3.0}, {"side": 5}])
+def test_another_text_is_another_body(other):
+    (one,), (two,) = (calls_of(chain(**changes)[0]) for changes in ({}, other))
+    assert one.key != two.key
+
+
+def test_threads_are_part_of_what_kernels_are_known_by(monkeypatch):
+    (body,) = calls_of(chain()[0])
+    key = stored_key(body)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    assert stored_key(body) != key
+
+
+def test_workers_compile_their_share_and_load_the_rest(store):
+    """Two workers, one after the other; the second finds at the meeting what the first has compiled."""
+    program, ctx = chain(layers=2)
+    other, _ = chain(layers=2, side=6)
+    bodies = [*calls_of(program), *calls_of(other)]
+    met = []
+
+    def second():
+        met.append(dict(counts))
+        compile_bodies(bodies, ctx, Workers(1, 2, lambda: None))
+
+    compile_bodies(bodies, ctx, Workers(0, 2, second))
+    assert met == [{"compiled": 1}]
+    assert counts == {"compiled": 2, "loaded": 2}
+
+
+def test_values_die_at_their_last_use():
+    program, _ = chain(layers=4)
+    alive, made = [], []
+
+    def run(args):
+        x, w = args
+        args.clear()
+        y = x @ w
+        del x
+        made.append(weakref.ref(y))
+        alive.append(sum(r() is not None for r in made))
+        return (y,)
+
+    calls = Calls(program, {body: run for body in calls_of(program)})
+    calls([torch.randn(4, 4), torch.randn(4, 4)])
+    assert alive == [1, 1, 1, 1]  # of what is computed: the operand is freed by the call that reads it last
+
+
+def test_results_keep_their_strides_across_bodies():
+    """A transposed result is taken as it lies by the next body, whose kernels are made for it."""
+    small = Small()
+    x = small.input("x", cut((4, 6)), "batch", F32)
+    turned = small.call(aten.clone.default, small.call(aten.t.default, x), memory_format=torch.preserve_format)
+    product = small.call(aten.mm.default, x, turned)
+    for node, layer in ((turned, 0), (product, 1)):
+        ir.set_origin(node, "m.py:1", f"layers.{layer}")
+    program = small.program([("loss", "l", product, cut((4, 4)))], "captured", "local", "collectives")
+    program, _ = Segment()(program, small.ctx)
+    value = torch.randn(4, 6)
+    torch.testing.assert_close(lower_inductor(program, small.ctx)([value])[0], value @ value.t())
+
+
+def test_training_with_and_without_segments_is_the_same_to_the_bit():
+    data = rows_of(rows=6)
+    found = []
+    for enabled in (True, False):
+        step = compile_step(
+            llama(2, dtype=F32),
+            llama_loss,
+            data[0],
+            optim=NO_DECAY,
+            lower={"backend": "inductor"},
+            passes={"segment": {"enabled": enabled}},
+        )
+        found.append((train_step(step, data), step.state_dict()))
+    (metrics, state), (wanted, wanted_state) = found
+    assert metrics == wanted
+    assert_same(state, wanted_state, 0.0)
+
+
+# ---- the store --------------------------------------------------------------------------------------
+
+
+def test_the_store_gives_back_what_was_put(tmp_path):
+    store = Store(tmp_path / "a")
+    assert store.get("k") is None
+    store.put("k", b"one")
+    store.put("k", b"two")
+    assert store.get("k") == b"two" and os.listdir(tmp_path / "a") == ["k"]
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-1], lambda data: data[:40] + b"x" + data[41:], lambda data: b""]
+)
+def test_a_damaged_entry_is_said_and_not_used(tmp_path, damage):
+    store = Store(tmp_path)
+    store.put("k", b"0123456789" * 4)
+    path = tmp_path / "k"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.warns(UserWarning, match="k is damaged; it is compiled again"):
+        assert store.get("k") is None

@@ -1,0 +1,233 @@
+"""A finished program as calls of bodies: where it is cut, what is alike, and that the calls are the program."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from joint_programs import equal, joint, run
+from oracle import ADAMW, assert_same, batches, compile_lockstep, llama, llama_loss, train_step
+from small_programs import Small, cut
+
+from passes.check.composed import verify_composed
+from passes.communication.overlap import Overlap, in_flight
+from passes.communication.schedule import Schedule
+from passes.lower.segment import Segment
+from passes.memory.remat import Remat
+from passes.program import ir
+from passes.program.bodies import body_of_call, calls_of, flatten, is_view
+from passes.program.printer import print_program
+from passes.program.spec import Spec
+from passes.program.torch_private import c10d
+from passes.sharding.collectives import Expand
+from passes.update.optimize import Optimize
+from passes.update.optimizers import AdamW
+
+aten = torch.ops.aten
+MESHES = {"one": (), "fsdp": (("dp_shard", 2),), "fsdp x tp": (("dp_shard", 2), ("tp", 3))}
+
+
+@functools.cache
+def finished(mesh=(), n_blocks=4, policy="none"):
+    """A whole step, before it is cut."""
+    program, ctx = joint(mesh, n_blocks)
+    for step in (Remat(policy), Optimize(AdamW(), 1.0), Schedule(), Expand(), Overlap()):
+        program, _ = step(program, ctx)
+    return program, ctx
+
+
+@functools.cache
+def segmented(mesh=(), n_blocks=4, policy="none"):
+    program, ctx = finished(mesh, n_blocks, policy)
+    after, report = Segment()(program, ctx)
+    return replace(after, facts=after.facts | {"segments"}), report
+
+
+# ---- the calls are the program ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+def test_calls_put_in_line_are_the_program_that_was_cut(mesh, policy):
+    program, ctx = finished(mesh, policy=policy)
+    text = print_program(program)
+    after, _ = segmented(mesh, policy=policy)
+    assert print_program(program) == text
+    verify_composed("segment", program, after)
+    flatten(after).graph.lint()
+    assert equal(run(after, ctx, n_blocks=4), run(program, ctx, n_blocks=4))
+
+
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+def test_segments_do_not_change_what_is_trained(mesh):
+    data = batches(rows=6)
+    found = []
+    for enabled in (True, False):
+        step = compile_lockstep(
+            llama(3), llama_loss, data[0], dict(mesh), ADAMW, passes={"segment": {"enabled": enabled}}
+        )
+        found.append((train_step(step, data), step.evaluate(data[0]), step.state_dict()))
+    (metrics, evaluation, state), (wanted, wanted_evaluation, wanted_state) = found
+    assert metrics == wanted and evaluation == wanted_evaluation
+    assert_same(state, wanted_state, 0.0)
+
+
+def swap_operands(program, call):
+    call.args = (call.args[1], call.args[0], *call.args[2:])
+
+
+def drop_a_call(program, call):
+    later = next(c for c in reversed(calls_of(program)[call.target]) if c is not call)
+    later.replace_all_uses_with(call)
+    program.graph.erase_node(later)
+
+
+def change_a_constant(program, call):
+    node = next(n for n in call.target.graph.nodes if n.target is aten.view.default)
+    node.args = (node.args[0], [*node.args[1][:-1], node.args[1][-1] + 1])
+
+
+@pytest.mark.parametrize("fault", [swap_operands, drop_a_call, change_a_constant])
+def test_calls_that_give_another_program_are_refused(fault):
+    program, ctx = finished()
+    after, _ = Segment()(program, ctx)
+    call = next(calls[0] for calls in calls_of(after).values() if len(calls) == 4)
+    fault(after, call)
+    with pytest.raises(ir.CompileError, match="segment.*do not give the program that was cut|is made again otherwise"):
+        verify_composed("segment", program, after)
+
+
+# ---- what is alike ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+def test_a_deeper_model_has_the_same_bodies(mesh, policy):
+    six, seven = ({body.key for body in calls_of(segmented(mesh, n, policy)[0])} for n in (6, 7))
+    assert seven == six
+
+
+def test_layers_of_one_device_are_one_body_a_phase():
+    program, report = segmented()
+    calls = {body.name: len(calls) for body, calls in calls_of(program).items()}
+    assert report.counts == {"calls": sum(calls.values()), "bodies": len(calls)}
+    assert sorted(n for name, n in calls.items() if not name.startswith("optimizer") and n > 1) == [4, 4]
+
+
+def test_names_of_layers_and_values_are_not_in_a_bodys_text():
+    program, _ = segmented()
+    assert not any(
+        "blocks" in body.key or body_of_call(node) is None
+        for body, calls in calls_of(program).items()
+        for node in calls
+    )
+
+
+def test_a_body_that_returns_more_than_a_call_needs_serves_it():
+    small = Small()
+    x = small.input("x", cut((4, 4)), "batch")
+    for layer in range(3):
+        product = small.call(aten.mm.default, x, x)
+        x = small.call(aten.sin.default, product)
+        for node in (product, x):
+            ir.set_origin(node, "m.py:1", f"layers.{layer}")
+    program = small.program([("loss", "a", x, cut((4, 4)))], "captured", "local", "collectives")
+    returned = program.results()[0]
+    earlier = next(n for n in program.calls() if n.target is aten.mm.default)
+    program.graph.output_node().args = ((returned, earlier),)
+    program = replace(program, outputs=(*program.outputs, ir.Output("b", "metric", cut((4, 4)))))
+    after, report = Segment()(program, small.ctx)
+    assert report.counts == {"calls": 3, "bodies": 1}
+    verify_composed("segment", program, after)
+
+
+def test_updates_of_any_shape_are_one_body():
+    program, _ = segmented()
+    flat = [calls for body, calls in calls_of(program).items() if body.flat]
+    shapes = [{tuple(v.shape) for call in calls for n in call.args if (v := ir.example(n)).dim()} for calls in flat]
+    parameters = [i for i in program.inputs if i.kind == "parameter"]
+    assert sorted(map(len, flat)) == [1, len(parameters) - 1, len(parameters)]  # squares, sums of them, updates
+    assert all(len(s) > 3 for s, calls in zip(shapes, flat) if len(calls) > 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "flat"),
+    [
+        (lambda s, x, y: s.call(aten.mul.Tensor, x, y), True),
+        (lambda s, x, y: s.call(aten.sum.default, s.call(aten.mul.Tensor, x, y)), True),
+        (lambda s, x, y: s.call(aten.mul.Tensor, x, s.input("n", Spec(()))), True),
+        (lambda s, x, y: s.call(aten.mul.Tensor, x, s.call(aten.t.default, y)), False),
+        (lambda s, x, y: s.call(aten.sum.dim_IntList, x, [0]), False),
+        (lambda s, x, y: s.call(aten.mul.Tensor, x, s.input("row", cut((4,)))), False),
+        (
+            lambda s, x, y: s.call(aten.mul.Tensor, s.call(aten.expand.default, s.input("row", cut((4,))), [4, 4]), y),
+            False,
+        ),
+        (lambda s, x, y: s.call(aten.cumsum.default, x, 0), False),
+    ],
+    ids=["product", "sum", "number", "transposed", "rows", "broadcast", "expanded", "cumulative"],
+)
+def test_what_is_flat(make, flat):
+    small = Small()
+    x, y = small.input("x", cut((4, 4))), small.input("y", cut((4, 4)))
+    result = make(small, x, y)
+    spec = cut(tuple(ir.example(result).shape))
+    program = small.program([("loss", "l", result, spec)], "captured", "local", "collectives")
+    after, _ = Segment()(program, small.ctx)
+    assert [body.flat for body in calls_of(after)] == [flat]
+
+
+# ---- borders ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+def test_no_two_values_given_to_a_body_share_memory(mesh):
+    program, _ = segmented(mesh)
+    for body, calls in calls_of(program).items():
+        assert not any(is_view(n) for call in calls for n in call.args) or body.flat
+        assert all(len(set(call.args)) == len(call.args) for call in calls)
+
+
+def test_what_a_collective_sends_is_alive_until_it_is_waited_for():
+    small = Small(tp=2)
+    x = small.input("x", cut((4, 4)), "batch")
+    sent = small.call(aten.mm.default, x, x)
+    start = small.call(c10d.all_reduce.default, sent, "sum", "tp")
+    between = small.call(aten.mm.default, x, sent)
+    wait = small.call(c10d.wait_tensor.default, start)
+    last = small.call(aten.mm.default, between, wait)
+    for node, layer in ((sent, 0), (start, 0), (between, 1), (wait, 2), (last, 2)):
+        ir.set_origin(node, "m.py:1", f"layers.{layer}")
+    program = small.program([("loss", "l", last, cut((4, 4)))], "captured", "local", "collectives")
+    after, _ = Segment()(program, small.ctx)
+    calls = list(filter(body_of_call, after.calls()))
+    assert len(calls) == 3
+    assert len(list(in_flight(program.graph))) == 1
+    waiting = next(c for c in calls if any(n.target is c10d.wait_tensor.default for n in c.target.graph.nodes))
+    assert waiting is calls[2] or waiting is calls[1]
+    assert {sent.name, start.name} <= {n.name for n in waiting.args}
+    verify_composed("segment", program, after)
+
+
+def test_what_does_not_repeat_is_cut_by_size():
+    small = Small()
+    x = small.input("x", cut((4, 4)), "batch")
+    for _ in range(12):
+        x = small.call(aten.sin.default, small.call(aten.mm.default, x, x))
+    program = small.program([("loss", "l", x, cut((4, 4)))], "captured", "local", "collectives")
+    _, whole = Segment()(program, small.ctx)
+    _, pieces = Segment(max_nodes=6)(program, small.ctx)
+    _, one = Segment(enabled=False, max_nodes=6)(program, small.ctx)
+    assert whole.counts["calls"] == one.counts["calls"] == 1
+    assert pieces.counts == {"calls": 4, "bodies": 1}
+
+
+def test_a_constant_that_has_no_text_of_its_own_is_refused():
+    small = Small()
+    node = small.call(aten.sin.default, small.input("x", cut((4, 4)), "batch"))
+    program = small.program([("loss", "l", node, cut((4, 4)))], "captured", "local", "collectives")
+    node.kwargs = {"out": object()}
+    with pytest.raises(ir.CompileError, match="constant of type object"):
+        Segment()(program, small.ctx)
