@@ -275,12 +275,13 @@ def check_transitions(program: ir.Program) -> Iterator[Finding]:
     for node in program.calls():
         if node.target not in TRANSITIONS:
             continue
-        axis, (takes, gives) = program.mesh.part(str(bind(node)["axis"]))[0], TRANSITIONS[node.target]
+        takes, gives = TRANSITIONS[node.target]
         before, after = ir.spec(node.args[0]), ir.spec(node)  # type: ignore[arg-type]
-        if before is not None and before.state(axis) not in takes:
-            yield node, f"takes {' or '.join(takes)} on {axis!r}, its operand is {before.state(axis)}: {before}"
-        if after is not None and after.state(axis) != gives:
-            yield node, f"gives {gives} on {axis!r}, it is placed {after}"
+        for axis in program.mesh.over(str(bind(node)["axis"])):
+            if before is not None and before.state(axis) not in takes:
+                yield node, f"takes {' or '.join(takes)} on {axis!r}, its operand is {before.state(axis)}: {before}"
+            if after is not None and after.state(axis) != gives:
+                yield node, f"gives {gives} on {axis!r}, it is placed {after}"
 
 
 def check_varying(program: ir.Program) -> Iterator[Finding]:

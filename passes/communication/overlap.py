@@ -226,9 +226,7 @@ def fill(program: ir.Program, products: Mapping[fx.Node, int], tails: set[fx.Nod
                 missing -= products[product]
 
 
-def products_before(
-    start: fx.Node, products: Mapping[fx.Node, int], layers: Mapping[fx.Node, str]
-) -> list[fx.Node]:
+def products_before(start: fx.Node, products: Mapping[fx.Node, int], layers: Mapping[fx.Node, str]) -> list[fx.Node]:
     """Products of the backward before a collective, of its layer and of one more, the nearest first."""
     found, seen = [], {layers[start]}
     for node in before(start):
