@@ -9,6 +9,7 @@ import pytest
 from oracle import ADAMW, batches, compile_lockstep, llama, llama_loss
 
 from passes.check.runner import PassRecord
+from passes.cost.accounting import axis_of
 from passes.program import ir
 
 N_LAYERS = 2
@@ -42,7 +43,7 @@ def collectives(program: ir.Program) -> Counter:
     for node in program.calls():
         if "c10d" not in str(node.target) or "wait_tensor" in str(node.target):
             continue
-        kind, axis = str(node.target).split(".")[1], node.args[-1]
+        kind, axis = str(node.target).split(".")[1], axis_of(node)
         is_scalar = ir.example(node).dim() == 0
         found[("scalar", axis) if is_scalar else (kind, axis, ir.phase(node))] += 1
     return found
