@@ -192,7 +192,8 @@ def size_bytes(node: Node) -> int:
 def chosen(run: Run) -> list[Stage]:
     """Of each program that trains, the stage before collectives are merged and written out."""
     programs = dict.fromkeys(stage.program for stage in run.trained)
-    return [[s for s in run.program(p) if s.name not in ("schedule", "collectives", "communicators", "overlap")][-1] for p in programs]
+    after = ("schedule", "collectives", "communicators", "overlap")
+    return [[s for s in run.program(p) if s.name not in after][-1] for p in programs]
 
 
 def show(run: Run, name: str, out: Console) -> None:
