@@ -1,7 +1,8 @@
 """Configuration in, passes out: read this page first.
 
     capture -> cast, normalize, place, float8, shard
-            -> joint, simplify, dedupe, add_first, remat, optimize, schedule, collectives, overlap, segment -> lower
+            -> joint, simplify, dedupe, add_first, remat, optimize
+            -> schedule, collectives, communicators, overlap, segment -> lower
 
 `forward` ends in the program that every rank runs to get the loss. Training goes on from there: with one
 microbatch as one `step` program, with several as `accumulate`, run once a microbatch, and `apply`.
@@ -20,6 +21,7 @@ from compiler_trainer.config.schema import EIGHT_BITS, CastConfig, OptimConfig, 
 from passes.autograd.joint import Joint
 from passes.autograd.simplify import Simplify
 from passes.communication.add_first import AddFirst
+from passes.communication.communicators import Communicators
 from passes.communication.dedupe import Dedupe
 from passes.communication.overlap import Overlap
 from passes.communication.schedule import Schedule
@@ -65,7 +67,7 @@ def build_pipeline(
     how = (EIGHT_BITS.get(optim.name, optim.state), optim.block, optim.stochastic_rounding)
     optimize = Optimize(build_optimizer(optim), optim.max_norm, reduce_dtype, 1 / microbatches, *how)
     overlap, segment = Overlap(passes.schedule.ahead), Segment(passes.segment.enabled, passes.segment.max_nodes)
-    finish = (Schedule(passes.schedule.bucket_mib), Expand(), overlap)
+    finish = (Schedule(passes.schedule.bucket_mib), Expand(), Communicators(), overlap)
     joint = (Joint(), Simplify(), Dedupe(), AddFirst())
     train: dict[str, Passes]
     if microbatches == 1:

@@ -31,7 +31,7 @@ CASTS = ("to.dtype", "_to_copy", "prims.convert_element_type")
 # what only rearranges or joins values: a gathered weight is still that weight after these
 REARRANGES = ("getitem", "t", "view", "reshape", "transpose.int", "permute", "slice.Tensor", "narrow", "alias", "cat",
               "flatten.using_ints", "unflatten.int", "split_with_sizes", "wait_tensor")  # fmt: skip
-AXES = re.compile(r'"(\w+)"')
+AXES = re.compile(r'"([\w.]+)(?::\w+)?"')
 DTYPES = re.compile(r"\b(b?f\d+\w*|[iu]\d+)\b")
 BITS = re.compile(r"\d+")
 
@@ -192,7 +192,8 @@ def size_bytes(node: Node) -> int:
 def chosen(run: Run) -> list[Stage]:
     """Of each program that trains, the stage before collectives are merged and written out."""
     programs = dict.fromkeys(stage.program for stage in run.trained)
-    return [[s for s in run.program(p) if s.name not in ("schedule", "collectives", "overlap")][-1] for p in programs]
+    after = ("schedule", "collectives", "communicators", "overlap")
+    return [[s for s in run.program(p) if s.name not in after][-1] for p in programs]
 
 
 def show(run: Run, name: str, out: Console) -> None:

@@ -152,7 +152,7 @@ class ShardConfig:
     plan: dict[str, dict[str, int]] | None = None
     sequence_parallel: bool = True
     strict: bool = False
-    min_shard_elements: Positive = 1  # a smaller parameter stays replicated on dp_shard
+    min_shard_elements: Positive = 1  # a smaller parameter stays whole on dp_shard and cp
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from compiler_trainer.config.schema import LowerConfig
 from compiler_trainer.step.agree import agree
 from compiler_trainer.step.ranks import place_on_node
 from passes.check.simulate import Lockstep
-from passes.cost.accounting import axis_of
+from passes.cost.accounting import axis_of, communicator_of
 from passes.lower.backends import BACKENDS
 from passes.lower.calls import Executable
 from passes.lower.inductor import Workers
@@ -66,7 +66,7 @@ class ProcessRanks:
         if world_size != mesh.world_size:
             raise UserError("mesh", f"{dict(mesh.sizes)} is for {mesh.world_size} ranks, {world_size} are running")
         self.ranks: tuple[int, ...] = (rank,)
-        self.groups: dict[str, dist.ProcessGroup] = {}  # of the axes that programs name
+        self.groups: dict[str, dist.ProcessGroup] = {}  # of the communicators that programs name
 
     def compile(self, name: str, program: ir.Program, ctx: ir.Context) -> Executable:
         """The ranks of a node share out the bodies among them; every rank must call it."""
@@ -89,17 +89,17 @@ class ProcessRanks:
         return {rank: compiled(inputs[rank])}
 
     def make_groups(self, program: ir.Program) -> None:
-        """Make the process groups of the axes that a program names first; every rank makes all, in its order."""
+        """Make the process groups that a program names first, by communicator; every rank makes all, in its order."""
         (rank,) = self.ranks
-        for axis in dict.fromkeys(filter(None, map(axis_of, flatten(program).calls()))):
-            if axis not in self.groups:
+        for name, axis in {communicator_of(node): axis_of(node) for node in flatten(program).calls()}.items():
+            if name is not None and axis is not None and name not in self.groups:
                 made = [(members, dist.new_group(members)) for members in self.mesh.groups(axis)]
-                self.groups[axis] = next(group for members, group in made if rank in members)
+                self.groups[name] = next(group for members, group in made if rank in members)
 
     def name_groups(self) -> None:
-        """Register the groups under their axes' names: another step of this process may be of another mesh."""
-        for axis, group in self.groups.items():
-            register_axis_group(axis, group)
+        """Register the groups under their communicators' names: another step of this process may be of another mesh."""
+        for name, group in self.groups.items():
+            register_axis_group(name, group)
 
     def all_locals(self, local: Mapping[int, Tensor]) -> list[Tensor]:
         """The local tensors of all ranks, by rank; every rank must call it."""

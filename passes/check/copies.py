@@ -31,7 +31,7 @@ def check_copies(program: ir.Program) -> Iterator[Finding]:
     copies: dict[fx.Node, tuple[str, Axes]] = {}  # inputs that are stored into: what they are, where they are copies
     for node, given in zip(program.placeholders(), program.inputs, strict=True):
         own = {axis for axis in program.mesh.axes if given.spec.state(axis) in ("shard", "partial")}
-        differs[node] = frozenset(own | ({given.name} if given.kind == "coordinate" else set()))
+        differs[node] = frozenset(own.union(program.mesh.over(given.name) if given.kind == "coordinate" else ()))
         copies[node] = f"{given.kind} {given.name!r}", frozenset(program.mesh.axes) - own
     for node in program.calls():
         read = node.all_input_nodes[:1] if node.target in KEEPS else node.all_input_nodes
@@ -50,11 +50,11 @@ def after(node: fx.Node, before: Axes, mesh: Mesh) -> Axes:
     axis = axis_of(node)
     if axis is None:
         return before
-    base, inner, outer = mesh.part(axis)
+    _, inner, outer = mesh.part(axis)
     if kind_of(node) in UNITES:
-        return before - {base} if inner == outer == 1 else before
+        return before.difference(mesh.over(axis)) if inner == outer == 1 else before
     divides = node.target in DIVIDES or kind_of(node) in ("reduce_scatter", "all_to_all", "shift")
-    return before | {base} if divides else before
+    return before.union(mesh.over(axis)) if divides else before
 
 
 def writes(node: fx.Node) -> bool:

@@ -129,7 +129,7 @@ def results_of(rule: Rule, held: Sequence[Spec], mesh: Mesh) -> list[Spec] | str
         return axes
     kinds: list[dict[str, str]] = [{} for _ in atoms.results]
     for axis in mesh.axes:
-        found = on_axis(axis, atoms, axes, held)
+        found = on_axis(axis, atoms, axes, held, mesh)
         if isinstance(found, str):
             return found
         for kind, state in zip(kinds, found):
@@ -150,10 +150,12 @@ def axes_of(atoms: Atoms) -> dict[str, tuple[str, ...]] | str:
     return axes
 
 
-def on_axis(axis: str, atoms: Atoms, axes: dict[str, tuple[str, ...]], held: Sequence[Spec]) -> list[str] | str:
+def on_axis(
+    axis: str, atoms: Atoms, axes: dict[str, tuple[str, ...]], held: Sequence[Spec], mesh: Mesh
+) -> list[str] | str:
     """What each result is on an axis (`shard`, `sum`, `max`, `varying`, `same`), or why the operator cannot run."""
     rule = atoms.rule
-    sharded = [atom for atom, over in axes.items() if axis in over]
+    sharded = [atom for atom, names in axes.items() if any(axis in mesh.over(name) for name in names)]
     terms = frozenset(i for i, spec in enumerate(held) if spec.state(axis) == "partial")
     if len(sharded) > 1:
         return f"{axis} shards both {sharded[0]} and {sharded[1]}"
@@ -218,21 +220,22 @@ def check_conversion(node: fx.Node, source: fx.Node, path: Sequence[fx.Node], me
     for step in path:
         if step.target not in TRANSITIONS:
             continue
-        axis, (takes, gives) = axis_of(step, mesh), TRANSITIONS[step.target]
-        if states[axis] not in takes:
-            yield step, f"takes {' or '.join(takes)} on {axis!r}, it gets {states[axis]}: %{source.name} {before}"
-        elif hows.get(axis) != REDUCES.get(step.target, hows.get(axis)):
-            yield step, f"completes a {REDUCES[step.target]} over {axis!r}, its operand is a {hows[axis]}"
-        states[axis] = gives
+        takes, gives = TRANSITIONS[step.target]
+        for axis in axes_over(step, mesh):
+            if states[axis] not in takes:
+                yield step, f"takes {' or '.join(takes)} on {axis!r}, it gets {states[axis]}: %{source.name} {before}"
+            elif hows.get(axis) != REDUCES.get(step.target, hows.get(axis)):
+                yield step, f"completes a {REDUCES[step.target]} over {axis!r}, its operand is a {hows[axis]}"
+            states[axis] = gives
     for axis in mesh.axes:
         if not may_be_called(states[axis], after.state(axis)):
             yield node, f"is placed {after}, {states[axis]} over {axis} on its way from %{source.name} {before}"
 
 
-def axis_of(step: fx.Node, mesh: Mesh) -> str:
-    """The axis over which a boundary operator communicates."""
+def axes_over(step: fx.Node, mesh: Mesh) -> tuple[str, ...]:
+    """The axes over which a boundary operator communicates."""
     names = [argument.name for argument in step.target._schema.arguments]  # type: ignore[union-attr]
-    return mesh.part(str(step.args[names.index("axis")]))[0]
+    return mesh.over(str(step.args[names.index("axis")]))
 
 
 def may_be_called(state: str, claim: str) -> bool:

@@ -18,7 +18,7 @@ from torch import fx
 
 from passes.check.copies import COPY, check_copies
 from passes.check.placements import TRANSITIONS, check_placements
-from passes.cost.accounting import axis_of, bind
+from passes.cost.accounting import GRADIENTS, axis_of, bind, communicator_of
 from passes.program import boundary, ir
 from passes.program.printer import format_node, format_value
 from passes.program.spec import Spec, validate
@@ -204,6 +204,8 @@ def check_collectives(program: ir.Program) -> Iterator[Finding]:
         if not program.mesh.has(axis):
             yield node, f"runs over axis {axis!r}, the mesh has {dict(program.mesh.sizes)}"
             continue
+        if (name := communicator_of(node)) not in (axis, f"{axis}:{GRADIENTS}"):
+            yield node, f"names communicator {name!r}, axis {axis!r} has itself and '{axis}:{GRADIENTS}'"
         bound = bind(node)
         splits = [len(bound[name]) for name in ("output_split_sizes", "input_split_sizes") if name in bound]
         for parts in (*splits, *(bound[name] for name in ("parts", "group_size") if name in bound)):
@@ -275,12 +277,13 @@ def check_transitions(program: ir.Program) -> Iterator[Finding]:
     for node in program.calls():
         if node.target not in TRANSITIONS:
             continue
-        axis, (takes, gives) = program.mesh.part(str(bind(node)["axis"]))[0], TRANSITIONS[node.target]
+        takes, gives = TRANSITIONS[node.target]
         before, after = ir.spec(node.args[0]), ir.spec(node)  # type: ignore[arg-type]
-        if before is not None and before.state(axis) not in takes:
-            yield node, f"takes {' or '.join(takes)} on {axis!r}, its operand is {before.state(axis)}: {before}"
-        if after is not None and after.state(axis) != gives:
-            yield node, f"gives {gives} on {axis!r}, it is placed {after}"
+        for axis in program.mesh.over(str(bind(node)["axis"])):
+            if before is not None and before.state(axis) not in takes:
+                yield node, f"takes {' or '.join(takes)} on {axis!r}, its operand is {before.state(axis)}: {before}"
+            if after is not None and after.state(axis) != gives:
+                yield node, f"gives {gives} on {axis!r}, it is placed {after}"
 
 
 def check_varying(program: ir.Program) -> Iterator[Finding]:

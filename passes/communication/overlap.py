@@ -21,8 +21,8 @@
   needs none of the products before it, as when activations are gathered again, starts that much earlier. Another gets
   products of gradients of weights from before its start. Both reach back one layer at most.
 
-The operators stay the same, and so do results, to the bit: only the order changes. Collectives of an axis keep
-one order on all ranks, for all ranks run one program.
+The operators stay the same, and so do results, to the bit: only the order changes. Collectives of a communicator
+keep one order on all ranks, for all ranks run one program.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from itertools import groupby, takewhile
 from torch import fx
 
 from passes.communication.schedule import writes_input
-from passes.cost.accounting import axis_of, count_flops, kind_of, sent_bytes, started
+from passes.cost.accounting import communicator_of, count_flops, kind_of, sent_bytes, started
 from passes.cost.cluster import FLOPS_PER_BYTE
 from passes.cost.fusion import WAITS
 from passes.program import ir
@@ -215,7 +215,7 @@ def fill(program: ir.Program, products: Mapping[fx.Node, int], tails: set[fx.Nod
         if missing <= 0:
             continue
         near = products_before(start, products, layers)
-        others = {s for s, w in pairs if s < start < w and axis_of(s) == axis_of(start)}
+        others = {s for s, w in pairs if s < start < w and communicator_of(s) == communicator_of(start)}
         if place := earlier(start, missing, near, others, products):
             move_before(start, place)
             continue
@@ -226,9 +226,7 @@ def fill(program: ir.Program, products: Mapping[fx.Node, int], tails: set[fx.Nod
                 missing -= products[product]
 
 
-def products_before(
-    start: fx.Node, products: Mapping[fx.Node, int], layers: Mapping[fx.Node, str]
-) -> list[fx.Node]:
+def products_before(start: fx.Node, products: Mapping[fx.Node, int], layers: Mapping[fx.Node, str]) -> list[fx.Node]:
     """Products of the backward before a collective, of its layer and of one more, the nearest first."""
     found, seen = [], {layers[start]}
     for node in before(start):
@@ -245,8 +243,8 @@ def earlier(
 ) -> fx.Node | None:
     """Before which of the products `near` a collective may start that needs none from there on; None if there is none.
 
-    Products beside another collective of its axis do not count, for they share the axis: `others` are those that are in
-    flight where it starts.
+    Products beside another collective of its communicator do not count, for these come in turn: `others` are those that
+    are in flight where it starts.
     """
     needed, others = set(start.all_input_nodes), set(others)
     for node in before(start):
@@ -254,7 +252,7 @@ def earlier(
             return None
         if node in needed:
             needed.update(node.all_input_nodes)
-        if node.target in WAITS and axis_of(started(node)) == axis_of(start):
+        if node.target in WAITS and communicator_of(started(node)) == communicator_of(start):
             others.add(started(node))
         others.discard(node)
         if node in products:

@@ -108,8 +108,17 @@ def bind(node: fx.Node) -> dict[str, Any]:
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
+GRADIENTS = "gradients"  # whose a communicator is, where an axis has one for them and one for the rest
+
+
 def axis_of(node: fx.Node) -> str | None:
-    """The mesh axis that an operator names, or None."""
+    """The mesh axis that an operator communicates over, or None."""
+    communicator = communicator_of(node)
+    return communicator and communicator.partition(":")[0]
+
+
+def communicator_of(node: fx.Node) -> str | None:
+    """What an operator names to communicate, or None: the mesh axis, or with several on it "axis:gradients"."""
     if not isinstance(node.target, OpOverload) or node.target.namespace not in ("ct", "_c10d_functional"):
         return None
     bound = bind(node)

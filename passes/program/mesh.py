@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 BATCH_AXES = ("dp_replicate", "dp_shard")
 SEQUENCE_AXIS = "cp"
 WEIGHT_AXES = ("tp", "ep")  # where weights stay and activations move
+FLATTENED = {"fsdp": ("dp_shard", "cp")}  # axes as one, the first outermost; nothing lies between them in `AXES`
 
 
 @dataclass(frozen=True)
 class Mesh:
     """Axis sizes in the order of `AXES`, the first axis outermost: rank = ((pp * P1 + dp_replicate) * P2 + ...).
 
+    Parameters are stored over `dp_shard` and `cp` together. With `cp` these two have a common name as one axis, `fsdp`:
+    of 6 ranks with `dp_shard` of 2 and `cp` of 3. What is sharded over it is never folded.
     A rank of a `folded` axis holds two chunks of what the axis shards, head and tail (`passes/program/layout.py`).
     Of any axis neighbours alone may communicate, or ranks that stand alike among theirs: with `cp` of 8, "cp.inner2"
     are 4 groups of 2 neighbours and "cp.outer2" 2 groups of 4, one rank of each 2.
@@ -40,12 +43,42 @@ class Mesh:
         """The axes larger than one, outermost first."""
         return tuple(axis for axis, _ in self.sizes)
 
+    @property
+    def stored_over(self) -> str | None:
+        """The axis over which parameters are stored, None if there is none."""
+        if "cp" in self.axes:
+            return "fsdp"
+        return "dp_shard" if "dp_shard" in self.axes else None
+
+    @property
+    def flattened(self) -> dict[str, tuple[str, ...]]:
+        """The names of several axes as one, with the axes."""
+        return {name: self.over(name) for name in FLATTENED if name == self.stored_over}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The axes by all their names: a rank has a coordinate on each."""
+        return (*self.axes, *self.flattened)
+
     def has(self, axis: str) -> bool:
         """Whether there is such an axis, or part of one."""
         try:
-            return self.part(axis)[0] in self.axes
+            return self.part(axis)[0] in self.names
         except ValueError:
             return False
+
+    def over(self, axis: str) -> tuple[str, ...]:
+        """The axes larger than one that an axis, or the axis of a part, is made of: itself, if it is not flattened."""
+        base, _, _ = self.part(axis)
+        return tuple(a for a in FLATTENED.get(base, (base,)) if a in self.axes)
+
+    def flatten(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """The axes, those that have a name together under that name: one collective over it does for all of them."""
+        left = list(axes)
+        for name, over in self.flattened.items():
+            if set(over) <= set(left):
+                left = [name if axis == over[0] else axis for axis in left if axis not in over[1:]]
+        return tuple(left)
 
     @property
     def world_size(self) -> int:
@@ -54,7 +87,10 @@ class Mesh:
 
     def __getitem__(self, axis: str) -> int:
         base, inner, outer = self.part(axis)
-        return dict(self.sizes).get(base, 1) // (inner * outer)
+        return self._size(base) // (inner * outer)
+
+    def _size(self, axis: str) -> int:
+        return math.prod(size for name, size in self.sizes if name in FLATTENED.get(axis, (axis,)))
 
     def part(self, axis: str) -> tuple[str, int, int]:
         """(axis of the mesh, how many groups of neighbours, how many groups across) of an axis or a part of one."""
@@ -62,36 +98,30 @@ class Mesh:
         if found is None:
             return axis, 1, 1
         base, which, count = found[1], found[2], int(found[3])
-        size = dict(self.sizes).get(base, 1)
+        size = self._size(base)
         if count < 1 or size % count:
             raise ValueError(f"{axis}: {count} neighbours do not divide mesh.{base}={size}")
         return (base, size // count, 1) if which == "inner" else (base, 1, count)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The coordinate of a rank on each axis larger than one."""
-        coordinates = {}
-        for axis, size in reversed(self.sizes):
-            rank, coordinates[axis] = divmod(rank, size)
-        return dict(reversed(coordinates.items()))
+        """The coordinate of a rank on each axis larger than one, by all their names."""
+        return {axis: rank // self.stride(axis) % self[axis] for axis in self.names}
 
     def stride(self, axis: str) -> int:
         """How many ranks lie from one of an axis to the next."""
-        base, _, outer = self.part(axis)
-        return outer * math.prod(size for name, size in self.sizes[self.axes.index(base) + 1 :])
+        _, _, outer = self.part(axis)
+        return outer * math.prod(size for _, size in self.sizes[self.axes.index(self.over(axis)[-1]) + 1 :])
 
     def groups(self, axis: str) -> list[list[int]]:
         """The groups of ranks that differ in their coordinate on `axis` only, each ordered by it."""
         base, inner, outer = self.part(axis)
-        size = self[axis]
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.world_size):
-            place = self.coordinates(rank)
-            here = place[base]
-            among = here // size if inner > 1 else here % outer
-            groups.setdefault((among, *(v for k, v in place.items() if k != base)), []).append(rank)
+        size, step = self[axis], self.stride(base)
+        groups: dict[tuple[int, int], list[int]] = {}
+        for rank, place in enumerate(self):
+            among = place[base] // size if inner > 1 else place[base] % outer
+            groups.setdefault((among, rank - place[base] * step), []).append(rank)
         return list(groups.values())
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[dict[str, int]]:
         """All coordinates, by rank."""
-        for place in itertools.product(*(range(size) for _, size in self.sizes)):
-            yield dict(zip(self.axes, place))
+        return map(self.coordinates, range(self.world_size))

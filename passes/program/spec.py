@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from passes.program.mesh import Mesh
+from passes.program.mesh import FLATTENED, Mesh
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Spec:
 
     @property
     def sharded(self) -> tuple[str, ...]:
-        """Axes that shard some factor."""
+        """Axes that shard some factor, several as one under their common name."""
         return tuple(axis for dim in self.dims for f in dim for axis in f.axes)
 
     @property
@@ -116,8 +116,8 @@ class Spec:
         return tuple(axis for axis, _ in self.partial)
 
     def state(self, axis: str) -> str:
-        """`shard`, `partial`, `varying` or `same`: what the tensor is on one axis."""
-        if axis in self.sharded:
+        """`shard`, `partial`, `varying` or `same`: what the tensor is on one axis of the mesh."""
+        if any(axis in FLATTENED.get(name, (name,)) for name in self.sharded):
             return "shard"
         if axis in self.partial_axes:
             return "partial"
@@ -213,7 +213,10 @@ def unshard(locals_by_rank: Sequence[Tensor], spec: Spec, mesh: Mesh) -> Tensor:
 
 def validate(spec: Spec, mesh: Mesh) -> None:
     """Raises ValueError if an axis is unknown or used twice."""
-    used = [*spec.sharded, *spec.partial_axes, *spec.varying]
+    for axis in spec.sharded:
+        if axis not in mesh.names:
+            raise ValueError(f"spec {spec} uses axis {axis!r}, which the mesh {mesh.sizes} lacks")
+    used = [*(a for axis in spec.sharded for a in mesh.over(axis)), *spec.partial_axes, *spec.varying]
     for axis in used:
         if axis not in mesh.axes:
             raise ValueError(f"spec {spec} uses axis {axis!r}, which the mesh {mesh.sizes} lacks")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from passes.program.spec import Dim, Factor, Spec, pieces
 from passes.sharding.atoms import common_sizes, merge_dim, split_dim
 
 aten = torch.ops.aten
+
 
 def convert(
     builder: Builder, value: fx.Node, before: Spec, after: Spec, has_grad: bool, wire: torch.dtype | None
@@ -122,8 +124,7 @@ class _Steps:
     def reduce(self, target: dict[str, Any]) -> None:
         """Complete partial sums: into a shard where one is wanted, else into a full copy."""
         dtype = ir.example(self.value).dtype
-        for axis, how in [p for p in self.partial.items() if p[0] not in target["partial"]]:
-            del self.partial[axis]
+        for axis, how in self.reductions(target):
             k, i = target["where"].get(axis, (0, -1))
             if how == "max":
                 self.value = self.builder.call(boundary.pmax, (self.value, axis))
@@ -134,18 +135,31 @@ class _Steps:
                 self.pad_with(0.0, k, axis)
             else:
                 self.value = self.builder.call(boundary.psum, (self.value, axis, dtype, None))
+            for done in self.mesh.over(axis):
+                del self.partial[done]
+
+    def reductions(self, target: dict[str, Any]) -> Iterator[tuple[str, str]]:
+        """The axes to reduce over, and how: those that a shard is wanted on, then the others, as one where possible."""
+        due = {axis: how for axis, how in self.partial.items() if axis not in target["partial"]}
+        into_shards = [axis for axis in due if axis in target["where"]]
+        yield from ((axis, due.pop(axis)) for axis in into_shards)
+        for how in dict.fromkeys(due.values()):
+            yield from ((axis, how) for axis in self.mesh.flatten(a for a in due if due[a] == how))
 
     def vary(self, target: dict[str, Any]) -> None:
         """Mark copies as varying where their uses will differ."""
-        for axis in self.mesh.axes:
-            if axis in target["varying"] and self.state(axis) == "same":
-                if self.has_grad:
-                    self.value = self.builder.call(boundary.vary, (self.value, axis, self.wire))
-                self.varying.add(axis)
+        self.vary_on(a for a in self.mesh.axes if a in target["varying"] and self.state(a) == "same")
+
+    def vary_on(self, axes: Iterable[str]) -> None:
+        """Mark a value, the same on the axes, as a varying copy there."""
+        for axis in self.mesh.flatten(axes):
+            if self.has_grad:
+                self.value = self.builder.call(boundary.vary, (self.value, axis, self.wire))
+            self.varying.update(self.mesh.over(axis))
 
     def state(self, axis: str) -> str:
-        """What the value is on the axis now."""
-        if any(axis in f.axes for f in self.flat):
+        """What the value is on an axis of the mesh now."""
+        if any(axis in self.mesh.over(a) for f in self.flat for a in f.axes):
             return "shard"
         return "partial" if axis in self.partial else "varying" if axis in self.varying else "same"
 
@@ -153,14 +167,17 @@ class _Steps:
         """Keep this rank's share where a shard of a full copy is wanted."""
         for k, want in enumerate(target["factors"]):
             for i, axis in enumerate(want.axes):
-                state = self.state(axis)
-                if state not in ("same", "varying") or self.flat[k].axes != want.axes[:i]:
+                over = self.mesh.over(axis)
+                states = {self.state(a) for a in over}
+                if not states <= {"same", "varying"} or self.flat[k].axes != want.axes[:i]:
                     continue
+                if len(states) > 1:
+                    self.vary_on(a for a in over if self.state(a) == "same")
                 self.fold(k, axis)
-                op = boundary.take if state == "varying" and self.has_grad else boundary.slice_
+                op = boundary.take if "varying" in states and self.has_grad else boundary.slice_
                 args = (self.value, self.builder.places[axis], k, axis, self.mesh[axis])
                 self.value = self.builder.call(op, args)
-                self.varying.discard(axis)
+                self.varying.difference_update(over)
                 self.pad_with(0.0, k, axis)
 
     def pad_with(self, fill: float, k: int, axis: str) -> None:
@@ -180,10 +197,10 @@ class _Steps:
                 if j != k and self.flat[j].axes == target["factors"][j].axes[:i]:
                     self.move_last(k, j)
                 else:
-                    self.gather_last(k, same=axis not in target["varying"])
+                    self.gather_last(k, same=target["varying"].isdisjoint(self.mesh.over(axis)))
 
     def gather_last(self, k: int, same: bool) -> None:
-        """Gather factor `k` over its innermost axis."""
+        """Gather factor `k` over its innermost axis: a copy that is the same on all of it, or varying on all of it."""
         factor = self.flat[k]
         axis = factor.axes[-1]
         size = replace(factor, axes=factor.axes[:-1]).local(self.mesh)
@@ -195,7 +212,7 @@ class _Steps:
         else:
             value, dtype = self.before_cast()
             self.value = self.builder.call(boundary.all_gather, (value, k, axis, parts, held, dtype, self.wire))
-            self.varying.add(axis)
+            self.varying.update(self.mesh.over(axis))
         self.unfold(k, axis, size)
         self.set_axes(k, factor.axes[:-1])
 

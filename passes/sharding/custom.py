@@ -107,7 +107,7 @@ def emit(
     """Call the local operator, defined at the first of the calls that are alike."""
     if placed not in builder.operators:
         builder.operators[placed] = partitioned(placed, builder.mesh, builder.ctx, propagate, partition)
-    places = [builder.places[axis] for axis in builder.mesh.axes]
+    places = [builder.places[axis] for axis in builder.mesh.names]
     return builder.call(builder.operators[placed], (*values, *places))
 
 
@@ -143,7 +143,7 @@ def local_operator(
     function: Function, forward: ir.Program, backward: ir.Program, kept: list[int], operands: int
 ) -> Any:
     """`local::name(*operands, *coordinates of all axes)` and its gradient, both with bodies of local operators."""
-    axes = forward.mesh.axes
+    axes = forward.mesh.names
     run_forward, run_backward = (
         _by_axis(forward, operands, axes),
         _by_axis(backward, len(backward.placeholders()), axes),

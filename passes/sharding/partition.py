@@ -167,10 +167,10 @@ class Partitioner:
             if given.kind == "parameter" and self.differentiable:
                 self.grads.add(node)
         coordinates = []
-        for axis in self.program.mesh.axes:
+        for axis in self.program.mesh.names:
             with self.builder.ctx.fake_mode:
                 zero = torch.zeros((), dtype=torch.int64, device=self.device())
-            spec = Spec((), varying=(axis,))
+            spec = Spec((), varying=self.program.mesh.over(axis))
             self.builder.places[axis] = self.builder.placeholder(f"place_{axis}", zero, spec)
             coordinates.append(ir.Input(axis, "coordinate", spec))
         return (*self.program.inputs, *coordinates)
@@ -196,7 +196,8 @@ class Partitioner:
                 (user,) = node.users
                 if user.target is not boundary.vary:
                     break
-                given = replace(given, spec=replace(given.spec, varying=(*given.spec.varying, str(user.args[1]))))
+                varying = (*given.spec.varying, *self.program.mesh.over(str(user.args[1])))
+                given = replace(given, spec=replace(given.spec, varying=varying))
                 user.replace_all_uses_with(node)
                 self.builder.graph.erase_node(user)
             ir.set_spec(node, given.spec)
@@ -236,11 +237,9 @@ class Partitioner:
         ir.set_spec(new, produced)
         ir.set_stands_for(new, node.name)
         self.versions[node, produced] = new
-        for after in self.plan.reduced.get(node, []):
-            before = ir.spec(new)
-            assert before is not None
-            new = self.record(node, new, before, after, "sum complete before use")
-            self.versions[node, after] = new
+        if node in self.plan.reduced:
+            after = self.plan.reduced[node]
+            self.versions[node, after] = self.record(node, new, produced, after, "sum complete before use")
 
     def emit_on(self, node: fx.Node, decision: Decision, values: list[fx.Node], results: Sequence[Spec]) -> fx.Node:
         """The operator on local operands, padding made safe first."""

@@ -1,16 +1,17 @@
 """Say where the inputs live: the batch on the data axes and `cp`, parameters by plan, the rest of them by FSDP.
 
-    tokens                 i64[16, 256]    ->  [16@dp_shard, 256]
-    layers.0.wq.weight     f32[256, 256]   ->  [256@tp@dp_shard, 256]
+    tokens                 i64[16, 256]    ->  [16@dp_shard, 256@cp]
+    layers.0.wq.weight     f32[256, 256]   ->  [256@tp@fsdp, 256]
 
 A plan maps parameter-name patterns to the dim that each axis shards: `{"*.wq.weight": {"tp": 0}}`; the first
 match holds. Without a plan one is inferred from the graph. FSDP is nothing but the placement chosen here: a
-parameter stored in shards on `dp_shard` is gathered where it is used, because on that axis activations stay and
-weights move.
+parameter stored in shards on `dp_shard` (with `cp`: on both as one axis, `fsdp`) is gathered where it is used, because
+on these axes activations stay and weights move.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -56,7 +57,7 @@ def split_blocks(spec: Spec, blocks: Blocks, axis: str) -> Spec:
 
 
 def fsdp_dim(spec: Spec, shape: tuple[int, ...]) -> int:
-    """The dim that dp_shard splits: the first, unless its shards are blocks (heads), where another has no such cut."""
+    """The dim that FSDP splits: the first, unless its shards are blocks (heads), where another has no such cut."""
     plain = [d for d, dim in enumerate(spec.dims) if len(dim) == 1 and shape[d] > 1]
     return plain[0] if plain else 0
 
@@ -99,15 +100,15 @@ class Place:
             spec = self.apply(given, spec, self.plan[pattern], mesh, inferred.get(given.name))
         elif self.plan is None and given.name in inferred:
             spec = split_blocks(spec, inferred[given.name], "tp")
-        size = 1
-        for n in spec.shape:
-            size *= n
-        if "dp_shard" in mesh.axes and spec.shape and size >= self.min_shard_elements and size > 1:
-            d = fsdp_dim(spec, spec.shape)
-            spec = replace(
-                spec, dims=tuple(add_axis(dim, "dp_shard") if i == d else dim for i, dim in enumerate(spec.dims))
-            )
-        return replace(given, spec=spec)
+        return replace(given, spec=self.store(spec, mesh))
+
+    def store(self, spec: Spec, mesh: Mesh) -> Spec:
+        """The parameter in shards, unless it is too small for that."""
+        axis, size = mesh.stored_over, math.prod(spec.shape)
+        if axis is None or size == 1 or size < self.min_shard_elements:
+            return spec
+        d = fsdp_dim(spec, spec.shape)
+        return replace(spec, dims=tuple(add_axis(dim, axis) if i == d else dim for i, dim in enumerate(spec.dims)))
 
     def apply(
         self, given: ir.Input, spec: Spec, sharding: Mapping[str, int], mesh: Mesh, blocks: Blocks | None

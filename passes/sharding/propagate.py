@@ -10,7 +10,7 @@ where sequence parallelism is on (or of whatever dim the other operands shard), 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -43,13 +43,13 @@ class Plan:
 
     decisions: dict[fx.Node, Decision] = field(default_factory=dict)
     produced: dict[fx.Node, Any] = field(default_factory=dict)  # Spec, or a tuple of them
-    reduced: dict[fx.Node, list[Spec]] = field(default_factory=dict)
+    reduced: dict[fx.Node, Spec] = field(default_factory=dict)
     weights: set[fx.Node] = field(default_factory=set)
     reasons: dict[tuple[fx.Node, str], str] = field(default_factory=dict)
 
     def current(self, node: fx.Node) -> Spec:
         """The placement in which later users find the node's value."""
-        return self.reduced[node][-1] if node in self.reduced else self.produced[node]
+        return self.reduced.get(node, self.produced[node])
 
 
 def propagate(program: ir.Program, sequence_parallel: bool, ctx: ir.Context) -> Plan:
@@ -122,7 +122,7 @@ class _Sweep:
         for i, (dims, held) in enumerate(zip(atoms.operands, atoms.held)):
             for names, factors in zip(dims, held):
                 for name, factor in zip(names, factors or ()):
-                    if axis in factor.axes and atoms.rule.may_shard(atoms.origin(name), axis):
+                    if axis in self.over(factor.axes) and atoms.rule.may_shard(atoms.origin(name), axis):
                         found.setdefault(name, []).append(i)
         return found
 
@@ -144,6 +144,10 @@ class _Sweep:
             why = "weights stay" if axis in WEIGHT_AXES else "activations stay"
             self.plan.reasons[node, axis] = f"{why} on {axis}: keeps {best} of {', '.join(found)}"
         return best
+
+    def over(self, names: Iterable[str]) -> list[str]:
+        """The axes of the mesh that axes are made of."""
+        return [axis for name in names for axis in self.mesh.over(name)]
 
     # -- partial sums -----------------------------------------------------------------------------
 
@@ -188,7 +192,7 @@ class _Sweep:
                 dims[d], done = merge_dim(new, self.mesh), True
         partial = tuple(p for p in before.partial if p[0] != axis)
         fill = 0.0 if done and before.fill == 0 else before.fill
-        self.plan.reduced.setdefault(node, []).append(replace(before, dims=tuple(dims), partial=partial, fill=fill))
+        self.plan.reduced[node] = replace(before, dims=tuple(dims), partial=partial, fill=fill)
 
     # -- the outcome ------------------------------------------------------------------------------
 
@@ -228,14 +232,20 @@ class _Sweep:
         return found.pop() if len(found) == 1 else None if found else 0.0
 
     def axis_order(self, atoms: Atoms, choice: Mapping[str, str | None]) -> dict[str, tuple[str, ...]]:
-        """For each atom the axes that shard it, in the order in which an operand already has them."""
-        chosen = {atom: [axis for axis, a in choice.items() if a == atom] for atom in atoms.sizes}
+        """For each atom the axes that shard it, as one and in the order in which an operand already has them."""
+        chosen = {atom: tuple(axis for axis, a in choice.items() if a == atom) for atom in atoms.sizes}
         for dims, held in zip(atoms.operands, atoms.held):
             for names, factors in zip(dims, held):
                 for name, factor in zip(names, factors or ()):
-                    if factor.axes[:1]:
-                        chosen[name].sort(key=lambda a: factor.axes.index(a) if a in factor.axes else 99)
-        return {atom: tuple(axes) for atom, axes in chosen.items()}
+                    chosen[name] = self.as_held(chosen[name], factor.axes)
+        return chosen
+
+    def as_held(self, chosen: tuple[str, ...], held: tuple[str, ...]) -> tuple[str, ...]:
+        """The chosen axes, first those that an operand holds, as it holds them."""
+        first = [name for name in held if set(self.mesh.over(name)) <= set(self.over(chosen))]
+        taken = set(self.over(first))
+        apart = [(name,) if taken.isdisjoint(over := self.mesh.over(name)) else over for name in chosen]
+        return (*first, *(axis for names in apart for axis in names if axis not in taken))
 
     def operand_spec(self, i: int, atoms: Atoms, axes, labels, choice, states) -> Spec:
         """The placement needed of operand `i`: shards of the chosen atoms, varying where it lacks the atom."""

@@ -66,7 +66,7 @@ def _rule(node: fx.Node) -> Rule:
 def _emit(builder: Builder, node: fx.Node, operands: list[fx.Node], specs: list[Spec], results: list[Spec]) -> fx.Node:
     """The rank's own entries: hashes of their indices in the full tensor."""
     _, seed = operands
-    axes = [axis for axis in builder.mesh.axes if axis in specs[0].sharded]
+    axes = [axis for axis in builder.mesh.names if axis in specs[0].sharded]
 
     def draw(seed: Tensor, *places: Tensor) -> Tensor:
         index = global_index(specs[0], builder.mesh, dict(zip(axes, places)), seed.device)

@@ -13,7 +13,7 @@ norm is that of the full gradient: squares of shards are added over the axes tha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,12 +80,12 @@ def coordinates(program: ir.Program, append: Appender) -> tuple[dict[str, fx.Nod
     given = zip(program.placeholders(), program.inputs)
     found = {i.name: n for n, i in given if i.kind == "coordinate"}
     added = []
-    for axis in program.mesh.axes:
+    for axis in program.mesh.names:
         if axis not in found:
             device = ir.example(program.placeholders()[0]).device
             with append.ctx.fake_mode:
                 val = torch.zeros((), dtype=torch.int64, device=device)
-            spec = Spec((), varying=(axis,))
+            spec = Spec((), varying=program.mesh.over(axis))
             found[axis] = append.placeholder(f"place_{axis}", val, spec)
             added.append((found[axis], ir.Input(axis, "coordinate", spec)))
     return found, added
@@ -98,11 +98,13 @@ def round_at_random(x: Tensor, step: Tensor, site: int, index: Tensor) -> Tensor
     return bits.view(torch.float32).to(torch.bfloat16)
 
 
-def reduce_gradient(append: Appender, name: str, gradient: fx.Node, spec: Spec, wire: torch.dtype | None) -> fx.Node:
+def reduce_gradient(
+    append: Appender, name: str, gradient: fx.Node, axes: Iterable[str], wire: torch.dtype | None
+) -> fx.Node:
     """A parameter's gradient with its partial sums completed, one `psum` an axis."""
     append.parameter = name
     dtype = ir.example(gradient).dtype
-    for axis in spec.partial_axes:
+    for axis in axes:
         gradient = append.call(("psum", axis), lambda g, axis=axis: boundary.psum(g, axis, dtype, wire), gradient)
     return gradient
 
@@ -157,7 +159,10 @@ class Optimize:
         parameters = {i.name: (n, i) for n, i in zip(program.placeholders(), program.inputs) if i.kind == "parameter"}
         graded = [(o.name, n, o.spec) for n, o in zip(program.results(), program.outputs) if o.kind == "gradient"]
         names = [name for name, _, _ in graded]
-        reduced = [reduce_gradient(append, name, n, spec, self.reduce_dtype) for name, n, spec in graded]
+        partial = [program.mesh.flatten(spec.partial_axes) for _, _, spec in graded]
+        reduced = [
+            reduce_gradient(append, name, n, axes, self.reduce_dtype) for (name, n, _), axes in zip(graded, partial)
+        ]
         norm, factor = self.clip(append, names, reduced, [replace(spec, partial=()) for _, _, spec in graded])
         scalars = [self.scalar(append, name, program) for name in ("lr", "step")]
         lr, step = (node for node, _ in scalars)
@@ -281,7 +286,7 @@ class Update:
         stored = [self.inputs(append, m.name, c, parameter) for m, c in zip(self.how.optimizer.moments, self.codecs)]
         kept = [node for parts in stored for node, _ in parts]
         at_random = self.how.stochastic and self.dtype == torch.bfloat16
-        axes = [axis for axis in self.mesh.axes if axis in self.spec.sharded] if at_random else []
+        axes = [axis for axis in self.mesh.names if axis in self.spec.sharded] if at_random else []
 
         wide = arithmetic(self.dtype)
         factor, *scalars = shared[wide]

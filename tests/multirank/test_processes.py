@@ -58,7 +58,7 @@ def two(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    return outcome(4, tmp_path_factory.mktemp("four"), "shard4", "hybrid4", "ring4", "disagree")
+    return outcome(4, tmp_path_factory.mktemp("four"), "shard4", "hybrid4", "ring4", "context4", "disagree")
 
 
 @functools.cache
@@ -88,11 +88,21 @@ def test_two_processes_are_lockstep_bit_for_bit(two, check, mesh):
     ("shard4", (("dp_shard", 4),)),
     ("hybrid4", (("dp_replicate", 2), ("dp_shard", 2))),
     ("ring4", (("cp", 4),)),
+    ("context4", (("dp_shard", 2), ("cp", 2))),
 ])
 def test_four_processes_are_lockstep_but_for_the_order_of_sums(four, check, mesh):
     for found in four[check]:
         assert_equal(found, lockstep(mesh), 1e-6)
     assert all(found["metrics"] == four[check][0]["metrics"] for found in four[check])
+
+
+def test_an_axis_has_a_second_group_where_gradients_travel_beside_something_else(four):
+    wanted = {"shard4": {"dp_shard", "dp_shard:gradients"},
+              "hybrid4": {"dp_replicate", "dp_shard", "dp_shard:gradients"},
+              "ring4": {"cp", "fsdp", "fsdp:gradients"}, "context4": {"cp", "fsdp", "fsdp:gradients"}}
+    for check, groups in wanted.items():
+        assert all(set(found["groups"]) == groups for found in four[check])
+        assert len({tuple(found["groups"]) for found in four[check]}) == 1  # made in one order
 
 
 def test_two_processes_with_inductor_are_one_device(two):

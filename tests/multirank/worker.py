@@ -27,7 +27,7 @@ def train(mesh, model=None, loss_fn=llama_loss, data=None, backend="eager"):
                         passes={"verify": "off", "context": {"method": "ring"}})
     metrics = train_step(step, data)
     return {"metrics": metrics, "evaluation": step.evaluate(data[0]), "state": step.state_dict(),
-            "bodies": dict(inductor.counts)}
+            "bodies": dict(inductor.counts), "groups": list(step.runtime.groups)}
 
 
 def disagree():
@@ -58,6 +58,7 @@ CHECKS = {
     "shard4": lambda: train({"dp_shard": 4}),
     "ring4": lambda: train({"cp": 4}),
     "hybrid4": lambda: train({"dp_replicate": 2, "dp_shard": 2}),
+    "context4": lambda: train({"dp_shard": 2, "cp": 2}),
     "disagree": disagree,
     "raise": raise_on_rank_1,
 }

@@ -544,14 +544,14 @@ FAULTS = (
     Fault(
         "take_as_slice",
         "passes/sharding/convert.py",
-        'op = boundary.take if state == "varying" and self.has_grad else boundary.slice_',
+        'op = boundary.take if "varying" in states and self.has_grad else boundary.slice_',
         "op = boundary.slice_",
         "A share of a varying copy is taken as if the copy were the same everywhere.",
     ),
     Fault(
         "gather_always_same",
         "passes/sharding/convert.py",
-        'self.gather_last(k, same=axis not in target["varying"])',
+        'self.gather_last(k, same=target["varying"].isdisjoint(self.mesh.over(axis)))',
         "self.gather_last(k, same=True)",
         "What is gathered for uses that differ by rank is taken for the same everywhere.",
     ),
@@ -910,8 +910,8 @@ FAULTS = (
     Fault(
         "first_axis_reduced",
         "passes/update/optimize.py",
-        "for axis in spec.partial_axes:",
-        "for axis in spec.partial_axes[:1]:",
+        "program.mesh.flatten(spec.partial_axes)",
+        "program.mesh.flatten(spec.partial_axes)[:1]",
         "Gradients are summed over the first of their axes only.",
     ),
     Fault(

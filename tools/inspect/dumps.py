@@ -29,6 +29,7 @@ OPERAND = re.compile(r'"(?:[^"\\]|\\.)*"|%(\w+)')  # a string may hold anything,
 SECTION = re.compile(r"^# (\w+): (.*)$")
 BODY = re.compile(r"^# body: (\w+), called (\d+) times$")
 AXIS = re.compile(r"(\w+)=(\d+)( \(head and tail\))?")
+FLATTENED = re.compile(r"(\w+)=([a-z]\w*(?:\*\w+)*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,11 @@ class Stage:
     def folded(self) -> frozenset[str]:
         """Axes whose ranks hold two chunks, head and tail."""
         return self._parsed.folded
+
+    @property
+    def flattened(self) -> dict[str, list[str]]:
+        """Names for several axes as one, outermost first."""
+        return self._parsed.flattened
 
     @property
     def facts(self) -> tuple[str, ...]:
@@ -261,6 +267,7 @@ class Parsed:
 
     mesh: dict[str, int]
     folded: frozenset[str]
+    flattened: dict[str, list[str]]
     facts: tuple[str, ...]
     nodes: list[Node]
     outputs: list[Output]
@@ -283,7 +290,8 @@ def parse(text: str) -> Parsed:
     axes = AXIS.findall(heads.get("mesh", ""))
     sizes = {axis: int(size) for axis, size, _ in axes}
     facts = tuple(heads.get("facts", "").split(", "))
-    return Parsed(sizes, frozenset(axis for axis, _, folded in axes if folded), facts, nodes, outputs)
+    flattened = {name: over.split("*") for name, over in FLATTENED.findall(heads.get("mesh", ""))}
+    return Parsed(sizes, frozenset(axis for axis, _, folded in axes if folded), flattened, facts, nodes, outputs)
 
 
 def _operator(line: str, number: int, graph: str) -> Node:

@@ -55,6 +55,7 @@ def summary(run: Run) -> dict[str, Any]:
         "config": dict(flat(run.config)),
         "mesh": last.mesh,
         "folded": sorted(last.folded),
+        "flattened": last.flattened,
         "stages": [stage_summary(run, stage) for stage in run.stages],
         "programs": [program(run, stage) for stage in run.trained],
         "reshards": changes,

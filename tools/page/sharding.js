@@ -37,7 +37,10 @@ function placement(spec) {
   }));
 }
 
-const pieces = (axis) => run.mesh[axis] * (run.folded.includes(axis) ? 2 : 1);
+const over = (axis) => run.flattened[axis] ?? [axis];
+const ranks = (axis) => over(axis).reduce((n, a) => n * run.mesh[a], 1);
+const place = (axis, at) => over(axis).reduce((k, a) => k * run.mesh[a] + at[a], 0);
+const pieces = (axis) => ranks(axis) * (run.folded.includes(axis) ? 2 : 1);
 const share = (size, axis) => Math.ceil(size / pieces(axis)) * (run.folded.includes(axis) ? 2 : 1);
 const local = (factor) => factor.axes.reduce(share, factor.size);
 
@@ -46,7 +49,7 @@ function runsOf(factor, at) {
   let runs = [[0, 0, factor.size]], size = factor.size;
   for (const axis of factor.axes) {
     const chunk = Math.ceil(size / pieces(axis)), cut = [];
-    const chunks = run.folded.includes(axis) ? [at[axis], 2 * run.mesh[axis] - 1 - at[axis]] : [at[axis]];
+    const k = place(axis, at), chunks = run.folded.includes(axis) ? [k, 2 * ranks(axis) - 1 - k] : [k];
     chunks.forEach((k, held) => {
       for (const [start, from, length] of runs) {
         const first = Math.max(from, k * chunk), last = Math.min(from + length, (k + 1) * chunk);
@@ -79,7 +82,7 @@ function slicesHtml(parameter) {
   const total = Object.values(run.mesh).reduce((a, b) => a * b, 1);
   const drawn = Object.fromEntries(axes.map((a) => [a, total > LARGEST_GRID ? Math.min(SHOWN_OF_AXIS, run.mesh[a]) : run.mesh[a]]));
   const inner = axes[axes.length - 1], outer = axes.slice(0, -1), colours = new Map();
-  const used = dims.flatMap((dim) => dim.flatMap((f) => f.axes)), copies = axes.filter((a) => !used.includes(a));
+  const used = dims.flatMap((dim) => dim.flatMap((f) => f.axes.flatMap(over))), copies = axes.filter((a) => !used.includes(a));
   let rows = [{}];
   for (const axis of outer) rows = rows.flatMap((at) => [...Array(drawn[axis]).keys()].map((k) => ({ ...at, [axis]: k })));
   const head = inner ? `<tr><th></th>${[...Array(drawn[inner]).keys()].map((k) => `<th>${inner} ${k}</th>`).join("")}</tr>` : "";

@@ -9,15 +9,18 @@ import pytest
 from oracle import ADAMW, batches, compile_lockstep, llama, llama_loss
 
 from passes.check.runner import PassRecord
+from passes.cost.accounting import axis_of
 from passes.program import ir
 
 N_LAYERS = 2
 SCALARS = 3  # sum and count of the loss, square of the norm
 FSDP, HSDP, REPLICAS = (("dp_shard", 2),), (("dp_replicate", 2), ("dp_shard", 2)), (("dp_replicate", 2),)
+CONTEXT = (("dp_shard", 2), ("cp", 2))
 
 
 @functools.cache
-def compiled(mesh: tuple, bucket_mib: float = 0.0, policy: str = "none", regather: bool = True, microbatches: int = 1):
+def compiled(mesh: tuple, bucket_mib: float = 0.0, policy: str = "none", regather: bool = True, microbatches: int = 1,
+             least: int = 1):
     """The final programs by name, and the records of the step's passes by name."""
     records: dict[tuple[str, str], PassRecord] = {}
 
@@ -25,7 +28,7 @@ def compiled(mesh: tuple, bucket_mib: float = 0.0, policy: str = "none", regathe
         records[record.program, record.name] = record
 
     passes = {"schedule": {"bucket_mib": bucket_mib}, "remat": {"policy": policy, "regather": regather},
-              "verify": "off"}
+              "shard": {"min_shard_elements": least}, "verify": "off"}
     step = compile_lockstep(llama(N_LAYERS), llama_loss, batches(rows=4)[0], dict(mesh), ADAMW, passes=passes,
                             microbatches=microbatches, observe=observe)
     return {name: c.program for name, c in step.train.items()}, records
@@ -40,7 +43,7 @@ def collectives(program: ir.Program) -> Counter:
     for node in program.calls():
         if "c10d" not in str(node.target) or "wait_tensor" in str(node.target):
             continue
-        kind, axis = str(node.target).split(".")[1], node.args[-1]
+        kind, axis = str(node.target).split(".")[1], axis_of(node)
         is_scalar = ir.example(node).dim() == 0
         found[("scalar", axis) if is_scalar else (kind, axis, ir.phase(node))] += 1
     return found
@@ -61,6 +64,32 @@ def test_fsdp_gathers_once_a_use_region_and_reduces_once(policy):
     programs, _ = compiled(FSDP, policy=policy)
     wanted = {GATHERS: N_PARAMETERS, AGAIN: USED_AGAIN, SCATTERS: N_PARAMETERS, ("scalar", "dp_shard"): SCALARS}
     assert collectives(programs["step"]) == wanted
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_with_a_sharded_sequence_both_axes_are_gathered_and_reduced_over_at_once(policy):
+    programs, _ = compiled(CONTEXT, policy=policy)
+    found = collectives(programs["step"])
+    attention = {key: found.pop(key) for key in list(found) if key[1] == "cp"}
+    assert all(kind != "all_reduce" for kind, *_ in attention)
+    axis = {"dp_shard": "fsdp"}
+    wanted = {GATHERS: N_PARAMETERS, AGAIN: USED_AGAIN, SCATTERS: N_PARAMETERS, ("scalar", "dp_shard"): SCALARS}
+    assert found == {tuple(axis.get(k, k) for k in key): count for key, count in wanted.items()}
+    gathers = [node for node in programs["step"].calls() if "all_gather_into_tensor" in str(node.target)]
+    assert {node.args[1] for node in gathers if node.args[2] == "fsdp"} == {4}
+    stored = [given for given in programs["step"].inputs if given.kind in ("parameter", "moment") and given.spec.dims]
+    for given in stored:
+        assert given.spec.sharded == ("fsdp",)
+        first, *_ = given.spec.shape
+        assert given.spec.local_shape(programs["step"].mesh)[0] == -(-first // 4)
+
+
+def test_small_parameters_are_summed_over_both_axes_at_once():
+    programs, _ = compiled(CONTEXT, least=10**9)
+    found = {key: count for key, count in collectives(programs["step"]).items() if key[1] != "cp"}
+    sums = ("all_reduce", "fsdp", "optimizer")
+    assert found.pop(sums) + found.pop(("all_reduce", "fsdp", "backward"), 0) == N_PARAMETERS
+    assert found == {("scalar", "fsdp"): SCALARS - 1}
 
 
 def test_without_regather_parameters_are_gathered_once():

@@ -68,6 +68,13 @@ def test_where_the_ranks_of_an_axis_are(axis, nodes, per_node):
     assert reach(mesh, axis, 8) == Reach(nodes, per_node)
 
 
+def test_an_axis_of_two_is_spread_as_both_together():
+    mesh = Mesh.of({"dp_replicate": 2, "dp_shard": 4, "cp": 2, "tp": 2})
+    assert reach(mesh, "dp_shard", 8) == Reach(2, 2)
+    assert reach(mesh, "fsdp", 8) == Reach(2, 4)  # neighbours on cp are in the same node
+    assert [len(group) for group in mesh.groups("fsdp")] == [8] * 4
+
+
 LINKS = Cluster(4, {}, 1.0, 1.0, 0.0, Link(100.0, 0.01), Link(10.0, 0.1))
 
 
@@ -251,7 +258,7 @@ def test_the_timeline_accounts_for_the_whole_step(sixty_four):
     for event in report["timeline"]:
         assert event["start_ms"] >= by_stream.get(event["stream"], 0) - 1e-3, "a stream does one thing at a time"
         by_stream[event["stream"]] = event["end_ms"]
-    assert set(by_stream) == {"compute", "dp_shard", "cp", "tp"}
+    assert set(by_stream) == {"compute", "fsdp", "cp", "tp"}
     (graph,) = (folder / "graphs").glob("*step_overlap.txt")
     names = {line.split(" ")[0][1:] for line in graph.read_text().splitlines() if line.startswith("%")}
     assert {event["node"] for event in report["timeline"]} <= names
@@ -264,8 +271,10 @@ def test_bytes_sent_are_those_of_the_accounting(sixty_four):
         counted[part["axis"]] = counted.get(part["axis"], 0) + part["sent_bytes"]
     sent = report["prediction"]["sent_bytes"]
     assert {axis: links["intra"] for axis, links in sent.items()} == {
-        "tp": counted["tp"], "cp": counted["cp"], "dp_shard": 0}  # tp and cp fill a node of 8
-    assert {axis: links["inter"] for axis, links in sent.items()} == {"tp": 0, "cp": 0, "dp_shard": counted["dp_shard"]}
+        "tp": counted["tp"], "cp": counted["cp"], "fsdp": counted["fsdp"]}  # tp and cp fill a node of 8
+    # fsdp: 16 ranks on 8 nodes
+    between = {axis: links["inter"] for axis, links in sent.items()}
+    assert between == {"tp": 0, "cp": 0, "fsdp": pytest.approx(counted["fsdp"] * 7 / 15, abs=1)}
 
 
 @pytest.fixture(scope="module")

@@ -27,8 +27,9 @@ def placements(draw, states=("same", "varying", "sum")):
     mesh = replace(mesh, folded=frozenset({"cp"} & set(mesh.axes)) if draw(st.booleans()) else frozenset())
     dims = [[draw(st.integers(1, 5)) for _ in range(draw(st.integers(0, 2)))] for _ in range(draw(st.integers(0, 3)))]
     slots = [(d, f) for d, sizes in enumerate(dims) for f in range(len(sizes))]
-    where = {a: draw(st.sampled_from([None, *slots])) for a in draw(st.permutations(mesh.axes))}
-    rest = {a: draw(st.sampled_from(states)) for a, slot in where.items() if slot is None}
+    axes = mesh.flatten(mesh.axes) if draw(st.booleans()) else mesh.axes
+    where = {a: draw(st.sampled_from([None, *slots])) for a in draw(st.permutations(axes))}
+    rest = {a: draw(st.sampled_from(states)) for name, slot in where.items() if slot is None for a in mesh.over(name)}
     factors = tuple(tuple(Factor(size, tuple(a for a, slot in where.items() if slot == (d, f)))
                           for f, size in enumerate(sizes)) for d, sizes in enumerate(dims))
     partial = tuple((axis, state) for axis, state in rest.items() if state in ("sum", "max"))
@@ -123,7 +124,7 @@ def test_boxes_cover_every_entry_once_over_the_sharding_axes(placement):
         for box in boxes(spec, mesh, place):
             assert len(box.size) == len(box.offset) == len(box.local_offset) == len(spec.dims)
             held.update(itertools.product(*(range(o, o + n) for o, n in zip(box.offset, box.size, strict=True))))
-    copies = math.prod(mesh[axis] for axis in mesh.axes if axis not in spec.sharded)
+    copies = math.prod(mesh[axis] for axis in mesh.axes if spec.state(axis) != "shard")
     assert held == {entry: copies for entry in entries(spec)}
 
 

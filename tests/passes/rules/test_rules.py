@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -89,6 +90,22 @@ def test_operands_sharded_differently(name: str, axis: str):
         function = capture(fn, tensors, Mesh.of({axis: ranks}), weights)
         for a, b in pairs:
             check(function, {0: sharded(tensors[0].shape, a, axis, None), 1: sharded(tensors[1].shape, b, axis)})
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_weight_over_two_axes_as_one_meets_what_either_shards(name: str):
+    """The second operand stored over `fsdp`, the first on any dims of `dp_shard` and `cp`: as activation, as weight."""
+    fn, tensors = CASES[name][0]
+    mesh = replace(Mesh.of({"dp_shard": 2, "cp": 2}), folded=frozenset({"cp"}))
+    first = Spec.whole(tuple(tensors[0].shape))
+    stored = [b for b, n in enumerate(tensors[1].shape) if n > 1]
+    cuts = [{}, *({axis: d} for axis in ("fsdp", "dp_shard", "cp") for d in range(len(first.dims))),
+            *({"dp_shard": a, "cp": b} for a, b in itertools.product(range(len(first.dims)), repeat=2))]
+    for weights in ((1,), (0, 1)):
+        function = capture(fn, tensors, mesh, weights)
+        for cut, b in itertools.product(cuts, stored):
+            dims = tuple((replace(f, axes=tuple(a for a in cut if cut[a] == d)),) for d, (f,) in enumerate(first.dims))
+            check(function, {0: replace(first, dims=dims, fill=None), 1: sharded(tensors[1].shape, b, "fsdp")})
 
 
 @pytest.mark.parametrize("name", ("add", "embedding", "linear", "matmul", "mm", "mul", "sub", "view", "transpose", "cat", "div",

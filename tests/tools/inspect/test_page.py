@@ -110,11 +110,13 @@ def test_a_diff_is_exact(browser, run, tmp_path):
 
 
 def test_slices_are_those_of_the_specs(browser, run, tmp_path):
-    shown, mesh = show(browser, run, tmp_path / "page.html"), Mesh.of({"dp_shard": 3, "tp": 2})
-    for folded in (frozenset(), frozenset({"dp_shard"})):
-        mesh = Mesh(mesh.sizes, folded)
-        shown.evaluate(f"run.mesh = {json.dumps(dict(mesh.sizes))}; run.folded = {json.dumps(sorted(folded))}")
-        for dims in ((Factor(13, ("dp_shard",)),), (Factor(5, ("tp",)), Factor(4)), (Factor(3), Factor(7, ("tp", "dp_shard")))):
+    shown = show(browser, run, tmp_path / "page.html")
+    for axis, sizes in (("dp_shard", {"dp_shard": 3, "tp": 2}), ("cp", {"dp_shard": 2, "cp": 3, "tp": 2})):
+        mesh = Mesh(Mesh.of(sizes).sizes, frozenset({axis}))
+        for name, value in (("mesh", dict(mesh.sizes)), ("folded", [axis]), ("flattened", mesh.flattened)):
+            shown.evaluate(f"run.{name} = {json.dumps(value)}")
+        over = mesh.stored_over
+        for dims in ((Factor(13, (axis,)),), (Factor(5, ("tp",)), Factor(4)), (Factor(3), Factor(7, ("tp", over)))):
             spec = Spec((dims, (Factor(6),)))
             for place in mesh:
                 drawn = shown.evaluate(f"slices({str(spec)!r}, {json.dumps(place)})")

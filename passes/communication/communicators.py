@@ -1,0 +1,62 @@
+"""Reductions of gradients get a communicator of their own where their axis carries other values too.
+
+    all_gather_into_tensor(w, 4, "fsdp")             all_gather_into_tensor(w, 4, "fsdp")
+    reduce_scatter_tensor(g, "sum", 4, "fsdp")  ->   reduce_scatter_tensor(g, "sum", 4, "fsdp:gradients")
+
+What one communicator sends comes in turn, what two send side by side: gathers of the next layer's parameters do not
+queue behind gradients, which nobody waits for. A communicator costs memory, so an axis that carries gradients alone
+(`dp_replicate`) keeps one, and scalars (losses, norms) never ask for one. Every rank runs this program, so the order in
+each communicator, and between them, is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from passes.communication.overlap import gradient_tails
+from passes.cost.accounting import GRADIENTS, axis_of, kind_of
+from passes.program import ir
+from passes.program.torch_private import c10d
+
+REDUCTIONS = (c10d.reduce_scatter_tensor.default, c10d.all_reduce.default)
+
+
+@dataclass(frozen=True)
+class Communicators:
+    """Name the communicator of each reduction of gradients."""
+
+    name: str = "communicators"
+    requires: frozenset[str] = frozenset({"collectives"})
+    establishes: frozenset[str] = frozenset({"communicators"})
+
+    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+        program = program.copy()
+        tensors = [node for node in program.calls() if kind_of(node) and not is_scalar(node)]
+        reductions = gradient_reductions(program, tensors)
+        beside = {axis_of(node) for node in tensors if node not in reductions}
+        apart = [node for node in reductions if axis_of(node) in beside]
+        for node in apart:
+            *others, axis = node.args
+            node.args = (*others, f"{axis}:{GRADIENTS}")
+        program.module.recompile()
+        counts = {"reductions": len(reductions), "apart": len(apart)}
+        axes = dict.fromkeys(map(axis_of, apart))
+        notes = tuple(f"{axis}: gradients have a communicator of their own" for axis in axes)
+        return replace(program, facts=program.facts | self.establishes), ir.Report(counts, notes)
+
+
+def is_scalar(node: fx.Node) -> bool:
+    """Whether a collective carries one number."""
+    return all(ir.example(operand).numel() == 1 for operand in node.all_input_nodes)
+
+
+def gradient_reductions(program: ir.Program, collectives: list[fx.Node]) -> list[fx.Node]:
+    """The collectives that reduce gradients of parameters, which only the update, or the end, waits for."""
+    tails = gradient_tails(program)
+    return [
+        node
+        for node in collectives
+        if node.target in REDUCTIONS and (node in tails or ir.phase(node) == "optimizer")
+    ]

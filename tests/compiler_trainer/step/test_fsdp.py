@@ -1,0 +1,156 @@
+"""FSDP with a sequence that is sharded too: parameters in shards over `dp_shard` and `cp` as one axis."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from oracle import (
+    ADAMW,
+    NO_DECAY,
+    SEQ_LEN,
+    assert_same,
+    batches,
+    compile_lockstep,
+    llama,
+    llama_loss,
+    train_plainly,
+    train_step,
+)
+from torch import nn
+
+from compiler_trainer.training.checkpoint import load, save
+
+N_LAYERS = 2
+
+
+@functools.cache
+def plain(optim: str = "adamw", microbatches: int = 1, tied: bool = False):
+    """Metrics and parameters after three steps on one device."""
+    rows = 4 if microbatches > 1 else 5
+    how = ADAMW if optim == "adamw" else {"name": "sgd", "momentum": 0.9}
+    return train_plainly(llama(N_LAYERS, tied=tied), llama_loss, batches(rows=rows), how, microbatches)
+
+
+def trained(mesh: dict[str, int], microbatches: int = 1, tied: bool = False, **passes):
+    """The step, after three steps that are those of one device."""
+    data = batches(rows=4 if microbatches > 1 else 5)
+    step = compile_lockstep(llama(N_LAYERS, tied=tied), llama_loss, data[0], mesh, ADAMW, microbatches=microbatches,
+                            passes={"verify": "spec", **passes})
+    metrics, state = plain(microbatches=microbatches, tied=tied)
+    for ours, theirs in zip(train_step(step, data), metrics, strict=True):
+        assert_same(ours, theirs, 1e-9)
+    assert_same(step.state_dict(), state, 1e-8)
+    return step
+
+
+MESHES = [
+    {"cp": 2, "dp_shard": 2},
+    {"cp": 2},
+    {"cp": 2, "dp_shard": 2, "tp": 2},
+    {"cp": 2, "dp_shard": 2, "dp_replicate": 2},
+    {"cp": 3, "dp_shard": 2},
+]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_it_trains_as_one_device_does(mesh):
+    trained(mesh)
+
+
+@pytest.mark.parametrize("method", ["ring", "all_gather", "ulysses", "hybrid"])
+def test_whatever_attention_does_over_the_sequence(method):
+    trained({"cp": 2, "dp_shard": 2}, context={"method": method})
+
+
+@pytest.mark.parametrize("options", [
+    {"microbatches": 2},
+    {"remat": {"policy": "full"}},
+    {"remat": {"regather": False}},
+    {"schedule": {"bucket_mib": 0}},
+    {"shard": {"min_shard_elements": 100}},
+    {"shard": {"min_shard_elements": 10**9}},
+    {"tied": True},
+], ids=str)
+def test_whatever_else_the_passes_do(options):
+    trained({"cp": 3, "dp_shard": 2}, **options)
+
+
+# ---- parameters that meet other values than tokens -------------------------------------------------
+
+
+class Odd(nn.Module):
+    """Parameters along the sequence, of rows alone, of other parameters, frozen, unused and of one entry; a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.positions, self.rows = nn.Parameter(torch.randn(SEQ_LEN, 5)), nn.Linear(3, 5)
+        self.left, self.right = nn.Parameter(torch.randn(5, 2)), nn.Parameter(torch.randn(2, 5))
+        self.scale, self.unused = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(3))
+        self.frozen = nn.Parameter(torch.full((5,), 0.5), requires_grad=False)
+        self.out = nn.Linear(5, 5)
+        self.register_buffer("mean", torch.zeros(5))
+
+    def forward(self, x, rows):
+        x = x + self.positions + torch.tanh(self.rows(rows))[:, None]
+        weight = self.left @ self.right / (self.left.square().sum() + self.right.abs().amax())
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(x.mean((0, 1)), alpha=0.1)
+        x = nn.functional.linear(x, weight) * self.scale + self.frozen - self.mean
+        return self.out(torch.tanh(x)) * self.positions.softmax(0)
+
+
+def odd_loss(model, batch):
+    return (model(batch["x"], batch["rows"]) - batch["y"]).square().mean()
+
+
+ODD_MESHES = [
+    {"cp": 2}, {"cp": 2, "dp_shard": 2}, {"cp": 3, "dp_shard": 2}, {"cp": 2, "dp_shard": 2, "dp_replicate": 2},
+]
+
+
+@pytest.mark.parametrize("least", [1, 6])
+@pytest.mark.parametrize("mesh", ODD_MESHES, ids=str)
+def test_parameters_of_all_kinds_have_their_gradients(mesh, least):
+    torch.manual_seed(0)
+    model = Odd().double()
+    shapes = {"x": (4, SEQ_LEN, 5), "rows": (4, 3), "y": (4, SEQ_LEN, 5)}
+    data = [{key: torch.randn(shape, dtype=torch.float64) for key, shape in shapes.items()} for _ in range(3)]
+    metrics, state = train_plainly(model, odd_loss, data, NO_DECAY)
+    step = compile_lockstep(model, odd_loss, data[0], mesh, NO_DECAY,
+                            passes={"verify": "numeric", "shard": {"min_shard_elements": least}})
+    for ours, theirs in zip(train_step(step, data), metrics, strict=True):
+        assert_same(ours, theirs, 1e-9)
+    assert_same(step.state_dict(), state, 1e-9)
+
+
+# ---- how they are stored ---------------------------------------------------------------------------
+
+
+def test_a_rank_holds_its_part_of_parameters_and_moments_in_their_own_order():
+    data = batches(rows=4)
+    for mesh, ranks in (({"cp": 2, "dp_shard": 2}, 4), ({"cp": 3}, 3)):
+        step = compile_lockstep(llama(), llama_loss, data[0], mesh, ADAMW)
+        assert step.mesh.folded == {"cp"}  # attention is causal
+        table = llama().state_dict()["tok_embeddings.weight"]
+        rows = -(-len(table) // ranks)
+        for rank, local in step.state["model.tok_embeddings.weight"].local.items():
+            mine = table[rank * rows : (rank + 1) * rows]
+            torch.testing.assert_close(local[: len(mine)], mine, rtol=0, atol=0)
+        for name, state in step.state.items():
+            if name != "optim.step":
+                assert state.spec.sharded == ("fsdp",), name
+                assert state.local[0].shape[0] == -(-state.spec.shape[0] // ranks)
+
+
+@pytest.mark.parametrize("there", [{"dp_shard": 4}, {"cp": 2}, {"tp": 2}, {"cp": 2, "dp_shard": 2}, {}], ids=str)
+def test_a_checkpoint_is_resharded_when_it_is_loaded(tmp_path, there):
+    data = batches(rows=5)
+    first = compile_lockstep(llama(), llama_loss, data[0], {"cp": 3, "dp_shard": 2}, ADAMW)
+    train_step(first, data)
+    path = save(first, tmp_path, 3, {}, keep=1)
+    other = compile_lockstep(llama(), llama_loss, data[0], there, ADAMW)
+    load(other, path)
+    assert_same(other.state_dict(), first.state_dict(), 0)
+    assert_same(train_step(other, data)[-1], train_step(first, data)[-1], 1e-9)

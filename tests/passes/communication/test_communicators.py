@@ -1,0 +1,112 @@
+"""Which collectives share a communicator, in what order, and that values stay the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from joint_programs import equal, joint, plain, run
+from oracle import ADAMW, batches, compile_lockstep, llama, llama_loss
+from small_programs import Small, cut
+
+from passes.check.verify import verify_spec
+from passes.communication.communicators import Communicators
+from passes.communication.schedule import Schedule
+from passes.cost.accounting import axis_of, communicator_of, count_traffic, kind_of
+from passes.memory.remat import Remat
+from passes.program import ir
+from passes.program.printer import print_program
+from passes.program.sweep import sweep
+from passes.program.torch_private import c10d
+from passes.sharding.collectives import Expand
+
+F32 = torch.float32
+
+
+
+
+def gathered(program: Small, name: str, axis: str):
+    shard = program.input(name, cut((4, 4), **{axis: 0}), "parameter", F32)
+    start = program.call(c10d.all_gather_into_tensor.default, shard, program.mesh[axis], axis)
+    return program.call(c10d.wait_tensor.default, start)
+
+
+def reduced(program: Small, x, axis: str, phase: str = "backward"):
+    parts = program.mesh[axis]
+    start = program.call(c10d.reduce_scatter_tensor.default, x, "sum", parts, axis, phase=phase)
+    return program.call(c10d.wait_tensor.default, start, phase=phase)
+
+
+def summed(program: Small, x, axis: str, phase: str):
+    start = program.call(c10d.all_reduce.default, x, "sum", axis, phase=phase)
+    return program.call(c10d.wait_tensor.default, start, phase=phase)
+
+
+def named(program: Small, *results) -> list[str]:
+    """The communicators of the collectives after the pass, in order."""
+    outputs = [("gradient", f"g{i}", node, cut(tuple(ir.example(node).shape))) for i, node in enumerate(results)]
+    given = program.program(outputs, "captured", "local", "collectives")
+    text = print_program(given)
+    found, _ = Communicators()(given, program.ctx)
+    assert print_program(given) == text
+    return [str(communicator_of(node)) for node in found.calls() if kind_of(node)]
+
+
+def test_gradients_do_not_queue_with_gathers():
+    program = Small(dp_shard=2)
+    whole = gathered(program, "w", "dp_shard")
+    assert named(program, reduced(program, whole, "dp_shard")) == ["dp_shard", "dp_shard:gradients"]
+
+
+def test_an_axis_that_carries_gradients_alone_has_one_communicator():
+    program = Small(dp_replicate=2)
+    x = program.input("x", cut((4, 4)), "batch", F32)
+    loss = summed(program, program.call(torch.ops.aten.sum.default, x), "dp_replicate", "forward")
+    gradient = summed(program, x, "dp_replicate", "optimizer")
+    norm = summed(program, program.call(torch.ops.aten.sum.default, gradient, phase="optimizer"), "dp_replicate", "optimizer")
+    assert named(program, loss, gradient, norm) == ["dp_replicate"] * 3
+
+
+def test_what_the_backward_goes_on_with_is_no_gradient_of_a_parameter():
+    program = Small(tp=2)
+    x, w = program.input("x", cut((4, 4)), "batch", F32), program.input("w", cut((4, 4)), "parameter", F32)
+    activation = summed(program, x, "tp", "backward")
+    last = program.call(torch.ops.aten.mm.default, activation, w, phase="backward")
+    assert named(program, last, summed(program, last, "tp", "optimizer")) == ["tp", "tp:gradients"]
+
+
+MESHES = [(("dp_shard", 2),), (("dp_replicate", 2), ("dp_shard", 2)), (("dp_shard", 2), ("tp", 2)), (("cp", 2), ("tp", 2)),
+          (("dp_shard", 2), ("cp", 2))]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_the_bits_stay_and_so_do_the_bytes_of_an_axis(mesh):
+    program, ctx = joint(mesh)
+    for step in (Remat("full"), Schedule(), Expand()):
+        program, _ = step(program, ctx)
+    apart, report = Communicators()(program, ctx)
+    verify_spec(apart, ctx)
+    assert equal(run(apart, ctx), plain(mesh))
+    assert count_traffic(apart, sweep(apart, ctx)) == count_traffic(program, sweep(program, ctx))
+    assert [axis_of(node) for node in apart.calls()] == [axis_of(node) for node in program.calls()]
+    assert report.counts["apart"] > 0
+
+
+@pytest.mark.parametrize(("mesh", "wanted"), [
+    ({"dp_shard": 2}, {"dp_shard", "dp_shard:gradients"}),
+    ({"dp_replicate": 2}, {"dp_replicate"}),
+    ({"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate", "dp_shard", "dp_shard:gradients"}),
+    ({"cp": 2, "dp_shard": 2}, {"cp", "fsdp", "fsdp:gradients"}),
+    ({"tp": 2}, {"tp", "tp:gradients"}),
+], ids=str)
+def test_a_step_has_as_many_communicators_as_it_needs(mesh, wanted):
+    step = compile_lockstep(llama(2), llama_loss, batches(rows=4)[0], mesh, ADAMW)
+    (program,) = (c.program for c in step.train.values())
+    found = Counter(communicator_of(node) for node in program.calls() if kind_of(node))
+    assert set(found) == wanted
+    for node in program.calls():
+        if kind_of(node) == "reduce_scatter" and axis_of(node) in ("dp_shard", "fsdp"):
+            assert communicator_of(node) == f"{axis_of(node)}:gradients"
+        if kind_of(node) == "all_gather" and axis_of(node) in ("dp_shard", "fsdp"):
+            assert communicator_of(node) == axis_of(node)
