@@ -30,23 +30,23 @@ WORKER, DEADLINE_S = Path(__file__).with_name("worker.py"), 200
 ROOT = WORKER.parents[2]
 
 
-def launch(ranks: int, folder: Path, *checks: str) -> tuple[int, str]:
+def launch(ranks: int, folder: Path, *checks: str, deadline_s: float = DEADLINE_S) -> tuple[int, str]:
     """Run checks in a torchrun job: its exit code and stderr; raises TimeoutExpired if it takes too long."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     job = subprocess.Popen([*command, str(WORKER), str(folder), *checks], env=env, stderr=subprocess.PIPE, text=True,
                            start_new_session=True)
     try:
-        _, stderr = job.communicate(timeout=DEADLINE_S)
+        _, stderr = job.communicate(timeout=deadline_s)
     except subprocess.TimeoutExpired:
         os.killpg(job.pid, signal.SIGKILL)  # torchrun and its ranks
         raise
     return job.returncode, stderr
 
 
-def outcome(ranks: int, folder: Path, *checks: str) -> dict[str, list]:
+def outcome(ranks: int, folder: Path, *checks: str, deadline_s: float = DEADLINE_S) -> dict[str, list]:
     """What each rank got of each check."""
-    code, stderr = launch(ranks, folder, *checks)
+    code, stderr = launch(ranks, folder, *checks, deadline_s=deadline_s)
     assert code == 0, stderr[-4000:]
     return {check: [torch.load(folder / f"{check}.{rank}.pt") for rank in range(ranks)] for check in checks}
 
@@ -117,6 +117,14 @@ def test_ranks_share_out_the_bodies_and_take_each_others(two):
     first, second = (found["bodies"] for found in two["inductor2"])
     assert min(first["compiled"], second["compiled"]) > 0
     assert first["compiled"] == second["loaded"] and second["compiled"] == first["loaded"]  # none is compiled twice
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["dp", "tp", "cp", "float8", "remat", "microbatches"])
+def test_segments_under_inductor_train_as_the_whole(name, tmp_path):
+    for segments, whole in outcome(2, tmp_path, f"cut_{name}", deadline_s=550)[f"cut_{name}"]:
+        for ours, theirs in zip(segments, whole, strict=True):
+            assert_same(ours, theirs, 1e-6)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

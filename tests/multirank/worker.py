@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from pathlib import Path
@@ -51,7 +52,30 @@ def raise_on_rank_1():
     step(data[1])
 
 
+CUT = {  # name -> mesh and options, as jobs that are compiled whole and in segments
+    "dp": ({"dp_shard": 2}, {}, {}),
+    "tp": ({"tp": 2}, {}, {}),
+    "cp": ({"cp": 2}, {}, {}),
+    "float8": ({"dp_shard": 2}, {"cast": {"param_dtype": "bfloat16", "float8": "tensorwise"}}, {}),
+    "remat": ({"dp_shard": 2}, {"remat": {"policy": "full"}}, {}),
+    "microbatches": ({"dp_shard": 2}, {}, {"microbatches": 2}),
+}
+
+
+def cut(name):
+    """Metrics of each step under Inductor, in segments and as a whole."""
+    mesh, passes, options = CUT[name]
+    model, data = llama(2, dtype=F32), batches(rows=4)
+    found = []
+    for enabled in (True, False):
+        step = compile_step(model, llama_loss, data[0], mesh=mesh, optim=NO_DECAY, lower={"backend": "inductor"},
+                            passes={**passes, "verify": "off", "segment": {"enabled": enabled}}, **options)
+        found.append(train_step(step, data))
+    return found
+
+
 CHECKS = {
+    **{f"cut_{name}": functools.partial(cut, name) for name in CUT},
     "shard2": lambda: train({"dp_shard": 2}),
     "replicate2": lambda: train({"dp_replicate": 2}),
     "inductor2": lambda: train({"dp_shard": 2}, perceptron(dtype=F32), squared_error, points(dtype=F32), "inductor"),
