@@ -102,8 +102,8 @@ def test_a_file_without_markers_is_refused(tmp_path):
 def test_ours_and_stock_compute_the_same_on_two_ranks(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(Path(__file__).parents[3])
     monkeypatch.setenv("PYTHONPATH", os.getcwd())
-    command = ["bench", "--ranks=2", "--rounds=1", "--steps=1", "--contenders=ours,eager", f"--out={tmp_path}"]
-    monkeypatch.setattr(sys, "argv", [*command, *TINY, "mesh.dp_shard=2"])
+    arguments = ["bench", "--ranks=2", "--rounds=1", "--steps=1", "--contenders=ours,eager", f"--out={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", [*arguments, *TINY, "mesh.dp_shard=2"])
     command.main()
     rounds = json.loads((tmp_path / "command.json").read_text())
     assert [len(rounds[name]) for name in ("ours", "eager")] == [1, 1]
