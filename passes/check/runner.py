@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, fx
 
 from passes.check.composed import verify_composed
 from passes.check.numeric import Results, coarsest, compare, run
 from passes.check.verify import verify_spec
-from passes.cost.accounting import Accounting, account
+from passes.cost.accounting import Accounting, Ledger, summed
 from passes.cost.costs import Costs, costs
 from passes.program import ir
 from passes.program.frames import roomy
@@ -94,11 +95,11 @@ def run_passes(
     def finish(step: str, seconds: float, before: ir.Program, after: ir.Program, report: ir.Report) -> None:
         whole = before if "segments" in after.facts else after  # calls are the program that they were cut from
         swept, errors = check(step, before, after)
-        counts = len(before.graph.nodes), len(after.graph.nodes)
-        record = PassRecord(name, step, seconds, *counts, report, account(whole, swept), errors, check.results or {})
+        counts, ledger = (len(before.graph.nodes), len(after.graph.nodes)), Ledger(whole, swept)
+        record = PassRecord(name, step, seconds, *counts, report, summed(ledger), errors, check.results or {})
         records.append(record)
         if observe is not None:
-            observe(after, replace(record, costs=costs(whole, swept)))
+            observe(after, replace(record, costs=costs(ledger)))
 
     if program.facts == CAPTURED:
         check.remember(program)
@@ -124,6 +125,15 @@ def apply_pass(step: ir.Pass, program: ir.Program, ctx: ir.Context) -> tuple[ir.
     return replace(after, facts=after.facts | step.establishes), report
 
 
+def contents(program: ir.Program) -> list[Any]:
+    """The objects that a program consists of: a rewrite in place leaves others, or in another order."""
+    found: list[Any] = []
+    for module in program.module.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            found += (node, node.name, node.target, node.args, node.kwargs, *node.meta.values())
+    return found
+
+
 class _Checker:
     """Verifies one program after another; what it learned of one serves as "before" of the next."""
 
@@ -133,19 +143,21 @@ class _Checker:
         if verify == "numeric" and inputs is None:
             raise ValueError("verify='numeric' runs the program: give run_passes(inputs=...)")
         self.verify, self.ctx, self.inputs = verify, ctx, inputs or {}
-        self.text = ""
+        self.seen: list[Any] = []
         self.results: Results | None = known or None
 
     def remember(self, before: ir.Program) -> None:
         """Note what a program is before a pass sees it."""
         if self.verify != "off":
-            self.text = print_program(before)
+            self.seen = contents(before)
         if self.verify == "numeric" and self.results is None:
             self.results = run(before, self.ctx, self.inputs)
 
     def __call__(self, step: str, before: ir.Program, after: ir.Program) -> tuple[Sweep, dict[str, float]]:
         """What the program's nodes yield, and the errors of its results; raises CompileError naming the pass."""
-        if self.verify != "off" and print_program(before) != self.text:
+        seen, self.seen = self.seen, []  # which would keep the program before alive
+        now = contents(before) if self.verify != "off" else []
+        if len(now) != len(seen) or not all(map(operator.is_, now, seen)):
             raise ir.CompileError(step, None, "changed the program it was given; a pass rewrites a copy")
         if "segments" in after.facts:
             verify_composed(step, before, after)

@@ -135,9 +135,18 @@ STRUCTURE = (check_lint, check_values, check_ends)
 def check_recorded(program: ir.Program, swept: Sweep) -> Iterator[Finding]:
     """Recorded shapes and dtypes are the recomputed ones."""
     for node, found in swept.values.items():
-        recorded, recomputed = _text(ir.value(node)), _text(found)
-        if recorded != recomputed:
-            yield node, f"records {recorded}, computes {recomputed}"
+        if not _agree(ir.value(node), found):
+            yield node, f"records {_text(ir.value(node))}, computes {_text(found)}"
+
+
+def _agree(recorded: Any, found: Any) -> bool:
+    """Whether a recorded value is of the shapes and dtypes found, or the number found."""
+    if isinstance(found, Value):
+        return isinstance(recorded, torch.Tensor) and (recorded.shape, recorded.dtype) == found.layout.entries
+    if isinstance(found, (tuple, list)):
+        same = isinstance(recorded, (tuple, list)) and len(recorded) == len(found)
+        return same and all(map(_agree, recorded, found))
+    return _text(recorded) == _text(found)
 
 
 def _text(tree: Any) -> str:

@@ -27,7 +27,7 @@ keep one order on all ranks, for all ranks run one program.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby, takewhile
 
@@ -57,15 +57,17 @@ class Overlap:
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
-        products, tails = products_of(program.graph), gradient_tails(program)
-        before = count_beside(program)
+        products, layers = products_of(program.graph), regions(program)
+        tails = gradient_tails(program, products)
+        before = count_beside(program.graph, products)
         if self.ahead:
-            start_early(program, self.ahead)
-            wait_late(program, self.ahead, tails)
-            fill(program, products, tails)
+            start_early(program, self.ahead, layers)
+            wait_late(program, self.ahead, tails, layers)
+            fill(program, products, tails, layers)
         program.module.recompile()
         counts = {"collectives": sum(1 for _ in in_flight(program.graph))}
-        beside = {"with_products_beside_before": before, "with_products_beside_after": count_beside(program)}
+        after = count_beside(program.graph, products)
+        beside = {"with_products_beside_before": before, "with_products_beside_after": after}
         return replace(program, facts=program.facts | self.establishes), ir.Report(counts | beside)
 
 
@@ -94,18 +96,18 @@ def before(node: fx.Node) -> Iterator[fx.Node]:
 
 def products_of(graph: fx.Graph) -> dict[fx.Node, int]:
     """Matrix products and attentions, with their FLOPs."""
-    sizes = recorded(graph.nodes)
+    sizes = recorded()
     return {node: count for node in graph.nodes if node.op == "call_function" and (count := count_flops(node, sizes))}
 
 
-def count_beside(program: ir.Program) -> int:
+def count_beside(graph: fx.Graph, products: Container[fx.Node]) -> int:
     """How many collectives have a product between their start and their wait."""
-    return len(products_to_wait_for(program.graph))
+    return len(products_to_wait_for(graph, products))
 
 
-def products_to_wait_for(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+def products_to_wait_for(graph: fx.Graph, products: Container[fx.Node]) -> dict[fx.Node, fx.Node]:
     """For each wait, the last product that stands between it and its collective."""
-    products, found = products_of(graph), {}
+    found = {}
     for start, wait in in_flight(graph):
         if product := next((node for node in between(start, wait) if node in products), None):
             found[wait] = product
@@ -115,9 +117,9 @@ def products_to_wait_for(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 # ---- early starts, late waits -----------------------------------------------------------------------
 
 
-def start_early(program: ir.Program, ahead: int) -> None:
+def start_early(program: ir.Program, ahead: int, layers: Mapping[fx.Node, str]) -> None:
     """Start the gathers of a layer where those of the layer `ahead` places before it began."""
-    weights, layers = set(weight_nodes(program)), regions(program)
+    weights = set(weight_nodes(program))
     unwritten = takewhile(lambda node: not writes_input(node), program.calls())
     gathers = [node for node in unwritten if node in weights and kind_of(node) == "all_gather"]
     runs = [list(run) for _, run in groupby(gathers, lambda node: (ir.phase(node), layers[node]))]
@@ -127,10 +129,11 @@ def start_early(program: ir.Program, ahead: int) -> None:
             move_before(start, places[max(0, i - ahead)])
 
 
-def wait_late(program: ir.Program, ahead: int, tails: set[fx.Node]) -> None:
+def wait_late(program: ir.Program, ahead: int, tails: set[fx.Node], layers: Mapping[fx.Node, str]) -> None:
     """Put waits, and what only follows them, right before what needs them."""
     following = after_waits(program, tails)
-    latest, barrier = latest_places(program, ahead, tails - following, following), program.graph.output_node()
+    latest = latest_places(program, ahead, tails - following, following, layers)
+    barrier = program.graph.output_node()
     for node in reversed(list(program.calls())):
         if is_write(node):
             barrier = node
@@ -149,9 +152,9 @@ def after_waits(program: ir.Program, tails: set[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def gradient_tails(program: ir.Program) -> set[fx.Node]:
+def gradient_tails(program: ir.Program, products: Container[fx.Node]) -> set[fx.Node]:
     """Nodes of the backward that lead to no product of it: what becomes of gradients of parameters."""
-    products, found = products_of(program.graph), set[fx.Node]()
+    found = set[fx.Node]()
     for node in reversed(list(program.calls())):
         if ir.phase(node) == "backward" and node not in products and leaves(node, found):
             found.add(node)
@@ -164,13 +167,12 @@ def leaves(node: fx.Node, tails: set[fx.Node]) -> bool:
 
 
 def latest_places(
-    program: ir.Program, ahead: int, sending: set[fx.Node], following: set[fx.Node]
+    program: ir.Program, ahead: int, sending: set[fx.Node], following: set[fx.Node], layers: Mapping[fx.Node, str]
 ) -> dict[fx.Node, fx.Node]:
     """Before which collective gradients are waited for: the first one `ahead` layers on.
 
     One that is reduced over one axis after another is sent on there, and waited for as much later again.
     """
-    layers = regions(program)
     sends = [node for node in program.calls() if node in sending and kind_of(node)]
     runs = [list(run) for _, run in groupby(sends, layers.__getitem__)]
     due = {start: i for i, run in enumerate(runs) for start in run}  # at the first collective of which run
@@ -201,21 +203,30 @@ def is_write(node: fx.Node) -> bool:
 # ---- products beside collectives --------------------------------------------------------------------
 
 
-def fill(program: ir.Program, products: Mapping[fx.Node, int], tails: set[fx.Node]) -> None:
+def fill(
+    program: ir.Program, products: Mapping[fx.Node, int], tails: set[fx.Node], layers: Mapping[fx.Node, str]
+) -> None:
     """See that collectives of the backward have as many products beside them as they take time."""
-    sizes, layers = recorded(program.graph.nodes), regions(program)
+    sizes = recorded()
     pairs, busy = list(in_flight(program.graph)), set[fx.Node]()
     elsewhere = tails.union(weight_nodes(program))  # what `start_early` and `wait_late` see to
+    waited, coming = {wait: start for start, wait in pairs}, sorted((start for start, _ in pairs), reverse=True)
+    flying = set[fx.Node]()  # what started before the wait at hand and is waited for after it
     for start, wait in pairs:
+        while coming and coming[-1] < wait:
+            flying.add(coming.pop())
+        flying.remove(start)
         if ir.phase(start) != "backward" or start in elsewhere:
             continue
-        beside = [node for node in between(start, wait) if node in products]
+        inside = list(between(start, wait))
+        beside = [node for node in inside if node in products]
         busy.update(beside)
         missing = sent_bytes(start, sizes, program.mesh) * FLOPS_PER_BYTE - sum(map(products.__getitem__, beside))
         if missing <= 0:
             continue
         near = products_before(start, products, layers)
-        others = {s for s, w in pairs if s < start < w and communicator_of(s) == communicator_of(start)}
+        around = flying.union(waited[node] for node in inside if node in waited)
+        others = {s for s in around if s < start and communicator_of(s) == communicator_of(start)}
         if place := earlier(start, missing, near, others, products):
             move_before(start, place)
             continue

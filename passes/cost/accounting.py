@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -76,26 +78,58 @@ class Accounting:
     alive: dict[str, int]
 
 
+@dataclass(frozen=True)
+class Ledger:
+    """What each node of a program costs, for sums and for rows by node: each is found once, when first asked for."""
+
+    program: ir.Program
+    swept: Sweep
+
+    @cached_property
+    def flops(self) -> dict[fx.Node, int]:
+        """FLOPs, of nodes that have any."""
+        return {node: count for node in self.program.calls() if (count := count_flops(node, self.swept))}
+
+    @cached_property
+    def sends(self) -> dict[fx.Node, tuple[str, str, int]]:
+        """(kind, axis, bytes that a rank sends) of collectives."""
+        return dict(collectives(self.program, self.swept))
+
+    @cached_property
+    def lives(self) -> dict[int, tuple[int, int]]:
+        """The first and the last node, by index, at which each storage on the device is alive."""
+        return lifetimes(self.program, self.swept)
+
+    @cached_property
+    def kinds(self) -> dict[int, str]:
+        """What each storage holds."""
+        return kinds_of_storages(self.program, self.swept)
+
+
 def account(program: ir.Program, swept: Sweep) -> Accounting:
     """The program's costs; once it is local, those of one rank."""
+    return summed(Ledger(program, swept))
+
+
+def summed(ledger: Ledger) -> Accounting:
+    """The sums of what nodes cost."""
     flops: Counter[str] = Counter()
-    recomputed = 0
-    for node in program.calls():
-        if count := count_flops(node, swept):
-            flops[ir.phase(node)] += count
-            recomputed += count if ir.is_recomputed(node) else 0
-    peak = peak_memory(program, swept)
-    inputs = set().union(*(swept.storages(n) for n in program.placeholders()))
-    input_bytes = sum(swept.storage_bytes[s] for s in inputs)
+    for node, count in ledger.flops.items():
+        flops[ir.phase(node)] += count
+    size, peak = ledger.swept.storage_bytes, peak_of(ledger)
+    alive = Counter[str]()
+    for s in peak.alive:
+        alive[ledger.kinds[s]] += size[s]
+    inputs = set().union(*(ledger.swept.storages(n) for n in ledger.program.placeholders()))
     return Accounting(
-        count_traffic(program, swept),
+        traffic_of(ledger),
         dict(flops),
-        recomputed,
+        sum(count for node, count in ledger.flops.items() if ir.is_recomputed(node)),
         peak.bytes,
-        input_bytes,
+        sum(size[s] for s in inputs),
         peak.node.name,
         ir.source(peak.node),
-        alive_by_kind(program, swept, peak.alive),
+        dict(sorted(alive.items())),
     )
 
 
@@ -136,15 +170,27 @@ def started(wait: fx.Node) -> fx.Node:
     return node if kind_of(node) or node.op == "placeholder" else node.all_input_nodes[0]  # of several tensors, one
 
 
+def collectives(program: ir.Program, swept: Sweep) -> Iterator[tuple[fx.Node, tuple[str, str, int]]]:
+    """Each collective with its kind, its axis and the bytes that a rank sends."""
+    for node in program.calls():
+        kind = kind_of(node)
+        axis = axis_of(node) if kind is not None else None
+        if kind is not None and axis is not None:
+            yield node, (kind, axis, sent_bytes(node, swept, program.mesh))
+
+
 def count_traffic(program: ir.Program, swept: Sweep) -> tuple[Traffic, ...]:
+    """Collectives by kind and axis."""
+    return traffic_of(Ledger(program, swept))
+
+
+def traffic_of(ledger: Ledger) -> tuple[Traffic, ...]:
     """Collectives by kind and axis."""
     calls: Counter[tuple[str, str]] = Counter()
     sent: Counter[tuple[str, str]] = Counter()
-    for node in program.calls():
-        kind, axis = kind_of(node), axis_of(node)
-        if kind is not None and axis is not None:
-            calls[kind, axis] += 1
-            sent[kind, axis] += sent_bytes(node, swept, program.mesh)
+    for kind, axis, size in ledger.sends.values():
+        calls[kind, axis] += 1
+        sent[kind, axis] += size
     return tuple(Traffic(kind, axis, calls[kind, axis], sent[kind, axis]) for kind, axis in sorted(calls))
 
 
@@ -198,16 +244,26 @@ FLOPS: dict[Any, Callable[..., int]] = {
 
 def count_flops(node: fx.Node, swept: Sweep) -> int:
     """FLOPs of a matrix product, convolution or attention (2 a multiply-add, causal ones in full); 0 of others."""
-    packet = node.target.overloadpacket if isinstance(node.target, OpOverload) else None
-    formula = FLOPS.get(packet) or flop_registry.get(packet)
-    if formula is None:
+    if not isinstance(node.target, OpOverload) or (formula := formula_of(node.target)) is None:
         return 0
 
     def shapes(tree: Any) -> Any:
         return map_values(tree, lambda v: v.layout.shape, Value)
 
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: shapes(swept.values[n]))
-    return int(formula(*args, **kwargs, out_val=shapes(swept.values[node])))
+    args = shapes(fx.map_arg(node.args, lambda n: swept.values[n]))
+    kwargs = tuple((key, shapes(swept.values[v] if isinstance(v, fx.Node) else v)) for key, v in node.kwargs.items())
+    return _evaluate(formula, args, kwargs, shapes(swept.values[node]))
+
+
+@functools.cache
+def formula_of(op: OpOverload) -> Callable[..., int] | None:
+    """The FLOPs of an operator as a function of its operands' and its result's shapes, or None if it has none."""
+    return FLOPS.get(op.overloadpacket) or flop_registry.get(op.overloadpacket)
+
+
+@functools.lru_cache(maxsize=1 << 12)  # layers alike have the same shapes
+def _evaluate(formula: Callable[..., int], args: tuple, kwargs: tuple, out: Any) -> int:
+    return int(formula(*args, **dict(kwargs), out_val=out))
 
 
 # ---- memory -------------------------------------------------------------------------------------
@@ -228,14 +284,19 @@ def peak_memory(program: ir.Program, swept: Sweep) -> Peak:
     An estimate: memory that a kernel uses inside, and what an allocator wastes, is not in the graph; nor is host memory
     that values are offloaded to counted.
     """
-    nodes, lives = list(program.graph.nodes), lifetimes(program, swept)
+    return peak_of(Ledger(program, swept))
+
+
+def peak_of(ledger: Ledger) -> Peak:
+    """Where most memory is alive."""
+    nodes, size = list(ledger.program.graph.nodes), ledger.swept.storage_bytes
     change = [0] * (len(nodes) + 1)
-    for s, (born, last) in lives.items():
-        change[born] += swept.storage_bytes[s]
-        change[last + 1] -= swept.storage_bytes[s]
+    for s, (born, last) in ledger.lives.items():
+        change[born] += size[s]
+        change[last + 1] -= size[s]
     live = list(itertools.accumulate(change[:-1]))
     at = live.index(max(live))
-    return Peak(live[at], nodes[at], frozenset(s for s, (born, last) in lives.items() if born <= at <= last))
+    return Peak(live[at], nodes[at], frozenset(s for s, (born, last) in ledger.lives.items() if born <= at <= last))
 
 
 def lifetimes(program: ir.Program, swept: Sweep) -> dict[int, tuple[int, int]]:
@@ -245,10 +306,10 @@ def lifetimes(program: ir.Program, swept: Sweep) -> dict[int, tuple[int, int]]:
     lives = {s: (0, end) for node in program.placeholders() for s in swept.storages(node)}
     given = lives.keys() | hosted
     for i, node in enumerate(program.graph.nodes):
-        yielded = swept.storages(node) if node in swept.values else set()
-        read = [*node.all_input_nodes, *sent(node)]
-        for s in yielded.union(*(swept.storages(n) for n in read)) - given:
-            lives[s] = (lives.get(s, (i, i))[0], i)
+        yielded = swept.storages(node) if node in swept.values else frozenset[int]()
+        for s in yielded.union(*map(swept.storages, (*node.all_input_nodes, *sent(node)))):
+            if s not in given:
+                lives[s] = (lives[s][0] if s in lives else i, i)
     return lives
 
 
@@ -258,14 +319,7 @@ def sent(node: fx.Node) -> list[fx.Node]:
 
 
 KINDS_OF_INPUT = {"parameter": "parameters", "moment": "optimizer", "gradient": "gradients", "buffer": "buffers"}
-
-
-def alive_by_kind(program: ir.Program, swept: Sweep, alive: frozenset[int]) -> dict[str, int]:
-    """Bytes of storages by what they hold."""
-    kind, found = kinds_of_storages(program, swept), Counter[str]()
-    for s in alive:
-        found[kind[s]] += swept.storage_bytes[s]
-    return dict(sorted(found.items()))
+KINDS_BY_PHASE = {"forward": "activations", "backward": "backward", "optimizer": "update"}
 
 
 def kinds_of_storages(program: ir.Program, swept: Sweep) -> dict[int, str]:
@@ -277,7 +331,7 @@ def kinds_of_storages(program: ir.Program, swept: Sweep) -> dict[int, str]:
     gradients = gradient_storages(program, swept)
     for node in program.calls():
         for s in (s for s in swept.storages(node) if s not in kind):
-            own = {"forward": "activations", "backward": "backward", "optimizer": "update"}[ir.phase(node)]
+            own = KINDS_BY_PHASE[ir.phase(node)]
             kind[s] = "communication" if kind_of(node) else "gradients" if s in gradients else own
     return kind
 

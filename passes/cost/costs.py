@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from passes.cost.accounting import axis_of, count_flops, kind_of, kinds_of_storages, lifetimes, sent_bytes
-from passes.program import ir
-from passes.program.sweep import Sweep
+from passes.cost.accounting import Ledger
 
 
 @dataclass(frozen=True)
@@ -28,25 +26,19 @@ class Costs:
         return "{\n" + ",\n".join(tables) + "\n}\n"
 
 
-def costs(program: ir.Program, swept: Sweep) -> Costs:
+def costs(ledger: Ledger) -> Costs:
     """The costs of every node."""
-    collectives, flops = [], []
-    for node in program.calls():
-        kind, axis = kind_of(node), axis_of(node)
-        if kind is not None and axis is not None:
-            collectives.append((node.name, kind, axis, sent_bytes(node, swept, program.mesh)))
-        if count := count_flops(node, swept):
-            flops.append((node.name, count))
-    return Costs(tuple(collectives), tuple(flops), storage_rows(program, swept))
+    collectives = tuple((node.name, *sent) for node, sent in ledger.sends.items())
+    return Costs(collectives, tuple((node.name, n) for node, n in ledger.flops.items()), storage_rows(ledger))
 
 
-def storage_rows(program: ir.Program, swept: Sweep) -> tuple[tuple[str, str, int, str], ...]:
+def storage_rows(ledger: Ledger) -> tuple[tuple[str, str, int, str], ...]:
     """Every storage on the device that takes memory, in the order in which they are made."""
-    names = [node.name for node in program.graph.nodes]
+    names, swept = [node.name for node in ledger.program.graph.nodes], ledger.swept
     maker: dict[int, str] = {}
-    for node in program.graph.nodes:
-        for s in swept.storages(node) if node in swept.values else ():
+    for node in swept.values:
+        for s in swept.storages(node):
             maker.setdefault(s, node.name)
-    kind, lives = kinds_of_storages(program, swept), lifetimes(program, swept)
+    kind, lives = ledger.kinds, ledger.lives
     order = sorted(lives, key=lambda s: (lives[s][0], s))
     return tuple((maker[s], names[lives[s][1]], b, kind[s]) for s in order if (b := swept.storage_bytes[s]))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.communication.overlap import products_to_wait_for
+from passes.communication.overlap import products_of, products_to_wait_for
 from passes.lower.calls import Kernels
 from passes.lower.store import Store
 from passes.program import ir
@@ -94,7 +94,7 @@ def compile_body(body: Body, ctx: ir.Context, store: Store) -> Kernels:
     """The body compiled, and stored."""
     module, mode = decompose(body, ctx)
     # fusion moves a wait to where the first operator of the kernel that needs it stood; with nothing beside it, it may
-    keep_after(module.graph, products_to_wait_for(module.graph))
+    keep_after(module.graph, products_to_wait_for(module.graph, products_of(module.graph)))
     values = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
     compiled = compile_inner(module, values, mode)
     store.put(stored_key(body), save_compiled(compiled))

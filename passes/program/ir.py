@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -70,17 +70,27 @@ class Program:
 
     def copy(self) -> Program:
         """The same program over a graph of its own, safe to mutate (values in meta are shared)."""
-        graph = fx.Graph()
-        output = graph.graph_copy(self.graph, mapping := dict[fx.Node, fx.Node]())
-        graph.output(output)
-        for old, new in zip(self.graph.nodes, graph.nodes):
-            new.meta = copy.copy(old.meta)
-        assert mapping is not None
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in self.graph.nodes:
+            copies[node] = copy_node(graph, node, copies)
         return self.with_graph(graph)
 
     def with_graph(self, graph: fx.Graph, **changes: Any) -> Program:
         """This program over another graph (and with other fields changed)."""
         return replace(self, module=LazyGraphModule(self.module, graph), **changes)
+
+
+def copy_node(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """The node where `graph` inserts now, of its operands the copies, with its metadata.
+
+    Operands are given afterwards: `Graph.create_node` looks through those that it is given for symbolic numbers.
+    """
+    new = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+    new.args = fx.map_arg(node.args, copies.__getitem__)
+    if node.kwargs:
+        new.kwargs = fx.map_arg(node.kwargs, copies.__getitem__)
+    new.meta = copy.copy(node.meta)
+    return new
 
 
 @dataclass(frozen=True)

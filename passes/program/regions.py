@@ -46,11 +46,13 @@ def within(path: str, pattern: str) -> bool:
 
 def regions(program: ir.Program) -> dict[fx.Node, str]:
     """The layer of each operator node, an empty string outside of layers."""
-    layers = layer_paths(ir.module_path(node) for node in program.calls())
-    found = {node: region_of(ir.module_path(node), layers) for node in program.calls()}
+    paths = {node: ir.module_path(node) for node in program.calls()}
+    layers = layer_paths(set(paths.values()))
+    region = {path: region_of(path, layers) for path in set(paths.values())}
+    found = {node: region[path] for node, path in paths.items()}
     for node in reversed(weight_nodes(program)):
         users = {found[user] for user in node.users if user in found and ir.phase(user) == ir.phase(node)}
-        if not ir.module_path(node) and len(users) == 1:
+        if not paths[node] and len(users) == 1:
             found[node] = users.pop()
     return found
 

@@ -112,7 +112,7 @@ def graft(graph: fx.Graph, body: fx.Graph, inputs: list[fx.Node]) -> tuple[list[
         if inner.op == "get_attr":
             raise ir.CompileError("rewrite", inner, f"a definition holds a constant tensor {inner.target}")
         if inner.op != "placeholder":
-            env[inner] = graph.node_copy(inner, lambda n: env[n])
+            env[inner] = ir.copy_node(graph, inner, env)
             env[inner].meta = {"val": inner.meta.get("val")}
             new.append(env[inner])
     raise AssertionError("a graph ends with its output")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -53,6 +53,11 @@ class Layout(NamedTuple):
         return base.as_strided(self.shape, self.stride, self.offset)
 
     @property
+    def entries(self) -> tuple[tuple[int, ...], torch.dtype]:
+        """Its shape and dtype."""
+        return self.shape, self.dtype
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of its entries."""
         return math.prod(self.shape) * self.dtype.itemsize
@@ -74,23 +79,31 @@ class Sweep:
 
     values: dict[fx.Node, Any] = field(default_factory=dict)
     storage_bytes: list[int] = field(default_factory=list)
+    held: dict[fx.Node, frozenset[int]] = field(default_factory=dict)  # storages that were asked for
 
     def new(self, layout: Layout) -> Value:
         """A value in fresh memory."""
         self.storage_bytes.append(layout.storage_bytes)
         return Value(layout, len(self.storage_bytes) - 1)
 
-    def storages(self, node: fx.Node) -> set[int]:
+    def storages(self, node: fx.Node) -> frozenset[int]:
         """The storages that hold what the node yields."""
-        return {value.storage for value in tensors(self.values[node])}
+        if node not in self.held:
+            self.held[node] = frozenset(value.storage for value in tensors(self.values[node]))
+        return self.held[node]
 
 
-def recorded(nodes: Iterable[fx.Node]) -> Sweep:
-    """What nodes have recorded, each tensor as if in memory of its own: enough where only sizes are asked for."""
-    found = Sweep()
-    for node in nodes:
-        found.values[node] = map_values(node.meta.get("val"), lambda t: found.new(Layout.of(t)), Tensor)
-    return found
+class Recorded(dict):
+    """What nodes have recorded, read when it is asked for, each tensor as if in memory of its own."""
+
+    def __missing__(self, node: fx.Node) -> Any:
+        self[node] = map_values(node.meta.get("val"), lambda t: Value(Layout.of(t), -1), Tensor)
+        return self[node]
+
+
+def recorded() -> Sweep:
+    """A sweep of any nodes that believes what they have recorded: enough where only sizes are asked for."""
+    return Sweep(Recorded())
 
 
 def tensors(value: Any) -> Iterator[Value]:

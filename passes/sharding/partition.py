@@ -323,7 +323,7 @@ class Partitioner:
             ir.set_stands_for(new, node.name)
             added = itertools.takewhile(lambda n: n is not last, reversed(self.builder.graph.nodes))
             sending = [n for n in added if kind_of(n)][::-1]
-            sent = sum(sent_bytes(n, recorded(n.all_input_nodes), self.program.mesh) for n in sending)
+            sent = sum(sent_bytes(n, recorded(), self.program.mesh) for n in sending)
             names = tuple(n.name for n in sending)
             self.reshards.append(ir.Reshard(node.name, ir.source(node), str(before), str(after), reason, sent, names))
         return new

@@ -15,7 +15,7 @@ from small_programs import Small, cut
 from compiler_trainer.config.schema import Config, MeshConfig, ModelConfig, TrainConfig
 from compiler_trainer.planning.dry import compile_dry
 from passes.check.verify import verify_spec
-from passes.communication.overlap import Overlap, count_beside, in_flight
+from passes.communication.overlap import Overlap, count_beside, in_flight, products_of
 from passes.communication.schedule import Schedule
 from passes.lower.backends import lower_inductor
 from passes.memory.remat import Remat
@@ -228,7 +228,9 @@ def test_the_bits_stay_and_so_does_every_operator(mesh, policy):
     operators = [sorted(line for line in lines.splitlines() if "%" in line) for lines in (print_program(moved), text)]
     assert operators[0] == operators[1]
     assert report.counts["collectives"] == len(list(in_flight(program.graph)))
-    assert report.counts["with_products_beside_before"] < report.counts["with_products_beside_after"] == count_beside(moved)
+    assert report.counts["with_products_beside_before"] < report.counts["with_products_beside_after"] == (
+        count_beside(moved.graph, products_of(moved.graph))
+    )
 
 
 def test_a_step_with_an_optimizer_keeps_its_bits():
@@ -272,4 +274,4 @@ def test_inductor_keeps_products_beside_collectives(tp_group, caplog):
         elif "torch.ops._c10d_functional." in line and "assert" not in line:
             starts[buffer[0]] = products
         products += bool(re.search(r"extern_kernels\.\w*mm\(|= torch.ops.aten._scaled_dot_product", line))
-    assert found == count_beside(program) > 0
+    assert found == count_beside(program.graph, products_of(program.graph)) > 0
