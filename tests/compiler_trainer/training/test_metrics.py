@@ -15,7 +15,7 @@ from compiler_trainer.training import progress
 from compiler_trainer.training.evaluate import mean_loss
 from compiler_trainer.training.memory import PeakMemory, cpu_peak
 from compiler_trainer.training.metrics import FILE, Metrics, read
-from compiler_trainer.training.progress import Progress, say_contents
+from compiler_trainer.training.progress import Progress, Working, say_contents
 
 CPU = torch.device("cpu")
 MEGABYTE = 250_000  # fp32 elements
@@ -183,3 +183,12 @@ def test_the_end_says_what_is_there(tmp_path, capsys):
         "  events.out.tfevents.*  the same for TensorBoard",
         "  graphs/                the graph after each pass, and the pass's report",
     ]
+
+
+def test_what_is_compiled_is_said_now_and_then(capsys, monkeypatch):
+    clock = iter([100.0, 100.5, 102.5, 103.0, 105.0])
+    monkeypatch.setattr("compiler_trainer.training.progress.time.monotonic", lambda: next(clock))
+    with Working() as tell:
+        for what in ("capture", "step: joint", "step: remat", "step: forward_0, 1 of 9 bodies"):
+            tell(what)
+    assert capsys.readouterr().out.splitlines() == ["  2 s: step: joint", "  5 s: step: forward_0, 1 of 9 bodies"]

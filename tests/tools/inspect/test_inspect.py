@@ -20,7 +20,7 @@ def run(tmp_path_factory) -> Run:
 def test_dumps_are_the_same_byte_for_byte(run, tmp_path):
     again = write_run(tmp_path, remat={"policy": "full"})
     files = sorted(p.name for p in (run.folder / "graphs").iterdir())
-    assert files == sorted(p.name for p in (again / "graphs").iterdir()) and len(files) == 3 * len(run.stages)
+    assert files == sorted(p.name for p in (again / "graphs").iterdir()) and len(files) == 3 * (len(run.stages) + len(run.bodies))
     for name in files:
         assert (run.folder / "graphs" / name).read_bytes() == (again / "graphs" / name).read_bytes(), name
 
@@ -32,6 +32,19 @@ def test_costs_add_up_to_the_report(run):
         assert sum(count for _, count in stage.costs["flops"]) == sum(costs["flops"].values())
         line, most = glance.peak_line(stage)
         assert most == costs["peak_bytes"] == sum(s.bytes for s in glance.alive(stage, line))
+
+
+def test_bodies_and_how_often_they_are_called(run, capsys, monkeypatch):
+    """All operators of a program are in its bodies, as often as these are called."""
+    for stage in run.trained:
+        bodies = run.bodies[stage.program]
+        operators = sum(not node.is_input for node in stage.by_name.values())
+        assert sum(body.called * body.nodes for body in bodies) >= operators  # views are made where they are read
+        assert len({body.name for body in bodies}) == len(bodies) and all(body.first for body in bodies)
+    monkeypatch.setattr(sys, "argv", ["inspect", str(run.folder)])
+    command.main()
+    shown = capsys.readouterr().out
+    assert "bodies of step" in shown and all(body.name in shown for body in run.bodies["step"])
 
 
 def test_the_largest_reshard(run):
