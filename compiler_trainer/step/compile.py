@@ -70,7 +70,7 @@ def compile_step(
     compiled = {name: Compiled(flatten(c.program), partial(runtime.compile, name, *c)) for name, c in programs.items()}
     evaluation = compiled.pop("evaluate")  # lowered when it is first run
     for name, training in compiled.items():
-        report.time(f"{name}.lower", lambda training=training: training.executable)
+        report.time(f"{name}.lower", partial(getattr, training, "executable"))
     return Step(runtime, laid_out, compiled, evaluation, state, update.lr, seed, microbatches, device, report.finish())
 
 
