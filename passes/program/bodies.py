@@ -181,7 +181,7 @@ def is_view(node: fx.Node) -> bool:
     """Whether an operator yields its operand's memory and nothing else happens: a view, or a part of several."""
     if node.target is operator.getitem:
         return is_view(node.args[0])  # type: ignore[arg-type]
-    if not isinstance(node.target, OpOverload):
+    if not isinstance(node.target, OpOverload) or node.is_impure():  # the wait for what arrives yields what travelled
         return False
     schema = node.target._schema
     if schema.is_mutable or all(result.alias_info is None for result in schema.returns):

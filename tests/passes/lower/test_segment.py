@@ -19,6 +19,7 @@ from passes.memory.remat import Remat
 from passes.program import ir
 from passes.program.bodies import body_of_call, calls_of, flatten, is_view
 from passes.program.printer import print_program
+from passes.program.shift import arrive, shift
 from passes.program.spec import Spec
 from passes.program.torch_private import c10d
 from passes.sharding.collectives import Expand
@@ -208,6 +209,22 @@ def test_what_a_collective_sends_is_alive_until_it_is_waited_for():
     waiting = next(c for c in calls if any(n.target is c10d.wait_tensor.default for n in c.target.graph.nodes))
     assert waiting is calls[2] or waiting is calls[1]
     assert {sent.name, start.name} <= {n.name for n in waiting.args}
+    verify_composed("segment", program, after)
+
+
+def test_what_arrives_from_a_neighbour_is_no_view():
+    small = Small(cp=2)
+    x = small.input("x", cut((4, 4)), "batch")
+    sent = small.call(aten.mm.default, x, x)
+    start = small.call(shift, sent, "cp", 1)
+    there = small.call(arrive, start, sent)
+    last = small.call(aten.mm.default, there, x)
+    for node, layer in ((sent, 0), (start, 0), (there, 1), (last, 1)):
+        ir.set_origin(node, "m.py:1", f"layers.{layer}")
+    program = small.program([("loss", "l", last, cut((4, 4)))], "captured", "local", "collectives")
+    after, report = Segment()(program, small.ctx)
+    assert report.counts["calls"] == 2
+    assert sum(n.target is arrive for body in calls_of(after) for n in body.graph.nodes) == 1
     verify_composed("segment", program, after)
 
 
