@@ -12,18 +12,22 @@ from passes.program.bodies import flatten, is_view
 from passes.program.printer import format_node
 
 
-def verify_composed(step: str, before: ir.Program, after: ir.Program) -> None:
-    """Raises CompileError unless the bodies, in place of their calls, give the program before: its nodes in its order.
+def verify_composed(step: str, before: ir.Program, after: ir.Program) -> ir.Program:
+    """The program that calls stand for, itself if there are none; raises CompileError unless the bodies, in place of their calls, give the program before: its nodes in its order.
 
     Views and parts of tuples may stand elsewhere: nothing happens there.
     """
-    (old, old_views), (new, new_views) = (lines_of(program) for program in (before, flatten(after)))
+    flat = flatten(after)
+    if flat is after:
+        return after
+    (old, old_views), (new, new_views) = lines_of(before), lines_of(flat)
     unread = old_views.keys() - new_views.keys()
     views = [(line, new_views.get(name, line)) for name, line in old_views.items() if name not in unread]
     for was, found in (*zip_longest(old, new, fillvalue="nothing"), *views):
         if was != found:
             message = f"its calls do not give the program that was cut:\n  it was {was}\n  it is  {found}"
             raise ir.CompileError(step, None, message)
+    return flat
 
 
 def lines_of(program: ir.Program) -> tuple[list[str], dict[str, str]]:

@@ -34,7 +34,7 @@ class Calls:
 
     def __init__(self, program: ir.Program, compiled: Mapping[Body, Kernels]):
         number = {node: i for i, node in enumerate(program.graph.nodes)}
-        steps = [node for node in program.calls() if node.target is not operator.getitem]
+        steps = [node for node in program.calls() if not is_result(node)]
         kept = {*program.graph.output_node().all_input_nodes, *program.placeholders()}
         last = {operand: step for step in steps for operand in step.all_input_nodes}
         self.given = [number[node] for node in program.placeholders()]
@@ -58,6 +58,11 @@ class Calls:
                 env[i] = results[index]
             del results
         return tuple([env[i] for i in self.returned])
+
+
+def is_result(node: fx.Node) -> bool:
+    """Whether a node is one of the values that a call of a body returns."""
+    return node.target is operator.getitem and body_of_call(node.args[0]) is not None  # type: ignore[arg-type]
 
 
 def yields_of(step: fx.Node, number: Mapping[fx.Node, int]) -> tuple[tuple[int, int], ...]:

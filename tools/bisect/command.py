@@ -36,6 +36,7 @@ from compiler_trainer.train import CONF, INPUT_ERRORS, defaults, user_error
 from compiler_trainer.training.trainer import peek
 from passes.check.numeric import Results, coarsest, compare
 from passes.check.runner import apply_pass
+from passes.check.composed import verify_composed
 from passes.check.verify import neighbours, verify_spec
 from passes.program import ir
 from passes.program.mesh import Mesh
@@ -163,6 +164,7 @@ class Search:
         kind: Literal["crash", "illegal"] = "crash"
         try:
             program, _ = apply_pass(step, before.program, self.ctx)
+            program = verify_composed(step.name, before.program, program)
             after = record(program, self.ctx, self.inputs)
             stages = Stages(whole, before, after, max(coarsest(before.program), coarsest(program)) ** 0.5)
             if wrong := wrong_results(step.name, results, after.results, stages.tolerance):

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from passes.check.numeric import coarsest, compare
 from passes.check.numeric import run as run_program
 from passes.check.runner import apply_pass
+from passes.check.composed import verify_composed
 from passes.check.verify import verify_spec
 from passes.program import ir
 from passes.program.mesh import Mesh
@@ -101,6 +102,7 @@ def check(sketch: Sketch, step: ir.Pass, values: Mapping[str, Tensor]) -> tuple[
     kind: Kind = "crash"
     try:
         after, _ = apply_pass(step, program, sketch.ctx)
+        after = verify_composed(step.name, program, after)
         before, results = (run_program(p, sketch.ctx, values) for p in (program, after))
         kind = "differs"
         compare(step.name, before, results, max(coarsest(program), coarsest(after)) ** 0.5)

@@ -1143,4 +1143,19 @@ FAULTS = (
         "max(barrier, latest.get(node, barrier), *node.users).prepend(node)",
         "A result is used before it is waited for.",
     ),
+    # lower/segment.py
+    Fault(
+        "bodies_of_any_shape",
+        "passes/lower/segment.py",
+        "texts = [text_of(graph, line) for graph, line in zip(graphs, flat)]",
+        "texts = [text_of(graph, True) for graph, line in zip(graphs, flat)]",
+        "Pieces that differ in shape alone are taken for one body.",
+    ),
+    Fault(
+        "sent_is_not_held",
+        "passes/lower/segment.py",
+        "        if where[start] != where[wait]:",
+        "        if where[start] > where[wait]:",
+        "What a collective sends may be freed before it is waited for in another body.",
+    ),
 )

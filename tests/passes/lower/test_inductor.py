@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -122,6 +124,23 @@ def test_results_keep_their_strides_across_bodies():
     program, _ = Segment()(program, small.ctx)
     value = torch.randn(4, 6)
     torch.testing.assert_close(lower_inductor(program, small.ctx)([value])[0], value @ value.t())
+
+
+def test_parts_that_are_taken_outside_of_bodies():
+    """A flat body is given lines: what they are cut from is taken apart before the call."""
+    small = Small()
+    flat = small.input("flat", cut((12,)), "batch", F32)
+    parts = small.call(aten.split_with_sizes.default, flat, [8, 4])
+    first, second = (small.call(operator.getitem, parts, i) for i in range(2))
+    squares = [small.call(aten.mul.Tensor, part, part, phase="optimizer") for part in (first, second)]
+    for node, name in zip(squares, ("a", "b")):
+        ir.set_parameter(node, name)
+    ends = [("metric", f"m{i}", node, cut(tuple(ir.example(node).shape))) for i, node in enumerate(squares)]
+    program, report = Segment()(small.program(ends, "captured", "local", "collectives"), small.ctx)
+    assert report.counts == {"calls": 2, "bodies": 1}
+    value = torch.randn(12)
+    found = lower_inductor(replace(program, facts=program.facts | {"segments"}), small.ctx)([value])
+    torch.testing.assert_close(torch.cat(found), value * value)
 
 
 def test_training_with_and_without_segments_is_the_same_to_the_bit():
