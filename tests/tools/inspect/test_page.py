@@ -130,7 +130,7 @@ def test_a_predicted_timeline_is_drawn(browser, run, tmp_path):
     names = [name for name, *_ in run.trained[-1].costs["collectives"]]
     events = [{**e, "node": names[int(e["node"])] if e["stream"] != "compute" else "x", "program": "step"} for e in EVENTS]
     report = {**run.report, "timeline": events}
-    shown = show(browser, Run(run.folder, run.config, report, run.metrics, run.stages), tmp_path / "page.html")
+    shown = show(browser, Run(run.folder, run.config, report, run.metrics, run.stages, run.bodies), tmp_path / "page.html")
     card = text(shown, "#glance-exposed")
     assert f"%{names[1]}\n" in card and "waits 3.00 ms of 4.00 ms" in card
     go(shown, "communication")
