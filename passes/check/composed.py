@@ -13,8 +13,9 @@ from passes.program.printer import format_node
 
 
 def verify_composed(step: str, before: ir.Program, after: ir.Program) -> ir.Program:
-    """The program that calls stand for, itself if there are none; raises CompileError unless the bodies, in place of their calls, give the program before: its nodes in its order.
+    """The program that calls stand for, itself if there are none.
 
+    Raises CompileError unless the bodies, in place of their calls, give the program before: its nodes in its order.
     Views and parts of tuples may stand elsewhere: nothing happens there.
     """
     flat = flatten(after)

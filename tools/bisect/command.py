@@ -34,9 +34,9 @@ from compiler_trainer.config.schema import Config, MeshConfig, OptimConfig, Pass
 from compiler_trainer.pipeline import DTYPES, Pipeline, build_pipeline
 from compiler_trainer.train import CONF, INPUT_ERRORS, defaults, user_error
 from compiler_trainer.training.trainer import peek
+from passes.check.composed import verify_composed
 from passes.check.numeric import Results, coarsest, compare
 from passes.check.runner import apply_pass
-from passes.check.composed import verify_composed
 from passes.check.verify import neighbours, verify_spec
 from passes.program import ir
 from passes.program.mesh import Mesh

@@ -12,10 +12,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 
+from passes.check.composed import verify_composed
 from passes.check.numeric import coarsest, compare
 from passes.check.numeric import run as run_program
 from passes.check.runner import apply_pass
-from passes.check.composed import verify_composed
 from passes.check.verify import verify_spec
 from passes.program import ir
 from passes.program.mesh import Mesh
