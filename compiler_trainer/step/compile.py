@@ -66,10 +66,10 @@ def compile_step(
     work = Compilation(model, loss_fn, batch, named, pipeline, options, device, observe, tell, whole)
     single = work.capture()
     forward = work.run("forward", pipeline.forward, single)
-    training = work.train(forward)
+    programs = work.train(forward)
     if lower.cudagraphs:
-        check_recordable(training)
-    programs = training | {"evaluate": work.evaluate(single, forward)}
+        check_recordable(programs)
+    programs |= {"evaluate": work.evaluate(single, forward)}
     laid_out, report = forward.program.mesh, work.report  # the mesh as placement has it
     state = initial_state([c.program for c in programs.values()], runtime, laid_out, device, values)
     compiled = {name: Compiled(flatten(c.program), partial(runtime.compile, name, *c)) for name, c in programs.items()}
