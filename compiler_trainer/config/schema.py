@@ -213,9 +213,10 @@ class PassesConfig:
 
 @dataclass(frozen=True)
 class LowerConfig:
-    """What runs the final graph."""
+    """What runs the final graph; with `cudagraphs` its launches are recorded once, on CUDA, and replayed."""
 
     backend: Literal["inductor", "eager"] = "inductor"
+    cudagraphs: bool = False
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from compiler_trainer.config.schema import (
 )
 from compiler_trainer.pipeline import DTYPES, build_pipeline
 from compiler_trainer.planning.dry_table import show
-from compiler_trainer.step.programs import Captured, Compilation, mesh_of, one_microbatch
+from compiler_trainer.step.programs import Captured, Compilation, check_recordable, mesh_of, one_microbatch
 from compiler_trainer.step.step import state_name
 from compiler_trainer.training import folder
 from compiler_trainer.training.progress import say, say_contents
@@ -91,6 +91,8 @@ def compile_dry(cfg: Config, observe: Observer | None) -> DryStep:
         observe,
     )
     programs = work.train(work.run("forward", work.pipeline.forward, work.capture()))
+    if cfg.lower.cudagraphs:
+        check_recordable(programs)
     flat = {name: Captured(flatten(program), ctx) for name, (program, ctx) in programs.items()}
     return DryStep(flat, work.report.finish())
 

@@ -14,7 +14,7 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import LowerConfig, MeshConfig, OptimConfig, PassesConfig
 from compiler_trainer.pipeline import build_pipeline
-from compiler_trainer.step.programs import Compilation, mesh_of, one_microbatch
+from compiler_trainer.step.programs import Compilation, check_recordable, mesh_of, one_microbatch
 from compiler_trainer.step.runtime import LockstepRanks, ProcessRanks, Runtime
 from compiler_trainer.step.step import Compiled, State, Step, state_name, stored
 from passes.check.runner import Observer
@@ -53,9 +53,11 @@ def compile_step(
     Raises UserError naming what is at fault.
     """
     update, options = _typed(OptimConfig, optim, "optim"), _typed(PassesConfig, passes, "passes")
-    named = mesh_of(mesh)
-    runtime = _runtime(ranks, named, _typed(LowerConfig, lower or _default_lower(ranks), "lower"), tell)
-    device = torch.device(device)
+    named, device = mesh_of(mesh), torch.device(device)
+    lower = _typed(LowerConfig, lower or _default_lower(ranks), "lower")
+    if lower.cudagraphs and device.type != "cuda":
+        raise UserError("lower.cudagraphs", f"is true, but the step runs on {device.type}; use a GPU or leave it false")
+    runtime = _runtime(ranks, named, lower, tell)
     batch, masters = one_microbatch(example_batch, microbatches), {n: p.dtype for n, p in model.named_parameters()}
     pipeline, values = build_pipeline(options, update, masters, microbatches), _initial_values(model, initial)
     values = list(values) if options.verify == "numeric" else values  # all at once: for small models
@@ -64,7 +66,10 @@ def compile_step(
     work = Compilation(model, loss_fn, batch, named, pipeline, options, device, observe, tell, whole)
     single = work.capture()
     forward = work.run("forward", pipeline.forward, single)
-    programs = work.train(forward) | {"evaluate": work.evaluate(single, forward)}
+    programs = work.train(forward)
+    if lower.cudagraphs:
+        check_recordable(programs)
+    programs |= {"evaluate": work.evaluate(single, forward)}
     laid_out, report = forward.program.mesh, work.report  # the mesh as placement has it
     state = initial_state([c.program for c in programs.values()], runtime, laid_out, device, values)
     compiled = {name: Compiled(flatten(c.program), partial(runtime.compile, name, *c)) for name, c in programs.items()}
@@ -131,6 +136,8 @@ def _runtime(ranks: str, mesh: Mesh, lower: LowerConfig, tell: Callable[[str], N
         return ProcessRanks(mesh, lower, tell)
     if ranks != "lockstep":
         raise UserError("ranks", f"is {ranks!r}; must be 'processes' or 'lockstep'")
+    if lower.cudagraphs:
+        raise UserError("lower.cudagraphs", "is true, but lockstep ranks are interpreted; leave it false")
     if lower.backend != "eager":
         raise UserError("lower.backend", f"is {lower.backend!r}, but lockstep ranks are interpreted; use 'eager'")
     return LockstepRanks(mesh)

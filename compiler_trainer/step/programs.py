@@ -18,6 +18,7 @@ from compiler_trainer.config.schema import MeshConfig, PassesConfig
 from compiler_trainer.pipeline import DTYPES, Passes, Pipeline
 from passes.check.numeric import Results
 from passes.check.runner import Observer, PassRecord, run_passes
+from passes.lower.cudagraphs import breaks
 from passes.program import ir
 from passes.program.mesh import Mesh
 from passes.sharding.normalize import drops
@@ -109,6 +110,13 @@ class Compilation:
             with evaluating(self.model):
                 forward = self.run("forward_eval", self.pipeline.forward, self.capture())
         return self.run("evaluate", self.pipeline.evaluate, forward)
+
+
+def check_recordable(programs: Mapping[str, Captured]) -> None:
+    """Raises UserError naming each node, with its source line, that a CUDA graph cannot record."""
+    found = [f"{name}: {what}" for name, (program, _) in programs.items() for what in breaks(program)]
+    if found:
+        raise UserError("lower.cudagraphs", f"cannot record {'; '.join(found)}")
 
 
 def depends_on_mode(program: ir.Program) -> bool:

@@ -17,6 +17,7 @@ from passes.check.simulate import Lockstep
 from passes.cost.accounting import axis_of, communicator_of
 from passes.lower.backends import BACKENDS
 from passes.lower.calls import Executable
+from passes.lower.cudagraphs import Replayed
 from passes.lower.inductor import Workers
 from passes.program import ir
 from passes.program.bodies import flatten
@@ -70,6 +71,12 @@ class ProcessRanks:
 
     def compile(self, name: str, program: ir.Program, ctx: ir.Context) -> Executable:
         """The ranks of a node share out the bodies among them; every rank must call it."""
+        run = self.start(name, program, ctx)
+        training = name != "evaluate"  # evaluation runs too rarely to hold memory of its own
+        return Replayed(run, program.inputs) if self.lower.cudagraphs and training else run
+
+    def start(self, name: str, program: ir.Program, ctx: ir.Context) -> Executable:
+        """The program lowered by the backend, its process groups made."""
         lower = BACKENDS[self.lower.backend]
 
         def tell(what: str) -> None:

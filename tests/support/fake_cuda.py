@@ -1,0 +1,147 @@
+"""An H100 that is not there: PyTorch's CPU build traces for it, Inductor writes Triton for it, Triton compiles to cubin.
+
+Run as a program, on the built `fake_cuda.cpp` and a config as JSON, it compiles the bodies of that job's programs and
+prints what it counted as JSON. It is a program because the library has to be loaded before PyTorch is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+if __name__ == "__main__":
+    ctypes.CDLL(sys.argv[1])
+
+import contextlib
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch._dynamo.device_interface import CudaInterface
+from torch._inductor import config
+from torch._inductor.runtime import triton_helpers
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._triton import has_triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from compiler_trainer import models
+from compiler_trainer.config.options import build
+from compiler_trainer.config.schema import Config, LowerConfig, dry_world_size, validate
+from compiler_trainer.pipeline import DTYPES, build_pipeline
+from compiler_trainer.step.programs import Captured, Compilation, mesh_of
+from compiler_trainer.step.runtime import ProcessRanks
+from passes.lower.cudagraphs import breaks
+from passes.lower.inductor import compile_body
+from passes.lower.store import Store
+from passes.program.bodies import calls_of
+
+H100 = SimpleNamespace(
+    name="NVIDIA H100",
+    major=9,
+    minor=0,
+    total_memory=80 << 30,
+    multi_processor_count=132,
+    regs_per_multiprocessor=65536,
+    max_threads_per_multi_processor=2048,
+    max_threads_per_block=1024,
+    warp_size=32,
+    shared_memory_per_block=49152,
+    shared_memory_per_block_optin=232448,
+    shared_memory_per_multiprocessor=233472,
+    L2_cache_size=50 << 20,
+    gcnArchName="",
+    uuid="fake",
+)
+SHOWN = {  # what PyTorch asks of CUDA in Python
+    "get_device_properties": lambda device=None: H100,
+    "get_device_capability": lambda device=None: (H100.major, H100.minor),
+    "current_device": lambda: 0,
+    "device_count": lambda: 1,
+    "is_bf16_supported": lambda *_, **__: True,
+    "synchronize": lambda *_: None,
+}
+EXTERN = ("attention", "_scaled_mm")  # what CUDA has kernels of its own for, to be told by name
+
+
+class Driver:
+    """What Triton asks of the device."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 10 * H100.major + H100.minor, H100.warp_size)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+    def get_device_interface(self):
+        return torch.cuda
+
+
+@contextlib.contextmanager
+def fake_h100() -> Iterator[list[CachingAutotuner]]:
+    """While on, Inductor compiles for an H100; yields the kernels that Triton has compiled, which are not loaded."""
+    kernels: list[CachingAutotuner] = []
+    driver.set_active(Driver())
+    has_triton.cache_clear()
+    with contextlib.ExitStack() as on:
+        for name, value in SHOWN.items():
+            on.enter_context(patch.object(torch.cuda, name, value))
+            for asked in (CudaInterface, CudaInterface.Worker):
+                if hasattr(asked, name):
+                    on.enter_context(patch.object(asked, name, staticmethod(value)))
+        on.enter_context(patch.object(CudaInterface, "is_available", staticmethod(lambda: True)))
+        on.enter_context(patch.object(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, create=True))
+        on.enter_context(patch.object(triton_helpers, "set_driver_to_gpu", lambda: None))
+        on.enter_context(patch.object(CachingAutotuner, "_make_launchers", lambda kernel: kernels.append(kernel)))
+        on.enter_context(patch.object(CachingAutotuner, "_dynamic_scale_rblock", lambda kernel: None))
+        on.enter_context(config.patch(compile_threads=1, use_static_triton_launcher=False))
+        yield kernels
+
+
+def programs_of(cfg: Config) -> dict[str, Captured]:
+    """The training programs of a job on CUDA, as bodies, of rank 0; its process groups are there and send nothing."""
+    mesh = mesh_of(cfg.mesh)
+    model = models.build(cfg.model).to(DTYPES[cfg.train.dtype])
+    shape, masters = (cfg.train.global_batch_size, cfg.train.seq_len), {n: p.dtype for n, p in model.named_parameters()}
+    batch = {key: torch.empty(shape, dtype=torch.int64, device="meta") for key in models.INPUTS}
+    pipeline = build_pipeline(cfg.passes, cfg.optim, masters, 1)
+    work = Compilation(model, models.loss_fn, batch, mesh, pipeline, cfg.passes, torch.device("cuda"))
+    programs = work.train(work.run("forward", pipeline.forward, work.capture()))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=mesh.world_size)
+    ranks = ProcessRanks(mesh, LowerConfig(), lambda what: None)
+    for program, _ in programs.values():
+        ranks.make_groups(program)
+    ranks.name_groups()
+    return programs
+
+
+def compile_all(programs: dict[str, Captured]) -> dict[str, Any]:
+    """Compile every body for an H100; what there was to compile, and what came of it."""
+    extern = Counter[str]()
+    with fake_h100() as kernels, tempfile.TemporaryDirectory() as folder:
+        bodies = [(body, ctx) for program, ctx in programs.values() for body in calls_of(program)]
+        for body, ctx in bodies:
+            print(f"{body.name}, {len(kernels)} kernels before it", file=sys.stderr, flush=True)
+            compile_body(body, ctx, Store(Path(folder)))
+            extern.update(str(node.target) for node in body.graph.nodes if any(e in str(node.target) for e in EXTERN))
+    made = [result.kernel.asm for kernel in kernels for result in kernel.compile_results]
+    targets = sorted({line for asm in made for line in asm["ptx"].splitlines() if line.startswith(".target")})
+    sizes = [len(asm["cubin"]) for asm in made]
+    found = {"bodies": len(bodies), "kernels": len(kernels), "cubins": sizes, "targets": targets, "extern": extern}
+    return found | {"breaks": [what for program, _ in programs.values() for what in breaks(program)]}
+
+
+if __name__ == "__main__":
+    job = build(Config, json.loads(sys.argv[2]))
+    print(json.dumps(compile_all(programs_of(validate(job, dry_world_size(job))))))
