@@ -26,7 +26,7 @@ from oracle import (
     train_step,
 )
 
-WORKER, DEADLINE_S = Path(__file__).with_name("worker.py"), 200
+WORKER, DEADLINE_S = Path(__file__).with_name("worker.py"), 400
 ROOT = WORKER.parents[2]
 
 
