@@ -12,9 +12,11 @@ import torch.distributed as dist
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 
-from oracle import NO_DECAY, batches, llama, llama_loss, perceptron, points, squared_error, train_step  # noqa: E402
+from oracle import NO_DECAY, VOCAB, batches, llama, llama_loss, perceptron, points, squared_error, train_step  # noqa: E402
 
 from compiler_trainer import compile_step  # noqa: E402
+from compiler_trainer.config.schema import ModelConfig  # noqa: E402
+from compiler_trainer.models import Llama  # noqa: E402
 from compiler_trainer.step.ranks import start_ranks, stop_ranks  # noqa: E402
 from passes.lower import inductor  # noqa: E402
 
@@ -62,10 +64,17 @@ CUT = {  # name -> mesh and options, as jobs that are compiled whole and in segm
 }
 
 
+def wide_llama():
+    """A Llama whose layers float8 can compute: dims are multiples of 16."""
+    torch.manual_seed(0)
+    cfg = ModelConfig(dim=32, n_layers=2, n_heads=2, n_kv_heads=2, ffn_dim=64, vocab_size=VOCAB)
+    return Llama(cfg)
+
+
 def cut(name):
     """Metrics of each step under Inductor, in segments and as a whole."""
     mesh, passes, options = CUT[name]
-    model, data = llama(2, dtype=F32), batches(rows=4)
+    model, data = wide_llama() if name == "float8" else llama(2, dtype=F32), batches(rows=4)
     found = []
     for enabled in (True, False):
         step = compile_step(model, llama_loss, data[0], mesh=mesh, optim=NO_DECAY, lower={"backend": "inductor"},
