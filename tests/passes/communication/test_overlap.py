@@ -246,9 +246,10 @@ def test_a_step_with_an_optimizer_keeps_its_bits():
 
 @pytest.fixture
 def tp_group():
-    """A group of one rank under the name of the axis: Inductor asks for it while it compiles."""
+    """A group of one rank under the names of the axis' communicators: Inductor asks for them while it compiles."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    register_axis_group("tp", dist.group.WORLD)
+    for communicator in ("tp", "tp:gradients"):
+        register_axis_group(communicator, dist.group.WORLD)
     yield
     dist.destroy_process_group()
 

@@ -105,11 +105,11 @@ def test_ours_and_stock_compute_the_same_on_two_ranks(tmp_path, monkeypatch, cap
     arguments = ["bench", "--ranks=2", "--rounds=1", "--steps=1", "--contenders=ours,eager", f"--out={tmp_path}"]
     monkeypatch.setattr(sys, "argv", [*arguments, *TINY, "mesh.dp_shard=2"])
     command.main()
-    rounds = json.loads((tmp_path / "command.json").read_text())
+    rounds = json.loads((tmp_path / "bench.json").read_text())
     assert [len(rounds[name]) for name in ("ours", "eager")] == [1, 1]
     for (result,) in rounds.values():
         assert "error" not in result and result["off"] < 1e-5 and result["sent_bytes"] > 0 and result["peak_bytes"] > 0
-    assert "this trainer" in (tmp_path / "command.md").read_text() and (tmp_path / "command.html").exists()
+    assert "this trainer" in (tmp_path / "bench.md").read_text() and (tmp_path / "bench.html").exists()
 
 
 def test_a_contender_that_cannot_run_says_why(tmp_path):
