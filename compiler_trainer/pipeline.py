@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from compiler_trainer.capture.roll import Rolling
 from compiler_trainer.config.schema import EIGHT_BITS, CastConfig, OptimConfig, PassesConfig, RematConfig
 from passes.autograd.joint import Joint
 from passes.autograd.simplify import Simplify
@@ -26,10 +27,12 @@ from passes.communication.dedupe import Dedupe
 from passes.communication.overlap import Overlap
 from passes.communication.schedule import Schedule
 from passes.lower.segment import Segment
+from passes.lower.unroll import Unroll
 from passes.memory.remat import Remat
 from passes.precision.cast import Cast
 from passes.precision.float8 import Float8
 from passes.program.ir import Pass, Program
+from passes.program.regions import within
 from passes.sharding.collectives import Expand
 from passes.sharding.normalize import Normalize
 from passes.sharding.place import Place
@@ -44,11 +47,16 @@ DTYPES: dict[str | None, Any] = {None: None, "float32": torch.float32, "bfloat16
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The passes of each program; `train` maps a program's name to its passes, run in order within a step."""
+    """The passes of each program; `train` maps a program's name to its passes, run in order within a step.
+
+    With `rolling`, of many layers alike one stands for others until `unroll`.
+    """
 
     forward: Passes
     evaluate: Passes
     train: Mapping[str, Passes]
+    rolling: Rolling | None = None
+    unroll: Unroll = Unroll()
 
 
 def build_pipeline(
@@ -79,7 +87,23 @@ def build_pipeline(
             "accumulate": (*joint, build_remat(remat, rest, optimize.state_bytes), *rest, segment),
             "apply": (Joint(), ApplyOnly(), optimize, *finish, segment),
         }
-    return Pipeline(forward, (Expand(), overlap, segment), train)
+    return Pipeline(forward, (Expand(), overlap, segment), train, build_rolling(passes, optim, masters))
+
+
+def build_rolling(passes: PassesConfig, optim: OptimConfig, masters: Mapping[str, torch.dtype]) -> Rolling | None:
+    """Which layers may stand for others; None where options treat them by their number, or all at once."""
+    by_number = passes.remat.policy in ("every_n", "budget") or optim.stochastic_rounding
+    if by_number or passes.verify == "numeric" or not (passes.roll and passes.segment.enabled):
+        return None
+    patterns = (*(passes.shard.plan or ()), *passes.cast.modules, *passes.cast.float8_skip, *passes.remat.modules)
+    ahead = passes.schedule.ahead  # gathers start so many layers early, gradients are waited for as late, twice on HSDP
+    offloads = "offload" in (passes.remat.policy, *passes.remat.modules.values(), *passes.remat.ops.values())
+    further = 2 if passes.cast.float8 or offloads else 0  # maxima come before gathers, what is fetched before its use
+    return Rolling(
+        lambda name: (masters.get(name), [p for p in patterns if within(name, p)]),
+        before=3 + 2 * ahead + further,
+        after=2 + ahead + further,
+    )
 
 
 def build_cast(cast: CastConfig, masters: Mapping[str, torch.dtype]) -> Cast:

@@ -17,9 +17,11 @@ from torch.export.graph_signature import InputKind, OutputKind
 from compiler_trainer.capture.flex import write_out
 from compiler_trainer.capture.functions import functions_as_operators
 from compiler_trainer.capture.hints import checkpoints_as_marks, read_marks
+from compiler_trainer.capture.roll import Held, Rolling, roll_up
 from compiler_trainer.config.errors import UserError
 from passes.program import ir
 from passes.program.frames import roomy
+from passes.program.rolls import Roll
 from passes.program.spec import Spec
 from passes.program.torch_private import FakeTensorMode, GuardOnDataDependentSymNode, flex_with_gradients
 
@@ -56,13 +58,14 @@ def capture(
     batch: Mapping[str, Tensor],
     device: torch.device,
     dtype: torch.dtype | None = None,
+    rolling: Rolling | None = None,
 ) -> tuple[ir.Program, ir.Context]:
     """The forward and loss of a batch of the given global shapes as a functional ATen graph.
 
     Inputs are parameters (that require gradients), buffers (everything else the model holds) and the batch;
     outputs the loss and the new values of buffers the forward changes. `dtype` is that in which parameters
-    are used (None: their own). Raises UserError naming the batch
-    entry, or what `torch.export` could not follow.
+    are used (None: their own). With `rolling`, of many layers alike some are left out. Raises UserError naming the
+    batch entry, or what `torch.export` could not follow.
     """
     for key, value in batch.items():
         if not isinstance(value, Tensor):
@@ -76,9 +79,10 @@ def capture(
         warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)  # torch 2.13's own use
         exported = _export(module, values)
         detach_regions(exported.graph_module)
+        roll = roll_up(exported.graph_module, state_of(exported, model), rolling) if rolling else None
         exported = exported.run_decompositions({})
         write_out(exported.graph_module)
-    program = _to_program(exported, keys, model)
+    program = _to_program(exported, keys, model, roll)
     loss = program.results()[[o.kind for o in program.outputs].index("loss")]
     if ir.example(loss).dim() or not ir.example(loss).is_floating_point():
         raise UserError(
@@ -140,7 +144,20 @@ def detach_regions(module: torch.fx.GraphModule) -> None:
     module.recompile()
 
 
-def _to_program(exported, keys: tuple[str, ...], model: nn.Module) -> ir.Program:
+def state_of(exported: ExportedProgram, model: nn.Module) -> dict[torch.fx.Node, Held]:
+    """The parameters and buffers that placeholders stand for."""
+    names, found = first_names(model), {}
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    placeholders = (n for n in exported.graph.nodes if n.op == "placeholder")
+    for node, spec in zip(placeholders, exported.graph_signature.input_specs, strict=True):
+        if spec.kind is not InputKind.USER_INPUT and spec.target is not None:
+            target = spec.target.removeprefix("model.")
+            name = names.get(target, target)
+            found[node] = Held(name, name in held and held[name].requires_grad)
+    return found
+
+
+def _to_program(exported, keys: tuple[str, ...], model: nn.Module, roll: Roll | None) -> ir.Program:
     batch, names = iter(keys), first_names(model)
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
     inputs: list[ir.Input] = []
@@ -153,6 +170,9 @@ def _to_program(exported, keys: tuple[str, ...], model: nn.Module) -> ir.Program
             continue
         target = spec.target.removeprefix("model.")
         name = names.get(target, target)
+        if roll is not None and roll.holds(name):
+            exported.graph.erase_node(node)
+            continue
         if name in nodes:
             node.replace_all_uses_with(nodes[name])
             exported.graph.erase_node(node)
@@ -175,7 +195,7 @@ def _to_program(exported, keys: tuple[str, ...], model: nn.Module) -> ir.Program
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             exported.graph.erase_node(node)  # a check that shapes and dtypes are those of the capture: they are
     module = torch.fx.GraphModule(torch.nn.Module(), exported.graph)
-    return ir.Program(module, tuple(inputs), tuple(outputs), facts=frozenset({"captured"}))
+    return ir.Program(module, tuple(inputs), tuple(outputs), facts=frozenset({"captured"}), roll=roll)
 
 
 def first_names(model: nn.Module) -> dict[str, str]:

@@ -200,7 +200,10 @@ class SegmentConfig:
 
 @dataclass(frozen=True)
 class PassesConfig:
-    """Options of each pass, and how much of its result is verified."""
+    """Options of each pass, and how much of its result is verified.
+
+    With `roll`, one layer stands for those that are like it while passes run.
+    """
 
     cast: CastConfig = field(default_factory=CastConfig)
     shard: ShardConfig = field(default_factory=ShardConfig)
@@ -208,6 +211,7 @@ class PassesConfig:
     remat: RematConfig = field(default_factory=RematConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     segment: SegmentConfig = field(default_factory=SegmentConfig)
+    roll: bool = True
     verify: Literal["off", "spec", "numeric"] = "spec"
 
 

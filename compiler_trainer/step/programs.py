@@ -83,12 +83,14 @@ class Compilation:
         self.tell("capture")
         dtype = DTYPES[self.options.cast.param_dtype]
         program, ctx = self.report.time(
-            "capture", lambda: capture(self.model, self.loss_fn, self.batch, self.device, dtype)
+            "capture", lambda: capture(self.model, self.loss_fn, self.batch, self.device, dtype, self.pipeline.rolling)
         )
         return Captured(dataclasses.replace(program, mesh=self.mesh), ctx)
 
     def run(self, stage: str, steps: Passes, given: Captured, known: Results | None = None) -> Captured:
         """A program, of which some results are known, after some passes; raises UserError where one refuses."""
+        if given.program.roll and any("segments" in step.establishes for step in steps):
+            steps = (*steps, self.pipeline.unroll)
         how: dict[str, Any] = {"verify": self.options.verify, "observe": self.observe, "inputs": self.whole}
         how |= {"known": known, "tell": lambda what: self.tell(f"{stage}: {what}")}
         try:

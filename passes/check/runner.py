@@ -18,6 +18,7 @@ from passes.check.verify import verify_spec
 from passes.cost.accounting import Accounting, Ledger, summed
 from passes.cost.costs import Costs, costs
 from passes.program import ir
+from passes.program.bodies import flatten
 from passes.program.frames import roomy
 from passes.program.printer import print_program
 from passes.program.sweep import Sweep, sweep
@@ -93,8 +94,7 @@ def run_passes(
     records: list[PassRecord] = []
 
     def finish(step: str, seconds: float, before: ir.Program, after: ir.Program, report: ir.Report) -> None:
-        whole = before if "segments" in after.facts else after  # calls are the program that they were cut from
-        swept, errors = check(step, before, after)
+        whole, swept, errors = check(step, before, after)
         counts, ledger = (len(before.graph.nodes), len(after.graph.nodes)), Ledger(whole, swept)
         record = PassRecord(name, step, seconds, *counts, report, summed(ledger), errors, check.results or {})
         records.append(record)
@@ -153,19 +153,23 @@ class _Checker:
         if self.verify == "numeric" and self.results is None:
             self.results = run(before, self.ctx, self.inputs)
 
-    def __call__(self, step: str, before: ir.Program, after: ir.Program) -> tuple[Sweep, dict[str, float]]:
-        """What the program's nodes yield, and the errors of its results; raises CompileError naming the pass."""
+    def __call__(self, step: str, before: ir.Program, after: ir.Program) -> tuple[ir.Program, Sweep, dict[str, float]]:
+        """The program in line, what its nodes yield, and the errors of its results.
+
+        Raises CompileError naming the pass.
+        """
         seen, self.seen = self.seen, []  # which would keep the program before alive
         now = contents(before) if self.verify != "off" else []
         if len(now) != len(seen) or not all(map(operator.is_, now, seen)):
             raise ir.CompileError(step, None, "changed the program it was given; a pass rewrites a copy")
-        if "segments" in after.facts:
+        if "segments" in after.facts - before.facts:
             verify_composed(step, before, after)
-            return sweep(before, self.ctx), {}
+            return before, sweep(before, self.ctx), {}
+        after = flatten(after)
         if self.verify == "off":
-            return sweep(after, self.ctx), {}
+            return after, sweep(after, self.ctx), {}
         swept = verify_spec(after, self.ctx, pass_name=step, before=before)
-        return swept, self.compare(step, before, after) if self.verify == "numeric" else {}
+        return after, swept, self.compare(step, before, after) if self.verify == "numeric" else {}
 
     def compare(self, step: str, before: ir.Program, after: ir.Program) -> dict[str, float]:
         """Errors of the results that both programs have; gradients known early stand until they are returned."""

@@ -38,6 +38,7 @@ from passes.cost.accounting import communicator_of, count_flops, kind_of, sent_b
 from passes.cost.cluster import FLOPS_PER_BYTE
 from passes.cost.fusion import WAITS
 from passes.program import ir
+from passes.program.bodies import base_of
 from passes.program.regions import regions, weight_nodes
 from passes.program.rewrite import move_after, move_before
 from passes.program.sweep import recorded
@@ -118,27 +119,41 @@ def products_to_wait_for(graph: fx.Graph, products: Container[fx.Node]) -> dict[
 
 
 def start_early(program: ir.Program, ahead: int, layers: Mapping[fx.Node, str]) -> None:
-    """Start the gathers of a layer where those of the layer `ahead` places before it began."""
+    """Start the gathers of a layer where those of the layer `ahead` places before it began, their maxima one before."""
     weights = set(weight_nodes(program))
     unwritten = takewhile(lambda node: not writes_input(node), program.calls())
-    gathers = [node for node in unwritten if node in weights and kind_of(node) == "all_gather"]
-    runs = [list(run) for _, run in groupby(gathers, lambda node: (ir.phase(node), layers[node]))]
-    places = [run[0].next for run in runs]
-    for i, run in enumerate(runs):
+    early = [node for node in unwritten if node in weights and kind_of(node) in ("all_gather", "all_reduce")]
+
+    def runs_of(kind: str) -> dict[tuple[str, str], list[fx.Node]]:
+        found: dict[tuple[str, str], list[fx.Node]] = {}
+        for node in early:
+            if kind_of(node) == kind:
+                found.setdefault((ir.phase(node), layers[node]), []).append(node)
+        return found
+
+    gathers = runs_of("all_gather")
+    places = [run[0].next for run in gathers.values()]
+    number = {run: i for i, run in enumerate(gathers)}
+    for i, run in enumerate(gathers.values()):
         for start in run:
             move_before(start, places[max(0, i - ahead)])
+    for key, maxima in runs_of("all_reduce").items():
+        for start in maxima if key in number else ():
+            move_before(start, places[max(0, number[key] - ahead - 1)])
 
 
 def wait_late(program: ir.Program, ahead: int, tails: set[fx.Node], layers: Mapping[fx.Node, str]) -> None:
     """Put waits, and what only follows them, right before what needs them."""
     following = after_waits(program, tails)
     latest = latest_places(program, ahead, tails - following, following, layers)
-    barrier = program.graph.output_node()
+    end, written = program.graph.output_node(), dict[fx.Node, fx.Node]()  # inputs, and where they are written first
     for node in reversed(list(program.calls())):
         if is_write(node):
-            barrier = node
+            written[node.args[0]] = node  # type: ignore[index]
         if node in following:
-            min(barrier, latest.get(node, barrier), *node.users).prepend(node)
+            sent = started(node).all_input_nodes if node.target in WAITS else ()
+            barriers = (written[n] for n in map(base_of, sent) if n in written)  # what is in flight must not change
+            min(end, latest.get(node, end), *barriers, *node.users).prepend(node)
 
 
 def after_waits(program: ir.Program, tails: set[fx.Node]) -> set[fx.Node]:

@@ -5,11 +5,11 @@
     b = all_gather(wk, 0, "dp_shard", 2, 4)         a, b = the columns of each, reshaped
                                                     ...
 
-- Gathers of parameters merge within a layer and phase, at the first of them: no weight is gathered before the
-  layer that uses it begins. Outside of layers they merge where no layer lies between them.
-- Reduce-scatters and sums of gradients merge within a layer, after the last of their operands, so that all layers
-  communicate alike.
-- Maxima of parameters (scales of float8) merge into one, before the first layer.
+- Gathers and maxima of parameters (scales of float8) merge within a layer and phase, at the first of them: no weight is
+  gathered before the layer that uses it begins. Outside of layers they merge where no layer lies between them.
+- Reduce-scatters and sums of gradients merge within a layer, after the last of their operands.
+
+So all layers communicate alike, and one compiled body serves them all.
 
 A bucket holds up to `bucket_mib` of full (not sharded) values; one value larger than that travels alone. Only
 what precedes the first write into an input is merged, so that nothing is moved across a write. Works on boundary
@@ -100,10 +100,9 @@ def groups(program: ir.Program) -> dict[tuple, list[fx.Node]]:
         own = [node for node in members if node.target in kinds]
         depth = depths(program, set(own))
         for node in sorted(own, key=depth.__getitem__):
-            place = "" if node.target is boundary.pmax else layer_of_update(node, layers) or where[node]
-            phase = "" if node.target is boundary.pmax else ir.phase(node)
+            place = layer_of_update(node, layers) or where[node]
             arrives = None if node.target is boundary.all_gather else ir.example(node.args[0]).dtype  # type: ignore
-            key = (node.target, depth[node], phase, place, arrives, *shared_options(node))
+            key = (node.target, depth[node], ir.phase(node), place, arrives, *shared_options(node))
             found.setdefault(key, []).append(node)
     return found
 

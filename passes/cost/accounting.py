@@ -1,4 +1,7 @@
-"""What a program will cost, read from its graph: bytes on the wire, FLOPs, and the peak of live memory."""
+"""What a program will cost, read from its graph: bytes on the wire, FLOPs, and the peak of live memory.
+
+Where one layer stands for several, the sums are those of all of them.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,10 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -17,6 +20,8 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from passes.program import ir
 from passes.program.mesh import Mesh
+from passes.program.regions import numbers_of
+from passes.program.rolls import Roll
 from passes.program.shift import shift
 from passes.program.sweep import Sweep, Value, map_values, tensors
 from passes.program.torch_private import OpOverload, ao, c10d
@@ -78,12 +83,32 @@ class Accounting:
     alive: dict[str, int]
 
 
+class Life(NamedTuple):
+    """So many storages like one, and the nodes, by index, at which they are first and last alive."""
+
+    storage: int
+    times: int
+    born: int
+    last: int
+
+
 @dataclass(frozen=True)
 class Ledger:
     """What each node of a program costs, for sums and for rows by node: each is found once, when first asked for."""
 
     program: ir.Program
     swept: Sweep
+
+    @cached_property
+    def layers(self) -> dict[fx.Node, int | None]:
+        """The number of the layer of each node, in the stack in which one layer stands for others."""
+        assert self.program.roll is not None
+        return numbers_of(self.program, self.program.roll)
+
+    def times(self, node: fx.Node) -> int:
+        """For how many nodes of the whole program a node stands."""
+        roll = self.program.roll
+        return 1 + roll.left_out if roll and self.layers[node] == roll.number else 1
 
     @cached_property
     def flops(self) -> dict[fx.Node, int]:
@@ -101,6 +126,21 @@ class Ledger:
         return lifetimes(self.program, self.swept)
 
     @cached_property
+    def all_lives(self) -> list[Life]:
+        """The lives of the program's storages, and of those of layers that one stands for."""
+        own = [Life(s, 1, *life) for s, life in self.lives.items()]
+        return own if self.program.roll is None else [*own, *lives_left_out(self, self.program.roll)]
+
+    @cached_property
+    def makers(self) -> dict[int, fx.Node]:
+        """The first node that holds each storage."""
+        found: dict[int, fx.Node] = {}
+        for node in self.swept.values:
+            for s in sorted(self.swept.storages(node)):
+                found.setdefault(s, node)
+        return found
+
+    @cached_property
     def kinds(self) -> dict[int, str]:
         """What each storage holds."""
         return kinds_of_storages(self.program, self.swept)
@@ -115,18 +155,18 @@ def summed(ledger: Ledger) -> Accounting:
     """The sums of what nodes cost."""
     flops: Counter[str] = Counter()
     for node, count in ledger.flops.items():
-        flops[ir.phase(node)] += count
+        flops[ir.phase(node)] += ledger.times(node) * count
     size, peak = ledger.swept.storage_bytes, peak_of(ledger)
     alive = Counter[str]()
-    for s in peak.alive:
-        alive[ledger.kinds[s]] += size[s]
-    inputs = set().union(*(ledger.swept.storages(n) for n in ledger.program.placeholders()))
+    for s, times in peak.alive.items():
+        alive[ledger.kinds[s]] += times * size[s]
+    inputs = {s: ledger.times(n) for n in ledger.program.placeholders() for s in ledger.swept.storages(n)}
     return Accounting(
         traffic_of(ledger),
         dict(flops),
-        sum(count for node, count in ledger.flops.items() if ir.is_recomputed(node)),
+        sum(ledger.times(node) * count for node, count in ledger.flops.items() if ir.is_recomputed(node)),
         peak.bytes,
-        sum(size[s] for s in inputs),
+        sum(times * size[s] for s, times in inputs.items()),
         peak.node.name,
         ir.source(peak.node),
         dict(sorted(alive.items())),
@@ -188,9 +228,9 @@ def traffic_of(ledger: Ledger) -> tuple[Traffic, ...]:
     """Collectives by kind and axis."""
     calls: Counter[tuple[str, str]] = Counter()
     sent: Counter[tuple[str, str]] = Counter()
-    for kind, axis, size in ledger.sends.values():
-        calls[kind, axis] += 1
-        sent[kind, axis] += size
+    for node, (kind, axis, size) in ledger.sends.items():
+        calls[kind, axis] += ledger.times(node)
+        sent[kind, axis] += ledger.times(node) * size
     return tuple(Traffic(kind, axis, calls[kind, axis], sent[kind, axis]) for kind, axis in sorted(calls))
 
 
@@ -271,11 +311,11 @@ def _evaluate(formula: Callable[..., int], args: tuple, kwargs: tuple, out: Any)
 
 @dataclass(frozen=True)
 class Peak:
-    """Most bytes alive at once, the node at which they are, and their storages."""
+    """Most bytes alive at once, the node at which they are, and their storages, each with how many it stands for."""
 
     bytes: int
     node: fx.Node
-    alive: frozenset[int]
+    alive: Mapping[int, int]
 
 
 def peak_memory(program: ir.Program, swept: Sweep) -> Peak:
@@ -291,12 +331,34 @@ def peak_of(ledger: Ledger) -> Peak:
     """Where most memory is alive."""
     nodes, size = list(ledger.program.graph.nodes), ledger.swept.storage_bytes
     change = [0] * (len(nodes) + 1)
-    for s, (born, last) in ledger.lives.items():
-        change[born] += size[s]
-        change[last + 1] -= size[s]
+    for life in ledger.all_lives:
+        change[life.born] += life.times * size[life.storage]
+        change[life.last + 1] -= life.times * size[life.storage]
     live = list(itertools.accumulate(change[:-1]))
     at = live.index(max(live))
-    return Peak(live[at], nodes[at], frozenset(s for s, (born, last) in ledger.lives.items() if born <= at <= last))
+    alive = Counter[int]()
+    for life in ledger.all_lives:
+        if life.born <= at <= life.last:
+            alive[life.storage] += life.times
+    return Peak(live[at], nodes[at], alive)
+
+
+def lives_left_out(ledger: Ledger, roll: Roll) -> Iterator[Life]:
+    """The storages of the layers that one stands for, while all of them are alive.
+
+    What one phase keeps for another is alive in all layers from when the last of them made it until the first is done
+    with it; what lives in one phase only, in one layer at a time.
+    """
+    nodes, made = list(ledger.program.graph.nodes), dict[int | None, list[int]]()
+    for s, maker in ledger.makers.items():
+        if s in ledger.lives:
+            made.setdefault(ledger.layers[maker], []).append(s)
+    following = roll.number + roll.left_out + 1  # beyond those left out: what all of them have, it has as well
+    for s, other in zip(made.get(roll.number, ()), made.get(following, ()), strict=True):
+        (born, last), (other_born, other_last) = ledger.lives[s], ledger.lives[other]
+        stays = nodes[born].op == "placeholder" or nodes[last].op == "output"
+        if stays or ir.phase(nodes[born]) != ir.phase(nodes[last]):
+            yield Life(s, roll.left_out, max(born, other_born), min(last, other_last))
 
 
 def lifetimes(program: ir.Program, swept: Sweep) -> dict[int, tuple[int, int]]:

@@ -27,18 +27,20 @@ class Costs:
 
 
 def costs(ledger: Ledger) -> Costs:
-    """The costs of every node."""
-    collectives = tuple((node.name, *sent) for node, sent in ledger.sends.items())
-    return Costs(collectives, tuple((node.name, n) for node, n in ledger.flops.items()), storage_rows(ledger))
+    """The costs of every node, those of layers that one stands for at the one."""
+    return Costs(
+        tuple((node.name, kind, axis, ledger.times(node) * n) for node, (kind, axis, n) in ledger.sends.items()),
+        tuple((node.name, ledger.times(node) * n) for node, n in ledger.flops.items()),
+        storage_rows(ledger),
+    )
 
 
 def storage_rows(ledger: Ledger) -> tuple[tuple[str, str, int, str], ...]:
     """Every storage on the device that takes memory, in the order in which they are made."""
-    names, swept = [node.name for node in ledger.program.graph.nodes], ledger.swept
-    maker: dict[int, str] = {}
-    for node in swept.values:
-        for s in swept.storages(node):
-            maker.setdefault(s, node.name)
-    kind, lives = ledger.kinds, ledger.lives
-    order = sorted(lives, key=lambda s: (lives[s][0], s))
-    return tuple((maker[s], names[lives[s][1]], b, kind[s]) for s in order if (b := swept.storage_bytes[s]))
+    names, size = [node.name for node in ledger.program.graph.nodes], ledger.swept.storage_bytes
+    order = sorted(ledger.all_lives, key=lambda life: (life.born, life.storage))
+    lives = [(life, ledger.makers[life.storage].name) for life in order if size[life.storage]]
+    return tuple(
+        (maker if ledger.lives[s][0] == born else names[born], names[last], times * size[s], ledger.kinds[s])
+        for (s, times, born, last), maker in lives
+    )

@@ -18,14 +18,14 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from passes.communication.overlap import in_flight, products_of
 from passes.cost.fusion import ALONE
 from passes.program import ir
-from passes.program.bodies import Body, Piece, cut_out, insert_call, is_view, key_of, text_of
+from passes.program.bodies import Body, Piece, base_of, cut_out, insert_call, is_view, key_of, text_of
 from passes.program.regions import regions
 from passes.program.torch_private import OpOverload
 from passes.rules import name_of
@@ -46,7 +46,7 @@ class Segment:
     establishes: frozenset[str] = frozenset({"segments"})
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
-        runs = list(cut(program, self.max_nodes)) if self.enabled else [list(program.calls())]
+        runs = list(cut(program, self.max_nodes)) if self.enabled else [("", list(program.calls()))]
         found = list(pieces(program, runs))
         bodies = bodies_of(found)
         graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -67,7 +67,10 @@ class Segment:
 # ---- where to cut -----------------------------------------------------------------------------------
 
 
-def cut(program: ir.Program, max_nodes: int) -> Iterator[list[fx.Node]]:
+Run = tuple[str, list[fx.Node]]  # operators in a row, and the layer or parameter whose work they are
+
+
+def cut(program: ir.Program, max_nodes: int) -> Iterator[Run]:
     """The operators in order, as runs: a new one where a layer begins or ends, and at each parameter's update."""
     layers, kernels = regions(program), set(products_of(program.graph))
     kernels.update(node for node in program.calls() if operator_name(node) in ALONE)
@@ -82,22 +85,22 @@ def cut(program: ir.Program, max_nodes: int) -> Iterator[list[fx.Node]]:
             leaves_layer = place != here and not place[1]
             begins = node in kernels and (place not in seen or leaves_layer or len(run) >= max_nodes)
         if begins:
-            yield run
+            yield here[1], run
             run, here = [], place
             seen.add(place)
         run.append(node)
-    yield run
+    yield here[1], run
 
 
 # ---- pieces -----------------------------------------------------------------------------------------
 
 
-def pieces(program: ir.Program, runs: Sequence[Sequence[fx.Node]]) -> Iterator[Piece]:
+def pieces(program: ir.Program, runs: Sequence[Run]) -> Iterator[Piece]:
     """The runs as graphs of their own, views made where they are read."""
-    where = {node: i for i, run in enumerate(runs) for node in run if not is_view(node)}
+    where = {node: i for i, (_, run) in enumerate(runs) for node in run if not is_view(node)}
     returned = set(program.graph.output_node().all_input_nodes)
     members: list[dict[fx.Node, None]] = [{} for _ in runs]
-    for i, run in enumerate(runs):
+    for i, (_, run) in enumerate(runs):
         for node in run:
             if node.target is operator.getitem and not is_view(node):  # parts of a tuple stay with it
                 where[node] = where[node.args[0]]
@@ -115,7 +118,8 @@ def pieces(program: ir.Program, runs: Sequence[Sequence[fx.Node]]) -> Iterator[P
             own = [node for node in nodes if where.get(node) == i]
             outside = [node for node in nodes if where.get(node) != i]
             piece = cut_out(own, results, held.get(i, ()), outside)
-            yield piece if is_flat(piece) else cut_out(list(nodes), results, held.get(i, ()))
+            piece = piece if is_flat(piece) else cut_out(list(nodes), results, held.get(i, ()))
+            yield replace(piece, layer=runs[i][0])
 
 
 def views_read(node: fx.Node, inside: Container[fx.Node]) -> list[fx.Node]:
@@ -134,13 +138,6 @@ def sent_until(program: ir.Program, where: dict[fx.Node, int]) -> dict[int, list
         if where[start] != where[wait]:
             found.setdefault(where[wait], []).extend(base_of(node) for node in start.all_input_nodes)
     return found
-
-
-def base_of(node: fx.Node) -> fx.Node:
-    """What a view is of."""
-    while is_view(node):
-        node = node.all_input_nodes[0]
-    return node
 
 
 # ---- bodies -----------------------------------------------------------------------------------------

@@ -127,14 +127,15 @@ class Cast:
         return program, ir.Report(counts, dtype_table(program))
 
     def cast_masters(self, program: ir.Program, ctx: ir.Context) -> set[fx.Node]:
-        """Let parameters arrive in their own dtype; the casts to that in which they are used."""
+        """Let parameters arrive in their own dtype; the casts to that in which they are used, before their first use."""
         casts = set()
-        last = program.placeholders()[-1]
+        order = {node: i for i, node in enumerate(program.graph.nodes)}
+        output = program.graph.output_node()
         for node, given in zip(program.placeholders(), program.inputs):
             stored, used = self.masters.get(given.name), ir.example(node).dtype
             if given.kind != "parameter" or stored is None or stored == used:
                 continue
-            with program.graph.inserting_after(last):
+            with program.graph.inserting_before(min(node.users, key=order.__getitem__, default=output)):
                 cast = program.graph.call_function(COPY, (node,), {"dtype": used})
             ir.set_value(cast, ir.example(node))
             with ctx.fake_mode:

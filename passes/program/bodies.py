@@ -16,9 +16,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx
@@ -72,13 +73,14 @@ class Piece:
     """A run of nodes: the values that it reads, in order of use, and those of its own that others read.
 
     Views may be among its nodes though they stand before the run: they are made where they are read. `views` are made
-    outside, before the call.
+    outside, before the call. `layer` is the path of the layer, or the name of the parameter, whose work it is.
     """
 
     nodes: tuple[fx.Node, ...]
     reads: tuple[fx.Node, ...]
     results: tuple[fx.Node, ...]
     views: tuple[fx.Node, ...] = ()
+    layer: str = ""
 
     def positions(self) -> tuple[int, ...]:
         """Which of its nodes are results."""
@@ -102,7 +104,7 @@ def cut_out(
 ) -> Piece:
     """The piece of these nodes; it is given the values `held` as well, for they must not be freed before it is done."""
     inside = set(nodes)
-    held = sorted(held, key=lambda node: _layout(ir.value(node), flat=False))  # pieces alike hold them in one order
+    held = sorted(held, key=lambda node: describe_layout(ir.value(node)))  # pieces alike hold them in one order
     used = (operand for node in nodes for operand in node.all_input_nodes if operand not in inside)
     reads = tuple(dict.fromkeys((*used, *(node for node in held if node not in inside))))
     return Piece(tuple(nodes), reads, tuple(results), tuple(views))
@@ -117,6 +119,7 @@ def insert_call(graph: fx.Graph, body: Body, piece: Piece, env: dict[fx.Node, An
     call = graph.call_function(body, tuple(env[operand] for operand in piece.reads))
     call.meta = {"val": tuple(piece.nodes[i].meta.get("val") for i in body.results)}
     call.meta["pieces"] = tuple((node.name, node.meta) for node in piece.nodes)
+    call.meta["layer"] = piece.layer
     ir.copy_origin(call, piece.nodes[-1])
     for node in piece.results:
         index = body.results.index(piece.nodes.index(node))
@@ -129,10 +132,15 @@ def flatten(program: ir.Program) -> ir.Program:
     """The program with every call replaced by the nodes that it stands for, under their own names."""
     if not any(map(body_of_call, program.calls())):
         return program
-    inline = _Inline()
-    for node in program.graph.nodes:
-        inline.put(node)
-    return program.with_graph(inline.graph, facts=program.facts - {"segments"})
+    if program.module not in _flattened:
+        inline = _Inline()
+        for node in program.graph.nodes:
+            inline.put(node)
+        _flattened[program.module] = inline.graph
+    return program.with_graph(_flattened[program.module], facts=program.facts - {"segments"})
+
+
+_flattened: WeakKeyDictionary[fx.GraphModule, fx.Graph] = WeakKeyDictionary()  # several ask for the same one
 
 
 class _Inline:
@@ -141,7 +149,7 @@ class _Inline:
     def __init__(self) -> None:
         self.graph = fx.Graph()
         self.env: dict[fx.Node, Any] = {}  # what stands for a node; for a call, all that it returns
-        self.made: dict[str, fx.Node] = {}
+        self.made: dict[str, list[fx.Node]] = {}  # by the name asked for: layers written alike ask for the same
 
     def put(self, node: fx.Node) -> None:
         """Append what a node stands for."""
@@ -167,14 +175,17 @@ class _Inline:
 
     def make(self, node: fx.Node, env: dict[fx.Node, Any], name: str, meta: dict[str, Any]) -> fx.Node:
         """The node under its name, appended unless it was made before."""
-        args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-        if name not in self.made:
-            self.made[name] = self.graph.create_node(node.op, node.target, args, kwargs, name=name)
-            self.made[name].meta = meta
-        found = self.made[name]
-        if (found.target, found.args, found.kwargs) != (node.target, args, kwargs):
-            raise ir.CompileError("segment", found, "is made again otherwise")
-        return found
+        args, kwargs = fx.map_arg(node.args, env.__getitem__), node.kwargs
+        if kwargs:
+            kwargs = fx.map_arg(kwargs, env.__getitem__)
+        made = self.made.setdefault(name, [])
+        for found in made:
+            if (found.target, found.args, found.kwargs) == (node.target, args, kwargs):
+                return found
+        new = self.graph.create_node(node.op, node.target, name=name)
+        new.args, new.kwargs, new.meta = args, kwargs, meta  # operands afterwards: see `ir.copy_node`
+        made.append(new)
+        return new
 
 
 def is_view(node: fx.Node) -> bool:
@@ -187,6 +198,13 @@ def is_view(node: fx.Node) -> bool:
     if schema.is_mutable or all(result.alias_info is None for result in schema.returns):
         return False
     return schema.name not in PERHAPS_COPIES or is_same_line(node)
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """What a view is of."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
 
 
 PERHAPS_COPIES = frozenset({"aten::to", "aten::contiguous", "aten::reshape"})
@@ -207,9 +225,9 @@ def text_of(graph: fx.Graph, flat: bool = False) -> str:
     lines = []
     for node in graph.nodes:
         if node.op == "placeholder":
-            lines.append(f"{numbers[node]} {_layout(node.meta.get('val'), flat)}")
+            lines.append(f"{numbers[node]} {describe_layout(node.meta.get('val'), flat)}")
         else:
-            operands = _operand((node.args, node.kwargs), numbers)
+            operands = describe_operand((node.args, node.kwargs), numbers)
             lines.append(f"{numbers[node]} {'return' if node.op == 'output' else _target(node.target)} {operands}")
     return "\n".join(lines)
 
@@ -224,25 +242,26 @@ def _target(target: Any) -> str:
     return str(target) if isinstance(target, OpOverload) else f"{target.__module__}.{target.__qualname__}"
 
 
-def _layout(value: Any, flat: bool) -> str:
+def describe_layout(value: Any, flat: bool = False) -> str:
+    """Dtype, device, shape and strides of a tensor or several; of a `flat` one whether it has dims."""
     if isinstance(value, Tensor):
         shape = "line" if flat and value.dim() else f"{tuple(value.shape)} {value.stride()} {value.storage_offset()}"
         return f"{value.dtype} {value.device} {shape}"
     if isinstance(value, (tuple, list)):
-        return f"({', '.join(_layout(part, flat) for part in value)})"
+        return f"({', '.join(describe_layout(part, flat) for part in value)})"
     return repr(value)
 
 
-def _operand(arg: Any, numbers: dict[fx.Node, str]) -> str:
+def describe_operand(arg: Any, names: Mapping[fx.Node, str]) -> str:
     """An operand in full; raises CompileError for one whose text would not tell it from others."""
     if isinstance(arg, fx.Node):
-        return numbers[arg]
+        return names[arg]
     if isinstance(arg, (tuple, list)):
-        return f"[{', '.join([_operand(part, numbers) for part in arg])}]"
+        return f"[{', '.join([describe_operand(part, names) for part in arg])}]"
     if isinstance(arg, dict):
-        return f"{{{', '.join([f'{key}={_operand(part, numbers)}' for key, part in arg.items()])}}}"
+        return f"{{{', '.join([f'{key}={describe_operand(part, names)}' for key, part in arg.items()])}}}"
     if isinstance(arg, slice):
-        return f"slice{_operand((arg.start, arg.stop, arg.step), numbers)}"
+        return f"slice{describe_operand((arg.start, arg.stop, arg.step), names)}"
     if arg is None or isinstance(arg, _CONSTANTS):
         return repr(arg)
     kind = type(arg).__name__

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.program.mesh import Mesh
+from passes.program.rolls import Roll
 from passes.program.spec import Spec
 from passes.program.torch_private import LazyGraphModule
 
@@ -42,7 +43,8 @@ class Output:
 class Program:
     """A graph whose placeholders are `inputs` and whose returned tuple is `outputs`, in order.
 
-    `facts` are what has been established of it ("captured", "local", "joint", ...).
+    `facts` are what has been established of it ("captured", "local", "joint", ...). With `roll`, one of its layers
+    stands for several.
     """
 
     module: fx.GraphModule
@@ -50,6 +52,7 @@ class Program:
     outputs: tuple[Output, ...]
     mesh: Mesh = Mesh()
     facts: frozenset[str] = frozenset()
+    roll: Roll | None = None
 
     @property
     def graph(self) -> fx.Graph:

@@ -16,6 +16,7 @@ from fnmatch import fnmatchcase
 from torch import fx
 
 from passes.program import boundary, ir
+from passes.program.rolls import Roll, number_in
 
 WEIGHT_GATHERS = frozenset({boundary.all_gather, boundary.gather_same})
 
@@ -55,6 +56,14 @@ def regions(program: ir.Program) -> dict[fx.Node, str]:
         if not paths[node] and len(users) == 1:
             found[node] = users.pop()
     return found
+
+
+def numbers_of(program: ir.Program, roll: Roll) -> dict[fx.Node, int | None]:
+    """The number of each node's layer in a stack, by an input's name, the parameter that is updated, or the region."""
+    found = {n: number_in(i.name, roll.stack) for n, i in zip(program.placeholders(), program.inputs, strict=True)}
+    for node, layer in regions(program).items():
+        found[node] = number_in(ir.parameter(node) or layer, roll.stack)
+    return {node: found.get(node) for node in program.graph.nodes}
 
 
 def weight_nodes(program: ir.Program) -> list[fx.Node]:

@@ -25,11 +25,12 @@ class Accumulate:
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
-        append = Appender(program, ctx, "backward")
+        append = Appender(program, ctx, "optimizer")
         buffers = {i.name: n for n, i in zip(program.placeholders(), program.inputs) if i.kind == "buffer"}
         added: list[ir.Input] = []
         kept = []
         for node, output in zip(program.results(), program.outputs, strict=True):
+            append.parameter = output.name
             if output.kind == "gradient":
                 total = append.placeholder(
                     f"total_{len(added)}", ir.example(node).new_empty(ir.example(node).shape), output.spec

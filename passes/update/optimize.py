@@ -175,10 +175,12 @@ class Optimize:
             update = Update(self, program.mesh, parameters[name][1], ir.example(parameters[name][0]).dtype, site)
             append.parameter = name
             added += update.append(append, parameters[name][0], gradient, shared, step_now, places)
+        for total, given in zip(program.placeholders(), program.inputs):
+            if given.kind == "gradient":
+                append.parameter = given.name
+                append.write(total, append.call("clear", torch.zeros_like, total))
         append.parameter = ""
         append.write(step, step_now)
-        for total in (n for n, i in zip(program.placeholders(), program.inputs) if i.kind == "gradient"):
-            append.write(total, append.call("clear", torch.zeros_like, total))
         order = {node: k for k, node in enumerate(program.placeholders())}
         inputs = (*program.inputs, *(i for _, i in sorted(added, key=lambda pair: order[pair[0]])))
         program = self.finish(program, append, inputs, norm)

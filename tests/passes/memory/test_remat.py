@@ -286,7 +286,7 @@ def test_on_cuda_copies_run_on_a_stream_of_their_own():
     wanted = ["matmul", names[0], "matmul_1", names[1], "ones_like", names[2], "mul", names[3], "mul_1"]
     assert [n.name for n in program.calls() if n.name in wanted] == wanted
     swept = sweep(program, ctx)
-    assert not peak_memory(program, swept).alive & (swept.storages(out) | swept.storages(host))  # the host's, not the GPU's
+    assert not peak_memory(program, swept).alive.keys() & (swept.storages(out) | swept.storages(host))  # the host's, not the GPU's
 
 
 def last_of(program, block, name):

@@ -1,0 +1,171 @@
+"""Leave layers out of a captured graph that are like the one before: see `passes/program/rolls.py`.
+
+Layers are compared in the graph, not in the model: operators, constants, layouts, what they read of the layer
+before and of what all share, and what the options say of their names. Nothing may read what a layer in the middle
+computes but the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from passes.program import ir
+from passes.program.bodies import describe_layout, describe_operand
+from passes.program.regions import layer_paths, region_of
+from passes.program.rolls import Roll, number_in, renumbered
+from passes.sharding.normalize import draws, drops
+
+
+@dataclass(frozen=True)
+class Rolling:
+    """How layers are left out: `alike` tells what options say of a module or a parameter by its name.
+
+    So many layers alike stay `before` those left out, and `after` them: what passes do at the ends of a model reaches
+    that far.
+    """
+
+    alike: Callable[[str], Hashable]
+    before: int
+    after: int
+
+
+
+class Held(NamedTuple):
+    """A parameter or a buffer of the model, and whether it is trained."""
+
+    name: str
+    trained: bool
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The nodes of one layer, with those up to the next that are of none; of no stack before the first one."""
+
+    stack: str
+    number: int
+    nodes: tuple[fx.Node, ...]
+
+
+def roll_up(module: fx.GraphModule, held: Mapping[fx.Node, Held], how: Rolling) -> Roll | None:
+    """Take layers out of the graph; returns which, or None where too few are alike.
+
+    `held` are the parameters and buffers that placeholders stand for.
+    """
+    layers, names = layers_in_order(module.graph), {node: state.name for node, state in held.items()}
+    inputs = inputs_by_layer(held, how.alike)
+    texts = [text_of(layers, i, names, how.alike, inputs) for i in range(len(layers))]
+    first, end = longest_run(layers, texts)
+    removed = layers[first + how.before : max(end - how.after, 0)]
+    if not removed or any(escapes(layers, i, names) for i in range(first, end - 1)):
+        return None
+    last, following = layers[first + how.before - 1], layers[end - how.after]
+    replaced = dict(zip(removed[-1].nodes, last.nodes, strict=True))
+    for node in following.nodes:
+        for operand in node.all_input_nodes:
+            node.replace_input_with(operand, replaced.get(operand, operand))
+    for layer in reversed(removed):
+        for node in reversed(layer.nodes):
+            module.graph.erase_node(node)
+    module.recompile()
+    return Roll(last.stack, last.number, len(removed))
+
+
+def path_of(node: fx.Node) -> str:
+    """The module that made a node, as the model knows it: in capture the model is a part of a module with its loss."""
+    return ir.module_path(node).removeprefix("model").removeprefix(".")
+
+
+def layers_in_order(graph: fx.Graph) -> list[Layer]:
+    """The graph's operators, cut where a layer begins."""
+    nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    paths = {node: path_of(node) for node in nodes}
+    numbered = layer_paths(set(paths.values()))
+    regions = {path: region_of(path, numbered) for path in set(paths.values())}
+    here, labels = "", []
+    for node in nodes:
+        here = regions[paths[node]] or here
+        labels.append(here)
+    found = []
+    for label, group in groupby(zip(labels, nodes), key=lambda pair: pair[0]):
+        stack, _, number = label.rpartition(".")
+        found.append(Layer(stack, int(number or -1), tuple(node for _, node in group)))
+    return found
+
+
+def inputs_by_layer(held: Mapping[fx.Node, Held], alike: Callable[[str], Hashable]) -> Callable[[str, int], Any]:
+    """What a layer is given, read or not: name within it, whether trained, layout, and what options say of it."""
+
+    def given(stack: str, number: int) -> Any:
+        own = ((n, *state) for n, state in held.items() if number_in(state.name, stack) == number)
+        return sorted((renumbered(name, stack, 0), trained, _value(n), repr(alike(name))) for n, name, trained in own)
+
+    return given
+
+
+def text_of(
+    layers: Sequence[Layer],
+    i: int,
+    names: Mapping[fx.Node, str],
+    alike: Callable[[str], Hashable],
+    inputs: Callable[[str, int], Any],
+) -> Any:
+    """What a layer computes, in words that another like it has as well; None for what stands alone."""
+    layer = layers[i]
+    if layer.number < 0:
+        return None
+    words = {node: name for node, name in names.items()}
+    words |= {n: renumbered(w, layer.stack, 0) for n, w in names.items() if number_in(w, layer.stack) == layer.number}
+    before = layers[i - 1].nodes if i else ()
+    words |= {node: f"before {k}" for k, node in enumerate(before)} | {n: f"own {k}" for k, n in enumerate(layer.nodes)}
+    marks = {mark: f"before {k}" for k, mark in enumerate(dict.fromkeys(map(mark_of, before)))}
+    lines = []
+    for node in layer.nodes:
+        if node.op != "call_function" or drops(node) or draws(node):
+            return None
+        used = {operand: words.get(operand, operand.name) for operand in node.all_input_nodes}
+        mark = mark_of(node)
+        marks.setdefault(mark, f"new {len(marks)}") if mark else marks.setdefault(mark, "none")
+        path = path_of(node)
+        try:
+            operands = describe_operand((node.args, node.kwargs), used)
+        except ir.CompileError:
+            return None
+        lines.append((node.target, operands, _value(node), renumbered(path, layer.stack, 0), alike(path), marks[mark]))
+    return inputs(layer.stack, layer.number), lines
+
+
+def mark_of(node: fx.Node) -> str:
+    """The author's mark for recomputation, as the tracer left it."""
+    return str((node.meta.get("custom") or {}).get("checkpoint", ""))
+
+
+def _value(node: fx.Node) -> str:
+    return describe_layout(node.meta.get("val"))
+
+
+def longest_run(layers: Sequence[Layer], texts: Sequence[Any]) -> tuple[int, int]:
+    """Where the most layers in a row are alike and numbered in order: the first of them, and the one after the last."""
+    found = (0, 0)
+    first = 0
+    for i, layer in enumerate(layers):
+        follows = i > first and texts[i] is not None and texts[i] == texts[i - 1]
+        if not (follows and (layer.stack, layer.number) == (layers[i - 1].stack, layers[i - 1].number + 1)):
+            first = i
+        found = max(found, (first, i + 1), key=lambda run: run[1] - run[0])
+    stack = layers[found[0]].stack if layers else ""
+    numbers = [layer.number for layer in layers if layer.stack == stack]
+    return found if len(set(numbers)) == len(numbers) else (0, 0)  # a layer that is called twice
+
+
+def escapes(layers: Sequence[Layer], i: int, names: Mapping[fx.Node, str]) -> bool:
+    """Whether anything but the layer and the next one reads what it computes, or anything but it what it is given."""
+    layer, around = layers[i], {*layers[i].nodes, *layers[i + 1].nodes}
+    own = (node for node, name in names.items() if number_in(name, layer.stack) == layer.number)
+    read = {user for node in layer.nodes for user in node.users}
+    given = {user for node in own for user in node.users}
+    return not (read <= around and given <= set(layer.nodes))

@@ -1,0 +1,226 @@
+"""Repeat what passes made of a layer that stands for others: calls of the same bodies on the next layers' values.
+
+    block(%x2, %layers.2.w)          block(%x2, %layers.2.w)
+    block(%x3, %layers.3.w)          block(%x3, %layers.3.w)        the layer that stands for three
+                                     block(%x4, %layers.4.w)
+                                     block(%x5, %layers.5.w)
+    block(%x6, %layers.6.w)          block(%x6, %layers.6.w)
+
+What a call reads is known by how many layers away it was made: one that read the layer before reads, repeated, the
+repeated layer before. The layer before the one that stands for others and the one after it must call the same bodies
+on what lies alike, which is what makes repeating it right: passes treat them as they would treat any other there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any
+
+from torch import fx
+
+from passes.lower.calls import is_result
+from passes.program import ir
+from passes.program.bodies import body_of_call, describe_layout
+from passes.program.rolls import Roll, meta_of_layer, number_in, renumbered
+
+Visit = tuple[fx.Node, ...]  # nodes in a row that are of one layer
+
+
+@dataclass(frozen=True)
+class Unroll:
+    """Write out the layers that one stands for."""
+
+    name: str = "unroll"
+    requires: frozenset[str] = frozenset({"segments"})
+    establishes: frozenset[str] = frozenset({"unrolled"})
+
+    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+        if program.roll is None:
+            raise ValueError("the program leaves no layers out")
+        whole = Writer(program, program.roll).write()
+        return whole, ir.Report({"layers": program.roll.left_out}, (str(program.roll),))
+
+
+def layers_of(program: ir.Program, roll: Roll) -> dict[fx.Node, int | None]:
+    """The layer of each node, counted without those left out, None outside of the stack; a view's is the next call's."""
+    names = {node: given.name for node, given in zip(program.placeholders(), program.inputs, strict=True)}
+    found: dict[fx.Node, int | None] = {}
+    following = None
+    for node in reversed(program.graph.nodes):
+        name = names.get(node, node.meta.get("layer"))
+        if name is not None:
+            number = number_in(name, roll.stack)
+            following = number if number is None or number <= roll.number else number - roll.left_out
+        found[node] = following
+    for node in program.calls():
+        if is_result(node):
+            found[node] = found[node.args[0]]  # type: ignore[index]
+    return found
+
+
+@dataclass
+class Writer:
+    """The program written out; `copies` holds the nodes of layer `roll.number` for each layer repeated, 0 its own."""
+
+    program: ir.Program
+    roll: Roll
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    inputs: list[ir.Input] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        at, n = self.roll.number, self.roll.left_out
+        self.layer = layers_of(self.program, self.roll)
+        nodes = [node for node in self.program.graph.nodes if node.op != "output"]
+        self.visits = [Visit(group) for _, group in groupby(nodes, self.layer.__getitem__)]
+        self.given = dict(zip(self.program.placeholders(), self.program.inputs, strict=True))
+        depth = max(layer for layer in self.layer.values() if layer is not None) + 1
+        by_layer = [[v for v in self.visits if self.layer[v[0]] == number] for number in range(depth)]
+        own = by_layer[at]
+        self.template = dict[fx.Node, fx.Node]()  # a node of a layer around -> the one that lies alike in the layer
+        for layer in by_layer:
+            if len(layer) == len(own):
+                self.template.update(pair for v, w in zip(layer, own) if len(v) == len(w) for pair in zip(v, w))
+        self.lies = {(own, self.layer[node]): node for node, own in self.template.items()}
+        before, after = by_layer[at - 1], by_layer[at + 1]
+        for around in (before, after):
+            if not all(node in self.template for visit in around for node in visit):
+                raise self.failure(own[0][0] if own else None, "is not called like the layers around it")
+        self.shared = self.check(before, own, after)
+        self.strides = self.check_order(before, own, after)
+        self.env: dict[fx.Node, fx.Node] = {}  # what stays
+        self.copies: list[dict[fx.Node, fx.Node]] = [self.env, *({} for _ in range(n))]
+
+    # -- may it be repeated -------------------------------------------------------------------------
+
+    def check(self, *layers: Sequence[Visit]) -> set[fx.Node]:
+        """What three layers in a row read alike, one value for all; raises CompileError where they differ otherwise."""
+        shared = set[fx.Node]()
+        for visits in zip(*layers, strict=True):
+            for nodes in zip(*visits, strict=True):
+                if len({self.described(node) for node in nodes}) > 1:
+                    raise self.failure(nodes[1], "differs from that of the layers around it")
+                for operands in zip(*(node.all_input_nodes for node in nodes), strict=True):
+                    if operands[0] is operands[1] is operands[2]:
+                        shared.add(operands[0])
+                    elif not self.follow(operands):
+                        raise self.failure(nodes[1], f"reads %{operands[1]}, the layers around it not what lies alike")
+        return shared
+
+    def check_order(self, *layers: Sequence[Visit]) -> list[int]:
+        """How many visits on, or back, that of the next layer stands; raises CompileError where this is not regular."""
+        place = {visit: i for i, visit in enumerate(self.visits)}
+        strides = []
+        for visits in zip(*layers, strict=True):
+            before, own, after = (place[visit] for visit in visits)
+            if own - before != after - own:
+                raise self.failure(visits[1][0], "does not stand between the layers around it")
+            strides.append(after - own)
+        return strides
+
+    def described(self, node: fx.Node) -> Any:
+        """What a node is, operands aside, in words that are the same in all layers."""
+        what: Any = (node.op, node.target if node.op == "call_function" else "", describe_layout(node.meta.get("val")))
+        if given := self.given.get(node):
+            return *what, given.kind, given.spec, renumbered(given.name, self.roll.stack, 0)
+        return *what, repr(fx.map_arg((node.args, node.kwargs), lambda n: None)), len(node.all_input_nodes)
+
+    def follow(self, operands: tuple[fx.Node, ...]) -> bool:
+        """Whether values lie alike in layers in a row, each at most one away from the layer that reads it."""
+        first, own, last = (self.layer[n] for n in operands)
+        if first is None or own is None or last is None or not own - first == last - own == 1:
+            return False
+        alike = {self.template.get(n) for n in operands}
+        return len(alike) == 1 and len({self.described(n) for n in (*alike, *operands) if n is not None}) == 1
+
+    def failure(self, node: fx.Node | None, message: str) -> ir.CompileError:
+        what = f"{self.roll.stack}.{self.roll.number}: its part {message}; set passes.roll=false"
+        return ir.CompileError("unroll", node, what)
+
+    # -- writing it -----------------------------------------------------------------------------------
+
+    def write(self) -> ir.Program:
+        """The whole program."""
+        for visit, copy in self.order():
+            for node in visit:
+                self.put(node, copy, self.copies[copy])
+        old = self.program.graph.output_node()
+        output = self.graph.output(fx.map_arg(old.args[0], lambda n: self.operand(n, None, 0)))
+        output.meta = old.meta
+        facts = self.program.facts | {"unrolled"}
+        return self.program.with_graph(self.graph, inputs=tuple(self.inputs), facts=facts, roll=None)
+
+    def order(self) -> list[tuple[Visit, int]]:
+        """All visits, and copies of the layer's own, in order: those that layers interleave go on interleaving.
+
+            6a 7b 5a 6b 4a 5b   ->   7a 8b 6a 7b 5a 6b 4a 5b        layer 5 written twice
+        """
+        at, n = self.roll.number, self.roll.left_out
+        of_layer: dict[int | None, list[int]] = {}
+        for i, visit in enumerate(self.visits):
+            of_layer.setdefault(self.layer[visit[0]], []).append(i)
+        own = of_layer[at]
+        turn = {i: v for number, places in of_layer.items() if len(places) == len(own) for v, i in enumerate(places)}
+        place = list(range(len(self.visits)))
+        for group in self.groups():  # what comes after the visits left out makes room for them
+            for i, visit in enumerate(self.visits):
+                number = self.layer[visit[0]]
+                if number is not None and turn.get(i) in group:
+                    is_later = number <= at if self.strides[group[0]] < 0 else number > at
+                else:
+                    is_later = i > own[group[0]]
+                place[i] += n * len(group) * is_later
+        found = {place[i]: (visit, 0) for i, visit in enumerate(self.visits)}
+        for i, stride in zip(own, self.strides):
+            found |= {place[i] + copy * stride: (self.visits[i], copy) for copy in range(1, n + 1)}
+        if len(found) != len(self.visits) + n * len(own):
+            raise self.failure(self.visits[own[0]][0], "takes turns with other layers irregularly")
+        return [found[i] for i in sorted(found)]
+
+    def groups(self) -> list[list[int]]:
+        """The visits of a layer, by number: those that take turns with those of its neighbours together."""
+        left, found = list(range(len(self.strides))), []
+        while left:
+            found.append(left[: abs(self.strides[left[0]])])
+            left = left[len(found[-1]) :]
+        return found
+
+    def put(self, node: fx.Node, copy: int, env: dict[fx.Node, fx.Node]) -> None:
+        """Append the node, or its copy for a later layer."""
+        layer, number = self.layer[node], self.roll.number + copy
+        name = f"{node.name}_{number}" if copy else node.name
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.operand(n, layer, copy))
+        target = name if node.op == "placeholder" else node.target
+        new = env[node] = self.graph.create_node(node.op, target, args, kwargs, name=name)
+        new.meta = self.meta(node, number) if copy else node.meta
+        if given := self.given.get(node):
+            self.inputs.append(replace(given, name=renumbered(given.name, self.roll.stack, number)) if copy else given)
+
+    def meta(self, node: fx.Node, number: int) -> dict[str, Any]:
+        """What the copy carries; a call also for the nodes that it stands for."""
+        stack = self.roll.stack
+        meta = meta_of_layer(node.meta, stack, number)
+        if body_of_call(node):
+            meta["layer"] = renumbered(meta["layer"], stack, number)
+            meta["pieces"] = tuple((f"{n}_{number}", meta_of_layer(m, stack, number)) for n, m in meta["pieces"])
+        return meta
+
+    def operand(self, node: fx.Node, reader: int | None, copy: int) -> fx.Node:
+        """What stands for an operand where a node of layer `reader`, or its copy for a later layer, reads it."""
+        at, left_out, layer = self.roll.number, self.roll.left_out, self.layer[node]
+        if layer is None or node in self.shared:
+            return self.env[node]
+        if reader is None:
+            if layer == at:
+                raise self.failure(node, "is read outside of the layers")
+            return self.env[node]
+        if not copy and (reader <= at) == (layer <= at):
+            return self.env[node]
+        number = layer + (copy if reader <= at else left_out)  # all layers counted
+        if at <= number <= at + left_out and node in self.template:
+            return self.copies[number - at][self.template[node]]
+        found = self.lies.get((self.template.get(node), number if number < at else number - left_out))
+        if found is None:
+            raise self.failure(node, "is read from afar")
+        return self.env[found]

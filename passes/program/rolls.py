@@ -1,0 +1,61 @@
+"""A deep program written with few of its layers: one that stands for those left out after it.
+
+    layers.0 1 2 3 4 5 ... 121 122 123 124 125        a model
+    layers.0 1 2 3                     124 125        rolled up: 3 stands for 3 to 123
+
+Passes do then the work of six layers, whatever the depth. What they made of the layer that stands for others is
+repeated in the end (`passes/lower/unroll.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Roll:
+    """Layers `stack.number` to `stack.(number + left_out)` stand as the first of them."""
+
+    stack: str
+    number: int
+    left_out: int
+
+    def __str__(self) -> str:
+        first, last = (f"{self.stack}.{n}" for n in (self.number, self.number + self.left_out))
+        return f"{first} stands for {first} to {last}"
+
+    def holds(self, name: str) -> bool:
+        """Whether a name is of a layer that is left out."""
+        number = number_in(name, self.stack)
+        return number is not None and self.number < number <= self.number + self.left_out
+
+
+def number_in(name: str, stack: str) -> int | None:
+    """The number of the layer of a stack that a name is of: 3 for `layers.3.wq` or `exp_avg.layers.3.wq`, or None."""
+    found = _pattern(stack).search(name)
+    return int(found[2]) if found else None
+
+
+@cache
+def renumbered(name: str, stack: str, number: int) -> str:
+    """The name that the same thing has in another layer."""
+    return _pattern(stack).sub(lambda found: f"{found[1]}{stack}.{number}", name, count=1)
+
+
+@cache
+def _pattern(stack: str) -> re.Pattern[str]:
+    return re.compile(rf"((?:^|\.)){re.escape(stack)}\.(\d+)(?![^.])")
+
+
+def meta_of_layer(meta: Mapping[str, Any], stack: str, number: int) -> dict[str, Any]:
+    """What a node of one layer carries, as that of the same node in another."""
+    other = dict(meta)
+    if modules := meta.get("nn_module_stack"):
+        other["nn_module_stack"] = {k: (renumbered(p, stack, number), kind) for k, (p, kind) in modules.items()}
+    if parameter := meta.get("parameter"):
+        other["parameter"] = renumbered(parameter, stack, number)
+    return other

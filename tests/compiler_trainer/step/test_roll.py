@@ -1,0 +1,275 @@
+"""Many layers alike, one of which stands for others while passes run: in the end the program is the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from itertools import groupby
+
+import pytest
+import torch
+from oracle import batches, compile_lockstep, llama, llama_loss, train_step
+from torch import fx, nn
+
+from compiler_trainer.config.options import build
+from compiler_trainer.config.schema import OptimConfig, PassesConfig
+from compiler_trainer.pipeline import build_pipeline
+from compiler_trainer.step.programs import Compilation, mesh_of
+from passes.lower.unroll import Unroll
+from passes.program import ir
+from passes.program.bodies import Body, calls_of
+from passes.program.rolls import Roll, number_in, renumbered
+
+
+def compilation(model, loss_fn=llama_loss, roll=True, mesh=(), passes=(), microbatches=1, optim=(), observe=None):
+    """The compilation of a model, with or without leaving layers out."""
+    passes = build(PassesConfig, {**dict(passes), "roll": roll}, "passes")
+    masters = {name: p.dtype for name, p in model.named_parameters()}
+    pipeline = build_pipeline(passes, build(OptimConfig, dict(optim), "optim"), masters, microbatches)
+    batch = batches(1, rows=8)[0]
+    return Compilation(model, loss_fn, batch, mesh_of(dict(mesh)), pipeline, passes, torch.device("cpu"), observe)
+
+
+def programs(work):
+    """The programs of a step and of evaluation, and what was left out."""
+    single = work.capture()
+    forward = work.run("forward", work.pipeline.forward, single)
+    found = {**work.train(forward), "evaluate": work.evaluate(single, forward)}
+    return {name: program for name, (program, _) in found.items()}, single.program.roll
+
+
+def calls(program):
+    """Every call in order: which body, on which values, whose work; values numbered in order."""
+    number = {node: i for i, node in enumerate(program.graph.nodes)}
+    keys = {node: node.target.key if isinstance(node.target, Body) else str(node.target) for node in program.calls()}
+    operands = (fx.map_arg((n.args, n.kwargs), lambda m: f"%{number[m]}") for n in program.graph.nodes)
+    return [(n.op, keys.get(n), str(o), n.meta.get("layer")) for n, o in zip(program.graph.nodes, operands)]
+
+
+DTYPE = {"param_dtype": "bfloat16"}
+CASES = {
+    "one rank": dict(n=12),
+    "fsdp": dict(n=13, mesh={"dp_shard": 2}),
+    "fsdp x tp, selective, microbatches": dict(
+        n=12, mesh={"dp_shard": 2, "tp": 2}, passes={"remat": {"policy": "selective"}}, microbatches=2
+    ),
+    "hsdp": dict(n=12, mesh={"dp_replicate": 2, "dp_shard": 2}),
+    "cp, bf16, full": dict(n=12, mesh={"cp": 2, "dp_replicate": 2}, passes={"remat": {"policy": "full"}, "cast": DTYPE}),
+    "four axes": dict(n=12, mesh={"dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2}),
+    "offload, layers take turns": dict(
+        n=15, mesh={"dp_replicate": 2, "cp": 2}, passes={"remat": {"policy": "offload"}}
+    ),
+    "float8": dict(n=16, mesh={"dp_shard": 2, "tp": 2},
+                   passes={"cast": DTYPE | {"float8": "tensorwise", "float8_min_size": 1}}),
+    "two layers ahead": dict(n=16, mesh={"dp_shard": 2}, passes={"schedule": {"ahead": 2}}),
+    "none ahead": dict(n=12, mesh={"dp_shard": 2}, passes={"schedule": {"ahead": 0}}),
+    "eight bits": dict(n=12, optim={"name": "adamw8bit", "block": 8}),
+}
+SHORT = ("one rank", "fsdp")
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in SHORT else pytest.mark.full) for c in CASES])
+def test_the_program_is_that_of_all_layers(case):
+    how = dict(CASES[case])
+    n = how.pop("n")
+    whole, none = programs(compilation(llama(n), roll=False, **how))
+    rolled, roll = programs(compilation(llama(n), **how))
+    assert none is None and roll is not None and roll.left_out >= 1
+    assert rolled.keys() == whole.keys()
+    for name, program in whole.items():
+        assert rolled[name].inputs == program.inputs and rolled[name].outputs == program.outputs
+        assert calls(rolled[name]) == calls(program)
+        assert rolled[name].roll is None
+
+
+def test_what_a_layer_stands_for_is_counted():
+    """After every pass: FLOPs, bytes sent and the peak of memory are those of all layers."""
+    costs = []
+    for roll in (False, True):
+        work = compilation(llama(12), roll=roll, mesh={"dp_shard": 2}, passes={"remat": {"policy": "selective"}})
+        programs(work)
+        costs.append([(p["program"], p["name"], p["accounting"]) for p in work.report.passes])
+    whole, rolled = costs
+    for program, step, found in rolled:
+        (wanted,) = [a for p, s, a in whole if (p, s) == (program, "segment" if step == "unroll" else step)]
+        assert found | {"peak_node": ""} == wanted | {"peak_node": ""}, (program, step)
+
+
+def test_it_trains_to_the_bit():
+    data = batches(rows=8)
+    whole, rolled = (
+        compile_lockstep(llama(11), llama_loss, data[0], {"dp_shard": 2}, passes={"roll": roll}) for roll in (False, True)
+    )
+    assert train_step(whole, data) == train_step(rolled, data)
+    assert whole(data[0]) == rolled(data[0])
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, rolled.state_dict()[name])
+
+
+def test_passes_see_few_layers_and_dumps_say_so():
+    seen = []
+    programs(compilation(llama(40), observe=lambda program, record: seen.append((record, program))))
+    for stage, run in groupby(seen, key=lambda pair: pair[1].roll):
+        for record, program in run:
+            layers = {number_in(i.name, "layers") for i in program.inputs if i.kind == "parameter"} - {None}
+            assert len(layers) == (10 if stage else 40), record.name
+    assert str(seen[0][1].roll) == "layers.5 stands for layers.5 to layers.35"
+
+
+# ---- layers that stand for themselves ---------------------------------------------------------------
+
+
+def left_out(model, loss_fn=llama_loss, **how):
+    return compilation(model, loss_fn, **how).capture().program.roll
+
+
+def odd(change):
+    """Twelve layers, of which one is other than the rest."""
+    model = llama(12)
+    change(model.layers[6])
+    return model
+
+
+def frozen(layer):
+    layer.attention.wq.weight.requires_grad_(False)
+
+
+def scaled(layer):
+    layer.ffn_norm.eps = 1e-3
+
+
+def narrower(layer):
+    layer.attention.wq.weight = nn.Parameter(layer.attention.wq.weight.float())
+
+
+@pytest.mark.parametrize("change", [frozen, scaled])
+def test_a_layer_in_the_middle_that_is_other(change):
+    assert left_out(llama(12)) is not None and left_out(odd(change)) is None
+
+
+def test_a_layer_stored_in_another_dtype():
+    assert left_out(odd(narrower), passes={"cast": {"param_dtype": "bfloat16"}}) is None
+
+
+def test_a_layer_that_an_option_names():
+    for passes in ({"cast": {"modules": {"layers.6": "float32"}, "param_dtype": "bfloat16"}},
+                   {"remat": {"modules": {"layers.6.*": "recompute"}}}, {"shard": {"plan": {"layers.6.attention.wq.weight": {"tp": 0}}}}):
+        assert left_out(llama(12), passes=passes) is None
+
+
+@pytest.mark.parametrize("passes", [{"remat": {"policy": "every_n"}}, {"remat": {"policy": "budget", "budget_gib": 1}},
+                                    {"verify": "numeric"}, {"segment": {"enabled": False}}])
+def test_options_that_treat_layers_by_number_or_all_at_once(passes):
+    assert left_out(llama(12), passes=passes) is None
+
+
+def test_a_value_of_a_layer_in_the_middle_that_others_read():
+    class Deep(nn.Module):
+        def __init__(self, skip):
+            super().__init__()
+            self.layers, self.skip = nn.ModuleList(nn.Linear(4, 4) for _ in range(14)), skip
+
+        def forward(self, x):
+            kept = []
+            for layer in self.layers:
+                x = layer(x).sin()
+                kept.append(x)
+            return x + kept[6] if self.skip else x
+
+    def loss(model, batch):
+        return model(batch["positions"].to(torch.float32)[:, :4]).square().mean()
+
+    assert left_out(Deep(False), loss) is not None and left_out(Deep(True), loss) is None
+
+
+def test_layers_called_twice_or_tied():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(12))
+
+        def forward(self, x):
+            for layer in (*self.layers, *self.layers):
+                x = layer(x).sin()
+            return x
+
+    def loss(model, batch):
+        return model(batch["positions"].to(torch.float32)[:, :4]).square().mean()
+
+    assert left_out(Twice(), loss) is None
+    tied = llama(12)
+    tied.layers[6].attention.wq.weight = tied.layers[2].attention.wq.weight
+    assert left_out(tied) is None
+
+
+def test_layers_that_drop_out():
+    class Dropping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)) for _ in range(12))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    def loss(model, batch):
+        return model(batch["positions"].to(torch.float32)[:, :4]).square().mean()
+
+    assert left_out(Dropping(), loss) is None
+
+
+# ---- what is not alike in the end ---------------------------------------------------------------------
+
+
+@functools.cache
+def rolled_up():
+    """The finished step of one rank before it is unrolled."""
+    work = compilation(llama(12))
+    single = work.capture()
+    forward = work.run("forward", work.pipeline.forward, single)
+    kept = []
+    work = dataclasses.replace(work, observe=lambda program, record: kept.append(program))
+    work.train(forward)
+    return next(p for p in kept if "segments" in p.facts and p.roll), single.ctx
+
+
+def call_of_layer(program, number):
+    return next(n for body, c in calls_of(program).items() for n in c if n.meta["layer"] == f"layers.{number}")
+
+
+def test_a_call_on_something_else_is_refused():
+    program, ctx = rolled_up()
+    program = program.copy()
+    call = call_of_layer(program, 5)
+    other = call_of_layer(program, 2)
+    operand = next(i for i, n in enumerate(call.args) if n.op == "placeholder" and "layers_5" in n.name)
+    call.update_arg(operand, other.args[operand])
+    with pytest.raises(ir.CompileError, match="layers.5: its part reads .*; set passes.roll=false"):
+        Unroll()(program, ctx)
+
+
+def test_another_body_is_refused():
+    program, ctx = rolled_up()
+    program = program.copy()
+    call = call_of_layer(program, 5)
+    call.target = dataclasses.replace(call.target, key="another")
+    with pytest.raises(ir.CompileError, match="differs from that of the layers around it"):
+        Unroll()(program, ctx)
+
+
+def test_what_is_read_outside_of_the_layers_is_refused():
+    program, ctx = rolled_up()
+    program = program.copy()
+    result = next(iter(call_of_layer(program, 5).users))
+    program.graph.output_node().args = ((*program.graph.output_node().args[0], result),)
+    with pytest.raises(ir.CompileError, match="is read outside of the layers"):
+        Unroll()(program, ctx)
+
+
+def test_names():
+    assert number_in("layers.3.wq", "layers") == number_in("exp_avg.layers.3", "layers") == 3
+    assert number_in("sublayers.3.wq", "layers") is None and number_in("layers.x", "layers") is None
+    assert renumbered("exp_avg.layers.3.experts.3.w", "layers", 12) == "exp_avg.layers.12.experts.3.w"
+    roll = Roll("layers", 3, 2)
+    assert [n for n in range(8) if roll.holds(f"layers.{n}.w")] == [4, 5]
