@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from compiler_trainer.capture.roll import Rolling
 from compiler_trainer.config.schema import EIGHT_BITS, CastConfig, OptimConfig, PassesConfig, RematConfig
 from passes.autograd.joint import Joint
 from passes.autograd.simplify import Simplify
@@ -33,6 +32,7 @@ from passes.precision.cast import Cast
 from passes.precision.float8 import Float8
 from passes.program.ir import Pass, Program
 from passes.program.regions import within
+from passes.program.rolls import Rolling
 from passes.sharding.collectives import Expand
 from passes.sharding.normalize import Normalize
 from passes.sharding.place import Place

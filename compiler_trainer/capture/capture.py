@@ -17,11 +17,11 @@ from torch.export.graph_signature import InputKind, OutputKind
 from compiler_trainer.capture.flex import write_out
 from compiler_trainer.capture.functions import functions_as_operators
 from compiler_trainer.capture.hints import checkpoints_as_marks, read_marks
-from compiler_trainer.capture.roll import Held, Rolling, roll_up
+from compiler_trainer.capture.roll import Held, roll_up
 from compiler_trainer.config.errors import UserError
 from passes.program import ir
 from passes.program.frames import roomy
-from passes.program.rolls import Roll
+from passes.program.rolls import Roll, Rolling
 from passes.program.spec import Spec
 from passes.program.torch_private import FakeTensorMode, GuardOnDataDependentSymNode, flex_with_gradients
 

@@ -17,22 +17,8 @@ from torch import fx
 from passes.program import ir
 from passes.program.bodies import describe_layout, describe_operand
 from passes.program.regions import layer_paths, region_of
-from passes.program.rolls import Roll, number_in, renumbered
+from passes.program.rolls import Roll, Rolling, number_in, renumbered
 from passes.sharding.normalize import draws, drops
-
-
-@dataclass(frozen=True)
-class Rolling:
-    """How layers are left out: `alike` tells what options say of a module or a parameter by its name.
-
-    So many layers alike stay `before` those left out, and `after` them: what passes do at the ends of a model reaches
-    that far.
-    """
-
-    alike: Callable[[str], Hashable]
-    before: int
-    after: int
-
 
 
 class Held(NamedTuple):

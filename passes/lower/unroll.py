@@ -44,7 +44,7 @@ class Unroll:
 
 
 def layers_of(program: ir.Program, roll: Roll) -> dict[fx.Node, int | None]:
-    """The layer of each node, counted without those left out, None outside of the stack; a view's is the next call's."""
+    """The layer of each node, counted without those left out, None outside of the stack; views go with the next."""
     names = {node: given.name for node, given in zip(program.placeholders(), program.inputs, strict=True)}
     found: dict[fx.Node, int | None] = {}
     following = None

@@ -10,7 +10,7 @@ repeated in the end (`passes/lower/unroll.py`).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -32,6 +32,20 @@ class Roll:
         """Whether a name is of a layer that is left out."""
         number = number_in(name, self.stack)
         return number is not None and self.number < number <= self.number + self.left_out
+
+
+@dataclass(frozen=True)
+class Rolling:
+    """How layers are left out: `alike` tells what options say of a module or a parameter by its name.
+
+    So many layers alike stay `before` those left out, and `after` them: what passes do at the ends of a model reaches
+    that far.
+    """
+
+    alike: Callable[[str], Hashable]
+    before: int
+    after: int
+
 
 
 def number_in(name: str, stack: str) -> int | None:
