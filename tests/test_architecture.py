@@ -34,8 +34,8 @@ FLOORS = {
         ("train",),
     ),
 }
-# Found by name when needed: Inductor is slow to import, submitit is an extra.
-LATE_IMPORTS = {"passes/program/torch_private.py", "compiler_trainer/sweep/point.py"}
+# Imported when needed: Inductor and SciPy are slow to import, submitit is an extra.
+LATE_IMPORTS = {"passes/program/torch_private.py", "passes/memory/budget.py", "compiler_trainer/sweep/point.py"}
 OPERATORS = "torch.ops."  # operators are reached by namespace, and some namespaces start with _
 
 

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from torch import fx
 
 from passes.program import ir
-from passes.program.bodies import flatten, is_view
+from passes.program.bodies import flatten, is_site, is_view
 from passes.program.printer import format_node
 
 
@@ -16,7 +16,7 @@ def verify_composed(step: str, before: ir.Program, after: ir.Program) -> ir.Prog
     """The program that calls stand for, itself if there are none.
 
     Raises CompileError unless the bodies, in place of their calls, give the program before: its nodes in its order.
-    Views and parts of tuples may stand elsewhere: nothing happens there.
+    Views, parts of tuples and numbers of places may stand elsewhere: nothing happens there.
     """
     flat = flatten(after)
     if flat is after:
@@ -35,7 +35,7 @@ def lines_of(program: ir.Program) -> tuple[list[str], dict[str, str]]:
     """The lines of nodes in order, and those of views and of parts of tuples by name."""
     lines, aside = [], {}
     for node in program.graph.nodes:
-        if node.op == "call_function" and (is_view(node) or is_part(node)):
+        if node.op == "call_function" and (is_view(node) or is_part(node) or is_site(node)):
             aside[node.name] = format_node(node)
         else:
             lines.append(format_node(node))

@@ -8,8 +8,9 @@ put there belongs to it (the gathers of the next layer, the reductions of the on
 and the last layers are alike. The update of each parameter is a piece. Where layers do not repeat, pieces end at the
 product before which they would grow beyond `max_nodes`.
 
-Views cross no border: they are made where they are read, so that no two values share memory. What a
-collective sends stays in memory until it is waited for, in whichever piece.
+Views cross no border: they are made where they are read, so that no two values share memory. Nor do the numbers by
+which dropout tells one place from another: they are made before all else and given to bodies. What a collective sends
+stays in memory until it is waited for, in whichever piece.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch import fx
 from passes.communication.overlap import in_flight, products_of
 from passes.cost.fusion import ALONE
 from passes.program import ir
-from passes.program.bodies import Body, Piece, base_of, cut_out, insert_call, is_view, key_of, text_of
+from passes.program.bodies import Body, Piece, base_of, cut_out, insert_call, is_site, is_view, key_of, text_of
 from passes.program.regions import regions
 from passes.program.torch_private import OpOverload
 from passes.rules import name_of
@@ -51,7 +52,7 @@ class Segment:
         bodies = bodies_of(found)
         graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
         for node in program.graph.nodes:
-            if node.op in ("placeholder", "get_attr"):
+            if node.op in ("placeholder", "get_attr") or is_site(node):
                 env[node] = graph.node_copy(node, env.__getitem__)
                 env[node].meta = node.meta
         for piece, body in zip(found, bodies, strict=True):
@@ -77,6 +78,8 @@ def cut(program: ir.Program, max_nodes: int) -> Iterator[Run]:
     run: list[fx.Node] = []
     seen, here = set[tuple[str, str]](), ("", "")
     for node in program.calls():
+        if is_site(node):
+            continue
         phase = ir.phase(node)
         place = (phase, ir.parameter(node) if phase == "optimizer" else layers[node])
         if phase == "optimizer":

@@ -60,6 +60,13 @@ def layers_of(program: ir.Program, roll: Roll) -> dict[fx.Node, int | None]:
     return found
 
 
+def operands_of(node: fx.Node) -> list[fx.Node]:
+    """What a node reads, in the order of its arguments."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
 @dataclass
 class Writer:
     """The program written out; `copies` holds the nodes of layer `roll.number` for each layer repeated, 0 its own."""
@@ -101,7 +108,7 @@ class Writer:
             for nodes in zip(*visits, strict=True):
                 if len({self.described(node) for node in nodes}) > 1:
                     raise self.failure(nodes[1], "differs from that of the layers around it")
-                for operands in zip(*(node.all_input_nodes for node in nodes), strict=True):
+                for operands in zip(*map(operands_of, nodes), strict=True):
                     if operands[0] is operands[1] is operands[2]:
                         shared.add(operands[0])
                     elif not self.follow(operands):
@@ -124,7 +131,7 @@ class Writer:
         what: Any = (node.op, node.target if node.op == "call_function" else "", describe_layout(node.meta.get("val")))
         if given := self.given.get(node):
             return *what, given.kind, given.spec, renumbered(given.name, self.roll.stack, 0)
-        return *what, repr(fx.map_arg((node.args, node.kwargs), lambda n: None)), len(node.all_input_nodes)
+        return *what, repr(fx.map_arg((node.args, node.kwargs), lambda n: None))
 
     def follow(self, operands: tuple[fx.Node, ...]) -> bool:
         """Whether values lie alike in layers in a row, each at most one away from the layer that reads it."""
@@ -175,15 +182,18 @@ class Writer:
         for i, stride in zip(own, self.strides):
             found |= {place[i] + copy * stride: (self.visits[i], copy) for copy in range(1, n + 1)}
         if len(found) != len(self.visits) + n * len(own):
-            raise self.failure(self.visits[own[0]][0], "takes turns with other layers irregularly")
+            raise self.failure(None, "takes turns with other layers irregularly")
         return [found[i] for i in sorted(found)]
 
     def groups(self) -> list[list[int]]:
         """The visits of a layer, by number: those that take turns with those of its neighbours together."""
         left, found = list(range(len(self.strides))), []
         while left:
-            found.append(left[: abs(self.strides[left[0]])])
+            stride = self.strides[left[0]]
+            found.append(left[: abs(stride)])
             left = left[len(found[-1]) :]
+            if [self.strides[v] for v in found[-1]] != [stride] * abs(stride):
+                raise self.failure(None, "takes turns with other layers irregularly")
         return found
 
     def put(self, node: fx.Node, copy: int, env: dict[fx.Node, fx.Node]) -> None:

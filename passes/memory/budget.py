@@ -15,8 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_matrix
 from torch import fx
 
 from passes.cost.accounting import count_flops
@@ -60,6 +58,9 @@ def pose(program: ir.Program, swept: Sweep, free: set[fx.Node]) -> Problem:
 
 def solve(problem: Problem, limit_bytes: float) -> set[fx.Node]:
     """The values to compute again if at most `limit_bytes` are kept."""
+    from scipy.optimize import Bounds, LinearConstraint, milp  # half a second that only this policy needs
+    from scipy.sparse import coo_matrix
+
     nodes = list(problem.cost)
     number = {node: i for i, node in enumerate(nodes)}
     n = len(nodes)

@@ -200,6 +200,17 @@ def is_view(node: fx.Node) -> bool:
     return schema.name not in PERHAPS_COPIES or is_same_line(node)
 
 
+def is_site(node: fx.Node) -> bool:
+    """Whether an operator yields the number of a place in the model, which dropout keys its random numbers with.
+
+    It is made before all calls and given to bodies: layers that drop out are alike but for it.
+    """
+    if node.target is not torch.ops.aten.full_like.default:
+        return False
+    made = ir.example(node)
+    return made.dtype == torch.int64 and not made.dim()
+
+
 def base_of(node: fx.Node) -> fx.Node:
     """What a view is of."""
     while is_view(node):

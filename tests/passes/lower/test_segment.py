@@ -248,3 +248,39 @@ def test_a_constant_that_has_no_text_of_its_own_is_refused():
     node.kwargs = {"out": object()}
     with pytest.raises(ir.CompileError, match="constant of type object"):
         Segment()(program, small.ctx)
+
+
+# ---- dropout ------------------------------------------------------------------------------------------
+
+
+class Dropping(torch.nn.Module):
+    """Linear layers that drop out."""
+
+    def __init__(self, n):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4).double() for _ in range(n))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.nn.functional.dropout(layer(x), 0.5)
+        return x
+
+
+def dropping(enabled, n=5):
+    """Losses of three steps, and the bodies that were called."""
+    torch.manual_seed(0)
+    programs, rows = [], [{"x": torch.full((4, 4), float(i)).double()} for i in (1, 1, 2)]
+    step = compile_lockstep(
+        Dropping(n), lambda model, batch: model(batch["x"]).square().mean(), rows[0], {"dp_shard": 2},
+        passes={"segment": {"enabled": enabled}},
+        observe=lambda program, record: programs.append(program) if record.program == "step" else None,
+    )
+    return [step(row) for row in rows], calls_of(programs[-1])
+
+
+def test_layers_that_drop_out_are_one_body():
+    (losses, bodies), (wanted, _) = dropping(True), dropping(False)
+    assert losses == wanted
+    deeper = dropping(True, 7)[1]
+    assert [b.key for b in deeper] == [b.key for b in bodies]
+    assert max(len(calls) for body, calls in deeper.items() if "forward" in body.name) == 4
