@@ -114,7 +114,11 @@ class Place:
         self, given: ir.Input, spec: Spec, sharding: Mapping[str, int], mesh: Mesh, blocks: Blocks | None
     ) -> Spec:
         """The plan's axes on the parameter's dims."""
+        stored = () if mesh.stored_over is None else mesh.over(mesh.stored_over)
         for axis, dim in sharding.items():
+            if axis in stored:
+                fix = f"parameters are stored over {' and '.join(stored)} without being asked; leave {axis} out"
+                raise ir.Refused("place", None, f"passes.shard.plan: {given.name} is sharded on {axis}, but {fix}")
             if not -len(spec.shape) <= dim < len(spec.shape):
                 raise ir.Refused(
                     "place",

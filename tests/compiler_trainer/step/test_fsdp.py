@@ -20,6 +20,7 @@ from oracle import (
 )
 from torch import nn
 
+from compiler_trainer.config.errors import UserError
 from compiler_trainer.training.checkpoint import load, save
 
 N_LAYERS = 2
@@ -154,3 +155,11 @@ def test_a_checkpoint_is_resharded_when_it_is_loaded(tmp_path, there):
     load(other, path)
     assert_same(other.state_dict(), first.state_dict(), 0)
     assert_same(train_step(other, data)[-1], train_step(first, data)[-1], 1e-9)
+
+
+@pytest.mark.parametrize("axis", ["cp", "dp_shard"])
+def test_a_plan_that_shards_a_parameter_where_it_is_stored_is_refused(axis):
+    plan = {"layers.0.attention.wq.weight": {axis: 0}}
+    said = f"layers.0.attention.wq.weight is sharded on {axis}, but parameters are stored over dp_shard and cp"
+    with pytest.raises(UserError, match=said):
+        compile_lockstep(llama(1), llama_loss, batches(1)[0], MESHES[0], passes={"shard": {"plan": plan}})
