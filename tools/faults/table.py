@@ -1093,8 +1093,8 @@ FAULTS = (
     Fault(
         "schedule_ignores_depth",
         "passes/communication/schedule.py",
-        "key = (node.target, depth[node], phase, place",
-        "key = (node.target, phase, place",
+        "key = (node.target, depth[node], ir.phase(node), place",
+        "key = (node.target, ir.phase(node), place",
         "A collective is merged with one that feeds it.",
     ),
     Fault(
@@ -1130,17 +1130,15 @@ FAULTS = (
     Fault(
         "late_across_writes",
         "passes/communication/overlap.py",
-        "            barrier = node\n"
-        "        if node in following:",
-        "            pass\n"
-        "        if node in following:",
+        "            written[node.args[0]] = node  # type: ignore[index]\n",
+        "            pass\n",
         "What a collective reads is overwritten before it is waited for.",
     ),
     Fault(
         "waits_for_last_user",
         "passes/communication/overlap.py",
-        "min(barrier, latest.get(node, barrier), *node.users).prepend(node)",
-        "max(barrier, latest.get(node, barrier), *node.users).prepend(node)",
+        "min(end, latest.get(node, end), *barriers, *node.users).prepend(node)",
+        "max(latest.get(node, node), *barriers, *node.users).prepend(node)",
         "A result is used before it is waited for.",
     ),
     # lower/segment.py
@@ -1157,5 +1155,20 @@ FAULTS = (
         "        if where[start] != where[wait]:",
         "        if where[start] > where[wait]:",
         "What a collective sends may be freed before it is waited for in another body.",
+    ),
+    # lower/unroll.py
+    Fault(
+        "repeated_layers_read_one",
+        "passes/lower/unroll.py",
+        "number = layer + (copy if reader <= at else left_out)",
+        "number = layer + (0 if reader <= at else left_out)",
+        "Layers that one stood for read what that one reads.",
+    ),
+    Fault(
+        "repeated_without_a_look",
+        "passes/lower/unroll.py",
+        "if len({self.described(node) for node in nodes}) > 1:",
+        "if False:",
+        "A layer is repeated though the layers around it call other bodies.",
     ),
 )
