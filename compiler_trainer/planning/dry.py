@@ -90,11 +90,11 @@ def compile_dry(cfg: Config, observe: Observer | None) -> DryStep:
         torch.device("cpu"),  # kernels of other devices cannot be traced where they are not; shapes are the same
         observe,
     )
-    programs = work.train(work.run("forward", work.pipeline.forward, work.capture()))
+    programs, report = work.programs(evaluate=False)
     if cfg.lower.cudagraphs:
         check_recordable(programs)
     flat = {name: Captured(flatten(program), ctx) for name, (program, ctx) in programs.items()}
-    return DryStep(flat, work.report.finish())
+    return DryStep(flat, report.finish())
 
 
 # ---- the prediction -----------------------------------------------------------------------------------

@@ -64,13 +64,10 @@ def compile_step(
     scalars = {"lr": torch.tensor(update.lr), "seed": torch.tensor(seed)}
     whole = {**dict(values), **batch, **scalars} if options.verify == "numeric" else None
     work = Compilation(model, loss_fn, batch, named, pipeline, options, device, observe, tell, whole)
-    single = work.capture()
-    forward = work.run("forward", pipeline.forward, single)
-    programs = work.train(forward)
+    programs, report = work.programs(evaluate=True)
     if lower.cudagraphs:
-        check_recordable(programs)
-    programs |= {"evaluate": work.evaluate(single, forward)}
-    laid_out, report = forward.program.mesh, work.report  # the mesh as placement has it
+        check_recordable({name: program for name, program in programs.items() if name != "evaluate"})
+    laid_out = programs["evaluate"].program.mesh  # as placement has it
     state = initial_state([c.program for c in programs.values()], runtime, laid_out, device, values)
     compiled = {name: Compiled(flatten(c.program), partial(runtime.compile, name, *c)) for name, c in programs.items()}
     evaluation = compiled.pop("evaluate")  # lowered when it is first run

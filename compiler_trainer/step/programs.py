@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -19,6 +19,7 @@ from compiler_trainer.pipeline import DTYPES, Passes, Pipeline
 from passes.check.numeric import Results
 from passes.check.runner import Observer, PassRecord, run_passes
 from passes.lower.cudagraphs import breaks
+from passes.lower.unroll import Uneven
 from passes.program import ir
 from passes.program.mesh import Mesh
 from passes.sharding.normalize import drops
@@ -39,6 +40,7 @@ class Reporter:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.passes: list[dict[str, Any]] = []
+        self.notes: list[str] = []
 
     def add(self, stage: str, records: Iterable[PassRecord]) -> None:
         """Record the passes of one program."""
@@ -54,8 +56,9 @@ class Reporter:
         return done
 
     def finish(self) -> dict[str, Any]:
-        """The report: seconds by pass, and each pass's counts, notes, communication and memory."""
-        return {"seconds": {name: round(s, 4) for name, s in self.seconds.items()}, "passes": self.passes}
+        """The report: seconds by pass, each pass's counts, notes, communication and memory, and notes on the whole."""
+        seconds = {name: round(s, 4) for name, s in self.seconds.items()}
+        return {"seconds": seconds, "passes": self.passes, "notes": self.notes}
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,31 @@ class Compilation:
     report: Reporter = field(default_factory=Reporter)
     results: dict[str, Results] = field(default_factory=dict)
 
+    def programs(self, evaluate: bool) -> tuple[dict[str, Captured], Reporter]:
+        """The programs of a training step, with that of evaluation if asked for, and the report.
+
+        Where what passes made of a layer cannot be repeated, all is done again with every layer.
+        """
+        seen: list[tuple[ir.Program, PassRecord]] = []
+        first = replace(self, observe=self.observe and (lambda *stage: seen.append(stage)), report=Reporter())
+        try:
+            found, report = first.all_of(evaluate), first.report
+        except Uneven as error:
+            seen.clear()
+            again = replace(self, pipeline=replace(self.pipeline, rolling=None), report=Reporter())
+            again.report.notes.append(f"no layer stands for others: {error}")
+            found, report = again.all_of(evaluate), again.report
+        finally:
+            for stage in seen:
+                self.observe(*stage)  # type: ignore[misc]
+        return found, report
+
+    def all_of(self, evaluate: bool) -> dict[str, Captured]:
+        """The programs, each layer as the pipeline has it."""
+        single = self.capture()
+        forward = self.run("forward", self.pipeline.forward, single)
+        return self.train(forward) | ({"evaluate": self.evaluate(single, forward)} if evaluate else {})
+
     def capture(self) -> Captured:
         """The model and its loss on one device."""
         self.tell("capture")
@@ -85,7 +113,7 @@ class Compilation:
         program, ctx = self.report.time(
             "capture", lambda: capture(self.model, self.loss_fn, self.batch, self.device, dtype, self.pipeline.rolling)
         )
-        return Captured(dataclasses.replace(program, mesh=self.mesh), ctx)
+        return Captured(replace(program, mesh=self.mesh), ctx)
 
     def run(self, stage: str, steps: Passes, given: Captured, known: Results | None = None) -> Captured:
         """A program, of which some results are known, after some passes; raises UserError where one refuses."""

@@ -28,6 +28,10 @@ from passes.program.rolls import Roll, meta_of_layer, number_in, renumbered
 Visit = tuple[fx.Node, ...]  # nodes in a row that are of one layer
 
 
+class Uneven(ir.CompileError):
+    """What passes made of a layer cannot be repeated for those that it stands for."""
+
+
 @dataclass(frozen=True)
 class Unroll:
     """Write out the layers that one stands for."""
@@ -141,9 +145,9 @@ class Writer:
         alike = {self.template.get(n) for n in operands}
         return len(alike) == 1 and len({self.described(n) for n in (*alike, *operands) if n is not None}) == 1
 
-    def failure(self, node: fx.Node | None, message: str) -> ir.CompileError:
+    def failure(self, node: fx.Node | None, message: str) -> Uneven:
         what = f"{self.roll.stack}.{self.roll.number}: its part {message}; set passes.roll=false"
-        return ir.CompileError("unroll", node, what)
+        return Uneven("unroll", node, what)
 
     # -- writing it -----------------------------------------------------------------------------------
 

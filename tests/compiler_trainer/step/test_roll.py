@@ -15,8 +15,8 @@ from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import OptimConfig, PassesConfig
 from compiler_trainer.pipeline import build_pipeline
 from compiler_trainer.step.programs import Compilation, mesh_of
-from passes.lower.unroll import Unroll
-from passes.program import ir
+from passes.lower import unroll
+from passes.lower.unroll import Uneven, Unroll
 from passes.program.bodies import Body, calls_of
 from passes.program.rolls import Roll, number_in, renumbered
 
@@ -33,8 +33,7 @@ def compilation(model, loss_fn=llama_loss, roll=True, mesh=(), passes=(), microb
 def programs(work):
     """The programs of a step and of evaluation, and what was left out."""
     single = work.capture()
-    forward = work.run("forward", work.pipeline.forward, single)
-    found = {**work.train(forward), "evaluate": work.evaluate(single, forward)}
+    found = work.all_of(evaluate=True)
     return {name: program for name, (program, _) in found.items()}, single.program.roll
 
 
@@ -245,7 +244,7 @@ def test_a_call_on_something_else_is_refused():
     other = call_of_layer(program, 2)
     operand = next(i for i, n in enumerate(call.args) if n.op == "placeholder" and "layers_5" in n.name)
     call.update_arg(operand, other.args[operand])
-    with pytest.raises(ir.CompileError, match="layers.5: its part reads .*; set passes.roll=false"):
+    with pytest.raises(Uneven, match="layers.5: its part reads .*; set passes.roll=false"):
         Unroll()(program, ctx)
 
 
@@ -254,7 +253,7 @@ def test_another_body_is_refused():
     program = program.copy()
     call = call_of_layer(program, 5)
     call.target = dataclasses.replace(call.target, key="another")
-    with pytest.raises(ir.CompileError, match="differs from that of the layers around it"):
+    with pytest.raises(Uneven, match="differs from that of the layers around it"):
         Unroll()(program, ctx)
 
 
@@ -263,8 +262,26 @@ def test_what_is_read_outside_of_the_layers_is_refused():
     program = program.copy()
     result = next(iter(call_of_layer(program, 5).users))
     program.graph.output_node().args = ((*program.graph.output_node().args[0], result),)
-    with pytest.raises(ir.CompileError, match="is read outside of the layers"):
+    with pytest.raises(Uneven, match="is read outside of the layers"):
         Unroll()(program, ctx)
+
+
+def test_what_cannot_be_repeated_is_compiled_whole(monkeypatch):
+    """It says so, trains the same, and nothing of the first try is dumped."""
+    def refuse(self, *layers):
+        raise Uneven("unroll", None, "planted")
+
+    seen = []
+    monkeypatch.setattr(unroll.Writer, "check_order", refuse)
+    work = compilation(llama(11), observe=lambda program, record: seen.append((program, record)))
+    found, report = work.programs(evaluate=True)
+    whole, _ = compilation(llama(11), roll=False).programs(evaluate=True)
+    assert report.finish()["notes"] == ["no layer stands for others: unroll: planted"]
+    assert not any(program.roll for program, _ in seen)
+    assert [record.name for _, record in seen][:2] == ["capture", "cast"]
+    assert len(seen) == len(report.passes)
+    for name, (program, _) in whole.items():
+        assert calls(found[name].program) == calls(program)
 
 
 def test_names():
