@@ -48,7 +48,7 @@ def calls(program):
 DTYPE = {"param_dtype": "bfloat16"}
 CASES = {
     "one rank": dict(n=12),
-    "fsdp": dict(n=13, mesh={"dp_shard": 2}),
+    "fsdp": dict(n=12, mesh={"dp_shard": 2}, passes={"remat": {"policy": "selective"}}),
     "fsdp x tp, selective, microbatches": dict(
         n=12, mesh={"dp_shard": 2, "tp": 2}, passes={"remat": {"policy": "selective"}}, microbatches=2
     ),
@@ -64,15 +64,19 @@ CASES = {
     "none ahead": dict(n=12, mesh={"dp_shard": 2}, passes={"schedule": {"ahead": 0}}),
     "eight bits": dict(n=12, optim={"name": "adamw8bit", "block": 8}),
 }
-SHORT = ("one rank", "fsdp")
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in SHORT else pytest.mark.full) for c in CASES])
-def test_the_program_is_that_of_all_layers(case):
+@functools.cache
+def compiled(case, roll):
+    """The programs, what was left out, and the report on each pass."""
     how = dict(CASES[case])
-    n = how.pop("n")
-    whole, none = programs(compilation(llama(n), roll=False, **how))
-    rolled, roll = programs(compilation(llama(n), **how))
+    work = compilation(llama(how.pop("n")), roll=roll, **how)
+    return *programs(work), work.report.passes
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c == "fsdp" else pytest.mark.full) for c in CASES])
+def test_the_program_is_that_of_all_layers(case):
+    (whole, none, _), (rolled, roll, _) = compiled(case, False), compiled(case, True)
     assert none is None and roll is not None and roll.left_out >= 1
     assert rolled.keys() == whole.keys()
     for name, program in whole.items():
@@ -83,17 +87,15 @@ def test_the_program_is_that_of_all_layers(case):
 
 def test_what_a_layer_stands_for_is_counted():
     """After every pass: FLOPs, bytes sent and the peak of memory are those of all layers."""
-    costs = []
-    for roll in (False, True):
-        work = compilation(llama(12), roll=roll, mesh={"dp_shard": 2}, passes={"remat": {"policy": "selective"}})
-        programs(work)
-        costs.append([(p["program"], p["name"], p["accounting"]) for p in work.report.passes])
-    whole, rolled = costs
+    whole, rolled = (
+        [(p["program"], p["name"], p["accounting"]) for p in compiled("fsdp", roll)[2]] for roll in (False, True)
+    )
     for program, step, found in rolled:
         (wanted,) = [a for p, s, a in whole if (p, s) == (program, "segment" if step == "unroll" else step)]
         assert found | {"peak_node": ""} == wanted | {"peak_node": ""}, (program, step)
 
 
+@pytest.mark.full
 def test_it_trains_to_the_bit():
     data = batches(rows=8)
     whole, rolled = (
@@ -107,12 +109,12 @@ def test_it_trains_to_the_bit():
 
 def test_passes_see_few_layers_and_dumps_say_so():
     seen = []
-    programs(compilation(llama(40), observe=lambda program, record: seen.append((record, program))))
+    programs(compilation(llama(16), observe=lambda program, record: seen.append((record, program))))
     for stage, run in groupby(seen, key=lambda pair: pair[1].roll):
         for record, program in run:
             layers = {number_in(i.name, "layers") for i in program.inputs if i.kind == "parameter"} - {None}
-            assert len(layers) == (10 if stage else 40), record.name
-    assert str(seen[0][1].roll) == "layers.5 stands for layers.5 to layers.35"
+            assert len(layers) == (10 if stage else 16), record.name
+    assert str(seen[0][1].roll) == "layers.5 stands for layers.5 to layers.11"
 
 
 # ---- layers that stand for themselves ---------------------------------------------------------------
