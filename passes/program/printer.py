@@ -44,7 +44,7 @@ def print_program(program: ir.Program) -> str:
     mesh = " ".join([*sizes, *(f"{name}={'*'.join(axes)}" for name, axes in program.mesh.flattened.items())])
     nodes = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
     lines = [f"# mesh: {mesh or 'one device'}", f"# facts: {', '.join(sorted(program.facts))}"]
-    lines += [f"# rolled up: {program.roll}"] if program.roll else []
+    lines += [f"# rolled: {program.roll}"] if program.roll else []
     lines += [f"# inputs: {len(program.inputs)}", *_inputs(program)]
     lines += [f"# outputs: {len(program.outputs)}", *_outputs(program)]
     lines += [f"# nodes: {len(nodes)}", *map(format_node, nodes)]

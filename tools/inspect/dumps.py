@@ -27,6 +27,8 @@ TENSOR = re.compile(r"^(\w+)\[([\d, ]*)\]$")
 PLACED = re.compile(r"^(\w+\[[^\]]*\]) (\[.*)$")
 OPERAND = re.compile(r'"(?:[^"\\]|\\.)*"|%(\w+)')  # a string may hold anything, so it is passed over
 SECTION = re.compile(r"^# (\w+): (.*)$")
+ROLLED = re.compile(r"^# rolled: (.*)$", re.MULTILINE)
+CALLS = ("segment", "unroll")  # passes that leave calls of bodies
 BODY = re.compile(r"^# body: (\w+), called (\d+) times$")
 AXIS = re.compile(r"(\w+)=(\d+)( \(head and tail\))?")
 FLATTENED = re.compile(r"(\w+)=([a-z]\w*(?:\*\w+)*)")
@@ -109,6 +111,12 @@ class Stage:
     @cached_property
     def _parsed(self) -> Parsed:
         return parse(self.text)
+
+    @property
+    def rolled(self) -> str:
+        """Which layer stands for which, or an empty string; costs are those of all layers."""
+        found = ROLLED.search(self.text[:1000])
+        return found[1] if found else ""
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -200,7 +208,7 @@ def load(folder: str | Path) -> Run:
     metrics = folder / "metrics.jsonl"  # a dry run has none
     steps = read(metrics, lambda text: list(map(json.loads, text.splitlines()))) if metrics.exists() else []
     stages = load_stages(folder / "graphs")
-    graphs = [stage for stage in stages if stage.name != "segment"]
+    graphs = [stage for stage in stages if stage.name not in CALLS]
     return Run(folder, config, report, steps, graphs, {s.program: bodies_of(s) for s in stages if s not in graphs})
 
 

@@ -15,10 +15,13 @@ from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import OptimConfig, PassesConfig
 from compiler_trainer.pipeline import build_pipeline
 from compiler_trainer.step.programs import Compilation, mesh_of
+from passes.check.runner import Dumper
 from passes.lower import unroll
 from passes.lower.unroll import Uneven, Unroll
 from passes.program.bodies import Body, calls_of
 from passes.program.rolls import Roll, number_in, renumbered
+from tools.inspect.dumps import CALLS, load_stages
+from tools.inspect.glance import peak_line
 
 
 def compilation(model, loss_fn=llama_loss, roll=True, mesh=(), passes=(), microbatches=1, optim=(), observe=None):
@@ -115,6 +118,15 @@ def test_passes_see_few_layers_and_dumps_say_so():
             layers = {number_in(i.name, "layers") for i in program.inputs if i.kind == "parameter"} - {None}
             assert len(layers) == (10 if stage else 16), record.name
     assert str(seen[0][1].roll) == "layers.5 stands for layers.5 to layers.11"
+
+
+def test_dumps_are_read_with_the_costs_of_all_layers(tmp_path):
+    compilation(llama(11), observe=Dumper(tmp_path)).programs(evaluate=False)
+    stages = load_stages(tmp_path)
+    assert [stage.name for stage in stages][-2:] == list(CALLS)
+    for stage in stages[:-2]:
+        assert stage.rolled == "layers.5 stands for layers.5 to layers.6"
+        assert peak_line(stage)[1] == stage.report["accounting"]["peak_bytes"]
 
 
 # ---- layers that stand for themselves ---------------------------------------------------------------
