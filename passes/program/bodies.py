@@ -205,7 +205,7 @@ def is_site(node: fx.Node) -> bool:
 
     It is made before all calls and given to bodies: layers that drop out are alike but for it.
     """
-    if node.target is not torch.ops.aten.full_like.default:
+    if node.target is not torch.ops.aten.full_like.default or node.args[0].op != "placeholder":  # type: ignore[union-attr]
         return False
     made = ir.example(node)
     return made.dtype == torch.int64 and not made.dim()
