@@ -105,7 +105,8 @@ def text_of(
     if layer.number < 0:
         return None
     words = {node: name for node, name in names.items()}
-    words |= {n: renumbered(w, layer.stack, 0) for n, w in names.items() if number_in(w, layer.stack) == layer.number}
+    own = {n: renumbered(w, layer.stack, 0) for n, w in names.items() if number_in(w, layer.stack) == layer.number}
+    words |= {node: f"own {name}" for node, name in own.items()}  # not what layer 0 has under that name
     before = layers[i - 1].nodes if i else ()
     words |= {node: f"before {k}" for k, node in enumerate(before)} | {n: f"own {k}" for k, n in enumerate(layer.nodes)}
     marks = {mark: f"before {k}" for k, mark in enumerate(dict.fromkeys(map(mark_of, before)))}

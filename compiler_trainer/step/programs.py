@@ -19,7 +19,6 @@ from compiler_trainer.pipeline import DTYPES, Passes, Pipeline
 from passes.check.numeric import Results
 from passes.check.runner import Observer, PassRecord, run_passes
 from passes.lower.cudagraphs import breaks
-from passes.lower.unroll import Uneven
 from passes.program import ir
 from passes.program.mesh import Mesh
 from passes.sharding.normalize import drops
@@ -86,11 +85,18 @@ class Compilation:
 
         Where what passes made of a layer cannot be repeated, all is done again with every layer.
         """
-        seen: list[tuple[ir.Program, PassRecord]] = []
-        first = replace(self, observe=self.observe and (lambda *stage: seen.append(stage)), report=Reporter())
+        seen: list[tuple[ir.Program, PassRecord]] = []  # held back from the first program with layers left out
+
+        def observe(program: ir.Program, record: PassRecord) -> None:
+            if program.roll or seen:
+                seen.append((program, record))
+            elif self.observe:
+                self.observe(program, record)
+
+        first = replace(self, observe=self.observe and observe, report=Reporter())
         try:
             found, report = first.all_of(evaluate), first.report
-        except Uneven as error:
+        except ir.Uneven as error:
             seen.clear()
             again = replace(self, pipeline=replace(self.pipeline, rolling=None), report=Reporter())
             again.report.notes.append(f"no layer stands for others: {error}")

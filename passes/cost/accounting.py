@@ -354,7 +354,11 @@ def lives_left_out(ledger: Ledger, roll: Roll) -> Iterator[Life]:
         if s in ledger.lives:
             made.setdefault(ledger.layers[maker], []).append(s)
     following = roll.number + roll.left_out + 1  # beyond those left out: what all of them have, it has as well
-    for s, other in zip(made.get(roll.number, ()), made.get(following, ()), strict=True):
+    own, others = made.get(roll.number, []), made.get(following, [])
+    if len(own) != len(others):
+        message = f"{roll}, but holds {len(own)} values and {roll.stack}.{following} {len(others)}"
+        raise ir.Uneven("accounting", None, message)
+    for s, other in zip(own, others, strict=True):
         (born, last), (other_born, other_last) = ledger.lives[s], ledger.lives[other]
         stays = nodes[born].op == "placeholder" or nodes[last].op == "output"
         if stays or ir.phase(nodes[born]) != ir.phase(nodes[last]):

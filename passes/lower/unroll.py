@@ -28,10 +28,6 @@ from passes.program.rolls import Roll, meta_of_layer, number_in, renumbered
 Visit = tuple[fx.Node, ...]  # nodes in a row that are of one layer
 
 
-class Uneven(ir.CompileError):
-    """What passes made of a layer cannot be repeated for those that it stands for."""
-
-
 @dataclass(frozen=True)
 class Unroll:
     """Write out the layers that one stands for."""
@@ -106,7 +102,7 @@ class Writer:
     # -- may it be repeated -------------------------------------------------------------------------
 
     def check(self, *layers: Sequence[Visit]) -> set[fx.Node]:
-        """What three layers in a row read alike, one value for all; raises CompileError where they differ otherwise."""
+        """What three layers in a row read alike, one value for all; raises Uneven where they differ otherwise."""
         shared = set[fx.Node]()
         for visits in zip(*layers, strict=True):
             for nodes in zip(*visits, strict=True):
@@ -120,7 +116,7 @@ class Writer:
         return shared
 
     def check_order(self, *layers: Sequence[Visit]) -> list[int]:
-        """How many visits on, or back, that of the next layer stands; raises CompileError where this is not regular."""
+        """How many visits on, or back, that of the next layer stands; raises Uneven where this is not regular."""
         place = {visit: i for i, visit in enumerate(self.visits)}
         strides = []
         for visits in zip(*layers, strict=True):
@@ -145,9 +141,9 @@ class Writer:
         alike = {self.template.get(n) for n in operands}
         return len(alike) == 1 and len({self.described(n) for n in (*alike, *operands) if n is not None}) == 1
 
-    def failure(self, node: fx.Node | None, message: str) -> Uneven:
+    def failure(self, node: fx.Node | None, message: str) -> ir.Uneven:
         what = f"{self.roll.stack}.{self.roll.number}: its part {message}; set passes.roll=false"
-        return Uneven("unroll", node, what)
+        return ir.Uneven("unroll", node, what)
 
     # -- writing it -----------------------------------------------------------------------------------
 

@@ -127,7 +127,7 @@ class Cast:
         return program, ir.Report(counts, dtype_table(program))
 
     def cast_masters(self, program: ir.Program, ctx: ir.Context) -> set[fx.Node]:
-        """Let parameters arrive in their own dtype; the casts to that in which they are used, each where that is."""
+        """Let parameters arrive in their own dtype; the casts to that in which they are used, next to the first use."""
         casts = set()
         order = {node: i for i, node in enumerate(program.graph.nodes)}
         output = program.graph.output_node()

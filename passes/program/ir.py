@@ -165,6 +165,10 @@ class Refused(CompileError):
     """A model or an option that a pass cannot honour: for the user to change, not a defect of the pass."""
 
 
+class Uneven(CompileError):
+    """What passes made of a layer cannot be repeated for those that it stands for."""
+
+
 # ---- typed access to what a node carries ------------------------------------------------------
 
 

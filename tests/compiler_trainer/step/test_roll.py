@@ -17,7 +17,8 @@ from compiler_trainer.pipeline import build_pipeline
 from compiler_trainer.step.programs import Compilation, mesh_of
 from passes.check.runner import Dumper
 from passes.lower import unroll
-from passes.lower.unroll import Uneven, Unroll
+from passes.lower.unroll import Unroll
+from passes.program import ir
 from passes.program.bodies import Body, calls_of
 from passes.program.rolls import Roll, number_in, renumbered
 from tools.inspect.dumps import CALLS, load_stages
@@ -195,6 +196,34 @@ def test_a_value_of_a_layer_in_the_middle_that_others_read():
     assert left_out(Deep(False), loss) is not None and left_out(Deep(True), loss) is None
 
 
+class Lent(nn.Linear):
+    """A layer that is told with which weight to compute."""
+
+    def forward(self, x, weight):
+        return nn.functional.linear(x, weight, self.bias).sin()
+
+
+class Borrowing(nn.Module):
+    """One of many layers computes with the weight of the first, under the name under which it has its own."""
+
+    def __init__(self, borrower):
+        super().__init__()
+        self.layers, self.borrower = nn.ModuleList(Lent(4, 4) for _ in range(14)), borrower
+
+    def forward(self, x):
+        for i, layer in enumerate(self.layers):
+            x = layer(x, self.layers[0 if i == self.borrower else i].weight)
+        return x
+
+
+def test_a_layer_that_reads_what_the_first_one_has():
+    def loss(model, batch):
+        return model(batch["positions"].to(torch.float32)[:, :4].cos()).square().mean()
+
+    assert left_out(Borrowing(None), loss) is not None
+    assert left_out(Borrowing(7), loss) is None
+
+
 def test_layers_called_twice_or_tied():
     class Twice(nn.Module):
         def __init__(self):
@@ -258,7 +287,7 @@ def test_a_call_on_something_else_is_refused():
     other = call_of_layer(program, 2)
     operand = next(i for i, n in enumerate(call.args) if n.op == "placeholder" and "layers_5" in n.name)
     call.update_arg(operand, other.args[operand])
-    with pytest.raises(Uneven, match="layers.5: its part reads .*; set passes.roll=false"):
+    with pytest.raises(ir.Uneven, match="layers.5: its part reads .*; set passes.roll=false"):
         Unroll()(program, ctx)
 
 
@@ -267,7 +296,7 @@ def test_another_body_is_refused():
     program = program.copy()
     call = call_of_layer(program, 5)
     call.target = dataclasses.replace(call.target, key="another")
-    with pytest.raises(Uneven, match="differs from that of the layers around it"):
+    with pytest.raises(ir.Uneven, match="differs from that of the layers around it"):
         Unroll()(program, ctx)
 
 
@@ -276,14 +305,14 @@ def test_what_is_read_outside_of_the_layers_is_refused():
     program = program.copy()
     result = next(iter(call_of_layer(program, 5).users))
     program.graph.output_node().args = ((*program.graph.output_node().args[0], result),)
-    with pytest.raises(Uneven, match="is read outside of the layers"):
+    with pytest.raises(ir.Uneven, match="is read outside of the layers"):
         Unroll()(program, ctx)
 
 
 def test_what_cannot_be_repeated_is_compiled_whole(monkeypatch):
     """It says so, trains the same, and nothing of the first try is dumped."""
     def refuse(self, *layers):
-        raise Uneven("unroll", None, "planted")
+        raise ir.Uneven("unroll", None, "planted")
 
     seen = []
     monkeypatch.setattr(unroll.Writer, "check_order", refuse)
