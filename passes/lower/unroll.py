@@ -142,7 +142,7 @@ class Writer:
         return len(alike) == 1 and len({self.described(n) for n in (*alike, *operands) if n is not None}) == 1
 
     def failure(self, node: fx.Node | None, message: str) -> ir.Uneven:
-        what = f"{self.roll.stack}.{self.roll.number}: its part {message}; set passes.roll=false"
+        what = f"{self.roll.stack}.{self.roll.number}: its part {message}"
         return ir.Uneven("unroll", node, what)
 
     # -- writing it -----------------------------------------------------------------------------------

@@ -287,7 +287,7 @@ def test_a_call_on_something_else_is_refused():
     other = call_of_layer(program, 2)
     operand = next(i for i, n in enumerate(call.args) if n.op == "placeholder" and "layers_5" in n.name)
     call.update_arg(operand, other.args[operand])
-    with pytest.raises(ir.Uneven, match="layers.5: its part reads .*; set passes.roll=false"):
+    with pytest.raises(ir.Uneven, match="layers.5: its part reads "):
         Unroll()(program, ctx)
 
 
