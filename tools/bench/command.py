@@ -40,7 +40,8 @@ REFERENCE = "eager"  # on one rank; its losses are the right ones
 TOLERANCE = 1e-3
 MIB = 2**20
 HEADINGS = (
-    "contender", "tokens/s", "ratio", "step ms", "peak MiB", "sent MiB", "first step cold, s", "warm, s", "loss off by"
+    "contender", "tokens/s", "ratio", "step ms", "floor / step", "peak MiB", "sent MiB", "first step cold, s",
+    "warm, s", "loss off by",
 )  # fmt: skip
 
 Found = dict[str, Any]
@@ -163,14 +164,16 @@ def report(found: dict[str, list[Found]], args: argparse.Namespace) -> str:
     """The table in Markdown, what it was measured on, and why contenders failed."""
     fastest_stock = max((median(found[n], "tokens_per_s") for n in ran(found) if n != "ours"), default=None)
     lines = [" | ".join(HEADINGS), "|".join(["---"] * len(HEADINGS))]
-    lines += [" | ".join(row(name, rounds, fastest_stock)) for name, rounds in found.items()]
+    floor_ms = median(found["ours"], "floor_ms") if "ours" in ran(found) else None
+    lines += [" | ".join(row(name, rounds, fastest_stock, floor_ms)) for name, rounds in found.items()]
     failed = [f"- {CONTENDERS[n]}: {r[-1]['error']}" for n, r in found.items() if "error" in r[-1]]
     command = f"`python -m tools.bench {' '.join(arguments(args))}`"
     table = "\n".join(f"| {line} |" if "---" not in line else f"|{line}|" for line in lines)
-    return "\n".join([f"{command}: {machine()}.", "", table, *([""] if failed else []), *failed])
+    floor = f" Floor, the matrix products and attention kernels alone: {floor_ms:,.0f} ms." if floor_ms else ""
+    return "\n".join([f"{command}: {machine()}.{floor}", "", table, *([""] if failed else []), *failed])
 
 
-def row(name: str, rounds: Sequence[Found], fastest_stock: float | None) -> list[str]:
+def row(name: str, rounds: Sequence[Found], fastest_stock: float | None, floor_ms: float | None) -> list[str]:
     """One contender: medians of its rounds, lowest to highest in brackets."""
     if "error" in rounds[-1]:
         return [CONTENDERS[name], "failed", *[""] * (len(HEADINGS) - 2)]
@@ -181,6 +184,7 @@ def row(name: str, rounds: Sequence[Found], fastest_stock: float | None) -> list
         f"{speed:,.0f} ({min(speeds):,.0f} to {max(speeds):,.0f})",
         f"{speed / fastest_stock:.2f}" if fastest_stock else "",
         f"{median(rounds, 'step_ms'):,.0f}",
+        f"{floor_ms / median(rounds, 'step_ms'):.2f}" if floor_ms else "",
         f"{median(rounds, 'peak_bytes') / MIB:,.1f}",
         "" if sent is None else f"{sent / MIB:,.2f}",
         f"{rounds[0]['first_s']:.1f}",

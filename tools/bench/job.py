@@ -9,6 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from compiler_trainer.train import CONF, INPUT_ERRORS, defaults, user_error
 from compiler_trainer.training.memory import PeakMemory
 from compiler_trainer.training.trainer import local_device
 from passes.lower.inductor import counts
+from tools.bench.floor import floor_s
 from tools.bench.stock import stock_step
 
 Batch = dict[str, Tensor]
@@ -61,7 +63,7 @@ def measure(name: str, cfg: Config, steps: int) -> dict[str, Any]:
     """Times of the first step, everything before it included, and of `steps` later ones; memory; bytes sent."""
     batch = {key: tensor.to(local_device()) for key, tensor in global_batch(cfg).items()}
     began, worked = time.perf_counter(), cpu_seconds()
-    step, state = our_step(cfg, batch) if name == "ours" else stock_step(name, cfg, batch)
+    step, state, floor = our_step(cfg, batch) if name == "ours" else (*stock_step(name, cfg, batch), None)
     losses = [step()]
     first_s, first_cpu_s = time.perf_counter() - began, cpu_seconds() - worked
     memory = PeakMemory(local_device(), state())
@@ -79,6 +81,7 @@ def measure(name: str, cfg: Config, steps: int) -> dict[str, Any]:
         "bodies": dict(counts),
         "step_ms": 1e3 * statistics.median(seconds),
         "tokens_per_s": tokens / statistics.median(seconds),
+        "floor_ms": floor and 1e3 * floor(),
         "peak_bytes": memory.bytes,
         "sent_bytes": (sent_bytes() - sent) // steps if dist.get_backend() == "gloo" else None,
         "losses": losses,
@@ -107,8 +110,10 @@ def sent_bytes() -> int:
     return int(fields["wchar"])
 
 
-def our_step(cfg: Config, batch: Batch) -> tuple[Callable[[], float], Callable[[], list[Tensor]]]:
-    """Our step, and the tensors that live from one to the next."""
+def our_step(
+    cfg: Config, batch: Batch
+) -> tuple[Callable[[], float], Callable[[], list[Tensor]], Callable[[], float]]:
+    """Our step, the tensors that live from one to the next, and what measures the step's floor, in seconds."""
     model = models.build(cfg.model)
     weights = models.initial_parameters(model, 0, torch.float32)
     step = compile_step(
@@ -116,7 +121,7 @@ def our_step(cfg: Config, batch: Batch) -> tuple[Callable[[], float], Callable[[
         mesh=cfg.mesh, optim=cfg.optim, passes=cfg.passes, lower=cfg.lower, initial=weights,
         device=local_device(),
     )  # fmt: skip
-    return lambda: step(batch)["loss"], lambda: [step.state[name].local[rank()] for name in step.state]
+    return lambda: step(batch)["loss"], lambda: [s.local[rank()] for s in step.state.values()], partial(floor_s, step)
 
 
 if __name__ == "__main__":

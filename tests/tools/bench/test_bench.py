@@ -30,7 +30,7 @@ def found(speed, first_s=1.0, **more):
 
 
 FOUND = {
-    "ours": [found(30.0, 9.0), found(10.0, 3.0), found(20.0, 5.0)],
+    "ours": [found(30.0, 9.0, floor_ms=30.0), found(10.0, 3.0, floor_ms=50.0), found(20.0, 5.0, floor_ms=40.0)],
     "eager": [found(40.0)],
     "block": [found(50.0), {"error": "no result after 100 s"}],
 }
@@ -45,6 +45,7 @@ def test_a_row_has_medians_spreads_and_both_compile_times():
     ours = cells(command.report(FOUND, options()), "this trainer")
     assert ours["tokens/s"] == "20 (10 to 30)" and ours["ratio"] == "0.50"
     assert (ours["first step cold, s"], ours["warm, s"]) == ("9.0", "4.0")
+    assert ours["step ms"] == "50" and ours["floor / step"] == "0.80"  # of the medians, 40 of 50 ms
     assert (ours["peak MiB"], ours["sent MiB"], ours["loss off by"]) == ("2.0", "1.00", "1e-07")
 
 
@@ -54,6 +55,7 @@ def test_a_contender_that_failed_is_a_row_with_its_error():
     assert block.pop("tokens/s") == "failed" and set(block.values()) == {command.CONTENDERS["block"], ""}
     assert text.endswith("- stock, torch.compile of each block: no result after 100 s")
     assert command.ran(FOUND) == ["ours", "eager"]
+    assert cells(text, command.CONTENDERS["eager"])["floor / step"] == "1.60"
     assert len(command.plot(FOUND).data) == 3 and list(command.plot(FOUND).data[0].x) == ["ours", "eager"]
 
 

@@ -1,0 +1,69 @@
+"""The floor of a step: the time that its matrix products and attention kernels take alone, on their shapes.
+
+Everything else that a step does can at best be free, so floor / step says how near to that a step is.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, fx
+
+from compiler_trainer.step.step import Step
+from passes.cost.accounting import formula_of
+from passes.program import ir
+from passes.program.sweep import Layout
+from passes.program.torch_private import OpOverload
+
+ROUNDS = 5
+
+Pool = dict[Layout, Tensor]
+
+
+def floor_s(step: Step) -> float:
+    """Seconds that the products and attention kernels of one optimizer step take on a rank, one after another."""
+    pool: Pool = {}
+    times = {"accumulate": step.microbatches}
+    kernels = [
+        kernel
+        for name, compiled in step.train.items()
+        for kernel in kernels_of(compiled.program, pool) * times.get(name, 1)
+    ]
+    return statistics.median(seconds(kernels) for _ in range(ROUNDS))
+
+
+def kernels_of(program: ir.Program, pool: Pool) -> list[Callable[[], object]]:
+    """Every product and attention kernel of a program, in order, on values of its operands' layouts out of `pool`."""
+    given = partial(operand, pool)
+    return [
+        partial(node.target, *fx.map_arg(node.args, given), **fx.map_arg(node.kwargs, given))
+        for node in program.calls()
+        if isinstance(node.target, OpOverload) and formula_of(node.target)
+    ]
+
+
+def operand(pool: Pool, node: fx.Node) -> Tensor:
+    """A value of a node's layout: random, one where numbers are whole."""
+    layout = Layout.of(ir.example(node))
+    if layout not in pool:
+        pool[layout] = value = layout.empty()
+        entries = torch.empty(0, dtype=value.dtype, device=value.device).set_(value.untyped_storage())
+        random = torch.randn(entries.shape, device=value.device)
+        entries.copy_(random if value.is_floating_point() else torch.ones_like(entries))
+    return pool[layout]
+
+
+def seconds(kernels: list[Callable[[], object]]) -> float:
+    """The time of running all kernels once."""
+    wait = torch.accelerator.synchronize if torch.accelerator.is_available() else lambda: None
+    wait()
+    began = time.perf_counter()
+    with torch.no_grad():
+        for kernel in kernels:
+            kernel()
+    wait()
+    return time.perf_counter() - began
