@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -24,6 +25,8 @@ from passes.program.bodies import Body, key_of
 from passes.program.rewrite import trace
 from passes.program.sweep import Layout
 from passes.program.torch_private import (
+    build_cpp_header,
+    choose_instruction_set,
     compile_inner,
     compiler_folder,
     compiler_state,
@@ -65,12 +68,16 @@ def compile_bodies(
     """
     store = Store(compiler_folder() / "bodies")
     found: dict[Body, Kernels] = {}
+    if in_cpp := any(device_of(body).type == "cpu" for body in bodies):
+        begin()[0].result()
     with kernels_later():
         share = bodies[workers.number :: workers.count]
         for i, body in enumerate(share):
             tell(f"{body.name}, {i + 1} of {len(share)} bodies")
             found[body] = load(body, store) or compile_body(body, ctx, store)
         tell("kernels")
+        if in_cpp:
+            begin()[1].result()
     if workers.count > 1:
         tell("bodies of other ranks")
         workers.meet()
@@ -79,6 +86,18 @@ def compile_bodies(
             if body not in found:
                 found[body] = load(body, store) or compile_body(body, ctx, store)
     return found
+
+
+@cache
+def begin() -> tuple[Future[None], Future[None]]:
+    """Get ready for C++ kernels in a thread, once a process: what to lower waits for, and what kernels wait for."""
+    thread = ThreadPoolExecutor(1, "ready for C++")
+    return thread.submit(choose_instruction_set), thread.submit(build_cpp_header)
+
+
+def device_of(body: Body) -> torch.device:
+    """The device of a body's first operator."""
+    return next(ir.example(node).device for node in body.graph.nodes if ir.is_tensor(node))
 
 
 def load(body: Body, store: Store) -> Kernels | None:

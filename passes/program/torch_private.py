@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
+import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -34,8 +37,10 @@ __all__ = [
     "LazyGraphModule",
     "OpOverload",
     "ao",
+    "build_cpp_header",
     "c10d",
     "checkpoints_inside",
+    "choose_instruction_set",
     "compile_inner",
     "compiler_folder",
     "compiler_state",
@@ -153,10 +158,42 @@ def load_compiled(saved: bytes) -> Callable:
     return compiled
 
 
+def choose_instruction_set() -> None:
+    """Let C++ kernels be built for the best instruction set that the processor has and the compiler knows.
+
+    By itself Inductor builds a test, seconds each, for every set of the processor, to take the best of those that pass.
+    """
+    from torch._inductor import config, cpu_vec_isa
+
+    if config.cpp.simdlen is not None or "ATEN_CPU_CAPABILITY" in os.environ:
+        return  # a choice of the user's, for Inductor to make
+    has, trusted = set(cpu_vec_isa.x86_isa_checker()), {"cpp.vec_isa_ok": config.cpp.vec_isa_ok is not False}
+    with config.patch(trusted):  # of the tests only the small ones: is each extension known
+        known = (each for each in cpu_vec_isa.supported_vec_isa_list if set(str(each).split()) <= has and each)
+        with patch.object(cpu_vec_isa, "supported_vec_isa_list", list(itertools.islice(known, 1))):
+            cpu_vec_isa.valid_vec_isa_list()  # remembers its answer
+
+
+def build_cpp_header() -> None:
+    """Precompile what every C++ kernel includes; raises RuntimeError if kernels cannot be built or loaded."""
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    body = "(at::vec::Vectorized<float>(1).exp()).store(to);"
+    source = f'#include <torch/csrc/inductor/cpp_prefix.h>\nextern "C" void kernel(float* to) {{ {body} }}'
+    compiling = AsyncCompile()
+    try:
+        compiling.wait({"kernel": compiling.cpp_pybinding(["float*"], source)})
+    except Exception as error:
+        lesser = "ATEN_CPU_CAPABILITY=avx2 or default in the environment chooses a lesser instruction set"
+        raise RuntimeError(f"the C++ compiler builds nothing for {pick_vec_isa()}; {lesser}: {error}") from error
+
+
 @contextmanager
 def kernels_later() -> Iterator[None]:
     """While on, C++ kernels of what is compiled or loaded are built beside what follows; at the end all are there."""
-    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+    from torch._inductor.codecache import CppPythonBindingsCodeCache, LambdaFuture
 
     waiting: list[tuple[AsyncCompile, dict[str, Any]]] = []
     wait = AsyncCompile.wait
@@ -164,7 +201,14 @@ def kernels_later() -> Iterator[None]:
     def later(self: AsyncCompile, scope: dict[str, Any]) -> None:
         waiting.append((self, scope))
 
-    with patch.object(AsyncCompile, "wait", later):
+    def build(self: AsyncCompile, argtypes: list[str], source: str) -> Any:
+        # in a thread from the start, for the header may still be on its way; loaded by the thread that waits
+        load = CppPythonBindingsCodeCache.load_pybinding_async
+        begun = self.submit(partial(load, argtypes, source, submit_fn=self.submit))
+        return LambdaFuture(lambda: begun.result()())
+
+    threads = patch.object(AsyncCompile, "cpp_pybinding", build) if get_compile_threads() > 1 else nullcontext()
+    with patch.object(AsyncCompile, "wait", later), threads:
         yield
     for each, scope in waiting:
         wait(each, scope)

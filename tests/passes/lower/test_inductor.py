@@ -6,12 +6,15 @@ import operator
 import os
 import weakref
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
 from oracle import NO_DECAY, assert_same, llama, llama_loss, train_step
 from oracle import batches as rows_of
 from small_programs import Small, cut
+from torch._inductor import cpu_vec_isa
+from torch._inductor.async_compile import AsyncCompile
 
 from compiler_trainer import compile_step
 from passes.lower import inductor
@@ -22,6 +25,7 @@ from passes.lower.segment import Segment
 from passes.lower.store import Store
 from passes.program import ir
 from passes.program.bodies import calls_of
+from passes.program.torch_private import build_cpp_header, choose_instruction_set
 
 aten = torch.ops.aten
 F32 = torch.float32
@@ -159,6 +163,61 @@ def test_training_with_and_without_segments_is_the_same_to_the_bit():
     (metrics, state), (wanted, wanted_state) = found
     assert metrics == wanted
     assert_same(state, wanted_state, 0.0)
+
+
+# ---- the C++ compiler -------------------------------------------------------------------------------
+
+
+class Extension:
+    """An instruction set; `asked` are those of which it was tried whether the compiler knows them."""
+
+    asked: ClassVar[list[str]] = []
+
+    def __init__(self, name, known=True):
+        self.name, self.known = name, known
+
+    def __str__(self):
+        return self.name
+
+    def __bool__(self):
+        self.asked.append(self.name)
+        return self.known
+
+
+@pytest.fixture
+def extensions():
+    """Sets of a made-up processor, best first: one that it lacks, one that its compiler does not know, two that it does."""
+    sets = [Extension("avx9 amx"), Extension("avx9", known=False), Extension("avx8"), Extension("avx7")]
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_vec_isa, "supported_vec_isa_list", sets)
+        patch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["avx7", "avx8", "avx9"])
+        patch.setattr(cpu_vec_isa.platform, "machine", lambda: "x86_64")
+        patch.setattr(Extension, "asked", [])
+        yield sets
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    choose_instruction_set()
+
+
+def test_the_best_instruction_set_is_taken_and_no_lesser_one_tried(extensions):
+    choose_instruction_set()
+    assert str(cpu_vec_isa.pick_vec_isa()) == "avx8" and "avx7" not in Extension.asked
+
+
+def test_the_instruction_set_that_the_environment_names_is_inductors_to_find(extensions, monkeypatch):
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    choose_instruction_set()
+    assert Extension.asked == [] and cpu_vec_isa.valid_vec_isa_list() == extensions[2:]
+
+
+def test_a_compiler_that_builds_nothing_is_an_error_that_says_what_to_set(monkeypatch):
+    def fails(self, argtypes, source):
+        raise OSError("g++: no such file")
+
+    choose_instruction_set()
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", fails)
+    with pytest.raises(RuntimeError, match=r"ATEN_CPU_CAPABILITY=avx2 .*: g\+\+: no such file"):
+        build_cpp_header()
 
 
 # ---- the store --------------------------------------------------------------------------------------
