@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import inspect
 import traceback
 import warnings
@@ -40,7 +41,15 @@ class _WithLoss(nn.Module):
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
-    """The model with fake parameters (of `dtype` if floating) and buffers on `device`; nothing real is copied."""
+    """The model with fake parameters (of `dtype` if floating) and buffers on `device`; no real ones are copied.
+
+    Raises UserError naming a tensor without a value that is neither.
+    """
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and value.is_meta:
+                what = "is on the meta device and neither parameter nor buffer, so that it has no value"
+                raise UserError(".".join(filter(None, (path, name))), f"{what}; register it as a buffer")
     memo: dict[int, object] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         is_parameter = isinstance(tensor, nn.Parameter)
@@ -62,7 +71,7 @@ def capture(
 ) -> tuple[ir.Program, ir.Context]:
     """The forward and loss of a batch of the given global shapes as a functional ATen graph.
 
-    Inputs are parameters (that require gradients), buffers (everything else the model holds) and the batch;
+    Inputs are parameters (that require gradients), buffers (all others that the model has), constants and the batch;
     outputs the loss and the new values of buffers the forward changes. `dtype` is that in which parameters
     are used (None: their own). With `rolling`, of many layers alike some are left out. Raises UserError naming the
     batch entry, or what `torch.export` could not follow.
@@ -79,8 +88,9 @@ def capture(
         warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)  # torch 2.13's own use
         exported = _export(module, values)
         detach_regions(exported.graph_module)
+        share_constants(exported)
         roll = roll_up(exported.graph_module, state_of(exported, model), rolling) if rolling else None
-        exported = exported.run_decompositions({})
+        exported = _functional(exported)
         write_out(exported.graph_module)
     program = _to_program(exported, keys, model, roll)
     loss = program.results()[[o.kind for o in program.outputs].index("loss")]
@@ -117,6 +127,14 @@ def _export(module: _WithLoss, values: tuple[Tensor, ...]) -> ExportedProgram:
     return exported
 
 
+def _functional(exported: ExportedProgram) -> ExportedProgram:
+    """Without writes in place; raises UserError where the model writes into what it may not."""
+    try:
+        return exported.run_decompositions({})
+    except RuntimeError as error:
+        raise UserError("model", str(error).splitlines()[0]) from error
+
+
 def _line(error: BaseException) -> str:
     """`file.py:line ` of the innermost frame of the model's or the loss's own code."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not ir.is_library(f.filename)]
@@ -144,13 +162,36 @@ def detach_regions(module: torch.fx.GraphModule) -> None:
     module.recompile()
 
 
+def share_constants(exported: ExportedProgram) -> None:
+    """Let equal constants be one: layers that make the same one are then alike."""
+    first: dict[str, torch.fx.Node] = {}
+    for node, value in constants_of(exported).items():
+        same = first.setdefault(constant_name(value), node)
+        if same is not node:
+            node.replace_all_uses_with(same)
+
+
+def constants_of(exported: ExportedProgram) -> dict[torch.fx.Node, Tensor]:
+    """The tensors that the model holds as neither parameter nor buffer, or makes of Python's numbers."""
+    placeholders = (n for n in exported.graph.nodes if n.op == "placeholder")
+    given = zip(placeholders, exported.graph_signature.input_specs, strict=True)
+    return {n: exported.constants[spec.target] for n, spec in given if spec.kind is InputKind.CONSTANT_TENSOR}
+
+
+def constant_name(value: Tensor) -> str:
+    """A name that only equal tensors have."""
+    entries = value.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+    what = f"{value.dtype} {tuple(value.shape)} ".encode() + entries.tobytes()
+    return f"constant_{hashlib.sha256(what).hexdigest()[:12]}"
+
+
 def state_of(exported: ExportedProgram, model: nn.Module) -> dict[torch.fx.Node, Held]:
     """The parameters and buffers that placeholders stand for."""
     names, found = first_names(model), {}
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     placeholders = (n for n in exported.graph.nodes if n.op == "placeholder")
     for node, spec in zip(placeholders, exported.graph_signature.input_specs, strict=True):
-        if spec.kind is not InputKind.USER_INPUT and spec.target is not None:
+        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and spec.target is not None:
             target = spec.target.removeprefix("model.")
             name = names.get(target, target)
             found[node] = Held(name, name in held and held[name].requires_grad)
@@ -162,6 +203,7 @@ def _to_program(exported, keys: tuple[str, ...], model: nn.Module, roll: Roll | 
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
     inputs: list[ir.Input] = []
     nodes: dict[str, torch.fx.Node] = {}
+    constants = constants_of(exported)
     placeholders = [n for n in exported.graph.nodes if n.op == "placeholder"]
     for node, spec in zip(placeholders, exported.graph_signature.input_specs, strict=True):
         placement = Spec.whole(tuple(node.meta["val"].shape))
@@ -169,7 +211,7 @@ def _to_program(exported, keys: tuple[str, ...], model: nn.Module, roll: Roll | 
             inputs.append(ir.Input(next(batch), "batch", placement))
             continue
         target = spec.target.removeprefix("model.")
-        name = names.get(target, target)
+        name = constant_name(constants[node]) if node in constants else names.get(target, target)
         if roll is not None and roll.holds(name):
             exported.graph.erase_node(node)
             continue
@@ -178,7 +220,8 @@ def _to_program(exported, keys: tuple[str, ...], model: nn.Module, roll: Roll | 
             exported.graph.erase_node(node)
             continue
         nodes[name] = node
-        inputs.append(ir.Input(name, "parameter" if name in trainable else "buffer", placement))
+        kind: ir.InputKind = "constant" if node in constants else "parameter" if name in trainable else "buffer"
+        inputs.append(ir.Input(name, kind, placement, constants.get(node)))
     outputs = []
     results = exported.graph.output_node().args[0]
     for node, spec in zip(results, exported.graph_signature.output_specs, strict=True):
@@ -194,6 +237,9 @@ def _to_program(exported, keys: tuple[str, ...], model: nn.Module, roll: Roll | 
         read_marks(node)
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             exported.graph.erase_node(node)  # a check that shapes and dtypes are those of the capture: they are
+        if getattr(node.target, "overloadpacket", None) is torch.ops.aten._assert_async:
+            warnings.warn(f"{ir.source(node)} asserts something of values, which no step will check", stacklevel=2)
+            exported.graph.erase_node(node)
     module = torch.fx.GraphModule(torch.nn.Module(), exported.graph)
     return ir.Program(module, tuple(inputs), tuple(outputs), facts=frozenset({"captured"}), roll=roll)
 

@@ -60,6 +60,8 @@ class Step:
         self.train, self.evaluation, self.state = train, evaluation, state
         self.lr, self.seed, self.microbatches = lr, seed, microbatches
         self.device, self.report = device, report
+        given = (i for compiled in (*train.values(), evaluation) for i in compiled.program.inputs)
+        self.constants = {i.name: i.value.to(device) for i in given if i.value is not None}
         self.places = {
             rank: {axis: torch.tensor(at, device=device) for axis, at in mesh.coordinates(rank).items()}
             for rank in self.ranks
@@ -111,6 +113,8 @@ class Step:
             return shard(batch[given.name].to(self.device), given.spec, self.mesh, self.mesh.coordinates(rank))
         if given.kind == "coordinate":
             return self.places[rank][given.name]
+        if given.kind == "constant":
+            return self.constants[given.name]
         if given.kind == "scalar":
             return scalars[given.name]
         return self.state[state_name(given)].local[rank]

@@ -13,6 +13,7 @@ from passes.program import ir
 from passes.program.bodies import flatten
 from passes.program.mesh import Mesh
 from passes.program.shift import arrive, shift
+from passes.program.sweep import laid_out
 from passes.program.torch_private import c10d
 
 Values = list[Tensor]
@@ -100,7 +101,7 @@ class Lockstep:
                 return [args[0] for args, _ in given]
             if "c10d" in str(node.target):
                 raise ValueError(f"{node.target} is not simulated")
-            return [node.target(*args, **kwargs) for args, kwargs in given]  # type: ignore[operator]
+            return [laid_out(node.target(*args, **kwargs), ir.value(node)) for args, kwargs in given]  # type: ignore
         except Exception as error:
             raise ir.CompileError("lockstep", node, f"{type(error).__name__}: {error}") from error
 

@@ -385,6 +385,7 @@ def sent(node: fx.Node) -> list[fx.Node]:
 
 
 KINDS_OF_INPUT = {"parameter": "parameters", "moment": "optimizer", "gradient": "gradients", "buffer": "buffers"}
+KINDS_OF_INPUT["constant"] = "buffers"
 KINDS_BY_PHASE = {"forward": "activations", "backward": "backward", "optimizer": "update"}
 
 

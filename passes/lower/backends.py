@@ -13,6 +13,7 @@ from passes.lower.inductor import ALONE, Tell, Workers, compile_bodies, silent
 from passes.lower.segment import Segment
 from passes.program import ir
 from passes.program.bodies import calls_of, flatten
+from passes.program.sweep import laid_out
 
 
 class NamingInterpreter(fx.Interpreter):
@@ -21,7 +22,8 @@ class NamingInterpreter(fx.Interpreter):
     def run_node(self, node: fx.Node) -> Any:
         """One operator."""
         try:
-            return super().run_node(node)
+            found = super().run_node(node)
+            return laid_out(found, ir.value(node)) if node.op == "call_function" else found
         except Exception as error:
             shapes = [tuple(ir.example(n).shape) for n in node.all_input_nodes if ir.is_tensor(n)]
             message = f"{node.target} on {shapes}: {type(error).__name__}: {error}"

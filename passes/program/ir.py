@@ -17,17 +17,22 @@ from passes.program.rolls import Roll
 from passes.program.spec import Spec
 from passes.program.torch_private import LazyGraphModule
 
-InputKind = Literal["parameter", "buffer", "batch", "coordinate", "moment", "gradient", "scalar"]
+InputKind = Literal["parameter", "buffer", "constant", "batch", "coordinate", "moment", "gradient", "scalar"]
 OutputKind = Literal["loss", "gradient", "buffer", "metric"]
 
 
 @dataclass(frozen=True)
 class Input:
-    """One placeholder: `name` is the model's own (`layers.0.wq.weight`), the batch key, the axis or the scalar."""
+    """One placeholder: `name` is the model's own (`layers.0.wq.weight`), the batch key, the axis or the scalar.
+
+    A constant brings its `value`, by which it is named: a tensor that the model holds as neither parameter nor buffer,
+    or makes of Python's numbers.
+    """
 
     name: str
     kind: InputKind
     spec: Spec
+    value: Tensor | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Operators that look entries up by integer: embedding, gather, index_select."""
+"""Operators that look entries up, or write over them, by position: embedding, gather, scatter, slice_scatter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from passes.program import ir
 from passes.program.builder import Builder
 from passes.program.layout import locate
 from passes.program.spec import Factor, Spec
-from passes.rules.base import Names, Rule, RuleMaker, result_shapes, tensor_operands
+from passes.rules.base import Names, Rule, RuleMaker, result_shapes, same_fill, tensor_operands
 
 aten = torch.ops.aten
 
@@ -163,13 +163,56 @@ def scatter(node: fx.Node) -> Rule:
     return Rule((names, *dims), (names,), sizes, whole=frozenset(sizes) - {f"d{d}" for d in same})
 
 
+def slice_scatter(node: fx.Node) -> Rule:
+    """x with a slice of one dim written over: that dim must be whole."""
+    x, _ = tensor_operands(node)
+    shape = tuple(ir.example(x).shape)
+    dim = (node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)) % len(shape)  # type: ignore[operator]
+    names = tuple((f"d{d}",) for d in range(len(shape)))
+    over = tuple(("s",) if d == dim else n for d, n in enumerate(names))
+    return Rule(
+        (names, over),
+        (names,),
+        {f"d{d}": n for d, n in enumerate(shape)} | {"s": ir.example(tensor_operands(node)[1]).shape[dim]},
+        whole=frozenset([f"d{dim}", "s"]),
+        linear=frozenset([frozenset([0, 1])]),
+        fills=same_fill,
+    )
+
+
+def index_put(node: fx.Node) -> Rule:
+    """x[i, j, :] written over or added to: all but the dims of x that are not indexed must be whole."""
+    x, *indices, value = tensor_operands(node)
+    shape = tuple(ir.example(x).shape)
+    at = [d for d, i in enumerate(node.args[1]) if i is not None]  # type: ignore[arg-type]
+    free = [d for d in range(len(shape)) if d not in at]
+    together = torch.broadcast_shapes(*(ir.example(i).shape for i in indices))
+    first = at[0] if at[-1] - at[0] == len(at) - 1 else 0  # where the dims of the indices stand in what is written
+    looked_up = tuple(_names("i", together))
+    names = tuple((f"d{d}",) for d in range(len(shape)))
+    kept = [names[d] for d in free]
+    written = (*kept[:first], *looked_up, *kept[first:])
+    sizes = {f"d{d}": n for d, n in enumerate(shape)} | {f"i{k}": n for k, n in enumerate(together) if n != 1}
+    dims = [_broadcast(tuple(ir.example(i).shape), looked_up) for i in indices]
+    return Rule(
+        (names, *dims, _broadcast(tuple(ir.example(value).shape), written)),
+        (names,),
+        sizes,
+        whole=frozenset(sizes) - {f"d{d}" for d in free},
+        linear=frozenset([frozenset([0, len(indices) + 1])]),
+        fills=lambda fills: same_fill([fills[0], fills[-1]]),
+    )
+
+
 def rules() -> dict[str, RuleMaker]:
     """Operator name -> rule, for look-ups."""
     return {
         "embedding": embedding,
         "gather": gather,
         "index": index,
+        "index_put": index_put,
         "index_select": index_select,
         "scatter": scatter,
         "scatter_add": scatter,
+        "slice_scatter": slice_scatter,
     }

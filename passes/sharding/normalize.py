@@ -105,6 +105,24 @@ def rms_norm_spelled(x: Tensor, shape: list[int], weight=None, eps: float = 0.0)
     return normal if weight is None else normal * weight
 
 
+def copied(over: Tensor, x: Tensor, non_blocking: bool = False) -> Tensor:
+    """What was written over a whole tensor, as it is found there; `aten::copy` has no derivative."""
+    return x.to(over.dtype).expand(over.shape)
+
+
+def one_hot(x: Tensor, num_classes: int = -1) -> Tensor:
+    """Zeros and a one a row, int64; a row of an id that is no class is zero."""
+    return (x.unsqueeze(-1) == torch.arange(num_classes, device=x.device)).to(torch.int64)
+
+
+def put_where(x: Tensor, indices: list[Tensor | None], value: Tensor, accumulate: bool = False) -> Tensor:
+    """One value, or one for each entry of the dims after it, written to where a mask of some dims is true."""
+    (mask,) = (i for i in indices if i is not None)
+    after = x.dim() - len(indices) + 1 - mask.dim()
+    value = value.reshape(()) if value.numel() == 1 else value
+    return torch.where(mask.view(*mask.shape, *[1] * after), x + value if accumulate else value, x)
+
+
 def split_as_select(x: Tensor, size: int, dim: int = 0) -> tuple[Tensor, ...]:
     """Equal pieces of a dim as entries of a dim of their own: what is within a piece may then be sharded."""
     parts = x.shape[dim] // size
@@ -133,6 +151,22 @@ def _plain_cross_entropy(node: fx.Node) -> bool:
         and (len(rest) < 2 or rest[1] in (MEAN, SUM))
         and (len(rest) < 4 or rest[3] == 0.0)
     )
+
+
+def _by_mask(node: fx.Node) -> bool:
+    """Whether an index_put goes by a mask, and what it writes does not depend on how much of it is true."""
+    x, indices, value = (fx.map_arg(argument, ir.example) for argument in node.args[:3])
+    given = [i for i in indices if i is not None]
+    if not any(i.dtype is torch.bool for i in given):
+        return False
+    mask, after = given[-1], x.dim() - len(indices) + 1 - given[-1].dim()
+    if len(given) > 1 or value.numel() > 1 and value.dim() > after:
+        raise ir.Refused(
+            "normalize",
+            node,
+            f"{node.target} writes a value for each true entry of a mask, as many as the data says; use torch.where",
+        )
+    return mask.dtype is torch.bool
 
 
 def _equal_split(node: fx.Node) -> bool:
@@ -164,6 +198,12 @@ def replacement(node: fx.Node, mesh: Mesh) -> Any:
         return layer_norm_spelled if name == "layer_norm" else rms_norm_spelled
     if name == "mean":
         return mean
+    if name == "copy":
+        return copied
+    if name == "one_hot" and node.args[1:] and node.args[1] > 0:  # type: ignore[operator]
+        return one_hot
+    if name == "index_put" and _by_mask(node):
+        return put_where
     if name == "linear" and len(node.args) == 3 and node.args[2] is not None:
         return linear_bias
     if name == "addmm":

@@ -25,7 +25,8 @@ ADAMW = {"name": "adamw", "betas": (0.8, 0.9), "weight_decay": 0.1, "max_norm": 
 def llama(n_layers: int = 1, dtype: torch.dtype = torch.float64, **changes: Any) -> Llama:
     """A Llama whose feed-forward and vocabulary divide by nothing; the same weights at each call."""
     torch.manual_seed(0)
-    cfg = ModelConfig(dim=24, n_layers=n_layers, n_heads=2, n_kv_heads=1, ffn_dim=37, vocab_size=VOCAB, **changes)
+    sizes = {"dim": 24, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 37, "vocab_size": VOCAB}
+    cfg = ModelConfig(n_layers=n_layers, **{**sizes, **changes})
     return Llama(cfg).to(dtype)
 
 

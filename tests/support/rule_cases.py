@@ -165,6 +165,12 @@ INDEXING: dict[str, list[Case]] = {
                (lambda x, i: x.gather(1, i), (X, whole(7, 6, 7)))],
     "index": [(lambda x, i: x[i], (X, whole(8, 5))), (lambda x, i: x[:, i], (X, whole(7, 5))), (lambda x, i, j: x[i, j], (X, whole(8, 5), whole(7, 5))),
               (lambda x, i, j: x[:, i, j], (real(3, 8, 7), whole(8, 5, 1), whole(7, 4))), (lambda x, i, j: x[i, :, j], (real(3, 8, 7), whole(3, 5), whole(7, 5)))],
+    "index_put": [
+        (lambda x, i, v: x.index_put([i], v), (X, torch.tensor([2, 0, 5]), real(3, 7))),
+        (lambda x, i, v: aten.index_put.default(x, [None, i], v, True), (X, whole(7, 3), real(8, 1))),
+        (lambda x, i, j, v: aten.index_put.default(x, [i, None, j], v), (X3, torch.tensor([2, 0]), torch.tensor([[3], [1]]), real(8))),
+    ],
+    "slice_scatter": [(lambda x, y: x.slice_scatter(y, 0, 2, 7, 2), (X, real(3, 7))), (lambda x, y: x.slice_scatter(y, -1, 1), (X, real(8, 6)))],
     "scatter": [(lambda x, i, v: x.scatter(1, i, v), (X, whole(7, 8, 1), real(8, 1))), (lambda x, i: x.scatter(0, i, 2.5), (X, whole(8, 1, 7)))],
     "scatter_add": [(lambda x, i, v: x.scatter_add(-1, i, v), (X, whole(7, 8, 3), real(8, 3))), (lambda x, i, v: x.scatter_add(0, i, v), (X, whole(8, 5, 4), real(5, 4)))],
     "index_select": [(lambda x, i: x.index_select(0, i), (X, whole(8, 7))), (lambda x, i: x.index_select(1, i), (X, whole(7, 3)))],

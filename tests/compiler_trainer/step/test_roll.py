@@ -50,6 +50,7 @@ def calls(program):
 
 
 DTYPE = {"param_dtype": "bfloat16"}
+EVEN = {"dim": 64, "n_kv_heads": 2, "ffn_dim": 64, "vocab_size": 64}  # in blocks of 16
 CASES = {
     "one rank": dict(n=12),
     "fsdp": dict(n=12, mesh={"dp_shard": 2}, passes={"remat": {"policy": "selective"}}),
@@ -62,11 +63,11 @@ CASES = {
     "offload, layers take turns": dict(
         n=15, mesh={"dp_replicate": 2, "cp": 2}, passes={"remat": {"policy": "offload"}}
     ),
-    "float8": dict(n=16, mesh={"dp_shard": 2, "tp": 2},
+    "float8": dict(n=16, model=EVEN, mesh={"dp_shard": 2, "tp": 2},
                    passes={"cast": DTYPE | {"float8": "tensorwise", "float8_min_size": 1}}),
     "two layers ahead": dict(n=16, mesh={"dp_shard": 2}, passes={"schedule": {"ahead": 2}}),
     "none ahead": dict(n=12, mesh={"dp_shard": 2}, passes={"schedule": {"ahead": 0}}),
-    "eight bits": dict(n=12, optim={"name": "adamw8bit", "block": 8}),
+    "eight bits": dict(n=12, model=EVEN, optim={"name": "adamw8bit", "block": 8}),
 }
 
 
@@ -74,7 +75,7 @@ CASES = {
 def compiled(case, roll):
     """The programs, what was left out, and the report on each pass."""
     how = dict(CASES[case])
-    work = compilation(llama(how.pop("n")), roll=roll, **how)
+    work = compilation(llama(how.pop("n"), **how.pop("model", {})), roll=roll, **how)
     return *programs(work), work.report.passes
 
 

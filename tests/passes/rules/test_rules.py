@@ -109,7 +109,8 @@ def test_a_weight_over_two_axes_as_one_meets_what_either_shards(name: str):
 
 
 @pytest.mark.parametrize("name", ("add", "embedding", "linear", "matmul", "mm", "mul", "sub", "view", "transpose", "cat", "div",
-                                  "exp", "clone", "where", "bmm", "index_select", "gather", "sum"))
+                                  "exp", "clone", "where", "bmm", "index_select", "gather", "sum",
+                                  "index_put", "slice_scatter"))
 def test_terms_of_a_sum_and_varying_copies(name: str):
     """Each floating operand as terms of a sum, then as a varying copy: linear operators carry them, others reduce."""
     fn, tensors = CASES[name][0]
