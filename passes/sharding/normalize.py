@@ -117,8 +117,8 @@ def one_hot(x: Tensor, num_classes: int = -1) -> Tensor:
 
 def put_where(x: Tensor, indices: list[Tensor | None], value: Tensor, accumulate: bool = False) -> Tensor:
     """One value, or one for each entry of the dims after it, written to where a mask of some dims is true."""
-    (mask,) = (i for i in indices if i is not None)
-    after = x.dim() - len(indices) + 1 - mask.dim()
+    ((at, mask),) = ((at, i) for at, i in enumerate(indices) if i is not None)
+    after = x.dim() - at - mask.dim()
     value = value.reshape(()) if value.numel() == 1 else value
     return torch.where(mask.view(*mask.shape, *[1] * after), x + value if accumulate else value, x)
 
@@ -156,17 +156,17 @@ def _plain_cross_entropy(node: fx.Node) -> bool:
 def _by_mask(node: fx.Node) -> bool:
     """Whether an index_put goes by a mask, and what it writes does not depend on how much of it is true."""
     x, indices, value = (fx.map_arg(argument, ir.example) for argument in node.args[:3])
-    given = [i for i in indices if i is not None]
-    if not any(i.dtype is torch.bool for i in given):
+    given = [(at, i) for at, i in enumerate(indices) if i is not None]
+    if not any(i.dtype is torch.bool for _, i in given):
         return False
-    mask, after = given[-1], x.dim() - len(indices) + 1 - given[-1].dim()
-    if len(given) > 1 or value.numel() > 1 and value.dim() > after:
+    at, mask = given[0]
+    if len(given) > 1 or value.numel() > 1 and value.dim() > x.dim() - at - mask.dim():
         raise ir.Refused(
             "normalize",
             node,
             f"{node.target} writes a value for each true entry of a mask, as many as the data says; use torch.where",
         )
-    return mask.dtype is torch.bool
+    return True
 
 
 def _equal_split(node: fx.Node) -> bool:

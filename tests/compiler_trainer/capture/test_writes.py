@@ -97,6 +97,12 @@ def a_row_where_a_mask_is_true(y, x):
     return z
 
 
+def a_mask_of_dims_in_the_middle(y, x):
+    z = torch.ops.aten.index_put(y, [None, x[0, :, 0] > 0, None], torch.tensor(2.0, dtype=y.dtype))
+    z = torch.ops.aten.index_put(z, [x[:, 0, 0] > 0, None, None], torch.arange(6, dtype=y.dtype), True)
+    return torch.ops.aten.index_put(z, [x[..., 0] > 0.5, None], torch.tensor([[3.0]], dtype=y.dtype))
+
+
 def at_indices(y, x):
     z = y.clone()
     z[:, torch.tensor([0, 2])] = y[:, :2]
@@ -110,6 +116,7 @@ def one_hot(y, x):
 
 WRITES = [entry_of_a_fresh_tensor, last_dim_of_an_empty_tensor, all_of_it, what_has_views, through_a_transpose,
           of_another_dtype_and_shape, entry_by_entry, every_other, where_a_mask_is_true, a_row_where_a_mask_is_true,
+          a_mask_of_dims_in_the_middle,
           at_indices, one_hot]  # fmt: skip
 
 
