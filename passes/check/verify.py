@@ -252,8 +252,16 @@ def check_facts(program: ir.Program) -> Iterator[Finding]:
         yield from check_varying(program)
     if "joint" in program.facts:
         yield from check_gradients(program)
+        yield from check_columns(program)
         if "schedule" not in program.facts:  # which lays values end to end that differ on other axes
             yield from check_copies(program)
+
+
+def check_columns(program: ir.Program) -> Iterator[Finding]:
+    """Products in float8 have a second matrix whose columns are in one piece, without which kernels refuse it."""
+    for node in program.calls():
+        if node.target is torch.ops.aten._scaled_mm.default and ir.example(node.args[1]).stride(0) != 1:
+            yield node, f"takes %{node.args[1]} by columns, which lies in strides {ir.example(node.args[1]).stride()}"
 
 
 def check_expanded(program: ir.Program) -> Iterator[Finding]:

@@ -30,6 +30,7 @@ class Rule:
     resize    rewrites size arguments for local shapes: (args, local result shape) -> args
     emit      builds the local node where a plain call of the operator is not enough
     only      factors that may be sharded on these axes alone
+    columns   matrices that the kernel takes only if each of their columns is in one piece
     """
 
     operands: tuple[tuple[Names, ...], ...]
@@ -45,7 +46,7 @@ class Rule:
     resize: Callable[[tuple, tuple[int, ...]], tuple] | None = None
     emit: Emit | None = None
     only: Mapping[str, frozenset[str]] = field(default_factory=dict)
-
+    columns: frozenset[int] = frozenset()
 
     def may_shard(self, factor: str, axis: str) -> bool:
         """Whether the operator can run with the factor sharded on the axis."""

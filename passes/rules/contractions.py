@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from torch import fx
 
@@ -28,7 +29,8 @@ def linear(node: fx.Node) -> Rule:
 def scaled_product(node: fx.Node) -> Rule:
     """A product of float8 matrices; each has one scale, or one a row (column), which its shards share along k."""
     by_row = ir.example(tensor_operands(node)[2]).dim() > 0
-    return from_text("mk, kn, mi, jn -> mn; sum k" if by_row else "mk, kn, , -> mn; sum k")(node)
+    rule = from_text("mk, kn, mi, jn -> mn; sum k" if by_row else "mk, kn, , -> mn; sum k")(node)
+    return replace(rule, columns=frozenset({1}))
 
 
 def matmul(node: fx.Node) -> Rule:

@@ -249,11 +249,18 @@ class Partitioner:
         values = [self.padding(i, v, spec, decision, node) for i, (v, spec) in enumerate(zip(values, specs))]
         if decision.rule.emit is not None:
             return decision.rule.emit(self.builder, node, values, specs, list(results))
+        values = [self.in_columns(v) if i in decision.rule.columns else v for i, v in enumerate(values)]
         supply = iter(values)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: next(supply) if ir.is_tensor(n) else n)
         if decision.rule.resize is not None:
             args = decision.rule.resize(args, results[0].local_shape(self.program.mesh))
         return self.builder.call(node.target, args, kwargs)
+
+    def in_columns(self, x: fx.Node) -> fx.Node:
+        """A matrix whose columns are in one piece each: a conversion may have left its rows so."""
+        if ir.example(x).stride(0) == 1:
+            return x
+        return self.builder.trace(lambda x: x.t().contiguous().t(), x)
 
     def body(self, program: ir.Program, plan: Plan, results: tuple[Spec, ...]) -> ir.Program:
         """A custom function's body as a local program; its gradient is given, not derived."""
@@ -291,7 +298,8 @@ class Partitioner:
         if (node, wanted) in self.versions:
             return self.versions[node, wanted]
         current = self.plan.current(node)
-        if node in self.plan.weights and node in self.grads and (hoisted := self.hoist(node, wanted)):
+        may_hoist = node in self.plan.weights and (node in self.grads or not self.differentiable)
+        if may_hoist and (hoisted := self.hoist(node, wanted)):
             new = hoisted
         else:
             new = self.record(node, self.versions[node, current], current, wanted, f"for {user}")
@@ -299,7 +307,10 @@ class Partitioner:
         return new
 
     def hoist(self, node: fx.Node, wanted: Spec) -> fx.Node | None:
-        """A rearranged weight is converted before it is rearranged: one conversion serves all its forms."""
+        """A rearranged weight is converted before it is rearranged: one conversion serves all its forms.
+
+        In the body of a function, which has no gradient, that leaves a transposed one as its product takes it.
+        """
         decision = self.plan.decisions.get(node)
         if decision is None or not decision.rule.moves or wanted.partial:
             return None

@@ -121,7 +121,8 @@ def test_ranks_share_out_the_bodies_and_take_each_others(two):
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["dp", "tp", "cp", "float8", "remat", "microbatches"])
-def test_segments_under_inductor_train_as_the_whole(name, tmp_path):
+def test_segments_under_inductor_train_as_the_whole(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_EMULATE_PRECISION_CASTS", "1")  # or what is fused differently is rounded so
     for segments, whole in outcome(2, tmp_path, f"cut_{name}", deadline_s=550)[f"cut_{name}"]:
         for ours, theirs in zip(segments, whole, strict=True):
             assert_same(ours, theirs, 1e-6)

@@ -13,6 +13,8 @@ from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from compiler_trainer import UserError
 from passes.precision import float8
+from passes.program import ir
+from passes.sharding.partition import Partitioner
 
 BF16 = torch.bfloat16
 MESHES = [{"dp_shard": 2}, {"tp": 2}, {"dp_shard": 3}, {"dp_shard": 2, "tp": 2}]
@@ -87,6 +89,20 @@ def test_float8_travels():
     assert sent("tensorwise", "bfloat16") * 2 == sent(None, "bfloat16")
     weights = sent("tensorwise", "bfloat16")
     assert weights < sent("rowwise", "bfloat16") <= weights + 4 * (48 + 32)
+
+
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"dp_shard": 2, "tp": 2}], ids=str)
+def test_products_take_their_second_matrix_by_columns(mesh, monkeypatch):
+    """As the kernels do; gathered, a transposed matrix would lie by rows."""
+    programs = []
+    passes = {"cast": {"float8": "tensorwise"}}
+    compile_lockstep(Pair(), loss_fn, data()[0], mesh, passes=passes, observe=lambda program, _: programs.append(program))
+    products = [n for p in programs for n in p.calls() if "_scaled_mm" in str(n.target) and "joint" in p.facts]
+    assert products and all(ir.example(n.args[1]).stride(0) == 1 for n in products)
+    monkeypatch.setattr(Partitioner, "in_columns", lambda self, x: x)
+    monkeypatch.setattr(Partitioner, "hoist", lambda self, node, wanted: None)
+    with pytest.raises(ir.CompileError, match=r"joint: %_scaled_mm.* by columns, which lies in strides"):
+        compile_lockstep(Pair(), loss_fn, data()[0], mesh, passes=passes)
 
 
 def test_scales_of_weights_are_reduced_in_one_collective_a_layer_and_phase():
