@@ -30,6 +30,7 @@ from passes.program.torch_private import (
     compile_inner,
     compiler_folder,
     compiler_state,
+    import_compiler,
     inductor_decompositions,
     keep_after,
     kernels_later,
@@ -91,6 +92,7 @@ def compile_bodies(
 @cache
 def begin() -> tuple[Future[None], Future[None]]:
     """Get ready for C++ kernels in a thread, once a process: what to lower waits for, and what kernels wait for."""
+    import_compiler()
     thread = ThreadPoolExecutor(1, "ready for C++")
     return thread.submit(choose_instruction_set), thread.submit(build_cpp_header)
 

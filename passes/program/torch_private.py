@@ -46,6 +46,7 @@ __all__ = [
     "compiler_state",
     "decomposition",
     "flex_with_gradients",
+    "import_compiler",
     "inductor_decompositions",
     "keep_after",
     "kernels_later",
@@ -156,6 +157,13 @@ def load_compiled(saved: bytes) -> Callable:
     compiled.after_deserialization(constants)
     compiled.post_compile((), constants, compiled.fx_kwargs)
     return compiled
+
+
+def import_compiler() -> None:
+    """Import all of Inductor and of Dynamo: they import each other in circles, which fails in two threads at once."""
+    import torch._dynamo
+    import torch._inductor.async_compile
+    import torch._inductor.compile_fx  # noqa: F401
 
 
 def choose_instruction_set() -> None:
