@@ -112,8 +112,7 @@ def _export(module: _WithLoss, values: tuple[Tensor, ...]) -> ExportedProgram:
             "model", f"{_line(error)}branches on a value; one graph must hold for all data: use torch.where"
         ) from error
     except Exception as error:
-        said = (str(error).strip() or "no message").splitlines()[0]
-        raise UserError("model", f"{_line(error)}{type(error).__name__}: {said}") from error
+        raise UserError("model", f"{_line(error)}{type(error).__name__}: {_said(error)}") from error
     for node in exported.graph.nodes:
         _name_loss_line(node, module.loss_fn)
         if isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool):
@@ -132,7 +131,12 @@ def _functional(exported: ExportedProgram) -> ExportedProgram:
     try:
         return exported.run_decompositions({})
     except RuntimeError as error:
-        raise UserError("model", str(error).splitlines()[0]) from error
+        raise UserError("model", _said(error)) from error
+
+
+def _said(error: BaseException) -> str:
+    """The first line of an error."""
+    return (str(error).strip() or "no message").splitlines()[0]
 
 
 def _line(error: BaseException) -> str:

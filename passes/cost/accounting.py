@@ -384,8 +384,13 @@ def sent(node: fx.Node) -> list[fx.Node]:
     return started(node).all_input_nodes if node.target is c10d.wait_tensor.default else []
 
 
-KINDS_OF_INPUT = {"parameter": "parameters", "moment": "optimizer", "gradient": "gradients", "buffer": "buffers"}
-KINDS_OF_INPUT["constant"] = "buffers"
+KINDS_OF_INPUT = {
+    "parameter": "parameters",
+    "moment": "optimizer",
+    "gradient": "gradients",
+    "buffer": "buffers",
+    "constant": "buffers",
+}
 KINDS_BY_PHASE = {"forward": "activations", "backward": "backward", "optimizer": "update"}
 
 

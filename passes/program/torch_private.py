@@ -187,7 +187,7 @@ def build_cpp_header() -> None:
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
-    body = "(at::vec::Vectorized<float>(1).exp()).store(to);"
+    body = "at::vec::Vectorized<float>(1).exp().store(to);" if pick_vec_isa() else "*to = std::exp(1.0f);"
     source = f'#include <torch/csrc/inductor/cpp_prefix.h>\nextern "C" void kernel(float* to) {{ {body} }}'
     compiling = AsyncCompile()
     try:

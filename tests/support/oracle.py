@@ -18,6 +18,7 @@ Batch = dict[str, Tensor]
 LossFn = Callable[[nn.Module, Batch], Tensor]
 
 VOCAB, SEQ_LEN = 61, 7
+EXACT = 1e-10  # in fp64
 LRS = (1e-2, 3e-2, 2e-2)  # of three steps
 ADAMW = {"name": "adamw", "betas": (0.8, 0.9), "weight_decay": 0.1, "max_norm": 0.5}
 
@@ -118,6 +119,17 @@ def compile_lockstep(model: nn.Module, loss_fn: LossFn, batch: Batch, mesh: Mapp
 def train_step(step: ct.Step, data: Sequence[Batch]) -> list[dict[str, float]]:
     """Metrics of each step."""
     return [step(batch, lr) for batch, lr in zip(data, LRS, strict=True)]
+
+
+def trained_alike(model: nn.Module, loss_fn: LossFn, data: Sequence[Batch], mesh: Mapping[str, int],
+                  optim: Mapping[str, Any] = ADAMW, microbatches: int = 1, **options: Any) -> ct.Step:
+    """The step, after its updates were found to be those of eager PyTorch; for models in fp64."""
+    metrics, state = train_plainly(model, loss_fn, data, optim, microbatches)
+    step = compile_lockstep(model, loss_fn, data[0], mesh, optim, microbatches=microbatches, **options)
+    for found, wanted in zip(train_step(step, data), metrics, strict=True):
+        assert_same(found, wanted, EXACT)
+    assert_same(step.state_dict(), state, EXACT)
+    return step
 
 
 def assert_same(found: Mapping[str, Any], wanted: Mapping[str, Any], tolerance: float) -> None:

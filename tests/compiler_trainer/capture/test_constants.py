@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracle import LRS, NO_DECAY, assert_same, compile_lockstep, train_plainly, train_step
+from oracle import LRS, NO_DECAY, compile_lockstep, trained_alike
 from torch import nn
 
 from compiler_trainer import UserError
@@ -63,13 +63,8 @@ def data():
 
 
 def trained(model, mesh, **how):
-    """The step, after its steps were found to be those of plain PyTorch."""
-    metrics, state = train_plainly(model, loss, data(), NO_DECAY)
-    step = compile_lockstep(model, loss, data()[0], mesh, NO_DECAY, **how)
-    for found, wanted in zip(train_step(step, data()), metrics, strict=True):
-        assert_same(found, wanted, 1e-10)
-    assert_same(step.state_dict(), state, 1e-10)
-    return step
+    """The step, trained as on one device."""
+    return trained_alike(model, loss, data(), mesh, NO_DECAY, **how)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)

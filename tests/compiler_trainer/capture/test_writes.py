@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import LRS, NO_DECAY, assert_same, compile_lockstep, train_plainly, train_step
+from oracle import LRS, NO_DECAY, compile_lockstep, trained_alike
 from torch import nn
 
 from compiler_trainer import UserError
@@ -123,12 +123,7 @@ WRITES = [entry_of_a_fresh_tensor, last_dim_of_an_empty_tensor, all_of_it, what_
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
 def test_it_trains_as_on_one_device(write, mesh):
-    model = Between(write)
-    metrics, state = train_plainly(model, loss, data(), NO_DECAY)
-    step = compile_lockstep(model, loss, data()[0], mesh, NO_DECAY)
-    for found, wanted in zip(train_step(step, data()), metrics, strict=True):
-        assert_same(found, wanted, 1e-10)
-    assert_same(step.state_dict(), state, 1e-10)
+    trained_alike(Between(write), loss, data(), mesh, NO_DECAY)
 
 
 def test_rows_that_are_sharded_are_not_gathered_for_a_write():
@@ -164,9 +159,4 @@ def test_a_kernel_whose_strides_are_not_those_of_its_fake_one(mesh):
     def write(y, x):
         return F.softplus(y.unflatten(-1, (2, 3))).permute(0, 2, 1, 3).cumsum(1).permute(0, 2, 1, 3).flatten(-2)
 
-    model = Between(write)
-    metrics, state = train_plainly(model, loss, data(), NO_DECAY)
-    step = compile_lockstep(model, loss, data()[0], mesh, NO_DECAY)
-    for found, wanted in zip(train_step(step, data()), metrics, strict=True):
-        assert_same(found, wanted, 1e-10)
-    assert_same(step.state_dict(), state, 1e-10)
+    trained_alike(Between(write), loss, data(), mesh, NO_DECAY)

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from oracle import (
-    ADAMW,
+    EXACT,
     NO_DECAY,
     assert_same,
     batches,
@@ -20,23 +20,13 @@ from oracle import (
     squared_error,
     train_plainly,
     train_step,
+    trained_alike,
 )
 from torch import Tensor, nn
 
 from compiler_trainer import UserError, compile_step
 
-EXACT = 1e-10  # in fp64
 FSDP, HSDP = {"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}
-
-
-def compare(model, loss_fn, data, mesh, optim=ADAMW, microbatches=1, **options):
-    """Three steps are those of eager PyTorch; returns the step."""
-    metrics, state = train_plainly(model, loss_fn, data, optim, microbatches)
-    step = compile_lockstep(model, loss_fn, data[0], mesh, optim, microbatches=microbatches, **options)
-    for found, wanted in zip(train_step(step, data), metrics, strict=True):
-        assert_same(found, wanted, EXACT)
-    assert_same(step.state_dict(), state, EXACT)
-    return step
 
 
 # ---- a Llama ---------------------------------------------------------------------------------------
@@ -47,13 +37,13 @@ MESHES: list = [{}, FSDP, {"dp_shard": 3}, {"dp_shard": 4}, {"dp_replicate": 2},
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_steps_are_those_of_eager_pytorch_on_any_mesh(mesh):
-    compare(llama(), llama_loss, batches(), mesh)
+    trained_alike(llama(), llama_loss, batches(), mesh)
 
 
 @pytest.mark.parametrize("passes", [{"remat": {"policy": "full"}}, {"remat": {"regather": False}},
                                     {"schedule": {"bucket_mib": 0}}, {"shard": {"min_shard_elements": 500}}], ids=str)
 def test_passes_change_no_value(passes):
-    compare(llama(n_layers=2), llama_loss, batches(), FSDP, passes=passes)
+    trained_alike(llama(n_layers=2), llama_loss, batches(), FSDP, passes=passes)
 
 
 @pytest.mark.parametrize("optim", [
@@ -62,16 +52,16 @@ def test_passes_change_no_value(passes):
     {"name": "sgd", "momentum": 0.9, "weight_decay": 0.1, "max_norm": 0.2},
 ], ids=str)
 def test_optimizers_are_pytorchs(optim):
-    compare(llama(), llama_loss, batches(), FSDP, optim)
+    trained_alike(llama(), llama_loss, batches(), FSDP, optim)
 
 
 @pytest.mark.parametrize("mesh", [{}, HSDP], ids=str)
 def test_microbatches_average_their_losses(mesh):
-    compare(llama(), llama_loss, batches(rows=6), mesh, microbatches=2)
+    trained_alike(llama(), llama_loss, batches(rows=6), mesh, microbatches=2)
 
 
 def test_tied_weights_are_one_parameter():
-    compare(llama(tied=True), llama_loss, batches(), FSDP)
+    trained_alike(llama(tied=True), llama_loss, batches(), FSDP)
 
 
 def test_bf16_compute_over_fp32_masters_stays_close():
@@ -128,16 +118,16 @@ class Centered(nn.Module):
 
 @pytest.mark.parametrize("mesh", [{}, {"dp_shard": 4}, HSDP], ids=str)
 def test_biases_single_entries_unused_and_frozen_parameters(mesh):
-    compare(perceptron(), squared_error, points(), mesh, NO_DECAY)
+    trained_alike(perceptron(), squared_error, points(), mesh, NO_DECAY)
 
 
 @pytest.mark.parametrize("mesh", [{}, FSDP, {"dp_shard": 3}], ids=str)
 def test_buffers_that_the_forward_changes_are_state(mesh):
-    compare(perceptron(Centered(7)), squared_error, points(), mesh, NO_DECAY)
+    trained_alike(perceptron(Centered(7)), squared_error, points(), mesh, NO_DECAY)
 
 
 def test_each_microbatch_changes_the_buffers():
-    compare(perceptron(Centered(7)), squared_error, points(6), FSDP, NO_DECAY, microbatches=2)
+    trained_alike(perceptron(Centered(7)), squared_error, points(6), FSDP, NO_DECAY, microbatches=2)
 
 
 def test_evaluation_leaves_buffers_alone():
@@ -149,7 +139,7 @@ def test_evaluation_leaves_buffers_alone():
 
 @pytest.mark.parametrize("mesh", [{}, FSDP, {"dp_shard": 3}], ids=str)
 def test_batch_normalisation_is_that_of_the_whole_batch(mesh):
-    compare(perceptron(nn.BatchNorm1d(7)), squared_error, points(), mesh, NO_DECAY)
+    trained_alike(perceptron(nn.BatchNorm1d(7)), squared_error, points(), mesh, NO_DECAY)
 
 
 # ---- what is refused --------------------------------------------------------------------------------

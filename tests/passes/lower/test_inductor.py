@@ -210,6 +210,17 @@ def test_the_instruction_set_that_the_environment_names_is_inductors_to_find(ext
     assert Extension.asked == [] and cpu_vec_isa.valid_vec_isa_list() == extensions[2:]
 
 
+@pytest.mark.parametrize("capability", ["default", "avx2"])
+def test_the_header_is_built_without_vectors_where_none_are_wanted(capability, monkeypatch):
+    sources = []
+    choose_instruction_set()
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda self, argtypes, source: sources.append(source))
+    build_cpp_header()
+    assert len(sources) == 1 and ("at::vec" in sources[0]) == bool(cpu_vec_isa.pick_vec_isa())
+    assert capability != "default" or not cpu_vec_isa.pick_vec_isa()
+
+
 def test_a_compiler_that_builds_nothing_is_an_error_that_says_what_to_set(monkeypatch):
     def fails(self, argtypes, source):
         raise OSError("g++: no such file")
