@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.markdown import Markdown
 
-from tools.bench.command import CONTENDERS, job
+from tools.bench.command import CONTENDERS, Found, Job
 
 DEFAULTS = [
     "model.dim=256", "model.n_heads=16", "model.n_kv_heads=16", "model.ffn_dim=768", "model.vocab_size=2048",
@@ -52,13 +52,21 @@ def main() -> None:
 
 def warm_headers(args: argparse.Namespace, scratch: Path) -> None:
     """Let PyTorch precompile its headers, once a machine and not to one contender's account."""
-    job("block", args.ranks, with_layers(args, 1), scratch / "headers")
+    run("block", with_layers(args, 1), scratch / "headers")
 
 
 def row(name: str, layers: int, args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """One contender at one depth, cold and warm."""
-    cold, warm = (job(name, args.ranks, with_layers(args, layers), scratch) for _ in range(2))
+    cold, warm = (run(name, with_layers(args, layers), scratch) for _ in range(2))
     return {"layers": layers, "contender": name, "cold": cold, "warm": warm}
+
+
+def run(name: str, args: argparse.Namespace, scratch: Path) -> Found:
+    """What a contender's first steps and a round gave."""
+    found: Found = {}
+    for part in Job(name, args.ranks, args, scratch, rounds=1).all():
+        found |= part
+    return found
 
 
 def with_layers(args: argparse.Namespace, layers: int) -> argparse.Namespace:

@@ -169,7 +169,7 @@ class RematConfig:
     `save` lists the operators whose results `selective` keeps; `modules` and `ops` say otherwise of some, by patterns.
     """
 
-    policy: Literal["none", "full", "selective", "every_n", "budget", "offload"] = "none"
+    policy: Literal["none", "full", "selective", "every_n", "budget", "offload"] = "selective"
     regather: bool = True
     save: tuple[str, ...] = SAVE
     every_n: Positive = 2  # `every_n` recomputes every n-th layer

@@ -19,6 +19,7 @@ from compiler_trainer.step.runtime import LockstepRanks, ProcessRanks, Runtime
 from compiler_trainer.step.step import Compiled, State, Step, state_name, stored
 from passes.check.runner import Observer
 from passes.lower import inductor
+from passes.lower.heap import keep_freed_memory
 from passes.program import ir
 from passes.program.bodies import flatten
 from passes.program.mesh import Mesh
@@ -59,8 +60,10 @@ def compile_step(
     if lower.cudagraphs and device.type != "cuda":
         raise UserError("lower.cudagraphs", f"is true, but the step runs on {device.type}; use a GPU or leave it false")
     runtime = _runtime(ranks, named, lower, tell)
-    if lower.backend == "inductor" and device.type == "cpu":
-        inductor.begin()  # beside capture and passes
+    if ranks == "processes" and device.type == "cpu":
+        keep_freed_memory()
+        if lower.backend == "inductor":
+            inductor.begin()  # beside capture and passes
     batch, masters = one_microbatch(example_batch, microbatches), {n: p.dtype for n, p in model.named_parameters()}
     pipeline, values = build_pipeline(options, update, masters, microbatches), _initial_values(model, initial)
     values = list(values) if options.verify == "numeric" else values  # all at once: for small models

@@ -3,10 +3,10 @@
     embedding | layer 0 | layer 1 | head, loss | layer 1 | layer 0 | norm ... | update w0 | update w1 ...
     start     | block   | block   | head       | block'  | block'  | square   | adamw     | adamw
 
-A layer begins, in each phase, at its first product: a kernel of its own, so that no kernel is torn apart. What overlap
-put there belongs to it (the gathers of the next layer, the reductions of the one before), so that all but the first
-and the last layers are alike. The update of each parameter is a piece. Where layers do not repeat, pieces end at the
-product before which they would grow beyond `max_nodes`.
+A layer begins, in each phase, at its first product (a kernel of its own, so that no kernel is torn apart) or at what
+the backward computes again right before that. What overlap put there belongs to it (the gathers of the next layer, the
+reductions of the one before), so that all but the first and the last layers are alike. The update of each parameter is
+a piece. Where layers do not repeat, pieces end at the product before which they would grow beyond `max_nodes`.
 
 Views cross no border: they are made where they are read, so that no two values share memory. Nor do the numbers by
 which dropout tells one place from another: they are made before all else and given to bodies. What a collective sends
@@ -20,6 +20,7 @@ import operator
 from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from torch import fx
 
@@ -27,6 +28,7 @@ from passes.communication.overlap import in_flight, products_of
 from passes.cost.fusion import ALONE
 from passes.program import ir
 from passes.program.bodies import Body, Piece, base_of, cut_out, insert_call, is_site, is_view, key_of, text_of
+from passes.program.functions import communicates
 from passes.program.regions import regions
 from passes.program.torch_private import OpOverload
 from passes.rules import name_of
@@ -88,11 +90,17 @@ def cut(program: ir.Program, max_nodes: int) -> Iterator[Run]:
             leaves_layer = place != here and not place[1]
             begins = node in kernels and (place not in seen or leaves_layer or len(run) >= max_nodes)
         if begins:
-            yield here[1], run
-            run, here = [], place
+            ends = len(run) - computed_again(run)
+            yield here[1], run[:ends]
+            run, here = run[ends:], place
             seen.add(place)
         run.append(node)
     yield here[1], run
+
+
+def computed_again(run: Sequence[fx.Node]) -> int:
+    """How many operators at the end only make again, from what was kept, what the product after them reads."""
+    return sum(1 for _ in takewhile(lambda n: is_view(n) or ir.is_recomputed(n) and not communicates(n), reversed(run)))
 
 
 # ---- pieces -----------------------------------------------------------------------------------------

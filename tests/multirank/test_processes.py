@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -51,14 +52,25 @@ def outcome(ranks: int, folder: Path, *checks: str, deadline_s: float = DEADLINE
     return {check: [torch.load(folder / f"{check}.{rank}.pt") for rank in range(ranks)] for check in checks}
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    return outcome(2, tmp_path_factory.mktemp("two"), "shard2", "replicate2", "inductor2", "disagree")
+JOBS = {  # name -> ranks, and the checks that one job runs
+    "two": (2, ("shard2", "inductor2", "disagree")),
+    "four": (4, ("hybrid4", "context4", "disagree")),
+    "two more": (2, ("replicate2",)),
+    "four more": (4, ("shard4", "ring4")),
+}
+full = partial(pytest.param, marks=pytest.mark.full)
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory):
-    return outcome(4, tmp_path_factory.mktemp("four"), "shard4", "hybrid4", "ring4", "context4", "disagree")
+def jobs(tmp_path_factory):
+    """What each rank got in a job, which is run when first asked for."""
+
+    @functools.cache
+    def job(name: str) -> dict[str, list]:
+        ranks, checks = JOBS[name]
+        return outcome(ranks, tmp_path_factory.mktemp("job"), *checks)
+
+    return job
 
 
 @functools.cache
@@ -78,43 +90,41 @@ def assert_equal(found: dict, wanted: SimpleNamespace, tolerance: float) -> None
     assert_same(found["state"], wanted.state, tolerance)
 
 
-@pytest.mark.parametrize(("check", "mesh"), [("shard2", (("dp_shard", 2),)), ("replicate2", (("dp_replicate", 2),))])
-def test_two_processes_are_lockstep_bit_for_bit(two, check, mesh):
-    for found in two[check]:
+@pytest.mark.parametrize(("job", "check", "mesh"), [
+    ("two", "shard2", (("dp_shard", 2),)),
+    full("two more", "replicate2", (("dp_replicate", 2),)),
+])
+def test_two_processes_are_lockstep_bit_for_bit(jobs, job, check, mesh):
+    for found in jobs(job)[check]:
         assert_equal(found, lockstep(mesh), 0)
 
 
-@pytest.mark.parametrize(("check", "mesh"), [
-    ("shard4", (("dp_shard", 4),)),
-    ("hybrid4", (("dp_replicate", 2), ("dp_shard", 2))),
-    ("ring4", (("cp", 4),)),
-    ("context4", (("dp_shard", 2), ("cp", 2))),
+@pytest.mark.parametrize(("job", "check", "mesh", "groups"), [
+    full("four more", "shard4", (("dp_shard", 4),), {"dp_shard", "dp_shard:gradients"}),
+    ("four", "hybrid4", (("dp_replicate", 2), ("dp_shard", 2)), {"dp_replicate", "dp_shard", "dp_shard:gradients"}),
+    full("four more", "ring4", (("cp", 4),), {"cp", "fsdp", "fsdp:gradients"}),
+    ("four", "context4", (("dp_shard", 2), ("cp", 2)), {"cp", "fsdp", "fsdp:gradients"}),
 ])
-def test_four_processes_are_lockstep_but_for_the_order_of_sums(four, check, mesh):
-    for found in four[check]:
+def test_four_processes_are_lockstep_but_for_the_order_of_sums(jobs, job, check, mesh, groups):
+    """An axis has a second group where gradients travel beside something else."""
+    ranks = jobs(job)[check]
+    for found in ranks:
         assert_equal(found, lockstep(mesh), 1e-6)
-    assert all(found["metrics"] == four[check][0]["metrics"] for found in four[check])
+        assert set(found["groups"]) == groups
+    assert all(found["metrics"] == ranks[0]["metrics"] for found in ranks)
+    assert len({tuple(found["groups"]) for found in ranks}) == 1  # made in one order
 
 
-def test_an_axis_has_a_second_group_where_gradients_travel_beside_something_else(four):
-    wanted = {"shard4": {"dp_shard", "dp_shard:gradients"},
-              "hybrid4": {"dp_replicate", "dp_shard", "dp_shard:gradients"},
-              "ring4": {"cp", "fsdp", "fsdp:gradients"}, "context4": {"cp", "fsdp", "fsdp:gradients"}}
-    for check, groups in wanted.items():
-        assert all(set(found["groups"]) == groups for found in four[check])
-        assert len({tuple(found["groups"]) for found in four[check]}) == 1  # made in one order
-
-
-def test_two_processes_with_inductor_are_one_device(two):
+def test_two_processes_with_inductor_are_one_device(jobs):
     model, data = perceptron(dtype=torch.float32), points(dtype=torch.float32)
     wanted, _ = train_plainly(model, squared_error, data, NO_DECAY)
-    for found in two["inductor2"]:
+    for found in jobs("two")["inductor2"]:
         losses = [m["loss"] for m in found["metrics"]]
         assert losses == pytest.approx([m["loss"] for m in wanted], abs=1e-5)
 
 
-def test_ranks_share_out_the_bodies_and_take_each_others(two):
-    first, second = (found["bodies"] for found in two["inductor2"])
+def test_ranks_share_out_the_bodies_and_take_each_others(jobs):
+    first, second = (found["bodies"] for found in jobs("two")["inductor2"])
     assert min(first["compiled"], second["compiled"]) > 0
     assert first["compiled"] == second["loaded"] and second["compiled"] == first["loaded"]  # none is compiled twice
 
@@ -128,10 +138,10 @@ def test_segments_under_inductor_train_as_the_whole(name, tmp_path, monkeypatch)
             assert_same(ours, theirs, 1e-6)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_that_disagree_all_say_where(ranks, request):
-    messages = request.getfixturevalue({2: "two", 4: "four"}[ranks])["disagree"]
-    for message in messages:
+@pytest.mark.parametrize("job", ["two", "four"])
+def test_ranks_that_disagree_all_say_where(job, jobs):
+    ranks = JOBS[job][0]
+    for message in jobs(job)["disagree"]:
         assert "step: ranks disagree on the program" in message
         assert f"+++ rank {ranks - 1}" in message
         assert any(line.startswith("-") and "0.5" in line for line in message.splitlines())

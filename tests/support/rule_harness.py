@@ -80,6 +80,11 @@ def capture(fn: Callable[..., Any], tensors: Sequence[Tensor], mesh: Mesh, weigh
                     before | _operators(program))
 
 
+def on(mesh: Mesh, function: Function) -> Function:
+    """The function on another mesh: what was captured does not depend on it."""
+    return replace(function, program=replace(function.program, mesh=mesh))
+
+
 def _leaves(outputs: Any) -> list[Tensor]:
     return [o for o in pytree.tree_leaves(outputs) if isinstance(o, Tensor)]
 

@@ -1,8 +1,8 @@
 """Our trainer against stock PyTorch on the same model, data and ranks: `python -m tools.bench --ranks 2 mesh.tp=2`.
 
-Contenders run in turn, A B C A B C, each time as a job of its own. A contender's first round compiles into an empty
-cache (cold), the later ones find it (warm). What fails, or computes other losses than plain PyTorch on one rank, is a
-row with its error. Options are those of the trainer, the mesh among them.
+Each contender is a job of its own. It is started once with an empty cache (cold), once with what that left (warm), and
+stays; then steps are timed in turn, A B C A B C, all but one job asleep. What fails, or computes other losses than
+plain PyTorch on one rank, is a row with its error. Options are those of the trainer, the mesh among them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ import math
 import os
 import platform
 import re
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +54,8 @@ def main() -> None:
     """Run the benchmark; exits with 0 whatever contenders do, with 2 on bad input."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=8, help="timed steps of a round, after two that are not")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=8, help="timed steps of a round, after one that is not")
     parser.add_argument("--timeout-s", type=float, default=600, help="after which a contender has failed")
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help="those to run, in order")
     parser.add_argument("--out", type=Path, help="a folder for bench.json, bench.md and bench.html")
@@ -90,71 +93,117 @@ def check(args: argparse.Namespace) -> None:
 def measure(args: argparse.Namespace) -> dict[str, list[Found]]:
     """What each contender gave in each round; one that failed is not run again."""
     names = args.contenders.split(",")
-    found: dict[str, list[Found]] = {name: [] for name in names}
-    with tempfile.TemporaryDirectory() as scratch:
-        right = job(REFERENCE, 1, args, Path(scratch, "reference"))
-        if "error" in right:
-            raise RuntimeError(f"plain PyTorch on one rank failed: {right['error']}")
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as running:
+        right = Job(REFERENCE, 1, args, Path(scratch, "reference")).all()
+        if "error" in right[-1]:
+            raise RuntimeError(f"plain PyTorch on one rank failed: {right[-1]['error']}")
+        jobs, found = {}, {}
+        for name in names:
+            cold = Job(name, args.ranks, args, Path(scratch, name), rounds=0).all()[0]
+            jobs[name] = running.enter_context(closing(Job(name, args.ranks, args, Path(scratch, name))))
+            found[name] = [compared(jobs[name].first() | cold_s(cold), right[0])]
+            print(f"{name}: {found[name][-1].get('error', 'is ready')}", file=sys.stderr)
         for number in range(args.rounds):
-            for name in names:
-                if any("error" in f for f in found[name]):
+            for name, job in jobs.items():
+                so_far = found[name][-1]
+                if "error" in so_far:
                     continue
-                result = job(name, args.ranks, args, Path(scratch, name))
-                found[name].append(result if "error" in result else compared(result, right))
+                result = job.round(number)
+                found[name].append(result if "error" in result else compared(so_far | result, right[number + 1]))
                 print(f"round {number + 1}: {name}: {result.get('error') or one_line(result)}", file=sys.stderr)
-    return found
+    return {name: rounds[1:] or rounds for name, rounds in found.items()}
 
 
-def job(name: str, ranks: int, args: argparse.Namespace, scratch: Path) -> Found:
-    """One round of a contender, in processes of its own; {"error": why} if it failed."""
-    results = scratch / "results"
-    results.mkdir(parents=True, exist_ok=True)
-    for file in results.iterdir():
-        file.unlink()
-    overrides = args.overrides if ranks == args.ranks else [o for o in args.overrides if not o.startswith("mesh")]
-    launch = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={ranks}",
-    ]
-    command = [*launch, "-m", "tools.bench.job", name, str(results), str(args.steps), *overrides]
-    threads = str(max(1, (os.cpu_count() or 1) // args.ranks))
-    env = {**os.environ, "OMP_NUM_THREADS": threads, "TORCHINDUCTOR_CACHE_DIR": str(scratch / "cache")}
-    worker = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        output, _ = worker.communicate(timeout=args.timeout_s)
-    except subprocess.TimeoutExpired:
-        worker.terminate()  # torchrun then ends its ranks, which are in sessions of their own
-        worker.communicate()
-        return first_error(results) or {"error": f"no result after {args.timeout_s:.0f} s"}
-    if error := first_error(results):
-        return error
-    if worker.returncode:
-        return {"error": f"exit code {worker.returncode}: {' '.join(output.split()[-30:])}"}
-    return json.loads((results / "0.json").read_text())
+def cold_s(first: Found) -> Found:
+    """The time of a cold start beside what a warm one gave; its error, if it had one."""
+    return {"cold_s": first["first_s"]} if "error" not in first else first
+
+
+class Job:
+    """A contender in processes of its own, that runs rounds when told to; of one that failed all is {"error": why}."""
+
+    def __init__(self, name: str, ranks: int, args: argparse.Namespace, scratch: Path, rounds: int | None = None):
+        self.results = scratch / "results"
+        self.timeout_s, self.rounds = args.timeout_s, args.rounds if rounds is None else rounds
+        shutil.rmtree(self.results, ignore_errors=True)
+        self.results.mkdir(parents=True)
+        overrides = args.overrides if ranks == args.ranks else [o for o in args.overrides if not o.startswith("mesh")]
+        launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
+        job = ["-m", "tools.bench.job", name, str(self.results), str(self.rounds), str(args.steps), *overrides]
+        threads = str(max(1, (os.cpu_count() or 1) // args.ranks))
+        env = {**os.environ, "OMP_NUM_THREADS": threads, "TORCHINDUCTOR_CACHE_DIR": str(scratch / "cache")}
+        self.output = (scratch / "output").open("w+")
+        command = [*launch, f"--nproc-per-node={ranks}", *job]
+        self.worker = subprocess.Popen(command, env=env, stdout=self.output, stderr=subprocess.STDOUT, text=True)
+
+    def first(self) -> Found:
+        """What its first steps gave."""
+        return self.result("first")
+
+    def round(self, number: int) -> Found:
+        """What a round gave."""
+        (self.results / f"go{number}").touch()
+        return self.result(f"round{number}")
+
+    def all(self) -> list[Found]:
+        """What its first steps and all rounds gave, one after the other."""
+        with closing(self):
+            found = [self.first()]
+            for number in range(self.rounds):
+                if "error" not in found[-1]:
+                    found.append(self.round(number))
+            return found
+
+    def result(self, what: str) -> Found:
+        """A file that it leaves, or why it leaves none."""
+        path, until = self.results / f"{what}.json", time.monotonic() + self.timeout_s
+        while not path.exists():
+            ended = self.worker.poll() is not None
+            if (ended or time.monotonic() > until) and not path.exists():
+                return self.why(ended)
+            time.sleep(0.1)
+        return json.loads(path.read_text())
+
+    def why(self, ended: bool) -> Found:
+        """What the rank that failed first said, or all that is known."""
+        self.close()
+        if error := first_error(self.results):
+            return error
+        if not ended:
+            return {"error": f"no result after {self.timeout_s:.0f} s"}
+        said = (self.results.parent / "output").read_text().split()
+        return {"error": f"exit code {self.worker.returncode}: {' '.join(said[-30:])}"}
+
+    def close(self) -> None:
+        """End what still runs: torchrun then ends its ranks, which are in sessions of their own."""
+        if self.rounds and self.worker.poll() is None and not (self.results / f"round{self.rounds - 1}.json").exists():
+            self.worker.terminate()
+        try:
+            self.worker.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self.worker.kill()
+        self.output.close()
 
 
 def first_error(results: Path) -> Found | None:
     """What the rank that failed first said."""
-    failed = [f for f in (json.loads(p.read_text()) for p in results.glob("*.json")) if "error" in f]
-    return min(failed, key=lambda f: f["at"]) if failed else None
+    errors = (json.loads(path.read_text()) for path in results.glob("error.*.json"))
+    return min(errors, key=lambda error: error["at"], default=None)
 
 
 def compared(result: Found, right: Found) -> Found:
     """A result with how far its losses are from the right ones: an error if that is too far."""
+    if "error" in result:
+        return result
     differences = [abs(a - b) for a, b in zip(result["losses"], right["losses"], strict=True)]
-    off = math.nan if any(map(math.isnan, differences)) else max(differences)
+    off = math.nan if any(map(math.isnan, differences)) else max(*differences, result.get("off", 0.0))
     wrong = {"error": f"losses are off by {off:.1e} from plain PyTorch on one rank"} if not off <= TOLERANCE else {}
     return {**result, "off": off, **wrong}
 
 
 def one_line(result: Found) -> str:
     """A round as it is shown while others run."""
-    return f"{result['tokens_per_s']:,.0f} tokens/s, first step {result['first_s']:.1f} s"
+    return f"{result['tokens_per_s']:,.0f} tokens/s, {result['step_ms']:,.0f} ms a step"
 
 
 # ---- the table ----------------------------------------------------------------------------------
@@ -187,9 +236,9 @@ def row(name: str, rounds: Sequence[Found], fastest_stock: float | None, floor_m
         f"{floor_ms / median(rounds, 'step_ms'):.2f}" if floor_ms else "",
         f"{median(rounds, 'peak_bytes') / MIB:,.1f}",
         "" if sent is None else f"{sent / MIB:,.2f}",
-        f"{rounds[0]['first_s']:.1f}",
-        f"{median(rounds[1:], 'first_s'):.1f}" if rounds[1:] else "",
-        f"{max(r['off'] for r in rounds):.0e}",
+        f"{rounds[-1]['cold_s']:.1f}",
+        f"{rounds[-1]['first_s']:.1f}",
+        f"{rounds[-1]['off']:.0e}",
     ]
 
 
@@ -255,7 +304,7 @@ def save(folder: Path, found: dict[str, list[Found]], text: str) -> None:
 
 def plot(found: dict[str, list[Found]]) -> go.Figure:
     """Medians as bars with their spread; a bar for each contender that did not fail."""
-    shown = (("tokens_per_s", "tokens/s", 1), ("peak_bytes", "peak memory, MiB", MIB), ("first_s", "first step, s", 1))
+    shown = (("tokens_per_s", "tokens/s", 1), ("peak_bytes", "peak memory, MiB", MIB), ("cold_s", "cold start, s", 1))
     names = ran(found)
     figure = make_subplots(1, len(shown), subplot_titles=[heading for _, heading, _ in shown])
     for at, (key, _, unit) in enumerate(shown, 1):

@@ -1,4 +1,8 @@
-"""One round of one contender of `tools.bench`, on the ranks that torchrun started; each rank leaves a file."""
+"""One contender of `tools.bench`, on the ranks that torchrun started: its first steps, then rounds when told to.
+
+Rank 0 leaves `first.json` in the folder, a `round<K>.json` when `go<K>` has appeared there, and ends after the last
+round; a rank that fails leaves `error.<rank>.json`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,18 +38,24 @@ from tools.bench.stock import stock_step
 Batch = dict[str, Tensor]
 
 
-def main(name: str, results: Path, steps: int, overrides: Sequence[str]) -> None:
+def main(name: str, results: Path, rounds: int, steps: int, overrides: Sequence[str]) -> None:
     """Measure a contender; a failure is recorded with its time, and ends this rank."""
     number = int(os.environ["RANK"])
     try:
-        found = measure(name, composed(overrides, start_ranks()), steps)
-        if number == 0:
-            (results / "0.json").write_text(json.dumps(found))
+        for what, found in measure(name, composed(overrides, start_ranks()), results, rounds, steps):
+            if number == 0:
+                leave(results / f"{what}.json", found)
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        (results / f"{number}.json").write_text(json.dumps({"error": text, "at": time.time()}))
+        leave(results / f"error.{number}.json", {"error": text, "at": time.time()})
         os._exit(1)  # at once, for others wait for this rank
     stop_ranks()
+
+
+def leave(path: Path, found: dict[str, Any]) -> None:
+    """Write a file that is whole when it appears."""
+    path.with_suffix(".part").write_text(json.dumps(found))
+    path.with_suffix(".part").rename(path)
 
 
 def composed(overrides: Sequence[str], ranks: int) -> Config:
@@ -59,8 +69,8 @@ def composed(overrides: Sequence[str], ranks: int) -> Config:
         raise error if isinstance(error, UserError) else user_error(error) from error
 
 
-def measure(name: str, cfg: Config, steps: int) -> dict[str, Any]:
-    """Times of the first step, everything before it included, and of `steps` later ones; memory; bytes sent."""
+def measure(name: str, cfg: Config, results: Path, rounds: int, steps: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What the first two steps gave, everything before them included; then what each round of `steps` gave."""
     batch = {key: tensor.to(local_device()) for key, tensor in global_batch(cfg).items()}
     began, worked = time.perf_counter(), cpu_seconds()
     step, state, floor = our_step(cfg, batch) if name == "ours" else (*stock_step(name, cfg, batch), None)
@@ -68,24 +78,25 @@ def measure(name: str, cfg: Config, steps: int) -> dict[str, Any]:
     first_s, first_cpu_s = time.perf_counter() - began, cpu_seconds() - worked
     memory = PeakMemory(local_device(), state())
     losses.append(memory.during(step))
-    seconds = []
-    sent = sent_bytes()
-    for _ in range(steps):
-        began = time.perf_counter()
-        losses.append(step())
-        seconds.append(time.perf_counter() - began)
+    times = {"first_s": first_s, "first_cpu_s": first_cpu_s}
+    yield "first", {**times, "bodies": dict(counts), "peak_bytes": memory.bytes, "losses": losses}
     tokens = cfg.train.global_batch_size * cfg.train.seq_len
-    return {
-        "first_s": first_s,
-        "first_cpu_s": first_cpu_s,
-        "bodies": dict(counts),
-        "step_ms": 1e3 * statistics.median(seconds),
-        "tokens_per_s": tokens / statistics.median(seconds),
-        "floor_ms": floor and 1e3 * floor(),
-        "peak_bytes": memory.bytes,
-        "sent_bytes": (sent_bytes() - sent) // steps if dist.get_backend() == "gloo" else None,
-        "losses": losses,
-    }
+    for number in range(rounds):
+        while not (results / f"go{number}").exists():
+            time.sleep(0.05)
+        step()  # the caches are another contender's
+        losses, seconds, sent = [], [], sent_bytes()
+        for _ in range(steps):
+            began = time.perf_counter()
+            losses.append(step())
+            seconds.append(time.perf_counter() - began)
+        yield f"round{number}", {
+            "step_ms": 1e3 * statistics.median(seconds),
+            "tokens_per_s": tokens / statistics.median(seconds),
+            "sent_bytes": (sent_bytes() - sent) // steps if dist.get_backend() == "gloo" else None,
+            "floor_ms": floor and 1e3 * floor(),
+            "losses": losses,
+        }
 
 
 def cpu_seconds() -> float:
@@ -125,4 +136,4 @@ def our_step(
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5:])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from oracle import assert_same, compile_lockstep, points, squared_error, train_plainly, train_step
+from sweeps import in_turn
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -43,8 +44,7 @@ def remat(step) -> dict[str, int]:
     return next(p["report"]["counts"] for p in step.report["passes"] if p["name"] == "remat")
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize(("mesh", "reentrant"), in_turn(MESHES, [True, False]), ids=str)
 def test_a_checkpointed_call_trains_as_one_device_does_and_is_recomputed(mesh, reentrant):
     data = points()
     step = compile_lockstep(Checkpointed(reentrant), squared_error, data[0], mesh)

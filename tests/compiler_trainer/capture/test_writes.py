@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import LRS, NO_DECAY, compile_lockstep, trained_alike
+from sweeps import in_turn
 from torch import nn
 
 from compiler_trainer import UserError
@@ -120,8 +121,7 @@ WRITES = [entry_of_a_fresh_tensor, last_dim_of_an_empty_tensor, all_of_it, what_
           at_indices, one_hot]  # fmt: skip
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
+@pytest.mark.parametrize(("write", "mesh"), in_turn(WRITES, MESHES), ids=lambda case: getattr(case, "__name__", str(case)))
 def test_it_trains_as_on_one_device(write, mesh):
     trained_alike(Between(write), loss, data(), mesh, NO_DECAY)
 

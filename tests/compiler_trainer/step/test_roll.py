@@ -310,6 +310,7 @@ def test_what_is_read_outside_of_the_layers_is_refused():
         Unroll()(program, ctx)
 
 
+@pytest.mark.full
 def test_what_cannot_be_repeated_is_compiled_whole(monkeypatch):
     """It says so, trains the same, and nothing of the first try is dumped."""
     def refuse(self, *layers):

@@ -9,6 +9,7 @@ import torch
 from joint_programs import equal, joint, plain, run
 from oracle import ADAMW, batches, compile_lockstep, llama, llama_loss
 from small_programs import Small, cut
+from sweeps import quick
 
 from passes.check.verify import verify_spec
 from passes.communication.communicators import Communicators
@@ -93,13 +94,13 @@ def test_the_bits_stay_and_so_do_the_bytes_of_an_axis(mesh):
     assert report.counts["apart"] > 0
 
 
-@pytest.mark.parametrize(("mesh", "wanted"), [
+@pytest.mark.parametrize(("mesh", "wanted"), quick([
     ({"dp_shard": 2}, ["dp_shard", "dp_shard:gradients"]),
     ({"dp_replicate": 2}, ["dp_replicate"]),
     ({"dp_replicate": 2, "dp_shard": 2}, ["dp_replicate", "dp_shard", "dp_shard:gradients"]),
     ({"cp": 2, "dp_shard": 2}, ["cp", "fsdp", "fsdp:gradients"]),
     ({"tp": 2}, ["tp", "tp:gradients"]),
-], ids=str)
+], 2, 3), ids=str)
 def test_a_step_has_as_many_communicators_as_it_needs(mesh, wanted):
     step = compile_lockstep(llama(2), llama_loss, batches(rows=4)[0], mesh, ADAMW)
     (program,) = (c.program for c in step.train.values())

@@ -117,7 +117,7 @@ def run_case(method: str, form: str, heads: str, size: int, ranks: int):
 
 
 CASES = list(itertools.product(METHODS, ("causal", "full", "bool", "document", "window"), HEADS, SIZES, RANKS))
-EVERY_RUN = [case for i, case in enumerate(CASES) if i % 11 == 0]
+EVERY_RUN = [case for i, case in enumerate(CASES) if i % 23 == 0]
 
 
 @pytest.mark.parametrize("case", EVERY_RUN, ids=lambda case: "-".join(map(str, case)))
@@ -386,7 +386,7 @@ def plain(microbatches: int):
 
 
 @pytest.mark.parametrize(("mesh", "passes", "options"), [
-    setting if i in (0, 4, 5, 8) else pytest.param(*setting, marks=pytest.mark.full) for i, setting in enumerate(SETTINGS)
+    setting if i in (4, 8) else pytest.param(*setting, marks=pytest.mark.full) for i, setting in enumerate(SETTINGS)
 ], ids=str)
 def test_a_llama_trains_as_on_one_device(mesh, passes, options):
     """A sequence of 7 that nothing divides, ignored labels, three steps: losses, gradient norms and parameters."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from oracle import NO_DECAY, perceptron, points, squared_error
 from small_programs import Small, cut
+from sweeps import quick
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from compiler_trainer import compile_step
@@ -97,7 +98,7 @@ def test_what_can_be_recorded_is_not_named(operator):
     assert breaks(planted(*operator)) == []
 
 
-@pytest.mark.parametrize("passes", [{}, {"cast": {"param_dtype": "bfloat16", "float8": "rowwise"}}], ids=["fp32", "float8"])
+@pytest.mark.parametrize("passes", quick([{}, {"cast": {"param_dtype": "bfloat16", "float8": "rowwise"}}], 0), ids=["fp32", "float8"])
 def test_a_dry_run_checks_too(passes, monkeypatch):
     options = {"mesh": {"dp_shard": 2, "tp": 2}, "model": {"n_layers": 1}, "lower": {"cudagraphs": True}, "passes": passes}
     cfg = build(Config, options)

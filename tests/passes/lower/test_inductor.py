@@ -147,6 +147,7 @@ def test_parts_that_are_taken_outside_of_bodies():
     torch.testing.assert_close(torch.cat(found), value * value)
 
 
+@pytest.mark.full
 def test_training_with_and_without_segments_is_the_same_to_the_bit():
     data = rows_of(rows=6)
     found = []

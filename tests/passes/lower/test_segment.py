@@ -10,6 +10,7 @@ import torch
 from joint_programs import equal, joint, run
 from oracle import ADAMW, assert_same, batches, compile_lockstep, llama, llama_loss, train_step
 from small_programs import Small, cut
+from sweeps import in_turn, quick
 
 from passes.check.composed import verify_composed
 from passes.communication.overlap import Overlap, in_flight
@@ -61,7 +62,7 @@ def test_calls_put_in_line_are_the_program_that_was_cut(mesh, policy):
     assert equal(run(after, ctx, n_blocks=4), run(program, ctx, n_blocks=4))
 
 
-@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize("mesh", quick([(mesh,) for mesh in MESHES.values()], 1), ids=MESHES)
 def test_segments_do_not_change_what_is_trained(mesh):
     data = batches(rows=6)
     found = []
@@ -103,8 +104,7 @@ def test_calls_that_give_another_program_are_refused(fault):
 # ---- what is alike ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["none", "full"])
-@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize(("mesh", "policy"), in_turn(MESHES.values(), ["full", "none"]))
 def test_a_deeper_model_has_the_same_bodies(mesh, policy):
     six, seven = ({body.key for body in calls_of(segmented(mesh, n, policy)[0])} for n in (6, 7))
     assert seven == six

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import compile_lockstep, train_step
+from sweeps import in_turn
 from torch import Tensor, nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -68,8 +69,7 @@ def test_one_linear_layer_has_the_bits_of_torchao(recipe):
     assert torch.equal(ours, y) and torch.equal(gx, x.grad) and torch.equal(gw, theirs[0].weight.grad)
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+@pytest.mark.parametrize(("mesh", "recipe"), in_turn(MESHES, ["rowwise", "tensorwise"]), ids=str)
 def test_scales_are_those_of_one_device_on_every_mesh(mesh, recipe):
     found, wanted, exact = metrics(tuple(mesh.items()), recipe), metrics((), recipe), metrics((), None)
     for a, b, c in zip(found, wanted, exact, strict=True):

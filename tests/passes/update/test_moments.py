@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import compile_lockstep
+from sweeps import in_turn
 from torch import Tensor, nn
 from torchao.optim import AdamW8bit, AdamWFp8
 from torchao.optim.quant_utils import create_dynamic_map
@@ -74,8 +75,7 @@ def test_training_is_that_of_torchao(name, monkeypatch):
         assert (value - model.state_dict()[key]).abs().max() < 1e-3 * change, key
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("name", THEIRS)
+@pytest.mark.parametrize(("mesh", "name"), in_turn(MESHES, THEIRS), ids=str)
 def test_every_mesh_trains_alike(name, mesh):
     whole, parts = trained({}, name=name), trained(mesh, name=name)
     for key, value in whole.state_dict().items():

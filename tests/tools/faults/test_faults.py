@@ -39,6 +39,7 @@ def test_only_the_faulty_file_differs():
     assert [str(path.relative_to(ROOT)) for path in differ] == [fault.file]
 
 
+@pytest.mark.full
 def test_faults_are_judged_resumed_and_listed(tmp_path, capsys):
     results, wanted = tmp_path / "faults.jsonl", tmp_path / "faults.md"
     arguments = ["--only", "buffers_not_*", "--models", "state", "--results", str(results), "--write", str(wanted)]

@@ -35,11 +35,12 @@ def test_costs_add_up_to_the_report(run):
 
 
 def test_bodies_and_how_often_they_are_called(run, capsys, monkeypatch):
-    """All operators of a program are in its bodies, as often as these are called."""
+    """All operators of a program that compute are in its bodies, as often as these are called; views may stand outside."""
+    views = {"view", "t", "movedim.int", "reshape", "narrow", "getitem", "split_with_sizes", "expand", "unsqueeze"}
     for stage in run.trained:
         bodies = run.bodies[stage.program]
-        operators = sum(not node.is_input for node in stage.by_name.values())
-        assert sum(body.called * body.nodes for body in bodies) >= operators  # views are made where they are read
+        computing = sum(not node.is_input and node.op not in views for node in stage.by_name.values())
+        assert sum(body.called * body.nodes for body in bodies) >= computing
         assert len({body.name for body in bodies}) == len(bodies) and all(body.first for body in bodies)
     monkeypatch.setattr(sys, "argv", ["inspect", str(run.folder)])
     command.main()

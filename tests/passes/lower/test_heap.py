@@ -1,0 +1,31 @@
+"""Memory that one step frees is there for the next, without asking the kernel for it page by page."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+
+import pytest
+
+COUNT = """
+import resource, sys, torch
+from passes.lower.heap import keep_freed_memory
+if sys.argv[1] == "kept":
+    keep_freed_memory()
+def step():
+    held = [torch.ones(n << 20) for n in (1, 20, 3)]
+step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(5):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="glibc's malloc only")
+def test_no_page_is_asked_for_twice():
+    asked, kept = (int(subprocess.check_output([sys.executable, "-c", COUNT, how])) for how in ("asked", "kept"))
+    pages_of_a_step = 24 * 4 * 256
+    assert asked > 2 * pages_of_a_step  # it is what happens otherwise
+    assert kept < pages_of_a_step / 10
