@@ -94,7 +94,7 @@ def measure(args: argparse.Namespace) -> dict[str, list[Found]]:
     """What each contender gave in each round; one that failed is not run again."""
     names = args.contenders.split(",")
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as running:
-        right = Job(REFERENCE, 1, args, Path(scratch, "reference")).all()
+        right = Job(REFERENCE, 1, args, Path(scratch, "reference"), rounds=1).all()
         if "error" in right[-1]:
             raise RuntimeError(f"plain PyTorch on one rank failed: {right[-1]['error']}")
         jobs, found = {}, {}
@@ -108,8 +108,8 @@ def measure(args: argparse.Namespace) -> dict[str, list[Found]]:
                 so_far = found[name][-1]
                 if "error" in so_far:
                     continue
-                result = job.round(number)
-                found[name].append(result if "error" in result else compared(so_far | result, right[number + 1]))
+                result = so_far | job.round(number)
+                found[name].append(compared(result, right[1]) if number == 0 else result)  # later, rounding has grown
                 print(f"round {number + 1}: {name}: {result.get('error') or one_line(result)}", file=sys.stderr)
     return {name: rounds[1:] or rounds for name, rounds in found.items()}
 

@@ -22,6 +22,7 @@ from oracle import (
     train_step,
     trained_alike,
 )
+from sweeps import quick
 from torch import Tensor, nn
 
 from compiler_trainer import UserError, compile_step
@@ -35,13 +36,13 @@ FSDP, HSDP = {"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}
 MESHES: list = [{}, FSDP, {"dp_shard": 3}, {"dp_shard": 4}, {"dp_replicate": 2}, HSDP]
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("mesh", quick(MESHES, 0, 2, 5), ids=str)
 def test_steps_are_those_of_eager_pytorch_on_any_mesh(mesh):
     trained_alike(llama(), llama_loss, batches(), mesh)
 
 
-@pytest.mark.parametrize("passes", [{"remat": {"policy": "full"}}, {"remat": {"regather": False}},
-                                    {"schedule": {"bucket_mib": 0}}, {"shard": {"min_shard_elements": 500}}], ids=str)
+@pytest.mark.parametrize("passes", quick([{"remat": {"policy": "full"}}, {"remat": {"regather": False}},
+                                          {"schedule": {"bucket_mib": 0}}, {"shard": {"min_shard_elements": 500}}], 0, 3), ids=str)
 def test_passes_change_no_value(passes):
     trained_alike(llama(n_layers=2), llama_loss, batches(), FSDP, passes=passes)
 

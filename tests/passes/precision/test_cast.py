@@ -162,11 +162,6 @@ def check_composition(mesh: dict[str, int], precision: str, policy: str) -> None
         assert abs(a["loss"] - c["loss"]) < 0.05 and (a != c or precision == "fp32")
 
 
-@pytest.mark.parametrize("precision", ["mixed", pytest.param("rowwise", marks=pytest.mark.full)])
-def test_precision_and_recomputation_compose_on_a_mesh(precision):
-    check_composition(MESHES[-1], precision, "selective")
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("precision", PRECISIONS)

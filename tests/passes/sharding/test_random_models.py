@@ -220,7 +220,7 @@ ARGUMENTS = dict(data=st.data(), shape=SHAPES, mesh=MESHES, blocks=LISTS, tied=s
 QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
 
-@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=QUIET)
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=QUIET)
 @given(**ARGUMENTS)
 def test_random_models(data, shape, mesh, blocks, tied, loss_fn, sequence_parallel, inferred):
     check_one(data, shape, mesh, blocks, tied, loss_fn, sequence_parallel, inferred)

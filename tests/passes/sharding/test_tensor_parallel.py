@@ -9,7 +9,7 @@ import pytest
 import torch
 import zoo
 from oracle import ADAMW, LRS, VOCAB, batches, compile_lockstep, llama, llama_loss, train_plainly
-from sweeps import in_turn, quick
+from sweeps import quick
 
 import compiler_trainer as ct
 from compiler_trainer.config.schema import ModelConfig
@@ -34,13 +34,13 @@ def assert_trains_like_one_device(model, loss_fn, data, mesh, tolerance=1e-10, *
         assert (found[name] - final[name]).abs().max() < tolerance, name
 
 
-@pytest.mark.parametrize(("mesh", "sequence_parallel"), quick(product(MESHES, [True, False]), 2, 6, 7, 8), ids=str)
+@pytest.mark.parametrize(("mesh", "sequence_parallel"), quick(product(MESHES, [True, False]), 2, 7, 8), ids=str)
 def test_our_llama(mesh: dict[str, int], sequence_parallel: bool) -> None:
     shard = {"shard": {"sequence_parallel": sequence_parallel}}
     assert_trains_like_one_device(llama(2), llama_loss, batches(), mesh, passes=shard)
 
 
-@pytest.mark.parametrize(("name", "mesh"), in_turn(zoo.MODELS, ({"tp": 4}, MESHES[-1])), ids=str)
+@pytest.mark.parametrize(("name", "mesh"), quick(product(zoo.MODELS, ({"tp": 4}, MESHES[-1])), 4, 8, 11), ids=str)
 def test_models_of_others(name: str, mesh: dict[str, int]) -> None:
     # Gemma's and Mixtral's own arithmetic is partly fp32: its rounding depends on the order of sums
     tolerance = 1e-7 if name in ("gemma", "mixtral") else 1e-10
