@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -30,6 +31,10 @@ from compiler_trainer.models.loss import IGNORED_LABEL
 from compiler_trainer.training.trainer import local_device
 
 Batch = dict[str, Tensor]
+CPU_KERNELS = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+)
 DATA = ("dp_replicate", "dp_shard")
 
 
@@ -146,8 +151,22 @@ def context(mesh: DeviceMesh | None, inputs: Batch) -> AbstractContextManager:
     """Context parallelism where the mesh has it."""
     if mesh is None or "cp" not in (mesh.mesh_dim_names or ()):
         return nullcontext()
+    handlers: dict[Any, Any] = ring.custom_ops  # of the GPU's kernels alone
+    handlers.update(dict.fromkeys(CPU_KERNELS, ring_on_cpu))
     tensors = list(inputs.values())
     return context_parallel(mesh["cp"], buffers=tensors, buffer_seq_dims=[1] * len(tensors))
+
+
+def ring_on_cpu(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
+    """PyTorch's own ring, over the attention kernel of the CPU."""
+    names = [argument.name for argument in op._schema.arguments]
+    given: dict[str, Any] = {name: local(value) for name, value in {**dict(zip(names, args)), **kwargs}.items()}
+    mesh = args[0].device_mesh
+    if op is CPU_KERNELS[0]:
+        found = ring._templated_ring_attention(mesh.get_group(), 2, op, **given)
+    else:
+        found = ring._templated_ring_attention_backward(mesh.get_group(), 2, op, grad_out_name="grad_out", **given)
+    return tuple(DTensor.from_local(tensor, mesh, [Shard(2)], run_check=False) for tensor in found)
 
 
 def mean_over_ranks(loss: Tensor) -> float:
