@@ -137,6 +137,25 @@ def test_terms_of_a_sum_and_varying_copies(name: str):
                 check(function, {i: replace(whole, varying=("tp",))})
 
 
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_terms_of_a_sum_go_into_any_rule(name: str):
+    """What is not linear gets the whole sum."""
+    fn, tensors = CASES[name][0]
+    floating = [i for i, x in enumerate(tensors) if x.is_floating_point()][:1]
+    if floating:
+        shape = tuple(tensors[floating[0]].shape)
+        check(capture(fn, tensors, Mesh.of({"tp": 2})), {floating[0]: replace(Spec.whole(shape), partial=(("tp", "sum"),))})
+
+
+@pytest.mark.parametrize("name", ("add", "bmm", "cat", "div", "linear", "matmul", "mm", "mul", "slice_scatter", "sub", "where"))
+def test_two_operands_that_are_terms_of_sums_at_once(name: str):
+    """A product of sums is not the sum of products."""
+    fn, tensors = CASES[name][0]
+    function = capture(fn, tensors, Mesh.of({"tp": 2}))
+    floating = [i for i, x in enumerate(tensors) if x.is_floating_point()][:2]
+    check(function, {i: replace(Spec.whole(tuple(tensors[i].shape)), partial=(("tp", "sum"),)) for i in floating})
+
+
 def placed(fn, x, dims: dict[int, tuple[Factor, ...]], ranks: int) -> ir.Report:
     """Run one operand with the given factors in some dims, checked by value; the shard report."""
     spec = Spec.whole(tuple(x.shape))
