@@ -17,6 +17,7 @@ from compiler_trainer.pipeline import build_pipeline
 from compiler_trainer.step.programs import Compilation, check_recordable, mesh_of, one_microbatch
 from compiler_trainer.step.runtime import LockstepRanks, ProcessRanks, Runtime
 from compiler_trainer.step.step import Compiled, State, Step, state_name, stored
+from passes.check.numeric import telling
 from passes.check.runner import Observer
 from passes.lower import inductor
 from passes.lower.heap import keep_freed_memory
@@ -68,7 +69,9 @@ def compile_step(
     pipeline, values = build_pipeline(options, update, masters, microbatches), _initial_values(model, initial)
     values = list(values) if options.verify == "numeric" else values  # all at once: for small models
     scalars = {"lr": torch.tensor(update.lr), "seed": torch.tensor(seed)}
-    whole = {**dict(values), **batch, **scalars} if options.verify == "numeric" else None
+    whole = None
+    if options.verify == "numeric":
+        whole = {**{name: telling(value) for name, value in values}, **batch, **scalars}
     work = Compilation(model, loss_fn, batch, named, pipeline, options, device, observe, tell, whole)
     programs, report = work.programs(evaluate=True)
     if lower.cudagraphs:

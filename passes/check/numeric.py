@@ -181,6 +181,14 @@ def place_inputs(program: ir.Program, inputs: Mapping[str, Tensor]) -> list[list
     ]
 
 
+def telling(value: Tensor) -> Tensor:
+    """A value to verify with: small positive numbers in place of zeros, which hide what is added once a rank."""
+    if not value.is_floating_point() or value.any():
+        return value
+    numbers = torch.arange(1, value.numel() + 1, device=value.device) % 7 + 1
+    return (numbers / 16).reshape(value.shape).to(value.dtype)
+
+
 def _whole(node: fx.Node, given: ir.Input, inputs: Mapping[str, Tensor]) -> Tensor:
     name = f"gradient.{given.name}" if given.kind == "gradient" else given.name
     dtype = ir.example(node).dtype
