@@ -2,7 +2,7 @@
 
     none        keep everything
     full        of each layer keep what enters it
-    selective   of each layer keep also the results of the operators in `save`: all is kept where there are no layers
+    selective   of each layer keep also the results of the operators in `save`; where there are no layers, everything
     every_n     `full` for every n-th layer, the others keep everything
     offload     keep of each layer what `none` keeps, in host memory (`passes/memory/offload.py`)
     budget      of each layer keep what costs most to compute again, within `budget_bytes` (`passes/memory/budget.py`)
@@ -103,7 +103,7 @@ class Remat:
         kept = Counter(reason for node, reason in reasons.items() if copies[node] in saved)
         notes += [f"kept of what is recomputed, {reason}: {count}" for reason, count in sorted(kept.items())]
         if self.policy == "selective" and not any(regions(program).values()):
-            notes.append("passes.remat.policy=selective: the model has no repeated layers, all is kept")
+            notes.append("passes.remat.policy=selective recomputes nothing: the model has no repeated layers")
         repeated = sum(node.target in WEIGHT_GATHERS for node in clones)
         if self.regather and not repeated:
             notes.append("passes.remat.regather: the backward needs no gathered parameter, 0 gathers are repeated")

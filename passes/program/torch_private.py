@@ -44,6 +44,7 @@ __all__ = [
     "compile_inner",
     "compiler_folder",
     "compiler_state",
+    "context_parallel_internals",
     "decomposition",
     "flex_with_gradients",
     "import_compiler",
@@ -263,6 +264,13 @@ def flex_with_gradients() -> Iterator[None]:
     """Let FlexAttention be captured on devices where PyTorch's kernel has no backward: that kernel will not be run."""
     with patch("torch.nn.attention.flex_attention._validate_device", lambda *_: None):
         yield
+
+
+def context_parallel_internals() -> Any:
+    """PyTorch's own context parallelism, to compare with: its rings, and its table of kernels that run in one."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention
+
+    return _attention
 
 
 def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:

@@ -99,9 +99,11 @@ def measure(args: argparse.Namespace) -> dict[str, list[Found]]:
             raise RuntimeError(f"plain PyTorch on one rank failed: {right[-1]['error']}")
         jobs, found = {}, {}
         for name in names:
-            cold = Job(name, args.ranks, args, Path(scratch, name), rounds=0).all()[0]
-            jobs[name] = running.enter_context(closing(Job(name, args.ranks, args, Path(scratch, name))))
-            found[name] = [compared(jobs[name].first() | cold_s(cold), right[0])]
+            (cold,) = Job(name, args.ranks, args, Path(scratch, name), rounds=0).all()
+            found[name] = [cold]
+            if "error" not in cold:
+                jobs[name] = running.enter_context(closing(Job(name, args.ranks, args, Path(scratch, name))))
+                found[name] = [compared({"cold_s": cold["first_s"]} | jobs[name].first(), right[0])]
             print(f"{name}: {found[name][-1].get('error', 'is ready')}", file=sys.stderr)
         for number in range(args.rounds):
             for name, job in jobs.items():
@@ -112,11 +114,6 @@ def measure(args: argparse.Namespace) -> dict[str, list[Found]]:
                 found[name].append(compared(result, right[1]) if number == 0 else result)  # later, rounding has grown
                 print(f"round {number + 1}: {name}: {result.get('error') or one_line(result)}", file=sys.stderr)
     return {name: rounds[1:] or rounds for name, rounds in found.items()}
-
-
-def cold_s(first: Found) -> Found:
-    """The time of a cold start beside what a warm one gave; its error, if it had one."""
-    return {"cold_s": first["first_s"]} if "error" not in first else first
 
 
 class Job:
@@ -176,8 +173,9 @@ class Job:
 
     def close(self) -> None:
         """End what still runs: torchrun then ends its ranks, which are in sessions of their own."""
-        if self.rounds and self.worker.poll() is None and not (self.results / f"round{self.rounds - 1}.json").exists():
-            self.worker.terminate()
+        last = f"round{self.rounds - 1}" if self.rounds else "first"
+        if not (self.results / f"{last}.json").exists():
+            self.worker.terminate()  # does nothing to one that has ended
         try:
             self.worker.wait(timeout=60)
         except subprocess.TimeoutExpired:

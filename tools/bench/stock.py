@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import context_parallel
-from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -29,6 +28,7 @@ from compiler_trainer.config.schema import Config
 from compiler_trainer.models.llama import Block, Llama, rotary_tables
 from compiler_trainer.models.loss import IGNORED_LABEL
 from compiler_trainer.training.trainer import local_device
+from passes.program.torch_private import context_parallel_internals
 
 Batch = dict[str, Tensor]
 CPU_KERNELS = (
@@ -151,8 +151,7 @@ def context(mesh: DeviceMesh | None, inputs: Batch) -> AbstractContextManager:
     """Context parallelism where the mesh has it."""
     if mesh is None or "cp" not in (mesh.mesh_dim_names or ()):
         return nullcontext()
-    handlers: dict[Any, Any] = ring.custom_ops  # of the GPU's kernels alone
-    handlers.update(dict.fromkeys(CPU_KERNELS, ring_on_cpu))
+    context_parallel_internals().custom_ops.update(dict.fromkeys(CPU_KERNELS, ring_on_cpu))  # has the GPU's alone
     tensors = list(inputs.values())
     return context_parallel(mesh["cp"], buffers=tensors, buffer_seq_dims=[1] * len(tensors))
 
@@ -161,7 +160,7 @@ def ring_on_cpu(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     """PyTorch's own ring, over the attention kernel of the CPU."""
     names = [argument.name for argument in op._schema.arguments]
     given: dict[str, Any] = {name: local(value) for name, value in {**dict(zip(names, args)), **kwargs}.items()}
-    mesh = args[0].device_mesh
+    mesh, ring = args[0].device_mesh, context_parallel_internals()
     if op is CPU_KERNELS[0]:
         found = ring._templated_ring_attention(mesh.get_group(), 2, op, **given)
     else:

@@ -120,9 +120,20 @@ def test_a_contender_that_cannot_run_says_why(tmp_path):
     assert "AssertionError" in command.Job("eager", 1, args, tmp_path).all()[0]["error"]
 
 
+def jobs_of(folder):
+    """The command lines of processes that a benchmark's folder names."""
+    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    return [command for command in commands if str(folder).encode() in command]
+
+
 def test_a_contender_that_hangs_is_ended_with_all_its_ranks(tmp_path):
     args = options(ranks=2, steps=10**9, timeout_s=15, overrides=[*TINY, "mesh.dp_shard=2"])
     first, hangs = command.Job("eager", 2, args, tmp_path, rounds=1).all()
     assert first["losses"] and hangs == {"error": "no result after 15 s"}
-    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
-    assert not [command for command in commands if str(tmp_path).encode() in command]
+    assert not jobs_of(tmp_path)
+
+
+def test_a_cold_start_that_hangs_is_ended_too(tmp_path):
+    args = options(ranks=2, steps=1, timeout_s=1, overrides=[*TINY, "mesh.dp_shard=2"])
+    assert command.Job("eager", 2, args, tmp_path, rounds=0).all() == [{"error": "no result after 1 s"}]
+    assert not jobs_of(tmp_path)
