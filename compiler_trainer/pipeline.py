@@ -1,6 +1,6 @@
 """Configuration in, passes out: read this page first.
 
-    capture -> cast, normalize, place, float8, shard
+    capture -> cast, normalize, experts, place, float8, shard
             -> joint, simplify, dedupe, add_first, remat, optimize
             -> schedule, collectives, communicators, overlap, segment -> lower
 
@@ -34,6 +34,7 @@ from passes.program.ir import Pass, Program
 from passes.program.regions import within
 from passes.program.rolls import Rolling
 from passes.sharding.collectives import Expand
+from passes.sharding.experts import Experts
 from passes.sharding.normalize import Normalize
 from passes.sharding.place import Place
 from passes.sharding.shard import Shard
@@ -68,6 +69,7 @@ def build_pipeline(
     forward = (
         build_cast(cast, masters),
         Normalize(),
+        Experts(),
         Place(shard.plan, shard.min_shard_elements),
         Float8(cast.float8, cast.float8_skip, cast.float8_min_size, cast.float8_head),
         Shard(shard.sequence_parallel, shard.strict, reduce_dtype, passes.context.method),

@@ -7,7 +7,8 @@ import hashlib
 import inspect
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from compiler_trainer.capture.flex import write_out
 from compiler_trainer.capture.functions import functions_as_operators
+from compiler_trainer.capture.grouped import any_dtype
 from compiler_trainer.capture.hints import checkpoints_as_marks, read_marks
 from compiler_trainer.capture.roll import Held, roll_up
 from compiler_trainer.config.errors import UserError
@@ -84,8 +86,7 @@ def capture(
     module = _WithLoss(fake_copy(model, mode, device, dtype), loss_fn, keys)
     with mode:
         values = tuple(torch.empty(v.shape, dtype=v.dtype, device=device) for v in batch.values())
-    with functions_as_operators(), checkpoints_as_marks(), flex_with_gradients(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)  # torch 2.13's own use
+    with functions_as_operators(), checkpoints_as_marks(), flex_with_gradients(), any_dtype(), _quiet():
         exported = _export(module, values)
         detach_regions(exported.graph_module)
         share_constants(exported)
@@ -99,6 +100,14 @@ def capture(
             "loss_fn", f"returns {tuple(ir.example(loss).shape)} {ir.example(loss).dtype}; must be a scalar"
         )
     return program, ir.Context(ir.example(loss).fake_mode)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch 2.13's warnings of its own doing."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+        yield
 
 
 def _export(module: _WithLoss, values: tuple[Tensor, ...]) -> ExportedProgram:

@@ -23,6 +23,7 @@ from torch import fx
 from passes.program import boundary, ir
 from passes.program.functions import function_of
 from passes.program.mesh import Mesh
+from passes.program.routed import IN_ANY_ORDER, order
 from passes.program.spec import Dim, Factor, Spec
 from passes.rules import Rule, rule_of, tensor_operands
 from passes.sharding.atoms import Atoms, merge_dim, refine
@@ -66,9 +67,21 @@ def check_placements(whole: ir.Program, local: ir.Program) -> Iterator[Finding]:
             names.add(tensor_operands(origin)[0].name)  # the gather of a weight casts it
         same = [source for source in sources if ir.stands_for(source) in names]
         if same:
+            if breaks_order(origin, axes_of_rows(ir.spec(same[0])), axes_of_rows(recorded)):
+                yield node, f"is placed {recorded}: rows in a rank's own order are converted from {ir.spec(same[0])}"
             yield from check_conversion(node, same[0], path, local.mesh)
         else:
             yield from check_application(node, origin, sources, versions, local.mesh)
+
+
+def breaks_order(origin: fx.Node, before: set[str], after: set[str]) -> bool:
+    """Whether rows that each rank has sorted by itself are gathered, or the order of all cut into shards."""
+    return before != after if origin.target is order else origin.target in IN_ANY_ORDER and not before <= after
+
+
+def axes_of_rows(spec: Spec | None) -> set[str]:
+    """The axes that shard the first dim."""
+    return {axis for dim in spec.dims[:1] for factor in dim for axis in factor.axes} if spec else set()
 
 
 def behind(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -157,6 +170,11 @@ def on_axis(
     rule = atoms.rule
     sharded = [atom for atom, names in axes.items() if any(axis in mesh.over(name) for name in names)]
     terms = frozenset(i for i, spec in enumerate(held) if spec.state(axis) == "partial")
+    factors = {atoms.origin(atom) for atom in sharded}
+    shares = {i for i, factor in rule.terms.items() if factor in factors}
+    if shares - terms:
+        return f"operand {min(shares)} is complete over {axis}, of which each rank takes its own term"
+    terms -= shares
     if len(sharded) > 1:
         return f"{axis} shards both {sharded[0]} and {sharded[1]}"
     if sharded:

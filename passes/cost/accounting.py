@@ -18,7 +18,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from passes.program import ir
+from passes.program import ir, routed
 from passes.program.mesh import Mesh
 from passes.program.regions import numbers_of
 from passes.program.rolls import Roll
@@ -277,6 +277,8 @@ FLOPS: dict[Any, Callable[..., int]] = {
     aten.linear: _product,
     aten.matmul: _product,
     aten.scaled_dot_product_attention: _attention,
+    routed.grouped_mm.overloadpacket: lambda rows, weight, ends, out_val: 2 * math.prod(rows) * weight[2],
+    routed.grouped_outer.overloadpacket: lambda rows, gradient, ends, out_val: 2 * math.prod(rows) * gradient[1],
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }

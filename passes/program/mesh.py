@@ -10,6 +10,7 @@ from dataclasses import dataclass
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 BATCH_AXES = ("dp_replicate", "dp_shard")
 SEQUENCE_AXIS = "cp"
+DATA_AXES = (*BATCH_AXES, SEQUENCE_AXIS)
 WEIGHT_AXES = ("tp", "ep")  # where weights stay and activations move
 FLATTENED = {"fsdp": ("dp_shard", "cp")}  # axes as one, the first outermost; nothing lies between them in `AXES`
 

@@ -47,6 +47,7 @@ __all__ = [
     "context_parallel_internals",
     "decomposition",
     "flex_with_gradients",
+    "grouped_products_as",
     "import_compiler",
     "inductor_decompositions",
     "keep_after",
@@ -263,6 +264,13 @@ def resolve_axis_group(axis: str) -> Any:
 def flex_with_gradients() -> Iterator[None]:
     """Let FlexAttention be captured on devices where PyTorch's kernel has no backward: that kernel will not be run."""
     with patch("torch.nn.attention.flex_attention._validate_device", lambda *_: None):
+        yield
+
+
+@contextmanager
+def grouped_products_as(instead: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> Iterator[None]:
+    """Let `instead(F.grouped_mm's own function)` be called in its place."""
+    with patch("torch._grouped_mm", instead(torch._grouped_mm)):
         yield
 
 

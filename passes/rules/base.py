@@ -31,6 +31,9 @@ class Rule:
     emit      builds the local node where a plain call of the operator is not enough
     only      factors that may be sharded on these axes alone
     columns   matrices that the kernel takes only if each of their columns is in one piece
+    leads     factor -> the operand that says on which axes it is sharded, for it cannot be converted
+    terms     operand -> factor on whose axes it must be a partial sum: a rank's own share of a count, say
+    varies    operands of which, on axes where weights stay, each rank goes on with a copy of its own
     """
 
     operands: tuple[tuple[Names, ...], ...]
@@ -47,6 +50,9 @@ class Rule:
     emit: Emit | None = None
     only: Mapping[str, frozenset[str]] = field(default_factory=dict)
     columns: frozenset[int] = frozenset()
+    leads: Mapping[str, int] = field(default_factory=dict)
+    terms: Mapping[int, str] = field(default_factory=dict)
+    varies: frozenset[int] = frozenset()
 
     def may_shard(self, factor: str, axis: str) -> bool:
         """Whether the operator can run with the factor sharded on the axis."""

@@ -2,7 +2,8 @@
 
     psum(x, "tp")   ->   wait_tensor(all_reduce(x, "sum", "tp"))
 
-The definitions are those of `passes.boundary`. After this pass no boundary operator is left.
+The definitions are those of `passes/program/boundary.py`, and of `routed.py` for what moves rows to their experts.
+After this pass no boundary operator is left.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from passes.program import ir
 from passes.program.boundary import EXPANSIONS
 from passes.program.functions import body_of, results_of
 from passes.program.rewrite import inline_alike
+from passes.program.routed import EXPANSIONS as ROUTED
 
 
 def _contiguous(body: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -41,6 +43,7 @@ class Expand:
         for node in list(program.calls()):
             if node.target in EXPANSIONS:
                 counts[node.target._opname] += 1
-                inline_alike(node, _contiguous(EXPANSIONS[node.target]), ctx)
+            if body := EXPANSIONS.get(node.target) or ROUTED.get(node.target):
+                inline_alike(node, _contiguous(body), ctx)
         program.module.recompile()
         return replace(program, facts=program.facts | self.establishes), ir.Report(dict(counts))

@@ -89,17 +89,15 @@ class _Finder:
             if self.root(operand) is None:
                 continue
             rule = rule_of(node)
-            free = [n for dim in names for n in dim if n not in rule.reduced]
+            free = [n for dim in names for n in dim if n not in rule.reduced and n not in rule.whole]
             if len(free) == 1:
                 dim = next(d for d, dim in enumerate(names) if free[0] in dim)
                 self.split(operand, dim, (node, free[0]))
 
     def products(self, node: fx.Node) -> list[tuple[fx.Node, tuple]]:
-        """Two-dim operands of a product of matrices, with their factors."""
-        if name_of(node) not in ("linear", "mm", "matmul"):
-            return []
-        rule = rule_of(node)
-        return [(n, names) for n, names in zip(tensor_operands(node), rule.operands) if ir.example(n).dim() == 2]
+        """Matrices of a product, or one of each expert, with their factors."""
+        dims = {"linear": 2, "mm": 2, "matmul": 2, "ct::grouped_mm": 3}.get(name_of(node))
+        return [(n, names) for n, names in zip(tensor_operands(node), rule_of(node).operands) if len(names) == dims]
 
     def root(self, node: fx.Node) -> fx.Node | None:
         """The parameter of which the node is a transpose or cast, if it is."""

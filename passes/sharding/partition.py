@@ -19,7 +19,7 @@ from passes.program.mesh import Mesh
 from passes.program.spec import Dim, Factor, Spec
 from passes.program.sweep import recorded
 from passes.rules import Rule, tensor_operands
-from passes.sharding.atoms import merge_dim, split_dim
+from passes.sharding.atoms import common_sizes, merge_dim, split_dim
 from passes.sharding.convert import convert
 from passes.sharding.custom import emit
 from passes.sharding.propagate import Decision, Plan
@@ -342,13 +342,28 @@ class Partitioner:
 
 def above(rule: Rule, wanted: Spec, mesh: Mesh) -> tuple[Dim, ...] | None:
     """The placement of a rearranged operand's dims that gives the result as wanted; None if shards are cut across."""
-    factors: dict[str, Factor] = {}
+    factors: dict[str, Sequence[Factor]] = {}
     for names, dim in zip(rule.results[0], wanted.dims):
-        pieces = split_dim(tuple(f for f in dim if f.size > 1), [rule.sizes[n] for n in names], mesh) if names else ()
-        if pieces is None or len(pieces) != len(names):
+        pieces = over_names(tuple(f for f in dim if f.size > 1), [rule.sizes[n] for n in names], mesh)
+        if pieces is None:
             return None
         factors |= dict(zip(names, pieces))
-    return tuple(merge_dim((factors[n] for n in names), mesh) or (Factor(1),) for names in rule.operands[0])
+    return tuple(merge_dim((f for n in names for f in factors[n]), mesh) or (Factor(1),) for names in rule.operands[0])
+
+
+def over_names(dim: Dim, sizes: Sequence[int], mesh: Mesh) -> list[Sequence[Factor]] | None:
+    """A dim's factors, those of each name together; None if one of its shards would be cut across."""
+    cut = common_sizes(sizes, [f.size for f in dim]) if sizes else []
+    pieces = split_dim(dim, [size for size in cut if size > 1], mesh) if cut is not None else None
+    if pieces is None:
+        return None
+    supply, found = iter(pieces), []
+    for size in sizes:
+        mine: list[Factor] = []
+        while math.prod(f.size for f in mine) < size:
+            mine.append(next(supply))
+        found.append(mine or [Factor(1)])
+    return found
 
 
 def rule_is_fold(rule: Rule) -> bool:

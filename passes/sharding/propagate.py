@@ -129,6 +129,10 @@ class _Sweep:
     def choose(self, axis: str, node: fx.Node, operands: Sequence[fx.Node], atoms: Atoms) -> str | None:
         """The atom that the operator shards on the axis, or None."""
         found = self.candidates(axis, atoms)
+        led = {atom: i for atom in found if (i := atoms.rule.leads.get(atoms.origin(atom))) is not None}
+        found = {atom: i for atom, i in found.items() if atom not in led or led[atom] in i}
+        if taken := [atom for atom in found if atom in led]:
+            return taken[0]
         is_weight = [n in self.plan.weights for n in operands]
         if axis not in WEIGHT_AXES and not all(is_weight):
             found = {atom: i for atom, i in found.items() if not all(is_weight[k] for k in i)}
@@ -157,6 +161,7 @@ class _Sweep:
         """Reduce every partial operand that cannot be carried through, choosing a shard where one is wanted."""
         for axis in self.mesh.axes:
             partial = {i for i, n in enumerate(operands) if self.plan.current(n).state(axis) == "partial"}
+            partial -= {i for i, factor in atoms.rule.terms.items() if factor == self.origin(choice[axis], atoms)}
             if not partial or self.carries(partial, operands, atoms, axis, choice):
                 continue
             if choice[axis] is None and axis in WEIGHT_AXES and self.sequence_parallel:
@@ -193,6 +198,11 @@ class _Sweep:
         partial = tuple(p for p in before.partial if p[0] != axis)
         fill = 0.0 if done and before.fill == 0 else before.fill
         self.plan.reduced[node] = replace(before, dims=tuple(dims), partial=partial, fill=fill)
+
+    @staticmethod
+    def origin(atom: str | None, atoms: Atoms) -> str | None:
+        """The rule's factor that an atom is of."""
+        return None if atom is None else atoms.origin(atom)
 
     # -- the outcome ------------------------------------------------------------------------------
 
@@ -256,7 +266,7 @@ class _Sweep:
                 continue
             if states[axis][i] == "partial":
                 partial.append((axis, "sum"))
-            elif choice[axis] is not None or self.mixed(states[axis]):
+            elif choice[axis] is not None or self.mixed(states[axis]) or self.varies(i, axis, atoms):
                 varying.append(axis)
         return Spec(self.dims(atoms.operands[i], atoms, axes, labels), tuple(partial), tuple(varying))
 
@@ -276,9 +286,13 @@ class _Sweep:
                     partial.append((axis, how))
             elif "partial" in states[axis]:
                 partial.append((axis, "sum"))
-            elif self.mixed(states[axis]):
+            elif self.mixed(states[axis]) or any(self.varies(i, axis, atoms) for i in atoms.rule.varies):
                 varying.append(axis)
         return Spec(self.dims(dims, atoms, axes, labels), tuple(partial), tuple(varying))
+
+    def varies(self, i: int, axis: str, atoms: Atoms) -> bool:
+        """Whether the rule wants a varying copy of operand `i`."""
+        return axis in WEIGHT_AXES and i in atoms.rule.varies
 
     def mixed(self, states: Sequence[str]) -> bool:
         """Whether, nothing being sharded, some operand is a varying copy or a carried sum: then all must be."""

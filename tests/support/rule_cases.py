@@ -193,6 +193,7 @@ REDUCTIONS: dict[str, list[Case]] = {
                    (lambda x, w: F.layer_norm(x, (8, 7), w), (X3, X))],
     "linalg_vector_norm": [(torch.linalg.vector_norm, (X,)), *folded(
                            lambda x, d, keepdim: torch.linalg.vector_norm(x, 3, d, keepdim))],
+    "histc": [(bound(torch.histc, 9, 0, 8), (N.flatten().double(),)), (bound(torch.histc, 3), (N.flatten().double(),))],
     "logsumexp": folded(torch.logsumexp),
     "max": [(torch.max, (X,)), (torch.max, (X, Y[0])), *along(torch.max, X)],
     "min": [(torch.min, (X,)), (torch.min, (X, Y[0])), *along(torch.min, X, keepdim=True)],

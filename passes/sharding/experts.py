@@ -1,0 +1,297 @@
+"""Find what sorts rows by expert and puts them back, and write it in operators whose rows may lie in any order.
+
+    _, perm = sort(ids)                          order = ct::order(ids, E, k)
+    rows = x[perm // k]                          rows = ct::rows(x, order, k)
+    ends = cumsum(histc(ids))              ->    ends = ct::ends(ids, E, k)
+    y = act(grouped_mm(rows, w, ends))           y = act(ct::grouped_mm(rows, w, ends))
+    out = y[inverse of perm]                     out = ct::unorder(y, order)
+
+Written so, each rank sorts the rows of its own tokens; as it stands, a sort needs them all. That is right only if
+nothing in between minds the order: by its rule every operator there treats each row by itself. Where
+something does mind, the report says what, and the model's own operators stay.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from passes.program import ir, routed
+from passes.rules import name_of, rule_of, tensor_operands
+from passes.sharding.normalize import drops
+
+aten = torch.ops.aten
+PRODUCTS = ("_grouped_mm", "transformers::grouped_mm_fallback", "ct::grouped_mm")
+SHAPED = ("empty_like", "zeros_like", "new_empty", "new_zeros")  # take no more than the shape
+SAME = ("_to_copy", "alias", "detach", "clone")
+
+# what a value is: the permutation, the tokens that it names, a sort of it, its inverse; ids (in any order), a column of
+# them, which of the experts each is, how many each has, their running sum; rows
+Kind = Literal["permutation", "tokens", "sorted", "inverse", "ids", "column", "hits", "counts", "ends", "rows"]
+COUNTING = ("ids", "column", "hits", "counts", "ends")  # what comes of them is the same in any order
+
+
+class Minds(Exception):
+    """A node between sort and inverse that does not treat each row by itself."""
+
+
+@dataclass
+class Region:
+    """What follows a sort of ids: what each value is, and what is to be written in place of which node."""
+
+    sort: fx.Node
+    kinds: dict[fx.Node, Kind] = field(default_factory=dict)
+    share: dict[fx.Node, int] = field(default_factory=dict)  # of tokens: how many rows each has
+    groups: int = 0
+    written: dict[fx.Node, tuple[Any, tuple[Any, ...]]] = field(default_factory=dict)
+
+    @property
+    def ids(self) -> fx.Node:
+        """The expert of each slot."""
+        return self.sort.args[0]  # type: ignore[return-value]
+
+    @property
+    def size(self) -> int:
+        """How many slots there are."""
+        return ir.example(self.ids).shape[0]
+
+    def kind(self, arg: Any) -> Kind | None:
+        """What an argument is, None if it is nothing of this region."""
+        return self.kinds.get(arg) if isinstance(arg, fx.Node) else None
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Write rows sorted by expert in operators that each rank runs on the rows of its own tokens."""
+
+    name: str = "experts"
+    requires: frozenset[str] = frozenset({"captured", "normalized"})
+    establishes: frozenset[str] = frozenset()
+
+    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+        program = program.copy()
+        notes, found, met = [], 0, set[fx.Node]()
+        for node in list(program.calls()):
+            if node in met or not is_sort_of_ids(node):
+                continue
+            try:
+                region = follow(node)
+            except Minds as error:
+                notes.append(f"%{node.name} ({ir.source(node)}): rows sorted by expert are gathered: {error}")
+                continue
+            met.update(region.kinds)
+            if region.groups:
+                rewrite(region, ctx)
+                found += 1
+        program.graph.eliminate_dead_code()
+        program.module.recompile()
+        return program, ir.Report({"sorted by expert": found}, tuple(notes))
+
+
+def is_sort_of_ids(node: fx.Node) -> bool:
+    """Whether a node sorts integers in a row, upwards, and the permutation is used."""
+    if not hasattr(node.target, "_schema") or name_of(node) != "sort":
+        return False
+    ids, down = ir.example(node.args[0]), argument(node, "descending", False)  # type: ignore[arg-type]
+    used = any(user.target is operator.getitem and user.args[1] == 1 and user.users for user in node.users)
+    return ids.dim() == 1 and not ids.is_floating_point() and not down and used
+
+
+def argument(node: fx.Node, name: str, default: Any = None) -> Any:
+    """An argument of an operator by its name."""
+    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    return (dict(zip(names, node.args)) | node.kwargs).get(name, default)
+
+
+# ---- what follows a sort -------------------------------------------------------------------------------------
+
+
+def follow(sort: fx.Node) -> Region:
+    """All that is made of a sort's results, up to where rows are back in place; raises Minds."""
+    region = Region(sort)
+    region.kinds[region.ids] = "ids"
+    for user in sort.users:
+        region.kinds[user] = "permutation" if user.args[1] else "ids"
+    for node in sort.graph.nodes:
+        if node.op == "output" and any(region.kind(n) for n in node.all_input_nodes):
+            raise Minds("the model returns them")
+        if node.op == "call_function" and node not in region.kinds and any(map(region.kind, node.all_input_nodes)):
+            classify(region, node)
+    return region
+
+
+def classify(region: Region, node: fx.Node) -> None:
+    """Say what a node is that reads something of the region, and what it becomes; raises Minds."""
+    kinds = [region.kind(n) for n in node.all_input_nodes]
+    name = name_of(node) if hasattr(node.target, "_schema") else ""
+    first = region.kind(node.args[0])
+    if name in SHAPED and first != "rows":
+        return
+    if name in SAME and first and first != "rows":
+        region.kinds[node] = first
+        region.share |= {node: region.share[node.args[0]]} if first == "tokens" else {}  # type: ignore[index]
+    elif name == "sort" and first == "permutation" and not argument(node, "descending", False):
+        region.kinds[node] = "sorted"
+    elif node.target is operator.getitem and first == "sorted" and node.args[1] == 1:
+        region.kinds[node] = "inverse"
+    elif name in ("floor_divide", "div") and first == "permutation" and divides_down(node):
+        region.kinds[node], region.share[node] = "tokens", node.args[1]  # type: ignore[assignment]
+        if len(set(region.share.values())) > 1:
+            raise Minds(f"%{node.name} ({ir.source(node)}) takes them for another number of choices a token")
+    elif first in COUNTING and (counted := count(region, node, name, first)):
+        region.kinds[node] = counted
+    elif name in PRODUCTS and kinds[0] == "rows" and region.kind(node.args[2]) == "ends" and not kinds[1]:
+        product(region, node)
+    elif name in ("index", "index_select"):
+        look_up(region, node)
+    elif name == "index_put":
+        put(region, node)
+    elif set(kinds) <= {"rows", None} and by_row(region, node):
+        region.kinds[node] = "rows"
+    elif not set(kinds) <= {"counts", "ends", None} and not only_ids(region, node):
+        raise Minds(f"%{node.name} ({ir.source(node)}) is {name or node.target} of them")
+
+
+def only_ids(region: Region, node: fx.Node) -> bool:
+    """Whether of all this a node reads the ids as they came, which is nobody's order."""
+    return [n for n in node.all_input_nodes if region.kind(n)] == [region.ids]
+
+
+def count(region: Region, node: fx.Node, name: str, of: Kind) -> Kind | None:
+    """What a step on the way from ids to ends makes of them, None if it is no such step."""
+    if of == "ids" and name == "histc" and counts_all(node):
+        return "counts"
+    if of == "ids" and name in ("unsqueeze", "view", "reshape") and ir.example(node).shape == (region.size, 1):
+        return "column"
+    if of == "column" and name == "eq" and isinstance(node.args[1], fx.Node) and counts_up(node.args[1]):
+        return "hits"
+    if of == "hits" and name == "sum" and argument(node, "dim") == [0]:
+        return "counts"
+    return "ends" if of == "counts" and name == "cumsum" else None
+
+
+def divides_down(node: fx.Node) -> bool:
+    """Whether a node divides by a positive whole number and rounds down."""
+    by, rounding = node.args[1], argument(node, "rounding_mode", "floor")
+    return isinstance(by, int) and by > 0 and rounding in ("floor", "trunc")
+
+
+def counts_all(node: fx.Node) -> bool:
+    """Whether a histogram has a bin for each whole number from 0."""
+    low, high = argument(node, "min", 0), argument(node, "max", 0)
+    return low == 0 and high == argument(node, "bins", 100) - 1
+
+
+def product(region: Region, node: fx.Node) -> None:
+    """A product of rows with the matrices of their experts."""
+    given, weight, ends = node.args[:3]
+    rest = (*node.args[3:], *node.kwargs.values())
+    groups = ir.example(weight).shape[0]  # type: ignore[arg-type]
+    if ir.example(weight).dim() != 3 or any(a is not None for a in rest):  # type: ignore[arg-type]
+        raise Minds(f"%{node.name} ({ir.source(node)}) is a product with a bias, or of another form")
+    if groups != ir.example(ends).shape[0] or region.groups not in (0, groups):  # type: ignore[arg-type]
+        raise Minds(f"%{node.name} ({ir.source(node)}) has {groups} experts, others {region.groups}")
+    region.groups = groups
+    region.kinds[node] = "rows"
+    region.written[node] = routed.grouped_mm, (given, weight, ENDS)
+
+
+ORDER, ENDS = object(), object()  # stand for nodes that are not there yet
+
+
+def look_up(region: Region, node: fx.Node) -> None:
+    """Rows by a permutation, or by expert; or rows back in place."""
+    table, index = looked_up(node)
+    kind, size = region.kind(index), ir.example(table).shape[0]
+    if kind in ("permutation", "tokens") and not region.kind(table):
+        share = region.share.get(index, 1)
+        if share * size != region.size:
+            raise Minds(f"%{node.name} ({ir.source(node)}) looks {region.size} rows up in {size}, {share} for each")
+        region.kinds[node], region.written[node] = "rows", (routed.rows, (table, ORDER, share))
+    elif kind == "ids" and not region.kind(table):
+        region.kinds[node], region.written[node] = "rows", (routed.of_group, (table, ENDS, ORDER))
+    elif kind == "inverse" and region.kind(table) == "rows":
+        region.written[node] = routed.unorder, (table, ORDER)
+    else:
+        raise Minds(f"%{node.name} ({ir.source(node)}) looks them up otherwise")
+
+
+def looked_up(node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """(a table, the index of its first dim); raises Minds if the index is another."""
+    if name_of(node) == "index_select" and node.args[1] == 0:
+        return node.args[0], node.args[2]  # type: ignore[return-value]
+    indices = node.args[1] if name_of(node) == "index" else None
+    if not isinstance(indices, (list, tuple)) or len(indices) != 1 or ir.example(indices[0]).dim() != 1:  # type: ignore[arg-type]
+        raise Minds(f"%{node.name} ({ir.source(node)}) looks them up by more than one index")
+    return node.args[0], indices[0]  # type: ignore[return-value]
+
+
+def put(region: Region, node: fx.Node) -> None:
+    """Numbers put where a permutation says, which is its inverse; or rows, which puts them back."""
+    over, indices, value = node.args[:3]
+    written_whole = [region.kind(i) for i in indices] == ["permutation"] and not argument(node, "accumulate", False)  # type: ignore[union-attr]
+    if written_whole and ir.example(over).shape[0] == region.size:  # type: ignore[arg-type]
+        if region.kind(value) == "rows":
+            region.written[node] = routed.unorder, (value, ORDER)
+            return
+        if isinstance(value, fx.Node) and counts_up(value) and ir.example(value).shape == (region.size,):
+            region.kinds[node] = "inverse"
+            return
+    raise Minds(f"%{node.name} ({ir.source(node)}) puts them elsewhere")
+
+
+def counts_up(node: fx.Node) -> bool:
+    """Whether a node is 0, 1, 2, ... in one row."""
+    while hasattr(node.target, "_schema") and name_of(node) in ("unsqueeze", "view", "reshape", *SAME):
+        if ir.example(node).numel() != max(ir.example(node).shape[-1:], default=0):
+            return False
+        node = node.args[0]  # type: ignore[assignment]
+    if not hasattr(node.target, "_schema") or name_of(node) != "arange":
+        return False
+    return (argument(node, "start", 0), argument(node, "step", 1)) == (0, 1)
+
+
+def by_row(region: Region, node: fx.Node) -> bool:
+    """Whether, by its rule, an operator computes each row from the same row of its operands."""
+    if node.target is operator.getitem:
+        return True  # of an operator that does
+    if not hasattr(node.target, "_schema") or drops(node):
+        return False
+    rule, operands = rule_of(node), tensor_operands(node)
+    names = {dims[0] for n, dims in zip(operands, rule.operands) if region.kind(n)}
+    if len(names) != 1 or len(row := names.pop()) != 1 or row[0] in rule.whole or row[0] in rule.reduced:
+        return False
+    elsewhere = any(row[0] in n for i, dims in zip(operands, rule.operands) for n in dims[bool(region.kind(i)) :])
+    return not elsewhere and not rule.safe and all(dims and dims[0] == row for dims in rule.results)
+
+
+# ---- what is written instead ---------------------------------------------------------------------------------
+
+
+def rewrite(region: Region, ctx: ir.Context) -> None:
+    """Put the operators of `routed` in the place of the model's."""
+    of_all = region.ids, region.groups, max(region.share.values(), default=1)
+    order, ends = (new(region.sort, target, of_all, ctx) for target in (routed.order, routed.ends))
+    given = {ORDER: order, ENDS: ends}
+    for node, (target, args) in region.written.items():
+        instead = new(node, target, tuple(given.get(a, a) if not isinstance(a, int) else a for a in args), ctx)
+        node.replace_all_uses_with(instead)
+        node.graph.erase_node(node)
+        given[node] = instead
+    for part, kind in region.kinds.items():
+        if kind == "ids" and part.target is operator.getitem:
+            part.replace_all_uses_with(region.ids)  # counts are the same of ids in any order
+
+
+def new(before: fx.Node, target: Any, args: tuple[Any, ...], ctx: ir.Context) -> fx.Node:
+    """An operator in the graph before another, of whose origin it is."""
+    with before.graph.inserting_before(before):
+        node = before.graph.call_function(target, args)
+    with ctx.fake_mode, torch.no_grad():
+        ir.set_value(node, target(*fx.map_arg(args, ir.value)))
+    ir.copy_origin(node, before)
+    return node

@@ -1,0 +1,91 @@
+"""A small mixture of experts whose rows are sorted by expert, as models write it in different ways."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from oracle import Batch
+from torch import Tensor, nn
+
+WIDTH, INNER, TOP = 6, 5, 2
+
+
+def grouped(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """`F.grouped_mm` where it is captured; a loop of products on one device, where it takes no fp64."""
+    if torch.compiler.is_exporting():
+        return F.grouped_mm(rows, weight, offs=ends)
+    stops = ends.tolist()
+    return torch.cat([rows[a:b] @ w for a, b, w in zip([0, *stops], stops, weight, strict=False)])
+
+
+def by_histogram(ids: Tensor, experts: int) -> Tensor:
+    return torch.histc(ids.double(), bins=experts, min=0, max=experts - 1)
+
+
+def by_comparing(ids: Tensor, experts: int) -> Tensor:
+    return (ids[:, None] == torch.arange(experts)).sum(0)
+
+
+def inverse_put(rows: Tensor, perm: Tensor) -> Tensor:
+    inverse = torch.empty_like(perm)
+    inverse[perm] = torch.arange(perm.shape[0])
+    return rows[inverse]
+
+
+def inverse_sorted(rows: Tensor, perm: Tensor) -> Tensor:
+    return rows[perm.argsort()]
+
+
+def rows_put(rows: Tensor, perm: Tensor) -> Tensor:
+    back = torch.zeros_like(rows)
+    back[perm] = rows
+    return back
+
+
+COUNTS = {"histogram": by_histogram, "comparing": by_comparing}
+BACK = {"inverse": inverse_put, "argsort": inverse_sorted, "put": rows_put}
+
+
+class Mixture(nn.Module):
+    """Rows of B sequences of T tokens through the TOP of E experts that a router chooses, and back."""
+
+    def __init__(self, experts: int = 6, biases: bool = False, counts: str = "histogram", back: str = "inverse",
+                 between: nn.Module | None = None, favoured: int | None = None):
+        super().__init__()
+        self.counts, self.back, self.between = COUNTS[counts], BACK[back], between or nn.Identity()
+        self.first, self.last = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 2)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.router = nn.Linear(WIDTH, experts)
+        self.up = nn.Parameter(torch.randn(experts, 2 * INNER, WIDTH) / 2)
+        self.down = nn.Parameter(torch.randn(experts, INNER, WIDTH) / 2)
+        self.bias = nn.Parameter(torch.randn(experts, WIDTH)) if biases else None
+        if favoured is not None:
+            self.router.bias.data[favoured] += 50.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x.to(self.first.weight.dtype))
+        return self.last(x + self.experts(self.norm(x).flatten(0, 1)).view_as(x))
+
+    def experts(self, x: Tensor) -> Tensor:
+        """[N, WIDTH] of N tokens."""
+        weights, ids = self.router(x).softmax(-1).topk(TOP)
+        ids, perm = ids.reshape(-1).sort()
+        ends = self.counts(ids, self.up.shape[0]).cumsum(0, dtype=torch.int32)
+        gate, up = grouped(x[perm // TOP], self.up.transpose(1, 2), ends).chunk(2, -1)
+        rows = grouped(self.between(F.silu(gate) * up), self.down, ends)
+        rows = rows if self.bias is None else rows + self.bias[ids]
+        rows = rows * weights.reshape(-1)[perm].unsqueeze(-1)
+        return self.back(rows, perm).view(-1, TOP, WIDTH).sum(1)
+
+
+def mixture(**changes) -> Mixture:
+    """The same weights at each call."""
+    torch.manual_seed(0)
+    return Mixture(**changes).double()
+
+
+def sequences(rows: int = 4, length: int = 6) -> list[Batch]:
+    """Three batches for a mixture."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = {"x": (rows, length, 3), "y": (rows, length, 2)}
+    return [{k: torch.randn(s, generator=generator, dtype=torch.float64) for k, s in shapes.items()} for _ in range(3)]
