@@ -14,7 +14,7 @@ from __future__ import annotations
 import collections
 import itertools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 
 import torch
@@ -46,6 +46,7 @@ TRANSITIONS: dict[object, tuple[tuple[str, ...], str]] = {
     boundary.all_to_all: (("shard",), "shard"),
 }
 CAST = torch.ops.aten._to_copy.default
+DETACH = torch.ops.aten.detach.default
 REDUCES = {boundary.reduce_scatter: "sum", boundary.psum: "sum", boundary.pmax: "max"}
 
 
@@ -56,6 +57,7 @@ def check_placements(whole: ir.Program, local: ir.Program) -> Iterator[Finding]:
     for node in local.graph.nodes:
         if (spec := ir.spec(node)) is not None:
             versions[ir.stands_for(node)].append(spec)
+    trained = trained_of(whole)
     for node in local.calls():
         origin = origins.get(ir.stands_for(node))
         recorded = ir.spec(node)
@@ -71,7 +73,19 @@ def check_placements(whole: ir.Program, local: ir.Program) -> Iterator[Finding]:
                 yield node, f"is placed {recorded}: rows in a rank's own order are converted from {ir.spec(same[0])}"
             yield from check_conversion(node, same[0], path, local.mesh)
         else:
-            yield from check_application(node, origin, sources, versions, local.mesh)
+            yield from check_application(node, origin, sources, versions, trained, local.mesh)
+
+
+def trained_of(whole: ir.Program) -> set[fx.Node]:
+    """The nodes of a program with a loss that its parameters' gradients come through."""
+    given = zip(whole.placeholders(), whole.inputs)
+    found = {node for node, i in given if i.kind == "parameter" and any(o.kind == "loss" for o in whole.outputs)}
+    for node in whole.calls():
+        value = ir.value(node)
+        counts = isinstance(value, (tuple, list)) or ir.is_tensor(node) and value.is_floating_point()
+        if counts and node.target is not DETACH and not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def breaks_order(origin: fx.Node, before: set[str], after: set[str]) -> bool:
@@ -104,7 +118,12 @@ def behind(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
 
 
 def check_application(
-    node: fx.Node, origin: fx.Node, sources: list[fx.Node], versions: Mapping[str, list[Spec]], mesh: Mesh
+    node: fx.Node,
+    origin: fx.Node,
+    sources: list[fx.Node],
+    versions: Mapping[str, list[Spec]],
+    trained: Set[fx.Node],
+    mesh: Mesh,
 ) -> Iterator[Finding]:
     """The record of a result against the rule of its operator; `versions` are the placements in which values exist."""
     op, index = (origin.args[0], origin.args[1]) if origin.target is operator.getitem else (origin, 0)
@@ -120,16 +139,21 @@ def check_application(
             return
     # what a rule writes out may take no more than the shape of an operand, in any of its placements
     held = [read.get(name, versions[name]) for name in operands]
-    wrong = [disagrees(node, rule, choice, index, mesh) for choice in itertools.product(*held)]
+    own = [i for i, operand in enumerate(tensor_operands(op)) if operand in trained]
+    wrong = [disagrees(node, rule, choice, index, own, mesh) for choice in itertools.product(*held)]
     if all(wrong):
         yield node, wrong[0] if wrong else "reads what is placed nowhere"
 
 
-def disagrees(node: fx.Node, rule: Rule, held: Sequence[Spec], index: int, mesh: Mesh) -> str:
-    """Why a rule does not yield a node's record of operands placed so, or an empty string."""
+def disagrees(node: fx.Node, rule: Rule, held: Sequence[Spec], index: int, trained: Sequence[int], mesh: Mesh) -> str:
+    """Why a rule does not yield a node's record of operands placed so, some of them trained, or an empty string."""
     operands, found = ", ".join(map(str, held)), results_of(rule, held, mesh)
     if isinstance(found, str):
         return f"runs on {operands}: {found}"
+    for axis, i in itertools.product(mesh.axes, trained):
+        apart = any(spec.state(axis) != "same" for spec in held)
+        if apart and held[i].state(axis) == "same":
+            return f"runs on {operands}: operand {i} is the same over {axis}, its gradient lacks the other ranks' terms"
     why = differs(found[index], ir.spec(node), mesh)
     return why and f"is placed {ir.spec(node)}, its rule makes {found[index]} of {operands}: {why}"
 
