@@ -200,10 +200,10 @@ def test_each_forward_in_training_moves_the_correction_against_the_shares():
 
 
 def test_equal_shares_leave_the_correction_alone():
-    router = Router(3, ExpertsConfig(3, 1, 8, normalize=False, bias_rate=0.1))  # thirds are no exact numbers
+    router = Router(10, ExpertsConfig(10, 1, 8, normalize=False, bias_rate=0.1))
     with torch.no_grad():
-        router.weight.copy_(torch.eye(3))
-    router(torch.eye(3).repeat(7, 1))
+        router.weight.copy_(torch.eye(10))
+    router(torch.eye(10).repeat(7, 1))  # the mean of ten tenths is not a tenth, rounded
     assert router.correction.eq(0).all()
 
 
