@@ -70,7 +70,7 @@ class Router(nn.Module):
         share = slots.to(scores.dtype) / ids.numel()
         self.load.copy_(share)
         if self.correction is not None:
-            towards = (ids.numel() - count * slots).sign().to(scores.dtype)  # of integers: equal shares are exactly so
+            towards = (ids.numel() - count * slots).sign().to(scores.dtype)  # of integers: a mean share is just that
             self.correction.add_(self.cfg.bias_rate * (towards - towards.mean()))
         return self.cfg.balance_loss * unevenness(scores, share) if self.cfg.balance_loss else None
 
