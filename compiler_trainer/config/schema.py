@@ -48,8 +48,46 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class LatentConfig:
+    """Keys and values made of `kv_rank` features a token (DeepSeek-V2, arXiv:2405.04434); `_dim` is of a head."""
+
+    kv_rank: Positive
+    nope_dim: Positive  # features of a query and key that do not rotate
+    rope_dim: Positive  # those that do; of a key, the same in all heads
+    v_dim: Positive
+    q_rank: Positive | None = None  # null: queries are made of the layer's input at once
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """Feed-forward layers of which each token takes few (`compiler_trainer/models/experts.py`, `router.py`).
+
+    Scores, normalized over the chosen experts or not, then scaled, weigh what an expert gives or is given.
+    """
+
+    count: Positive
+    top_k: Positive
+    width: Positive  # features inside one expert
+    shared: Count = 0  # further experts, which all tokens take
+    dense_layers: Count = 0  # layers before the first with experts
+    every: Positive = 1  # of the layers from there on, every n-th has experts
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    groups: Positive = 1  # of neighbours, among which `top_groups` are chosen first
+    top_groups: Positive = 1
+    normalize: bool = True
+    scale: PositiveFloat = 1.0
+    weigh: Literal["output", "input"] = "output"
+    balance_loss: NonNegativeFloat = 0.0  # times this, uneven shares are added to the training loss: 1 if they are even
+    bias_rate: NonNegativeFloat = 0.0  # how far a forward in training moves the correction of scores
+
+    def are_in(self, layer: int) -> bool:
+        """Whether the layer of that number, from 0, has experts."""
+        return layer >= self.dense_layers and (layer + 1 - self.dense_layers) % self.every == 0
+
+
+@dataclass(frozen=True)
 class ModelConfig:
-    """A Llama; the defaults are `llama_debug`, whose vocabulary is 256 bytes and the end of a document."""
+    """A decoder; the defaults are `llama_debug`, whose vocabulary is 256 bytes and the end of a document."""
 
     name: str = "llama_debug"
     dim: Positive = 256
@@ -63,6 +101,11 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     tied: bool = False
     attention: Literal["causal", "documents"] = "causal"  # over the whole row, or within each document of it
+    head_dim: Positive | None = None  # null: dim / n_heads
+    qk_norm: Literal["none", "learned", "plain"] = "none"  # RMSNorm of each head's query and key, plain without weights
+    nope_every: Positive | None = None  # every n-th layer knows no positions: neither rotation nor `qk_norm`
+    latent: LatentConfig | None = None
+    experts: ExpertsConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -305,17 +348,75 @@ class Config:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
 
+PLAIN_HEADS = (None, "none", None)
+
+
+def with_experts(holds: Callable[[ExpertsConfig], bool]) -> Callable[[Config], bool]:
+    """What must hold of a model's experts, if it has any."""
+    return lambda cfg: cfg.model.experts is None or holds(cfg.model.experts)
+
+
 # The option at fault, what must hold, what is said if it does not.
 CHECKS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
     (
         "model.n_heads",
-        lambda c: c.model.dim % (2 * c.model.n_heads) == 0,
-        "{c.model.n_heads} heads do not split model.dim={c.model.dim} into equal heads of even size; change either",
+        lambda c: bool(c.model.head_dim or c.model.latent) or c.model.dim % (2 * c.model.n_heads) == 0,
+        "{c.model.n_heads} heads do not split model.dim={c.model.dim} into equal heads of even size; change either, or "
+        "set model.head_dim",
+    ),
+    (
+        "model.head_dim",
+        lambda c: c.model.head_dim is None or c.model.head_dim % 2 == 0,
+        "{c.model.head_dim} is odd, and features rotate in pairs; use an even number",
     ),
     (
         "model.n_kv_heads",
         lambda c: c.model.n_heads % c.model.n_kv_heads == 0,
         "{c.model.n_kv_heads} does not divide model.n_heads={c.model.n_heads}; use one of its divisors",
+    ),
+    (
+        "model.latent.rope_dim",
+        lambda c: c.model.latent is None or c.model.latent.rope_dim % 2 == 0,
+        "{c.model.latent.rope_dim} is odd, and features rotate in pairs; use an even number",
+    ),
+    (
+        "model.latent",
+        lambda c: c.model.latent is None or c.model.n_kv_heads == c.model.n_heads,
+        "every head has keys and values of its own, so model.n_kv_heads={c.model.n_kv_heads} means nothing; set it to "
+        "model.n_heads={c.model.n_heads}",
+    ),
+    (
+        "model.latent",
+        lambda c: c.model.latent is None or (c.model.head_dim, c.model.qk_norm, c.model.nope_every) == PLAIN_HEADS,
+        "gives heads their sizes and norms; leave model.head_dim and model.nope_every null and model.qk_norm none",
+    ),
+    (
+        "model.experts.groups",
+        with_experts(lambda e: e.groups == 1 or (e.count % e.groups == 0 and e.count // e.groups >= 2)),
+        "{c.model.experts.groups} do not split model.experts.count={c.model.experts.count} into equal groups of two or "
+        "more; change either",
+    ),
+    (
+        "model.experts.top_groups",
+        with_experts(lambda e: e.top_groups <= e.groups),
+        "{c.model.experts.top_groups} is more than model.experts.groups={c.model.experts.groups}; change either",
+    ),
+    (
+        "model.experts.top_k",
+        with_experts(lambda e: e.top_k <= e.top_groups * (e.count // e.groups)),
+        "{c.model.experts.top_k} is more than there are to choose from: model.experts.count={c.model.experts.count}, "
+        "in {c.model.experts.top_groups} of {c.model.experts.groups} groups; change either",
+    ),
+    (
+        "model.experts.normalize",
+        with_experts(lambda e: e.top_k > 1 or not e.normalize),
+        "with model.experts.top_k=1 makes every weight 1, and the router learns nothing; set it to false",
+    ),
+    (
+        "model.experts.dense_layers",
+        lambda c: with_experts(lambda e: any(map(e.are_in, range(c.model.n_layers))))(c),
+        "{c.model.experts.dense_layers}, and from there on every {c.model.experts.every} with experts, is none of "
+        "model.n_layers={c.model.n_layers}; change either",
     ),
     (
         "data.files",

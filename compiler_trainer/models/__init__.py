@@ -14,7 +14,10 @@ __all__ = ["IGNORED_LABEL", "INPUTS", "Llama", "build", "initial_parameters", "l
 INPUTS = ("tokens", "labels", "positions", "documents")  # what a model and its loss take of a batch
 
 
-def build(cfg: ModelConfig) -> Llama:
-    """The model on the meta device, where its parameters take no memory."""
+def build(cfg: ModelConfig, dtype: torch.dtype = torch.float32) -> Llama:
+    """The model with parameters of `dtype`, and buffers of their own, on the meta device, where they take no memory."""
     with torch.device("meta"):
-        return Llama(cfg)
+        model = Llama(cfg)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model

@@ -16,7 +16,7 @@ RESIDUAL_OUTPUTS = ("wo", "w2")
 
 
 def initial_parameters(model: Llama, seed: int, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Name and full initial value, on the CPU, of each parameter in turn."""
+    """Name and full initial value, on the CPU, of each parameter, of `dtype`, and each buffer in turn."""
     for name, parameter in model.named_parameters():
         owner = model.get_submodule(name.rpartition(".")[0])
         if isinstance(owner, nn.RMSNorm):
@@ -24,11 +24,13 @@ def initial_parameters(model: Llama, seed: int, dtype: torch.dtype) -> Iterator[
         else:
             std = initial_std(name, model.cfg.n_layers)
             yield name, init_parameter(name, parameter.shape, std, seed).to(dtype)
+    for name, buffer in model.named_buffers():
+        yield name, torch.zeros(buffer.shape, dtype=buffer.dtype)
 
 
 def initial_std(name: str, n_layers: int) -> float:
-    """0.02, and 0.02 / sqrt(2 n_layers) for the two outputs a layer adds to the residual stream (GPT-2's scheme)."""
-    is_residual_output = name.split(".")[-2] in RESIDUAL_OUTPUTS
+    """0.02, and 0.02 / sqrt(2 n_layers) for the outputs a layer adds to the residual stream (GPT-2's scheme)."""
+    is_residual_output = name.removesuffix(".weight").split(".")[-1] in RESIDUAL_OUTPUTS
     return STD / math.sqrt(2 * n_layers) if is_residual_output else STD
 
 

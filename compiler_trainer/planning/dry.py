@@ -24,6 +24,7 @@ from compiler_trainer.config.schema import (
     dry_world_size,
     validate,
 )
+from compiler_trainer.models.attention import head_dims
 from compiler_trainer.pipeline import DTYPES, build_pipeline
 from compiler_trainer.planning.dry_table import show
 from compiler_trainer.step.programs import Captured, Compilation, check_recordable, mesh_of, one_microbatch
@@ -76,7 +77,7 @@ class DryStep:
 
 def compile_dry(cfg: Config, observe: Observer | None) -> DryStep:
     """The programs that training would lower."""
-    model = models.build(cfg.model).to(DTYPES[cfg.train.dtype])
+    model = models.build(cfg.model, DTYPES[cfg.train.dtype])
     rows, length = cfg.train.global_batch_size, cfg.train.seq_len
     batch = {key: torch.empty(rows, length, dtype=torch.int64, device="meta") for key in models.INPUTS}
     masters = {name: p.dtype for name, p in model.named_parameters()}
@@ -140,13 +141,15 @@ def cluster_of(cfg: ClusterConfig) -> Cluster:
 
 
 def model_flops_per_token(model: ModelConfig, seq_len: int) -> int:
-    """FLOPs that a token takes, forward and backward, without recomputation: 6 N + 12 L D T (PaLM, appendix B).
+    """FLOPs that a token takes, forward and backward, without recomputation: 6 N + 12 L H h T (PaLM, appendix B).
 
-    N leaves out the embedding, which is looked up and not multiplied (unless it is the head as well).
+    N leaves out the embedding, which is looked up and not multiplied (unless it is the head as well), and the experts
+    that a token does not take; h is the mean size of a head's key and its value.
     """
-    parameters = {name: p.numel() for name, p in models.build(model).named_parameters()}
+    parameters = models.build(model).active_parameters()
     looked_up = 0 if model.tied else parameters["tok_embeddings.weight"]
-    return 6 * (sum(parameters.values()) - looked_up) + 12 * model.n_layers * model.dim * seq_len
+    attention = 6 * model.n_layers * model.n_heads * sum(head_dims(model)) * seq_len
+    return 6 * (sum(parameters.values()) - looked_up) + attention
 
 
 def speed(cfg: Config, step_s: float) -> dict[str, float]:

@@ -68,7 +68,7 @@ def prepare_step(cfg: Config, datasets: Datasets, start: Start) -> Step:
 def build_step(cfg: Config, datasets: Datasets, start: Start, graphs: Path | None, tell: Callable[[str], None]) -> Step:
     """The compiled step with its initial weights, or those of the checkpoint; its graphs go to `graphs`."""
     dtype = cast(torch.dtype, DTYPES[cfg.train.dtype])
-    model = models.build(cfg.model).to(dtype)
+    model = models.build(cfg.model, dtype)
     step = compile_step(
         model,
         models.loss_fn,

@@ -112,7 +112,7 @@ def fake_h100() -> Iterator[list[CachingAutotuner]]:
 def programs_of(cfg: Config) -> dict[str, Captured]:
     """The training programs of a job on CUDA, as bodies, of rank 0; its process groups are there and send nothing."""
     mesh = mesh_of(cfg.mesh)
-    model = models.build(cfg.model).to(DTYPES[cfg.train.dtype])
+    model = models.build(cfg.model, DTYPES[cfg.train.dtype])
     shape, masters = (cfg.train.global_batch_size, cfg.train.seq_len), {n: p.dtype for n, p in model.named_parameters()}
     batch = {key: torch.empty(shape, dtype=torch.int64, device="meta") for key in models.INPUTS}
     pipeline = build_pipeline(cfg.passes, cfg.optim, masters, 1)

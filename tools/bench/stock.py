@@ -25,7 +25,8 @@ from torch.distributed.tensor.parallel import (
 
 from compiler_trainer import models
 from compiler_trainer.config.schema import Config
-from compiler_trainer.models.llama import Block, Llama, rotary_tables
+from compiler_trainer.models.attention import Attention, rotary_tables
+from compiler_trainer.models.llama import Block, Llama
 from compiler_trainer.models.loss import IGNORED_LABEL
 from compiler_trainer.training.trainer import local_device
 from passes.program.torch_private import context_parallel_internals
@@ -46,7 +47,7 @@ class StockLlama(Llama):
         cos, sin = rotary_tables(self.cfg, positions)
         mask = self.mask(documents)
         for layer in self.layers:
-            x = layer(x, cos, sin, mask)
+            x, _ = layer(x, cos, sin, mask)
         assert self.output is not None
         return self.output(self.norm(x))
 
@@ -122,7 +123,7 @@ def split(model: StockLlama, tp: DeviceMesh) -> None:
         "output": ColwiseParallel(input_layouts=rows, output_layouts=whole),
     }
     for i, layer in enumerate(model.layers):
-        assert isinstance(layer, Block)
+        assert isinstance(layer, Block) and isinstance(layer.attention, Attention)
         plan |= {
             f"layers.{i}.attention_norm": SequenceParallel(),
             f"layers.{i}.attention": entering,

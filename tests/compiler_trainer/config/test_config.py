@@ -27,6 +27,8 @@ from compiler_trainer.config.schema import (
 )
 
 MODELS = Path(__file__).parents[3] / "conf" / "model"
+EXPERTS = {"count": 8, "top_k": 2, "width": 16}
+LATENT = {"kv_rank": 8, "nope_dim": 6, "rope_dim": 4, "v_dim": 6}
 
 
 def leaves(options: dict[str, Any], where: str = "") -> Iterator[str]:
@@ -96,6 +98,13 @@ def test_the_nearest_name_is_offered_or_all_of_them(key, nearest):
         ("data.files", "a.txt", "'a.txt' is not a list; write [a.txt]"),
         ("mesh.dp_shard", 0, "0 must be at least 1, or -1 for the rest"),
         ("model", 3, "3 is not a group of options; it has name, dim"),
+        ("model.experts", {"count": 8, "top_k": 2}, "is missing and has no default"),
+        ("model.experts", {**EXPERTS, "count": 0}, "0 must be at least 1"),
+        ("model.experts", {**EXPERTS, "every": 0}, "0 must be at least 1"),
+        ("model.experts", {**EXPERTS, "scale": 0}, "0.0 must be above 0"),
+        ("model.experts", {**EXPERTS, "bias_rate": -1e-3}, "-0.001 must be 0 or more"),
+        ("model.experts", {**EXPERTS, "balance_loss": -1e-3}, "-0.001 must be 0 or more"),
+        ("model.experts", {**EXPERTS, "score": "sigmod"}, "'sigmod' is not one of softmax, sigmoid; did you mean 'sigmoid'?"),
         ("model.rope_scaling", {"factor": 8}, "is missing and has no default"),
         ("optim.betas", [0.9], "[0.9] has 1 entries, not 2"),
         ("optim.lr", float("nan"), "nan is not a number"),
@@ -128,6 +137,20 @@ def test_a_partial_mapping_keeps_the_other_defaults():
         ({"model": {"dim": 100}}, "model.n_heads"),
         ({"model": {"dim": 40}}, "model.n_heads"),  # heads of 5, which rotary pairs do not fill
         ({"model": {"n_kv_heads": 3}}, "model.n_kv_heads"),
+        ({"model": {"head_dim": 33}}, "model.head_dim"),
+        ({"model": {"latent": LATENT}}, "model.latent"),  # whose heads share no keys
+        ({"model": {"latent": LATENT, "n_kv_heads": 8, "head_dim": 32}}, "model.latent"),
+        ({"model": {"latent": LATENT, "n_kv_heads": 8, "qk_norm": "plain"}}, "model.latent"),
+        ({"model": {"latent": LATENT, "n_kv_heads": 8, "nope_every": 4}}, "model.latent"),
+        ({"model": {"latent": {**LATENT, "rope_dim": 7}, "n_kv_heads": 8}}, "model.latent.rope_dim"),
+        ({"model": {"experts": {**EXPERTS, "top_k": 9}}}, "model.experts.top_k"),
+        ({"model": {"experts": {**EXPERTS, "groups": 4, "top_k": 3}}}, "model.experts.top_k"),  # of 2 in the best group
+        ({"model": {"experts": {**EXPERTS, "groups": 3}}}, "model.experts.groups"),
+        ({"model": {"experts": {**EXPERTS, "groups": 8}}}, "model.experts.groups"),  # of one
+        ({"model": {"experts": {**EXPERTS, "groups": 2, "top_groups": 3}}}, "model.experts.top_groups"),
+        ({"model": {"experts": {**EXPERTS, "top_k": 1}}}, "model.experts.normalize"),
+        ({"model": {"experts": {**EXPERTS, "dense_layers": 4}}}, "model.experts.dense_layers"),
+        ({"model": {"experts": {**EXPERTS, "dense_layers": 2, "every": 3}}}, "model.experts.dense_layers"),
         ({"data": {"name": "text"}}, "data.files"),
         ({"data": {"files": ["a.txt"]}}, "data.files"),
         ({"train": {"global_batch_size": 6, "microbatches": 4}}, "train.microbatches"),
@@ -140,6 +163,24 @@ def test_options_that_cannot_hold_together_are_refused(options, where):
     with pytest.raises(UserError) as caught:
         validate(build(Config, options), world_size=1)
     assert caught.value.where == where
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"dim": 100, "head_dim": 16},
+        {"dim": 100, "n_kv_heads": 8, "latent": LATENT},
+        {"experts": {**EXPERTS, "top_k": 8}},
+        {"experts": {**EXPERTS, "groups": 4, "top_groups": 2, "top_k": 4}},
+        {"experts": {**EXPERTS, "top_k": 1, "normalize": False}},
+        {"experts": {**EXPERTS, "dense_layers": 2, "every": 2}},
+        *(yaml.safe_load(path.read_text()) for path in sorted(MODELS.glob("*.yaml"))),
+    ],
+    ids=lambda model: model.get("name"),
+)
+def test_models_that_can_be_built_are_taken(model):
+    cfg = build(Config, {"model": model})
+    assert validate(cfg, world_size=1).model == cfg.model
 
 
 def test_a_batch_need_not_divide_by_the_ranks():
@@ -181,6 +222,7 @@ def test_an_axis_that_is_not_built_is_refused_by_name(axis):
     [
         Config(),
         build(Config, {"model": {"rope_scaling": dataclasses.asdict(RopeScaling(8, 1.0, 4.0, 8192))}}),
+        build(Config, {"model": {"experts": EXPERTS, "latent": LATENT}}),
         build(Config, {"passes": {"shard": {"plan": {"layers.*.wq": {"tp": 0}}}, "verify": "off"}}),
         build(Config, {"data": {"name": "text", "files": ["a b.txt", "yes", "1", "é"]}, "optim": {"eps": 1e-12}}),
     ],

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from compiler_trainer import models
 from compiler_trainer.config.schema import ModelConfig, RopeScaling
-from compiler_trainer.models.llama import rotary_tables
+from compiler_trainer.models.attention import rotary_tables
 from passes.program.torch_private import FakeTensorMode
 
 TINY = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=61)

@@ -22,6 +22,8 @@ from compiler_trainer.config.schema import (
     ByDtype,
     ClusterConfig,
     Config,
+    ExpertsConfig,
+    LatentConfig,
     MeshConfig,
     ModelConfig,
     OptimConfig,
@@ -327,6 +329,15 @@ def test_model_flops_are_six_a_parameter_and_attention():
     layer = 4 * 16 * 16 + 3 * 16 * 32 + 2 * 16
     assert model_flops_per_token(cfg, 8) == 6 * (3 * layer + 16 + 10 * 16) + 12 * 3 * 16 * 8
     assert model_flops_per_token(replace(cfg, tied=True), 8) == model_flops_per_token(cfg, 8)
+
+
+def test_model_flops_are_those_of_the_experts_that_a_token_takes_and_of_heads_of_any_size():
+    cfg = ModelConfig(dim=16, n_layers=3, n_heads=2, n_kv_heads=2, ffn_dim=32, vocab_size=10)
+    two_of_eight = replace(cfg, experts=ExpertsConfig(8, 2, 16))  # as wide as the layer that they replace, and a router
+    assert model_flops_per_token(two_of_eight, 8) == model_flops_per_token(cfg, 8) + 6 * 3 * 8 * 16
+    latent = replace(cfg, latent=LatentConfig(4, 6, 2, 5))
+    layer = 16 * 2 * 8 + 16 * (4 + 2) + 4 + 4 * 2 * (6 + 5) + 2 * 5 * 16 + 3 * 16 * 32 + 2 * 16
+    assert model_flops_per_token(latent, 8) == 6 * (3 * layer + 16 + 10 * 16) + 6 * 3 * 2 * (8 + 5) * 8
 
 
 # ---- what is refused --------------------------------------------------------------------------------
