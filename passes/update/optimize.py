@@ -243,6 +243,7 @@ class Optimize:
         results, outputs = [], []
         for node, output in zip(program.results(), program.outputs):
             if output.kind == "buffer":
+                append.parameter = output.name
                 append.write(given[output.name], node)
             elif output.kind == "loss":
                 results.append(node)

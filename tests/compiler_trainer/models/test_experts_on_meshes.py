@@ -1,0 +1,37 @@
+"""The decoder's experts on meshes: losses, updates, corrections and shares are those of a loop on one device."""
+
+from __future__ import annotations
+
+import pytest
+import torch.nn.functional as F
+from looped import looped
+from oracle import EXACT, assert_same, batches, compile_lockstep, llama, train_plainly, train_step
+from sweeps import in_turn
+
+from compiler_trainer.config.schema import ExpertsConfig
+
+MESHES = ({}, {"dp_shard": 2, "tp": 2}, {"cp": 2, "dp_shard": 2}, {"dp_replicate": 2, "tp": 2})
+EXPERTS = (
+    ExpertsConfig(6, 2, 5, balance_loss=0.01),
+    ExpertsConfig(8, 2, 5, shared=1, score="sigmoid", groups=4, top_groups=2, scale=2.5, bias_rate=0.1),
+    ExpertsConfig(3, 1, 5, shared=1, score="sigmoid", normalize=False, weigh="input"),
+)
+
+
+def loss(model, batch):
+    """`loss_fn` in the model's own dtype."""
+    found = model(batch["tokens"], batch["positions"])
+    logits, auxiliary = found if isinstance(found, tuple) else (found, 0.0)
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()) + auxiliary
+
+
+@pytest.mark.parametrize(("mesh", "cfg"), in_turn(MESHES, EXPERTS))
+def test_three_updates(mesh, cfg):
+    model, data = llama(experts=cfg), batches(rows=3)
+    metrics, state = train_plainly(looped(model), loss, data)
+    step = compile_lockstep(model, loss, data[0], mesh)
+    for found, wanted in zip(train_step(step, data), metrics, strict=True):
+        assert_same(found, wanted, EXACT)
+    assert_same(step.state_dict(), state, EXACT)
+    counts = [p["report"]["counts"] for p in step.report["passes"] if p["name"] == "experts"]
+    assert counts and all(found == {"sorted by expert": 1} for found in counts)
