@@ -183,7 +183,7 @@ INDEXING: dict[str, list[Case]] = {
 
 REDUCTIONS: dict[str, list[Case]] = {
     "all": [(call("all"), (A,)), *along(call("all", "dim"), A), (bound(call("all", "dims"), [0, 1]), (A,))],
-    "amax": [*folded(torch.amax), *folded(torch.amax, TIED), *folded(torch.amax, N)],
+    "amax": [*folded(torch.amax), *folded(torch.amax, TIED), *folded(torch.amax, N), *folded(torch.amax, -N)],
     "amin": [*folded(torch.amin), *folded(torch.amin, TIED), *folded(torch.amin, N)],
     "any": [(call("any"), (A,)), *along(call("any", "dim"), A), (bound(call("any", "dims"), [0, 1]), (A,))],
     "argmax": [*along(torch.argmax, X), (torch.argmax, (X,))],

@@ -458,8 +458,8 @@ FAULTS = (
     Fault(
         "copies_not_varied",
         "passes/sharding/propagate.py",
-        "elif choice[axis] is not None or self.mixed(states[axis]):",
-        "elif choice[axis] is not None:",
+        "elif choice[axis] is not None or self.mixed(states[axis]) or",
+        "elif choice[axis] is not None or",
         "A copy that meets a varying one is not varied.",
     ),
     Fault(

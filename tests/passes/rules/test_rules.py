@@ -160,6 +160,26 @@ def test_two_operands_that_are_terms_of_sums_at_once(name: str):
     check(function, terms)
 
 
+@pytest.mark.parametrize("name", ("add", "bmm", "linear", "matmul", "mm", "mul"))
+def test_terms_of_a_sum_meet_shards(name: str):
+    """What the first operand is a sum over, the second is sharded on."""
+    fn, tensors = CASES[name][0]
+    function = capture(fn, tensors, Mesh.of({"tp": 2}))
+    terms = replace(Spec.whole(tuple(tensors[0].shape)), partial=(("tp", "sum"),))
+    for dim, n in enumerate(tensors[1].shape):
+        if n > 1:
+            check(function, {0: terms, 1: sharded(tensors[1].shape, dim)})
+
+
+@pytest.mark.parametrize("name", ("add", "amax", "cos", "layer_norm", "mul", "rms_norm", "sum", "where"))
+def test_padding_of_zeros(name: str):
+    """What a rule makes of it in its result is what is there."""
+    for fn, tensors in CASES[name]:
+        function = capture(fn, tensors, Mesh.of({"tp": 3}))
+        for dim in range(tensors[0].dim()):
+            check(function, {0: sharded(tensors[0].shape, dim, fill=0.0)}, gradients=False)
+
+
 def placed(fn, x, dims: dict[int, tuple[Factor, ...]], ranks: int) -> ir.Report:
     """Run one operand with the given factors in some dims, checked by value; the shard report."""
     spec = Spec.whole(tuple(x.shape))
