@@ -15,7 +15,7 @@ from compiler_trainer.capture.capture import capture
 from compiler_trainer.config.schema import ModelConfig
 from compiler_trainer.models import Llama
 from passes.precision.cast import COPY, OPS, Cast, is_cast
-from passes.program import ir
+from passes.program import boundary, ir
 from passes.rules import name_of
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
@@ -177,6 +177,16 @@ def test_wire_bytes_of_gathers_are_halved_by_bf16():
         return next(t["sent_bytes"] for t in reversed(traffic) if t["kind"] == "all_gather")
 
     assert 2 * gathered({"param_dtype": "bfloat16"}) == gathered({})
+
+
+def test_gradients_of_gathered_weights_are_added_in_the_reduce_dtype():
+    seen = {}
+    compile_lockstep(llama(dtype=torch.float32), llama_loss, batches()[0], {"dp_shard": 2},
+                     passes={"cast": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}},
+                     observe=lambda program, record: seen.setdefault(record.name, program))
+    reduced = [n for n in seen["joint"].calls() if n.target is boundary.reduce_scatter]
+    assert reduced and {ir.example(n.args[0]).dtype for n in reduced} == {torch.bfloat16}
+    assert {n.args[-1] for n in reduced} == {torch.float32}
 
 
 def test_a_tensor_has_one_dtype_and_the_graph_holds_it():

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracle import compile_lockstep
+from oracle import compile_lockstep, trained_alike
 from torch import Tensor, nn
+
+from passes.program import boundary, ir
 
 PLAN = {"up.weight": {"tp": 0}, "down.weight": {"tp": 1}}
 
@@ -56,3 +58,59 @@ def test_what_is_not_linear_gets_whole_values(between, sequence_parallel):
     options = {"shard": {"plan": PLAN, "sequence_parallel": sequence_parallel}, "verify": "numeric"}
     step = compile_lockstep(model, loss, batch, {"tp": 2}, {"name": "sgd"}, passes=options)
     assert step(batch, 0.0)["loss"] == pytest.approx(loss(model, batch).item(), rel=1e-12)
+
+
+def test_sums_that_are_added_are_reduced_once():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down, self.other = (nn.Linear(*s, bias=False) for s in ((6, 8), (8, 6), (8, 6)))
+
+        def forward(self, x):
+            wide = self.up(x).tanh()
+            return self.down(wide) + self.other(wide)
+
+    seen, batch = {}, {"x": torch.randn(4, 3, 6)}
+    plan = {**PLAN, "other.weight": {"tp": 1}}
+    compile_lockstep(Two(), lambda model, batch: model(batch["x"]).square().mean(), batch, {"tp": 2},
+                     passes={"shard": {"plan": plan}}, observe=lambda program, record: seen.setdefault(record.name, program))
+    reduced = [n for n in seen["shard"].calls() if n.target in (boundary.psum, boundary.reduce_scatter)]
+    assert len([n for n in reduced if ir.example(n).dim() == 3]) == 1
+
+
+class Summed(nn.Module):
+    """A parameter that is added up where it is stored, in shards of which the last is padded."""
+
+    def __init__(self):
+        super().__init__()
+        self.p = nn.Parameter(torch.arange(7, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum() * self.p.sum()
+
+
+def test_padding_of_a_stored_shard_stays_what_it_is_while_its_sum_is_trained():
+    generator = torch.Generator().manual_seed(0)
+    data = [{"x": torch.randn(4, 3, dtype=torch.float64, generator=generator)} for _ in range(3)]
+    trained_alike(Summed(), lambda model, batch: model(batch["x"]).square(), data, {"dp_shard": 2},
+                  {"name": "sgd", "max_norm": None})
+
+
+class OverTheBatch(nn.Module):
+    """Makes one of all rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(6, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x).sum(0).tanh()
+
+
+def test_sums_over_the_batch_are_whole_on_each_rank_of_it():
+    """Only over tp, whose ranks share the tokens, are they cut along the sequence."""
+    seen, batch = {}, {"x": torch.randn(4, 3, 6)}
+    compile_lockstep(OverTheBatch(), lambda model, batch: model(batch["x"]).square().mean(), batch, {"dp_shard": 2},
+                     observe=lambda program, record: seen.setdefault(record.name, program))
+    forward = [n for n in seen["shard"].calls() if n.target in (boundary.psum, boundary.reduce_scatter)]
+    assert [n.target for n in forward if ir.example(n).dim() == 2] == [boundary.psum]
