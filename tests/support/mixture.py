@@ -22,6 +22,11 @@ def by_histogram(ids: Tensor, experts: int) -> Tensor:
     return torch.histc(ids.double(), bins=experts, min=0, max=experts - 1)
 
 
+def in_pairs(ids: Tensor, experts: int) -> Tensor:
+    """Bins of two experts each: as many as there are experts, half of them empty."""
+    return torch.histc(ids.double(), bins=experts, min=0, max=2 * experts - 1)
+
+
 def by_comparing(ids: Tensor, experts: int) -> Tensor:
     return (ids[:, None] == torch.arange(experts)).sum(0)
 
@@ -42,7 +47,7 @@ def rows_put(rows: Tensor, perm: Tensor) -> Tensor:
     return back
 
 
-COUNTS = {"histogram": by_histogram, "comparing": by_comparing}
+COUNTS = {"histogram": by_histogram, "comparing": by_comparing, "pairs": in_pairs}
 BACK = {"inverse": inverse_put, "argsort": inverse_sorted, "put": rows_put}
 
 

@@ -231,7 +231,60 @@ def cast() -> Case:
     return Case(Mixed(), loss, batches, {"dp_replicate": 2, "dp_shard": 2}, optim, passes, tolerance=5e-2)
 
 
-CASES = {"state": state, "odd": odd, "llama": llama, "context": context, "cast": cast}  # cheap ones first
+# ---- experts ---------------------------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """Two of five experts a token, with biases."""
+
+    def __init__(self, dim: int = 8, wide: int = 5, count: int = 5):
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(19, dim), nn.LayerNorm(dim)
+        self.router = nn.Linear(dim, count)
+        self.up = nn.Parameter(torch.randn(count, dim, wide) / 2)
+        self.down = nn.Parameter(torch.randn(count, wide, dim) / 2)
+        self.bias = nn.Parameter(torch.randn(count, dim))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        y = self.norm(x).flatten(0, 1)
+        weights, ids = self.router(y).softmax(-1).topk(2)
+        ids, slots = ids.reshape(-1).sort()
+        ends = torch.histc(ids.double(), bins=5, min=0, max=4).cumsum(0, dtype=torch.int32)
+        rows = grouped(grouped(y[slots // 2], self.up, ends).relu(), self.down, ends) + self.bias[ids]
+        places = torch.empty_like(slots)
+        places[slots] = torch.arange(slots.shape[0])
+        back = (rows * weights.reshape(-1)[slots, None])[places]
+        return F.linear(x + back.view(-1, 2, x.shape[-1]).sum(1).view_as(x), self.embedding.weight)
+
+
+def grouped(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """`F.grouped_mm`, which PyTorch itself does not run in fp64."""
+    if torch.compiler.is_exporting():
+        return F.grouped_mm(rows, weight, offs=ends)
+    stops = ends.tolist()
+    return torch.cat([rows[a:b] @ w for a, b, w in zip([0, *stops], stops, weight, strict=False)])
+
+
+def experts() -> Case:
+    """Rows sorted by expert on ranks of which the last has padding, experts split inside."""
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return F.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten())
+
+    optim = {"name": "sgd", "momentum": 0.9, "max_norm": 1.0}
+    batches = [random_ids(step, 19, 3, 5) for step in range(len(LRS))]
+    return Case(Experts().double(), loss, batches, {"dp_shard": 2, "tp": 2}, optim)
+
+
+CASES = {  # cheap ones first
+    "state": state,
+    "odd": odd,
+    "llama": llama,
+    "context": context,
+    "cast": cast,
+    "experts": experts,
+}
 
 
 def make(name: str) -> Case:

@@ -465,8 +465,8 @@ FAULTS = (
     Fault(
         "results_not_varying",
         "passes/sharding/propagate.py",
-        "            elif self.mixed(states[axis]):\n",
-        "            elif self.mixed(states[axis]) and len(states[axis]) > 1:\n",
+        "elif self.mixed(states[axis]) or any(",
+        "elif self.mixed(states[axis]) and len(states[axis]) > 1 or any(",
         "A function of one varying copy is taken for the same on every rank.",
     ),
     Fault(
@@ -489,6 +489,63 @@ FAULTS = (
         "if choice[axis] is None and axis in WEIGHT_AXES and self.sequence_parallel:",
         "if choice[axis] is None and self.sequence_parallel:",
         "Sums over data ranks are reduced into shards of the sequence too.",
+    ),
+    Fault(
+        "led_by_any",
+        "passes/sharding/propagate.py",
+        "if atom not in led or led[atom] in i}",
+        "}",
+        "The order of rows is cut into shards where their tokens are.",
+    ),
+    Fault(
+        "counts_of_all",
+        "passes/sharding/propagate.py",
+        "if factor == self.origin(choice[axis], atoms)}",
+        "if factor == axis}",
+        "A rank takes the counts of all ranks for those of its own rows.",
+    ),
+    # rules/routed.py, sharding/experts.py
+    Fault(
+        "padding_goes_to_an_expert",
+        "passes/rules/routed.py",
+        "nowhere: float = node.args[1]",
+        "nowhere: float = 0",
+        "Rows of padding are sent to the first expert.",
+    ),
+    Fault(
+        "padding_is_counted",
+        "passes/rules/routed.py",
+        "        needs=groups,",
+        "        needs=0,",
+        "Rows of padding count as the first expert's.",
+    ),
+    Fault(
+        "ends_of_others",
+        "passes/rules/routed.py",
+        'whole=frozenset("e" if counts.target is routed.ends else "er"),',
+        'whole=frozenset("e"),',
+        "Rows grouped by somebody else are sharded with the ends of all of them.",
+    ),
+    Fault(
+        "copies_by_choice",
+        "passes/rules/routed.py",
+        "varies=frozenset([0]),",
+        "varies=frozenset(),",
+        "Gradients of tokens are reduced for each of their choices.",
+    ),
+    Fault(
+        "rows_may_mind",
+        "passes/sharding/experts.py",
+        "row[0] in rule.whole or row[0] in rule.reduced",
+        "row[0] in rule.reduced",
+        "What reads other rows is taken for what treats each by itself.",
+    ),
+    Fault(
+        "bins_from_anywhere",
+        "passes/sharding/experts.py",
+        'return low == 0 and high == argument(node, "bins", 100) - 1',
+        "return True",
+        "Any histogram is taken for a count of each expert.",
     ),
     # sharding/partition.py
     Fault(

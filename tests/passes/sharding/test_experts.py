@@ -99,6 +99,12 @@ def test_rows_stay_where_their_tokens_are():
     assert [ir.example(n).shape[1] for n in products] == [2 * -(-INNER // 2), WIDTH]  # columns, then rows, over tp
 
 
+def test_gradients_are_reduced_over_tp_by_token():
+    program = local_program({"dp_shard": 2, "tp": 2})["joint"]
+    sums = [n for n in program.calls() if n.target is boundary.psum and "tp" in n.args]
+    assert not [n for n in sums if ir.example(n).dim() == 2 and ir.example(n).shape[0] == 4 * 6 * TOP // 2]
+
+
 def test_each_weight_of_experts_is_gathered_once_a_use_and_reduced_once():
     program = local_program({"dp_shard": 2, "tp": 2})["joint"]
     reduced = [n for n in program.calls() if n.target is boundary.reduce_scatter and ir.example(n).dim() >= 3
@@ -141,6 +147,11 @@ def test_rows_that_mind_their_order_are_gathered_and_the_report_says_why(between
     assert report["counts"] == {"sorted by expert": 0}
     (note,) = report["notes"]
     assert re.fullmatch(r"%sort\w* \(mixture\.py:\d+\): rows sorted by expert are gathered: %\w+ .*", note)
+
+
+def test_bins_that_are_no_experts_are_left_as_they_are():
+    step = trained_alike(mixture(counts="pairs"), squared_error, sequences(), {"dp_shard": 2})
+    assert passes_of(step, "experts")["counts"] == {"sorted by expert": 0}
 
 
 class Halves(nn.Module):
