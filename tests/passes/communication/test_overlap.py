@@ -15,7 +15,8 @@ from small_programs import Small, cut
 from compiler_trainer.config.schema import Config, MeshConfig, ModelConfig, TrainConfig
 from compiler_trainer.planning.dry import compile_dry
 from passes.check.verify import verify_spec
-from passes.communication.overlap import Overlap, count_beside, in_flight, products_of
+from passes.communication.borders import products_of
+from passes.communication.overlap import Overlap, count_beside, in_flight
 from passes.communication.schedule import Schedule
 from passes.lower.backends import lower_inductor
 from passes.memory.remat import Remat
