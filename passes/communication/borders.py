@@ -5,8 +5,8 @@
     norm, wait for gather of layer 1   layer 1: its parameters are gathered, so it begins at its first operator
     mm                                 without that it begins here, and its norm runs in one kernel with layer 0's sum
 
-What is aside is no part of the layer that it stands in: `overlap` puts it where layers begin, and `segment` writes it as
-pieces of its own, so that layers are alike, whatever starts or arrives while they are computed.
+What is aside is no part of the layer that it stands in: `overlap` puts it where layers begin, `segment` writes it as
+pieces of its own. So layers are alike, whatever starts or arrives while they are computed.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def places_aside(program: ir.Program, kernels: Container[fx.Node]) -> dict[fx.No
     for node in reversed(weight_nodes(program)):
         if kind_of(node) or any(user in found for user in node.users):
             found[node] = (ir.phase(node), layers[node])
-    tails = gradient_tails(program)
+    tails = gradient_tails(program, kernels)
     arrived = after_waits(program, tails)
     following = ""  # the layer of the next kernel
     for node in reversed(list(program.calls())):
@@ -105,14 +105,13 @@ def places_aside(program: ir.Program, kernels: Container[fx.Node]) -> dict[fx.No
     return found
 
 
-def gradient_tails(program: ir.Program) -> set[fx.Node]:
-    """What becomes of gradients of parameters: nodes of the backward that lead to no product of it, or sum replicas."""
-    products, kernels, found = products_of(program.graph), kernels_of(program), set[fx.Node]()
-    backward = False
+def gradient_tails(program: ir.Program, kernels: Container[fx.Node]) -> set[fx.Node]:
+    """What becomes of gradients of parameters: nodes of the backward that lead to no kernel of it, or sum replicas."""
+    found, backward = set[fx.Node](), False
     for node in reversed(list(program.calls())):
-        backward |= ir.phase(node) == "backward" and node in kernels
-        sums = backward and ir.phase(node) == "optimizer"
-        if (sums or ir.phase(node) == "backward") and node not in products and leaves(node, found):
+        if node in kernels:
+            backward |= ir.phase(node) == "backward"
+        elif (backward or ir.phase(node) == "backward") and ir.phase(node) != "forward" and leaves(node, found):
             found.add(node)
     return found
 

@@ -27,7 +27,7 @@ keep one order on all ranks, for all ranks run one program.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby, takewhile
 
@@ -67,11 +67,12 @@ class Overlap:
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
         products, layers = products_of(program.graph), regions(program)
-        tails = gradient_tails(program)
+        kernels = kernels_of(program)
+        tails = gradient_tails(program, kernels)
         before = count_beside(program.graph, products)
         if self.ahead:
-            begins = begins_of(program, kernels_of(program))
-            wait_late(program, self.ahead, tails, begins)
+            begins = begins_of(program, kernels)
+            wait_late(program, self.ahead, tails, kernels.union(begins))
             start_early(program, self.ahead, layers, begins)
             fill(program, products, tails, layers)
         program.module.recompile()
@@ -101,6 +102,12 @@ def between(start: fx.Node, wait: fx.Node) -> Iterator[fx.Node]:
 def before(node: fx.Node) -> Iterator[fx.Node]:
     """The operators before a node, the nearest first."""
     while (node := node.prev).op not in ("placeholder", "root"):
+        yield node
+
+
+def after(node: fx.Node) -> Iterator[fx.Node]:
+    """The operators after a node, the nearest first."""
+    while (node := node.next).op not in ("output", "root"):
         yield node
 
 
@@ -142,34 +149,22 @@ def start_early(
             move_before(start, places[max(0, i - ahead - 1)])
 
 
-def wait_late(program: ir.Program, ahead: int, tails: set[fx.Node], begins: Iterable[fx.Node]) -> None:
-    """Put waits, and what only follows them, right before what needs them; gradients are sent at the end of a kernel."""
+def wait_late(program: ir.Program, ahead: int, tails: set[fx.Node], ends: set[fx.Node]) -> None:
+    """Put waits, and what only follows them, right before what needs them; send gradients at a kernel's end."""
     following, layers = after_waits(program, tails), layers_of_work(program)
-    latest = latest_places(program, ahead, tails - following, following, layers)
-    arrivals = (node for node in following - tails if node.target in WAITS)
-    ends = ends_of(program, tails - following, {*begins, *arrivals, *kernels_of(program)})
+    sending = {node for node in tails - following if kind_of(node)}
+    latest = latest_places(program, ahead, sending, following, layers)
+    stops = ends.union(sending, (n for n in following - tails if n.target in WAITS))
     end, written = program.graph.output_node(), dict[fx.Node, fx.Node]()  # inputs, and where they are written first
     for node in reversed(list(program.calls())):
         if is_write(node):
             written[node.args[0]] = node  # type: ignore[index]
-        if node in ends:
-            min(ends[node], *node.users).prepend(node)
+        if node in sending and (stop := next((n for n in after(node) if n in stops), None)):
+            min(stop, *node.users).prepend(node)
         if node in following:
             sent = started(node).all_input_nodes if node.target in WAITS else ()
             barriers = (written[n] for n in map(base_of, sent) if n in written)  # what is in flight must not change
             min(end, latest.get(node, end), *barriers, *node.users).prepend(node)
-
-
-def ends_of(program: ir.Program, sending: Container[fx.Node], stops: Container[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Before what each gradient is sent: the next stop, so that what is computed in one kernel with it stays together."""
-    found, end = dict[fx.Node, fx.Node](), None
-    for node in reversed(list(program.calls())):
-        sends = node in sending and kind_of(node) is not None
-        if sends and end:
-            found[node] = end
-        if sends or node in stops:
-            end = node
-    return found
 
 
 def latest_places(
@@ -179,7 +174,7 @@ def latest_places(
 
     One that is reduced over one axis after another is sent on there, and waited for as much later again.
     """
-    sends = [node for node in program.calls() if node in sending and kind_of(node)]
+    sends = [node for node in program.calls() if node in sending]
     runs = [list(run) for _, run in groupby(sends, layers.__getitem__)]
     due = {start: i for i, run in enumerate(runs) for start in run}  # at the first collective of which run
     found = {}
