@@ -144,9 +144,9 @@ def start_early(
         for start in run:
             move_before(start, places[max(0, i - ahead)])
     for start in early:
-        i = number.get((ir.phase(start), layers[start]))
-        if kind_of(start) == "all_reduce" and i is not None:
-            move_before(start, places[max(0, i - ahead - 1)])
+        place = (ir.phase(start), layers[start])
+        if kind_of(start) == "all_reduce" and place in number:
+            move_before(start, places[max(0, number[place] - ahead - 1)])
 
 
 def wait_late(program: ir.Program, ahead: int, tails: set[fx.Node], ends: set[fx.Node]) -> None:
