@@ -13,7 +13,8 @@
     gradient of the weight
     wait
 
-- Gathers of parameters start `ahead` layers before the layer that uses them.
+- Gathers of parameters start where the layer `ahead` places before the one that uses them begins.
+- Gradients are sent where the kernel ends that makes the last of them.
 - A wait stands right before what needs its result, and with it whatever only lays that result out anew. Gradients are
   waited for `ahead` layers later at the latest: until then what was sent stays in memory. What is then reduced over
   another axis is waited for as much later again.

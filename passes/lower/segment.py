@@ -3,10 +3,9 @@
     embedding | layer 0 | layer 1 | head, loss | layer 1 | layer 0 | norm ... | update w0 | update w1 ...
     start     | block   | block   | head       | block'  | block'  | square   | adamw     | adamw
 
-A layer begins, in each phase, at its first product (a kernel of its own, so that no kernel is torn apart) or at what
-the backward computes again right before that. What overlap put there belongs to it (the gathers of the next layer, the
-reductions of the one before), so that all but the first and the last layers are alike. The update of each parameter is
-a piece. Where layers do not repeat, pieces end at the product before which they would grow beyond `max_nodes`.
+Where layers begin says `passes/communication/borders.py`. What stands there for other layers, starts of gathers and
+reductions and waits for them, is a piece of its own, so that all layers are alike. The update of each parameter is a
+piece. Where layers do not repeat, pieces end at the product before which they would grow beyond `max_nodes`.
 
 Views cross no border: they are made where they are read, so that no two values share memory. Nor do the numbers by
 which dropout tells one place from another: they are made before all else and given to bodies. What a collective sends
