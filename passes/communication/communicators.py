@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from passes.communication.overlap import gradient_tails, products_of
+from passes.communication.borders import gradient_tails, kernels_of
 from passes.cost.accounting import GRADIENTS, axis_of, kind_of
 from passes.program import ir
 from passes.program.torch_private import c10d
@@ -54,7 +54,7 @@ def is_scalar(node: fx.Node) -> bool:
 
 def gradient_reductions(program: ir.Program, collectives: list[fx.Node]) -> list[fx.Node]:
     """The collectives that reduce gradients of parameters, which only the update, or the end, waits for."""
-    tails = gradient_tails(program, products_of(program.graph))
+    tails = gradient_tails(program, kernels_of(program))
     return [
         node
         for node in collectives

@@ -13,7 +13,8 @@
     gradient of the weight
     wait
 
-- Gathers of parameters start `ahead` layers before the layer that uses them.
+- Gathers of parameters start where the layer `ahead` places before the one that uses them begins.
+- Gradients are sent where the kernel ends that makes the last of them.
 - A wait stands right before what needs its result, and with it whatever only lays that result out anew. Gradients are
   waited for `ahead` layers later at the latest: until then what was sent stays in memory. What is then reduced over
   another axis is waited for as much later again.
@@ -33,8 +34,18 @@ from itertools import groupby, takewhile
 
 from torch import fx
 
+from passes.communication.borders import (
+    Place,
+    after_waits,
+    begins_of,
+    gradient_tails,
+    kernels_of,
+    layers_of_work,
+    leaves,
+    products_of,
+)
 from passes.communication.schedule import writes_input
-from passes.cost.accounting import communicator_of, count_flops, kind_of, sent_bytes, started
+from passes.cost.accounting import communicator_of, kind_of, sent_bytes, started
 from passes.cost.cluster import FLOPS_PER_BYTE
 from passes.cost.fusion import WAITS
 from passes.program import ir
@@ -43,8 +54,6 @@ from passes.program.regions import regions, weight_nodes
 from passes.program.rewrite import move_after, move_before
 from passes.program.sweep import recorded
 from passes.program.torch_private import OpOverload
-
-COPIES = frozenset({"aten::clone", "aten::_to_copy"})
 
 
 @dataclass(frozen=True)
@@ -59,11 +68,13 @@ class Overlap:
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
         products, layers = products_of(program.graph), regions(program)
-        tails = gradient_tails(program, products)
+        kernels = kernels_of(program)
+        tails = gradient_tails(program, kernels)
         before = count_beside(program.graph, products)
         if self.ahead:
-            start_early(program, self.ahead, layers)
-            wait_late(program, self.ahead, tails, layers)
+            begins = begins_of(program, kernels)
+            wait_late(program, self.ahead, tails, kernels.union(begins))
+            start_early(program, self.ahead, layers, begins)
             fill(program, products, tails, layers)
         program.module.recompile()
         counts = {"collectives": sum(1 for _ in in_flight(program.graph))}
@@ -95,10 +106,10 @@ def before(node: fx.Node) -> Iterator[fx.Node]:
         yield node
 
 
-def products_of(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Matrix products and attentions, with their FLOPs."""
-    sizes = recorded()
-    return {node: count for node in graph.nodes if node.op == "call_function" and (count := count_flops(node, sizes))}
+def after(node: fx.Node) -> Iterator[fx.Node]:
+    """The operators after a node, the nearest first."""
+    while (node := node.next).op not in ("output", "root"):
+        yield node
 
 
 def count_beside(graph: fx.Graph, products: Container[fx.Node]) -> int:
@@ -118,67 +129,43 @@ def products_to_wait_for(graph: fx.Graph, products: Container[fx.Node]) -> dict[
 # ---- early starts, late waits -----------------------------------------------------------------------
 
 
-def start_early(program: ir.Program, ahead: int, layers: Mapping[fx.Node, str]) -> None:
-    """Start the gathers of a layer where those of the layer `ahead` places before it began, their maxima one before."""
+def start_early(
+    program: ir.Program, ahead: int, layers: Mapping[fx.Node, str], begins: Mapping[fx.Node, Place]
+) -> None:
+    """Start the gathers of a layer where the layer `ahead` places before it begins, their maxima one before."""
     weights = set(weight_nodes(program))
     unwritten = takewhile(lambda node: not writes_input(node), program.calls())
     early = [node for node in unwritten if node in weights and kind_of(node) in ("all_gather", "all_reduce")]
-
-    def runs_of(kind: str) -> dict[tuple[str, str], list[fx.Node]]:
-        found: dict[tuple[str, str], list[fx.Node]] = {}
-        for node in early:
-            if kind_of(node) == kind:
-                found.setdefault((ir.phase(node), layers[node]), []).append(node)
-        return found
-
-    gathers = runs_of("all_gather")
-    places = [run[0].next for run in gathers.values()]
-    number = {run: i for i, run in enumerate(gathers)}
-    for i, run in enumerate(gathers.values()):
+    gathers = [node for node in early if kind_of(node) == "all_gather"]
+    runs = [(place, list(run)) for place, run in groupby(gathers, lambda n: (ir.phase(n), layers[n]))]
+    first = {place: node for node, place in begins.items() if place[1]}
+    places = [first.get(place, run[0].next) for place, run in runs]
+    number = {place: i for i, (place, _) in enumerate(runs) if place[1]}
+    for i, (_, run) in enumerate(runs):
         for start in run:
             move_before(start, places[max(0, i - ahead)])
-    for key, maxima in runs_of("all_reduce").items():
-        for start in maxima if key in number else ():
-            move_before(start, places[max(0, number[key] - ahead - 1)])
+    for start in early:
+        place = (ir.phase(start), layers[start])
+        if kind_of(start) == "all_reduce" and place in number:
+            move_before(start, places[max(0, number[place] - ahead - 1)])
 
 
-def wait_late(program: ir.Program, ahead: int, tails: set[fx.Node], layers: Mapping[fx.Node, str]) -> None:
-    """Put waits, and what only follows them, right before what needs them."""
-    following = after_waits(program, tails)
-    latest = latest_places(program, ahead, tails - following, following, layers)
+def wait_late(program: ir.Program, ahead: int, tails: set[fx.Node], ends: set[fx.Node]) -> None:
+    """Put waits, and what only follows them, right before what needs them; send gradients at a kernel's end."""
+    following, layers = after_waits(program, tails), layers_of_work(program)
+    sending = {node for node in tails - following if kind_of(node)}
+    latest = latest_places(program, ahead, sending, following, layers)
+    stops = ends.union(sending, (n for n in following - tails if n.target in WAITS))
     end, written = program.graph.output_node(), dict[fx.Node, fx.Node]()  # inputs, and where they are written first
     for node in reversed(list(program.calls())):
         if is_write(node):
             written[node.args[0]] = node  # type: ignore[index]
+        if node in sending and (stop := next((n for n in after(node) if n in stops), None)):
+            min(stop, *node.users).prepend(node)
         if node in following:
             sent = started(node).all_input_nodes if node.target in WAITS else ()
             barriers = (written[n] for n in map(base_of, sent) if n in written)  # what is in flight must not change
             min(end, latest.get(node, end), *barriers, *node.users).prepend(node)
-
-
-def after_waits(program: ir.Program, tails: set[fx.Node]) -> set[fx.Node]:
-    """Waits, operators that lay out anew or copy what was waited for, and whatever becomes of reduced gradients."""
-    found = set[fx.Node]()
-    for node in program.calls():
-        operands = node.all_input_nodes
-        follows = operands and found.issuperset(operands) and (node in tails or lays_out(node))
-        if node.target in WAITS or follows:
-            found.add(node)
-    return found
-
-
-def gradient_tails(program: ir.Program, products: Container[fx.Node]) -> set[fx.Node]:
-    """Nodes of the backward that lead to no product of it: what becomes of gradients of parameters."""
-    found = set[fx.Node]()
-    for node in reversed(list(program.calls())):
-        if ir.phase(node) == "backward" and node not in products and leaves(node, found):
-            found.add(node)
-    return found
-
-
-def leaves(node: fx.Node, tails: set[fx.Node]) -> bool:
-    """Whether a node of the backward has no other users than tails, the optimizer and the end."""
-    return all(user in tails or user.op == "output" or ir.phase(user) == "optimizer" for user in node.users)
 
 
 def latest_places(
@@ -188,7 +175,7 @@ def latest_places(
 
     One that is reduced over one axis after another is sent on there, and waited for as much later again.
     """
-    sends = [node for node in program.calls() if node in sending and kind_of(node)]
+    sends = [node for node in program.calls() if node in sending]
     runs = [list(run) for _, run in groupby(sends, layers.__getitem__)]
     due = {start: i for i, run in enumerate(runs) for start in run}  # at the first collective of which run
     found = {}
@@ -199,15 +186,6 @@ def latest_places(
             if (node.target in WAITS or kind_of(node)) and due[node] < len(runs):
                 found[node] = runs[due[node]][0]
     return found
-
-
-def lays_out(node: fx.Node) -> bool:
-    """Whether an operator yields its operand's entries, in its memory or in a copy."""
-    if not isinstance(node.target, OpOverload):
-        return True  # operator.getitem
-    schema = node.target._schema
-    views = any(result.alias_info is not None for result in schema.returns)
-    return not schema.is_mutable and (views or schema.name in COPIES)
 
 
 def is_write(node: fx.Node) -> bool:

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.communication.overlap import products_of, products_to_wait_for
+from passes.communication.borders import products_of
+from passes.communication.overlap import products_to_wait_for
 from passes.lower.calls import Kernels
 from passes.lower.store import Store
 from passes.program import ir

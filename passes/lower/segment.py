@@ -3,10 +3,9 @@
     embedding | layer 0 | layer 1 | head, loss | layer 1 | layer 0 | norm ... | update w0 | update w1 ...
     start     | block   | block   | head       | block'  | block'  | square   | adamw     | adamw
 
-A layer begins, in each phase, at its first product (a kernel of its own, so that no kernel is torn apart) or at what
-the backward computes again right before that. What overlap put there belongs to it (the gathers of the next layer, the
-reductions of the one before), so that all but the first and the last layers are alike. The update of each parameter is
-a piece. Where layers do not repeat, pieces end at the product before which they would grow beyond `max_nodes`.
+Where layers begin says `passes/communication/borders.py`. What stands there for other layers, starts of gathers and
+reductions and waits for them, is a piece of its own, so that all layers are alike. The update of each parameter is a
+piece. Where layers do not repeat, pieces end at the product before which they would grow beyond `max_nodes`.
 
 Views cross no border: they are made where they are read, so that no two values share memory. Nor do the numbers by
 which dropout tells one place from another: they are made before all else and given to bodies. What a collective sends
@@ -24,12 +23,10 @@ from itertools import takewhile
 
 from torch import fx
 
-from passes.communication.overlap import in_flight, products_of
-from passes.cost.fusion import ALONE
+from passes.communication.borders import begins_of, kernels_of, places_aside
+from passes.communication.overlap import in_flight
 from passes.program import ir
 from passes.program.bodies import Body, Piece, base_of, cut_out, insert_call, is_site, is_view, key_of, text_of
-from passes.program.functions import communicates
-from passes.program.regions import regions
 from passes.program.torch_private import OpOverload
 from passes.rules import name_of
 from passes.rules.pointwise import rules as pointwise_rules
@@ -74,33 +71,29 @@ Run = tuple[str, list[fx.Node]]  # operators in a row, and the layer or paramete
 
 
 def cut(program: ir.Program, max_nodes: int) -> Iterator[Run]:
-    """The operators in order, as runs: a new one where a layer begins or ends, and at each parameter's update."""
-    layers, kernels = regions(program), set(products_of(program.graph))
-    kernels.update(node for node in program.calls() if operator_name(node) in ALONE)
+    """The operators in order, as runs of one place each: a layer, what is aside of another, or a parameter's update."""
+    kernels = kernels_of(program)
+    begins, aside, update = (f(program, kernels) for f in (begins_of, places_aside, update_of))
     run: list[fx.Node] = []
-    seen, here = set[tuple[str, str]](), ("", "")
+    here = layer = ("", "")
     for node in program.calls():
         if is_site(node):
             continue
-        phase = ir.phase(node)
-        place = (phase, ir.parameter(node) if phase == "optimizer" else layers[node])
-        if phase == "optimizer":
-            begins = place != here
+        layer = begins.get(node, layer)
+        if node in update:
+            place = ("optimizer", ir.parameter(node)) if ir.phase(node) == "optimizer" else here
         else:
-            leaves_layer = place != here and not place[1]
-            begins = node in kernels and (place not in seen or leaves_layer or len(run) >= max_nodes)
-        if begins:
-            ends = len(run) - computed_again(run)
-            yield here[1], run[:ends]
-            run, here = run[ends:], place
-            seen.add(place)
+            place = aside.get(node, layer)
+        if place != here or node in begins or node in kernels and len(run) >= max_nodes:
+            yield here[1], run
+            run, here = [], place
         run.append(node)
     yield here[1], run
 
 
-def computed_again(run: Sequence[fx.Node]) -> int:
-    """How many operators at the end only make again, from what was kept, what the product after them reads."""
-    return sum(1 for _ in takewhile(lambda n: is_view(n) or ir.is_recomputed(n) and not communicates(n), reversed(run)))
+def update_of(program: ir.Program, kernels: Container[fx.Node]) -> set[fx.Node]:
+    """The operators after the last kernel of forward and backward."""
+    return set(takewhile(lambda n: n not in kernels or ir.phase(n) == "optimizer", reversed(list(program.calls()))))
 
 
 # ---- pieces -----------------------------------------------------------------------------------------

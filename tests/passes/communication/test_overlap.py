@@ -15,7 +15,8 @@ from small_programs import Small, cut
 from compiler_trainer.config.schema import Config, MeshConfig, ModelConfig, TrainConfig
 from compiler_trainer.planning.dry import compile_dry
 from passes.check.verify import verify_spec
-from passes.communication.overlap import Overlap, count_beside, in_flight, products_of
+from passes.communication.borders import products_of
+from passes.communication.overlap import Overlap, count_beside, in_flight
 from passes.communication.schedule import Schedule
 from passes.lower.backends import lower_inductor
 from passes.memory.remat import Remat
@@ -101,6 +102,21 @@ def test_weights_travel_while_the_layers_before_are_computed(ahead, order):
     assert ", ".join(steps.order(*results, ahead=ahead)) == order
 
 
+def test_what_comes_after_layers_is_gathered_after_them():
+    """Its parameters and those before the layers are of no layer, and still two runs."""
+    steps = Steps(dp_shard=2)
+    x = steps.square("x")
+    for i, layer in enumerate(["embed", "layers.0.w", "layers.1.w", "head"]):
+        shard = steps.input(f"w{i}", cut((SIDE, SIDE), dp_shard=0), "parameter", F32)
+        start = steps.do(f"gather {i}", c10d.all_gather_into_tensor.default, shard, 2, "dp_shard", phase="forward")
+        wait = steps.wait(str(i), start, phase="forward")
+        x = steps.mm(f"mm {i}", x, wait, phase="forward")
+        for node in (start, wait, x):
+            ir.set_origin(node, "model.py:1", layer)
+    assert ", ".join(steps.order(x)) == (
+        "gather 0, gather 1, wait 0, mm 0, gather 2, wait 1, mm 1, gather 3, wait 2, mm 2, wait 3, mm 3")
+
+
 def test_a_gather_does_not_cross_a_write():
     steps = Steps(dp_shard=2)
     x, w = steps.square("x"), steps.input("w", cut((SIDE, SIDE), dp_shard=0), "parameter", F32)
@@ -154,6 +170,40 @@ def test_gradients_reduced_over_two_axes_are_sent_on_a_layer_later():
         "mm 2", "wait 3", "cat 3", "start 3 again", "start 2",
         "mm 1", "wait 2", "cat 2", "start 2 again", "wait 3 again", "start 1",
         "mm 0", "wait 1", "cat 1"]
+
+
+def test_gradients_summed_over_replicas_in_the_update_are_sent_on_a_layer_later():
+    """What sums replicas is of the optimizer and of no module, but of a parameter: it parts no two layers."""
+    steps = Steps(dp_replicate=2, dp_shard=2)
+    for i in range(4):
+        steps.input(f"layers.{i}.wq", cut((SIDE, SIDE)), "parameter", F32)
+    x, results = steps.square("x"), []
+    for i in (3, 2, 1, 0):
+        x = steps.mm(f"mm {i}", x, x, layer=i)
+        first = steps.wait(f"{i}", steps.sent(f"{i}", x, "dp_shard", layer=i), layer=i)
+        both = steps.call(aten.cat.default, [first, first], phase="optimizer")
+        again = steps.call(c10d.all_reduce.default, both, "sum", "dp_replicate", phase="optimizer")
+        results.append(steps.call(c10d.wait_tensor.default, again, phase="optimizer"))
+        for node, label in zip((both, again, results[-1]), ("cat", "start again", "wait again")):
+            ir.set_parameter(node, f"layers.{i}.wq")
+            steps.labels[node.name] = f"{label} {i}"
+    updates = [steps.call(aten.neg.default, result, phase="optimizer") for result in results]
+    assert steps.order(*updates)[:14] == [
+        "mm 3", "start 3",
+        "mm 2", "wait 3", "cat 3", "start again 3", "start 2",
+        "mm 1", "wait 2", "cat 2", "start again 2", "wait again 3", "start 1",
+        "mm 0"]
+
+
+def test_a_gradient_is_sent_after_all_that_runs_in_one_kernel_with_it():
+    steps = Steps(dp_shard=2)
+    x = steps.square("x")
+    first = steps.mm("mm 1", x, x, layer=1)
+    start = steps.sent("1", first, "dp_shard", layer=1)
+    result = steps.wait("1", start, layer=1)
+    last = steps.mm("mm 0", steps.do("sum", aten.add.Tensor, first, x, layer=1), x, layer=0)
+    update = steps.call(aten.neg.default, result, phase="optimizer")
+    assert steps.order(update, last) == ["mm 1", "sum", "start 1", "mm 0", "wait 1"]
 
 
 def test_the_gradient_of_a_weight_is_computed_while_that_of_the_input_travels():

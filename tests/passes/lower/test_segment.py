@@ -13,8 +13,10 @@ from small_programs import Small, cut
 from sweeps import in_turn, quick
 
 from passes.check.composed import verify_composed
+from passes.communication.borders import products_of
 from passes.communication.overlap import Overlap, in_flight
 from passes.communication.schedule import Schedule
+from passes.cost.accounting import kind_of
 from passes.lower.segment import Segment
 from passes.memory.remat import Remat
 from passes.program import ir
@@ -29,6 +31,9 @@ from passes.update.optimizers import AdamW
 
 aten = torch.ops.aten
 MESHES = {"one": (), "fsdp": (("dp_shard", 2),), "fsdp x tp": (("dp_shard", 2), ("tp", 3))}
+
+
+REPLICATED = ((("dp_replicate", 2),), (("dp_replicate", 2), ("dp_shard", 2)))
 
 
 @functools.cache
@@ -115,6 +120,21 @@ def test_layers_of_one_device_are_one_body_a_phase():
     calls = {body.name: len(calls) for body, calls in calls_of(program).items()}
     assert report.counts == {"calls": sum(calls.values()), "bodies": len(calls)}
     assert sorted(n for name, n in calls.items() if not name.startswith("optimizer") and n > 1) == [4, 4]
+
+
+def has_product(body):
+    return bool(products_of(body.graph))
+
+
+@pytest.mark.parametrize(("mesh", "policy"), in_turn([MESHES["fsdp"], *REPLICATED], ["selective", "full", "none"]))
+def test_layers_are_one_body_a_phase_whatever_travels_beside_them(mesh, policy):
+    """What starts for other layers, or arrives, is apart; so are the first layer, the last, and those between alike."""
+    program, _ = segmented(mesh, policy=policy)
+    bodies = {body: calls for body, calls in calls_of(program).items() if "blocks" in calls[0].meta["layer"]}
+    products = [sorted(call.meta["layer"] for call in calls) for body, calls in bodies.items() if has_product(body)]
+    assert products == [[f"blocks.{i}" for i in range(4)]] * 2
+    apart = {kind_of(node) for body in bodies if not has_product(body) for node in body.graph.nodes}
+    assert apart > {"all_gather", "reduce_scatter"} if ("dp_shard", 2) in mesh else "all_reduce" in apart
 
 
 def test_names_of_layers_and_values_are_not_in_a_bodys_text():
@@ -283,4 +303,4 @@ def test_layers_that_drop_out_are_one_body():
     assert losses == wanted
     deeper = dropping(True, 7)[1]
     assert [b.key for b in deeper] == [b.key for b in bodies]
-    assert max(len(calls) for body, calls in deeper.items() if "forward" in body.name) == 4
+    assert max(len(calls) for body, calls in deeper.items() if has_product(body)) == 5
