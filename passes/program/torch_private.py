@@ -35,6 +35,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "GuardOnDataDependentSymNode",
+    "LOWERING",
     "LazyGraphModule",
     "OpOverload",
     "ao",
@@ -60,6 +61,7 @@ __all__ = [
     "resolve_axis_group",
     "save_compiled",
     "trace_artifact",
+    "without_lowering",
 ]
 
 ao = torch.ops.ao
@@ -146,7 +148,7 @@ def compile_inner(module: fx.GraphModule, values: Sequence[Tensor], mode: FakeTe
 
 
 def save_compiled(compiled: Any) -> bytes:
-    """What `compile_inner` returned, to be loaded by another process of this machine, which need not import lowering."""
+    """What `compile_inner` returned, to be loaded by another process of this machine."""
     from torch._inductor.codecache import PyCodeCache
 
     saved = copy.copy(compiled)
@@ -154,6 +156,9 @@ def save_compiled(compiled: Any) -> bytes:
     saved.source_code = without_lowering(saved.source_code)
     saved.cache_key, _ = PyCodeCache.write(saved.source_code)
     return pickle.dumps(saved)
+
+
+LOWERING = "from torch._inductor.select_algorithm import extern_kernels"
 
 
 def without_lowering(source: str) -> str:
@@ -166,7 +171,7 @@ def without_lowering(source: str) -> str:
     called = set(re.findall(r"\bextern_kernels\.(\w+)", source))
     if any(getattr(torch, name, None) is not getattr(extern_kernels, name) for name in called):
         return source
-    return source.replace("from torch._inductor.select_algorithm import extern_kernels\n", "import torch as extern_kernels\n")
+    return source.replace(LOWERING, "import torch as extern_kernels")
 
 
 def load_compiled(saved: bytes) -> Callable:
@@ -185,7 +190,10 @@ def kernels_of(compiled: Any) -> Callable:
 
 
 def import_loader() -> None:
-    """Import what loads kernels: Inductor and Dynamo import each other in circles, which fails in two threads at once."""
+    """Import what loads kernels: Dynamo and Inductor import each other in circles, which fails in two threads at once.
+
+    What lowers comes later: when the instruction set is known, `build_cpp_header` imports nothing more of them.
+    """
     import torch._dynamo
     import torch._inductor.async_compile
     import torch._inductor.output_code  # noqa: F401

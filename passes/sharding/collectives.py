@@ -33,6 +33,8 @@ class Expand:
     establishes: frozenset[str] = frozenset({"collectives"})
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+        if not any(body_of(node) or node.target in EXPANSIONS for node in program.calls()):
+            return program, ir.Report()
         program = program.copy()
         counts: Counter[str] = Counter()
         for node in list(program.calls()):
