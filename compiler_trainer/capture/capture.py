@@ -26,7 +26,12 @@ from passes.program import ir
 from passes.program.frames import roomy
 from passes.program.rolls import Roll, Rolling
 from passes.program.spec import Spec
-from passes.program.torch_private import FakeTensorMode, GuardOnDataDependentSymNode, flex_with_gradients
+from passes.program.torch_private import (
+    FakeTensorMode,
+    GuardOnDataDependentSymNode,
+    flex_with_gradients,
+    lazy_graph_modules,
+)
 
 LossFn = Callable[[nn.Module, dict[str, Tensor]], Tensor]
 
@@ -86,7 +91,14 @@ def capture(
     module = _WithLoss(fake_copy(model, mode, device, dtype), loss_fn, keys)
     with mode:
         values = tuple(torch.empty(v.shape, dtype=v.dtype, device=device) for v in batch.values())
-    with functions_as_operators(), checkpoints_as_marks(), flex_with_gradients(), any_dtype(), _quiet():
+    with (
+        functions_as_operators(),
+        checkpoints_as_marks(),
+        flex_with_gradients(),
+        any_dtype(),
+        lazy_graph_modules(),
+        _quiet(),
+    ):
         exported = _export(module, values)
         detach_regions(exported.graph_module)
         share_constants(exported)

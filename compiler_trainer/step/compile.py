@@ -23,12 +23,14 @@ from passes.lower import inductor
 from passes.lower.heap import keep_freed_memory
 from passes.program import ir
 from passes.program.bodies import flatten
+from passes.program.frames import roomy
 from passes.program.mesh import Mesh
 from passes.program.spec import shard
 
 T = TypeVar("T")
 
 
+@roomy
 def compile_step(
     model: nn.Module,
     loss_fn: LossFn,

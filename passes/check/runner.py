@@ -92,10 +92,13 @@ def run_passes(
     check_order(passes, program.facts)
     check = _Checker(verify, ctx, inputs, known)
     records: list[PassRecord] = []
+    ledger: Ledger | None = None
 
     def finish(step: str, seconds: float, before: ir.Program, after: ir.Program, report: ir.Report) -> None:
+        nonlocal ledger
         whole, swept, errors = check(step, before, after)
-        counts, ledger = (len(before.graph.nodes), len(after.graph.nodes)), Ledger(whole, swept)
+        ledger = ledger if ledger and ledger.swept is swept else Ledger(whole, swept)
+        counts = len(before.graph.nodes), len(after.graph.nodes)
         record = PassRecord(name, step, seconds, *counts, report, summed(ledger), errors, check.results or {})
         records.append(record)
         if observe is not None:
@@ -145,6 +148,7 @@ class _Checker:
         self.verify, self.ctx, self.inputs = verify, ctx, inputs or {}
         self.seen: list[Any] = []
         self.results: Results | None = known or None
+        self.swept: tuple[ir.Program, Sweep] | None = None  # the program last seen in line, and what its nodes yield
 
     def remember(self, before: ir.Program) -> None:
         """Note what a program is before a pass sees it."""
@@ -164,12 +168,20 @@ class _Checker:
             raise ir.CompileError(step, None, "changed the program it was given; a pass rewrites a copy")
         if "segments" in after.facts - before.facts:
             verify_composed(step, before, after)
-            return before, sweep(before, self.ctx), {}
+            return before, self.known(before) or sweep(before, self.ctx), {}
         after = flatten(after)
         if self.verify == "off":
-            return after, sweep(after, self.ctx), {}
-        swept = verify_spec(after, self.ctx, pass_name=step, before=before)
+            swept = self.known(after) or sweep(after, self.ctx)
+        else:
+            swept = verify_spec(after, self.ctx, pass_name=step, before=before, swept=self.known(after))
+        self.swept = after, swept
         return after, swept, self.compare(step, before, after) if self.verify == "numeric" else {}
+
+    def known(self, program: ir.Program) -> Sweep | None:
+        """What the nodes yield, if the program is the last one but for facts: a pass that found nothing to do."""
+        if self.swept is None or replace(program, facts=self.swept[0].facts) != self.swept[0]:
+            return None
+        return self.swept[1]
 
     def compare(self, step: str, before: ir.Program, after: ir.Program) -> dict[str, float]:
         """Errors of the results that both programs have; gradients known early stand until they are returned."""

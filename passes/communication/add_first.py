@@ -29,6 +29,8 @@ class AddFirst:
     establishes: frozenset[str] = frozenset()
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+        if not any(map(reduced_alike, program.calls())):
+            return program, ir.Report()
         program = program.copy()
         counts: Counter[str] = Counter()
         for node in list(program.calls()):

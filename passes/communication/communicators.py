@@ -32,6 +32,8 @@ class Communicators:
     establishes: frozenset[str] = frozenset({"communicators"})
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+        if not any(map(kind_of, program.calls())):
+            return program, ir.Report({"reductions": 0, "apart": 0})
         program = program.copy()
         tensors = [node for node in program.calls() if kind_of(node) and not is_scalar(node)]
         reductions = gradient_reductions(program, tensors)

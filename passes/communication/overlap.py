@@ -55,6 +55,8 @@ from passes.program.rewrite import move_after, move_before
 from passes.program.sweep import recorded
 from passes.program.torch_private import OpOverload
 
+COUNTS = ("collectives", "with_products_beside_before", "with_products_beside_after")
+
 
 @dataclass(frozen=True)
 class Overlap:
@@ -66,6 +68,8 @@ class Overlap:
     establishes: frozenset[str] = frozenset({"overlap"})
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+        if not any(in_flight(program.graph)):
+            return program, ir.Report(dict.fromkeys(COUNTS, 0))
         program = program.copy()
         products, layers = products_of(program.graph), regions(program)
         kernels = kernels_of(program)
@@ -77,10 +81,8 @@ class Overlap:
             start_early(program, self.ahead, layers, begins)
             fill(program, products, tails, layers)
         program.module.recompile()
-        counts = {"collectives": sum(1 for _ in in_flight(program.graph))}
-        after = count_beside(program.graph, products)
-        beside = {"with_products_beside_before": before, "with_products_beside_after": after}
-        return replace(program, facts=program.facts | self.establishes), ir.Report(counts | beside)
+        counts = sum(1 for _ in in_flight(program.graph)), before, count_beside(program.graph, products)
+        return replace(program, facts=program.facts | self.establishes), ir.Report(dict(zip(COUNTS, counts)))
 
 
 # ---- what is in flight ------------------------------------------------------------------------------

@@ -198,9 +198,11 @@ class Schedule:
         if "collectives" in program.facts:
             raise ir.CompileError("schedule", None, "the collectives are written out already; schedule before that")
         before = count_collectives(program)
-        program, emitter = program.copy(), Emitter(ctx)
-        notes = [note for group in groups(program).values() for note in self.merge_group(group, emitter)]
-        program.module.recompile()
+        notes: list[str] = []
+        if before.total():
+            program, emitter = program.copy(), Emitter(ctx)
+            notes = [note for group in groups(program).values() for note in self.merge_group(group, emitter)]
+            program.module.recompile()
         after = count_collectives(program)
         counts = {
             f"{kind}_{when}": found[kind]

@@ -31,10 +31,11 @@ from passes.program.torch_private import (
     compile_inner,
     compiler_folder,
     compiler_state,
-    import_compiler,
+    import_loader,
     inductor_decompositions,
     keep_after,
     kernels_later,
+    kernels_of,
     line_mode,
     load_compiled,
     save_compiled,
@@ -93,9 +94,15 @@ def compile_bodies(
 @cache
 def begin() -> tuple[Future[None], Future[None]]:
     """Get ready for C++ kernels in a thread, once a process: what to lower waits for, and what kernels wait for."""
-    import_compiler()
+    import_loader()
     thread = ThreadPoolExecutor(1, "ready for C++")
-    return thread.submit(choose_instruction_set), thread.submit(build_cpp_header)
+    return thread.submit(know_the_machine), thread.submit(build_cpp_header)
+
+
+def know_the_machine() -> None:
+    """What any body needs to be looked up or lowered: the instruction set, and the digest of `surroundings`."""
+    choose_instruction_set()
+    surroundings()
 
 
 def device_of(body: Body) -> torch.device:
@@ -121,7 +128,7 @@ def compile_body(body: Body, ctx: ir.Context, store: Store) -> Kernels:
     compiled = compile_inner(module, values, mode)
     store.put(stored_key(body), save_compiled(compiled))
     counts["compiled"] += 1
-    return compiled
+    return kernels_of(compiled)
 
 
 def decompose(body: Body, ctx: ir.Context) -> tuple[fx.GraphModule, Any]:

@@ -183,7 +183,10 @@ class _Inline:
             if (found.target, found.args, found.kwargs) == (node.target, args, kwargs):
                 return found
         new = self.graph.create_node(node.op, node.target, name=name)
-        new.args, new.kwargs, new.meta = args, kwargs, meta  # operands afterwards: see `ir.copy_node`
+        new.args = args  # operands afterwards: see `ir.copy_node`
+        if kwargs:
+            new.kwargs = kwargs
+        new.meta.update(meta)
         made.append(new)
         return new
 
@@ -192,12 +195,18 @@ def is_view(node: fx.Node) -> bool:
     """Whether an operator yields its operand's memory and nothing else happens: a view, or a part of several."""
     if node.target is operator.getitem:
         return is_view(node.args[0])  # type: ignore[arg-type]
-    if not isinstance(node.target, OpOverload) or node.is_impure():  # the wait for what arrives yields what travelled
+    if not isinstance(node.target, OpOverload) or not may_alias(node.target):
         return False
-    schema = node.target._schema
-    if schema.is_mutable or all(result.alias_info is None for result in schema.returns):
+    if node.is_impure():  # the wait for what arrives yields what travelled
         return False
-    return schema.name not in PERHAPS_COPIES or is_same_line(node)
+    return node.target._schema.name not in PERHAPS_COPIES or is_same_line(node)
+
+
+@functools.cache
+def may_alias(target: OpOverload) -> bool:
+    """Whether an operator, by its schema, may yield its operand's memory as it found it."""
+    schema = target._schema
+    return not schema.is_mutable and any(result.alias_info is not None for result in schema.returns)
 
 
 def is_site(node: fx.Node) -> bool:

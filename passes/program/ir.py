@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import re
 from collections.abc import Iterator, Mapping
@@ -97,7 +96,7 @@ def copy_node(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node])
     new.args = fx.map_arg(node.args, copies.__getitem__)
     if node.kwargs:
         new.kwargs = fx.map_arg(node.kwargs, copies.__getitem__)
-    new.meta = copy.copy(node.meta)
+    new.meta.update(node.meta)  # setting any attribute of a node moves it in the graph's table of nodes by operator
     return new
 
 

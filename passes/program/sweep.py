@@ -181,6 +181,8 @@ def _signature(tree: Any, found: Sweep, operands: list[Value]) -> Any:
     """A hashable form of the arguments, 1 apart from 1.0 and True; tensor operands are collected in order."""
     if isinstance(tree, fx.Node):
         tree = found.values[tree]
+    if not isinstance(tree, (tuple, list, dict, slice)):  # most are numbers
+        return type(tree), tree
     if isinstance(tree, Value):
         operands.append(tree)
         return tree.layout
@@ -188,9 +190,7 @@ def _signature(tree: Any, found: Sweep, operands: list[Value]) -> Any:
         return tuple([_signature(part, found, operands) for part in tree])
     if isinstance(tree, dict):
         return tuple([(key, _signature(part, found, operands)) for key, part in tree.items()])
-    if isinstance(tree, slice):
-        return _signature(("slice", tree.start, tree.stop, tree.step), found, operands)
-    return type(tree), tree
+    return _signature(("slice", tree.start, tree.stop, tree.step), found, operands)
 
 
 def _ask(node: fx.Node, found: Sweep, ctx: ir.Context) -> Any:

@@ -10,6 +10,7 @@ import functools
 import itertools
 import os
 import pickle
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -34,6 +35,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "GuardOnDataDependentSymNode",
+    "LOWERING",
     "LazyGraphModule",
     "OpOverload",
     "ao",
@@ -48,10 +50,11 @@ __all__ = [
     "decomposition",
     "flex_with_gradients",
     "grouped_products_as",
-    "import_compiler",
+    "import_loader",
     "inductor_decompositions",
     "keep_after",
     "kernels_later",
+    "kernels_of",
     "lazy_graph_modules",
     "line_mode",
     "load_compiled",
@@ -59,6 +62,7 @@ __all__ = [
     "resolve_axis_group",
     "save_compiled",
     "trace_artifact",
+    "without_lowering",
 ]
 
 ao = torch.ops.ao
@@ -146,9 +150,29 @@ def compile_inner(module: fx.GraphModule, values: Sequence[Tensor], mode: FakeTe
 
 def save_compiled(compiled: Any) -> bytes:
     """What `compile_inner` returned, to be loaded by another process of this machine."""
+    from torch._inductor.codecache import PyCodeCache
+
     saved = copy.copy(compiled)
     saved.prepare_for_serialization()
+    saved.source_code = without_lowering(saved.source_code)
+    saved.cache_key, _ = PyCodeCache.write(saved.source_code)
     return pickle.dumps(saved)
+
+
+LOWERING = "from torch._inductor.select_algorithm import extern_kernels"
+
+
+def without_lowering(source: str) -> str:
+    """A body's code that takes the kernels it calls from `torch`, where they are the very functions found there.
+
+    Inductor's own namespace of them is filled by all of its lowering, which takes a second to import.
+    """
+    from torch._inductor.select_algorithm import extern_kernels
+
+    called = set(re.findall(r"\bextern_kernels\.(\w+)", source))
+    if any(getattr(torch, name, None) is not getattr(extern_kernels, name) for name in called):
+        return source
+    return source.replace(LOWERING, "import torch as extern_kernels")
 
 
 def load_compiled(saved: bytes) -> Callable:
@@ -158,14 +182,22 @@ def load_compiled(saved: bytes) -> Callable:
     compiled, constants = pickle.loads(saved), CompiledFxGraphConstants()
     compiled.after_deserialization(constants)
     compiled.post_compile((), constants, compiled.fx_kwargs)
-    return compiled
+    return kernels_of(compiled)
 
 
-def import_compiler() -> None:
-    """Import all of Inductor and of Dynamo: they import each other in circles, which fails in two threads at once."""
+def kernels_of(compiled: Any) -> Callable:
+    """What runs of a compiled graph: the graph itself, when called, adds a mark for profilers that names nothing."""
+    return compiled.current_callable
+
+
+def import_loader() -> None:
+    """Import what loads kernels: Dynamo and Inductor import each other in circles, which fails in two threads at once.
+
+    What lowers comes later: when the instruction set is known, `build_cpp_header` imports nothing more of them.
+    """
     import torch._dynamo
     import torch._inductor.async_compile
-    import torch._inductor.compile_fx  # noqa: F401
+    import torch._inductor.output_code  # noqa: F401
 
 
 def choose_instruction_set() -> None:

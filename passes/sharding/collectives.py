@@ -20,6 +20,8 @@ from passes.program.functions import body_of, results_of
 from passes.program.rewrite import inline_alike
 from passes.program.routed import EXPANSIONS as ROUTED
 
+DEFINITIONS = {**EXPANSIONS, **ROUTED}
+
 
 def _contiguous(body: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The definition with the memory layout that the operator promised: contiguous."""
@@ -35,6 +37,8 @@ class Expand:
     establishes: frozenset[str] = frozenset({"collectives"})
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+        if not any(body_of(node) or node.target in DEFINITIONS for node in program.calls()):
+            return program, ir.Report()
         program = program.copy()
         counts: Counter[str] = Counter()
         for node in list(program.calls()):
@@ -43,7 +47,7 @@ class Expand:
         for node in list(program.calls()):
             if node.target in EXPANSIONS:
                 counts[node.target._opname] += 1
-            if body := EXPANSIONS.get(node.target) or ROUTED.get(node.target):
-                inline_alike(node, _contiguous(body), ctx)
+            if definition := DEFINITIONS.get(node.target):
+                inline_alike(node, _contiguous(definition), ctx)
         program.module.recompile()
         return replace(program, facts=program.facts | self.establishes), ir.Report(dict(counts))

@@ -27,6 +27,8 @@ from passes.program import ir
 from passes.program.frames import roomy
 from passes.program.mesh import Mesh
 from passes.program.printer import print_program
+from passes.program.spec import Spec
+from passes.program.sweep import sweep
 from passes.sharding.collectives import Expand
 from passes.sharding.normalize import Normalize
 from passes.sharding.place import Place
@@ -210,6 +212,22 @@ def scale_the_loss(program: ir.Program) -> ir.Program:
     twice.meta = dict(loss.meta)
     loss.replace_all_uses_with(twice, delete_user_cb=lambda user: user is not twice)
     return program
+
+
+def test_a_graph_left_as_it_is_is_not_recomputed_and_its_new_facts_are_checked(monkeypatch):
+    program, ctx, _ = captured(tp=2)
+    program, _ = run_passes("test", [Normalize(), Place(), Shard(), Joint()], program, ctx)
+    asked = []
+    monkeypatch.setattr("passes.check.verify.sweep", lambda *given: asked.append(given) or sweep(*given))
+    same, again, wrong = Fake(lambda p: p), Fake(lambda p: p), Fake(lambda p: p, establishes=frozenset({"collectives"}))
+    _, (first, second) = run_passes("test", [same, again], program, ctx)
+    assert len(asked) == 1
+    assert first.accounting == second.accounting
+    with pytest.raises(ir.CompileError, match="is a boundary operator"):
+        run_passes("test", [same, wrong], program, ctx)
+    changed = Fake(lambda p: replace(p, inputs=(replace(p.inputs[0], spec=Spec.whole((7,))), *p.inputs[1:])))
+    with pytest.raises(ir.CompileError, match="is of shape"):
+        run_passes("test", [same, changed], program, ctx)
 
 
 def test_wrong_numbers_are_found_where_numbers_are_verified():

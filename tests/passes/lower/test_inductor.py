@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import operator
 import os
+import subprocess
+import sys
 import weakref
 from dataclasses import replace
 from typing import ClassVar
@@ -25,7 +27,7 @@ from passes.lower.segment import Segment
 from passes.lower.store import Store
 from passes.program import ir
 from passes.program.bodies import calls_of
-from passes.program.torch_private import build_cpp_header, choose_instruction_set
+from passes.program.torch_private import LOWERING, build_cpp_header, choose_instruction_set, without_lowering
 
 aten = torch.ops.aten
 F32 = torch.float32
@@ -67,6 +69,28 @@ def test_a_body_is_compiled_once_and_loaded_ever_after(store, monkeypatch):
     for _ in range(7):
         wanted = wanted @ w * 2.0
     torch.testing.assert_close(run([x, w])[0], wanted)
+
+
+@pytest.mark.parametrize(("called", "left"), [("mm", False), ("_mm_plus_mm", True)])
+def test_a_stored_body_imports_lowering_only_for_kernels_that_torch_has_not(called, left):
+    source = f"{LOWERING}\nextern_kernels.{called}(a, b)"
+    kept = without_lowering(source)
+    assert ("select_algorithm" in kept) == left
+    found: dict = {}
+    exec(kept.splitlines()[0], found)
+    exec(LOWERING, wanted := {})
+    assert getattr(found["extern_kernels"], called) is getattr(wanted["extern_kernels"], called)
+
+
+def test_the_thread_that_builds_the_header_imports_no_more_of_the_compiler():
+    code = (
+        "import sys; from passes.program.torch_private import *; import_loader(); choose_instruction_set();"
+        "before = set(sys.modules); build_cpp_header();"
+        "print([m for m in set(sys.modules) - before if m.startswith(('torch', 'functorch'))],"
+        "'torch._inductor.lowering' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[] False"
 
 
 @pytest.mark.parametrize("other", [{"constant": 3.0}, {"side": 5}])
