@@ -98,13 +98,13 @@ def build_rolling(passes: PassesConfig, optim: OptimConfig, masters: Mapping[str
     if by_number or passes.verify == "numeric" or not (passes.roll and passes.segment.enabled):
         return None
     patterns = (*(passes.shard.plan or ()), *passes.cast.modules, *passes.cast.float8_skip, *passes.remat.modules)
-    ahead = passes.schedule.ahead  # gathers start so many layers early, gradients are waited for as late, twice on HSDP
+    ahead = passes.schedule.ahead  # gathers start so many layers early, gradients are waited for as late, for each axis
     offloads = "offload" in (passes.remat.policy, *passes.remat.modules.values(), *passes.remat.ops.values())
     further = 2 if passes.cast.float8 or offloads else 0  # maxima come before gathers, what is fetched before its use
     return Rolling(
         lambda name: (masters.get(name), [p for p in patterns if within(name, p)]),
         before=3 + 2 * ahead + further,
-        after=2 + ahead + further,
+        after=2 + 2 * ahead + further,
     )
 
 

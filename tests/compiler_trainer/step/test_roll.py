@@ -116,7 +116,7 @@ def test_what_a_layer_stands_for_is_counted():
 def test_it_trains_to_the_bit():
     data = batches(rows=8)
     whole, rolled = (
-        compile_lockstep(llama(11), llama_loss, data[0], {"dp_shard": 2}, passes={"roll": roll}) for roll in (False, True)
+        compile_lockstep(llama(12), llama_loss, data[0], {"dp_shard": 2}, passes={"roll": roll}) for roll in (False, True)
     )
     assert train_step(whole, data) == train_step(rolled, data)
     assert whole(data[0]) == rolled(data[0])
@@ -130,12 +130,12 @@ def test_passes_see_few_layers_and_dumps_say_so():
     for stage, run in groupby(seen, key=lambda pair: pair[1].roll):
         for record, program in run:
             layers = {number_in(i.name, "layers") for i in program.inputs if i.kind == "parameter"} - {None}
-            assert len(layers) == (10 if stage else 16), record.name
-    assert str(seen[0][1].roll) == "layers.5 stands for layers.5 to layers.11"
+            assert len(layers) == (11 if stage else 16), record.name
+    assert str(seen[0][1].roll) == "layers.5 stands for layers.5 to layers.10"
 
 
 def test_dumps_are_read_with_the_costs_of_all_layers(tmp_path):
-    compilation(llama(11), observe=Dumper(tmp_path)).programs(evaluate=False)
+    compilation(llama(12), observe=Dumper(tmp_path)).programs(evaluate=False)
     stages = load_stages(tmp_path)
     assert [stage.name for stage in stages][-2:] == list(CALLS)
     for stage in stages[:-2]:
@@ -330,9 +330,9 @@ def test_what_cannot_be_repeated_is_compiled_whole(monkeypatch):
 
     seen = []
     monkeypatch.setattr(unroll.Writer, "check_order", refuse)
-    work = compilation(llama(11), observe=lambda program, record: seen.append((program, record)))
+    work = compilation(llama(12), observe=lambda program, record: seen.append((program, record)))
     found, report = work.programs(evaluate=True)
-    whole, _ = compilation(llama(11), roll=False).programs(evaluate=True)
+    whole, _ = compilation(llama(12), roll=False).programs(evaluate=True)
     assert report.finish()["notes"] == ["no layer stands for others: unroll: planted"]
     assert not any(program.roll for program, _ in seen)
     assert [record.name for _, record in seen][:2] == ["capture", "cast"]
