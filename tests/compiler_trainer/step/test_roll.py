@@ -16,7 +16,6 @@ from compiler_trainer.config.schema import OptimConfig, PassesConfig
 from compiler_trainer.pipeline import build_pipeline
 from compiler_trainer.step.programs import Compilation, mesh_of
 from passes.check.runner import Dumper
-from passes.communication.borders import products_of
 from passes.lower import unroll
 from passes.lower.unroll import Unroll
 from passes.program import ir
@@ -89,17 +88,6 @@ def test_the_program_is_that_of_all_layers(case):
         assert rolled[name].inputs == program.inputs and rolled[name].outputs == program.outputs
         assert calls(rolled[name]) == calls(program)
         assert rolled[name].roll is None
-
-
-ALIKE = ("fsdp", "fsdp x tp, selective, microbatches", "hsdp", "cp, bf16, full", "four axes")
-
-
-@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c == "fsdp" else pytest.mark.full) for c in ALIKE])
-def test_layers_are_one_body_a_phase(case):
-    program = next(p for name, p in compiled(case, True)[0].items() if name in ("step", "accumulate"))
-    layers = [f"layers.{i}" for i in range(12)]
-    bodies = [{call.meta["layer"] for call in calls} for body, calls in calls_of(program).items() if products_of(body.graph)]
-    assert [names for names in bodies if names & set(layers)] == [set(layers)] * 2
 
 
 def test_what_a_layer_stands_for_is_counted():

@@ -137,6 +137,18 @@ def test_layers_are_one_body_a_phase_whatever_travels_beside_them(mesh, policy):
     assert apart > {"all_gather", "reduce_scatter"} if ("dp_shard", 2) in mesh else "all_reduce" in apart
 
 
+@pytest.mark.parametrize("mesh", quick([({"dp_shard": 2, "tp": 2},), ({"tp": 2},)], 0))
+def test_layers_of_a_model_are_one_body_a_phase(mesh):
+    model = llama(5, dim=64, n_kv_heads=2, ffn_dim=64, vocab_size=64)
+    batch = {key: value[:, :4] for key, value in batches(1, rows=4)[0].items()}
+    programs = []
+    compile_lockstep(model, llama_loss, batch, mesh, passes={"remat": {"policy": "selective"}},
+                     observe=lambda program, record: programs.append(program) if record.program == "step" else None)
+    found = [[c.meta["layer"] for c in calls] for body, calls in calls_of(programs[-1]).items() if has_product(body)]
+    of_layers = [sorted(layers) for layers in found if any(layers)]
+    assert of_layers == [[f"layers.{i}" for i in range(5)]] * 2
+
+
 def test_names_of_layers_and_values_are_not_in_a_bodys_text():
     program, _ = segmented()
     assert not any(
