@@ -97,6 +97,8 @@ class _Finder:
     def products(self, node: fx.Node) -> list[tuple[fx.Node, tuple]]:
         """Matrices of a product, or one of each expert, with their factors."""
         dims = {"linear": 2, "mm": 2, "matmul": 2, "ct::grouped_mm": 3}.get(name_of(node))
+        if dims is None:
+            return []
         return [(n, names) for n, names in zip(tensor_operands(node), rule_of(node).operands) if len(names) == dims]
 
     def root(self, node: fx.Node) -> fx.Node | None:

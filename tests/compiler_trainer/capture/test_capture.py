@@ -80,7 +80,7 @@ def test_operators_know_their_module_and_source_line():
     paths = [ir.module_path(n) for n in linears]
     assert "layers.0.attention.wq" in paths and "layers.1.feed_forward.w2" in paths
     wq = linears[paths.index("layers.1.attention.wq")]
-    assert ir.source(wq).startswith("llama.py:")
+    assert ir.source(wq).startswith("attention.py:")
 
 
 def test_origins_survive_to_the_backward_of_the_final_program():
