@@ -33,7 +33,7 @@ class Rule:
     columns   matrices that the kernel takes only if each of their columns is in one piece
     leads     factor -> the operand that says on which axes it is sharded, for it cannot be converted
     terms     operand -> factor on whose axes it must be a partial sum: a rank's own share of a count, say
-    varies    operands of which, on axes where weights stay, each rank goes on with a copy of its own
+    repeats   the result has entries of operand 0 several times: copies are made varying before, gradients reduced after
     """
 
     operands: tuple[tuple[Names, ...], ...]
@@ -52,7 +52,7 @@ class Rule:
     columns: frozenset[int] = frozenset()
     leads: Mapping[str, int] = field(default_factory=dict)
     terms: Mapping[int, str] = field(default_factory=dict)
-    varies: frozenset[int] = frozenset()
+    repeats: bool = False
 
     def may_shard(self, factor: str, axis: str) -> bool:
         """Whether the operator can run with the factor sharded on the axis."""

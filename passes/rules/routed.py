@@ -67,7 +67,7 @@ def rows(node: fx.Node) -> Rule:
         whole=frozenset("k"),
         only={"t": ONLY},
         leads={"t": 1},
-        varies=frozenset([0]),  # so that gradients are reduced by token, not by choice
+        repeats=share != 1,
     )
 
 

@@ -46,6 +46,7 @@ class Region:
     sort: fx.Node
     kinds: dict[fx.Node, Kind] = field(default_factory=dict)
     share: dict[fx.Node, int] = field(default_factory=dict)  # of tokens: how many rows each has
+    unsorted: set[fx.Node] = field(default_factory=set)  # ids as they came, and what counts them
     groups: int = 0
     written: dict[fx.Node, tuple[Any, tuple[Any, ...]]] = field(default_factory=dict)
 
@@ -114,6 +115,7 @@ def follow(sort: fx.Node) -> Region:
     """All that is made of a sort's results, up to where rows are back in place; raises Minds."""
     region = Region(sort)
     region.kinds[region.ids] = "ids"
+    region.unsorted.add(region.ids)
     for user in sort.users:
         region.kinds[user] = "permutation" if user.args[1] else "ids"
     for node in sort.graph.nodes:
@@ -133,6 +135,7 @@ def classify(region: Region, node: fx.Node) -> None:
         return
     if name in SAME and first and first != "rows":
         region.kinds[node] = first
+        region.unsorted |= {node} if node.args[0] in region.unsorted else set()
         region.share |= {node: region.share[node.args[0]]} if first == "tokens" else {}  # type: ignore[index]
     elif name == "sort" and first == "permutation" and not argument(node, "descending", False):
         region.kinds[node] = "sorted"
@@ -144,6 +147,7 @@ def classify(region: Region, node: fx.Node) -> None:
             raise Minds(f"%{node.name} ({ir.source(node)}) takes them for another number of choices a token")
     elif first in COUNTING and (counted := count(region, node, name, first)):
         region.kinds[node] = counted
+        region.unsorted |= {node} if node.args[0] in region.unsorted else set()
     elif name in PRODUCTS and kinds[0] == "rows" and region.kind(node.args[2]) == "ends" and not kinds[1]:
         product(region, node)
     elif name in ("index", "index_select"):
@@ -152,13 +156,13 @@ def classify(region: Region, node: fx.Node) -> None:
         put(region, node)
     elif set(kinds) <= {"rows", None} and by_row(region, node):
         region.kinds[node] = "rows"
-    elif not set(kinds) <= {"counts", "ends", None} and not only_ids(region, node):
+    elif not set(kinds) <= {"counts", "ends", None} and not only_unsorted(region, node):
         raise Minds(f"%{node.name} ({ir.source(node)}) is {name or node.target} of them")
 
 
-def only_ids(region: Region, node: fx.Node) -> bool:
-    """Whether of all this a node reads the ids as they came, which is nobody's order."""
-    return [n for n in node.all_input_nodes if region.kind(n)] == [region.ids]
+def only_unsorted(region: Region, node: fx.Node) -> bool:
+    """Whether a node reads what comes of the ids in the model's own order."""
+    return all(n in region.unsorted for n in node.all_input_nodes if region.kind(n))
 
 
 def count(region: Region, node: fx.Node, name: str, of: Kind) -> Kind | None:

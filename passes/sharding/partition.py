@@ -139,7 +139,7 @@ class Partitioner:
         self.versions: dict[tuple[fx.Node, Spec], fx.Node] = {}
         self.grads: set[fx.Node] = set()
         self.tuples: dict[Any, fx.Node] = {}
-        self.reshards: list[ir.Reshard] = []
+        self.converted: dict[fx.Node, ir.Reshard] = {}
 
     def run(self) -> ir.Program:
         """The local program."""
@@ -155,6 +155,12 @@ class Partitioner:
         inputs = self.drop_unused_places(inputs)
         inputs = self.hoist_varying(inputs) if self.differentiable else inputs
         return self.program.with_graph(self.builder.graph, inputs=inputs, facts=self.program.facts | {"local"})
+
+    @property
+    def reshards(self) -> list[ir.Reshard]:
+        """The conversions that something reads."""
+        left = set(self.builder.graph.nodes)
+        return [reshard for node, reshard in self.converted.items() if node in left]
 
     # -- inputs -----------------------------------------------------------------------------------
 
@@ -301,6 +307,8 @@ class Partitioner:
         may_hoist = node in self.plan.weights and (node in self.grads or not self.differentiable)
         if may_hoist and (hoisted := self.hoist(node, wanted)):
             new = hoisted
+        elif self.repeats(node) and wanted == replace(current, varying=wanted.varying):
+            new = self.vary_first(node, wanted)
         else:
             new = self.record(node, self.versions[node, current], current, wanted, f"for {user}")
         self.versions[node, wanted] = new
@@ -326,6 +334,22 @@ class Partitioner:
         ir.set_stands_for(new, node.name)
         return new
 
+    def repeats(self, node: fx.Node) -> bool:
+        """Whether an operator repeats entries of its first operand."""
+        decision = self.plan.decisions.get(node)
+        return decision is not None and decision.rule.repeats
+
+    def vary_first(self, node: fx.Node, wanted: Spec) -> fx.Node:
+        """What repeats entries, of a copy that varies already: its gradient is then reduced once an entry."""
+        decision = self.plan.decisions[node]
+        first, *others = zip(tensor_operands(node), decision.operands, strict=True)
+        below = replace(first[1], varying=wanted.varying)
+        values = [self.version(n, spec, node.name) for n, spec in ((first[0], below), *others)]
+        new = self.emit_on(node, decision, values, [wanted])
+        ir.set_spec(new, wanted)
+        ir.set_stands_for(new, node.name)
+        return new
+
     def record(self, node: fx.Node, value: fx.Node, before: Spec, after: Spec, reason: str) -> fx.Node:
         """Convert a value and note it as a reshard."""
         is_weight, last = node in self.plan.weights, next(reversed(self.builder.graph.nodes), None)
@@ -336,7 +360,7 @@ class Partitioner:
             sending = [n for n in added if kind_of(n)][::-1]
             sent = sum(sent_bytes(n, recorded(), self.program.mesh) for n in sending)
             names = tuple(n.name for n in sending)
-            self.reshards.append(ir.Reshard(node.name, ir.source(node), str(before), str(after), reason, sent, names))
+            self.converted[new] = ir.Reshard(node.name, ir.source(node), str(before), str(after), reason, sent, names)
         return new
 
 

@@ -266,7 +266,7 @@ class _Sweep:
                 continue
             if states[axis][i] == "partial":
                 partial.append((axis, "sum"))
-            elif choice[axis] is not None or self.mixed(states[axis]) or self.varies(i, axis, atoms):
+            elif choice[axis] is not None or self.mixed(states[axis]):
                 varying.append(axis)
         return Spec(self.dims(atoms.operands[i], atoms, axes, labels), tuple(partial), tuple(varying))
 
@@ -286,13 +286,9 @@ class _Sweep:
                     partial.append((axis, how))
             elif "partial" in states[axis]:
                 partial.append((axis, "sum"))
-            elif self.mixed(states[axis]) or any(self.varies(i, axis, atoms) for i in atoms.rule.varies):
+            elif self.mixed(states[axis]):
                 varying.append(axis)
         return Spec(self.dims(dims, atoms, axes, labels), tuple(partial), tuple(varying))
-
-    def varies(self, i: int, axis: str, atoms: Atoms) -> bool:
-        """Whether the rule wants a varying copy of operand `i`."""
-        return axis in WEIGHT_AXES and i in atoms.rule.varies
 
     def mixed(self, states: Sequence[str]) -> bool:
         """Whether, nothing being sharded, some operand is a varying copy or a carried sum: then all must be."""

@@ -57,7 +57,7 @@ class Shard:
         local = partitioner.run()
         notes = [f"%{n.name} ({ir.source(n)}): {name_of(n)} has no rule, its operands are gathered" for n in unknown]
         notes += partitioner.builder.notes
-        notes += map(str, partitioner.reshards)
+        notes += map(str, reshards := partitioner.reshards)
         notes += [f"%{node.name} ({ir.source(node)}): {why}" for (node, _), why in plan.reasons.items()]
-        counts = {"reshards": len(partitioner.reshards), "masks": partitioner.builder.masks, "unknown": len(unknown)}
-        return local, ir.Report(counts, tuple(notes), tuple(partitioner.reshards))
+        counts = {"reshards": len(reshards), "masks": partitioner.builder.masks, "unknown": len(unknown)}
+        return local, ir.Report(counts, tuple(notes), tuple(reshards))

@@ -51,6 +51,11 @@ COUNTS = {"histogram": by_histogram, "comparing": by_comparing, "pairs": in_pair
 BACK = {"inverse": inverse_put, "argsort": inverse_sorted, "put": rows_put}
 
 
+def of_the_unsorted(ids: Tensor, experts: int) -> Tensor:
+    """Which of the experts each slot chose, [slots, experts]."""
+    return ids[:, None] == torch.arange(experts)
+
+
 class Mixture(nn.Module):
     """Rows of B sequences of T tokens through the TOP of E experts that a router chooses, and back."""
 
@@ -74,13 +79,15 @@ class Mixture(nn.Module):
     def experts(self, x: Tensor) -> Tensor:
         """[N, WIDTH] of N tokens."""
         weights, ids = self.router(x).softmax(-1).topk(TOP)
-        ids, perm = ids.reshape(-1).sort()
+        ids = ids.reshape(-1)
+        share = of_the_unsorted(ids, self.up.shape[0]).double().mean(0).to(x.dtype)  # as for an auxiliary loss
+        ids, perm = ids.sort()
         ends = self.counts(ids, self.up.shape[0]).cumsum(0, dtype=torch.int32)
         gate, up = grouped(x[perm // TOP], self.up.transpose(1, 2), ends).chunk(2, -1)
         rows = grouped(self.between(F.silu(gate) * up), self.down, ends)
         rows = rows if self.bias is None else rows + self.bias[ids]
         rows = rows * weights.reshape(-1)[perm].unsqueeze(-1)
-        return self.back(rows, perm).view(-1, TOP, WIDTH).sum(1)
+        return self.back(rows, perm).view(-1, TOP, WIDTH).sum(1) * (1 + share[0])
 
 
 def mixture(**changes) -> Mixture:

@@ -458,15 +458,15 @@ FAULTS = (
     Fault(
         "copies_not_varied",
         "passes/sharding/propagate.py",
-        "elif choice[axis] is not None or self.mixed(states[axis]) or",
-        "elif choice[axis] is not None or",
+        "elif choice[axis] is not None or self.mixed(states[axis]):",
+        "elif choice[axis] is not None:",
         "A copy that meets a varying one is not varied.",
     ),
     Fault(
         "results_not_varying",
         "passes/sharding/propagate.py",
-        "elif self.mixed(states[axis]) or any(",
-        "elif self.mixed(states[axis]) and len(states[axis]) > 1 or any(",
+        "            elif self.mixed(states[axis]):\n",
+        "            elif self.mixed(states[axis]) and len(states[axis]) > 1:\n",
         "A function of one varying copy is taken for the same on every rank.",
     ),
     Fault(
@@ -529,8 +529,8 @@ FAULTS = (
     Fault(
         "copies_by_choice",
         "passes/rules/routed.py",
-        "varies=frozenset([0]),",
-        "varies=frozenset(),",
+        "repeats=share != 1,",
+        "repeats=False,",
         "Gradients of tokens are reduced for each of their choices.",
     ),
     Fault(
