@@ -27,7 +27,8 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import not_one_of, tables, unknown
-from compiler_trainer.config.schema import Config, build, dry_world_size, validate
+from compiler_trainer.config.schema import Config, build
+from compiler_trainer.config.validate import dry_world_size, validate
 from compiler_trainer.planning.dry import outcome
 from compiler_trainer.sweep.point import join_tasks, run_point
 from compiler_trainer.sweep.render import render

@@ -21,9 +21,8 @@ from compiler_trainer.config.schema import (
     ClusterConfig,
     Config,
     ModelConfig,
-    dry_world_size,
-    validate,
 )
+from compiler_trainer.config.validate import dry_world_size, validate
 from compiler_trainer.models.attention import head_dims
 from compiler_trainer.pipeline import DTYPES, build_pipeline
 from compiler_trainer.planning.dry_table import show

@@ -178,7 +178,7 @@ def mesh_of(given: Mapping[str, int] | MeshConfig | None) -> Mesh:
     try:
         return Mesh.of(sizes)
     except ValueError as error:
-        raise UserError("mesh", str(error)) from error
+        raise UserError(*str(error).split(": ", 1)) from error
 
 
 def one_microbatch(batch: Mapping[str, Tensor], microbatches: int) -> dict[str, Tensor]:

@@ -68,18 +68,24 @@ class Step:
         }
 
     def __call__(self, batch: Mapping[str, Tensor], lr: float | None = None) -> dict[str, float]:
-        """One optimizer step on a global batch: {"loss": mean over microbatches, "grad_norm": before clipping}."""
+        """One optimizer step on a global batch: {"loss": mean over microbatches, "grad_norm": before clipping}.
+
+        With `passes.moe.dispatch=bounded` also "dropped_rows", how many found no room, of all layers and ranks.
+        """
         rate = self.lr if lr is None else lr
         count = int(self.state["optim.step"].local[self.ranks[0]])
         if self.microbatches == 1:
             out = self.run(self.train["step"], batch, self.scalars(rate, count))
             return {name: float(value) for name, value in out.items()}
-        losses = [
-            self.run(self.train["accumulate"], part, self.scalars(rate, count * self.microbatches + i))["loss"]
+        parts = [
+            self.run(self.train["accumulate"], part, self.scalars(rate, count * self.microbatches + i))
             for i, part in enumerate(self.split(batch))
         ]
+        found = {name: torch.stack([out[name] for out in parts]) for name in parts[0]}
+        mean = found.pop("loss").mean()
         norm = self.run(self.train["apply"], {}, self.scalars(rate, count))["grad_norm"]
-        return {"loss": float(torch.stack(losses).mean()), "grad_norm": float(norm)}
+        counts = {name: float(values.sum()) for name, values in found.items()}
+        return {"loss": float(mean), **counts, "grad_norm": float(norm)}
 
     def scalars(self, lr: float, count: int) -> dict[str, Tensor]:
         """What is fed as a value: the learning rate, and the seed of a (micro)batch's random numbers."""

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from compiler_trainer import data, models
-from compiler_trainer.config.schema import Config, validate
+from compiler_trainer.config.schema import Config
+from compiler_trainer.config.validate import validate
 from compiler_trainer.data import Datasets, Loader
 from compiler_trainer.pipeline import DTYPES
 from compiler_trainer.step.compile import compile_step
@@ -22,6 +23,7 @@ from compiler_trainer.step.ranks import rank, start_ranks, stop_ranks
 from compiler_trainer.step.step import Step
 from compiler_trainer.training import checkpoint, folder, trace
 from compiler_trainer.training.evaluate import mean_loss
+from compiler_trainer.training.load import unevenness
 from compiler_trainer.training.lr_schedule import learning_rate
 from compiler_trainer.training.memory import PeakMemory
 from compiler_trainer.training.metrics import Metrics, Record
@@ -120,6 +122,8 @@ def one_step(cfg: Config, step: Step, loader: Loader, memory: PeakMemory, number
     batch, result, seconds = memory.during(timed)
     if cfg.model.attention == "documents" and cfg.mesh.cp > 1:
         result["cp_imbalance"] = imbalance(batch["positions"] + 1, step.mesh)
+    if cfg.model.experts is not None:
+        result |= unevenness({name: state.local[step.ranks[0]] for name, state in step.state.items()})
     speed = cfg.train.global_batch_size * cfg.train.seq_len / seconds
     return {**result, "lr": lr, "tokens_per_s": speed, "step_ms": 1e3 * seconds, "peak_mem_bytes": memory.bytes}
 

@@ -23,10 +23,10 @@ from torch import fx
 from passes.program import boundary, ir
 from passes.program.functions import function_of
 from passes.program.mesh import Mesh
-from passes.program.routed import IN_ANY_ORDER, order
+from passes.program.routed import IN_ANY_ORDER, order, pack, sends, unpack
 from passes.program.spec import Dim, Factor, Spec
 from passes.rules import Rule, rule_of, tensor_operands
-from passes.sharding.atoms import Atoms, merge_dim, refine
+from passes.sharding.atoms import Atoms, borne, merge_dim, refine, ride
 
 Finding = tuple[fx.Node | None, str]
 
@@ -69,11 +69,12 @@ def check_placements(whole: ir.Program, local: ir.Program) -> Iterator[Finding]:
             names.add(tensor_operands(origin)[0].name)  # the gather of a weight casts it
         same = [source for source in sources if ir.stands_for(source) in names]
         if same:
-            if breaks_order(origin, axes_of_rows(ir.spec(same[0])), axes_of_rows(recorded)):
+            if breaks_order(origin, axes_of_rows(origin, same[0]), axes_of_rows(origin, node)):
                 yield node, f"is placed {recorded}: rows in a rank's own order are converted from {ir.spec(same[0])}"
             yield from check_conversion(node, same[0], path, local.mesh)
         else:
             yield from check_application(node, origin, sources, versions, trained, local.mesh)
+            yield from check_slots(node)
 
 
 def trained_of(whole: ir.Program) -> set[fx.Node]:
@@ -93,9 +94,20 @@ def breaks_order(origin: fx.Node, before: set[str], after: set[str]) -> bool:
     return before != after if origin.target is order else origin.target in IN_ANY_ORDER and not before <= after
 
 
-def axes_of_rows(spec: Spec | None) -> set[str]:
-    """The axes that shard the first dim."""
-    return {axis for dim in spec.dims[:1] for factor in dim for axis in factor.axes} if spec else set()
+def check_slots(node: fx.Node) -> Iterator[Finding]:
+    """Rows are sent, and put back, by slots of the tokens as these are placed here."""
+    if node.target in (pack, unpack):
+        slots, ids = node.args[1:3]
+        here, there = ir.spec(ids), ir.spec(slots.args[0])  # type: ignore[arg-type, union-attr]
+        if slots.target is not sends or here is None or there is None or here.dims != there.dims:  # type: ignore[union-attr]
+            yield node, f"has tokens placed {here}, slots of tokens placed {there}"
+
+
+def axes_of_rows(origin: fx.Node, node: fx.Node) -> set[str]:
+    """The axes that shard what stands for rows: all dims of their order, the first of anything else."""
+    spec = ir.spec(node)
+    dims = spec.dims[: None if origin.target is order else 1] if spec else ()
+    return {axis for dim in dims for factor in dim for axis in factor.axes}
 
 
 def behind(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -161,7 +173,7 @@ def disagrees(node: fx.Node, rule: Rule, held: Sequence[Spec], index: int, train
 def results_of(rule: Rule, held: Sequence[Spec], mesh: Mesh) -> list[Spec] | str:
     """The placements that a rule gives its results on operands placed so, or why it does not run on them."""
     atoms = refine(rule, [spec.dims for spec in held], range(len(held)), mesh)
-    axes = axes_of(atoms)
+    axes = axes_of(atoms, mesh)
     if isinstance(axes, str):
         return axes
     kinds: list[dict[str, str]] = [{} for _ in atoms.results]
@@ -174,7 +186,7 @@ def results_of(rule: Rule, held: Sequence[Spec], mesh: Mesh) -> list[Spec] | str
     return [placed(dims, atoms, axes, kind, mesh) for dims, kind in zip(atoms.results, kinds)]
 
 
-def axes_of(atoms: Atoms) -> dict[str, tuple[str, ...]] | str:
+def axes_of(atoms: Atoms, mesh: Mesh) -> dict[str, tuple[str, ...]] | str:
     """The axes that shard each atom, in all operands the same."""
     axes: dict[str, tuple[str, ...]] = {}
     for i, (dims, held) in enumerate(zip(atoms.operands, atoms.held)):
@@ -184,6 +196,11 @@ def axes_of(atoms: Atoms) -> dict[str, tuple[str, ...]] | str:
             for name, factor in zip(names, factors):
                 if axes.setdefault(name, factor.axes) != factor.axes and factor.size > 1:
                     return f"operand {i} has {name} over {factor.axes or 'none'}, another over {axes[name] or 'none'}"
+    if mesh.experts_over:
+        axes |= {name: (mesh.experts_over,) for name in atoms.rule.puts}
+    for name, riding in ride(atoms, axes, mesh).items():
+        if axes.setdefault(name, riding) != riding:
+            return f"{name} is over {axes[name] or 'none'}, not over {riding or 'none'} as {atoms.rule.rides[name]} is"
     return axes
 
 
@@ -192,7 +209,8 @@ def on_axis(
 ) -> list[str] | str:
     """What each result is on an axis (`shard`, `sum`, `max`, `varying`, `same`), or why the operator cannot run."""
     rule = atoms.rule
-    sharded = [atom for atom, names in axes.items() if any(axis in mesh.over(name) for name in names)]
+    over = [atom for atom, names in axes.items() if any(axis in mesh.over(name) for name in names)]
+    sharded = [atom for atom in over if atom not in rule.rides]
     terms = frozenset(i for i, spec in enumerate(held) if spec.state(axis) == "partial")
     factors = {atoms.origin(atom) for atom in sharded}
     shares = {i for i, factor in rule.terms.items() if factor in factors}
@@ -203,12 +221,13 @@ def on_axis(
         return f"{axis} shards both {sharded[0]} and {sharded[1]}"
     if sharded:
         (atom,) = sharded
-        if not rule.may_shard(atoms.origin(atom), axis):
+        if not rule.may_shard(atoms.origin(atom), axis, mesh):
             return f"{atoms.origin(atom)} has to be whole and is sharded over {axis}"
         if terms:
             return f"operand {min(terms)} is a sum over {axis}, which shards {atom}"
         gone = rule.reduced.get(atoms.origin(atom), "varying")
-        return ["shard" if any(atom in names for names in dims) else gone for dims in atoms.results]
+        kept = [borne(atoms, (name for dim in dims for name in dim)) for dims in atoms.results]
+        return ["shard" if atom in names else gone for names in kept]
     if terms:
         hows = {how for i in terms for a, how in held[i].partial if a == axis}
         if terms not in rule.linear or hows != {"sum"}:

@@ -272,13 +272,21 @@ def _attention_backward(gradient: tuple, q: tuple, k: tuple, v: tuple, *rest: An
     return sdpa_backward_flop_count(gradient, q, k, v)
 
 
+def _grouped_product(rows: tuple, weight: tuple, ends: tuple, among: int = 1, **named: Any) -> int:
+    return 2 * math.prod(rows) * weight[2] // among
+
+
+def _grouped_outer(rows: tuple, gradient: tuple, ends: tuple, groups: int, among: int, **named: Any) -> int:
+    return 2 * math.prod(rows) * gradient[1] // among
+
+
 # what PyTorch's own registry lacks, of the operators that a graph has before they are decomposed
 FLOPS: dict[Any, Callable[..., int]] = {
     aten.linear: _product,
     aten.matmul: _product,
     aten.scaled_dot_product_attention: _attention,
-    routed.grouped_mm.overloadpacket: lambda rows, weight, ends, out_val: 2 * math.prod(rows) * weight[2],
-    routed.grouped_outer.overloadpacket: lambda rows, gradient, ends, out_val: 2 * math.prod(rows) * gradient[1],
+    routed.grouped_mm.overloadpacket: _grouped_product,
+    routed.grouped_outer.overloadpacket: _grouped_outer,
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }

@@ -7,20 +7,23 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
-BATCH_AXES = ("dp_replicate", "dp_shard")
+AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
+BATCH_AXES = ("dp_replicate", "dp_shard", "ep")
 SEQUENCE_AXIS = "cp"
 DATA_AXES = (*BATCH_AXES, SEQUENCE_AXIS)
-WEIGHT_AXES = ("tp", "ep")  # where weights stay and activations move
-FLATTENED = {"fsdp": ("dp_shard", "cp")}  # axes as one, the first outermost; nothing lies between them in `AXES`
+STORED = ("dp_shard", "ep", "cp")
+WEIGHT_AXES = ("tp",)  # where weights stay and activations move
+# axes as one, the first outermost; nothing lies between them in `AXES`
+FLATTENED = {"fsdp": STORED, "experts": ("ep", "cp"), "experts_tp": ("ep", "cp", "tp")}
 
 
 @dataclass(frozen=True)
 class Mesh:
     """Axis sizes in the order of `AXES`, the first axis outermost: rank = ((pp * P1 + dp_replicate) * P2 + ...).
 
-    Parameters are stored over `dp_shard` and `cp` together. With `cp` these two have a common name as one axis, `fsdp`:
-    of 6 ranks with `dp_shard` of 2 and `cp` of 3. What is sharded over it is never folded.
+    Parameters are stored over `dp_shard`, `ep` and `cp` together, which have a common name as one axis, `fsdp`: of 6
+    ranks with `dp_shard` of 2 and `cp` of 3. What is sharded over it is never folded.
+    `ep` are those of `dp_shard` among which experts are spread, with all of `cp` (and, if `experts` says so, of `tp`).
     A rank of a `folded` axis holds two chunks of what the axis shards, head and tail (`passes/program/layout.py`).
     Of any axis neighbours alone may communicate, or ranks that stand alike among theirs: with `cp` of 8, "cp.inner2"
     are 4 groups of 2 neighbours and "cp.outer2" 2 groups of 4, one rank of each 2.
@@ -28,16 +31,21 @@ class Mesh:
 
     sizes: tuple[tuple[str, int], ...] = ()
     folded: frozenset[str] = frozenset()
+    experts: tuple[str, ...] = ()  # the axes that experts are spread over
 
     @staticmethod
     def of(sizes: dict[str, int]) -> Mesh:
-        """Build a mesh from axis -> size (axes left out have size 1); raises ValueError on an unknown axis or size."""
+        """Build a mesh from axis -> size (axes left out have size 1); raises ValueError on an unknown axis or size.
+
+        A size of `ep` adds no ranks: `dp_shard` of 4 and `ep` of 2 are 4 ranks, 2 of `dp_shard` by 2 of `ep`.
+        """
         for axis, size in sizes.items():
             if axis not in AXES:
                 raise ValueError(f"mesh.{axis}: no such axis; the axes are {', '.join(AXES)}")
             if size < 1:
                 raise ValueError(f"mesh.{axis}: size is {size}, must be at least 1")
-        return Mesh(tuple((axis, sizes[axis]) for axis in AXES if sizes.get(axis, 1) > 1))
+        sizes, experts = spread_experts(sizes)
+        return Mesh(tuple((axis, sizes[axis]) for axis in AXES if sizes.get(axis, 1) > 1), experts=experts)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -47,14 +55,22 @@ class Mesh:
     @property
     def stored_over(self) -> str | None:
         """The axis over which parameters are stored, None if there is none."""
-        if "cp" in self.axes:
-            return "fsdp"
-        return "dp_shard" if "dp_shard" in self.axes else None
+        stored = [axis for axis in STORED if axis in self.axes]
+        return "fsdp" if "cp" in stored or len(stored) > 1 else stored[0] if stored else None
+
+    @property
+    def experts_over(self) -> str | None:
+        """The axis over which experts are spread, None if each rank has all."""
+        if not self.experts or self.stored_over and self.over(self.stored_over) == self.experts:
+            return self.stored_over if self.experts else None
+        if "tp" in self.experts:
+            return "experts_tp"
+        return "experts" if "cp" in self.experts else "ep"
 
     @property
     def flattened(self) -> dict[str, tuple[str, ...]]:
         """The names of several axes as one, with the axes."""
-        return {name: self.over(name) for name in FLATTENED if name == self.stored_over}
+        return {name: self.over(name) for name in FLATTENED if name in (self.stored_over, self.experts_over)}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -77,9 +93,17 @@ class Mesh:
         """The axes, those that have a name together under that name: one collective over it does for all of them."""
         left = list(axes)
         for name, over in self.flattened.items():
-            if set(over) <= set(left):
+            if set(over) <= set(left) and (len(over) > 1 or name == self.stored_over):
                 left = [name if axis == over[0] else axis for axis in left if axis not in over[1:]]
         return tuple(left)
+
+    def together(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Axes outermost first, those that experts are spread over by their common name if all are there."""
+        held = {a for axis in axes for a in self.over(axis)}
+        names: dict[str, None] = {}
+        for axis in (a for a in self.axes if a in held):
+            names[self.experts_over if axis in self.experts and held >= set(self.experts) else axis] = None  # type: ignore[index]
+        return tuple(names)
 
     @property
     def world_size(self) -> int:
@@ -126,3 +150,24 @@ class Mesh:
     def __iter__(self) -> Iterator[dict[str, int]]:
         """All coordinates, by rank."""
         return map(self.coordinates, range(self.world_size))
+
+
+def spread_experts(sizes: dict[str, int]) -> tuple[dict[str, int], tuple[str, ...]]:
+    """(sizes in which `ep` is a part of `dp_shard`, the axes that experts are spread over).
+
+    Experts are spread over neighbours: `cp`, then of `dp_shard` as many as it takes, or all of it and `tp`; raises
+    ValueError where they do not divide.
+    """
+    ep, dp, cp, tp = (sizes.get(axis, 1) for axis in ("ep", "dp_shard", "cp", "tp"))
+    if ep == 1:
+        return sizes, ()
+    over_tp = tp > 1 and ep == dp * cp * tp
+    inner = dp if over_tp else ep // cp
+    if not over_tp and (ep % cp or dp % inner):
+        fits = [str(n * cp) for n in range(1, dp + 1) if dp % n == 0 and n * cp > 1]
+        fits += [str(dp * cp * tp)] if tp > 1 else []
+        given = ", ".join(f"{axis}={size}" for axis, size in (("dp_shard", dp), ("cp", cp), ("tp", tp)) if size > 1)
+        fix = f"with {given} it may be {' or '.join(fits)}" if given else "there is one rank"
+        raise ValueError(f"mesh.ep: size is {ep}, experts are spread over the ranks of other axes; {fix}")
+    taken = {"ep": inner, "cp": cp} | ({"tp": tp} if over_tp else {})
+    return sizes | {"dp_shard": dp // inner, "ep": inner}, tuple(axis for axis, size in taken.items() if size > 1)

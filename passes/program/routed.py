@@ -1,21 +1,34 @@
 """Operators on rows that are sorted by the expert they go to: what a mixture of experts is made of.
 
-    order = order(ids, E, k)                k slots a token by expert; ids of E or more go nowhere and come last
-    rows = rows(x, order, k)                slot order[i] is a choice of token order[i] // k
-    ends = ends(ids, E, k)                  where the rows of each expert end
-    h = grouped_mm(rows, w, ends)           rows up to ends[0] by w[0], from there to ends[1] by w[1], ...
-    y = unorder(h, order)                   back where the slots were
+    ids = spread(ids, E, D)                 [D, n]: of D owners of E / D experts each, what goes to an expert of theirs
+    order = order(ids, E / D, k)            [D, n]: k slots a token by expert; ids of E / D or more go nowhere, last
+    rows = rows(x, order, k)                [(D n), ...]: slot order[d, i] is a choice of token order[d, i] // k
+    ends = ends(ids, E / D, k)              [D, E / D]: where the rows of each expert end, among those of its owner
+    h = grouped_mm(rows, w, ends)           rows up to ends[0, 0] by w[0], from there to ends[0, 1] by w[1], ...
+    h = known(h, ends)                      zero where a row is of no expert
+    y = unorder(h, order)                   [n, ...]: back where the slots were, the sum over owners
+
+So an owner takes what is its own of all tokens. Where rows travel instead, S sources (the ranks that hold tokens) send
+each of D owners up to C of them:
+
+    slots = sends(ids, E, k, D, S, C, b)    [D, S, C]: whose tokens these are, as many as there are slots: nobody's
+    counts = counts(ids, E, k, D, S, C, b)  [D, S, E / D]: how many of them each expert gets; b: some may be dropped
+    sent = pack(x, slots, ids, k)           [(D S C), ...]
+    ids = received(counts, C)               [D, (S C)]: which of an owner's experts each is for
+    rows = arrange(sent, order)             [(D S C), ...]: by expert; `restore` puts them back
+    y = unpack(restore(h, order), slots, ids) [n, ...]: back where the slots were
 
 Within an expert the order of rows means nothing, so a rank that holds some of the tokens may sort its own: `order`,
 what is made with it and `ends` are then its own, too. Rows behind the last end are of no expert: they are zero in
-results and in gradients.
+results of products and in gradients. On one device there is one owner; spread over ranks, each is an owner: it
+multiplies one in `among` of the rows that it is given, which is what FLOPs are counted by.
 
 `grouped_mm` stays one operator; the others are written out when a program is finished (`EXPANSIONS`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,74 +41,183 @@ EXPANSIONS: dict[Any, Callable[..., Tensor]] = {}
 # ---- their definitions --------------------------------------------------------------------------------------
 
 
+def _spread(ids: Tensor, groups: int, owners: int) -> Tensor:
+    each = -(-groups // owners)
+    own = ids - each * torch.arange(owners, device=ids.device)[:, None]
+    return torch.where((own >= 0) & (own < each) & (ids < groups), own, each)
+
+
 def _order(ids: Tensor, groups: int, share: int) -> Tensor:
-    return ids.argsort(stable=True)
+    return ids.argsort(dim=1, stable=True)
 
 
 def _ends(ids: Tensor, groups: int, share: int) -> Tensor:
-    return (ids[:, None] <= torch.arange(groups, device=ids.device)).sum(0, dtype=torch.int32)
+    return (ids[:, :, None] <= torch.arange(groups, device=ids.device)).sum(1, dtype=torch.int32)
 
 
 def _rows(x: Tensor, order: Tensor, share: int) -> Tensor:
-    return x[order // share if share > 1 else order]
+    return x[(order // share if share > 1 else order).flatten()]
 
 
 def _unorder(rows: Tensor, order: Tensor) -> Tensor:
-    return rows[torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))]
+    found = _restore(rows, order)
+    return found if order.shape[0] == 1 else found.unflatten(0, order.shape).sum(0)
+
+
+def _packed(ids: Tensor, groups: int, share: int, owners: int, sources: int, capacity: int) -> tuple[Tensor, Tensor]:
+    """(slots [D, S, C] by owner and expert, of each how many rows precede it at its owner's [D, S, C + 1])."""
+    size = ids.shape[0]
+    run = -(-size // (share * sources)) * share  # slots of a source: of whole tokens
+    each = -(-groups // owners)
+    ids = F.pad(ids.clamp(max=groups), [0, run * sources - size], value=groups).view(sources, run)
+    order = ids.argsort(dim=1, stable=True)
+    firsts = torch.arange(0, owners * each + 1, device=ids.device).clamp(max=groups)
+    before = (ids[:, None, :] < firsts[:, None]).sum(2)  # [S, D each + 1]: rows of earlier experts
+    start = before[:, : owners * each : each]  # [S, D]
+    ends = before[:, 1:].unflatten(1, (owners, each)) - start[:, :, None]
+    place = torch.arange(capacity, device=ids.device)
+    slot = order.gather(1, (start[:, :, None] + place).clamp(max=run - 1).flatten(1)).unflatten(1, (owners, capacity))
+    slot = slot + run * torch.arange(sources, device=ids.device)[:, None, None]
+    slots = torch.where(place < ends[:, :, -1:], slot, size)
+    return slots.transpose(0, 1), ends.clamp(max=capacity).transpose(0, 1)
+
+
+def _sends(
+    ids: Tensor, groups: int, share: int, owners: int, sources: int, capacity: int, drops: bool
+) -> Tensor:
+    return _packed(ids, groups, share, owners, sources, capacity)[0].contiguous()
+
+
+def _counts(
+    ids: Tensor, groups: int, share: int, owners: int, sources: int, capacity: int, drops: bool
+) -> Tensor:
+    ends = _packed(ids, groups, share, owners, sources, capacity)[1]
+    return ends.diff(dim=2, prepend=ends.new_zeros(owners, sources, 1)).to(torch.int32)
+
+
+def _received(counts: Tensor, capacity: int) -> Tensor:
+    place = torch.arange(capacity, device=counts.device)[:, None]
+    return (place >= counts.cumsum(2)[:, :, None, :]).sum(3).flatten(1)
+
+
+def _pack(x: Tensor, slots: Tensor, ids: Tensor, share: int) -> Tensor:
+    held = (slots < ids.shape[0]).flatten().view(-1, *[1] * (x.dim() - 1))
+    return torch.where(held, x[(slots.flatten() // share).clamp(max=x.shape[0] - 1)], 0.0)
+
+
+def _unpack(rows: Tensor, slots: Tensor, ids: Tensor) -> Tensor:
+    size = ids.shape[0]
+    return rows.new_zeros([size + 1, *rows.shape[1:]]).index_copy(0, slots.flatten(), rows)[:size]
+
+
+def _arrange(x: Tensor, order: Tensor) -> Tensor:
+    count, size = order.shape
+    return x[(order + size * torch.arange(count, device=order.device)[:, None]).flatten()]
+
+
+def _restore(rows: Tensor, order: Tensor) -> Tensor:
+    count, size = order.shape
+    here = torch.arange(count * size, device=order.device).view(count, size)
+    return rows[torch.empty_like(order).scatter(1, order, here).flatten()]
+
+
+def _known(rows: Tensor, ends: Tensor) -> Tensor:
+    return torch.where(_groups(ends, rows)[1], rows, 0.0)
 
 
 def _of_group(table: Tensor, ends: Tensor, order: Tensor) -> Tensor:
-    group, known = _groups(ends, order.shape[0], table)
+    group, known = _groups(ends, table, order.shape[1], table.shape[0])
     return torch.where(known, table[group], 0.0)
 
 
-def _group_sums(rows: Tensor, ends: Tensor) -> Tensor:
-    group, known = _groups(ends, rows.shape[0], rows)
-    return rows.new_zeros([ends.shape[0], *rows.shape[1:]]).index_add(0, group, torch.where(known, rows, 0.0))
+def _group_sums(rows: Tensor, ends: Tensor, groups: int) -> Tensor:
+    group, known = _groups(ends, rows, groups=groups)
+    return rows.new_zeros([groups, *rows.shape[1:]]).index_add(0, group, torch.where(known, rows, 0.0))
 
 
-def _groups(ends: Tensor, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """(the group of each of so many rows, whether it has one, as a mask of what is `like` these rows)."""
-    row = torch.arange(size, device=ends.device)
-    group = (row[:, None] >= ends).sum(1)
-    last = ends.shape[0] - 1
-    return group.clamp(max=last), (group <= last).view(-1, *[1] * (like.dim() - 1))
+def _groups(ends: Tensor, like: Tensor, size: int | None = None, groups: int | None = None) -> tuple[Tensor, Tensor]:
+    """(the group of each row, whether it has one, as a mask of what is `like` these rows), `size` rows an owner."""
+    ends = _by_owner(ends)
+    owners, each = ends.shape
+    row = torch.arange(like.shape[0] // owners if size is None else size, device=ends.device)
+    group = (row[:, None] >= ends[:, None, :]).sum(2)
+    known = (group < each).view(-1, *[1] * (like.dim() - 1))
+    group = group.clamp(max=each - 1) + each * torch.arange(owners, device=ends.device)[:, None]
+    last = (owners * each if groups is None else groups) - 1
+    return group.flatten().clamp(max=last), known
 
 
-def _grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    if rows.is_cuda and rows.dtype == torch.bfloat16:
-        return torch.where(_groups(ends, rows.shape[0], rows)[1], F.grouped_mm(rows, weight, offs=ends), 0.0)
+def _by_owner(ends: Tensor) -> Tensor:
+    """Ends as `F.grouped_mm` has them are those of one owner."""
+    return ends if ends.dim() == 2 else ends[None]
+
+
+def _grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor, among: int = 1) -> Tensor:
+    if rows.is_cuda and rows.dtype == torch.bfloat16 and _by_owner(ends).shape[0] == 1:
+        return torch.where(_groups(ends, rows)[1], F.grouped_mm(rows, weight, offs=ends.flatten()), 0.0)
     result = rows.new_zeros(rows.shape[0], weight.shape[2])
-    for group, (start, end) in enumerate(_ranges(ends)):
+    for group, (start, end) in _ranges(ends, rows, weight.shape[0]):
         torch.mm(rows[start:end], weight[group], out=result[start:end])
     return result
 
 
-def _grouped_outer(rows: Tensor, gradient: Tensor, ends: Tensor) -> Tensor:
-    if rows.is_cuda and rows.dtype == torch.bfloat16:
-        return F.grouped_mm(rows.t(), gradient, offs=ends)
-    result = rows.new_zeros(ends.shape[0], rows.shape[1], gradient.shape[1])
-    for group, (start, end) in enumerate(_ranges(ends)):
+def _grouped_outer(rows: Tensor, gradient: Tensor, ends: Tensor, groups: int, among: int) -> Tensor:
+    if rows.is_cuda and rows.dtype == torch.bfloat16 and _by_owner(ends).shape[0] == 1:
+        return F.grouped_mm(rows.t(), gradient, offs=ends.flatten())
+    result = rows.new_zeros(groups, rows.shape[1], gradient.shape[1])
+    for group, (start, end) in _ranges(ends, rows, groups):
         torch.mm(rows[start:end].t(), gradient[start:end], out=result[group])
     return result
 
 
-def _ranges(ends: Tensor) -> list[tuple[int, int]]:
-    stops = ends.tolist()
-    return list(zip([0, *stops], stops))
+def _ranges(ends: Tensor, rows: Tensor, groups: int) -> Iterator[tuple[int, tuple[int, int]]]:
+    """(group, its first row and the one behind its last); an owner's share of groups may be less than others'."""
+    owners, each = _by_owner(ends).shape
+    for owner, stops in enumerate(_by_owner(ends).tolist()):
+        first = owner * (rows.shape[0] // owners)
+        ranges = zip([0, *stops], stops)
+        yield from (
+            (owner * each + i, (first + start, first + end))
+            for i, (start, end) in enumerate(ranges)
+            if owner * each + i < groups
+        )
 
 
 # ---- as operators, with their gradients ---------------------------------------------------------------------
 
+
+def _sent(ids: Tensor, groups: int, share: int, owners: int, sources: int, capacity: int, drops: bool) -> Tensor:
+    """Slots of their shape; raises ValueError where nothing may be dropped and there might be no room."""
+    most = -(-ids.shape[0] // (share * sources)) * min(share, -(-groups // owners))
+    if most > capacity and not drops:
+        raise ValueError(f"a source may send an owner {most} rows, there is room for {capacity}")
+    return ids.new_empty(owners, sources, capacity)
+
+
 SHAPES: dict[str, Callable[..., Tensor]] = {
+    "spread": lambda ids, groups, owners: ids.new_empty(owners, ids.shape[0]),
     "order": lambda ids, groups, share: torch.empty_like(ids, dtype=torch.int64),
-    "ends": lambda ids, groups, share: ids.new_empty(groups, dtype=torch.int32),
-    "rows": lambda x, order, share: x.new_empty([order.shape[0], *x.shape[1:]]),
-    "unorder": lambda rows, order: torch.empty_like(rows, memory_format=torch.contiguous_format),
-    "of_group": lambda table, ends, order: table.new_empty([order.shape[0], *table.shape[1:]]),
-    "group_sums": lambda rows, ends: rows.new_empty([ends.shape[0], *rows.shape[1:]]),
-    "grouped_mm": lambda rows, weight, ends: rows.new_empty(rows.shape[0], weight.shape[2]),
-    "grouped_outer": lambda rows, gradient, ends: rows.new_empty(ends.shape[0], rows.shape[1], gradient.shape[1]),
+    "ends": lambda ids, groups, share: ids.new_empty(ids.shape[0], groups, dtype=torch.int32),
+    "rows": lambda x, order, share: x.new_empty([order.numel(), *x.shape[1:]]),
+    "unorder": lambda rows, order: rows.new_empty([order.shape[1], *rows.shape[1:]]),
+    "sends": lambda ids, *sizes: _sent(ids, *sizes),
+    "counts": lambda ids, groups, share, owners, *sizes: _sent(ids, groups, share, owners, *sizes).new_empty(
+        owners, sizes[0], -(-groups // owners), dtype=torch.int32
+    ),
+    "received": lambda counts, capacity: counts.new_empty(
+        counts.shape[0], counts.shape[1] * capacity, dtype=torch.int64
+    ),
+    "pack": lambda x, slots, ids, share: x.new_empty([slots.numel(), *x.shape[1:]]),
+    "unpack": lambda rows, slots, ids: rows.new_empty([ids.shape[0], *rows.shape[1:]]),
+    "arrange": lambda x, order: torch.empty_like(x, memory_format=torch.contiguous_format),
+    "restore": lambda rows, order: torch.empty_like(rows, memory_format=torch.contiguous_format),
+    "known": lambda rows, ends: torch.empty_like(rows, memory_format=torch.contiguous_format),
+    "of_group": lambda table, ends, order: table.new_empty([order.numel(), *table.shape[1:]]),
+    "group_sums": lambda rows, ends, groups: rows.new_empty([groups, *rows.shape[1:]]),
+    "grouped_mm": lambda rows, weight, ends, among=1: rows.new_empty(rows.shape[0], weight.shape[2]),
+    "grouped_outer": lambda rows, gradient, ends, groups, among: rows.new_empty(
+        groups, rows.shape[1], gradient.shape[1]
+    ),
 }
 
 
@@ -110,10 +232,19 @@ def _define(body: Callable[..., Tensor], expands: bool = True) -> Any:
     return overload
 
 
+spread = _define(_spread)
 order = _define(_order)
 ends = _define(_ends)
 rows = _define(_rows)
 unorder = _define(_unorder)
+sends = _define(_sends)
+counts = _define(_counts)
+received = _define(_received)
+pack = _define(_pack)
+unpack = _define(_unpack)
+arrange = _define(_arrange)
+restore = _define(_restore)
+known = _define(_known)
 of_group = _define(_of_group)
 group_sums = _define(_group_sums)
 grouped_mm = _define(_grouped_mm, expands=False)
@@ -141,14 +272,26 @@ def _rows_backward(gradient: Tensor, needed: Any, x: Tensor, order_: Tensor, sha
     return (by_slot.unflatten(0, (-1, share)).sum(1) if share > 1 else by_slot,)
 
 
-def _grouped_mm_backward(gradient: Tensor, needed: Any, rows_: Tensor, weight: Tensor, ends_: Tensor) -> tuple:
-    along_rows = grouped_mm(gradient, weight.transpose(1, 2), ends_) if needed[0] else None
-    return along_rows, grouped_outer(rows_, gradient, ends_) if needed[1] else None
+def _pack_backward(gradient: Tensor, needed: Any, x: Tensor, slots: Tensor, ids: Tensor, share: int) -> tuple:
+    by_slot = unpack(gradient, slots, ids)
+    return (by_slot.unflatten(0, (-1, share)).sum(1) if share > 1 else by_slot,)
+
+
+def _grouped_mm_backward(
+    gradient: Tensor, needed: Any, rows_: Tensor, weight: Tensor, ends_: Tensor, among: int = 1
+) -> tuple[Tensor | None, ...]:
+    along_rows = grouped_mm(gradient, weight.transpose(1, 2), ends_, among) if needed[0] else None
+    return along_rows, grouped_outer(rows_, gradient, ends_, weight.shape[0], among) if needed[1] else None
 
 
 _gradient(rows, _rows_backward)
 _gradient(unorder, lambda gradient, needed, given, order_: (rows(gradient, order_, 1),))
-_gradient(of_group, lambda gradient, needed, table, ends_, order_: (group_sums(gradient, ends_),))
+_gradient(pack, _pack_backward)
+_gradient(unpack, lambda gradient, needed, given, slots, ids: (pack(gradient, slots, ids, 1),))
+_gradient(arrange, lambda gradient, needed, given, order_: (restore(gradient, order_),))
+_gradient(restore, lambda gradient, needed, given, order_: (arrange(gradient, order_),))
+_gradient(known, lambda gradient, needed, given, ends_: (known(gradient, ends_),))
+_gradient(of_group, lambda gradient, needed, table, ends_, order_: (group_sums(gradient, ends_, table.shape[0]),))
 _gradient(grouped_mm, _grouped_mm_backward)
 
-IN_ANY_ORDER = frozenset({order, rows, of_group})  # rows of their results are sorted on each rank by itself
+IN_ANY_ORDER = frozenset({order, rows, of_group, arrange})  # rows of their results are sorted on each rank by itself

@@ -11,8 +11,10 @@ from torch import Tensor, fx
 
 from passes.program import ir
 from passes.program.builder import Builder, Emit
+from passes.program.mesh import Mesh
 from passes.program.spec import Spec
 
+SPREAD = "experts"  # stands for the axes that experts are spread over
 Names = tuple[str, ...]  # the factors of one dim, major to minor; () for a dim of size one
 
 
@@ -29,11 +31,14 @@ class Rule:
     moves     the result is the operand's own entries, rearranged: conversions may hoist above it
     resize    rewrites size arguments for local shapes: (args, local result shape) -> args
     emit      builds the local node where a plain call of the operator is not enough
-    only      factors that may be sharded on these axes alone
+    only      factors that may be sharded on these axes alone; `SPREAD` are those that experts are spread over
     columns   matrices that the kernel takes only if each of their columns is in one piece
     leads     factor -> the operand that says on which axes it is sharded, for it cannot be converted
     terms     operand -> factor on whose axes it must be a partial sum: a rank's own share of a count, say
     repeats   the result has entries of operand 0 several times: copies are made varying before, gradients reduced after
+    puts      factors of the result that are sharded over the axes that experts are spread over
+    rides     factor -> another, on whose axes it is sharded as well
+    splits    a factor that is sharded over all axes that experts are spread over, its sequence where it is not yet
     """
 
     operands: tuple[tuple[Names, ...], ...]
@@ -53,10 +58,14 @@ class Rule:
     leads: Mapping[str, int] = field(default_factory=dict)
     terms: Mapping[int, str] = field(default_factory=dict)
     repeats: bool = False
+    puts: frozenset[str] = frozenset()
+    rides: Mapping[str, str] = field(default_factory=dict)
+    splits: str = ""
 
-    def may_shard(self, factor: str, axis: str) -> bool:
+    def may_shard(self, factor: str, axis: str, mesh: Mesh) -> bool:
         """Whether the operator can run with the factor sharded on the axis."""
-        return factor not in self.whole and axis in self.only.get(factor, (axis,))
+        axes = self.only.get(factor, (axis,))
+        return factor not in self.whole and (axis in axes or SPREAD in axes and axis in mesh.experts)
 
 
 RuleMaker = Callable[[fx.Node], Rule]

@@ -97,6 +97,21 @@ class Atoms:
         return atom.split(".#")[0]
 
 
+def borne(atoms: Atoms, names: Iterable[str]) -> set[str]:
+    """The atoms of a tensor: those that its dims name, and those on which factors of it ride."""
+    mine = set(names)
+    leaders = {leader for rider, leader in atoms.rule.rides.items() if rider in mine}
+    return mine | {atom for atom in atoms.sizes if atoms.origin(atom) in leaders}
+
+
+def ride(atoms: Atoms, axes: Mapping[str, tuple[str, ...]], mesh: Mesh) -> dict[str, tuple[str, ...]]:
+    """The axes of each factor that rides on others."""
+    return {
+        rider: mesh.together(a for atom in atoms.sizes if atoms.origin(atom) == leader for a in axes.get(atom, ()))
+        for rider, leader in atoms.rule.rides.items()
+    }
+
+
 def refine(rule: Rule, specs: Sequence[Sequence[Dim]], order: Sequence[int], mesh: Mesh) -> Atoms:
     """Split the rule's factors where the operands' specs do; operands earlier in `order` win disagreements."""
     parts: dict[str, list[int]] = {name: [size] for name, size in rule.sizes.items()}

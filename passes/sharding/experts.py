@@ -1,30 +1,37 @@
 """Find what sorts rows by expert and puts them back, and write it in operators whose rows may lie in any order.
 
-    _, perm = sort(ids)                          order = ct::order(ids, E, k)
+    _, perm = sort(ids)                          ids = ct::spread(ids, E, D)
+                                                 order = ct::order(ids, E / D, k)
     rows = x[perm // k]                          rows = ct::rows(x, order, k)
-    ends = cumsum(histc(ids))              ->    ends = ct::ends(ids, E, k)
+    ends = cumsum(histc(ids))              ->    ends = ct::ends(ids, E / D, k)
     y = act(grouped_mm(rows, w, ends))           y = act(ct::grouped_mm(rows, w, ends))
     out = y[inverse of perm]                     out = ct::unorder(y, order)
 
-Written so, each rank sorts the rows of its own tokens; as it stands, a sort needs them all. That is right only if
-nothing in between minds the order: by its rule every operator there treats each row by itself. Where
-something does mind, the report says what, and the model's own operators stay.
+Written so, each rank sorts the rows of its own tokens; as it stands, a sort needs them all. Experts that are spread
+over D ranks (`mesh.ep`) have D owners, each of which sorts what goes to its own, of all tokens.
+
+That is right only if nothing in between minds the order: by its rule every operator there treats each row by itself.
+Where something does mind, the report says what, and the model's own operators stay.
 """
 
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import fx
 
 from passes.program import ir, routed
+from passes.program.spec import Spec
 from passes.rules import name_of, rule_of, tensor_operands
+from passes.sharding.dispatch import Dispatch, Exchange, Routed, Way, choose, new
+from passes.sharding.infer import experts_of
 from passes.sharding.normalize import drops
 
 aten = torch.ops.aten
+DROPPED = "dropped_rows"  # the metric that counts rows which found no room
 PRODUCTS = ("_grouped_mm", "transformers::grouped_mm_fallback", "ct::grouped_mm")
 SHAPED = ("empty_like", "zeros_like", "new_empty", "new_zeros")  # take no more than the shape
 SAME = ("_to_copy", "alias", "detach", "clone")
@@ -33,6 +40,10 @@ SAME = ("_to_copy", "alias", "detach", "clone")
 # them, which of the experts each is, how many each has, their running sum; rows
 Kind = Literal["permutation", "tokens", "sorted", "inverse", "ids", "column", "hits", "counts", "ends", "rows"]
 COUNTING = ("ids", "column", "hits", "counts", "ends")  # what comes of them is the same in any order
+
+
+Written = Literal["there", "back", "product", "by expert"]  # what is written in place of a node
+AT_SIZE = ("view", "reshape", "_unsafe_view", "expand")  # operators that are told the shape of their result
 
 
 class Minds(Exception):
@@ -48,7 +59,7 @@ class Region:
     share: dict[fx.Node, int] = field(default_factory=dict)  # of tokens: how many rows each has
     unsorted: set[fx.Node] = field(default_factory=set)  # ids as they came, and what counts them
     groups: int = 0
-    written: dict[fx.Node, tuple[Any, tuple[Any, ...]]] = field(default_factory=dict)
+    written: dict[fx.Node, Written] = field(default_factory=dict)
 
     @property
     def ids(self) -> fx.Node:
@@ -67,15 +78,22 @@ class Region:
 
 @dataclass(frozen=True)
 class Experts:
-    """Write rows sorted by expert in operators that each rank runs on the rows of its own tokens."""
+    """Write rows sorted by expert in operators that each rank runs on the rows of its own tokens.
 
+    `dispatch` is how rows get to experts that are spread over ranks; a bounded buffer has room for `capacity_factor`
+    even shares.
+    """
+
+    dispatch: Way = "auto"
+    capacity_factor: float = 1.25
     name: str = "experts"
     requires: frozenset[str] = frozenset({"captured", "normalized"})
     establishes: frozenset[str] = frozenset()
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
-        notes, found, met = [], 0, set[fx.Node]()
+        notes, found, met, dropped = [], 0, set[fx.Node](), None
+        owners = program.mesh[program.mesh.experts_over] if program.mesh.experts_over else 1
         for node in list(program.calls()):
             if node in met or not is_sort_of_ids(node):
                 continue
@@ -86,11 +104,41 @@ class Experts:
                 continue
             met.update(region.kinds)
             if region.groups:
-                rewrite(region, ctx)
+                slots = Routed(region.ids, region.groups, max(region.share.values(), default=1), owners)
+                traffic, why = choose(self.dispatch, self.capacity_factor, slots, program)
+                notes += [f"%{node.name} ({ir.source(node)}): {traffic.kind}: {why}"] if why else []
+                dispatch = traffic.dispatch(slots, region.sort, ctx)
+                if isinstance(dispatch, Exchange) and traffic.kind == "bounded":
+                    dropped = add(dropped, dispatch.dropped(region.sort), region.sort, ctx)
+                rewrite(region, dispatch, ctx)
                 found += 1
+        if owners > 1:
+            refuse_unspread(program, found, notes)
+        program = program if dropped is None else with_metric(program, DROPPED, dropped)
         program.graph.eliminate_dead_code()
         program.module.recompile()
         return program, ir.Report({"sorted by expert": found}, tuple(notes))
+
+
+def refuse_unspread(program: ir.Program, found: int, notes: list[str]) -> None:
+    """Raises Refused where experts are to be spread and there are none, or some whose rows mind their order."""
+    left = [n for n in program.calls() if name_of_operator(n) in PRODUCTS and n.args[2].target is not routed.ends]  # type: ignore[union-attr]
+    if left:
+        why = "; ".join(notes) or "nothing sorts its rows by expert"
+        raise ir.Refused("experts", left[0], f"mesh.ep: these experts cannot be spread: {why}")
+    if not found and not experts_of(program):
+        raise ir.Refused("experts", None, "mesh.ep: there are no experts to spread: nothing sorts rows by expert")
+
+
+def add(total: fx.Node | None, term: fx.Node, before: fx.Node, ctx: ir.Context) -> fx.Node:
+    """The sum so far, layer by layer."""
+    return term if total is None else new(before, torch.ops.aten.add.Tensor, (total, term), ctx)
+
+
+def with_metric(program: ir.Program, name: str, value: fx.Node) -> ir.Program:
+    """The program with a number among what it returns."""
+    program.graph.output_node().args = ((*program.results(), value),)
+    return replace(program, outputs=(*program.outputs, ir.Output(name, "metric", Spec(()))))
 
 
 def is_sort_of_ids(node: fx.Node) -> bool:
@@ -100,6 +148,11 @@ def is_sort_of_ids(node: fx.Node) -> bool:
     ids, down = ir.example(node.args[0]), argument(node, "descending", False)  # type: ignore[arg-type]
     used = any(user.target is operator.getitem and user.args[1] == 1 and user.users for user in node.users)
     return ids.dim() == 1 and not ids.is_floating_point() and not down and used
+
+
+def name_of_operator(node: fx.Node) -> str:
+    """The name of an operator, empty of what is none (a part of a tuple)."""
+    return name_of(node) if hasattr(node.target, "_schema") else ""
 
 
 def argument(node: fx.Node, name: str, default: Any = None) -> Any:
@@ -129,7 +182,7 @@ def follow(sort: fx.Node) -> Region:
 def classify(region: Region, node: fx.Node) -> None:
     """Say what a node is that reads something of the region, and what it becomes; raises Minds."""
     kinds = [region.kind(n) for n in node.all_input_nodes]
-    name = name_of(node) if hasattr(node.target, "_schema") else ""
+    name = name_of_operator(node)
     first = region.kind(node.args[0])
     if name in SHAPED and first != "rows":
         return
@@ -201,10 +254,7 @@ def product(region: Region, node: fx.Node) -> None:
         raise Minds(f"%{node.name} ({ir.source(node)}) has {groups} experts, others {region.groups}")
     region.groups = groups
     region.kinds[node] = "rows"
-    region.written[node] = routed.grouped_mm, (given, weight, ENDS)
-
-
-ORDER, ENDS = object(), object()  # stand for nodes that are not there yet
+    region.written[node] = "product"
 
 
 def look_up(region: Region, node: fx.Node) -> None:
@@ -215,11 +265,11 @@ def look_up(region: Region, node: fx.Node) -> None:
         share = region.share.get(index, 1)
         if share * size != region.size:
             raise Minds(f"%{node.name} ({ir.source(node)}) looks {region.size} rows up in {size}, {share} for each")
-        region.kinds[node], region.written[node] = "rows", (routed.rows, (table, ORDER, share))
+        region.kinds[node], region.written[node] = "rows", "there"
     elif kind == "ids" and not region.kind(table):
-        region.kinds[node], region.written[node] = "rows", (routed.of_group, (table, ENDS, ORDER))
+        region.kinds[node], region.written[node] = "rows", "by expert"
     elif kind == "inverse" and region.kind(table) == "rows":
-        region.written[node] = routed.unorder, (table, ORDER)
+        region.written[node] = "back"
     else:
         raise Minds(f"%{node.name} ({ir.source(node)}) looks them up otherwise")
 
@@ -240,7 +290,7 @@ def put(region: Region, node: fx.Node) -> None:
     written_whole = [region.kind(i) for i in indices] == ["permutation"] and not argument(node, "accumulate", False)  # type: ignore[union-attr]
     if written_whole and ir.example(over).shape[0] == region.size:  # type: ignore[arg-type]
         if region.kind(value) == "rows":
-            region.written[node] = routed.unorder, (value, ORDER)
+            region.written[node] = "back"
             return
         if isinstance(value, fx.Node) and counts_up(value) and ir.example(value).shape == (region.size,):
             region.kinds[node] = "inverse"
@@ -276,26 +326,42 @@ def by_row(region: Region, node: fx.Node) -> bool:
 # ---- what is written instead ---------------------------------------------------------------------------------
 
 
-def rewrite(region: Region, ctx: ir.Context) -> None:
+def rewrite(region: Region, dispatch: Dispatch, ctx: ir.Context) -> None:
     """Put the operators of `routed` in the place of the model's."""
-    of_all = region.ids, region.groups, max(region.share.values(), default=1)
-    order, ends = (new(region.sort, target, of_all, ctx) for target in (routed.order, routed.ends))
-    given = {ORDER: order, ENDS: ends}
-    for node, (target, args) in region.written.items():
-        instead = new(node, target, tuple(given.get(a, a) if not isinstance(a, int) else a for a in args), ctx)
+    for node in [n for n in region.sort.graph.nodes if n in region.written or region.kinds.get(n) == "rows"]:
+        if node not in region.written:
+            resize(node, dispatch.size, ctx)
+            continue
+        instead = write(region.written[node], node, dispatch, ctx)
         node.replace_all_uses_with(instead)
         node.graph.erase_node(node)
-        given[node] = instead
     for part, kind in region.kinds.items():
         if kind == "ids" and part.target is operator.getitem:
             part.replace_all_uses_with(region.ids)  # counts are the same of ids in any order
 
 
-def new(before: fx.Node, target: Any, args: tuple[Any, ...], ctx: ir.Context) -> fx.Node:
-    """An operator in the graph before another, of whose origin it is."""
-    with before.graph.inserting_before(before):
-        node = before.graph.call_function(target, args)
+def write(what: Written, node: fx.Node, dispatch: Dispatch, ctx: ir.Context) -> fx.Node:
+    """What stands in place of a node."""
+    match what:
+        case "there":
+            table, index = looked_up(node)
+            return dispatch.there(node, table, ir.example(index).shape[0] // ir.example(table).shape[0])
+        case "back":
+            rows = node.args[2] if name_of(node) == "index_put" else node.args[0]
+            return dispatch.back(node, rows)  # type: ignore[arg-type]
+        case "product":
+            return new(node, routed.grouped_mm, (*node.args[:2], dispatch.ends, dispatch.among), ctx)
+        case "by expert":
+            return new(node, routed.of_group, (looked_up(node)[0], dispatch.ends, dispatch.order), ctx)
+
+
+def resize(node: fx.Node, rows: int, ctx: ir.Context) -> None:
+    """Let an operator run on the rows of all owners, which may be more than there are slots."""
+    value = ir.value(node)
+    if isinstance(value, torch.Tensor) and value.shape[0] == rows:
+        return
+    if name_of_operator(node) in AT_SIZE:
+        node.args = (node.args[0], [rows, *value.shape[1:]], *node.args[2:])
     with ctx.fake_mode, torch.no_grad():
-        ir.set_value(node, target(*fx.map_arg(args, ir.value)))
-    ir.copy_origin(node, before)
-    return node
+        args, kwargs = fx.map_arg((node.args, node.kwargs), ir.value)
+        ir.set_value(node, node.target(*args, **kwargs))  # type: ignore[operator]

@@ -71,6 +71,20 @@ def infer(program: ir.Program, parts: int) -> Plan:
     return {names[node]: blocks for node, blocks in sorted(finder.found.items(), key=lambda item: names[item[0]])}
 
 
+def experts_of(program: ir.Program) -> dict[str, int]:
+    """Parameter name -> the dim that counts experts.
+
+    That are parameters used by expert of sorted rows, and those of products by expert of which the sum is taken: a
+    mixture that sends all tokens through all experts.
+    """
+    finder, found = _Finder(program, 1), dict[str, int]()
+    names = {node: given.name for node, given in zip(program.placeholders(), program.inputs)}
+    for operand, dim in (pair for node in program.calls() for pair in finder.by_expert(node)):
+        if (root := finder.root(operand)) is not None:
+            found[names[root]] = finder.dim_of_root(operand, dim)
+    return found
+
+
 class _Finder:
     def __init__(self, program: ir.Program, parts: int):
         self.parts, self.found = parts, dict[fx.Node, Blocks]()
@@ -93,6 +107,19 @@ class _Finder:
             if len(free) == 1:
                 dim = next(d for d, dim in enumerate(names) if free[0] in dim)
                 self.split(operand, dim, (node, free[0]))
+
+    def by_expert(self, node: fx.Node) -> list[tuple[fx.Node, int]]:
+        """(operand, its dim that counts experts) of an operator that uses weights by expert."""
+        name = name_of(node) if hasattr(node.target, "_schema") else ""
+        if name in ("ct::grouped_mm", "ct::of_group"):
+            rule = rule_of(node)
+            pairs = zip(tensor_operands(node), rule.operands)
+            return [(x, d) for x, dims in pairs for d, names in enumerate(dims) if set(names) & rule.rides.keys()]
+        if name != "bmm" or sum(self.root(x) is not None for x in tensor_operands(node)) != 1:
+            return []
+        trail = self.follow(node, Blocks(0, 1, ir.example(node).shape[0], 1), {})
+        summed = trail is not None and trail.folded and not trail.contracted and trail.part[0] == trail.part[2] == 1
+        return [(x, 0) for x in tensor_operands(node) if self.root(x) is not None] if summed else []
 
     def products(self, node: fx.Node) -> list[tuple[fx.Node, tuple]]:
         """Matrices of a product, or one of each expert, with their factors."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -283,7 +283,8 @@ class Partitioner:
             return x
         if i in rule.safe and spec.fill != rule.safe[i]:
             return self.builder.fill_padding(x, spec, rule.safe[i])
-        if (spec.fill != rule.needs or rule_is_fold(rule)) and (folded := self.folded_padding(i, spec, rule)):
+        stops_gradient = rule_is_fold(rule) and ir.example(x).is_floating_point()
+        if (spec.fill != rule.needs or stops_gradient) and (folded := self.folded_padding(i, spec, rule)):
             return self.builder.fill_padding(x, spec, rule.needs, folded)
         return x
 
@@ -294,7 +295,7 @@ class Partitioner:
         return [
             d
             for d, (names, dim) in enumerate(zip(rule.operands[i], spec.dims))
-            if any(n in rule.reduced for n in names) and any(f.padded(self.program.mesh) for f in dim)
+            if any(f.padded(self.program.mesh) for f in factors_of(names, dim, rule, self.program.mesh))
         ]
 
     # -- versions of a value ----------------------------------------------------------------------
@@ -343,7 +344,7 @@ class Partitioner:
         """What repeats entries, of a copy that varies already: its gradient is then reduced once an entry."""
         decision = self.plan.decisions[node]
         first, *others = zip(tensor_operands(node), decision.operands, strict=True)
-        below = replace(first[1], varying=wanted.varying)
+        below = replace(first[1], varying=tuple(dict.fromkeys((*first[1].varying, *wanted.varying))))
         values = [self.version(n, spec, node.name) for n, spec in ((first[0], below), *others)]
         new = self.emit_on(node, decision, values, [wanted])
         ir.set_spec(new, wanted)
@@ -388,6 +389,14 @@ def over_names(dim: Dim, sizes: Sequence[int], mesh: Mesh) -> list[Sequence[Fact
             mine.append(next(supply))
         found.append(mine or [Factor(1)])
     return found
+
+
+def factors_of(names: Sequence[str], dim: Dim, rule: Rule, mesh: Mesh) -> Iterable[Factor]:
+    """Those factors of a dim of which an operator folds some away."""
+    over = over_names(dim, [rule.sizes[n] for n in names], mesh)
+    if over is None:
+        return dim if any(n in rule.reduced for n in names) else ()
+    return (factor for name, factors in zip(names, over) for factor in factors if name in rule.reduced)
 
 
 def rule_is_fold(rule: Rule) -> bool:

@@ -21,7 +21,7 @@ import torch
 from passes.program import ir
 from passes.program.mesh import BATCH_AXES, SEQUENCE_AXIS, Mesh
 from passes.program.spec import Dim, Factor, Spec
-from passes.sharding.infer import Blocks, infer
+from passes.sharding.infer import Blocks, experts_of, infer
 
 aten = torch.ops.aten
 LABELS = ("batch", "sequence")
@@ -56,10 +56,19 @@ def split_blocks(spec: Spec, blocks: Blocks, axis: str) -> Spec:
     return replace(spec, dims=(*spec.dims[: blocks.dim], dim, *spec.dims[blocks.dim + 1 :]))
 
 
+def split_dim(spec: Spec, d: int, axis: str) -> Spec:
+    """The tensor with a dim also split over the axis."""
+    return replace(spec, dims=tuple(add_axis(dim, axis) if i == d else dim for i, dim in enumerate(spec.dims)))
+
+
 def fsdp_dim(spec: Spec, shape: tuple[int, ...]) -> int:
-    """The dim that FSDP splits: the first, unless its shards are blocks (heads), where another has no such cut."""
+    """The dim that FSDP splits: the first, unless its shards are blocks (heads), where another has no such cut.
+
+    Experts that are spread are split in another dim.
+    """
     plain = [d for d, dim in enumerate(spec.dims) if len(dim) == 1 and shape[d] > 1]
-    return plain[0] if plain else 0
+    whole = [d for d in plain if set(spec.dims[d][0].axes) <= {"tp"}]
+    return (whole or plain or [0])[0]
 
 
 @dataclass(frozen=True)
@@ -75,8 +84,11 @@ class Place:
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         unmatched = set(self.plan or ())
         inferred = infer(program, program.mesh["tp"]) if "tp" in program.mesh.axes else {}
+        experts = experts_of(program) if program.mesh.experts else {}
+        if "tp" in program.mesh.experts:
+            inferred = {name: blocks for name, blocks in inferred.items() if name not in experts}
         program = replace(program, mesh=fold(program))
-        inputs = tuple(self.place(given, program.mesh, unmatched, inferred) for given in program.inputs)
+        inputs = tuple(self.place(given, program.mesh, unmatched, inferred, experts) for given in program.inputs)
         if unmatched:
             raise ir.Refused(
                 "place", None, f"passes.shard.plan: no parameter is named like {', '.join(sorted(unmatched))}"
@@ -87,7 +99,14 @@ class Place:
         program = replace(program, inputs=inputs, facts=program.facts | self.establishes)
         return program, ir.Report(changes, notes)
 
-    def place(self, given: ir.Input, mesh: Mesh, unmatched: set[str], inferred: Mapping[str, Blocks]) -> ir.Input:
+    def place(
+        self,
+        given: ir.Input,
+        mesh: Mesh,
+        unmatched: set[str],
+        inferred: Mapping[str, Blocks],
+        experts: Mapping[str, int],
+    ) -> ir.Input:
         """One input with its placement."""
         if given.kind == "batch":
             return replace(given, spec=place_batch(given.spec.shape, mesh))
@@ -100,15 +119,21 @@ class Place:
             spec = self.apply(given, spec, self.plan[pattern], mesh, inferred.get(given.name))
         elif self.plan is None and given.name in inferred:
             spec = split_blocks(spec, inferred[given.name], "tp")
-        return replace(given, spec=self.store(spec, mesh))
+        if given.name not in experts:
+            return replace(given, spec=self.store(spec, mesh, mesh.stored_over))
+        if twice := [axis for axis in spec.sharded if axis in mesh.experts]:
+            fix = f"mesh.ep spreads experts over it already; leave {twice[0]} out"
+            raise ir.Refused("place", None, f"passes.shard.plan: {given.name} is sharded on {twice[0]}, but {fix}")
+        spec = split_dim(spec, experts[given.name], mesh.experts_over)  # type: ignore[arg-type]
+        left = [axis for axis in mesh.over(mesh.stored_over or "fsdp") if axis not in mesh.experts]
+        return replace(given, spec=self.store(spec, mesh, left[0] if left else None))
 
-    def store(self, spec: Spec, mesh: Mesh) -> Spec:
+    def store(self, spec: Spec, mesh: Mesh, axis: str | None) -> Spec:
         """The parameter in shards, unless it is too small for that."""
-        axis, size = mesh.stored_over, math.prod(spec.shape)
+        size = math.prod(spec.shape)
         if axis is None or size == 1 or size < self.min_shard_elements:
             return spec
-        d = fsdp_dim(spec, spec.shape)
-        return replace(spec, dims=tuple(add_axis(dim, axis) if i == d else dim for i, dim in enumerate(spec.dims)))
+        return split_dim(spec, fsdp_dim(spec, spec.shape), axis)
 
     def apply(
         self, given: ir.Input, spec: Spec, sharding: Mapping[str, int], mesh: Mesh, blocks: Blocks | None
@@ -129,5 +154,5 @@ class Place:
             if axis == "tp" and axis in mesh.axes and blocks is not None and blocks.dim == d:
                 spec = split_blocks(spec, blocks, axis)
             elif axis in mesh.axes:
-                spec = replace(spec, dims=tuple(add_axis(x, axis) if i == d else x for i, x in enumerate(spec.dims)))
+                spec = split_dim(spec, d, axis)
         return spec

@@ -1,10 +1,10 @@
 """Decide, operator by operator, how each tensor is placed: one forward sweep over the global graph.
 
 On each mesh axis an operator shards at most one factor of its rule. Where operands disagree,
-`dp_*` and `cp` axes keep the activations and move the weights, `tp` and `ep` axes keep the weights and
-move the activations; what is left goes to the cheaper side by bytes. A partial sum is carried through
-linear operators that alone use it and reduced before anything else: into shards of the sequence
-where sequence parallelism is on (or of whatever dim the other operands shard), else into a full copy.
+`dp_*` and `cp` axes keep the activations and move the weights, `tp` keeps the weights and moves the activations, as
+those do that experts are spread over where the weights are experts'; what is left goes to the cheaper side by bytes. A
+partial sum is carried through linear operators that alone use it and reduced before anything else: into shards of the
+sequence where sequence parallelism is on (or of whatever dim the other operands shard), else into a full copy.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from passes.program.mesh import WEIGHT_AXES, Mesh
 from passes.program.rewrite import layout
 from passes.program.spec import Factor, Spec
 from passes.rules import Rule, opaque, rule_of, tensor_operands
-from passes.sharding.atoms import Atoms, merge_dim, refine
+from passes.sharding.atoms import Atoms, borne, merge_dim, refine, ride
 from passes.sharding.custom import Placed, place_forward
+from passes.sharding.infer import experts_of
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Plan:
     produced: dict[fx.Node, Any] = field(default_factory=dict)  # Spec, or a tuple of them
     reduced: dict[fx.Node, Spec] = field(default_factory=dict)
     weights: set[fx.Node] = field(default_factory=set)
+    experts: set[fx.Node] = field(default_factory=set)  # those of them that are experts'
     reasons: dict[tuple[fx.Node, str], str] = field(default_factory=dict)
 
     def current(self, node: fx.Node) -> Spec:
@@ -56,10 +58,13 @@ def propagate(program: ir.Program, sequence_parallel: bool, ctx: ir.Context) -> 
     """The placements of every tensor of a captured program whose inputs have theirs."""
     plan = Plan()
     sweep = _Sweep(plan, program.mesh, sequence_parallel, ctx)
+    experts = experts_of(program) if program.mesh.experts else {}
     for node, given in zip(program.placeholders(), program.inputs, strict=True):
         plan.produced[node] = given.spec
         if given.kind in ("parameter", "buffer"):
             plan.weights.add(node)
+        if given.name in experts:
+            plan.experts.add(node)
     for node in program.calls():
         sweep.visit(node)
     for node, output in zip(program.results(), program.outputs, strict=True):
@@ -85,6 +90,7 @@ class _Sweep:
         operands = tensor_operands(node)
         if all(n in self.plan.weights for n in operands):
             self.plan.weights.add(node)
+            self.plan.experts |= {node} if any(n in self.plan.experts for n in operands) else set()
         if function := function_of(node):
             self.visit_function(node, function, operands)
             return
@@ -122,17 +128,24 @@ class _Sweep:
         for i, (dims, held) in enumerate(zip(atoms.operands, atoms.held)):
             for names, factors in zip(dims, held):
                 for name, factor in zip(names, factors or ()):
-                    if axis in self.over(factor.axes) and atoms.rule.may_shard(atoms.origin(name), axis):
+                    if axis in self.over(factor.axes) and atoms.rule.may_shard(atoms.origin(name), axis, self.mesh):
                         found.setdefault(name, []).append(i)
         return found
 
     def choose(self, axis: str, node: fx.Node, operands: Sequence[fx.Node], atoms: Atoms) -> str | None:
         """The atom that the operator shards on the axis, or None."""
+        if atoms.rule.puts and axis in self.mesh.experts:
+            return next(iter(atoms.rule.puts))
         found = self.candidates(axis, atoms)
         led = {atom: i for atom in found if (i := atoms.rule.leads.get(atoms.origin(atom))) is not None}
         found = {atom: i for atom, i in found.items() if atom not in led or led[atom] in i}
         if taken := [atom for atom in found if atom in led]:
             return taken[0]
+        if axis in self.mesh.experts:
+            if atoms.rule.splits and not found:
+                return self.sequence_of(atoms.rule.splits, node, axis, atoms)
+            if stays := [atom for atom, i in found.items() if any(operands[k] in self.plan.experts for k in i)]:
+                return stays[0]
         is_weight = [n in self.plan.weights for n in operands]
         if axis not in WEIGHT_AXES and not all(is_weight):
             found = {atom: i for atom, i in found.items() if not all(is_weight[k] for k in i)}
@@ -148,6 +161,16 @@ class _Sweep:
             why = "weights stay" if axis in WEIGHT_AXES else "activations stay"
             self.plan.reasons[node, axis] = f"{why} on {axis}: keeps {best} of {', '.join(found)}"
         return best
+
+    def sequence_of(self, factor: str, node: fx.Node, axis: str, atoms: Atoms) -> str:
+        """The atom of a factor that is the sequence; raises Refused if there is none."""
+        for dims, held in zip(atoms.operands, atoms.held):
+            for names, factors in zip(dims, held):
+                for name, piece in zip(names, factors or ()):
+                    if piece.label == "sequence" and atoms.origin(name) == factor:
+                        return name
+        fix = "no dim of them is known as their sequence; set passes.moe.dispatch=all_gather"
+        raise ir.Refused("shard", node, f"tokens are to be split over {axis}: {fix}")
 
     def over(self, names: Iterable[str]) -> list[str]:
         """The axes of the mesh that axes are made of."""
@@ -182,7 +205,7 @@ class _Sweep:
         for i in sorted(partial):
             for names, factors in zip(atoms.operands[i], atoms.held[i]):
                 for name, factor in zip(names, factors or ()):
-                    if factor.label == "sequence" and atoms.rule.may_shard(atoms.origin(name), axis):
+                    if factor.label == "sequence" and atoms.rule.may_shard(atoms.origin(name), axis, self.mesh):
                         return name
         return None
 
@@ -248,7 +271,9 @@ class _Sweep:
             for names, factors in zip(dims, held):
                 for name, factor in zip(names, factors or ()):
                     chosen[name] = self.as_held(chosen[name], factor.axes)
-        return chosen
+        if self.mesh.experts_over:
+            chosen |= {name: (self.mesh.experts_over,) for name in atoms.rule.puts}
+        return chosen | ride(atoms, chosen, self.mesh)
 
     def as_held(self, chosen: tuple[str, ...], held: tuple[str, ...]) -> tuple[str, ...]:
         """The chosen axes, first those that an operand holds, as it holds them."""
@@ -259,7 +284,7 @@ class _Sweep:
 
     def operand_spec(self, i: int, atoms: Atoms, axes, labels, choice, states) -> Spec:
         """The placement needed of operand `i`: shards of the chosen atoms, varying where it lacks the atom."""
-        names = {name for dim in atoms.operands[i] for name in dim}
+        names = borne(atoms, (name for dim in atoms.operands[i] for name in dim))
         varying, partial = [], []
         for axis in self.mesh.axes:
             if choice[axis] in names:
@@ -272,7 +297,7 @@ class _Sweep:
 
     def result_spec(self, dims, atoms: Atoms, axes, labels, choice, states) -> Spec:
         """The placement of a result: partial on the axes of vanished atoms or carried sums, else as the operands."""
-        names = {name for dim in dims for name in dim}
+        names = borne(atoms, (name for dim in dims for name in dim))
         varying, partial = [], []
         for axis in self.mesh.axes:
             atom = choice[axis]

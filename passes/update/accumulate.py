@@ -17,7 +17,7 @@ from passes.update.optimize import Appender
 
 @dataclass(frozen=True)
 class Accumulate:
-    """Add each gradient to an accumulator in place; outputs keep the loss only."""
+    """Add each gradient to an accumulator in place; outputs keep the loss and metrics."""
 
     name: str = "accumulate"
     requires: frozenset[str] = frozenset({"joint"})

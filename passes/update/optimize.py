@@ -238,14 +238,14 @@ class Optimize:
         return append.placeholder(name, val, Spec(())), ir.Input(name, kind, Spec(()))  # type: ignore[arg-type]
 
     def finish(self, program: ir.Program, append: Appender, inputs, norm: fx.Node) -> ir.Program:
-        """Return the loss and the norm; new values of buffers are stored in place."""
+        """Return the loss, metrics and the norm; new values of buffers are stored in place."""
         given = {i.name: n for n, i in zip(program.placeholders(), inputs) if i.kind == "buffer"}
         results, outputs = [], []
         for node, output in zip(program.results(), program.outputs):
             if output.kind == "buffer":
                 append.parameter = output.name
                 append.write(given[output.name], node)
-            elif output.kind == "loss":
+            elif output.kind in ("loss", "metric"):
                 results.append(node)
                 outputs.append(output)
         results.append(norm)

@@ -141,7 +141,7 @@ REFUSED = [
     (["mesh.tp.x=2"], "mesh.tp.x: no such option"),
     (["mesh=2"], "mesh: 2 is not a group of options; it has pp, dp_replicate, dp_shard, cp, tp, ep"),
     (["mesh.dp_shard=3"], "mesh: dp_shard=3 needs 3 ranks, not 1; change mesh.dp_shard or start 3 ranks"),
-    (["mesh.ep=2"], "mesh.ep: 2, but expert parallelism is not built yet; use 1"),
+    (["mesh.ep=2"], "mesh.ep: size is 2, experts are spread over the ranks of other axes; there is one rank"),
     (["+optim.lrr=2"], "optim.lrr: no such option; did you mean 'lr'?"),
     (["optim=adamv"], "optim: 'adamv' is not one of adamw, adamw8bit, adamwfp8, sgd; did you mean 'adamw'?"),
     (["optim.lr=abc"], "optim.lr: 'abc' is not a number"),

@@ -35,7 +35,8 @@ from triton.runtime import driver
 
 from compiler_trainer import models
 from compiler_trainer.config.options import build
-from compiler_trainer.config.schema import Config, LowerConfig, dry_world_size, validate
+from compiler_trainer.config.schema import Config, LowerConfig
+from compiler_trainer.config.validate import dry_world_size, validate
 from compiler_trainer.pipeline import DTYPES, build_pipeline
 from compiler_trainer.step.programs import Captured, Compilation, mesh_of
 from compiler_trainer.step.runtime import ProcessRanks

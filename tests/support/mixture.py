@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from looped import sliced_products
 from oracle import Batch
 from torch import Tensor, nn
 
@@ -12,10 +13,7 @@ WIDTH, INNER, TOP = 6, 5, 2
 
 def grouped(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """`F.grouped_mm` where it is captured; a loop of products on one device, where it takes no fp64."""
-    if torch.compiler.is_exporting():
-        return F.grouped_mm(rows, weight, offs=ends)
-    stops = ends.tolist()
-    return torch.cat([rows[a:b] @ w for a, b, w in zip([0, *stops], stops, weight, strict=False)])
+    return (F.grouped_mm if torch.compiler.is_exporting() else sliced_products)(rows, weight, offs=ends)
 
 
 def by_histogram(ids: Tensor, experts: int) -> Tensor:
@@ -79,7 +77,7 @@ class Mixture(nn.Module):
     def experts(self, x: Tensor) -> Tensor:
         """[N, WIDTH] of N tokens."""
         weights, ids = self.router(x).softmax(-1).topk(TOP)
-        ids = ids.reshape(-1)
+        weights, ids = self.weigh(weights, ids), ids.reshape(-1)
         share = of_the_unsorted(ids, self.up.shape[0]).double().mean(0).to(x.dtype)  # as for an auxiliary loss
         ids, perm = ids.sort()
         ends = self.counts(ids, self.up.shape[0]).cumsum(0, dtype=torch.int32)
@@ -88,6 +86,29 @@ class Mixture(nn.Module):
         rows = rows if self.bias is None else rows + self.bias[ids]
         rows = rows * weights.reshape(-1)[perm].unsqueeze(-1)
         return self.back(rows, perm).view(-1, TOP, WIDTH).sum(1) * (1 + share[0])
+
+
+    def weigh(self, weights: Tensor, ids: Tensor) -> Tensor:
+        return weights
+
+
+class Dropping(Mixture):
+    """What a mixture is that finds no room for rows beyond the first so many from a source to an owner."""
+
+    def __init__(self, sources: int, owners: int, capacity: int, **changes):
+        super().__init__(**changes)
+        self.sources, self.owners, self.capacity, self.dropped = sources, owners, capacity, 0
+
+    def weigh(self, weights: Tensor, ids: Tensor) -> Tensor:
+        keep = torch.ones(ids.numel(), dtype=torch.bool)
+        of_each = -(-self.up.shape[0] // self.owners)
+        for run in torch.arange(ids.numel()).chunk(self.sources):
+            by_expert = sorted(run.tolist(), key=lambda slot: int(ids.flatten()[slot]))
+            for owner in range(self.owners):
+                own = [slot for slot in by_expert if int(ids.flatten()[slot]) // of_each == owner]
+                keep[own[self.capacity :]] = False
+        self.dropped = int((~keep).sum())
+        return weights * keep.view_as(weights)
 
 
 def mixture(**changes) -> Mixture:

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from compiler_trainer import compile_step, models
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import Config, build, validate
+from compiler_trainer.config.schema import Config, build
+from compiler_trainer.config.validate import validate
 from compiler_trainer.step.ranks import rank, start_ranks, stop_ranks
 from compiler_trainer.train import CONF, INPUT_ERRORS, defaults, user_error
 from compiler_trainer.training.memory import PeakMemory

@@ -30,7 +30,8 @@ from compiler_trainer import data, models
 from compiler_trainer.capture.capture import LossFn, capture
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
-from compiler_trainer.config.schema import Config, MeshConfig, OptimConfig, PassesConfig, validate
+from compiler_trainer.config.schema import Config, MeshConfig, OptimConfig, PassesConfig
+from compiler_trainer.config.validate import validate
 from compiler_trainer.pipeline import DTYPES, Pipeline, build_pipeline
 from compiler_trainer.train import CONF, INPUT_ERRORS, defaults, user_error
 from compiler_trainer.training.trainer import peek

@@ -13,7 +13,6 @@ import yaml
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import (
-    UNSUPPORTED_AXES,
     Config,
     MeshConfig,
     ModelConfig,
@@ -21,10 +20,9 @@ from compiler_trainer.config.schema import (
     RopeScaling,
     build,
     load,
-    resolve_mesh,
     save,
-    validate,
 )
+from compiler_trainer.config.validate import UNSUPPORTED_AXES, resolve_mesh, validate
 
 MODELS = Path(__file__).parents[3] / "conf" / "model"
 EXPERTS = {"count": 8, "top_k": 2, "width": 16}

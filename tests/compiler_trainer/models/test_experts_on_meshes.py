@@ -35,3 +35,19 @@ def test_three_updates(mesh, cfg):
     assert_same(step.state_dict(), state, EXACT)
     counts = [p["report"]["counts"] for p in step.report["passes"] if p["name"] == "experts"]
     assert counts and all(found == {"sorted by expert": 1} for found in counts)
+
+
+SPREAD = ({"dp_shard": 2, "tp": 2, "ep": 4}, {"cp": 2, "dp_shard": 2, "ep": 2}, {"dp_shard": 4, "ep": 2},
+          {"tp": 2, "ep": 2}, {"cp": 2, "tp": 2, "ep": 4})
+
+
+@pytest.mark.parametrize(("mesh", "cfg", "dispatch", "plan"),
+                         in_turn(SPREAD, EXPERTS[:2], ("dropless", "all_gather"), ({}, None)))
+def test_three_updates_of_layers_whose_experts_are_spread(mesh, cfg, dispatch, plan):
+    """Two layers: the second's attention gets what the first's experts leave, over whichever axes."""
+    model, data = llama(n_layers=2, experts=cfg), batches(rows=3)
+    metrics, state = train_plainly(looped(model), loss, data)
+    step = compile_lockstep(model, loss, data[0], mesh, passes={"moe": {"dispatch": dispatch}, "shard": {"plan": plan}})
+    for found, wanted in zip(train_step(step, data), metrics, strict=True):
+        assert_same(found, wanted, EXACT)
+    assert_same(step.state_dict(), state, EXACT)

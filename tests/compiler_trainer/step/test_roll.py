@@ -61,7 +61,7 @@ CASES = {
     "cp, bf16, full": dict(n=12, mesh={"cp": 2, "dp_replicate": 2}, passes={"remat": {"policy": "full"}, "cast": DTYPE}),
     "four axes": dict(n=12, mesh={"dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2}),
     "offload, layers take turns": dict(
-        n=15, mesh={"dp_replicate": 2, "cp": 2}, passes={"remat": {"policy": "offload"}}
+        n=16, mesh={"dp_replicate": 2, "cp": 2}, passes={"remat": {"policy": "offload"}}
     ),
     "float8": dict(n=16, model=EVEN, mesh={"dp_shard": 2, "tp": 2},
                    passes={"cast": DTYPE | {"float8": "tensorwise", "float8_min_size": 1}}),

@@ -67,6 +67,9 @@ LAYOUTS = {
                                 dim((5, TP))),
     "two axes, two dims": layout({SHARD: 2, TP: 3}, (dim((7, SHARD)), dim((6, TP))), (dim((2, SHARD)), dim((15, TP))),
                                  dim(5)),
+    "experts": layout({SHARD: 4, "ep": 2}, (dim((7, "ep")), dim((6, SHARD))), (dim(2), dim((15, "fsdp"))), dim((5, "ep"))),
+    "experts over tp": layout({SHARD: 2, TP: 2, "ep": 4}, (dim((7, "experts_tp")), dim(6)), (dim(2), dim((15, "ep"))),
+                              dim(5)),
 }
 
 

@@ -32,6 +32,7 @@ from compiler_trainer.config.schema import (
     RunConfig,
     TrainConfig,
 )
+from compiler_trainer.config.validate import dry_world_size, validate
 from compiler_trainer.planning.dry import cluster_of, compile_dry, dry_run, model_flops_per_token, predict_step
 from passes.cost.cluster import Cluster, Link, Reach, collective_seconds, reach
 from passes.cost.fusion import fuse
@@ -359,7 +360,7 @@ def test_what_a_dry_run_cannot_do_is_refused_with_nothing_written(tmp_path, chan
 
 def test_the_rest_of_the_gpus(tmp_path):
     cfg = options(mesh=MeshConfig(tp=2), cluster=ClusterConfig(gpus=48))
-    assert config.validate(cfg, config.dry_world_size(cfg)).mesh.dp_shard == 24
+    assert validate(cfg, dry_world_size(cfg)).mesh.dp_shard == 24
 
 
 def test_a_run_is_not_written_over(tmp_path):

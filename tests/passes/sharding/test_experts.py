@@ -56,6 +56,7 @@ def test_rows_may_be_computed_again():
 
 def layer(x, gates, weight, table, ids):
     """What the pass makes of a mixture: two choices a token, of four experts."""
+    ids = routed.spread(ids, 4, 1)
     order, ends = routed.order(ids, 4, 2), routed.ends(ids, 4, 2)
     rows = routed.grouped_mm(routed.rows(x, order, 2), weight, ends) + routed.of_group(table, ends, order)
     return routed.unorder(rows * routed.rows(gates, order, 1)[:, None], order).view(-1, 2, 5).sum(1)
@@ -91,7 +92,7 @@ def test_rows_stay_where_their_tokens_are():
     """Over data axes nothing of the size of rows is sent; over tp tokens are, once, and not each of their choices."""
     program = local_program({"dp_shard": 2, "tp": 2})["shard"]
     (sort,) = [n for n in program.calls() if n.target is routed.order]
-    assert ir.example(sort).shape == (4 * 6 * TOP // 2,)
+    assert ir.example(sort).shape == (1, 4 * 6 * TOP // 2)
     gathers = [n for n in program.calls() if n.target in (boundary.all_gather, boundary.gather_same)]
     sent = {(str(n.args[2]), tuple(ir.example(n).shape)) for n in gathers}
     assert not {shape for _, shape in sent if WIDTH in shape and 4 * 6 * TOP in shape}

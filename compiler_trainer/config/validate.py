@@ -1,0 +1,170 @@
+"""Options that must hold together, and the ranks of each axis: what a configuration as a whole is checked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import EIGHT_BITS, PLAIN_HEADS, Config, ExpertsConfig, MeshConfig
+from passes.program.mesh import spread_experts
+
+UNSUPPORTED_AXES = {
+    "pp": "pipeline parallelism",
+}
+
+
+def with_experts(holds: Callable[[ExpertsConfig], bool]) -> Callable[[Config], bool]:
+    """What must hold of a model's experts, if it has any."""
+    return lambda cfg: cfg.model.experts is None or holds(cfg.model.experts)
+
+
+# The option at fault, what must hold, what is said if it does not.
+CHECKS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
+    (
+        "model.n_heads",
+        lambda c: bool(c.model.head_dim or c.model.latent) or c.model.dim % (2 * c.model.n_heads) == 0,
+        "{c.model.n_heads} heads do not split model.dim={c.model.dim} into equal heads of even size; change either, or "
+        "set model.head_dim",
+    ),
+    (
+        "model.head_dim",
+        lambda c: c.model.head_dim is None or c.model.head_dim % 2 == 0,
+        "{c.model.head_dim} is odd, and features rotate in pairs; use an even number",
+    ),
+    (
+        "model.n_kv_heads",
+        lambda c: c.model.n_heads % c.model.n_kv_heads == 0,
+        "{c.model.n_kv_heads} does not divide model.n_heads={c.model.n_heads}; use one of its divisors",
+    ),
+    (
+        "model.latent.rope_dim",
+        lambda c: c.model.latent is None or c.model.latent.rope_dim % 2 == 0,
+        "{c.model.latent.rope_dim} is odd, and features rotate in pairs; use an even number",
+    ),
+    (
+        "model.latent",
+        lambda c: c.model.latent is None or c.model.n_kv_heads == c.model.n_heads,
+        "every head has keys and values of its own, so model.n_kv_heads={c.model.n_kv_heads} means nothing; set it to "
+        "model.n_heads={c.model.n_heads}",
+    ),
+    (
+        "model.latent",
+        lambda c: c.model.latent is None or (c.model.head_dim, c.model.qk_norm, c.model.nope_every) == PLAIN_HEADS,
+        "gives heads their sizes and norms; leave model.head_dim and model.nope_every null and model.qk_norm none",
+    ),
+    (
+        "model.experts.groups",
+        with_experts(lambda e: e.groups == 1 or (e.count % e.groups == 0 and e.count // e.groups >= 2)),
+        "{c.model.experts.groups} do not split model.experts.count={c.model.experts.count} into equal groups of two or "
+        "more; change either",
+    ),
+    (
+        "model.experts.top_groups",
+        with_experts(lambda e: e.top_groups <= e.groups),
+        "{c.model.experts.top_groups} is more than model.experts.groups={c.model.experts.groups}; change either",
+    ),
+    (
+        "model.experts.top_k",
+        with_experts(lambda e: e.top_k <= e.top_groups * (e.count // e.groups)),
+        "{c.model.experts.top_k} is more than there are to choose from: model.experts.count={c.model.experts.count}, "
+        "in {c.model.experts.top_groups} of {c.model.experts.groups} groups; change either",
+    ),
+    (
+        "model.experts.normalize",
+        with_experts(lambda e: e.top_k > 1 or not e.normalize),
+        "with model.experts.top_k=1 makes every weight 1, and the router learns nothing; set it to false",
+    ),
+    (
+        "model.experts.dense_layers",
+        lambda c: with_experts(lambda e: any(map(e.are_in, range(c.model.n_layers))))(c),
+        "{c.model.experts.dense_layers}, and from there on every {c.model.experts.every} with experts, is none of "
+        "model.n_layers={c.model.n_layers}; change either",
+    ),
+    (
+        "data.files",
+        lambda c: bool(c.data.files) == (c.data.name == "text"),
+        "{c.data.files} with data={c.data.name}; files go with data=text, and it needs at least one",
+    ),
+    (
+        "train.microbatches",
+        lambda c: c.train.global_batch_size % c.train.microbatches == 0,
+        "{c.train.microbatches} does not divide train.global_batch_size={c.train.global_batch_size}; change either",
+    ),
+    (
+        "passes.remat.budget_gib",
+        lambda c: (c.passes.remat.policy == "budget") == (c.passes.remat.budget_gib is not None),
+        "{c.passes.remat.budget_gib} with passes.remat.policy={c.passes.remat.policy}; a budget goes with "
+        "policy=budget, which needs one",
+    ),
+    (
+        "optim.momentum",
+        lambda c: c.optim.name == "sgd" or c.optim.momentum == 0,
+        "{c.optim.momentum} means nothing to {c.optim.name}; use optim=sgd or leave it 0",
+    ),
+    (
+        "optim.state",
+        lambda c: c.optim.state is None or c.optim.name not in EIGHT_BITS,
+        "{c.optim.state} with optim={c.optim.name}, which has its own; leave it null",
+    ),
+    (
+        "lr_schedule.warmup_steps",
+        lambda c: c.lr_schedule.warmup_steps <= c.train.steps,
+        "{c.lr_schedule.warmup_steps} is more than train.steps={c.train.steps}; change either",
+    ),
+    (
+        "eval.interval",
+        lambda c: c.eval.interval == 0 or c.data.eval_fraction > 0,
+        "{c.eval.interval}, but data.eval_fraction=0 holds nothing out; set eval.interval=0 or a fraction",
+    ),
+    (
+        "passes.remat.policy",
+        lambda c: not (c.run.dry and c.passes.remat.policy == "offload"),
+        "{c.passes.remat.policy} with run.dry=true, which cannot predict copies to host memory; use another policy",
+    ),
+)
+
+
+def validate(cfg: Config, world_size: int) -> Config:
+    """`cfg` with the mesh resolved for `world_size` ranks; raises UserError where two options cannot hold together."""
+    for where, holds, message in CHECKS:
+        if not holds(cfg):
+            raise UserError(where, message.format(c=cfg))
+    return dataclasses.replace(cfg, mesh=resolve_mesh(cfg.mesh, world_size))
+
+
+def dry_world_size(cfg: Config) -> int:
+    """The ranks that a dry run is for: `cluster.gpus`, or the product of the mesh; raises UserError if neither says."""
+    if cfg.cluster.gpus is not None:
+        return cfg.cluster.gpus
+    sizes = dataclasses.asdict(cfg.mesh)
+    if open_axes := [axis for axis, size in sizes.items() if size == -1]:
+        fix = f"set mesh.{open_axes[0]}, or cluster.gpus to how many there are"
+        raise UserError(f"mesh.{open_axes[0]}", f"-1 takes the ranks that are left, and a dry run starts none; {fix}")
+    return math.prod(size for axis, size in sizes.items() if axis != "ep")
+
+
+def resolve_mesh(mesh: MeshConfig, world_size: int) -> MeshConfig:
+    """`mesh` with its -1 filled in; raises UserError unless its sizes multiply to `world_size`."""
+    sizes = dataclasses.asdict(mesh)
+    del sizes["ep"]  # a part of others
+    for axis, what in UNSUPPORTED_AXES.items():
+        if sizes[axis] != 1:
+            raise UserError(f"mesh.{axis}", f"{sizes[axis]}, but {what} is not built yet; use 1")
+    open_axes = [axis for axis, size in sizes.items() if size == -1]
+    if len(open_axes) > 1:
+        raise UserError(f"mesh.{open_axes[1]}", f"-1, and so is mesh.{open_axes[0]}; only one axis can take the rest")
+    product = math.prod(size for size in sizes.values() if size != -1)
+    fits = world_size % product == 0 if open_axes else world_size == product
+    if not fits:
+        stated = "*".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "every axis=1"
+        largest = max(sizes, key=lambda axis: (sizes[axis], axis == "dp_shard"))
+        needed = f"a multiple of {product} ranks" if open_axes else f"{product} ranks"
+        raise UserError("mesh", f"{stated} needs {needed}, not {world_size}; change mesh.{largest} or start {needed}")
+    mesh = dataclasses.replace(mesh, **{axis: world_size // product for axis in open_axes})
+    try:
+        spread_experts(dataclasses.asdict(mesh))
+    except ValueError as error:
+        raise UserError(*str(error).split(": ", 1)) from error
+    return mesh
