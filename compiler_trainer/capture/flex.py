@@ -20,7 +20,8 @@ from torch import Tensor, fx
 
 from compiler_trainer.config.errors import UserError
 from passes.program import ir
-from passes.program.rewrite import graft, trace
+from passes.program.record import trace
+from passes.program.rewrite import graft
 
 aten = torch.ops.aten
 FLEX = torch.ops.higher_order.flex_attention
@@ -145,8 +146,7 @@ def emit(node: fx.Node, body: Callable[..., Tensor], args: Sequence[Any]) -> fx.
         given = dict(zip(inputs, values))
         return body(*(given[a] if isinstance(a, fx.Node) else a for a in args))
 
-    with torch.no_grad():
-        graph = trace(on, fresh, ctx).graph
+    graph = trace(on, fresh, ctx)
     with node.graph.inserting_before(node):
         new, result = graft(node.graph, graph, inputs)
     for inner in new:

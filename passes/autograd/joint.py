@@ -5,43 +5,59 @@ parameter's gradient leaves placed as the dual of the parameter: partial where t
 
 Each record that autograd makes is linked, as it is made, to the node of the forward that made it:
 
-    %mm = mm(%x, %w)  ->  MmBackward0, before which a hook stamps what is traced next: differentiates "mm"
+    %mm = mm(%x, %w)  ->  MmBackward0, before which a hook says of what is recorded next: differentiates %mm
 
-A sum of gradients has the stamp of the record that yields its last term.
+A sum of gradients has the origin of the record that yields its last term.
 """
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
+import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
-from torch.fx import traceback as fx_traceback
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from passes.program import ir
 from passes.program.functions import communicates, inline_functions
-from passes.program.torch_private import lazy_graph_modules
+from passes.program.record import Recorder, Tape
 
-COMPUTES, DIFFERENTIATES = "computes", "differentiates"  # the tracer's stamps: each names a node of the forward
 MAY_BE_LOST = 0.05  # of the backward's nodes: without origins, what works by layer would silently do nothing
 
 
 class Origins(fx.Interpreter):
-    """Runs the forward so that what autograd does later is stamped with the node that it differentiates."""
+    """Runs the forward, and gives what is recorded its origin: the node that it computes or differentiates."""
 
     def __init__(self, module: fx.GraphModule):
         super().__init__(module)
         self.known: set[torch.autograd.graph.Node] = set()
-        self.stamp = contextlib.ExitStack()
+        self.phase: Literal["forward", "backward"] = "forward"
+        self.origin: fx.Node | None = None
+        self.lost: list[fx.Node] = []
+
+    def stamp(self, phase: Literal["forward", "backward"], origin: fx.Node | None) -> None:
+        """Say what operators come from, from here on."""
+        self.phase, self.origin = phase, origin
+
+    def written(self, node: fx.Node) -> None:
+        """Give a new node of the joint graph its phase and origin; those of the forward are placed as they were."""
+        if self.origin is not None:
+            ir.copy_origin(node, self.origin)
+            if self.phase == "forward" and ir.is_tensor(node) and node.target == self.origin.target:
+                ir.set_spec(node, ir.spec(self.origin))
+                ir.set_stands_for(node, ir.stands_for(self.origin))
+        elif node.op != "placeholder":
+            self.lost.append(node)
+        ir.set_phase(node, self.phase)
 
     def run_node(self, n: fx.Node) -> Any:
         """The node's value; autograd's new records behind it are remembered as the node's."""
+        self.stamp("forward", n)
         result = super().run_node(n)
+        self.stamp("backward", None)
         values = result if isinstance(result, (tuple, list)) else (result,)
         waiting = [value.grad_fn for value in values if isinstance(value, Tensor)]
         while waiting:
@@ -49,51 +65,40 @@ class Origins(fx.Interpreter):
             if record is not None and record not in self.known:
                 self.known.add(record)
                 # a hook that held `self` would keep all of it alive: records are opaque to Python's collector
-                record.register_prehook(functools.partial(enter, self.stamp, n.name))
+                record.register_prehook(functools.partial(enter, weakref.ref(self), n))
                 waiting += [earlier for earlier, _ in record.next_functions]
         return result
 
 
-def enter(stamp: contextlib.ExitStack, name: str, gradients: Any) -> None:
-    """Stamp what is traced from here on, and the sums of gradients that this completes, with a forward node."""
-    stamp.close()
-    stamp.enter_context(fx_traceback.annotate({DIFFERENTIATES: name}))
+def enter(origins: weakref.ref[Origins], node: fx.Node, gradients: Any) -> None:
+    """From here on, sums of gradients that this completes included, what is called differentiates a forward node."""
+    found = origins()
+    assert found is not None
+    found.stamp("backward", node)
 
 
-def differentiate(program: ir.Program, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The program's outputs and the gradient of its loss for each parameter (zeros where it has none)."""
-    leaves = [v.detach().requires_grad_() if i.kind == "parameter" else v for i, v in zip(program.inputs, values)]
-    wanted = [leaf for leaf, i in zip(leaves, program.inputs) if i.kind == "parameter"]
+def differentiate(program: ir.Program) -> tuple[fx.Graph, list[fx.Node]]:
+    """The program and the gradient of its loss for each parameter (zeros where it has none) as one graph.
+
+    Also the nodes that are linked to none of the program.
+    """
     origins = Origins(program.module)
-    outputs = origins.run(*leaves)
+    tape = Tape(origins.written)
+    given = [ir.example(node).detach() for node in program.placeholders()]
+    for value in given:
+        tape.input(value)
+    leaves = [v.requires_grad_() if i.kind == "parameter" else v for i, v in zip(program.inputs, given)]
+    wanted = [leaf for leaf, i in zip(leaves, program.inputs) if i.kind == "parameter"]
     index = next(k for k, o in enumerate(program.outputs) if o.kind == "loss")
-    of_loss = {DIFFERENTIATES: program.results()[index].name}
-    with fx_traceback.annotate(of_loss):
+    with Recorder(tape):
+        outputs = origins.run(*leaves)
+        origins.stamp("backward", program.results()[index])
         one = torch.ones_like(outputs[index])
-    with origins.stamp:
+        origins.stamp("backward", None)
         found = torch.autograd.grad(outputs[index], wanted, one, allow_unused=True)
-    with fx_traceback.annotate(of_loss):
+        origins.stamp("backward", program.results()[index])
         gradients = [torch.zeros_like(w) if g is None else g for w, g in zip(wanted, found)]
-    return *outputs, *gradients
-
-
-def annotate(joint: fx.Graph, forward: fx.Graph) -> list[fx.Node]:
-    """Read the stamps: each node's phase, and its origin in the forward; returns nodes of the backward with none."""
-    by_name, lost = {node.name: node for node in forward.nodes}, []
-    for node in joint.nodes:
-        stamps = node.meta.get("custom") or {}
-        old = by_name.get(stamps.get(COMPUTES) or stamps.get(DIFFERENTIATES))
-        phase = "forward" if COMPUTES in stamps else "backward"
-        if old is not None:
-            ir.copy_origin(node, old)
-        elif node.op == "call_function":
-            lost.append(node)
-        if old is not None and phase == "forward":
-            is_result = ir.is_tensor(node) and ir.is_tensor(old) and node.target == old.target
-            ir.set_spec(node, ir.spec(old) if is_result else None)
-            ir.set_stands_for(node, ir.stands_for(old) if is_result else "")
-        ir.set_phase(node, phase)
-    return lost
+    return tape.output((*outputs, *gradients)), origins.lost
 
 
 @dataclass(frozen=True)
@@ -105,23 +110,17 @@ class Joint:
     establishes: frozenset[str] = frozenset({"joint"})
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
-        forward = program.copy()
-        for node in forward.graph.nodes:
-            node.meta["custom"] = {COMPUTES: node.name}
-        values = tuple(ir.example(n) for n in forward.placeholders())
-        with ctx.fake_mode, fx_traceback.preserve_node_meta(), torch.enable_grad(), lazy_graph_modules():
-            module = make_fx(lambda *v: differentiate(forward, v))(*values)
+        with ctx.fake_mode, torch.enable_grad():
+            graph, lost = differentiate(program)
         gradients = tuple(
             ir.Output(i.name, "gradient", i.spec.gradient()) for i in program.inputs if i.kind == "parameter"
         )
-        for node, old in zip((n for n in module.graph.nodes if n.op == "placeholder"), forward.placeholders()):
+        for node, old in zip(graph.find_nodes(op="placeholder"), program.placeholders()):
             node.meta.update(old.meta)
             node.name = old.name
-        joint = program.with_graph(
-            module.graph, outputs=program.outputs + gradients, facts=program.facts | self.establishes
-        )
+        joint = program.with_graph(graph, outputs=program.outputs + gradients, facts=program.facts | self.establishes)
         drop_detached(joint.graph)
-        lost = annotate(joint.graph, forward.graph)
+        lost = [node for node in lost if node.users]
         notes = report_lost(lost, _count(joint, "backward"))
         inline_functions(joint, ctx, but=communicates)  # those are one operator to remat
         functionalize(joint.graph)

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from passes.program import boundary, ir
-from passes.program.rewrite import graft, trace
+from passes.program.record import trace
+from passes.program.rewrite import graft
 
 
 def gather_together(
@@ -79,7 +80,7 @@ class Emitter:
 
     def __init__(self, ctx: ir.Context):
         self.ctx = ctx
-        self.traced: dict[Hashable, fx.GraphModule] = {}
+        self.traced: dict[Hashable, fx.Graph] = {}
 
     def emit(
         self,
@@ -95,16 +96,15 @@ class Emitter:
         if key not in self.traced:
             self.traced[key] = self._trace(fn, values, options)
         with before.graph.inserting_before(before):
-            new, results = graft(before.graph, self.traced[key].graph, list(inputs))
+            new, results = graft(before.graph, self.traced[key], list(inputs))
         for node in new:
             ir.copy_origin(node, origin)
         return results
 
-    def _trace(self, fn: Callable[..., list[Tensor]], values: Sequence[Tensor], options: tuple) -> fx.GraphModule:
+    def _trace(self, fn: Callable[..., list[Tensor]], values: Sequence[Tensor], options: tuple) -> fx.Graph:
         # values of their own: one tensor given twice would become one placeholder
         with torch.no_grad(), self.ctx.fake_mode:
             fresh: list[Any] = [
                 torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values
             ]
-        with torch.no_grad():
-            return trace(lambda *xs: fn(xs, *options), fresh, self.ctx)
+        return trace(lambda *xs: fn(xs, *options), fresh, self.ctx)

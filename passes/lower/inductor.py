@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from passes.communication.borders import products_of
 from passes.communication.overlap import products_to_wait_for
@@ -23,7 +24,6 @@ from passes.lower.calls import Kernels
 from passes.lower.store import Store
 from passes.program import ir
 from passes.program.bodies import Body, key_of
-from passes.program.rewrite import trace
 from passes.program.sweep import Layout
 from passes.program.torch_private import (
     build_cpp_header,
@@ -36,6 +36,7 @@ from passes.program.torch_private import (
     keep_after,
     kernels_later,
     kernels_of,
+    lazy_graph_modules,
     line_mode,
     load_compiled,
     save_compiled,
@@ -147,8 +148,8 @@ def decompose(body: Body, ctx: ir.Context) -> tuple[fx.GraphModule, Any]:
     def run(*values: Tensor) -> tuple[Tensor, ...]:
         return tuple(interpreter.run(*values, enable_io_processing=False))
 
-    with torch.no_grad():
-        return trace(run, values, ctx, inductor_decompositions(), pre_dispatch=False), ctx.fake_mode
+    with torch.no_grad(), ctx.fake_mode, lazy_graph_modules():
+        return make_fx(run, inductor_decompositions())(*values), ctx.fake_mode
 
 
 def stored_key(body: Body) -> str:

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, fx
 
 from passes.program import ir
-from passes.program.rewrite import layout, own_memory, splice, trace
+from passes.program.record import trace
+from passes.program.rewrite import layout, own_memory, splice
 from passes.program.torch_private import OpOverload
 
 
@@ -124,7 +125,7 @@ def inline_functions(program: ir.Program, ctx: ir.Context, but: Callable[[fx.Nod
             if key not in ctx.traced:
                 with torch.no_grad(), ctx.fake_mode:
                     fresh: list[Any] = [torch.empty_like(v) for v in values]
-                ctx.traced[key] = trace(results_of(body), fresh, ctx).graph
+                ctx.traced[key] = trace(results_of(body), fresh, ctx)
             own_memory(splice(node, ctx.traced[key], inputs), ctx)
 
 

@@ -7,23 +7,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from passes.program import ir
+from passes.program.record import trace
 from passes.program.sweep import Layout, map_values
-from passes.program.torch_private import lazy_graph_modules
-
-
-def trace(
-    fn: Callable[..., Any],
-    args: list[Any],
-    ctx: ir.Context,
-    decompositions: dict | None = None,
-    pre_dispatch: bool = True,
-) -> fx.GraphModule:
-    """The operators that `fn` calls on fake tensors `args`, as a graph with one placeholder an argument."""
-    with ctx.fake_mode, lazy_graph_modules():
-        return make_fx(fn, decomposition_table=decompositions or {}, pre_dispatch=pre_dispatch)(*args)
 
 
 def inline(node: fx.Node, fn: Callable[..., Any], ctx: ir.Context) -> list[fx.Node]:
@@ -69,8 +56,7 @@ def body_of_call(node: fx.Node, fn: Callable[..., Any], ctx: ir.Context) -> fx.G
         v.clone() if isinstance(v, torch.Tensor) and any(v is w for w in values[:i]) else v
         for i, v in enumerate(values)
     ]
-    with torch.no_grad():
-        return trace(over_tensors, distinct, ctx).graph
+    return trace(over_tensors, distinct, ctx)
 
 
 def splice(node: fx.Node, body: fx.Graph, inputs: list[fx.Node]) -> list[fx.Node]:

@@ -21,6 +21,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, fx
 from torch._decomp import core_aten_decompositions
+from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch._activation_offloading import offload_ops  # noqa: F401, registers ao::offload and its kin
 from torch._guards import TracingContext, tracing
 from torch._logging import trace_structured
@@ -28,8 +29,9 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # generates code when first called
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.fx.experimental.proxy_tensor import decompose
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, snapshot_fake
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "FakeTensor",
@@ -38,6 +40,7 @@ __all__ = [
     "LOWERING",
     "LazyGraphModule",
     "OpOverload",
+    "TorchDispatchMode",
     "ao",
     "build_cpp_header",
     "c10d",
@@ -46,6 +49,7 @@ __all__ = [
     "compile_inner",
     "compiler_folder",
     "compiler_state",
+    "composite_operators",
     "context_parallel_internals",
     "decomposition",
     "flex_with_gradients",
@@ -61,6 +65,7 @@ __all__ = [
     "register_axis_group",
     "resolve_axis_group",
     "save_compiled",
+    "snapshot",
     "trace_artifact",
     "without_lowering",
 ]
@@ -80,16 +85,34 @@ def decomposition(op: Any) -> Callable | None:
         return None
     table = _core_decompositions()
     if op in table:
-        return functools.partial(_decomposed, op, table[op])
+        return table[op]
     if op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
-        return functools.partial(_decomposed, op, op.decompose)
+        return op.decompose
     return None
 
 
-def _decomposed(op: OpOverload, definition: Callable, *args: Any, **kwargs: Any) -> Any:
-    """A call of the operator that is traced as its definition; a composite one called by itself is traced whole."""
-    with decompose({op: definition}):
-        return op(*args, **kwargs)
+class _Composite(ProxyTorchDispatchMode):
+    """A mode that gets composite operators whole, which PyTorch lets its own kinds of modes do alone."""
+
+    def __init__(self, called: Callable[[OpOverload, tuple, dict], Any]):
+        super().__init__(None, "real", pre_dispatch=True)  # type: ignore[arg-type]
+        self.called = called
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[override]
+        with torch._C._DisablePythonDispatcher():  # which is slow, and has done its part
+            return self.called(func, args, kwargs or {})
+
+
+@contextmanager
+def composite_operators(called: Callable[[OpOverload, tuple, dict], Any]) -> Iterator[None]:
+    """While on, `called` is asked for what operators yield, composite ones among them."""
+    with enable_python_dispatcher(), _Composite(called):
+        yield
+
+
+def snapshot(value: Any) -> Any:
+    """A tensor as it is now, in the same storage and without history; anything else as it is."""
+    return snapshot_fake(value) if isinstance(value, Tensor) else value
 
 
 @contextmanager

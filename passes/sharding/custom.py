@@ -18,8 +18,9 @@ from passes.program import ir
 from passes.program.builder import Builder
 from passes.program.functions import Function, define, remember
 from passes.program.mesh import Mesh
-from passes.program.rewrite import trace
+from passes.program.record import trace
 from passes.program.spec import Spec
+from passes.program.torch_private import LazyGraphModule
 from passes.rules import tensor_operands
 from passes.sharding.normalize import Normalize
 
@@ -30,10 +31,10 @@ def body_program(
     """The operators of a body over full tensors, normalized."""
     with ctx.fake_mode, torch.no_grad():
         fresh = [torch.empty(e.shape, dtype=e.dtype, device=e.device) for e in examples]
-    module = trace(lambda *t: tuple(fn(*t)), fresh, ctx)
-    module.graph.set_codegen(fx.graph.CodeGen())
-    results = module.graph.output_node().args[0]
+    graph = trace(lambda *t: tuple(fn(*t)), fresh, ctx)
+    results = graph.output_node().args[0]
     outputs = tuple(ir.Output(str(i), "metric", Spec.whole(tuple(ir.example(n).shape))) for i, n in enumerate(results))
+    module = LazyGraphModule(torch.nn.Module(), graph)
     program = ir.Program(module, tuple(inputs), outputs, mesh, frozenset({"captured"}))
     for node in program.calls():
         node.meta.pop("stack_trace", None)

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, fx
 
 from passes.cost.accounting import kind_of, sent_bytes
-from passes.program import boundary, ir, rewrite
+from passes.program import boundary, ir
 from passes.program.layout import entries
 from passes.program.mesh import Mesh
+from passes.program.record import trace
+from passes.program.rewrite import graft
 from passes.program.spec import Dim, Factor, Spec
 from passes.program.sweep import recorded
 from passes.rules import Rule, tensor_operands
@@ -58,8 +60,8 @@ class GraphBuilder:
 
     def trace(self, fn: Callable[..., Tensor], *inputs: fx.Node) -> fx.Node:
         """The operators that `fn` calls on the nodes' values."""
-        body = rewrite.trace(fn, [ir.example(n) for n in inputs], self.ctx)
-        new, result = rewrite.graft(self.graph, body.graph, list(inputs))
+        body = trace(fn, [ir.example(n) for n in inputs], self.ctx)
+        new, result = graft(self.graph, body, list(inputs))
         for node in new:
             if self.origin is not None:
                 ir.copy_origin(node, self.origin)

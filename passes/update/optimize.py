@@ -22,7 +22,8 @@ from torch import Tensor, fx
 
 from passes.program import boundary, ir
 from passes.program.mesh import Mesh
-from passes.program.rewrite import graft, trace
+from passes.program.record import trace
+from passes.program.rewrite import graft
 from passes.program.spec import Spec
 from passes.sharding.random import global_index, uniform_at
 from passes.update.moments import Codec, Format, Wide, codec
@@ -37,7 +38,7 @@ class Appender:
     def __init__(self, program: ir.Program, ctx: ir.Context, phase: str):
         self.graph, self.ctx, self.phase = program.graph, ctx, phase
         self.last = program.placeholders()[-1]
-        self.traced: dict[Any, fx.GraphModule] = {}
+        self.traced: dict[Any, fx.Graph] = {}
         self.parameter = ""  # whose update is being appended
 
     def call(self, key: Any, fn: Callable[..., Any], *inputs: fx.Node) -> Any:
@@ -47,9 +48,9 @@ class Appender:
         if signature not in self.traced:
             with torch.no_grad(), self.ctx.fake_mode:
                 fresh = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
-            self.traced[signature] = trace(lambda *v: fn(*v), fresh, self.ctx)
+            self.traced[signature] = trace(fn, fresh, self.ctx)
         with self.graph.inserting_before(self.graph.output_node()):
-            new, result = graft(self.graph, self.traced[signature].graph, list(inputs))
+            new, result = graft(self.graph, self.traced[signature], list(inputs))
         for node in new:
             self.mark(node)
         return result

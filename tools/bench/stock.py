@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -27,7 +26,6 @@ from compiler_trainer import models
 from compiler_trainer.config.schema import Config
 from compiler_trainer.models.attention import Attention, rotary_tables
 from compiler_trainer.models.llama import Block, Llama
-from compiler_trainer.models.loss import IGNORED_LABEL
 from compiler_trainer.training.trainer import local_device
 from passes.program.torch_private import context_parallel_internals
 
@@ -42,19 +40,23 @@ DATA = ("dp_replicate", "dp_shard")
 class StockLlama(Llama):
     """The same model, whose last layer is called: the hooks of `parallelize_module` act on calls."""
 
-    def forward(self, tokens: Tensor, positions: Tensor, documents: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, positions: Tensor, documents: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         x = self.tok_embeddings(tokens)
         cos, sin = rotary_tables(self.cfg, positions)
-        mask = self.mask(documents)
+        mask, balances = self.mask(documents), []
         for layer in self.layers:
-            x, _ = layer(x, cos, sin, mask)
+            x, balance = layer(x, cos, sin, mask)
+            balances += [] if balance is None else [balance]
         assert self.output is not None
-        return self.output(self.norm(x))
+        logits = self.output(self.norm(x))
+        return (logits, torch.stack(balances).sum()) if balances else logits
 
 
 def stock_step(how: str, cfg: Config, batch: Batch) -> tuple[Callable[[], float], Callable[[], list[Tensor]]]:
     """A step of stock PyTorch, `how` eager or compiled, and the tensors that live from one to the next."""
-    sizes = {axis: size for axis, size in dataclasses.asdict(cfg.mesh).items() if size > 1}
+    sizes = {axis: size for axis, size in dataclasses.asdict(cfg.mesh).items() if size > 1 and axis != "ep"}
     mesh = init_device_mesh(local_device().type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)) if sizes else None
     model = parallel(built(cfg), mesh, how)
     o = cfg.optim
@@ -65,8 +67,7 @@ def stock_step(how: str, cfg: Config, batch: Batch) -> tuple[Callable[[], float]
     def step() -> float:
         inputs = {name: tensor.clone() for name, tensor in mine.items()}  # context_parallel shards them in place
         with context(mesh, inputs):
-            logits = run(inputs["tokens"], inputs["positions"]).flatten(0, 1).float()
-            loss = F.cross_entropy(logits, inputs["labels"].flatten(), ignore_index=IGNORED_LABEL)
+            loss = models.loss_fn(run, inputs)
             loss.backward()
         if cfg.optim.max_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), cfg.optim.max_norm)

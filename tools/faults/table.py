@@ -950,8 +950,8 @@ FAULTS = (
     Fault(
         "spec_of_other_operator",
         "passes/autograd/joint.py",
-        "ir.set_spec(node, ir.spec(old) if is_result else None)",
-        "ir.set_spec(node, ir.spec(old))",
+        'if self.phase == "forward" and ir.is_tensor(node) and node.target == self.origin.target:',
+        'if self.phase == "forward" and ir.is_tensor(node):',
         "Operators within a definition get the placement of its result.",
     ),
     Fault(

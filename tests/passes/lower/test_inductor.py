@@ -60,7 +60,7 @@ def test_a_body_is_compiled_once_and_loaded_ever_after(store, monkeypatch):
     compile_bodies(list(calls_of(program)), ctx)
     assert counts == {"compiled": 1}
     monkeypatch.setattr(inductor, "compile_inner", None)  # nothing is compiled, nor traced
-    monkeypatch.setattr(inductor, "trace", None)
+    monkeypatch.setattr(inductor, "make_fx", None)
     deeper, ctx = chain(layers=7)
     run = lower_inductor(deeper, ctx)
     assert counts == {"compiled": 1, "loaded": 1}

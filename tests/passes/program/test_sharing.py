@@ -13,10 +13,11 @@ from compiler_trainer.capture.capture import capture
 from passes.autograd.joint import Joint
 from passes.check.runner import run_passes
 from passes.precision.float8 import Float8
-from passes.program import ir, rewrite
+from passes.program import ir, record, rewrite
 from passes.program.functions import define, function_of
 from passes.program.mesh import Mesh
-from passes.program.rewrite import own_memory, trace
+from passes.program.record import trace
+from passes.program.rewrite import own_memory
 from passes.program.torch_private import FakeTensorMode, OpOverload
 from passes.sharding.normalize import Normalize
 from passes.sharding.place import Place
@@ -82,9 +83,9 @@ def test_a_float8_layer_is_one_operator_of_the_captured_graph():
 
 def test_more_layers_are_not_more_traces(monkeypatch):
     def traces(layers: int) -> int:
-        calls, make = [], rewrite.make_fx
+        calls, make = [], record.Tape
         with monkeypatch.context() as patched:
-            patched.setattr(rewrite, "make_fx", lambda *args, **options: calls.append(args) or make(*args, **options))
+            patched.setattr(record, "Tape", lambda *args: calls.append(args) or make(*args))
             run_passes("step", (Joint(),), *sharded(*[WIDTH] * layers))
         return len(calls)
 
@@ -109,7 +110,7 @@ def test_copies_of_a_traced_body_have_memory_of_their_own():
 
     with ctx.fake_mode:
         values = [torch.empty(3, 4)]
-    graph, outer = trace(body, values, ctx).graph, fx.Graph()
+    graph, outer = trace(body, values, ctx), fx.Graph()
     x = outer.placeholder("x")
     ir.set_value(x, values[0])
     first, second = (rewrite.graft(outer, graph, [x])[0] for _ in range(2))
