@@ -29,6 +29,7 @@ from passes.program.spec import Spec
 from passes.program.torch_private import (
     FakeTensorMode,
     GuardOnDataDependentSymNode,
+    composites_of,
     flex_with_gradients,
     lazy_graph_modules,
 )
@@ -150,7 +151,8 @@ def _export(module: _WithLoss, values: tuple[Tensor, ...]) -> ExportedProgram:
 def _functional(exported: ExportedProgram) -> ExportedProgram:
     """Without writes in place; raises UserError where the model writes into what it may not."""
     try:
-        return exported.run_decompositions({})
+        with composites_of(exported.graph_module):
+            return exported.run_decompositions({})
     except RuntimeError as error:
         raise UserError("model", _said(error)) from error
 

@@ -50,6 +50,7 @@ __all__ = [
     "compiler_folder",
     "compiler_state",
     "composite_operators",
+    "composites_of",
     "context_parallel_internals",
     "decomposition",
     "flex_with_gradients",
@@ -107,6 +108,21 @@ class _Composite(ProxyTorchDispatchMode):
 def composite_operators(called: Callable[[OpOverload, tuple, dict], Any]) -> Iterator[None]:
     """While on, `called` is asked for what operators yield, composite ones among them."""
     with enable_python_dispatcher(), _Composite(called):
+        yield
+
+
+@contextmanager
+def composites_of(module: fx.GraphModule) -> Iterator[None]:
+    """While on, an exported program that is made functional keeps whole those composite operators that it calls.
+
+    By itself PyTorch gets ready to keep each that exists, a thousand, which takes longer than a small model.
+    """
+    from torch._export.utils import _is_preservable_cia_op
+
+    graphs = (part.graph for part in module.modules() if isinstance(part, fx.GraphModule))
+    called = {node.target for graph in graphs for node in graph.nodes if isinstance(node.target, OpOverload)}
+    kept = {op for op in called if _is_preservable_cia_op(op)}
+    with patch("torch.export.exported_program._collect_all_valid_cia_ops", lambda: kept):
         yield
 
 
