@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch.nn.functional as F
 from looped import looped
 from oracle import EXACT, assert_same, batches, compile_lockstep, llama, train_plainly, train_step
-from sweeps import in_turn
+from sweeps import in_turn, quick
 
 from compiler_trainer.config.schema import ExpertsConfig
 
@@ -41,8 +43,8 @@ SPREAD = ({"dp_shard": 2, "tp": 2, "ep": 4}, {"cp": 2, "dp_shard": 2, "ep": 2}, 
           {"tp": 2, "ep": 2}, {"cp": 2, "tp": 2, "ep": 4})
 
 
-@pytest.mark.parametrize(("mesh", "cfg", "dispatch", "plan"),
-                         in_turn(SPREAD, EXPERTS[:2], ("dropless", "all_gather"), ({}, None)))
+@pytest.mark.parametrize(("mesh", "cfg", "dispatch", "plan"), quick(
+    itertools.product(SPREAD, EXPERTS[:2], ("dropless", "all_gather"), ({}, None)), 0, 15, 32))
 def test_three_updates_of_layers_whose_experts_are_spread(mesh, cfg, dispatch, plan):
     """Two layers: the second's attention gets what the first's experts leave, over whichever axes."""
     model, data = llama(n_layers=2, experts=cfg), batches(rows=3)

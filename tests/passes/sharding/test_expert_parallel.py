@@ -233,7 +233,7 @@ def sent(program, mesh, kinds, width):
     return found
 
 
-@pytest.mark.parametrize("mesh", (MESHES[0], MESHES[1], MESHES[2], MESHES[4]))
+@pytest.mark.parametrize("mesh", quick((MESHES[0], MESHES[1], MESHES[2], MESHES[4]), 1, 3))
 def test_bytes_are_those_of_the_formula(mesh):
     """There and back, forward and backward: four times; with tokens of their own gradient and weights apart."""
     tokens, owners = 8 * 6 // Mesh.of(mesh).world_size, mesh["ep"]
@@ -249,7 +249,7 @@ def test_bytes_are_those_of_the_formula(mesh):
         assert [rows for rows in moved if rows == tokens] == [tokens] * 4
 
 
-@pytest.mark.parametrize("mesh", (MESHES[0], MESHES[2], MESHES[6], MESHES[8]))
+@pytest.mark.parametrize("mesh", quick((MESHES[0], MESHES[2], MESHES[6], MESHES[8]), 1, 2))
 def test_a_gradient_is_reduced_once_and_not_over_the_owners(mesh):
     program = spread(mesh, "dropless")["optimize"]
     reductions = [n for n in program.calls() if n.target in (boundary.reduce_scatter, boundary.psum)
