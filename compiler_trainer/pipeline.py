@@ -69,7 +69,7 @@ def build_pipeline(
     forward = (
         build_cast(cast, masters),
         Normalize(),
-        Experts(passes.moe.dispatch, passes.moe.capacity_factor),
+        Experts(passes.moe.dispatch, passes.moe.capacity_factor, passes.moe.chunks),
         Place(shard.plan, shard.min_shard_elements),
         Float8(cast.float8, cast.float8_skip, cast.float8_min_size, cast.float8_head),
         Shard(shard.sequence_parallel, shard.strict, reduce_dtype, passes.context.method),

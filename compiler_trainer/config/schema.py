@@ -198,11 +198,13 @@ class ShardConfig:
 class MoeConfig:
     """How rows get to experts that `mesh.ep` spreads over ranks (`passes/sharding/dispatch.py`).
 
-    A `bounded` buffer has room for `capacity_factor` even shares; rows beyond that are dropped.
+    A `bounded` buffer has room for `capacity_factor` even shares; rows beyond that are dropped. Rows that are sent
+    travel in `chunks`: one travels while another is computed.
     """
 
     dispatch: Literal["auto", "all_gather", "dropless", "bounded"] = "auto"
     capacity_factor: PositiveFloat = 1.25
+    chunks: Positive = 1
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,10 @@
 - A wait stands right before what needs its result, and with it whatever only lays that result out anew. Gradients are
   waited for `ahead` layers later at the latest: until then what was sent stays in memory. What is then reduced over
   another axis is waited for as much later again.
-- A collective of the backward should have products beside it that take as long as it does (`FLOPS_PER_BYTE`). One that
-  needs none of the products before it, as when activations are gathered again, starts that much earlier. Another gets
-  products of gradients of weights from before its start. Both reach back one layer at most.
+- A collective should have products beside it that take as long as it does (`FLOPS_PER_BYTE`). One that needs none of
+  the products before it, as when activations are gathered again, or rows of experts travel in chunks, starts that much
+  earlier. Another gets, in the backward, products of gradients of weights from before its start. Both reach back one
+  layer at most.
 
 The operators stay the same, and so do results, to the bit: only the order changes. Collectives of a communicator
 keep one order on all ranks, for all ranks run one program.
@@ -201,7 +202,7 @@ def is_write(node: fx.Node) -> bool:
 def fill(
     program: ir.Program, products: Mapping[fx.Node, int], tails: set[fx.Node], layers: Mapping[fx.Node, str]
 ) -> None:
-    """See that collectives of the backward have as many products beside them as they take time."""
+    """See that collectives have as many products beside them as they take time."""
     sizes = recorded()
     pairs, busy = list(in_flight(program.graph)), set[fx.Node]()
     elsewhere = tails.union(weight_nodes(program))  # what `start_early` and `wait_late` see to
@@ -211,7 +212,7 @@ def fill(
         while coming and coming[-1] < wait:
             flying.add(coming.pop())
         flying.remove(start)
-        if ir.phase(start) != "backward" or start in elsewhere:
+        if ir.phase(start) == "optimizer" or start in elsewhere:
             continue
         inside = list(between(start, wait))
         beside = [node for node in inside if node in products]
@@ -225,7 +226,7 @@ def fill(
         if place := earlier(start, missing, near, others, products):
             move_before(start, place)
             continue
-        for product in near:  # gradients of weights: nothing but tails needs them
+        for product in near:  # of the backward, gradients of weights: nothing but tails needs them
             if missing > 0 and product not in busy and leaves(product, tails):
                 move_after(product, wait.prev)
                 busy.add(product)
@@ -233,12 +234,12 @@ def fill(
 
 
 def products_before(start: fx.Node, products: Mapping[fx.Node, int], layers: Mapping[fx.Node, str]) -> list[fx.Node]:
-    """Products of the backward before a collective, of its layer and of one more, the nearest first."""
+    """Products of its phase before a collective, of its layer and of one more, the nearest first."""
     found, seen = [], {layers[start]}
     for node in before(start):
         if node in products:
             seen.add(layers[node])
-            if len(seen) > 2 or ir.phase(node) != "backward":
+            if len(seen) > 2 or ir.phase(node) != ir.phase(start):
                 break
             found.append(node)
     return found

@@ -11,12 +11,15 @@
 So an owner takes what is its own of all tokens. Where rows travel instead, S sources (the ranks that hold tokens) send
 each of D owners up to C of them:
 
-    slots = sends(ids, E, k, D, S, C, b)    [D, S, C]: whose tokens these are, as many as there are slots: nobody's
-    counts = counts(ids, E, k, D, S, C, b)  [D, S, E / D]: how many of them each expert gets; b: some may be dropped
+    slots = sends(ids, E, k, D, S, C, b, i, P)    [D, S, C]: whose tokens these are, one more than there are: nobody's
+    counts = counts(ids, E, k, D, S, C, b, i, P)  [D, S, E / D]: how many of them each expert gets
     sent = pack(x, slots, ids, k)           [(D S C), ...]
     ids = received(counts, C)               [D, (S C)]: which of an owner's experts each is for
     rows = arrange(sent, order)             [(D S C), ...]: by expert; `restore` puts them back
-    y = unpack(restore(h, order), slots, ids) [n, ...]: back where the slots were
+    y = unpack(restore(h, order), slots, ids) [n, ...]: back where the slots were, zero where a slot is not among them
+
+`b` says whether rows may be dropped. They may travel in P parts, part i being every Pth of C places from place i on:
+each has its share of each expert's rows.
 
 Within an expert the order of rows means nothing, so a rank that holds some of the tokens may sort its own: `order`,
 what is made with it and `ends` are then its own, too. Rows behind the last end are of no expert: they are zero in
@@ -64,8 +67,10 @@ def _unorder(rows: Tensor, order: Tensor) -> Tensor:
     return found if order.shape[0] == 1 else found.unflatten(0, order.shape).sum(0)
 
 
-def _packed(ids: Tensor, groups: int, share: int, owners: int, sources: int, capacity: int) -> tuple[Tensor, Tensor]:
-    """(slots [D, S, C] by owner and expert, of each how many rows precede it at its owner's [D, S, C + 1])."""
+def _packed(
+    ids: Tensor, groups: int, share: int, owners: int, sources: int, capacity: int, part: int, parts: int
+) -> tuple[Tensor, Tensor]:
+    """(slots [D, S, C] by owner and expert, where the rows of each of its experts end [D, S, E / D]), of a part."""
     size = ids.shape[0]
     run = -(-size // (share * sources)) * share  # slots of a source: of whole tokens
     each = -(-groups // owners)
@@ -75,23 +80,24 @@ def _packed(ids: Tensor, groups: int, share: int, owners: int, sources: int, cap
     before = (ids[:, None, :] < firsts[:, None]).sum(2)  # [S, D each + 1]: rows of earlier experts
     start = before[:, : owners * each : each]  # [S, D]
     ends = before[:, 1:].unflatten(1, (owners, each)) - start[:, :, None]
-    place = torch.arange(capacity, device=ids.device)
-    slot = order.gather(1, (start[:, :, None] + place).clamp(max=run - 1).flatten(1)).unflatten(1, (owners, capacity))
+    place = torch.arange(part, capacity, parts, device=ids.device)
+    slot = order.gather(1, (start[:, :, None] + place).clamp(max=run - 1).flatten(1)).unflatten(1, (owners, -1))
     slot = slot + run * torch.arange(sources, device=ids.device)[:, None, None]
     slots = torch.where(place < ends[:, :, -1:], slot, size)
-    return slots.transpose(0, 1), ends.clamp(max=capacity).transpose(0, 1)
+    ends = (ends.clamp(max=capacity) - part + parts - 1) // parts
+    return slots.transpose(0, 1), ends.clamp(min=0).transpose(0, 1)
 
 
 def _sends(
-    ids: Tensor, groups: int, share: int, owners: int, sources: int, capacity: int, drops: bool
+    ids: Tensor, groups: int, share: int, owners: int, sources: int, capacity: int, drops: bool, part: int, parts: int
 ) -> Tensor:
-    return _packed(ids, groups, share, owners, sources, capacity)[0].contiguous()
+    return _packed(ids, groups, share, owners, sources, capacity, part, parts)[0].contiguous()
 
 
 def _counts(
-    ids: Tensor, groups: int, share: int, owners: int, sources: int, capacity: int, drops: bool
+    ids: Tensor, groups: int, share: int, owners: int, sources: int, capacity: int, drops: bool, part: int, parts: int
 ) -> Tensor:
-    ends = _packed(ids, groups, share, owners, sources, capacity)[1]
+    ends = _packed(ids, groups, share, owners, sources, capacity, part, parts)[1]
     return ends.diff(dim=2, prepend=ends.new_zeros(owners, sources, 1)).to(torch.int32)
 
 
@@ -186,12 +192,14 @@ def _ranges(ends: Tensor, rows: Tensor, groups: int) -> Iterator[tuple[int, tupl
 # ---- as operators, with their gradients ---------------------------------------------------------------------
 
 
-def _sent(ids: Tensor, groups: int, share: int, owners: int, sources: int, capacity: int, drops: bool) -> Tensor:
+def _sent(
+    ids: Tensor, groups: int, share: int, owners: int, sources: int, capacity: int, drops: bool, part: int, parts: int
+) -> Tensor:
     """Slots of their shape; raises ValueError where nothing may be dropped and there might be no room."""
     most = -(-ids.shape[0] // (share * sources)) * min(share, -(-groups // owners))
     if most > capacity and not drops:
         raise ValueError(f"a source may send an owner {most} rows, there is room for {capacity}")
-    return ids.new_empty(owners, sources, capacity)
+    return ids.new_empty(owners, sources, -(-(capacity - part) // parts))
 
 
 SHAPES: dict[str, Callable[..., Tensor]] = {

@@ -29,20 +29,46 @@ aten = torch.ops.aten
 Way = Literal["auto", "all_gather", "dropless", "bounded"]
 
 
-class Dispatch(Protocol):
-    """The order of rows by expert, where each expert's end, how many rows all owners have; the way there and back."""
+@dataclass(frozen=True)
+class Writer:
+    """Writes operators before a node, as if they came from another."""
+
+    place: fx.Node
+    origin: fx.Node
+    ctx: ir.Context
+
+    def call(self, target: Any, *args: Any) -> fx.Node:
+        """An operator."""
+        with self.place.graph.inserting_before(self.place):
+            node = self.place.graph.call_function(target, args)
+        return self.written(node)
+
+    def written(self, node: fx.Node) -> fx.Node:
+        """A node that stands there, with what it yields and where it comes from."""
+        with self.ctx.fake_mode, torch.no_grad():
+            args, kwargs = fx.map_arg((node.args, node.kwargs), ir.value)
+            ir.set_value(node, node.target(*args, **kwargs))  # type: ignore[operator]
+        ir.copy_origin(node, self.origin)
+        return node
+
+
+class Part(Protocol):
+    """Rows that go to experts together, and come back: their order by expert, and where each expert's end."""
 
     order: fx.Node
     ends: fx.Node
-    size: int
     among: int  # of how many rows an owner has one
 
-    def there(self, before: fx.Node, table: fx.Node, share: int) -> fx.Node:
+    def there(self, write: Writer, table: fx.Node, share: int) -> fx.Node:
         """The rows of a table with one for `share` slots, by expert."""
         ...
 
-    def back(self, before: fx.Node, rows: fx.Node) -> fx.Node:
-        """Rows where their slots were."""
+    def leave(self, write: Writer, rows: fx.Node) -> fx.Node:
+        """What experts made of rows, ready to go back."""
+        ...
+
+    def back(self, write: Writer, rows: fx.Node) -> fx.Node:
+        """Those rows where their slots were, zero where a slot is not of this part."""
         ...
 
 
@@ -69,11 +95,11 @@ class Traffic:
     sources: int
     capacity: int
 
-    def dispatch(self, slots: Routed, before: fx.Node, ctx: ir.Context) -> Dispatch:
-        """The operators that send so."""
+    def parts(self, slots: Routed, write: Writer, chunks: int) -> list[Part]:
+        """What sends so: rows that travel do so in `chunks`, so that one travels while another is computed."""
         if self.kind == "all_gather":
-            return AllGather(slots, before, ctx)
-        return Exchange(slots, self, before, ctx)
+            return [AllGather(slots, write)]
+        return [Exchange(slots, self, write, i, chunks) for i in range(min(chunks, self.capacity))]
 
 
 def choose(kind: Way, factor: float, slots: Routed, program: ir.Program) -> tuple[Traffic, str]:
@@ -115,64 +141,60 @@ def placed_tokens(program: ir.Program, tokens: int) -> Spec | None:
 class AllGather:
     """Each owner takes its own of all tokens."""
 
-    def __init__(self, routed_: Routed, before: fx.Node, ctx: ir.Context):
-        self.ctx, self.among = ctx, routed_.owners
-        args = (routed_.ids, routed_.groups, routed_.owners)
-        ids = new(before, routed.spread, args, ctx)
-        self.order, self.ends = sorted_(before, ids, routed_.each, routed_.share, ctx)
-        self.size = ir.example(self.order).numel()
+    def __init__(self, slots: Routed, write: Writer):
+        self.among = slots.owners
+        ids = write.call(routed.spread, slots.ids, slots.groups, slots.owners)
+        self.order, self.ends = sorted_(write, ids, slots.each, slots.share)
 
-    def there(self, before: fx.Node, table: fx.Node, share: int) -> fx.Node:
+    def there(self, write: Writer, table: fx.Node, share: int) -> fx.Node:
         """The rows of an owner's experts first, those of others behind them."""
-        return new(before, routed.rows, (table, self.order, share), self.ctx)
+        return write.call(routed.rows, table, self.order, share)
 
-    def back(self, before: fx.Node, rows: fx.Node) -> fx.Node:
+    def leave(self, write: Writer, rows: fx.Node) -> fx.Node:
+        """Zeros in place of others' rows."""
+        return write.call(routed.known, rows, self.ends) if self.among > 1 else rows
+
+    def back(self, write: Writer, rows: fx.Node) -> fx.Node:
         """A sum over owners: of each row one has the term."""
-        if self.among > 1:
-            rows = new(before, routed.known, (rows, self.ends), self.ctx)
-        return new(before, routed.unorder, (rows, self.order), self.ctx)
+        return write.call(routed.unorder, rows, self.order)
 
 
 class Exchange:
-    """Each source sends each owner up to so many rows."""
+    """Each source sends each owner up to so many rows, this part of them."""
 
-    def __init__(self, routed_: Routed, traffic: Traffic, before: fx.Node, ctx: ir.Context):
-        self.ctx, self.ids, self.groups = ctx, routed_.ids, routed_.groups
-        args = (routed_.ids, routed_.groups, routed_.share, routed_.owners, traffic.sources, traffic.capacity)
-        of = (*args, traffic.kind == "bounded")
-        self.slots, self.counts = (new(before, target, of, ctx) for target in (routed.sends, routed.counts))
-        ids = new(before, routed.received, (self.counts, traffic.capacity), ctx)
-        self.order, self.ends = sorted_(before, ids, routed_.each, 1, ctx)
-        self.size = ir.example(self.order).numel()
-        self.among = max(1, self.size // ir.example(routed_.ids).shape[0])
+    def __init__(self, slots: Routed, traffic: Traffic, write: Writer, part: int, parts: int):
+        self.ids = slots.ids
+        sizes = (slots.groups, slots.share, slots.owners, traffic.sources, traffic.capacity)
+        of = (self.ids, *sizes, traffic.kind == "bounded", part, parts)
+        self.slots, self.counts = (write.call(target, *of) for target in (routed.sends, routed.counts))
+        capacity = ir.example(self.slots).shape[2]
+        ids = write.call(routed.received, self.counts, capacity)
+        self.order, self.ends = sorted_(write, ids, slots.each, 1)
+        rows = slots.owners * traffic.sources * traffic.capacity
+        self.among = max(1, rows // ir.example(self.ids).shape[0])
 
-    def there(self, before: fx.Node, table: fx.Node, share: int) -> fx.Node:
+    def there(self, write: Writer, table: fx.Node, share: int) -> fx.Node:
         """The rows that came, by expert, places that are empty behind them."""
-        sent = new(before, routed.pack, (table, self.slots, self.ids, share), self.ctx)
-        return new(before, routed.arrange, (sent, self.order), self.ctx)
+        return write.call(routed.arrange, write.call(routed.pack, table, self.slots, self.ids, share), self.order)
 
-    def back(self, before: fx.Node, rows: fx.Node) -> fx.Node:
+    def leave(self, write: Writer, rows: fx.Node) -> fx.Node:
+        """The rows in the places in which they came."""
+        return write.call(routed.restore, rows, self.order)
+
+    def back(self, write: Writer, rows: fx.Node) -> fx.Node:
         """The rows that come back; zero where one was dropped."""
-        came = new(before, routed.restore, (rows, self.order), self.ctx)
-        return new(before, routed.unpack, (came, self.slots, self.ids), self.ctx)
-
-    def dropped(self, before: fx.Node) -> fx.Node:
-        """How many rows find no room, of all ranks together, int64 []."""
-        theirs = new(before, aten.lt.Scalar, (self.ids, self.groups), self.ctx)
-        counts = [new(before, aten.sum.default, (x,), self.ctx) for x in (theirs, self.counts)]
-        return new(before, aten.sub.Tensor, tuple(counts), self.ctx)
+        return write.call(routed.unpack, rows, self.slots, self.ids)
 
 
-def sorted_(before: fx.Node, ids: fx.Node, groups: int, share: int, ctx: ir.Context) -> Sequence[fx.Node]:
+def dropped(parts: Sequence[Part], slots: Routed, write: Writer) -> fx.Node:
+    """How many rows find no room in what is exchanged, of all ranks together, int64 []."""
+    left = write.call(aten.sum.default, write.call(aten.lt.Scalar, slots.ids, slots.groups))
+    for part in parts:
+        assert isinstance(part, Exchange)
+        left = write.call(aten.sub.Tensor, left, write.call(aten.sum.default, part.counts))
+    return left
+
+
+def sorted_(write: Writer, ids: fx.Node, groups: int, share: int) -> Sequence[fx.Node]:
     """(the order of slots by expert, where each expert's end), for each owner."""
-    return [new(before, target, (ids, groups, share), ctx) for target in (routed.order, routed.ends)]
-
-
-def new(before: fx.Node, target: Any, args: tuple[Any, ...], ctx: ir.Context) -> fx.Node:
-    """An operator in the graph before another, of whose origin it is."""
-    with before.graph.inserting_before(before):
-        node = before.graph.call_function(target, args)
-    with ctx.fake_mode, torch.no_grad():
-        ir.set_value(node, target(*fx.map_arg(args, ir.value)))
-    ir.copy_origin(node, before)
-    return node
+    return [write.call(target, ids, groups, share) for target in (routed.order, routed.ends)]

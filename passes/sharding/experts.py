@@ -16,7 +16,9 @@ Where something does mind, the report says what, and the model's own operators s
 
 from __future__ import annotations
 
+import functools
 import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -26,7 +28,7 @@ from torch import fx
 from passes.program import ir, routed
 from passes.program.spec import Spec
 from passes.rules import name_of, rule_of, tensor_operands
-from passes.sharding.dispatch import Dispatch, Exchange, Routed, Way, choose, new
+from passes.sharding.dispatch import Part, Routed, Way, Writer, choose, dropped
 from passes.sharding.infer import experts_of
 from passes.sharding.normalize import drops
 
@@ -81,18 +83,19 @@ class Experts:
     """Write rows sorted by expert in operators that each rank runs on the rows of its own tokens.
 
     `dispatch` is how rows get to experts that are spread over ranks; a bounded buffer has room for `capacity_factor`
-    even shares.
+    even shares. Rows that travel do so in `chunks`.
     """
 
     dispatch: Way = "auto"
     capacity_factor: float = 1.25
+    chunks: int = 1
     name: str = "experts"
     requires: frozenset[str] = frozenset({"captured", "normalized"})
     establishes: frozenset[str] = frozenset()
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
-        notes, found, met, dropped = [], 0, set[fx.Node](), None
+        notes, found, met, lost = [], 0, set[fx.Node](), None
         owners = program.mesh[program.mesh.experts_over] if program.mesh.experts_over else 1
         for node in list(program.calls()):
             if node in met or not is_sort_of_ids(node):
@@ -107,14 +110,16 @@ class Experts:
                 slots = Routed(region.ids, region.groups, max(region.share.values(), default=1), owners)
                 traffic, why = choose(self.dispatch, self.capacity_factor, slots, program)
                 notes += [f"%{node.name} ({ir.source(node)}): {traffic.kind}: {why}"] if why else []
-                dispatch = traffic.dispatch(slots, region.sort, ctx)
-                if isinstance(dispatch, Exchange) and traffic.kind == "bounded":
-                    dropped = add(dropped, dispatch.dropped(region.sort), region.sort, ctx)
-                rewrite(region, dispatch, ctx)
+                write = Writer(region.sort, region.sort, ctx)
+                parts = traffic.parts(slots, write, self.chunks)
+                if traffic.kind == "bounded":
+                    term = dropped(parts, slots, write)
+                    lost = term if lost is None else write.call(aten.add.Tensor, lost, term)
+                rewrite(region, parts, ctx)
                 found += 1
         if owners > 1:
             refuse_unspread(program, found, notes)
-        program = program if dropped is None else with_metric(program, DROPPED, dropped)
+        program = program if lost is None else with_metric(program, DROPPED, lost)
         program.graph.eliminate_dead_code()
         program.module.recompile()
         return program, ir.Report({"sorted by expert": found}, tuple(notes))
@@ -128,11 +133,6 @@ def refuse_unspread(program: ir.Program, found: int, notes: list[str]) -> None:
         raise ir.Refused("experts", left[0], f"mesh.ep: these experts cannot be spread: {why}")
     if not found and not experts_of(program):
         raise ir.Refused("experts", None, "mesh.ep: there are no experts to spread: nothing sorts rows by expert")
-
-
-def add(total: fx.Node | None, term: fx.Node, before: fx.Node, ctx: ir.Context) -> fx.Node:
-    """The sum so far, layer by layer."""
-    return term if total is None else new(before, torch.ops.aten.add.Tensor, (total, term), ctx)
 
 
 def with_metric(program: ir.Program, name: str, value: fx.Node) -> ir.Program:
@@ -326,42 +326,55 @@ def by_row(region: Region, node: fx.Node) -> bool:
 # ---- what is written instead ---------------------------------------------------------------------------------
 
 
-def rewrite(region: Region, dispatch: Dispatch, ctx: ir.Context) -> None:
-    """Put the operators of `routed` in the place of the model's."""
-    for node in [n for n in region.sort.graph.nodes if n in region.written or region.kinds.get(n) == "rows"]:
-        if node not in region.written:
-            resize(node, dispatch.size, ctx)
+def rewrite(region: Region, parts: Sequence[Part], ctx: ir.Context) -> None:
+    """Put the operators of `routed` in the place of the model's, once a part; what parts bring back is added up.
+
+    One part is computed after the other, and all come back at the end: what travels may then move beside the products
+    of others, as `passes.communication.overlap` lets it.
+    """
+    nodes = [n for n in region.sort.graph.nodes if n in region.written or region.kinds.get(n) == "rows"]
+    copies: list[dict[fx.Node, fx.Node]] = [{} for _ in parts]
+    waiting: list[fx.Node] = []  # nodes whose copies in other parts come when the first part is through
+    for node in nodes:
+        if region.written.get(node) != "back":
+            copies[0][node] = written(region, node, copies[0], parts[0], Writer(node, node, ctx))
+            waiting.append(node)
             continue
-        instead = write(region.written[node], node, dispatch, ctx)
-        node.replace_all_uses_with(instead)
+        write, leaving = Writer(node, node, ctx), []
+        for copied, part in zip(copies, parts):
+            for inner in waiting if copied is not copies[0] else ():
+                copied[inner] = written(region, inner, copied, part, Writer(node, inner, ctx))
+            leaving.append(part.leave(write, copied[brought_back(node)]))
+        waiting.clear()
+        terms = [part.back(write, rows) for part, rows in zip(parts, leaving)]
+        node.replace_all_uses_with(functools.reduce(lambda a, b: write.call(aten.add.Tensor, a, b), terms))
+    for node in reversed(nodes):
         node.graph.erase_node(node)
-    for part, kind in region.kinds.items():
-        if kind == "ids" and part.target is operator.getitem:
-            part.replace_all_uses_with(region.ids)  # counts are the same of ids in any order
+    for given, kind in region.kinds.items():
+        if kind == "ids" and given.target is operator.getitem:
+            given.replace_all_uses_with(region.ids)  # counts are the same of ids in any order
 
 
-def write(what: Written, node: fx.Node, dispatch: Dispatch, ctx: ir.Context) -> fx.Node:
-    """What stands in place of a node."""
-    match what:
+def brought_back(node: fx.Node) -> fx.Node:
+    """The rows that a node puts back in place."""
+    return node.args[2] if name_of(node) == "index_put" else node.args[0]  # type: ignore[return-value]
+
+
+def written(
+    region: Region, node: fx.Node, copied: Mapping[fx.Node, fx.Node], part: Part, write: Writer
+) -> fx.Node:
+    """What stands in place of a node for a part, `copied` in place of those before it."""
+    match region.written.get(node):
         case "there":
             table, index = looked_up(node)
-            return dispatch.there(node, table, ir.example(index).shape[0] // ir.example(table).shape[0])
-        case "back":
-            rows = node.args[2] if name_of(node) == "index_put" else node.args[0]
-            return dispatch.back(node, rows)  # type: ignore[arg-type]
+            return part.there(write, table, ir.example(index).shape[0] // ir.example(table).shape[0])
         case "product":
-            return new(node, routed.grouped_mm, (*node.args[:2], dispatch.ends, dispatch.among), ctx)
+            return write.call(routed.grouped_mm, copied[node.args[0]], node.args[1], part.ends, part.among)  # type: ignore[index]
         case "by expert":
-            return new(node, routed.of_group, (looked_up(node)[0], dispatch.ends, dispatch.order), ctx)
-
-
-def resize(node: fx.Node, rows: int, ctx: ir.Context) -> None:
-    """Let an operator run on the rows of all owners, which may be more than there are slots."""
-    value = ir.value(node)
-    if isinstance(value, torch.Tensor) and value.shape[0] == rows:
-        return
+            return write.call(routed.of_group, looked_up(node)[0], part.ends, part.order)
+    with write.place.graph.inserting_before(write.place):
+        copy = ir.copy_node(write.place.graph, node, {n: copied.get(n, n) for n in node.all_input_nodes})
     if name_of_operator(node) in AT_SIZE:
-        node.args = (node.args[0], [rows, *value.shape[1:]], *node.args[2:])
-    with ctx.fake_mode, torch.no_grad():
-        args, kwargs = fx.map_arg((node.args, node.kwargs), ir.value)
-        ir.set_value(node, node.target(*args, **kwargs))  # type: ignore[operator]
+        rows = ir.example(copy.args[0]).shape[0]  # type: ignore[arg-type]
+        copy.args = (copy.args[0], [rows, *ir.example(node).shape[1:]], *copy.args[2:])
+    return write.written(copy)

@@ -543,8 +543,8 @@ FAULTS = (
     Fault(
         "rows_of_others_added",
         "passes/sharding/dispatch.py",
-        "if self.among > 1:",
-        "if self.among > 99:",
+        "if self.among > 1 else rows",
+        "if self.among > 99 else rows",
         "What experts make of rows that are others' is added to the sum over owners.",
     ),
     Fault(
@@ -557,8 +557,8 @@ FAULTS = (
     Fault(
         "dropped_by_one_source",
         "passes/sharding/dispatch.py",
-        "(self.ids, self.groups), self.ctx)",
-        "(self.ids, self.groups - 1), self.ctx)",
+        "write.call(aten.lt.Scalar, slots.ids, slots.groups)",
+        "write.call(aten.lt.Scalar, slots.ids, slots.groups - 1)",
         "Rows for the last expert are not counted among those that find no room.",
     ),
     Fault(
@@ -946,6 +946,13 @@ FAULTS = (
         "return (x.shape, x.dtype, x.stride(), x.device) == (y.shape, y.dtype, y.stride(), y.device)",
         "return x.shape == y.shape",
         "A cast is dropped because its shape stays.",
+    ),
+    Fault(
+        "part_counts_from_the_first",
+        "passes/program/routed.py",
+        "ends = (ends.clamp(max=capacity) - part + parts - 1) // parts",
+        "ends = (ends.clamp(max=capacity) + parts - 1) // parts",
+        "A chunk of rows counts a place too many of an expert where they do not divide.",
     ),
     Fault(
         "spec_of_other_operator",

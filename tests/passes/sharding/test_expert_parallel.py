@@ -24,8 +24,10 @@ from torch import nn
 import compiler_trainer as ct
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.training import checkpoint
+from passes.communication import overlap
 from passes.program import boundary, ir, routed
 from passes.program.mesh import Mesh
+from passes.program.torch_private import c10d
 
 MESHES = (
     {"dp_shard": 2, "ep": 2},
@@ -207,6 +209,42 @@ def test_rows_dropped_in_all_layers_and_microbatches_are_counted():
     assert step(sequences(8, 6)[0])["dropped_rows"] == 2 * (48 - 4 * 3)
 
 
+@pytest.mark.parametrize(("mesh", "chunks", "changes", "sizes"),
+                         in_turn(MESHES[:8:2], (2, 3), ({}, {"biases": True}, {"favoured": 5}), ((3, 5), (4, 6))))
+def test_rows_that_travel_in_chunks(mesh, chunks, changes, sizes):
+    trained_alike(mixture(**changes), squared_error, sequences(*sizes), mesh,
+                  passes={"moe": {"dispatch": "dropless", "chunks": chunks}})
+
+
+def test_chunks_drop_the_rows_that_one_buffer_would():
+    def trained(chunks):
+        step = compile_lockstep(mixture(), squared_error, sequences(8, 6)[0], MESHES[2],
+                                passes={"moe": {"dispatch": "bounded", "capacity_factor": 0.7, "chunks": chunks}})
+        return train_step(step, sequences(8, 6)), step.state_dict()
+
+    (wanted, state), (metrics, found) = trained(1), trained(2)
+    assert wanted[0]["dropped_rows"] > 0
+    for ours, theirs in zip(metrics, wanted, strict=True):
+        assert_same(ours, theirs, EXACT)
+    assert_same(found, state, EXACT)
+
+
+@pytest.mark.parametrize(("chunks", "forward", "backward"), (
+    (1, [False, False], [False, True]),
+    (2, [False, True, True, False], [False, True, True, True]),
+))
+def test_a_chunk_travels_beside_the_products_of_another(monkeypatch, chunks, forward, backward):
+    """Of exchanges of rows, whether products of experts are computed meanwhile: all but the first and the last."""
+    monkeypatch.setattr(overlap, "FLOPS_PER_BYTE", 1e-3)  # these products are short beside what small rows take
+    program = spread(MESHES[2], "dropless", moe={"dispatch": "dropless", "chunks": chunks})["overlap"]
+    found = {"forward": [], "backward": []}
+    for start, wait in overlap.in_flight(program.graph):
+        if start.target is c10d.all_to_all_single.default and ir.example(start).numel() > 24:  # rows, not their weights
+            beside = {routed.grouped_mm, routed.grouped_outer} & {n.target for n in overlap.between(start, wait)}
+            found[ir.phase(start)].append(bool(beside))
+    assert found == {"forward": forward, "backward": backward}
+
+
 # ---- where things lie, what is sent --------------------------------------------------------------------------
 
 
@@ -319,8 +357,8 @@ def test_tokens_that_are_not_those_of_the_batch_are_gathered_or_refused():
 def test_buffers_that_may_not_hold_all_are_refused():
     ids = torch.empty(24, dtype=torch.int64, device="meta")
     with pytest.raises(ValueError, match="may send an owner 12 rows, there is room for 11"):
-        routed.sends(ids, 6, 2, 2, 2, 11, False)
-    assert routed.sends(ids, 6, 2, 2, 2, 11, True).shape == (2, 2, 11)
+        routed.sends(ids, 6, 2, 2, 2, 11, False, 0, 1)
+    assert routed.sends(ids, 6, 2, 2, 2, 11, True, 0, 1).shape == (2, 2, 11)
 
 
 def test_the_report_says_which_way_rows_travel_and_why():
