@@ -24,6 +24,7 @@ PositiveFloat = Annotated[float, Must("be above 0", lambda x: x > 0)]
 NonNegativeFloat = Annotated[float, Must("be 0 or more", lambda x: x >= 0)]
 Fraction = Annotated[float, Must("be from 0 to 1", lambda x: 0 <= x <= 1)]
 ShareOfPeak = Annotated[float, Must("be above 0 and at most 1", lambda x: 0 < x <= 1)]
+AtLeastOne = Annotated[float, Must("be 1 or more", lambda x: x >= 1)]
 OpenFraction = Annotated[float, Must("be 0 or more and below 1", lambda x: 0 <= x < 1)]
 Dtype = Literal["float32", "bfloat16"]
 
@@ -338,6 +339,7 @@ class ClusterConfig:
     intra_us: NonNegativeFloat = 3.4  # added to every hop
     inter_gb_s: PositiveFloat = 48.5  # reached between nodes
     inter_us: NonNegativeFloat = 14.0
+    expert_load: AtLeastOne = 1.0  # rows of the rank whose experts get most, over the mean
 
 
 @dataclass(frozen=True)

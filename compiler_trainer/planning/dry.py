@@ -136,6 +136,7 @@ def cluster_of(cfg: ClusterConfig) -> Cluster:
         kernel_s=1e-6 * cfg.kernel_us,
         intra=Link(1e9 * cfg.intra_gb_s, 1e-6 * cfg.intra_us),
         inter=Link(1e9 * cfg.inter_gb_s, 1e-6 * cfg.inter_us),
+        expert_load=cfg.expert_load,
     )
 
 

@@ -272,12 +272,12 @@ def _attention_backward(gradient: tuple, q: tuple, k: tuple, v: tuple, *rest: An
     return sdpa_backward_flop_count(gradient, q, k, v)
 
 
-def _grouped_product(rows: tuple, weight: tuple, ends: tuple, among: int = 1, **named: Any) -> int:
-    return 2 * math.prod(rows) * weight[2] // among
+def _grouped_product(rows: tuple, weight: tuple, ends: tuple, among: float = 1.0, **named: Any) -> int:
+    return int(2 * math.prod(rows) * weight[2] / among)
 
 
-def _grouped_outer(rows: tuple, gradient: tuple, ends: tuple, groups: int, among: int, **named: Any) -> int:
-    return 2 * math.prod(rows) * gradient[1] // among
+def _grouped_outer(rows: tuple, gradient: tuple, ends: tuple, groups: int, among: float, **named: Any) -> int:
+    return int(2 * math.prod(rows) * gradient[1] / among)
 
 
 # what PyTorch's own registry lacks, of the operators that a graph has before they are decomposed

@@ -29,7 +29,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Rates that one GPU reaches (not its peaks), and the links between GPUs; `kernel_s` is added to every kernel."""
+    """Rates that one GPU reaches (not its peaks), and the links between GPUs; `kernel_s` is added to every kernel.
+
+    All wait for the rank whose experts get most rows: `expert_load` times the mean.
+    """
 
     gpus_per_node: int
     matmul_flops_per_s: Mapping[torch.dtype, float]
@@ -38,6 +41,7 @@ class Cluster:
     kernel_s: float
     intra: Link
     inter: Link
+    expert_load: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch import fx
 from passes.cost.accounting import SENT, axis_of, bind, count_flops, kind_of, payload_bytes
 from passes.cost.cluster import Cluster, Reach, between_nodes, collective_seconds, reach, within_nodes
 from passes.cost.fusion import Kernel, fuse
-from passes.program import ir
+from passes.program import ir, routed
 from passes.program.sweep import Sweep, sweep, tensors
 from passes.rules import name_of
 
@@ -87,8 +87,13 @@ class Costs:
         return max(computing, kernel.moved_bytes / self.cluster.hbm_bytes_per_s) + self.cluster.kernel_s
 
     def flops(self, node: fx.Node) -> float:
-        """FLOPs that a kernel really does: a causal attention leaves out half of what is counted."""
+        """FLOPs that a kernel really does: a causal attention leaves out half of what is counted.
+
+        Of experts that are spread over ranks, those of the rank that gets most rows: no more than it has room for.
+        """
         counted = count_flops(node, self.swept)
+        if counted and node.target in (routed.grouped_mm, routed.grouped_outer):
+            return counted * min(self.cluster.expert_load, bind(node).get("among", 1.0))
         return counted / 2 if counted and is_attention(node) and bind(node).get("is_causal") else counted
 
     def rate(self, node: fx.Node) -> float:

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
-from passes.program import ir
+from passes.program import ir, routed
 from passes.program.functions import Function, define, record
 from passes.program.regions import within
 
@@ -117,6 +117,8 @@ class Float8:
         layers = [n for n in program.calls() if n.target is aten.linear.default]
         heads = set() if self.head else last_of(program, layers)
         linear = self.operator()
+        if grouped := sum(n.target is routed.grouped_mm for n in program.calls()):
+            left["products of rows with their experts' matrices"] = grouped
         for node in layers:
             if reason := self.why_not(node, matched) or ("the head" if node in heads else ""):
                 left[reason] += 1

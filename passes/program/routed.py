@@ -158,7 +158,7 @@ def _by_owner(ends: Tensor) -> Tensor:
     return ends if ends.dim() == 2 else ends[None]
 
 
-def _grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor, among: int = 1) -> Tensor:
+def _grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor, among: float = 1.0) -> Tensor:
     if rows.is_cuda and rows.dtype == torch.bfloat16 and _by_owner(ends).shape[0] == 1:
         return torch.where(_groups(ends, rows)[1], F.grouped_mm(rows, weight, offs=ends.flatten()), 0.0)
     result = rows.new_zeros(rows.shape[0], weight.shape[2])
@@ -167,7 +167,7 @@ def _grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor, among: int = 1) -> T
     return result
 
 
-def _grouped_outer(rows: Tensor, gradient: Tensor, ends: Tensor, groups: int, among: int) -> Tensor:
+def _grouped_outer(rows: Tensor, gradient: Tensor, ends: Tensor, groups: int, among: float) -> Tensor:
     if rows.is_cuda and rows.dtype == torch.bfloat16 and _by_owner(ends).shape[0] == 1:
         return F.grouped_mm(rows.t(), gradient, offs=ends.flatten())
     result = rows.new_zeros(groups, rows.shape[1], gradient.shape[1])
@@ -222,7 +222,7 @@ SHAPES: dict[str, Callable[..., Tensor]] = {
     "known": lambda rows, ends: torch.empty_like(rows, memory_format=torch.contiguous_format),
     "of_group": lambda table, ends, order: table.new_empty([order.numel(), *table.shape[1:]]),
     "group_sums": lambda rows, ends, groups: rows.new_empty([groups, *rows.shape[1:]]),
-    "grouped_mm": lambda rows, weight, ends, among=1: rows.new_empty(rows.shape[0], weight.shape[2]),
+    "grouped_mm": lambda rows, weight, ends, among=1.0: rows.new_empty(rows.shape[0], weight.shape[2]),
     "grouped_outer": lambda rows, gradient, ends, groups, among: rows.new_empty(
         groups, rows.shape[1], gradient.shape[1]
     ),
@@ -286,7 +286,7 @@ def _pack_backward(gradient: Tensor, needed: Any, x: Tensor, slots: Tensor, ids:
 
 
 def _grouped_mm_backward(
-    gradient: Tensor, needed: Any, rows_: Tensor, weight: Tensor, ends_: Tensor, among: int = 1
+    gradient: Tensor, needed: Any, rows_: Tensor, weight: Tensor, ends_: Tensor, among: float = 1.0
 ) -> tuple[Tensor | None, ...]:
     along_rows = grouped_mm(gradient, weight.transpose(1, 2), ends_, among) if needed[0] else None
     return along_rows, grouped_outer(rows_, gradient, ends_, weight.shape[0], among) if needed[1] else None

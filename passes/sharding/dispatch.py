@@ -57,7 +57,7 @@ class Part(Protocol):
 
     order: fx.Node
     ends: fx.Node
-    among: int  # of how many rows an owner has one
+    among: float  # of how many of the rows it is given an owner multiplies one
 
     def there(self, write: Writer, table: fx.Node, share: int) -> fx.Node:
         """The rows of a table with one for `share` slots, by expert."""
@@ -142,7 +142,7 @@ class AllGather:
     """Each owner takes its own of all tokens."""
 
     def __init__(self, slots: Routed, write: Writer):
-        self.among = slots.owners
+        self.among = float(slots.owners)
         ids = write.call(routed.spread, slots.ids, slots.groups, slots.owners)
         self.order, self.ends = sorted_(write, ids, slots.each, slots.share)
 
@@ -171,7 +171,7 @@ class Exchange:
         ids = write.call(routed.received, self.counts, capacity)
         self.order, self.ends = sorted_(write, ids, slots.each, 1)
         rows = slots.owners * traffic.sources * traffic.capacity
-        self.among = max(1, rows // ir.example(self.ids).shape[0])
+        self.among = max(1.0, rows / ir.example(self.ids).shape[0])
 
     def there(self, write: Writer, table: fx.Node, share: int) -> fx.Node:
         """The rows that came, by expert, places that are empty behind them."""

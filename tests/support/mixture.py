@@ -64,6 +64,7 @@ class Mixture(nn.Module):
         self.first, self.last = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 2)
         self.norm = nn.LayerNorm(WIDTH)
         self.router = nn.Linear(WIDTH, experts)
+        self.router.weight.data *= 4  # so that tokens differ in what they choose, and all experts are chosen
         self.up = nn.Parameter(torch.randn(experts, 2 * INNER, WIDTH) / 2)
         self.down = nn.Parameter(torch.randn(experts, INNER, WIDTH) / 2)
         self.bias = nn.Parameter(torch.randn(experts, WIDTH)) if biases else None

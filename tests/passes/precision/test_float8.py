@@ -7,12 +7,14 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import compile_lockstep, train_step
+from oracle import compile_lockstep, llama_loss, train_step
 from sweeps import in_turn
 from torch import Tensor, nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from compiler_trainer import UserError
+from compiler_trainer.config.schema import ExpertsConfig, ModelConfig
+from compiler_trainer.models import Llama
 from passes.precision import float8
 from passes.program import ir
 from passes.sharding.partition import Partitioner
@@ -123,6 +125,15 @@ def test_what_cannot_be_in_float8_is_said():
     assert "a dim under 64" in refused(float8="rowwise", float8_head=True, float8_min_size=64)
     assert "50 x 32 are not multiples of 16" in refused(float8="rowwise", float8_head=True, width=50)
     assert "'fp4' is not one of tensorwise, rowwise" in refused(float8="fp4")
+
+
+def test_products_of_experts_are_left_and_reported():
+    model = Llama(ModelConfig(dim=32, n_layers=1, n_heads=2, n_kv_heads=2, ffn_dim=64, vocab_size=64,
+                              experts=ExpertsConfig(4, 2, 16)))
+    batch = {key: torch.zeros(2, 16, dtype=torch.int64) for key in ("tokens", "positions", "labels")}
+    step = compile_lockstep(model, llama_loss, batch, {}, passes={"cast": {"float8": "tensorwise"}})
+    report = next(p["report"] for p in step.report["passes"] if p["name"] == "float8")
+    assert "left as they were, products of rows with their experts' matrices: 3" in report["notes"]
 
 
 def test_layers_left_out_are_reported():

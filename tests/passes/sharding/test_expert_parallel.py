@@ -25,8 +25,11 @@ import compiler_trainer as ct
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.training import checkpoint
 from passes.communication import overlap
+from passes.cost.cluster import Cluster, Link
+from passes.cost.predict import Costs
 from passes.program import boundary, ir, routed
 from passes.program.mesh import Mesh
+from passes.program.sweep import recorded
 from passes.program.torch_private import c10d
 
 MESHES = (
@@ -243,6 +246,19 @@ def test_a_chunk_travels_beside_the_products_of_another(monkeypatch, chunks, for
             beside = {routed.grouped_mm, routed.grouped_outer} & {n.target for n in overlap.between(start, wait)}
             found[ir.phase(start)].append(bool(beside))
     assert found == {"forward": forward, "backward": backward}
+
+
+@pytest.mark.parametrize(("load", "times"), ((1.0, 1.0), (1.5, 1.5), (9.0, 2.0)))
+def test_all_wait_for_the_rank_that_gets_most_rows(load, times):
+    """Of twice the mean, for which buffers of the worst case have room here."""
+    program = spread(MESHES[2], "dropless", sizes=(8, 6))["joint"]
+    cluster = Cluster(2, {torch.float64: 1.0}, 1.0, 1.0, 0.0, Link(1.0, 0.0), Link(1.0, 0.0), expert_load=load)
+    costs = Costs(program, recorded(), cluster)
+    products = [n for n in program.calls() if n.target in (routed.grouped_mm, routed.grouped_outer)]
+    rows = 8 * 6 * TOP // 4  # of each rank in the mean
+    matrices = {n: ir.example(n if n.target is routed.grouped_outer else n.args[1]).shape[1:] for n in products}
+    wanted = {n: times * 2 * rows * math.prod(shape) for n, shape in matrices.items()}
+    assert {n: costs.flops(n) for n in products} == wanted
 
 
 # ---- where things lie, what is sent --------------------------------------------------------------------------
