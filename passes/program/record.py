@@ -17,7 +17,13 @@ import torch
 from torch import Tensor, fx
 
 from passes.program import ir
-from passes.program.torch_private import TorchDispatchMode, composite_operators, snapshot
+from passes.program.torch_private import FakeTensor, TorchDispatchMode, composite_operators, number_in, snapshot
+
+aten = torch.ops.aten
+
+
+class Unknown(ValueError):
+    """A function reads a tensor that it was not given."""
 
 
 class Tape:
@@ -44,6 +50,9 @@ class Tape:
     def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What an operator yields; it is written down if these are tensors."""
         found = target(*args, **kwargs)
+        if target is aten.lift_fresh.default:  # what PyTorch makes of a constant before it is used
+            self._known(found, self._node(args[0]))
+            return found
         parts = [found] if isinstance(found, Tensor) else found if isinstance(found, (tuple, list)) else []
         if not any(isinstance(part, Tensor) for part in parts):
             return found
@@ -69,9 +78,16 @@ class Tape:
 
     def _node(self, value: Tensor) -> fx.Node:
         known, node = self.nodes.get(id(value), (lambda: None, None))
-        if known() is not value:
-            what = f"{value.dtype} {list(value.shape)}"
-            raise ValueError(f"a tensor ({what}) is neither an input of what is traced nor made in it")
+        return node if known() is value else self._constant(value)
+
+    def _constant(self, value: Tensor) -> fx.Node:
+        """A number that a function holds as a tensor, written as one."""
+        if isinstance(value, FakeTensor) or value.numel() != 1:
+            raise Unknown(f"a tensor ({value.dtype} {list(value.shape)}) that it is not given")
+        args, kwargs = (list(value.shape), number_in(value)), {"dtype": value.dtype, "device": value.device}
+        node = self.graph.create_node("call_function", aten.full.default, args, kwargs, "full")
+        ir.set_value(node, aten.full.default(*args, **kwargs))
+        self.written(node)
         return node
 
 
@@ -89,7 +105,7 @@ class Recorder(TorchDispatchMode):
 def trace(fn: Callable[..., Any], args: Sequence[Tensor], ctx: ir.Context) -> fx.Graph:
     """The operators that `fn` calls on fake tensors `args`, composite ones whole: a placeholder for each argument.
 
-    Raises ValueError if it reads a tensor that it is not given.
+    Raises Unknown if it reads a tensor that it is not given, unless that is a single number.
     """
     tape = Tape()
     for value in args:

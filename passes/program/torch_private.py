@@ -26,7 +26,7 @@ from torch._functorch._activation_offloading import offload_ops  # noqa: F401, r
 from torch._guards import TracingContext, tracing
 from torch._logging import trace_structured
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # generates code when first called
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, snapshot_fake
@@ -63,6 +63,7 @@ __all__ = [
     "lazy_graph_modules",
     "line_mode",
     "load_compiled",
+    "number_in",
     "register_axis_group",
     "resolve_axis_group",
     "save_compiled",
@@ -124,6 +125,12 @@ def composites_of(module: fx.GraphModule) -> Iterator[None]:
     kept = {op for op in called if _is_preservable_cia_op(op)}
     with patch("torch.export.exported_program._collect_all_valid_cia_ops", lambda: kept):
         yield
+
+
+def number_in(value: Tensor) -> bool | int | float | complex:
+    """The entry of a real tensor that has one, under whatever fake mode."""
+    with unset_fake_temporarily():
+        return value.detach().item()
 
 
 def snapshot(value: Any) -> Any:

@@ -18,7 +18,7 @@ from passes.program import ir
 from passes.program.builder import Builder
 from passes.program.functions import Function, define, remember
 from passes.program.mesh import Mesh
-from passes.program.record import trace
+from passes.program.record import Unknown, trace
 from passes.program.spec import Spec
 from passes.program.torch_private import LazyGraphModule
 from passes.rules import tensor_operands
@@ -26,12 +26,15 @@ from passes.sharding.normalize import Normalize
 
 
 def body_program(
-    fn: Callable[..., Any], examples: list[Tensor], inputs: list[ir.Input], mesh: Mesh, ctx: ir.Context
+    name: str, fn: Callable[..., Any], examples: list[Tensor], inputs: list[ir.Input], mesh: Mesh, ctx: ir.Context
 ) -> ir.Program:
-    """The operators of a body over full tensors, normalized."""
+    """The operators of a body of the custom function `name` over full tensors, normalized."""
     with ctx.fake_mode, torch.no_grad():
         fresh = [torch.empty(e.shape, dtype=e.dtype, device=e.device) for e in examples]
-    graph = trace(lambda *t: tuple(fn(*t)), fresh, ctx)
+    try:
+        graph = trace(lambda *t: tuple(fn(*t)), fresh, ctx)
+    except Unknown as error:
+        raise ir.Refused("shard", None, f"{name} uses {error}; make it an argument of the function") from error
     results = graph.output_node().args[0]
     outputs = tuple(ir.Output(str(i), "metric", Spec.whole(tuple(ir.example(n).shape))) for i, n in enumerate(results))
     module = LazyGraphModule(torch.nn.Module(), graph)
@@ -67,7 +70,7 @@ def place_forward(
 
     def place(given: list[Spec]) -> Placed:
         inputs = [ir.Input(str(i), kind, spec) for i, (kind, spec) in enumerate(zip(kinds, given))]  # type: ignore
-        program = body_program(function.forward, examples, inputs, mesh, ctx)
+        program = body_program(function.name, function.forward, examples, inputs, mesh, ctx)
         plan = propagate(program)
         results = tuple(plan.current(n) for n in program.results())
         return Placed(function, tuple(examples), program, plan, tuple(given), results)
@@ -135,7 +138,7 @@ def partitioned(
         kept[:] = [i for i, g in enumerate(found) if g is not None]
         return tuple(found[i] for i in kept)
 
-    program = body_program(differentiate, examples, inputs, mesh, ctx)
+    program = body_program(function.name, differentiate, examples, inputs, mesh, ctx)
     backward = partition(program, propagate(program), tuple(operands[i].gradient() for i in kept))
     return local_operator(function, forward, backward, kept, len(operands))
 

@@ -110,6 +110,9 @@ class Experts:
                 slots = Routed(region.ids, region.groups, max(region.share.values(), default=1), owners)
                 traffic, why = choose(self.dispatch, self.capacity_factor, slots, program)
                 notes += [f"%{node.name} ({ir.source(node)}): {traffic.kind}: {why}"] if why else []
+                if self.chunks > 1 and traffic.kind == "all_gather":
+                    fix = "set mesh.ep, and passes.moe.dispatch to dropless or bounded"
+                    raise ir.Refused("experts", node, f"passes.moe.chunks: {self.chunks}, but no rows travel; {fix}")
                 write = Writer(region.sort, region.sort, ctx)
                 parts = traffic.parts(slots, write, self.chunks)
                 if traffic.kind == "bounded":

@@ -7,9 +7,11 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import compile_lockstep, train_plainly
+from oracle import NO_DECAY, compile_lockstep, perceptron, points, squared_error, train_plainly, trained_alike
 from sweeps import quick
 from torch import nn
+
+from compiler_trainer import UserError
 
 MESHES = ({}, {"dp_replicate": 2}, {"dp_shard": 3}, {"tp": 2}, {"dp_replicate": 2, "tp": 2})
 PLAIN = {"name": "sgd"}
@@ -179,3 +181,52 @@ def test_gradients_of_a_custom_function_are_held_to_its_authors() -> None:
     step = compile_lockstep(model, token_loss, data[0], {"tp": 2}, PLAIN, passes={"verify": "numeric"})
     compared = next(record["errors"] for record in step.report["passes"] if record["name"] == "joint")
     assert {f"gradient {name}" for name, _ in model.named_parameters()} <= compared.keys()
+
+
+class Leaky(torch.autograd.Function):
+    """Holds a slope as a tensor, and differentiates by PyTorch's own means."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.where(x > 0, x, x * torch.tensor(0.1, dtype=x.dtype))
+
+    @staticmethod
+    def backward(ctx, g):
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            y = torch.where(x > 0, x, 0.1 * x)
+        return torch.autograd.grad(y, x, g)[0]
+
+
+class Scaled(torch.autograd.Function):
+    """Holds seven numbers as a tensor."""
+
+    by = torch.arange(7, dtype=torch.float64)
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * Scaled.by
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * Scaled.by
+
+
+class Calling(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function.apply(x)
+
+
+@pytest.mark.parametrize("mesh", ({}, {"dp_shard": 2}))
+def test_a_function_may_hold_a_number(mesh) -> None:
+    trained_alike(perceptron(Calling(Leaky)), squared_error, points(), mesh, NO_DECAY)
+
+
+def test_a_function_that_holds_a_tensor_is_refused_by_name() -> None:
+    with pytest.raises(UserError, match=r"Scaled uses a tensor \(torch.float64 \[7\]\) that it is not given; make it an argument"):
+        compile_lockstep(perceptron(Calling(Scaled)), squared_error, points()[0], {"dp_shard": 2})

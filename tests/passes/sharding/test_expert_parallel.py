@@ -370,6 +370,12 @@ def test_tokens_that_are_not_those_of_the_batch_are_gathered_or_refused():
         spread(MESHES[0], "dropless", Half())
 
 
+@pytest.mark.parametrize(("mesh", "dispatch"), (({"dp_shard": 2}, "dropless"), (MESHES[0], "auto")))
+def test_chunks_of_what_does_not_travel_are_refused(mesh, dispatch):
+    with pytest.raises(UserError, match="passes.moe.chunks: 2, but no rows travel; set mesh.ep"):
+        spread(mesh, moe={"dispatch": dispatch, "chunks": 2})
+
+
 def test_buffers_that_may_not_hold_all_are_refused():
     ids = torch.empty(24, dtype=torch.int64, device="meta")
     with pytest.raises(ValueError, match="may send an owner 12 rows, there is room for 11"):
