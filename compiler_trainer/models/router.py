@@ -23,11 +23,12 @@ class Router(nn.Module):
     backward (`torch.utils.checkpoint`) moves the correction twice; a captured one moves it once.
 
     `load` is each expert's share of the slots in the last forward in training. As it changes there, evaluation is
-    captured in eval mode, whether or not there is a correction.
+    captured in eval mode, whether or not there is a correction. `auxiliary` is this layer's auxiliary loss there.
     """
 
     load: Tensor
     correction: Tensor | None
+    auxiliary: Tensor | None
 
     def __init__(self, dim: int, cfg: ExpertsConfig):
         super().__init__()
@@ -35,6 +36,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(like_linear(torch.empty(cfg.count, dim), dim))
         self.register_buffer("load", torch.zeros(cfg.count))
         self.register_buffer("correction", torch.zeros(cfg.count) if cfg.bias_rate else None)
+        self.register_buffer("auxiliary", torch.zeros(()) if cfg.balance_loss else None)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Experts int64 [N, k] of tokens `x` [N, D], their weights [N, k] in the dtype of `x`, and the auxiliary loss.
@@ -72,7 +74,11 @@ class Router(nn.Module):
         if self.correction is not None:
             towards = (ids.numel() - count * slots).sign().to(scores.dtype)  # of integers: a mean share is just that
             self.correction.add_(self.cfg.bias_rate * (towards - towards.mean()))
-        return self.cfg.balance_loss * unevenness(scores, share) if self.cfg.balance_loss else None
+        if self.auxiliary is None:
+            return None
+        loss = self.cfg.balance_loss * unevenness(scores, share)
+        self.auxiliary.copy_(loss.detach())
+        return loss
 
 
 def in_best_groups(scores: Tensor, groups: int, kept: int) -> Tensor:

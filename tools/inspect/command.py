@@ -21,6 +21,7 @@ from rich.text import Text
 
 from compiler_trainer.config.errors import UserError
 from tools.inspect import glance
+from tools.inspect.balance import Balance, balance
 from tools.inspect.dumps import Body, Node, Run, Stage, load, matching
 from tools.inspect.overview import seconds_of, totals
 from tools.inspect.render import page
@@ -101,6 +102,18 @@ def show_run(run: Run, out: Console) -> None:
     for stage in run.trained:
         out.print(traffic_table(stage))
         show_glance(run, stage, out)
+    if used := balance(run):
+        out.print(balance_table(used))
+
+
+def balance_table(used: Balance) -> Table:
+    """How unevenly each layer used its experts, and the metrics beside that."""
+    found = table("experts: rows of the busiest over the mean", "layer|>first|>most|>last")
+    for layer, loads in used.loads.items():
+        found.add_row(layer, *(f"{load:.2f}" for load in (loads[0], max(loads), loads[-1])))
+    for name, values in used.beside.items():
+        found.add_row(Text(name, "dim"), *(f"{value:.4g}" for value in (values[0], max(values), values[-1])))
+    return found
 
 
 def bodies_table(program: str, bodies: list[Body]) -> Table:

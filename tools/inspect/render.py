@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from tools.inspect import glance
+from tools.inspect.balance import balance
 from tools.inspect.dumps import Node, Run, Stage
 from tools.inspect.overview import seconds_of, totals
 
 PAGE = Path(__file__).parents[1] / "page"
-SCRIPTS = ("data.js", "list.js", "graph.js", "diff.js", "memory.js", "communication.js", "sharding.js", "page.js")
+TABS = ("graph.js", "diff.js", "memory.js", "communication.js", "experts.js", "sharding.js")
+SCRIPTS = ("data.js", "list.js", *TABS, "page.js")
 ALIVE_SHOWN, LINES_SHOWN = 3, 4  # of the largest at the peak, on the first page
 
 
@@ -50,6 +52,7 @@ def summary(run: Run) -> dict[str, Any]:
     """What the page knows before any text is unpacked."""
     last = run.trained[-1] if run.trained else run.stages[-1]
     changes = list(reshards(run))
+    used = balance(run)
     return {
         "name": run.folder.name,
         "config": dict(flat(run.config)),
@@ -60,6 +63,7 @@ def summary(run: Run) -> dict[str, Any]:
         "programs": [program(run, stage) for stage in run.trained],
         "reshards": changes,
         "parameters": list(parameters(last)),
+        "experts": dataclasses.asdict(used) if used else None,
         "glance": {
             "reshard": largest(changes),
             "peak": peak(run.trained) if run.trained else None,

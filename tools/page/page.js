@@ -1,6 +1,6 @@
 // The frame: tabs, addresses (#graph/10/2345), the first page.
 
-const TABS = { overview: showOverview, graph: showGraph, diff: showDiff, reshards: showReshards, memory: showMemory, communication: showCommunication, sharding: showSharding };
+const TABS = { overview: showOverview, graph: showGraph, diff: showDiff, reshards: showReshards, memory: showMemory, communication: showCommunication, experts: showExperts, sharding: showSharding };
 const main = () => run.programs[run.programs.length - 1] ?? run.stages[run.stages.length - 1];
 
 /** Let a select hold stages. */
@@ -114,6 +114,7 @@ function switchTheme() {
   const root = document.documentElement;
   root.dataset.theme = root.dataset.theme === "dark" ? "light" : "dark";
   if (!document.getElementById("memory").hidden) drawMemory();
+  if (!document.getElementById("experts").hidden) drawLoads();
   const canvas = document.querySelector("#timeline canvas");
   if (canvas) paintTimeline(canvas);
 }
@@ -124,7 +125,7 @@ async function start() {
   document.getElementById("title").textContent = run.name;
   document.getElementById("mesh").textContent = Object.entries(run.mesh).map(([axis, n]) => `${axis} ${n}${run.folded.includes(axis) ? " (head and tail)" : ""}`).join(" × ") || "one device";
   document.getElementById("theme").onclick = switchTheme;
-  for (const begin of [startGraph, startDiff, startMemory, startCommunication, startSharding, startKeys]) begin();
+  for (const begin of [startGraph, startDiff, startMemory, startCommunication, startExperts, startSharding, startKeys]) begin();
   addEventListener("hashchange", route);
   await route();
   document.body.dataset.ready = performance.now();

@@ -6,6 +6,7 @@ import itertools
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,22 @@ def test_every_tab_shows_its_data(browser, run, tmp_path):
     shown.wait_for_function("document.body.dataset.shown.startsWith('#graph/')")
     assert f"%{glance.collectives(run, stage)[0].node} =" in text(shown, ".row.on")
     assert shown.errors == []
+
+
+def test_the_load_of_experts_is_drawn(browser, run, tmp_path):
+    metrics = [{"step": i + 1, "expert_load/layers.0": 1.5, "expert_load/layers.1": 1.0 + i, "dropped_rows": 7.0 * i} for i in range(5)]
+    shown = show(browser, replace(run, metrics=metrics), tmp_path / "page.html")
+    go(shown, "experts")
+    assert "5.00" in text(shown, "#experts-legend") and "28" in text(shown, "#experts-beside .big")
+    canvas = shown.locator("#experts-canvas")
+    last = canvas.bounding_box()["width"] - 30
+    for row, told in enumerate(("layers.0, step 5: 1.50 times the mean", "layers.1, step 5: 5.00 times the mean")):
+        canvas.hover(position={"x": last, "y": 22 * row + 11})
+        assert canvas.get_attribute("title") == told
+    assert shown.errors == []
+
+    shown = show(browser, run, tmp_path / "page.html")
+    assert "experts" not in text(shown, "#tabs")
 
 
 def test_a_diff_is_exact(browser, run, tmp_path):
