@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from passes.communication.borders import products_of
 from passes.communication.overlap import products_to_wait_for
 from passes.lower.calls import Kernels
+from passes.lower.kernels import Libraries
 from passes.lower.store import Store
 from passes.program import ir
 from passes.program.bodies import Body, key_of
@@ -74,7 +75,8 @@ def compile_bodies(
     found: dict[Body, Kernels] = {}
     if in_cpp := any(device_of(body).type == "cpu" for body in bodies):
         begin()[0].result()
-    with kernels_later():
+    libraries = Libraries(store, surroundings())
+    with kernels_later(libraries.ask, libraries.build):
         share = bodies[workers.number :: workers.count]
         for i, body in enumerate(share):
             tell(f"{body.name}, {i + 1} of {len(share)} bodies")
@@ -85,7 +87,7 @@ def compile_bodies(
     if workers.count > 1:
         tell("bodies of other ranks")
         workers.meet()
-    with kernels_later():
+    with kernels_later(libraries.ask, libraries.build):
         for body in bodies:
             if body not in found:
                 found[body] = load(body, store) or compile_body(body, ctx, store)

@@ -12,8 +12,7 @@ import os
 import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -42,7 +41,9 @@ __all__ = [
     "OpOverload",
     "TorchDispatchMode",
     "ao",
+    "binding_of",
     "build_cpp_header",
+    "build_library",
     "c10d",
     "checkpoints_inside",
     "choose_instruction_set",
@@ -278,10 +279,13 @@ def build_cpp_header() -> None:
 
 
 @contextmanager
-def kernels_later() -> Iterator[None]:
-    """While on, C++ kernels of what is compiled or loaded are built beside what follows; at the end all are there."""
-    from torch._inductor.async_compile import AsyncCompile, get_compile_threads
-    from torch._inductor.codecache import CppPythonBindingsCodeCache, LambdaFuture
+def kernels_later(ask: Callable[[list[str], str], Callable[[], Any]], build: Callable[[], None]) -> Iterator[None]:
+    """While on, C++ kernels of what is compiled or loaded are asked for; then the last are built, and all are there.
+
+    `ask` is given the types of a kernel's arguments and its source, and says how to get it when all are built.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.codecache import LambdaFuture
 
     waiting: list[tuple[AsyncCompile, dict[str, Any]]] = []
     wait = AsyncCompile.wait
@@ -289,17 +293,41 @@ def kernels_later() -> Iterator[None]:
     def later(self: AsyncCompile, scope: dict[str, Any]) -> None:
         waiting.append((self, scope))
 
-    def build(self: AsyncCompile, argtypes: list[str], source: str) -> Any:
-        # in a thread from the start, for the header may still be on its way; loaded by the thread that waits
-        load = CppPythonBindingsCodeCache.load_pybinding_async
-        begun = self.submit(partial(load, argtypes, source, submit_fn=self.submit))
-        return LambdaFuture(lambda: begun.result()())
+    def asked(self: AsyncCompile, argtypes: list[str], source: str) -> Any:
+        return LambdaFuture(ask(argtypes, source))
 
-    threads = patch.object(AsyncCompile, "cpp_pybinding", build) if get_compile_threads() > 1 else nullcontext()
-    with patch.object(AsyncCompile, "wait", later), threads:
+    with patch.object(AsyncCompile, "wait", later), patch.object(AsyncCompile, "cpp_pybinding", asked):
         yield
+    build()
     for each, scope in waiting:
         wait(each, scope)
+
+
+def build_library(source: str) -> Callable[[], Any]:
+    """Begin to build C++ of a Python module `kernels`, if it is not built; what waits for it and loads it."""
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    class Library(CppPythonBindingsCodeCache):
+        entry_function = "kernels"
+
+    # in a thread from the start, for the header may still be on its way; loaded by the thread that waits. Flags are
+    # those of vectors even where a library has none: the header was precompiled with them.
+    pool = AsyncCompile.pool()
+    begun = pool.submit(Library.load_async, source, submit_fn=pool.submit, needs_vec_isa=True)
+    return lambda: begun.result()()
+
+
+def binding_of(name: str, argtypes: Sequence[str]) -> str:
+    """C++ that lets Python call a function `kernel`, which a macro calls `name`; it includes headers of Python's."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache as Bindings
+
+    types = (argtype.replace("const ", "") for argtype in argtypes)
+    given = ", ".join(f"parse_arg<{argtype}>(args, {n})" for n, argtype in enumerate(types))
+    call = Bindings.call_entry_function.format(given)
+    return Bindings.suffix_template.format(
+        arg_len=len(argtypes), call_entry_func=call, entry_func=name, extra_parse_arg=Bindings.extra_parse_arg
+    )
 
 
 def line_mode() -> tuple[FakeTensorMode, Any]:

@@ -1,0 +1,116 @@
+"""C++ kernels built several at a time: the compiler takes half a second for a library, and little for a kernel in it.
+
+Kernels that Inductor asks for one by one, of whatever bodies, are written into one source, each in a namespace of its
+own. The store knows a library by its source, and a kernel by its own source and what it is compiled by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from passes.lower.store import Store
+from passes.program.bodies import key_of
+from passes.program.torch_private import binding_of, build_library
+
+TOGETHER = 8  # kernels of a library: more would leave cores without work
+HEADERS = tuple(f"#include {file}" for file in ("<Python.h>", "<sstream>", "<cstdlib>", "<cerrno>"))  # of bindings
+Load = Callable[[], Any]  # waits for what is built, and gives what can be called
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A C++ function `kernel` in a source, and the types of its arguments."""
+
+    argtypes: tuple[str, ...]
+    source: str
+
+    def named(self, name: str) -> str:
+        """The function by another name, with its binding, in a namespace; what it includes is left to the library."""
+        lines = "\n".join(line for line in self.source.splitlines() if not is_include(line))
+        bound = binding_of(name, self.argtypes)
+        return f"namespace of_{name} {{\n#define kernel {name}\n{lines}\n{bound}\n#undef kernel\n}}"
+
+
+@dataclass
+class Libraries:
+    """What kernels are in, in this process and in the store; `surroundings` is all that they depend on but source.
+
+    `waiting` are those that were asked for and are in no library yet.
+    """
+
+    store: Store
+    surroundings: str
+    waiting: dict[str, Kernel] = field(default_factory=dict)
+    loads: dict[str, Load] = field(default_factory=dict)
+    libraries: dict[str, Load] = field(default_factory=dict)
+
+    def ask(self, argtypes: Sequence[str], source: str) -> Load:
+        """What gives the kernel, once all are built."""
+        kernel = Kernel(tuple(argtypes), source)
+        key = key_of(f"{kernel.argtypes} {kernel.source} {self.surroundings}")
+        if key not in self.loads and key not in self.waiting and not self.stored(key):
+            self.waiting[key] = kernel
+            if len(self.waiting) == TOGETHER:
+                self.build()
+        return lambda: self.loads[key]()
+
+    def stored(self, key: str) -> bool:
+        """Whether the store has a library with the kernel."""
+        entry = self.store.get(key)
+        library, _, name = entry.decode().partition(" ") if entry else ("", "", "")
+        source = self.store.get(library) if library and library not in self.libraries else None
+        if source is not None:
+            self.libraries[library] = build_library(source.decode())
+        if library in self.libraries:
+            self.loads[key] = part_of(self.libraries[library], name)
+        return key in self.loads
+
+    def build(self) -> None:
+        """Begin to build a library of what waits."""
+        if not self.waiting:
+            return
+        names = {key: f"kernel_{i}" for i, key in enumerate(self.waiting)}
+        source = library_source([(names[key], kernel) for key, kernel in self.waiting.items()])
+        library = key_of(source)
+        self.libraries[library] = build_library(source)
+        self.store.put(library, source.encode())
+        for key, name in names.items():
+            self.loads[key] = part_of(self.libraries[library], name)
+            self.store.put(key, f"{library} {name}".encode())
+        self.waiting.clear()
+
+
+def part_of(library: Load, name: str) -> Load:
+    """A kernel of a library, which has a module for each."""
+    return lambda: getattr(getattr(library(), name), name)
+
+
+def is_include(line: str) -> bool:
+    """Whether a line of C++ includes a file."""
+    return line.lstrip().startswith("#include")
+
+
+def library_source(kernels: Sequence[tuple[str, Kernel]]) -> str:
+    """Kernels by their names as one source of a module of modules, a kernel each."""
+    own = (line.strip() for _, kernel in kernels for line in kernel.source.splitlines() if is_include(line))
+    # what was precompiled comes first of all, or the compiler does not take it
+    includes = "\n".join(dict.fromkeys([*own, "#define PY_SSIZE_T_CLEAN", *HEADERS]))
+    parts = "\n".join(kernel.named(name) for name, kernel in kernels)
+    adds = "\n".join(f'    add(all, "{name}", of_{name}::PyInit_{name}());' for name, _ in kernels)
+    return f"""{includes}
+{parts}
+static struct PyModuleDef all_kernels = {{PyModuleDef_HEAD_INIT, "kernels", NULL, -1, NULL}};
+static void add(PyObject* all, const char* name, PyObject* one) {{
+    if (one != NULL && PyModule_AddObject(all, name, one) < 0) Py_DECREF(one);
+}}
+PyMODINIT_FUNC PyInit_kernels(void) {{
+    PyObject* all = PyModule_Create(&all_kernels);
+    if (all == NULL) return NULL;
+{adds}
+    if (!PyErr_Occurred()) return all;
+    Py_DECREF(all);
+    return NULL;
+}}
+"""
