@@ -16,10 +16,11 @@ erf exp exp2 expm1 floor gelu hardswish
 lgamma
 hardtanh isinf isnan leaky_relu lgamma log log10 log1p log2 logical_not mish neg nan_to_num reciprocal relu relu6 round
 rsqrt sgn sigmoid sign silu sin sinh softplus sqrt square tan tanh trunc _to_copy alias detach lift_fresh_copy
-ones_like zeros_like full_like empty_like celu hardsigmoid log_sigmoid selu threshold erfc fill to isfinite"""
+ones_like zeros_like full_like empty_like celu hardsigmoid log_sigmoid selu threshold erfc fill to isfinite
+real imag conj conj_physical _conj resolve_conj angle"""
 BINARY = """add sub mul div pow maximum minimum eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and
 bitwise_or bitwise_xor where remainder fmod atan2 floor_divide __and__ __or__ rsub lerp addcmul addcdiv masked_fill
-clamp_min clamp_max fmax fmin true_divide xlogy logaddexp hypot copysign"""
+clamp_min clamp_max fmax fmin true_divide xlogy logaddexp hypot copysign polar complex"""
 
 # Scaling: the result is a sum when the operand is one. Sums of sums too; a product in either factor.
 LINEAR = {
@@ -84,8 +85,8 @@ def _fills(node: fx.Node, name: str) -> Callable[[list[float | None]], float | N
             return None
         values = iter(torch.tensor(f, dtype=ir.example(n).dtype) for f, n in zip(fills, tensor_operands(node)))
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: next(values) if ir.is_tensor(n) else n)
-        out = float(node.target(*args, **kwargs))  # type: ignore[operator]
-        return out if math.isfinite(out) else None
+        out = complex(node.target(*args, **kwargs))  # type: ignore[operator]
+        return out.real if math.isfinite(out.real) and out.imag == 0 else None
 
     return apply
 

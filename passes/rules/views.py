@@ -11,7 +11,7 @@ from torch import fx
 from passes.program import ir
 from passes.program.builder import Builder
 from passes.program.spec import Spec
-from passes.rules.base import Names, Rule, RuleMaker, result_shapes, same_fill, tensor_operands
+from passes.rules.base import Names, Rule, RuleMaker, result_shapes, same_fill, tensor_operands, zero_if_zero
 
 aten = torch.ops.aten
 
@@ -202,12 +202,25 @@ def along_dim(node: fx.Node) -> Rule:
     )
 
 
+def as_pairs(node: fx.Node) -> Rule:
+    """view_as_complex, view_as_real: a last dim of two numbers, which is one entry, is there or is not."""
+    (x,), (out,) = tensor_operands(node), result_shapes(node)
+    shape = tuple(ir.example(x).shape)
+    longer = max(shape, out, key=len)
+    names: list[Names] = [(f"d{i}",) if n != 1 else () for i, n in enumerate(longer[:-1])]
+    dims, results = (names if len(s) < len(longer) else [*names, ("pair",)] for s in (shape, out))
+    sizes = {f"d{i}": n for i, n in enumerate(longer[:-1]) if n != 1} | {"pair": 2}
+    zero = frozenset([frozenset([0])])
+    return Rule((tuple(dims),), (tuple(results),), sizes, whole=frozenset({"pair"}), linear=zero, fills=zero_if_zero)
+
+
 def rules() -> dict[str, RuleMaker]:
     """Operator name -> rule, for views, cuts, joins and scans."""
     table: dict[str, RuleMaker] = {}
     table |= dict.fromkeys("view reshape _unsafe_view flatten unflatten squeeze unsqueeze".split(), reshape)
     table |= dict.fromkeys("transpose permute t movedim moveaxis swapaxes mT numpy_T".split(), permute)
     table |= dict.fromkeys("expand".split(), expand)
+    table |= dict.fromkeys("view_as_complex view_as_real".split(), as_pairs)
     table |= dict.fromkeys("slice select split split_with_sizes unbind".split(), cut)
     table |= dict.fromkeys("cat stack".split(), join)
     table |= dict.fromkeys(

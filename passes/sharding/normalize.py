@@ -123,6 +123,14 @@ def put_where(x: Tensor, indices: list[Tensor | None], value: Tensor, accumulate
     return torch.where(mask.view(*mask.shape, *[1] * after), x + value if accumulate else value, x)
 
 
+def repeated(x: Tensor, repeats: list[int]) -> Tensor:
+    """Every dim, with new ones before them, so often in a row: a factor of its own, major to what is repeated."""
+    shape = (*[1] * (len(repeats) - x.dim()), *x.shape)
+    pairs = [n for pair in zip(repeats, shape) for n in pair]
+    whole = [r * n for r, n in zip(repeats, shape)]
+    return x.reshape([n for size in shape for n in (1, size)]).expand(pairs).reshape(whole)
+
+
 def split_as_select(x: Tensor, size: int, dim: int = 0) -> tuple[Tensor, ...]:
     """Equal pieces of a dim as entries of a dim of their own: what is within a piece may then be sharded."""
     parts = x.shape[dim] // size
@@ -200,6 +208,8 @@ def replacement(node: fx.Node, mesh: Mesh) -> Any:
         return mean
     if name == "copy":
         return copied
+    if name == "repeat":
+        return repeated
     if name == "one_hot" and node.args[1:] and node.args[1] > 0:  # type: ignore[operator]
         return one_hot
     if name == "index_put" and _by_mask(node):
