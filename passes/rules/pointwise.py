@@ -17,7 +17,7 @@ lgamma
 hardtanh isinf isnan leaky_relu lgamma log log10 log1p log2 logical_not mish neg nan_to_num reciprocal relu relu6 round
 rsqrt sgn sigmoid sign silu sin sinh softplus sqrt square tan tanh trunc _to_copy alias detach lift_fresh_copy
 ones_like zeros_like full_like empty_like celu hardsigmoid log_sigmoid selu threshold erfc fill to isfinite
-real imag conj conj_physical _conj resolve_conj angle"""
+_conj"""
 BINARY = """add sub mul div pow maximum minimum eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and
 bitwise_or bitwise_xor where remainder fmod atan2 floor_divide __and__ __or__ rsub lerp addcmul addcdiv masked_fill
 clamp_min clamp_max fmax fmin true_divide xlogy logaddexp hypot copysign polar complex"""
