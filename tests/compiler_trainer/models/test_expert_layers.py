@@ -301,7 +301,7 @@ def test_what_follows_from_the_sort_leaves_through_the_sum_over_slots(training):
 
 def test_evaluation_is_captured_in_eval_mode_with_an_auxiliary_loss_alone(training):
     assert depends_on_mode(training)
-    assert [o.name for o in training.outputs if o.kind == "buffer"] == ["layers.0.feed_forward.router.load"]
+    assert [o.name for o in training.outputs if o.kind == "buffer"] == [f"layers.0.feed_forward.router.{name}" for name in ("load", "auxiliary")]
     model = models.build(ONE_LAYER, torch.bfloat16)
     with evaluating(model):
         evaluation, _ = capture(model, models.loss_fn, batch(), torch.device("cpu"))
