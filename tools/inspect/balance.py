@@ -16,7 +16,8 @@ SPANS = 400  # at most so many are shown
 class Balance:
     """The steps in `spans` (first, last), all of them in order; of each layer and metric one value a span.
 
-    `loads` are the busiest expert's rows over the mean, the most in a span; `beside` are means.
+    `loads` are the busiest expert's rows over the mean, the most in a span; `beside` are means. What some steps lack,
+    as options may change when a run is resumed, is left out.
     """
 
     spans: list[tuple[int, int]]
@@ -30,8 +31,9 @@ def balance(run: Run) -> Balance | None:
     if not records:
         return None
     spans = list(spans_of(len(records)))
-    layers = [name for name in records[0] if name.startswith(LOAD)]
-    metrics = [name for name in BESIDE if name in records[0]]
+    always = [name for name in records[0] if all(name in record for record in records)]
+    layers = [name for name in always if name.startswith(LOAD)]
+    metrics = [name for name in BESIDE if name in always]
     return Balance(
         [(int(records[first]["step"]), int(records[last - 1]["step"])) for first, last in spans],
         {name.removeprefix(LOAD): [max(r[name] for r in records[a:b]) for a, b in spans] for name in layers},

@@ -30,6 +30,12 @@ def test_of_a_long_run_the_worst_load_and_the_mean_of_metrics():
     assert found.beside["dropped_rows"][0] == 1.0
 
 
+def test_a_metric_that_ends_when_a_run_is_resumed_is_left_out():
+    resumed = [{key: value for key, value in record.items() if key != "dropped_rows"} for record in records(5)[3:]]
+    found = balance(replace(EMPTY, metrics=[*records(3), *resumed]))
+    assert list(found.beside) == ["expert_load_max"] and found.loads["layers.0"] == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
 def test_nothing_without_experts():
     assert balance(replace(EMPTY, metrics=[{"step": 1, "loss": 2.0}])) is None
     assert balance(EMPTY) is None
