@@ -27,7 +27,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import not_one_of, tables, unknown
-from compiler_trainer.config.schema import Config, build
+from compiler_trainer.config.schema import Config, ModelConfig, build
 from compiler_trainer.config.validate import dry_world_size, validate
 from compiler_trainer.planning.dry import outcome
 from compiler_trainer.sweep.point import join_tasks, run_point
@@ -38,13 +38,14 @@ CONF = Path(__file__).resolve().parent.parent / "conf"
 RANK = int(os.environ.get("RANK", "0"))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 GRACE_S = 5.0
+OWN = "model._target_"
 INPUT_ERRORS = (UserError, HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError)  # hydra raises the last
 
 
 def main() -> None:
     """Train as the command line says; exits with 0 when done, 2 on bad input, 1 on anything else."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra then raises its errors, else it prints them and exits with 1
-    ConfigStore.instance().store(name="options", node=defaults())
+    store_defaults()
     with tempfile.TemporaryDirectory() as scratch:
         if RANK != 0:  # hydra makes a sweep's folder on every rank, and clocks may differ
             sys.argv.append(f"hydra.sweep.dir={scratch}")
@@ -52,6 +53,16 @@ def main() -> None:
             run()
         except INPUT_ERRORS as error:
             refuse(error)
+
+
+def store_defaults() -> None:
+    """Tell hydra every option with its default; those of a decoder go with `model=decoder`, as its choices do."""
+    options, decoder = defaults(), OmegaConf.create(dataclasses.asdict(ModelConfig()))
+    OmegaConf.set_struct(decoder, True)
+    options.model = {}
+    OmegaConf.set_struct(options.model, False)  # a folder, or a module of one's own
+    ConfigStore.instance().store(name="options", node=options)
+    ConfigStore.instance().store(group="model", name="decoder", node=decoder)
 
 
 def defaults() -> DictConfig:
@@ -152,7 +163,8 @@ def user_error(error: Exception) -> UserError:
         return UserError("config", one_line(error))
     if isinstance(cause, ConfigAttributeError | ConfigKeyError) and cause.full_key:
         group, _, key = cause.full_key.rpartition(".")
-        return UserError(cause.full_key, unknown(key, names_in(group)))
+        own = "goes with model=custom, beside the arguments of what it names" if cause.full_key == OWN else None
+        return UserError(cause.full_key, own or unknown(key, names_in(group)))
     return UserError(cause.full_key or "config", str(cause).partition("\n")[0])
 
 

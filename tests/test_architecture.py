@@ -29,9 +29,11 @@ FLOORS = {
         ("capture", "models", "pipeline"),
         ("data", "step"),
         ("training",),
-        ("planning",),
+        ("planning", "trained"),
         ("sweep",),
         ("train",),
+        ("command",),
+        ("__main__",),
     ),
 }
 # Imported when needed: Inductor and SciPy are slow to import, submitit is an extra.

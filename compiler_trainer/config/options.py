@@ -33,6 +33,13 @@ class Must:
     holds: Callable[[Any], bool]
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """How the kind of an annotated value is chosen: `kind(value)` is what it has to be."""
+
+    kind: Callable[[Any], Any]
+
+
 def build(cls: type[T], mapping: Any, where: str = "") -> T:
     """An instance of the dataclass `cls`, its nested ones built alike; raises UserError naming the option at fault.
 
@@ -58,6 +65,10 @@ def convert(kind: Any, value: Any, where: str) -> Any:
     origin, args = get_origin(kind), get_args(kind)
     if is_dataclass(kind):
         return build(kind, value, where)  # type: ignore[arg-type]
+    if kind is Any:
+        return value
+    if origin is Annotated and isinstance(args[1], Chosen):
+        return value if is_dataclass(value) else convert(args[1].kind(value), value, where)
     if origin is Annotated:
         return satisfying(args[1], convert(args[0], value, where), where)
     if origin is Literal:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.options import Must, build
+from compiler_trainer.config.options import Chosen, Must, build
 from passes.memory.remat import SAVE
 from passes.precision.cast import OPS
 
@@ -103,8 +104,54 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Terms of low rank, the only ones trained, beside linear layers (arXiv:2106.09685), as `peft` builds them.
+
+    `targets` are names of layers, or `all-linear`; with none, those that peft knows for the kind of model.
+    """
+
+    rank: Positive = 8
+    alpha: PositiveFloat = 16.0  # a term is scaled by alpha / rank
+    dropout: OpenFraction = 0.0
+    targets: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class FolderConfig:
+    """A causal language model in a folder as transformers writes one: config.json, safetensors, tokenizer.json.
+
+    With `documents`, positions start anew at each document of a row, and attention stays within it; with `causal` a
+    row is one text.
+    """
+
+    path: str
+    name: str = "hf"
+    init: Literal["weights", "random"] = "weights"
+    attention: Literal["documents", "causal"] = "documents"
+    lora: LoraConfig | None = None
+
+
+Own = dict[str, Any]  # `_target_`, the dotted name of what to call, and its arguments
+
+
+def kind_of_model(given: Any) -> Any:
+    """What the options of `model` are: a module of one's own, a folder, or a decoder."""
+    keys = given if isinstance(given, Mapping) else ()
+    return Own if "_target_" in keys else FolderConfig if "path" in keys else ModelConfig
+
+
+def is_call(given: Any) -> bool:
+    """Whether options name what to call."""
+    return not given or isinstance(given.get("_target_"), str)
+
+
+Model = Annotated[ModelConfig | FolderConfig | Own, Chosen(kind_of_model)]
+Loss = Annotated[Own, Must("have a _target_, the dotted name of a function of (model, batch)", is_call)]
+
+
+@dataclass(frozen=True)
 class DataConfig:
-    """What to train on; `tokenizer` is `bytes` or the path of a `tokenizer.json`."""
+    """What to train on; `tokenizer` is `bytes` or the path of a `tokenizer.json`, for `model=hf` that of its folder."""
 
     name: Literal["stdlib", "text", "synthetic"] = "stdlib"
     files: tuple[str, ...] = ()
@@ -346,7 +393,8 @@ class ClusterConfig:
 class Config:
     """All options of one run."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: Model = field(default_factory=ModelConfig)
+    loss: Loss = field(default_factory=dict)  # empty: next-token cross-entropy
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)

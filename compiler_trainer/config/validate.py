@@ -5,23 +5,32 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import EIGHT_BITS, PLAIN_HEADS, Config, ExpertsConfig, MeshConfig
+from compiler_trainer.config.schema import (
+    EIGHT_BITS,
+    PLAIN_HEADS,
+    Config,
+    ExpertsConfig,
+    MeshConfig,
+    ModelConfig,
+)
 from passes.program.mesh import spread_experts
 
+Checks = tuple[tuple[str, Callable[[Any], bool], str], ...]
 UNSUPPORTED_AXES = {
     "pp": "pipeline parallelism",
 }
 
 
-def with_experts(holds: Callable[[ExpertsConfig], bool]) -> Callable[[Config], bool]:
+def with_experts(holds: Callable[[ExpertsConfig], bool]) -> Callable[[Any], bool]:
     """What must hold of a model's experts, if it has any."""
     return lambda cfg: cfg.model.experts is None or holds(cfg.model.experts)
 
 
 # The option at fault, what must hold, what is said if it does not.
-CHECKS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
+DECODER_CHECKS: Checks = (
     (
         "model.n_heads",
         lambda c: bool(c.model.head_dim or c.model.latent) or c.model.dim % (2 * c.model.n_heads) == 0,
@@ -82,6 +91,9 @@ CHECKS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
         "{c.model.experts.dense_layers}, and from there on every {c.model.experts.every} with experts, is none of "
         "model.n_layers={c.model.n_layers}; change either",
     ),
+)
+
+CHECKS: Checks = (
     (
         "data.files",
         lambda c: bool(c.data.files) == (c.data.name == "text"),
@@ -128,7 +140,7 @@ CHECKS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
 
 def validate(cfg: Config, world_size: int) -> Config:
     """`cfg` with the mesh resolved for `world_size` ranks; raises UserError where two options cannot hold together."""
-    for where, holds, message in CHECKS:
+    for where, holds, message in (*CHECKS, *(DECODER_CHECKS if isinstance(cfg.model, ModelConfig) else ())):
         if not holds(cfg):
             raise UserError(where, message.format(c=cfg))
     return dataclasses.replace(cfg, mesh=resolve_mesh(cfg.mesh, world_size))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import DataConfig, ModelConfig
+from compiler_trainer.config.schema import DataConfig
 from compiler_trainer.data.corpus import Corpus, build_corpus, split
 from compiler_trainer.data.loader import Loader
 from compiler_trainer.data.packing import PackedRows
@@ -58,11 +58,11 @@ def build(cfg: DataConfig, seq_len: int, global_batch_size: int) -> Datasets:
     return Datasets(cfg, corpus, tokenizer.vocab_size, train, evaluation)
 
 
-def check_vocabulary(datasets: Datasets, model: ModelConfig) -> None:
+def check_vocabulary(datasets: Datasets, vocab_size: int | None) -> None:
     """Raise UserError where the tokenizer has ids that the model has no embedding for."""
-    if datasets.vocab_size > model.vocab_size:
+    if vocab_size is not None and datasets.vocab_size > vocab_size:
         tokens = f"data.tokenizer={datasets.cfg.tokenizer} has {datasets.vocab_size} tokens"
-        raise UserError("model.vocab_size", f"is {model.vocab_size}, but {tokens}; set at least that many")
+        raise UserError("model.vocab_size", f"is {vocab_size}, but {tokens}; it needs at least as many")
 
 
 def describe_rows(rows: PackedRows) -> str:

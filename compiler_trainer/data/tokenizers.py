@@ -26,6 +26,9 @@ class Tokenizer(Protocol):
     def encode(self, texts: Iterable[str]) -> Iterator[NDArray[np.integer]]:
         """Ids of each text in turn, without special tokens added."""
 
+    def decode(self, ids: list[int]) -> str:
+        """The text of ids."""
+
 
 class ByteTokenizer:
     """The bytes of UTF-8, and 256 for the end of a document."""
@@ -37,6 +40,10 @@ class ByteTokenizer:
         """uint8 ids of each text."""
         for text in texts:
             yield np.frombuffer(text.encode(), np.uint8)
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of bytes, with a mark where they are none."""
+        return bytes(i for i in ids if i < self.end_of_document).decode(errors="replace")
 
 
 class FileTokenizer:
@@ -62,6 +69,10 @@ class FileTokenizer:
         while batch := list(islice(texts, TEXTS_PER_CALL)):
             for encoding in self.backend.encode_batch_fast(batch, add_special_tokens=False):
                 yield np.asarray(encoding.ids, np.uint32)
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of ids, special tokens left out."""
+        return self.backend.decode(ids)
 
     def _find_end_of_document(self, path: str) -> int:
         added = {token.content: index for index, token in self.backend.get_added_tokens_decoder().items()}

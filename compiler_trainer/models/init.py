@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,18 @@ def initial_std(name: str, n_layers: int) -> float:
 
 def init_parameter(name: str, shape: torch.Size, std: float, seed: int) -> Tensor:
     """Normal fp32 tensor of the full logical `shape`, drawn from a generator keyed by `seed` and `name` alone."""
-    key = hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8]
-    generator = torch.Generator().manual_seed(int.from_bytes(key, "little"))
+    generator = torch.Generator().manual_seed(keyed(seed, name))
     return torch.empty(shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
+
+
+def keyed(seed: int, name: str) -> int:
+    """A seed of 64 bits that depends on another one and a name alone."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little")
+
+
+@contextmanager
+def seeded(seed: int, name: str) -> Iterator[None]:
+    """PyTorch's own generator of the CPU keyed by `seed` and `name`; as it was afterwards."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(keyed(seed, name))
+        yield

@@ -5,6 +5,7 @@ Shapes: B sequences, T tokens, D = `dim`, V = `vocab_size`.
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
@@ -13,6 +14,12 @@ from compiler_trainer.config.schema import ModelConfig
 from compiler_trainer.models.attention import Attention, LatentAttention, rotary_tables, within_documents
 from compiler_trainer.models.experts import MixtureOfExperts
 from compiler_trainer.models.feed_forward import FeedForward
+from compiler_trainer.models.skeleton import skeleton
+
+
+def build(cfg: ModelConfig, dtype: torch.dtype = torch.float32) -> Llama:
+    """The model with parameters of `dtype` on the meta device, where they take no memory, and real buffers."""
+    return skeleton(lambda: Llama(cfg), dtype)
 
 
 class Llama(nn.Module):

@@ -20,11 +20,10 @@ from compiler_trainer.config.schema import (
     CheckpointConfig,
     ClusterConfig,
     Config,
-    ModelConfig,
 )
 from compiler_trainer.config.validate import dry_world_size, validate
-from compiler_trainer.models.attention import head_dims
-from compiler_trainer.pipeline import DTYPES, build_pipeline
+from compiler_trainer.models.subject import named, subject
+from compiler_trainer.pipeline import build_pipeline
 from compiler_trainer.planning.dry_table import show
 from compiler_trainer.step.programs import Captured, Compilation, check_recordable, mesh_of, one_microbatch
 from compiler_trainer.step.step import state_name
@@ -52,7 +51,7 @@ def dry_run(cfg: Config) -> dict[str, Any]:
     """
     cfg = validate(cfg, dry_world_size(cfg))
     folder.check(dataclasses.replace(cfg, checkpoint=CheckpointConfig(enabled=False)), None, 0)
-    say(f"dry run of {cfg.model.name}, {mesh_of(cfg.mesh).world_size:,} ranks, on {cfg.cluster.name}")
+    say(f"dry run of {named(cfg.model)}, {mesh_of(cfg.mesh).world_size:,} ranks, on {cfg.cluster.name}")
     with folder.graphs_of(cfg) as graphs:
         compiled = compile_dry(cfg, Dumper(graphs) if graphs else None)
     report = compiled.report | predict_step(cfg, compiled)
@@ -68,6 +67,7 @@ class DryStep:
 
     programs: Mapping[str, Captured]
     report: dict[str, Any]
+    flops_per_token: int
 
     def costs(self, name: str) -> dict[str, Any]:
         """What the last pass of a program left it to cost (`passes.cost.accounting.Accounting`)."""
@@ -76,13 +76,14 @@ class DryStep:
 
 def compile_dry(cfg: Config, observe: Observer | None) -> DryStep:
     """The programs that training would lower."""
-    model = models.build(cfg.model, DTYPES[cfg.train.dtype])
+    trained = subject(cfg)
+    model = trained.module
     rows, length = cfg.train.global_batch_size, cfg.train.seq_len
     batch = {key: torch.empty(rows, length, dtype=torch.int64, device="meta") for key in models.INPUTS}
     masters = {name: p.dtype for name, p in model.named_parameters()}
     work = Compilation(
         model,
-        models.loss_fn,
+        trained.loss,
         one_microbatch(batch, cfg.train.microbatches),
         mesh_of(cfg.mesh),
         build_pipeline(cfg.passes, cfg.optim, masters, cfg.train.microbatches),
@@ -94,7 +95,7 @@ def compile_dry(cfg: Config, observe: Observer | None) -> DryStep:
     if cfg.lower.cudagraphs:
         check_recordable(programs)
     flat = {name: Captured(flatten(program), ctx) for name, (program, ctx) in programs.items()}
-    return DryStep(flat, report.finish())
+    return DryStep(flat, report.finish(), trained.flops_per_token(length))
 
 
 # ---- the prediction -----------------------------------------------------------------------------------
@@ -109,13 +110,13 @@ def predict_step(cfg: Config, step: DryStep) -> dict[str, Any]:
     step_s = sum(runs[name] * timeline.step_s for name, timeline in timelines.items())
     memory = peak_memory(step)
     return {
-        "predicted": {"peak_mem_bytes": memory["bytes"], **speed(cfg, step_s)},
+        "predicted": {"peak_mem_bytes": memory["bytes"], **speed(cfg, step.flops_per_token, step_s)},
         "prediction": {
             "cluster": dataclasses.asdict(cfg.cluster),
             "ranks": mesh_of(cfg.mesh).world_size,
             "memory": memory | {"fits": memory["bytes"] <= cfg.cluster.hbm_gib * 2**30},
             "flops": added((step.costs(name)["flops"], runs[name]) for name in found),
-            "model_flops_per_token": model_flops_per_token(cfg.model, cfg.train.seq_len),
+            "model_flops_per_token": step.flops_per_token,
             "sent_bytes": sent_bytes(found, runs),
             **spent(timelines, runs),
             "longest": [event for name, timeline in timelines.items() for event in events(name, timeline, LONGEST)],
@@ -140,24 +141,12 @@ def cluster_of(cfg: ClusterConfig) -> Cluster:
     )
 
 
-def model_flops_per_token(model: ModelConfig, seq_len: int) -> int:
-    """FLOPs that a token takes, forward and backward, without recomputation: 6 N + 12 L H h T (PaLM, appendix B).
-
-    N leaves out the embedding, which is looked up and not multiplied (unless it is the head as well), and the experts
-    that a token does not take; h is the mean size of a head's key and its value.
-    """
-    parameters = models.build(model).active_parameters()
-    looked_up = 0 if model.tied else parameters["tok_embeddings.weight"]
-    attention = 6 * model.n_layers * model.n_heads * sum(head_dims(model)) * seq_len
-    return 6 * (sum(parameters.values()) - looked_up) + attention
-
-
-def speed(cfg: Config, step_s: float) -> dict[str, float]:
+def speed(cfg: Config, flops_per_token: int, step_s: float) -> dict[str, float]:
     """Time of a step, throughput, and MFU: of the peak in the dtype of computation, products in float8 or not."""
     tokens = cfg.train.global_batch_size * cfg.train.seq_len / mesh_of(cfg.mesh).world_size
     computed = cfg.passes.cast.param_dtype or cfg.train.dtype
     peak = 1e12 * getattr(cfg.cluster.peak_tflops, computed)
-    mfu = model_flops_per_token(cfg.model, cfg.train.seq_len) * tokens / step_s / peak
+    mfu = flops_per_token * tokens / step_s / peak
     return {"step_ms": 1e3 * step_s, "tokens_per_s_per_gpu": tokens / step_s, "mfu": mfu}
 
 

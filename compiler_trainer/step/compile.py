@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -25,7 +26,7 @@ from passes.program import ir
 from passes.program.bodies import flatten
 from passes.program.frames import roomy
 from passes.program.mesh import Mesh
-from passes.program.spec import shard
+from passes.program.spec import Value, shard
 
 T = TypeVar("T")
 
@@ -43,18 +44,19 @@ def compile_step(
     microbatches: int = 1,
     seed: int = 0,
     ranks: Literal["processes", "lockstep"] = "processes",
-    initial: Iterable[tuple[str, Tensor]] | None = None,
+    initial: Iterable[tuple[str, Value]] | None = None,
     device: torch.device | str = "cpu",
+    train: bool = True,
     observe: Observer | None = None,
     tell: Callable[[str], None] = lambda what: None,
 ) -> Step:
     """Compile forward, loss, backward, clip and optimizer of a plain model into one step over a mesh.
 
     `example_batch` holds tensors of GLOBAL shape, whose rows are split into `microbatches`. `initial` gives full
-    values of parameters and buffers (by default the model's own, which must then be real). `seed` keys random
-    operators such as dropout, which are off in evaluation: that is captured in eval mode. With "processes"
-    torch.distributed is up and this process is one rank; with "lockstep" all ranks are interpreted here. `tell` is
-    called with what begins: a pass, a body.
+    values of parameters and buffers (by default the model's own, which must then be real), of which a rank reads what
+    it owns. `seed` keys random operators such as dropout, which are off in evaluation: that is captured in eval mode.
+    With "processes" torch.distributed is up and this process is one rank; with "lockstep" all ranks are interpreted
+    here. Without `train` the step can only evaluate. `tell` is called with what begins: a pass, a body.
     Raises UserError naming what is at fault.
     """
     update, options = _typed(OptimConfig, optim, "optim"), _typed(PassesConfig, passes, "passes")
@@ -68,12 +70,15 @@ def compile_step(
         if lower.backend == "inductor":
             inductor.begin()  # beside capture and passes
     batch, masters = one_microbatch(example_batch, microbatches), {n: p.dtype for n, p in model.named_parameters()}
-    pipeline, values = build_pipeline(options, update, masters, microbatches), _initial_values(model, initial)
-    values = list(values) if options.verify == "numeric" else values  # all at once: for small models
+    pipeline = build_pipeline(options, update, masters, microbatches)
+    values: Iterable[tuple[str, Value]] = _initial_values(model, initial)
     scalars = {"lr": torch.tensor(update.lr), "seed": torch.tensor(seed)}
     whole = None
     if options.verify == "numeric":
-        whole = {**{name: telling(value) for name, value in values}, **batch, **scalars}
+        full = {name: value[()] for name, value in values}  # all at once: for small models
+        values, whole = full.items(), {**{name: telling(value) for name, value in full.items()}, **batch, **scalars}
+    if not train:
+        pipeline = replace(pipeline, train={})
     work = Compilation(model, loss_fn, batch, named, pipeline, options, device, observe, tell, whole)
     programs, report = work.programs(evaluate=True)
     if lower.cudagraphs:
@@ -87,12 +92,13 @@ def compile_step(
     return Step(runtime, laid_out, compiled, evaluation, state, update.lr, seed, microbatches, device, report.finish())
 
 
+@torch.no_grad()
 def initial_state(
     programs: Iterable[ir.Program],
     runtime: Runtime,
     mesh: Mesh,
     device: torch.device,
-    values: Iterable[tuple[str, Tensor]],
+    values: Iterable[tuple[str, Value]],
 ) -> dict[str, State]:
     """Local state of the ranks here for every stored input: given values, zero moments and accumulators."""
     needed: dict[str, tuple[ir.Input, Tensor]] = {}
@@ -110,7 +116,7 @@ def initial_state(
             state[key] = State(
                 spec,
                 {
-                    rank: shard(full.detach().to(device, example.dtype), spec, mesh, mesh.coordinates(rank))
+                    rank: shard(full, spec, mesh, mesh.coordinates(rank), example.dtype, device)
                     for rank in runtime.ranks
                 },
             )
@@ -122,13 +128,13 @@ def initial_state(
     return state
 
 
-def _initial_values(model: nn.Module, initial: Iterable[tuple[str, Tensor]] | None) -> Iterable[tuple[str, Tensor]]:
+def _initial_values(model: nn.Module, initial: Iterable[tuple[str, Value]] | None) -> Iterable[tuple[str, Value]]:
     if initial is not None:
         yield from initial
         return
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not tensor.is_meta:
-            yield name, tensor
+            yield name, tensor.detach()
 
 
 def _typed(cls: type[T], given: Any, where: str) -> T:

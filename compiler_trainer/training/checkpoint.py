@@ -41,6 +41,7 @@ from passes.program.spec import Box, Spec, boxes
 
 NAME = re.compile(r"step_(\d+)")
 METADATA, EXTRA = ".metadata", "state.json"
+MODEL = "model."  # how the names of parameters and buffers begin
 SHOWN = 3  # differences named in an error
 
 
@@ -151,7 +152,13 @@ def load(step: Stateful, path: Path) -> dict[str, Any]:
     """
     extra, state = read_extra(path), pieces_of(step)
     reader = dcp.FileSystemReader(path)
-    check_tensors(state, reader.read_metadata(), path)
+    check_tensors(state, reader.read_metadata().state_dict_metadata, path)
+    read_into(state, reader, step, path)
+    return extra
+
+
+def read_into(state: dict[str, Pieces], reader: dcp.FileSystemReader, step: Stateful, path: Path) -> None:
+    """Read the rectangles of every rank."""
     with plain_errors("load", path):
         dcp.load(
             state,
@@ -159,7 +166,30 @@ def load(step: Stateful, path: Path) -> dict[str, Any]:
             planner=LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             no_dist=is_alone(step),
         )
-    return extra
+
+
+def load_model(step: Stateful, path: Path) -> None:
+    """Fill parameters and buffers alone; those that the checkpoint left out, as frozen, keep theirs."""
+    reader = dcp.FileSystemReader(path)
+    read_extra(path)
+    there = reader.read_metadata().state_dict_metadata
+    state = {name: pieces for name, pieces in pieces_of(step).items() if name in there}
+    check_tensors(state, {name: there[name] for name in state}, path)
+    read_into(state, reader, step, path)
+
+
+def read_model(path: Path) -> dict[str, Tensor]:
+    """Full parameters and buffers of a complete checkpoint, by the model's own names, in this process."""
+    read_extra(path)
+    reader = dcp.FileSystemReader(path)
+    stored = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata) and name.startswith(MODEL)
+    }
+    with plain_errors("load", path):
+        dcp.load(stored, storage_reader=reader, no_dist=True)
+    return {name.removeprefix(MODEL): tensor for name, tensor in stored.items()}
 
 
 def read_extra(path: Path) -> dict[str, Any]:
@@ -222,12 +252,12 @@ def pieces(spec: Spec, mesh: Mesh, local: Mapping[int, Tensor]) -> Pieces:
     return Pieces(torch.Size(spec.shape), next(iter(local.values())).dtype, parts)
 
 
-def check_tensors(state: Mapping[str, Pieces], metadata: Metadata, path: Path) -> None:
+def check_tensors(state: Mapping[str, Pieces], metadata: Mapping[str, Any], path: Path) -> None:
     """Raise UserError naming the first tensors that differ between the checkpoint and this job."""
     here = {name: describe(pieces.shape, pieces.dtype) for name, pieces in state.items()}
     there = {
         name: describe(stored.size, stored.properties.dtype)
-        for name, stored in metadata.state_dict_metadata.items()
+        for name, stored in metadata.items()
         if isinstance(stored, TensorStorageMetadata)
     }
     differences = [

@@ -8,16 +8,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from compiler_trainer import data, models
-from compiler_trainer.config.schema import Config
+from compiler_trainer.config.schema import Config, ModelConfig
 from compiler_trainer.config.validate import validate
 from compiler_trainer.data import Datasets, Loader
-from compiler_trainer.pipeline import DTYPES
+from compiler_trainer.models.subject import Subject, subject
 from compiler_trainer.step.compile import compile_step
 from compiler_trainer.step.ranks import rank, start_ranks, stop_ranks
 from compiler_trainer.step.step import Step
@@ -41,11 +40,12 @@ def train(cfg: Config) -> float:
     cfg = validate(cfg, start_ranks())
     make_reproducible(cfg.train)
     datasets = data.build(cfg.data, cfg.train.seq_len, cfg.train.global_batch_size)
-    data.check_vocabulary(datasets, cfg.model)
+    trained = subject(cfg)
+    data.check_vocabulary(datasets, trained.vocab_size)
     cfg = same_on_all_ranks(cfg, datasets)
     start = find_start(cfg, datasets)
     trace.check(cfg, start.step)
-    step = prepare_step(cfg, datasets, start)
+    step = prepare_step(cfg, trained, datasets, start)
     with recording(cfg, start) as record:
         for measured in run(cfg, step, datasets, start):
             record(measured)
@@ -53,27 +53,32 @@ def train(cfg: Config) -> float:
     return measured.get("eval_loss", measured["loss"])
 
 
-def prepare_step(cfg: Config, datasets: Datasets, start: Start) -> Step:
+def prepare_step(cfg: Config, trained: Subject, datasets: Datasets, start: Start) -> Step:
     """The compiled step as it starts; on rank 0 also the run folder, once nothing was refused."""
     if rank() != 0:
-        return build_step(cfg, datasets, start, None, lambda what: None)
+        return build_step(cfg, trained, datasets, start, None, lambda what: None)
     say(datasets.describe())
     say(f"compiling ({cfg.lower.backend})")
     began = time.perf_counter()
     with folder.graphs_of(cfg) as graphs, Working() as tell:
-        step = build_step(cfg, datasets, start, graphs, tell)
+        step = build_step(cfg, trained, datasets, start, graphs, tell)
     folder.create(cfg, step.report)
     say(f"compiled in {time.perf_counter() - began:.1f} s; the run folder is {cfg.run.dir}")
     return step
 
 
-def build_step(cfg: Config, datasets: Datasets, start: Start, graphs: Path | None, tell: Callable[[str], None]) -> Step:
+def build_step(
+    cfg: Config,
+    trained: Subject,
+    datasets: Datasets,
+    start: Start,
+    graphs: Path | None,
+    tell: Callable[[str], None],
+) -> Step:
     """The compiled step with its initial weights, or those of the checkpoint; its graphs go to `graphs`."""
-    dtype = cast(torch.dtype, DTYPES[cfg.train.dtype])
-    model = models.build(cfg.model, dtype)
     step = compile_step(
-        model,
-        models.loss_fn,
+        trained.module,
+        trained.loss,
         peek(datasets.train),
         mesh=cfg.mesh,
         optim=cfg.optim,
@@ -81,7 +86,7 @@ def build_step(cfg: Config, datasets: Datasets, start: Start, graphs: Path | Non
         lower=cfg.lower,
         microbatches=cfg.train.microbatches,
         seed=cfg.train.seed,
-        initial=models.initial_parameters(model, cfg.train.seed, dtype),
+        initial=trained.initial(),
         device=local_device(),
         observe=Dumper(graphs) if graphs else None,
         tell=tell,
@@ -120,10 +125,9 @@ def one_step(cfg: Config, step: Step, loader: Loader, memory: PeakMemory, number
         return batch, step(batch, lr), time.perf_counter() - began
 
     batch, result, seconds = memory.during(timed)
-    if cfg.model.attention == "documents" and cfg.mesh.cp > 1:
+    if isinstance(cfg.model, ModelConfig) and cfg.model.attention == "documents" and cfg.mesh.cp > 1:
         result["cp_imbalance"] = imbalance(batch["positions"] + 1, step.mesh)
-    if cfg.model.experts is not None:
-        result |= unevenness({name: state.local[step.ranks[0]] for name, state in step.state.items()})
+    result |= unevenness({name: state.local[step.ranks[0]] for name, state in step.state.items()})
     speed = cfg.train.global_batch_size * cfg.train.seq_len / seconds
     return {**result, "lr": lr, "tokens_per_s": speed, "step_ms": 1e3 * seconds, "peak_mem_bytes": memory.bytes}
 

@@ -16,6 +16,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -145,8 +146,8 @@ class Box:
     local_offset: tuple[int, ...]
     size: tuple[int, ...]
 
-    def of(self, full: Tensor) -> Tensor:
-        """The rectangle's entries in the full tensor, a view."""
+    def of(self, full: Tensor | Stored) -> Tensor:
+        """The rectangle's entries in the full tensor: a view, if it is in memory."""
         return full[tuple(slice(o, o + n) for o, n in zip(self.offset, self.size))]
 
     def of_local(self, local: Tensor) -> Tensor:
@@ -181,11 +182,36 @@ def boxes(spec: Spec, mesh: Mesh, place: dict[str, int]) -> list[Box]:
     ]
 
 
-def shard(full: Tensor, spec: Spec, mesh: Mesh, place: dict[str, int]) -> Tensor:
-    """The local tensor of the rank at `place`, a copy; padding holds `spec.fill` (zero if None)."""
+class Stored(Protocol):
+    """A full tensor that need not be in memory: slices of it are read when they are asked for."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    def __getitem__(self, index: tuple[slice, ...], /) -> Tensor: ...
+
+
+Value = Tensor | Stored
+
+
+def shard(
+    full: Value,
+    spec: Spec,
+    mesh: Mesh,
+    place: dict[str, int],
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> Tensor:
+    """The local tensor of the rank at `place`, a copy of `dtype` on `device` (by default its own, and the CPU's).
+
+    Padding holds `spec.fill` (zero if None). Of a tensor that is stored no more is read than the rank owns.
+    """
     if tuple(full.shape) != spec.shape:
         raise ValueError(f"tensor is {tuple(full.shape)}, its spec {spec} is of shape {spec.shape}")
-    local = full.new_full(spec.local_shape(mesh), spec.fill or 0)
+    if device is None and isinstance(full, Tensor):
+        device = full.device
+    local = torch.full(spec.local_shape(mesh), spec.fill or 0, dtype=dtype or full.dtype, device=device)
     for box in boxes(spec, mesh, place):
         box.of_local(local).copy_(box.of(full))
     return local

@@ -68,9 +68,10 @@ def test_the_default_job_is_the_defaults_and_two_recipes(command):
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
 def test_every_choice_trains_under_its_own_name(command, group, choice):
-    files = ["data.files=[a.txt]"] if choice == "text" else []
-    (cfg,) = command(f"{group}={choice}", *files)
-    assert getattr(cfg, group).name == choice
+    needed = {"text": "data.files=[a.txt]", "hf": "model.path=folder", "custom": "model._target_=my.Model"}
+    (cfg,) = command(f"{group}={choice}", *filter(None, [needed.get(choice)]))
+    chosen = getattr(cfg, group)
+    assert chosen == {"_target_": "my.Model"} if choice == "custom" else chosen.name == choice
 
 
 def test_every_folder_of_choices_is_a_group():

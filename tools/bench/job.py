@@ -20,7 +20,6 @@ from typing import Any
 import hydra
 import torch
 import torch.distributed as dist
-from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 from torch import Tensor
 
@@ -29,12 +28,12 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config, build
 from compiler_trainer.config.validate import validate
 from compiler_trainer.step.ranks import rank, start_ranks, stop_ranks
-from compiler_trainer.train import CONF, INPUT_ERRORS, defaults, user_error
+from compiler_trainer.train import CONF, INPUT_ERRORS, store_defaults, user_error
 from compiler_trainer.training.memory import PeakMemory
 from compiler_trainer.training.trainer import local_device
 from passes.lower.inductor import counts
 from tools.bench.floor import floor_s
-from tools.bench.stock import stock_step
+from tools.bench.stock import decoder_of, stock_step
 
 Batch = dict[str, Tensor]
 
@@ -61,7 +60,7 @@ def leave(path: Path, found: dict[str, Any]) -> None:
 
 def composed(overrides: Sequence[str], ranks: int) -> Config:
     """The trainer's options on the command line; raises UserError."""
-    ConfigStore.instance().store(name="options", node=defaults())
+    store_defaults()
     try:
         with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
             options = OmegaConf.to_container(hydra.compose("train", list(overrides)), resolve=True)
@@ -110,7 +109,7 @@ def global_batch(cfg: Config) -> Batch:
     """Random tokens, the same for every contender."""
     rows, length = cfg.train.global_batch_size, cfg.train.seq_len
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, cfg.model.vocab_size, (rows, length + 1), generator=generator)
+    tokens = torch.randint(0, decoder_of(cfg).vocab_size, (rows, length + 1), generator=generator)
     positions = torch.arange(length).expand(rows, length)
     given = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "positions": positions}
     return {name: tensor.contiguous() for name, tensor in given.items()}
@@ -126,7 +125,7 @@ def our_step(
     cfg: Config, batch: Batch
 ) -> tuple[Callable[[], float], Callable[[], list[Tensor]], Callable[[], float]]:
     """Our step, the tensors that live from one to the next, and what measures the step's floor, in seconds."""
-    model = models.build(cfg.model)
+    model = models.build(decoder_of(cfg))
     weights = models.initial_parameters(model, 0, torch.float32)
     step = compile_step(
         model, models.loss_fn, batch,

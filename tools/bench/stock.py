@@ -23,7 +23,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from compiler_trainer import models
-from compiler_trainer.config.schema import Config
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import Config, ModelConfig
 from compiler_trainer.models.attention import Attention, rotary_tables
 from compiler_trainer.models.llama import Block, Llama
 from compiler_trainer.training.trainer import local_device
@@ -81,10 +82,17 @@ def stock_step(how: str, cfg: Config, batch: Batch) -> tuple[Callable[[], float]
 def built(cfg: Config) -> StockLlama:
     """The model with the same weights as every other contender's."""
     with torch.device("meta"):
-        model = StockLlama(cfg.model)
+        model = StockLlama(decoder_of(cfg))
     weights = dict(models.initial_parameters(model, 0, torch.float32))
     model.to_empty(device=local_device()).load_state_dict(weights)
     return model
+
+
+def decoder_of(cfg: Config) -> ModelConfig:
+    """The decoder to measure; raises UserError where `cfg` names another kind of model."""
+    if not isinstance(cfg.model, ModelConfig):
+        raise UserError("model", "is no decoder of conf/model, and the contenders are made of one's sizes")
+    return cfg.model
 
 
 def parallel(model: StockLlama, mesh: DeviceMesh | None, how: str) -> StockLlama:

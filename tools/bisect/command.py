@@ -22,18 +22,19 @@ from typing import Any, Literal
 
 import torch
 from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 from torch import Tensor, fx, nn
 
-from compiler_trainer import data, models
+from compiler_trainer import data
 from compiler_trainer.capture.capture import LossFn, capture
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import Config, MeshConfig, OptimConfig, PassesConfig
 from compiler_trainer.config.validate import validate
+from compiler_trainer.models.skeleton import fill
+from compiler_trainer.models.subject import Subject, subject
 from compiler_trainer.pipeline import DTYPES, Pipeline, build_pipeline
-from compiler_trainer.train import CONF, INPUT_ERRORS, defaults, user_error
+from compiler_trainer.train import CONF, INPUT_ERRORS, store_defaults, user_error
 from compiler_trainer.training.trainer import peek
 from passes.check.composed import verify_composed
 from passes.check.numeric import Results, coarsest, compare
@@ -318,10 +319,11 @@ def main() -> int:
     try:
         cfg = composed(sys.argv[1:])
         datasets = data.build(cfg.data, cfg.train.seq_len, cfg.train.global_batch_size)
-        data.check_vocabulary(datasets, cfg.model)
+        trained = subject(cfg)
+        data.check_vocabulary(datasets, trained.vocab_size)
         found = bisect(
-            with_values(cfg),
-            models.loss_fn,
+            in_fp64(trained),
+            trained.loss,
             peek(datasets.train),
             mesh=cfg.mesh,
             passes=cfg.passes,
@@ -340,7 +342,7 @@ def main() -> int:
 
 def composed(overrides: Sequence[str]) -> Config:
     """The config of the overrides, on as many ranks as its mesh asks for; raises UserError."""
-    ConfigStore.instance().store(name="options", node=defaults())
+    store_defaults()
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             options = OmegaConf.to_container(compose("train", list(overrides)), resolve=True, throw_on_missing=True)
@@ -350,12 +352,9 @@ def composed(overrides: Sequence[str]) -> Config:
     return validate(cfg, math.prod(max(size, 1) for size in dataclasses.asdict(cfg.mesh).values()))
 
 
-def with_values(cfg: Config) -> nn.Module:
-    """The model of a config with its initial weights, in fp64."""
-    model = models.build(cfg.model).double().to_empty(device="cpu")
-    values = dict(models.initial_parameters(model, cfg.train.seed, torch.float64))
-    model.load_state_dict(values, strict=False)
-    return model
+def in_fp64(trained: Subject) -> nn.Module:
+    """The model with its initial weights, in fp64."""
+    return fill(trained.module, ((name, value[()]) for name, value in trained.initial())).double()
 
 
 def script_of(found: Finding, path: Path) -> str:

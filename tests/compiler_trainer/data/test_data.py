@@ -22,7 +22,7 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from compiler_trainer import data
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import DataConfig, ModelConfig
+from compiler_trainer.config.schema import DataConfig
 from compiler_trainer.data.corpus import Corpus, build_corpus, split
 from compiler_trainer.data.loader import Loader
 from compiler_trainer.data.packing import PackedRows
@@ -364,6 +364,6 @@ def test_bad_tokenizers_are_named(tmp_path):
 
 def test_a_vocabulary_beyond_the_model_is_refused():
     datasets = data.build(DataConfig("synthetic", documents=3), 8, 1)
-    data.check_vocabulary(datasets, ModelConfig(vocab_size=257))
+    data.check_vocabulary(datasets, 257)
     with pytest.raises(UserError, match="^model.vocab_size: is 256, but data.tokenizer=bytes has 257 tokens"):
-        data.check_vocabulary(datasets, ModelConfig(vocab_size=256))
+        data.check_vocabulary(datasets, 256)

@@ -33,7 +33,9 @@ from compiler_trainer.config.schema import (
     TrainConfig,
 )
 from compiler_trainer.config.validate import dry_world_size, validate
-from compiler_trainer.planning.dry import cluster_of, compile_dry, dry_run, model_flops_per_token, predict_step
+from compiler_trainer.models import llama
+from compiler_trainer.models.flops import of_decoder
+from compiler_trainer.planning.dry import cluster_of, compile_dry, dry_run, predict_step
 from passes.cost.cluster import Cluster, Link, Reach, collective_seconds, reach
 from passes.cost.fusion import fuse
 from passes.cost.predict import predict
@@ -47,6 +49,10 @@ aten = torch.ops.aten
 F32 = torch.float32
 # a byte a second inside a node, a tenth between nodes, one FLOP and ten bytes a second on the device
 SLOW = Cluster(2, {F32: 1.0}, 1.0, 10.0, 0.5, Link(1.0, 0.0), Link(0.1, 0.0))
+
+
+def decoder_flops(cfg: ModelConfig, seq_len: int) -> int:
+    return of_decoder(cfg, llama.build(cfg), seq_len)
 
 
 def ended(small: Small, *results):
@@ -247,7 +253,7 @@ def test_a_dry_run_leaves_a_folder_and_no_process_group(sixty_four):
     assert set(report["predicted"]) == {"peak_mem_bytes", "step_ms", "tokens_per_s_per_gpu", "mfu"}
     predicted = report["predicted"]
     assert predicted["tokens_per_s_per_gpu"] * predicted["step_ms"] == pytest.approx(1e3 * 8 * 32 / 64)
-    flops = model_flops_per_token(MODEL, 32)
+    flops = decoder_flops(MODEL, 32)
     assert predicted["mfu"] == pytest.approx(flops * predicted["tokens_per_s_per_gpu"] / 67e12)  # of fp32's peak
     assert report["prediction"]["ranks"] == 64
 
@@ -328,17 +334,17 @@ def test_a_better_cluster_is_never_slower(four, field):
 def test_model_flops_are_six_a_parameter_and_attention():
     cfg = ModelConfig(dim=16, n_layers=3, n_heads=2, n_kv_heads=2, ffn_dim=32, vocab_size=10)
     layer = 4 * 16 * 16 + 3 * 16 * 32 + 2 * 16
-    assert model_flops_per_token(cfg, 8) == 6 * (3 * layer + 16 + 10 * 16) + 12 * 3 * 16 * 8
-    assert model_flops_per_token(replace(cfg, tied=True), 8) == model_flops_per_token(cfg, 8)
+    assert decoder_flops(cfg, 8) == 6 * (3 * layer + 16 + 10 * 16) + 12 * 3 * 16 * 8
+    assert decoder_flops(replace(cfg, tied=True), 8) == decoder_flops(cfg, 8)
 
 
 def test_model_flops_are_those_of_the_experts_that_a_token_takes_and_of_heads_of_any_size():
     cfg = ModelConfig(dim=16, n_layers=3, n_heads=2, n_kv_heads=2, ffn_dim=32, vocab_size=10)
     two_of_eight = replace(cfg, experts=ExpertsConfig(8, 2, 16))  # as wide as the layer that they replace, and a router
-    assert model_flops_per_token(two_of_eight, 8) == model_flops_per_token(cfg, 8) + 6 * 3 * 8 * 16
+    assert decoder_flops(two_of_eight, 8) == decoder_flops(cfg, 8) + 6 * 3 * 8 * 16
     latent = replace(cfg, latent=LatentConfig(4, 6, 2, 5))
     layer = 16 * 2 * 8 + 16 * (4 + 2) + 4 + 4 * 2 * (6 + 5) + 2 * 5 * 16 + 3 * 16 * 32 + 2 * 16
-    assert model_flops_per_token(latent, 8) == 6 * (3 * layer + 16 + 10 * 16) + 6 * 3 * 2 * (8 + 5) * 8
+    assert decoder_flops(latent, 8) == 6 * (3 * layer + 16 + 10 * 16) + 6 * 3 * 2 * (8 + 5) * 8
 
 
 # ---- what is refused --------------------------------------------------------------------------------

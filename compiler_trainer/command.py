@@ -1,0 +1,122 @@
+"""The command: options train a model; a verb does something with a run that there is."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import itertools
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from compiler_trainer import train
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import MeshConfig
+from compiler_trainer.data.tokenizers import build_tokenizer
+from compiler_trainer.step.ranks import rank
+from compiler_trainer.trained.evaluate import evaluate
+from compiler_trainer.trained.export import export
+from compiler_trainer.trained.generate import tokens_after
+from compiler_trainer.trained.saved import newest, options_of, trained_model
+from compiler_trainer.training.trainer import train as train_config
+
+USAGE = """usage: compiler-trainer [OPTION=VALUE ...]        train; --cfg job prints the options, -m sweeps over lists
+       compiler-trainer VERB RUN [...]           do something with a run folder; VERB -h tells what it takes
+       compiler-trainer --version
+
+verbs: """
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def main() -> None:
+    """Do what the command line says; exits with 0 when done, 2 on bad input, 1 on anything else."""
+    first = sys.argv[1] if len(sys.argv) > 1 else ""
+    if first == "--version":
+        print(f"compiler-trainer {importlib.metadata.version('compiler-trainer')}, torch {torch.__version__}")
+    elif first in ("-h", "--help"):
+        print(USAGE + "\n       ".join(f"{verb:9} {act.__doc__}" for verb, act in VERBS.items()))
+    elif first in VERBS:
+        train.store_defaults()
+        try:
+            VERBS[first](sys.argv[2:])
+        except train.INPUT_ERRORS as error:
+            train.refuse(error)
+    else:
+        train.main()
+
+
+def parser(verb: str, overrides: bool = False) -> argparse.ArgumentParser:
+    """What every verb takes: a run folder, and some of them options to give anew."""
+    found = argparse.ArgumentParser(f"compiler-trainer {verb}", description=VERBS[verb].__doc__)
+    found.add_argument("run", type=Path, help="the run folder")
+    if overrides:
+        found.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="options that change")
+    return found
+
+
+def resume(arguments: Sequence[str]) -> None:
+    """Go on from the newest checkpoint, up to train.steps."""
+    given = parser("resume", overrides=True).parse_args(arguments)
+    cfg = options_of(given.run, given.overrides, train.CONF)
+    going_on = dataclasses.replace(cfg.checkpoint, resume=cfg.checkpoint.resume or "latest")
+    train_config(dataclasses.replace(cfg, checkpoint=going_on))
+
+
+def evaluation(arguments: Sequence[str]) -> None:
+    """Loss and perplexity on what the run held out, or on all of the text that data=... names."""
+    given = parser("eval", overrides=True).parse_args(arguments)
+    cfg = options_of(given.run, given.overrides, train.CONF)
+    names = [override.lstrip("+").partition("=")[0] for override in given.overrides]
+    if not any(name.startswith("mesh.") for name in names):
+        cfg = dataclasses.replace(cfg, mesh=MeshConfig())
+    anew = any(name == "data" or name.startswith("data.files") for name in names)
+    result = evaluate(cfg, anew, cfg.eval.batches if "eval.batches" in names else None)
+    if rank() == 0:
+        print(", ".join(f"{name} {value:{',' if name == 'tokens' else '.6g'}}" for name, value in result.items()))
+
+
+def exporting(arguments: Sequence[str]) -> None:
+    """Write the newest checkpoint as a folder that transformers, peft or safetensors load."""
+    takes = parser("export")
+    takes.add_argument("out", type=Path, help="the folder to write")
+    takes.add_argument("--dtype", choices=DTYPES, help="of its numbers; by default train.dtype")
+    takes.add_argument("--merge", action="store_true", help="add the terms of model.lora to the weights")
+    given = takes.parse_args(arguments)
+    cfg = options_of(given.run, [], train.CONF)
+    print(f"{given.out}: {export(cfg, given.out, DTYPES.get(given.dtype), given.merge)}")
+
+
+def generation(arguments: Sequence[str]) -> None:
+    """Print a prompt and what the model goes on with."""
+    takes = parser("generate")
+    takes.add_argument("--prompt", default="", help="where the text begins")
+    takes.add_argument("--tokens", type=int, default=200, help="most tokens to add (default 200)")
+    takes.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
+    takes.add_argument("--top-k", type=int, help="draw of so many likeliest tokens only")
+    takes.add_argument("--seed", type=int, default=0, help="of the draws (default 0)")
+    given = takes.parse_args(arguments)
+    if given.tokens < 1 or given.temperature < 0 or (given.top_k is not None and given.top_k < 1):
+        raise UserError("generate", "--tokens and --top-k must be at least 1, --temperature 0 or more")
+    cfg = options_of(given.run, [], train.CONF)
+    tokenizer = build_tokenizer(cfg.data.tokenizer)
+    found, model = trained_model(cfg, newest(cfg))
+    prompt = [int(i) for ids in tokenizer.encode([given.prompt]) for i in ids] or [tokenizer.end_of_document]
+    draws = torch.Generator().manual_seed(given.seed)
+    how = (cfg.train.seq_len, given.temperature, given.top_k, draws)
+    drawn = itertools.islice(tokens_after(model, found.logits, prompt, *how), given.tokens)
+    ids = list(itertools.takewhile(lambda i: i != tokenizer.end_of_document, drawn))
+    print(given.prompt + tokenizer.decode(ids))
+
+
+VERBS: dict[str, Callable[[Sequence[str]], None]] = {
+    "resume": resume,
+    "eval": evaluation,
+    "export": exporting,
+    "generate": generation,
+}
+
+if __name__ == "__main__":
+    main()

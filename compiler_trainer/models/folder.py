@@ -1,0 +1,248 @@
+"""A causal language model in a folder that transformers wrote: the module of its config.json, and its weights."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import FolderConfig, LoraConfig
+from compiler_trainer.models.init import seeded
+from compiler_trainer.models.loss import cross_entropy
+from compiler_trainer.models.skeleton import skeleton
+from compiler_trainer.models.weights import InFile, Joined, Made, Stacked, stored_in
+from passes.program.spec import Stored, Value
+
+SHOWN = 3  # tensors named in an error
+ADAPTED, INNER = "base_model.model.", ".base_layer."  # how peft renames what it adapts
+
+
+def library(name: str = "transformers") -> Any:
+    """The module of that name; raises UserError where it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UserError("model", f"a folder needs {name} ({error}); pip install 'compiler-trainer[hf]'") from error
+
+
+def config_of(cfg: FolderConfig) -> Any:
+    """The config.json of the folder; raises UserError where there is none or none of a causal language model."""
+    transformers = library()
+    if not Path(cfg.path, "config.json").is_file():
+        raise UserError("model.path", f"{cfg.path} holds no config.json; name a folder that transformers wrote")
+    try:
+        config = transformers.AutoConfig.from_pretrained(cfg.path)
+    except (ValueError, OSError, KeyError) as error:
+        raise UserError(f"{cfg.path}/config.json", " ".join(str(error).split())) from error
+    config = config.get_text_config()
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        what = f"is of a {config.model_type}, which transformers has no causal language model of"
+        raise UserError(f"{cfg.path}/config.json", what)
+    if getattr(config, "quantization_config", None) is not None:
+        raise UserError(f"{cfg.path}/config.json", "has quantized weights, which cannot be trained; dequantize them")
+    return config
+
+
+def build_module(cfg: FolderConfig) -> nn.Module:
+    """The model of the folder, in training mode, with weights that mean nothing; with `lora`, inside peft's."""
+    transformers = library()
+    module = transformers.AutoModelForCausalLM.from_config(config_of(cfg), dtype=torch.float32)
+    return module.train() if cfg.lora is None else adapted(module, cfg.lora)
+
+
+def adapted(module: nn.Module, lora: LoraConfig) -> nn.Module:
+    """The module inside peft's, which trains terms of low rank and nothing else."""
+    peft = library("peft")
+    targets: Any = "all-linear" if lora.targets == ("all-linear",) else list(lora.targets) or None
+    options = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        return peft.get_peft_model(module, options).train()
+    except ValueError as error:
+        raise UserError("model.lora.targets", " ".join(str(error).split())) from error
+
+
+def logits(attention: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """[B, T, V]; given positions that start anew, transformers keeps attention within each document of a row."""
+    positions = {"position_ids": batch["positions"]} if attention == "documents" else {}
+    return model(input_ids=batch["tokens"], use_cache=False, **positions).logits
+
+
+def loss_of(attention: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Mean cross-entropy of the labels, as `cross_entropy`."""
+    return cross_entropy(logits(attention, model, batch), batch["labels"])
+
+
+# ---- values -------------------------------------------------------------------------------------------
+
+
+def initial(cfg: FolderConfig, module: nn.Module, seed: int) -> Iterator[tuple[str, Value]]:
+    """Every parameter and buffer of a skeleton, as the folder has it or, with `init` random, drawn by name.
+
+    Raises UserError naming tensors that the folder lacks, has beyond those, or has in another shape.
+    """
+    kept = stored_values(cfg, plain(module)) if cfg.init == "weights" else None
+    for name, parameter in module.named_parameters():
+        own = name.removeprefix(ADAPTED).replace(INNER, ".")
+        if ".lora_" in name or kept is None:
+            yield name, drawn(module, name, parameter, seed)
+        else:
+            yield name, kept[own]
+    for name, buffer in module.named_buffers():
+        own = name.removeprefix(ADAPTED).replace(INNER, ".")
+        yield name, kept[own] if kept is not None and own in kept else buffer
+
+
+def plain(module: Any) -> Any:
+    """The model that transformers built, without what peft put around and into it."""
+    return module.get_base_model() if hasattr(module, "get_base_model") else module
+
+
+def stored_values(cfg: FolderConfig, model: Any) -> dict[str, Stored]:
+    """What the folder holds, by the names of the module's parameters (the first of tied ones) and buffers."""
+    folder, wanted = Path(cfg.path), wanted_of(model)
+    found = renamed(model, stored_in(folder), {alias: meta for alias, (_, meta) in wanted.items()})
+    values: dict[str, Stored] = {}
+    for alias, (name, meta) in wanted.items():
+        if alias in found:
+            values.setdefault(name, shaped(found.pop(alias), meta, f"{folder}: {alias}"))
+    buffers = dict(model.named_buffers())
+    missing = [name for name, _ in wanted.values() if name not in values and name not in buffers]
+    refuse(folder, "lacks", list(dict.fromkeys(missing)), "the config.json is of another model")
+    ignored = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    beyond = [name for name in found if not any(p.search(name) for p in ignored)]
+    refuse(folder, "holds", beyond, "which the model of its config.json does not have")
+    return values
+
+
+def wanted_of(model: nn.Module) -> dict[str, tuple[str, Tensor]]:
+    """Every name of a parameter or buffer (tied ones have several) -> the first of its names, and the tensor."""
+    first: dict[int, str] = {}
+    named = (*bare(model.named_parameters(remove_duplicate=False)), *bare(model.named_buffers(remove_duplicate=False)))
+    return {name: (first.setdefault(id(tensor), name), tensor) for name, tensor in named}
+
+
+def bare(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Names as they were before peft, its own terms left out."""
+    return ((name.replace(INNER, "."), tensor) for name, tensor in named if ".lora_" not in name)
+
+
+def refuse(folder: Path, what: str, names: list[str], why: str) -> None:
+    """Raise UserError naming tensors, if there are any."""
+    if names:
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        raise UserError(str(folder), f"{what} {', '.join(names[:SHOWN])}{more}; {why}")
+
+
+def shaped(value: Stored, meta: Tensor, where: str) -> Stored:
+    """The value, if it has the shape of the parameter."""
+    if tuple(value.shape) != tuple(meta.shape):
+        raise UserError(where, f"is of shape {list(value.shape)}, and of {list(meta.shape)} in its config.json's model")
+    return value
+
+
+def renamed(model: Any, stored: Mapping[str, InFile], wanted: Mapping[str, Tensor]) -> dict[str, Stored]:
+    """What a folder holds by the names that the module has for it, several tensors as one where it has them so."""
+    loading = library("transformers.core_model_loading")
+    mapping = library("transformers.conversion_mapping").get_model_conversion_mapping(model)
+    converters = [entry for entry in mapping if isinstance(entry, loading.WeightConverter)]
+    renamings = [entry for entry in mapping if not isinstance(entry, loading.WeightConverter)]
+    by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+    found: dict[str, Stored] = {}
+    parts: dict[str, dict[str, list[InFile]]] = {}
+    for name in sorted(stored, key=loading.dot_natural_key):
+        target, pattern = loading.rename_source_key(name, renamings, converters, model.base_model_prefix, wanted)
+        if pattern is None:
+            found[target] = stored[name]
+        else:
+            parts.setdefault(target, {}).setdefault(pattern, []).append(stored[name])
+    for target, by_source in parts.items():
+        converter = by_pattern[next(iter(by_source))]
+        ordered = {p: by_source[p] for p in converter.source_patterns if p in by_source}
+        found |= converted(converter, target, ordered, model, wanted)
+    return found
+
+
+def converted(
+    converter: Any, target: str, sources: Mapping[str, list[InFile]], model: Any, wanted: Mapping[str, Tensor]
+) -> dict[str, Stored]:
+    """What a converter of transformers makes of stored tensors, by name; of stacks and joints slices can be read."""
+    kinds = [type(operation).__name__ for operation in converter.operations]
+    merged: list[Stored] = [Stacked(tensors) for tensors in sources.values()]
+    if kinds == ["MergeModulelist"] and converter.operations[0].dim == 0:
+        return {target: merged[0]}
+    if kinds == ["MergeModulelist", "Concatenate"] and converter.operations[0].dim == 0:
+        return {target: Joined(merged, converter.operations[1].dim)}
+    if kinds == ["Concatenate"] and all(len(tensors) == 1 for tensors in sources.values()):
+        return {target: Joined([tensor for (tensor,) in sources.values()], converter.operations[0].dim)}
+
+    def make(name: str) -> Tensor:
+        """All of it, made by transformers."""
+        tensors: Any = {pattern: [part[()] for part in parts] for pattern, parts in sources.items()}
+        for operation in converter.operations:
+            tensors = operation.convert(
+                tensors,
+                source_patterns=converter.source_patterns,
+                target_patterns=converter.target_patterns,
+                full_layer_name=target,
+                model=model,
+                config=model.config,
+            )
+        made = {full_name(target, pattern, converter.target_patterns): tensor for pattern, tensor in tensors.items()}
+        return made[name][0] if isinstance(made[name], list) else made[name]
+
+    names = [full_name(target, pattern, converter.target_patterns) for pattern in converter.target_patterns]
+    dtype = next(iter(sources.values()))[0].dtype
+    return {name: Made(tuple(wanted[name].shape), dtype, partial(make, name)) for name in names if name in wanted}
+
+
+def full_name(target: str, pattern: str, patterns: list[str]) -> str:
+    """The name of one of several targets, from that of the first."""
+    return target.replace(patterns[0], pattern)
+
+
+def drawn(module: nn.Module, name: str, parameter: Tensor, seed: int) -> Tensor:
+    """The value that the owner of a parameter starts it with, from random numbers keyed by `seed` and its name."""
+    path, _, own = name.rpartition(".")
+    owner = module.get_submodule(path)
+    if ".lora_" in name:
+        return lora_start(name, parameter, seed)
+    held = {key: p for key, p in owner.named_parameters(recurse=False)}
+    for key, p in held.items():
+        setattr(owner, key, nn.Parameter(torch.full(p.shape, torch.nan), p.requires_grad))
+    try:
+        with seeded(seed, path):
+            plain(module)._init_weights(owner)
+        value = getattr(owner, own).detach()
+    finally:
+        for key, p in held.items():
+            setattr(owner, key, p)
+    if value.isnan().any():
+        raise UserError(name, "transformers gives it no initial value in _init_weights; train from model.init=weights")
+    return value
+
+
+def lora_start(name: str, parameter: Tensor, seed: int) -> Tensor:
+    """Kaiming-uniform for the first factor of a term and zeros for the second, so that it starts at zero."""
+    value = torch.zeros(parameter.shape, dtype=torch.float32)
+    if ".lora_A." in name or ".lora_embedding_B" in name:
+        with seeded(seed, name):
+            nn.init.kaiming_uniform_(value, a=5**0.5)
+    return value
+
+
+def build(cfg: FolderConfig, dtype: torch.dtype | None) -> nn.Module:
+    """The skeleton of the folder's model."""
+    return skeleton(partial(build_module, cfg), dtype)

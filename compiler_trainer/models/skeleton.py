@@ -1,0 +1,53 @@
+"""A module built without memory for its parameters: sizes and buffers are real, weights are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class EmptyOnMeta(TorchFunctionMode):
+    """What `torch.empty` makes, as modules make their weights, lies on the meta device; what is computed is real."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        return func(*args, **(kwargs | {"device": "meta"} if func is torch.empty else kwargs))
+
+
+def fill(module: nn.Module, values: Iterable[tuple[str, Tensor]]) -> nn.Module:
+    """A skeleton with values, by name, in place of its empty parameters and in its buffers; parameters stay tied."""
+    first = {name: parameter for name, parameter in module.named_parameters()}
+    real: dict[int, nn.Parameter] = {}
+    for name, value in values:
+        if name in first:
+            real[id(first[name])] = nn.Parameter(value, first[name].requires_grad)
+        else:
+            module.get_buffer(name).copy_(value)
+    for owner in module.modules():
+        for name, parameter in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
+            setattr(owner, name, real[id(parameter)])
+    return module
+
+
+def skeleton(build: Callable[[], M], dtype: torch.dtype | None = None) -> M:
+    """What `build` builds, its parameters on the meta device, floating ones of `dtype` (None: their own).
+
+    Parameters that are one stay one. Buffers keep the values they are computed with.
+    """
+    with EmptyOnMeta():
+        module = build()
+    made: dict[int, nn.Parameter] = {}
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) not in made:
+                kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+                empty = torch.empty_like(parameter, device="meta", dtype=kind)
+                made[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+            setattr(owner, name, made[id(parameter)])
+    return module

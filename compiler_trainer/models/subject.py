@@ -1,0 +1,98 @@
+"""What a run trains: one of our decoders, a folder that transformers wrote, or a module of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compiler_trainer.config.schema import Config, FolderConfig, ModelConfig, Own
+from compiler_trainer.models import flops, folder, llama, own
+from compiler_trainer.models.init import initial_parameters
+from compiler_trainer.models.loss import LossFn, logits_of, loss_fn, loss_of_logits, outputs
+from passes.program.spec import Value
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A module whose parameters take no memory, its loss, and where the values of parameters and buffers come from.
+
+    `initial` gives each by name in turn; `logits` what a module with values gives for a batch, [B, T, V];
+    `flops_per_token` what a token of a row of T tokens takes. `vocab_size` is None where only the module knows.
+    """
+
+    name: str
+    module: nn.Module
+    loss: LossFn
+    logits: Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
+    initial: Callable[[], Iterable[tuple[str, Value]]]
+    flops_per_token: Callable[[int], int]
+    vocab_size: int | None = None
+
+
+def named(model: Any) -> str:
+    """What to call a model by its options."""
+    return model["_target_"] if isinstance(model, Mapping) else getattr(model, "path", model.name)
+
+
+def subject(cfg: Config) -> Subject:
+    """What `cfg` trains, with parameters of `train.dtype`; raises UserError where it cannot be found or built."""
+    dtype: torch.dtype = getattr(torch, cfg.train.dtype)
+    if isinstance(cfg.model, ModelConfig):
+        found = of_decoder(cfg.model, dtype, cfg.train.seed)
+    elif isinstance(cfg.model, FolderConfig):
+        found = of_folder(cfg.model, dtype, cfg.train.seed)
+    else:
+        found = of_ones_own(cfg.model, dtype, cfg.train.seed)
+    return replace(found, loss=own.loss_of(cfg.loss)) if cfg.loss else found
+
+
+def of_decoder(cfg: ModelConfig, dtype: torch.dtype, seed: int) -> Subject:
+    """One of our own decoders, its weights drawn by their names."""
+    module = llama.build(cfg, dtype)
+    return Subject(
+        name=cfg.name,
+        module=module,
+        loss=loss_fn,
+        logits=plain_logits,
+        initial=lambda: initial_parameters(module, seed, dtype),
+        flops_per_token=partial(flops.of_decoder, cfg, module),
+        vocab_size=cfg.vocab_size,
+    )
+
+
+def of_folder(cfg: FolderConfig, dtype: torch.dtype, seed: int) -> Subject:
+    """A folder that transformers wrote."""
+    module = folder.build(cfg, dtype)
+    config = folder.plain(module).config
+    return Subject(
+        name=f"{config.model_type} in {cfg.path}",
+        module=module,
+        loss=partial(folder.loss_of, cfg.attention),
+        logits=partial(folder.logits, cfg.attention),
+        initial=lambda: folder.initial(cfg, module, seed),
+        flops_per_token=partial(flops.of_folder, config, module),
+        vocab_size=config.vocab_size,
+    )
+
+
+def of_ones_own(given: Own, dtype: torch.dtype, seed: int) -> Subject:
+    """A module of one's own."""
+    module = own.build(given, dtype)
+    return Subject(
+        name=given["_target_"],
+        module=module,
+        loss=loss_of_logits,
+        logits=plain_logits,
+        initial=lambda: own.initial(given, seed),
+        flops_per_token=lambda seq_len: flops.of_weights(module),
+    )
+
+
+def plain_logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """What a model gives for tokens, and for what else of the batch its `forward` names."""
+    return logits_of(outputs(model, batch))

@@ -1,0 +1,131 @@
+"""Tensors in safetensors files, read as far as they are sliced; several of them as one."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from compiler_trainer.config.errors import UserError
+from passes.program.spec import Stored
+
+ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+Index = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class InFile:
+    """One tensor of a safetensors file."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __getitem__(self, index: Index) -> Tensor:
+        with safe_open(self.path, "pt") as file:  # closed at once: what was read of the file then takes no memory
+            return file.get_slice(self.name)[index] if index else file.get_tensor(self.name)
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """Tensors of one shape as one, along a new first dim."""
+
+    parts: Sequence[Stored]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.parts), *self.parts[0].shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parts[0].dtype
+
+    def __getitem__(self, index: Index) -> Tensor:
+        chosen = self.parts[index[0]] if index else self.parts
+        return torch.stack([part[index[1:]] for part in chosen])
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Tensors as one, along a dim that they have."""
+
+    parts: Sequence[Stored]
+    dim: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        first = tuple(self.parts[0].shape)
+        return (*first[: self.dim], sum(p.shape[self.dim] for p in self.parts), *first[self.dim + 1 :])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parts[0].dtype
+
+    def __getitem__(self, index: Index) -> Tensor:
+        index = index or tuple(map(slice, self.shape))
+        first, last, _ = index[self.dim].indices(self.shape[self.dim])
+        found, begin = [], 0
+        for part in self.parts:
+            size = part.shape[self.dim]
+            low, high = max(first - begin, 0), min(last - begin, size)
+            if low < high or not size:
+                found.append(part[(*index[: self.dim], slice(low, high), *index[self.dim + 1 :])])
+            begin += size
+        return torch.cat(found, self.dim)
+
+
+@dataclass(frozen=True)
+class Made:
+    """A tensor that has to be made as a whole, each time some of it is asked for."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    make: Callable[[], Tensor]
+
+    def __getitem__(self, index: Index) -> Tensor:
+        return self.make()[index]
+
+
+def stored_in(folder: Path) -> dict[str, InFile]:
+    """Every tensor of a folder, by its name there, with nothing read but headers.
+
+    Raises UserError naming the file that is missing, broken, or shorter than its header says.
+    """
+    files = [folder / ONE_FILE]
+    if (index := folder / INDEX).is_file():
+        try:
+            files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(str(index), f"is no index of safetensors files: {error}") from error
+    return {name: tensor for path in files for name, tensor in headers(path).items()}
+
+
+def headers(path: Path) -> dict[str, InFile]:
+    """The tensors of one file, nothing of them read."""
+    if not path.is_file():
+        raise UserError(str(path), "no such file; weights are read of safetensors, and model.init=random needs none")
+    try:
+        with safe_open(path, "pt") as file:
+            found = {name: file.get_slice(name) for name in file.keys()}
+            return {name: InFile(path, name, tuple(s.get_shape()), DTYPES[s.get_dtype()]) for name, s in found.items()}
+    except (SafetensorError, OSError) as error:
+        raise UserError(str(path), f"is no safetensors file: {error}") from error
+    except KeyError as error:
+        known = ", ".join(DTYPES)
+        raise UserError(str(path), f"holds numbers of {error}, and weights are read of {known}") from error
+
+
+def size_bytes(tensor: Stored) -> int:
+    """Bytes of a stored tensor."""
+    return math.prod(tensor.shape) * tensor.dtype.itemsize
