@@ -333,6 +333,7 @@ class CheckpointConfig:
     keep: Positive = 2
     dir: str | None = None  # null: checkpoints/ in the run folder
     resume: str | None = None
+    frozen: bool = True  # whether parameters that are not trained are stored; else they are read where they came from
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,11 @@ class Subject:
     flops_per_token: Callable[[int], int]
     vocab_size: int | None = None
 
+    @property
+    def frozen(self) -> frozenset[str]:
+        """Parameters that are not trained, by the names that a checkpoint has for them."""
+        return frozenset(f"model.{name}" for name, p in self.module.named_parameters() if not p.requires_grad)
+
 
 def named(model: Any) -> str:
     """What to call a model by its options."""

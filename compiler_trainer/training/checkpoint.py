@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,8 +119,10 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         return self.state_dict[index.fqn].parts[index.index][1]
 
 
-def save(step: Stateful, folder: Path, number: int, extra: Mapping[str, Any], keep: int) -> Path:
-    """Write `folder/step_<number>` with `extra` (JSON values), then delete all but the `keep` newest.
+def save(
+    step: Stateful, folder: Path, number: int, extra: Mapping[str, Any], keep: int, without: Set[str] = frozenset()
+) -> Path:
+    """Write `folder/step_<number>` with `extra` (JSON values) but `without` some tensors; keep so many, the newest.
 
     Every rank calls it, and has the checkpoint when it returns its path.
     """
@@ -136,7 +138,7 @@ def save(step: Stateful, folder: Path, number: int, extra: Mapping[str, Any], ke
     on_rank_0(step, lambda: clear(folder))
     with plain_errors("save", path):
         dcp.save(
-            pieces_of(step),
+            {name: pieces for name, pieces in pieces_of(step).items() if name not in without},
             storage_writer=dcp.FileSystemWriter(partial),
             planner=SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             no_dist=is_alone(step),
@@ -145,14 +147,16 @@ def save(step: Stateful, folder: Path, number: int, extra: Mapping[str, Any], ke
     return path
 
 
-def load(step: Stateful, path: Path) -> dict[str, Any]:
-    """Fill the state of `step` from a checkpoint of any mesh; its `extra`. Every rank calls.
+def load(step: Stateful, path: Path, may_lack: Set[str] = frozenset()) -> dict[str, Any]:
+    """Fill the state of `step`, but for what it `may_lack`, from a checkpoint of any mesh; its `extra`.
 
-    Raises UserError, with nothing changed, where `path` is no complete checkpoint or one of other tensors.
+    Every rank calls. Raises UserError, with nothing changed, where `path` is no complete checkpoint or one of other
+    tensors.
     """
-    extra, state = read_extra(path), pieces_of(step)
-    reader = dcp.FileSystemReader(path)
-    check_tensors(state, reader.read_metadata().state_dict_metadata, path)
+    extra, reader = read_extra(path), dcp.FileSystemReader(path)
+    there = reader.read_metadata().state_dict_metadata
+    state = {name: pieces for name, pieces in pieces_of(step).items() if name in there or name not in may_lack}
+    check_tensors(state, there, path)
     read_into(state, reader, step, path)
     return extra
 

@@ -47,7 +47,7 @@ def train(cfg: Config) -> float:
     trace.check(cfg, start.step)
     step = prepare_step(cfg, trained, datasets, start)
     with recording(cfg, start) as record:
-        for measured in run(cfg, step, datasets, start):
+        for measured in run(cfg, trained, step, datasets, start):
             record(measured)
     stop_ranks()  # not in a `finally`: a rank that fails must end at once, for the others wait for it
     return measured.get("eval_loss", measured["loss"])
@@ -92,11 +92,11 @@ def build_step(
         tell=tell,
     )
     if start.path is not None:
-        checkpoint.load(step, start.path)
+        checkpoint.load(step, start.path, trained.frozen)
     return step
 
 
-def run(cfg: Config, step: Step, datasets: Datasets, start: Start) -> Iterator[Record]:
+def run(cfg: Config, trained: Subject, step: Step, datasets: Datasets, start: Start) -> Iterator[Record]:
     """Train from `start` to `train.steps`; what each step measured, handed out before its checkpoint is written."""
     # In this order an interruption leaves a record too many, which resuming drops, never one too few.
     memory = PeakMemory(step.device, (tensor for state in step.state.values() for tensor in state.local.values()))
@@ -112,7 +112,8 @@ def run(cfg: Config, step: Step, datasets: Datasets, start: Start) -> Iterator[R
         if cfg.checkpoint.enabled and is_due(number, cfg.checkpoint.interval, cfg.train.steps):
             done = {"step": number, "tokens": tokens, "data": datasets.train.state_dict()}
             extra = {**done, "config": dataclasses.asdict(cfg)}
-            checkpoint.save(step, folder.checkpoints_of(cfg), number, extra, cfg.checkpoint.keep)
+            left_out = frozenset() if cfg.checkpoint.frozen else trained.frozen
+            checkpoint.save(step, folder.checkpoints_of(cfg), number, extra, cfg.checkpoint.keep, left_out)
 
 
 def one_step(cfg: Config, step: Step, loader: Loader, memory: PeakMemory, number: int) -> Record:

@@ -1,0 +1,219 @@
+"""Models of folders that transformers wrote: which module, which weights, what is read, what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from functools import partial
+
+import folders
+import peft
+import pytest
+import torch
+from oracle import assert_same, compile_lockstep, train_plainly, train_step
+from safetensors.torch import load_file, save_file
+
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import Config, FolderConfig, LoraConfig
+from compiler_trainer.models import folder as models_of_folders
+from compiler_trainer.models import weights
+from compiler_trainer.models.subject import subject
+
+MESH = {"dp_shard": 2, "tp": 2}
+SGD = {"name": "sgd", "momentum": 0.9}
+LOSSES, WEIGHTS = 2e-6, 2e-6  # norms and the router compute in fp32 whatever the dtype of the model
+LORA = LoraConfig(rank=3, targets=("all-linear",))
+
+
+def of(kind: str, **options) -> FolderConfig:
+    return FolderConfig(str(folders.folder(kind)), **options)
+
+
+def batches(count: int = 3, length: int = 13):
+    """Rows of two documents each."""
+    generator = torch.Generator().manual_seed(1)
+    positions = torch.cat((torch.arange(5), torch.arange(length - 5))).expand(3, length).contiguous()
+    for _ in range(count):
+        tokens = torch.randint(3, 300, (3, length), generator=generator)
+        yield {"tokens": tokens, "labels": tokens.roll(-1, 1), "positions": positions}
+
+
+def whole(cfg: FolderConfig):
+    """The skeleton in fp64, its values, and its loss."""
+    module = models_of_folders.build(cfg, torch.float64)
+    return module, models_of_folders.initial(cfg, module, 0), partial(models_of_folders.loss_of, cfg.attention)
+
+
+def exactly(loss):
+    """A loss whose cross-entropy is in the dtype of the logits."""
+    def in_fp64(attention, model, batch):
+        logits = models_of_folders.logits(attention, model, batch)
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+    return partial(in_fp64, *loss.args)
+
+
+@pytest.mark.parametrize(("kind", "attention"), [*((kind, "documents") for kind in folders.CONFIGS), ("llama", "causal")])
+def test_a_folder_trains_as_what_transformers_loads_of_it(kind, attention):
+    module, initial, loss = whole(of(kind, attention=attention))
+    data, loss = list(batches()), exactly(loss)
+    reference = folders.loaded(folders.folder(kind))
+    metrics, final = train_plainly(reference, loss, data, SGD)
+    step = compile_lockstep(module, loss, data[0], MESH, SGD, initial=initial)
+    assert [m["loss"] for m in train_step(step, data)] == pytest.approx([m["loss"] for m in metrics], abs=LOSSES)
+    found, tied = step.state_dict(), {"lm_head.weight"} & set(getattr(reference, "all_tied_weights_keys", ()))
+    wanted = {name: value for name, value in final.items() if name not in tied}
+    assert_same({name: found[name] for name in wanted}, wanted, WEIGHTS)
+
+
+def test_documents_do_not_see_each_other_and_a_causal_row_is_one_text():
+    model, batch = folders.loaded(folders.folder("llama")), next(batches())
+    changed = batch | {"tokens": batch["tokens"].clone()}
+    changed["tokens"][:, 0] += 1
+    for attention, reaches in (("documents", False), ("causal", True)):
+        first, second = (models_of_folders.logits(attention, model, b)[:, 5:] for b in (batch, changed))
+        assert (first != second).any() == reaches
+
+
+@pytest.mark.parametrize("kind", folders.CONFIGS)
+def test_every_weight_is_the_folders_own(kind):
+    module = models_of_folders.build(of(kind), None)
+    assert all(p.is_meta for p in module.parameters())
+    wanted = dict(folders.loaded(folders.folder(kind), torch.float32).named_parameters())
+    found = {name: value[()] for name, value in models_of_folders.initial(of(kind), module, 0)}
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    assert found.keys() - wanted.keys() == dict(module.named_buffers()).keys()
+
+
+def test_a_rank_reads_no_more_than_it_owns(monkeypatch):
+    read = []
+    def reading(self, index):
+        value = whole_of(self, index)
+        read.append(value.numel())
+        return value
+    whole_of = weights.InFile.__getitem__
+    monkeypatch.setattr(weights.InFile, "__getitem__", reading)
+    module, initial, loss = whole(of("mixtral"))
+    step = compile_lockstep(module, loss, next(batches()), MESH, initial=initial)
+    held = sum(t.numel() for name, s in step.state.items() if name.startswith("model.") for t in s.local.values())
+    assert sum(read) <= held
+
+
+def test_peft_adds_its_terms_and_trains_nothing_else():
+    module, initial, loss = whole(of("llama", lora=LORA))
+    initial, data, loss = list(initial), list(batches()), exactly(loss)
+    reference = peft.get_peft_model(folders.loaded(folders.folder("llama")), peft.LoraConfig(
+        r=3, lora_alpha=16, task_type="CAUSAL_LM", target_modules="all-linear")).double().train()
+    with torch.no_grad():
+        for name, value in initial:
+            if ".lora_" in name:
+                reference.get_parameter(name).copy_(value[()])
+    before = {name: p.clone() for name, p in reference.named_parameters() if not p.requires_grad}
+    metrics, final = train_plainly(reference, loss, data, SGD)
+    step = compile_lockstep(module, loss, data[0], MESH, SGD, initial=initial)
+    assert [m["loss"] for m in train_step(step, data)] == pytest.approx([m["loss"] for m in metrics], abs=LOSSES)
+    found = step.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in before.items())
+    assert_same({name: found[name] for name in final if ".lora_" in name},
+                {name: value for name, value in final.items() if ".lora_" in name}, WEIGHTS)
+    assert sum(value.abs().sum() for name, value in found.items() if ".lora_B." in name) > 0
+
+
+def test_random_weights_depend_on_names_alone():
+    cfg = of("qwen3", init="random")
+    draws = [dict(models_of_folders.initial(cfg, models_of_folders.build(cfg, None), seed)) for seed in (3, 3, 4)]
+    weight = "model.layers.1.mlp.up_proj.weight"
+    assert torch.equal(draws[0][weight], draws[1][weight]) and not torch.equal(draws[0][weight], draws[2][weight])
+    assert draws[0][weight].std() == pytest.approx(0.02, rel=0.1)
+    assert (draws[0]["model.norm.weight"] == 1).all()
+
+
+# ---- what is refused ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def broken(tmp_path):
+    """A copy of the folder of Llama, to be broken."""
+    return shutil.copytree(folders.folder("llama"), tmp_path / "folder")
+
+
+def refused(path, **options):
+    cfg = FolderConfig(str(path), **options)
+    with pytest.raises(UserError) as error:
+        list(models_of_folders.initial(cfg, models_of_folders.build(cfg, None), 0))
+    return str(error.value)
+
+
+def changed(path, change):
+    """Change the tensors of the first file."""
+    file = sorted(path.glob("*.safetensors"))[0]
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path):
+    assert refused(tmp_path) == f"model.path: {tmp_path} holds no config.json; name a folder that transformers wrote"
+
+
+def test_a_config_of_no_language_model_is_refused(broken):
+    (broken / "config.json").write_text(json.dumps({"model_type": "vit"}))
+    assert "which transformers has no causal language model of" in refused(broken)
+
+
+def test_a_missing_file_is_refused(broken):
+    file = sorted(broken.glob("*.safetensors"))[1]
+    file.unlink()
+    assert refused(broken).startswith(f"{file}: no such file")
+
+
+def test_a_file_cut_short_is_refused(broken):
+    file = sorted(broken.glob("*.safetensors"))[1]
+    file.write_bytes(file.read_bytes()[:-8])
+    assert refused(broken).startswith(f"{file}: is no safetensors file")
+
+
+def test_a_missing_tensor_is_refused(broken):
+    changed(broken, lambda tensors: tensors.pop(max(tensors)))
+    assert "lacks " in refused(broken)
+
+
+def test_a_tensor_too_many_is_refused(broken):
+    changed(broken, lambda tensors: tensors.update(stray=torch.zeros(2)))
+    assert "holds stray; which the model of its config.json does not have" in refused(broken)
+
+
+def test_a_tensor_of_another_shape_is_refused(broken):
+    def cut(tensors):
+        name = max(tensors, key=lambda name: tensors[name].dim())
+        tensors[name] = tensors[name][:-1].contiguous()
+    changed(broken, cut)
+    assert "is of shape [" in refused(broken)
+
+
+def test_layers_that_are_not_there_get_no_terms(broken):
+    assert refused(broken, lora=replace(LORA, targets=("nothing",))).startswith("model.lora.targets: ")
+
+
+# ---- slices -------------------------------------------------------------------------------------------
+
+
+def test_slices_of_several_tensors_are_those_of_the_whole(tmp_path):
+    tensors = {f"t{i}": torch.randn(4, 6) for i in range(6)}
+    save_file(tensors, tmp_path / weights.ONE_FILE)
+    stored = weights.stored_in(tmp_path)
+    halves = [weights.Stacked([stored[f"t{i}"] for i in part]) for part in ((0, 1, 2), (3, 4, 5))]
+    joined = weights.Joined(halves, 1)
+    full = torch.cat([torch.stack([tensors[f"t{i}"] for i in part]) for part in ((0, 1, 2), (3, 4, 5))], 1)
+    assert joined.shape == full.shape and torch.equal(joined[()], full)
+    for first in range(8):
+        for last in range(first + 1, 9):
+            index = (slice(1, 3), slice(first, last), slice(2, 5))
+            assert torch.equal(joined[index], full[index])
+
+
+def test_a_subject_of_a_folder_has_its_sizes():
+    found = subject(Config(model=of("llama")))
+    assert found.vocab_size == 300 and found.frozen == frozenset()
+    layer = 24 * 24 * 2 + 2 * 24 * 12 + 3 * 24 * 36 + 2 * 24
+    assert found.flops_per_token(8) == 6 * (2 * layer + 24 + 300 * 24) + 12 * 2 * 4 * 6 * 8

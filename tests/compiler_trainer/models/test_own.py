@@ -1,0 +1,89 @@
+"""Modules and losses of one's own, by their names."""
+
+from __future__ import annotations
+
+import pytest
+import strangers
+import torch
+from oracle import EXACT, assert_same, batches, compile_lockstep, train_plainly, train_step
+
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.options import build
+from compiler_trainer.config.schema import Config
+from compiler_trainer.models.loss import loss_of_logits
+from compiler_trainer.models.skeleton import fill, skeleton
+from compiler_trainer.models.subject import subject
+
+READER = {"_target_": "strangers.Reader", "width": 6, "vocabulary": 61}
+
+
+def of(model, **options):
+    return subject(build(Config, {"model": model, **options}))
+
+
+def test_the_constructor_draws_the_weights_with_the_seed_of_the_run():
+    torch.manual_seed(5)
+    wanted = strangers.Reader(6, 61)
+    found = dict(of(READER, train={"seed": 5}).initial())
+    assert found.keys() == {"embed.weight", "mix.weight", "mix.bias", "scale", "decays"}
+    assert all(torch.equal(found[name], value) for name, value in wanted.state_dict().items() if name in found)
+
+
+def test_it_is_built_without_memory_for_its_parameters_and_with_its_buffers():
+    module = of(READER).module
+    assert all(p.is_meta for p in module.parameters()) and not module.decays.is_meta
+    assert module.head.weight is module.embed.weight
+
+
+def test_a_filled_skeleton_is_the_module():
+    torch.manual_seed(0)
+    model = strangers.Reader(6, 61)
+    values = {**dict(model.named_parameters()), "decays": model.decays + 1}
+    filled = fill(skeleton(lambda: strangers.Reader(6, 61)), ((n, v.detach()) for n, v in values.items()))
+    assert filled.head.weight is filled.embed.weight
+    batch = {name: value for name, value in batches(3)[0].items() if name in ("tokens", "positions")}
+    model.decays += 1
+    assert torch.equal(filled(**batch), model(**batch))
+
+
+def test_it_trains_like_one_device():
+    torch.manual_seed(0)
+
+    def loss(model, batch):
+        return torch.nn.functional.cross_entropy(model(batch["tokens"], batch["positions"]).flatten(0, 1),
+                                                 batch["labels"].flatten(), ignore_index=-100)
+    model, data = strangers.Reader(6, 61).double(), batches()
+    _, wanted = train_plainly(model, loss, data)
+    step = compile_lockstep(model, loss, data[0], {"dp_shard": 2, "tp": 2})
+    train_step(step, data)
+    del wanted["head.weight"]  # one with embed.weight
+    assert_same(step.state_dict(), wanted, EXACT)
+
+
+def test_a_loss_of_ones_own_gets_its_arguments():
+    found, plain = of(READER, loss={"_target_": "strangers.scaled", "by": 3.0}), of(READER)
+    model = fill(found.module, found.initial())
+    batch = batches()[0]
+    assert float(found.loss(model, batch).detach()) == pytest.approx(3 * float(plain.loss(model, batch).detach()))
+    assert plain.loss is loss_of_logits
+
+
+def test_parameters_that_are_not_trained_are_told():
+    assert of(READER | {"frozen": True}).frozen == {"model.mix.weight", "model.mix.bias"}
+
+
+@pytest.mark.parametrize(("options", "says"), [
+    ({"model": {"_target_": "strangers.Nothing"}}, r"model._target_: Error locating target 'strangers.Nothing'"),
+    ({"model": {"_target_": "no_such_package.Model"}}, r"model._target_: .*no_such_package"),
+    ({"model": READER | {"widht": 3}}, r"model._target_: .*unexpected keyword argument 'widht'"),
+    ({"model": {"_target_": "strangers.no_module"}}, r"model._target_: strangers.no_module makes a int, no nn.Module"),
+    ({"model": READER, "loss": {"_target_": "strangers.nothing"}}, r"loss._target_: .*nothing"),
+])
+def test_what_cannot_be_called_is_refused(options, says):
+    with pytest.raises(UserError, match=says):
+        of(**options)
+
+
+def test_a_loss_without_a_name_is_refused():
+    with pytest.raises(UserError, match="^loss: {'by': 3} must have a _target_, the dotted name of a function"):
+        build(Config, {"loss": {"by": 3}})

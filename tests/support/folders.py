@@ -1,0 +1,52 @@
+"""Small model folders as transformers writes them: random weights, in several files."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, LlamaConfig, MixtralConfig, Qwen3Config
+from transformers.utils import logging
+
+logging.set_verbosity_error()
+logging.disable_progress_bar()
+
+SIZES = dict(vocab_size=300, hidden_size=24, intermediate_size=36, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, head_dim=6, max_position_embeddings=64, pad_token_id=0, bos_token_id=1,
+             eos_token_id=2)
+CONFIGS: dict[str, Any] = {
+    "llama": lambda: LlamaConfig(**SIZES),
+    "qwen3": lambda: Qwen3Config(**SIZES | {"tie_word_embeddings": True}),
+    "gemma3": lambda: Gemma3TextConfig(**SIZES, sliding_window=5),
+    "gpt2": lambda: GPT2Config(vocab_size=300, n_embd=24, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0,
+                               embd_pdrop=0, attn_pdrop=0, bos_token_id=1, eos_token_id=2),
+    "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=3, num_experts_per_tok=2),
+}
+
+
+@functools.cache
+def folder(kind: str) -> Path:
+    """A folder of that kind; shared between tests, which must not write into it."""
+    torch.manual_seed(0)
+    path = Path(tempfile.mkdtemp(prefix=f"{kind}-"))
+    model(kind).save_pretrained(path, max_shard_size="20KB")
+    return path
+
+
+def model(kind: str) -> Any:
+    """A model of that kind with random weights, biases and norms among them."""
+    made = AutoModelForCausalLM.from_config(CONFIGS[kind](), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return made
+
+
+def loaded(path: Path, dtype: torch.dtype = torch.float64) -> Any:
+    """What transformers loads of a folder, in training mode."""
+    made = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).train()
+    made.set_experts_implementation("eager")  # grouped products there are not for fp64
+    return made
