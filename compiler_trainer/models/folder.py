@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
@@ -26,6 +27,8 @@ ADAPTED, INNER = "base_model.model.", ".base_layer."  # how peft renames what it
 
 def library(name: str = "transformers") -> Any:
     """The module of that name; raises UserError where it is not installed."""
+    for chatty in ("torchao", "torch.utils._pytree"):  # kernels of other machines, and what torchao registers
+        logging.getLogger(chatty).setLevel(logging.ERROR)
     try:
         return importlib.import_module(name)
     except ImportError as error:
