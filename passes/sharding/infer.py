@@ -34,7 +34,7 @@ class Blocks:
         return Blocks(self.dim, self.outer * part[0], part[1], part[2] * self.inner)
 
 
-Part = tuple[int, int, int]  # blocks as `major * split * minor`: what of them is really split
+Part = tuple[int, int, int]  # blocks, or a factor, as `major * split * minor`: what of them is really split
 
 
 @dataclass
@@ -200,9 +200,7 @@ class _Finder:
         rule, operands = rule_of(user), tensor_operands(user)
         trail = Trail((1, blocks.size, 1))
         for i in (i for i, n in enumerate(operands) if n is node):
-            ways = (
-                self.use(user, operands, rule, name, part[1], seen, part) for name, part in candidates(rule, i, blocks)
-            )
+            ways = (self.use(user, operands, rule, *candidate, seen) for candidate in candidates(rule, i, blocks))
             best = next((way for way in ways if way is not None), None)
             if best is None:
                 return None
@@ -210,42 +208,45 @@ class _Finder:
         return trail
 
     def use(
-        self, user: fx.Node, operands: list[fx.Node], rule: Rule, name: str, size: int, seen: dict, part: Part
+        self, user: fx.Node, operands: list[fx.Node], rule: Rule, name: str, cut: Part, part: Part, seen: dict
     ) -> Trail | None:
         """The operator with a factor split: weights that have it are split too, then its results are followed."""
         if name in rule.whole:
             return None
-        trail = Trail((1, size, 1))
+        trail = Trail((1, cut[1], 1))
         for d, names in ((d, names) for dims in rule.results for d, names in enumerate(dims) if name in names):
-            further = self.follow(user, blocks_of(rule, names, name, d, size), seen)
+            further = self.follow(user, blocks_of(rule, names, name, d, cut), seen)
             if further is None:
                 return None
             trail.join(further)
         for operand, dims in zip(operands, rule.operands):
             for d, names in enumerate(dims):
                 if name in names and self.root(operand) is not None:
-                    trail.weights[operand] = blocks_of(rule, names, name, d, size).refine(trail.part)
+                    trail.weights[operand] = blocks_of(rule, names, name, d, cut).refine(trail.part)
         if name in rule.reduced:
             trail.contracted, trail.folded = bool(trail.weights), not trail.weights
         return trail.within(part)
 
 
-def candidates(rule: Rule, i: int, blocks: Blocks) -> list[tuple[str, Part]]:
-    """Factors of the operand's dim that lie within the blocks, and which part of them they are, major first."""
-    inner, found = 1, []
+def candidates(rule: Rule, i: int, blocks: Blocks) -> list[tuple[str, Part, Part]]:
+    """Factors of the operand's dim that lie within the blocks or around them, major first.
+
+    With each: where the blocks lie in it, and which part of them it is.
+    """
+    inner, found = 1, list[tuple[str, Part, Part]]()
     low, high = blocks.inner, blocks.inner * blocks.size
     for name in reversed(rule.operands[i][blocks.dim]):
         size = rule.sizes[name]
         if inner >= low and inner * size <= high:
-            found.append((name, (high // (inner * size), size, inner // low)))
+            found.append((name, (1, size, 1), (high // (inner * size), size, inner // low)))
         elif inner <= low and inner * size >= high:
-            found.append((name, (1, blocks.size, 1)))
+            found.append((name, (inner * size // high, blocks.size, low // inner), (1, blocks.size, 1)))
         inner *= size
     return found[::-1]
 
 
-def blocks_of(rule: Rule, names: tuple[str, ...], name: str, dim: int, size: int) -> Blocks:
-    """A factor's blocks within a dim: `size` of them, each of what is left of the factor and what is minor to it."""
+def blocks_of(rule: Rule, names: tuple[str, ...], name: str, dim: int, cut: Part) -> Blocks:
+    """The blocks of a dim that are those of one of its factors."""
     at = names.index(name)
     outer, inner = (math.prod(rule.sizes[n] for n in part) for part in (names[:at], names[at + 1 :]))
-    return Blocks(dim, outer, size, inner * (rule.sizes[name] // size))
+    return Blocks(dim, outer * cut[0], cut[1], cut[2] * inner)
