@@ -19,6 +19,7 @@ class Saved:
     def __init__(self, needs_input_grad: tuple[bool, ...]):
         self.needs_input_grad = needs_input_grad
         self.saved_tensors: tuple[Tensor, ...] = ()
+        self.dirty: tuple[Tensor, ...] = ()
 
     def save_for_backward(self, *tensors: Tensor) -> None:
         """Keep tensors for the backward."""
@@ -31,8 +32,8 @@ class Saved:
         """Nothing to do: gradients are always tensors."""
 
     def mark_dirty(self, *tensors: Tensor) -> None:
-        """Refuse functions that change their operands."""
-        raise UserError("autograd.Function", "changes an operand in place (mark_dirty); return a new tensor instead")
+        """Keep the operands that the forward has changed."""
+        self.dirty = tensors
 
 
 @contextmanager
@@ -60,7 +61,7 @@ def record(cls: Any, args: tuple) -> Any:
     def run_forward(given: tuple[Tensor, ...]) -> tuple[Any, Saved, dict[str, Tensor]]:
         full = list(args)
         for i, t in zip(tensors, given):
-            full[i] = t
+            full[i] = t.clone() if i in changed else t
         ctx = Saved(tuple(isinstance(a, Tensor) and a.is_floating_point() for a in full))
         if cls.setup_context is not torch.autograd.Function.setup_context:
             out = cls.forward(*full)
@@ -79,7 +80,7 @@ def record(cls: Any, args: tuple) -> Any:
         kept = given[len(tensors) + results : len(given) - results]
         ctx = Saved(example.needs_input_grad)
         for name, value in vars(example).items():
-            if not isinstance(value, Tensor) and name != "saved_tensors":
+            if not isinstance(value, Tensor) and name not in ("saved_tensors", "dirty"):
                 setattr(ctx, name, value)
         ctx.saved_tensors = tuple(kept[: len(example.saved_tensors)])
         for name, value in zip(names, kept[len(example.saved_tensors) :]):
@@ -88,13 +89,25 @@ def record(cls: Any, args: tuple) -> Any:
         found = found if isinstance(found, tuple) else (found,)
         return tuple(found[i] for i in tensors)
 
-    given = tuple(args[i] for i in tensors)
-    out, example, attributes = run_forward(given)  # only to learn how much it returns and saves
-    names = list(attributes)
-    results = len(out) if isinstance(out, tuple) else 1
+    given, changed = tuple(args[i] for i in tensors), dict[int, int]()
+    copies = {i: args[i].clone() for i in tensors}
+    out, example, attributes = run_forward(tuple(copies.values()))  # only to learn what it returns, saves and changes
+    outs = out if isinstance(out, tuple) else (out,)
+    names, results = list(attributes), len(outs)
     count = results + len(example.saved_tensors) + len(names)
+    changed |= {i: position(outs, copy, cls) for i, copy in copies.items() if any(copy is t for t in example.dirty)}
     op = functions.define("fn", cls.__name__, forward, len(given), count)
     functions.record(op, functions.Function(cls.__name__, forward, backward, results))
     found = op(*given)
     found = found if isinstance(found, (tuple, list)) else (found,)
+    for i, result in changed.items():
+        args[i].copy_(found[result])
     return tuple(found[:results]) if isinstance(out, tuple) else found[0]
+
+
+def position(results: tuple, operand: Tensor, cls: Any) -> int:
+    """Which of a function's results is its changed operand; raises UserError if none is."""
+    for k, result in enumerate(results):
+        if result is operand:
+            return k
+    raise UserError(cls.__name__, "changes an operand (mark_dirty) that it does not return; return it")

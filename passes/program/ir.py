@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -162,7 +163,7 @@ class CompileError(Exception):
         line = source(node) if node is not None else ""
         place = "" if node is None else f" %{node.name} ({line})" if line else f" %{node.name}"
         super().__init__(f"{pass_name}:{place} {message}")
-        self.node = node
+        self.pass_name, self.node, self.message = pass_name, node, message
 
 
 class Refused(CompileError):
@@ -171,6 +172,17 @@ class Refused(CompileError):
 
 class Uneven(CompileError):
     """What passes made of a layer cannot be repeated for those that it stands for."""
+
+
+@contextmanager
+def at(node: fx.Node) -> Iterator[None]:
+    """Let an error that names no line of the model, raised inside, name this node."""
+    try:
+        yield
+    except CompileError as error:
+        if error.node is not None and source(error.node):
+            raise
+        raise type(error)(error.pass_name, node, error.message) from error
 
 
 # ---- typed access to what a node carries ------------------------------------------------------

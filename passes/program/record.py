@@ -112,3 +112,25 @@ def trace(fn: Callable[..., Any], args: Sequence[Tensor], ctx: ir.Context) -> fx
         tape.input(value)
     with torch.no_grad(), ctx.fake_mode, composite_operators(tape.call):
         return tape.output(fn(*args))
+
+
+def functional(graph: fx.Graph, args: Sequence[Tensor], ctx: ir.Context) -> fx.Graph:
+    """What `trace` wrote down of fake tensors `args`, without writes in place; those to an argument come last.
+
+    Where there are any, composite operators are written out.
+    """
+    if not any(n.op == "call_function" and writes(n) for n in graph.nodes):
+        return graph
+    tape = Tape()
+    for value in args:
+        tape.input(value)
+    run = fx.Interpreter(fx.GraphModule(torch.nn.Module(), graph)).run
+    with torch.no_grad(), ctx.fake_mode, Recorder(tape):
+        found = tape.output(torch.func.functionalize(run, remove="mutations")(*args))
+    found.eliminate_dead_code()
+    return found
+
+
+def writes(node: fx.Node) -> bool:
+    """Whether an operator changes one of its operands."""
+    return hasattr(node.target, "_schema") and node.target._schema.is_mutable  # type: ignore[union-attr]

@@ -16,31 +16,69 @@ from torch import Tensor, fx
 
 from passes.program import ir
 from passes.program.builder import Builder
-from passes.program.functions import Function, define, remember
+from passes.program.functions import Function, define, function_of, remember
 from passes.program.mesh import Mesh
-from passes.program.record import Unknown, trace
+from passes.program.record import Unknown, functional, trace, writes
+from passes.program.rewrite import splice
 from passes.program.spec import Spec
 from passes.program.torch_private import LazyGraphModule
 from passes.rules import tensor_operands
 from passes.sharding.normalize import Normalize
 
 
-def body_program(
-    name: str, fn: Callable[..., Any], examples: list[Tensor], inputs: list[ir.Input], mesh: Mesh, ctx: ir.Context
-) -> ir.Program:
-    """The operators of a body of the custom function `name` over full tensors, normalized."""
+def body_graph(name: str, fn: Callable[..., Any], examples: list[Tensor], ctx: ir.Context, own: bool) -> fx.Graph:
+    """The operators of a body of the custom function `name`; what it is given is its `own` to write into, or refused.
+
+    An author may write into gradients, which nobody reads any more.
+    """
     with ctx.fake_mode, torch.no_grad():
         fresh = [torch.empty(e.shape, dtype=e.dtype, device=e.device) for e in examples]
     try:
-        graph = trace(lambda *t: tuple(fn(*t)), fresh, ctx)
+        graph = functional(trace(lambda *t: tuple(fn(*t)), fresh, ctx), fresh, ctx)
     except Unknown as error:
         raise ir.Refused("shard", None, f"{name} uses {error}; make it an argument of the function") from error
+    for node in [n for n in graph.nodes if writes(n)]:  # those into what the body makes itself are gone
+        if not own:
+            fix = "call ctx.mark_dirty, or clone it first"
+            raise ir.Refused("shard", None, f"{name} writes into what it is given; {fix}")
+        graph.erase_node(node)
+    return graph
+
+
+def body_program(
+    name: str,
+    fn: Callable[..., Any],
+    examples: list[Tensor],
+    inputs: list[ir.Input],
+    mesh: Mesh,
+    ctx: ir.Context,
+    own: bool = False,
+) -> ir.Program:
+    """The operators of a body of the custom function `name` over full tensors, normalized."""
+    graph = body_graph(name, fn, examples, ctx, own)
     results = graph.output_node().args[0]
     outputs = tuple(ir.Output(str(i), "metric", Spec.whole(tuple(ir.example(n).shape))) for i, n in enumerate(results))
     module = LazyGraphModule(torch.nn.Module(), graph)
     program = ir.Program(module, tuple(inputs), outputs, mesh, frozenset({"captured"}))
     for node in program.calls():
         node.meta.pop("stack_trace", None)
+    return Normalize()(program, ctx)[0]
+
+
+def in_line(program: ir.Program, ctx: ir.Context) -> ir.Program:
+    """The program with what custom functions compute in their place, normalized."""
+    if not any(map(function_of, program.calls())):
+        return program
+    program = program.copy()
+    for node in list(program.calls()):
+        if function := function_of(node):
+            with ir.at(node):
+                graph = body_graph(function.name, function.forward, [ir.example(n) for n in node.args], ctx, False)
+            output = graph.output_node()
+            (results,) = output.args
+            output.args = (results if len(results) > 1 else results[0],)  # as its operator returns them
+            splice(node, graph, list(node.args))
+    program.graph.eliminate_dead_code()
     return Normalize()(program, ctx)[0]
 
 
@@ -111,8 +149,8 @@ def emit(
     """Call the local operator, defined at the first of the calls that are alike."""
     if placed not in builder.operators:
         builder.operators[placed] = partitioned(placed, builder.mesh, builder.ctx, propagate, partition)
-    places = [builder.places[axis] for axis in builder.mesh.names]
-    return builder.call(builder.operators[placed], (*values, *places))
+    op, axes = builder.operators[placed]
+    return builder.call(op, (*values, *(builder.places[axis] for axis in axes)))
 
 
 def partitioned(
@@ -121,8 +159,8 @@ def partitioned(
     ctx: ir.Context,
     propagate: Callable[[ir.Program], Any],
     partition: Callable[..., ir.Program],
-) -> Any:
-    """The local operator of a placed function, with its gradient."""
+) -> tuple[Any, list[str]]:
+    """The local operator of a placed function, with its gradient; the axes of which it is given the coordinates."""
     function, operands = placed.function, placed.operands
     forward = partition(placed.program, placed.plan, placed.results)
     outs = [ir.example(n) for n in placed.program.results()]
@@ -138,20 +176,18 @@ def partitioned(
         kept[:] = [i for i, g in enumerate(found) if g is not None]
         return tuple(found[i] for i in kept)
 
-    program = body_program(function.name, differentiate, examples, inputs, mesh, ctx)
+    program = body_program(function.name, differentiate, examples, inputs, mesh, ctx, own=True)
     backward = partition(program, propagate(program), tuple(operands[i].gradient() for i in kept))
     return local_operator(function, forward, backward, kept, len(operands))
 
 
 def local_operator(
     function: Function, forward: ir.Program, backward: ir.Program, kept: list[int], operands: int
-) -> Any:
-    """`local::name(*operands, *coordinates of all axes)` and its gradient, both with bodies of local operators."""
-    axes = forward.mesh.names
-    run_forward, run_backward = (
-        _by_axis(forward, operands, axes),
-        _by_axis(backward, len(backward.placeholders()), axes),
-    )
+) -> tuple[Any, list[str]]:
+    """`local::name(*operands, *coordinates that the bodies read)` and its gradient, of local operators both."""
+    read = {i.name for program in (forward, backward) for i in program.inputs if i.kind == "coordinate"}
+    axes = [axis for axis in forward.mesh.names if axis in read]
+    run_forward, run_backward = _by_axis(forward, axes), _by_axis(backward, axes)
     count, wide = len(forward.outputs), len([i for i in backward.inputs if i.kind != "coordinate"])
     op = define("local", function.name, run_forward, operands + len(axes), count)
     back = define("local", f"{function.name}_backward", run_backward, wide + len(axes), len(kept))
@@ -171,11 +207,11 @@ def local_operator(
         return tuple(by_operand.get(i) for i in range(operands + len(axes)))
 
     torch.library.register_autograd(op.name().replace(".default", ""), differentiate, setup_context=setup)
-    return op
+    return op, axes
 
 
-def _by_axis(program: ir.Program, operands: int, axes: tuple[str, ...]) -> Callable[..., Any]:
-    """Run a local body whose coordinates are those it reads, given those of all axes at the end."""
+def _by_axis(program: ir.Program, axes: list[str]) -> Callable[..., Any]:
+    """Run a local body whose coordinates are those it reads, given those of `axes` at the end."""
     used = [i.name for i in program.inputs if i.kind == "coordinate"]
 
     def run(*tensors: Tensor) -> Any:

@@ -144,6 +144,18 @@ def attention_repeated(q: Tensor, k: Tensor, v: Tensor, *rest, **options) -> Ten
     return F.scaled_dot_product_attention(q, repeat_heads(k, groups), repeat_heads(v, groups), *rest, **options)
 
 
+def attention_of_four(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *rest, **options) -> Tensor:
+    """Attention over q[n, h, s, e]: leading dims that are missing are of size one, those that are too many are one."""
+    lead = q.shape[:-3]
+
+    def four(x: Tensor) -> Tensor:
+        return x.expand(*lead, *x.shape[-3:]).flatten(0, -4) if lead else x.view(*[1] * (4 - x.dim()), *x.shape)
+
+    mask = mask if mask is None or mask.dim() < 4 else four(mask)
+    out = F.scaled_dot_product_attention(four(q), four(k), four(v), mask, *rest, **options)
+    return out.view(*q.shape[:-1], v.shape[-1])
+
+
 def repeat_heads(x: Tensor, groups: int) -> Tensor:
     """[..., g, t, d] -> [..., g * groups, t, d]."""
     *lead, heads, rows, width = x.shape
@@ -200,6 +212,8 @@ def replacement(node: fx.Node, mesh: Mesh) -> Any:
     split_vocabulary = any(axis in mesh.axes for axis in WEIGHT_AXES)
     if name == "split" and mesh["tp"] > 1 and _equal_split(node):
         return split_as_select
+    if name == "scaled_dot_product_attention" and ir.example(node.args[0]).dim() != 4:
+        return attention_of_four
     if name == "scaled_dot_product_attention" and _few_heads(node, mesh["tp"]):
         return attention_repeated
     if name in ("layer_norm", "rms_norm") and _divides_by_zero(node):

@@ -181,6 +181,8 @@ class Partitioner:
             spec = Spec((), varying=self.program.mesh.over(axis))
             self.builder.places[axis] = self.builder.placeholder(f"place_{axis}", zero, spec)
             coordinates.append(ir.Input(axis, "coordinate", spec))
+        for node in self.program.placeholders():
+            self.complete(node)
         return (*self.program.inputs, *coordinates)
 
     def device(self) -> torch.device:
@@ -245,14 +247,20 @@ class Partitioner:
         ir.set_spec(new, produced)
         ir.set_stands_for(new, node.name)
         self.versions[node, produced] = new
+        self.complete(node)
+
+    def complete(self, node: fx.Node) -> None:
+        """Reduce a partial value where the plan says so."""
         if node in self.plan.reduced:
-            after = self.plan.reduced[node]
-            self.versions[node, after] = self.record(node, new, produced, after, "sum complete before use")
+            before, after = self.plan.produced[node], self.plan.reduced[node]
+            new = self.record(node, self.versions[node, before], before, after, "sum complete before use")
+            self.versions[node, after] = new
 
     def emit_on(self, node: fx.Node, decision: Decision, values: list[fx.Node], results: Sequence[Spec]) -> fx.Node:
         """The operator on local operands, padding made safe first."""
         if decision.body is not None:
-            return emit(self.builder, decision.body, values, self.propagate, self.body)
+            with ir.at(node):
+                return emit(self.builder, decision.body, values, self.propagate, self.body)
         specs = [replace(spec, fill=ir.spec(v).fill) for spec, v in zip(decision.operands, values)]  # type: ignore
         values = [self.padding(i, v, spec, decision, node) for i, (v, spec) in enumerate(zip(values, specs))]
         if decision.rule.emit is not None:

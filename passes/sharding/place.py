@@ -21,6 +21,7 @@ import torch
 from passes.program import ir
 from passes.program.mesh import BATCH_AXES, SEQUENCE_AXIS, Mesh
 from passes.program.spec import Dim, Factor, Spec
+from passes.sharding.custom import in_line
 from passes.sharding.infer import Blocks, experts_of, infer
 
 aten = torch.ops.aten
@@ -83,7 +84,7 @@ class Place:
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         unmatched = set(self.plan or ())
-        inferred = infer(program, program.mesh["tp"]) if "tp" in program.mesh.axes else {}
+        inferred = infer(in_line(program, ctx), program.mesh["tp"]) if "tp" in program.mesh.axes else {}
         experts = experts_of(program) if program.mesh.experts else {}
         if "tp" in program.mesh.experts:
             inferred = {name: blocks for name, blocks in inferred.items() if name not in experts}

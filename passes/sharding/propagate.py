@@ -104,13 +104,16 @@ class _Sweep:
         self.plan.produced[node] = decision.results if is_tuple else decision.results[0]
 
     def visit_function(self, node: fx.Node, function: Function, operands: Sequence[fx.Node]) -> None:
-        """Decide a custom function by propagating through its forward body."""
+        """Decide a custom function, of which no operand is a partial sum, by propagating through its forward body."""
+        for n in operands:
+            self.complete(n)
         specs, weights = [self.plan.current(n) for n in operands], [n in self.plan.weights for n in operands]
         examples = [ir.example(n) for n in operands]
         key = function, *zip(map(layout, examples), specs, weights)
         if key not in self.placed:
             inner = partial(propagate, sequence_parallel=self.sequence_parallel, ctx=self.ctx)
-            self.placed[key] = place_forward(function, examples, specs, weights, self.mesh, self.ctx, inner)
+            with ir.at(node):
+                self.placed[key] = place_forward(function, examples, specs, weights, self.mesh, self.ctx, inner)
         placed = self.placed[key]
         decision = Decision(opaque(node), placed.operands, placed.results, placed)
         self.plan.decisions[node] = decision
@@ -191,6 +194,13 @@ class _Sweep:
                 choice[axis] = self.sequence_atom(operands, atoms, partial, axis)
             for i in partial:
                 self.reduce(operands[i], axis, i, atoms, choice[axis])
+
+    def complete(self, node: fx.Node) -> None:
+        """Reduce a value that is partial, whatever reads it."""
+        names = tuple((f"d{i}",) for i in range(ir.example(node).dim()))
+        rule = Rule((names,), (names,), dict(zip((n for (n,) in names), ir.example(node).shape)))
+        atoms = refine(rule, [self.plan.current(node).dims], [0], self.mesh)
+        self.reduce_partials(node, [node], atoms, dict.fromkeys(self.mesh.axes))
 
     def carries(
         self, partial: set[int], operands: Sequence[fx.Node], atoms: Atoms, axis: str, choice: Mapping[str, str | None]
