@@ -24,6 +24,10 @@ from torch import Tensor, fx
 from passes.program import ir
 from passes.program.functions import communicates, inline_functions
 from passes.program.record import Recorder, Tape
+from passes.program.rewrite import inline
+from passes.program.torch_private import decomposition
+from passes.rules import name_of
+from passes.rules.recurrent import RECURRENT
 
 MAY_BE_LOST = 0.05  # of the backward's nodes: without origins, what works by layer would silently do nothing
 
@@ -101,6 +105,21 @@ def differentiate(program: ir.Program) -> tuple[fx.Graph, list[fx.Node]]:
     return tape.output((*outputs, *gradients)), origins.lost
 
 
+def unrolled(program: ir.Program, ctx: ir.Context) -> ir.Program:
+    """The program with recurrent networks written out over time: their kernels for training have no fake ones."""
+    if not any(map(is_recurrent, program.calls())):
+        return program
+    program = program.copy()
+    for node in filter(is_recurrent, list(program.calls())):
+        inline(node, decomposition(node.target), ctx)
+    return program
+
+
+def is_recurrent(node: fx.Node) -> bool:
+    """Whether an operator goes along a sequence step by step."""
+    return hasattr(node.target, "_schema") and name_of(node) in RECURRENT
+
+
 @dataclass(frozen=True)
 class Joint:
     """Add the backward of the loss: outputs gain one gradient a parameter."""
@@ -110,6 +129,7 @@ class Joint:
     establishes: frozenset[str] = frozenset({"joint"})
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+        program = unrolled(program, ctx)
         with ctx.fake_mode, torch.enable_grad():
             graph, lost = differentiate(program)
         gradients = tuple(

@@ -251,11 +251,13 @@ def is_dropout(node: fx.Node) -> bool:
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether an operator draws random numbers; attention does only with dropout."""
+    """Whether an operator draws random numbers; attention and recurrent networks do only with dropout."""
     if not hasattr(node.target, "_schema") or torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
     names = [argument.name for argument in node.target._schema.arguments]
     given = dict(zip(names, node.args)) | node.kwargs
+    if "train" in names:
+        return bool(given["train"]) and given["dropout"] != 0.0
     return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
 
 
