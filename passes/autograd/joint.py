@@ -172,6 +172,14 @@ def drop_detached(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
+# what takes entries of a value, and what writes them back
+SCATTERS = {
+    torch.ops.aten.slice.Tensor: torch.ops.aten.slice_scatter.default,
+    torch.ops.aten.select.int: torch.ops.aten.select_scatter.default,
+    torch.ops.aten.diagonal.default: torch.ops.aten.diagonal_scatter.default,
+}
+
+
 def functionalize(graph: fx.Graph) -> None:
     """Write updates of temporaries in place (some of PyTorch's own definitions have them) as new values."""
     order = {node: index for index, node in enumerate(graph.nodes)}
@@ -182,15 +190,37 @@ def functionalize(graph: fx.Graph) -> None:
             if ir.is_tensor(node):
                 holders[ir.example(node).untyped_storage()].append(node)
             continue
-        updated = node.args[0]
-        is_shared = any(holder is not updated for holder in holders[ir.example(updated).untyped_storage()])
-        if not target._opname.endswith("_") or updated.op == "placeholder" or is_shared:
+        updated = taken_from(node.args[0])
+        stale = [h for h in holders[ir.example(updated[0]).untyped_storage()] if h not in updated]
+        is_shared = any(order[user] > order[node] for holder in stale for user in holder.users)
+        if not target._opname.endswith("_") or updated[-1].op == "placeholder" or is_shared:
             raise ir.CompileError("joint", node, f"{target} writes in place to a value that has views")
-        holders[ir.example(updated).untyped_storage()] = [node]
         node.target = _functional(target)
-        for user in list(updated.users):
-            if order[user] > order[node]:
-                user.replace_input_with(updated, node)
+        written = [node]
+        for view, whole in zip(updated, updated[1:]):
+            written.append(scattered(graph, view, whole, written[-1]))
+            order[written[-1]] = order[node]
+        for old, new in zip(updated, written):
+            for user in [user for user in old.users if order[user] > order[node]]:
+                user.replace_input_with(old, new)
+        holders[ir.example(node).untyped_storage()] = written
+
+
+def taken_from(node: Any) -> list[fx.Node]:
+    """The node and, where it takes entries of another, all that these are taken from, the whole last."""
+    chain = [node]
+    while chain[-1].target in SCATTERS:
+        chain.append(chain[-1].args[0])
+    return chain
+
+
+def scattered(graph: fx.Graph, view: fx.Node, whole: fx.Node, value: fx.Node) -> fx.Node:
+    """The whole with a view of it written over by a value."""
+    with graph.inserting_after(value):
+        new = graph.call_function(SCATTERS[view.target], (whole, value, *view.args[1:]), view.kwargs)
+    ir.set_value(new, ir.value(whole))
+    ir.copy_origin(new, value)
+    return new
 
 
 def _functional(target: Any) -> Any:

@@ -17,7 +17,15 @@ import torch
 from torch import Tensor, fx
 
 from passes.program import ir
-from passes.program.torch_private import FakeTensor, TorchDispatchMode, composite_operators, number_in, snapshot
+from passes.program.torch_private import (
+    FakeTensor,
+    OpOverload,
+    TorchDispatchMode,
+    composite_operators,
+    number_in,
+    snapshot,
+    without_writes,
+)
 
 aten = torch.ops.aten
 
@@ -105,8 +113,18 @@ class Recorder(TorchDispatchMode):
 def trace(fn: Callable[..., Any], args: Sequence[Tensor], ctx: ir.Context) -> fx.Graph:
     """The operators that `fn` calls on fake tensors `args`, composite ones whole: a placeholder for each argument.
 
-    Raises Unknown if it reads a tensor that it is not given, unless that is a single number.
+    What it writes in place is new values in the graph. Raises Unknown if it reads a tensor that it is not given, unless
+    that is a single number.
     """
+    graph = _taped(fn, args, ctx)
+    if not any(writes(node) for node in graph.nodes):
+        return graph
+    with torch.no_grad(), ctx.fake_mode:
+        fn = without_writes(fn, args)
+    return _taped(fn, args, ctx)
+
+
+def _taped(fn: Callable[..., Any], args: Sequence[Tensor], ctx: ir.Context) -> fx.Graph:
     tape = Tape()
     for value in args:
         tape.input(value)
@@ -132,5 +150,5 @@ def functional(graph: fx.Graph, args: Sequence[Tensor], ctx: ir.Context) -> fx.G
 
 
 def writes(node: fx.Node) -> bool:
-    """Whether an operator changes one of its operands."""
-    return hasattr(node.target, "_schema") and node.target._schema.is_mutable  # type: ignore[union-attr]
+    """Whether the node's operator writes into an operand."""
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable

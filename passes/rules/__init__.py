@@ -4,11 +4,36 @@ from __future__ import annotations
 
 from torch import fx
 
-from passes.rules import attention, contractions, factories, indexing, losses, pointwise, recurrent, reductions, routed, views
+from passes.rules import (
+    attention,
+    contractions,
+    factories,
+    indexing,
+    losses,
+    pointwise,
+    recurrent,
+    reductions,
+    routed,
+    spatial,
+    views,
+)
 from passes.rules.base import Rule, RuleMaker, from_text, opaque, tensor_operands
 
 RULES: dict[str, RuleMaker] = {}
-for _family in (attention, contractions, factories, indexing, losses, pointwise, recurrent, reductions, routed, views):
+FAMILIES = (
+    attention,
+    contractions,
+    factories,
+    indexing,
+    losses,
+    pointwise,
+    recurrent,
+    reductions,
+    routed,
+    spatial,
+    views,
+)
+for _family in FAMILIES:
     _rules = _family.rules()
     if _twice := RULES.keys() & _rules.keys():
         raise ValueError(f"operators with two rules: {sorted(_twice)}")

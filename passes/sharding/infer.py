@@ -85,12 +85,22 @@ def experts_of(program: ir.Program) -> dict[str, int]:
     return found
 
 
+def keeps_dims(node: fx.Node) -> bool:
+    """Whether an operator leaves the dims of its one operand: in another order, with new ones of size one, cast."""
+    if name_of(node) in ("_to_copy", "alias"):
+        return True
+    rule = rule_of(node)
+    before, after = (sorted(filter(None, dims[0])) for dims in (rule.operands, rule.results))
+    return rule.moves and before == after
+
+
 class _Finder:
     def __init__(self, program: ir.Program, parts: int):
         self.parts, self.found = parts, dict[fx.Node, Blocks]()
         kinds = {node: given.kind for node, given in zip(program.placeholders(), program.inputs)}
         self.parameters = {node for node, kind in kinds.items() if kind == "parameter"}
         self.batch = {node for node, kind in kinds.items() if kind == "batch"}
+        self.state = {node for node, out in zip(program.results(), program.outputs) if out.kind == "buffer"}
 
     def visit(self, node: fx.Node) -> None:
         """Split the weight of an embedding or product, if its dim can be followed to a good end."""
@@ -123,21 +133,17 @@ class _Finder:
 
     def products(self, node: fx.Node) -> list[tuple[fx.Node, tuple]]:
         """Matrices of a product, or one of each expert, with their factors."""
+        if name_of(node) == "convolution":
+            return [(tensor_operands(node)[1], rule_of(node).operands[1])]
         dims = {"linear": 2, "mm": 2, "matmul": 2, "ct::grouped_mm": 3}.get(name_of(node))
         if dims is None:
             return []
         return [(n, names) for n, names in zip(tensor_operands(node), rule_of(node).operands) if len(names) == dims]
 
     def root(self, node: fx.Node) -> fx.Node | None:
-        """The parameter of which the node is a transpose or cast, if it is."""
+        """The parameter of which the node is a transpose, a cast or a view with its dims, if it is."""
         while node not in self.parameters:
-            if not hasattr(node.target, "_schema") or name_of(node) not in (
-                "t",
-                "transpose",
-                "permute",
-                "_to_copy",
-                "alias",
-            ):
+            if not hasattr(node.target, "_schema") or len(tensor_operands(node)) != 1 or not keeps_dims(node):
                 return None
             node = node.args[0]  # type: ignore[assignment]
         return node
@@ -171,9 +177,8 @@ class _Finder:
     def dim_of_root(self, node: fx.Node, dim: int) -> int:
         """The dim of the parameter that is `dim` of its transpose."""
         while node not in self.parameters:
-            if name_of(node) in ("t", "transpose", "permute"):
-                rule = rule_of(node)
-                dim = rule.operands[0].index(rule.results[0][dim])
+            rule = rule_of(node)
+            dim = rule.operands[0].index(rule.results[0][dim])
             node = node.args[0]  # type: ignore[assignment]
         return dim
 
@@ -186,6 +191,8 @@ class _Finder:
             return seen[key]
         seen[key] = trail = Trail((1, blocks.size, 1))
         for user in node.users:
+            if user.op == "output" and node in self.state:
+                continue  # gathered as it leaves
             found = self.through(user, node, blocks, seen) if user.op != "output" else None
             if found is None:
                 seen[key] = None

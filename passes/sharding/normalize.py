@@ -26,6 +26,7 @@ from passes.program.rewrite import inline, replace_uses
 from passes.program.spec import Spec
 from passes.program.torch_private import decomposition
 from passes.rules import has_rule, name_of
+from passes.sharding import norms
 from passes.sharding.random import dropout
 
 aten = torch.ops.aten
@@ -42,6 +43,11 @@ def mean(x: Tensor, dim=None, keepdim: bool = False, *, dtype=None) -> Tensor:
 def linear_bias(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """A linear layer whose bias is added once the sum is complete."""
     return F.linear(x, weight) + bias
+
+
+def convolution_bias(x: Tensor, weight: Tensor, bias: Tensor, *options: Any) -> Tensor:
+    """A convolution whose bias is added once the sum is complete."""
+    return aten.convolution.default(x, weight, None, *options) + norms.by_channel(bias, x)
 
 
 def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta=1, alpha=1) -> Tensor:
@@ -93,18 +99,6 @@ def cross_entropy_general(
     return each.sum() / counted.sum()
 
 
-def layer_norm_spelled(x: Tensor, shape: list[int], weight=None, bias=None, eps: float = 1e-5, *_: Any) -> Tensor:
-    """A layer norm whose variance can be made safe where it is that of padding."""
-    dims = list(range(-len(shape), 0))
-    return rms_norm_spelled(x - x.mean(dims, keepdim=True), shape, weight, eps) + (0 if bias is None else bias)
-
-
-def rms_norm_spelled(x: Tensor, shape: list[int], weight=None, eps: float = 0.0) -> Tensor:
-    """A root-mean-square norm whose mean square can be made safe where it is that of padding."""
-    normal = x * (x.square().mean(list(range(-len(shape), 0)), keepdim=True) + eps).rsqrt()
-    return normal if weight is None else normal * weight
-
-
 def copied(over: Tensor, x: Tensor, non_blocking: bool = False) -> Tensor:
     """What was written over a whole tensor, as it is found there; `aten::copy` has no derivative."""
     return x.to(over.dtype).expand(over.shape)
@@ -129,6 +123,16 @@ def repeated(x: Tensor, repeats: list[int]) -> Tensor:
     pairs = [n for pair in zip(repeats, shape) for n in pair]
     whole = [r * n for r, n in zip(repeats, shape)]
     return x.reshape([n for size in shape for n in (1, size)]).expand(pairs).reshape(whole)
+
+
+def circular_pad(x: Tensor, pad: list[int], mode: str, value: float | None = None) -> Tensor:
+    """Each padded dim with its own end before it and its own beginning behind it; a negative pad cuts off."""
+    for d, (before, behind) in zip(range(x.dim() - 1, -1, -1), zip(pad[::2], pad[1::2])):
+        size = x.shape[d]
+        end, beginning = x.narrow(d, size - max(before, 0), max(before, 0)), x.narrow(d, 0, max(behind, 0))
+        own = x.narrow(d, max(-before, 0), size + min(before, 0) + min(behind, 0))
+        x = torch.cat([part for part in (end, own, beginning) if part.shape[d]], d) if before or behind else x
+    return x
 
 
 def split_as_select(x: Tensor, size: int, dim: int = 0) -> tuple[Tensor, ...]:
@@ -206,6 +210,22 @@ def _few_heads(node: fx.Node, parts: int) -> bool:
     return q.dim() > 2 and k.shape[-3] < min(parts, q.shape[-3])
 
 
+# operators that are always written as these functions
+WRITTEN = {
+    "_native_batch_norm_legit": norms.batch_norm_of_batch,
+    "_native_batch_norm_legit_functional": norms.batch_norm_functional,
+    "_native_batch_norm_legit_no_training": norms.batch_norm_given,
+    "addmm": addmm,
+    "batch_norm": norms.batch_norm,
+    "copy": copied,
+    "mean": mean,
+    "native_batch_norm": norms.batch_norm_functional,
+    "repeat": repeated,
+}
+# norms that are so where they would divide by zero
+SAFE_NORMS = {"group_norm": norms.group_norm, "layer_norm": norms.layer_norm, "rms_norm": norms.rms_norm}
+
+
 def replacement(node: fx.Node, mesh: Mesh) -> Any:
     """The function that the node is to be written as, or None if the rules take it as it is."""
     name = name_of(node)
@@ -216,22 +236,20 @@ def replacement(node: fx.Node, mesh: Mesh) -> Any:
         return attention_of_four
     if name == "scaled_dot_product_attention" and _few_heads(node, mesh["tp"]):
         return attention_repeated
-    if name in ("layer_norm", "rms_norm") and _divides_by_zero(node):
-        return layer_norm_spelled if name == "layer_norm" else rms_norm_spelled
-    if name == "mean":
-        return mean
-    if name == "copy":
-        return copied
-    if name == "repeat":
-        return repeated
+    if name == "pad" and node.args[2:] and node.args[2] == "circular":
+        return circular_pad
+    if name in SAFE_NORMS and _divides_by_zero(node):
+        return SAFE_NORMS[name]
+    if name in WRITTEN:
+        return WRITTEN[name]
     if name == "one_hot" and node.args[1:] and node.args[1] > 0:  # type: ignore[operator]
         return one_hot
     if name == "index_put" and _by_mask(node):
         return put_where
     if name == "linear" and len(node.args) == 3 and node.args[2] is not None:
         return linear_bias
-    if name == "addmm":
-        return addmm
+    if name == "convolution" and node.args[2] is not None:
+        return convolution_bias
     if name == "cross_entropy_loss" and _plain_cross_entropy(node):
         done = len(node.args) > 3 and node.args[3] == SUM
         return cross_entropy_split if split_vocabulary else None if done else cross_entropy_summed

@@ -207,6 +207,84 @@ REDUCTIONS: dict[str, list[Case]] = {
     "var_mean": [(torch.var_mean, (X,)), *folded(torch.var_mean, correction=0)],
 }
 
+LINE, IMAGE, VOLUME = real(3, 4, 9), real(3, 4, 8, 7), real(2, 4, 6, 5, 4)
+
+
+def convolved(transposed: bool = False, groups: int = 1, **options: Any) -> Callable[..., Tensor]:
+    """A convolution of as many dims as its weight has."""
+    return lambda x, w, *bias: getattr(F, f"conv{'_transpose' * transposed}{w.dim() - 2}d")(x, w, *bias, groups=groups, **options)
+
+
+def with_places(pool: Callable[..., Any], size: int, x: Tensor) -> list[Case]:
+    """Largest entries of windows and where they are, by a pool of as many dims as are given."""
+    return [(lambda x: pool(x, size, return_indices=True), (x,))]
+
+
+def unpooled(pool: Callable[..., Any], unpool: Callable[..., Tensor], x: Tensor) -> list[Case]:
+    """The largest entries of windows, back in their places."""
+    places = pool(x, 2, return_indices=True)[1]
+    return [(lambda y, i: unpool(y, i, 2, output_size=x.shape[2:]), (unit(*places.shape), places))]
+
+
+def resized(modes: str, x: Tensor, **options: Any) -> list[Case]:
+    """An image made larger by a factor, and brought to a size."""
+    return [(bound(F.interpolate, mode=mode, **how, **options), (x,)) for mode in modes.split()
+            for how in ({"scale_factor": 2.0}, {"size": [5, 6, 3][: x.dim() - 2]})]
+
+
+def bordered(mode: str, x: Tensor) -> list[Case]:
+    """An image with a border around it."""
+    return [(bound(F.pad, [1, 2, 0, 1, 2, 1][: 2 * (x.dim() - 2)], mode), (x,))]
+
+
+SPATIAL: dict[str, list[Case]] = {
+    "_adaptive_avg_pool2d": [(bound(F.adaptive_avg_pool2d, (3, 2)), (IMAGE,)), (bound(F.adaptive_avg_pool1d, 4), (LINE,))],
+    "_adaptive_avg_pool3d": [(bound(F.adaptive_avg_pool3d, (3, 2, 3)), (VOLUME,))],
+    "_upsample_bicubic2d_aa": resized("bicubic", IMAGE, antialias=True),
+    "_upsample_bilinear2d_aa": resized("bilinear", IMAGE, antialias=True),
+    "_upsample_nearest_exact1d": resized("nearest-exact", LINE),
+    "_upsample_nearest_exact2d": resized("nearest-exact", IMAGE),
+    "_upsample_nearest_exact3d": resized("nearest-exact", VOLUME),
+    "adaptive_max_pool2d": with_places(F.adaptive_max_pool2d, 3, IMAGE),
+    "adaptive_max_pool3d": with_places(F.adaptive_max_pool3d, 3, VOLUME),
+    "avg_pool2d": [(bound(F.avg_pool2d, 3, 2, 1), (IMAGE,)), (bound(F.avg_pool1d, 2), (LINE,)), (bound(F.lp_pool2d, 2, 2), (unit(*IMAGE.shape),)),
+                   (bound(F.avg_pool2d, 2), (IMAGE[0],))],
+    "avg_pool3d": [(bound(F.avg_pool3d, 2, 1), (VOLUME,)), (bound(F.local_response_norm, 3), (IMAGE,))],
+    "col2im": [(bound(F.fold, (4, 5), 2), (real(3, 12, 12),)), (bound(F.fold, (4, 5), 2), (real(8, 12),))],
+    "constant_pad_nd": [(bound(F.pad, (1, 2)), (X,)), (bound(F.pad, (0, 0, -1, 2), value=1.5), (X,)), *bordered("constant", IMAGE)],
+    "convolution": [
+        (convolved(padding="same", dilation=2), (LINE, real(5, 4, 3), real(5))), (convolved(stride=2, padding=1), (IMAGE, real(6, 4, 3, 3))),
+        (convolved(padding="valid"), (VOLUME, real(3, 4, 2, 3, 2), real(3))), (convolved(), (IMAGE[0], real(6, 4, 3, 3))),
+        (convolved(groups=2), (IMAGE, real(6, 2, 3, 3), real(6))), (convolved(groups=4), (IMAGE, real(4, 1, 3, 3), real(4))),
+        (convolved(groups=4, padding="same"), (IMAGE, real(8, 1, 3, 3))),
+        (convolved(True, stride=2, output_padding=1), (LINE, real(4, 5, 3), real(5))), (convolved(True, 2, stride=2), (IMAGE, real(4, 3, 2, 2), real(6))),
+        (convolved(True), (VOLUME, real(4, 3, 2, 2, 2)))],
+    "grid_sampler_2d": [(bound(F.grid_sample, align_corners=False), (IMAGE, unit(3, 5, 2, 2))),
+                        (bound(F.grid_sample, padding_mode="border", align_corners=True), (IMAGE, real(3, 2, 4, 2)))],
+    "grid_sampler_3d": [(bound(F.grid_sample, align_corners=False), (VOLUME, unit(2, 3, 2, 4, 3)))],
+    "group_norm": [(bound(F.group_norm, 2), (IMAGE,)), (lambda x, w, b: F.group_norm(x, 3, w, b), (real(5, 6, 4), real(6), real(6))),
+                   (lambda x, w: F.group_norm(x, 7, w), (X[:, :, None], real(7))), (bound(F.group_norm, 2, eps=0.0), (IMAGE,))],
+    "im2col": [(bound(F.unfold, 3, padding=1), (IMAGE,)), (bound(F.unfold, 2, stride=2), (IMAGE[0],))],
+    "max_pool2d_with_indices": [*with_places(F.max_pool2d, 2, IMAGE), *with_places(F.max_pool1d, 3, LINE), (bound(F.max_pool2d, 3, 1, 1), (IMAGE,))],
+    "max_pool3d_with_indices": with_places(F.max_pool3d, 2, VOLUME),
+    "max_unpool2d": unpooled(F.max_pool2d, F.max_unpool2d, IMAGE),
+    "max_unpool3d": unpooled(F.max_pool3d, F.max_unpool3d, VOLUME),
+    "reflection_pad1d": bordered("reflect", LINE),
+    "reflection_pad2d": bordered("reflect", IMAGE),
+    "reflection_pad3d": bordered("reflect", VOLUME),
+    "replication_pad1d": bordered("replicate", LINE),
+    "replication_pad2d": bordered("replicate", IMAGE),
+    "replication_pad3d": bordered("replicate", VOLUME),
+    "unfold": [(bound(call("unfold"), 1, 3, 2), (IMAGE,)), (bound(call("unfold"), -1, 2, 1), (X,))],
+    "upsample_bicubic2d": resized("bicubic", IMAGE),
+    "upsample_bilinear2d": resized("bilinear", IMAGE, align_corners=True),
+    "upsample_linear1d": resized("linear", LINE),
+    "upsample_nearest1d": resized("nearest", LINE),
+    "upsample_nearest2d": resized("nearest", IMAGE),
+    "upsample_nearest3d": resized("nearest", VOLUME),
+    "upsample_trilinear3d": resized("trilinear", VOLUME),
+}
+
 VIEWS: dict[str, list[Case]] = {
     "_log_softmax": along(call("_log_softmax"), X, half_to_float=False),
     "_softmax": along(call("_softmax"), X, half_to_float=False),
@@ -254,4 +332,4 @@ VIEWS: dict[str, list[Case]] = {
     "view": [(lambda x: x.view(6, 4, 7), (X3,)), (lambda x: x.view(-1), (X3,))],
 }
 
-CASES: dict[str, list[Case]] = {**POINTWISE, **CONTRACTIONS, **FACTORIES, **INDEXING, **REDUCTIONS, **VIEWS}
+CASES: dict[str, list[Case]] = {**POINTWISE, **CONTRACTIONS, **FACTORIES, **INDEXING, **REDUCTIONS, **SPATIAL, **VIEWS}

@@ -1,0 +1,87 @@
+"""Norms in sums and products, for `normalize`: statistics of rows that ranks share are then sums over all of them.
+
+    batch_norm(x, w, b)    ->    m = sum(x) / n;  v = sum((x - m)^2) / n;  (x - m) * rsqrt(v + eps) * w + b
+
+The variance is taken around the mean, in two sums: in one, of squares, what entries have in common would be lost.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Maybe = Tensor | None
+
+
+def layer_norm(x: Tensor, shape: list[int], weight: Maybe = None, bias: Maybe = None, eps: float = 1e-5, *_: Any):
+    """A layer norm whose variance can be made safe where it is that of padding."""
+    dims = list(range(-len(shape), 0))
+    return rms_norm(x - x.mean(dims, keepdim=True), shape, weight, eps) + (0 if bias is None else bias)
+
+
+def rms_norm(x: Tensor, shape: list[int], weight: Maybe = None, eps: float = 0.0) -> Tensor:
+    """A root-mean-square norm whose mean square can be made safe where it is that of padding."""
+    normal = x * (x.square().mean(list(range(-len(shape), 0)), keepdim=True) + eps).rsqrt()
+    return normal if weight is None else normal * weight
+
+
+def group_norm(x: Tensor, groups: int, weight: Maybe = None, bias: Maybe = None, eps: float = 1e-5, *_: Any) -> Tensor:
+    """A group norm whose variance can be made safe where it is that of padding."""
+    grouped = x.unflatten(1, (groups, -1))
+    return scaled(layer_norm(grouped, list(grouped.shape[2:]), eps=eps).flatten(1, 2), weight, bias)
+
+
+def batch_norm(
+    x: Tensor, weight: Maybe, bias: Maybe, mean: Maybe, var: Maybe, training: bool, momentum: float, eps: float, *_: Any
+) -> Tensor:
+    """x[n, c, ...] normalized over all but channels, or by given statistics."""
+    return batch_norm_functional(x, weight, bias, mean, var, training, momentum, eps)[0]
+
+
+def batch_norm_of_batch(x: Tensor, weight: Maybe, bias: Maybe, training: bool, momentum: float, eps: float):
+    """(normalized, mean, reciprocal deviation) by the batch's own statistics."""
+    return batch_norm_functional(x, weight, bias, None, None, True, momentum, eps)[:3]
+
+
+def batch_norm_given(x: Tensor, weight: Maybe, bias: Maybe, mean: Tensor, var: Tensor, momentum: float, eps: float):
+    """(normalized, mean, reciprocal deviation) by given statistics."""
+    return batch_norm_functional(x, weight, bias, mean, var, False, momentum, eps)[:3]
+
+
+def batch_norm_functional(
+    x: Tensor, weight: Maybe, bias: Maybe, mean: Maybe, var: Maybe, training: bool, momentum: float, eps: float
+) -> tuple[Maybe, ...]:
+    """(normalized, mean, reciprocal deviation, running mean, running variance), the last two as they become."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    if not training and mean is not None and var is not None:
+        rstd = (var + eps).rsqrt()
+        normal = (wide - by_channel(mean, x)) * by_channel(rstd, x)
+        return scaled(normal, weight, bias).to(x.dtype), mean, rstd, mean, var
+    dims = [d for d in range(x.dim()) if d != 1]
+    own = wide.mean(dims)
+    centred = wide - by_channel(own, x)
+    spread = centred.square().mean(dims)
+    rstd = (spread + eps).rsqrt()
+    count = math.prod(x.shape[d] for d in dims)
+    unbiased = spread * (count / max(count - 1, 1))
+    running = (averaged(mean, own, momentum), averaged(var, unbiased, momentum))
+    return scaled(centred * by_channel(rstd, x), weight, bias).to(x.dtype), own, rstd, *running
+
+
+def averaged(running: Maybe, new: Tensor, momentum: float) -> Maybe:
+    """A running average with the next value in it."""
+    return None if running is None else running * (1 - momentum) + new.detach().to(running.dtype) * momentum
+
+
+def scaled(x: Tensor, weight: Maybe, bias: Maybe) -> Tensor:
+    """x[n, c, ...] with a weight and a bias a channel, where there are any."""
+    x = x if weight is None else x * by_channel(weight, x)
+    return x if bias is None else x + by_channel(bias, x)
+
+
+def by_channel(value: Tensor, x: Tensor) -> Tensor:
+    """value[c] as [1, c, 1, ...], to meet x[n, c, ...]."""
+    return value.reshape(1, -1, *[1] * (x.dim() - 2))
