@@ -176,6 +176,7 @@ def drop_detached(graph: fx.Graph) -> None:
 SCATTERS = {
     torch.ops.aten.slice.Tensor: torch.ops.aten.slice_scatter.default,
     torch.ops.aten.select.int: torch.ops.aten.select_scatter.default,
+    torch.ops.aten.as_strided.default: torch.ops.aten.as_strided_scatter.default,
     torch.ops.aten.diagonal.default: torch.ops.aten.diagonal_scatter.default,
 }
 

@@ -83,7 +83,7 @@ def trained_of(whole: ir.Program) -> set[fx.Node]:
     found = {node for node, i in given if i.kind == "parameter" and any(o.kind == "loss" for o in whole.outputs)}
     for node in whole.calls():
         value = ir.value(node)
-        counts = isinstance(value, (tuple, list)) or ir.is_tensor(node) and value.is_floating_point()
+        counts = isinstance(value, (tuple, list)) or ir.is_tensor(node) and ir.may_have_gradient(node)
         if counts and node.target is not DETACH and not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return found

@@ -45,22 +45,35 @@ def _all_gather(
 
 
 def _sendable(x: Tensor) -> Tensor:
-    """Float8 as bytes: backends send those."""
+    """Float8 as bytes, complex numbers as pairs: backends send those."""
+    if x.is_complex():
+        return torch.view_as_real(x.resolve_conj())
     return x.view(torch.uint8) if x.dtype.itemsize == 1 and x.is_floating_point() else x
 
 
 def _received(x: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype.is_complex:
+        return torch.view_as_complex(x)
     return x.view(dtype) if x.dtype != dtype else x
 
 
+def _terms(x: Tensor, wire: torch.dtype | None) -> Tensor:
+    """What is sent of the terms of a sum: pairs of complex ones, which have no other dtype."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x.to(wire or x.dtype)
+
+
+def _sum(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.view_as_complex(x) if dtype.is_complex else x.to(dtype)
+
+
 def _reduce_scatter(x: Tensor, dim: int, axis: str, parts: int, dtype: torch.dtype, wire: torch.dtype | None) -> Tensor:
-    full = _pad(x.to(wire or x.dtype), dim, parts).movedim(dim, 0).contiguous()
+    full = _pad(_terms(x, wire), dim, parts).movedim(dim, 0).contiguous()
     local = c10d.wait_tensor(c10d.reduce_scatter_tensor(full, "sum", parts, axis))
-    return local.movedim(0, dim).to(dtype)
+    return _sum(local, dtype).movedim(0, dim)
 
 
 def _psum(x: Tensor, axis: str, dtype: torch.dtype, wire: torch.dtype | None) -> Tensor:
-    return c10d.wait_tensor(c10d.all_reduce(x.to(wire or x.dtype).contiguous(), "sum", axis)).to(dtype)
+    return _sum(c10d.wait_tensor(c10d.all_reduce(_terms(x, wire).contiguous(), "sum", axis)), dtype)
 
 
 def _vary(x: Tensor, axis: str, wire: torch.dtype | None) -> Tensor:

@@ -312,3 +312,8 @@ def example(node: fx.Node) -> Tensor:
     if not isinstance(val, torch.Tensor):
         raise TypeError(f"%{node.name} computes {type(val).__name__}, not a tensor")
     return val
+
+
+def may_have_gradient(node: fx.Node) -> bool:
+    """Whether the node computes real or complex numbers."""
+    return example(node).is_floating_point() or example(node).is_complex()

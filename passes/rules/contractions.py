@@ -9,6 +9,7 @@ from torch import fx
 
 from passes.program import ir
 from passes.rules.base import Rule, RuleMaker, from_text, result_shapes, tensor_operands, zero_if_zero
+from passes.rules.pointwise import broadcast_dims
 
 TABLE = {
     "addmm": "mn, mk, kn -> mn; whole k",  # a bias is added once: normalize splits it off where k may be sharded
@@ -59,6 +60,17 @@ def matmul(node: fx.Node) -> Rule:
     )
 
 
+def distances(node: fx.Node) -> Rule:
+    """cdist of x[..., m, k] and y[..., n, k], with broadcast leading dims."""
+    shapes = [tuple(ir.example(n).shape) for n in tensor_operands(node)]
+    (out,) = result_shapes(node)
+    left, right = broadcast_dims([shape[:-2] for shape in shapes], out[:-2])
+    lead = tuple((f"d{i}",) if n != 1 else () for i, n in enumerate(out[:-2]))
+    sizes = {f"d{i}": n for i, n in enumerate(out[:-2])} | {"m": out[-2], "n": out[-1], "k": shapes[0][-1]}
+    dims = (*left, ("m",), ("k",)), (*right, ("n",), ("k",))
+    return Rule(dims, ((*lead, ("m",), ("n",)),), sizes, whole=frozenset("k"))
+
+
 def flops(node: fx.Node) -> int:
     """Multiply-adds times two of a contraction node, from its rule."""
     rule = rules()[node.target._opname](node)  # type: ignore[union-attr]
@@ -68,6 +80,7 @@ def flops(node: fx.Node) -> int:
 def rules() -> dict[str, RuleMaker]:
     """Operator name -> rule, for matrix products."""
     return {name: from_text(text) for name, text in TABLE.items()} | {
+        "_cdist_forward": distances,
         "linear": linear,
         "matmul": matmul,
         "_scaled_mm": scaled_product,

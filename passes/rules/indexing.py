@@ -163,6 +163,28 @@ def scatter(node: fx.Node) -> Rule:
     return Rule((names, *dims), (names,), sizes, whole=frozenset(sizes) - {f"d{d}" for d in same})
 
 
+def searchsorted(node: fx.Node) -> Rule:
+    """Where values[..., n] stand in seq[..., k], which is whole, or in a line of them; the last of three orders it."""
+    line, *rest = tensor_operands(node)
+    one = ir.example(line).dim() == 1
+    values = rest[: int("Scalar" not in node.target._overloadname)]  # type: ignore[union-attr]
+    shape = result_shapes(node)[0]
+    names = tuple((f"d{d}",) for d in range(len(shape)))
+    ordered = (("k",),) if one else (*names[:-1], ("k",))
+    dims = (ordered, *(names for _ in values), *(ordered for _ in rest[len(values) :]))
+    sizes = {f"d{d}": n for d, n in enumerate(shape)} | {"k": ir.example(line).shape[-1]}
+    return Rule(dims, (names,), sizes, whole=frozenset("k"))
+
+
+def bucketize(node: fx.Node) -> Rule:
+    """x, and the boundaries of buckets, which must be whole."""
+    x, limits = tensor_operands(node)
+    shape = tuple(ir.example(x).shape)
+    names = tuple((f"d{d}",) for d in range(len(shape)))
+    sizes = {f"d{d}": n for d, n in enumerate(shape)} | {"k": ir.example(limits).shape[0]}
+    return Rule((names, (("k",),)), (names,), sizes, whole=frozenset("k"))
+
+
 def slice_scatter(node: fx.Node) -> Rule:
     """x with a slice of one dim written over: that dim must be whole."""
     x, _ = tensor_operands(node)
@@ -207,6 +229,7 @@ def index_put(node: fx.Node) -> Rule:
 def rules() -> dict[str, RuleMaker]:
     """Operator name -> rule, for look-ups."""
     return {
+        "bucketize": bucketize,
         "embedding": embedding,
         "gather": gather,
         "index": index,
@@ -214,5 +237,6 @@ def rules() -> dict[str, RuleMaker]:
         "index_select": index_select,
         "scatter": scatter,
         "scatter_add": scatter,
+        "searchsorted": searchsorted,
         "slice_scatter": slice_scatter,
     }

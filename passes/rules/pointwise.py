@@ -17,10 +17,11 @@ lgamma
 hardtanh isinf isnan leaky_relu lgamma log log10 log1p log2 logical_not mish neg nan_to_num reciprocal relu relu6 round
 rsqrt sgn sigmoid sign silu sin sinh softplus sqrt square tan tanh trunc _to_copy alias detach lift_fresh_copy
 ones_like zeros_like full_like empty_like celu hardsigmoid log_sigmoid selu threshold erfc fill to isfinite
-_conj"""
+_conj acosh angle asinh atanh digamma erfinv i0 special_erfcx"""
 BINARY = """add sub mul div pow maximum minimum eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and
 bitwise_or bitwise_xor where remainder fmod atan2 floor_divide __and__ __or__ rsub lerp addcmul addcdiv masked_fill
-clamp_min clamp_max fmax fmin true_divide xlogy logaddexp hypot copysign polar complex"""
+clamp_min clamp_max fmax fmin true_divide xlogy logaddexp hypot copysign polar complex
+__lshift__ __rshift__ bitwise_left_shift bitwise_right_shift gcd ldexp nextafter"""
 
 # Scaling: the result is a sum when the operand is one. Sums of sums too; a product in either factor.
 LINEAR = {
@@ -50,6 +51,13 @@ SAFE = {
     "exp": {0: 0.0},
     "expm1": {0: 0.0},
     "exp2": {0: 0.0},
+    "acosh": {0: 2.0},
+    "atanh": {0: 0.0},
+    "digamma": {0: 1.0},
+    "erfinv": {0: 0.0},
+    "i0": {0: 0.0},
+    "ldexp": {1: 0.0},
+    "special_erfcx": {0: 0.0},
     "lgamma": {0: 1.0},
     "sinh": {0: 0.0},
     "cosh": {0: 0.0},

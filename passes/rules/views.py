@@ -176,7 +176,7 @@ def join(node: fx.Node) -> Rule:
 
 
 def along_dim(node: fx.Node) -> Rule:
-    """cumsum, softmax, sort, flip, roll...: an operator along one dim, which must be whole; the others are free."""
+    """cumsum, softmax, sort, roll, fft...: an operator along one dim, which must be whole; the others are free."""
     operands = tensor_operands(node)
     shape = tuple(ir.example(operands[0]).shape)
     schema = node.target._schema.arguments  # type: ignore[union-attr]
@@ -202,6 +202,22 @@ def along_dim(node: fx.Node) -> Rule:
     )
 
 
+def diagonal(node: fx.Node) -> Rule:
+    """The diagonal of two dims, which must be whole, as a last dim."""
+    (x,), (out,) = tensor_operands(node), result_shapes(node)
+    shape, given = tuple(ir.example(x).shape), (*node.args[1:], *(0, 0, 1)[len(node.args) - 1 :])
+    pair = {d % len(shape) for d in given[1:]}  # type: ignore[operator]
+    names = tuple((f"d{d}",) for d in range(len(shape)))
+    return Rule(
+        (names,),
+        ((*(n for d, n in enumerate(names) if d not in pair), ("o",)),),
+        {f"d{d}": n for d, n in enumerate(shape)} | {"o": out[-1]},
+        whole=frozenset({f"d{d}" for d in pair} | {"o"}),
+        linear=frozenset([frozenset([0])]),
+        fills=same_fill,
+    )
+
+
 def as_pairs(node: fx.Node) -> Rule:
     """view_as_complex, view_as_real: a last dim of two numbers, which is one entry, is there or is not."""
     (x,), (out,) = tensor_operands(node), result_shapes(node)
@@ -222,10 +238,11 @@ def rules() -> dict[str, RuleMaker]:
     table |= dict.fromkeys("expand".split(), expand)
     table |= dict.fromkeys("view_as_complex view_as_real".split(), as_pairs)
     table |= dict.fromkeys("slice select split split_with_sizes unbind".split(), cut)
+    table |= {"diagonal": diagonal}
     table |= dict.fromkeys("cat stack".split(), join)
     table |= dict.fromkeys(
         """cumsum cumprod softmax _softmax log_softmax _log_softmax sort flip roll topk
-                              logcumsumexp cummax cummin""".split(),
+                              logcumsumexp cummax cummin _fft_c2c _fft_c2r _fft_r2c""".split(),
         along_dim,
     )
     return table

@@ -41,7 +41,7 @@ class _Steps:
 
     def __init__(self, builder: Builder, value: fx.Node, before: Spec, has_grad: bool, wire: torch.dtype | None):
         self.builder, self.mesh, self.value, self.wire = builder, builder.mesh, value, wire
-        self.has_grad = has_grad and ir.example(value).is_floating_point()
+        self.has_grad = has_grad and ir.may_have_gradient(value)
         self.fill = before.fill
         self.groups: list[list[Factor]] = [list(dim) for dim in before.dims]
         self.partial, self.varying = dict(before.partial), set(before.varying)

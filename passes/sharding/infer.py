@@ -107,16 +107,16 @@ class _Finder:
         if name_of(node) == "embedding":
             weight, ids = tensor_operands(node)
             if self.root(weight) is not None and self.from_batch(ids):
-                self.split(weight, 0, None)
+                self.split(weight, Blocks(0, 1, ir.example(weight).shape[0], 1), None)
             return
         for operand, names in self.products(node):
             if self.root(operand) is None:
                 continue
             rule = rule_of(node)
-            free = [n for dim in names for n in dim if n not in rule.reduced and n not in rule.whole]
-            if len(free) == 1:
-                dim = next(d for d, dim in enumerate(names) if free[0] in dim)
-                self.split(operand, dim, (node, free[0]))
+            free = {n: d for d, dim in enumerate(names) for n in dim if n not in rule.reduced and n not in rule.whole}
+            if len(set(free.values())) == 1:
+                name, dim = next(iter(free.items()))
+                self.split(operand, blocks_of(rule, names[dim], name, dim, (1, rule.sizes[name], 1)), (node, name))
 
     def by_expert(self, node: fx.Node) -> list[tuple[fx.Node, int]]:
         """(operand, its dim that counts experts) of an operator that uses weights by expert."""
@@ -157,16 +157,18 @@ class _Finder:
             node = operands[0]
         return True
 
-    def split(self, weight: fx.Node, dim: int, product: tuple[fx.Node, str] | None) -> None:
+    def split(self, weight: fx.Node, start: Blocks, product: tuple[fx.Node, str] | None) -> None:
         """Record the split of a weight, and of all weights on its trail, if the trail ends well."""
-        size = ir.example(weight).shape[dim]
-        start = Blocks(dim, 1, size, 1)
+        root = self.root(weight)
+        if root in self.found and self.found[root].dim != self.dim_of_root(weight, start.dim):
+            return  # rows: what they yield is summed
         if product is None:
-            trail: Trail | None = Trail((1, size, 1), folded=True)
+            trail: Trail | None = Trail((1, start.size, 1), folded=True)
         else:
             node, name = product
-            out = next(d for d, names in enumerate(rule_of(node).results[0]) if name in names)
-            trail = self.follow(node, replace(start, dim=out), {})
+            rule = rule_of(node)
+            out, names = next((d, names) for d, names in enumerate(rule.results[0]) if name in names)
+            trail = self.follow(node, blocks_of(rule, names, name, out, (1, start.size, 1)), {})
         if trail is None or trail.contracted == trail.folded or trail.part[1] < self.parts:
             return
         for operand, blocks in {**trail.weights, weight: start.refine(trail.part)}.items():

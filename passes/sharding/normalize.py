@@ -125,12 +125,24 @@ def repeated(x: Tensor, repeats: list[int]) -> Tensor:
     return x.reshape([n for size in shape for n in (1, size)]).expand(pairs).reshape(whole)
 
 
+def mean_pool(x: Tensor, size: list[int]) -> Tensor:
+    """Pooling of a whole image into one pixel."""
+    return x.mean(list(range(-len(size), 0)), keepdim=True)
+
+
+def bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x[..., i] and y[..., j] under each of weight[o, i, j]."""
+    outs, inner, _ = weight.shape
+    by_output = F.linear(x, weight.transpose(1, 2).reshape(-1, inner)).unflatten(-1, (outs, -1))
+    product = (by_output * y.unsqueeze(-2)).sum(-1)
+    return product if bias is None else product + bias
+
+
 def circular_pad(x: Tensor, pad: list[int], mode: str, value: float | None = None) -> Tensor:
     """Each padded dim with its own end before it and its own beginning behind it; a negative pad cuts off."""
     for d, (before, behind) in zip(range(x.dim() - 1, -1, -1), zip(pad[::2], pad[1::2])):
-        size = x.shape[d]
-        end, beginning = x.narrow(d, size - max(before, 0), max(before, 0)), x.narrow(d, 0, max(behind, 0))
-        own = x.narrow(d, max(-before, 0), size + min(before, 0) + min(behind, 0))
+        own = x.narrow(d, max(-before, 0), x.shape[d] + min(before, 0) + min(behind, 0))
+        end, beginning = own.narrow(d, own.shape[d] - max(before, 0), max(before, 0)), own.narrow(d, 0, max(behind, 0))
         x = torch.cat([part for part in (end, own, beginning) if part.shape[d]], d) if before or behind else x
     return x
 
@@ -217,6 +229,7 @@ WRITTEN = {
     "_native_batch_norm_legit_no_training": norms.batch_norm_given,
     "addmm": addmm,
     "batch_norm": norms.batch_norm,
+    "bilinear": bilinear,
     "copy": copied,
     "mean": mean,
     "native_batch_norm": norms.batch_norm_functional,
@@ -238,6 +251,8 @@ def replacement(node: fx.Node, mesh: Mesh) -> Any:
         return attention_repeated
     if name == "pad" and node.args[2:] and node.args[2] == "circular":
         return circular_pad
+    if name in ("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d") and set(node.args[1]) == {1}:  # type: ignore[arg-type]
+        return mean_pool
     if name in SAFE_NORMS and _divides_by_zero(node):
         return SAFE_NORMS[name]
     if name in WRITTEN:

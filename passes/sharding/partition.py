@@ -293,7 +293,7 @@ class Partitioner:
             return x
         if i in rule.safe and spec.fill != rule.safe[i]:
             return self.builder.fill_padding(x, spec, rule.safe[i])
-        stops_gradient = rule_is_fold(rule) and ir.example(x).is_floating_point()
+        stops_gradient = rule_is_fold(rule) and ir.may_have_gradient(x)
         if (spec.fill != rule.needs or stops_gradient) and (folded := self.folded_padding(i, spec, rule)):
             return self.builder.fill_padding(x, spec, rule.needs, folded)
         return x

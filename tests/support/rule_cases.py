@@ -104,6 +104,14 @@ POINTWISE: dict[str, list[Case]] = {
         hardtanh isfinite isinf isnan leaky_relu lift_fresh_copy log_sigmoid mish nan_to_num neg ones_like relu relu6 round
         selu sgn sigmoid sign silu sin sinh softplus square tan tanh trunc zeros_like contiguous detach""", X),
     **unary("acos asin lgamma log log10 log1p log2 reciprocal rsqrt sqrt", U),
+    **unary("angle asinh i0 special_erfcx", X),
+    **unary("atanh digamma erfinv", U),
+    "acosh": [(torch.acosh, (U + 1,))],
+    "gcd": [(torch.gcd, (N, M))],
+    "ldexp": [(torch.ldexp, (X, N))],
+    "nextafter": [(lambda x, y: torch.nextafter(x.detach(), y.detach()), (X, Y))],
+    **binary("bitwise_left_shift bitwise_right_shift", "Tensor", N, M),
+    **binary("__lshift__ __rshift__", "Tensor", N, M),
     **unary("bitwise_not", N),
     **unary("logical_not", A),
     **binary("__and__ __or__ bitwise_and bitwise_or bitwise_xor", "Tensor", N, M),
@@ -130,6 +138,7 @@ POINTWISE: dict[str, list[Case]] = {
 
 CONTRACTIONS: dict[str, list[Case]] = {
     "_scaled_mm": [(scaled, (whole(9, 8, 7), whole(9, 5, 7))), (scaled, (whole(9, 7, 8), whole(9, 8, 8)))],
+    "_cdist_forward": [(torch.cdist, (X, real(5, 7))), (torch.cdist, (real(2, 1, 5, 7), X3)), (bound(torch.cdist, p=1.0), (X3, X3))],
     "addmm": [(torch.addmm, (real(7), real(8, 6), real(6, 7))),
               (bound(torch.addmm, beta=0.5, alpha=2), (real(8, 7), real(8, 6), real(6, 7)))],
     "bmm": [(torch.bmm, (real(3, 8, 7), real(3, 7, 5)))],
@@ -159,6 +168,9 @@ FACTORIES: dict[str, list[Case]] = {
 }
 
 INDEXING: dict[str, list[Case]] = {
+    "bucketize": [(torch.bucketize, (X, torch.linspace(-1, 1, 6, dtype=torch.float64))), (bound(torch.bucketize, right=True), (N, torch.arange(1, 8, 2)))],
+    "searchsorted": [(torch.searchsorted, (torch.linspace(-1, 1, 6, dtype=torch.float64), X)), (lambda s, x: torch.searchsorted(s.sort(-1)[0], x), (real(8, 5), X)),
+                     (lambda s, x: torch.searchsorted(s, x, sorter=s.argsort(-1), side="right"), (real(8, 5), X)), (bound(call("searchsorted", "Scalar"), 0.1), (torch.linspace(-1, 1, 6).double(),))],
     "embedding": [(lambda w, ids: F.embedding(ids, w), (real(7, 5), IDS)), (lambda w, ids: F.embedding(ids, w), (real(8, 7), IDS)),
                   (lambda w, ids: F.embedding(ids, w, padding_idx=2), (real(8, 7), IDS))],
     "gather": [(lambda x, i: x.gather(-1, i), (X, whole(7, 8, 3))), (lambda x, i: x.gather(0, i), (X, whole(8, 5, 7))),
@@ -289,6 +301,10 @@ VIEWS: dict[str, list[Case]] = {
     "_log_softmax": along(call("_log_softmax"), X, half_to_float=False),
     "_softmax": along(call("_softmax"), X, half_to_float=False),
     "_unsafe_view": [(bound(call("_unsafe_view"), [4, 2, 7]), (X,))],
+    "_fft_c2c": [(lambda x: torch.fft.fft2(torch.view_as_complex(x)).abs(), (real(3, 8, 7, 2),))],
+    "_fft_c2r": [(lambda x: torch.fft.irfft(torch.view_as_complex(x), n=9), (real(3, 8, 2),)), (lambda x, w: torch.fft.irfft2(torch.fft.rfft2(x) * torch.view_as_complex(w), s=(8, 7)), (X3, real(8, 4, 2)))],
+    "_fft_r2c": [(lambda x: torch.view_as_real(torch.fft.rfft(x, dim=1)), (X3,)), (lambda x: torch.view_as_real(torch.fft.rfft(x, n=9, norm="ortho")), (X,))],
+    "diagonal": [(bound(torch.diagonal, 0, 1, 2), (X3,)), (bound(torch.diagonal, 1, 0, -1), (X3,)), (torch.diagonal, (X,)), (torch.trace, (X,))],
     "cat": [(lambda *x: torch.cat(x, 0), (X, real(3, 7))), (lambda *x: torch.cat(x, -1), (X, Y, real(8, 1)))],
     "cummax": along(torch.cummax, X),
     "cummin": along(torch.cummin, X),
