@@ -22,7 +22,9 @@ def boundaries(sizes: Iterable[int]) -> list[int]:
 
 
 def common_sizes(a: Sequence[int], b: Sequence[int]) -> list[int] | None:
-    """The coarsest factors that refine both (their products are equal), or None if there are none."""
+    """The coarsest factors that refine both (their products are equal), or None if there are none, or no entries."""
+    if 0 in a:
+        return None
     cuts = sorted({math.prod(a), *boundaries(a), *boundaries(b), 1}, reverse=True)
     if any(major % minor for major, minor in zip(cuts, cuts[1:])):
         return None

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from passes.program.mesh import WEIGHT_AXES, Mesh
 from passes.program.rewrite import inline, replace_uses
 from passes.program.spec import Spec
 from passes.program.torch_private import decomposition
-from passes.rules import has_rule, name_of
+from passes.rules import has_rule, name_of, tensor_operands
 from passes.sharding import norms
 from passes.sharding.random import dropout
 
@@ -147,6 +148,17 @@ def circular_pad(x: Tensor, pad: list[int], mode: str, value: float | None = Non
     return x
 
 
+def joined(parts: list[Tensor], dim: int = 0) -> Tensor:
+    """Parts one after another, without those that are empty: caches begin so, with fewer dims than what is added."""
+    held = [part for part in parts if part.numel()]
+    return torch.cat(held, dim)
+
+
+def nothing(like: Tensor, *_: Any, **__: Any) -> Tensor:
+    """An empty tensor as a constant: what it is made of does not matter."""
+    return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+
+
 def split_as_select(x: Tensor, size: int, dim: int = 0) -> tuple[Tensor, ...]:
     """Equal pieces of a dim as entries of a dim of their own: what is within a piece may then be sharded."""
     parts = x.shape[dim] // size
@@ -205,6 +217,18 @@ def _by_mask(node: fx.Node) -> bool:
     return True
 
 
+def _partly_empty(node: fx.Node) -> bool:
+    """Whether some of what is joined, but not all, is empty."""
+    empty = [ir.example(part).numel() == 0 for part in node.args[0]]
+    return any(empty) and not all(empty)
+
+
+def _is_empty(node: fx.Node) -> bool:
+    """Whether an operator of tensors computes a tensor without entries."""
+    found = ir.value(node)
+    return isinstance(found, Tensor) and found.numel() == 0 and bool(tensor_operands(node))
+
+
 def _equal_split(node: fx.Node) -> bool:
     x, size, *dim = node.args
     return isinstance(size, int) and ir.example(x).shape[dim[0] if dim else 0] % size == 0
@@ -242,6 +266,8 @@ SAFE_NORMS = {"group_norm": norms.group_norm, "layer_norm": norms.layer_norm, "r
 def replacement(node: fx.Node, mesh: Mesh) -> Any:
     """The function that the node is to be written as, or None if the rules take it as it is."""
     name = name_of(node)
+    if _is_empty(node):
+        return partial(nothing, ir.example(node))
     split_vocabulary = any(axis in mesh.axes for axis in WEIGHT_AXES)
     if name == "split" and mesh["tp"] > 1 and _equal_split(node):
         return split_as_select
@@ -257,6 +283,8 @@ def replacement(node: fx.Node, mesh: Mesh) -> Any:
         return SAFE_NORMS[name]
     if name in WRITTEN:
         return WRITTEN[name]
+    if name == "cat" and _partly_empty(node):
+        return joined
     if name == "one_hot" and node.args[1:] and node.args[1] > 0:  # type: ignore[operator]
         return one_hot
     if name == "index_put" and _by_mask(node):

@@ -1,0 +1,202 @@
+"""Whether two steps of a compiled model are those of plain PyTorch; run as a process, for one model of a table.
+
+Prints a line of JSON a mesh. "right": loss, gradient norm, parameters and buffers agree after every step; "wrong" if
+they do not; "refused": a UserError that names a field, a node or a line; "crash": anything else that our side raises;
+"unbuilt": the model or its plain training fails without us.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import compiler_trainer as ct
+from compiler_trainer.step.step import Step
+from tools.models.case import MESHES, Case, Entry
+
+Record = dict[str, Any]
+Found = list[dict[str, Tensor]]  # of each step: metrics, and the state after it, by name
+LRS = (1e-2, 5e-3)
+ADAMW: dict[str, Any] = {"betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.1}
+NOISE = 0.02  # added to all parameters: many libraries begin with zeros, behind which nothing can be seen
+EXACT, ROUNDED, SINGLE = 1e-8, 1e-5, 1e-4  # tolerances: in fp64; with parts in fp32 (norms, rotations); all in fp32
+NAMES_PLACE = re.compile(r"\w\.py:\d+|%\w+")
+
+
+class Narrow(TorchDispatchMode):
+    """Notices whether anything is computed in less than fp64."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        parts = result if isinstance(result, (tuple, list)) else (result,)
+        floats = [part for part in parts if isinstance(part, Tensor) and part.is_floating_point()]
+        self.seen = self.seen or any(part.dtype is not torch.float64 for part in floats)
+        return result
+
+
+def judge(entry: Entry, meshes: Iterable[str]) -> Iterator[Record]:
+    """What becomes of the model on each mesh."""
+    meshes = list(meshes)
+    try:
+        case, plain, tolerances = reference(entry)
+    except Exception as error:
+        yield from ({"mesh": mesh, "verdict": "unbuilt", "why": said(error)} for mesh in meshes)
+        return
+    for mesh in meshes:
+        yield {"mesh": mesh} | on_mesh(case, MESHES[mesh], plain, tolerances)
+
+
+def reference(entry: Entry) -> tuple[Case, Found, tuple[float, ...]]:
+    """The case, its plain training in fp64, or in fp32 if PyTorch or the model takes no fp64, and tolerances to try."""
+    try:
+        case = prepared(entry.build(), torch.float64)
+        with Narrow() as narrow:
+            plain = trained_plainly(case)
+        return case, plain, (EXACT, ROUNDED) if narrow.seen else (EXACT,)
+    except Exception:
+        case = prepared(entry.build(), torch.float32)
+        return case, trained_plainly(case), (SINGLE,)
+
+
+def prepared(case: Case, dtype: torch.dtype) -> Case:
+    """The case in a dtype, in train mode, without dropout, every parameter moved a little."""
+    generator = torch.Generator().manual_seed(0)
+    model = case.model.to(dtype).train()
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += NOISE * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+    cast = [{k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()} for batch in case.batches]
+    return Case(model, case.loss, cast)
+
+
+def trained_plainly(case: Case) -> Found:
+    """What eager PyTorch on one device makes of a copy of the model."""
+    model = copy.deepcopy(case.model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer, found = torch.optim.AdamW(trained, **ADAMW), []
+    for batch, lr in zip(case.batches, LRS, strict=True):
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        loss = case.loss(model, batch)
+        optimizer.zero_grad(set_to_none=False)
+        loss.backward()
+        for parameter in trained:  # one that takes no part decays all the same
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        norm = torch.stack([p.grad.norm() for p in trained if p.grad is not None]).norm()
+        if not norm.isfinite():
+            raise ValueError("its gradients are not finite")
+        optimizer.step()
+        found.append({"loss": loss.detach(), "grad_norm": norm} | state_of(model))
+    return found
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of parameters and buffers by name."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {name: value.detach().clone() for name, value in named}
+
+
+def on_mesh(case: Case, mesh: dict[str, int], plain: Found, tolerances: Sequence[float]) -> Record:
+    """What becomes of the model on one mesh."""
+    try:
+        with quiet():
+            how: dict[str, Any] = {"mesh": mesh, "optim": {"name": "adamw", **ADAMW}, "ranks": "lockstep"}
+            step = ct.compile_step(copy.deepcopy(case.model), case.loss, case.batches[0], **how)
+            found = trained(step, case)
+    except Exception as error:
+        named = isinstance(error, ct.UserError) and (error.where != "model" or NAMES_PLACE.search(str(error)))
+        verdict, trace = "refused" if named else "crash", traceback.format_exc()
+        return {"verdict": verdict, "why": said(error), "trace": trace[-4000:]}
+    facts = {"share": share(step), "gathered": gathered(step)}
+    for tolerance in tolerances:
+        if not (differs := difference(found, plain, tolerance)):
+            return {"verdict": "right", "why": "", "tolerance": tolerance} | facts
+    return {"verdict": "wrong", "why": differs} | facts
+
+
+def trained(step: Step, case: Case) -> Found:
+    """What the compiled step makes of the batches."""
+    found = []
+    for batch, lr in zip(case.batches, LRS, strict=True):
+        metrics = {name: torch.tensor(value, dtype=torch.float64) for name, value in step(batch, lr).items()}
+        found.append(metrics | {name: value.clone() for name, value in step.state_dict().items()})
+    return found
+
+
+def difference(ours: Found, theirs: Found, tolerance: float) -> str:
+    """Where ours differ first, and by how much; an empty string if they do not."""
+    for number, (mine, plain) in enumerate(zip(ours, theirs, strict=True), 1):
+        for name in ("loss", "grad_norm", *mine):
+            a, b = mine[name], plain[name].to(mine[name].dtype)
+            if not torch.allclose(a, b, rtol=tolerance, atol=tolerance):
+                return f"step {number}: {name} differs by {float((a - b).abs().max()):.1e}"
+    return ""
+
+
+def share(step: Step) -> float:
+    """The share of all parameters that the first rank stores."""
+    stored = {name: (spec, local) for name, (spec, local) in step.tensors().items() if name in weights(step)}
+    whole = sum(torch.Size(spec.shape).numel() for spec, _ in stored.values())
+    return sum(local[step.ranks[0]].numel() for _, local in stored.values()) / whole
+
+
+def weights(step: Step) -> set[str]:
+    """The names in a step's state of what is trained."""
+    programs = (compiled.program for compiled in step.train.values())
+    return {f"model.{i.name}" for program in programs for i in program.inputs if i.kind == "parameter"}
+
+
+def gathered(step: Step) -> list[str]:
+    """Operators for which activations are gathered over an axis of the data: every rank does all of their work."""
+    found: dict[str, None] = {}
+    for record in step.report["passes"]:
+        if record["program"] == "forward" and record["name"] == "shard":
+            for change in record["report"]["reshards"]:
+                lost = any(change["before"].count(a) > change["after"].count(a) for a in ("@dp_shard", "@cp"))
+                is_sum = "sum(" in change["before"] or "max(" in change["before"]
+                if lost and not is_sum and not change["node"].startswith(("p_", "b_", "c_")):
+                    found[re.sub(r"_\d+$", "", change["reason"].removeprefix("for "))] = None
+    return sorted(found)
+
+
+def said(error: BaseException) -> str:
+    """The first line of an error, with its kind where it is not ours."""
+    line = (str(error) or type(error).__name__).splitlines()[0]
+    return line if isinstance(error, ct.UserError) else f"{type(error).__name__}: {line}"
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without warnings."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def main(table: str, name: str, *meshes: str) -> None:
+    """Judge one model of a table (a module with `MODELS`) on meshes, a line of JSON each."""
+    entry = next(entry for entry in import_module(table).MODELS if entry.name == name)
+    for record in judge(entry, meshes):
+        print("\n" + json.dumps({"model": name} | record), flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(*sys.argv[1:])

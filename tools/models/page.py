@@ -1,0 +1,89 @@
+"""What became of each model on each mesh, as a page of Markdown."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from tools.models.case import MESHES, Entry
+from tools.models.judge import EXACT, NOISE, ROUNDED, SINGLE, Record
+
+VERDICTS = ("right", "refused", "wrong", "crash", "time-out", "unbuilt")
+HEAD = f"""# Models of others
+
+`python -m tools.models --write docs/models.md` trains each of these models, with random weights and tiny sizes, for two
+AdamW steps on each mesh, all ranks in one process, beside a plain loop of eager PyTorch on one device, in fp64.
+
+- right: loss, gradient norm, all parameters and buffers agree after each step, to {EXACT:.0e} absolutely and relatively,
+  to {ROUNDED:.0e} where the model itself computes parts in fp32 ("r"), to {SINGLE:.0e} where PyTorch or the model takes no
+  fp64 ("s"). The percentage is the share of its parameters that a rank stores.
+- wrong: they do not. refused: an error that names a field, a node or a line of the model. crash: any other. time-out:
+  a limit of time was passed. unbuilt: the model or its plain training fails by itself, or its library is missing.
+- gathered: operators for which activations that the ranks of an axis of the data share out are gathered, so that every
+  rank does all of their work. The numbers are right, the cost is that of one device.
+
+Batches have three rows, sequences mostly thirteen tokens, so that shards have padding. Models run in train mode without
+dropout; {NOISE} times normal noise is added to all parameters, for many libraries begin with zeros.
+"""
+
+
+def page(table: Sequence[Entry], known: Mapping[tuple[str, str], Record]) -> str:
+    """Totals, libraries, the table, then reasons."""
+    judged = [entry for entry in table if any((entry.name, mesh) in known for mesh in entry.meshes)]
+    lines = [HEAD, *totals(judged, known), "", *libraries(judged), ""]
+    lines += [f"| model | library | {' | '.join(MESHES)} | gathered |", "|---|---|" + "---|" * (len(MESHES) + 1)]
+    for entry in judged:
+        cells = [cell(known.get((entry.name, mesh))) for mesh in MESHES]
+        lines.append(f"| {entry.name} | {entry.library} | {' | '.join(cells)} | {operators(entry, known)} |")
+    return "\n".join([*lines, *reasons(judged, known)]) + "\n"
+
+
+def totals(judged: Sequence[Entry], known: Mapping[tuple[str, str], Record]) -> list[str]:
+    """How many models of how many libraries, and a count of verdicts a mesh."""
+    count = {mesh: Counter(r["verdict"] for (_, on), r in known.items() if on == mesh) for mesh in MESHES}
+    lines = [f"{len(judged)} models of {len({entry.library for entry in judged})} libraries:", ""]
+    lines += [f"| mesh | {' | '.join(VERDICTS)} |", "|---|" + "---|" * len(VERDICTS)]
+    return lines + [f"| {mesh} | {' | '.join(str(count[mesh][v]) for v in VERDICTS)} |" for mesh in MESHES]
+
+
+def libraries(judged: Sequence[Entry]) -> list[str]:
+    """The libraries as a pip command with their versions."""
+    names = sorted({entry.library for entry in judged})
+    return ["    pip install " + " ".join(f"{name}=={found}" for name in names if (found := installed(name)))]
+
+
+def installed(library: str) -> str:
+    """A library's version, an empty string if it is missing."""
+    try:
+        return version(library).partition("+")[0]
+    except PackageNotFoundError:
+        return ""
+
+
+def cell(record: Record | None) -> str:
+    """A verdict, and of what trains the share that a rank stores."""
+    if record is None:
+        return ""
+    if record["verdict"] != "right":
+        return record["verdict"]
+    return f"right, {record['share']:.0%}{ {EXACT: '', ROUNDED: ' r', SINGLE: ' s'}[record['tolerance']]}"
+
+
+def operators(entry: Entry, known: Mapping[tuple[str, str], Record]) -> str:
+    """Operators whose operands are gathered, on any mesh."""
+    records = (known.get((entry.name, mesh), {}) for mesh in entry.meshes)
+    return ", ".join(sorted({name for record in records for name in record.get("gathered", ())}))
+
+
+def reasons(judged: Sequence[Entry], known: Mapping[tuple[str, str], Record]) -> list[str]:
+    """Why what is not right is not: a line a reason, with the models and meshes."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for entry in judged:
+        for mesh in entry.meshes:
+            record = known.get((entry.name, mesh))
+            if record and record["verdict"] != "right":
+                key = record["verdict"], record["why"].replace("|", "\\|")
+                found.setdefault(key, []).append(f"{entry.name} ({mesh})")
+    rows = [f"| {verdict} | {why} | {', '.join(where)} |" for (verdict, why), where in sorted(found.items())]
+    return ["", "## Why not", "", "| verdict | reason | where |", "|---|---|---|", *rows] if rows else []

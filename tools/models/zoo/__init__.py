@@ -1,0 +1,1 @@
+"""Small models of libraries, a short builder each."""

@@ -1,0 +1,3 @@
+from tools.models.case import Entry
+
+MODELS: list[Entry] = []
