@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ from fnmatch import fnmatchcase
 from importlib import import_module
 from pathlib import Path
 
-from tools.models.case import Entry
+from tools.models.case import MESHES, Entry
 from tools.models.judge import Record
 from tools.models.page import page
 
@@ -39,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.again:
         known = {key: record for key, record in known.items() if not fnmatchcase(key[0], options.only)}
     for entry in chosen:
-        missing = [mesh for mesh in entry.meshes if (entry.name, mesh) not in known]
+        asked = [mesh for mesh in entry.meshes if fnmatchcase(mesh, options.mesh)]
+        missing = [mesh for mesh in asked if (entry.name, mesh) not in known]
         for record in judged(options.table, entry, missing, options.limit):
             known[entry.name, record["mesh"]] = record
             with options.results.open("a") as file:
@@ -47,13 +49,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{entry.name} on {record['mesh']}: {record['verdict']} {record['why']}".rstrip(), flush=True)
     if options.write:
         options.write.write_text(page(table, known))
-    return int(any(known[entry.name, mesh]["verdict"] == "wrong" for entry in chosen for mesh in entry.meshes))
+    return int(any(known[key]["verdict"] == "wrong" for key in known if fnmatchcase(key[0], options.only)))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options of the command line."""
     parser = argparse.ArgumentParser(prog="python -m tools.models", description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="*", metavar="PATTERN", help="models named so")
+    parser.add_argument("--mesh", default="*", metavar="PATTERN", help=f"on meshes named so: {', '.join(MESHES)}")
     parser.add_argument("--again", action="store_true", help="judge these again, known or not")
     parser.add_argument("--limit", type=float, default=240.0, metavar="SECONDS", help="for a model on one mesh")
     parser.add_argument("--results", type=Path, default=Path("models.jsonl"), help="where results are kept")
@@ -67,7 +70,8 @@ def judged(table: str, entry: Entry, meshes: Sequence[str], limit_seconds: float
     left = list(meshes)
     while left:
         command = [sys.executable, "-m", "tools.models.judge", table, entry.name, *left]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=paths) as process:
             for mesh in tuple(left):
                 left.remove(mesh)
                 record, alive = next_record(process, limit_seconds)

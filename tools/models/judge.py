@@ -81,7 +81,7 @@ def prepared(case: Case, dtype: torch.dtype) -> Case:
             module.p = 0.0
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += NOISE * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter.add_(NOISE * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
     cast = [{k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()} for batch in case.batches]
     return Case(model, case.loss, cast)
 
@@ -90,7 +90,8 @@ def trained_plainly(case: Case) -> Found:
     """What eager PyTorch on one device makes of a copy of the model."""
     model = copy.deepcopy(case.model)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer, found = torch.optim.AdamW(trained, **ADAMW), []
+    optimizer = torch.optim.AdamW(trained, **ADAMW)
+    found: Found = []
     for batch, lr in zip(case.batches, LRS, strict=True):
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -103,7 +104,7 @@ def trained_plainly(case: Case) -> Found:
         if not norm.isfinite():
             raise ValueError("its gradients are not finite")
         optimizer.step()
-        found.append({"loss": loss.detach(), "grad_norm": norm} | state_of(model))
+        found.append({"loss": loss.detach(), "grad_norm": norm, **state_of(model)})
     return found
 
 

@@ -15,9 +15,9 @@ HEAD = f"""# Models of others
 `python -m tools.models --write docs/models.md` trains each of these models, with random weights and tiny sizes, for two
 AdamW steps on each mesh, all ranks in one process, beside a plain loop of eager PyTorch on one device, in fp64.
 
-- right: loss, gradient norm, all parameters and buffers agree after each step, to {EXACT:.0e} absolutely and relatively,
-  to {ROUNDED:.0e} where the model itself computes parts in fp32 ("r"), to {SINGLE:.0e} where PyTorch or the model takes no
-  fp64 ("s"). The percentage is the share of its parameters that a rank stores.
+- right: loss, gradient norm, all parameters and buffers agree after each step to {EXACT:.0e}, absolutely or
+  relatively; to {ROUNDED:.0e} where the model itself computes parts in fp32 ("r"), to {SINGLE:.0e} where PyTorch or the
+  model takes no fp64 ("s"). The percentage is the share of its parameters that a rank stores.
 - wrong: they do not. refused: an error that names a field, a node or a line of the model. crash: any other. time-out:
   a limit of time was passed. unbuilt: the model or its plain training fails by itself, or its library is missing.
 - gathered: operators for which activations that the ranks of an axis of the data share out are gathered, so that every

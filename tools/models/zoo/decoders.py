@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from tools.models.case import Batch, Case, Entry, batches
 from tools.models.zoo.transformer import GROUPED, SIZES, TOKENS, VOCAB, WIDTH, entry, tokens
 
-OLD = {"vocab_size": VOCAB, "n_embd": WIDTH, "n_layer": 2, "n_head": 4, "n_positions": 64, **TOKENS}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
-LATENT = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 6}
+OLD: dict[str, Any] = {"vocab_size": VOCAB, "n_embd": WIDTH, "n_layer": 2, "n_head": 4, "n_positions": 64, **TOKENS}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+LATENT: dict[str, Any] = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6,
+"v_head_dim": 6}
 
 
 def litgpt_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -39,43 +40,29 @@ def litgpt_entry(name: str, **sizes: Any) -> Entry:
 
 MODELS = [
     entry("bloom", "BloomForCausalLM", vocab_size=VOCAB, hidden_size=WIDTH, n_layer=2, n_head=4, **TOKENS),
-    entry("codegen", "CodeGenForCausalLM", **OLD, rotary_dim=4, n_ctx=64),
-    entry("cohere", "CohereForCausalLM", **GROUPED, **TOKENS),
     entry("deepseek_v3", "DeepseekV3ForCausalLM", **SIZES, **LATENT, **TOKENS, n_routed_experts=4, n_group=2,
           topk_group=1, num_experts_per_tok=2, moe_intermediate_size=20, first_k_dense_replace=1, n_shared_experts=1),
     entry("falcon", "FalconForCausalLM", **SIZES, **TOKENS, new_decoder_architecture=False, multi_query=True),
-    entry("falcon_alibi", "FalconForCausalLM", **SIZES, **TOKENS, alibi=True, multi_query=False),
     entry("gemma2", "Gemma2ForCausalLM", **GROUPED, **TOKENS, head_dim=6, sliding_window=5),
     entry("gemma3", "Gemma3ForCausalLM", **GROUPED, **TOKENS, head_dim=6, sliding_window=5),
-    entry("glm4", "Glm4ForCausalLM", **GROUPED, **TOKENS, head_dim=8),
     entry("gpt2", "GPT2LMHeadModel", **OLD),
-    entry("gpt_bigcode", "GPTBigCodeForCausalLM", **OLD),
     entry("gpt_neo", "GPTNeoForCausalLM", vocab_size=VOCAB, hidden_size=WIDTH, num_layers=2, num_heads=4, window_size=5,
           attention_types=[[["global", "local"], 1]], max_position_embeddings=64, **TOKENS),
     entry("gpt_neox", "GPTNeoXForCausalLM", **SIZES, **TOKENS),
     entry("gpt_oss", "GptOssForCausalLM", **GROUPED, **TOKENS, head_dim=6, num_local_experts=4, num_experts_per_tok=2,
           sliding_window=5),
     entry("gptj", "GPTJForCausalLM", **OLD, rotary_dim=4),
-    entry("granite", "GraniteForCausalLM", **GROUPED, **TOKENS),
     entry("llama", "LlamaForCausalLM", **GROUPED, **TOKENS),
     entry("mistral", "MistralForCausalLM", **GROUPED, **TOKENS, sliding_window=5),
     entry("mixtral", "MixtralForCausalLM", **GROUPED, **TOKENS, num_local_experts=4, num_experts_per_tok=2),
     entry("mpt", "MptForCausalLM", vocab_size=VOCAB, d_model=WIDTH, n_layers=2, n_heads=4, max_seq_len=64),
-    entry("nemotron", "NemotronForCausalLM", **GROUPED, **TOKENS),
-    entry("olmo2", "Olmo2ForCausalLM", **GROUPED, **TOKENS),
-    entry("olmoe", "OlmoeForCausalLM", **GROUPED, **TOKENS, num_experts=4, num_experts_per_tok=2),
-    entry("openai_gpt", "OpenAIGPTLMHeadModel", vocab_size=VOCAB, n_embd=WIDTH, n_layer=2, n_head=4, n_positions=64),
     entry("opt", "OPTForCausalLM", vocab_size=VOCAB, hidden_size=WIDTH, ffn_dim=40, num_hidden_layers=2,
           num_attention_heads=4, max_position_embeddings=64, word_embed_proj_dim=WIDTH, **TOKENS),
     entry("phi", "PhiForCausalLM", **{**SIZES, "hidden_size": 32}, **TOKENS),
     entry("phi3", "Phi3ForCausalLM", **GROUPED, **TOKENS),
     entry("qwen2", "Qwen2ForCausalLM", **GROUPED, **TOKENS),
     entry("qwen3_moe", "Qwen3MoeForCausalLM", **GROUPED, **EXPERTS, **TOKENS, head_dim=6),
-    entry("smollm3", "SmolLM3ForCausalLM", **GROUPED, **TOKENS),
     entry("stablelm", "StableLmForCausalLM", **GROUPED, **TOKENS),
-    entry("starcoder2", "Starcoder2ForCausalLM", **GROUPED, **TOKENS),
-    entry("xglm", "XGLMForCausalLM", vocab_size=VOCAB, d_model=WIDTH, ffn_dim=40, num_layers=2, attention_heads=4,
-          max_position_embeddings=64, **TOKENS),
     litgpt_entry("litgpt_pythia", rotary_percentage=0.5),
     litgpt_entry("litgpt_llama", n_query_groups=2, norm_class_name="RMSNorm", mlp_class_name="LLaMAMLP", bias=False,
                  intermediate_size=40, parallel_residual=False, rotary_percentage=1.0),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tools.models.zoo.transformer import GROUPED, TOKENS, VOCAB, WIDTH, entry
 
-STATE = {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": 2, **TOKENS}
-LINEAR = {"linear_key_head_dim": 6, "linear_value_head_dim": 6, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+STATE: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": 2, **TOKENS}
+LINEAR: dict[str, Any] = {"linear_key_head_dim": 6, "linear_value_head_dim": 6, "linear_num_key_heads": 2,
+"linear_num_value_heads": 4}
 
 MODELS = [
     entry("bamba", "BambaForCausalLM", **GROUPED, **TOKENS, attn_layer_indices=[1], mamba_n_heads=4, mamba_d_head=12,

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from tools.models.case import Batch, Case, Entry, Loss, batches, ids, squares
 
 VOCAB, LENGTH, WIDTH = 37, 13, 24
-SIZES = {"vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 40, "num_hidden_layers": 2}
+SIZES: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 40, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 64}
-GROUPED = SIZES | {"num_key_value_heads": 2}
-TOKENS = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1}
+GROUPED: dict[str, Any] = SIZES | {"num_key_value_heads": 2}
+TOKENS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1}
 
 
 def undropped(config: Any) -> Any:
