@@ -26,7 +26,7 @@ class Line(nn.Module):
 
 class Branching(Line):
     def forward(self, x):
-        return self.layer(x) if x.sum() > 0 else x
+        return self.layer(x) if x.sum() > 0 else -self.layer(x)
 
 
 def loss(model, batch):
