@@ -63,6 +63,9 @@ def called(given: Own, group: str) -> Any:
 
 
 def said(error: Exception) -> str:
-    """The message of an error, and of what caused it, on a single line."""
-    cause = f" ({type(error.__cause__).__name__}: {error.__cause__})" if error.__cause__ else ""
-    return " ".join(f"{error}{cause}".split())
+    """What went wrong at first, on a single line, without hydra's advice; a module not found has to be looked for."""
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    hint = "; put the folder of its file on PYTHONPATH" if isinstance(cause, ModuleNotFoundError) else ""
+    return f"{type(cause).__name__}: {' '.join(str(cause).split())}{hint}"

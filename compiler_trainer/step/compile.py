@@ -47,6 +47,7 @@ def compile_step(
     initial: Iterable[tuple[str, Value]] | None = None,
     device: torch.device | str = "cpu",
     train: bool = True,
+    below: Mapping[str, int] | None = None,
     observe: Observer | None = None,
     tell: Callable[[str], None] = lambda what: None,
 ) -> Step:
@@ -56,7 +57,7 @@ def compile_step(
     values of parameters and buffers (by default the model's own, which must then be real), of which a rank reads what
     it owns. `seed` keys random operators such as dropout, which are off in evaluation: that is captured in eval mode.
     With "processes" torch.distributed is up and this process is one rank; with "lockstep" all ranks are interpreted
-    here. Without `train` the step can only evaluate. `tell` is called with what begins: a pass, a body.
+    here. Without `train` the step can only evaluate. Numbers of batch entries are `below` those given. `tell` is called with what begins: a pass, a body.
     Raises UserError naming what is at fault.
     """
     update, options = _typed(OptimConfig, optim, "optim"), _typed(PassesConfig, passes, "passes")
@@ -79,7 +80,7 @@ def compile_step(
         values, whole = full.items(), {**{name: telling(value) for name, value in full.items()}, **batch, **scalars}
     if not train:
         pipeline = replace(pipeline, train={})
-    work = Compilation(model, loss_fn, batch, named, pipeline, options, device, observe, tell, whole)
+    work = Compilation(model, loss_fn, batch, named, pipeline, options, device, observe, tell, whole, below or {})
     programs, report = work.programs(evaluate=True)
     if lower.cudagraphs:
         check_recordable({name: program for name, program in programs.items() if name != "evaluate"})

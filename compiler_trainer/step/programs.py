@@ -65,6 +65,7 @@ class Compilation:
     """One model on its way through a pipeline; `batch` is one microbatch of global shapes.
 
     `whole` are the inputs on which `passes.verify=numeric` runs each program, `results` what that gave, by stage.
+    Numbers of a batch's entries stay `below` some.
     """
 
     model: nn.Module
@@ -77,6 +78,7 @@ class Compilation:
     observe: Observer | None = None
     tell: Callable[[str], None] = lambda what: None
     whole: Mapping[str, Tensor] | None = None
+    below: Mapping[str, int] = field(default_factory=dict)
     report: Reporter = field(default_factory=Reporter)
     results: dict[str, Results] = field(default_factory=dict)
 
@@ -119,6 +121,7 @@ class Compilation:
         program, ctx = self.report.time(
             "capture", lambda: capture(self.model, self.loss_fn, self.batch, self.device, dtype, self.pipeline.rolling)
         )
+        check_look_ups(program, self.below)
         return Captured(replace(program, mesh=self.mesh), ctx)
 
     def run(self, stage: str, steps: Passes, given: Captured, known: Results | None = None) -> Captured:
@@ -153,6 +156,17 @@ def check_recordable(programs: Mapping[str, Captured]) -> None:
     found = [f"{name}: {what}" for name, (program, _) in programs.items() for what in breaks(program)]
     if found:
         raise UserError("lower.cudagraphs", f"cannot record {'; '.join(found)}")
+
+
+def check_look_ups(program: ir.Program, below: Mapping[str, int]) -> None:
+    """Raises UserError where an entry of the batch is looked up in a table that is too short for its numbers."""
+    placeholders = zip(program.inputs, program.placeholders(), strict=True)
+    bounds = {node: (i.name, below[i.name]) for i, node in placeholders if i.kind == "batch" and i.name in below}
+    for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default):
+        name, bound = bounds.get(node.args[1], ("", 0))
+        if bound > (rows := ir.example(node.args[0]).shape[0]):
+            found = f"{ir.source(node)} looks up in {rows} rows"
+            raise UserError(f"batch[{name!r}]", f"has numbers below {bound}, which {found}; give the model as many")
 
 
 def depends_on_mode(program: ir.Program) -> bool:

@@ -44,6 +44,7 @@ def evaluate(cfg: Config, everything: bool, most_batches: int | None) -> dict[st
         lower=cfg.lower,
         initial=trained.initial(),
         device=local_device(),
+        below={"tokens": datasets.vocab_size},
         train=False,
     )
     checkpoint.load_model(step, newest(cfg))

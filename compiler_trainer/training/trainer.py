@@ -88,6 +88,7 @@ def build_step(
         seed=cfg.train.seed,
         initial=trained.initial(),
         device=local_device(),
+        below={"tokens": datasets.vocab_size},
         observe=Dumper(graphs) if graphs else None,
         tell=tell,
     )

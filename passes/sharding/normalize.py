@@ -317,7 +317,7 @@ def draws(node: fx.Node) -> bool:
         return False
     names = [argument.name for argument in node.target._schema.arguments]
     given = dict(zip(names, node.args)) | node.kwargs
-    if "train" in names:
+    if "dropout" in names:
         return bool(given["train"]) and given["dropout"] != 0.0
     return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
 

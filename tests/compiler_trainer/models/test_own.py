@@ -73,8 +73,8 @@ def test_parameters_that_are_not_trained_are_told():
 
 
 @pytest.mark.parametrize(("options", "says"), [
-    ({"model": {"_target_": "strangers.Nothing"}}, r"model._target_: Error locating target 'strangers.Nothing'"),
-    ({"model": {"_target_": "no_such_package.Model"}}, r"model._target_: .*no_such_package"),
+    ({"model": {"_target_": "strangers.Nothing"}}, r"model._target_: .*Nothing"),
+    ({"model": {"_target_": "no_such_package.Model"}}, r"model._target_: .*No module named 'no_such_package'; put the folder of its file on PYTHONPATH"),
     ({"model": READER | {"widht": 3}}, r"model._target_: .*unexpected keyword argument 'widht'"),
     ({"model": {"_target_": "strangers.no_module"}}, r"model._target_: strangers.no_module makes a int, no nn.Module"),
     ({"model": READER, "loss": {"_target_": "strangers.nothing"}}, r"loss._target_: .*nothing"),
@@ -87,3 +87,8 @@ def test_what_cannot_be_called_is_refused(options, says):
 def test_a_loss_without_a_name_is_refused():
     with pytest.raises(UserError, match="^loss: {'by': 3} must have a _target_, the dotted name of a function"):
         build(Config, {"loss": {"by": 3}})
+
+
+def test_more_tokens_than_it_has_rows_are_refused():
+    with pytest.raises(UserError, match=r"^batch\['tokens'\]: has numbers below 62, which strangers.py:\d+ looks up in 61 rows"):
+        compile_lockstep(strangers.Reader(6, 61), loss_of_logits, batches()[0], {}, below={"tokens": 62})
