@@ -57,7 +57,8 @@ def compile_step(
     values of parameters and buffers (by default the model's own, which must then be real), of which a rank reads what
     it owns. `seed` keys random operators such as dropout, which are off in evaluation: that is captured in eval mode.
     With "processes" torch.distributed is up and this process is one rank; with "lockstep" all ranks are interpreted
-    here. Without `train` the step can only evaluate. Numbers of batch entries are `below` those given. `tell` is called with what begins: a pass, a body.
+    here. Without `train` the step can only evaluate. Numbers of batch entries are `below` those given. `tell` is
+    called with what begins: a pass, a body.
     Raises UserError naming what is at fault.
     """
     update, options = _typed(OptimConfig, optim, "optim"), _typed(PassesConfig, passes, "passes")
