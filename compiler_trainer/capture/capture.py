@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,7 @@ from passes.program.torch_private import (
     composites_of,
     flex_with_gradients,
     lazy_graph_modules,
+    quiet_failures,
 )
 
 LossFn = Callable[[nn.Module, dict[str, Tensor]], Tensor]
@@ -117,8 +119,9 @@ def capture(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch 2.13's warnings of its own doing."""
+    """Without warnings of torch's own doing: of version 2.13, and of what its recurrent networks keep."""
     with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*_flat_weights", category=UserWarning)
         warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
         yield
 
@@ -126,7 +129,8 @@ def _quiet() -> Iterator[None]:
 def _export(module: _WithLoss, values: tuple[Tensor, ...]) -> ExportedProgram:
     """Follow the module on fake values; raises UserError naming the line of the model that cannot be followed."""
     try:
-        exported = export(module, values, strict=False)
+        with quiet_failures(), patch.object(Tensor, "register_hook", _no_hook):
+            exported = export(module, values, strict=False)
     except UserError:
         raise
     except GuardOnDataDependentSymNode as error:
@@ -135,6 +139,10 @@ def _export(module: _WithLoss, values: tuple[Tensor, ...]) -> ExportedProgram:
         ) from error
     except Exception as error:
         raise UserError("model", f"{_line(error)}{type(error).__name__}: {_said(error)}") from error
+    for spec in exported.graph_signature.input_specs:
+        if spec.kind in (InputKind.CUSTOM_OBJ, InputKind.TOKEN):
+            what = "is neither a tensor nor a number, which is all that a graph can be given"
+            raise UserError("model", f"{spec.target or spec.arg.name} {what}; use it before the model, on the data")
     for node in exported.graph.nodes:
         _name_loss_line(node, module.loss_fn)
         if isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool):
@@ -146,6 +154,12 @@ def _export(module: _WithLoss, values: tuple[Tensor, ...]) -> ExportedProgram:
                 "model", f"{ir.source(node)} gives a shape that depends on data; use a mask of fixed shape instead"
             )
     return exported
+
+
+def _no_hook(tensor: Tensor, hook: Callable) -> None:
+    """Instead of `Tensor.register_hook`: a graph has no gradients that a hook could be called with."""
+    what = "hooks a gradient (register_hook), which no step would call"
+    raise UserError("model", f"{_line()}{what}; put what it does into the backward of a torch.autograd.Function")
 
 
 def _functional(exported: ExportedProgram) -> ExportedProgram:
@@ -162,9 +176,10 @@ def _said(error: BaseException) -> str:
     return (str(error).strip() or "no message").splitlines()[0]
 
 
-def _line(error: BaseException) -> str:
-    """`file.py:line ` of the innermost frame of the model's or the loss's own code."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not ir.is_library(f.filename)]
+def _line(error: BaseException | None = None) -> str:
+    """`file.py:line ` of the model's or the loss's own code, where an error was raised or (None) where we are."""
+    stack = traceback.extract_tb(error.__traceback__) if error else traceback.extract_stack()
+    frames = [f for f in stack if not ir.is_library(f.filename)]
     return f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno} " if frames else ""
 
 

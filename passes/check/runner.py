@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import operator
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -96,10 +98,12 @@ def run_passes(
 
     def finish(step: str, seconds: float, before: ir.Program, after: ir.Program, report: ir.Report) -> None:
         nonlocal ledger
-        whole, swept, errors = check(step, before, after)
-        ledger = ledger if ledger and ledger.swept is swept else Ledger(whole, swept)
+        with failing_as(step):
+            whole, swept, errors = check(step, before, after)
+            ledger = ledger if ledger and ledger.swept is swept else Ledger(whole, swept)
+            accounting = summed(ledger)
         counts = len(before.graph.nodes), len(after.graph.nodes)
-        record = PassRecord(name, step, seconds, *counts, report, summed(ledger), errors, check.results or {})
+        record = PassRecord(name, step, seconds, *counts, report, accounting, errors, check.results or {})
         records.append(record)
         if observe is not None:
             observe(after, replace(record, costs=costs(ledger)))
@@ -119,13 +123,30 @@ def run_passes(
 
 def apply_pass(step: ir.Pass, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
     """The program after one pass, with the facts that it establishes; raises CompileError whatever goes wrong."""
-    try:
+    with failing_as(step.name):
         after, report = step(program, ctx)
+    return replace(after, facts=after.facts | step.establishes), report
+
+
+@contextmanager
+def failing_as(name: str) -> Iterator[None]:
+    """Let whatever goes wrong be a CompileError of the pass that names a node of the model."""
+    try:
+        yield
     except ir.CompileError:
         raise
     except Exception as error:
-        raise ir.CompileError(step.name, None, f"{type(error).__name__}: {error}") from error
-    return replace(after, facts=after.facts | step.establishes), report
+        said = str(error).partition("\n\nWhile executing")[0]  # and what an interpreter of graphs adds
+        raise ir.CompileError(name, node_at(error), f"{type(error).__name__}: {said}") from error
+
+
+def node_at(error: BaseException) -> fx.Node | None:
+    """The node of the model that was at hand when a pass failed: in its innermost frame that has one."""
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        held = [frame.f_locals.get("node"), *frame.f_locals.values()]
+        if found := next((value for value in held if isinstance(value, fx.Node) and ir.source(value)), None):
+            return found
+    return None
 
 
 def contents(program: ir.Program) -> list[Any]:

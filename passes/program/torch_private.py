@@ -8,11 +8,12 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import logging
 import os
 import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -65,6 +66,7 @@ __all__ = [
     "line_mode",
     "load_compiled",
     "number_in",
+    "quiet_failures",
     "register_axis_group",
     "resolve_axis_group",
     "save_compiled",
@@ -372,6 +374,17 @@ def register_axis_group(axis: str, group: Any) -> None:
 def resolve_axis_group(axis: str) -> Any:
     """The process group registered under the name of a mesh axis."""
     return torch._C._distributed_c10d._resolve_process_group(axis)
+
+
+@contextmanager
+def quiet_failures() -> Iterator[None]:
+    """Without what export prints and logs when it fails: the graph so far, advice for its own users."""
+    talking = map(logging.getLogger, ("torch.export._trace", "torch.fx.experimental.symbolic_shapes"))
+    with ExitStack() as stack:
+        stack.enter_context(patch("torch.export._trace.print", lambda *_, **__: None, create=True))
+        for log in talking:
+            stack.enter_context(patch.object(log, "disabled", True))
+        yield
 
 
 @contextmanager

@@ -151,7 +151,7 @@ def circular_pad(x: Tensor, pad: list[int], mode: str, value: float | None = Non
 def joined(parts: list[Tensor], dim: int = 0) -> Tensor:
     """Parts one after another, without those that are empty: caches begin so, with fewer dims than what is added."""
     held = [part for part in parts if part.numel()]
-    return torch.cat(held, dim)
+    return torch.cat(held, dim) if len(held) > 1 else held[0].contiguous()  # which later views rely on
 
 
 def nothing(like: Tensor, *_: Any, **__: Any) -> Tensor:

@@ -348,4 +348,25 @@ VIEWS: dict[str, list[Case]] = {
     "view": [(lambda x: x.view(6, 4, 7), (X3,)), (lambda x: x.view(-1), (X3,))],
 }
 
-CASES: dict[str, list[Case]] = {**POINTWISE, **CONTRACTIONS, **FACTORIES, **INDEXING, **REDUCTIONS, **SPATIAL, **VIEWS}
+
+
+def over_time(op: Callable[..., Any], gates: int, states: int, rows_first: bool = False) -> list[Case]:
+    """A recurrent network of one layer over 2 steps of 7 rows of 2 numbers, its states given, without biases."""
+
+    def run(x: Tensor, *rest: Tensor) -> Any:
+        state = rest[:states] if states > 1 else rest[0]
+        return op(x, state, rest[states:], False, 1, 0.0, True, False, rows_first)
+
+    x = real(7, 2, 2) if rows_first else real(2, 7, 2)
+    return [(run, (x, *(real(1, 7, 3) for _ in range(states)), real(3 * gates, 2), real(3 * gates, 3)))]
+
+
+RECURRENT: dict[str, list[Case]] = {
+    "gru": over_time(torch.gru, 3, 1),
+    "lstm": over_time(torch.lstm, 4, 2, rows_first=True),
+    "rnn_relu": over_time(torch.rnn_relu, 1, 1),
+    "rnn_tanh": over_time(torch.rnn_tanh, 1, 1),
+}
+
+CASES: dict[str, list[Case]] = {**POINTWISE, **CONTRACTIONS, **FACTORIES, **INDEXING, **RECURRENT, **REDUCTIONS, **SPATIAL,
+                               **VIEWS}

@@ -188,3 +188,42 @@ def test_the_captured_dtype_is_the_one_asked_for():
 def test_what_cannot_be_captured_is_refused(loss_fn, batch, says):
     with pytest.raises(UserError, match=says):
         captured(perceptron(), loss_fn, batch)
+
+
+class Hooking(nn.Module):
+    """Doubles a gradient by a hook."""
+
+    def forward(self, x):
+        y = x * 1
+        y.register_hook(lambda g: 2 * g)
+        return y
+
+
+def test_a_hook_is_refused():
+    with pytest.raises(UserError, match=r"test_capture.py:\d+ hooks a gradient"):
+        compile_lockstep(perceptron(Hooking()), squared_error, points()[0], {}, NO_DECAY)
+
+
+class Branching(nn.Module):
+    """Looks at a value."""
+
+    def forward(self, x):
+        return x if x.sum() > 0 else -x
+
+
+def test_nothing_but_the_error_is_said_of_what_cannot_be_captured(capfd):
+    with pytest.raises(UserError, match=r"test_capture.py:\d+ branches on a value"):
+        compile_lockstep(perceptron(Branching()), squared_error, points()[0], {}, NO_DECAY)
+    assert capfd.readouterr() == ("", "")
+
+
+class Drawing(nn.Module):
+    """Draws from a generator of its own."""
+
+    def forward(self, x):
+        return x + torch.rand(x.shape, generator=torch.Generator(), dtype=x.dtype)
+
+
+def test_what_is_no_tensor_is_refused():
+    with pytest.raises(UserError, match="neither a tensor nor a number"):
+        compile_lockstep(perceptron(Drawing()), squared_error, points()[0], {}, NO_DECAY)

@@ -92,6 +92,23 @@ def where_a_mask_is_true(y, x):
     return z
 
 
+def where_it_is_positive_itself(y, x):
+    y[y > 0] = 0
+    y[:, 0][x[:, 0] > 0.5] = 1
+    return y
+
+
+def a_constant_where_a_mask_is_true(y, x):
+    y.index_put_((x[..., 0] > 0,), torch.tensor([1.0, 2, 3, 4, 5, 6], dtype=y.dtype), accumulate=True)
+    return y.clamp(torch.tensor(-0.5, dtype=y.dtype), torch.tensor(2.0, dtype=y.dtype)) * torch.tensor(1.5)
+
+
+def at_the_largest(y, x):
+    z = torch.zeros_like(y)
+    z.scatter_(-1, y.detach().topk(2, -1)[1], 1.0)
+    return y * z
+
+
 def a_row_where_a_mask_is_true(y, x):
     z = y.clone()
     z[x[..., 0] > 0] = torch.arange(6, dtype=y.dtype)
@@ -116,7 +133,8 @@ def one_hot(y, x):
 
 
 WRITES = [entry_of_a_fresh_tensor, last_dim_of_an_empty_tensor, all_of_it, what_has_views, through_a_transpose,
-          of_another_dtype_and_shape, entry_by_entry, every_other, where_a_mask_is_true, a_row_where_a_mask_is_true,
+          of_another_dtype_and_shape, entry_by_entry, every_other, where_a_mask_is_true, where_it_is_positive_itself, a_constant_where_a_mask_is_true,
+          at_the_largest, a_row_where_a_mask_is_true,
           a_mask_of_dims_in_the_middle,
           at_indices, one_hot]  # fmt: skip
 

@@ -195,6 +195,18 @@ def test_an_exception_names_the_pass():
     assert refusal(fail(KeyError("x"))) == "fake: KeyError: 'x'"
 
 
+def test_an_exception_names_the_node_that_the_pass_was_at_and_keeps_its_cause():
+    def rewrite(program: ir.Program) -> ir.Program:
+        for node in program.calls():
+            node.target(*range(len(node.args)))  # numbers for tensors
+        return program
+
+    program, ctx, _ = captured()
+    with pytest.raises(ir.CompileError, match=r"^fake: %\w+ \(joint_programs.py:\d+\) \w+: ") as found:
+        run_passes("step", [Fake(rewrite)], program, ctx)
+    assert isinstance(found.value.__cause__, (RuntimeError, TypeError))
+
+
 def test_a_compile_error_is_left_as_it_is():
     program, ctx, _ = captured()
     error = ir.Refused("inner", None, "no such thing")
