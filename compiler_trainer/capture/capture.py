@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram, export
 from torch.export.graph_signature import InputKind, OutputKind
 
+from compiler_trainer.capture.averages import cumulative_averages
 from compiler_trainer.capture.flex import write_out
 from compiler_trainer.capture.functions import functions_as_operators
 from compiler_trainer.capture.grouped import any_dtype
@@ -99,6 +100,7 @@ def capture(
         checkpoints_as_marks(),
         flex_with_gradients(),
         any_dtype(),
+        cumulative_averages(),
         lazy_graph_modules(),
         _quiet(),
     ):

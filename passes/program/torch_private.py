@@ -31,9 +31,11 @@ from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # g
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, make_fx, snapshot_fake
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "BatchNorm",
     "FakeTensor",
     "FakeTensorMode",
     "GuardOnDataDependentSymNode",

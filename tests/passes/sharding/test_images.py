@@ -18,7 +18,7 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.stem, self.norm = nn.Conv2d(3, 6, 3, padding="same"), nn.BatchNorm2d(6)
-        self.up, self.up_norm = nn.Conv2d(6, 10, 3, padding=1, bias=False), nn.BatchNorm2d(10, affine=False)
+        self.up, self.up_norm = nn.Conv2d(6, 10, 3, padding=1, bias=False), nn.BatchNorm2d(10, affine=False, momentum=None)
         self.down, self.groups = nn.Conv2d(10, 6, 1), nn.GroupNorm(3, 6)
         self.each, self.wide = nn.Conv2d(6, 6, 3, stride=2, padding=1, groups=6), nn.Conv2d(6, 8, 1)
         self.instances, self.grouped = nn.InstanceNorm2d(8, affine=True), nn.Conv2d(8, 8, 3, padding=1, groups=4)
