@@ -16,7 +16,6 @@ from compiler_trainer import train
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import MeshConfig
 from compiler_trainer.data.tokenizers import build_tokenizer
-from compiler_trainer.step.ranks import rank
 from compiler_trainer.trained.evaluate import evaluate
 from compiler_trainer.trained.export import export
 from compiler_trainer.trained.generate import tokens_after
@@ -74,7 +73,7 @@ def evaluation(arguments: Sequence[str]) -> None:
         cfg = dataclasses.replace(cfg, mesh=MeshConfig())
     anew = any(name == "data" or name.startswith("data.files") for name in names)
     result = evaluate(cfg, anew, cfg.eval.batches if "eval.batches" in names else None)
-    if rank() == 0:
+    if train.RANK == 0:
         print(", ".join(f"{name} {value:{',' if name == 'tokens' else '.6g'}}" for name, value in result.items()))
 
 
