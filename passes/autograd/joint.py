@@ -106,12 +106,13 @@ def differentiate(program: ir.Program) -> tuple[fx.Graph, list[fx.Node]]:
 
 
 def unrolled(program: ir.Program, ctx: ir.Context) -> ir.Program:
-    """The program with recurrent networks written out over time: their kernels for training have no fake ones."""
+    """The program with recurrent networks written out over time: PyTorch has no gradient of theirs for every device."""
     if not any(map(is_recurrent, program.calls())):
         return program
     program = program.copy()
-    for node in filter(is_recurrent, list(program.calls())):
-        inline(node, decomposition(node.target), ctx)
+    with torch.backends.mkldnn.flags(enabled=False):  # whose kernel for all steps at once has no gradient there
+        for node in filter(is_recurrent, list(program.calls())):
+            inline(node, decomposition(node.target), ctx)
     return program
 
 

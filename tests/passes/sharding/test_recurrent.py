@@ -80,6 +80,14 @@ def test_a_network_is_one_operator_until_gradients_are_traced():
     assert not [n for n in seen["joint"].calls() if "lstm.input" in str(n.target)]
 
 
+def test_in_fp32_it_is_written_out_as_well():
+    """PyTorch would take a kernel of the CPU for all steps at once."""
+    model, batch = MODELS["lstm"]().float(), {"x": data()[0]["x"].float()}
+    step = compile_lockstep(model, loss, batch, {"dp_shard": 2}, NO_DECAY)
+    assert step(batch, 0.0)["loss"] == pytest.approx(loss(model, batch).item(), rel=1e-5)
+    assert step.evaluate(batch) == pytest.approx(loss(model, batch).item(), rel=1e-5)
+
+
 def test_dropout_between_layers_is_refused():
     with pytest.raises(UserError, match="draws random numbers"):
         compile_lockstep(Network(nn.LSTM, num_layers=2, dropout=0.5), loss, data()[0], {}, NO_DECAY)
