@@ -25,7 +25,7 @@ from passes.program import ir
 from passes.program.functions import communicates, inline_functions
 from passes.program.record import Recorder, Tape
 from passes.program.rewrite import inline
-from passes.program.torch_private import decomposition
+from passes.program.torch_private import decomposition, step_by_step
 from passes.rules import name_of
 from passes.rules.recurrent import RECURRENT
 
@@ -110,7 +110,7 @@ def unrolled(program: ir.Program, ctx: ir.Context) -> ir.Program:
     if not any(map(is_recurrent, program.calls())):
         return program
     program = program.copy()
-    with torch.backends.mkldnn.flags(enabled=False):  # whose kernel for all steps at once has no gradient there
+    with step_by_step():
         for node in filter(is_recurrent, list(program.calls())):
             inline(node, decomposition(node.target), ctx)
     return program

@@ -41,6 +41,7 @@ from passes.program.torch_private import (
     line_mode,
     load_compiled,
     save_compiled,
+    step_by_step,
 )
 
 
@@ -150,9 +151,8 @@ def decompose(body: Body, ctx: ir.Context) -> tuple[fx.GraphModule, Any]:
     def run(*values: Tensor) -> tuple[Tensor, ...]:
         return tuple(interpreter.run(*values, enable_io_processing=False))
 
-    with torch.no_grad(), ctx.fake_mode, lazy_graph_modules():
-        with torch.backends.mkldnn.flags(enabled=False):  # recurrent networks step by step: its fake kernel is wrong
-            return make_fx(run, inductor_decompositions())(*values), ctx.fake_mode
+    with torch.no_grad(), ctx.fake_mode, lazy_graph_modules(), step_by_step():
+        return make_fx(run, inductor_decompositions())(*values), ctx.fake_mode
 
 
 def stored_key(body: Body) -> str:

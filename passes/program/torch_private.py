@@ -73,6 +73,7 @@ __all__ = [
     "resolve_axis_group",
     "save_compiled",
     "snapshot",
+    "step_by_step",
     "trace_artifact",
     "without_lowering",
     "without_writes",
@@ -376,6 +377,17 @@ def register_axis_group(axis: str, group: Any) -> None:
 def resolve_axis_group(axis: str) -> Any:
     """The process group registered under the name of a mesh axis."""
     return torch._C._distributed_c10d._resolve_process_group(axis)
+
+
+@contextmanager
+def step_by_step() -> Iterator[None]:
+    """Let recurrent networks be written out over time: the CPU's kernel of all steps has a fake one of other shapes."""
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
 
 
 @contextmanager
