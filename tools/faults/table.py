@@ -91,8 +91,8 @@ FAULTS = (
     Fault(
         "reduce_scatter_ignores_wire",
         "passes/program/boundary.py",
-        "full = _pad(x.to(wire or x.dtype), dim, parts)",
-        "full = _pad(x, dim, parts)",
+        "full = _pad(_terms(x, wire), dim, parts)",
+        "full = _pad(_terms(x, None), dim, parts)",
         "Gradients are added in their own dtype, not in the one asked for.",
     ),
     # program/layout.py
@@ -722,9 +722,9 @@ FAULTS = (
     ),
     Fault(
         "layer_norm_uncentred",
-        "passes/sharding/normalize.py",
-        "rms_norm_spelled(x - x.mean(dims, keepdim=True), shape",
-        "rms_norm_spelled(x, shape",
+        "passes/sharding/norms.py",
+        "rms_norm(x - x.mean(dims, keepdim=True), shape",
+        "rms_norm(x, shape",
         "A layer norm without eps does not subtract the mean.",
     ),
     Fault(
@@ -964,8 +964,8 @@ FAULTS = (
     Fault(
         "updates_seen_early",
         "passes/autograd/joint.py",
-        "if order[user] > order[node]:",
-        "if order[user] != order[node]:",
+        "for user in [user for user in old.users if order[user] > order[node]]:",
+        "for user in [user for user in old.users if order[user] != order[node]]:",
         "Users before an update in place read what comes after it.",
     ),
     # memory/recompute.py
