@@ -24,7 +24,6 @@ from passes.program.torch_private import (
     composite_operators,
     number_in,
     snapshot,
-    without_writes,
 )
 
 aten = torch.ops.aten
@@ -113,32 +112,19 @@ class Recorder(TorchDispatchMode):
 def trace(fn: Callable[..., Any], args: Sequence[Tensor], ctx: ir.Context) -> fx.Graph:
     """The operators that `fn` calls on fake tensors `args`, composite ones whole: a placeholder for each argument.
 
-    What it writes in place is new values in the graph. Raises Unknown if it reads a tensor that it is not given, unless
-    that is a single number.
+    What it writes in place is new values in the graph, except into an argument, which is written last. Raises Unknown
+    if it reads a tensor that it is not given, unless that is a single number.
     """
-    graph = _taped(fn, args, ctx)
-    if not any(writes(node) for node in graph.nodes):
-        return graph
-    with torch.no_grad(), ctx.fake_mode:
-        fn = without_writes(fn, args)
-    return _taped(fn, args, ctx)
-
-
-def _taped(fn: Callable[..., Any], args: Sequence[Tensor], ctx: ir.Context) -> fx.Graph:
     tape = Tape()
     for value in args:
         tape.input(value)
     with torch.no_grad(), ctx.fake_mode, composite_operators(tape.call):
-        return tape.output(fn(*args))
+        graph = tape.output(fn(*args))
+    return functional(graph, args, ctx) if any(map(writes, graph.nodes)) else graph
 
 
 def functional(graph: fx.Graph, args: Sequence[Tensor], ctx: ir.Context) -> fx.Graph:
-    """What `trace` wrote down of fake tensors `args`, without writes in place; those to an argument come last.
-
-    Where there are any, composite operators are written out.
-    """
-    if not any(n.op == "call_function" and writes(n) for n in graph.nodes):
-        return graph
+    """The graph without writes in place, and composite operators written out."""
     tape = Tape()
     for value in args:
         tape.input(value)

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from passes.program import ir
-from passes.program.record import functional, trace
+from passes.program.record import trace
 from passes.program.sweep import Layout, map_values
 
 
@@ -56,7 +56,7 @@ def body_of_call(node: fx.Node, fn: Callable[..., Any], ctx: ir.Context) -> fx.G
         v.clone() if isinstance(v, torch.Tensor) and any(v is w for w in values[:i]) else v
         for i, v in enumerate(values)
     ]
-    return functional(trace(over_tensors, distinct, ctx), distinct, ctx)
+    return trace(over_tensors, distinct, ctx)
 
 
 def splice(node: fx.Node, body: fx.Graph, inputs: list[fx.Node]) -> list[fx.Node]:

@@ -29,7 +29,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # generates code when first called
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, make_fx, snapshot_fake
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, snapshot_fake
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -76,7 +76,6 @@ __all__ = [
     "step_by_step",
     "trace_artifact",
     "without_lowering",
-    "without_writes",
 ]
 
 ao = torch.ops.ao
@@ -132,13 +131,6 @@ def composites_of(module: fx.GraphModule) -> Iterator[None]:
     kept = {op for op in called if _is_preservable_cia_op(op)}
     with patch("torch.export.exported_program._collect_all_valid_cia_ops", lambda: kept):
         yield
-
-
-def without_writes(fn: Callable[..., Any], args: Sequence[Tensor]) -> Callable[..., Any]:
-    """A function as a graph of its operators in which what it writes in place is a new value; of these fake tensors."""
-    from torch._subclasses.functional_tensor import dispatch_functionalize
-
-    return make_fx(dispatch_functionalize(fn))(*args)
 
 
 def number_in(value: Tensor) -> bool | int | float | complex:

@@ -18,7 +18,7 @@ from passes.program import ir
 from passes.program.builder import Builder
 from passes.program.functions import Function, define, function_of, remember
 from passes.program.mesh import Mesh
-from passes.program.record import Unknown, functional, trace, writes
+from passes.program.record import Unknown, trace, writes
 from passes.program.rewrite import splice
 from passes.program.spec import Spec
 from passes.program.torch_private import LazyGraphModule
@@ -34,7 +34,7 @@ def body_graph(name: str, fn: Callable[..., Any], examples: list[Tensor], ctx: i
     with ctx.fake_mode, torch.no_grad():
         fresh = [torch.empty(e.shape, dtype=e.dtype, device=e.device) for e in examples]
     try:
-        graph = functional(trace(lambda *t: tuple(fn(*t)), fresh, ctx), fresh, ctx)
+        graph = trace(lambda *t: tuple(fn(*t)), fresh, ctx)
     except Unknown as error:
         raise ir.Refused("shard", None, f"{name} uses {error}; make it an argument of the function") from error
     for node in [n for n in graph.nodes if writes(n)]:  # those into what the body makes itself are gone
