@@ -87,7 +87,7 @@ def gather(node: fx.Node) -> Rule:
 def emit_gather(
     builder: Builder, node: fx.Node, operands: list[fx.Node], specs: list[Spec], results: list[Spec]
 ) -> fx.Node:
-    """Gather local entries; indices of other ranks' entries give zeros."""
+    """Gather local entries; indices of other ranks' entries give zeros, of the same dtype."""
     x, index = operands
     dim = node.args[1] % len(specs[0].dims)  # type: ignore[operator]
     factors = specs[0].dims[dim]
@@ -97,7 +97,8 @@ def emit_gather(
         raise ir.CompileError("shard", node, f"gather along a dim of several factors {factors} is not supported")
     local, mine = local_index(builder, index, factors[0])
     looked_up = builder.call(aten.gather.default, (x, dim, local))
-    return builder.call(aten.where.ScalarOther, (mine, looked_up, 0.0))
+    zero = torch.zeros((), dtype=ir.example(x).dtype).item()
+    return builder.call(aten.where.ScalarOther, (mine, looked_up, zero))
 
 
 def index_select(node: fx.Node) -> Rule:

@@ -31,6 +31,7 @@ from passes.sharding import norms
 from passes.sharding.random import dropout
 
 aten = torch.ops.aten
+KEEPS_ORDER = ("unsqueeze", "view", "reshape", "_unsafe_view", "to", "_to_copy", "alias", "slice", "expand", "squeeze")
 NONE, MEAN, SUM = 0, 1, 2  # aten's codes for `reduction`
 
 
@@ -148,6 +149,39 @@ def circular_pad(x: Tensor, pad: list[int], mode: str, value: float | None = Non
     return x
 
 
+def index_own_rows(x: Tensor, indices: list[Tensor]) -> Tensor:
+    """x[rows, ids] where `rows` counts the rows of x and stands along dim 0 of the result: each row looks up its own."""
+    rows, ids = indices
+    n, *rest = torch.broadcast_shapes(rows.shape, ids.shape)
+    if ids.dim() <= len(rest) or ids.shape[0] != n:
+        return aten.index.Tensor(x, [None, ids.reshape(rest)])
+    ids = torch.where(ids < 0, ids + x.shape[1], ids).expand(n, *rest).reshape(n, -1, *[1] * (x.dim() - 2))
+    return x.gather(1, ids.expand(-1, -1, *x.shape[2:])).reshape(n, *rest, *x.shape[2:])
+
+
+def strided(x: Tensor, size: list[int], stride: list[int], storage_offset: int | None = None) -> Tensor:
+    """Entries of dense memory by their place in it; leading dims that both have alike are kept."""
+    base, offset, kept = in_memory_order(x), storage_offset or 0, 0
+    while kept < min(len(size), base.dim()):
+        reach = offset + 1 + sum((n - 1) * step for n, step in zip(size[kept + 1 :], stride[kept + 1 :]))
+        alike = size[kept] == base.shape[kept] and (size[kept] == 1 or stride[kept] == base.stride(kept))
+        if not alike or reach > base.stride(kept):
+            break
+        kept += 1
+    flat, rest = base.reshape(*base.shape[:kept], -1), len(size) - kept
+    if not rest:
+        return flat.select(-1, offset)
+    at = torch.full((), offset, device=x.device)
+    for d, (n, step) in enumerate(zip(size[kept:], stride[kept:])):
+        at = at + torch.arange(n, device=x.device).view(n, *[1] * (rest - 1 - d)) * step
+    return aten.index.Tensor(flat, [None] * kept + [at])
+
+
+def in_memory_order(x: Tensor) -> Tensor:
+    """A view of x whose dims have falling strides."""
+    return x.permute(sorted(range(x.dim()), key=x.stride, reverse=True))
+
+
 def joined(parts: list[Tensor], dim: int = 0) -> Tensor:
     """Parts one after another, without those that are empty: caches begin so, with fewer dims than what is added."""
     held = [part for part in parts if part.numel()]
@@ -223,6 +257,26 @@ def _partly_empty(node: fx.Node) -> bool:
     return any(empty) and not all(empty)
 
 
+def _looks_up_own_rows(node: fx.Node) -> bool:
+    """Whether an index is by the number of each row, and by something else along the dim after it."""
+    x, indices = node.args
+    if len(indices) != 2 or None in indices or len(rows := ir.example(x).shape) < 2 or rows[0] == 1:
+        return False
+    (n, *rest), counted = ir.example(indices[0]).shape or (0,), _counts(indices[0])
+    return counted and n == rows[0] and len(rest) + 1 >= ir.example(indices[1]).dim() and math.prod(rest) == 1
+
+
+def _counts(node: fx.Node) -> bool:
+    """Whether a node's entries, in their order, are 0, 1, 2, ..."""
+    while hasattr(node.target, "_schema") and name_of(node) in KEEPS_ORDER:
+        if ir.example(node).numel() != ir.example(node.args[0]).numel():
+            return False
+        node = node.args[0]
+    if node.op != "call_function" or name_of(node) != "arange":
+        return False
+    return len(node.args) == 1 or node.args[0] == 0 and node.args[2:] in ((), (1,))
+
+
 def _is_empty(node: fx.Node) -> bool:
     """Whether an operator of tensors computes a tensor without entries."""
     found = ir.value(node)
@@ -283,6 +337,10 @@ def replacement(node: fx.Node, mesh: Mesh) -> Any:
         return SAFE_NORMS[name]
     if name in WRITTEN:
         return WRITTEN[name]
+    if name == "index" and _looks_up_own_rows(node):
+        return index_own_rows
+    if name == "as_strided" and in_memory_order(ir.example(node.args[0])).is_contiguous():
+        return strided
     if name == "cat" and _partly_empty(node):
         return joined
     if name == "one_hot" and node.args[1:] and node.args[1] > 0:  # type: ignore[operator]

@@ -170,16 +170,17 @@ def weights(step: Step) -> set[str]:
 
 
 def gathered(step: Step) -> list[str]:
-    """Operators for which activations are gathered over an axis of the data: every rank does all of their work."""
-    found: dict[str, None] = {}
-    for record in step.report["passes"]:
-        if record["program"] == "forward" and record["name"] == "shard":
-            for change in record["report"]["reshards"]:
-                lost = any(change["before"].count(a) > change["after"].count(a) for a in ("@dp_shard", "@cp"))
-                is_sum = "sum(" in change["before"] or "max(" in change["before"]
-                if lost and not is_sum and not change["node"].startswith(("p_", "b_", "c_")):
-                    found[re.sub(r"_\d+$", "", change["reason"].removeprefix("for "))] = None
-    return sorted(found)
+    """Operators for which activations are gathered over an axis of the data, so that its ranks do the same."""
+    records = (r for r in step.report["passes"] if (r["program"], r["name"]) == ("forward", "shard"))
+    changes = [change for record in records for change in record["report"]["reshards"]]
+    found = [change["reason"] for change in changes if any(same(change, axis) for axis in ("dp_shard", "cp"))]
+    return sorted({re.sub(r"_\d+$", "", reason.removeprefix("for ")) for reason in found})
+
+
+def same(change: dict[str, Any], axis: str) -> bool:
+    """Whether an activation that an axis sharded is then the same, and used the same way, on all of its ranks."""
+    before, after, is_weight = change["before"], change["after"], change["node"].startswith("p_")
+    return not is_weight and before.count(f"@{axis}") > after.count(f"@{axis}") and f"varying({axis})" not in after
 
 
 def said(error: BaseException) -> str:

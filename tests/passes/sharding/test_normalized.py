@@ -47,3 +47,52 @@ def test_parts_of_no_entries(mesh):
     alike(lambda x: torch.cat([x[..., :0].exp(), x, x[..., 6:]], -1), mesh)
     alike(lambda x: x + x[:, :, 6:].flatten(1).sum(-1)[:, None, None] + x[:, :0].sum(1, keepdim=True), mesh)
     alike(lambda x: torch.cat([part * 2 for part in x.split([2, 0, 4], -1)], -1), mesh)
+
+
+def own_rows(x, ids):
+    return x[torch.arange(x.shape[0]), ids]
+
+
+def padded(x, mask):
+    """Attention under a mask that is looked up by the number of each row."""
+    rows, at = torch.arange(x.shape[0])[:, None, None, None], torch.arange(x.shape[1])
+    seen = mask[rows, at[None, None, None, :]] & (at[:, None] >= at)
+    return nn.functional.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], seen)[:, 0]
+
+
+@pytest.mark.parametrize("mesh", [*MESHES, {"cp": 2}, {"dp_shard": 2, "cp": 2}], ids=str)
+@pytest.mark.parametrize("look_up", ["an entry", "entries", "from the end", "a mask"])
+def test_each_row_looks_up_its_own(look_up, mesh):
+    def function(x, ids):
+        if look_up == "a mask":
+            return padded(x, ids > 2)
+        if look_up == "entries":
+            return x[torch.arange(5)[:, None], ids[:, :3]].exp()
+        return own_rows(x, ids[:, 0] - 7 * (look_up == "from the end")) * x.new_ones(()).cos()
+
+    def with_ids(model, batch):
+        return (model.down(function(torch.tanh(model.up(batch["x"])), batch["ids"])) - 0.3).square().mean()
+
+    generator = torch.Generator().manual_seed(2)
+    batches = [{**batch, "ids": torch.randint(0, 7, (5, 7), generator=generator).sort(-1, descending=True)[0]} for batch in data(7, 6)]
+    step = trained_alike(Between(None).double(), with_ids, batches, mesh, NO_DECAY)
+    changes = [c for p in step.report["passes"] for c in p["report"]["reshards"]]
+    assert not any("@dp_shard" in c["before"] and "dp_shard" not in c["after"] and "sum(" not in c["before"] for c in changes)
+
+
+def pooled_in_place(x):
+    """The mean of each row's entries as PyTorch's pooling lays it out."""
+    return x.mean((1, 2)).view(5, 1, 1, 1).as_strided((5, 1, 1, 1), (1, 7, 1, 1)) * x.unsqueeze(1)
+
+
+def windows(x):
+    """Three neighbours of each position, overlapping."""
+    return x.contiguous().as_strided((5, 5, 3, 6), (42, 6, 6, 1)).sum(2)
+
+
+@every_mesh
+@pytest.mark.parametrize("function", [
+    pooled_in_place, windows, lambda x: x.transpose(0, 1).as_strided((7, 6, 4), (6, 1, 42), 42).transpose(1, 2),
+])  # fmt: skip
+def test_entries_by_their_place_in_memory(function, mesh):
+    alike(function, mesh)

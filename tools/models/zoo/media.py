@@ -138,7 +138,7 @@ def segmented(name: str, kind: str, **options: Any) -> Entry:
     """A model of segmentation_models_pytorch over a small encoder."""
     given = {"encoder_name": "mobilenet_v2", "encoder_weights": None, "classes": 3, **options}
     library = "segmentation-models-pytorch"
-    return other(name, library, "segmentation_models_pytorch", kind, vectors(3, 32, 32), of_x, **given)
+    return other(name, library, "segmentation_models_pytorch", kind, vectors(3, 32, 32), of_x, encoder_depth=3, **given)
 
 
 def clip(kind: str, **options: Any) -> Case:
@@ -204,6 +204,6 @@ MODELS: list[Entry] = [
           msk_kernel_size=3, msk_num_feats=8, msk_num_hidden_feats=10, msk_num_layers=2, msk_num_stacks=1),
     audio("deepspeech", "DeepSpeech", vectors(1, 13, 6), of_x, n_feature=6, n_hidden=10, n_class=5),
     Entry("open_clip", "open_clip_torch", partial(clip, "CLIP")),
-    segmented("smp_deeplab", "DeepLabV3Plus", decoder_channels=16),
-    segmented("smp_unet", "Unet", decoder_channels=(16, 12, 8, 8, 4)),
+    segmented("smp_pspnet", "PSPNet", psp_out_channels=16),
+    segmented("smp_unet", "Unet", decoder_channels=(12, 8, 4)),
 ]  # fmt: skip
