@@ -150,7 +150,7 @@ def circular_pad(x: Tensor, pad: list[int], mode: str, value: float | None = Non
 
 
 def index_own_rows(x: Tensor, indices: list[Tensor]) -> Tensor:
-    """x[rows, ids] where `rows` counts the rows of x and stands along dim 0 of the result: each row looks up its own."""
+    """x[rows, ids] where `rows` counts the rows of x, along dim 0 of the result: each row looks up its own."""
     rows, ids = indices
     n, *rest = torch.broadcast_shapes(rows.shape, ids.shape)
     if ids.dim() <= len(rest) or ids.shape[0] != n:
@@ -269,9 +269,10 @@ def _looks_up_own_rows(node: fx.Node) -> bool:
 def _counts(node: fx.Node) -> bool:
     """Whether a node's entries, in their order, are 0, 1, 2, ..."""
     while hasattr(node.target, "_schema") and name_of(node) in KEEPS_ORDER:
-        if ir.example(node).numel() != ir.example(node.args[0]).numel():
+        (given,) = tensor_operands(node)
+        if ir.example(node).numel() != ir.example(given).numel():
             return False
-        node = node.args[0]
+        node = given
     if node.op != "call_function" or name_of(node) != "arange":
         return False
     return len(node.args) == 1 or node.args[0] == 0 and node.args[2:] in ((), (1,))
