@@ -11,11 +11,6 @@ LINEAR: dict[str, Any] = {"linear_key_head_dim": 6, "linear_value_head_dim": 6, 
 "linear_num_value_heads": 4}
 
 MODELS = [
-    entry("bamba", "BambaForCausalLM", **GROUPED, **TOKENS, attn_layer_indices=[1], mamba_n_heads=4, mamba_d_head=12,
-          mamba_n_groups=1, mamba_d_state=6, mamba_chunk_size=8),
-    entry("falcon_h1", "FalconH1ForCausalLM", **GROUPED, **TOKENS, mamba_d_ssm=24, mamba_n_heads=4, mamba_d_head=6,
-          mamba_n_groups=1, mamba_d_state=6, mamba_chunk_size=8),
-    entry("falcon_mamba", "FalconMambaForCausalLM", **STATE, state_size=6, time_step_rank=3, intermediate_size=48),
     entry("jamba", "JambaForCausalLM", **GROUPED, **TOKENS, attn_layer_period=2, attn_layer_offset=1, num_experts=2,
           mamba_d_state=6, mamba_dt_rank=3, use_mamba_kernels=False),
     entry("lfm2", "Lfm2ForCausalLM", **GROUPED, **TOKENS, layer_types=["conv", "full_attention"], block_multiple_of=8),
@@ -27,7 +22,4 @@ MODELS = [
     entry("recurrent_gemma", "RecurrentGemmaForCausalLM", **GROUPED, **TOKENS, lru_width=WIDTH, head_dim=6,
           attention_window_size=6, block_types=["recurrent", "attention"]),
     entry("rwkv", "RwkvForCausalLM", **STATE, attention_hidden_size=WIDTH, intermediate_size=40, context_length=16),
-    entry("zamba2", "Zamba2ForCausalLM", **GROUPED, **TOKENS, mamba_d_state=6, n_mamba_heads=4, mamba_headdim=12,
-          mamba_ngroups=1, chunk_size=8, layers_block_type=["mamba", "hybrid"], num_mem_blocks=1, hybrid_layer_ids=[1],
-          use_mem_rope=False),
 ]  # fmt: skip
