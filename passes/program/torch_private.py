@@ -249,7 +249,8 @@ def import_loader() -> None:
     """
     import torch._dynamo
     import torch._inductor.async_compile
-    import torch._inductor.output_code  # noqa: F401
+    import torch._inductor.output_code
+    import torch.utils.cpp_extension  # noqa: F401  # by what builds; with AVX-512, by tests of it before
 
 
 def choose_instruction_set() -> None:

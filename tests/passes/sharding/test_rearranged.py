@@ -55,4 +55,4 @@ def test_without_the_verifier_that_sum_is_taken_for_complete(monkeypatch):
     monkeypatch.setattr(Partitioner, "hoist", keep_the_terms)
     model, batch = example("t", "of the second rank")
     step = compile_lockstep(model, loss, batch, MESH, passes={"verify": "off"})
-    assert step(batch)["loss"] == pytest.approx(0.159, abs=1e-3) and loss(model, batch).item() == pytest.approx(0.542, abs=1e-3)
+    assert abs(step(batch)["loss"] - loss(model, batch).item()) > 0.1
