@@ -31,6 +31,8 @@ dropout; {NOISE} times normal noise is added to all parameters, for many librari
 def page(table: Sequence[Entry], known: Mapping[tuple[str, str], Record]) -> str:
     """Totals, libraries, the table, then reasons."""
     judged = [entry for entry in table if any((entry.name, mesh) in known for mesh in entry.meshes)]
+    names = {entry.name for entry in judged}
+    known = {key: record for key, record in known.items() if key[0] in names}
     lines = [HEAD, *totals(judged, known), "", *libraries(judged), ""]
     lines += [f"| model | library | {' | '.join(MESHES)} | gathered |", "|---|---|" + "---|" * (len(MESHES) + 1)]
     for entry in judged:
