@@ -21,7 +21,8 @@ from passes.check.runner import Observer, PassRecord, run_passes
 from passes.lower.cudagraphs import breaks
 from passes.program import ir
 from passes.program.mesh import Mesh
-from passes.sharding.normalize import drops
+from passes.sharding.normalize import draws, drops, is_dropout
+from passes.sharding.place import Place
 
 T = TypeVar("T")
 
@@ -144,10 +145,15 @@ class Compilation:
         return {name: self.run(name, steps, forward, known) for name, steps in self.pipeline.train.items()}
 
     def evaluate(self, single: Captured, forward: Captured) -> Captured:
-        """The program of evaluation: the forward, captured anew where it is another in eval mode."""
+        """The program of evaluation: the forward, captured anew where it is another in eval mode.
+
+        It reads what training stores, where that lies.
+        """
         if depends_on_mode(single.program):
+            stored = {i.name: replace(i.spec, varying=()) for i in forward.program.inputs if i.kind == "parameter"}
+            steps = (replace(s, stored=stored) if isinstance(s, Place) else s for s in self.pipeline.forward)
             with evaluating(self.model):
-                forward = self.run("forward_eval", self.pipeline.forward, self.capture())
+                forward = self.run("forward_eval", tuple(steps), self.capture())
         return self.run("evaluate", self.pipeline.evaluate, forward)
 
 
@@ -170,8 +176,9 @@ def check_look_ups(program: ir.Program, below: Mapping[str, int]) -> None:
 
 
 def depends_on_mode(program: ir.Program) -> bool:
-    """Whether the captured forward may be another in eval mode: it drops out, or changes buffers."""
-    return any(o.kind == "buffer" for o in program.outputs) or any(drops(node) for node in program.calls())
+    """Whether the captured forward may be another in eval mode: it draws random numbers, or changes buffers."""
+    changes = any(o.kind == "buffer" for o in program.outputs)
+    return changes or any(drops(n) or draws(n) and not is_dropout(n) for n in program.calls())
 
 
 @contextmanager

@@ -108,15 +108,18 @@ class Step:
     def run(self, compiled: Compiled, batch: Mapping[str, Tensor], scalars: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Run one program for the ranks here; its outputs by name, as the first of them has them."""
         check_batch(batch, compiled.program)
-        inputs = {rank: [self.value(i, rank, batch, scalars) for i in compiled.program.inputs] for rank in self.ranks}
+        given, mesh = compiled.program.inputs, compiled.program.mesh
+        inputs = {rank: [self.value(i, rank, batch, scalars, mesh) for i in given] for rank in self.ranks}
         results = self.runtime.run(compiled.executable, inputs)
         first = results[self.ranks[0]]
         return {o.name: value for o, value in zip(compiled.program.outputs, first, strict=True) if o.kind != "buffer"}
 
-    def value(self, given: ir.Input, rank: int, batch: Mapping[str, Tensor], scalars: Mapping[str, Tensor]) -> Tensor:
-        """What one input of a program is on one rank."""
+    def value(
+        self, given: ir.Input, rank: int, batch: Mapping[str, Tensor], scalars: Mapping[str, Tensor], mesh: Mesh
+    ) -> Tensor:
+        """What one input of a program is on one rank; `mesh` is the program's: it says how it lays out sequences."""
         if given.kind == "batch":
-            return shard(batch[given.name].to(self.device), given.spec, self.mesh, self.mesh.coordinates(rank))
+            return shard(batch[given.name].to(self.device), given.spec, mesh, mesh.coordinates(rank))
         if given.kind == "coordinate":
             return self.places[rank][given.name]
         if given.kind == "constant":

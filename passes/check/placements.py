@@ -144,13 +144,15 @@ def check_application(
         return  # its body is a program of its own
     rule = rule_of(op)
     read = {ir.stands_for(source): [spec] for source in sources if (spec := ir.spec(source)) is not None}
-    operands = [operand.name for operand in tensor_operands(op)]
-    for name in operands:
+    operands = [(operand.name, tuple(ir.example(operand).shape)) for operand in tensor_operands(op)]
+    for name, _ in operands:
         if name not in read and rule.emit is None:
             yield node, f"reads nothing that stands for %{name}, an operand of %{op.name}"
             return
     # what a rule writes out may take no more than the shape of an operand, in any of its placements
-    held = [read.get(name, versions[name]) for name in operands]
+    # (one that is then nowhere lies as the result would have it)
+    mine = [spec for spec in (ir.spec(node),) if spec is not None]
+    held = [read.get(name) or versions[name] or [s for s in mine if s.shape == shape] for name, shape in operands]
     own = [i for i, operand in enumerate(tensor_operands(op)) if operand in trained]
     wrong = [disagrees(node, rule, choice, index, own, mesh) for choice in itertools.product(*held)]
     if all(wrong):

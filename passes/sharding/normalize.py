@@ -28,6 +28,7 @@ from passes.program.spec import Spec
 from passes.program.torch_private import decomposition
 from passes.rules import has_rule, name_of, tensor_operands
 from passes.sharding import norms
+from passes.sharding.draws import WRITTEN as WRITTEN_DRAWS
 from passes.sharding.random import dropout
 
 aten = torch.ops.aten
@@ -382,32 +383,39 @@ def draws(node: fx.Node) -> bool:
 
 
 def key_random(program: ir.Program, ctx: ir.Context) -> ir.Program:
-    """Dropout as a function of a `seed` input and each entry's index; raises Refused for other random operators."""
-    sites = [node for node in program.calls() if is_dropout(node)]
-    for node in program.calls():
-        if draws(node) and node not in sites:
+    """What draws random numbers as a function of a `seed` input and each entry's index; raises Refused for others."""
+    sites = [node for node in program.calls() if is_dropout(node) or draws(node)]
+    for node in sites:
+        if not is_dropout(node) and name_of(node) not in WRITTEN_DRAWS:
             raise ir.Refused(
                 "normalize",
                 node,
                 f"{node.target} draws random numbers that would differ by mesh; "
-                "use dropout outside of it, or draw in the data",
+                f"use dropout outside of it, draw in the data, or by one of {', '.join(WRITTEN_DRAWS)}",
             )
-    seed = seed_input(program, ctx) if any(map(drops, sites)) else None
+    seed = seed_input(program, ctx) if any(drops(node) or not is_dropout(node) for node in sites) else None
     for site, node in enumerate(sites):
-        if seed is None or not drops(node):
-            kept = node.args[0]
-        else:
-            with program.graph.inserting_before(node):
-                kept = program.graph.call_function(dropout, (*node.args[:2], seed, site))
-            ir.set_value(kept, ir.value(node.args[0]))
-            ir.copy_origin(kept, node)
-        replace_uses(node, kept if name_of(node) == "dropout" else (kept,))
+        drawn = keyed(node, seed, site) if seed is not None and (drops(node) or not is_dropout(node)) else None
+        kept = node.args[0] if drawn is None else drawn
+        replace_uses(node, (kept,) if name_of(node) == "native_dropout" else kept)
         program.graph.erase_node(node)
-        if isinstance(kept, fx.Node) and kept.target is dropout:
-            inline(kept, dropout, ctx)
+        if drawn is not None:
+            inline(drawn, drawn.target, ctx)
     if seed is None:
         return program
     return replace(program, inputs=(*program.inputs, ir.Input("seed", "scalar", Spec(()))))
+
+
+def keyed(node: fx.Node, seed: fx.Node, site: int) -> fx.Node:
+    """A call, before the node, of the function that draws what the node does."""
+    with node.graph.inserting_before(node):
+        if is_dropout(node):
+            drawn = node.graph.call_function(dropout, (*node.args[:2], seed, site))
+        else:
+            drawn = node.graph.call_function(WRITTEN_DRAWS[name_of(node)], (seed, site, *node.args), node.kwargs)
+    ir.set_value(drawn, ir.value(node.args[0]) if is_dropout(node) else ir.value(node))
+    ir.copy_origin(drawn, node)
+    return drawn
 
 
 def seed_input(program: ir.Program, ctx: ir.Context) -> fx.Node:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -74,16 +74,20 @@ def fsdp_dim(spec: Spec, shape: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True)
 class Place:
-    """Give every input its placement; `plan` is pattern -> {axis: dim}, None to infer it."""
+    """Give every input its placement; `plan` is pattern -> {axis: dim}, None to infer it.
+
+    `stored` are placements that parameters have already, by name: those of another program over the same state.
+    """
 
     plan: Mapping[str, Mapping[str, int]] | None = None
     min_shard_elements: int = 1
+    stored: Mapping[str, Spec] = field(default_factory=dict)
     name: str = "place"
     requires: frozenset[str] = frozenset({"captured", "normalized"})
     establishes: frozenset[str] = frozenset({"placed"})
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
-        unmatched = set(self.plan or ())
+        unmatched = set() if self.stored else set(self.plan or ())
         inferred = infer(in_line(program, ctx), program.mesh["tp"]) if "tp" in program.mesh.axes else {}
         experts = experts_of(program) if program.mesh.experts else {}
         if "tp" in program.mesh.experts:
@@ -113,6 +117,8 @@ class Place:
             return replace(given, spec=place_batch(given.spec.shape, mesh))
         if given.kind != "parameter":
             return given
+        if given.name in self.stored:
+            return replace(given, spec=self.stored[given.name])
         spec = Spec.whole(given.spec.shape)
         pattern = next((p for p in self.plan or () if fnmatchcase(given.name, p)), None)
         if pattern is not None and self.plan is not None:

@@ -36,7 +36,7 @@ def mix(x: Tensor) -> Tensor:
 
 def uniform_at(index: Tensor, seed: Tensor, site: int) -> Tensor:
     """Numbers in [0, 1), fp32, for int64 global indices and a 0-d int64 seed."""
-    key = mix((seed & LOW) ^ mix((seed >> 32) ^ torch.full_like(seed, site * SALT & LOW)))
+    key = mix((seed & LOW) ^ mix((seed >> 32) ^ torch.full_like(seed, (site + 1) * SALT & LOW)))
     word = mix(mix((index & LOW) ^ key) ^ (index >> 32))
     return (word >> 8).to(torch.float32) / 2.0**24
 

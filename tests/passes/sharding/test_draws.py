@@ -1,0 +1,133 @@
+"""Random operators draw the same on every mesh, other numbers each step, and what their names say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import NO_DECAY, compile_lockstep, trained_alike
+from torch import nn
+
+from compiler_trainer import UserError
+
+MESHES = [{"dp_shard": 2}, {"tp": 2}, {"cp": 2}, {"dp_shard": 2, "tp": 2}]
+DRAWS = {  # operator -> (what it draws for x, its mean, its variance)
+    "bernoulli": (lambda x: torch.empty_like(x).bernoulli_(0.7), 0.7, 0.21),
+    "bernoulli_each": (lambda x: torch.full_like(x, 0.4).bernoulli(), 0.4, 0.24),
+    "exponential": (lambda x: torch.empty_like(x).exponential_(2.0), 0.5, 0.25),
+    "normal": (lambda x: torch.empty_like(x).normal_(1.0, 2.0), 1.0, 4.0),
+    "rand": (lambda x: torch.rand(x.shape, dtype=x.dtype), 0.5, 1 / 12),
+    "rand_like": (lambda x: torch.rand_like(x), 0.5, 1 / 12),
+    "randn": (lambda x: torch.randn(x.shape, dtype=x.dtype), 0.0, 1.0),
+    "randn_like": (lambda x: torch.randn_like(x), 0.0, 1.0),
+    "uniform": (lambda x: torch.empty_like(x).uniform_(-1.0, 3.0), 1.0, 16 / 12),
+}
+
+
+class Drawing(nn.Module):
+    """Two linear layers between which something is drawn, if in training."""
+
+    def __init__(self, draw):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.draw = nn.Linear(6, 9), nn.Linear(9, 3), draw
+
+    def forward(self, x):
+        x = self.up(x).tanh()
+        return self.down(x * self.draw(x) if self.training else x)
+
+
+def loss(model, batch):
+    return (model(batch["x"]) - 0.3).square().mean()
+
+
+def data(*shape: int):
+    generator = torch.Generator().manual_seed(1)
+    return [{"x": torch.randn(*shape, generator=generator, dtype=torch.float64)} for _ in range(3)]
+
+
+def losses(draw, mesh, **options):
+    batches = data(5, 7, 6)
+    step = compile_lockstep(Drawing(draw).double(), loss, batches[0], mesh, NO_DECAY, **options)
+    return [step(batch, 1e-2)["loss"] for batch in batches]
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_what_is_drawn_is_the_same_on_every_mesh(name):
+    wanted = losses(DRAWS[name][0], {})
+    assert wanted != losses(DRAWS[name][0], {}, seed=1)
+    for mesh in MESHES[-2:]:
+        assert losses(DRAWS[name][0], mesh) == pytest.approx(wanted, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_mean_and_variance_and_two_draws_that_differ(name):
+    draw, mean, variance = DRAWS[name]
+
+    class Moments(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.which = nn.Parameter(torch.ones((), dtype=torch.float64)), 0
+
+        def forward(self, x):
+            first, second = draw(x), draw(x)
+            found = [first.mean(), first.var(), (first * second).mean() - first.mean() * second.mean()]
+            return found[self.which] * self.weight
+
+    model = Moments()
+    batch = {"x": torch.ones(200, 100, dtype=torch.float64)}
+    for model.which, wanted in enumerate((mean, variance, 0.0)):
+        step = compile_lockstep(model, lambda m, b: m(b["x"]), batch, {}, NO_DECAY)
+        found = [step(batch, 0.0)["loss"] for _ in range(2)]
+        assert found[0] != found[1] and found == pytest.approx([wanted] * 2, abs=0.04 * max(1.0, variance))
+
+
+def test_a_step_that_draws_evaluates_without():
+    batch = data(5, 7, 6)[0]
+    model = Drawing(DRAWS["rand"][0]).double()
+    step = compile_lockstep(model, loss, batch, {"dp_shard": 2}, NO_DECAY)
+    assert step.evaluate(batch) == pytest.approx(loss(model.eval(), batch).item(), abs=1e-12)
+
+
+class Attention(nn.Module):
+    """Grouped attention whose weights drop out so rarely that none does."""
+
+    def __init__(self, mask: str, p: float = 1e-12):
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.kv, self.out, self.mask, self.p = nn.Linear(6, 12), nn.Linear(6, 12), nn.Linear(12, 6), mask, p
+
+    def forward(self, x):
+        q = self.q(x).unflatten(-1, (4, 3)).transpose(1, 2)
+        k, v = self.kv(x).unflatten(-1, (2, 2, 3)).permute(2, 0, 3, 1, 4)
+        at = torch.arange(x.shape[1])
+        masks = {"some rows": (at[:, None] > at), "added": (at[:, None] - at).to(x.dtype) / 3}
+        mask, p = masks.get(self.mask), self.p if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, mask, p, self.mask == "causal", scale=0.4, enable_gqa=True)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("mask", ["none", "causal", "some rows", "added"])
+def test_attention_that_drops_out_is_attention(mask, mesh):
+    model, batches = nn.Sequential(Attention(mask), Attention(mask)).double(), data(3, 7, 6)
+    step = trained_alike(model, loss, batches, mesh, NO_DECAY)
+    model.load_state_dict(step.state_dict())  # in evaluation it is PyTorch's, over cp a ring that lies otherwise
+    assert step.evaluate(batches[0]) == pytest.approx(loss(model.eval(), batches[0]).item(), abs=1e-10)
+
+
+def test_attention_drops_the_same_on_every_mesh():
+    def found(mesh, p):
+        batches = data(3, 7, 6)
+        step = compile_lockstep(Attention("causal", p).double(), loss, batches[0], mesh, NO_DECAY)
+        return [step(batch, 1e-2)["loss"] for batch in batches]
+
+    wanted = found({}, 0.3)
+    assert wanted != pytest.approx(found({}, 1e-12), abs=1e-3)
+    for mesh in MESHES:
+        assert found(mesh, 0.3) == pytest.approx(wanted, abs=1e-12)
+
+
+def test_what_is_drawn_otherwise_is_refused_by_name():
+    with pytest.raises(UserError, match=r"normalize: %randint \(test_draws.py:\d+\) aten.randint.low draws random numbers"):
+        losses(lambda x: torch.randint(0, 3, x.shape), {})
