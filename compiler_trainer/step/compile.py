@@ -85,7 +85,7 @@ def compile_step(
     programs, report = work.programs(evaluate=True)
     if lower.cudagraphs:
         check_recordable({name: program for name, program in programs.items() if name != "evaluate"})
-    laid_out = next(c.program.mesh for name, c in programs.items() if name != "evaluate")  # as placement has it
+    laid_out = next(iter(programs.values())).program.mesh  # as placement has it; evaluation comes last
     state = initial_state([c.program for c in programs.values()], runtime, laid_out, device, values)
     compiled = {name: Compiled(flatten(c.program), partial(runtime.compile, name, *c)) for name, c in programs.items()}
     evaluation = compiled.pop("evaluate")  # lowered when it is first run
