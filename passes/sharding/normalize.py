@@ -125,7 +125,8 @@ def repeated(x: Tensor, repeats: list[int]) -> Tensor:
     shape = (*[1] * (len(repeats) - x.dim()), *x.shape)
     pairs = [n for pair in zip(repeats, shape) for n in pair]
     whole = [r * n for r, n in zip(repeats, shape)]
-    return x.reshape([n for size in shape for n in (1, size)]).expand(pairs).reshape(whole)
+    found = x.reshape([n for size in shape for n in (1, size)]).expand(pairs).reshape(whole)
+    return found if found.is_contiguous() else found.clone(memory_format=torch.contiguous_format)
 
 
 def mean_pool(x: Tensor, size: list[int]) -> Tensor:

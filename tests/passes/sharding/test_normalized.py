@@ -96,3 +96,8 @@ def windows(x):
 ])  # fmt: skip
 def test_entries_by_their_place_in_memory(function, mesh):
     alike(function, mesh)
+
+
+@every_mesh
+def test_what_is_repeated_lies_in_a_row_and_can_be_viewed(mesh):
+    alike(lambda x: x * x[:1].transpose(1, 2).repeat(5, 1, 1).view(30, 7).view(5, 6, 7).transpose(1, 2), mesh)
