@@ -19,7 +19,7 @@ from compiler_trainer.data.tokenizers import build_tokenizer
 from compiler_trainer.trained.evaluate import evaluate
 from compiler_trainer.trained.export import export
 from compiler_trainer.trained.generate import tokens_after
-from compiler_trainer.trained.saved import newest, options_of, trained_model
+from compiler_trainer.trained.saved import going_on, newest, options_of, trained_model
 from compiler_trainer.training.trainer import train as train_config
 
 USAGE = """usage: compiler-trainer [OPTION=VALUE ...]        train; --cfg job prints the options, -m sweeps over lists
@@ -59,9 +59,7 @@ def parser(verb: str, overrides: bool = False) -> argparse.ArgumentParser:
 def resume(arguments: Sequence[str]) -> None:
     """Go on from the newest checkpoint, up to train.steps."""
     given = parser("resume", overrides=True).parse_args(arguments)
-    cfg = options_of(given.run, given.overrides, train.CONF)
-    going_on = dataclasses.replace(cfg.checkpoint, resume=cfg.checkpoint.resume or "latest")
-    train_config(dataclasses.replace(cfg, checkpoint=going_on))
+    train_config(going_on(options_of(given.run, given.overrides, train.CONF)))
 
 
 def evaluation(arguments: Sequence[str]) -> None:

@@ -96,7 +96,7 @@ def test_passes_import_torch_and_themselves_only(path):
     assert {name.split(".")[0] for name in imported(ast.parse(path.read_text()))} <= allowed
 
 
-@pytest.mark.parametrize("path", [p for p in SOURCES if relative(p) != PRIVATE_API], ids=relative)
+@pytest.mark.parametrize("path", [p for p in [*SOURCES, *sorted(ROOT.glob("tools/**/*.py"))] if relative(p) != PRIVATE_API], ids=relative)
 def test_private_torch_is_used_in_one_file_only(path):
     tree = ast.parse(path.read_text())
     assert not sorted({name for name in [*imported(tree), *attributes(tree)] if is_private_torch(name)})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,8 +123,3 @@ def headers(path: Path) -> dict[str, InFile]:
     except KeyError as error:
         known = ", ".join(DTYPES)
         raise UserError(str(path), f"holds numbers of {error}, and weights are read of {known}") from error
-
-
-def size_bytes(tensor: Stored) -> int:
-    """Bytes of a stored tensor."""
-    return math.prod(tensor.shape) * tensor.dtype.itemsize

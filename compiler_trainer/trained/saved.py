@@ -58,14 +58,15 @@ def compose(conf: Path, overrides: list[str]) -> dict[Any, Any]:
 
 def newest(cfg: Config) -> Path:
     """The newest checkpoint of a run, or the one that `checkpoint.resume` names."""
-    path = folder.resumed_from(dataclasses.replace(cfg, checkpoint=going_on(cfg)))
+    path = folder.resumed_from(going_on(cfg))
     assert path is not None
     return path
 
 
-def going_on(cfg: Config) -> Any:
-    """Its checkpoint options, from where there is one."""
-    return dataclasses.replace(cfg.checkpoint, resume=cfg.checkpoint.resume or "latest")
+def going_on(cfg: Config) -> Config:
+    """The run from its newest checkpoint on, where it names no other."""
+    resume = cfg.checkpoint.resume or "latest"
+    return dataclasses.replace(cfg, checkpoint=dataclasses.replace(cfg.checkpoint, resume=resume))
 
 
 def trained_model(cfg: Config, path: Path) -> tuple[Subject, nn.Module]:

@@ -21,18 +21,8 @@ from passes.rules.base import Rule, RuleMaker, from_text, opaque, tensor_operand
 
 RULES: dict[str, RuleMaker] = {}
 FAMILIES = (
-    attention,
-    contractions,
-    factories,
-    indexing,
-    losses,
-    pointwise,
-    recurrent,
-    reductions,
-    routed,
-    spatial,
-    views,
-)
+    attention, contractions, factories, indexing, losses, pointwise, recurrent, reductions, routed, spatial, views
+)  # fmt: skip
 for _family in FAMILIES:
     _rules = _family.rules()
     if _twice := RULES.keys() & _rules.keys():

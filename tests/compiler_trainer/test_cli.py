@@ -12,7 +12,7 @@ import pytest
 
 from compiler_trainer import train
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import OPS, Config, LrScheduleConfig, OptimConfig
+from compiler_trainer.config.schema import OPS, Config, LrScheduleConfig, OptimConfig, TrainConfig
 from compiler_trainer.sweep import point
 
 CHOICES = [(path.parent.name, path.stem) for path in sorted(train.CONF.glob("*/*.yaml"))]
@@ -55,12 +55,13 @@ def command(monkeypatch, trainer):
     return run
 
 
-def test_the_default_job_is_the_defaults_and_two_recipes(command):
+def test_the_default_job_is_the_defaults_and_three_recipes(command):
     (cfg,) = command()
     recipes = {
         "optim": OptimConfig(lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, max_norm=1.0),
-        "lr_schedule": LrScheduleConfig("cosine", warmup_steps=8, min_ratio=0.1),
+        "lr_schedule": LrScheduleConfig("cosine", warmup_steps=40, min_ratio=0.1),
         "mesh": dataclasses.replace(Config().mesh, dp_shard=1),
+        "train": TrainConfig(steps=400, global_batch_size=4),
         "run": cfg.run,
     }
     assert cfg == dataclasses.replace(Config(), **recipes)

@@ -37,6 +37,8 @@ from tools.bench.stock import decoder_of, stock_step
 
 Batch = dict[str, Tensor]
 
+WORKLOAD = ("train.global_batch_size=16",)  # what all contenders are measured with, unless told otherwise
+
 
 def main(name: str, results: Path, rounds: int, steps: int, overrides: Sequence[str]) -> None:
     """Measure a contender; a failure is recorded with its time, and ends this rank."""
@@ -63,7 +65,7 @@ def composed(overrides: Sequence[str], ranks: int) -> Config:
     store_defaults()
     try:
         with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-            options = OmegaConf.to_container(hydra.compose("train", list(overrides)), resolve=True)
+            options = OmegaConf.to_container(hydra.compose("train", [*WORKLOAD, *overrides]), resolve=True)
         return validate(build(Config, options), ranks)
     except INPUT_ERRORS as error:
         raise error if isinstance(error, UserError) else user_error(error) from error

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import compiler_trainer as ct
 from compiler_trainer.step.step import Step
+from passes.program.torch_private import TorchDispatchMode
 from tools.models.case import MESHES, Case, Entry
 
 Record = dict[str, Any]
