@@ -9,6 +9,7 @@ from oracle import NO_DECAY, compile_lockstep, trained_alike
 from torch import nn
 
 from compiler_trainer import UserError
+from passes.sharding.random import uniform_at
 
 MESHES = [{"dp_shard": 2}, {"tp": 2}, {"cp": 2}, {"dp_shard": 2, "tp": 2}]
 DRAWS = {  # operator -> (what it draws for x, its mean, its variance)
@@ -131,3 +132,9 @@ def test_attention_drops_the_same_on_every_mesh():
 def test_what_is_drawn_otherwise_is_refused_by_name():
     with pytest.raises(UserError, match=r"normalize: %randint \(test_draws.py:\d+\) aten.randint.low draws random numbers"):
         losses(lambda x: torch.randint(0, 3, x.shape), {})
+
+
+def test_the_first_entry_is_no_exception_in_the_first_step_of_the_first_seed():
+    zero = torch.zeros((), dtype=torch.int64)
+    first = [float(uniform_at(zero, zero + (seed << 32), site)) for seed in range(16) for site in range(4)]
+    assert min(first) > 0 and 0.4 < sum(first) / len(first) < 0.6
