@@ -62,7 +62,7 @@ def record(cls: Any, args: tuple) -> Any:
         full = list(args)
         for i, t in zip(tensors, given):
             full[i] = t.clone() if i in changed else t
-        ctx = Saved(tuple(isinstance(a, Tensor) and a.is_floating_point() for a in full))
+        ctx = Saved(tuple(isinstance(a, Tensor) and (a.is_floating_point() or a.is_complex()) for a in full))
         if cls.setup_context is not torch.autograd.Function.setup_context:
             out = cls.forward(*full)
             cls.setup_context(ctx, tuple(full), out)

@@ -26,6 +26,7 @@ from passes.program.sweep import Sweep, Value, sweep
 from passes.program.torch_private import OpOverload, c10d
 
 STORED_IN = {"buffer": ("buffer",), "gradient": ("parameter", "gradient")}  # result -> inputs that may take it
+CAST = torch.ops.aten._to_copy.default
 AROUND = 5  # nodes shown before and after the one at fault
 
 Finding = tuple[fx.Node | None, str]
@@ -138,7 +139,15 @@ def _ends(program: ir.Program) -> list[tuple[fx.Node, ir.Input | ir.Output]]:
     ]
 
 
-STRUCTURE = (check_lint, check_values, check_ends)
+def check_parts(program: ir.Program) -> Iterator[Finding]:
+    """No cast or copy drops the imaginary parts of complex numbers, as PyTorch's do with a warning."""
+    for node in program.calls():
+        at = {CAST: 0, COPY: 1}.get(node.target)
+        if at is not None and ir.example(node.args[at]).is_complex() and not ir.example(node).is_complex():
+            yield node, "drops the imaginary parts of complex numbers; take x.real where that is meant"
+
+
+STRUCTURE = (check_lint, check_values, check_ends, check_parts)
 
 
 # ---- what is recorded ----------------------------------------------------------------------------

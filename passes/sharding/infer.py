@@ -246,11 +246,12 @@ def candidates(rule: Rule, i: int, blocks: Blocks) -> list[tuple[str, Part, Part
     low, high = blocks.inner, blocks.inner * blocks.size
     for name in reversed(rule.operands[i][blocks.dim]):
         size = rule.sizes[name]
-        if inner >= low and inner * size <= high:
-            found.append((name, (1, size, 1), (high // (inner * size), size, inner // low)))
-        elif inner <= low and inner * size >= high:
-            found.append((name, (inner * size // high, blocks.size, low // inner), (1, blocks.size, 1)))
-        inner *= size
+        top = inner * size
+        if top <= high and not inner % low and not high % top:
+            found.append((name, (1, size, 1), (high // top, size, inner // low)))
+        elif top >= high and not low % inner and not top % high:
+            found.append((name, (top // high, blocks.size, low // inner), (1, blocks.size, 1)))
+        inner = top
     return found[::-1]
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from passes.program.mesh import Mesh
 from passes.program.spec import Factor, Spec
-from passes.update.optimizers import cast
+from passes.update.optimizers import stored
 
 Format = Literal["float32", "bfloat16", "int8", "float8"]
 Part = tuple[str, tuple[int, ...], torch.dtype, Spec]  # suffix of the name, local shape, dtype, placement
@@ -47,7 +47,7 @@ class Wide:
         return [("", spec.local_shape(mesh), self.dtype, spec)]
 
     def encode(self, x: Tensor) -> Sequence[Tensor]:
-        return [cast(x, self.dtype)]
+        return [stored(x, self.dtype)]
 
     def decode(self, parts: Sequence[Tensor]) -> Tensor:
         return parts[0]
@@ -118,7 +118,12 @@ def blocked(spec: Spec, mesh: Mesh, block: int) -> Spec | None:
 
 
 def codec(given: Format | None, signed: bool, block: int, dtype: torch.dtype, spec: Spec, mesh: Mesh) -> Codec:
-    """How a moment of a parameter of this dtype and placement is stored; `given` None: in the parameter's dtype."""
+    """How a moment of a parameter of this dtype and placement is stored; `given` None: in the parameter's dtype.
+
+    Of complex parameters, moments are complex and never narrower than two fp32.
+    """
+    if dtype.is_complex:
+        return Wide(dtype if given is None else torch.complex64)
     if given in ("int8", "float8"):
         small = math.prod(spec.shape) < SMALL
         return Wide(torch.float32) if small or blocked(spec, mesh, block) is None else Blocks(block, given, signed)

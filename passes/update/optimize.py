@@ -27,7 +27,7 @@ from passes.program.rewrite import graft
 from passes.program.spec import Spec
 from passes.sharding.random import global_index, uniform_at
 from passes.update.moments import Codec, Format, Wide, codec
-from passes.update.optimizers import Optimizer, arithmetic, cast
+from passes.update.optimizers import Optimizer, arithmetic, cast, real, stored
 
 aten = torch.ops.aten
 
@@ -131,7 +131,7 @@ def squared_norm(
 
 def square(gradient: Tensor) -> Tensor:
     """The sum of a gradient's squares, 0-d fp32 or wider."""
-    return cast(gradient, arithmetic(gradient.dtype)).square().sum()
+    return real(gradient, arithmetic(gradient.dtype)).square().sum()
 
 
 @dataclass(frozen=True)
@@ -287,8 +287,8 @@ class Update:
         places: Mapping[str, fx.Node],
     ) -> list[tuple[fx.Node, ir.Input]]:
         """Change the parameter and its moments in place; returns the inputs added for these."""
-        stored = [self.inputs(append, m.name, c, parameter) for m, c in zip(self.how.optimizer.moments, self.codecs)]
-        kept = [node for parts in stored for node, _ in parts]
+        held = [self.inputs(append, m.name, c, parameter) for m, c in zip(self.how.optimizer.moments, self.codecs)]
+        kept = [node for parts in held for node, _ in parts]
         at_random = self.how.stochastic and self.dtype == torch.bfloat16
         axes = [axis for axis in self.mesh.names if axis in self.spec.sharded] if at_random else []
 
@@ -298,13 +298,13 @@ class Update:
         def update(p, g, factor, *rest):
             values = iter(rest)
             given = tuple(next(values) for _ in scalars)
-            state = [c.decode([next(values) for _ in parts]) for c, parts in zip(self.codecs, stored)]
-            moments = tuple(cast(moment, wide) for moment in state)
-            new, moments = self.how.optimizer.update(cast(p, wide), cast(g, wide) * factor, moments, given)
+            state = [c.decode([next(values) for _ in parts]) for c, parts in zip(self.codecs, held)]
+            moments = tuple(real(moment, wide) for moment in state)
+            new, moments = self.how.optimizer.update(real(p, wide), real(g, wide) * factor, moments, given)
             if at_random:
                 index = global_index(self.spec, self.mesh, dict(zip(axes, values)), p.device)
                 new = round_at_random(new, next(values), self.site, index)
-            return cast(new, self.dtype), *(part for c, m in zip(self.codecs, moments) for part in c.encode(m))
+            return stored(new, self.dtype), *(part for c, m in zip(self.codecs, moments) for part in c.encode(m))
 
         key = ("update", self.dtype, tuple(self.codecs), *((self.site, self.spec) if at_random else ()))
         drawn = (*(places[axis] for axis in axes), step) if at_random else ()
@@ -313,7 +313,7 @@ class Update:
         append.write(parameter, new)
         for node, value in zip(kept, new_state, strict=True):
             append.write(node, value)
-        return [pair for parts in stored for pair in parts]
+        return [pair for parts in held for pair in parts]
 
     def inputs(self, append: Appender, moment: str, how: Codec, parameter: fx.Node) -> list[tuple[fx.Node, ir.Input]]:
         """The tensors that one moment is stored in."""

@@ -1,4 +1,7 @@
-"""Optimizers as functions of one parameter's local shard; all arithmetic is elementwise and in fp32 or wider."""
+"""Optimizers as functions of one parameter's local shard; all arithmetic is elementwise and in fp32 or wider.
+
+A complex number is updated as the pair of its parts, as torch.optim does.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ from torch import Tensor
 
 
 def arithmetic(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of an update's arithmetic: fp64 for fp64 parameters, else fp32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    """The dtype of an update's arithmetic: fp64 for parameters of that precision, else fp32."""
+    return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
 
 
 class Moment(NamedTuple):
@@ -24,6 +27,16 @@ class Moment(NamedTuple):
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor in a dtype, itself if that is its own."""
     return x if x.dtype == dtype else x.to(dtype)
+
+
+def real(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in a real dtype, complex numbers as pairs in a last dim."""
+    return cast(torch.view_as_real(x.resolve_conj()) if x.is_complex() else x, dtype)
+
+
+def stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """What `real` made, in the dtype that it is stored in."""
+    return torch.view_as_complex(cast(x, dtype.to_real())) if dtype.is_complex else cast(x, dtype)
 
 
 class Optimizer(Protocol):

@@ -1270,4 +1270,86 @@ FAULTS = (
         "if False:",
         "A layer is repeated though the layers around it call other bodies.",
     ),
+    # rules/spatial.py
+    Fault(
+        "groups_minor",
+        "passes/rules/spatial.py",
+        '(dims("n", "g c", tag="h"), weight, *bias)',
+        '(dims("n", "c g", tag="h"), weight, *bias)',
+        "Channels are taken to belong to groups in turn.",
+    ),
+    Fault(
+        "groups_of_all",
+        "passes/rules/spatial.py",
+        "return (*args[:8], (shape if args[6] else x)[1] // weight[1])",
+        "return args",
+        "A rank convolves its channels in as many groups as there are in all.",
+    ),
+    Fault(
+        "channels_by_maximum",
+        "passes/rules/spatial.py",
+        '        {"c": "sum"},\n',
+        '        {"c": "max"},\n',
+        "Terms of a convolution over channels are joined by their maximum.",
+    ),
+    Fault(
+        "border_linear",
+        "passes/rules/spatial.py",
+        "linear=frozenset([frozenset([0])]) if value == 0 else frozenset(),",
+        "linear=frozenset([frozenset([0])]),",
+        "Every term of a sum is given a border that is not zero.",
+    ),
+    Fault(
+        "norm_groups_of_all",
+        "passes/rules/spatial.py",
+        "resize=lambda args, local: (args[0], local[1] // each, *args[2:]),",
+        "resize=lambda args, local: args,",
+        "A rank normalizes its channels in as many groups as there are in all.",
+    ),
+    # sharding/draws.py
+    Fault(
+        "radius_is_turn",
+        "passes/sharding/draws.py",
+        "drawn(x, seed, -2 - site)",
+        "drawn(x, seed, site)",
+        "Both numbers that make a normal one are the same.",
+    ),
+    Fault(
+        "blind_rows_see_all",
+        "passes/sharding/draws.py",
+        "return dropout(torch.where(mask, weights, 0.0), dropout_p, seed, site) @ v",
+        "return dropout(weights, dropout_p, seed, site) @ v",
+        "A row that may see nothing sees all keys alike where attention drops out.",
+    ),
+    Fault(
+        "first_site_is_no_key",
+        "passes/sharding/random.py",
+        "(site + 1) * SALT",
+        "site * SALT",
+        "The first random number of a run with seed 0 is always zero.",
+    ),
+    # sharding/norms.py
+    Fault(
+        "variance_of_the_batch",
+        "passes/sharding/norms.py",
+        "count / max(count - 1, 1)",
+        "count / max(count, 1)",
+        "The running variance of a batch norm is that of the batch, not of what it is drawn from.",
+    ),
+    # sharding/infer.py
+    Fault(
+        "blocks_that_do_not_fit",
+        "passes/sharding/infer.py",
+        "if top <= high and not inner % low and not high % top:",
+        "if top <= high and inner >= low:",
+        "Groups of a convolution are taken for blocks that they cut through.",
+    ),
+    # program/ir.py
+    Fault(
+        "complex_is_constant",
+        "passes/program/ir.py",
+        "return example(node).is_floating_point() or example(node).is_complex()",
+        "return example(node).is_floating_point()",
+        "A complex weight is a full copy whose gradient nobody adds up.",
+    ),
 )

@@ -6,7 +6,8 @@ import ast
 
 import pytest
 
-from tools.faults import command, plant
+from tools.faults import command, judge, plant
+from tools.faults.models import make
 from tools.faults.page import page
 from tools.faults.plant import ROOT, mutated, planted
 from tools.faults.table import FAULTS, Fault
@@ -70,3 +71,10 @@ def test_the_page_puts_first_what_survives():
     known = {faults[0].name: seen, faults[1].name: unseen | {"suite": "a.py::test_b"}, faults[2].name: unseen | {"suite": "survives"}}
     rows = [line.split(" | ")[0] for line in page(faults, known).splitlines() if line.startswith("| ")][1:]
     assert rows == [f"| {faults[k].name}" for k in (2, 1, 0)]
+
+
+@pytest.mark.parametrize("name", ["state", "images"])
+def test_the_tree_as_it_is_trains_the_models_right(name):
+    case = make(name)
+    step, said = judge.compiled(case, "off")
+    assert step is not None and not judge.by_value(case, step), said
