@@ -12,12 +12,19 @@ microbatch as one `step` program, with several as `accumulate`, run once a micro
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from compiler_trainer.config.schema import EIGHT_BITS, CastConfig, OptimConfig, PassesConfig, RematConfig
+from compiler_trainer.config.schema import (
+    EIGHT_BITS,
+    CastConfig,
+    GroupConfig,
+    OptimConfig,
+    PassesConfig,
+    RematConfig,
+)
 from passes.autograd.joint import Joint
 from passes.autograd.simplify import Simplify
 from passes.communication.add_first import AddFirst
@@ -39,6 +46,8 @@ from passes.sharding.normalize import Normalize
 from passes.sharding.place import Place
 from passes.sharding.shard import Shard
 from passes.update.accumulate import Accumulate, ApplyOnly
+from passes.update.groups import Group
+from passes.update.muon import Muon
 from passes.update.optimize import Optimize
 from passes.update.optimizers import SGD, AdamW, Optimizer
 
@@ -75,18 +84,20 @@ def build_pipeline(
         Shard(shard.sequence_parallel, shard.strict, reduce_dtype, passes.context.method),
     )
     how = (EIGHT_BITS.get(optim.name, optim.state), optim.block, optim.stochastic_rounding)
-    optimize = Optimize(build_optimizer(optim), optim.max_norm, reduce_dtype, 1 / microbatches, *how)
+    rest = build_optimizer(optim, DTYPES[cast.param_dtype])
+    groups = tuple(build_group(label, group, optim, rest) for label, group in optim.groups.items())
+    optimize = Optimize(rest, optim.max_norm, reduce_dtype, 1 / microbatches, *how, groups)
     overlap, segment = Overlap(passes.schedule.ahead), Segment(passes.segment.enabled, passes.segment.max_nodes)
     finish = (Schedule(passes.schedule.bucket_mib), Expand(), Communicators(), overlap)
     joint = (Joint(), Simplify(), Dedupe(), AddFirst())
     train: dict[str, Passes]
     if microbatches == 1:
-        rest: Passes = (optimize, *finish)
-        train = {"step": (*joint, build_remat(remat, rest), *rest, segment)}
+        then: Passes = (optimize, *finish)
+        train = {"step": (*joint, build_remat(remat, then), *then, segment)}
     else:
-        rest = (Accumulate(), *finish)
+        then = (Accumulate(), *finish)
         train = {
-            "accumulate": (*joint, build_remat(remat, rest, optimize.state_bytes), *rest, segment),
+            "accumulate": (*joint, build_remat(remat, then, optimize.state_bytes), *then, segment),
             "apply": (Joint(), ApplyOnly(), optimize, *finish, segment),
         }
     return Pipeline(forward, (Expand(), overlap, segment), train, build_rolling(passes, optim, masters))
@@ -94,10 +105,11 @@ def build_pipeline(
 
 def build_rolling(passes: PassesConfig, optim: OptimConfig, masters: Mapping[str, torch.dtype]) -> Rolling | None:
     """Which layers may stand for others; None where options treat them by their number, or all at once."""
-    by_number = passes.remat.policy in ("every_n", "budget") or optim.stochastic_rounding
+    by_number = passes.remat.policy in ("every_n", "budget") or optim.stochastic_rounding or optim.name == "muon"
     if by_number or passes.verify == "numeric" or not (passes.roll and passes.segment.enabled):
         return None
     patterns = (*(passes.shard.plan or ()), *passes.cast.modules, *passes.cast.float8_skip, *passes.remat.modules)
+    patterns += tuple(pattern for group in optim.groups.values() for pattern in group.names)
     ahead = passes.schedule.ahead  # gathers start so many layers early, gradients are waited for as late, for each axis
     offloads = "offload" in (passes.remat.policy, *passes.remat.modules.values(), *passes.remat.ops.values())
     further = 2 if passes.cast.float8 or offloads else 0  # maxima come before gathers, what is fetched before its use
@@ -131,8 +143,18 @@ def build_remat(remat: RematConfig, rest: Passes, reserved: Callable[[Program], 
     )
 
 
-def build_optimizer(optim: OptimConfig) -> Optimizer:
-    """The optimizer of a configuration."""
+def build_optimizer(optim: OptimConfig, compute: torch.dtype | None) -> Optimizer:
+    """The optimizer of a configuration; products of its own are made in the dtype `compute`."""
     if optim.name == "sgd":
         return SGD(optim.momentum, optim.weight_decay)
+    if optim.name == "muon":
+        return Muon(optim.momentum, optim.weight_decay, compute)
     return AdamW(optim.betas, optim.eps, optim.weight_decay)
+
+
+def build_group(label: str, group: GroupConfig, optim: OptimConfig, rest: Optimizer) -> Group:
+    """A group of parameters: as the rest, but for what it says."""
+    mine = AdamW(optim.betas, optim.eps, optim.weight_decay) if group.optimizer == "adamw" else rest
+    if group.weight_decay is not None:
+        mine = replace(mine, weight_decay=group.weight_decay)  # type: ignore[type-var]
+    return Group(mine, group.lr, frozenset(group.kinds), group.names, label)

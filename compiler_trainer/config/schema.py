@@ -175,28 +175,41 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class GroupConfig:
+    """Parameters that are updated otherwise: those of some kinds, and those named like some patterns."""
+
+    kinds: tuple[Literal["vector", "embedding", "head"], ...] = ()  # of one dim or none; looked up; the last product
+    names: tuple[str, ...] = ()  # patterns of names, e.g. `layers.*.norm.weight`
+    lr: NonNegativeFloat = 1.0  # times optim.lr
+    weight_decay: NonNegativeFloat | None = None  # null: optim.weight_decay
+    optimizer: Literal["adamw"] | None = None  # with optim=muon: the other one
+
+
+@dataclass(frozen=True)
 class OptimConfig:
     """The update; what is left unset here is plain: no decay, no momentum, no clip (`max_norm` null)."""
 
-    name: Literal["adamw", "adamw8bit", "adamwfp8", "sgd"] = "adamw"  # with moments in eight bits: torchao's formats
+    name: Literal["adamw", "adamw8bit", "adamwfp8", "muon", "sgd"] = "adamw"  # 8bit, fp8: moments in torchao's formats
     lr: NonNegativeFloat = 1e-3
     betas: tuple[OpenFraction, OpenFraction] = (0.9, 0.999)  # adamw's
     eps: PositiveFloat = 1e-8  # adamw's
-    momentum: OpenFraction = 0.0  # sgd's
+    momentum: OpenFraction = 0.0  # sgd's and muon's
     weight_decay: NonNegativeFloat = 0.0
     max_norm: PositiveFloat | None = None
     state: Dtype | None = None  # of moments; null: that of the parameters
     block: Positive = 256  # entries that share a scale, where moments are in eight bits
     stochastic_rounding: bool = False  # of updated bf16 parameters
+    groups: dict[str, GroupConfig] = field(default_factory=dict)  # by a name of one's own; the first that fits counts
 
 
 @dataclass(frozen=True)
 class LrScheduleConfig:
-    """Linear warm-up to `optim.lr`, then down to `min_ratio * optim.lr` at `train.steps`."""
+    """Linear warm-up to `optim.lr`, then down to `min_ratio * optim.lr` in the last `decay_steps` of `train.steps`."""
 
-    name: Literal["constant", "cosine", "linear"] = "constant"
+    name: Literal["constant", "cosine", "linear", "wsd"] = "constant"  # wsd falls as 1 - sqrt
     warmup_steps: Count = 0
     min_ratio: Fraction = 0.0
+    decay_steps: Count | None = None  # null: all after the warm-up
 
 
 @dataclass(frozen=True)

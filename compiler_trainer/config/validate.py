@@ -112,8 +112,18 @@ CHECKS: Checks = (
     ),
     (
         "optim.momentum",
-        lambda c: c.optim.name == "sgd" or c.optim.momentum == 0,
-        "{c.optim.momentum} means nothing to {c.optim.name}; use optim=sgd or leave it 0",
+        lambda c: c.optim.name in ("sgd", "muon") or c.optim.momentum == 0,
+        "{c.optim.momentum} means nothing to {c.optim.name}; use optim=sgd, optim=muon or leave it 0",
+    ),
+    (
+        "optim.groups",
+        lambda c: c.optim.name == "muon" or all(group.optimizer is None for group in c.optim.groups.values()),
+        "say optimizer=adamw, but the other one is {c.optim.name}; groups have one of their own with optim=muon alone",
+    ),
+    (
+        "optim.groups",
+        lambda c: all(group.kinds or group.names for group in c.optim.groups.values()),
+        "one of them has neither kinds nor names, and so holds no parameter; give it either",
     ),
     (
         "optim.state",
@@ -124,6 +134,12 @@ CHECKS: Checks = (
         "lr_schedule.warmup_steps",
         lambda c: c.lr_schedule.warmup_steps <= c.train.steps,
         "{c.lr_schedule.warmup_steps} is more than train.steps={c.train.steps}; change either",
+    ),
+    (
+        "lr_schedule.decay_steps",
+        lambda c: c.lr_schedule.warmup_steps + (c.lr_schedule.decay_steps or 0) <= c.train.steps,
+        "{c.lr_schedule.decay_steps} and lr_schedule.warmup_steps={c.lr_schedule.warmup_steps} are more than "
+        "train.steps={c.train.steps}; change one of them",
     ),
     (
         "eval.interval",

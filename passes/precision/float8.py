@@ -26,6 +26,7 @@ from torch import Tensor, fx
 from passes.program import ir, routed
 from passes.program.functions import Function, define, record
 from passes.program.regions import within
+from passes.rules.roles import last_of
 
 aten = torch.ops.aten
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -76,15 +77,6 @@ def backward(quantize: Quantize, x: Tensor, w: Tensor, y: Tensor, gradient: Tens
     rows, flat = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
     along_n, along_m = product(rows, w.t(), quantize, dtype), product(rows.t(), flat.t(), quantize, dtype)
     return along_n.reshape(x.shape), along_m
-
-
-def last_of(program: ir.Program, layers: list[fx.Node]) -> set[fx.Node]:
-    """Those of the layers whose results reach no other."""
-    before = set[fx.Node]()  # nodes that a layer follows
-    for node in reversed(list(program.calls())):
-        if any(user in before or user in layers for user in node.users):
-            before.add(node)
-    return set(layers) - before
 
 
 RECIPES: dict[str, Quantize] = {"rowwise": rowwise, "tensorwise": tensorwise}

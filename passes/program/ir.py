@@ -26,13 +26,14 @@ class Input:
     """One placeholder: `name` is the model's own (`layers.0.wq.weight`), the batch key, the axis or the scalar.
 
     A constant brings its `value`, by which it is named: a tensor that the model holds as neither parameter nor buffer,
-    or makes of Python's numbers.
+    or makes of Python's numbers. The `roles` of a parameter are what it is used for: `embedding`, `head`.
     """
 
     name: str
     kind: InputKind
     spec: Spec
     value: Tensor | None = field(default=None, compare=False, repr=False)
+    roles: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from torch import fx
 
 from passes.program import ir
 from passes.rules import Rule, name_of, rule_of, tensor_operands
+from passes.rules.roles import root
 
 
 @dataclass(frozen=True)
@@ -85,15 +86,6 @@ def experts_of(program: ir.Program) -> dict[str, int]:
     return found
 
 
-def keeps_dims(node: fx.Node) -> bool:
-    """Whether an operator leaves the dims of its one operand: in another order, with new ones of size one, cast."""
-    if name_of(node) in ("_to_copy", "alias"):
-        return True
-    rule = rule_of(node)
-    before, after = (sorted(filter(None, dims[0])) for dims in (rule.operands, rule.results))
-    return rule.moves and before == after
-
-
 class _Finder:
     def __init__(self, program: ir.Program, parts: int):
         self.parts, self.found = parts, dict[fx.Node, Blocks]()
@@ -141,12 +133,8 @@ class _Finder:
         return [(n, names) for n, names in zip(tensor_operands(node), rule_of(node).operands) if len(names) == dims]
 
     def root(self, node: fx.Node) -> fx.Node | None:
-        """The parameter of which the node is a transpose, a cast or a view with its dims, if it is."""
-        while node not in self.parameters:
-            if not hasattr(node.target, "_schema") or len(tensor_operands(node)) != 1 or not keeps_dims(node):
-                return None
-            node = node.args[0]  # type: ignore[assignment]
-        return node
+        """The parameter that the node is with its dims, if it is one."""
+        return root(node, self.parameters)
 
     def from_batch(self, node: fx.Node) -> bool:
         """Whether ids come straight from the batch, not from positions or constants."""

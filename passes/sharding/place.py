@@ -21,6 +21,7 @@ import torch
 from passes.program import ir
 from passes.program.mesh import BATCH_AXES, SEQUENCE_AXIS, Mesh
 from passes.program.spec import Dim, Factor, Spec
+from passes.rules.roles import roles
 from passes.sharding.custom import in_line
 from passes.sharding.infer import Blocks, experts_of, infer
 
@@ -92,8 +93,9 @@ class Place:
         experts = experts_of(program) if program.mesh.experts else {}
         if "tp" in program.mesh.experts:
             inferred = {name: blocks for name, blocks in inferred.items() if name not in experts}
-        program = replace(program, mesh=fold(program))
-        inputs = tuple(self.place(given, program.mesh, unmatched, inferred, experts) for given in program.inputs)
+        program, used = replace(program, mesh=fold(program)), roles(program)
+        placed = (self.place(given, program.mesh, unmatched, inferred, experts) for given in program.inputs)
+        inputs = tuple(replace(i, roles=used[i.name]) if i.name in used else i for i in placed)
         if unmatched:
             raise ir.Refused(
                 "place", None, f"passes.shard.plan: no parameter is named like {', '.join(sorted(unmatched))}"

@@ -12,7 +12,7 @@ import pytest
 
 from compiler_trainer import train
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import OPS, Config, LrScheduleConfig, OptimConfig, TrainConfig
+from compiler_trainer.config.schema import OPS, Config, GroupConfig, LrScheduleConfig, OptimConfig, TrainConfig
 from compiler_trainer.sweep import point
 
 CHOICES = [(path.parent.name, path.stem) for path in sorted(train.CONF.glob("*/*.yaml"))]
@@ -43,6 +43,9 @@ def trainer(monkeypatch, tmp_path):
     return trainer
 
 
+NO_DECAY = {"no_decay": GroupConfig(kinds=("vector",), weight_decay=0.0)}
+
+
 @pytest.fixture
 def command(monkeypatch, trainer):
     """Runs the command line and returns the configs that reached the trainer."""
@@ -58,7 +61,7 @@ def command(monkeypatch, trainer):
 def test_the_default_job_is_the_defaults_and_three_recipes(command):
     (cfg,) = command()
     recipes = {
-        "optim": OptimConfig(lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, max_norm=1.0),
+        "optim": OptimConfig(lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, max_norm=1.0, groups=NO_DECAY),
         "lr_schedule": LrScheduleConfig("cosine", warmup_steps=40, min_ratio=0.1),
         "mesh": dataclasses.replace(Config().mesh, dp_shard=1),
         "train": TrainConfig(steps=400, global_batch_size=4),
@@ -145,14 +148,14 @@ REFUSED = [
     (["mesh.dp_shard=3"], "mesh: dp_shard=3 needs 3 ranks, not 1; change mesh.dp_shard or start 3 ranks"),
     (["mesh.ep=2"], "mesh.ep: size is 2, experts are spread over the ranks of other axes; there is one rank"),
     (["+optim.lrr=2"], "optim.lrr: no such option; did you mean 'lr'?"),
-    (["optim=adamv"], "optim: 'adamv' is not one of adamw, adamw8bit, adamwfp8, sgd; did you mean 'adamw'?"),
+    (["optim=adamv"], "optim: 'adamv' is not one of adamw, adamw8bit, adamwfp8, muon, sgd; did you mean 'adamw'?"),
     (["optim.lr=abc"], "optim.lr: 'abc' is not a number"),
     (["train.steps=abc"], "train.steps: 'abc' is not a whole number"),
     (["train.steps=${nowhere}"], "train.steps: Interpolation key 'nowhere' not found"),
     (["train.seq_len=-1"], "train.seq_len: -1 must be at least 2, a token and the one it predicts"),
     (["run.dir=???"], "run.dir: Missing mandatory value: dir"),
     (["-m", "optim.lr=1,abc"], "optim.lr: 'abc' is not a number"),
-    (["-m", "optim=sgd,adamv"], "optim: 'adamv' is not one of adamw, adamw8bit, adamwfp8, sgd; did you mean 'adamw'?"),
+    (["-m", "optim=sgd,adamv"], "optim: 'adamv' is not one of adamw, adamw8bit, adamwfp8, muon, sgd; did you mean 'adamw'?"),
     (["-m", "mesh.dp_shard=1,2"], "mesh: dp_shard=2 needs 2 ranks, not 1; change mesh.dp_shard or start 2 ranks"),
 ]
 

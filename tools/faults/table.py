@@ -1064,7 +1064,7 @@ FAULTS = (
     ),
     Fault(
         "rounded_down",
-        "passes/update/optimize.py",
+        "passes/update/update.py",
         "(uniform_at(index, step.to(torch.int64), site) * 2**16)",
         "(uniform_at(index, step.to(torch.int64), site) * 2**15)",
         "Random rounding goes down more often than up.",
@@ -1351,5 +1351,48 @@ FAULTS = (
         "return example(node).is_floating_point() or example(node).is_complex()",
         "return example(node).is_floating_point()",
         "A complex weight is a full copy whose gradient nobody adds up.",
+    ),
+    # update/muon.py, groups.py, optimizers.py
+    Fault(
+        "shards_made_orthogonal",
+        "passes/update/muon.py",
+        "x = convert(append, mesh, x, held, mine, places)",
+        "pass",
+        "Every rank makes its shard of a weight orthogonal, not the whole.",
+    ),
+    Fault(
+        "momentum_behind",
+        "passes/update/muon.py",
+        "return gradient + self.momentum * (moment - gradient), (moment,)",
+        "return moment, (moment,)",
+        "Muon goes along its momentum, not a step ahead.",
+    ),
+    Fault(
+        "size_of_the_shorter_side",
+        "passes/update/muon.py",
+        "math.sqrt(max(rows, columns))",
+        "math.sqrt(min(rows, columns))",
+        "An orthogonal update is as large as the shorter side says.",
+    ),
+    Fault(
+        "last_group_counts",
+        "passes/update/groups.py",
+        "next((group for group in groups if group.holds(given))",
+        "next((group for group in reversed(groups) if group.holds(given))",
+        "Of the groups that hold a parameter the last counts.",
+    ),
+    Fault(
+        "rate_of_all",
+        "passes/update/optimize.py",
+        "cast(lr, dtype) * group.lr if group.lr != 1",
+        "cast(lr, dtype) if group.lr != 1",
+        "All groups learn at one rate.",
+    ),
+    Fault(
+        "real_part_alone",
+        "passes/update/optimizers.py",
+        "torch.view_as_real(x.resolve_conj()) if x.is_complex()",
+        "torch.stack([x.real, 0 * x.real], -1) if x.is_complex()",
+        "Of complex weights the real part alone is trained.",
     ),
 )

@@ -159,6 +159,9 @@ def test_a_partial_mapping_keeps_the_other_defaults():
         ({"train": {"global_batch_size": 6, "microbatches": 4}}, "train.microbatches"),
         ({"optim": {"momentum": 0.9}}, "optim.momentum"),
         ({"train": {"steps": 5}, "lr_schedule": {"warmup_steps": 6}}, "lr_schedule.warmup_steps"),
+        ({"train": {"steps": 5}, "lr_schedule": {"warmup_steps": 2, "decay_steps": 4}}, "lr_schedule.decay_steps"),
+        ({"optim": {"groups": {"a": {"names": ["x"], "optimizer": "adamw"}}}}, "optim.groups"),
+        ({"optim": {"name": "muon", "groups": {"a": {"lr": 0.5}}}}, "optim.groups"),
         ({"data": {"eval_fraction": 0}}, "eval.interval"),
     ],
 )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from compiler_trainer.config.schema import LrScheduleConfig
 from compiler_trainer.training.lr_schedule import learning_rate
 
-NAMES = ("constant", "cosine", "linear")
+NAMES = ("constant", "cosine", "linear", "wsd")
 
 
 def rates(name, steps, warmup_steps=0, min_ratio=0.0, base_lr=1.0):
@@ -26,6 +26,7 @@ def rates(name, steps, warmup_steps=0, min_ratio=0.0, base_lr=1.0):
         ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
         ("cosine", [0.5, 1.0, *(0.5 + 0.5 * math.cos(math.pi * k / 4) for k in (1, 2, 3, 4))]),
         ("linear", [0.5, 1.0, 0.75, 0.5, 0.25, 0.0]),
+        ("wsd", [0.5, 1.0, 0.5, 1 - math.sqrt(0.5), 1 - math.sqrt(0.75), 0.0]),
     ],
 )
 def test_six_steps_of_which_two_warm_up(name, expected):
@@ -59,3 +60,13 @@ def test_ends(name, warmup_steps):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_single_step_uses_the_base(name):
     assert rates(name, steps=1) == [1.0]
+
+
+def test_stable_until_the_decay():
+    cfg = LrScheduleConfig("linear", warmup_steps=2, min_ratio=0.1, decay_steps=4)
+    assert [learning_rate(cfg, 1.0, step, 10) for step in range(1, 11)] == pytest.approx([0.5, *[1.0] * 5, 0.775, 0.55, 0.325, 0.1])
+
+
+def test_a_decay_of_no_step_leaves_the_base():
+    cfg = LrScheduleConfig("wsd", warmup_steps=2, decay_steps=0)
+    assert [learning_rate(cfg, 1.0, step, 4) for step in range(1, 5)] == [0.5, 1.0, 1.0, 1.0]

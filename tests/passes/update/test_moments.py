@@ -15,7 +15,7 @@ from compiler_trainer import UserError
 from passes.program.mesh import Mesh
 from passes.program.spec import Factor, Spec
 from passes.update.moments import Blocks, blocked, dynamic_map
-from passes.update.optimize import round_at_random
+from passes.update.update import round_at_random
 
 THEIRS = {"adamw8bit": AdamW8bit, "adamwfp8": AdamWFp8}
 MESHES = [{"dp_shard": 2}, {"dp_shard": 3}, {"tp": 2}, {"dp_shard": 2, "tp": 2}]

@@ -1,0 +1,76 @@
+"""What an update is appended to a graph with: traced functions, writes in place, inputs that were not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from passes.program import ir
+from passes.program.record import trace
+from passes.program.rewrite import graft
+from passes.program.spec import Spec
+
+aten = torch.ops.aten
+
+
+class Appender:
+    """Appends traced functions to a graph, before its output; a function is traced once a signature."""
+
+    def __init__(self, program: ir.Program, ctx: ir.Context, phase: str):
+        self.graph, self.ctx, self.phase = program.graph, ctx, phase
+        self.last = program.placeholders()[-1]
+        self.traced: dict[Any, fx.Graph] = {}
+        self.parameter = ""  # whose update is being appended
+
+    def call(self, key: Any, fn: Callable[..., Any], *inputs: fx.Node) -> Any:
+        """The result of `fn` on the nodes' values; `key` tells functions of the same input shapes apart."""
+        values = [ir.example(n) for n in inputs]
+        signature = (key, tuple((tuple(v.shape), v.dtype, v.stride()) for v in values))
+        if signature not in self.traced:
+            with torch.no_grad(), self.ctx.fake_mode:
+                fresh = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
+            self.traced[signature] = trace(fn, fresh, self.ctx)
+        with self.graph.inserting_before(self.graph.output_node()):
+            new, result = graft(self.graph, self.traced[signature], list(inputs))
+        for node in new:
+            self.mark(node)
+        return result
+
+    def mark(self, node: fx.Node) -> None:
+        """Say where a node comes from."""
+        ir.set_phase(node, self.phase)
+        ir.set_parameter(node, self.parameter)
+
+    def write(self, target: fx.Node, new: fx.Node) -> None:
+        """Store a value into an input, in place."""
+        with self.graph.inserting_before(self.graph.output_node()):
+            node = self.graph.call_function(aten.copy_.default, (target, new))
+        ir.set_value(node, ir.example(target))
+        self.mark(node)
+
+    def placeholder(self, name: str, val: Tensor, spec: Spec) -> fx.Node:
+        """A new input, after the others."""
+        with self.graph.inserting_after(self.last):
+            node = self.last = self.graph.placeholder(name)
+        ir.set_value(node, val)
+        ir.set_spec(node, spec)
+        return node
+
+
+def coordinates(program: ir.Program, append: Appender) -> tuple[dict[str, fx.Node], list[tuple[fx.Node, ir.Input]]]:
+    """The rank's coordinate on every axis, and those of them that had to be added to the inputs."""
+    given = zip(program.placeholders(), program.inputs)
+    found = {i.name: n for n, i in given if i.kind == "coordinate"}
+    added = []
+    for axis in program.mesh.names:
+        if axis not in found:
+            device = ir.example(program.placeholders()[0]).device
+            with append.ctx.fake_mode:
+                val = torch.zeros((), dtype=torch.int64, device=device)
+            spec = Spec((), varying=program.mesh.over(axis))
+            found[axis] = append.placeholder(f"place_{axis}", val, spec)
+            added.append((found[axis], ir.Input(axis, "coordinate", spec)))
+    return found, added

@@ -1,0 +1,39 @@
+"""Groups of parameters that are updated otherwise than the rest.
+
+    Group(replace(adamw, weight_decay=0.0), kinds={"vector"})          norms and biases do not decay
+    Group(adamw, lr=0.1, names=("encoder.*",))                         a pretrained part learns at a tenth of the rate
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from passes.program import ir
+from passes.update.optimizers import Optimizer
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters of `kinds` (vector, embedding, head) or named like `names`: their optimizer, `lr` times the rate."""
+
+    optimizer: Optimizer
+    lr: float = 1.0
+    kinds: frozenset[str] = frozenset()
+    names: tuple[str, ...] = ()
+    label: str = "the rest"
+
+    def holds(self, given: ir.Input) -> bool:
+        """Whether a parameter is of the group."""
+        kinds = given.roles | ({"vector"} if len(given.spec.shape) < 2 else set())
+        return bool(self.kinds & kinds) or any(fnmatchcase(given.name, pattern) for pattern in self.names)
+
+    def unmatched(self, parameters: Collection[ir.Input]) -> Iterator[str]:
+        """Patterns that no parameter is named like."""
+        return (p for p in self.names if not any(fnmatchcase(given.name, p) for given in parameters))
+
+
+def group_of(given: ir.Input, groups: Sequence[Group], rest: Optimizer) -> Group:
+    """The first group that holds a parameter."""
+    return next((group for group in groups if group.holds(given)), Group(rest))

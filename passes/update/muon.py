@@ -1,0 +1,164 @@
+"""Muon (Jordan et al., 2024): the update of a matrix is its momentum, made orthogonal.
+
+    u_1 .. u_8 [m@dp_shard, n]        the directions of eight weights, in shards
+    stack      [8, m@dp_shard, n]
+    exchange   [8@dp_shard, m, n]     a rank has some of them, whole
+    orthogonal                        five Newton-Schulz steps, on each rank those it has
+    exchange   [8, m@dp_shard, n]
+
+Momentum and parameters stay in shards. Weights of more dims than two are stacks of matrices. Directions have the size
+of AdamW's (Liu et al., arXiv 2502.16982), so that both go with one learning rate and decay.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, fx
+
+from passes.program import ir
+from passes.program.mesh import Mesh
+from passes.program.rewrite import graft
+from passes.program.spec import Factor, Spec
+from passes.sharding.partition import GraphBuilder
+from passes.update.appender import Appender
+from passes.update.optimizers import Moment, cast
+from passes.update.update import Added, Update
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of x, x^3 and x^5: all singular values come near 1
+EPS = 1e-7
+SIZE = 0.2  # of an entry of AdamW's update, root mean square
+
+
+@dataclass(frozen=True)
+class Muon:
+    """Nesterov momentum made orthogonal, computed in `dtype` (None: the parameter's), and decoupled weight decay."""
+
+    momentum: float = 0.95
+    weight_decay: float = 0.0
+    dtype: torch.dtype | None = None
+    moments: tuple[Moment, ...] = (Moment("momentum"),)
+
+    def scalars(self, lr: Tensor, step: Tensor) -> tuple[Tensor, ...]:
+        """What remains of a parameter, and the rate."""
+        return 1 - lr * self.weight_decay, lr
+
+    def direction(self, gradient: Tensor, moments: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The momentum one step ahead, and the momentum."""
+        (moment,) = moments
+        moment = moment + (1 - self.momentum) * (gradient - moment)
+        return gradient + self.momentum * (moment - gradient), (moment,)
+
+    def update(
+        self, parameter: Tensor, gradient: Tensor, moments: tuple[Tensor, ...], scalars: tuple[Tensor, ...]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The new parameter, given a direction that is orthogonal."""
+        kept, rate = scalars
+        return parameter * kept - rate * gradient, moments
+
+
+def orthogonal(x: Tensor, steps: int = 5) -> Tensor:
+    """x[..., m, n] with singular values near 1, by Newton-Schulz steps, times what makes it as large as AdamW's."""
+    rows, columns = x.shape[-2:]
+    x = x.mT if rows > columns else x
+    x = x / x.square().sum((-2, -1), keepdim=True).sqrt().clamp(min=EPS)
+    a, b, c = COEFFICIENTS
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return (x.mT if rows > columns else x) * (SIZE * math.sqrt(max(rows, columns)))
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A weight that Muon updates, and what its update needs."""
+
+    update: Update
+    parameter: fx.Node
+    gradient: fx.Node
+    shared: Sequence[fx.Node]  # the gradients' factor and the optimizer's scalars
+
+
+def append_muon(
+    append: Appender, matrices: Sequence[Matrix], step: fx.Node, places: Mapping[str, fx.Node]
+) -> Added:
+    """Change all weights that Muon updates, those alike together."""
+    added: Added = []
+    alike: dict[tuple[object, ...], list[tuple[Matrix, fx.Node]]] = {}
+    for matrix in matrices:
+        direction, kept = direction_of(append, matrix)
+        added += kept
+        update = matrix.update
+        alike.setdefault((update.spec.dims, ir.example(direction).dtype, update.group), []).append((matrix, direction))
+    for members in alike.values():
+        update = members[0][0].update
+        directions = [node for _, node in members]
+        for (matrix, _), new in zip(members, whole(append, update.spec, update.mesh, directions, places), strict=True):
+            store(append, matrix, new, step, places)
+    append.parameter = ""
+    return added
+
+
+def direction_of(append: Appender, matrix: Matrix) -> tuple[fx.Node, Added]:
+    """The direction of a weight, before it is orthogonal; its momentum is written."""
+    update, muon = matrix.update, matrix.update.group.optimizer
+    assert isinstance(muon, Muon)
+    append.parameter = update.given.name
+
+    def direction(g: Tensor, factor: Tensor, moments: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        found, new = muon.direction(cast(g, update.wide) * factor, moments)
+        return cast(found, muon.dtype or update.dtype), new
+
+    return update.advance(append, "direction", direction, (matrix.gradient, matrix.shared[0]), matrix.parameter)
+
+
+def whole(
+    append: Appender, spec: Spec, mesh: Mesh, directions: Sequence[fx.Node], places: Mapping[str, fx.Node]
+) -> Sequence[fx.Node]:
+    """Directions placed alike, each orthogonal: the ranks share them out, exchange, and give them back."""
+    append.parameter = ""
+    count, *stack = len(directions), *spec.dims[:-2]
+    moved = tuple(axis for dim in spec.dims[-2:] for factor in dim for axis in factor.axes)
+    one = tuple(tuple(replace(factor, axes=()) for factor in dim) for dim in spec.dims[-2:])
+    held = replace(spec, dims=((Factor(count),), *spec.dims), fill=0.0)
+    mine = replace(held, dims=((Factor(count, moved),), *stack, *one))
+    x = append.call(("stack", count), lambda *x: torch.stack(x), *directions)
+    x = convert(append, mesh, x, held, mine, places)
+    x = append.call("orthogonal", orthogonal, x)
+    x = convert(append, mesh, x, mine, held, places)
+    return append.call(("unbind", count), lambda x: tuple(t.clone() for t in x.unbind()), x)
+
+
+def convert(
+    append: Appender, mesh: Mesh, x: fx.Node, before: Spec, after: Spec, places: Mapping[str, fx.Node]
+) -> fx.Node:
+    """A value in another placement."""
+    builder = GraphBuilder(mesh, append.ctx)
+    start = builder.placeholder("x", ir.example(x), before)
+    builder.places = {axis: builder.placeholder(f"place_{axis}", ir.example(n), Spec(())) for axis, n in places.items()}
+    builder.graph.output(builder.convert(start, before, after, has_grad=False))
+    with append.graph.inserting_before(append.graph.output_node()):
+        new, result = graft(append.graph, builder.graph, [x, *places.values()])
+    for node in new:
+        append.mark(node)
+    return result
+
+
+def store(
+    append: Appender, matrix: Matrix, direction: fx.Node, step: fx.Node, places: Mapping[str, fx.Node]
+) -> None:
+    """Change a weight along its orthogonal direction."""
+    update, (_, *scalars) = matrix.update, matrix.shared
+    append.parameter = update.given.name
+
+    def move(p: Tensor, direction: Tensor, *rest: Tensor) -> Tensor:
+        given, drawn = rest[: len(scalars)], rest[len(scalars) :]
+        new, _ = update.group.optimizer.update(cast(p, update.wide), cast(direction, update.wide), (), given)
+        return update.rounded(new, drawn)
+
+    key = ("move", update.group.optimizer, update.dtype, *update.identity())
+    inputs = (matrix.parameter, direction, *scalars, *update.drawn(step, places))
+    append.write(matrix.parameter, append.call(key, move, *inputs))

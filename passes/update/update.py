@@ -1,0 +1,142 @@
+"""The update of one parameter: its moments are read, and they and the parameter change in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from passes.program import ir
+from passes.program.mesh import Mesh
+from passes.program.spec import Spec
+from passes.sharding.random import global_index, uniform_at
+from passes.update.appender import Appender
+from passes.update.groups import Group
+from passes.update.moments import Codec, Format, codec
+from passes.update.optimizers import arithmetic, cast, real, stored
+
+Added = list[tuple[fx.Node, ir.Input]]  # inputs that an update needs
+
+
+class Storage(NamedTuple):
+    """How state is kept: moments as `state` says (None: in the parameter's dtype), eight bits with a scale a `block`.
+
+    `stochastic`: updated bf16 parameters are rounded at random.
+    """
+
+    state: Format | None = None
+    block: int = 256
+    stochastic: bool = False
+
+
+def round_at_random(x: Tensor, step: Tensor, site: int, index: Tensor) -> Tensor:
+    """f32 -> bf16, up or down with the odds that keep the mean (as torchao.optim's `bf16_stochastic_round`)."""
+    draw = (uniform_at(index, step.to(torch.int64), site) * 2**16).to(torch.int32)
+    bits = (x.view(torch.int32) + draw) & -(2**16)
+    return bits.view(torch.float32).to(torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Update:
+    """The update of one parameter; `site` tells its random numbers from those of others."""
+
+    storage: Storage
+    group: Group
+    mesh: Mesh
+    given: ir.Input
+    dtype: torch.dtype
+    site: int = 0
+
+    @property
+    def spec(self) -> Spec:
+        """How parameter and moments are stored."""
+        return replace(self.given.spec, varying=())
+
+    @property
+    def codecs(self) -> list[Codec]:
+        """How each moment is stored."""
+        state, block, _ = self.storage
+        kinds = self.group.optimizer.moments
+        return [codec(state, m.signed, block, self.dtype, self.spec, self.mesh) for m in kinds]
+
+    @property
+    def wide(self) -> torch.dtype:
+        """What is computed in."""
+        return arithmetic(self.dtype)
+
+    def append(
+        self,
+        append: Appender,
+        parameter: fx.Node,
+        gradient: fx.Node,
+        shared: Sequence[fx.Node],
+        step: fx.Node,
+        places: Mapping[str, fx.Node],
+    ) -> Added:
+        """Change the parameter and its moments, entry by entry; `shared` are the gradients' factor and scalars."""
+
+        def update(p: Tensor, g: Tensor, factor: Tensor, *rest: Tensor, moments: Sequence[Tensor]) -> Any:
+            scalars, drawn = rest[: len(shared) - 1], rest[len(shared) - 1 :]
+            g = real(g, self.wide) * factor
+            new, moments = self.group.optimizer.update(real(p, self.wide), g, tuple(moments), scalars)
+            return self.rounded(new, drawn), moments
+
+        inputs = (parameter, gradient, *shared, *self.drawn(step, places))
+        new, added = self.advance(append, "update", update, inputs, parameter)
+        append.write(parameter, new)
+        return added
+
+    def advance(
+        self, append: Appender, what: str, fn: Callable[..., Any], inputs: Sequence[fx.Node], parameter: fx.Node
+    ) -> tuple[fx.Node, Added]:
+        """The value of `fn(*inputs, moments=...)`, which also gives the moments as they become: these are written."""
+        codecs = self.codecs
+        held = [self.inputs(append, m.name, c, parameter) for m, c in zip(self.group.optimizer.moments, codecs)]
+        kept = [node for parts in held for node, _ in parts]
+
+        def run(*values: Tensor) -> tuple[Tensor, ...]:
+            state = iter(values[len(inputs) :])
+            moments = [real(c.decode([next(state) for _ in parts]), self.wide) for c, parts in zip(codecs, held)]
+            value, new = fn(*values[: len(inputs)], moments=moments)
+            return value, *(part for c, m in zip(codecs, new) for part in c.encode(m))
+
+        key = (what, self.group.optimizer, self.dtype, tuple(codecs), *self.identity())
+        value, *state = append.call(key, run, *inputs, *kept)
+        for node, new in zip(kept, state, strict=True):
+            append.write(node, new)
+        return value, [pair for parts in held for pair in parts]
+
+    @property
+    def at_random(self) -> bool:
+        """Whether the parameter is rounded at random."""
+        return self.storage.stochastic and self.dtype == torch.bfloat16
+
+    def identity(self) -> tuple[Any, ...]:
+        """What a function depends on where it rounds at random."""
+        return (self.site, self.spec) if self.at_random else ()
+
+    def drawn(self, step: fx.Node, places: Mapping[str, fx.Node]) -> tuple[fx.Node, ...]:
+        """What rounding at random needs to know: the rank's coordinates and the step."""
+        axes = [axis for axis in self.mesh.names if axis in self.spec.sharded]
+        return (*(places[axis] for axis in axes), step) if self.at_random else ()
+
+    def rounded(self, new: Tensor, drawn: Sequence[Tensor]) -> Tensor:
+        """The parameter in its own dtype, given what `drawn` asked for."""
+        if not self.at_random:
+            return stored(new, self.dtype)
+        *places, step = drawn
+        axes = [axis for axis in self.mesh.names if axis in self.spec.sharded]
+        index = global_index(self.spec, self.mesh, dict(zip(axes, places, strict=True)), new.device)
+        return cast(round_at_random(new, step, self.site, index), self.dtype)
+
+    def inputs(self, append: Appender, moment: str, how: Codec, parameter: fx.Node) -> Added:
+        """The tensors that one moment is stored in."""
+        found = []
+        for suffix, shape, dtype, spec in how.parts(self.spec, self.mesh):
+            val = ir.example(parameter).new_empty(shape, dtype=dtype)
+            node = append.placeholder(f"{moment}{suffix.replace('.', '_')}_{parameter.name}", val, spec)
+            found.append((node, ir.Input(f"{moment}{suffix}.{self.given.name}", "moment", spec)))
+        return found
