@@ -31,6 +31,7 @@ CASTS = ("to.dtype", "_to_copy", "prims.convert_element_type")
 # what only rearranges or joins values: a gathered weight is still that weight after these
 REARRANGES = ("getitem", "t", "view", "reshape", "transpose.int", "permute", "slice.Tensor", "narrow", "alias", "cat",
               "flatten.using_ints", "unflatten.int", "split_with_sizes", "wait_tensor")  # fmt: skip
+ADDS = ("add", "add_")  # gradients of several uses, or microbatches
 AXES = re.compile(r'"([\w.]+)(?::\w+)?"')
 DTYPES = re.compile(r"\b(b?f\d+\w*|[iu]\d+)\b")
 BITS = re.compile(r"\d+")
@@ -66,7 +67,7 @@ def life(stage: Stage, name: str) -> list[Event]:
     for node in uses(stage, weights):
         events.append(happening(node, weights))
     gradient = gradient_ends(stage, source)
-    events += reductions(stage, gradient, weights)
+    events += reductions(stage, gradient)
     events += [
         Event("updated" if n.phase == "optimizer" else "written", n, f"by {n.op}") for n in writers(stage, source)
     ]
@@ -127,13 +128,13 @@ def writers(stage: Stage, target: Node) -> list[Node]:
     ]
 
 
-def reductions(stage: Stage, ends: list[Node], weights: dict[str, Node]) -> list[Event]:
-    """The reductions on the way from the backward of the parameter's uses to its update.
+def reductions(stage: Stage, ends: list[Node]) -> list[Event]:
+    """The reductions on the way from the operators that make the parameter's gradient to its update.
 
-    Shared ways (the norm that clips) lead to every gradient, so only what has the gradient's own
-    number of entries on its way, going back from the update, is followed.
+    Going back from the update, that is all of the optimizer, and of the backward what moves, joins or adds a gradient:
+    what computes one ends the way, for behind it are gradients of activations. Shared ways (the norm that clips) lead to
+    every gradient and do not count.
     """
-    used = {(n.source, n.module) for name in weights for n in stage.users[name] if n.phase == "forward"}
     found, seen, stack = [], set(), list(ends)
     while stack:
         node = stack.pop()
@@ -143,11 +144,12 @@ def reductions(stage: Stage, ends: list[Node], weights: dict[str, Node]) -> list
         if base(node) in REDUCTIONS and math.prod(node.shape or (1,)) > 1:
             what = "gradient reduced" if base(node) in ("reduce_scatter", "psum") else "gradient moved"
             found.append(Event(what, node, f"by {node.op} over {axis_of(node)} in {wire_of(node, stage)}"))
-        is_its_own = (node.source, node.module) in used and node.phase == "backward" and base(node) not in REDUCTIONS
-        if not is_its_own or base(node) in (*REARRANGES, *CASTS):
+        if node.phase == "optimizer" or base(node) in (*REDUCTIONS, *REARRANGES, *CASTS, *ADDS):
             stack += [stage.by_name[o] for o in node.operands if o in stage.by_name]
+        elif node.phase == "backward":
+            found.append(Event("gradient computed", node, f"by {node.op}"))
     own = {n.name for n in ends}
-    return [e for e in found if e.node.phase != "forward" and (leads_to_one(stage, e.node, own))]
+    return [e for e in found if e.node.phase != "forward" and leads_to_one(stage, e.node, own)]
 
 
 def leads_to_one(stage: Stage, node: Node, ends: set[str]) -> bool:

@@ -49,14 +49,15 @@ def case() -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 @functools.cache
-def run_folder(tp: int = 2, momentum: float = 0.0, param_dtype: str | None = None, seed: int = 0) -> Path:
+def run_folder(tp: int = 2, momentum: float = 0.0, param_dtype: str | None = None, seed: int = 0,
+               max_norm: float | None = None) -> Path:
     """A run of two data ranks and `tp` tensor ranks, with two steps of metrics; shared between tests."""
     folder = Path(tempfile.mkdtemp(prefix="run-"))
     mesh = {"dp_shard": 2, "tp": tp}
     passes: dict[str, Any] = {"shard": {"plan": PLAN if tp > 1 else None}, "cast": {"param_dtype": param_dtype}}
     model, batch = case()
     step = ct.compile_step(
-        model, loss_fn, batch, mesh=mesh, passes=passes, optim={"name": "sgd", "momentum": momentum, "lr": 0.1},
+        model, loss_fn, batch, mesh=mesh, passes=passes, optim={"name": "sgd", "momentum": momentum, "lr": 0.1, "max_norm": max_norm},
         ranks="lockstep", observe=Dumper(folder / "graphs"),
     )
     config.save(dataclasses.replace(Config(), mesh=MeshConfig(**mesh)), folder / "config.yaml")

@@ -28,15 +28,22 @@ def told(name: str, **options) -> list[tuple[str, str]]:
 )
 def test_a_sharded_weight_is_gathered_twice_and_its_gradient_reduced_once(name, stored, gathered):
     use = "by mm" if name == "down.weight" else "by mul.Tensor"
+    again = [("gathered again", gathered), ("used in the backward", use)]
+    made = "by mm" if name == "down.weight" else "by sum.dim_IntList"
     assert told(name) == [
         ("stored", stored),
         ("gathered", gathered),
         ("used", use),
-        ("gathered again", gathered),
-        ("used in the backward", use),
+        *([("gradient computed", made), *again] if name == "down.weight" else [*again, ("gradient computed", made)]),
         ("gradient reduced", "by reduce_scatter over dp_shard in f64"),
         ("updated", "by copy_"),
     ]
+
+
+@pytest.mark.parametrize("name", ["embed.weight", "up.weight", "down.weight"])
+def test_reductions_of_activations_over_tp_are_no_reductions_of_a_gradient(name):
+    over = [detail for what, detail in told(name, max_norm=1.0) if what == "gradient reduced"]
+    assert over == ["by reduce_scatter over dp_shard in f64"]
 
 
 def test_every_event_is_at_the_line_it_names():
