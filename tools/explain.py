@@ -132,8 +132,8 @@ def reductions(stage: Stage, ends: list[Node]) -> list[Event]:
     """The reductions on the way from the operators that make the parameter's gradient to its update.
 
     Going back from the update, that is all of the optimizer, and of the backward what moves, joins or adds a gradient:
-    what computes one ends the way, for behind it are gradients of activations. Shared ways (the norm that clips) lead to
-    every gradient and do not count.
+    what computes one ends the way, for behind it are gradients of activations. Shared ways (the norm that clips) lead
+    to every gradient and do not count.
     """
     found, seen, stack = [], set(), list(ends)
     while stack:

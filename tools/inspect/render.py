@@ -17,11 +17,12 @@ from typing import Any
 
 from tools.inspect import glance
 from tools.inspect.balance import balance
+from tools.inspect.course import course, flat
 from tools.inspect.dumps import Node, Run, Stage
 from tools.inspect.overview import seconds_of, totals
 
 PAGE = Path(__file__).parents[1] / "page"
-TABS = ("graph.js", "diff.js", "memory.js", "communication.js", "experts.js", "sharding.js")
+TABS = ("course.js", "graph.js", "diff.js", "memory.js", "communication.js", "experts.js", "sharding.js")
 SCRIPTS = ("data.js", "list.js", *TABS, "page.js")
 ALIVE_SHOWN, LINES_SHOWN = 3, 4  # of the largest at the peak, on the first page
 
@@ -55,6 +56,7 @@ def summary(run: Run) -> dict[str, Any]:
     used = balance(run)
     return {
         "name": run.folder.name,
+        "course": dataclasses.asdict(course(run)),
         "config": dict(flat(run.config)),
         "mesh": last.mesh,
         "folded": sorted(last.folded),
@@ -70,15 +72,6 @@ def summary(run: Run) -> dict[str, Any]:
             "exposed": exposed(run),
         },
     }
-
-
-def flat(options: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Options with dotted names."""
-    for key, value in options.items():
-        if isinstance(value, dict) and value:
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def stage_summary(run: Run, stage: Stage) -> dict[str, Any]:

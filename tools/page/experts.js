@@ -44,13 +44,3 @@ function drawLoads() {
   context.fillText(stepsOf(spans[0]), LABELS, foot);
   context.fillText(last, width - 18 - context.measureText(last).width, foot);
 }
-
-/** A line over steps, with its smallest and largest value and its last. */
-function chart(name, steps, values) {
-  const low = Math.min(...values), high = Math.max(...values), of = (n) => Number(n.toPrecision(4)).toLocaleString("en-US", { maximumSignificantDigits: 4 });
-  const x = (i) => (300 * i) / Math.max(1, values.length - 1), y = (n) => 72 - (64 * (n - low)) / (high - low || 1);
-  const line = values.map((n, i) => `${x(i).toFixed(1)},${y(n).toFixed(1)}`).join(" ");
-  return `<figure class="card"><h3>${escapeHtml(name)}</h3><div class="big">${of(values[values.length - 1])}</div>` +
-    `<svg viewBox="0 0 300 80" preserveAspectRatio="none" role="img" aria-label="${escapeHtml(name)} by step"><polyline points="${line}"/></svg>` +
-    `<p class="quiet">from ${of(low)} to ${of(high)}, steps ${number(steps[0])} to ${number(steps[steps.length - 1])}</p></figure>`;
-}

@@ -1,6 +1,6 @@
 // The frame: tabs, addresses (#graph/10/2345), the first page.
 
-const TABS = { overview: showOverview, graph: showGraph, diff: showDiff, reshards: showReshards, memory: showMemory, communication: showCommunication, experts: showExperts, sharding: showSharding };
+const TABS = { run: showRun, overview: showOverview, graph: showGraph, diff: showDiff, reshards: showReshards, memory: showMemory, communication: showCommunication, experts: showExperts, sharding: showSharding };
 const main = () => run.programs[run.programs.length - 1] ?? run.stages[run.stages.length - 1];
 
 /** Let a select hold stages. */
@@ -19,7 +19,7 @@ function go(address) {
 /** Show what the address says: a tab, then numbers or a name. */
 async function route() {
   const [tab, ...rest] = decodeURIComponent(location.hash.slice(1)).split("/");
-  const name = TABS[tab] ? tab : "overview";
+  const name = TABS[tab] ? tab : "run";
   for (const section of document.querySelectorAll("section")) section.hidden = section.id !== name;
   document.getElementById("tabs").innerHTML = Object.keys(TABS).map((t) => `<a href="#${t}" class="${t === name ? "on" : ""}">${t}</a>`).join("");
   await TABS[name](...(name === "sharding" ? [rest.join("/")] : rest.map(Number)));

@@ -60,8 +60,23 @@ def text(shown, place: str) -> str:
     return shown.locator(place).inner_text()
 
 
-def test_the_three_answers_come_first(browser, run, tmp_path):
+def test_the_run_comes_first(browser, run, tmp_path):
+    metrics = [{"step": i + 1, "loss": 5.0 - i, "lr": 0.5, "tokens": 8 * i, "tokens_per_s": 100.0 + i} for i in range(4)]
+    metrics[-1]["eval_loss"] = 2.25
+    shown = show(browser, replace(run, metrics=metrics, config={"optim": {"name": "sgd"}}), tmp_path / "page.html")
+    assert "at the end 2, held out 2.25" in text(shown, "#loss") and shown.locator("#loss circle").count() == 1
+    assert shown.locator("#loss svg text").all_text_contents() == ["2", "2.5", "3", "3.5", "4", "4.5", "5", "1", "2", "3", "4"]  # both axes
+    assert "101.5" not in text(shown, "#facts") and "102 (median)" in text(shown, "#facts")
+    assert "optim.name" in text(shown, "#changed") and shown.locator("#compiled tr").count() > 1
+    assert shown.errors == []
+
+    shown = show(browser, replace(run, metrics=[]), tmp_path / "page.html")
+    assert "has trained nothing" in text(shown, "#run") and shown.errors == []
+
+
+def test_three_answers_are_at_a_glance(browser, run, tmp_path):
     shown, stage = show(browser, run, tmp_path / "page.html"), run.trained[-1]
+    go(shown, "overview")
     reshard = glance.reshards(run)[0]
     card = text(shown, "#glance-reshard")
     assert f"%{reshard['node']}\n" in card and reshard["source"] in card and reshard["before"] in card
@@ -148,6 +163,7 @@ def test_a_predicted_timeline_is_drawn(browser, run, tmp_path):
     events = [{**e, "node": names[int(e["node"])] if e["stream"] != "compute" else "x", "program": "step"} for e in EVENTS]
     report = {**run.report, "timeline": events}
     shown = show(browser, Run(run.folder, run.config, report, run.metrics, run.stages, run.bodies), tmp_path / "page.html")
+    go(shown, "overview")
     card = text(shown, "#glance-exposed")
     assert f"%{names[1]}\n" in card and "waits 3.00 ms of 4.00 ms" in card
     go(shown, "communication")

@@ -1,0 +1,44 @@
+"""What the page tells first: curves, facts, seconds and the options that were set."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tool_runs import run_folder
+
+from tools.inspect.balance import SPANS
+from tools.inspect.course import course, curve, entries, seconds
+from tools.inspect.dumps import load
+
+
+def test_many_steps_become_means_of_spans_and_none_is_lost():
+    count = 3 * SPANS + 1
+    points = curve([{"step": i + 1, "loss": float(i)} for i in range(count)], "loss")
+    assert len(points) == SPANS and points[-1][0] == count
+    starts = [0, *(step for step, _ in points)]
+    means = [(a + b - 1) / 2 for a, b in zip(starts, starts[1:], strict=False)]
+    assert [value for _, value in points] == pytest.approx(means)
+
+
+def test_a_metric_of_some_steps_is_a_curve_of_those():
+    records = [{"step": i, "loss": 1.0} | ({"eval_loss": float(i)} if i % 3 == 0 else {}) for i in range(1, 8)]
+    assert curve(records, "eval_loss") == [(3, 3.0), (6, 6.0)] and curve(records, "lr") == []
+
+
+def test_seconds_are_of_following_the_model_the_passes_and_the_kernels():
+    given = {"capture": 1.0, "forward.cast": 0.5, "forward.shard": 0.25, "step.joint": 2.0, "step.lower": 4.0}
+    assert seconds(given) == [("capture", 1.0), ("passes of forward", 0.75), ("passes of step", 2.0), ("kernels of step", 4.0)]
+
+
+def test_facts_and_what_differs_from_the_defaults():
+    run = load(run_folder())
+    found = course(replace(run, report=run.report | {"machine": {"processor": "any"}}, config={"optim": {"name": "sgd", "eps": 1e-8}}))
+    facts, changed = dict(found.facts), dict(found.changed)
+    assert facts["parameters on a rank"].endswith("in 5 tensors") and facts["processor"] == "any"
+    assert changed["optim.name"] == "sgd" and "optim.eps" not in changed
+
+
+@pytest.mark.parametrize(("value", "count"), [("f32[256, 4]", 1024), ("f64[]", 1), ("bf16[7]", 7)])
+def test_entries_of_a_value(value, count):
+    assert entries(value) == count

@@ -1,0 +1,110 @@
+"""The course of a run: its metrics along the steps, what it ran on, how long it was compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from compiler_trainer.config.schema import Config
+from tools.inspect.balance import spans_of
+from tools.inspect.dumps import Run
+
+UNITS = {  # metric -> what a number of it is
+    "loss": "nats a token",
+    "eval_loss": "nats a token, held out",
+    "tokens_per_s": "tokens a second",
+    "step_ms": "ms a step",
+    "data_ms": "ms a step waited for the batch",
+    "grad_norm": "norm of the gradient before it is clipped",
+    "lr": "learning rate",
+    "peak_mem_bytes": "bytes, most a rank has held",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Course:
+    """Each metric as (step, value) points, means of spans where steps are many; facts as (what, value) pairs."""
+
+    curves: dict[str, list[tuple[int, float]]]
+    units: dict[str, str]
+    facts: list[tuple[str, str]]
+    seconds: list[tuple[str, float]]
+    changed: list[tuple[str, Any]]
+
+
+def course(run: Run) -> Course:
+    """The course of a run; a dry run has no metrics."""
+    curves = {name: curve(run.metrics, name) for name in UNITS}
+    return Course(
+        {name: points for name, points in curves.items() if points},
+        UNITS,
+        list(facts(run).items()),
+        seconds(run.report.get("seconds", {})),
+        changed(run.config),
+    )
+
+
+def curve(records: Sequence[Mapping[str, float]], name: str) -> list[tuple[int, float]]:
+    """The points of one metric, at most `SPANS`, each at the last step of its span."""
+    given = [(int(record["step"]), record[name]) for record in records if name in record]
+    return [(given[b - 1][0], statistics.fmean(value for _, value in given[a:b])) for a, b in spans_of(len(given))]
+
+
+def facts(run: Run) -> dict[str, str]:
+    """What one wants to know of a run at once."""
+    model, train = run.config.get("model", {}), run.config.get("train", {})
+    found = {"model": str(model.get("name", model.get("_target_", "one of its own")))}
+    if run.trained:
+        stage = run.trained[-1]
+        sizes = [n.value for n in stage.nodes if n.op == "parameter"]
+        found["parameters on a rank"] = f"{sum(map(entries, sizes)):,} in {len(sizes)} tensors"
+    rows, length = train.get("global_batch_size"), train.get("seq_len")
+    if rows and length:
+        found["batch"] = f"{rows:,} rows of {length:,} tokens, {rows * length:,} tokens a step"
+    found["dtype"] = str(train.get("dtype", ""))
+    if run.metrics:
+        last, speeds = run.metrics[-1], [record["tokens_per_s"] for record in run.metrics if "tokens_per_s" in record]
+        found["steps done"] = f"{int(last['step']):,}" + (f" of {train['steps']:,}" if "steps" in train else "")
+        found["tokens seen"] = f"{int(last.get('tokens', 0)):,}"
+        if speeds:
+            found["tokens a second"] = f"{statistics.median(speeds):,.0f} (median)"
+    return {**found, **{key: str(value) for key, value in run.report.get("machine", {}).items()}}
+
+
+def entries(value: str) -> int:
+    """Entries of a value as dumps write it, `f32[256, 4]`."""
+    count = 1
+    for size in filter(None, value.partition("[")[2].rstrip("]").split(", ")):
+        count *= int(size)
+    return count
+
+
+def seconds(by_pass: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Seconds of compilation: following the model, the passes of each program, making kernels."""
+    sums: dict[str, float] = {}
+    for name, value in by_pass.items():
+        program, _, step = name.partition(".")
+        what = f"{'kernels' if step == 'lower' else 'passes'} of {program}" if step else name
+        sums[what] = sums.get(what, 0.0) + value
+    return list(sums.items())
+
+
+def changed(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Options that are not as the schema has them."""
+    plain = dict(flat(dataclasses.asdict(Config())))
+    return [(name, value) for name, value in flat(config) if name not in plain or alike(plain[name]) != alike(value)]
+
+
+def alike(value: Any) -> Any:
+    """Sequences of any kind as lists."""
+    return list(value) if isinstance(value, (list, tuple)) else value
+
+
+def flat(options: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Options with dotted names."""
+    found: list[tuple[str, Any]] = []
+    for key, value in options.items():
+        found += flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else [(f"{prefix}{key}", value)]
+    return found
