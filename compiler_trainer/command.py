@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from rich.console import Console
 
 from compiler_trainer import train
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.meaning import explain
 from compiler_trainer.config.schema import MeshConfig
 from compiler_trainer.data.tokenizers import build_tokenizer
 from compiler_trainer.trained.evaluate import evaluate
@@ -24,6 +26,7 @@ from compiler_trainer.training.trainer import train as train_config
 
 USAGE = """usage: compiler-trainer [OPTION=VALUE ...]        train; --cfg job prints the options, -m sweeps over lists
        compiler-trainer VERB RUN [...]           do something with a run folder; VERB -h tells what it takes
+       compiler-trainer --help [GROUP or OPTION] what options mean, e.g. --help optim; all groups: --help options
        compiler-trainer --version
 
 verbs: """
@@ -35,6 +38,11 @@ def main() -> None:
     first = sys.argv[1] if len(sys.argv) > 1 else ""
     if first == "--version":
         print(f"compiler-trainer {importlib.metadata.version('compiler-trainer')}, torch {torch.__version__}")
+    elif first in ("-h", "--help") and len(sys.argv) > 2:
+        try:
+            explain("" if sys.argv[2] == "options" else sys.argv[2], Console(highlight=False))
+        except UserError as error:
+            train.refuse(error)
     elif first in ("-h", "--help"):
         print(USAGE + "\n       ".join(f"{verb:9} {act.__doc__}" for verb, act in VERBS.items()))
     elif first in VERBS:

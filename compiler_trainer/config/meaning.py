@@ -1,0 +1,134 @@
+"""What options mean, as the schema says it: the comments behind its fields, and the docstrings of its groups."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import json
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args, get_origin
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from compiler_trainer.config import schema
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.options import Must
+
+CHOICES = Path(__file__).parents[2] / "conf"
+
+
+class Option(NamedTuple):
+    """One option: its dotted name, what may stand there, its default, and what it means (may be empty)."""
+
+    name: str
+    takes: str
+    default: str
+    meaning: str
+
+
+class Group(NamedTuple):
+    """Options that belong together, and what they are about."""
+
+    name: str
+    about: str
+    options: list[Option]
+
+
+def groups(cls: type = schema.Config, prefix: str = "") -> Iterator[Group]:
+    """Every group of options below a dataclass of the schema, itself first."""
+    lines, notes = source_of(cls), comments(cls)
+    inner: list[tuple[str, type]] = []
+    options = []
+    for field in dataclasses.fields(cls):
+        part = parts_of(lines[field.name])
+        if part is not None:
+            inner.append((f"{prefix}{field.name}", part))
+        else:
+            options.append(Option(prefix + field.name, lines[field.name], shown(field), notes[field.name]))
+    yield Group(prefix.rstrip("."), inspect.cleandoc(cls.__doc__ or ""), options)
+    for name, part in inner:
+        yield from groups(part, f"{name}.")
+
+
+def parts_of(annotation: str) -> type | None:
+    """The dataclass that an annotation names, first if there are several."""
+    names = [name.strip() for name in annotation.split("|")]
+    found = getattr(schema, {"Model": "ModelConfig"}.get(names[0], names[0]), None)
+    return found if dataclasses.is_dataclass(found) and isinstance(found, type) else None
+
+
+def source_of(cls: type) -> dict[str, str]:
+    """Field -> its annotation, as the schema writes it."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(tree, ast.ClassDef)
+    fields = [line for line in tree.body if isinstance(line, ast.AnnAssign)]
+    return {ast.unparse(field.target): words(field.annotation) for field in fields}
+
+
+def words(annotation: ast.expr) -> str:
+    """An annotation in the words of a command line: the values themselves where they are listed."""
+    if isinstance(annotation, ast.BinOp):
+        return f"{words(annotation.left)} | {words(annotation.right)}"
+    text = ast.unparse(annotation)
+    if text.startswith("Literal["):
+        return " | ".join(ast.literal_eval(f"({text[8:-1]},)"))
+    alias = getattr(schema, text, None)
+    if get_origin(alias) is Literal:
+        return " | ".join(get_args(alias))
+    kind, *musts = get_args(alias) or (None,)
+    if kind in (int, float) and all(isinstance(must, Must) for must in musts):
+        return ", ".join([kind.__name__, *(must.be.removeprefix("be ") for must in musts)])
+    return {"None": "null"}.get(text, text)
+
+
+def comments(cls: type) -> dict[str, str]:
+    """Field -> the comment behind it."""
+    found: dict[str, str] = dict.fromkeys((field.name for field in dataclasses.fields(cls)), "")
+    for line in inspect.getsource(cls).splitlines():
+        name, _, rest = line.strip().partition(":")
+        if name in found and "  # " in rest:
+            found[name] = rest.rpartition("  # ")[2]
+    return found
+
+
+def shown(field: dataclasses.Field[Any]) -> str:
+    """A default, as one would write it."""
+    if field.default is field.default_factory is dataclasses.MISSING:
+        return "(required)"
+    value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return json.dumps(value) if not isinstance(value, str) else value
+
+
+def explain(asked: str, out: Console) -> None:
+    """Print the options of a group, or one; raises UserError naming the nearest."""
+    every = list(groups())
+    chosen = [group for group in every if asked in ("", group.name) or group.name.startswith(f"{asked}.")]
+    if not chosen:
+        chosen = [group._replace(options=[o for o in group.options if o.name == asked]) for group in every]
+        chosen = [group for group in chosen if group.options]
+    if not chosen:
+        names = [group.name for group in every] + [option.name for group in every for option in group.options]
+        near = difflib.get_close_matches(asked, names, 1, 0.5)
+        raise UserError(asked, f"is no option{f'; did you mean {near[0]!r}?' if near else ''}")
+    for group in chosen:
+        show(group, out)
+
+
+def show(group: Group, out: Console) -> None:
+    """Print a group of options."""
+    out.print(f"\n[bold]{group.name}[/bold]  {escape(group.about)}")
+    if (CHOICES / group.name).is_dir():
+        out.print(f"  choices: {', '.join(sorted(path.stem for path in (CHOICES / group.name).glob('*.yaml')))}")
+    table = Table(box=None, padding=(0, 2), header_style="dim")
+    table.add_column("option", no_wrap=True)
+    for title in ("takes", "default", ""):
+        table.add_column(title, overflow="fold")
+    for option in group.options:
+        table.add_row(option.name, *(escape(text) for text in option[1:]))
+    out.print(table)
