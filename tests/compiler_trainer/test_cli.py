@@ -15,7 +15,9 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import OPS, Config, GroupConfig, LrScheduleConfig, OptimConfig, TrainConfig
 from compiler_trainer.sweep import point
 
-CHOICES = [(path.parent.name, path.stem) for path in sorted(train.CONF.glob("*/*.yaml"))]
+FILES = [(path.parent.name, path.stem) for path in sorted(train.CONF.glob("*/*.yaml"))]
+CHOICES = [(group, name) for group, name in FILES if group != "recipe"]
+RECIPES = [name for group, name in FILES if group == "recipe"]
 AS_MODULE = ["-m", "compiler_trainer.train"]
 GROUPS = [group.name for group in dataclasses.fields(Config)]
 
@@ -76,6 +78,13 @@ def test_every_choice_trains_under_its_own_name(command, group, choice):
     (cfg,) = command(f"{group}={choice}", *filter(None, [needed.get(choice)]))
     chosen = getattr(cfg, group)
     assert chosen == {"_target_": "my.Model"} if choice == "custom" else chosen.name == choice
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_sets_several_groups_and_what_is_said_beside_it_counts(command, recipe):
+    (cfg,) = command(f"recipe={recipe}", "train.steps=9000", "optim.lr=1e-5")
+    assert (cfg.model.name, cfg.train.seq_len, cfg.train.steps, cfg.optim.lr) == (recipe, 8192, 9000, 1e-5)
+    assert cfg.passes.cast.param_dtype == "bfloat16" and cfg.lr_schedule.warmup_steps == 8000
 
 
 def test_every_folder_of_choices_is_a_group():
