@@ -21,6 +21,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     config.stash[_kernels] = tempfile.TemporaryDirectory(prefix="kernels-", ignore_cleanup_errors=True)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = config.stash[_kernels].name
+    os.environ["XDG_CACHE_HOME"] = config.stash[_kernels].name  # tokens
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 

@@ -36,8 +36,13 @@ FLOORS = {
         ("__main__",),
     ),
 }
-# Imported when needed: Inductor and SciPy are slow to import, submitit is an extra.
-LATE_IMPORTS = {"passes/program/torch_private.py", "passes/memory/budget.py", "compiler_trainer/sweep/point.py"}
+# Imported when needed, or for types only: torch, Inductor and SciPy are slow to import, submitit is an extra.
+LATE_IMPORTS = {
+    "compiler_trainer/__init__.py",
+    "compiler_trainer/sweep/point.py",
+    "passes/memory/budget.py",
+    "passes/program/torch_private.py",
+}
 OPERATORS = "torch.ops."  # operators are reached by namespace, and some namespaces start with _
 
 

@@ -150,15 +150,50 @@ Loss = Annotated[Own, Must("have a _target_, the dotted name of a function of (m
 
 
 @dataclass(frozen=True)
-class DataConfig:
-    """What to train on; `tokenizer` is `bytes` or the path of a `tokenizer.json`, for `model=hf` that of its folder."""
+class SourceConfig:
+    """Where documents come from. `files` are paths, folders and globs of .txt, .jsonl (also .gz, .zst) and .parquet.
 
-    name: Literal["stdlib", "text", "synthetic"] = "stdlib"
+    A `.txt` is one document, or several between `document_separator`s; a record has its text in `text_column`.
+    """
+
+    name: Literal["stdlib", "text", "synthetic", "hf_dataset", "mixture"] = "text"
     files: tuple[str, ...] = ()
+    document_separator: Annotated[str, Must("be at least a character", bool)] | None = None
+    text_column: str = "text"
+    path: str | None = None  # of hf_dataset: a folder, or the name of a dataset that is cached
+    configuration: str | None = None  # of a dataset that has several
+    split: str = "train"  # of a dataset
     documents: Positive = 2000  # of the synthetic corpus
+
+
+@dataclass(frozen=True)
+class WeightedSource(SourceConfig):
+    """One of several sources: of all rows trained on it gives `weight` over the sum of weights."""
+
+    weight: PositiveFloat = 1.0
+
+
+@dataclass(frozen=True)
+class DataConfig(SourceConfig):
+    """What to train on: one source, or `sources`; `tokenizer` is `bytes` or the path of a `tokenizer.json`.
+
+    For `model=hf` it is that of its folder. With `chat`, records hold `messages`, or `prompt` and `completion`: the
+    tokenizer's chat template writes them, and the loss counts what the assistant says.
+    """
+
+    name: Literal["stdlib", "text", "synthetic", "hf_dataset", "mixture"] = "stdlib"
+    sources: tuple[WeightedSource, ...] = ()
     tokenizer: str = "bytes"
-    eval_fraction: OpenFraction = 0.05  # of the documents, held out
+    chat: bool = False
+    bad_records: Literal["stop", "skip"] = "stop"
+    eval_fraction: OpenFraction = 0.05  # of each source's documents, held out
     seed: Count = 0
+    cache: str | None = None  # where tokens are kept; null: compiler-trainer/tokens in $XDG_CACHE_HOME or ~/.cache
+
+    @property
+    def read(self) -> tuple[SourceConfig, ...]:
+        """The sources that documents are read from."""
+        return self.sources or (self,)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from compiler_trainer.config.schema import (
     ExpertsConfig,
     MeshConfig,
     ModelConfig,
+    SourceConfig,
 )
 from passes.program.mesh import spread_experts
 
@@ -27,6 +28,11 @@ UNSUPPORTED_AXES = {
 def with_experts(holds: Callable[[ExpertsConfig], bool]) -> Callable[[Any], bool]:
     """What must hold of a model's experts, if it has any."""
     return lambda cfg: cfg.model.experts is None or holds(cfg.model.experts)
+
+
+def names(sources: tuple[SourceConfig, ...]) -> set[str]:
+    """The kinds of sources."""
+    return {source.name for source in sources}
 
 
 # The option at fault, what must hold, what is said if it does not.
@@ -95,9 +101,29 @@ DECODER_CHECKS: Checks = (
 
 CHECKS: Checks = (
     (
+        "data.sources",
+        lambda c: bool(c.data.sources) == (c.data.name == "mixture") and "mixture" not in names(c.data.sources),
+        "{c.data.sources} with data={c.data.name}; sources go with data=mixture, which needs at least one, none a mixture",
+    ),
+    (
         "data.files",
-        lambda c: bool(c.data.files) == (c.data.name == "text"),
-        "{c.data.files} with data={c.data.name}; files go with data=text, and it needs at least one",
+        lambda c: all(bool(s.files) == (s.name == "text") for s in (c.data, *c.data.sources)),
+        "goes with data=text, which needs at least one; see what data.name, data.files and data.sources are",
+    ),
+    (
+        "data.path",
+        lambda c: all(bool(s.path) == (s.name == "hf_dataset") for s in (c.data, *c.data.sources)),
+        "goes with data=hf_dataset, which needs one; see what data.name, data.path and data.sources are",
+    ),
+    (
+        "data.chat",
+        lambda c: not c.data.chat or names(c.data.read) <= {"text", "hf_dataset"},
+        "conversations are read with data=text and data=hf_dataset; set it to false",
+    ),
+    (
+        "data.chat",
+        lambda c: not c.data.chat or c.data.tokenizer != "bytes",
+        "needs a tokenizer with a chat template; set data.tokenizer to a tokenizer.json",
     ),
     (
         "train.microbatches",

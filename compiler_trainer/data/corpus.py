@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.data.cache import Stored
+from compiler_trainer.data.shard import dtype_of
 from compiler_trainer.data.tokenizers import Tokenizer
 
 Ids = NDArray[np.int64]
@@ -18,41 +18,34 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Corpus:
-    """Document i is `tokens[offsets[i]:offsets[i + 1]]`, closed by the `end_of_document` token."""
+    """Document i is `tokens[offsets[i]:offsets[i + 1]]`, closed by the `end_of_document` token.
+
+    The arrays are in memory or mapped from disk. `fingerprint` depends on every token and boundary.
+    """
 
     tokens: NDArray[np.unsignedinteger]  # uint16 where the vocabulary allows, else uint32
     offsets: Ids  # [documents + 1]
     end_of_document: int
-    documents: int  # read from the source; the empty ones hold nothing to predict and are left out
-    empty_documents: int
+    fingerprint: str
+    counted: NDArray[np.bool_] | None = None  # which tokens are labels, None for all
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    @cached_property
-    def fingerprint(self) -> str:
-        """Hash of every token and boundary."""
-        return hash_arrays(self.tokens, self.offsets)
 
+def mapped(stored: Stored, tokenizer: Tokenizer, is_chat: bool) -> Corpus:
+    """A corpus on disk, mapped into memory."""
 
-def build_corpus(texts: Iterable[str], tokenizer: Tokenizer, where: str) -> Corpus:
-    """Tokenize `texts`, read from `where`, holding one copy of the ids; raises UserError if there are none."""
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
-    content = bytearray()  # grows in place, and numpy reads it without a copy
-    offsets, empty_documents = [0], 0
-    end = np.array([tokenizer.end_of_document], dtype).tobytes()
-    for ids in tokenizer.encode(texts):
-        if not len(ids):
-            empty_documents += 1
-            continue
-        content += ids.astype(dtype).tobytes()
-        content += end
-        offsets.append(len(content) // dtype.itemsize)
-    if len(offsets) == 1:
-        raise UserError(where, f"the corpus is empty: {empty_documents} documents, none with a token in it")
-    tokens = np.frombuffer(content, dtype)
-    documents = len(offsets) - 1 + empty_documents
-    return Corpus(tokens, np.array(offsets), tokenizer.end_of_document, documents, empty_documents)
+    def array(name: str, dtype: np.dtype) -> NDArray:
+        return np.asarray(np.memmap(stored.folder / f"{name}.bin", dtype, mode="r"))
+
+    return Corpus(
+        array("tokens", dtype_of(tokenizer.vocab_size)),
+        array("offsets", np.dtype(np.int64)),
+        tokenizer.end_of_document,
+        stored.holds.digest,
+        array("counted", np.dtype(bool)) if is_chat else None,
+    )
 
 
 def split(corpus: Corpus, eval_fraction: float) -> tuple[Corpus, Ids, Ids]:
@@ -64,7 +57,7 @@ def split(corpus: Corpus, eval_fraction: float) -> tuple[Corpus, Ids, Ids]:
     """
     if eval_fraction == 0:
         return corpus, np.arange(len(corpus)), np.arange(0)
-    held_out = np.array([unit_hash(index) < eval_fraction for index in range(len(corpus))])
+    held_out = unit_hash(np.arange(len(corpus))) < eval_fraction
     share = np.diff(corpus.offsets)[held_out].sum() / len(corpus.tokens)
     if 0 < share < (1 + eval_fraction) / 2:
         return corpus, np.flatnonzero(~held_out), np.flatnonzero(held_out)
@@ -84,10 +77,12 @@ def cut_tail(corpus: Corpus, eval_fraction: float) -> tuple[Corpus, int]:
     return replace(corpus, offsets=offsets), longest + 1
 
 
-def unit_hash(index: int) -> float:
-    """A fixed pseudo-random number in [0, 1) for a document's index."""
-    digest = hashlib.blake2b(index.to_bytes(8, "little"), digest_size=8).digest()
-    return int.from_bytes(digest, "little") / 2**64
+def unit_hash(indices: Ids) -> NDArray[np.float64]:
+    """Fixed pseudo-random numbers in [0, 1) for documents' indices: SplitMix64 (doi:10.1145/2660193.2660195)."""
+    mixed = (indices.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    return (mixed ^ (mixed >> np.uint64(31))) / 2.0**64
 
 
 def hash_arrays(*arrays: NDArray[np.generic]) -> str:

@@ -1,133 +1,95 @@
-"""Documents from files: `.txt`, `.jsonl` and `.parquet`."""
+"""Which files hold the documents: paths, folders and globs, each file there once, regular and of a known kind."""
 
 from __future__ import annotations
 
 import glob
-import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+import stat
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from compiler_trainer.config.errors import UserError
 
-TEXT_COLUMN = "text"
+ENDINGS = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 
 
-def file_documents(patterns: Sequence[str]) -> Iterator[str]:
-    """Documents of `patterns` (paths or globs) in the order listed; all files are checked before the first is read."""
-    files = expand_files(patterns)
-    for path in files:
-        if path.suffix not in READERS:
-            raise UserError(str(path), f"unknown extension {path.suffix!r}; data=text reads {', '.join(READERS)}")
-    for path in files:
+def ending(path: str) -> str | None:
+    """Which of the known endings a name has."""
+    return next((known for known in ENDINGS if path.endswith(known)), None)
+
+
+def expand_files(patterns: Sequence[str]) -> list[str]:
+    """Files named by paths, folders and globs, in the order listed; raises UserError where one cannot be read."""
+    files = []
+    for pattern in patterns:
         try:
-            yield from READERS[path.suffix](path)
+            files += expand_pattern(os.path.expanduser(pattern))
         except OSError as error:
-            raise UserError(str(path), f"cannot be read: {error.strerror or error}") from error
-
-
-def expand_files(patterns: Sequence[str]) -> list[Path]:
-    """Files named by paths and globs, each at most once; raises UserError where one is missing or listed twice."""
-    files = [path for pattern in patterns for path in expand_pattern(os.path.expanduser(pattern))]
-    seen: set[Path] = set()
-    for path in files:
-        if path.resolve() in seen:
-            raise UserError(str(path), "is listed twice in data.files; each document may come once an epoch")
-        seen.add(path.resolve())
+            raise UserError(shortened(pattern), f"cannot be read: {error.strerror}") from error
+    check_once(files)
     return files
 
 
-def expand_pattern(pattern: str) -> list[Path]:
-    """The file a path names, or the sorted files a glob (`*`, `?`, `[...]`, `**`) matches."""
-    path = Path(pattern)
-    if path.is_dir():
-        raise UserError(pattern, f"is a folder; name its files with a glob, e.g. {path / '*.txt'}")
-    if path.exists():
-        return [path]
+def expand_pattern(pattern: str) -> list[str]:
+    """The file a path names, the files below a folder, or the sorted files a glob (`*`, `?`, `[...]`, `**`) matches."""
+    if not pattern:
+        raise UserError("data.files", "holds an empty name; name a file, a folder or a glob")
+    try:
+        kind = os.stat(pattern).st_mode
+    except FileNotFoundError:
+        return expand_glob(pattern)
+    if stat.S_ISDIR(kind):
+        return files_below(pattern)
+    return [checked(pattern, kind)]
+
+
+def expand_glob(pattern: str) -> list[str]:
+    """The sorted files a glob matches."""
     if not glob.has_magic(pattern):
         raise UserError(pattern, "no such file (data.files)")
-    matches = [Path(match) for match in sorted(glob.glob(pattern, recursive=True)) if os.path.isfile(match)]
+    matches = sorted(match for match in glob.glob(pattern, recursive=True) if not os.path.isdir(match))
     if not matches:
         raise UserError(pattern, "the glob matches no file (data.files)")
-    return matches
+    return [checked(match, os.stat(match).st_mode) for match in matches]
 
 
-def read_text(path: Path) -> str:
-    """The whole file; raises UserError naming the first byte that is not UTF-8."""
-    return decode(path.read_bytes(), path, offset=0)
+def files_below(folder: str) -> list[str]:
+    """Sorted files with a known ending below a folder."""
+    found = sorted(path for path in walk(folder) if ending(path))
+    if not found:
+        raise UserError(folder, f"no file below it ends in {', '.join(ENDINGS)}")
+    return [checked(path, os.stat(path).st_mode) for path in found]
 
 
-def decode(content: bytes, path: Path, offset: int) -> str:
-    """`content`, which starts `offset` bytes into the file, as text."""
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        bad = f"byte 0x{content[error.start]:02x} at offset {offset + error.start}"
-        raise UserError(str(path), f"is not UTF-8: {bad} ({error.reason}); convert the file first") from error
+def walk(folder: str) -> Iterator[str]:
+    """Every file below a folder; raises OSError where a folder cannot be listed."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for inner, _, names in os.walk(folder, onerror=refuse):
+        yield from (os.path.join(inner, name) for name in names)
 
 
-def read_txt(path: Path) -> Iterator[str]:
-    """One document: the whole file."""
-    yield read_text(path)
+def checked(path: str, kind: int) -> str:
+    """The path of a regular file of a known kind; raises UserError for another."""
+    if not stat.S_ISREG(kind):
+        raise UserError(path, "is not a regular file; copy what it gives into one")
+    if ending(path) is None:
+        raise UserError(path, f"unknown extension {Path(path).suffix!r}; data.files takes {', '.join(ENDINGS)}")
+    return path
 
 
-def read_jsonl(path: Path) -> Iterator[str]:
-    """One document a line, its field "text"; blank lines hold nothing and are passed over."""
-    offset = 0
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield jsonl_text(decode(line, path, offset), where=f"{path}:{number}")
-            offset += len(line)
+def check_once(files: Iterable[str]) -> None:
+    """Raise UserError where a file is listed twice."""
+    seen: set[str] = set()
+    for path in files:
+        real = os.path.realpath(path)
+        if real in seen:
+            raise UserError(path, "is listed twice in data.files; each document may come once an epoch")
+        seen.add(real)
 
 
-def jsonl_text(line: str, where: str) -> str:
-    """The string under "text" in a line of JSON."""
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(where, f"is not JSON: {error.msg} at column {error.colno}") from error
-    if not isinstance(record, dict) or TEXT_COLUMN not in record:
-        raise UserError(where, f'has no field "{TEXT_COLUMN}"; each line must be an object with one')
-    text = record[TEXT_COLUMN]
-    if not isinstance(text, str):
-        raise UserError(where, f'field "{TEXT_COLUMN}" is {type(text).__name__}, not a string')
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(where, f"holds \\u{ord(text[error.start]):04x}, half of a surrogate pair") from error
-    return text
-
-
-def read_parquet(path: Path) -> Iterator[str]:
-    """One document a row, its column "text"."""
-    try:
-        with pq.ParquetFile(path) as table:
-            check_text_column(table.schema_arrow, path)
-            batches = table.iter_batches(columns=[TEXT_COLUMN])
-            for row, text in enumerate(text for batch in batches for text in batch.column(0).to_pylist()):
-                if text is None:
-                    raise UserError(f"{path}: row {row}", f'column "{TEXT_COLUMN}" is null')
-                yield text
-    except (pa.ArrowInvalid, UnicodeDecodeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise UserError(str(path), f"is not readable parquet: {reason}") from error
-
-
-def check_text_column(schema: pa.Schema, path: Path) -> None:
-    """Raise UserError unless the table has one column "text", of strings."""
-    if schema.names.count(TEXT_COLUMN) != 1:
-        raise UserError(str(path), f'needs one column "{TEXT_COLUMN}"; it has {", ".join(schema.names)}')
-    kind = schema.field(TEXT_COLUMN).type
-    if kind not in (pa.string(), pa.large_string(), pa.string_view()):
-        raise UserError(str(path), f'column "{TEXT_COLUMN}" is {kind}, not string')
-
-
-READERS: dict[str, Callable[[Path], Iterator[str]]] = {
-    ".txt": read_txt,
-    ".jsonl": read_jsonl,
-    ".parquet": read_parquet,
-}
+def shortened(name: str) -> str:
+    """A name that fits on a line."""
+    return name if len(name) <= 200 else f"{name[:100]}...{name[-20:]}"

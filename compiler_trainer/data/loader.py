@@ -1,9 +1,11 @@
-"""Global batches in a reproducible order, each row exactly once an epoch whatever the number of ranks."""
+"""Global batches in a reproducible order, each row exactly once an epoch of its source whatever the number of ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 import torch
@@ -11,41 +13,54 @@ from torch import Tensor
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.data.corpus import Ids
-from compiler_trainer.data.packing import PackedRows
+from compiler_trainer.data.mixture import Mixture
+
+Batch = dict[str, Tensor]
 
 
 class LoaderState(TypedDict):
-    """Where a loader stands: `index` rows of `epoch` are done."""
+    """Where a loader stands: how many rows of each source are done."""
 
-    epoch: int
-    index: int
+    taken: list[int]
     seed: int | None
     fingerprint: str
+
+
+class Made(NamedTuple):
+    """A batch, and how many rows of each source are done with it."""
+
+    batch: Batch
+    taken: tuple[int, ...]
 
 
 class Loader:
     """Endless batches of `batch_size` rows, in a new permutation each epoch, or in file order where `seed` is None.
 
-    A batch that reaches the end of an epoch goes on with the next one's first rows.
+    A source that reaches the end of an epoch goes on with the first rows of the next. A thread makes the batch to come
+    while one is used.
     """
 
-    def __init__(self, rows: PackedRows, batch_size: int, seed: int | None):
+    def __init__(self, rows: Mixture, batch_size: int, seed: int | None):
         self.rows, self.batch_size, self.seed = rows, batch_size, seed
+        self.thread = ThreadPoolExecutor(1, "next-batch")
+        self.ahead: tuple[tuple[int, ...], Future[Made]] | None = None  # made for so many rows taken
+        self.orders = lru_cache(2 * len(rows.parts))(self._order)
         self.reset()
 
     def reset(self) -> None:
-        """Go back to the first row of epoch 0."""
-        self._move(epoch=0, index=0)
+        """Go back to the first row of every source."""
+        self.taken = (0,) * len(self.rows.parts)
 
-    def next(self, rows: Sequence[int] | None = None) -> dict[str, Tensor]:
-        """The next global batch, int64 [batch_size, seq_len], or of it only the `rows` (numbers below `batch_size`)."""
-        numbers = self._take(self.batch_size)
-        asked = numbers if rows is None else numbers[np.asarray(rows, np.int64)]
-        return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in self.rows.batch(asked).items()}
+    def next(self) -> Batch:
+        """The next global batch, int64 [batch_size, seq_len]."""
+        taken, made = self.ahead or (None, None)
+        batch, self.taken = made.result() if made and taken == self.taken else self._make(self.taken)
+        self.ahead = self.taken, self.thread.submit(self._make, self.taken)
+        return batch
 
     def state_dict(self) -> LoaderState:
         """What `load_state_dict` needs to go on from here."""
-        return {"epoch": self.epoch, "index": self.index, "seed": self.seed, "fingerprint": self.rows.fingerprint}
+        return {"taken": list(self.taken), "seed": self.seed, "fingerprint": self.rows.fingerprint}
 
     def load_state_dict(self, state: Mapping) -> None:
         """Go on where `state` was taken, at any batch size; raises UserError where its rows or their order differ."""
@@ -54,24 +69,26 @@ class Loader:
         if state["fingerprint"] != self.rows.fingerprint:
             differ = f"these rows are {self.rows.fingerprint}, those of the saved data state {state['fingerprint']}"
             raise UserError("data", f"{differ}; keep data.*, its files and train.seq_len as they were")
-        self._move(state["epoch"], state["index"])
+        self.taken = tuple(state["taken"])
 
-    def _take(self, count: int) -> Ids:
-        taken = []
-        while count:
-            if self.index == len(self.order):
-                self._move(self.epoch + 1, index=0)
-            part = self.order[self.index : self.index + count]
-            self.index += len(part)
-            count -= len(part)
-            taken.append(part)
-        return np.concatenate(taken)
+    def _make(self, taken: tuple[int, ...]) -> Made:
+        turns = self.rows.draw(np.array(taken), self.batch_size)
+        counts = np.bincount(turns, minlength=len(taken))
+        rows = np.empty(self.batch_size, np.int64)
+        for part, (start, count) in enumerate(zip(taken, counts)):
+            rows[turns == part] = self._rows(part, np.arange(start, start + count))
+        batch = {name: torch.from_numpy(array) for name, array in self.rows.batch(rows).items()}
+        return Made(batch, tuple((np.array(taken) + counts).tolist()))
 
-    def _move(self, epoch: int, index: int) -> None:
-        self.epoch, self.index = epoch, index
-        self.order = epoch_order(len(self.rows), self.seed, epoch)
+    def _rows(self, part: int, numbers: Ids) -> Ids:
+        """The rows that samples of a part are, by their numbers from the first epoch on."""
+        epochs, index = np.divmod(numbers, len(self.rows.parts[part]))
+        found = np.empty_like(numbers)
+        for epoch in np.unique(epochs):
+            found[epochs == epoch] = self.orders(part, int(epoch))[index[epochs == epoch]]
+        return found + self.rows.firsts[part]
 
-
-def epoch_order(rows: int, seed: int | None, epoch: int) -> Ids:
-    """The rows' order in an epoch."""
-    return np.arange(rows) if seed is None else np.random.default_rng([seed, epoch]).permutation(rows)
+    def _order(self, part: int, epoch: int) -> Ids:
+        """The order of a part's rows in an epoch."""
+        rows = np.arange(len(self.rows.parts[part]))
+        return rows if self.seed is None else np.random.default_rng([self.seed, part, epoch]).permutation(rows)

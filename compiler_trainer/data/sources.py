@@ -1,37 +1,76 @@
-"""Where documents come from: the interpreter's library, files, or a generator; every source yields plain text."""
+"""Where documents come from: the interpreter's library, files, a dataset, or a generator; each in spans, unread."""
 
 from __future__ import annotations
 
+import json
 import os
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
-from compiler_trainer.config.schema import DataConfig
-from compiler_trainer.data.files import file_documents, read_text
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import SourceConfig
+from compiler_trainer.data import hub
+from compiler_trainer.data.files import ending, expand_files
+from compiler_trainer.data.readers import Span, one_line
 
+PIECE_BYTES = 8 * 2**20  # what a process tokenizes at a time
 STDLIB_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 STDLIB_SIZE_MAX_BYTES = 16 * 2**20
-SYNTHETIC_ALPHABET = " abcdefghijklmnopqrstuvwxyz"
-SYNTHETIC_SUCCESSOR_ODDS = (0.6, 0.2, 0.15, 0.05)
-SYNTHETIC_LENGTHS_CHARS = (64, 1024)
+SYNTHETIC_MEAN_BYTES = 544
 
 
-def documents(cfg: DataConfig) -> Iterator[str]:
-    """Every document of the source `cfg.name`, in an order that never changes; raises UserError on bad input."""
-    return SOURCES[cfg.name](cfg)
+class Stamp(NamedTuple):
+    """A file as it was found; `time_ns` is that of its last change."""
+
+    path: str
+    size_bytes: int
+    time_ns: int
 
 
-def stdlib_documents(cfg: DataConfig) -> Iterator[str]:
+class Source(NamedTuple):
+    """Documents to be read: what they are called, their spans in order, and the files that these are of."""
+
+    where: str
+    spans: list[Span]
+    files: list[Stamp]
+
+    @property
+    def size_bytes(self) -> int:
+        """What there is to read."""
+        return sum(span.size_bytes for span in self.spans)
+
+    def pieces(self) -> list[list[Span]]:
+        """The spans in runs of about 8 MiB."""
+        found: list[list[Span]] = []
+        room = 0
+        for span in self.spans:
+            if span.size_bytes > room:
+                found.append([])
+                room = PIECE_BYTES
+            found[-1].append(span)
+            room -= span.size_bytes
+        return found
+
+
+def source_of(cfg: SourceConfig, seed: int) -> Source:
+    """The documents that `cfg` names, in an order that never changes; raises UserError on bad input."""
+    return SOURCES[cfg.name](cfg, seed)
+
+
+def of_stdlib(cfg: SourceConfig, seed: int) -> Source:
     """The interpreter's own library without its tests, a document a `.py` file, by path, up to 16 MiB in all."""
-    size_bytes = 0
+    kept, size_bytes = [], 0
     for path in stdlib_files(Path(sysconfig.get_paths()["stdlib"])):
         size_bytes += path.stat().st_size
         if size_bytes > STDLIB_SIZE_MAX_BYTES:
-            return
-        yield read_text(path)
+            break
+        kept.append(str(path))
+    return of_paths("data=stdlib", kept, lambda path, size: bytes_of("text", path, size))
 
 
 def stdlib_files(root: Path) -> list[Path]:
@@ -43,28 +82,76 @@ def stdlib_files(root: Path) -> list[Path]:
     return sorted(found)
 
 
-def synthetic_documents(cfg: DataConfig) -> Iterator[str]:
-    """`cfg.documents` walks of one Markov chain over 27 characters; its entropy is 1.06 nats a character."""
-    symbols = np.arange(len(SYNTHETIC_ALPHABET))
-    rng = np.random.default_rng(cfg.seed)
-    successors = [rng.choice(symbols, len(SYNTHETIC_SUCCESSOR_ODDS), replace=False).tolist() for _ in symbols]
-    for index in range(cfg.documents):
-        yield markov_walk(successors, np.random.default_rng([cfg.seed, index]))
+def of_files(cfg: SourceConfig, seed: int) -> Source:
+    """The documents of files, in the order listed."""
+    readers = {".txt": "text" if cfg.document_separator is None else "separated", ".jsonl": "lines"}
+
+    def spans(path: str, size: int) -> Iterable[Span]:
+        kind = ending(path)
+        if kind == ".parquet":
+            return row_groups(path)
+        return bytes_of(readers[kind], path, size) if kind in readers else [Span("packed lines", path, 0, 1, size)]
+
+    return of_paths(", ".join(cfg.files), expand_files(cfg.files), spans)
 
 
-def markov_walk(successors: list[list[int]], rng: np.random.Generator) -> str:
-    """A walk of 64 to 1023 characters, started anywhere."""
-    length = int(rng.integers(*SYNTHETIC_LENGTHS_CHARS))
-    state = int(rng.integers(len(successors)))
-    walk = []
-    for choice in rng.choice(len(SYNTHETIC_SUCCESSOR_ODDS), length, p=SYNTHETIC_SUCCESSOR_ODDS).tolist():
-        walk.append(SYNTHETIC_ALPHABET[state])
-        state = successors[state][choice]
-    return "".join(walk)
+def of_paths(where: str, paths: list[str], spans: Callable[[str, int], Iterable[Span]]) -> Source:
+    """Files, each in spans, by its size."""
+    found: list[Span] = []
+    files = [stamp(os.path.abspath(path)) for path in paths]
+    for file in files:
+        found += spans(file.path, file.size_bytes)
+    return Source(where, found, files)
 
 
-SOURCES: dict[str, Callable[[DataConfig], Iterator[str]]] = {
-    "stdlib": stdlib_documents,
-    "text": lambda cfg: file_documents(cfg.files),
-    "synthetic": synthetic_documents,
+def stamp(path: str) -> Stamp:
+    """A file as it is now."""
+    state = os.stat(path)
+    return Stamp(path, state.st_size, state.st_mtime_ns)
+
+
+def bytes_of(reader: str, path: str, size: int) -> Iterator[Span]:
+    """A file in spans of bytes; an empty one is a span, too."""
+    for start in range(0, size or 1, PIECE_BYTES):
+        end = min(start + PIECE_BYTES, size)
+        yield Span(reader, path, start, end, end - start)
+
+
+def row_groups(path: str) -> list[Span]:
+    """A parquet file, a span a row group."""
+    try:
+        metadata = pq.read_metadata(path)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise UserError(path, f"is not readable parquet: {one_line(error)}") from error
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    return [Span("table", path, i, i + 1, group.total_byte_size) for i, group in enumerate(groups)]
+
+
+def of_dataset(cfg: SourceConfig, seed: int) -> Source:
+    """The rows of a dataset's split."""
+    name = json.dumps([cfg.path, cfg.configuration, cfg.split])
+    dataset = hub.loaded(name)
+    files = [entry["filename"] for entry in dataset.cache_files]
+    size, rows = sum(map(os.path.getsize, files)), len(dataset)
+    step = max(1, rows * PIECE_BYTES // max(size, 1))
+    starts = range(0, rows, step)
+    spans = [Span("dataset", name, at, min(at + step, rows), size * min(step, rows - at) // rows) for at in starts]
+    return Source(f"{cfg.path} ({cfg.split})", spans, list(map(stamp, files)))
+
+
+def of_generator(cfg: SourceConfig, seed: int) -> Source:
+    """`data.documents` walks drawn from the seed."""
+    step = PIECE_BYTES // SYNTHETIC_MEAN_BYTES
+    spans = []
+    for start in range(0, cfg.documents, step):
+        end = min(start + step, cfg.documents)
+        spans.append(Span("synthetic", str(seed), start, end, (end - start) * SYNTHETIC_MEAN_BYTES))
+    return Source("data=synthetic", spans, [])
+
+
+SOURCES: dict[str, Callable[[SourceConfig, int], Source]] = {
+    "stdlib": of_stdlib,
+    "text": of_files,
+    "hf_dataset": of_dataset,
+    "synthetic": of_generator,
 }

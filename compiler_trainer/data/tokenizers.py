@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import islice
+import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 
 from compiler_trainer.config.errors import UserError
 
 END_OF_DOCUMENT_TOKENS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "[SEP]")
-TEXTS_PER_CALL = 256
+Ids = NDArray[np.integer]
+Place = tuple[int, int]  # characters of a text, from the first to before the second
 
 
 class Tokenizer(Protocol):
@@ -22,9 +24,13 @@ class Tokenizer(Protocol):
 
     vocab_size: int
     end_of_document: int
+    digest: str  # of what decides which ids a text gets
 
-    def encode(self, texts: Iterable[str]) -> Iterator[NDArray[np.integer]]:
-        """Ids of each text in turn, without special tokens added."""
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
+        """Ids of each text, without special tokens added."""
+
+    def encode_placed(self, text: str) -> tuple[Ids, Sequence[Place]]:
+        """Ids of a text, and the characters that each stands for."""
 
     def decode(self, ids: list[int]) -> str:
         """The text of ids."""
@@ -35,11 +41,15 @@ class ByteTokenizer:
 
     vocab_size = 257
     end_of_document = 256
+    digest = "bytes"
 
-    def encode(self, texts: Iterable[str]) -> Iterator[NDArray[np.integer]]:
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
         """uint8 ids of each text."""
-        for text in texts:
-            yield np.frombuffer(text.encode(), np.uint8)
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    def encode_placed(self, text: str) -> tuple[Ids, Sequence[Place]]:
+        """uint8 ids, each byte with the character that it is of."""
+        return self.encode([text])[0], [(i, i + 1) for i, char in enumerate(text) for _ in char.encode()]
 
     def decode(self, ids: list[int]) -> str:
         """The text of bytes, with a mark where they are none."""
@@ -50,37 +60,55 @@ class FileTokenizer:
     """A Hugging Face `tokenizer.json`; raises UserError where it is missing, broken or has no end-of-document token."""
 
     def __init__(self, path: str):
+        self.path = path
         if not Path(path).is_file():
             raise UserError(path, 'no such file (data.tokenizer takes "bytes" or the path of a tokenizer.json)')
+        content = Path(path).read_bytes()
+        self.digest = hashlib.blake2b(content, digest_size=16).hexdigest()
         try:
-            self.backend = Backend.from_file(path)
+            self.backend = Backend.from_buffer(content)
         except Exception as error:  # the library raises bare Exception
-            reason = str(error).partition("\n")[0]
-            raise UserError(path, f"is not a tokenizer.json: {reason}") from error
+            raise UserError(path, f"is not a tokenizer.json: {one_line(error)}") from error
         # A saved limit would cut documents in silence.
         self.backend.no_truncation()
         self.backend.no_padding()
+        self.end_of_document = self._find_end_of_document()
         self.vocab_size = max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
-        self.end_of_document = self._find_end_of_document(path)
+        if not self.backend.get_vocab(with_added_tokens=False):
+            raise UserError(path, "has an empty vocabulary: no text has tokens")
 
-    def encode(self, texts: Iterable[str]) -> Iterator[NDArray[np.integer]]:
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
         """uint32 ids of each text."""
-        texts = iter(texts)
-        while batch := list(islice(texts, TEXTS_PER_CALL)):
-            for encoding in self.backend.encode_batch_fast(batch, add_special_tokens=False):
-                yield np.asarray(encoding.ids, np.uint32)
+        try:
+            found = self.backend.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:  # the library raises bare Exception
+            raise UserError(self.path, f"cannot tokenize: {one_line(error)}") from error
+        return [np.asarray(encoding.ids, np.uint32) for encoding in found]
+
+    def encode_placed(self, text: str) -> tuple[Ids, Sequence[Place]]:
+        """uint32 ids of a text, and the characters that each stands for."""
+        try:
+            found: Encoding = self.backend.encode(text, add_special_tokens=False)
+        except Exception as error:  # the library raises bare Exception
+            raise UserError(self.path, f"cannot tokenize: {one_line(error)}") from error
+        return np.asarray(found.ids, np.uint32), found.offsets
 
     def decode(self, ids: list[int]) -> str:
         """The text of ids, special tokens left out."""
         return self.backend.decode(ids)
 
-    def _find_end_of_document(self, path: str) -> int:
+    def _find_end_of_document(self) -> int:
         added = {token.content: index for index, token in self.backend.get_added_tokens_decoder().items()}
         for content in END_OF_DOCUMENT_TOKENS:
             if content in added:
                 return added[content]
         known = ", ".join(END_OF_DOCUMENT_TOKENS)
-        raise UserError(path, f"none of its {len(added)} added tokens ends a document; it needs one of {known}")
+        raise UserError(self.path, f"none of its {len(added)} added tokens ends a document; it needs one of {known}")
+
+
+def one_line(error: Exception) -> str:
+    """The first line of what an error says."""
+    return str(error).partition("\n")[0]
 
 
 def build_tokenizer(name: str) -> Tokenizer:

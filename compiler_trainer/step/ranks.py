@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -12,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
-groups = itertools.count()
+POLL_S = 0.1
+groups, turns = itertools.count(), itertools.count()
 
 
 def start_ranks() -> int:
@@ -61,6 +63,22 @@ def from_rank_0(value: Callable[[], T]) -> T:
     parcel: list[Any] = [value() if rank() == 0 else None]
     dist.broadcast_object_list(parcel, src=0)
     return parcel[0]
+
+
+def first_of_each_machine_first(make: Callable[[], T]) -> T:
+    """`make()` on a rank of each machine and, when these have it or failed, on the others, however long it takes."""
+    if not dist.is_initialized():
+        return make()
+    local, on_machine = place_on_node()
+    store, done = dist.PrefixStore(f"turn{next(turns)}", meeting()[0]), "done"
+    if local == 0:
+        try:
+            made = make()
+        finally:
+            store.add(done, 1)
+    while store.add(done, 0) * on_machine < dist.get_world_size():  # a wait in the store would end after minutes
+        time.sleep(POLL_S)
+    return made if local == 0 else make()
 
 
 def gather(value: T) -> list[T]:

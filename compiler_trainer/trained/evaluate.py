@@ -6,13 +6,14 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from compiler_trainer import data
 from compiler_trainer.config.schema import Config
 from compiler_trainer.config.validate import validate
-from compiler_trainer.data import Loader
+from compiler_trainer.data.datasets import check_vocabulary
+from compiler_trainer.data.mixture import Mixture
 from compiler_trainer.models import IGNORED_LABEL
 from compiler_trainer.models.subject import subject
 from compiler_trainer.step.compile import compile_step
@@ -20,6 +21,7 @@ from compiler_trainer.step.ranks import start_ranks, stop_ranks
 from compiler_trainer.trained.saved import newest
 from compiler_trainer.training import checkpoint
 from compiler_trainer.training.evaluate import mean_loss
+from compiler_trainer.training.prepare import read_data
 from compiler_trainer.training.trainer import local_device
 
 
@@ -32,13 +34,13 @@ def evaluate(cfg: Config, everything: bool, most_batches: int | None) -> dict[st
     cfg = validate(cfg, start_ranks())
     if everything:
         cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, eval_fraction=0.0))
-    datasets, trained = data.build(cfg.data, cfg.train.seq_len, cfg.train.global_batch_size), subject(cfg)
-    data.check_vocabulary(datasets, trained.vocab_size)
-    loader = datasets.eval or Loader(datasets.train.rows, cfg.train.global_batch_size, seed=None)
+    datasets, trained = read_data(cfg), subject(cfg)
+    check_vocabulary(datasets, trained.vocab_size)
+    rows = (datasets.eval or datasets.train).rows
     step = compile_step(
         trained.module,
         trained.loss,
-        next(batches(loader, 1)),
+        next(batches(rows, cfg.train.global_batch_size, 1)),
         mesh=cfg.mesh,
         passes=cfg.passes,
         lower=cfg.lower,
@@ -48,20 +50,17 @@ def evaluate(cfg: Config, everything: bool, most_batches: int | None) -> dict[st
         train=False,
     )
     checkpoint.load_model(step, newest(cfg))
-    found = list(batches(loader, most_batches))
+    found = list(batches(rows, cfg.train.global_batch_size, most_batches))
     loss = mean_loss(step, found)
     stop_ranks()
     labelled = sum(int((batch["labels"] != IGNORED_LABEL).sum()) for batch in found)
     return {"loss": loss, **({} if cfg.loss else {"perplexity": math.exp(loss)}), "tokens": labelled}
 
 
-def batches(loader: Loader, most: int | None) -> Iterator[dict[str, Tensor]]:
+def batches(rows: Mixture, size: int, most: int | None) -> Iterator[dict[str, Tensor]]:
     """Every row once, in order, in at most so many batches; what fills the last one has no labels."""
-    loader.reset()
-    rows, size = len(loader.rows), loader.batch_size
-    count = -(-rows // size)
-    for number in range(count if most is None else min(most, count)):
-        batch = loader.next()
-        again = torch.arange(number * size, (number + 1) * size) >= rows
-        batch["labels"][again] = IGNORED_LABEL
-        yield batch
+    for first in range(0, len(rows), size) if most is None else range(0, min(len(rows), most * size), size):
+        numbers = np.arange(first, first + size)
+        batch = rows.batch(np.minimum(numbers, len(rows) - 1))
+        batch["labels"][numbers >= len(rows)] = IGNORED_LABEL
+        yield {name: torch.from_numpy(array) for name, array in batch.items()}

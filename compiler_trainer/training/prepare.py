@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config, TrainConfig
-from compiler_trainer.data import Datasets
-from compiler_trainer.step.ranks import rank
+from compiler_trainer.data.datasets import Datasets, build_datasets
+from compiler_trainer.step.ranks import first_of_each_machine_first, rank
 from compiler_trainer.training import checkpoint, folder
 
 
@@ -32,6 +32,11 @@ def make_reproducible(cfg: TrainConfig) -> None:
     torch.manual_seed(cfg.seed)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
     torch.use_deterministic_algorithms(cfg.deterministic)
+
+
+def read_data(cfg: Config) -> Datasets:
+    """What `cfg` trains on; one rank of each machine tokenizes it where that was not done before."""
+    return first_of_each_machine_first(lambda: build_datasets(cfg.data, cfg.train.seq_len, cfg.train.global_batch_size))
 
 
 def same_on_all_ranks(cfg: Config, datasets: Datasets) -> Config:

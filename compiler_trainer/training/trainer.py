@@ -12,10 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from compiler_trainer import data, models
+from compiler_trainer import models
 from compiler_trainer.config.schema import Config, ModelConfig
 from compiler_trainer.config.validate import validate
-from compiler_trainer.data import Datasets, Loader
+from compiler_trainer.data.datasets import Datasets, check_vocabulary
+from compiler_trainer.data.loader import Loader
 from compiler_trainer.models.subject import Subject, subject
 from compiler_trainer.step.compile import compile_step
 from compiler_trainer.step.ranks import rank, start_ranks, stop_ranks
@@ -26,7 +27,7 @@ from compiler_trainer.training.load import unevenness
 from compiler_trainer.training.lr_schedule import learning_rate
 from compiler_trainer.training.memory import PeakMemory
 from compiler_trainer.training.metrics import Metrics, Record
-from compiler_trainer.training.prepare import Start, find_start, make_reproducible, same_on_all_ranks
+from compiler_trainer.training.prepare import Start, find_start, make_reproducible, read_data, same_on_all_ranks
 from compiler_trainer.training.progress import Progress, Working, say, say_contents
 from passes.check.runner import Dumper
 from passes.context.balance import imbalance
@@ -39,9 +40,9 @@ def train(cfg: Config) -> float:
     """
     cfg = validate(cfg, start_ranks())
     make_reproducible(cfg.train)
-    datasets = data.build(cfg.data, cfg.train.seq_len, cfg.train.global_batch_size)
+    datasets = read_data(cfg)
     trained = subject(cfg)
-    data.check_vocabulary(datasets, trained.vocab_size)
+    check_vocabulary(datasets, trained.vocab_size)
     cfg = same_on_all_ranks(cfg, datasets)
     start = find_start(cfg, datasets)
     trace.check(cfg, start.step)
@@ -57,7 +58,7 @@ def prepare_step(cfg: Config, trained: Subject, datasets: Datasets, start: Start
     """The compiled step as it starts; on rank 0 also the run folder, once nothing was refused."""
     if rank() != 0:
         return build_step(cfg, trained, datasets, start, None, lambda what: None)
-    say(datasets.describe())
+    say(datasets.describe((cfg.train.steps - start.step) * cfg.train.global_batch_size))
     say(f"compiling ({cfg.lower.backend})")
     began = time.perf_counter()
     with folder.graphs_of(cfg) as graphs, Working() as tell:

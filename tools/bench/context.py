@@ -15,8 +15,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from compiler_trainer import data
 from compiler_trainer.config.schema import DataConfig
+from compiler_trainer.data.datasets import build_datasets
 from passes.context.balance import imbalance
 from passes.context.context import METHODS, Call
 from passes.program.mesh import Mesh
@@ -56,7 +56,7 @@ def balance(tokens: int, rows: int) -> Table:
     table = Table(title=f"most work of a rank over the mean, {tokens} tokens")
     for column in ("cp", "causal, head and tail", "causal, in runs", "documents, head and tail", "documents, in runs"):
         table.add_column(column, justify="right")
-    corpus = data.build(DataConfig(), tokens, rows).train.next()
+    corpus = build_datasets(DataConfig(), tokens, rows).train.next()
     for ranks in RANKS:
         runs = Mesh.of({"cp": ranks})
         folded = replace(runs, folded=frozenset({"cp"}))

@@ -25,12 +25,12 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from torch import Tensor, fx, nn
 
-from compiler_trainer import data
 from compiler_trainer.capture.capture import LossFn, capture
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import Config, MeshConfig, OptimConfig, PassesConfig
 from compiler_trainer.config.validate import validate
+from compiler_trainer.data.datasets import build_datasets, check_vocabulary
 from compiler_trainer.models.skeleton import fill
 from compiler_trainer.models.subject import Subject, subject
 from compiler_trainer.pipeline import DTYPES, Pipeline, build_pipeline
@@ -318,9 +318,9 @@ def main() -> int:
     """Bisect what the command line says; returns the exit code."""
     try:
         cfg = composed(sys.argv[1:])
-        datasets = data.build(cfg.data, cfg.train.seq_len, cfg.train.global_batch_size)
+        datasets = build_datasets(cfg.data, cfg.train.seq_len, cfg.train.global_batch_size)
         trained = subject(cfg)
-        data.check_vocabulary(datasets, trained.vocab_size)
+        check_vocabulary(datasets, trained.vocab_size)
         found = bisect(
             in_fp64(trained),
             trained.loss,

@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from compiler_trainer import command, data
+from compiler_trainer import command
 from compiler_trainer.config import schema
+from compiler_trainer.data.datasets import build_datasets
 from compiler_trainer.models.subject import subject
 from compiler_trainer.trained.saved import trained_model
 from compiler_trainer.training import checkpoint
@@ -117,7 +118,7 @@ def test_eval_is_the_mean_loss_of_every_held_out_token(kind, run, trained):
     path = trained(kind)
     cfg = schema.load(path / "config.yaml")
     found, model = trained_model(cfg, checkpoint.latest(path / "checkpoints"))
-    rows = data.build(cfg.data, 16, 3).eval.rows
+    rows = build_datasets(cfg.data, 16, 3).eval.rows
     batch = {name: torch.from_numpy(value.copy()) for name, value in rows.batch(np.arange(len(rows))).items()}
     with torch.no_grad():
         wanted = float(found.loss(model, batch))

@@ -1,0 +1,50 @@
+"""What making a corpus says on the console: bytes done and their rate."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+LINE_EVERY_S = 10.0
+
+
+class Bar:
+    """Shows bytes done of `size_bytes`, on a terminal as a bar, else as a line now and then; a context manager."""
+
+    def __init__(self, size_bytes: int, done: int = 0):
+        self.size_bytes, self.done, self.first = size_bytes, done, done
+        self.started = self.last_line = time.monotonic()
+        self.console = Console(file=sys.stdout)
+        columns = TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+        self.bar = Progress(*columns, console=self.console, transient=True)
+        self.task = self.bar.add_task("", total=size_bytes, completed=done)
+
+    def add(self, size_bytes: int) -> None:
+        """So many bytes more are done."""
+        self.done += size_bytes
+        self.bar.update(self.task, completed=self.done)
+        now = time.monotonic()
+        if not self.console.is_terminal and now - self.last_line >= LINE_EVERY_S:
+            self.last_line = now
+            print(self.line(), flush=True)
+
+    def line(self) -> str:
+        """`tokenizing: 512.0 MB of 1.0 GB, 11.2 MB/s, 45 s left`."""
+        rate = (self.done - self.first) / (time.monotonic() - self.started)
+        left = (self.size_bytes - self.done) / rate
+        done = f"{decimal(self.done)} of {decimal(self.size_bytes)}"
+        return f"tokenizing: {done}, {decimal(int(rate))}/s, {left:.0f} s left"
+
+    def __enter__(self) -> Bar:
+        if self.console.is_terminal:
+            self.bar.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if self.console.is_terminal:
+            self.bar.stop()

@@ -1,0 +1,119 @@
+"""What a run trains and evaluates on: tokens of every source, packed, mixed and batched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from rich.filesize import decimal
+
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import DataConfig, SourceConfig
+from compiler_trainer.data.cache import Stored, stored
+from compiler_trainer.data.chat import template_beside
+from compiler_trainer.data.corpus import Corpus, mapped, split
+from compiler_trainer.data.loader import Loader
+from compiler_trainer.data.mixture import Mixture
+from compiler_trainer.data.packing import PackedRows
+from compiler_trainer.data.sources import source_of
+from compiler_trainer.data.tokenizers import Tokenizer, build_tokenizer
+from compiler_trainer.data.worker import Recipe
+
+
+@dataclass(frozen=True)
+class Part:
+    """One source: its tokens on disk, and the rows to train on and those held out, None where none are."""
+
+    name: str
+    stored: Stored
+    corpus: Corpus
+    train: PackedRows
+    held_out: PackedRows | None
+
+    def describe(self, tokenizer: str) -> Iterator[str]:
+        """Documents, tokens and rows, where they are, and what was left out."""
+        holds = self.stored.holds
+        empty = f" ({holds.empty:,} empty)" if holds.empty else ""
+        facts = [f"{holds.documents:,} documents{empty}, {holds.tokens:,} tokens ({tokenizer})"]
+        facts.append(f"train {describe_rows(self.train)}")
+        is_cut = len(self.corpus) > holds.documents - holds.empty
+        origin = "end of the longest document, " if is_cut else ""
+        facts.append(f"held out {origin}{describe_rows(self.held_out)}" if self.held_out else "nothing held out")
+        yield f"{self.name}: {'; '.join(facts)}"
+        if holds.skipped:
+            yield f"{self.name}: {holds.skipped:,} bad records are skipped, the first is {holds.first_skipped}"
+        yield f"{self.name}: tokens are kept in {self.stored.folder}, {decimal(self.stored.size_bytes)}"
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """What a run trains and evaluates on; `eval` is None where nothing is held out."""
+
+    cfg: DataConfig
+    parts: list[Part]
+    vocab_size: int
+    train: Loader
+    eval: Loader | None
+
+    def describe(self, samples: int) -> str:
+        """Lines about each source, and how often a run of so many rows sees it."""
+        lines = []
+        for part, weight in zip(self.parts, self.train.rows.weights):
+            times = samples * weight / len(part.train)
+            lines += [*part.describe(self.cfg.tokenizer), f"{part.name}: is seen {times:.2g} times in this run"]
+        return "\n".join(lines)
+
+
+def build_datasets(cfg: DataConfig, seq_len: int, global_batch_size: int) -> Datasets:
+    """Read, tokenize and pack the corpus; `global_batch_size` counts rows of `seq_len` (at least 2) over all ranks.
+
+    Every rank builds the same datasets from the same config. Raises UserError on bad input.
+    """
+    tokenizer = build_tokenizer(cfg.tokenizer)
+    parts = [part_of(cfg, number, tokenizer, seq_len) for number in range(len(cfg.read))]
+    weights = [getattr(source, "weight", 1.0) for source in cfg.read]
+    train = Loader(Mixture([part.train for part in parts], weights), global_batch_size, cfg.seed)
+    held_out = [(part.held_out, weight) for part, weight in zip(parts, weights) if part.held_out]
+    evaluation = Loader(Mixture(*zip(*held_out)), global_batch_size, seed=None) if held_out else None
+    return Datasets(cfg, parts, tokenizer.vocab_size, train, evaluation)
+
+
+def part_of(cfg: DataConfig, number: int, tokenizer: Tokenizer, seq_len: int) -> Part:
+    """The rows of one of the sources."""
+    source = cfg.read[number]
+    template = template_beside(cfg.tokenizer) if cfg.chat else None
+    recipe = Recipe(cfg.tokenizer, source.text_column, source.document_separator, template, cfg.bad_records == "skip")
+    kept = stored(source_of(source, cfg.seed), recipe, tokenizer.digest, cfg.cache)
+    corpus, trained, held_out = split(mapped(kept, tokenizer, cfg.chat), cfg.eval_fraction)
+    shuffled = np.random.default_rng([cfg.seed, number]).permutation(trained)
+    name = name_of(source)
+    train = labelled(PackedRows(corpus, shuffled, seq_len), name)
+    rest = labelled(PackedRows(corpus, held_out, seq_len), name) if len(held_out) else None
+    return Part(name, kept, corpus, train, rest)
+
+
+def labelled(rows: PackedRows, name: str) -> PackedRows:
+    """Rows, of which there must be some; raises UserError else."""
+    if not len(rows):
+        raise UserError(name, "no row holds a label; give it more text, or set data.eval_fraction=0")
+    return rows
+
+
+def name_of(source: SourceConfig) -> str:
+    """What to call a source."""
+    if source.name == "hf_dataset":
+        return f"{source.path} ({source.split})"
+    return ", ".join(source.files) or source.name
+
+
+def check_vocabulary(datasets: Datasets, vocab_size: int | None) -> None:
+    """Raise UserError where the tokenizer has ids that the model has no embedding for."""
+    if vocab_size is not None and datasets.vocab_size > vocab_size:
+        tokens = f"data.tokenizer={datasets.cfg.tokenizer} has {datasets.vocab_size} tokens"
+        raise UserError("model.vocab_size", f"is {vocab_size}, but {tokens}; it needs at least as many")
+
+
+def describe_rows(rows: PackedRows) -> str:
+    """How much a packed part holds."""
+    return f"{rows.tokens:,} tokens in {len(rows):,} rows of {rows.seq_len}"

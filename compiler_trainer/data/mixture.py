@@ -1,0 +1,52 @@
+"""Rows of several sources, each drawn by its weight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compiler_trainer.data.corpus import Ids
+from compiler_trainer.data.packing import PackedRows
+
+
+class Mixture:
+    """The rows of `parts`, numbered one part after the other, and drawn by weights.
+
+    Of the first n rows drawn, whatever n is, a part gives n times its share of the weights to within one row.
+    """
+
+    def __init__(self, parts: Sequence[PackedRows], weights: Sequence[float] = (1.0,)):
+        self.parts = tuple(parts)
+        self.weights = np.array(weights) / sum(weights)
+        self.firsts = np.cumsum([0, *map(len, self.parts)])  # of each part, and the number of all rows
+        self.seq_len = self.parts[0].seq_len
+        self.fingerprint = "+".join(part.fingerprint for part in self.parts)
+
+    def __len__(self) -> int:
+        return int(self.firsts[-1])
+
+    def draw(self, taken: Ids, count: int) -> NDArray[np.intp]:
+        """Which part gives each of the next `count` rows, where `taken` were taken of each, whatever the seed.
+
+        Of the parts that are behind their weight, the one takes its turn that would first be behind by a whole row
+        (Balinski and Young's quota method, doi:10.2307/2318729).
+        """
+        taken, first = taken.copy(), int(taken.sum()) + 1
+        turns = np.empty(count, np.intp)
+        for i, number in enumerate(range(first, first + count)):
+            behind = taken < number * self.weights
+            turns[i] = np.where(behind, (taken + 1) / self.weights, np.inf).argmin()
+            taken[turns[i]] += 1
+        return turns
+
+    def batch(self, rows: Ids) -> dict[str, Ids]:
+        """`tokens`, `labels`, `positions` and `documents` as `PackedRows.batch`, of rows of any parts."""
+        owners = np.searchsorted(self.firsts, rows, side="right") - 1
+        found: dict[str, Ids] = {}
+        for owner in np.unique(owners):
+            mine = owners == owner
+            for name, array in self.parts[owner].batch(rows[mine] - self.firsts[owner]).items():
+                found.setdefault(name, np.empty((len(rows), self.seq_len), np.int64))[mine] = array
+        return found

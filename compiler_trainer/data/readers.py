@@ -1,0 +1,194 @@
+"""Documents of a span: bytes of a file, row groups of a table, rows of a dataset, or walks of a generator.
+
+A process that tokenizes reads spans and nothing else, each by itself: the borders of a span of bytes are moved to the
+next ones between documents, which its neighbours find as well, so that a document belongs to exactly one.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.data import hub
+from compiler_trainer.data.cutting import Encode, next_cut
+from compiler_trainer.data.records import BadRecord, Document, Record, columns_of, decoded, from_json, from_row
+from compiler_trainer.data.synthetic import walks
+
+ROWS_AT_ONCE = 1000
+
+
+class Span(NamedTuple):
+    """From `start` to before `end` of what `path` names, `size_bytes` of it; `reader` names what reads it."""
+
+    reader: str
+    path: str
+    start: int
+    end: int
+    size_bytes: int
+
+
+class Asked(NamedTuple):
+    """What readers have to know: the field with the text (None: conversations), what separates texts, the tokenizer."""
+
+    column: str | None
+    separator: str | None
+    encode: Encode
+
+
+Found = Iterator[Record]
+
+
+# ---- bytes of files -----------------------------------------------------------------------------------
+
+
+def read_text(span: Span, asked: Asked) -> Found:
+    """A file as one document, of which a span holds what lies between two cuts."""
+    content = mapped(span.path)
+    start, end = (next_cut(content, at, asked.encode) if at else 0 for at in (span.start, span.end))
+    if start < end or not content:
+        yield Record(lambda: span.path, partial(text_between, span.path, content, start, end))
+
+
+def text_between(path: str, content: bytes | mmap.mmap, start: int, end: int) -> Document:
+    """What a file holds between two bytes, as a document or part of one, which cannot be left out."""
+    try:
+        return Document(decoded(content[start:end], start), begins=start == 0, ends=end == len(content))
+    except BadRecord as error:
+        if end - start == len(content):
+            raise
+        raise UserError(path, str(error)) from error
+
+
+def as_document(content: bytes, offset: int) -> Document:
+    """A whole document of some bytes of a file."""
+    return Document(decoded(content, offset))
+
+
+def read_separated(span: Span, asked: Asked) -> Found:
+    """The documents between separators in a file."""
+    assert asked.separator
+    content = mapped(span.path)
+    for at, part in split(content, span, asked.separator.encode()):
+        yield Record(partial(line_name, span.path, content, at), partial(as_document, part, at))
+
+
+def read_lines(span: Span, asked: Asked) -> Found:
+    """One document a line of JSON; blank lines hold nothing and are passed over."""
+    content = mapped(span.path)
+    for at, line in split(content, span, b"\n"):
+        if line.strip():
+            yield Record(partial(line_name, span.path, content, at), partial(from_json, line, at, asked.column))
+
+
+def read_packed_lines(span: Span, asked: Asked) -> Found:
+    """One document a line of JSON, compressed."""
+    with pa.input_stream(span.path, compression="detect") as stream:
+        try:
+            for number, line in enumerate(io.BufferedReader(stream), start=1):
+                if line.strip():
+                    yield Record(partial("{}:{}".format, span.path, number), partial(from_json, line, 0, asked.column))
+        except OSError as error:
+            raise UserError(span.path, f"cannot be decompressed: {one_line(error)}") from error
+
+
+def mapped(path: str) -> bytes | mmap.mmap:
+    """The bytes of a file, without reading them."""
+    with open(path, "rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if os.fstat(file.fileno()).st_size else b""
+
+
+def split(content: bytes | mmap.mmap, span: Span, separator: bytes) -> Iterator[tuple[int, bytes]]:
+    """What lies between separators, each with its place, of what begins in the span."""
+    at, end = (border(content, place, separator) for place in (span.start, span.end))
+    parts = content[at:end].split(separator)
+    if len(parts) > 1 and not parts[-1]:  # the last separator closes a document, it opens none
+        parts.pop()
+    for part in parts if end > at or not content else ():
+        yield at, part
+        at += len(part) + len(separator)
+
+
+def border(content: bytes | mmap.mmap, at: int, separator: bytes) -> int:
+    """The end of the first separator that ends at byte `at` or after it; 0 and the end of a file are borders, too."""
+    if at == 0 or at >= len(content):
+        return at
+    found = content.find(separator, max(0, at - len(separator)))
+    return len(content) if found < 0 else found + len(separator)
+
+
+def line_name(path: str, content: bytes | mmap.mmap, at: int) -> str:
+    """The name of the line that a byte of a file is in, numbered from 1."""
+    step = 2**20
+    number = 1 + sum(content[start : min(start + step, at)].count(b"\n") for start in range(0, at, step))
+    return f"{path}:{number}"
+
+
+# ---- rows ---------------------------------------------------------------------------------------------
+
+
+def read_table(span: Span, asked: Asked) -> Found:
+    """One document a row of some row groups of a parquet file."""
+    try:
+        with pq.ParquetFile(span.path) as table:
+            columns = checked_columns(table.schema_arrow, span.path, asked.column)
+            row = sum(table.metadata.row_group(number).num_rows for number in range(span.start))
+            groups = list(range(span.start, span.end))
+            for batch in table.iter_batches(ROWS_AT_ONCE, groups, columns):
+                yield from rows_of(batch, span.path, row, asked.column)
+                row += len(batch)
+    except (pa.ArrowInvalid, OSError, UnicodeDecodeError) as error:
+        raise UserError(span.path, f"is not readable parquet: {one_line(error)}") from error
+
+
+def rows_of(batch: pa.RecordBatch, path: str, first: int, column: str | None) -> Found:
+    """Records of rows, numbered from `first`."""
+    for number, row in enumerate(batch.to_pylist(), first):
+        yield Record(partial("{}: row {}".format, path, number), partial(from_row, row, column))
+
+
+def checked_columns(schema: pa.Schema, path: str, column: str | None) -> list[str]:
+    """The columns to read of a table; raises UserError unless each is there once, and a single one holds text."""
+    columns = columns_of(schema.names, column)
+    for name in columns:
+        if schema.names.count(name) != 1:
+            raise UserError(path, f'needs one column "{name}"; it has {", ".join(schema.names)}')
+    if column is not None and (kind := schema.field(column).type) not in TEXT_TYPES:
+        raise UserError(path, f'column "{column}" is {kind}, not string')
+    return columns
+
+
+def read_dataset(span: Span, asked: Asked) -> Found:
+    """One document a row of a dataset."""
+    for number, row in hub.rows(span.path, span.start, span.end, asked.column):
+        yield Record(partial("{}: row {}".format, span.path, number), partial(from_row, row, asked.column))
+
+
+def read_synthetic(span: Span, asked: Asked) -> Found:
+    """Walks that a seed gives."""
+    for walk in walks(int(span.path), span.start, span.end):
+        yield Record(lambda: "data.documents", partial(Document, walk))
+
+
+def one_line(error: Exception) -> str:
+    """The first line of what an error says."""
+    return str(error).partition("\n")[0]
+
+
+TEXT_TYPES = (pa.string(), pa.large_string(), pa.string_view())
+READERS: dict[str, Callable[[Span, Asked], Found]] = {
+    "text": read_text,
+    "separated": read_separated,
+    "lines": read_lines,
+    "packed lines": read_packed_lines,
+    "table": read_table,
+    "dataset": read_dataset,
+    "synthetic": read_synthetic,
+}

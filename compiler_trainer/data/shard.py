@@ -1,0 +1,152 @@
+"""The tokens of a piece on disk, and the joint of all shards."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compiler_trainer.data.tokenizers import Tokenizer
+
+# Ids; where documents end, int64; of conversations which ids count, bool. And what they are once they are joined.
+ARRAYS = {"tokens": "tokens.bin", "ends": "offsets.bin", "counted": "counted.bin"}
+UNCOUNTED = np.array([False])
+
+Encoded = tuple[NDArray[Any], NDArray[np.bool_] | None]  # ids, and which of them count as labels: None for all
+
+
+class Summary(NamedTuple):
+    """What a shard holds: `documents` that end in it, of which `empty` and `skipped` ones have no tokens."""
+
+    tokens: int = 0
+    documents: int = 0
+    empty: int = 0
+    skipped: int = 0
+    first_skipped: str | None = None
+    digest: str = ""
+
+
+class Delimited(Protocol):
+    """What tells whether a document begins and ends in a part."""
+
+    @property
+    def begins(self) -> bool: ...
+
+    @property
+    def ends(self) -> bool: ...
+
+
+class Shard:
+    """Writes a piece's tokens, and in the end a summary, without which there is no shard; used as a context manager."""
+
+    def __init__(self, folder: Path, number: int, tokenizer: Tokenizer):
+        self.stem = stem(folder, number)
+        self.dtype = dtype_of(tokenizer.vocab_size)
+        self.closing = np.array([tokenizer.end_of_document], self.dtype)
+        self.summary, self.digest = Summary(), hashlib.blake2b(digest_size=16)
+        self.files = {name: open(f"{self.stem}.{name}", "wb") for name in ARRAYS}
+
+    def add(self, parts: Iterable[Delimited], encoded: Iterable[Encoded]) -> None:
+        """Append documents or parts of them; what ends a document is added, and an empty one is counted only."""
+        ids, counts, ends, at = [], [], [], self.summary.tokens
+        documents = empty = 0
+        for part, (own, counted) in zip(parts, encoded, strict=True):
+            documents += part.ends
+            if part.begins and part.ends and not len(own):
+                empty += 1
+                continue
+            ids += [own, self.closing[: part.ends]]
+            counts += [] if counted is None else [counted, UNCOUNTED[: part.ends]]
+            at += len(own) + part.ends
+            ends += [at] * part.ends
+        self.write("tokens", ids, self.dtype)
+        self.write("counted", counts, np.dtype(bool))
+        self.write("ends", [ends], np.dtype(np.int64))
+        now = self.summary
+        self.summary = now._replace(tokens=at, documents=now.documents + documents, empty=now.empty + empty)
+
+    def skip(self, where: Callable[[], str], reason: str) -> None:
+        """Count a bad record."""
+        first = self.summary.first_skipped or f"{where()}: {reason}"
+        self.summary = self.summary._replace(skipped=self.summary.skipped + 1, first_skipped=first)
+
+    def write(self, name: str, arrays: list[Any], dtype: np.dtype[Any]) -> None:
+        """Append arrays to a file."""
+        if arrays:
+            content = np.concatenate(arrays).astype(dtype).data
+            self.files[name].write(content)
+            self.digest.update(content)
+
+    def __enter__(self) -> Shard:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        for file in self.files.values():
+            file.close()
+        if error is None:
+            partial = Path(f"{self.stem}.tmp")
+            partial.write_text(json.dumps(self.summary._replace(digest=self.digest.hexdigest())))
+            os.replace(partial, f"{self.stem}.json")
+
+
+def stem(folder: Path, number: int) -> str:
+    """How the names of a shard's files begin."""
+    return str(folder / f"{number:07d}")
+
+
+def dtype_of(vocab_size: int) -> np.dtype[Any]:
+    """What ids are stored as: uint16 where the vocabulary allows, else uint32."""
+    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+
+
+def summary_of(folder: Path, number: int) -> Summary | None:
+    """What a shard holds; None where it is not whole."""
+    path = Path(f"{stem(folder, number)}.json")
+    return Summary(*json.loads(path.read_text())) if path.exists() else None
+
+
+def join(folder: Path, count: int) -> Summary:
+    """Join so many shards in a folder, array by array, and remove them; what they hold in all."""
+    with ExitStack() as stack:
+        joined = {name: stack.enter_context(open(folder / file, "wb")) for name, file in ARRAYS.items()}
+        joined["ends"].write(np.zeros(1, np.int64).data)  # where the first document begins
+        total = Summary()
+        for number in range(count):
+            append(folder, number, joined, total.tokens)
+            total = sum_of(total, summary_of(folder, number))
+    for number in range(count):
+        for ending in (*ARRAYS, "json"):
+            os.unlink(f"{stem(folder, number)}.{ending}")
+    return total
+
+
+def append(folder: Path, number: int, joined: Mapping[str, BinaryIO], before: int) -> None:
+    """Add a shard, `before` which there are so many tokens, to what is joined."""
+    for name, file in joined.items():
+        with open(f"{stem(folder, number)}.{name}", "rb") as shard:
+            if name == "ends":
+                file.write((np.fromfile(shard, np.int64) + before).data)
+            else:
+                shutil.copyfileobj(shard, file, 2**20)
+
+
+def sum_of(a: Summary, b: Summary | None) -> Summary:
+    """What two neighbours hold together; their digest depends on both."""
+    assert b is not None
+    return Summary(
+        a.tokens + b.tokens,
+        a.documents + b.documents,
+        a.empty + b.empty,
+        a.skipped + b.skipped,
+        a.first_skipped or b.first_skipped,
+        hashlib.blake2b((a.digest + b.digest).encode(), digest_size=16).hexdigest(),
+    )

@@ -1,0 +1,104 @@
+"""Pieces of a corpus over processes: each tokenizes one at a time, and all end with the one that started them."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from subprocess import PIPE
+from typing import Any, NamedTuple
+
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.data.readers import Span
+from compiler_trainer.data.worker import Recipe, Worker
+
+ROOT = Path(__file__).parents[2]
+ALONE = 2  # so many pieces are done before other processes have started
+
+
+class Failed(NamedTuple):
+    """The first piece, by number, that could not be tokenized, and why."""
+
+    number: int
+    error: UserError
+
+
+def tokenize(
+    recipe: Recipe, folder: Path, pieces: Mapping[int, Sequence[Span]], done: Callable[[Sequence[Span]], None]
+) -> None:
+    """Make a shard of each piece by its number, and tell what is `done`; raises the UserError of the first bad one."""
+    if len(pieces) <= ALONE:
+        worker = Worker(recipe, folder)
+        for number, spans in pieces.items():
+            worker.tokenize(number, spans)
+            done(spans)
+        return
+    with processes(min(len(pieces), len(os.sched_getaffinity(0))), recipe, folder) as idle:
+        share(pieces, idle, done)
+
+
+def share(
+    pieces: Mapping[int, Sequence[Span]], idle: list[subprocess.Popen[str]], done: Callable[[Sequence[Span]], None]
+) -> None:
+    """Give each process a piece whenever it has none."""
+    waiting = iter(pieces)
+    busy: dict[Any, tuple[subprocess.Popen[str], int]] = {}  # by what a process answers with
+    failed: Failed | None = None
+    while True:
+        while idle and failed is None and (number := next(waiting, None)) is not None:
+            process = idle.pop()
+            ask(process, [number, pieces[number]])
+            busy[process.stdout] = process, number
+        if not any(failed is None or number < failed.number for _, number in busy.values()):
+            break
+        for output in select.select(list(busy), [], [])[0]:
+            process, number = busy.pop(output)
+            idle.append(process)
+            if (error := answer(process)) is None:
+                done(pieces[number])
+            elif failed is None or number < failed.number:
+                failed = Failed(number, error)
+    if failed:
+        raise failed.error
+
+
+@contextmanager
+def processes(count: int, recipe: Recipe, folder: Path) -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that tokenize by a recipe; they end with the block, whatever they are at, and with this process."""
+    # Many threads in each would make one queue of all, and ignore an interruption.
+    env = os.environ | {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    command = [sys.executable, "-m", "compiler_trainer.data.worker"]
+    started = []
+    try:
+        for _ in range(count):
+            # In a group of their own, they leave Ctrl-C to this process.
+            started.append(subprocess.Popen(command, env=env, process_group=0, stdin=PIPE, stdout=PIPE, text=True))
+            ask(started[-1], [recipe, str(folder)])
+        yield list(started)
+    finally:
+        for process in started:
+            process.kill()
+        for process in started:
+            process.wait()
+
+
+def ask(process: subprocess.Popen[str], what: object) -> None:
+    """Write a line to a process."""
+    assert process.stdin is not None
+    print(json.dumps(what), file=process.stdin, flush=True)
+
+
+def answer(process: subprocess.Popen[str]) -> UserError | None:
+    """What is bad about the piece that a process was given, None if nothing is."""
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        code = process.wait()
+        raise RuntimeError(f"a process that tokenizes ended with {code}; -9 is often a lack of memory")
+    found = json.loads(line)
+    return found and UserError(*found)
