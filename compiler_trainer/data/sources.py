@@ -49,7 +49,7 @@ class Source(NamedTuple):
         found: list[list[Span]] = []
         room = 0
         for span in self.spans:
-            if span.size_bytes > room:
+            if not found or span.size_bytes > room:
                 found.append([])
                 room = PIECE_BYTES
             found[-1].append(span)

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any, NamedTuple
 
 from compiler_trainer.config.errors import UserError
@@ -109,10 +111,12 @@ def main() -> None:
     """Tokenize the pieces that come in, a line of JSON each, and answer each with a line: null, or what is bad."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints is no answer
-    recipe, folder = json.loads(sys.stdin.readline())
+    lines: SimpleQueue[str] = SimpleQueue()
+    Thread(target=receive, args=(lines,), daemon=True).start()
+    recipe, folder = json.loads(lines.get())
     worker = Worker(recipe_of(recipe), Path(folder))
-    for line in sys.stdin:
-        number, spans = json.loads(line)
+    while True:
+        number, spans = json.loads(lines.get())
         try:
             worker.tokenize(number, [Span(*span) for span in spans])
             answer = None
@@ -121,6 +125,13 @@ def main() -> None:
         except OSError as error:
             answer = ["data.cache", f"{folder}: {error.strerror or error}"]
         print(json.dumps(answer), file=answers, flush=True)
+
+
+def receive(lines: SimpleQueue[str]) -> None:
+    """Take in what the process is asked; it ends at once, whatever it is at, when nobody can ask it any more."""
+    for line in sys.stdin:
+        lines.put(line)
+    os._exit(0)
 
 
 def recipe_of(fields: list[Any]) -> Recipe:

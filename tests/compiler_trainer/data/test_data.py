@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import errno
 import json
 import math
+import os
 import sysconfig
 from itertools import pairwise
 from pathlib import Path
@@ -16,17 +18,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.filesize import decimal
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from compiler_trainer import data
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import DataConfig
-from compiler_trainer.data.corpus import Corpus, build_corpus, split
+from compiler_trainer.data.corpus import Corpus, hash_arrays, split
+from compiler_trainer.data.datasets import build_datasets, check_vocabulary
 from compiler_trainer.data.loader import Loader
+from compiler_trainer.data.mixture import Mixture
 from compiler_trainer.data.packing import PackedRows
-from compiler_trainer.data.sources import documents
+from compiler_trainer.data.readers import READERS, Asked
+from compiler_trainer.data.sources import source_of
 from compiler_trainer.data.tokenizers import ByteTokenizer, FileTokenizer
 
 EOD = ByteTokenizer.end_of_document
@@ -40,7 +45,16 @@ def for_all(*strategies):
 
 
 def corpus_of(texts):
-    return build_corpus(texts, ByteTokenizer(), "test")
+    ids = [np.array([*text.encode(), EOD], np.uint16) for text in texts]
+    tokens, offsets = np.concatenate(ids), np.cumsum([0, *map(len, ids)])
+    return Corpus(tokens, offsets, EOD, hash_arrays(tokens, offsets))
+
+
+def documents(cfg):
+    """Every document of the only source of a config."""
+    asked = Asked(cfg.text_column, cfg.document_separator, ByteTokenizer().encode)
+    for span in source_of(cfg, cfg.seed).spans:
+        yield from (record.read().content for record in READERS[span.reader](span, asked))
 
 
 def all_rows(texts, seq_len, order=None):
@@ -54,8 +68,8 @@ def text_config(*files, **changes):
 
 def numbered_loader(rows, batch_size, seed):
     """A loader whose row i starts with token 2 * i."""
-    corpus = Corpus(np.arange(2 * rows + 1, dtype=np.uint16), np.array([0, 2 * rows + 1]), EOD, 1, 0)
-    return Loader(PackedRows(corpus, np.arange(1), seq_len=2), batch_size, seed)
+    corpus = Corpus(np.arange(2 * rows + 1, dtype=np.uint16), np.array([0, 2 * rows + 1]), EOD, str(rows))
+    return Loader(Mixture([PackedRows(corpus, np.arange(1), seq_len=2)]), batch_size, seed)
 
 
 def row_numbers(batch):
@@ -107,17 +121,10 @@ def test_a_row_by_hand():
 # Order
 
 
-@for_all(st.integers(1, 20), st.integers(1, 7), st.integers(1, 4), st.integers(0, 5))
-def test_each_row_comes_once_an_epoch_over_all_ranks(rows, batch_size, ranks, seed):
-    loaders = [numbered_loader(rows, batch_size, seed) for _ in range(ranks)]
-    shares = [range(rank, batch_size, ranks) for rank in range(ranks)]
-    seen = []
-    for _ in range(3 * rows):
-        batch = [None] * batch_size
-        for loader, share in zip(loaders, shares, strict=True):
-            for slot, row in zip(share, row_numbers(loader.next(share)), strict=True):
-                batch[slot] = row
-        seen += batch
+@for_all(st.integers(1, 20), st.integers(1, 7), st.integers(0, 5))
+def test_each_row_comes_once_an_epoch(rows, batch_size, seed):
+    loader = numbered_loader(rows, batch_size, seed)
+    seen = [row for _ in range(3 * rows) for row in row_numbers(loader.next())]
     for epoch in range(len(seen) // rows):
         assert sorted(seen[epoch * rows : (epoch + 1) * rows]) == list(range(rows))
 
@@ -132,13 +139,8 @@ def test_order_changes_with_epoch_and_seed():
     assert epochs(0) == [first, second] and epochs(1)[0] != first
 
 
-def test_a_part_of_a_batch_equals_that_part_of_the_whole():
-    whole, part = numbered_loader(9, 5, 0), numbered_loader(9, 5, 0)
-    for _ in range(4):
-        expected, got = whole.next(), part.next([3, 1])
-        assert all(torch.equal(got[name], expected[name][[3, 1]]) for name in expected)
-        assert all(value.dtype == torch.int64 and value.shape == (5, 2) for value in expected.values())
-    assert part.next([])["tokens"].shape == (0, 2)
+def test_a_batch_is_of_int64():
+    assert all(value.dtype == torch.int64 and value.shape == (5, 2) for value in numbered_loader(9, 5, 0).next().values())
 
 
 @for_all(st.integers(1, 12), st.integers(1, 7), st.integers(0, 9), st.integers(1, 7))
@@ -148,8 +150,16 @@ def test_a_restored_loader_goes_on_exactly(rows, batch_size, done, next_batch_si
         ours.next()
     restored = numbered_loader(rows, next_batch_size, 0)
     restored.load_state_dict(json.loads(json.dumps(ours.state_dict())))
-    ours.batch_size = next_batch_size
-    assert [row_numbers(restored.next()) for _ in range(5)] == [row_numbers(ours.next()) for _ in range(5)]
+    rest = [row for _ in range(5 * next_batch_size) for row in row_numbers(ours.next())]
+    got = [row for _ in range(5) for row in row_numbers(restored.next())]
+    assert got == rest[: len(got)]
+
+
+def test_the_state_is_that_of_the_last_batch_handed_out_though_the_next_is_made():
+    loader = numbered_loader(9, 2, 0)
+    loader.next()
+    loader.ahead[1].result()
+    assert loader.state_dict()["taken"] == [2]
 
 
 def test_a_state_of_other_rows_is_refused():
@@ -164,7 +174,7 @@ def test_a_state_of_other_rows_is_refused():
 def test_whatever_changes_the_rows_changes_their_fingerprint(change):
     def fingerprint(seq_len=8, seed=0, eval_fraction=0.1, documents=20):
         cfg = DataConfig("synthetic", seed=seed, eval_fraction=eval_fraction, documents=documents)
-        return data.build(cfg, seq_len, 2).train.rows.fingerprint
+        return build_datasets(cfg, seq_len, 2).train.rows.fingerprint
 
     assert fingerprint(**change) != fingerprint() == fingerprint()
 
@@ -191,13 +201,13 @@ def test_the_choice_outlives_a_longer_corpus():
 
 def test_a_single_document_gives_its_end(tmp_path):
     (tmp_path / "a.txt").write_text("x" * 800 + "y" * 200)
-    datasets = data.build(text_config(tmp_path / "a.txt", eval_fraction=0.2), seq_len=16, global_batch_size=64)
+    datasets = build_datasets(text_config(tmp_path / "a.txt", eval_fraction=0.2), seq_len=16, global_batch_size=64)
     assert set(datasets.train.next()["tokens"].flatten().tolist()) == {ord("x")}
     assert set(datasets.eval.next()["tokens"].flatten().tolist()) == {ord("y"), EOD}
 
 
 def test_evaluation_keeps_its_order_and_starts_again():
-    datasets = data.build(DataConfig("synthetic", documents=40, eval_fraction=0.2), 32, 4)
+    datasets = build_datasets(DataConfig("synthetic", documents=40, eval_fraction=0.2), 32, 4)
     first = datasets.eval.next()
     assert torch.equal(first["tokens"], torch.from_numpy(datasets.eval.rows.batch(np.arange(4))["tokens"]))
     assert not torch.equal(datasets.eval.next()["tokens"], first["tokens"])
@@ -206,10 +216,10 @@ def test_evaluation_keeps_its_order_and_starts_again():
 
 
 def test_nothing_is_held_out_at_zero():
-    datasets = data.build(DataConfig("synthetic", documents=3, eval_fraction=0.0), 32, 4)
-    assert datasets.describe().startswith("synthetic: 3 documents, ")
-    assert datasets.eval is None and datasets.train.rows.tokens == len(datasets.corpus.tokens)
-    assert datasets.describe().endswith("nothing held out")
+    datasets = build_datasets(DataConfig("synthetic", documents=3, eval_fraction=0.0), 32, 4)
+    assert datasets.describe(8).startswith("synthetic: 3 documents, ")
+    assert datasets.eval is None and datasets.parts[0].train.tokens == len(datasets.parts[0].corpus.tokens)
+    assert datasets.describe(8).splitlines()[0].endswith("nothing held out")
 
 
 # Sources
@@ -257,24 +267,30 @@ def test_files_and_globs_give_their_documents_in_order(library):
 
 def test_the_description_counts_what_was_read_and_left_out(library):
     folder, _ = library
-    datasets = data.build(text_config(folder / "*.*", folder / "sub" / "*", eval_fraction=0.05), 8, 2)
-    assert datasets.describe() == (
-        "text: 5 documents (1 empty), 41 tokens (bytes); train 39 tokens in 5 rows of 8; "
-        "held out end of the longest document, 2 tokens in 1 rows of 8"
-    )
+    datasets = build_datasets(text_config(folder / "*.*", folder / "sub" / "*", eval_fraction=0.05), 8, 2)
+    name, kept = f"{folder}/*.*, {folder}/sub/*", datasets.parts[0].stored.folder
+    assert datasets.describe(12).splitlines() == [
+        f"{name}: 5 documents (1 empty), 41 tokens (bytes); train 39 tokens in 5 rows of 8; "
+        "held out end of the longest document, 2 tokens in 1 rows of 8",
+        f"{name}: tokens are kept in {kept}, {decimal(sum(f.stat().st_size for f in kept.iterdir()))}",
+        f"{name}: is seen 2.4 times in this run",
+    ]
 
 
 BAD_FILES = {
-    "empty file": ("a.txt", b"", "a.txt: the corpus is empty: 1 documents, none with a token in it"),
+    "empty file": ("a.txt", b"", "a.txt: the corpus is empty: 1 documents, none with a token"),
     "latin-1": ("a.txt", b"caf\xe9 au lait", "a.txt: is not UTF-8: byte 0xe9 at offset 3"),
-    "latin-1 line": ("a.jsonl", b'{"text": "a"}\n{"text": "\xe9"}', "a.jsonl: is not UTF-8: byte 0xe9 at offset 24"),
+    "latin-1 line": ("a.jsonl", b'{"text": "a"}\n{"text": "\xe9"}', "a.jsonl:2: is not UTF-8: byte 0xe9 at offset 24"),
     "no text field": ("a.jsonl", b'{"text": "a"}\n{"txt": "b"}\n', 'a.jsonl:2: has no field "text"'),
     "number as text": ("a.jsonl", b'{"text": 3}', 'a.jsonl:1: field "text" is int, not a string'),
-    "bare string": ("a.jsonl", b'"text"', 'a.jsonl:1: has no field "text"'),
+    "bare string": ("a.jsonl", b'"text"', "a.jsonl:1: is no object; each line must be one"),
     "broken json": ("a.jsonl", b'\n{"text": ', "a.jsonl:2: is not JSON: Expecting value at column 10"),
     "half a pair": ("a.jsonl", b'{"text": "\\ud83d"}', "a.jsonl:1: holds \\ud83d, half of a surrogate pair"),
     "not parquet": ("a.parquet", b"hello, world", "a.parquet: is not readable parquet: Parquet magic bytes not found"),
-    "extension": ("a.csv", b"text", "a.csv: unknown extension '.csv'; data=text reads .txt, .jsonl, .parquet"),
+    "extension": ("a.csv", b"text", "a.csv: unknown extension '.csv'; data.files takes .txt, .jsonl, .jsonl.gz, "),
+    "nested deep": ("a.jsonl", b'{"text": ' + b"[" * 100_000, "a.jsonl:1: is nested too deep"),
+    "long number": ("a.jsonl", b'{"text": "a", "n": ' + b"9" * 5000 + b"}", "a.jsonl:1: holds a number of too many digits"),
+    "not gzip": ("a.jsonl.gz", b'{"text": "a"}', "a.jsonl.gz: cannot be decompressed: "),
 }
 
 
@@ -282,14 +298,14 @@ BAD_FILES = {
 def test_a_bad_file_is_named_in_one_line(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError) as error:
-        data.build(text_config(tmp_path / name), 8, 2)
+        build_datasets(text_config(tmp_path / name), 8, 2)
     assert str(error.value).startswith(f"{tmp_path}/{message}") and "\n" not in str(error.value)
 
 
 BAD_TABLES = {
     "no column": ({"body": ["a"]}, ': needs one column "text"; it has body'),
     "numbers": ({"text": [1]}, ': column "text" is int64, not string'),
-    "null": ({"text": ["a", None]}, ': row 1: column "text" is null'),
+    "null": ({"text": ["a", None]}, ': row 1: field "text" is null'),
 }
 
 
@@ -297,22 +313,43 @@ BAD_TABLES = {
 def test_a_bad_table_is_named_in_one_line(tmp_path, columns, message):
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
     with pytest.raises(UserError) as error:
-        data.build(text_config(tmp_path / "a.parquet"), 8, 2)
+        build_datasets(text_config(tmp_path / "a.parquet"), 8, 2)
     assert str(error.value) == f"{tmp_path / 'a.parquet'}{message}"
 
 
 def test_bad_paths_are_named(tmp_path):
     (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "empty").mkdir()
+    os.mkfifo(tmp_path / "empty" / "fifo")
     cases = {
         (tmp_path / "b.txt",): "b.txt: no such file (data.files)",
         (tmp_path / "*.jsonl",): "*.jsonl: the glob matches no file (data.files)",
-        (tmp_path,): f"{tmp_path.name}: is a folder; name its files with a glob, e.g. {tmp_path}/*.txt",
+        (tmp_path / "empty",): "empty: no file below it ends in .txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet",
+        (tmp_path / "empty" / "fifo",): "fifo: is not a regular file; copy what it gives into one",
+        ("/dev/zero",): "/dev/zero: is not a regular file",
+        ("",): "data.files: holds an empty name; name a file, a folder or a glob",
+        (tmp_path / ("x" * 300),): "cannot be read: File name too long",
         (tmp_path / "a.txt", tmp_path / "*.txt"): "a.txt: is listed twice in data.files; each document may come once",
     }
     for files, message in cases.items():
         with pytest.raises(UserError) as error:
-            data.build(text_config(*files), 8, 2)
+            build_datasets(text_config(*files), 8, 2)
         assert message in str(error.value)
+
+
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
+    def denied(folder):
+        raise PermissionError(errno.EACCES, "Permission denied", folder)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    with pytest.raises(UserError, match=f"^{tmp_path}: cannot be read: Permission denied"):
+        build_datasets(text_config(tmp_path), 8, 2)
+
+
+def test_a_folder_gives_its_files_in_order(library):
+    folder, texts = library
+    (folder / "notes.md").write_text("no document")
+    assert list(documents(text_config(folder))) == texts
 
 
 def test_a_glob_does_not_hide_a_file_named_like_one(tmp_path):
@@ -336,9 +373,9 @@ def tokenizer_file(tmp_path):
 
 def test_a_tokenizer_file_gives_whole_documents(tokenizer_file, tmp_path):
     (tmp_path / "a.txt").write_text("hello world hello there")
-    datasets = data.build(text_config(tmp_path / "a.txt", tokenizer=str(tokenizer_file)), 8, 1)
+    datasets = build_datasets(text_config(tmp_path / "a.txt", tokenizer=str(tokenizer_file)), 8, 1)
     end = Tokenizer.from_file(str(tokenizer_file)).token_to_id("<|endoftext|>")
-    assert datasets.corpus.tokens.tolist() == [1, 7, 1, 0, end]
+    assert datasets.parts[0].corpus.tokens.tolist() == [1, 7, 1, 0, end]
     assert datasets.vocab_size == max(end, 7) + 1
 
 
@@ -346,7 +383,9 @@ def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path):
     tokenizer = Tokenizer(WordLevel({"low": 0, "high": 100_000}, unk_token="low"))
     tokenizer.add_special_tokens(["</s>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    corpus = build_corpus(["high"] * 600, FileTokenizer(str(tmp_path / "tokenizer.json")), "test")
+    (tmp_path / "a.jsonl").write_text('{"text": "high"}\n' * 600)
+    cfg = text_config(tmp_path / "a.jsonl", tokenizer=str(tmp_path / "tokenizer.json"))
+    corpus = build_datasets(cfg, 8, 1).parts[0].corpus
     assert corpus.tokens.dtype == np.uint32
     assert corpus.tokens.reshape(600, 2).tolist() == [[100_000, corpus.end_of_document]] * 600
 
@@ -354,7 +393,15 @@ def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path):
 def test_bad_tokenizers_are_named(tmp_path):
     (tmp_path / "broken.json").write_text("{}")
     Tokenizer(WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "endless.json"))
-    cases = {"missing": "no such file", "broken": "is not a tokenizer.json: ", "endless": "none of its 0 added tokens"}
+    empty = Tokenizer(WordLevel({}))
+    empty.add_special_tokens(["</s>"])
+    empty.save(str(tmp_path / "empty.json"))
+    cases = {
+        "missing": "no such file",
+        "broken": "is not a tokenizer.json: ",
+        "endless": "none of its 0 added tokens",
+        "empty": "has an empty vocabulary",
+    }
     for name, message in cases.items():
         path = tmp_path / f"{name}.json"
         with pytest.raises(UserError) as error:
@@ -362,8 +409,17 @@ def test_bad_tokenizers_are_named(tmp_path):
         assert str(error.value).startswith(f"{path}: {message}") and "\n" not in str(error.value)
 
 
+def test_a_text_that_a_tokenizer_has_no_tokens_for_is_refused(tmp_path):
+    tokenizer = Tokenizer(WordLevel({"known": 0}))
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text("unknown")
+    with pytest.raises(UserError, match="tokenizer.json: cannot tokenize: .*UNK"):
+        build_datasets(text_config(tmp_path / "a.txt", tokenizer=str(tmp_path / "tokenizer.json")), 8, 2)
+
+
 def test_a_vocabulary_beyond_the_model_is_refused():
-    datasets = data.build(DataConfig("synthetic", documents=3), 8, 1)
-    data.check_vocabulary(datasets, 257)
+    datasets = build_datasets(DataConfig("synthetic", documents=3), 8, 1)
+    check_vocabulary(datasets, 257)
     with pytest.raises(UserError, match="^model.vocab_size: is 256, but data.tokenizer=bytes has 257 tokens"):
-        data.check_vocabulary(datasets, 256)
+        check_vocabulary(datasets, 256)
