@@ -122,17 +122,19 @@ def one_step(cfg: Config, step: Step, loader: Loader, memory: PeakMemory, number
     """Take update `number` and measure it, from fetching its batch on."""
     lr = learning_rate(cfg.lr_schedule, cfg.optim.lr, number, cfg.train.steps)
 
-    def timed() -> tuple[dict[str, Tensor], Record, float]:
+    def timed() -> tuple[dict[str, Tensor], Record, float, float]:
         began = time.perf_counter()
         batch = next_batch(loader)
-        return batch, step(batch, lr), time.perf_counter() - began
+        waited = time.perf_counter() - began
+        return batch, step(batch, lr), time.perf_counter() - began, waited
 
-    batch, result, seconds = memory.during(timed)
+    batch, result, seconds, waited = memory.during(timed)
     if isinstance(cfg.model, ModelConfig) and cfg.model.attention == "documents" and cfg.mesh.cp > 1:
         result["cp_imbalance"] = imbalance(batch["positions"] + 1, step.mesh)
     result |= unevenness({name: state.local[step.ranks[0]] for name, state in step.state.items()})
     speed = cfg.train.global_batch_size * cfg.train.seq_len / seconds
-    return {**result, "lr": lr, "tokens_per_s": speed, "step_ms": 1e3 * seconds, "peak_mem_bytes": memory.bytes}
+    times = {"tokens_per_s": speed, "step_ms": 1e3 * seconds, "data_ms": 1e3 * waited}
+    return {**result, "lr": lr, **times, "peak_mem_bytes": memory.bytes}
 
 
 def check_finite(record: Record) -> None:

@@ -74,7 +74,13 @@ def test_the_default_job_is_the_defaults_and_three_recipes(command):
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
 def test_every_choice_trains_under_its_own_name(command, group, choice):
-    needed = {"text": "data.files=[a.txt]", "hf": "model.path=folder", "custom": "model._target_=my.Model"}
+    needed = {
+        "text": "data.files=[a.txt]",
+        "mixture": "data.sources=[{files:[a.txt],weight:2},{files:[b.txt]}]",
+        "hf_dataset": "data.path=folder",
+        "hf": "model.path=folder",
+        "custom": "model._target_=my.Model",
+    }
     (cfg,) = command(f"{group}={choice}", *filter(None, [needed.get(choice)]))
     chosen = getattr(cfg, group)
     assert chosen == {"_target_": "my.Model"} if choice == "custom" else chosen.name == choice
@@ -161,8 +167,10 @@ REFUSED = [
     (["optim.lr=abc"], "optim.lr: 'abc' is not a number"),
     (["train.steps=abc"], "train.steps: 'abc' is not a whole number"),
     (["train.steps=${nowhere}"], "train.steps: Interpolation key 'nowhere' not found"),
+    (["data=text", 'data.files=[""]', "data.document_separator=''"], "data.document_separator:  must be at least a character"),
     (["train.seq_len=-1"], "train.seq_len: -1 must be at least 2, a token and the one it predicts"),
     (["run.dir=???"], "run.dir: Missing mandatory value: dir"),
+    (["data=mixture", "data.sources=[{fils:[a.txt]}]"], "data.sources[0].fils: no such option; did you mean 'files'?"),
     (["-m", "optim.lr=1,abc"], "optim.lr: 'abc' is not a number"),
     (["-m", "optim=sgd,adamv"], "optim: 'adamv' is not one of adamw, adamw8bit, adamwfp8, muon, sgd; did you mean 'adamw'?"),
     (["-m", "mesh.dp_shard=1,2"], "mesh: dp_shard=2 needs 2 ranks, not 1; change mesh.dp_shard or start 2 ranks"),

@@ -33,7 +33,7 @@ from passes.program.mesh import Mesh
 from passes.program.spec import Spec
 
 MODEL = ModelConfig(dim=16, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=24)
-TIMES = ("tokens_per_s", "step_ms", "peak_mem_bytes")
+TIMES = ("tokens_per_s", "step_ms", "data_ms", "peak_mem_bytes")
 
 
 def options(folder, steps=6, **changes):
@@ -106,6 +106,7 @@ def test_what_is_recorded(fake, tmp_path):
     for record in records:
         assert record["tokens_per_s"] * record["step_ms"] == pytest.approx(64e3)
         assert record["peak_mem_bytes"] >= 12
+        assert 0 < record["data_ms"] < record["step_ms"]
 
 
 def test_evaluation_is_on_the_same_held_out_rows(fake, tmp_path, monkeypatch):
@@ -123,7 +124,7 @@ def test_checkpoints_are_taken_and_kept(fake, tmp_path):
     trainer.train(replace(cfg, checkpoint=replace(cfg.checkpoint, keep=2)))
     assert [p.name for p in checkpoint.complete(tmp_path / "run/checkpoints")] == ["step_00000006", "step_00000007"]
     saved = checkpoint.read_extra(tmp_path / "run/checkpoints/step_00000006")
-    assert (saved["step"], saved["tokens"], saved["data"]["index"]) == (6, 6 * 64, 24)
+    assert (saved["step"], saved["tokens"], saved["data"]["taken"]) == (6, 6 * 64, [24])
     assert saved["config"]["train"]["seq_len"] == 16
 
 

@@ -1,0 +1,365 @@
+"""Tokens on disk: made once, whole or not there, the same however the work is cut and shared."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import DataConfig
+from compiler_trainer.data import sources, workers
+from compiler_trainer.data.corpus import mapped
+from compiler_trainer.data.cutting import next_cut, parts
+from compiler_trainer.data.datasets import build_datasets
+from compiler_trainer.data.tokenizers import FileTokenizer, build_tokenizer
+
+ROOT = Path(__file__).parents[3]
+TEXT = Path(json.__file__).read_text() + Path(json.decoder.__file__).read_text() + "naïve 列 ünïcödé\n\n\n  end\n"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """An empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "compiler-trainer" / "tokens"
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """Cuts the work so finely that a few kilobytes are shared by processes."""
+    monkeypatch.setattr(sources, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(workers, "ALONE", 0)
+
+
+def bpe(path, pre_tokenizer, normalizer=None):
+    """A tokenizer.json trained on the text."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=False))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoders.ByteLevel()
+    if normalizer:
+        tokenizer.normalizer = normalizer
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<unk>", "<|endoftext|>"]
+    tokenizer.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=900, special_tokens=special, initial_alphabet=alphabet, show_progress=False))
+    tokenizer.save(str(path))
+    return str(path)
+
+
+TOKENIZERS = {
+    "bytes": lambda path: "bytes",
+    "byte level": lambda path: bpe(path, pre_tokenizers.ByteLevel(add_prefix_space=False)),
+    "words with a mark before": lambda path: bpe(path, pre_tokenizers.Metaspace(prepend_scheme="always", split=True)),
+    "one word": lambda path: bpe(path, pre_tokenizers.Metaspace(prepend_scheme="never", split=False)),
+    "a mark before every text": lambda path: bpe(path, pre_tokenizers.ByteLevel(add_prefix_space=False), normalizers.Prepend("_")),
+}
+
+
+def corpus(*files, **options):
+    """The tokens of files, as they lie on disk."""
+    cfg = DataConfig(name="text", files=tuple(map(str, files)), **{"eval_fraction": 0.0, **options})
+    part = build_datasets(cfg, 8, 1).parts[0]
+    return mapped(part.stored, build_tokenizer(cfg.tokenizer), cfg.chat), part.stored
+
+
+def documents_of(corpus):
+    return [corpus.tokens[a:b].tolist() for a, b in itertools.pairwise(corpus.offsets)]
+
+
+# Cuts
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_parts_of_a_text_give_the_tokens_of_the_whole(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr("compiler_trainer.data.cutting.PART_BYTES", 700)
+    tokenizer = build_tokenizer(TOKENIZERS[kind](tmp_path / "tokenizer.json"))
+    found = list(parts(TEXT, tokenizer.encode))
+    assert "".join(found) == TEXT and (len(found) > 10) == (kind != "a mark before every text")
+    assert np.concatenate(tokenizer.encode(found)).tolist() == tokenizer.encode([TEXT])[0].tolist()
+
+
+def test_a_text_without_white_space_is_not_cut():
+    content = b"x" * 5000
+    assert next_cut(content, 100, build_tokenizer("bytes").encode) == len(content)
+
+
+# The same corpus however it is made
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_pieces_of_one_long_text_join_to_its_tokens(kind, tmp_path, small_pieces):
+    name = TOKENIZERS[kind](tmp_path / "tokenizer.json")
+    (tmp_path / "a.txt").write_text(TEXT)
+    found, stored = corpus(tmp_path / "a.txt", tokenizer=name)
+    tokenizer = build_tokenizer(name)
+    assert documents_of(found) == [[*tokenizer.encode([TEXT])[0].tolist(), tokenizer.end_of_document]]
+    assert stored.holds.documents == 1
+
+
+LINES = [f"line {i} " + "é" * (i % 70) for i in range(200)] + ["", "last"]
+
+
+def write_jsonl(folder):
+    (folder / "a.jsonl").write_text("".join(json.dumps({"text": line}, ensure_ascii=False) + "\n" for line in LINES))
+    return folder / "a.jsonl", {}
+
+
+def write_open_jsonl(folder):
+    (folder / "a.jsonl").write_text("\n\n".join(json.dumps({"text": line}, ensure_ascii=False) for line in LINES))
+    return folder / "a.jsonl", {}
+
+
+def write_gzip(folder):
+    with gzip.open(folder / "a.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps({"text": line}) + "\n" for line in LINES)
+    return folder / "a.jsonl.gz", {}
+
+
+def write_zstd(folder):
+    with pa.output_stream(str(folder / "a.jsonl.zst"), compression="zstd") as file:
+        file.write("".join(json.dumps({"text": line}) + "\n" for line in LINES).encode())
+    return folder / "a.jsonl.zst", {}
+
+
+def write_parquet(folder):
+    pq.write_table(pa.table({"id": range(len(LINES)), "text": LINES}), folder / "a.parquet", row_group_size=9)
+    return folder / "a.parquet", {}
+
+
+def write_other_column(folder):
+    pq.write_table(pa.table({"body": LINES}), folder / "a.parquet")
+    return folder / "a.parquet", {"text_column": "body"}
+
+
+def write_separated(folder):
+    (folder / "a.txt").write_text("<|end|>".join(LINES) + "<|end|>")
+    return folder / "a.txt", {"document_separator": "<|end|>"}
+
+
+def write_separated_open(folder):
+    (folder / "a.txt").write_text("\n\n".join(LINES))
+    return folder / "a.txt", {"document_separator": "\n\n"}
+
+
+def write_files(folder):
+    for i, line in enumerate(LINES):
+        (folder / f"{i:04}.txt").write_text(line)
+    return folder, {}
+
+
+WRITERS = [write_jsonl, write_open_jsonl, write_gzip, write_zstd, write_parquet, write_other_column, write_separated, write_separated_open, write_files]
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_every_kind_of_file_gives_every_document_once(write, tmp_path, small_pieces):
+    (tmp_path / "data").mkdir()
+    path, options = write(tmp_path / "data")
+    found, stored = corpus(path, **options)
+    assert documents_of(found) == [[*line.encode(), 256] for line in LINES if line]
+    assert (stored.holds.documents, stored.holds.empty, stored.holds.skipped) == (len(LINES), 1, 0)
+
+
+def test_a_document_is_where_it_was_wherever_pieces_begin(tmp_path, monkeypatch):
+    path, options = write_separated(tmp_path)
+    for size in (64, 65, 66, 67, 68, 69, 70, 71, 5000):
+        monkeypatch.setattr(sources, "PIECE_BYTES", size)
+        monkeypatch.setattr(workers, "ALONE", 10_000)
+        found, _ = corpus(path, cache=str(tmp_path / str(size)), **options)
+        assert documents_of(found) == [[*line.encode(), 256] for line in LINES if line]
+
+
+# Once, and whole
+
+
+def test_a_second_start_reads_nothing(tmp_path, monkeypatch):
+    path, _ = write_jsonl(tmp_path)
+    first, stored = corpus(path)
+    monkeypatch.setattr("compiler_trainer.data.cache.tokenize", None)
+    second, again = corpus(path)
+    assert second.fingerprint == first.fingerprint and again == stored
+    assert np.array_equal(second.tokens, first.tokens) and np.array_equal(second.offsets, first.offsets)
+
+
+def changed_file(path, options):
+    path.write_text(path.read_text().replace("line 7 ", "line 8 "))
+
+
+def changed_time(path, options):
+    os.utime(path, ns=(1, 1))
+
+
+def changed_column(path, options):
+    options["text_column"] = "other"
+
+
+def changed_separator(path, options):
+    options["document_separator"] = "x"
+
+
+def changed_tokenizer(path, options):
+    bpe(Path(options["tokenizer"]), pre_tokenizers.Whitespace())
+
+
+@pytest.mark.parametrize("change", [changed_file, changed_time, changed_column, changed_separator, changed_tokenizer])
+def test_whatever_decides_the_tokens_makes_them_anew(change, tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": line, "other": "o"}) + "\n" for line in LINES))
+    options = {"tokenizer": bpe(tmp_path / "tokenizer.json", pre_tokenizers.ByteLevel())}
+    _, before = corpus(tmp_path / "a.jsonl", **options)
+    change(tmp_path / "a.jsonl", options)
+    _, after = corpus(tmp_path / "a.jsonl", **options)
+    assert after.folder != before.folder
+
+
+def test_the_fingerprint_is_of_the_content(tmp_path):
+    path, _ = write_jsonl(tmp_path)
+    first, _ = corpus(path)
+    moved, _ = corpus(path.rename(tmp_path / "b.jsonl"))
+    changed_file(tmp_path / "b.jsonl", {})
+    other, _ = corpus(tmp_path / "b.jsonl")
+    assert first.fingerprint == moved.fingerprint != other.fingerprint
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def altered(file):
+    content = bytearray(file.read_bytes())
+    content[0] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "offsets.bin", "corpus.json"])
+@pytest.mark.parametrize("damage", [cut, altered, Path.unlink])
+def test_a_damaged_cache_is_made_anew_and_said(damage, name, tmp_path, capsys):
+    path, _ = write_jsonl(tmp_path)
+    before, stored = corpus(path)
+    expected = documents_of(before)
+    damage(stored.folder / name)
+    found, _ = corpus(path)
+    assert documents_of(found) == expected
+    assert f"{stored.folder} was cut or altered, and is made anew\n" in capsys.readouterr().out
+    assert not list(stored.folder.parent.glob("*.part"))
+
+
+def test_two_that_want_the_same_corpus_make_it_once(tmp_path, monkeypatch, capsys):
+    path, _ = write_jsonl(tmp_path)
+    made, start = [], threading.Event()
+
+    def slow(*args):
+        made.append(start.set())
+        time.sleep(0.5)
+        workers.tokenize(*args)
+
+    monkeypatch.setattr("compiler_trainer.data.cache.tokenize", slow)
+    other = threading.Thread(target=lambda: start.wait() and corpus(path))
+    other.start()
+    corpus(path)
+    other.join()
+    assert len(made) == 1 and "waiting for another process" in capsys.readouterr().out
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    path, _ = write_jsonl(tmp_path)
+    with pytest.raises(UserError, match="^data.cache: .*file/.*: Not a directory; name a folder to write to"):
+        corpus(path, cache=str(tmp_path / "file"))
+
+
+# Bad records
+
+
+def test_bad_records_are_skipped_counted_and_said(tmp_path, small_pieces):
+    (tmp_path / "a.jsonl").write_bytes(b"".join(b'{"text": "good"}\n[\n{"text": "\xe9"}\n' for _ in range(100)))
+    cfg = DataConfig(name="text", files=(str(tmp_path / "a.jsonl"),), bad_records="skip", eval_fraction=0.0)
+    datasets = build_datasets(cfg, 8, 1)
+    assert datasets.parts[0].stored.holds[:4] == (500, 100, 0, 200)
+    said = f"200 bad records are skipped, the first is {tmp_path}/a.jsonl:2: is not JSON: Expecting value at column 2"
+    assert said in datasets.describe(1)
+
+
+def test_the_first_bad_record_stops_with_its_line_and_leaves_nothing(tmp_path, small_pieces, cache):
+    lines = [b'{"text": "good"}'] * 1000
+    lines[700] = lines[400] = b'{"text": 1}'
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    for _ in range(3):
+        with pytest.raises(UserError, match=r'a.jsonl:401: field "text" is int, not a string'):
+            corpus(tmp_path / "a.jsonl")
+    assert not list(cache.iterdir())
+
+
+def test_a_long_text_is_not_left_with_a_hole(tmp_path, small_pieces):
+    (tmp_path / "a.txt").write_bytes(b"some words " * 500 + b"\xe9" + b" and more" * 500)
+    with pytest.raises(UserError, match="a.txt: is not UTF-8: byte 0xe9 at offset 5500"):
+        corpus(tmp_path / "a.txt", bad_records="skip")
+
+
+# Interruptions
+
+
+def start(tmp_path, tokenizer):
+    """A process that tokenizes 20 MB and takes some seconds for it."""
+    code = f"""
+from compiler_trainer.config.schema import DataConfig
+from compiler_trainer.data.datasets import build_datasets
+build_datasets(DataConfig(name="text", files=({str(tmp_path / "a.txt")!r},), tokenizer={tokenizer!r}), 8, 1)
+"""
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen([sys.executable, "-c", code], env=env, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def until(holds, seconds=60):
+    """Wait until something holds."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def long_text(tmp_path):
+    """A text of several pieces, and the name of its tokenizer."""
+    (tmp_path / "a.txt").write_text((TEXT + "\n") * (4 * sources.PIECE_BYTES // len(TEXT)))
+    return bpe(tmp_path / "tokenizer.json", pre_tokenizers.ByteLevel(add_prefix_space=False))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_interrupted_start_ends_with_its_processes_and_the_next_goes_on(number, tmp_path, long_text, cache, capsys):
+    job = start(tmp_path, long_text)
+    until(lambda: list(cache.glob("*.part/*.json")))
+    children = psutil.Process(job.pid).children()
+    began = time.monotonic()
+    os.kill(job.pid, number)
+    job.communicate()
+    assert job.returncode not in (0, None) and time.monotonic() - began < 5
+    assert children
+    psutil.wait_procs(children, timeout=30)
+    assert not [child for child in children if child.is_running()]
+    (partial,) = cache.iterdir()
+    assert partial.suffix == ".part"
+    found, _ = corpus(tmp_path / "a.txt", tokenizer=long_text)
+    assert "going on with" in capsys.readouterr().out
+    tokenizer = FileTokenizer(long_text)
+    text = (tmp_path / "a.txt").read_text()
+    assert found.tokens[:-1].tolist() == np.concatenate(tokenizer.encode(list(parts(text, tokenizer.encode)))).tolist()
+
+
+def test_a_process_that_dies_is_an_error_and_no_hang(tmp_path, long_text, cache):
+    job = start(tmp_path, long_text)
+    until(lambda: list(cache.glob("*.part/*.tokens")))
+    psutil.Process(job.pid).children()[0].kill()
+    _, stderr = job.communicate(timeout=60)
+    assert "a process that tokenizes ended with -9" in stderr and job.returncode == 1

@@ -1,0 +1,147 @@
+"""Conversations: the text is the template's, and the loss counts what the assistant says and nothing else."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import DataConfig
+from compiler_trainer.data import chat
+from compiler_trainer.data.chat import Template
+from compiler_trainer.data.datasets import build_datasets
+from compiler_trainer.data.records import BadRecord
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MARKED = (
+    "{{ bos_token }}{% for message in messages %}{% if message.role == 'assistant' %}[{% generation %}{{ message.content }}]{% endgeneration %}"
+    "{% else %}<{{ message.content }}>{% endif %}{% endfor %}"
+)
+MESSAGES = [
+    {"role": "system", "content": "be kind"},
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "hello"},
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "4"},
+]
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    """A folder with a tokenizer of bytes and a chat template; the path of its tokenizer.json."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_special_tokens(SPECIAL)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    write_template(tmp_path, CHATML)
+    return str(tmp_path / "tokenizer.json")
+
+
+def write_template(folder, template):
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, "bos_token": {"content": "<|endoftext|>"}}))
+
+
+def datasets(path, tokenizer, seq_len=16, **options):
+    options = {"eval_fraction": 0.0, "chat": True, "tokenizer": tokenizer, **options}
+    return build_datasets(DataConfig(name="text", files=(str(path),), **options), seq_len, 1)
+
+
+def labelled(found, tokenizer):
+    """The texts of the runs of labels, in rows that hold a whole document each."""
+    backend, runs = Tokenizer.from_file(tokenizer), []
+    for row in found.train.rows.batch(np.arange(len(found.train.rows)))["labels"]:
+        parts = np.split(row, np.flatnonzero(np.diff(row != -100)) + 1)
+        runs += [backend.decode(part.tolist(), skip_special_tokens=False) for part in parts if part[0] != -100]
+    return runs
+
+
+def test_answers_with_their_end_of_turn_are_the_labels_by_hand(tokenizer, tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": MESSAGES}))
+    found = datasets(tmp_path / "a.jsonl", tokenizer, seq_len=200)
+    text = (
+        "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>\n"
+        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
+    )
+    batch = found.train.rows.batch(np.arange(1))
+    ids = Tokenizer.from_file(tokenizer).encode(text).ids
+    assert batch["tokens"][0, : len(ids)].tolist() == ids
+    assert labelled(found, tokenizer) == ["hello<|im_end|>\n", "4<|im_end|>\n"]
+
+
+def test_prompt_and_completion_are_a_question_and_its_answer(tokenizer, tmp_path):
+    pq.write_table(pa.table({"prompt": ["say a", "say b"], "completion": ["a!", "b!"]}), tmp_path / "a.parquet")
+    found = datasets(tmp_path / "a.parquet", tokenizer, seq_len=100)
+    assert sorted(labelled(found, tokenizer)) == ["a!<|im_end|>\n", "b!<|im_end|>\n"]
+
+
+def test_messages_of_a_table_are_those_of_lines(tokenizer, tmp_path):
+    pq.write_table(pa.table({"messages": [MESSAGES]}), tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": MESSAGES}))
+    table, lines = (datasets(tmp_path / name, tokenizer).parts[0].corpus for name in ("a.parquet", "a.jsonl"))
+    assert table.tokens.tolist() == lines.tokens.tolist() and table.counted.tolist() == lines.counted.tolist()
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["plain", "marked"])
+def test_the_tokens_are_those_of_transformers(template, tokenizer, tmp_path):
+    write_template(tmp_path, template)
+    theirs = PreTrainedTokenizerFast(tokenizer_file=tokenizer, chat_template=template, bos_token="<|endoftext|>")
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": MESSAGES}))
+    corpus = datasets(tmp_path / "a.jsonl", tokenizer).parts[0].corpus
+    expected = theirs.apply_chat_template(MESSAGES, return_dict=True, return_assistant_tokens_mask=template == MARKED)
+    assert corpus.tokens[:-1].tolist() == expected["input_ids"]
+    if template == MARKED:
+        assert corpus.counted[:-1].tolist() == [bool(mask) for mask in expected["assistant_masks"]]
+
+
+def test_a_template_in_a_file_of_its_own_comes_first(tokenizer, tmp_path):
+    (tmp_path / "chat_template.jinja").write_text(MARKED)
+    assert chat.template_beside(tokenizer) == Template(MARKED, {"bos_token": "<|endoftext|>"})
+
+
+def test_rows_without_a_label_are_left_out(tokenizer, tmp_path):
+    question = {"role": "user", "content": "long " * 100}
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [question, {"role": "assistant", "content": "short"}]}) * 1)
+    rows = datasets(tmp_path / "a.jsonl", tokenizer, seq_len=8).train.rows
+    labels = rows.batch(np.arange(len(rows)))["labels"]
+    assert len(rows) <= 2 < rows.parts[0].tokens / 8 and (labels != -100).any(axis=1).all()
+    assert (labels != -100).sum() == len("short") + 1 + len("\n")
+
+
+FORGETFUL = "{% for message in messages %}{{ message.role }}:{% if loop.last %}thinks {% endif %}{{ message.content }};{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+REFUSALS = {
+    "no assistant": (CHATML, {"messages": MESSAGES[:2]}, "a.jsonl:1: the assistant says nothing"),
+    "no messages": (CHATML, {"text": "a"}, 'a.jsonl:1: has neither "messages" nor "prompt" and "completion"'),
+    "no list": (CHATML, {"messages": "hi"}, 'a.jsonl:1: field "messages" is no list of objects'),
+    "no role": (CHATML, {"messages": [{"content": "hi"}]}, r'a.jsonl:1: field "messages\[0\].role" is null'),
+    "number": (CHATML, {"messages": [{"role": "assistant", "content": 1}]}, r'"messages\[0\].content" is int, not a string'),
+    "refused by it": ("{{ raise_exception('roles must alternate') }}", {"messages": MESSAGES}, "refuses it: roles must alternate"),
+    "written otherwise": (FORGETFUL, {"messages": MESSAGES}, "a.jsonl:1: the chat template writes message 2 otherwise"),
+    "no template": (None, {"messages": MESSAGES}, "data.tokenizer: .*tokenizer.json has no chat template"),
+}
+
+
+@pytest.mark.parametrize(("template", "row", "message"), REFUSALS.values(), ids=REFUSALS)
+def test_what_cannot_be_a_conversation_is_refused(template, row, message, tokenizer, tmp_path):
+    write_template(tmp_path, template)
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    with pytest.raises(UserError, match=message) as error:
+        datasets(tmp_path / "a.jsonl", tokenizer)
+    assert "\n" not in str(error.value)
+
+
+def test_a_token_of_prompt_and_answer_is_refused():
+    places = np.array([[0, 4], [4, 8], [8, 9]])
+    assert chat.said(places, [(4, 9)]).tolist() == [False, True, True]
+    with pytest.raises(BadRecord, match="half in an answer"):
+        chat.said(places, [(5, 9)])

@@ -1,0 +1,111 @@
+"""Several sources: each gives its share of every stretch of rows, and goes on exactly."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import Config, DataConfig, EvalConfig, WeightedSource
+from compiler_trainer.config.validate import validate
+from compiler_trainer.data.corpus import Corpus
+from compiler_trainer.data.datasets import build_datasets
+from compiler_trainer.data.loader import Loader
+from compiler_trainer.data.mixture import Mixture
+from compiler_trainer.data.packing import PackedRows
+
+
+def part(number, rows):
+    """Rows that all hold `number`, and how many they are."""
+    corpus = Corpus(np.full(2 * rows + 1, number, np.uint16), np.array([0, 2 * rows + 1]), 99, f"{number}-{rows}")
+    return PackedRows(corpus, np.arange(1), seq_len=2)
+
+
+def owners(batch):
+    return batch["tokens"][:, 0].tolist()
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.lists(st.floats(0.01, 1.0), min_size=1, max_size=9), st.lists(st.integers(1, 40), min_size=1, max_size=9))
+def test_after_any_number_of_rows_each_part_has_given_its_share_to_within_one(weights, counts):
+    mixture = Mixture([part(i, 3) for i in range(len(weights))], weights)
+    taken = np.zeros(len(weights), np.int64)
+    for count in counts:
+        for turn in mixture.draw(taken, count):
+            taken[turn] += 1
+            assert (abs(taken - taken.sum() * mixture.weights) < 1 + 1e-9).all()
+
+
+def test_turns_do_not_depend_on_how_many_are_asked_for_at_once():
+    mixture = Mixture([part(i, 3) for i in range(3)], (0.5, 0.3, 0.2))
+    at_once = mixture.draw(np.zeros(3, int), 60)
+    split = mixture.draw(np.bincount(at_once[:17], minlength=3), 43)
+    assert at_once[17:].tolist() == split.tolist()
+
+
+def test_two_epochs_of_one_part_take_each_of_its_rows_twice():
+    loader = Loader(Mixture([part(0, 6), part(1, 30)], (1, 3)), 4, seed=0)
+    seen = [row for _ in range(12) for row in owners(loader.next())]
+    assert seen.count(0) == 12 and seen.count(1) == 36
+    numbers = [loader._rows(0, np.arange(start, start + 6)).tolist() for start in (0, 6)]
+    assert sorted(numbers[0]) == sorted(numbers[1]) == list(range(6)) and numbers[0] != numbers[1]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_it_goes_on_exactly_at_another_batch_size(batch_size):
+    def fresh(size):
+        corpus = Corpus(np.arange(200, dtype=np.uint16), np.array([0, 90, 200]), 999, "both")
+        return Loader(Mixture([PackedRows(corpus, np.array([i]), 2) for i in range(2)], (0.3, 0.7)), size, seed=1)
+
+    ours, restored = fresh(4), fresh(batch_size)
+    for _ in range(30):
+        ours.next()
+    restored.load_state_dict(json.loads(json.dumps(ours.state_dict())))
+    rest = [row for _ in range(10) for row in owners(ours.next())]
+    got = [row for _ in range(40 // batch_size) for row in owners(restored.next())]
+    assert got == rest[: len(got)]
+
+
+def mixed(folder, **options):
+    """A config of two files, the second with three times the weight."""
+    (folder / "a.txt").write_text("a" * 41)
+    (folder / "b.jsonl").write_text(json.dumps({"body": "b" * 401}))
+    files = [WeightedSource(files=(str(folder / "a.txt"),)), WeightedSource(files=(str(folder / "b.jsonl"),), text_column="body", weight=3.0)]
+    return DataConfig(name="mixture", sources=tuple(files), eval_fraction=0.0, **options)
+
+
+def test_files_are_mixed_and_how_often_each_is_seen_is_said(tmp_path):
+    datasets = build_datasets(mixed(tmp_path), seq_len=4, global_batch_size=8)
+    said = datasets.describe(100).splitlines()
+    assert f"{tmp_path}/a.txt: is seen 2.3 times in this run" in said  # 25 of 11 rows
+    assert f"{tmp_path}/b.jsonl: is seen 0.74 times in this run" in said  # 75 of 101 rows
+    seen = [row for _ in range(10) for row in owners(datasets.train.next())]
+    assert (seen.count(ord("a")), seen.count(ord("b"))) == (20, 60)
+
+
+def test_each_source_holds_its_own_part_out(tmp_path):
+    datasets = build_datasets(DataConfig(**{**vars(mixed(tmp_path)), "eval_fraction": 0.2}), 4, 8)
+    assert {*owners(datasets.eval.next())} == {ord("a"), ord("b")}
+
+
+REFUSED = {
+    "sources without mixture": ({"sources": (WeightedSource(files=("a.txt",)),)}, "data.sources"),
+    "mixture without sources": ({"name": "mixture"}, "data.sources"),
+    "mixture of mixtures": ({"name": "mixture", "sources": (WeightedSource(name="mixture"),)}, "data.sources"),
+    "files beside": ({"name": "mixture", "files": ("b.txt",), "sources": (WeightedSource(files=("a.txt",)),)}, "data.files"),
+    "source without files": ({"name": "mixture", "sources": (WeightedSource(),)}, "data.files"),
+    "dataset without path": ({"name": "hf_dataset"}, "data.path"),
+    "path without dataset": ({"path": "x"}, "data.path"),
+    "chat of the library": ({"chat": True, "tokenizer": "t.json"}, "data.chat"),
+    "chat of bytes": ({"name": "text", "files": ("a.jsonl",), "chat": True}, "data.chat"),
+}
+
+
+@pytest.mark.parametrize(("options", "where"), REFUSED.values(), ids=REFUSED)
+def test_options_that_do_not_fit_are_refused(options, where):
+    with pytest.raises(UserError, match=f"^{where}: "):
+        validate(Config(data=DataConfig(**options), eval=EvalConfig(interval=0)), 1)
