@@ -51,6 +51,8 @@ def main() -> None:
             VERBS[first](sys.argv[2:])
         except train.INPUT_ERRORS as error:
             train.refuse(error)
+        except KeyboardInterrupt:
+            sys.exit("interrupted")
     else:
         train.main()
 

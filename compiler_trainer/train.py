@@ -53,6 +53,8 @@ def main() -> None:
             run()
         except INPUT_ERRORS as error:
             refuse(error)
+        except KeyboardInterrupt:
+            sys.exit("interrupted")
 
 
 def store_defaults() -> None:

@@ -103,7 +103,7 @@ CHECKS: Checks = (
     (
         "data.sources",
         lambda c: bool(c.data.sources) == (c.data.name == "mixture") and "mixture" not in names(c.data.sources),
-        "{c.data.sources} with data={c.data.name}; sources go with data=mixture, which needs one or more, none a mixture",
+        "{c.data.sources} with data={c.data.name}; they go with data=mixture, which needs some, none a mixture",
     ),
     (
         "data.files",

@@ -22,7 +22,7 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.data.bar import Bar
 from compiler_trainer.data.readers import Span
 from compiler_trainer.data.shard import ARRAYS, Summary, join, summary_of
-from compiler_trainer.data.sources import PIECE_BYTES, Source, stamp
+from compiler_trainer.data.sources import Source, stamp
 from compiler_trainer.data.worker import Recipe
 from compiler_trainer.data.workers import tokenize
 
@@ -44,8 +44,7 @@ class Stored(NamedTuple):
 
 def stored(source: Source, recipe: Recipe, digest: str, cache: str | None) -> Stored:
     """The tokens of a source, made where the cache has none; `digest` is the tokenizer's. Raises UserError."""
-    what = source.files or source.spans
-    key = [FORMAT, PIECE_BYTES, digest, recipe._replace(tokenizer=""), what]
+    key = [FORMAT, digest, recipe._replace(tokenizer=""), source.files, source.spans]
     name = hashlib.blake2b(json.dumps(key).encode(), digest_size=10).hexdigest()
     folder = (Path(cache).expanduser() if cache else default_cache()) / name
     try:
