@@ -30,6 +30,7 @@ USAGE = """usage: compiler-trainer [OPTION=VALUE ...]        train; --cfg job pr
        compiler-trainer --version
 
 verbs: """
+OTHER_TEXT = ("data.files", "data.sources", "data.path", "data.split")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -79,7 +80,7 @@ def evaluation(arguments: Sequence[str]) -> None:
     names = [override.lstrip("+").partition("=")[0] for override in given.overrides]
     if not any(name.startswith("mesh.") for name in names):
         cfg = dataclasses.replace(cfg, mesh=MeshConfig())
-    anew = any(name == "data" or name.startswith("data.files") for name in names)
+    anew = any(name == "data" or name.startswith(OTHER_TEXT) for name in names)
     result = evaluate(cfg, anew, cfg.eval.batches if "eval.batches" in names else None)
     if train.RANK == 0:
         print(", ".join(f"{name} {value:{',' if name == 'tokens' else '.6g'}}" for name, value in result.items()))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,17 +37,22 @@ class Corpus:
 
 def mapped(stored: Stored, tokenizer: Tokenizer, is_chat: bool) -> Corpus:
     """A corpus on disk, mapped into memory."""
-
-    def array(name: str, dtype: np.dtype) -> NDArray:
-        return np.asarray(np.memmap(stored.folder / f"{name}.bin", dtype, mode="r"))
-
     return Corpus(
-        array("tokens", dtype_of(tokenizer.vocab_size)),
-        array("offsets", np.dtype(np.int64)),
+        looked_up(stored.folder / "tokens.bin", dtype_of(tokenizer.vocab_size)),
+        np.asarray(np.memmap(stored.folder / "offsets.bin", np.int64, mode="r")),
         tokenizer.end_of_document,
         stored.holds.digest,
-        array("counted", np.dtype(bool)) if is_chat else None,
+        looked_up(stored.folder / "counted.bin", np.dtype(bool)) if is_chat else None,
     )
+
+
+def looked_up(path: Path, dtype: np.dtype) -> NDArray:
+    """The array that a file is, mapped to be read here and there."""
+    with open(path, "rb") as file:
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    # A row is of documents that lie anywhere: to read on behind each would read hundreds of times what is asked for.
+    content.madvise(mmap.MADV_RANDOM)
+    return np.frombuffer(content, dtype)
 
 
 def split(corpus: Corpus, eval_fraction: float) -> tuple[Corpus, Ids, Ids]:

@@ -56,12 +56,12 @@ class Datasets:
     train: Loader
     eval: Loader | None
 
-    def describe(self, samples: int) -> str:
-        """Lines about each source, and how often a run of so many rows sees it."""
+    def describe(self, left: int) -> str:
+        """Lines about each source, and how often a run with so many rows left sees it."""
         lines = []
-        for part, weight in zip(self.parts, self.train.rows.weights):
-            times = samples * weight / len(part.train)
-            lines += [*part.describe(self.cfg.tokenizer), f"{part.name}: is seen {times:.2g} times in this run"]
+        for part, weight, taken in zip(self.parts, self.train.rows.weights, self.train.taken):
+            times = (taken + left * weight) / len(part.train)
+            lines += [*part.describe(self.cfg.tokenizer), f"{part.name}: will have been seen {times:.3g} times"]
         return "\n".join(lines)
 
 
