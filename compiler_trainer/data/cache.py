@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.data.bar import Bar
@@ -76,7 +76,10 @@ def made(folder: Path, source: Source, recipe: Recipe) -> Stored:
     """Make the corpus, unless another process does meanwhile."""
     partial = folder.with_name(f"{folder.name}.part")
     with alone(partial):
-        if (there := found(folder)) is None:
+        there = found(folder)
+        if there is not None:
+            shutil.rmtree(partial)
+        else:
             try:
                 holds = tokenized(partial, source, recipe)
             except UserError:  # no later start would go on with this
@@ -94,14 +97,22 @@ def made(folder: Path, source: Source, recipe: Recipe) -> Stored:
 @contextmanager
 def alone(partial: Path) -> Iterator[None]:
     """Keep other processes from making the same corpus: they wait, and then find it made."""
-    partial.mkdir(parents=True, exist_ok=True)
-    with open(partial / "lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"waiting for another process that makes {partial}", flush=True)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+    while True:
+        partial.mkdir(parents=True, exist_ok=True)
+        with open(partial / "lock", "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print(f"waiting for another process that makes {partial}", flush=True)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if is_at(lock, partial / "lock"):  # else the other has made the corpus, or has given up, and moved it away
+                yield
+                return
+
+
+def is_at(file: IO[str], path: Path) -> bool:
+    """Whether an open file is the one at a path."""
+    return path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
 
 
 def tokenized(folder: Path, source: Source, recipe: Recipe) -> Summary:
@@ -112,8 +123,9 @@ def tokenized(folder: Path, source: Source, recipe: Recipe) -> Summary:
         print(f"going on with {folder}: {len(pieces) - len(left)} of {len(pieces)} pieces are there", flush=True)
     with Bar(source.size_bytes, source.size_bytes - size_of(left.values())) as bar:
         tokenize(recipe, folder, left, lambda spans: bar.add(size_of([spans])))
-    if changed := [file.path for file in source.files if stamp(file.path) != file]:
-        raise UserError(changed[0], "has changed while it was read; start again")
+    for file in source.files:
+        if not os.path.exists(file.path) or stamp(file.path) != file:
+            raise UserError(file.path, "has changed while it was read; start again")
     holds = join(folder, len(pieces))
     if not holds.tokens:
         skipped = f", {holds.skipped} bad ones skipped" if holds.skipped else ""

@@ -15,7 +15,7 @@ Encode = Callable[[list[str]], list[NDArray[np.integer]]]
 BEFORE_SPACE = re.compile(rb"\S(?=\s\S)")
 TRIES = 200
 WINDOW_BYTES = 256
-PART_BYTES = 2**20  # a tokenizer needs about a hundred bytes of memory for each
+PART_BYTES = 2**17  # a tokenizer takes up to five hundred bytes of memory for each
 
 
 def next_cut(content: bytes | mmap, at: int, encode: Encode) -> int:
@@ -35,7 +35,7 @@ def is_seamless(content: bytes | mmap, cut: int, encode: Encode) -> bool:
 
 
 def parts(text: str, encode: Encode) -> Iterator[str]:
-    """A text in parts of about a MiB, as far as it can be cut."""
+    """A text in parts of about 128 KiB, as far as it can be cut."""
     if len(text) <= PART_BYTES:
         yield text
         return

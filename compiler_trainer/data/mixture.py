@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from compiler_trainer.data.corpus import Ids
+from compiler_trainer.data.corpus import Ids, hash_arrays
 from compiler_trainer.data.packing import PackedRows
 
 
@@ -23,6 +23,8 @@ class Mixture:
         self.firsts = np.cumsum([0, *map(len, self.parts)])  # of each part, and the number of all rows
         self.seq_len = self.parts[0].seq_len
         self.fingerprint = "+".join(part.fingerprint for part in self.parts)
+        if len(self.parts) > 1:  # other weights would draw what is behind them until it is not
+            self.fingerprint += f" by {hash_arrays(self.weights)}"
 
     def __len__(self) -> int:
         return int(self.firsts[-1])

@@ -90,19 +90,22 @@ def read_lines(span: Span, asked: Asked) -> Found:
 
 def read_packed_lines(span: Span, asked: Asked) -> Found:
     """One document a line of JSON, compressed."""
-    with pa.input_stream(span.path, compression="detect") as stream:
-        try:
+    try:
+        with pa.input_stream(span.path, compression="detect") as stream:
             for number, line in enumerate(io.BufferedReader(stream), start=1):
                 if line.strip():
                     yield Record(partial("{}:{}".format, span.path, number), partial(from_json, line, 0, asked.column))
-        except OSError as error:
-            raise UserError(span.path, f"cannot be decompressed: {one_line(error)}") from error
+    except OSError as error:
+        raise UserError(span.path, f"cannot be read: {one_line(error)}") from error
 
 
 def mapped(path: str) -> bytes | mmap.mmap:
     """The bytes of a file, without reading them."""
-    with open(path, "rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if os.fstat(file.fileno()).st_size else b""
+    try:
+        with open(path, "rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if os.fstat(file.fileno()).st_size else b""
+    except OSError as error:
+        raise UserError(path, f"cannot be read: {error.strerror}") from error
 
 
 def split(content: bytes | mmap.mmap, span: Span, separator: bytes) -> Iterator[tuple[int, bytes]]:

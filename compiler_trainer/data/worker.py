@@ -94,7 +94,7 @@ class Worker:
 
 
 def batches(found: Iterable[Part]) -> Iterator[list[Part]]:
-    """Parts in batches whose texts have about a MiB."""
+    """Parts in batches whose texts have about 128 KiB."""
     batch: list[Part] = []
     size = 0
     for part in found:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -272,6 +273,49 @@ def test_two_that_want_the_same_corpus_make_it_once(tmp_path, monkeypatch, capsy
     assert len(made) == 1 and "waiting for another process" in capsys.readouterr().out
 
 
+def test_one_that_waits_for_another_that_gives_up_makes_the_corpus(tmp_path, monkeypatch, cache):
+    path, _ = write_jsonl(tmp_path)
+    waits, said = threading.Event(), []
+
+    def gives_up(*args):
+        monkeypatch.setattr("compiler_trainer.data.cache.tokenize", workers.tokenize)
+        assert waits.wait(30)
+        raise UserError("first", "gives up")
+
+    def say(text, flush):
+        said.append(text)
+        waits.set()
+
+    monkeypatch.setattr("compiler_trainer.data.cache.tokenize", gives_up)
+    monkeypatch.setattr("compiler_trainer.data.cache.print", say, raising=False)
+    with ThreadPoolExecutor(2) as threads:
+        both = [threads.submit(corpus, path) for _ in range(2)]
+    errors = [str(job.exception()) for job in both if job.exception()]
+    assert errors == ["first: gives up"] and "waiting for another process" in said[0]
+    assert not list(cache.glob("*.part"))
+
+
+def test_a_file_that_cannot_be_opened_or_changes_is_named(tmp_path, monkeypatch):
+    path, _ = write_jsonl(tmp_path)
+
+    def touched(*args):
+        workers.tokenize(*args)
+        os.utime(path, ns=(1, 1))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("compiler_trainer.data.cache.tokenize", touched)
+        with pytest.raises(UserError, match="a.jsonl: has changed while it was read; start again"):
+            corpus(path)
+
+    def gone(*args):
+        path.unlink()
+        workers.tokenize(*args)
+
+    monkeypatch.setattr("compiler_trainer.data.cache.tokenize", gone)
+    with pytest.raises(UserError, match="a.jsonl: cannot be read: No such file or directory"):
+        corpus(path)
+
+
 def test_a_cache_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
     path, _ = write_jsonl(tmp_path)
@@ -311,9 +355,11 @@ def test_a_long_text_is_not_left_with_a_hole(tmp_path, small_pieces):
 
 
 def start(tmp_path, tokenizer):
-    """A process that tokenizes 20 MB and takes some seconds for it."""
+    """A process that tokenizes a long text."""
     code = f"""
 from compiler_trainer.config.schema import DataConfig
+from compiler_trainer.data import sources
+sources.PIECE_BYTES = {sources.PIECE_BYTES}
 from compiler_trainer.data.datasets import build_datasets
 build_datasets(DataConfig(name="text", files=({str(tmp_path / "a.txt")!r},), tokenizer={tokenizer!r}), 8, 1)
 """
@@ -330,9 +376,10 @@ def until(holds, seconds=60):
 
 
 @pytest.fixture
-def long_text(tmp_path):
-    """A text of several pieces, and the name of its tokenizer."""
-    (tmp_path / "a.txt").write_text((TEXT + "\n") * (4 * sources.PIECE_BYTES // len(TEXT)))
+def long_text(tmp_path, monkeypatch):
+    """A text of many pieces, and the name of its tokenizer."""
+    monkeypatch.setattr(sources, "PIECE_BYTES", 300_000)
+    (tmp_path / "a.txt").write_text((TEXT + "\n") * (20 * sources.PIECE_BYTES // len(TEXT)))
     return bpe(tmp_path / "tokenizer.json", pre_tokenizers.ByteLevel(add_prefix_space=False))
 
 

@@ -290,7 +290,7 @@ BAD_FILES = {
     "extension": ("a.csv", b"text", "a.csv: unknown extension '.csv'; data.files takes .txt, .jsonl, .jsonl.gz, "),
     "nested deep": ("a.jsonl", b'{"text": ' + b"[" * 100_000, "a.jsonl:1: is nested too deep"),
     "long number": ("a.jsonl", b'{"text": "a", "n": ' + b"9" * 5000 + b"}", "a.jsonl:1: holds a number of too many digits"),
-    "not gzip": ("a.jsonl.gz", b'{"text": "a"}', "a.jsonl.gz: cannot be decompressed: "),
+    "not gzip": ("a.jsonl.gz", b'{"text": "a"}', "a.jsonl.gz: cannot be read: "),
 }
 
 

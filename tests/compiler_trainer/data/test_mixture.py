@@ -70,6 +70,11 @@ def test_it_goes_on_exactly_at_another_batch_size(batch_size):
     assert got == rest[: len(got)]
 
 
+def test_other_weights_are_other_rows():
+    states = [Loader(Mixture([part(0, 6), part(1, 6)], weights), 2, 0).state_dict() for weights in ((1, 1), (2, 2), (1, 2))]
+    assert states[0] == states[1] != states[2]
+
+
 def mixed(folder, **options):
     """A config of two files, the second with three times the weight."""
     (folder / "a.txt").write_text("a" * 41)
