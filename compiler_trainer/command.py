@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 
 from compiler_trainer import train
+from compiler_trainer.checkpoint import check_all
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.meaning import explain
 from compiler_trainer.config.schema import MeshConfig
@@ -21,7 +22,7 @@ from compiler_trainer.data.tokenizers import build_tokenizer
 from compiler_trainer.trained.evaluate import evaluate
 from compiler_trainer.trained.export import export
 from compiler_trainer.trained.generate import tokens_after
-from compiler_trainer.trained.saved import going_on, newest, options_of, trained_model
+from compiler_trainer.trained.saved import going_on, options_of, trained_model
 from compiler_trainer.training.trainer import train as train_config
 
 USAGE = """usage: compiler-trainer [OPTION=VALUE ...]        train; --cfg job prints the options, -m sweeps over lists
@@ -58,6 +59,18 @@ def main() -> None:
         train.main()
 
 
+def checking(arguments: Sequence[str]) -> None:
+    """Read every byte of the checkpoints in a folder; exits with 2 where one is not what was written."""
+    takes = argparse.ArgumentParser("compiler-trainer check", description=VERBS["check"].__doc__)
+    takes.add_argument("folder", type=Path, help="a run folder, a folder of checkpoints, or a checkpoint")
+    damaged = False
+    for path, said, is_whole in check_all(takes.parse_args(arguments).folder):
+        print(f"{path}: {'whole' if is_whole else 'damaged'}, {said}", flush=True)
+        damaged = damaged or not is_whole
+    if damaged:
+        sys.exit(2)
+
+
 def parser(verb: str, overrides: bool = False) -> argparse.ArgumentParser:
     """What every verb takes: a run folder, and some of them options to give anew."""
     found = argparse.ArgumentParser(f"compiler-trainer {verb}", description=VERBS[verb].__doc__)
@@ -68,9 +81,9 @@ def parser(verb: str, overrides: bool = False) -> argparse.ArgumentParser:
 
 
 def resume(arguments: Sequence[str]) -> None:
-    """Go on from the newest checkpoint, up to train.steps."""
+    """Go on from the newest checkpoint, or anew where there is none yet, up to train.steps."""
     given = parser("resume", overrides=True).parse_args(arguments)
-    train_config(going_on(options_of(given.run, given.overrides, train.CONF)))
+    train_config(going_on(options_of(given.run, given.overrides, train.CONF), "auto"))
 
 
 def evaluation(arguments: Sequence[str]) -> None:
@@ -110,7 +123,7 @@ def generation(arguments: Sequence[str]) -> None:
         raise UserError("generate", "--tokens and --top-k must be at least 1, --temperature 0 or more")
     cfg = options_of(given.run, [], train.CONF)
     tokenizer = build_tokenizer(cfg.data.tokenizer)
-    found, model = trained_model(cfg, newest(cfg))
+    found, model = trained_model(cfg)
     prompt = [int(i) for ids in tokenizer.encode([given.prompt]) for i in ids] or [tokenizer.end_of_document]
     draws = torch.Generator().manual_seed(given.seed)
     how = (cfg.train.seq_len, given.temperature, given.top_k, draws)
@@ -124,6 +137,7 @@ VERBS: dict[str, Callable[[Sequence[str]], None]] = {
     "eval": evaluation,
     "export": exporting,
     "generate": generation,
+    "check": checking,
 }
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ FLOORS = {
         ("config",),
         ("capture", "models", "pipeline"),
         ("data", "step"),
+        ("checkpoint",),
         ("training",),
         ("planning", "trained"),
         ("sweep",),

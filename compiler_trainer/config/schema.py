@@ -131,6 +131,12 @@ class FolderConfig:
     lora: LoraConfig | None = None
 
 
+def kind_of_time(given: Any) -> Any:
+    """What a time is given as."""
+    return float | None if isinstance(given, int | float) else str | None
+
+
+TimeLimit = Annotated[str | float | None, Chosen(kind_of_time)]
 Own = dict[str, Any]  # `_target_`, the dotted name of what to call, and its arguments
 
 
@@ -374,13 +380,20 @@ class LowerConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """A checkpoint every `interval` steps and after the last; `resume` is a checkpoint folder or `latest`."""
+    """A checkpoint every `interval` steps and after the last; `resume` is a checkpoint folder, `latest` or `auto`.
+
+    `auto` is the latest one if there is any, else the beginning. What is kept are the newest `keep`, those of every
+    `keep_every`-th step, and the `keep_best` of the lowest held-out loss.
+    """
 
     enabled: bool = True
     interval: Positive = 500
     keep: Positive = 2
+    keep_every: Count = 0  # 0: none
+    keep_best: Count = 0
     dir: str | None = None  # null: checkpoints/ in the run folder
     resume: str | None = None
+    allow: tuple[str, ...] = ()  # options, or groups of them, that may differ from those of the run that is resumed
     frozen: bool = True  # whether parameters that are not trained are stored; else they are read where they came from
 
 
@@ -396,12 +409,14 @@ class EvalConfig:
 class RunConfig:
     """Where the run's files go, by default a new folder named by the local time, and what is written there.
 
-    `profile` records steps 3 to 5 of rank 0 as trace.json.gz, to be opened in Perfetto.
+    `profile` records steps 3 to 5 of rank 0 as trace.json.gz, to be opened in Perfetto. The step in which `time_limit`
+    ends is the last, and a checkpoint is taken; reading data and compiling are part of the time.
     """
 
     dir: str = field(default_factory=lambda: datetime.now().strftime("runs/%Y-%m-%d_%H-%M-%S"))
     dump_graphs: bool = True
     profile: bool = False
+    time_limit: TimeLimit = None  # seconds, or as `2h30m`
     dry: bool = False  # compile for the mesh and predict what `cluster` would make of it; nothing is run
 
 

@@ -17,6 +17,7 @@ from compiler_trainer.config.schema import (
     ModelConfig,
     SourceConfig,
 )
+from compiler_trainer.config.times import is_time
 from passes.program.mesh import spread_experts
 
 Checks = tuple[tuple[str, Callable[[Any], bool], str], ...]
@@ -166,6 +167,17 @@ CHECKS: Checks = (
         lambda c: c.lr_schedule.warmup_steps + (c.lr_schedule.decay_steps or 0) <= c.train.steps,
         "{c.lr_schedule.decay_steps} and lr_schedule.warmup_steps={c.lr_schedule.warmup_steps} are more than "
         "train.steps={c.train.steps}; change one of them",
+    ),
+    (
+        "checkpoint.keep_best",
+        lambda c: c.checkpoint.keep_best == 0 or bool(c.eval.interval and c.checkpoint.interval % c.eval.interval == 0),
+        "{c.checkpoint.keep_best} needs an evaluation with every checkpoint; set eval.interval={c.eval.interval} to a "
+        "divisor of checkpoint.interval={c.checkpoint.interval}",
+    ),
+    (
+        "run.time_limit",
+        lambda c: c.run.time_limit is None or is_time(c.run.time_limit),
+        "{c.run.time_limit} is no time; give seconds, or hours, minutes and seconds as 2h30m, 90m or 45s",
     ),
     (
         "eval.interval",

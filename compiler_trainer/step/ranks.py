@@ -81,10 +81,15 @@ def first_of_each_machine_first(make: Callable[[], T]) -> T:
     return made if local == 0 else make()
 
 
-def gather(value: T) -> list[T]:
+def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Every rank's value, by rank."""
     if not dist.is_initialized():
         return [value]
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
+    dist.all_gather_object(found, value, group)
     return found
+
+
+def host_group() -> dist.ProcessGroup | None:
+    """A further group of all ranks, over host memory; None without torchrun. Every rank makes it at the same time."""
+    return dist.new_group(backend="gloo") if dist.is_initialized() else None

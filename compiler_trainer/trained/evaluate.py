@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compiler_trainer import checkpoint
 from compiler_trainer.config.schema import Config
 from compiler_trainer.config.validate import validate
 from compiler_trainer.data.datasets import check_vocabulary
@@ -18,8 +19,7 @@ from compiler_trainer.models import IGNORED_LABEL
 from compiler_trainer.models.subject import subject
 from compiler_trainer.step.compile import compile_step
 from compiler_trainer.step.ranks import start_ranks, stop_ranks
-from compiler_trainer.trained.saved import newest
-from compiler_trainer.training import checkpoint
+from compiler_trainer.trained.saved import from_newest
 from compiler_trainer.training.evaluate import mean_loss
 from compiler_trainer.training.prepare import read_data
 from compiler_trainer.training.trainer import local_device
@@ -49,7 +49,7 @@ def evaluate(cfg: Config, everything: bool, most_batches: int | None) -> dict[st
         below={"tokens": datasets.vocab_size},
         train=False,
     )
-    checkpoint.load_model(step, newest(cfg))
+    from_newest(cfg, lambda path: checkpoint.load_model(step, path))
     found = list(batches(rows, cfg.train.global_batch_size, most_batches))
     loss = mean_loss(step, found)
     stop_ranks()

@@ -16,7 +16,7 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config, FolderConfig, ModelConfig
 from compiler_trainer.models.folder import library
 from compiler_trainer.models.weights import ONE_FILE
-from compiler_trainer.trained.saved import newest, trained_model
+from compiler_trainer.trained.saved import trained_model
 
 END = "<|endoftext|>"  # what a byte tokenizer ends a document with
 NAMES = {
@@ -49,7 +49,7 @@ def export(cfg: Config, out: Path, dtype: torch.dtype | None, merge: bool) -> st
         check_decoder(cfg.model)
     if merge and not (isinstance(cfg.model, FolderConfig) and cfg.model.lora):
         raise UserError("--merge", "is for a model with model.lora, and this one has nothing to merge")
-    _, module = trained_model(cfg, newest(cfg))
+    _, module = trained_model(cfg)
     if isinstance(cfg.model, FolderConfig):
         write_folder(cfg.model, module, out, dtype, merge)
         if cfg.model.lora and not merge:

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from torch import nn
 
+from compiler_trainer import checkpoint
 from compiler_trainer.config import schema
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import did_you_mean
 from compiler_trainer.config.schema import Config
 from compiler_trainer.models.skeleton import fill
 from compiler_trainer.models.subject import Subject, subject
-from compiler_trainer.training import checkpoint, folder
+from compiler_trainer.training.resume import first_whole
+
+T = TypeVar("T")
 
 
 def options_of(run: Path, overrides: Sequence[str], conf: Path) -> Config:
@@ -31,6 +34,7 @@ def options_of(run: Path, overrides: Sequence[str], conf: Path) -> Config:
         raise UserError(str(run), "is no run folder: it has no config.yaml")
     saved = dataclasses.asdict(schema.load(run / "config.yaml"))
     saved["run"]["dir"] = str(run)
+    saved["checkpoint"] |= {"resume": None, "allow": ()}  # these were for its own start
     given = OverridesParser.create().parse_overrides(list(overrides))
     for override in given:
         if override.is_sweep_override() or override.is_delete() or str(override.input_line).startswith("~"):
@@ -56,23 +60,23 @@ def compose(conf: Path, overrides: list[str]) -> dict[Any, Any]:
     return composed
 
 
-def newest(cfg: Config) -> Path:
-    """The newest checkpoint of a run, or the one that `checkpoint.resume` names."""
-    path = folder.resumed_from(going_on(cfg))
-    assert path is not None
-    return path
+def from_newest(cfg: Config, action: Callable[[Path], T]) -> T | None:
+    """What `action` gives for the newest whole checkpoint of a run, or for the one that `checkpoint.resume` names."""
+    result, _ = first_whole(going_on(cfg, "latest"), action)
+    return result
 
 
-def going_on(cfg: Config) -> Config:
-    """The run from its newest checkpoint on, where it names no other."""
-    resume = cfg.checkpoint.resume or "latest"
+def going_on(cfg: Config, resume: str) -> Config:
+    """The run from the checkpoint that it names on; where it names none, from `resume`."""
+    resume = cfg.checkpoint.resume or resume
     return dataclasses.replace(cfg, checkpoint=dataclasses.replace(cfg.checkpoint, resume=resume))
 
 
-def trained_model(cfg: Config, path: Path) -> tuple[Subject, nn.Module]:
-    """What was trained, and the module itself with the values of a checkpoint, in eval mode, on the CPU."""
+def trained_model(cfg: Config) -> tuple[Subject, nn.Module]:
+    """What was trained, and the module itself with the values of its newest checkpoint, in eval mode, on the CPU."""
     found = subject(cfg)
-    values = checkpoint.read_model(path)
+    values = from_newest(cfg, checkpoint.read_model)
+    assert values is not None
     if any(name not in values for name, _ in found.module.named_parameters()):  # frozen ones, kept elsewhere
         values = {name: value[()] for name, value in found.initial() if name not in values} | values
     return found, fill(found.module, values.items()).eval()

@@ -10,41 +10,40 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from compiler_trainer import checkpoint
 from compiler_trainer.config import schema as config
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config
-from compiler_trainer.training import checkpoint
 from compiler_trainer.training.metrics import FILE as METRICS
-
-
-def checkpoints_of(cfg: Config) -> Path:
-    """Where the checkpoints of a run go."""
-    return Path(cfg.checkpoint.dir or Path(cfg.run.dir, "checkpoints"))
-
-
-def resumed_from(cfg: Config) -> Path | None:
-    """The checkpoint to go on from, None to start anew; raises UserError if `latest` finds none."""
-    if cfg.checkpoint.resume != "latest":
-        return None if cfg.checkpoint.resume is None else Path(cfg.checkpoint.resume)
-    folder = checkpoints_of(cfg)
-    if (found := checkpoint.latest(folder)) is None:
-        fix = "set run.dir or checkpoint.dir to those of the run to go on with, or name a checkpoint"
-        raise UserError("checkpoint.resume", f"is latest, but {folder} holds no complete checkpoint; {fix}")
-    return found
+from compiler_trainer.training.resume import BY_NAME, checkpoints_of
 
 
 def check(cfg: Config, resumed: Path | None, done: int) -> None:
-    """Raise UserError where a run that has `done` steps behind it would write over another one."""
+    """Raise UserError where a run that has `done` steps behind it would write over another one, or cannot write."""
     folder, checkpoints = Path(cfg.run.dir), checkpoints_of(cfg)
     if folder.exists() and not folder.is_dir():
         raise UserError("run.dir", f"{folder} is not a folder; choose another name")
     goes_on_here = resumed is not None and resumed.resolve().parent == checkpoints.resolve()
-    if (folder / METRICS).exists() and not goes_on_here:
+    starts_again = resumed is None and cfg.checkpoint.resume == "auto"
+    if (folder / METRICS).exists() and not goes_on_here and not starts_again:
         raise UserError("run.dir", f"{folder} holds a run; choose another, or go on with checkpoint.resume=latest")
-    newest = checkpoint.latest(checkpoints) if cfg.checkpoint.enabled else None
-    if newest is not None and checkpoint.number_of(newest) > done:
+    ahead = [p for p in checkpoint.complete(checkpoints) if checkpoint.number_of(p) > done]
+    if cfg.checkpoint.enabled and ahead and cfg.checkpoint.resume not in BY_NAME:  # else what is ahead is damaged
         fix = "move it away, choose another checkpoint.dir, or go on with checkpoint.resume=latest"
-        raise UserError("checkpoint.dir", f"{newest} is ahead of this run, which starts after step {done}; {fix}")
+        raise UserError("checkpoint.dir", f"{ahead[-1]} is ahead of this run, which starts after step {done}; {fix}")
+    check_writable("run.dir", folder)
+    if cfg.checkpoint.enabled:
+        check_writable("checkpoint.dir", checkpoints)
+
+
+def check_writable(option: str, folder: Path) -> None:
+    """Raise UserError unless files can be made in a folder, or where it would be made."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    try:
+        with tempfile.TemporaryDirectory(dir=there):
+            pass
+    except OSError as error:
+        raise UserError(option, f"{folder} cannot be written: {error.strerror}; choose another") from error
 
 
 def create(cfg: Config, report: dict[str, Any]) -> None:

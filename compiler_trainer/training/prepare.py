@@ -11,20 +11,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from compiler_trainer import checkpoint
+from compiler_trainer.checkpoint import Checkpoint, on_all_ranks
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config, TrainConfig
 from compiler_trainer.data.datasets import Datasets, build_datasets
 from compiler_trainer.step.ranks import first_of_each_machine_first, rank
-from compiler_trainer.training import checkpoint, folder
+from compiler_trainer.training import folder
+from compiler_trainer.training.compare import check_meaning
+from compiler_trainer.training.resume import first_whole
 
 
 @dataclass(frozen=True)
 class Start:
-    """What lies behind a run when it begins: updates, tokens read, and the checkpoint `path` that holds them."""
+    """What lies behind a run when it begins: updates, tokens read, the checkpoint with them, and damaged later ones."""
 
     step: int = 0
     tokens: int = 0
-    path: Path | None = None
+    stored: Checkpoint | None = None
+    damaged: tuple[Path, ...] = ()
 
 
 def make_reproducible(cfg: TrainConfig) -> None:
@@ -56,18 +61,26 @@ def same_on_all_ranks(cfg: Config, datasets: Datasets) -> Config:
     return cfg
 
 
-def find_start(cfg: Config, datasets: Datasets) -> Start:
-    """Where to begin, with the data moved there; raises UserError where the checkpoint or the run folder do not fit."""
-    path = folder.resumed_from(cfg)
-    start = Start() if path is None else read_start(cfg, datasets, path)
-    folder.check(cfg, start.path, start.step)
-    return start
+def find_start(cfg: Config, datasets: Datasets, damaged: tuple[Path, ...] = ()) -> Start:
+    """Where to begin, with the data moved there; raises UserError where the checkpoint or the run folder do not fit.
+
+    Checkpoints that are known to be `damaged` are passed over.
+    """
+    stored, damaged = first_whole(cfg, lambda path: on_all_ranks(lambda: checkpoint.opened(path)), damaged)
+    start = Start() if stored is None else read_start(cfg, datasets, stored)
+    folder.check(cfg, stored.path if stored else None, start.step)
+    return dataclasses.replace(start, damaged=damaged)
 
 
-def read_start(cfg: Config, datasets: Datasets, path: Path) -> Start:
-    """Where the checkpoint at `path` stands."""
-    saved = checkpoint.read_extra(path)
-    datasets.train.load_state_dict(saved["data"])
-    if saved["step"] >= cfg.train.steps:
-        raise UserError("train.steps", f"is {cfg.train.steps}, but {path} is at step {saved['step']}; ask for more")
-    return Start(saved["step"], saved["tokens"], path)
+def read_start(cfg: Config, datasets: Datasets, stored: Checkpoint) -> Start:
+    """Where a checkpoint stands."""
+    index, path = stored.index, stored.path
+    check_meaning(cfg, index.config, str(path))
+    if "data" not in cfg.checkpoint.allow:
+        try:
+            datasets.train.load_state_dict(index.data)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise UserError(str(path), f"does not say where to go on in the data: {error!r}") from error
+    if index.step >= cfg.train.steps:
+        raise UserError("train.steps", f"is {cfg.train.steps}, but {path} is at step {index.step}; ask for more")
+    return Start(index.step, index.tokens, stored)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -12,8 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from compiler_trainer import models
+from compiler_trainer import checkpoint, models
+from compiler_trainer.checkpoint import Damaged
 from compiler_trainer.config.schema import Config, ModelConfig
+from compiler_trainer.config.times import seconds
 from compiler_trainer.config.validate import validate
 from compiler_trainer.data.datasets import Datasets, check_vocabulary
 from compiler_trainer.data.loader import Loader
@@ -21,7 +22,7 @@ from compiler_trainer.models.subject import Subject, subject
 from compiler_trainer.step.compile import compile_step
 from compiler_trainer.step.ranks import rank, start_ranks, stop_ranks
 from compiler_trainer.step.step import Step
-from compiler_trainer.training import checkpoint, folder, trace
+from compiler_trainer.training import folder, trace
 from compiler_trainer.training.evaluate import mean_loss
 from compiler_trainer.training.load import unevenness
 from compiler_trainer.training.lr_schedule import learning_rate
@@ -29,6 +30,9 @@ from compiler_trainer.training.memory import PeakMemory
 from compiler_trainer.training.metrics import Metrics, Record
 from compiler_trainer.training.prepare import Start, find_start, make_reproducible, read_data, same_on_all_ranks
 from compiler_trainer.training.progress import Progress, Working, say, say_contents
+from compiler_trainer.training.resume import pass_over
+from compiler_trainer.training.saving import saving
+from compiler_trainer.training.stop import Stop, end_early
 from passes.check.runner import Dumper
 from passes.context.balance import imbalance
 
@@ -36,8 +40,9 @@ from passes.context.balance import imbalance
 def train(cfg: Config) -> float:
     """Train as `cfg` says, on the ranks that torchrun started; the last held-out loss, else the last loss.
 
-    Raises UserError, with nothing written, on bad input.
+    Raises UserError, with nothing written, on bad input, and SystemExit where a signal or `run.time_limit` ended it.
     """
+    began = time.monotonic()
     cfg = validate(cfg, start_ranks())
     make_reproducible(cfg.train)
     datasets = read_data(cfg)
@@ -46,38 +51,51 @@ def train(cfg: Config) -> float:
     cfg = same_on_all_ranks(cfg, datasets)
     start = find_start(cfg, datasets)
     trace.check(cfg, start.step)
-    step = prepare_step(cfg, trained, datasets, start)
-    with recording(cfg, start) as record:
-        for measured in run(cfg, trained, step, datasets, start):
-            record(measured)
+    step, start = prepare_step(cfg, trained, datasets, start)
+    with Stop(began, None if cfg.run.time_limit is None else seconds(cfg.run.time_limit)) as stop:
+        with recording(cfg, start) as record:
+            for measured in run(cfg, trained, step, datasets, start, stop):
+                record(measured)
+    if measured["step"] < cfg.train.steps:
+        end_early(cfg, stop, int(measured["step"]))
     stop_ranks()  # not in a `finally`: a rank that fails must end at once, for the others wait for it
     return measured.get("eval_loss", measured["loss"])
 
 
-def prepare_step(cfg: Config, trained: Subject, datasets: Datasets, start: Start) -> Step:
-    """The compiled step as it starts; on rank 0 also the run folder, once nothing was refused."""
+def prepare_step(cfg: Config, trained: Subject, datasets: Datasets, start: Start) -> tuple[Step, Start]:
+    """The compiled step as it starts, and where that is; on rank 0 also the run folder, once nothing was refused."""
     if rank() != 0:
-        return build_step(cfg, trained, datasets, start, None, lambda what: None)
+        step = build_step(cfg, trained, datasets, None, lambda what: None)
+        return step, restore(cfg, trained, step, datasets, start)
     say(datasets.describe((cfg.train.steps - start.step) * cfg.train.global_batch_size))
     say(f"compiling ({cfg.lower.backend})")
     began = time.perf_counter()
     with folder.graphs_of(cfg) as graphs, Working() as tell:
-        step = build_step(cfg, trained, datasets, start, graphs, tell)
+        step = build_step(cfg, trained, datasets, graphs, tell)
+        start = restore(cfg, trained, step, datasets, start)
     folder.create(cfg, step.report)
+    for path in start.damaged:
+        checkpoint.set_aside(path)
     say(f"compiled in {time.perf_counter() - began:.1f} s; the run folder is {cfg.run.dir}")
-    return step
+    return step, start
+
+
+def restore(cfg: Config, trained: Subject, step: Step, datasets: Datasets, start: Start) -> Start:
+    """Load the checkpoint that a run starts from; where only now damage shows, the newest whole one before it."""
+    while start.stored is not None:
+        try:
+            checkpoint.load(step, start.stored, trained.frozen)
+            return start
+        except Damaged as damage:
+            start = find_start(cfg, datasets, pass_over(cfg, start.stored.path, damage, start.damaged))
+    return start
 
 
 def build_step(
-    cfg: Config,
-    trained: Subject,
-    datasets: Datasets,
-    start: Start,
-    graphs: Path | None,
-    tell: Callable[[str], None],
+    cfg: Config, trained: Subject, datasets: Datasets, graphs: Path | None, tell: Callable[[str], None]
 ) -> Step:
-    """The compiled step with its initial weights, or those of the checkpoint; its graphs go to `graphs`."""
-    step = compile_step(
+    """The compiled step with its initial weights; its graphs go to `graphs`."""
+    return compile_step(
         trained.module,
         trained.loss,
         peek(datasets.train),
@@ -93,14 +111,28 @@ def build_step(
         observe=Dumper(graphs) if graphs else None,
         tell=tell,
     )
-    if start.path is not None:
-        checkpoint.load(step, start.path, trained.frozen)
-    return step
 
 
-def run(cfg: Config, trained: Subject, step: Step, datasets: Datasets, start: Start) -> Iterator[Record]:
-    """Train from `start` to `train.steps`; what each step measured, handed out before its checkpoint is written."""
-    # In this order an interruption leaves a record too many, which resuming drops, never one too few.
+def run(
+    cfg: Config, trained: Subject, step: Step, datasets: Datasets, start: Start, stop: Stop
+) -> Iterator[Record]:
+    """Train from `start` to `train.steps`, or until it is time to stop; what each step measured.
+
+    It is handed out before its checkpoint is taken: an interruption leaves a record too many, which resuming drops,
+    never one too few.
+    """
+    with saving(cfg, trained, step) as save:
+        for record in steps(cfg, step, datasets, start):
+            yield record
+            is_last = stop.now()
+            if is_last or is_due(int(record["step"]), cfg.checkpoint.interval, cfg.train.steps):
+                save(record, datasets.train)
+            if is_last:
+                return
+
+
+def steps(cfg: Config, step: Step, datasets: Datasets, start: Start) -> Iterator[Record]:
+    """Take the steps from `start` to `train.steps`; what each measured."""
     memory = PeakMemory(step.device, (tensor for state in step.state.values() for tensor in state.local.values()))
     tokens, recorder = start.tokens, trace.Trace(cfg, step, start.step)
     for number in range(start.step + 1, cfg.train.steps + 1):
@@ -111,11 +143,6 @@ def run(cfg: Config, trained: Subject, step: Step, datasets: Datasets, start: St
             record["eval_loss"] = mean_loss(step, held_out(datasets.eval, cfg.eval.batches))
         check_finite(record)
         yield record
-        if cfg.checkpoint.enabled and is_due(number, cfg.checkpoint.interval, cfg.train.steps):
-            done = {"step": number, "tokens": tokens, "data": datasets.train.state_dict()}
-            extra = {**done, "config": dataclasses.asdict(cfg)}
-            left_out = frozenset() if cfg.checkpoint.frozen else trained.frozen
-            checkpoint.save(step, folder.checkpoints_of(cfg), number, extra, cfg.checkpoint.keep, left_out)
 
 
 def one_step(cfg: Config, step: Step, loader: Loader, memory: PeakMemory, number: int) -> Record:
@@ -141,7 +168,7 @@ def check_finite(record: Record) -> None:
     """Stop a run that is lost: raises FloatingPointError where a value is infinite or not a number."""
     for name, value in record.items():
         if not math.isfinite(value):
-            fix = "lower optim.lr or set optim.max_norm, and resume from a checkpoint"
+            fix = "resume from a checkpoint with a lower optim.lr, or with optim.max_norm (and checkpoint.allow of it)"
             raise FloatingPointError(f"{name} is {value} at step {record['step']}; {fix}")
 
 

@@ -19,11 +19,12 @@ from oracle import (
     train_plainly,
     train_step,
 )
+from stored_state import saved
 from sweeps import quick
 from torch import nn
 
+from compiler_trainer import checkpoint
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.training.checkpoint import load, save
 
 N_LAYERS = 2
 
@@ -151,9 +152,9 @@ def test_a_checkpoint_is_resharded_when_it_is_loaded(tmp_path, there):
     data = batches(rows=5)
     first = compile_lockstep(llama(), llama_loss, data[0], {"cp": 3, "dp_shard": 2}, ADAMW)
     train_step(first, data)
-    path = save(first, tmp_path, 3, {}, keep=1)
+    path = saved(first, tmp_path)
     other = compile_lockstep(llama(), llama_loss, data[0], there, ADAMW)
-    load(other, path)
+    checkpoint.load(other, checkpoint.opened(path))
     assert_same(other.state_dict(), first.state_dict(), 0)
     assert_same(train_step(other, data)[-1], train_step(first, data)[-1], 1e-9)
 

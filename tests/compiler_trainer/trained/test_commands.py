@@ -14,12 +14,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from compiler_trainer import command
+from compiler_trainer import checkpoint, command
 from compiler_trainer.config import schema
 from compiler_trainer.data.datasets import build_datasets
 from compiler_trainer.models.subject import subject
 from compiler_trainer.trained.saved import trained_model
-from compiler_trainer.training import checkpoint
 
 FEW = ["lower.backend=eager", "data=synthetic", "data.documents=40", "train.steps=2", "train.seq_len=16",
        "train.global_batch_size=3", "eval.interval=0", "run.dump_graphs=false"]
@@ -117,7 +116,7 @@ def test_frozen_weights_need_not_be_stored(trained):
 def test_eval_is_the_mean_loss_of_every_held_out_token(kind, run, trained):
     path = trained(kind)
     cfg = schema.load(path / "config.yaml")
-    found, model = trained_model(cfg, checkpoint.latest(path / "checkpoints"))
+    found, model = trained_model(cfg)
     rows = build_datasets(cfg.data, 16, 3).eval.rows
     batch = {name: torch.from_numpy(value.copy()) for name, value in rows.batch(np.arange(len(rows))).items()}
     with torch.no_grad():
@@ -146,7 +145,7 @@ def test_generate_goes_on_with_the_prompt_and_the_seed_decides(run, trained):
 def test_the_likeliest_tokens_are_those_of_the_model(kind, run, trained):
     path = trained(kind)
     cfg = schema.load(path / "config.yaml")
-    found, model = trained_model(cfg, checkpoint.latest(path / "checkpoints"))
+    found, model = trained_model(cfg)
     ids = list(b"ab")
     for _ in range(5):
         batch = {"tokens": torch.tensor([ids]), "positions": torch.arange(len(ids))[None]}
@@ -163,7 +162,7 @@ def test_transformers_loads_what_is_exported_and_it_comes_back_to_the_bit(kind, 
     path, out = trained(kind), tmp_path / "out"
     assert "AutoModelForCausalLM.from_pretrained" in run("export", path, out)
     cfg = schema.load(path / "config.yaml")
-    found, ours = trained_model(cfg, checkpoint.latest(path / "checkpoints"))
+    found, ours = trained_model(cfg)
     theirs = AutoModelForCausalLM.from_pretrained(out, dtype=getattr(torch, cfg.train.dtype)).eval()
     assert type(theirs).__name__ == made
     tokens = torch.randint(0, 257, (2, 11))

@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from compiler_trainer import checkpoint
 from compiler_trainer.config import schema as config
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import (
@@ -26,7 +27,7 @@ from compiler_trainer.config.schema import (
     TrainConfig,
 )
 from compiler_trainer.step.step import State
-from compiler_trainer.training import checkpoint, prepare, trainer
+from compiler_trainer.training import prepare, trainer
 from compiler_trainer.training.lr_schedule import learning_rate
 from compiler_trainer.training.metrics import read
 from passes.program.mesh import Mesh
@@ -123,9 +124,9 @@ def test_checkpoints_are_taken_and_kept(fake, tmp_path):
     cfg = options(tmp_path / "run", steps=7)
     trainer.train(replace(cfg, checkpoint=replace(cfg.checkpoint, keep=2)))
     assert [p.name for p in checkpoint.complete(tmp_path / "run/checkpoints")] == ["step_00000006", "step_00000007"]
-    saved = checkpoint.read_extra(tmp_path / "run/checkpoints/step_00000006")
-    assert (saved["step"], saved["tokens"], saved["data"]["taken"]) == (6, 6 * 64, [24])
-    assert saved["config"]["train"]["seq_len"] == 16
+    saved = checkpoint.opened(tmp_path / "run/checkpoints/step_00000006").index
+    assert (saved.step, saved.tokens, saved.data["taken"]) == (6, 6 * 64, [24])
+    assert saved.config["train"]["seq_len"] == 16
 
 
 def test_switched_off(fake, tmp_path):

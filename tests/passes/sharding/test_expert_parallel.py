@@ -18,12 +18,13 @@ from oracle import (
     train_step,
     trained_alike,
 )
+from stored_state import saved
 from sweeps import in_turn, quick
 from torch import nn
 
 import compiler_trainer as ct
+from compiler_trainer import checkpoint
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.training import checkpoint
 from passes.communication import overlap
 from passes.cost.cluster import Cluster, Link
 from passes.cost.predict import Costs
@@ -149,10 +150,10 @@ def test_state_moves_between_meshes(tmp_path):
     model, data, found = mixture(), sequences(), []
     first = compile_lockstep(model, squared_error, data[0], MESHES[1])
     first(data[0])
-    path = checkpoint.save(first, tmp_path, 1, {}, 1)
+    path = saved(first, tmp_path)
     for mesh in (MESHES[1], MESHES[0], MESHES[4], {}):
         step = compile_lockstep(mixture(), squared_error, data[0], mesh)
-        checkpoint.load(step, path)
+        checkpoint.load(step, checkpoint.opened(path))
         found.append([step(batch)["loss"] for batch in data[1:]])
     assert all(abs(a - b) < EXACT for losses in found for a, b in zip(losses, found[0], strict=True))
 

@@ -1,0 +1,24 @@
+"""Checkpoints that any mesh can read, that lose nothing in silence, and of which nothing is executed.
+
+    checkpoints/step_00000010/  index.json  rank_00000.safetensors  rank_00001.safetensors
+
+A tensor is stored as the rectangles that the ranks own, cut into pieces of at most 16 MiB; a rank of another mesh reads
+the pieces that its own rectangles overlap. Each piece has its SHA-256 in the header of its file, each file that of its
+header in the index, and the index its own: no byte can change unseen. A checkpoint has its name only once all of it is
+on the disk: until then it is `*.tmp`.
+
+It is not the format of `torch.distributed.checkpoint`, whose index is a pickle, and whose ranks exchange a plan
+for what each knows by itself: a placement says what every rank holds of a tensor.
+"""
+
+from compiler_trainer.checkpoint.index import Damaged, TrainState
+from compiler_trainer.checkpoint.listing import complete, latest, number_of, set_aside
+from compiler_trainer.checkpoint.load import load, load_model, on_all_ranks, read_model
+from compiler_trainer.checkpoint.save import SaveError, Saver
+from compiler_trainer.checkpoint.stored import Checkpoint, opened
+from compiler_trainer.checkpoint.verify import check, check_all
+
+__all__ = [
+    "Checkpoint", "Damaged", "SaveError", "Saver", "TrainState", "check", "check_all", "complete", "latest", "load",
+    "load_model", "number_of", "on_all_ranks", "opened", "read_model", "set_aside",
+]  # fmt: skip

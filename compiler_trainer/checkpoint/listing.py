@@ -1,0 +1,63 @@
+"""The checkpoints of a folder: which there are, which are kept, how they go."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from compiler_trainer.checkpoint.index import FILE
+from compiler_trainer.config.schema import CheckpointConfig
+
+NAME = re.compile(r"step_(\d{8,18})")
+Listed = tuple[int, float | None]  # step, and held-out loss if it was evaluated
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step is."""
+    return folder / f"step_{step:08}"
+
+
+def latest(folder: Path) -> Path | None:
+    """The complete checkpoint of the highest step in `folder`, None if there is none."""
+    return max(complete(folder), key=number_of, default=None)
+
+
+def complete(folder: Path) -> list[Path]:
+    """The checkpoints in `folder` whose writing came to its end, by step."""
+    return sorted((p for p in folder.glob("step_*") if NAME.fullmatch(p.name) and (p / FILE).exists()), key=number_of)
+
+
+def number_of(path: Path) -> int:
+    """The step in the name of a checkpoint."""
+    return int(path.name.removeprefix("step_"))
+
+
+def kept(found: Sequence[Listed], cfg: CheckpointConfig) -> set[int]:
+    """The steps whose checkpoints stay: the newest, every n-th step's, and those of the lowest held-out loss."""
+    newest = sorted(step for step, _ in found)[-cfg.keep :]
+    every = [step for step, _ in found if cfg.keep_every and step % cfg.keep_every == 0]
+    evaluated = sorted((loss, -step) for step, loss in found if loss is not None)
+    return {*newest, *every, *(-step for _, step in evaluated[: cfg.keep_best])}
+
+
+def discard(path: Path) -> None:
+    """Delete a checkpoint so that what an interruption leaves does not look like one."""
+    gone = path.with_suffix(".old.tmp")
+    os.rename(path, gone)
+    shutil.rmtree(gone)
+
+
+def clear(folder: Path) -> None:
+    """Delete what interruptions left."""
+    for partial in folder.glob("step_*.tmp"):
+        shutil.rmtree(partial)
+
+
+def set_aside(path: Path) -> None:
+    """Give a damaged checkpoint a name that nobody goes on from."""
+    place = path.with_suffix(".damaged")
+    shutil.rmtree(place, ignore_errors=True)
+    os.rename(path, place)

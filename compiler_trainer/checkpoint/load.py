@@ -1,0 +1,113 @@
+"""Reading a checkpoint into the state of a step on any mesh, or into full tensors; nothing is taken unchecked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Set
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from compiler_trainer.checkpoint.index import BY_NAME, Damaged, FullTensor
+from compiler_trainer.checkpoint.pieces import Placed, Rectangle, Stateful, overlap, state_of
+from compiler_trainer.checkpoint.stored import Checkpoint, Piece, opened
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.step.ranks import gather
+from passes.program.spec import boxes
+
+MODEL = "model."  # how the names of parameters and buffers begin
+SHOWN = 3  # differences named in an error
+
+T = TypeVar("T")
+Target = tuple[Rectangle, Tensor]  # where it lies in the full tensor, and a view to write into
+
+
+def load(step: Stateful, stored: Checkpoint, may_lack: Set[str] = frozenset()) -> None:
+    """Fill the state of `step`, but for what it `may_lack`.
+
+    Every rank calls. Raises UserError, with nothing changed, where the checkpoint is one of other tensors, and Damaged
+    on all ranks where a piece that one of them reads is not as it was written: some state is then overwritten.
+    """
+    there = stored.index.tensors
+    state = {name: placed for name, placed in state_of(step).items() if name in there or name not in may_lack}
+    check_tensors(kinds(state), there, stored.path)
+    on_all_ranks(lambda: fill(step, state, stored))
+
+
+def load_model(step: Stateful, path: Path) -> None:
+    """Fill parameters and buffers alone; those that the checkpoint left out, as frozen, keep theirs."""
+    stored = on_all_ranks(lambda: opened(path))
+    state = {name: placed for name, placed in state_of(step).items() if name in stored.index.tensors}
+    check_tensors(kinds(state), {name: stored.index.tensors[name] for name in state}, stored.path)
+    on_all_ranks(lambda: fill(step, state, stored))
+
+
+def read_model(path: Path) -> dict[str, Tensor]:
+    """Full parameters and buffers of a checkpoint, by the model's own names, in this process."""
+    stored, found = opened(path), {}
+    for name, full in stored.index.tensors.items():
+        if name.startswith(MODEL):
+            tensor = torch.empty(full.shape, dtype=BY_NAME[full.dtype])
+            read_into([(((0,) * tensor.dim(), tuple(full.shape)), tensor)], stored.pieces[name])
+            found[name.removeprefix(MODEL)] = tensor
+    return found
+
+
+def fill(step: Stateful, state: Placed, stored: Checkpoint) -> None:
+    """Read what the ranks here hold."""
+    for name, (spec, local) in state.items():
+        read_into(
+            [
+                ((box.offset, box.size), box.of_local(tensor))
+                for rank, tensor in local.items()
+                for box in boxes(spec, step.mesh, step.mesh.coordinates(rank))
+            ],
+            stored.pieces[name],
+        )
+
+
+def read_into(targets: Iterable[Target], pieces: Iterable[Piece]) -> None:
+    """Copy what pieces and targets have in common; each piece is read at most once."""
+    targets = list(targets)
+    for piece in pieces:
+        common = [(found, view) for place, view in targets if (found := overlap(piece.place, place)) is not None]
+        if common:
+            entries = piece.read()
+            for (there, here), view in common:
+                view[here].copy_(entries[there])
+
+
+def kinds(state: Placed) -> dict[str, FullTensor]:
+    """Dtype and shape of each full tensor."""
+    dtypes = {name: next(iter(local.values())).dtype for name, (_, local) in state.items()}
+    return {
+        name: FullTensor(str(dtypes[name]).removeprefix("torch."), spec.shape) for name, (spec, _) in state.items()
+    }
+
+
+def check_tensors(here: Mapping[str, FullTensor], there: Mapping[str, FullTensor], path: Path) -> None:
+    """Raise UserError naming the first tensors that differ between the checkpoint and this job."""
+    differences = [
+        f"{name} is {there.get(name, 'absent')} in it and {here.get(name, 'absent')} here"
+        for name in dict.fromkeys([*here, *there])
+        if here.get(name) != there.get(name)
+    ]
+    if differences:
+        more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
+        fix = "; keep model.*, optim.name and train.dtype as they were"
+        raise UserError(str(path), f"holds other tensors: {'; '.join(differences[:SHOWN])}{more}{fix}")
+
+
+def on_all_ranks(action: Callable[[], T]) -> T:
+    """What `action` gives here; raises Damaged on every rank if it does on one."""
+    result: list[T] = []
+    damage = None
+    try:
+        result.append(action())
+    except Damaged as error:
+        damage = error.where, error.message
+    for found in gather(damage):
+        if found is not None:
+            raise Damaged(*found)
+    return result[0]

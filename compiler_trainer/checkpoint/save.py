@@ -1,0 +1,169 @@
+"""Saving beside training: a step waits for a copy in host memory, and a thread puts that on the disk.
+
+The thread of each rank writes a file of its own, and rank 0's, once all have, gives the checkpoint its name. They agree
+through a process group of their own, so that steps and saves wait for none of each other. Files and folders are
+flushed to the disk before the name appears. A save that fails leaves the checkpoints before it as they are.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Set
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from compiler_trainer.checkpoint.index import FILE, Damaged, File, Index, TrainState, encoded, read_index, sha256
+from compiler_trainer.checkpoint.listing import clear, complete, discard, kept, number_of, path_of
+from compiler_trainer.checkpoint.load import kinds
+from compiler_trainer.checkpoint.pieces import Stateful, state_of
+from compiler_trainer.checkpoint.staging import Staging
+from compiler_trainer.checkpoint.stored import as_bytes, read_header
+from compiler_trainer.config.schema import CheckpointConfig
+from compiler_trainer.step.ranks import gather, host_group, rank
+
+T = TypeVar("T")
+
+
+class SaveError(Exception):
+    """A checkpoint could not be written; the message says which and why, rank by rank."""
+
+
+class Saver:
+    """Writes checkpoints of `step` into `folder`; used as a context manager, whose end waits for the last one.
+
+    Every rank makes one and saves at the same steps. Why a save failed, rank 0 is told by its thread, through `tell`;
+    SaveError is raised in the end if the last one did.
+    """
+
+    def __init__(
+        self,
+        step: Stateful,
+        folder: Path,
+        cfg: CheckpointConfig,
+        without: Set[str] = frozenset(),
+        tell: Callable[[str], None] = lambda text: None,
+    ):
+        self.step, self.folder, self.cfg, self.tell = step, folder, cfg, tell
+        state = {name: placed for name, placed in state_of(step).items() if name not in without}
+        self.tensors, self.staging = kinds(state), Staging(state, step.mesh)
+        self.group = host_group()
+        self.leads = 0 in step.ranks
+        self.thread = ThreadPoolExecutor(1, "checkpoint")
+        self.pending: Future[str] | None = None
+
+    def save(self, state: TrainState) -> None:
+        """Copy what there is now and go on; what the copy becomes, `wait` tells."""
+        self.wait()
+        self.staging.copy(self.step.tensors())
+        self.pending = self.thread.submit(self.attempt, state)
+
+    def wait(self) -> str:
+        """Why the last save failed, once it has come to its end; empty if it did not."""
+        return self.pending.result() if self.pending else ""
+
+    def attempt(self, state: TrainState) -> str:
+        """Write a checkpoint; why it failed, empty if it did not."""
+        path = path_of(self.folder, state.step)
+        try:
+            self.write(path, state)
+            return ""
+        except Exception as error:
+            failure = f"cannot save {path}: {' '.join(str(error).split())}"
+            if self.leads:
+                shutil.rmtree(path.with_suffix(".tmp"), ignore_errors=True)  # it may be what fills the disk
+                self.tell(failure)
+            return failure
+
+    def write(self, path: Path, state: TrainState) -> None:
+        """Write a checkpoint, on all ranks together."""
+        partial = path.with_suffix(".tmp")
+        self.together(lambda: make_anew(partial) if self.leads else None)
+        written = self.together(lambda: write_files(partial, self.staging))
+        files = {name: file for of_rank in written for name, file in of_rank.items()}
+        index = Index(**vars(state), tensors=self.tensors, files=files)
+        self.together(lambda: publish(partial, path, index, self.cfg) if self.leads else None)
+
+    def together(self, action: Callable[[], T]) -> list[T]:
+        """What `action` gives on each rank; raises SaveError on all of them if it fails on one."""
+        done: Any = None
+        reason = ""
+        try:
+            done = action()
+        except Exception as error:
+            reason = f"rank {rank()}: {type(error).__name__}: {error}"
+        found = gather((done, reason), self.group)
+        if reasons := [reason for _, reason in found if reason]:
+            raise SaveError("; ".join(reasons))
+        return [done for done, _ in found]
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        failure = self.wait()
+        self.thread.shutdown()
+        if self.group is not None:
+            dist.destroy_process_group(self.group)
+        if failure and kind is None:
+            raise SaveError(failure)
+
+
+def make_anew(partial: Path) -> None:
+    """An empty folder, and those it lies in, which are flushed to the disk where they were made."""
+    clear(partial.parent)
+    missing = [folder for folder in (partial, *partial.parents) if not folder.exists()]
+    partial.mkdir(parents=True)
+    for folder in missing:
+        flush(folder.parent)
+
+
+def write_files(partial: Path, staging: Staging) -> dict[str, File]:
+    """Write a file for each rank that lives here and has something to write; their entries in the index."""
+    found = {}
+    for number, pieces in staging.pieces.items():
+        path = partial / f"rank_{number:05}.safetensors"
+        save_file(pieces, path, metadata={key: sha256(as_bytes(piece)) for key, piece in pieces.items()})
+        flush(path)
+        size = path.stat().st_size
+        found[path.name] = File(size, sha256(read_header(path, size)))
+    flush(partial)
+    return found
+
+
+def publish(partial: Path, path: Path, index: Index, cfg: CheckpointConfig) -> None:
+    """Write the index, give a checkpoint of which all files are there its name, and delete what is not kept."""
+    (partial / FILE).write_bytes(encoded(index))
+    flush(partial / FILE)
+    flush(partial)
+    if path.exists():
+        discard(path)
+    os.rename(partial, path)
+    flush(path.parent)
+    found = {number_of(p): (p, loss_of(p)) for p in complete(path.parent)}
+    stay = kept([(number, loss) for number, (_, loss) in found.items()], cfg)
+    for number, (old, _) in found.items():
+        if number not in stay:
+            discard(old)
+
+
+def loss_of(path: Path) -> float | None:
+    """The held-out loss of a checkpoint, None if it was not evaluated or its index is damaged."""
+    try:
+        return read_index(path).eval_loss
+    except Damaged:
+        return None
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

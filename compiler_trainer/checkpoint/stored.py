@@ -1,0 +1,148 @@
+"""A checkpoint on disk, opened: its pieces are known by their rectangles, and each is checked when it is read."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from compiler_trainer.checkpoint.index import (
+    BY_NAME,
+    DTYPES,
+    FILE,
+    OLDER,
+    Damaged,
+    File,
+    FullTensor,
+    Index,
+    read_index,
+    sha256,
+)
+from compiler_trainer.checkpoint.listing import complete
+from compiler_trainer.checkpoint.pieces import Rectangle, what_is_wrong
+from compiler_trainer.config.errors import UserError
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rectangle of a tensor in a file."""
+
+    file: Path
+    key: str  # its name there
+    place: Rectangle
+    dtype: torch.dtype
+    sha256: str
+
+    def read(self) -> Tensor:
+        """Its entries; raises Damaged where they are not those that were written."""
+        try:
+            with safe_open(self.file, "pt", backend="pread") as file:
+                tensor = file.get_tensor(self.key)
+        except (SafetensorError, OSError) as error:
+            raise Damaged(str(self.file), f"{self.key} cannot be read: {error}") from error
+        if sha256(as_bytes(tensor)) != self.sha256:
+            raise Damaged(str(self.file), f"{self.key} is not as it was written: its SHA-256 is another")
+        return torch.view_as_complex(tensor) if self.dtype.is_complex else tensor
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint of which index and headers are whole, and the pieces of each tensor make it up."""
+
+    path: Path
+    index: Index
+    pieces: dict[str, list[Piece]]
+
+
+def opened(path: Path) -> Checkpoint:
+    """The checkpoint at `path`, nothing read but what describes it.
+
+    Raises UserError where there is none, Damaged where it is not what was written.
+    """
+    if not (path / FILE).is_file():
+        raise no_checkpoint(path)
+    index = read_index(path)
+    pieces: dict[str, list[Piece]] = defaultdict(list)
+    for name, file in index.files.items():
+        for tensor, piece in pieces_in(path / name, file, index):
+            pieces[tensor].append(piece)
+    for name, full in index.tensors.items():
+        if wrong := what_is_wrong(full.shape, (piece.place for piece in pieces[name])):
+            raise Damaged(str(path), f"{name} {wrong}")
+    return Checkpoint(path, index, dict(pieces))
+
+
+def no_checkpoint(path: Path) -> UserError:
+    """What to say of a path that is no checkpoint."""
+    if (path / OLDER).exists():
+        return UserError(str(path), "was written by an older version, in a format that this one does not read")
+    found = ", ".join(p.name for p in complete(path))
+    fix = f"; name one of {found}" if found else ""
+    return UserError(str(path), f"is no complete checkpoint, for it has no {FILE}{fix}")
+
+
+def pieces_in(path: Path, entry: File, index: Index) -> Iterator[tuple[str, Piece]]:
+    """(tensor, piece) of a file whose length and header are those of its entry in the index."""
+    try:
+        size = path.stat().st_size
+        if size != entry.bytes:
+            raise Damaged(str(path), f"has {size:,} bytes, and {entry.bytes:,} were written")
+        header = read_header(path, size)
+        if sha256(header) != entry.header_sha256:
+            raise Damaged(str(path), "its header is not as it was written: its SHA-256 is another")
+        with safe_open(path, "pt", backend="pread") as file:
+            digests = file.metadata() or {}
+            for key in file.keys():
+                part = file.get_slice(key)
+                tensor, piece = piece_of(path, key, part.get_dtype(), tuple(part.get_shape()), digests, index)
+                yield tensor, piece
+    except (SafetensorError, OSError) as error:
+        raise Damaged(str(path), f"cannot be read: {error}") from error
+
+
+def read_header(path: Path, size: int) -> bytes:
+    """The header of a file of so many bytes, with the eight bytes that say how long it is."""
+    with path.open("rb") as file:
+        length = file.read(8)
+        return length + file.read(min(int.from_bytes(length, "little"), size))
+
+
+def piece_of(
+    path: Path, key: str, code: str, shape: tuple[int, ...], digests: dict[str, str], index: Index
+) -> tuple[str, Piece]:
+    """(tensor, piece) that a file has under the name `key`, as `model.wq@0,128`."""
+    name, _, numbers = key.rpartition("@")
+    full = index.tensors.get(name)
+    offset = tuple(int(n) for n in numbers.split(",") if n.isdecimal() and len(n) < 20)
+    if full is None or key not in digests or key != key_of(name, offset):
+        raise Damaged(str(path), f"{key} is no piece of a tensor of this checkpoint")
+    dtype = BY_NAME[full.dtype]
+    place = (offset, shape[:-1] if dtype.is_complex else shape)
+    if code != DTYPES[dtype] or not is_inside(place, full) or dtype.is_complex and shape[-1:] != (2,):
+        raise Damaged(str(path), f"{key} is {code}{list(shape)}, which is no part of {full}")
+    return name, Piece(path, key, place, dtype, digests[key])
+
+
+def is_inside(place: Rectangle, full: FullTensor) -> bool:
+    """Whether a rectangle lies in a tensor."""
+    offset, size = place
+    if not len(offset) == len(size) == len(full.shape):
+        return False
+    return math.prod(size) > 0 and all(o + n <= m for o, n, m in zip(offset, size, full.shape))
+
+
+def key_of(name: str, offset: tuple[int, ...]) -> str:
+    """The name of a piece in its file."""
+    return f"{name}@{','.join(map(str, offset))}"
+
+
+def as_bytes(tensor: Tensor) -> np.ndarray:
+    """The memory of a contiguous tensor on the CPU, uint8 [bytes]."""
+    return tensor.reshape(-1).view(torch.uint8).numpy()

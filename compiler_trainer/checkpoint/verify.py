@@ -1,0 +1,35 @@
+"""Every byte of a checkpoint, read and compared with what was written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from compiler_trainer.checkpoint.index import FILE, Damaged
+from compiler_trainer.checkpoint.listing import complete
+from compiler_trainer.checkpoint.stored import opened
+
+
+def check_all(folder: Path) -> Iterator[tuple[Path, str, bool]]:
+    """(checkpoint, what is said of it, whether it is whole) of a run folder, a folder of checkpoints, or a checkpoint.
+
+    Raises UserError where there is none.
+    """
+    found = complete(folder) or complete(folder / "checkpoints") or [folder]
+    for path in found:
+        try:
+            yield path, check(path), True
+        except Damaged as damage:
+            yield path, str(damage), False
+
+
+def check(path: Path) -> str:
+    """What a checkpoint holds, in a few words; raises Damaged, or UserError where there is none."""
+    stored = opened(path)
+    for pieces in stored.pieces.values():
+        for piece in pieces:
+            piece.read()
+    if strange := sorted({file.name for file in path.iterdir()} - {FILE, *stored.index.files}):
+        raise Damaged(str(path / strange[0]), "is no file of this checkpoint; move it away")
+    mib = sum(file.bytes for file in stored.index.files.values()) / 2**20
+    return f"{len(stored.index.tensors)} tensors in {len(stored.index.files)} files, {mib:,.1f} MiB"

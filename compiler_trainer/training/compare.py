@@ -1,0 +1,55 @@
+"""What a resumed run may not change unless it says so: what the numbers in the checkpoint mean."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.options import build
+from compiler_trainer.config.schema import Config
+
+MEANING = ("model", "loss", "optim", "train.seed", "train.seq_len", "train.dtype")
+FREE = ("model.name", "optim.lr")
+SHOWN = 3
+
+
+def check_meaning(cfg: Config, saved: Mapping[str, Any], where: str) -> None:
+    """Raise UserError naming options that were others when `saved` was, but for those of `checkpoint.allow`."""
+    here = dict(leaves(dataclasses.asdict(cfg)))
+    check_names(cfg, here)
+    try:
+        there = dict(leaves(dataclasses.asdict(build(Config, saved))))
+    except UserError as error:
+        raise UserError(where, f"was saved with options that are none here: {error}") from error
+    free = (*FREE, *cfg.checkpoint.allow)
+    names = [name for name in dict.fromkeys([*here, *there]) if is_in(name, MEANING) and not is_in(name, free)]
+    differ = [name for name in names if here.get(name) != there.get(name)]
+    if differ:
+        said = [f"{name} is {here.get(name)} here and {there.get(name)} in {where}" for name in differ[:SHOWN]]
+        more = f"; and {len(differ) - SHOWN} more" if len(differ) > SHOWN else ""
+        fix = f"put back what it was, or go on with checkpoint.allow=[{','.join(differ)}]"
+        raise UserError(differ[0], f"{'; '.join(said).removeprefix(differ[0] + ' ')}{more}; {fix}")
+
+
+def check_names(cfg: Config, options: Mapping[str, Any]) -> None:
+    """Raise UserError where `checkpoint.allow` names no option."""
+    for name in cfg.checkpoint.allow:
+        if name != "data" and not any(is_in(option, (name,)) for option in options):
+            raise UserError("checkpoint.allow", f"{name} is no option of this run")
+
+
+def leaves(options: Mapping[str, Any], where: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of every option in nested groups."""
+    for name, value in options.items():
+        dotted = f"{where}.{name}" if where else str(name)
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, dotted)
+        else:
+            yield dotted, value
+
+
+def is_in(name: str, groups: tuple[str, ...]) -> bool:
+    """Whether an option is one of those, or in one of those groups."""
+    return any(name == group or name.startswith(f"{group}.") for group in groups)

@@ -1,0 +1,47 @@
+"""When and what a run saves: its checkpoints, each with where training and its data stand."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from compiler_trainer.checkpoint import Saver, TrainState
+from compiler_trainer.config.schema import Config
+from compiler_trainer.data import Loader
+from compiler_trainer.models.subject import Subject
+from compiler_trainer.step.ranks import rank
+from compiler_trainer.step.step import Step
+from compiler_trainer.training.metrics import Record
+from compiler_trainer.training.progress import say
+from compiler_trainer.training.resume import checkpoints_of
+
+Save = Callable[[Record, Loader], None]
+
+
+@contextmanager
+def saving(cfg: Config, trained: Subject, step: Step) -> Iterator[Save]:
+    """What to call for a checkpoint with a step's record and the loader; the end waits for the last one.
+
+    Where no checkpoints are taken it does nothing.
+    """
+    if not cfg.checkpoint.enabled:
+        yield lambda record, loader: None
+        return
+    without = frozenset() if cfg.checkpoint.frozen else trained.frozen
+    with Saver(step, checkpoints_of(cfg), cfg.checkpoint, without, say) as saver:
+        if rank() == 0:
+            mib = saver.staging.bytes / 2**20
+            say(f"a checkpoint every {cfg.checkpoint.interval:,} steps, by way of {mib:,.1f} MiB of host memory a rank")
+        yield lambda record, loader: saver.save(state_after(record, loader, cfg))
+
+
+def state_after(record: Record, loader: Loader, cfg: Config) -> TrainState:
+    """Where training stands after the step of a record."""
+    return TrainState(
+        step=int(record["step"]),
+        tokens=int(record["tokens"]),
+        data=dict(loader.state_dict()),
+        config=dataclasses.asdict(cfg),
+        eval_loss=record.get("eval_loss"),
+    )

@@ -1,0 +1,78 @@
+"""An end before the last step, at which all ranks stop after the same one: a signal that any rank got, or a time."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import threading
+import time
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from compiler_trainer.config.schema import Config
+from compiler_trainer.step.ranks import host_group, rank, stop_ranks
+from compiler_trainer.training.progress import say
+
+EXIT_CODE = 3
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+TIME = 1  # less than any signal's number among those above; of several reasons the highest number counts
+
+
+class Stop:
+    """Watches for signals while it is used as a context manager; a second one ends the process at once.
+
+    `limit_s` seconds after `began` (of `time.monotonic`) it is time to stop; None: never.
+    """
+
+    def __init__(self, began: float, limit_s: float | None):
+        self.end = began + limit_s if limit_s is not None else float("inf")
+        self.asked = self.reason = 0
+        self.group = host_group()
+        self.before: dict[signal.Signals, Any] = {}
+
+    def now(self) -> bool:
+        """Whether this step is the last: the same on all ranks, each of which asks after each step."""
+        flag = torch.tensor(max(self.asked, TIME if time.monotonic() >= self.end else 0))
+        if self.group is not None:
+            dist.all_reduce(flag, dist.ReduceOp.MAX, self.group)
+        self.reason = int(flag)
+        return self.reason > 0
+
+    def __str__(self) -> str:
+        return "run.time_limit is over" if self.reason == TIME else signal.Signals(self.reason).name
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal: keep it in mind, and let the next one do what it does by itself."""
+        self.asked = number
+        for each in self.before:
+            signal.signal(each, signal.SIG_DFL)
+
+    def __enter__(self) -> Stop:
+        if threading.current_thread() is threading.main_thread():  # no other may handle signals
+            self.before = {each: signal.signal(each, self.note) for each in SIGNALS}
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        for each, before in self.before.items():
+            signal.signal(each, before)
+
+
+def end_early(cfg: Config, stop: Stop, number: int) -> NoReturn:
+    """Say on rank 0 why a run ended after a step, and how it goes on; exits with 3."""
+    if rank() == 0:
+        saved = f"go on with: {how_to_go_on(cfg.run.dir)}" if cfg.checkpoint.enabled else "nothing was saved"
+        say(f"stopped after step {number} of {cfg.train.steps}, for {stop}; {saved}")
+    stop_ranks()
+    raise SystemExit(EXIT_CODE)
+
+
+def how_to_go_on(run: str) -> str:
+    """The command that resumes a run on the ranks that there are."""
+    nodes, of_node = int(os.environ.get("GROUP_WORLD_SIZE", 1)), os.environ.get("LOCAL_WORLD_SIZE")
+    across = f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT" if nodes > 1 else ""
+    start = f"torchrun{across} --nproc-per-node {of_node} -m compiler_trainer" if of_node else "compiler-trainer"
+    return f"{start} resume {shlex.quote(run)}"
