@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from compiler_trainer.checkpoint.index import FILE
 from compiler_trainer.config.schema import CheckpointConfig
 
 NAME = re.compile(r"step_(\d{8,18})")
@@ -20,14 +19,14 @@ def path_of(folder: Path, step: int) -> Path:
     return folder / f"step_{step:08}"
 
 
-def latest(folder: Path) -> Path | None:
-    """The complete checkpoint of the highest step in `folder`, None if there is none."""
-    return max(complete(folder), key=number_of, default=None)
-
-
 def complete(folder: Path) -> list[Path]:
-    """The checkpoints in `folder` whose writing came to its end, by step."""
-    return sorted((p for p in folder.glob("step_*") if NAME.fullmatch(p.name) and (p / FILE).exists()), key=number_of)
+    """The checkpoints in `folder` whose writing came to its end, by step, whatever became of them since."""
+    return sorted((p for p in folder.glob("step_*") if is_name(p)), key=number_of)
+
+
+def is_name(path: Path) -> bool:
+    """Whether it is called what a complete checkpoint is."""
+    return NAME.fullmatch(path.name) is not None
 
 
 def number_of(path: Path) -> int:

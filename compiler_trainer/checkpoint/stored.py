@@ -25,7 +25,7 @@ from compiler_trainer.checkpoint.index import (
     read_index,
     sha256,
 )
-from compiler_trainer.checkpoint.listing import complete
+from compiler_trainer.checkpoint.listing import complete, is_name
 from compiler_trainer.checkpoint.pieces import Rectangle, what_is_wrong
 from compiler_trainer.config.errors import UserError
 
@@ -83,9 +83,11 @@ def no_checkpoint(path: Path) -> UserError:
     """What to say of a path that is no checkpoint."""
     if (path / OLDER).exists():
         return UserError(str(path), "was written by an older version, in a format that this one does not read")
+    if is_name(path) and path.is_dir():
+        return Damaged(str(path), f"has lost its {FILE}")
     found = ", ".join(p.name for p in complete(path))
     fix = f"; name one of {found}" if found else ""
-    return UserError(str(path), f"is no complete checkpoint, for it has no {FILE}{fix}")
+    return UserError(str(path), f"is no checkpoint, for it has no {FILE}{fix}")
 
 
 def pieces_in(path: Path, entry: File, index: Index) -> Iterator[tuple[str, Piece]]:

@@ -43,7 +43,7 @@ class Stop:
         return self.reason > 0
 
     def __str__(self) -> str:
-        return "run.time_limit is over" if self.reason == TIME else signal.Signals(self.reason).name
+        return "run.time_limit" if self.reason == TIME else signal.Signals(self.reason).name
 
     def note(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal: keep it in mind, and let the next one do what it does by itself."""

@@ -13,6 +13,7 @@ import pytest
 from compiler_trainer import train
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import OPS, Config, GroupConfig, LrScheduleConfig, OptimConfig, TrainConfig
+from compiler_trainer.config.times import seconds
 from compiler_trainer.sweep import point
 
 FILES = [(path.parent.name, path.stem) for path in sorted(train.CONF.glob("*/*.yaml"))]
@@ -123,6 +124,12 @@ def test_a_table_takes_entries_on_the_command_line(command, argument, table, exp
     assert table(cfg) == expected
 
 
+@pytest.mark.parametrize(("given", "wanted"), [("2h30m", 9000), ("45s", 45), ("90m", 5400), ("90", 90), ("0.5", 0.5)])
+def test_a_time_is_hours_minutes_and_seconds_or_seconds(command, given, wanted):
+    (cfg,) = command(f"run.time_limit={given}")
+    assert seconds(cfg.run.time_limit) == wanted
+
+
 def test_a_sweep_runs_each_point_in_its_own_subfolder(command, tmp_path):
     configs = command("-m", "passes.remat.policy=none,full", "optim.lr=0.1,0.2", "run.dir=sweep")
     assert [(c.passes.remat.policy, c.optim.lr) for c in configs] == [
@@ -169,6 +176,10 @@ REFUSED = [
     (["train.steps=${nowhere}"], "train.steps: Interpolation key 'nowhere' not found"),
     (["data=text", 'data.files=[""]', "data.document_separator=''"], "data.document_separator:  must be at least a character"),
     (["train.seq_len=-1"], "train.seq_len: -1 must be at least 2, a token and the one it predicts"),
+    (["run.time_limit=soon"], "run.time_limit: soon is no time; give seconds, or hours, minutes and seconds as 2h30m, 90m or 45s"),
+    (["run.time_limit=0"], "run.time_limit: 0.0 is no time; give seconds, or hours, minutes and seconds as 2h30m, 90m or 45s"),
+    (["checkpoint.keep_best=1", "checkpoint.interval=75"], "checkpoint.keep_best: 1 needs an evaluation with every checkpoint; set eval.interval=50 to a divisor of checkpoint.interval=75"),
+    (["checkpoint.keep_best=1", "eval.interval=0"], "checkpoint.keep_best: 1 needs an evaluation with every checkpoint; set eval.interval=0 to a divisor of checkpoint.interval=500"),
     (["run.dir=???"], "run.dir: Missing mandatory value: dir"),
     (["data=mixture", "data.sources=[{fils:[a.txt]}]"], "data.sources[0].fils: no such option; did you mean 'files'?"),
     (["-m", "optim.lr=1,abc"], "optim.lr: 'abc' is not a number"),

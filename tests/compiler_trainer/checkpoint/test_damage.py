@@ -84,7 +84,7 @@ def test_damage_names_file_and_tensor(copy):
 @pytest.mark.parametrize("name", ["index.json", RANK_0, RANK_1])
 def test_a_lost_file_is_named(name, copy):
     (copy / name).unlink()
-    assert said_of(copy).startswith(str(copy / name) if name != "index.json" else f"{copy}: is no complete checkpoint")
+    assert said_of(copy).startswith(str(copy / name) if name != "index.json" else f"{copy}: has lost its index.json")
 
 
 def test_a_strange_file_is_named_by_a_check(copy):

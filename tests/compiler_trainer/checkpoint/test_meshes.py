@@ -148,7 +148,7 @@ def damaged(*args):
 @pytest.mark.parametrize("name", ["two"])
 def test_saved_by_processes_read_by_one(name, tmp_path):
     mp.spawn(as_one_rank, (name, tmp_path), nprocs=LAYOUTS[name][0].world_size)
-    path = checkpoint.latest(tmp_path / "checkpoints")
+    path = checkpoint.complete(tmp_path / "checkpoints")[-1]
     assert len(list(path.glob("*.safetensors"))) == 2
     found = blank("three")
     checkpoint.load(found, checkpoint.opened(path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 
 import folders
@@ -73,7 +74,7 @@ def records(path):
 
 
 def weights(path):
-    return checkpoint.read_model(checkpoint.latest(path / "checkpoints"))
+    return checkpoint.read_model(checkpoint.complete(path / "checkpoints")[-1])
 
 
 # Going on
@@ -107,6 +108,24 @@ def test_resume_takes_options_anew(run, trained, tmp_path):
 def test_frozen_weights_need_not_be_stored(trained):
     stored = weights(trained("lora"))
     assert stored and all(".lora_" in name for name in stored if not name.endswith("inv_freq"))
+
+
+# Checking
+
+
+def test_check_reads_every_byte_and_says_a_line_a_checkpoint(run, trained, tmp_path):
+    folder = shutil.copytree(trained("decoder"), tmp_path / "run")
+    path = folder / "checkpoints/step_00000002"
+    assert run("check", folder) == f"{path}: whole, 64 tensors in 1 files, 0.3 MiB\n"
+    file = path / "rank_00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with pytest.raises(SystemExit) as ended:
+        command.checking([str(folder)])
+    assert ended.value.code == 2
+    file.write_bytes(file.read_bytes()[:-1])
+    passed_over, refused = run("export", folder, tmp_path / "out").splitlines()
+    assert passed_over.startswith(f"{path} is damaged and passed over: {file}: has ")
+    assert refused.startswith(f"error: {folder / 'checkpoints'}: holds 1 checkpoints, all of them damaged")
 
 
 # Measuring

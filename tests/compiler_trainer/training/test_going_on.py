@@ -1,0 +1,298 @@
+"""A run that ends early goes on to the same bits; one that would go on as another is refused; damage is passed over."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from short_runs import FakeStep, metrics, options, resuming, timeless
+
+from compiler_trainer import checkpoint
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import DataConfig, OptimConfig, RunConfig, TrainConfig
+from compiler_trainer.training import saving, stop, trainer
+
+KILLED = 3  # the step that is interrupted
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """The trainer around `FakeStep`."""
+    monkeypatch.setattr(trainer, "compile_step", FakeStep)
+
+
+@pytest.fixture
+def whole(fake, tmp_path):
+    """A run that nothing disturbed, with checkpoints after steps 2, 4 and 6."""
+    cfg = options(tmp_path / "whole")
+    trainer.train(cfg)
+    return cfg
+
+
+def during(monkeypatch, number, action):
+    """Do something in a step."""
+    normal, seen = FakeStep.__call__, []
+
+    def act(self, batch, lr):
+        seen.append(lr)
+        if len(seen) == number:
+            action()
+        return normal(self, batch, lr)
+
+    monkeypatch.setattr(FakeStep, "__call__", act)
+
+
+def folders(run):
+    return sorted(p.name for p in Path(run, "checkpoints").iterdir())
+
+
+def broken(path, name="rank_00000.safetensors"):
+    """Flip the last bit of a file of a checkpoint."""
+    content = bytearray((path / name).read_bytes())
+    content[-3] ^= 1
+    (path / name).write_bytes(content)
+
+
+# Ending early
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_after_the_step_with_a_checkpoint_and_it_goes_on_to_the_same_bits(number, whole, tmp_path, monkeypatch, capsys):
+    cfg = options(tmp_path / "cut")
+    before = signal.getsignal(number)
+    with monkeypatch.context() as patch:
+        during(patch, KILLED, lambda: os.kill(os.getpid(), number))
+        with pytest.raises(SystemExit) as ended:
+            trainer.train(cfg)
+    assert ended.value.code == 3 and signal.getsignal(number) == before
+    said = f"stopped after step 3 of 6, for {number.name}; go on with: compiler-trainer resume {tmp_path / 'cut'}"
+    assert capsys.readouterr().out.splitlines()[-1] == said
+    assert folders(cfg.run.dir) == ["step_00000002", "step_00000003"]
+    trainer.train(resuming(cfg, "latest"))
+    assert timeless(metrics(cfg.run.dir)) == timeless(metrics(whole.run.dir))
+
+
+def test_a_signal_in_the_last_step_ends_a_run_that_is_done(fake, tmp_path, monkeypatch):
+    during(monkeypatch, 6, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    trainer.train(options(tmp_path / "run"))
+
+
+def test_without_checkpoints_nothing_is_said_to_be_saved(fake, tmp_path, monkeypatch, capsys):
+    cfg = options(tmp_path / "run")
+    during(monkeypatch, KILLED, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit):
+        trainer.train(replace(cfg, checkpoint=replace(cfg.checkpoint, enabled=False)))
+    assert capsys.readouterr().out.splitlines()[-1] == "stopped after step 3 of 6, for SIGTERM; nothing was saved"
+
+
+def test_the_second_signal_is_not_handled(monkeypatch):
+    with stop.Stop(0.0, None) as watch:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert watch.now() and str(watch) == "SIGINT"
+        assert all(signal.getsignal(each) == signal.SIG_DFL for each in stop.SIGNALS)
+
+
+def test_a_time_limit_ends_after_the_step_in_which_it_passes(fake, tmp_path, monkeypatch, capsys):
+    clock = [1000.0]
+    monkeypatch.setattr(stop.time, "monotonic", lambda: clock[0])
+    cfg = options(tmp_path / "run", run=RunConfig(str(tmp_path / "run"), time_limit="1h1m"))
+    during(monkeypatch, KILLED, lambda: clock.__setitem__(0, 1000.0 + 3660))
+    with pytest.raises(SystemExit):
+        trainer.train(cfg)
+    assert "stopped after step 3 of 6, for run.time_limit; go on with" in capsys.readouterr().out
+    assert len(metrics(cfg.run.dir)) == 3
+
+
+@pytest.mark.parametrize(("local", "nodes", "says"), [
+    (None, None, "compiler-trainer resume 'my run'"),
+    ("2", "1", "torchrun --nproc-per-node 2 -m compiler_trainer resume 'my run'"),
+    ("8", "4", "torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:PORT --nproc-per-node 8 -m compiler_trainer resume 'my run'"),
+])
+def test_how_a_run_goes_on_is_said_for_its_ranks(local, nodes, says, monkeypatch):
+    for name, value in (("LOCAL_WORLD_SIZE", local), ("GROUP_WORLD_SIZE", nodes)):
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
+    assert stop.how_to_go_on("my run") == says
+
+
+# Going on by name
+
+
+def test_auto_starts_and_starts_again_and_goes_on(whole, tmp_path, monkeypatch):
+    cfg = resuming(options(tmp_path / "run"), "auto")
+    with monkeypatch.context() as patch:
+        during(patch, 2, lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            trainer.train(cfg)
+    assert len(metrics(cfg.run.dir)) == 1 and not Path(cfg.run.dir, "checkpoints").exists()
+    with monkeypatch.context() as patch:
+        during(patch, 4, lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            trainer.train(cfg)
+    assert folders(cfg.run.dir) == ["step_00000002"]
+    trainer.train(cfg)
+    assert timeless(metrics(cfg.run.dir)) == timeless(metrics(whole.run.dir))
+
+
+@pytest.mark.parametrize("name", ["index.json", "rank_00000.safetensors"])
+@pytest.mark.parametrize("resume", ["latest", "auto"])
+def test_damage_is_passed_over_and_set_aside(resume, name, whole, tmp_path, capsys):
+    shutil.rmtree(Path(whole.run.dir, "checkpoints/step_00000006"))
+    damaged = Path(whole.run.dir, "checkpoints/step_00000004")
+    broken(damaged, name)
+    before = timeless(metrics(whole.run.dir))
+    capsys.readouterr()
+    trainer.train(resuming(whole, resume))
+    assert timeless(metrics(whole.run.dir)) == before
+    said = capsys.readouterr().err
+    assert said.startswith(f"{damaged} is damaged and passed over: {damaged / name}") and said.count("\n") == 1
+    assert folders(whole.run.dir) == ["step_00000002", "step_00000004", "step_00000004.damaged", "step_00000006"]
+    checkpoint.check(damaged)
+
+
+def test_where_all_are_damaged_nothing_starts(whole):
+    shutil.rmtree(Path(whole.run.dir, "checkpoints/step_00000006"))
+    broken(Path(whole.run.dir, "checkpoints/step_00000004"))
+    broken(Path(whole.run.dir, "checkpoints/step_00000002"), "index.json")
+    with pytest.raises(UserError, match="holds 2 checkpoints, all of them damaged"):
+        trainer.train(resuming(whole, "auto"))
+    assert folders(whole.run.dir) == ["step_00000002", "step_00000004"]
+
+
+def test_a_damaged_one_that_is_named_is_refused(whole, tmp_path):
+    path = Path(whole.run.dir, "checkpoints/step_00000004")
+    broken(path)
+    with pytest.raises(checkpoint.Damaged, match="model.w@0 is not as it was written"):
+        trainer.train(resuming(options(tmp_path / "other"), path))
+    assert not (tmp_path / "other").exists()
+
+
+# What may change
+
+
+def resumed_with(whole, **groups):
+    """Go on after step 4 with some options given anew; from which `allow` may be left."""
+    shutil.rmtree(Path(whole.run.dir, "checkpoints/step_00000006"), ignore_errors=True)
+    allow = groups.pop("allow", ())
+    return replace(whole, checkpoint=replace(whole.checkpoint, resume="latest", allow=allow), **groups)
+
+
+def changed(group, **options):
+    return lambda cfg: {group: replace(getattr(cfg, group), **options)}
+
+
+MEANT = {
+    "model.norm_eps": changed("model", norm_eps=1e-3),
+    "model.n_heads": changed("model", n_heads=4),
+    "model.rope_theta": changed("model", rope_theta=5e5),
+    "model.attention": changed("model", attention="documents"),
+    "optim.betas": changed("optim", betas=(0.5, 0.9)),
+    "optim.name": changed("optim", name="sgd"),
+    "optim.max_norm": changed("optim", max_norm=None),
+    "train.seed": changed("train", seed=1),
+}
+
+
+@pytest.mark.parametrize("name", MEANT)
+def test_what_changes_the_meaning_is_refused_by_name_and_allowed_by_name(name, whole):
+    new = MEANT[name](whole)
+    with pytest.raises(UserError, match=rf"^{name}: is .* here and .* in .*step_00000004; .*checkpoint.allow=\[{name}\]$"):
+        trainer.train(resumed_with(whole, **new))
+    trainer.train(resumed_with(whole, allow=(name,), **new))
+
+
+FREE = {
+    "train.steps": changed("train", steps=5),
+    "optim.lr": changed("optim", lr=0.5),
+    "lr_schedule": changed("lr_schedule", warmup_steps=0),
+    "train.microbatches": changed("train", microbatches=2),
+    "eval.interval": changed("eval", interval=1),
+    "model.name": changed("model", name="mine"),
+}
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_what_leaves_the_meaning_may_change(name, whole):
+    trainer.train(resumed_with(whole, **FREE[name](whole)))
+
+
+def test_several_differences_are_told_together(whole):
+    new = {"train": TrainConfig(steps=6, seq_len=16, global_batch_size=4, seed=3), "optim": OptimConfig(name="sgd", eps=1.0)}
+    with pytest.raises(UserError) as caught:
+        trainer.train(resumed_with(whole, **new))
+    where = Path(whole.run.dir, "checkpoints/step_00000004")
+    assert str(caught.value) == (
+        f"train.seed: is 3 here and 0 in {where}; optim.name is sgd here and adamw in {where}; optim.eps is 1.0 here "
+        f"and 1e-08 in {where}; and 1 more; put back what it was, or go on with "
+        "checkpoint.allow=[train.seed,optim.name,optim.eps,optim.max_norm]"
+    )
+    with pytest.raises(UserError, match="^optim.name: .*optim.eps"):
+        trainer.train(resumed_with(whole, allow=("train",), **new))
+
+
+def test_other_data_is_refused_unless_allowed_and_then_read_from_its_beginning(whole):
+    new = {"data": DataConfig(name="synthetic", documents=41)}
+    with pytest.raises(UserError, match="^data"):
+        trainer.train(resumed_with(whole, **new))
+    trainer.train(resumed_with(whole, allow=("data",), **new))
+    stored = checkpoint.opened(Path(whole.run.dir, "checkpoints/step_00000006"))
+    assert stored.index.data["index"] == 2 * 4
+
+
+def test_a_name_that_allows_nothing_is_refused(whole):
+    with pytest.raises(UserError, match="^checkpoint.allow: model.nrom_eps is no option of this run"):
+        trainer.train(resumed_with(whole, allow=("model.nrom_eps",)))
+
+
+def test_a_state_that_no_loader_reads_is_refused(whole, monkeypatch):
+    path = Path(whole.run.dir, "checkpoints/step_00000004")
+    contents = json.loads((path / "index.json").read_bytes())["checkpoint"]
+    contents["data"] = {"index": 8}
+    text = json.dumps(contents).encode()
+    room = checkpoint.index
+    (path / "index.json").write_bytes(room.TEXT % (room.sha256(text).encode(), text))
+    with pytest.raises(UserError, match="step_00000004: does not say where to go on in the data: KeyError"):
+        trainer.train(resumed_with(whole))
+
+
+# What cannot be written
+
+
+@pytest.mark.parametrize("option", ["run.dir", "checkpoint.dir"])
+def test_a_folder_that_cannot_be_written_is_refused_before_compiling(option, tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer, "compile_step", lambda *args, **kwargs: pytest.fail("compiled"))
+    (tmp_path / "file").touch()
+    cfg = options(tmp_path / "file/run" if option == "run.dir" else tmp_path / "run")
+    if option == "checkpoint.dir":
+        cfg = replace(cfg, checkpoint=replace(cfg.checkpoint, dir=str(tmp_path / "file/checkpoints")))
+    with pytest.raises(UserError, match=f"^{option}: .*file/.* cannot be written: Not a directory; choose another"):
+        trainer.train(cfg)
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_save_that_fails_does_not_end_training_unless_it_is_the_last(whole, tmp_path, monkeypatch, capsys):
+    save = saving.Saver.write
+
+    def fails_at(*numbers):
+        def write(self, path, state):
+            if state.step in numbers:
+                raise OSError(30, "Read-only file system")
+            save(self, path, state)
+        return write
+
+    monkeypatch.setattr(saving.Saver, "write", fails_at(4))
+    cfg = options(tmp_path / "middle")
+    trainer.train(cfg)
+    assert timeless(metrics(cfg.run.dir)) == timeless(metrics(whole.run.dir))
+    assert folders(cfg.run.dir) == ["step_00000002", "step_00000006"]
+    said = f"cannot save {cfg.run.dir}/checkpoints/step_00000004: [Errno 30] Read-only file system"
+    assert said in capsys.readouterr().out.splitlines()
+
+    monkeypatch.setattr(saving.Saver, "write", fails_at(6))
+    with pytest.raises(checkpoint.SaveError, match="step_00000006: .*Read-only file system"):
+        trainer.train(options(tmp_path / "last"))
+    assert folders(tmp_path / "last") == ["step_00000002", "step_00000004"]

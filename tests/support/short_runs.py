@@ -1,0 +1,78 @@
+"""Runs of a few steps, most of them around a step that is not compiled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from compiler_trainer.config.schema import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    LowerConfig,
+    LrScheduleConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    TrainConfig,
+)
+from compiler_trainer.step.step import State
+from compiler_trainer.training.metrics import read
+from passes.program.mesh import Mesh
+from passes.program.spec import Spec
+
+MODEL = ModelConfig(dim=16, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=24)
+TIMES = ("tokens_per_s", "step_ms", "peak_mem_bytes")
+
+
+def options(folder, steps=6, **changes):
+    """A tiny run into `folder`, evaluated every 4 steps, with a checkpoint every 2."""
+    return replace(
+        Config(
+            model=MODEL,
+            data=DataConfig(name="synthetic", documents=40),
+            train=TrainConfig(steps=steps, seq_len=16, global_batch_size=4),
+            optim=OptimConfig(lr=1e-2, max_norm=1.0),
+            lr_schedule=LrScheduleConfig("cosine", warmup_steps=2, min_ratio=0.1),
+            lower=LowerConfig("eager"),
+            checkpoint=CheckpointConfig(interval=2, keep=9),
+            eval=EvalConfig(interval=4, batches=2),
+            run=RunConfig(dir=str(folder)),
+        ),
+        **changes,
+    )
+
+
+def resuming(cfg, resume):
+    return replace(cfg, checkpoint=replace(cfg.checkpoint, resume=str(resume)))
+
+
+class FakeStep:
+    """One weight, moved by each batch; its loss depends on the weight and on the batch."""
+
+    def __init__(self, *args, **kwargs):
+        self.mesh, self.ranks, self.device, self.report = Mesh.of({}), (0,), torch.device("cpu"), {"seconds": {}}
+        self.state = {"model.w": State(Spec.whole((3,)), {0: torch.ones(3)})}
+
+    def tensors(self):
+        return {name: (state.spec, state.local) for name, state in self.state.items()}
+
+    def evaluate(self, batch):
+        assert sorted(batch) == ["documents", "labels", "positions", "tokens"]
+        return float(batch["tokens"].float().mean() * self.state["model.w"].local[0].sum())
+
+    def __call__(self, batch, lr):
+        loss = self.evaluate(batch)
+        self.state["model.w"].local[0].mul_(1 - lr * loss / 1000)
+        return {"loss": loss, "grad_norm": abs(loss)}
+
+
+def metrics(folder):
+    return read(Path(folder, "metrics.jsonl"))
+
+
+def timeless(records):
+    return [{name: value for name, value in record.items() if name not in TIMES} for record in records]
