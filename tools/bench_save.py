@@ -72,8 +72,8 @@ def measure(rank: int, ranks: int, mib: int, rounds: int, folder: Path) -> None:
             all_of_it.append(1e3 * (time.perf_counter() - began))
     if rank == 0:
         wait, whole = statistics.median(blocked), statistics.median(all_of_it)
-        size = f"{mib} MiB on {ranks} ranks"
-        print(f"{size}: a step waits {wait:.0f} ms of the {whole:.0f} that saving takes, {wait / whole:.1%}", flush=True)
+        share = f"{wait:.0f} ms of the {whole:.0f} that saving takes, {wait / whole:.1%}"
+        print(f"{mib} MiB on {ranks} ranks: a step waits {share}", flush=True)
 
 
 if __name__ == "__main__":

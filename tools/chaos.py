@@ -3,8 +3,8 @@
     python -m tools.chaos --trials 40 --ranks 2
 
 In each trial, once or twice, all ranks get SIGKILL or one of them SIGKILL or SIGTERM, whatever they are at: a step, a
-copy, a file, a rename. Every checkpoint there is has to be whole then, and where it was SIGTERM all ranks have to end by
-themselves with exit code 3. Then the same job starts again, with `checkpoint.resume=auto`.
+copy, a file, a rename. Every checkpoint there is has to be whole then. Then the same job starts again, with
+`checkpoint.resume=auto`.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def main() -> None:
             wrong = differences(whole, Path(scratch, str(number)))
             tally.wrong += bool(wrong)
             print(f"trial {number}: {'; '.join(wrong) or 'the same bits'}", flush=True)
-    seen = f"{tally.kills} interruptions, {tally.in_a_save} in a save, {tally.stops} at which all ranks saved and stopped"
+    seen = f"{tally.kills} interruptions, {tally.in_a_save} in a save, {tally.stops} times all ranks saved and stopped"
     print(f"{given.trials} trials, {seen}: {tally.wrong} with other bits")
     sys.exit(1 if tally.wrong else 0)
 
