@@ -7,6 +7,8 @@ flushed to the disk before the name appears. A save that fails leaves the checkp
 
 from __future__ import annotations
 
+import errno
+import math
 import os
 import shutil
 from collections.abc import Callable, Set
@@ -18,7 +20,17 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from compiler_trainer.checkpoint.index import FILE, Damaged, File, Index, TrainState, encoded, read_index, sha256
+from compiler_trainer.checkpoint.index import (
+    BY_NAME,
+    FILE,
+    Damaged,
+    File,
+    Index,
+    TrainState,
+    encoded,
+    read_index,
+    sha256,
+)
 from compiler_trainer.checkpoint.listing import clear, complete, discard, kept, number_of, path_of
 from compiler_trainer.checkpoint.load import kinds
 from compiler_trainer.checkpoint.pieces import Stateful, state_of
@@ -52,6 +64,7 @@ class Saver:
         self.step, self.folder, self.cfg, self.tell = step, folder, cfg, tell
         state = {name: placed for name, placed in state_of(step).items() if name not in without}
         self.tensors, self.staging = kinds(state), Staging(state, step.mesh)
+        self.bytes = sum(math.prod(full.shape) * BY_NAME[full.dtype].itemsize for full in self.tensors.values())
         self.group = host_group()
         self.leads = 0 in step.ranks
         self.thread = ThreadPoolExecutor(1, "checkpoint")
@@ -83,7 +96,7 @@ class Saver:
     def write(self, path: Path, state: TrainState) -> None:
         """Write a checkpoint, on all ranks together."""
         partial = path.with_suffix(".tmp")
-        self.together(lambda: make_anew(partial) if self.leads else None)
+        self.together(lambda: make_anew(partial, self.bytes) if self.leads else None)
         written = self.together(lambda: write_files(partial, self.staging))
         files = {name: file for of_rank in written for name, file in of_rank.items()}
         index = Index(**vars(state), tensors=self.tensors, files=files)
@@ -114,13 +127,19 @@ class Saver:
             raise SaveError(failure)
 
 
-def make_anew(partial: Path) -> None:
-    """An empty folder, and those it lies in, which are flushed to the disk where they were made."""
+def make_anew(partial: Path, size: int) -> None:
+    """An empty folder, and those it lies in, which are flushed to the disk where they were made.
+
+    Raises OSError where the disk has no room for `size` bytes: to fill it would stop what else writes there.
+    """
     clear(partial.parent)
     missing = [folder for folder in (partial, *partial.parents) if not folder.exists()]
     partial.mkdir(parents=True)
     for folder in missing:
         flush(folder.parent)
+    free = shutil.disk_usage(partial).free
+    if free < size:
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {size:,} bytes are needed, {free:,} free")
 
 
 def write_files(partial: Path, staging: Staging) -> dict[str, File]:

@@ -65,11 +65,10 @@ def test_any_flipped_bit_is_seen(name, copy):
 def test_a_file_cut_short_or_grown_is_seen(name, copy):
     file = copy / name
     content = file.read_bytes()
-    for length in [len(content) * tenth // 10 for tenth in range(10)]:
-        file.write_bytes(content[:length])
-        assert said_of(copy).startswith(str(file))
-    file.write_bytes(content + b"\0")
-    assert said_of(copy).startswith(str(file))
+    for changed in [content[: len(content) * tenth // 10] for tenth in range(10)] + [content + b"\0"]:
+        file.write_bytes(changed)
+        why = f"has {len(changed):,} bytes, and {len(content):,} were written" if "rank" in name else "is not as it was"
+        assert said_of(copy).startswith(f"{file}: {why}")
 
 
 def test_damage_names_file_and_tensor(copy):

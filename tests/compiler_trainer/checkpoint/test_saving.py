@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
-from stored_state import assert_same, blank, build, saved, state_at
+from stored_state import FULL, assert_same, blank, build, saved, state_at
 
 from compiler_trainer import checkpoint
 from compiler_trainer.checkpoint import SaveError, Saver, listing, save
@@ -47,8 +48,9 @@ def test_a_save_waits_for_the_one_before(tmp_path, monkeypatch):
 
 
 def test_all_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
-    flush, rename, done = save.flush, os.rename, []
-    monkeypatch.setattr(save, "flush", lambda path: done.append(path.name) or flush(path))
+    sync, rename, done = os.fsync, os.rename, []
+    name_of = lambda handle: os.path.basename(os.readlink(f"/proc/self/fd/{handle}"))  # noqa: E731
+    monkeypatch.setattr(os, "fsync", lambda handle: done.append(name_of(handle)) or sync(handle))
     monkeypatch.setattr(os, "rename", lambda here, there: done.append("its name") or rename(here, there))
     saved(build("two"), tmp_path / "run")
     partial = "step_00000003.tmp"
@@ -116,6 +118,14 @@ def test_a_save_that_fails_leaves_what_is_there_and_the_next_is_another_try(mome
         saver.save(state_at(3))
     assert names(tmp_path) == [first.name, "step_00000003"]
     checkpoint.check(tmp_path / "step_00000003")
+
+
+def test_a_disk_is_not_filled_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(save.shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
+    size = sum(full.nbytes for full in FULL.values())
+    with pytest.raises(SaveError, match=rf"No space left on device: {size:,} bytes are needed, 100 free"):
+        saved(build("two"), tmp_path)
+    assert names(tmp_path) == []
 
 
 def test_if_the_last_save_failed_that_is_how_it_ends(tmp_path, monkeypatch):
