@@ -6,6 +6,9 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -90,11 +93,32 @@ def test_without_checkpoints_nothing_is_said_to_be_saved(fake, tmp_path, monkeyp
     assert capsys.readouterr().out.splitlines()[-1] == "stopped after step 3 of 6, for SIGTERM; nothing was saved"
 
 
-def test_the_second_signal_is_not_handled(monkeypatch):
+TWICE = """
+import os, signal, threading, torch
+from compiler_trainer.training.stop import Stop
+with Stop(0.0, None) as watch:
+    os.kill(os.getpid(), signal.SIGTERM)
+    print(watch.now(), watch, flush=True)
+    matrix = torch.zeros(6000, 6000)
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    matrix @ matrix @ matrix
+    print("went on")
+"""
+
+
+def test_the_second_signal_ends_the_process_in_the_middle_of_a_kernel():
+    done = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGINT, "True SIGTERM\n", "")
+
+
+def test_when_it_is_over_signals_do_what_they_did_before():
+    before = [signal.getsignal(each) for each in stop.SIGNALS]
     with stop.Stop(0.0, None) as watch:
+        assert not watch.now()
+    assert [signal.getsignal(each) for each in stop.SIGNALS] == before
+    with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
-        assert watch.now() and str(watch) == "SIGINT"
-        assert all(signal.getsignal(each) == signal.SIG_DFL for each in stop.SIGNALS)
+        time.sleep(1)
 
 
 def test_a_time_limit_ends_after_the_step_in_which_it_passes(fake, tmp_path, monkeypatch, capsys):
