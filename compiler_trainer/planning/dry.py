@@ -29,6 +29,7 @@ from compiler_trainer.step.programs import Captured, Compilation, check_recordab
 from compiler_trainer.step.step import state_name
 from compiler_trainer.training import folder
 from compiler_trainer.training.progress import say, say_contents
+from compiler_trainer.training.speed import peak_flops
 from compiler_trainer.training.trainer import train
 from passes.check.runner import Dumper, Observer
 from passes.cost.cluster import Cluster, Link
@@ -144,9 +145,7 @@ def cluster_of(cfg: ClusterConfig) -> Cluster:
 def speed(cfg: Config, flops_per_token: int, step_s: float) -> dict[str, float]:
     """Time of a step, throughput, and MFU: of the peak in the dtype of computation, products in float8 or not."""
     tokens = cfg.train.global_batch_size * cfg.train.seq_len / mesh_of(cfg.mesh).world_size
-    computed = cfg.passes.cast.param_dtype or cfg.train.dtype
-    peak = 1e12 * getattr(cfg.cluster.peak_tflops, computed)
-    mfu = flops_per_token * tokens / step_s / peak
+    mfu = flops_per_token * tokens / step_s / peak_flops(cfg)
     return {"step_ms": 1e3 * step_s, "tokens_per_s_per_gpu": tokens / step_s, "mfu": mfu}
 
 

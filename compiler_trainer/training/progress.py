@@ -55,13 +55,15 @@ class Progress:
             say(self.line(record))
 
     def line(self, record: Record) -> str:
-        """`step 20/150  loss 3.412  eval loss 3.500  12,345 tokens/s  1:05 left`."""
+        """`step 20/150  loss 3.412  eval loss 3.500  norm 0.81  lr 3.0e-04  12,345 tokens/s  MFU 41.2%  1:05 left`."""
         step = int(record["step"])
         elapsed = time.monotonic() - self.started
         left = timedelta(seconds=round(elapsed / (step - self.first) * (self.steps - step)))
         evaluated = "" if self.eval_loss is None else f"  eval loss {self.eval_loss:.3f}"
         speed = f"{record['tokens_per_s']:,.0f} tokens/s"
-        return f"step {step}/{self.steps}  loss {record['loss']:.3f}{evaluated}  {speed}  {left} left"
+        used = f"  MFU {record['mfu']:.1%}" if "mfu" in record else ""
+        update = f"norm {record['grad_norm']:.3g}  lr {record['lr']:.2g}"
+        return f"step {step}/{self.steps}  loss {record['loss']:.3f}{evaluated}  {update}  {speed}{used}  {left} left"
 
     def is_due(self, step: int) -> bool:
         """Whether it is time for a plain line."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from compiler_trainer.checkpoint import Saver, TrainState
 from compiler_trainer.config.schema import Config
-from compiler_trainer.data import Loader
+from compiler_trainer.data.loader import Loader
 from compiler_trainer.models.subject import Subject
 from compiler_trainer.step.ranks import rank
 from compiler_trainer.step.step import Step

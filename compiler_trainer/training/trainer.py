@@ -32,9 +32,12 @@ from compiler_trainer.training.prepare import Start, find_start, make_reproducib
 from compiler_trainer.training.progress import Progress, Working, say, say_contents
 from compiler_trainer.training.resume import pass_over
 from compiler_trainer.training.saving import saving
+from compiler_trainer.training.speed import machine, speed
 from compiler_trainer.training.stop import Stop, end_early
 from passes.check.runner import Dumper
 from passes.context.balance import imbalance
+
+LARGE = 500_000_000  # parameters, from which on the settings of the default job are worth a note
 
 
 def train(cfg: Config) -> float:
@@ -68,16 +71,27 @@ def prepare_step(cfg: Config, trained: Subject, datasets: Datasets, start: Start
         step = build_step(cfg, trained, datasets, None, lambda what: None)
         return step, restore(cfg, trained, step, datasets, start)
     say(datasets.describe((cfg.train.steps - start.step) * cfg.train.global_batch_size))
+    if note := debug_settings(cfg, trained):
+        say(note)
     say(f"compiling ({cfg.lower.backend})")
     began = time.perf_counter()
     with folder.graphs_of(cfg) as graphs, Working() as tell:
         step = build_step(cfg, trained, datasets, graphs, tell)
         start = restore(cfg, trained, step, datasets, start)
-    folder.create(cfg, step.report)
+    folder.create(cfg, {"machine": machine(), **step.report})
     for path in start.damaged:
         checkpoint.set_aside(path)
     say(f"compiled in {time.perf_counter() - began:.1f} s; the run folder is {cfg.run.dir}")
     return step, start
+
+
+def debug_settings(cfg: Config, trained: Subject) -> str:
+    """A note where a large model is trained on what the default job reads; else an empty string."""
+    parameters = sum(p.numel() for p in trained.module.parameters())
+    if parameters < LARGE or cfg.data.name not in ("stdlib", "synthetic"):
+        return ""
+    what = f"{parameters:,} parameters on data={cfg.data.name} in rows of {cfg.train.seq_len:,} tokens"
+    return f"note: this trains {what}, as the default job does; recipe=llama3_8b has others"
 
 
 def restore(cfg: Config, trained: Subject, step: Step, datasets: Datasets, start: Start) -> Start:
@@ -122,7 +136,7 @@ def run(
     never one too few.
     """
     with saving(cfg, trained, step) as save:
-        for record in steps(cfg, step, datasets, start):
+        for record in steps(cfg, trained, step, datasets, start):
             yield record
             is_last = stop.now()
             if is_last or is_due(int(record["step"]), cfg.checkpoint.interval, cfg.train.steps):
@@ -131,22 +145,23 @@ def run(
                 return
 
 
-def steps(cfg: Config, step: Step, datasets: Datasets, start: Start) -> Iterator[Record]:
+def steps(cfg: Config, trained: Subject, step: Step, datasets: Datasets, start: Start) -> Iterator[Record]:
     """Take the steps from `start` to `train.steps`; what each measured."""
+    flops = trained.flops_per_token(cfg.train.seq_len)
     memory = PeakMemory(step.device, (tensor for state in step.state.values() for tensor in state.local.values()))
     tokens, recorder = start.tokens, trace.Trace(cfg, step, start.step)
     for number in range(start.step + 1, cfg.train.steps + 1):
         tokens += cfg.train.global_batch_size * cfg.train.seq_len
         with recorder.around(number):
-            record = {"step": number, "tokens": tokens, **one_step(cfg, step, datasets.train, memory, number)}
+            record = {"step": number, "tokens": tokens, **one_step(cfg, flops, step, datasets.train, memory, number)}
         if datasets.eval is not None and is_due(number, cfg.eval.interval, cfg.train.steps):
             record["eval_loss"] = mean_loss(step, held_out(datasets.eval, cfg.eval.batches))
         check_finite(record)
         yield record
 
 
-def one_step(cfg: Config, step: Step, loader: Loader, memory: PeakMemory, number: int) -> Record:
-    """Take update `number` and measure it, from fetching its batch on."""
+def one_step(cfg: Config, flops: int, step: Step, loader: Loader, memory: PeakMemory, number: int) -> Record:
+    """Take update `number` and measure it, from fetching its batch on; a token takes so many `flops`."""
     lr = learning_rate(cfg.lr_schedule, cfg.optim.lr, number, cfg.train.steps)
 
     def timed() -> tuple[dict[str, Tensor], Record, float, float]:
@@ -159,8 +174,7 @@ def one_step(cfg: Config, step: Step, loader: Loader, memory: PeakMemory, number
     if isinstance(cfg.model, ModelConfig) and cfg.model.attention == "documents" and cfg.mesh.cp > 1:
         result["cp_imbalance"] = imbalance(batch["positions"] + 1, step.mesh)
     result |= unevenness({name: state.local[step.ranks[0]] for name, state in step.state.items()})
-    speed = cfg.train.global_batch_size * cfg.train.seq_len / seconds
-    times = {"tokens_per_s": speed, "step_ms": 1e3 * seconds, "data_ms": 1e3 * waited}
+    times = {**speed(cfg, flops, seconds), "data_ms": 1e3 * waited}
     return {**result, "lr": lr, **times, "peak_mem_bytes": memory.bytes}
 
 

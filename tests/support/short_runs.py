@@ -25,7 +25,7 @@ from passes.program.mesh import Mesh
 from passes.program.spec import Spec
 
 MODEL = ModelConfig(dim=16, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=24)
-TIMES = ("tokens_per_s", "step_ms", "data_ms", "peak_mem_bytes")
+TIMES = ("tokens_per_s", "step_ms", "tflops", "data_ms", "peak_mem_bytes")
 
 
 def options(folder, steps=6, **changes):

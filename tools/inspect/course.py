@@ -15,6 +15,8 @@ UNITS = {  # metric -> what a number of it is
     "loss": "nats a token",
     "eval_loss": "nats a token, held out",
     "tokens_per_s": "tokens a second",
+    "tflops": "TFLOP/s of a rank, of what the model needs",
+    "mfu": "share of the GPU's peak",
     "step_ms": "ms a step",
     "data_ms": "ms a step waited for the batch",
     "grad_norm": "norm of the gradient before it is clipped",

@@ -22,7 +22,7 @@ MEGABYTE = 250_000  # fp32 elements
 
 
 def record(step, **values):
-    return {"step": step, "loss": 5.0 / step, "tokens_per_s": 1234.5, **values}
+    return {"step": step, "loss": 5.0 / step, "grad_norm": 0.5, "lr": 1e-3, "tokens_per_s": 1234.5, **values}
 
 
 def write(folder, steps, after=0):
@@ -127,7 +127,7 @@ def test_plain_lines_without_a_terminal(capsys):
     show_all(50)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines] == [f"{step}/50" for step in range(5, 51, 5)]
-    assert re.fullmatch(r"step 5/50  loss 1\.000  1,234 tokens/s  0:00:00 left", lines[0])
+    assert re.fullmatch(r"step 5/50  loss 1\.000  norm 0\.5  lr 0\.001  1,234 tokens/s  0:00:00 left", lines[0])
     assert all(("eval loss 7.250" in line) == (i >= 4) for i, line in enumerate(lines))
 
 

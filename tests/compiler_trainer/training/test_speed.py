@@ -1,0 +1,41 @@
+"""Throughput and its share of a GPU's peak."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from compiler_trainer.config.schema import Config, MeshConfig, ModelConfig
+from compiler_trainer.models.subject import subject
+from compiler_trainer.training.speed import machine, speed
+from compiler_trainer.training.trainer import debug_settings
+
+CFG = replace(Config(), mesh=MeshConfig(dp_shard=4))
+
+
+def test_flops_are_those_of_one_rank():
+    found = speed(CFG, flops_per_token=10**6, step_s=0.5)
+    tokens = CFG.train.global_batch_size * CFG.train.seq_len
+    assert found == {"tokens_per_s": 2 * tokens, "step_ms": 500.0, "tflops": pytest.approx(2 * tokens / 4 * 1e6 / 1e12)}
+
+
+def test_mfu_is_of_the_gpu_that_the_cluster_describes(monkeypatch):
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(is_available=lambda: True, get_device_name=lambda: "NVIDIA H100 80GB HBM3"))
+    found = speed(CFG, 10**6, 0.5)
+    assert found["mfu"] == pytest.approx(found["tflops"] / 67.0)  # fp32
+    other = replace(CFG, cluster=replace(CFG.cluster, name="h200"))
+    assert "mfu" not in speed(other, 10**6, 0.5)
+
+
+def test_the_machine_is_named():
+    assert {"processor", "GPU", "versions"} == machine().keys() and torch.__version__ in machine()["versions"]
+
+
+def test_a_large_model_on_debug_settings_is_noted():
+    large = replace(Config(), model=ModelConfig(dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, ffn_dim=8192))
+    assert "recipe=llama3_8b" in debug_settings(large, subject(large))
+    assert not debug_settings(Config(), subject(Config()))
+    assert not debug_settings(replace(large, data=replace(large.data, name="text")), subject(large))
