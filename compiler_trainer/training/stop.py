@@ -50,9 +50,9 @@ class Stop:
         self.asked = number
 
     def watch(self, arrivals: int) -> None:
-        """End the process at its second signal.
+        """End the process at its second signal; numbers of signals arrive in the pipe.
 
-        Python hands no signal on while a kernel runs; its number can be read from a pipe at once.
+        There they are at once, while Python calls no handler until a kernel is done.
         """
         with open(arrivals, "rb", buffering=0) as pipe:
             numbers = (byte[0] for byte in iter(lambda: pipe.read(1), b""))
@@ -64,7 +64,7 @@ class Stop:
         if threading.current_thread() is threading.main_thread():  # no other may handle signals
             arrivals, self.pipe = os.pipe()
             os.set_blocking(self.pipe, False)
-            signal.set_wakeup_fd(self.pipe)
+            self.woken = signal.set_wakeup_fd(self.pipe)
             threading.Thread(target=self.watch, args=(arrivals,), daemon=True).start()
             self.before = {each: signal.signal(each, self.note) for each in SIGNALS}
         return self
@@ -73,7 +73,7 @@ class Stop:
         for each, before in self.before.items():
             signal.signal(each, before)
         if self.before:
-            signal.set_wakeup_fd(-1)
+            signal.set_wakeup_fd(self.woken)
             os.close(self.pipe)
 
 
