@@ -120,10 +120,10 @@ def split(content: bytes | mmap.mmap, span: Span, separator: bytes) -> Iterator[
 
 
 def border(content: bytes | mmap.mmap, at: int, separator: bytes) -> int:
-    """The end of the first separator that ends at byte `at` or after it; 0 and the end of a file are borders, too."""
+    """The end of the first separator from byte `at` on; 0 and the end of a file are borders, too."""
     if at == 0 or at >= len(content):
         return at
-    found = content.find(separator, max(0, at - len(separator)))
+    found = content.find(separator, at)
     return len(content) if found < 0 else found + len(separator)
 
 

@@ -27,7 +27,9 @@ from compiler_trainer.data import sources, workers
 from compiler_trainer.data.corpus import mapped
 from compiler_trainer.data.cutting import next_cut, parts
 from compiler_trainer.data.datasets import build_datasets
+from compiler_trainer.data.readers import Span
 from compiler_trainer.data.tokenizers import FileTokenizer, build_tokenizer
+from compiler_trainer.data.worker import Recipe
 
 ROOT = Path(__file__).parents[3]
 TEXT = Path(json.__file__).read_text() + Path(json.decoder.__file__).read_text() + "naïve 列 ünïcödé\n\n\n  end\n"
@@ -345,6 +347,15 @@ def test_the_first_bad_record_stops_with_its_line_and_leaves_nothing(tmp_path, s
     assert not list(cache.iterdir())
 
 
+def test_of_bad_records_in_several_processes_the_first_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(workers, "ALONE", 0)
+    (tmp_path / "late.jsonl").write_text('{"text": "good"}\n' * 100_000 + "late")
+    (tmp_path / "soon.jsonl").write_text("soon")
+    pieces = {i: [Span("lines", str(tmp_path / name), 0, 2**24, 1)] for i, name in enumerate(("late.jsonl", "soon.jsonl"))}
+    with pytest.raises(UserError, match="late.jsonl:100001: is not JSON"):
+        workers.tokenize(Recipe("bytes", "text", None, None, False), tmp_path, pieces, lambda spans: None)
+
+
 def test_a_long_text_is_not_left_with_a_hole(tmp_path, small_pieces):
     (tmp_path / "a.txt").write_bytes(b"some words " * 500 + b"\xe9" + b" and more" * 500)
     with pytest.raises(UserError, match="a.txt: is not UTF-8: byte 0xe9 at offset 5500"):
@@ -402,6 +413,16 @@ def test_an_interrupted_start_ends_with_its_processes_and_the_next_goes_on(numbe
     tokenizer = FileTokenizer(long_text)
     text = (tmp_path / "a.txt").read_text()
     assert found.tokens[:-1].tolist() == np.concatenate(tokenizer.encode(list(parts(text, tokenizer.encode)))).tolist()
+
+
+def test_a_process_ends_at_once_when_nobody_can_ask_it_any_more(tmp_path, long_text):
+    (tmp_path / "b.txt").write_text(TEXT * (20 * 2**20 // len(TEXT)))
+    with workers.processes(1, Recipe(long_text, "text", None, None, False), tmp_path) as (process,):
+        workers.ask(process, [0, [Span("text", str(tmp_path / "b.txt"), 0, 20 * 2**20, 1)]])
+        until(lambda: list(tmp_path.glob("*.tokens")))
+        process.stdin.close()
+        assert process.wait(timeout=5) == 0
+    assert not list(tmp_path.glob("000*.json"))
 
 
 def test_a_process_that_dies_is_an_error_and_no_hang(tmp_path, long_text, cache):

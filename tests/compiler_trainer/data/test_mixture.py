@@ -32,6 +32,14 @@ def owners(batch):
 @settings(deadline=None, derandomize=True)
 @given(st.lists(st.floats(0.01, 1.0), min_size=1, max_size=9), st.lists(st.integers(1, 40), min_size=1, max_size=9))
 def test_after_any_number_of_rows_each_part_has_given_its_share_to_within_one(weights, counts):
+    check_shares(weights, counts)
+
+
+def test_shares_hold_where_the_part_that_is_furthest_behind_is_not_the_one_to_take():
+    check_shares([58.24, 1.0, 9.59, 51.43, 24.31, 153.11, 132.78, 3.75], [200])
+
+
+def check_shares(weights, counts):
     mixture = Mixture([part(i, 3) for i in range(len(weights))], weights)
     taken = np.zeros(len(weights), np.int64)
     for count in counts:
