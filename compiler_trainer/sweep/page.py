@@ -26,10 +26,15 @@ BLUE, ORANGE = "#3465a4", "#ce5c00"
 PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>{title}</title>
 <style>
-body {{ font: 15px/1.4 system-ui, sans-serif; margin: 2em auto; max-width: 1280px; color: #222 }}
+:root {{ color-scheme: light dark; --text: #222; --back: #fff; --line: #ddd; --failed: #fbe9e7; --link: #1a5fb4 }}
+@media (prefers-color-scheme: dark) {{
+  :root {{ --text: #dde3ea; --back: #14181e; --line: #303843; --failed: #3d1d1f; --link: #7db3f5 }}
+}}
+body {{ font: 15px/1.4 system-ui, sans-serif; margin: 2em auto; max-width: 1280px }}
+body {{ color: var(--text); background: var(--back) }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
-th, td {{ padding: .2em .7em; border-bottom: 1px solid #ddd; text-align: right }}
-.failed td {{ background: #fbe9e7 }} .running td {{ color: #888 }}
+th, td {{ padding: .2em .7em; border-bottom: 1px solid var(--line); text-align: right }}
+a {{ color: var(--link) }} .failed td {{ background: var(--failed) }} .running td {{ color: #888 }}
 </style>
 <script>{script}</script>
 <h1>{title}</h1>
@@ -37,8 +42,25 @@ th, td {{ padding: .2em .7em; border-bottom: 1px solid #ddd; text-align: right }
 {plots}
 <table>{rows}</table>
 {errors}
+<script>
+const dark = matchMedia("(prefers-color-scheme: dark)");
+function paint() {{
+  const style = getComputedStyle(document.documentElement), of = (name) => style.getPropertyValue(name).trim();
+  for (const plot of document.querySelectorAll(".js-plotly-plot")) {{
+    const colours = {{ paper_bgcolor: of("--back"), plot_bgcolor: of("--back"), "font.color": of("--text") }};
+    for (const axis of Object.keys(plot.layout).filter((key) => /^[xy]axis/.test(key)))
+      Object.assign(colours, {{ [`${{axis}}.gridcolor`]: of("--line"), [`${{axis}}.zerolinecolor`]: of("--line") }});
+    Plotly.relayout(plot, colours);
+  }}
+}}
+addEventListener("load", paint);
+dark.addEventListener("change", paint);
+</script>
 </html>
 """
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+MARKS = ("circle", "square", "diamond", "cross", "x", "triangle-up", "star")
+ROW_PX, BELOW_PX = 24, 560  # of a bar, and all that is not bars
 
 
 def write(found: Sequence[Point], folder: Path) -> None:
@@ -67,16 +89,19 @@ def figure(found: Sequence[Point], folder: Path) -> go.Figure:
     """Bars of throughput, memory and compilation, the loss by step, and throughput against memory."""
     titles = (*(heading for _, heading, _ in BARS), "loss by step", "throughput against memory")
     specs: list[list[Any]] = [[{}, {}, {}], [{"colspan": 2}, None, {}]]
-    plot = make_subplots(2, 3, subplot_titles=titles, specs=specs, vertical_spacing=0.15, horizontal_spacing=0.07)
-    names = varying(found)
+    names, bars_px = varying(found), 120 + ROW_PX * len(found)
+    share = bars_px / (bars_px + BELOW_PX)
+    shape = {"row_heights": [share, 1 - share], "vertical_spacing": 90 / (bars_px + BELOW_PX)}
+    plot = make_subplots(
+        2, 3, subplot_titles=titles, specs=specs, shared_yaxes=True, horizontal_spacing=0.05, **shape
+    )
     for at, (column, _, unit) in enumerate(BARS, 1):
         shown = with_values(found, column)
         heights = [p["result"][column] / unit for p in shown]
         labels = [label(p, names) for p in shown]
-        bars = go.Bar(y=[str(p["point"]) for p in shown], x=heights, orientation="h", hovertext=labels)
+        bars = go.Bar(y=labels, x=heights, orientation="h", hovertext=labels)
         plot.add_trace(bars.update(marker_color=BLUE, showlegend=False), 1, at)
-        plot.update_yaxes(type="category", autorange="reversed", row=1, col=at)
-    plot.update_yaxes(title="point", row=1, col=1)
+        plot.update_yaxes(type="category", autorange="reversed", automargin=True, row=1, col=at)
     for line in loss_curves(found, folder, names):
         plot.add_trace(line, 2, 1)
     for trace in memory_against_throughput(found, names):
@@ -84,16 +109,23 @@ def figure(found: Sequence[Point], folder: Path) -> go.Figure:
     plot.update_xaxes(title="step", row=2, col=1)
     plot.update_xaxes(title="peak memory, MiB", row=2, col=3)
     plot.update_yaxes(title="tokens/s", row=2, col=3)
-    return plot.update_layout(
-        height=900, template="plotly_white", legend={"title": "loss of point", "y": 0.4}, margin={"l": 50, "r": 20}
-    )
+    plot.update_yaxes(title="nats a token", row=2, col=1)
+    legend = {"title": "loss of", "y": 1 - share, "yanchor": "top"}
+    height = bars_px + BELOW_PX
+    return plot.update_layout(height=height, template="plotly_white", legend=legend, margin={"l": 50, "r": 20})
 
 
 def label(found: Point, names: Sequence[str]) -> str:
-    """What sets a point apart: `3: mesh.tp=2 passes.remat.policy=full`."""
-    return f"{found['point']}: " + " ".join(
-        f"{n}={as_text(found['overrides'][n])}" for n in names if n in found["overrides"]
-    )
+    """What sets a point apart: `3: tp=2 remat.policy=full`, names as short as they are clear."""
+    given = (f"{short(n, names)}={as_text(found['overrides'][n])}" for n in names if n in found["overrides"])
+    return f"{found['point']}: {' '.join(given)}"
+
+
+def short(name: str, names: Sequence[str]) -> str:
+    """The last part of an option's name, with those before it that others have otherwise."""
+    parts = name.split(".")
+    ends = (".".join(parts[-n:]) for n in range(1, len(parts)))
+    return next((end for end in ends if sum(f".{other}".endswith(f".{end}") for other in names) == 1), name)
 
 
 def with_values(found: Sequence[Point], *columns: str) -> list[Point]:
@@ -105,12 +137,15 @@ def with_values(found: Sequence[Point], *columns: str) -> list[Point]:
 def loss_curves(found: Sequence[Point], folder: Path, names: Sequence[str]) -> list[go.Scatter]:
     """The loss of each point over its steps, as far as it came."""
     lines = []
-    for p in found:
+    for number, p in enumerate(found):
         path = folder / str(p["point"]) / metrics.FILE
         if path.exists() and (records := metrics.read(path)):
             steps, losses = [r["step"] for r in records], [r["loss"] for r in records]
-            name, hover = str(p["point"]), label(p, names)
-            lines.append(go.Scatter(x=steps, y=losses, mode="lines+markers", name=name, hovertext=hover))
+            mark = {"symbol": MARKS[number % len(MARKS)], "maxdisplayed": 20}
+            line = {"dash": DASHES[number % len(DASHES)]}
+            name = label(p, names)
+            how = {"mode": "lines+markers", "line": line, "marker": mark, "hovertext": name}
+            lines.append(go.Scatter(x=steps, y=losses, name=name, **how))
     return lines
 
 
@@ -148,14 +183,16 @@ def table(found: Sequence[Point]) -> str:
     lines = [tr("th", headings)]
     for p in found:
         given = (as_text(p["overrides"].get(n)) for n in names)
-        lines.append(tr("td", (str(p["point"]), *given, p["status"], *figures(p)), p["status"]))
+        lines.append(tr("td", (str(p["point"]), *given, p["status"], *figures(p)), p["status"], link=str(p["point"])))
     return "\n".join(lines)
 
 
-def tr(tag: str, cells: Sequence[str | None], kind: str = "") -> str:
-    """One row of a table."""
-    inside = "".join(f"<{tag}>{html.escape(cell or '')}</{tag}>" for cell in cells)
-    return f'<tr class="{kind}">{inside}</tr>'
+def tr(tag: str, cells: Sequence[str | None], kind: str = "", link: str = "") -> str:
+    """One row of a table; the first cell leads to the run's folder."""
+    texts = [html.escape(cell or "") for cell in cells]
+    texts[0] = f'<a href="{html.escape(link)}/">{texts[0]}</a>' if link else texts[0]
+    inside = "".join(f"<{tag}>{text}</{tag}>" for text in texts)
+    return f'<tr class="{html.escape(kind)}">{inside}</tr>'
 
 
 def errors(found: Sequence[Point]) -> str:

@@ -136,6 +136,15 @@ def test_the_page_stands_alone_and_names_what_failed(sweep):
     assert "lr is &lt;2.0&gt;" in text and "lr is <2.0>" not in text
 
 
+def test_bars_and_lines_are_called_by_what_was_varied():
+    names = ["optim.lr", "passes.remat.policy", "mesh.tp", "lr_schedule.name", "model.name"]
+    assert [page.short(name, names) for name in names] == ["lr", "policy", "tp", "lr_schedule.name", "model.name"]
+    found = [point(3, {"mesh.tp": 2, "optim.lr": 0.5}, tokens_per_s=1.0, peak_mem_bytes=1, compile_s=1.0)]
+    assert page.label(found[0], names) == "3: lr=0.5 tp=2"
+    (bars, *_) = page.figure(found + [point(4, {"mesh.tp": 4}, tokens_per_s=2.0)], Path("none")).data
+    assert list(bars.y) == ["3: tp=2 lr=0.5", "4: tp=4"] or list(bars.y) == ["3: lr=0.5 tp=2", "4: tp=4"]
+
+
 def test_the_front_has_what_no_other_point_beats():
     speeds = {(4, 40): 0, (2, 20): 1, (3, 10): 2, (4, 30): 3, (2, 15): 4, (9, 41): 5}
     found = [point(n, peak_mem_bytes=memory, tokens_per_s=speed) for (memory, speed), n in speeds.items()]
