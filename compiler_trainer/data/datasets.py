@@ -61,7 +61,8 @@ class Datasets:
         lines = []
         for part, weight, taken in zip(self.parts, self.train.rows.weights, self.train.taken):
             times = (taken + left * weight) / len(part.train)
-            lines += [*part.describe(self.cfg.tokenizer), f"{part.name}: will have been seen {times:.3g} times"]
+            seen = f"{part.name}: will have been seen {times:.3g} times when the run ends"
+            lines += [*part.describe(self.cfg.tokenizer), seen]
         return "\n".join(lines)
 
 

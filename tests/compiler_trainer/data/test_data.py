@@ -273,7 +273,7 @@ def test_the_description_counts_what_was_read_and_left_out(library):
         f"{name}: 5 documents (1 empty), 41 tokens (bytes); train 39 tokens in 5 rows of 8; "
         "held out end of the longest document, 2 tokens in 1 rows of 8",
         f"{name}: tokens are kept in {kept}, {decimal(sum(f.stat().st_size for f in kept.iterdir()))}",
-        f"{name}: will have been seen 2.4 times",
+        f"{name}: will have been seen 2.4 times when the run ends",
     ]
 
 
