@@ -417,6 +417,7 @@ class RunConfig:
     dump_graphs: bool = True
     profile: bool = False
     time_limit: TimeLimit = None  # seconds, or as `2h30m`
+    timeout_s: PositiveFloat = 600.0  # a rank that does not move for so long while training ends the job
     dry: bool = False  # compile for the mesh and predict what `cluster` would make of it; nothing is run
 
 

@@ -40,6 +40,13 @@ def meeting() -> tuple[dist.Store, int, int]:
     return next(dist.rendezvous("env://"))
 
 
+def another_store(name: str) -> dist.Store | None:
+    """A connection of its own to where ranks meet, for a thread: a wait in one holds up who else uses it."""
+    if not dist.is_initialized():
+        return None
+    return dist.PrefixStore(f"{name}{next(groups)}", next(dist.rendezvous("env://"))[0])
+
+
 def stop_ranks() -> None:
     """Leave the process group; does not wait for ranks that failed."""
     if dist.is_initialized():

@@ -92,9 +92,7 @@ def figure(found: Sequence[Point], folder: Path) -> go.Figure:
     names, bars_px = varying(found), 120 + ROW_PX * len(found)
     share = bars_px / (bars_px + BELOW_PX)
     shape = {"row_heights": [share, 1 - share], "vertical_spacing": 90 / (bars_px + BELOW_PX)}
-    plot = make_subplots(
-        2, 3, subplot_titles=titles, specs=specs, shared_yaxes=True, horizontal_spacing=0.05, **shape
-    )
+    plot = make_subplots(2, 3, subplot_titles=titles, specs=specs, horizontal_spacing=0.06, **shape)
     for at, (column, _, unit) in enumerate(BARS, 1):
         shown = with_values(found, column)
         heights = [p["result"][column] / unit for p in shown]
@@ -102,6 +100,7 @@ def figure(found: Sequence[Point], folder: Path) -> go.Figure:
         bars = go.Bar(y=labels, x=heights, orientation="h", hovertext=labels)
         plot.add_trace(bars.update(marker_color=BLUE, showlegend=False), 1, at)
         plot.update_yaxes(type="category", autorange="reversed", automargin=True, row=1, col=at)
+        plot.update_yaxes(showticklabels=at == 1, row=1, col=at)  # bars of one point are on one line
     for line in loss_curves(found, folder, names):
         plot.add_trace(line, 2, 1)
     for trace in memory_against_throughput(found, names):

@@ -34,6 +34,7 @@ from compiler_trainer.training.resume import pass_over
 from compiler_trainer.training.saving import saving
 from compiler_trainer.training.speed import machine, speed
 from compiler_trainer.training.stop import Stop, end_early
+from compiler_trainer.training.watch import Watch
 from passes.check.runner import Dumper
 from passes.context.balance import imbalance
 
@@ -55,10 +56,14 @@ def train(cfg: Config) -> float:
     start = find_start(cfg, datasets)
     trace.check(cfg, start.step)
     step, start = prepare_step(cfg, trained, datasets, start)
-    with Stop(began, None if cfg.run.time_limit is None else seconds(cfg.run.time_limit)) as stop:
-        with recording(cfg, start) as record:
-            for measured in run(cfg, trained, step, datasets, start, stop):
-                record(measured)
+    with (
+        Watch(cfg.run.timeout_s) as watch,
+        Stop(began, None if cfg.run.time_limit is None else seconds(cfg.run.time_limit)) as stop,
+        recording(cfg, start) as record,
+    ):
+        for measured in run(cfg, trained, step, datasets, start, stop):
+            record(measured)
+            watch.step = int(measured["step"])
     if measured["step"] < cfg.train.steps:
         end_early(cfg, stop, int(measured["step"]))
     stop_ranks()  # not in a `finally`: a rank that fails must end at once, for the others wait for it

@@ -1,0 +1,99 @@
+"""A rank that does not move is noticed, named, and ends the job."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from compiler_trainer.training.watch import Beat, doing_of, tell
+
+HANGS = """
+import time
+from compiler_trainer.training.watch import Watch
+
+with Watch(0.5) as watch:
+    watch.step = 7
+    time.sleep(60)
+"""
+MOVES = """
+import time
+from compiler_trainer.training.watch import Watch
+
+with Watch(0.5) as watch:
+    for watch.step in range(15):
+        time.sleep(0.1)
+print("done")
+"""
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_process_that_waits_for_ever_is_ended_and_says_where_it_was():
+    ended = run(HANGS)
+    assert ended.returncode == 1 and "nothing has moved for 0.5 s (run.timeout_s): rank 0 is in" in ended.stderr
+    assert "after step 7" in ended.stderr
+
+
+def test_one_that_moves_on_is_left_alone():
+    assert run(MOVES).stdout == "done\n"
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ([(0, Beat(9, 4, "all_gather_3 (x)", True), True), (1, Beat(5, 3, "mm_1 (y)", False), False)], "rank 1 does not answer, it was last in mm_1 (y) after step 3"),
+        ([(0, Beat(9, 4, "all_gather_3 (x)", True), True), (1, Beat(9, 4, "mm_1 (y)", False), True)], "rank 1 is in mm_1 (y) after step 4"),
+        ([(0, Beat(9, 4, "a (x)", True), True), (1, Beat(9, 4, "b (y)", True), True)], "rank 0 waits in a (x) after step 4; rank 1 waits in b (y) after step 4"),
+    ],
+)
+def test_who_hangs_is_the_silent_rank_else_the_one_that_waits_for_nobody(found, said, capsys):
+    tell(2.0, found)
+    assert capsys.readouterr().err == f"error: nothing has moved for 2 s (run.timeout_s): {said}\n"
+
+
+def test_a_line_of_generated_code_is_told_by_its_nodes(tmp_path):
+    file = tmp_path / "generated.py"
+    file.write_text("import sys\n# Topologically Sorted Source Nodes: [all_gather_3], Original ATen: []\nframe = sys._getframe()\n")
+    space: dict = {}
+    exec(compile(file.read_text(), str(file), "exec"), space)
+    assert doing_of(space["frame"]).startswith("all_gather_3 (")
+
+
+def test_a_stopped_rank_of_two_is_named(tmp_path):
+    options = "data=synthetic data.documents=200 train.steps=100000 train.seq_len=16 train.global_batch_size=4 eval.interval=0".split()
+    small = "model.dim=16 model.n_layers=1 model.n_heads=2 model.n_kv_heads=1 model.ffn_dim=24 run.dump_graphs=false".split()
+    how = [f"run.dir={tmp_path}/run", "run.timeout_s=3", "lower.backend=eager", "checkpoint.enabled=false", "mesh.dp_shard=2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "compiler_trainer"]
+    metrics = Path(tmp_path, "run/metrics.jsonl")
+    with subprocess.Popen([*command, *options, *small, *how], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True) as job:
+        try:
+            while not (metrics.exists() and len(metrics.read_text().splitlines()) > 3):
+                assert job.poll() is None, job.stderr.read()
+                time.sleep(0.2)
+            os.kill(second_rank(job.pid), signal.SIGSTOP)
+            said = next(line for line in job.stderr if "nothing has moved" in line)
+        finally:
+            os.killpg(job.pid, signal.SIGKILL)
+    assert "run.timeout_s): rank 1 does not answer, it was last in" in said and "after step" in said
+    assert json.loads(metrics.read_text().splitlines()[0])["step"] == 1
+
+
+def second_rank(launcher: int) -> int:
+    """The process of rank 1 below a launcher."""
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((path / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            if parent == launcher and b"RANK=1" in (path / "environ").read_bytes().split(b"\0"):
+                return int(path.name)
+        except OSError:
+            continue
+    raise AssertionError("rank 1 is not there")
