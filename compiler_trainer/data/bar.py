@@ -8,7 +8,7 @@ from types import TracebackType
 
 from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import BarColumn, Progress, TextColumn
 
 LINE_EVERY_S = 10.0
 
@@ -20,14 +20,14 @@ class Bar:
         self.size_bytes, self.done, self.first = size_bytes, done, done
         self.started = self.last_line = time.monotonic()
         self.console = Console(file=sys.stdout)
-        columns = TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+        columns = BarColumn(), TextColumn("{task.description}")
         self.bar = Progress(*columns, console=self.console, transient=True)
-        self.task = self.bar.add_task("", total=size_bytes, completed=done)
+        self.task = self.bar.add_task(f"tokenizing {decimal(size_bytes)}", total=size_bytes, completed=done)
 
     def add(self, size_bytes: int) -> None:
         """So many bytes more are done."""
         self.done += size_bytes
-        self.bar.update(self.task, completed=self.done)
+        self.bar.update(self.task, completed=self.done, description=self.line())
         now = time.monotonic()
         if not self.console.is_terminal and now - self.last_line >= LINE_EVERY_S:
             self.last_line = now
