@@ -75,13 +75,17 @@ def test_a_stopped_rank_of_two_is_named(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "compiler_trainer"]
     metrics = Path(tmp_path, "run/metrics.jsonl")
     with subprocess.Popen([*command, *options, *small, *how], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True) as job:
+        stopped = []
         try:
             while not (metrics.exists() and len(metrics.read_text().splitlines()) > 3):
                 assert job.poll() is None, job.stderr.read()
                 time.sleep(0.2)
-            os.kill(second_rank(job.pid), signal.SIGSTOP)
+            stopped = [second_rank(job.pid)]
+            os.kill(stopped[0], signal.SIGSTOP)
             said = next(line for line in job.stderr if "nothing has moved" in line)
         finally:
+            for process in stopped:  # in a session of its own
+                os.kill(process, signal.SIGKILL)
             os.killpg(job.pid, signal.SIGKILL)
     assert "run.timeout_s): rank 1 does not answer, it was last in" in said and "after step" in said
     assert json.loads(metrics.read_text().splitlines()[0])["step"] == 1
