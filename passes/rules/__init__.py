@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from torch import fx
 
 from passes.rules import (
@@ -47,7 +49,9 @@ def rule_of(node: fx.Node) -> Rule:
 
 
 def add_rule(name: str, rule: RuleMaker | str) -> None:
-    """Give an operator a rule, as text (`...k, nk -> ...n; sum k`) or as a function of its node."""
+    """Give an operator a rule, as text (`...k, nk -> ...n; sum k`) or as a function of its node; raises ValueError."""
+    if not re.fullmatch(r"\w+::\w+", name):
+        raise ValueError(f"{name!r} is no name of an operator; write `namespace::name`, without an overload")
     RULES[name] = from_text(rule) if isinstance(rule, str) else rule
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, fx
 
 from passes.program import ir
@@ -133,19 +134,32 @@ def bind_sizes(dims: Sequence[tuple[Names, ...]], shapes: Sequence[Sequence[int]
 def from_text(text: str) -> RuleMaker:
     """The rule of a line like `mk, kn -> mn; sum k; linear 0; linear 1` (also: `whole q k`, `moves`)."""
     signature, *clauses = (part.strip() for part in text.split(";"))
-    left, right = (side.split(",") for side in signature.split("->"))
+    left, right = sides(signature, text)
     words = [clause.split() for clause in clauses]
-    reduced = {f: w[0] for w in words if w[0] in ("sum", "max") for f in w[1:]}
-    whole = frozenset(f for w in words if w[0] == "whole" for f in w[1:])
+    check_clauses(words, {letter for letter in signature if letter.isalpha()}, len(left), text)
+    folded = {f: w[0] for w in words if w[0] in ("sum", "max") for f in w[1:]}
+    named = frozenset(f for w in words if w[0] == "whole" for f in w[1:])
     linear = frozenset(frozenset(map(int, w[1:])) for w in words if w[0] == "linear")
 
     def make(node: fx.Node) -> Rule:
-        shapes = [tuple(ir.example(n).shape) for n in tensor_operands(node)]
+        given = tensor_operands(node)
+        shapes, outs = [tuple(ir.example(n).shape) for n in given], result_shapes(node)
+        if len(shapes) > len(left) or len(outs) != len(right):
+            fits = f"it takes {len(shapes)} tensors and gives {len(outs)}"
+            raise ir.CompileError("rules", node, f"its rule {text!r} does not fit: {fits}")
         texts = left[: len(shapes)]
+        # tied maxima on several ranks would share a gradient
+        alone = {f for f, how in folded.items() if how == "max" and any(map(needs_gradient, given))}
+        reduced = {f: how for f, how in folded.items() if f not in alone}
+        whole = named | alone
         lead = max((len(s) - len(parse_dims(t, 0)) for t, s in zip(texts, shapes) if "..." in t), default=0)
         operands = tuple(parse_dims(t, lead) for t in texts)
         results = tuple(parse_dims(t, lead) for t in right)
-        sizes = bind_sizes([*operands, *results], [*shapes, *result_shapes(node)])
+        ranks = [len(shape) for shape in (*shapes, *outs)]
+        if ranks != [len(dims) for dims in (*operands, *results)]:
+            fits = f"its tensors have {', '.join(map(str, ranks))} dims"
+            raise ir.CompileError("rules", node, f"its rule {text!r} does not fit: {fits}")
+        sizes = bind_sizes([*operands, *results], [*shapes, *outs])
         return Rule(
             operands,
             results,
@@ -153,11 +167,35 @@ def from_text(text: str) -> RuleMaker:
             reduced,
             whole,
             linear,
+            needs=-math.inf if "max" in reduced.values() else 0.0,
             fills=zero_if_zero if linear else lambda f: None,
             moves=["moves"] in words,
         )
 
     return make
+
+
+def needs_gradient(x: fx.Node) -> bool:
+    """Whether a gradient may flow to a value: it computes real numbers, and is not detached."""
+    return x.target is not torch.ops.aten.detach.default and ir.example(x).is_floating_point()
+
+
+def sides(signature: str, text: str) -> tuple[list[str], list[str]]:
+    """The dims of operands and those of results, as they are written; raises ValueError."""
+    left, arrow, right = signature.partition("->")
+    if not arrow or "->" in right:
+        raise ValueError(f"rule {text!r}: dims of operands, one ->, dims of results")
+    return left.split(","), right.split(",")
+
+
+def check_clauses(clauses: Sequence[Sequence[str]], letters: Collection[str], operands: int, text: str) -> None:
+    """Raise ValueError naming a clause that is none, or a letter or operand that the rule does not have."""
+    for word, *names in clauses:
+        if word not in ("sum", "max", "whole", "linear", "moves"):
+            raise ValueError(f"rule {text!r}: {word!r} is none of sum, max, whole, linear, moves")
+        known = [str(i) for i in range(operands)] if word == "linear" else letters
+        if strange := [name for name in names if name not in known]:
+            raise ValueError(f"rule {text!r}: {word} {strange[0]}, but there is no {strange[0]} in it")
 
 
 def opaque(node: fx.Node) -> Rule:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import fx
 
 from passes.program import ir
 from passes.rules import pointwise
-from passes.rules.base import Names, Rule, RuleMaker, result_shapes, tensor_operands
+from passes.rules.base import Names, Rule, RuleMaker, needs_gradient, result_shapes, tensor_operands
 
 FOLDS = {"sum": ("sum", 0.0), "amax": ("max", float("-inf")), "any": ("max", 0.0), "count_nonzero": ("sum", 0.0)}
 
@@ -41,16 +40,12 @@ def _fold_dims(node: fx.Node) -> tuple[tuple[Names, ...], tuple[Names, ...], dic
 def fold(node: fx.Node) -> Rule:
     """sum, amax, any: a sharded folded dim leaves the result partial."""
     names, result, sizes, folded = _fold_dims(node)
-    if node.target._opname == "amax" and not _without_gradient(tensor_operands(node)[0]):  # type: ignore[union-attr]
+    if node.target._opname == "amax" and needs_gradient(tensor_operands(node)[0]):  # type: ignore[union-attr]
         return whole_fold(node)  # tied maxima on several ranks share the gradient
     how, needs = FOLDS[node.target._opname]  # type: ignore[union-attr]
     reduced = {n: how for i in folded for n in names[i]}
     linear = frozenset([frozenset([0])]) if node.target._opname == "sum" else frozenset()  # type: ignore[union-attr]
     return Rule((names,), (result,), sizes, reduced, linear=linear, needs=needs)
-
-
-def _without_gradient(x: fx.Node) -> bool:
-    return x.target is torch.ops.aten.detach.default or not ir.example(x).is_floating_point()
 
 
 def whole_fold(node: fx.Node) -> Rule:

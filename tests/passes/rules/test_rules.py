@@ -20,7 +20,8 @@ RUNS = ((2, 0.0), (3, None), (4, None))
 
 
 def test_every_rule_has_a_case():
-    assert sorted(CASES) == sorted(name for name in RULES if "::" not in name)  # the others are added from outside
+    ours = [{name for name in names if "::" not in name} for names in (CASES, RULES)]  # the others are added from outside
+    assert ours[0] == ours[1]
 
 
 def placements(tensors) -> list[tuple[int, int]]:
