@@ -12,6 +12,7 @@ Exit codes: 0 nothing found, 1 found, 2 bad input.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
 import sys
@@ -316,8 +317,11 @@ def placed_in(program: ir.Program) -> dict[str, Spec]:
 
 def main() -> int:
     """Bisect what the command line says; returns the exit code."""
+    parser = argparse.ArgumentParser("python -m tools.bisect", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="options of the run, as small as it fails")
+    given = parser.parse_args()
     try:
-        cfg = composed(sys.argv[1:])
+        cfg = composed(given.overrides)
         datasets = build_datasets(cfg.data, cfg.train.seq_len, cfg.train.global_batch_size)
         trained = subject(cfg)
         check_vocabulary(datasets, trained.vocab_size)
