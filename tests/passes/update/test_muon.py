@@ -10,6 +10,7 @@ from oracle import EXACT, assert_same, batches, compile_lockstep, llama, llama_l
 from torch import Tensor, nn
 
 from compiler_trainer import UserError
+from compiler_trainer.config.schema import ExpertsConfig
 from passes.update.muon import orthogonal
 
 LRS = (1e-2, 3e-2, 2e-2, 1e-2, 3e-2)
@@ -79,3 +80,13 @@ def test_one_matrix_of_torch_s_own():
 def test_what_is_no_matrix_is_refused_by_name():
     with pytest.raises(UserError, match=r"optim.groups: layers.0.\S* is of shape \[\d+\], and Muon takes matrices"):
         compile_lockstep(llama(), llama_loss, batches()[0], {}, MUON | {"groups": {}})
+
+
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2, "tp": 2}, {"dp_shard": 4, "ep": 2}], ids=str)
+def test_experts_are_stacks_of_matrices_wherever_they_lie(mesh):
+    experts = ExpertsConfig(count=4, top_k=2, width=6)
+    model, data = llama(2, experts=experts), batches(len(LRS), rows=8)
+    alone, spread = (compile_lockstep(model, llama_loss, data[0], sizes, MUON) for sizes in ({}, mesh))
+    for batch, lr in zip(data, LRS, strict=True):
+        assert spread(batch, lr)["loss"] == pytest.approx(alone(batch, lr)["loss"], abs=EXACT)
+    assert_same(spread.state_dict(), alone.state_dict(), 1e-9)
