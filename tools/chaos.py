@@ -44,7 +44,7 @@ from compiler_trainer.training.trainer import train
 
 STEPS = 24
 PATIENCE_S = 120.0  # for ranks to end once one of them is gone
-MEASURED = ("tokens_per_s", "step_ms", "peak_mem_bytes")  # differ from run to run
+MEASURED = ("tokens_per_s", "step_ms", "data_ms", "tflops", "mfu", "peak_mem_bytes")  # differ from run to run
 FORK = multiprocessing.get_context("fork")  # imports take longer than the runs
 
 

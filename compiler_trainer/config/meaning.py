@@ -64,11 +64,19 @@ def parts_of(annotation: str) -> type | None:
 
 
 def source_of(cls: type) -> dict[str, str]:
-    """Field -> its annotation, as the schema writes it."""
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-    assert isinstance(tree, ast.ClassDef)
-    fields = [line for line in tree.body if isinstance(line, ast.AnnAssign)]
-    return {ast.unparse(field.target): words(field.annotation) for field in fields}
+    """Field -> its annotation, as the schema writes it, there or in a class it inherits from."""
+    found: dict[str, str] = {}
+    for owner in owners(cls):
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+        assert isinstance(tree, ast.ClassDef)
+        fields = [line for line in tree.body if isinstance(line, ast.AnnAssign)]
+        found |= {ast.unparse(field.target): words(field.annotation) for field in fields}
+    return found
+
+
+def owners(cls: type) -> list[type]:
+    """The dataclasses whose fields a dataclass has, itself last."""
+    return [owner for owner in reversed(cls.__mro__) if dataclasses.is_dataclass(owner)]
 
 
 def words(annotation: ast.expr) -> str:
@@ -90,7 +98,7 @@ def words(annotation: ast.expr) -> str:
 def comments(cls: type) -> dict[str, str]:
     """Field -> the comment behind it."""
     found: dict[str, str] = dict.fromkeys((field.name for field in dataclasses.fields(cls)), "")
-    for line in inspect.getsource(cls).splitlines():
+    for line in (line for owner in owners(cls) for line in inspect.getsource(owner).splitlines()):
         name, _, rest = line.strip().partition(":")
         if name in found and "  # " in rest:
             found[name] = rest.rpartition("  # ")[2]

@@ -264,7 +264,7 @@ def test_other_data_is_refused_unless_allowed_and_then_read_from_its_beginning(w
         trainer.train(resumed_with(whole, **new))
     trainer.train(resumed_with(whole, allow=("data",), **new))
     stored = checkpoint.opened(Path(whole.run.dir, "checkpoints/step_00000006"))
-    assert stored.index.data["index"] == 2 * 4
+    assert stored.index.data["taken"] == [2 * 4]
 
 
 def test_a_name_that_allows_nothing_is_refused(whole):
