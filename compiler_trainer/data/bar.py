@@ -35,7 +35,7 @@ class Bar:
 
     def line(self) -> str:
         """`tokenizing: 512.0 MB of 1.0 GB, 11.2 MB/s, 45 s left`."""
-        rate = (self.done - self.first) / (time.monotonic() - self.started)
+        rate = (self.done - self.first) / max(time.monotonic() - self.started, 1e-9)
         left = (self.size_bytes - self.done) / max(rate, 1)
         done = f"{decimal(self.done)} of {decimal(self.size_bytes)}"
         return f"tokenizing: {done}, {decimal(int(rate))}/s, {left:.0f} s left"
