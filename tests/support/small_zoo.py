@@ -29,6 +29,11 @@ class Branching(Line):
         return self.layer(x) if x.sum() > 0 else -self.layer(x)
 
 
+class Noisy(Line):
+    def forward(self, x):
+        return self.layer(x + torch.rand_like(x))
+
+
 def loss(model, batch):
     return model(batch["x"]).square().mean()
 
@@ -55,5 +60,6 @@ MODELS = [
     Entry("refused", "torch", lambda: case(Branching())),
     Entry("crash", "torch", lambda: os._exit(7)),
     Entry("time-out", "torch", late),
+    Entry("drawn", "torch", lambda: case(Noisy())),
     Entry("unbuilt", "no-such-library", lambda: __import__("no_such_library")),
 ]

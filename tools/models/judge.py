@@ -92,7 +92,9 @@ def prepared(case: Case, dtype: torch.dtype) -> Case:
 
 
 def trained_plainly(case: Case) -> Found:
-    """What eager PyTorch on one device makes of a copy of the model."""
+    """What eager PyTorch on one device makes of a copy of the model; raises ValueError where that is left to chance."""
+    if draws(case):
+        raise ValueError("it draws random numbers, which differ from ours; build it without")
     model = copy.deepcopy(case.model)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, **ADAMW)
@@ -111,6 +113,15 @@ def trained_plainly(case: Case) -> Found:
         optimizer.step()
         found.append({"loss": loss.detach(), "grad_norm": norm, **state_of(model)})
     return found
+
+
+def draws(case: Case) -> bool:
+    """Whether the loss depends on the seed."""
+    losses = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        losses.append(case.loss(copy.deepcopy(case.model), case.batches[0]).detach())
+    return not torch.equal(*losses)
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ BOTH = "dp_shard 2 x tp 2"
 @pytest.mark.parametrize(("name", "verdict", "why"), [
     ("right", "right", ""), ("right_rounded", "right", ""), ("wrong", "wrong", "step 2: loss differs by"),
     ("refused", "refused", "model: small_zoo.py:29 branches on a value"), ("unbuilt", "unbuilt", "ModuleNotFoundError"),
+    ("drawn", "unbuilt", "ValueError: it draws random numbers"),
 ])  # fmt: skip
 def test_verdicts(name, verdict, why):
     (record,) = judge.judge(BY_NAME[name], [BOTH])

@@ -49,7 +49,7 @@ MODELS: list[Entry] = [
     written("x_macaron", macaron=True, residual_attn=True, shift_tokens=1),
     written("x_memory", attn_num_mem_kv=3, attn_on_attn=True),
     seen("vit_cait", "cait", "CaiT", **PLAIN, cls_depth=1),
-    seen("vit_cct", "cct", "CCT", 16, stochastic_depth=0.0, img_size=16, embedding_dim=24, n_conv_layers=1,
+    seen("vit_cct", "cct", "CCT", 16, stochastic_depth_rate=0.0, img_size=16, embedding_dim=24, n_conv_layers=1,
          kernel_size=3,
          num_layers=2,
          num_heads=4,
