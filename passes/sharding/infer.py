@@ -12,6 +12,9 @@ entries of the batch are split by vocabulary. Shards follow what views say a dim
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -19,6 +22,9 @@ from torch import fx
 from passes.program import ir
 from passes.rules import Rule, name_of, rule_of, tensor_operands
 from passes.rules.roles import root
+
+
+FRAMES = 12  # of Python's stack for one operator that a dim is followed through
 
 
 @dataclass(frozen=True)
@@ -65,11 +71,23 @@ Plan = dict[str, Blocks]
 def infer(program: ir.Program, parts: int) -> Plan:
     """Parameter name -> the dim to split over `parts` ranks, in which blocks; the others stay whole."""
     finder = _Finder(program, parts)
-    for node in program.calls():
-        if hasattr(node.target, "_schema"):
-            finder.visit(node)
+    with depth_of(program):
+        for node in program.calls():
+            if hasattr(node.target, "_schema"):
+                finder.visit(node)
     names = {node: given.name for node, given in zip(program.placeholders(), program.inputs)}
     return {names[node]: blocks for node, blocks in sorted(finder.found.items(), key=lambda item: names[item[0]])}
+
+
+@contextmanager
+def depth_of(program: ir.Program) -> Iterator[None]:
+    """Let a dim be followed as deep as the program is: a recurrence written out goes through thousands of operators."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(before + FRAMES * len(program.graph.nodes))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
 
 
 def experts_of(program: ir.Program) -> dict[str, int]:
