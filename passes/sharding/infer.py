@@ -23,7 +23,6 @@ from passes.program import ir
 from passes.rules import Rule, name_of, rule_of, tensor_operands
 from passes.rules.roles import root
 
-
 FRAMES = 12  # of Python's stack for one operator that a dim is followed through
 
 
