@@ -296,8 +296,8 @@ FAULTS = (
     Fault(
         "amax_sharded_with_gradient",
         "passes/rules/reductions.py",
-        'if node.target._opname == "amax" and not _without_gradient(tensor_operands(node)[0]):',
-        'if node.target._opname == "amin" and not _without_gradient(tensor_operands(node)[0]):',
+        'if node.target._opname == "amax" and needs_gradient(tensor_operands(node)[0]):',
+        'if node.target._opname == "amin" and needs_gradient(tensor_operands(node)[0]):',
         "A maximum with a gradient may be sharded, though its exchange has none.",
     ),
     Fault(
