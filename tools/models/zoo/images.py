@@ -32,7 +32,8 @@ def masked(generator: torch.Generator) -> Batch:
 MODELS: list[Entry] = [
     image_entry("beit", "BeitModel", pixels, **PATCHED, use_relative_position_bias=True, layer_scale_init_value=0.1),
     image_entry("convnext", "ConvNextModel", pixels, hidden_sizes=[8, 12], depths=[1, 1], num_stages=2, patch_size=4),
-    image_entry("dinov3", "DINOv3ViTModel", pixels, **{**PATCHED, "num_attention_heads": 3}, num_register_tokens=2),
+    image_entry("dinov3", "DINOv3ViTModel", pixels, **{**PATCHED, "num_attention_heads": 3},
+                num_register_tokens=2, pos_embed_rescale=None),
     image_entry("dpt", "DPTForDepthEstimation", pixels, **PATCHED, backbone_out_indices=[0, 1], neck_hidden_sizes=[8,
                 8],
                 reassemble_factors=[1, 1], fusion_hidden_size=8, is_hybrid=False, head_in_index=-1),

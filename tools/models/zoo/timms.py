@@ -53,7 +53,8 @@ MODELS: list[Entry] = [
              qkv_fused=False),
     of_class("mixer", "mlp_mixer", "MlpMixer", img_size=16, patch_size=4, embed_dim=24, num_blocks=2),
     of_class("metaformer", "metaformer", "MetaFormer", 32, depths=(1, 1, 1, 1), dims=(8, 8, 12, 12)),
-    of_class("nest", "nest", "Nest", 32, img_size=32, patch_size=4, num_levels=2, embed_dims=(12, 24), num_heads=(2, 4),
+    of_class("nest", "nest", "Nest", 32, drop_path_rate=0.0,
+             img_size=32, patch_size=4, num_levels=2, embed_dims=(12, 24), num_heads=(2, 4),
              depths=(1, 1)),
     of_class("xcit", "xcit", "Xcit", 16, img_size=16, patch_size=8, embed_dim=24, depth=2, num_heads=4, eta=1.0),
 ]  # fmt: skip
