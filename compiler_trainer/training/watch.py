@@ -63,7 +63,7 @@ class Watch:
             if self.store is not None:
                 self.store.set(str(rank()), json.dumps(beat))
             if still * self.every_s >= self.timeout_s:
-                self.end(beat)
+                self.end(beat, place)
 
     def look(self) -> tuple[Place, str]:
         """Where the watched thread is, and in words what it is doing there."""
@@ -75,14 +75,15 @@ class Watch:
         place = (self.step, *((id(f.f_code), f.f_lasti) for f in frames))
         return place, doing_of(frames[0]) if frames else "nothing"
 
-    def end(self, mine: Beat) -> None:
-        """Say on one rank who hangs, and end this one."""
+    def end(self, mine: Beat, place: Place) -> None:
+        """Say on one rank who hangs, and end this one; nothing where it moves on after all."""
         if self.store is None:
             tell(self.timeout_s, [(0, mine, True)])
         else:
             size = dist.get_world_size()
             earlier = [self.beat_of(number) for number in range(size)]
-            time.sleep(3 * self.every_s)
+            if self.over.wait(3 * self.every_s) or self.look()[0] != place:
+                return
             later = [self.beat_of(number) for number in range(size)]
             found = [(n, b, n == rank() or b.looks > a.looks) for n, (a, b) in enumerate(zip(earlier, later))]
             if self.store.add("told", 1) == 1:
