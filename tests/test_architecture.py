@@ -25,7 +25,7 @@ FLOORS = {
         ("check",),
     ),
     "compiler_trainer": (
-        ("config",),
+        ("config", "console"),
         ("capture", "models", "pipeline"),
         ("data", "step"),
         ("checkpoint",),

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from types import TracebackType
 
-from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, TextColumn
+
+from compiler_trainer.console import Renewed, say
 
 LINE_EVERY_S = 10.0
 
 
-class Bar:
+class Bar(Renewed):
     """Shows bytes done of `size_bytes`, on a terminal as a bar, else as a line now and then; a context manager."""
 
     def __init__(self, size_bytes: int, done: int = 0):
+        super().__init__(BarColumn(), TextColumn("{task.description}"), transient=True)
         self.size_bytes, self.done, self.first = size_bytes, done, done
-        self.started = self.last_line = time.monotonic()
-        self.console = Console(file=sys.stdout)
-        columns = BarColumn(), TextColumn("{task.description}")
-        self.bar = Progress(*columns, console=self.console, transient=True)
         self.task = self.bar.add_task(f"tokenizing {decimal(size_bytes)}", total=size_bytes, completed=done)
 
     def add(self, size_bytes: int) -> None:
@@ -31,7 +27,7 @@ class Bar:
         now = time.monotonic()
         if not self.console.is_terminal and now - self.last_line >= LINE_EVERY_S:
             self.last_line = now
-            print(self.line(), flush=True)
+            say(self.line())
 
     def line(self) -> str:
         """`tokenizing: 512.0 MB of 1.0 GB, 11.2 MB/s, 45 s left`."""
@@ -39,12 +35,3 @@ class Bar:
         left = (self.size_bytes - self.done) / max(rate, 1)
         done = f"{decimal(self.done)} of {decimal(self.size_bytes)}"
         return f"tokenizing: {done}, {decimal(int(rate))}/s, {left:.0f} s left"
-
-    def __enter__(self) -> Bar:
-        if self.console.is_terminal:
-            self.bar.start()
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if self.console.is_terminal:
-            self.bar.stop()

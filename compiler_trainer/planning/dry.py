@@ -22,13 +22,14 @@ from compiler_trainer.config.schema import (
     Config,
 )
 from compiler_trainer.config.validate import dry_world_size, validate
+from compiler_trainer.console import say
 from compiler_trainer.models.subject import named, subject
 from compiler_trainer.pipeline import build_pipeline
 from compiler_trainer.planning.dry_table import show
 from compiler_trainer.step.programs import Captured, Compilation, check_recordable, mesh_of, one_microbatch
 from compiler_trainer.step.step import state_name
 from compiler_trainer.training import folder
-from compiler_trainer.training.progress import say, say_contents
+from compiler_trainer.training.progress import say_contents
 from compiler_trainer.training.speed import peak_flops
 from compiler_trainer.training.trainer import train
 from passes.check.runner import Dumper, Observer

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 
-from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
 
+from compiler_trainer.console import Renewed, say
 from compiler_trainer.training.metrics import Record
 
 LINES = 10  # plain ones in a run, if it is quick
@@ -28,21 +25,14 @@ CONTENTS = {
 }
 
 
-def say(text: str) -> None:
-    """Print a line at once."""
-    print(text, flush=True)
-
-
-class Progress:
+class Progress(Renewed):
     """Shows steps `done` to `steps`; used as a context manager."""
 
     def __init__(self, steps: int, done: int = 0):
+        super().__init__(BarColumn(), TextColumn("{task.description}"))
         self.steps, self.first = steps, done
-        self.started = self.last_line = time.monotonic()
         self.lines = done * LINES // steps
         self.eval_loss: float | None = None
-        self.console = Console(file=sys.stdout)
-        self.bar = Bar(BarColumn(), TextColumn("{task.description}"), console=self.console)
         self.task = self.bar.add_task("", total=steps, completed=done)
 
     def show(self, record: Record) -> None:
@@ -73,46 +63,25 @@ class Progress:
         self.lines, self.last_line = lines, now
         return True
 
-    def __enter__(self) -> Progress:
-        if self.console.is_terminal:
-            self.bar.start()
-        return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if self.console.is_terminal:
-            self.bar.stop()
-
-
-class Working:
+class Working(Renewed):
     """Shows what is being done and for how long, before there are steps; used as a context manager, and called.
 
     On a terminal one line that renews itself, else a line now and then.
     """
 
     def __init__(self) -> None:
-        self.console = Console(file=sys.stdout)
-        columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-        self.line = Bar(*columns, console=self.console, transient=True)
-        self.task = self.line.add_task("")
-        self.started = self.last_line = time.monotonic()
+        super().__init__(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), transient=True)
+        self.task = self.bar.add_task("")
 
     def __call__(self, what: str) -> None:
         """Say what begins now."""
         now = time.monotonic()
         if self.console.is_terminal:
-            self.line.update(self.task, description=what)
+            self.bar.update(self.task, description=what)
         elif now - self.last_line >= WORKING_EVERY_S:
             self.last_line = now
             say(f"  {now - self.started:.0f} s: {what}")
-
-    def __enter__(self) -> Working:
-        if self.console.is_terminal:
-            self.line.start()
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if self.console.is_terminal:
-            self.line.stop()
 
 
 def say_contents(folder: Path) -> None:

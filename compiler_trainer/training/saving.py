@@ -8,12 +8,12 @@ from contextlib import contextmanager
 
 from compiler_trainer.checkpoint import Saver, TrainState
 from compiler_trainer.config.schema import Config
+from compiler_trainer.console import say
 from compiler_trainer.data.loader import Loader
 from compiler_trainer.models.subject import Subject
 from compiler_trainer.step.ranks import rank
 from compiler_trainer.step.step import Step
 from compiler_trainer.training.metrics import Record
-from compiler_trainer.training.progress import say
 from compiler_trainer.training.resume import checkpoints_of
 
 Save = Callable[[Record, Loader], None]

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from compiler_trainer.config.schema import Config
+from compiler_trainer.console import say
 from compiler_trainer.step.ranks import host_group, rank, stop_ranks
-from compiler_trainer.training.progress import say
 
 EXIT_CODE = 3
 SIGNALS = (signal.SIGTERM, signal.SIGINT)

@@ -16,6 +16,7 @@ from compiler_trainer.checkpoint import Damaged
 from compiler_trainer.config.schema import Config, ModelConfig
 from compiler_trainer.config.times import seconds
 from compiler_trainer.config.validate import validate
+from compiler_trainer.console import say
 from compiler_trainer.data.datasets import Datasets, check_vocabulary
 from compiler_trainer.data.loader import Loader
 from compiler_trainer.models.subject import Subject, subject
@@ -29,7 +30,7 @@ from compiler_trainer.training.lr_schedule import learning_rate
 from compiler_trainer.training.memory import PeakMemory
 from compiler_trainer.training.metrics import Metrics, Record
 from compiler_trainer.training.prepare import Start, find_start, make_reproducible, read_data, same_on_all_ranks
-from compiler_trainer.training.progress import Progress, Working, say, say_contents
+from compiler_trainer.training.progress import Progress, Working, say_contents
 from compiler_trainer.training.resume import pass_over
 from compiler_trainer.training.saving import saving
 from compiler_trainer.training.speed import machine, speed

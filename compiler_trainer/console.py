@@ -1,0 +1,34 @@
+"""What is said on the console: lines, and on a terminal one that renews itself."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import Progress, ProgressColumn
+
+
+def say(text: str) -> None:
+    """Print a line at once."""
+    print(text, flush=True)
+
+
+class Renewed:
+    """A line of `columns` that is there while this is used as a context manager, if the console is a terminal."""
+
+    def __init__(self, *columns: ProgressColumn, **options: Any):
+        self.console = Console(file=sys.stdout)
+        self.bar = Progress(*columns, console=self.console, **options)
+        self.started = self.last_line = time.monotonic()
+
+    def __enter__(self) -> Self:
+        if self.console.is_terminal:
+            self.bar.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if self.console.is_terminal:
+            self.bar.stop()
