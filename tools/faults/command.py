@@ -3,7 +3,7 @@
     python -m tools.faults --only 'ring_*'                         a few
     python -m tools.faults --suite unseen --write docs/faults.md   all; tests for those that no verifier sees
 
-For each fault of `table.py` the tree is copied, the fault planted, and there some small models are compiled, all ranks
+For each fault of `table` the tree is copied, the fault planted, and there some small models are compiled, all ranks
 in one process: does `passes.verify=spec` refuse them, does `numeric`, and do two steps differ from plain PyTorch's on
 one device? The first model of which anything is seen counts; one that never comes by the fault is not asked. With
 `--suite` the tests are run too, up to the first that fails. The tree without a fault goes first; if anything is found

@@ -1,0 +1,120 @@
+"""Faults of `passes/communication`."""
+
+from __future__ import annotations
+
+from tools.faults.fault import Fault
+
+FAULTS = (
+    # dedupe.py
+    Fault(
+        "dedupe_across_writes",
+        "passes/communication/dedupe.py",
+        "for node in takewhile(lambda node: not writes_input(node), list(program.calls())):",
+        "for node in list(program.calls()):",
+        "What is read after a write in place is taken for what was read before.",
+    ),
+    Fault(
+        "dedupe_ignores_keywords",
+        "passes/communication/dedupe.py",
+        "signature(node.args), signature(node.kwargs)",
+        "signature(node.args)",
+        "Operators that differ in a keyword are taken for the same.",
+    ),
+    Fault(
+        "dedupe_ignores_types",
+        "passes/communication/dedupe.py",
+        "(type(tree), tree)",
+        "(tree,)",
+        "1, 1.0 and True are taken for the same argument.",
+    ),
+    Fault(
+        "dedupe_draws_once",
+        "passes/communication/dedupe.py",
+        "return not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags",
+        "return not node.target._schema.is_mutable",
+        "Random operators on the same operands draw once.",
+    ),
+    Fault(
+        "dedupe_across_phases",
+        "passes/communication/dedupe.py",
+        "layers[node], ir.phase(node), signature",
+        "layers[node], signature",
+        "The backward uses what the forward computed, which then is kept.",
+    ),
+    # add_first.py
+    Fault(
+        "add_first_over_any_axis",
+        "passes/communication/add_first.py",
+        "a.args[1:] == b.args[1:]",
+        "a.args[:0] == b.args[:0]",
+        "Sums over different axes are added before they are reduced.",
+    ),
+    Fault(
+        "add_first_ignores_alpha",
+        "passes/communication/add_first.py",
+        "aten.add.Tensor or node.kwargs or len",
+        "aten.add.Tensor or len",
+        "A scaled addition loses its scale.",
+    ),
+    # schedule.py
+    Fault(
+        "schedule_across_writes",
+        "passes/communication/schedule.py",
+        "        if writes_input(node):\n"
+        "            break",
+        "        if writes_input(node):\n"
+        "            continue",
+        "Collectives are merged across writes into inputs.",
+    ),
+    Fault(
+        "schedule_ignores_depth",
+        "passes/communication/schedule.py",
+        "key = (node.target, depth[node], ir.phase(node), place",
+        "key = (node.target, ir.phase(node), place",
+        "A collective is merged with one that feeds it.",
+    ),
+    Fault(
+        "schedule_after_first_operand",
+        "passes/communication/schedule.py",
+        "before = max(operands).next",
+        "before = min(operands).next",
+        "Merged sums start before all that they add is there.",
+    ),
+    # bucket.py
+    Fault(
+        "bucket_interleaved",
+        "passes/communication/bucket.py",
+        "parts * flat.numel(), dtype, None).view(parts, -1)",
+        "parts * flat.numel(), dtype, None).view(-1, parts).t()",
+        "Shards gathered together are cut apart by columns for rows.",
+    ),
+    Fault(
+        "bucket_end_to_end",
+        "passes/communication/bucket.py",
+        "flat = torch.cat([x.reshape(parts, -1) for x in full], 1).view(-1)",
+        "flat = torch.cat([x.reshape(-1) for x in full])",
+        "Ranks get whole gradients instead of their share of each.",
+    ),
+    # overlap.py
+    Fault(
+        "early_across_writes",
+        "passes/communication/overlap.py",
+        "unwritten = takewhile(lambda node: not writes_input(node), program.calls())",
+        "unwritten = program.calls()",
+        "Gathers of what a step has written start before the write.",
+    ),
+    Fault(
+        "late_across_writes",
+        "passes/communication/overlap.py",
+        "            written[node.args[0]] = node  # type: ignore[index]\n",
+        "            pass\n",
+        "What a collective reads is overwritten before it is waited for.",
+    ),
+    Fault(
+        "waits_for_last_user",
+        "passes/communication/overlap.py",
+        "min(end, latest.get(node, end), *barriers, *node.users).prepend(node)",
+        "max(latest.get(node, node), *barriers, *node.users).prepend(node)",
+        "A result is used before it is waited for.",
+    ),
+)

@@ -1,0 +1,111 @@
+"""Faults of `passes/context`."""
+
+from __future__ import annotations
+
+from tools.faults.fault import Fault
+
+FAULTS = (
+    # ring.py
+    Fault(
+        "merge_by_maximum",
+        "passes/context/ring.py",
+        "lse = torch.logaddexp(a[1], b[1])",
+        "lse = torch.maximum(a[1], b[1])",
+        "Results of two sets of keys are weighted as if the larger stood for both.",
+    ),
+    Fault(
+        "merge_of_nothing",
+        "passes/context/ring.py",
+        "base = torch.where(lse > -math.inf, lse, 0.0)",
+        "base = lse",
+        "A row that has seen nothing yet becomes NaN.",
+    ),
+    Fault(
+        "ring_lower_forward",
+        "passes/context/ring.py",
+        "            lower = place >= step\n"
+        "            (k0, k1)",
+        "            lower = place > step\n"
+        "            (k0, k1)",
+        "At a step round the ring the rank that comes next is taken for a higher one.",
+    ),
+    Fault(
+        "ring_tail_twice",
+        "passes/context/ring.py",
+        "along_q[0] = along_q[0] + torch.where(lower, either, 0.0)",
+        "along_q[0] = along_q[0] + either",
+        "Queries at the head get also gradients of the tail.",
+    ),
+    Fault(
+        "ring_mask_of_next",
+        "passes/context/ring.py",
+        "source = torch.remainder(place - step, self.parts)",
+        "source = torch.remainder(place + step, self.parts)",
+        "A mask is that of the ranks after, not before.",
+    ),
+    Fault(
+        "ring_padding_seen",
+        "passes/context/ring.py",
+        "full, last = F.pad(mask, [0, padding], value=-math.inf), 3",
+        "full, last = F.pad(mask, [0, padding], value=0.0), 3",
+        "Keys that are padding are seen.",
+    ),
+    Fault(
+        "home_by_one",
+        "passes/context/ring.py",
+        "self.coming = shift(flat, self.ring.axis, self.ring.hops()[step])",
+        "self.coming = shift(flat, self.ring.axis, 1)",
+        "Gradients go home one rank a step also where steps are left out.",
+    ),
+    Fault(
+        "halves_both",
+        "passes/context/ring.py",
+        "torch.cat([head + torch.where(lower, either, 0.0), torch.where(lower, 0.0, either)], 2)",
+        "torch.cat([head + torch.where(lower, either, 0.0), either], 2)",
+        "Keys at the tail get also gradients of the head.",
+    ),
+    Fault(
+        "ring_last_step_only",
+        "passes/context/ring.py",
+        "along_q = along_q + found[0]",
+        "along_q = found[0]",
+        "Gradients of queries are those of the last step.",
+    ),
+    Fault(
+        "ring_scale_lost",
+        "passes/context/ring.py",
+        "kernels.backward(gradient, q, key, value, out, lse, Block(False, self.scale, at(step)))",
+        "kernels.backward(gradient, q, key, value, out, lse, Block(False, None, at(step)))",
+        "The backward of a masked ring forgets a scale of its own.",
+    ),
+    # kernels.py
+    Fault(
+        "blind_rows_weighted",
+        "passes/context/kernels.py",
+        "lse = torch.where(sees, lse, -math.inf)",
+        "lse = torch.where(sees, lse, 0.0)",
+        "A row that sees none of a block's keys counts as if it saw one.",
+    ),
+    # context.py
+    Fault(
+        "gathered_mask_strict",
+        "passes/context/context.py",
+        "return index[:, None] >= torch.arange(factor.size, device=device)",
+        "return index[:, None] > torch.arange(factor.size, device=device)",
+        "Under gathered attention no query sees its own key.",
+    ),
+    Fault(
+        "steps_the_other_way",
+        "passes/context/context.py",
+        "(i // inner - j // inner) % parts for i, j in self.pairs",
+        "(j // inner - i // inner) % parts for i, j in self.pairs",
+        "The steps left out of a ring are those of the other way round.",
+    ),
+    Fault(
+        "steps_of_first_pair",
+        "passes/context/context.py",
+        "return tuple(sorted({0, *apart}))",
+        "return (0, *sorted(apart)[:1])",
+        "A ring stops after the first step at which anything is seen.",
+    ),
+)

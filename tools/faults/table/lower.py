@@ -1,0 +1,38 @@
+"""Faults of `passes/lower`."""
+
+from __future__ import annotations
+
+from tools.faults.fault import Fault
+
+FAULTS = (
+    # segment.py
+    Fault(
+        "bodies_of_any_shape",
+        "passes/lower/segment.py",
+        "texts = [text_of(graph, line) for graph, line in zip(graphs, flat)]",
+        "texts = [text_of(graph, True) for graph, line in zip(graphs, flat)]",
+        "Pieces that differ in shape alone are taken for one body.",
+    ),
+    Fault(
+        "sent_is_not_held",
+        "passes/lower/segment.py",
+        "        if where[start] != where[wait]:",
+        "        if where[start] > where[wait]:",
+        "What a collective sends may be freed before it is waited for in another body.",
+    ),
+    # unroll.py
+    Fault(
+        "repeated_layers_read_one",
+        "passes/lower/unroll.py",
+        "number = layer + (copy if reader <= at else left_out)",
+        "number = layer + (0 if reader <= at else left_out)",
+        "Layers that one stood for read what that one reads.",
+    ),
+    Fault(
+        "repeated_without_a_look",
+        "passes/lower/unroll.py",
+        "if len({self.described(node) for node in nodes}) > 1:",
+        "if False:",
+        "A layer is repeated though the layers around it call other bodies.",
+    ),
+)

@@ -1,0 +1,185 @@
+"""Faults of `passes/program`."""
+
+from __future__ import annotations
+
+from tools.faults.fault import Fault
+
+FAULTS = (
+    # boundary.py
+    Fault(
+        "all_gather_keeps_padding",
+        "passes/program/boundary.py",
+        "return _received(full, dtype).narrow(0, 0, size).movedim(0, dim)",
+        "return _received(full, dtype).movedim(0, dim)",
+        "A gather returns also the padding of the last shard.",
+    ),
+    Fault(
+        "psum_gradient_summed",
+        "passes/program/boundary.py",
+        "_gradient(psum, lambda g, x, axis, dtype, wire: g.to(x[1]))",
+        "_gradient(psum, lambda g, x, axis, dtype, wire: psum(g, axis, x[1], wire))",
+        "The gradient of a sum is summed once more.",
+    ),
+    Fault(
+        "vary_gradient_kept",
+        "passes/program/boundary.py",
+        "_gradient(vary, lambda g, x, axis, wire: psum(g, axis, x[1], wire))",
+        "_gradient(vary, lambda g, x, axis, wire: g.to(x[1]))",
+        "The gradient of a varying copy lacks the other ranks' terms.",
+    ),
+    Fault(
+        "unvary_gradient_everywhere",
+        "passes/program/boundary.py",
+        "_gradient(unvary, lambda g, x, place, axis: only_first(g, place, axis))",
+        "_gradient(unvary, lambda g, x, place, axis: g)",
+        "Every rank has the gradient that only the first should count.",
+    ),
+    Fault(
+        "only_first_gradient_masked",
+        "passes/program/boundary.py",
+        "_gradient(only_first, lambda g, x, place, axis: g)",
+        "_gradient(only_first, lambda g, x, place, axis: only_first(g, place, axis))",
+        "The gradient of a term of a sum is zero on all ranks but the first.",
+    ),
+    Fault(
+        "place_reversed",
+        "passes/program/boundary.py",
+        "mine = torch.arange(parts, device=x.device) == place",
+        "mine = torch.arange(parts, device=x.device).flip(0) == place",
+        "A shard is put where the rank at the other end of the axis has its own.",
+    ),
+    Fault(
+        "slice_strided",
+        "passes/program/boundary.py",
+        "return _pad(x, dim, parts).unflatten(dim, (parts, -1)).index_select(dim, place.reshape(1)).squeeze(dim)",
+        "return _pad(x, dim, parts).unflatten(dim, (-1, parts)).index_select(dim + 1, "
+        "place.reshape(1)).squeeze(dim + 1)",
+        "A rank takes every n-th entry instead of a run.",
+    ),
+    Fault(
+        "all_to_all_interleaved",
+        "passes/program/boundary.py",
+        ".view(pieces.shape).movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1)",
+        ".view(pieces.shape).movedim(0, concat_dim + 1).flatten(concat_dim, concat_dim + 1)",
+        "What comes from the ranks is interleaved, not laid end to end.",
+    ),
+    Fault(
+        "all_to_all_gradient_same_way",
+        "passes/program/boundary.py",
+        "g, concat_dim, split_dim, x[0][split_dim], axis, parts",
+        "g, split_dim, concat_dim, x[0][concat_dim], axis, parts",
+        "The gradient of an exchange goes the same way as its value.",
+    ),
+    Fault(
+        "pmax_sums",
+        "passes/program/boundary.py",
+        'c10d.all_reduce(x.contiguous(), "max", axis)',
+        'c10d.all_reduce(x.contiguous(), "sum", axis)',
+        "A maximum over ranks is a sum.",
+    ),
+    Fault(
+        "reduce_scatter_ignores_wire",
+        "passes/program/boundary.py",
+        "full = _pad(_terms(x, wire), dim, parts)",
+        "full = _pad(_terms(x, None), dim, parts)",
+        "Gradients are added in their own dtype, not in the one asked for.",
+    ),
+    # layout.py
+    Fault(
+        "entries_tail_off_by_one",
+        "passes/program/layout.py",
+        "            chunk = torch.where(tail, 2 * mesh[axis] - 1 - place, place)\n"
+        "            index = chunk * half + index",
+        "            chunk = torch.where(tail, 2 * mesh[axis] - 2 - place, place)\n"
+        "            index = chunk * half + index",
+        "The tail of a folded axis is taken for the chunk before it.",
+    ),
+    Fault(
+        "entries_end_is_valid",
+        "passes/program/layout.py",
+        "valid = valid & (index < size)",
+        "valid = valid & (index <= size)",
+        "The first entry of padding counts as valid.",
+    ),
+    Fault(
+        "locate_no_lower_bound",
+        "passes/program/layout.py",
+        "mine = mine & (index >= 0) & (index < held)",
+        "mine = mine & (index < held)",
+        "Indices of ranks before this one count as its own.",
+    ),
+    Fault(
+        "rank_order_tails_forward",
+        "passes/program/layout.py",
+        "return torch.stack([heads, tails.flip(dim)], dim + 1).flatten(dim, dim + 2)",
+        "return torch.stack([heads, tails], dim + 1).flatten(dim, dim + 2)",
+        "Ranks of a folded axis get their tails in rising order.",
+    ),
+    Fault(
+        "natural_order_tails_forward",
+        "passes/program/layout.py",
+        "return torch.stack([heads, tails.flip(dim)], dim).flatten(dim, dim + 2).narrow(dim, 0, size)",
+        "return torch.stack([heads, tails], dim).flatten(dim, dim + 2).narrow(dim, 0, size)",
+        "Tails gathered over a folded axis stay in the ranks' order.",
+    ),
+    # shift.py
+    Fault(
+        "shift_backwards",
+        "passes/program/shift.py",
+        "there, back = (rank + by) % parts, (rank - by) % parts",
+        "there, back = (rank - by) % parts, (rank + by) % parts",
+        "Between processes keys travel the other way round the ring.",
+    ),
+    Fault(
+        "arrive_does_not_wait",
+        "passes/program/shift.py",
+        "        transfer.wait()",
+        "        transfer.is_completed()",
+        "What is on its way is read before it is there.",
+    ),
+    # spec.py
+    Fault(
+        "share_rounds_down",
+        "passes/program/spec.py",
+        "return -(-size // pieces(axis, mesh)) * (2 if axis in mesh.folded else 1)",
+        "return size // pieces(axis, mesh) * (2 if axis in mesh.folded else 1)",
+        "Shards of an uneven dim lack its last entries.",
+    ),
+    Fault(
+        "padded_ignores_folds",
+        "passes/program/spec.py",
+        "return any(size % pieces(axis, mesh) for axis, size in self.shards(mesh))",
+        "return any(size % mesh[axis] for axis, size in self.shards(mesh))",
+        "A dim that divides by the ranks but not by their chunks seems to have no padding.",
+    ),
+    Fault(
+        "gradient_placed_like_value",
+        "passes/program/spec.py",
+        'return replace(self, partial=tuple((axis, "sum") for axis in self.varying), varying=self.partial_axes)',
+        "return self",
+        "The gradient of a varying copy is not known to be a sum.",
+    ),
+    Fault(
+        "unshard_adds_maxima",
+        "passes/program/spec.py",
+        'elif dict(spec.partial).get(spec.partial_axes[0]) == "max":',
+        'elif dict(spec.partial).get(spec.partial_axes[0]) == "sum":',
+        "Terms of sums and of maxima are confused where a whole value is put together.",
+    ),
+    # routed.py
+    Fault(
+        "part_counts_from_the_first",
+        "passes/program/routed.py",
+        "ends = (ends.clamp(max=capacity) - part + parts - 1) // parts",
+        "ends = (ends.clamp(max=capacity) + parts - 1) // parts",
+        "A chunk of rows counts a place too many of an expert where they do not divide.",
+    ),
+    # ir.py
+    Fault(
+        "complex_is_constant",
+        "passes/program/ir.py",
+        "return example(node).is_floating_point() or example(node).is_complex()",
+        "return example(node).is_floating_point()",
+        "A complex weight is a full copy whose gradient nobody adds up.",
+    ),
+)

@@ -1,0 +1,328 @@
+"""Faults of `passes/rules`."""
+
+from __future__ import annotations
+
+from tools.faults.fault import Fault
+
+FAULTS = (
+    # contractions.py
+    Fault(
+        "mm_without_sum",
+        "passes/rules/contractions.py",
+        '"mm": "mk, kn -> mn; sum k; linear 0; linear 1"',
+        '"mm": "mk, kn -> mn; linear 0; linear 1"',
+        "A product whose inner dim is sharded is taken for complete.",
+    ),
+    Fault(
+        "linear_without_sum",
+        "passes/rules/contractions.py",
+        '"...k, nk -> ...n; sum k; linear 0; linear 1")(node)',
+        '"...k, nk -> ...n; linear 0; linear 1")(node)',
+        "A linear layer whose inputs are sharded is taken for complete.",
+    ),
+    Fault(
+        "linear_in_neither",
+        "passes/rules/contractions.py",
+        '"...k, nk -> ...n; sum k; linear 0; linear 1")(node)',
+        '"...k, nk -> ...n; sum k; linear 0 1")(node)',
+        "A linear layer is linear in both operands at once, as an addition is.",
+    ),
+    Fault(
+        "matmul_max",
+        "passes/rules/contractions.py",
+        '{"k": "sum"},',
+        '{"k": "max"},',
+        "Terms of a matmul are joined by their maximum.",
+    ),
+    Fault(
+        "bmm_batch_free",
+        "passes/rules/contractions.py",
+        '"bmm": "bmk, bkn -> bmn; sum k; linear 0; linear 1"',
+        '"bmm": "bmk, ckn -> bmn; sum k; linear 0; linear 1"',
+        "The batches of the two operands of bmm may be sharded apart.",
+    ),
+    # pointwise.py
+    Fault(
+        "mul_of_sums",
+        "passes/rules/pointwise.py",
+        '"mul": [{0}, {1}],',
+        '"mul": [{0}, {1}, {0, 1}],',
+        "A product of two partial sums is passed on as one.",
+    ),
+    Fault(
+        "add_linear_in_each",
+        "passes/rules/pointwise.py",
+        '"add": [{0, 1}],',
+        '"add": [{0, 1}, {0}, {1}],',
+        "A complete value is added to every term of a sum.",
+    ),
+    Fault(
+        "add_not_linear",
+        "passes/rules/pointwise.py",
+        '"add": [{0, 1}],',
+        '"add": [],',
+        "Partial sums are reduced before they are added, each by itself.",
+    ),
+    Fault(
+        "square_linear",
+        "passes/rules/pointwise.py",
+        '"neg": [{0}],',
+        '"neg": [{0}],\n'
+        '    "square": [{0}],',
+        "Partial sums are squared before they are complete.",
+    ),
+    Fault(
+        "div_by_padding",
+        "passes/rules/pointwise.py",
+        '    "div": {1: 1.0},\n',
+        '    "div": {},\n',
+        "Padding is divided by what padding holds.",
+    ),
+    Fault(
+        "sqrt_of_padding",
+        "passes/rules/pointwise.py",
+        '    "sqrt": {0: 1.0},\n',
+        '    "sqrt": {},\n',
+        "The gradient of a square root of zero padding is infinite.",
+    ),
+    Fault(
+        "mul_fill_zero",
+        "passes/rules/pointwise.py",
+        'if name == "mul" and 0.0 in fills:',
+        'if name in ("mul", "add") and 0.0 in fills:',
+        "Padding of a sum is taken for zero where that of one operand is.",
+    ),
+    Fault(
+        "broadcast_from_the_left",
+        "passes/rules/pointwise.py",
+        '(f"d{len(out) - len(s) + i}",) if n == out[len(out) - len(s) + i] and n != 1 else ()',
+        '(f"d{i}",) if n == out[len(out) - len(s) + i] and n != 1 else ()',
+        "Operands of fewer dims are lined up with the first dims of the result.",
+    ),
+    # reductions.py
+    Fault(
+        "sum_as_max",
+        "passes/rules/reductions.py",
+        '"sum": ("sum", 0.0)',
+        '"sum": ("max", 0.0)',
+        "Terms of a sum are joined by their maximum.",
+    ),
+    Fault(
+        "amax_of_zero_padding",
+        "passes/rules/reductions.py",
+        '"amax": ("max", float("-inf"))',
+        '"amax": ("max", 0.0)',
+        "Padding takes part in a maximum as zero.",
+    ),
+    Fault(
+        "amax_linear",
+        "passes/rules/reductions.py",
+        'linear = frozenset([frozenset([0])]) if node.target._opname == "sum" else frozenset()',
+        "linear = frozenset([frozenset([0])])",
+        "The maximum of a partial sum is passed on as a partial sum.",
+    ),
+    Fault(
+        "amax_sharded_with_gradient",
+        "passes/rules/reductions.py",
+        'if node.target._opname == "amax" and needs_gradient(tensor_operands(node)[0]):',
+        'if node.target._opname == "amin" and needs_gradient(tensor_operands(node)[0]):',
+        "A maximum with a gradient may be sharded, though its exchange has none.",
+    ),
+    Fault(
+        "norm_of_a_shard",
+        "passes/rules/reductions.py",
+        "whole=frozenset(n for dim in last for n in dim),",
+        "whole=frozenset(),",
+        "A norm is taken over a rank's share of the features.",
+    ),
+    Fault(
+        "layer_norm_fill_zero",
+        "passes/rules/reductions.py",
+        'return 0.0 if node.target._opname == "rms_norm" and held[0] == 0 else None',
+        "return 0.0 if held[0] == 0 else None",
+        "Padding after a layer norm is taken for zero, which its bias is not.",
+    ),
+    Fault(
+        "mean_whole_but_last",
+        "passes/rules/reductions.py",
+        "return Rule((names,), outs, sizes, whole=frozenset(n for i in folded for n in names[i]))",
+        "return Rule((names,), outs, sizes, whole=frozenset(n for i in folded for n in names[i][1:]))",
+        "Folds that must see a whole dim see a shard of it.",
+    ),
+    # views.py
+    Fault(
+        "permute_inverse",
+        "passes/rules/views.py",
+        "return _moving(names, [names[i] for i in order],",
+        "return _moving(names, [names[order.index(i)] for i in range(len(order))],",
+        "The dims of a permuted result are those of the inverse.",
+    ),
+    Fault(
+        "expand_moves",
+        "passes/rules/views.py",
+        'return Rule(**{**rule.__dict__, "moves": False})',
+        "return rule",
+        "What repeats a weight counts as rearranging it.",
+    ),
+    Fault(
+        "cut_of_a_shard",
+        "passes/rules/views.py",
+        'whole.add(f"d{dim}")',
+        "pass",
+        "A dim is cut where it is sharded.",
+    ),
+    Fault(
+        "slice_keeps_logical_end",
+        "passes/rules/views.py",
+        "return (*args[:2], 0, 2**63 - 1, *args[4:]) if len(args) > 2 else args",
+        "return args",
+        "A slice of all of a dim keeps the logical, not the local end.",
+    ),
+    Fault(
+        "cat_linear_in_first",
+        "passes/rules/views.py",
+        "linear=frozenset([frozenset(range(len(operands)))]),",
+        "linear=frozenset([frozenset([0])]),",
+        "A complete value is joined to every term of a sum.",
+    ),
+    Fault(
+        "softmax_of_a_shard",
+        "passes/rules/views.py",
+        'whole=frozenset([f"d{i}" for i in along] + [n for n in sizes if n.startswith("o")]),',
+        'whole=frozenset(n for n in sizes if n.startswith("o")),',
+        "A softmax is taken over a rank's share.",
+    ),
+    # indexing.py
+    Fault(
+        "embedding_complete",
+        "passes/rules/indexing.py",
+        '        {"v": "sum"},\n',
+        "        {},\n",
+        "What was looked up in a rank's share of the rows is taken for complete.",
+    ),
+    Fault(
+        "embedding_unmasked",
+        "passes/rules/indexing.py",
+        "    mine = builder.call(aten.unsqueeze.default, (mine, -1))\n"
+        "    return builder.call(aten.where.ScalarOther, (mine, looked_up, 0.0))",
+        "    return looked_up",
+        "Ids of other ranks' rows find some row of this rank.",
+    ),
+    Fault(
+        "gather_max",
+        "passes/rules/indexing.py",
+        '{f"d{dim}": "sum"},',
+        '{f"d{dim}": "max"},',
+        "Entries looked up on their rank are joined with zeros by their maximum.",
+    ),
+    Fault(
+        "index_select_of_a_shard",
+        "passes/rules/indexing.py",
+        'whole=frozenset([f"d{dim}"]),',
+        "whole=frozenset(),",
+        "Rows are selected by global index from a rank's share.",
+    ),
+    # losses.py
+    Fault(
+        "loss_of_padding",
+        "passes/rules/losses.py",
+        "target = builder.fill_padding(operands[1], specs[1], float(ignored))",
+        "target = operands[1]",
+        "Rows of padding count in the loss.",
+    ),
+    Fault(
+        "loss_max",
+        "passes/rules/losses.py",
+        '{"n": "sum"},',
+        '{"n": "max"},',
+        "The losses of the ranks are joined by their maximum.",
+    ),
+    # attention.py
+    Fault(
+        "heads_minor_first",
+        "passes/rules/attention.py",
+        'heads: Names = ("g", "r") if',
+        'heads: Names = ("r", "g") if',
+        "Query heads are taken to repeat in turn, not in groups.",
+    ),
+    # routed.py
+    Fault(
+        "padding_goes_to_an_expert",
+        "passes/rules/routed.py",
+        "nowhere: float = node.args[1]",
+        "nowhere: float = 0",
+        "Rows of padding are sent to the first expert.",
+    ),
+    Fault(
+        "padding_is_counted",
+        "passes/rules/routed.py",
+        "        needs=groups,",
+        "        needs=0,",
+        "Rows of padding count as the first expert's.",
+    ),
+    Fault(
+        "ends_of_others",
+        "passes/rules/routed.py",
+        'whole=frozenset("ep" if own else "epr"),',
+        'whole=frozenset("ep"),',
+        "Rows grouped by somebody else are sharded with the ends of all of them.",
+    ),
+    Fault(
+        "owner_off_by_one",
+        "passes/rules/routed.py",
+        "torch.where(ids < groups, ids - each * place, -1)",
+        "torch.where(ids < groups, ids - each * place - 1, -1)",
+        "An owner takes the rows of the next expert.",
+    ),
+    Fault(
+        "copies_by_choice",
+        "passes/rules/routed.py",
+        'repeats=share != 1 or sizes["d"] != 1,',
+        "repeats=False,",
+        "Gradients of tokens are reduced for each of their choices.",
+    ),
+    # base.py
+    Fault(
+        "any_factor_over_experts",
+        "passes/rules/base.py",
+        "SPREAD in axes and axis in mesh.experts",
+        "axis in mesh.experts",
+        "Attention runs on shards of the sequence over tp, where experts are spread over it.",
+    ),
+    # spatial.py
+    Fault(
+        "groups_minor",
+        "passes/rules/spatial.py",
+        '(dims("n", "g c", tag="h"), weight, *bias)',
+        '(dims("n", "c g", tag="h"), weight, *bias)',
+        "Channels are taken to belong to groups in turn.",
+    ),
+    Fault(
+        "groups_of_all",
+        "passes/rules/spatial.py",
+        "return (*args[:8], (shape if args[6] else x)[1] // weight[1])",
+        "return args",
+        "A rank convolves its channels in as many groups as there are in all.",
+    ),
+    Fault(
+        "channels_by_maximum",
+        "passes/rules/spatial.py",
+        '        {"c": "sum"},\n',
+        '        {"c": "max"},\n',
+        "Terms of a convolution over channels are joined by their maximum.",
+    ),
+    Fault(
+        "border_linear",
+        "passes/rules/spatial.py",
+        "linear=frozenset([frozenset([0])]) if value == 0 else frozenset(),",
+        "linear=frozenset([frozenset([0])]),",
+        "Every term of a sum is given a border that is not zero.",
+    ),
+    Fault(
+        "norm_groups_of_all",
+        "passes/rules/spatial.py",
+        "resize=lambda args, local: (args[0], local[1] // each, *args[2:]),",
+        "resize=lambda args, local: args,",
+        "A rank normalizes its channels in as many groups as there are in all.",
+    ),
+)
