@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import tempfile
 
 import pytest
@@ -12,11 +13,12 @@ _kernels = pytest.StashKey[tempfile.TemporaryDirectory]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Inductor's cache of one test run and one thread a process, which worker processes inherit.
+    """Inductor's cache of one test run, one thread a process and signals as usual, which worker processes inherit.
 
     PyTorch is a million objects, and graphs are more: to search them for garbage as often as usual is a tenth of the time.
     """
     gc.set_threshold(200_000)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore it, and all below
     if "PYTEST_XDIST_WORKER" in os.environ:
         return
     config.stash[_kernels] = tempfile.TemporaryDirectory(prefix="kernels-", ignore_cleanup_errors=True)
