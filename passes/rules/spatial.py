@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
 from torch import fx
 
 from passes.program import ir
+from passes.program.builder import Builder
+from passes.program.spec import Spec
 from passes.rules.base import Names, Rule, RuleMaker, from_text, result_shapes, same_fill, tensor_operands, zero_if_zero
 
 TABLE = {
@@ -129,12 +134,26 @@ def group_norm(node: fx.Node) -> Rule:
     )
 
 
+def emit_in_order(
+    builder: Builder, node: fx.Node, operands: list[fx.Node], specs: list[Spec], results: list[Spec]
+) -> fx.Node:
+    """The operator on contiguous operands: its gradient takes views of them, and a conversion may have left gaps."""
+    ordered = [x if ir.example(x).is_contiguous() else builder.trace(torch.clone, x) for x in operands]
+    return builder.call(node.target, (*ordered, *node.args[len(operands) :]), node.kwargs)
+
+
+def ordered(make: RuleMaker) -> RuleMaker:
+    """A rule whose operator takes contiguous operands only."""
+    return lambda node: replace(make(node), emit=emit_in_order)
+
+
 def rules() -> dict[str, RuleMaker]:
     """Operator name -> rule, for images."""
     table = {name: from_text(text) for name, text in TABLE.items()}
     for n, lines in WINDOWED.items():
         for line, names in lines.items():
-            table |= dict.fromkeys(names.split(), from_text(line.format(*WINDOW[n])))
+            make = from_text(line.format(*WINDOW[n]))
+            table |= dict.fromkeys(names.split(), ordered(make) if line is BACK_IN_PLACE else make)
     return table | {
         "constant_pad_nd": constant_pad,
         "convolution": convolution,

@@ -76,6 +76,7 @@ def capture(fn: Callable[..., Any], tensors: Sequence[Tensor], mesh: Mesh, weigh
     ctx = ir.Context(mode)
     before = _operators(program)
     program, _ = Normalize()(program, ctx)
+    _check_certain(program)
     return Function(program, ctx, values, (*(o.detach() for o in expected), *_gradients(leaves, expected, bool(scales))),
                     before | _operators(program))
 
@@ -91,6 +92,11 @@ def _leaves(outputs: Any) -> list[Tensor]:
 
 class NotPlain(Exception):
     """A function that the harness cannot trace into a functional graph of its arguments alone."""
+
+
+def _check_certain(program: ir.Program) -> None:
+    if any(given.kind == "scalar" for given in program.inputs):
+        raise NotPlain("draws random numbers")
 
 
 def _check_plain(graph: fx.Graph) -> None:

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 
 from compiler_trainer import models
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import Config, ModelConfig
+from compiler_trainer.config.schema import Config, ModelConfig, OptimConfig
 from compiler_trainer.models.attention import Attention, rotary_tables
 from compiler_trainer.models.llama import Block, Llama
 from compiler_trainer.training.trainer import local_device
@@ -61,7 +61,7 @@ def stock_step(how: str, cfg: Config, batch: Batch) -> tuple[Callable[[], float]
     mesh = init_device_mesh(local_device().type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)) if sizes else None
     model = parallel(built(cfg), mesh, how)
     o = cfg.optim
-    optimizer = torch.optim.AdamW(model.parameters(), o.lr, o.betas, o.eps, o.weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(groups_of(model, o), o.lr, o.betas, o.eps, o.weight_decay, fused=True)
     mine = {name: rows_of(tensor, mesh) for name, tensor in batch.items()}
     run: Any = torch.compile(model) if how == "whole" else model
 
@@ -77,6 +77,14 @@ def stock_step(how: str, cfg: Config, batch: Batch) -> tuple[Callable[[], float]
         return mean_over_ranks(loss.detach())
 
     return step, lambda: [local(t) for t in (*model.parameters(), *moments(optimizer))]
+
+
+def groups_of(model: nn.Module, optim: OptimConfig) -> list[dict[str, Any]]:
+    """The parameters as the job groups them: vectors, if it does not let them decay, and the rest."""
+    assert set(optim.groups) <= {"no_decay"}, "stock PyTorch is compared on groups of the default job alone"
+    vectors = [p for p in model.parameters() if optim.groups and p.dim() < 2]
+    rest = [p for p in model.parameters() if not optim.groups or p.dim() >= 2]
+    return [{"params": rest}, {"params": vectors, "weight_decay": 0.0}]
 
 
 def built(cfg: Config) -> StockLlama:
