@@ -52,7 +52,9 @@ def totals(judged: Sequence[Entry], known: Mapping[tuple[str, str], Record]) -> 
 def libraries(judged: Sequence[Entry]) -> list[str]:
     """The libraries as a pip command with their versions."""
     names = sorted({entry.library for entry in judged})
-    return ["    pip install " + " ".join(f"{name}=={found}" for name in names if (found := installed(name)))]
+    found = [f"{name}=={number}" for name in names if (number := installed(name))]
+    apart = "Their demands exclude each other: pip takes them one by one with `--no-deps`, after what they need."
+    return ["    pip install " + " ".join(found), "", apart]
 
 
 def installed(library: str) -> str:

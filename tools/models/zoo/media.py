@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -129,6 +130,19 @@ def diffusion(name: str, kind: str, data: Any, loss: Loss, **options: Any) -> En
     return other(name, "diffusers", "diffusers", kind, data, loss, **options)
 
 
+def sure(entry: Entry) -> Entry:
+    """A model of diffusers that drops no labels, which no argument of it says."""
+
+    def build() -> Case:
+        case = entry.build()
+        for module in case.model.modules():
+            if hasattr(module, "class_embedder"):
+                vars(module.class_embedder)["dropout_prob"] = 0.0
+        return case
+
+    return replace(entry, build=build)
+
+
 def audio(name: str, kind: str, data: Any, loss: Loss, **options: Any) -> Entry:
     """A model of torchaudio."""
     return other(name, "torchaudio", "torchaudio.models", kind, data, loss, **options)
@@ -177,8 +191,9 @@ MODELS: list[Entry] = [
     diffusion("autoencoder_kl", "AutoencoderKL", vectors(3, 16, 16), of_x, block_out_channels=(8, 16),
               norm_num_groups=4,
               down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2, sample_size=16),
-    diffusion("dit", "DiTTransformer2DModel", noised, denoised_by_class, num_attention_heads=4, attention_head_dim=6,
-              in_channels=4, num_layers=2, sample_size=8, patch_size=2, num_embeds_ada_norm=100, norm_num_groups=4),
+    sure(diffusion("dit", "DiTTransformer2DModel", noised, denoised_by_class, num_attention_heads=4,
+                   attention_head_dim=6, in_channels=4, num_layers=2, sample_size=8, patch_size=2,
+                   num_embeds_ada_norm=100, norm_num_groups=4)),
     diffusion("sd3", "SD3Transformer2DModel", noised, pooled_text, sample_size=8, patch_size=2, in_channels=4,
               num_layers=2,
               attention_head_dim=6, num_attention_heads=4, joint_attention_dim=12, caption_projection_dim=24,

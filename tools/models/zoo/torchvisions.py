@@ -54,6 +54,6 @@ MODELS: list[Entry] = [
     vision("tv_mobilenet_v3", "mobilenet_v3_small", width_mult=0.2),
     vision("tv_shufflenet", "ShuffleNetV2", stages_repeats=[1, 1, 1], stages_out_channels=[8, 16, 24, 32, 40]),
     vision("tv_squeezenet", "squeezenet1_1", 64),
-    vision("tv_swin", "SwinTransformer", 16, **SWIN),
+    vision("tv_swin", "SwinTransformer", 16, stochastic_depth_prob=0.0, **SWIN),
     vision("tv_vit", "VisionTransformer", 16, **VIT),
 ]  # fmt: skip
