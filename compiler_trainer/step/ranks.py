@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import time
@@ -11,6 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from compiler_trainer.step.meeting import connection, meeting
 
 T = TypeVar("T")
 POLL_S = 0.1
@@ -27,24 +28,16 @@ def start_ranks() -> int:
     if not dist.is_initialized():
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        store, rank, size = meeting()
+        store, _, rank, size = meeting()
         # Addresses of an earlier group lie in the same store: each group reads under a name of its own.
         own = dist.PrefixStore(f"job{next(groups)}", store)
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", store=own, rank=rank, world_size=size)
     return dist.get_world_size()
 
 
-@functools.cache
-def meeting() -> tuple[dist.Store, int, int]:
-    """Where the ranks of this job find each other, this rank, and their number."""
-    return next(dist.rendezvous("env://"))
-
-
 def another_store(name: str) -> dist.Store | None:
     """A connection of its own to where ranks meet, for a thread: a wait in one holds up who else uses it."""
-    if not dist.is_initialized():
-        return None
-    return dist.PrefixStore(f"{name}{next(groups)}", next(dist.rendezvous("env://"))[0])
+    return dist.PrefixStore(f"{name}{next(groups)}", connection()) if dist.is_initialized() else None
 
 
 def stop_ranks() -> None:
@@ -77,7 +70,7 @@ def first_of_each_machine_first(make: Callable[[], T]) -> T:
     if not dist.is_initialized():
         return make()
     local, on_machine = place_on_node()
-    store, done = dist.PrefixStore(f"turn{next(turns)}", meeting()[0]), "done"
+    store, done = dist.PrefixStore(f"turn{next(turns)}", meeting().store), "done"
     if local == 0:
         try:
             made = make()

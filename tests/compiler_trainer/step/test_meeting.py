@@ -1,0 +1,53 @@
+"""Ranks of one attempt of a job meet in a store that still holds what those of earlier attempts wrote."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from compiler_trainer.step import meeting
+
+
+def attempt(store: dist.Store, names: str, delays: list[float]) -> list[str]:
+    """What each rank takes for the attempt's name; they come after some delays."""
+    found = [""] * len(delays)
+
+    def come(rank):
+        threading.Event().wait(delays[rank])
+        if rank == 0:
+            found[0] = meeting.give(store, names, len(delays))
+        else:
+            found[rank] = meeting.take(store, f"{names}{rank:02}", rank)
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(len(delays))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return found
+
+
+@pytest.mark.parametrize("delays", [[0.0, 0.0, 0.0], [0.2, 0.0, 0.0], [0.0, 0.3, 0.1]], ids=str)
+def test_each_attempt_has_a_name_that_all_know(delays):
+    store = dist.HashStore()
+    assert attempt(store, "first", delays) == ["first"] * 3
+    assert attempt(store, "later", delays) == ["later"] * 3
+
+
+def test_an_attempt_that_broke_off_leaves_nothing_behind():
+    store = dist.HashStore()
+    store.set("number1", "gone")
+    store.set("name1", "gonefirst")
+    store.set("has2", "first")
+    assert attempt(store, "later", [0.0, 0.2, 0.1]) == ["later"] * 3
+
+
+def test_ranks_that_do_not_come_are_named(monkeypatch):
+    monkeypatch.setattr(meeting, "PATIENCE", timedelta(seconds=0.1))
+    with pytest.raises(meeting.NoMeeting, match=r"ranks \[1, 2\] of 3 did not come"):
+        meeting.give(dist.HashStore(), "first", 3)
+    with pytest.raises(meeting.NoMeeting, match="rank 0 did not come"):
+        meeting.take(dist.HashStore(), "number", 1)
