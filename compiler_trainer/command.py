@@ -15,7 +15,7 @@ from rich.console import Console
 
 from compiler_trainer import train
 from compiler_trainer.checkpoint import check_all
-from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.errors import RunError, UserError
 from compiler_trainer.config.meaning import explain
 from compiler_trainer.config.schema import MeshConfig
 from compiler_trainer.data.tokenizers import build_tokenizer
@@ -53,6 +53,8 @@ def main() -> None:
             VERBS[first](sys.argv[2:])
         except train.INPUT_ERRORS as error:
             train.refuse(error)
+        except RunError as error:
+            train.end(error)
         except KeyboardInterrupt:
             sys.exit("interrupted")
     else:

@@ -70,7 +70,11 @@ class Pipeline:
 
 
 def build_pipeline(
-    passes: PassesConfig, optim: OptimConfig, masters: Mapping[str, torch.dtype], microbatches: int
+    passes: PassesConfig,
+    optim: OptimConfig,
+    masters: Mapping[str, torch.dtype],
+    microbatches: int,
+    skip_nonfinite: bool = False,
 ) -> Pipeline:
     """The passes that a configuration asks for; `masters` are the dtypes of the stored parameters."""
     reduce_dtype = DTYPES[passes.cast.reduce_dtype]
@@ -86,7 +90,7 @@ def build_pipeline(
     how = (EIGHT_BITS.get(optim.name, optim.state), optim.block, optim.stochastic_rounding)
     rest = build_optimizer(optim, DTYPES[cast.param_dtype])
     groups = tuple(build_group(label, group, optim, rest) for label, group in optim.groups.items())
-    optimize = Optimize(rest, optim.max_norm, reduce_dtype, 1 / microbatches, *how, groups)
+    optimize = Optimize(rest, optim.max_norm, reduce_dtype, 1 / microbatches, *how, groups, skip_nonfinite)
     overlap, segment = Overlap(passes.schedule.ahead), Segment(passes.segment.enabled, passes.segment.max_nodes)
     finish = (Schedule(passes.schedule.bucket_mib), Expand(), Communicators(), overlap)
     joint = (Joint(), Simplify(), Dedupe(), AddFirst())
@@ -95,7 +99,7 @@ def build_pipeline(
         then: Passes = (optimize, *finish)
         train = {"step": (*joint, build_remat(remat, then), *then, segment)}
     else:
-        then = (Accumulate(), *finish)
+        then = (Accumulate(skip_nonfinite), *finish)
         train = {
             "accumulate": (*joint, build_remat(remat, then, optimize.state_bytes), *then, segment),
             "apply": (Joint(), ApplyOnly(), optimize, *finish, segment),

@@ -25,10 +25,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.errors import RunError, UserError
 from compiler_trainer.config.options import not_one_of, tables, unknown
 from compiler_trainer.config.schema import Config, ModelConfig, build
 from compiler_trainer.config.validate import dry_world_size, validate
+from compiler_trainer.config.yamls import check_folders
 from compiler_trainer.planning.dry import outcome
 from compiler_trainer.sweep.point import join_tasks, run_point
 from compiler_trainer.sweep.render import render
@@ -46,15 +47,26 @@ def main() -> None:
     """Train as the command line says; exits with 0 when done, 2 on bad input, 1 on anything else."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra then raises its errors, else it prints them and exits with 1
     store_defaults()
+    sys.argv[1:] = flags_first(sys.argv[1:])
     with tempfile.TemporaryDirectory() as scratch:
         if RANK != 0:  # hydra makes a sweep's folder on every rank, and clocks may differ
             sys.argv.append(f"hydra.sweep.dir={scratch}")
         try:
+            check_folders(sys.argv[1:])
             run()
         except INPUT_ERRORS as error:
             refuse(error)
+        except OSError as error:  # of hydra's own folders and of --config-dir
+            refuse(UserError(str(error.filename), str(error.strerror)))
         except KeyboardInterrupt:
             sys.exit("interrupted")
+
+
+def flags_first(arguments: list[str]) -> list[str]:
+    """The arguments with options behind flags and what these take: argparse takes none on both sides of a flag."""
+    is_option = [not a.startswith("-") and ("=" in a or a.startswith("~")) for a in arguments]
+    flags = [a for a, option in zip(arguments, is_option) if not option]
+    return flags + [a for a, option in zip(arguments, is_option) if option]
 
 
 def store_defaults() -> None:
@@ -91,6 +103,8 @@ def run(composed: DictConfig) -> float | None:
         return outcome(cfg)
     except UserError as error:
         refuse(error)
+    except RunError as error:
+        end(error)
     except Exception:  # what leaves this function as an exception would be taken for an error in composing
         traceback.print_exc()
         sys.exit(1)
@@ -188,6 +202,15 @@ def refuse(error: Exception) -> NoReturn:
         time.sleep(GRACE_S)  # if rank 0 says the same, torchrun ends this rank meanwhile
     print(f"error: {error if isinstance(error, UserError) else user_error(error)}", file=sys.stderr)
     sys.exit(2)
+
+
+def end(error: RunError) -> NoReturn:
+    """Say on rank 0 in one line why a run ends, and exit with 1."""
+    if RANK == 0:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(GRACE_S)
+    sys.exit(1)
 
 
 if __name__ == "__main__":

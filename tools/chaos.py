@@ -39,12 +39,13 @@ from compiler_trainer.config.schema import (
     TrainConfig,
 )
 from compiler_trainer.training.metrics import FILE, read
+from compiler_trainer.training.pace import RANKS
 from compiler_trainer.training.stop import EXIT_CODE
 from compiler_trainer.training.trainer import train
 
 STEPS = 24
 PATIENCE_S = 120.0  # for ranks to end once one of them is gone
-MEASURED = ("tokens_per_s", "step_ms", "data_ms", "tflops", "mfu", "peak_mem_bytes")  # differ from run to run
+MEASURED = ("tokens_per_s", "step_ms", "data_ms", "tflops", "mfu", "peak_mem_bytes", *RANKS)  # differ from run to run
 FORK = multiprocessing.get_context("fork")  # imports take longer than the runs
 
 

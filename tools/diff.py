@@ -149,7 +149,7 @@ def memory(run: Run) -> dict[str, int]:
 
 def losses(a: Run, b: Run) -> Rows:
     """The first step whose loss differs, and that of the largest difference."""
-    first, second = ({record["step"]: record["loss"] for record in run.metrics} for run in (a, b))
+    first, second = ({record["step"]: record["loss"] for record in run.metrics if "loss" in record} for run in (a, b))
     apart = [(abs(y - x), step, x, y) for step, x, y in unequal(first, second) if x is not None and y is not None]
     rows: Rows = [("steps", str(len(first)), str(len(second)), "")] if first.keys() != second.keys() else []
     for what, (by, step, x, y) in (("first", apart[0]), ("largest", max(apart))) if apart else ():

@@ -55,8 +55,8 @@ def clear(folder: Path) -> None:
         shutil.rmtree(partial)
 
 
-def set_aside(path: Path) -> None:
-    """Give a damaged checkpoint a name that nobody goes on from."""
-    place = path.with_suffix(".damaged")
+def set_aside(path: Path, why: str) -> None:
+    """Give a checkpoint a name that ends in `why`, from which nobody goes on."""
+    place = path.with_suffix(f".{why}")
     shutil.rmtree(place, ignore_errors=True)
     os.rename(path, place)

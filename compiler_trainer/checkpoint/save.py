@@ -36,13 +36,14 @@ from compiler_trainer.checkpoint.load import kinds
 from compiler_trainer.checkpoint.pieces import Stateful, state_of
 from compiler_trainer.checkpoint.staging import Staging
 from compiler_trainer.checkpoint.stored import as_bytes, read_header
+from compiler_trainer.config.errors import RunError
 from compiler_trainer.config.schema import CheckpointConfig
 from compiler_trainer.step.ranks import gather, host_group, rank
 
 T = TypeVar("T")
 
 
-class SaveError(Exception):
+class SaveError(RunError):
     """A checkpoint could not be written; the message says which and why, rank by rank."""
 
 

@@ -1,4 +1,4 @@
-"""The one exception that bad input raises."""
+"""What ends a command with one line instead of a traceback."""
 
 
 class UserError(Exception):
@@ -7,3 +7,7 @@ class UserError(Exception):
     def __init__(self, where: str, message: str):
         super().__init__(f"{where}: {message}")
         self.where, self.message = where, message
+
+
+class RunError(Exception):
+    """A run that could not come to its end, on all ranks alike; the message says why and what to do."""

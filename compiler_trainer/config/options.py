@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from types import UnionType
@@ -14,6 +15,7 @@ from omegaconf import OmegaConf
 from compiler_trainer.config.errors import UserError
 
 T = TypeVar("T")
+LARGEST = 2**63 - 1  # whole numbers, which int64 holds
 SCALARS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
@@ -102,11 +104,13 @@ def convert_dict(kinds: tuple[Any, ...], value: Any, where: str) -> dict[Any, An
 
 def scalar(kind: Any, value: Any, where: str) -> Any:
     """`value` if it is of `kind`; a whole number also serves as a float."""
-    if kind is float and type(value) is int:
+    if kind is float and type(value) is int and abs(value) <= sys.float_info.max:
         value = float(value)
     if type(value) is not kind or (kind is float and not math.isfinite(value)):
         hint = "; put it in quotes" if kind is str and isinstance(value, int | float) else ""
         raise UserError(where, f"{value!r} is not {SCALARS[kind]}{hint}")
+    if kind is int and abs(value) > LARGEST:
+        raise UserError(where, f"{str(value)[:20]}... must be at most {LARGEST:,}")
     return value
 
 

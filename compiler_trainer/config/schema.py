@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import Chosen, Must, build
+from compiler_trainer.config.yamls import check
 from passes.memory.remat import SAVE
 from passes.precision.cast import OPS
 
@@ -27,6 +28,11 @@ Fraction = Annotated[float, Must("be from 0 to 1", lambda x: 0 <= x <= 1)]
 ShareOfPeak = Annotated[float, Must("be above 0 and at most 1", lambda x: 0 < x <= 1)]
 AtLeastOne = Annotated[float, Must("be 1 or more", lambda x: x >= 1)]
 OpenFraction = Annotated[float, Must("be 0 or more and below 1", lambda x: 0 <= x < 1)]
+MOST_LAYERS = 10_000  # that are built
+Layers = Annotated[int, Must(f"be from 1 to {MOST_LAYERS:,}", lambda n: 1 <= n <= MOST_LAYERS)]
+Seed = Annotated[int, Must("be from 0 to 2,147,483,647", lambda n: 0 <= n < 2**31)]
+Epsilon = Annotated[float, Must("be above 0 and at most 1", lambda x: 0 < x <= 1)]
+RopeBase = Annotated[float, Must("be from 1 to 1e12", lambda x: 1 <= x <= 1e12)]
 Dtype = Literal["float32", "bfloat16"]
 
 EIGHT_BITS: dict[str, Literal["int8", "float8"]] = {"adamw8bit": "int8", "adamwfp8": "float8"}
@@ -86,13 +92,13 @@ class ModelConfig:
 
     name: str = "llama_debug"
     dim: Positive = 256
-    n_layers: Positive = 4
+    n_layers: Layers = 4
     n_heads: Positive = 8
     n_kv_heads: Positive = 4
     ffn_dim: Positive = 768
     vocab_size: Positive = 257
-    norm_eps: PositiveFloat = 1e-5
-    rope_theta: PositiveFloat = 10_000.0
+    norm_eps: Epsilon = 1e-5
+    rope_theta: RopeBase = 10_000.0
     rope_scaling: RopeScaling | None = None
     tied: bool = False
     attention: Literal["causal", "documents"] = "causal"  # over the whole row, or within each document of it
@@ -193,7 +199,7 @@ class DataConfig(SourceConfig):
     chat: bool = False
     bad_records: Literal["stop", "skip"] = "stop"
     eval_fraction: OpenFraction = 0.05  # of each source's documents, held out
-    seed: Count = 0
+    seed: Seed = 0
     cache: str | None = None  # where tokens are kept; null: compiler-trainer/tokens in $XDG_CACHE_HOME or ~/.cache
 
     @property
@@ -210,9 +216,10 @@ class TrainConfig:
     seq_len: Annotated[int, Must("be at least 2, a token and the one it predicts", lambda n: n >= 2)] = 256
     global_batch_size: Positive = 16  # sequences a step, all ranks together
     microbatches: Positive = 1
-    seed: Count = 0
+    seed: Seed = 0
     deterministic: bool = False
     dtype: Dtype = "float32"
+    nonfinite: Literal["stop", "skip", "rollback"] = "stop"  # at a NaN: end, omit the update, or go back and past it
 
 
 @dataclass(frozen=True)
@@ -233,7 +240,7 @@ class OptimConfig:
     name: Literal["adamw", "adamw8bit", "adamwfp8", "muon", "sgd"] = "adamw"  # 8bit, fp8: moments in torchao's formats
     lr: NonNegativeFloat = 1e-3
     betas: tuple[OpenFraction, OpenFraction] = (0.9, 0.999)  # adamw's
-    eps: PositiveFloat = 1e-8  # adamw's
+    eps: Epsilon = 1e-8  # adamw's
     momentum: OpenFraction = 0.0  # sgd's and muon's
     weight_decay: NonNegativeFloat = 0.0
     max_norm: PositiveFloat | None = None
@@ -417,6 +424,7 @@ class RunConfig:
     dump_graphs: bool = True
     profile: bool = False
     time_limit: TimeLimit = None  # seconds, or as `2h30m`
+    pace_interval: Count = 100  # every so many steps ranks compare how long they compute and wait; 0: never
     timeout_s: PositiveFloat = 600.0  # a rank that does not move for so long while training ends the job
     dry: bool = False  # compile for the mesh and predict what `cluster` would make of it; nothing is run
 
@@ -483,6 +491,7 @@ def save(cfg: Config, path: str | Path) -> None:
 
 def load(path: str | Path) -> Config:
     """The config saved at `path`; raises UserError naming the file or the option at fault."""
+    check(Path(path))
     try:
         mapping = OmegaConf.to_container(OmegaConf.load(path))
     except (OSError, yaml.YAMLError, OmegaConfBaseException) as error:

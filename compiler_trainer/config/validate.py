@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from compiler_trainer.config.times import is_time
 from passes.program.mesh import spread_experts
 
 Checks = tuple[tuple[str, Callable[[Any], bool], str], ...]
+LONG = 200  # characters of a path, from which on it is not shown as a whole
 UNSUPPORTED_AXES = {
     "pp": "pipeline parallelism",
 }
@@ -48,6 +50,13 @@ DECODER_CHECKS: Checks = (
         "model.head_dim",
         lambda c: c.model.head_dim is None or c.model.head_dim % 2 == 0,
         "{c.model.head_dim} is odd, and features rotate in pairs; use an even number",
+    ),
+    (
+        "model.rope_scaling.low_freq_factor",
+        lambda c: c.model.rope_scaling is None
+        or c.model.rope_scaling.low_freq_factor <= c.model.rope_scaling.high_freq_factor,
+        "{c.model.rope_scaling.low_freq_factor} must be at most "
+        "model.rope_scaling.high_freq_factor={c.model.rope_scaling.high_freq_factor}; change either",
     ),
     (
         "model.n_kv_heads",
@@ -175,6 +184,11 @@ CHECKS: Checks = (
         "divisor of checkpoint.interval={c.checkpoint.interval}",
     ),
     (
+        "train.nonfinite",
+        lambda c: c.train.nonfinite != "rollback" or c.checkpoint.enabled,
+        "{c.train.nonfinite} with checkpoint.enabled=false, which leaves nothing to go back to; change either",
+    ),
+    (
         "run.time_limit",
         lambda c: c.run.time_limit is None or is_time(c.run.time_limit),
         "{c.run.time_limit} is no time; give seconds, or hours, minutes and seconds as 2h30m, 90m or 45s",
@@ -197,7 +211,25 @@ def validate(cfg: Config, world_size: int) -> Config:
     for where, holds, message in (*CHECKS, *(DECODER_CHECKS if isinstance(cfg.model, ModelConfig) else ())):
         if not holds(cfg):
             raise UserError(where, message.format(c=cfg))
+    for where, path in (
+        ("run.dir", cfg.run.dir),
+        ("checkpoint.dir", cfg.checkpoint.dir),
+        ("checkpoint.resume", cfg.checkpoint.resume),
+    ):
+        check_path(where, path or "")
     return dataclasses.replace(cfg, mesh=resolve_mesh(cfg.mesh, world_size))
+
+
+def check_path(where: str, path: str) -> None:
+    """Raise UserError where there is nothing and can be nothing."""
+    try:
+        os.stat(path)
+    except OSError as error:
+        if isinstance(error, FileNotFoundError):  # it can be made, or is missed by who reads it
+            return
+        shown = path if len(path) < LONG else f"{path[:LONG]}..."
+        act = "read" if where == "checkpoint.resume" else "written"
+        raise UserError(where, f"{shown} cannot be {act}: {error.strerror}; choose another") from error
 
 
 def dry_world_size(cfg: Config) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import FolderConfig, LoraConfig
+from compiler_trainer.config.schema import MOST_LAYERS, FolderConfig, LoraConfig
 from compiler_trainer.models.init import seeded
 from compiler_trainer.models.loss import cross_entropy
 from compiler_trainer.models.skeleton import skeleton
@@ -41,8 +41,8 @@ def config_of(cfg: FolderConfig) -> Any:
     if not Path(cfg.path, "config.json").is_file():
         raise UserError("model.path", f"{cfg.path} holds no config.json; name a folder that transformers wrote")
     try:
-        config = transformers.AutoConfig.from_pretrained(cfg.path)
-    except (ValueError, OSError, KeyError) as error:
+        config = transformers.AutoConfig.from_pretrained(cfg.path, trust_remote_code=False)
+    except Exception as error:  # of whatever kind: it is the file's
         raise UserError(f"{cfg.path}/config.json", " ".join(str(error).split())) from error
     config = config.get_text_config()
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -50,13 +50,21 @@ def config_of(cfg: FolderConfig) -> Any:
         raise UserError(f"{cfg.path}/config.json", what)
     if getattr(config, "quantization_config", None) is not None:
         raise UserError(f"{cfg.path}/config.json", "has quantized weights, which cannot be trained; dequantize them")
+    if config.num_hidden_layers > MOST_LAYERS:
+        what = f"num_hidden_layers is {config.num_hidden_layers:,}; at most {MOST_LAYERS:,} are built"
+        raise UserError(f"{cfg.path}/config.json", what)
     return config
 
 
 def build_module(cfg: FolderConfig) -> nn.Module:
     """The model of the folder, in training mode, with weights that mean nothing; with `lora`, inside peft's."""
     transformers = library()
-    module = transformers.AutoModelForCausalLM.from_config(config_of(cfg), dtype=torch.float32)
+    config = config_of(cfg)
+    try:
+        module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except Exception as error:  # of whatever kind: it is the file's
+        what = f"describes a model that cannot be built: {' '.join(str(error).split())}"
+        raise UserError(f"{cfg.path}/config.json", what) from error
     return module.train() if cfg.lora is None else adapted(module, cfg.lora)
 
 
@@ -91,12 +99,8 @@ def loss_of(attention: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Te
 # ---- values -------------------------------------------------------------------------------------------
 
 
-def initial(cfg: FolderConfig, module: nn.Module, seed: int) -> Iterator[tuple[str, Value]]:
-    """Every parameter and buffer of a skeleton, as the folder has it or, with `init` random, drawn by name.
-
-    Raises UserError naming tensors that the folder lacks, has beyond those, or has in another shape.
-    """
-    kept = stored_values(cfg, plain(module)) if cfg.init == "weights" else None
+def initial(kept: Mapping[str, Stored] | None, module: nn.Module, seed: int) -> Iterator[tuple[str, Value]]:
+    """Every parameter and buffer of a skeleton, as the folder has it, or drawn by name where none are `kept`."""
     for name, parameter in module.named_parameters():
         own = name.removeprefix(ADAPTED).replace(INNER, ".")
         if ".lora_" in name or kept is None:
@@ -113,8 +117,14 @@ def plain(module: Any) -> Any:
     return module.get_base_model() if hasattr(module, "get_base_model") else module
 
 
-def stored_values(cfg: FolderConfig, model: Any) -> dict[str, Stored]:
-    """What the folder holds, by the names of the module's parameters (the first of tied ones) and buffers."""
+def stored_values(cfg: FolderConfig, module: nn.Module) -> dict[str, Stored] | None:
+    """What the folder holds, by the names of parameters (the first of tied ones) and buffers; None with `init` random.
+
+    Raises UserError naming tensors that the folder lacks, has beyond those, or has in another shape.
+    """
+    if cfg.init != "weights":
+        return None
+    model = plain(module)
     folder, wanted = Path(cfg.path), wanted_of(model)
     found = renamed(model, stored_in(folder), {alias: meta for alias, (_, meta) in wanted.items()})
     values: dict[str, Stored] = {}

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config, FolderConfig, ModelConfig, Own
 from compiler_trainer.models import flops, folder, llama, own
 from compiler_trainer.models.init import initial_parameters
@@ -58,7 +59,10 @@ def subject(cfg: Config) -> Subject:
 
 def of_decoder(cfg: ModelConfig, dtype: torch.dtype, seed: int) -> Subject:
     """One of our own decoders, its weights drawn by their names."""
-    module = llama.build(cfg, dtype)
+    try:
+        module = llama.build(cfg, dtype)
+    except RuntimeError as error:  # of sizes that no memory is addressed with
+        raise UserError("model", f"cannot be built: {str(error).splitlines()[0]}") from error
     return Subject(
         name=cfg.name,
         module=module,
@@ -73,13 +77,13 @@ def of_decoder(cfg: ModelConfig, dtype: torch.dtype, seed: int) -> Subject:
 def of_folder(cfg: FolderConfig, dtype: torch.dtype, seed: int) -> Subject:
     """A folder that transformers wrote."""
     module = folder.build(cfg, dtype)
-    config = folder.plain(module).config
+    config, kept = folder.plain(module).config, folder.stored_values(cfg, module)
     return Subject(
         name=f"{config.model_type} in {cfg.path}",
         module=module,
         loss=partial(folder.loss_of, cfg.attention),
         logits=partial(folder.logits, cfg.attention),
-        initial=lambda: folder.initial(cfg, module, seed),
+        initial=lambda: folder.initial(kept, module, seed),
         flops_per_token=partial(flops.of_folder, config, module),
         vocab_size=config.vocab_size,
     )

@@ -88,7 +88,7 @@ def compile_dry(cfg: Config, observe: Observer | None) -> DryStep:
         trained.loss,
         one_microbatch(batch, cfg.train.microbatches),
         mesh_of(cfg.mesh),
-        build_pipeline(cfg.passes, cfg.optim, masters, cfg.train.microbatches),
+        build_pipeline(cfg.passes, cfg.optim, masters, cfg.train.microbatches, cfg.train.nonfinite == "skip"),
         cfg.passes,
         torch.device("cpu"),  # kernels of other devices cannot be traced where they are not; shapes are the same
         observe,

@@ -43,6 +43,7 @@ def compile_step(
     lower: Mapping[str, Any] | LowerConfig | None = None,
     microbatches: int = 1,
     seed: int = 0,
+    skip_nonfinite: bool = False,
     ranks: Literal["processes", "lockstep"] = "processes",
     initial: Iterable[tuple[str, Value]] | None = None,
     device: torch.device | str = "cpu",
@@ -56,6 +57,7 @@ def compile_step(
     `example_batch` holds tensors of GLOBAL shape, whose rows are split into `microbatches`. `initial` gives full
     values of parameters and buffers (by default the model's own, which must then be real), of which a rank reads what
     it owns. `seed` keys random operators such as dropout, which are off in evaluation: that is captured in eval mode.
+    With `skip_nonfinite` a step whose gradient norm is infinite or not a number changes nothing.
     With "processes" torch.distributed is up and this process is one rank; with "lockstep" all ranks are interpreted
     here. Without `train` the step can only evaluate. Numbers of batch entries are `below` those given. `tell` is
     called with what begins: a pass, a body.
@@ -64,15 +66,13 @@ def compile_step(
     update, options = _typed(OptimConfig, optim, "optim"), _typed(PassesConfig, passes, "passes")
     named, device = mesh_of(mesh), torch.device(device)
     lower = _typed(LowerConfig, lower or _default_lower(ranks), "lower")
-    if lower.cudagraphs and device.type != "cuda":
-        raise UserError("lower.cudagraphs", f"is true, but the step runs on {device.type}; use a GPU or leave it false")
-    runtime = _runtime(ranks, named, lower, tell)
+    runtime = _runtime(ranks, named, lower, device, tell)
     if ranks == "processes" and device.type == "cpu":
         keep_freed_memory()
         if lower.backend == "inductor":
             inductor.begin()  # beside capture and passes
     batch, masters = one_microbatch(example_batch, microbatches), {n: p.dtype for n, p in model.named_parameters()}
-    pipeline = build_pipeline(options, update, masters, microbatches)
+    pipeline = build_pipeline(options, update, masters, microbatches, skip_nonfinite)
     values: Iterable[tuple[str, Value]] = _initial_values(model, initial)
     scalars = {"lr": torch.tensor(update.lr), "seed": torch.tensor(seed)}
     whole = None
@@ -147,7 +147,11 @@ def _default_lower(ranks: str) -> dict[str, str]:
     return {"backend": "eager" if ranks == "lockstep" else "inductor"}
 
 
-def _runtime(ranks: str, mesh: Mesh, lower: LowerConfig, tell: Callable[[str], None]) -> Runtime:
+def _runtime(
+    ranks: str, mesh: Mesh, lower: LowerConfig, device: torch.device, tell: Callable[[str], None]
+) -> Runtime:
+    if lower.cudagraphs and device.type != "cuda":
+        raise UserError("lower.cudagraphs", f"is true, but the step runs on {device.type}; use a GPU or leave it false")
     if ranks == "processes":
         return ProcessRanks(mesh, lower, tell)
     if ranks != "lockstep":

@@ -139,7 +139,7 @@ def loss_curves(found: Sequence[Point], folder: Path, names: Sequence[str]) -> l
     for number, p in enumerate(found):
         path = folder / str(p["point"]) / metrics.FILE
         if path.exists() and (records := metrics.read(path)):
-            steps, losses = [r["step"] for r in records], [r["loss"] for r in records]
+            steps, losses = [r["step"] for r in records], [r.get("loss") for r in records]
             mark = {"symbol": MARKS[number % len(MARKS)], "maxdisplayed": 20}
             line = {"dash": DASHES[number % len(DASHES)]}
             name = label(p, names)

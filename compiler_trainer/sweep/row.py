@@ -46,12 +46,13 @@ def of_steps(records: Sequence[metrics.Record]) -> dict[str, Any]:
     """Losses of all steps; times of those after the first, which is slower: it is profiled, and kernels are loaded."""
     if not records:
         return {}
+    losses = [r["loss"] for r in records if "loss" in r]  # a step whose update was left out may have none
     held_out = [r["eval_loss"] for r in records if "eval_loss" in r]
     timed = records[1:] or records
     return {
         "steps": int(records[-1]["step"]),
-        "loss": records[-1]["loss"],
-        "best_loss": min(r["loss"] for r in records),
+        "loss": losses[-1] if losses else None,
+        "best_loss": min(losses, default=None),
         "eval_loss": held_out[-1] if held_out else None,
         "best_eval_loss": min(held_out, default=None),
         "tokens_per_s": statistics.median(r["tokens_per_s"] for r in timed),

@@ -17,16 +17,32 @@ Record = dict[str, float]
 class Metrics:
     """Appends to the metrics in a run folder, after those of the first `after` steps; later ones are dropped.
 
-    A resumed run repeats the steps since its checkpoint: each step is in the file once.
+    A resumed run repeats the steps since its checkpoint, and so does one that was rolled back: a step is in once.
     """
 
     def __init__(self, folder: Path, after: int = 0):
-        drop_later(folder / FILE, after)
-        self.file = open(folder / FILE, "a", encoding="utf-8")
-        self.events = SummaryWriter(str(folder), purge_step=after + 1)
+        self.folder = folder
+        self.begin(after)
+
+    def begin(self, after: int) -> None:
+        """Open both for the steps after that one."""
+        self.last = after
+        drop_later(self.folder / FILE, after)
+        self.file = open(self.folder / FILE, "a", encoding="utf-8")
+        self.events = SummaryWriter(str(self.folder), purge_step=after + 1)
+
+    def close(self) -> None:
+        """Close both."""
+        self.file.close()
+        self.events.close()
 
     def write(self, record: Record) -> None:
         """Add one step: `record["step"]` and its values, finite numbers."""
+        step = int(record["step"])
+        if step <= self.last:
+            self.close()
+            self.begin(step - 1)
+        self.last = step
         self.file.write(json.dumps(record, allow_nan=False) + "\n")
         self.file.flush()
         for name, value in record.items():
@@ -38,8 +54,7 @@ class Metrics:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.file.close()
-        self.events.close()
+        self.close()
 
 
 def read(path: Path) -> list[Record]:

@@ -81,6 +81,6 @@ def read_start(cfg: Config, datasets: Datasets, stored: Checkpoint) -> Start:
             datasets.train.load_state_dict(index.data)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise UserError(str(path), f"does not say where to go on in the data: {error!r}") from error
-    if index.step >= cfg.train.steps:
+    if index.step >= cfg.train.steps and cfg.checkpoint.resume != "auto":
         raise UserError("train.steps", f"is {cfg.train.steps}, but {path} is at step {index.step}; ask for more")
     return Start(index.step, index.tokens, stored)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from math import nan
 from pathlib import Path
 
 from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -52,8 +53,9 @@ class Progress(Renewed):
         evaluated = "" if self.eval_loss is None else f"  eval loss {self.eval_loss:.3f}"
         speed = f"{record['tokens_per_s']:,.0f} tokens/s"
         used = f"  MFU {record['mfu']:.1%}" if "mfu" in record else ""
-        update = f"norm {record['grad_norm']:.3g}  lr {record['lr']:.2g}"
-        return f"step {step}/{self.steps}  loss {record['loss']:.3f}{evaluated}  {update}  {speed}{used}  {left} left"
+        update = f"norm {record.get('grad_norm', nan):.3g}  lr {record['lr']:.2g}"
+        loss = record.get("loss", nan)
+        return f"step {step}/{self.steps}  loss {loss:.3f}{evaluated}  {update}  {speed}{used}  {left} left"
 
     def is_due(self, step: int) -> bool:
         """Whether it is time for a plain line."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from compiler_trainer.checkpoint import Saver, TrainState
 from compiler_trainer.config.schema import Config
@@ -16,24 +17,37 @@ from compiler_trainer.step.step import Step
 from compiler_trainer.training.metrics import Record
 from compiler_trainer.training.resume import checkpoints_of
 
-Save = Callable[[Record, Loader], None]
+
+@dataclass(frozen=True)
+class Save:
+    """Takes checkpoints of a run, which go on being written while training does; none without a saver."""
+
+    cfg: Config
+    saver: Saver | None
+
+    def __call__(self, record: Record, loader: Loader) -> None:
+        """Take one, after the step of a record and as the loader stands."""
+        if self.saver is not None:
+            self.saver.save(state_after(record, loader, self.cfg))
+
+    def wait(self) -> None:
+        """Wait until the last one is written, or has failed."""
+        if self.saver is not None:
+            self.saver.wait()
 
 
 @contextmanager
 def saving(cfg: Config, trained: Subject, step: Step) -> Iterator[Save]:
-    """What to call for a checkpoint with a step's record and the loader; the end waits for the last one.
-
-    Where no checkpoints are taken it does nothing.
-    """
+    """What to call for a checkpoint; the end waits for the last one."""
     if not cfg.checkpoint.enabled:
-        yield lambda record, loader: None
+        yield Save(cfg, None)
         return
     without = frozenset() if cfg.checkpoint.frozen else trained.frozen
     with Saver(step, checkpoints_of(cfg), cfg.checkpoint, without, say) as saver:
         if rank() == 0:
             mib = saver.staging.bytes / 2**20
             say(f"a checkpoint every {cfg.checkpoint.interval:,} steps, by way of {mib:,.1f} MiB of host memory a rank")
-        yield lambda record, loader: saver.save(state_after(record, loader, cfg))
+        yield Save(cfg, saver)
 
 
 def state_after(record: Record, loader: Loader, cfg: Config) -> TrainState:

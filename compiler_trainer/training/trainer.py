@@ -27,13 +27,16 @@ from compiler_trainer.training import folder, trace
 from compiler_trainer.training.evaluate import mean_loss
 from compiler_trainer.training.load import unevenness
 from compiler_trainer.training.lr_schedule import learning_rate
-from compiler_trainer.training.memory import PeakMemory
+from compiler_trainer.training.meters import Meters
 from compiler_trainer.training.metrics import Metrics, Record
+from compiler_trainer.training.nonfinite import Judge, Lost, Rollback
 from compiler_trainer.training.prepare import Start, find_start, make_reproducible, read_data, same_on_all_ranks
 from compiler_trainer.training.progress import Progress, Working, say_contents
 from compiler_trainer.training.resume import pass_over
+from compiler_trainer.training.room import check_room
 from compiler_trainer.training.saving import saving
-from compiler_trainer.training.speed import machine, speed
+from compiler_trainer.training.speed import machine
+from compiler_trainer.training.spikes import Spikes
 from compiler_trainer.training.stop import Stop, end_early
 from compiler_trainer.training.watch import Watch
 from passes.check.runner import Dumper
@@ -53,8 +56,11 @@ def train(cfg: Config) -> float:
     datasets = read_data(cfg)
     trained = subject(cfg)
     check_vocabulary(datasets, trained.vocab_size)
+    check_room(cfg, trained)
     cfg = same_on_all_ranks(cfg, datasets)
     start = find_start(cfg, datasets)
+    if start.stored is not None and start.step >= cfg.train.steps:
+        return all_done(cfg, start)
     trace.check(cfg, start.step)
     step, start = prepare_step(cfg, trained, datasets, start)
     with (
@@ -68,7 +74,17 @@ def train(cfg: Config) -> float:
     if measured["step"] < cfg.train.steps:
         end_early(cfg, stop, int(measured["step"]))
     stop_ranks()  # not in a `finally`: a rank that fails must end at once, for the others wait for it
-    return measured.get("eval_loss", measured["loss"])
+    return measured.get("eval_loss", measured.get("loss", math.nan))
+
+
+def all_done(cfg: Config, start: Start) -> float:
+    """Say that a run has all its steps already, which is no error of who starts it automatically; its last loss."""
+    assert start.stored is not None
+    if rank() == 0:
+        say(f"{cfg.run.dir} has all {cfg.train.steps:,} steps (train.steps), as of {start.stored.path}; nothing to do")
+    stop_ranks()
+    held_out = start.stored.index.eval_loss
+    return math.nan if held_out is None else held_out
 
 
 def prepare_step(cfg: Config, trained: Subject, datasets: Datasets, start: Start) -> tuple[Step, Start]:
@@ -86,7 +102,7 @@ def prepare_step(cfg: Config, trained: Subject, datasets: Datasets, start: Start
         start = restore(cfg, trained, step, datasets, start)
     folder.create(cfg, {"machine": machine(), **step.report})
     for path in start.damaged:
-        checkpoint.set_aside(path)
+        checkpoint.set_aside(path, "damaged")
     say(f"compiled in {time.perf_counter() - began:.1f} s; the run folder is {cfg.run.dir}")
     return step, start
 
@@ -125,6 +141,7 @@ def build_step(
         lower=cfg.lower,
         microbatches=cfg.train.microbatches,
         seed=cfg.train.seed,
+        skip_nonfinite=cfg.train.nonfinite == "skip",
         initial=trained.initial(),
         device=local_device(),
         below={"tokens": datasets.vocab_size},
@@ -141,55 +158,46 @@ def run(
     It is handed out before its checkpoint is taken: an interruption leaves a record too many, which resuming drops,
     never one too few.
     """
+    meters, rollback = Meters(cfg, trained, step), Rollback(cfg, trained, step, start)
     with saving(cfg, trained, step) as save:
-        for record in steps(cfg, trained, step, datasets, start):
-            yield record
-            is_last = stop.now()
-            if is_last or is_due(int(record["step"]), cfg.checkpoint.interval, cfg.train.steps):
-                save(record, datasets.train)
-            if is_last:
-                return
+        while True:
+            try:
+                for record in steps(cfg, step, datasets, start, meters):
+                    yield record
+                    number, ends = int(record["step"]), stop.now() or record["step"] == cfg.train.steps
+                    is_well = "skipped" not in record  # else it might take the place of a checkpoint that is
+                    if ends or is_well and is_due(number, cfg.checkpoint.interval, cfg.train.steps):
+                        save(record, datasets.train)
+                    if ends:
+                        return
+            except Lost as lost:
+                save.wait()
+                start = rollback.past(lost)
 
 
-def steps(cfg: Config, trained: Subject, step: Step, datasets: Datasets, start: Start) -> Iterator[Record]:
-    """Take the steps from `start` to `train.steps`; what each measured."""
-    flops = trained.flops_per_token(cfg.train.seq_len)
-    memory = PeakMemory(step.device, (tensor for state in step.state.values() for tensor in state.local.values()))
-    tokens, recorder = start.tokens, trace.Trace(cfg, step, start.step)
+def steps(cfg: Config, step: Step, datasets: Datasets, start: Start, meters: Meters) -> Iterator[Record]:
+    """Take the steps from `start` to `train.steps`; what each measured. Raises Lost."""
+    tokens, recorder, judge, spikes = start.tokens, trace.Trace(cfg, step, start.step), Judge(cfg), Spikes()
     for number in range(start.step + 1, cfg.train.steps + 1):
         tokens += cfg.train.global_batch_size * cfg.train.seq_len
         with recorder.around(number):
-            record = {"step": number, "tokens": tokens, **one_step(cfg, flops, step, datasets.train, memory, number)}
+            record = {"step": number, "tokens": tokens, **one_step(cfg, meters, datasets.train, number)}
         if datasets.eval is not None and is_due(number, cfg.eval.interval, cfg.train.steps):
             record["eval_loss"] = mean_loss(step, held_out(datasets.eval, cfg.eval.batches))
-        check_finite(record)
+        record = judge.finite(record)
+        if "loss" in record and (said := spikes.said(number, record["loss"])) and rank() == 0:
+            say(said)
         yield record
 
 
-def one_step(cfg: Config, flops: int, step: Step, loader: Loader, memory: PeakMemory, number: int) -> Record:
-    """Take update `number` and measure it, from fetching its batch on; a token takes so many `flops`."""
-    lr = learning_rate(cfg.lr_schedule, cfg.optim.lr, number, cfg.train.steps)
-
-    def timed() -> tuple[dict[str, Tensor], Record, float, float]:
-        began = time.perf_counter()
-        batch = next_batch(loader)
-        waited = time.perf_counter() - began
-        return batch, step(batch, lr), time.perf_counter() - began, waited
-
-    batch, result, seconds, waited = memory.during(timed)
+def one_step(cfg: Config, meters: Meters, loader: Loader, number: int) -> Record:
+    """Take update `number` and measure it, from fetching its batch on."""
+    lr, step = learning_rate(cfg.lr_schedule, cfg.optim.lr, number, cfg.train.steps), meters.step
+    batch, result, measured = meters.take(number, lambda: next_batch(loader), lr)
     if isinstance(cfg.model, ModelConfig) and cfg.model.attention == "documents" and cfg.mesh.cp > 1:
         result["cp_imbalance"] = imbalance(batch["positions"] + 1, step.mesh)
     result |= unevenness({name: state.local[step.ranks[0]] for name, state in step.state.items()})
-    times = {**speed(cfg, flops, seconds), "data_ms": 1e3 * waited}
-    return {**result, "lr": lr, **times, "peak_mem_bytes": memory.bytes}
-
-
-def check_finite(record: Record) -> None:
-    """Stop a run that is lost: raises FloatingPointError where a value is infinite or not a number."""
-    for name, value in record.items():
-        if not math.isfinite(value):
-            fix = "resume from a checkpoint with a lower optim.lr, or with optim.max_norm (and checkpoint.allow of it)"
-            raise FloatingPointError(f"{name} is {value} at step {record['step']}; {fix}")
+    return {**result, "lr": lr, **measured}
 
 
 def is_due(number: int, interval: int, last: int) -> bool:

@@ -17,8 +17,12 @@ from passes.update.optimize import Appender
 
 @dataclass(frozen=True)
 class Accumulate:
-    """Add each gradient to an accumulator in place; outputs keep the loss and metrics."""
+    """Add each gradient to an accumulator in place; outputs keep the loss and metrics.
 
+    With `skip_nonfinite` buffers stay as they were where the loss is infinite or not a number.
+    """
+
+    skip_nonfinite: bool = False
     name: str = "accumulate"
     requires: frozenset[str] = frozenset({"joint"})
     establishes: frozenset[str] = frozenset({"accumulate"})
@@ -27,6 +31,9 @@ class Accumulate:
         program = program.copy()
         append = Appender(program, ctx, "optimizer")
         buffers = {i.name: n for n, i in zip(program.placeholders(), program.inputs) if i.kind == "buffer"}
+        if self.skip_nonfinite and buffers:
+            loss = next(n for n, o in zip(program.results(), program.outputs) if o.kind == "loss")
+            append.guard = append.call("finite", torch.isfinite, loss)
         added: list[ir.Input] = []
         kept = []
         for node, output in zip(program.results(), program.outputs, strict=True):
@@ -38,7 +45,7 @@ class Accumulate:
                 added.append(ir.Input(output.name, "gradient", output.spec))
                 append.write(total, append.call("add", torch.add, total, node))
             elif output.kind == "buffer":
-                append.write(buffers[output.name], node)
+                append.keep(buffers[output.name], node)
             else:
                 kept.append((node, output))
         program.graph.output_node().args = (tuple(n for n, _ in kept),)

@@ -14,6 +14,7 @@ from passes.program.rewrite import graft
 from passes.program.spec import Spec
 
 aten = torch.ops.aten
+EIGHT_BIT_FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class Appender:
@@ -24,6 +25,7 @@ class Appender:
         self.last = program.placeholders()[-1]
         self.traced: dict[Any, fx.Graph] = {}
         self.parameter = ""  # whose update is being appended
+        self.guard: fx.Node | None = None  # bool, 0-d: where it is false, what is kept stays as it was
 
     def call(self, key: Any, fn: Callable[..., Any], *inputs: fx.Node) -> Any:
         """The result of `fn` on the nodes' values; `key` tells functions of the same input shapes apart."""
@@ -44,6 +46,12 @@ class Appender:
         ir.set_phase(node, self.phase)
         ir.set_parameter(node, self.parameter)
 
+    def keep(self, target: fx.Node, new: fx.Node) -> None:
+        """Store a value into an input that outlives the step, in place, if the guard lets it."""
+        if self.guard is not None:
+            new = self.call("keep", keep_if, self.guard, new, target)
+        self.write(target, new)
+
     def write(self, target: fx.Node, new: fx.Node) -> None:
         """Store a value into an input, in place."""
         with self.graph.inserting_before(self.graph.output_node()):
@@ -58,6 +66,14 @@ class Appender:
         ir.set_value(node, val)
         ir.set_spec(node, spec)
         return node
+
+
+def keep_if(guard: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    """`new` where the guard is true, else `old`, whose dtype it gets."""
+    new = new if new.dtype == old.dtype else new.to(old.dtype)
+    if old.dtype in EIGHT_BIT_FLOATS:  # which no `where` takes
+        return torch.where(guard, new.view(torch.uint8), old.view(torch.uint8)).view(old.dtype)
+    return torch.where(guard, new, old)
 
 
 def coordinates(program: ir.Program, append: Appender) -> tuple[dict[str, fx.Node], list[tuple[fx.Node, ir.Input]]]:

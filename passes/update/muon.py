@@ -161,4 +161,4 @@ def store(
 
     key = ("move", update.group.optimizer, update.dtype, *update.identity())
     inputs = (matrix.parameter, direction, *scalars, *update.drawn(step, places))
-    append.write(matrix.parameter, append.call(key, move, *inputs))
+    append.keep(matrix.parameter, append.call(key, move, *inputs))

@@ -71,7 +71,8 @@ class Optimize:
 
     Gradients are reduced in `reduce_dtype` (None: their own), scaled by `scale` and clipped to `max_norm`
     (None: not clipped). Parameters of the first of `groups` that holds them are updated as it says, the others by
-    `optimizer`; `state`, `block` and `stochastic` are those of a `Storage`.
+    `optimizer`; `state`, `block` and `stochastic` are those of a `Storage`. With `skip_nonfinite` nothing changes in a
+    step whose gradient norm is infinite or not a number.
     """
 
     optimizer: Optimizer
@@ -82,6 +83,7 @@ class Optimize:
     block: int = 256
     stochastic: bool = False
     groups: tuple[Group, ...] = ()
+    skip_nonfinite: bool = False
     name: str = "optimize"
     requires: frozenset[str] = frozenset({"joint"})
     establishes: frozenset[str] = frozenset({"step"})
@@ -97,6 +99,7 @@ class Optimize:
             reduce_gradient(append, name, n, axes, self.reduce_dtype) for (name, n, _), axes in zip(graded, partial)
         ]
         norm, factor = self.clip(append, names, reduced, [replace(spec, partial=()) for _, _, spec in graded])
+        append.guard = append.call("finite", torch.isfinite, norm) if self.skip_nonfinite else None
         scalars = [self.scalar(append, name, program) for name in ("lr", "step")]
         lr, step = (node for node, _ in scalars)
         step_now = append.call("count", lambda s: s + 1, step)
@@ -120,7 +123,7 @@ class Optimize:
                 append.parameter = given.name
                 append.write(total, append.call("clear", torch.zeros_like, total))
         append.parameter = ""
-        append.write(step, step_now)
+        append.keep(step, step_now)
         order = {node: k for k, node in enumerate(program.placeholders())}
         inputs = (*program.inputs, *(i for _, i in sorted(added, key=lambda pair: order[pair[0]])))
         program = self.finish(program, append, inputs, norm)
@@ -205,7 +208,7 @@ class Optimize:
         for node, output in zip(program.results(), program.outputs):
             if output.kind == "buffer":
                 append.parameter = output.name
-                append.write(given[output.name], node)
+                append.keep(given[output.name], node)
             elif output.kind in ("loss", "metric"):
                 results.append(node)
                 outputs.append(output)

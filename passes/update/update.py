@@ -86,7 +86,7 @@ class Update:
 
         inputs = (parameter, gradient, *shared, *self.drawn(step, places))
         new, added = self.advance(append, "update", update, inputs, parameter)
-        append.write(parameter, new)
+        append.keep(parameter, new)
         return added
 
     def advance(
@@ -106,7 +106,7 @@ class Update:
         key = (what, self.group.optimizer, self.dtype, tuple(codecs), *self.identity())
         value, *state = append.call(key, run, *inputs, *kept)
         for node, new in zip(kept, state, strict=True):
-            append.write(node, new)
+            append.keep(node, new)
         return value, [pair for parts in held for pair in parts]
 
     @property

@@ -21,11 +21,12 @@ from compiler_trainer.config.schema import (
 )
 from compiler_trainer.step.step import State
 from compiler_trainer.training.metrics import read
+from compiler_trainer.training.pace import RANKS
 from passes.program.mesh import Mesh
 from passes.program.spec import Spec
 
 MODEL = ModelConfig(dim=16, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=24)
-TIMES = ("tokens_per_s", "step_ms", "tflops", "data_ms", "peak_mem_bytes")
+TIMES = ("tokens_per_s", "step_ms", "tflops", "data_ms", "peak_mem_bytes", *RANKS)
 
 
 def options(folder, steps=6, **changes):

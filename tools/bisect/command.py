@@ -27,15 +27,17 @@ from omegaconf import OmegaConf
 from torch import Tensor, fx, nn
 
 from compiler_trainer.capture.capture import LossFn, capture
+from compiler_trainer.checkpoint import opened
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import Config, MeshConfig, OptimConfig, PassesConfig
 from compiler_trainer.config.validate import validate
-from compiler_trainer.data.datasets import build_datasets, check_vocabulary
+from compiler_trainer.data.datasets import Datasets, build_datasets, check_vocabulary
 from compiler_trainer.models.skeleton import fill
 from compiler_trainer.models.subject import Subject, subject
 from compiler_trainer.pipeline import DTYPES, Pipeline, build_pipeline
 from compiler_trainer.train import CONF, INPUT_ERRORS, store_defaults, user_error
+from compiler_trainer.trained.saved import from_newest, options_of, trained_model
 from compiler_trainer.training.trainer import peek
 from passes.check.composed import verify_composed
 from passes.check.numeric import Results, coarsest, compare
@@ -318,17 +320,15 @@ def placed_in(program: ir.Program) -> dict[str, Spec]:
 def main() -> int:
     """Bisect what the command line says; returns the exit code."""
     parser = argparse.ArgumentParser("python -m tools.bisect", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("run", nargs="?", metavar="RUN", help="a run folder: its newest checkpoint and the batch after")
     parser.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="options of the run, as small as it fails")
     given = parser.parse_args()
     try:
-        cfg = composed(given.overrides)
-        datasets = build_datasets(cfg.data, cfg.train.seq_len, cfg.train.global_batch_size)
-        trained = subject(cfg)
-        check_vocabulary(datasets, trained.vocab_size)
+        cfg, trained, model, batch = at_checkpoint(given) if is_folder(given) else at_start(given)
         found = bisect(
-            in_fp64(trained),
+            model,
             trained.loss,
-            peek(datasets.train),
+            batch,
             mesh=cfg.mesh,
             passes=cfg.passes,
             optim=cfg.optim,
@@ -342,6 +342,38 @@ def main() -> int:
     if found is not None:
         print(script_of(found, Path(cfg.run.dir, "repro.py")))
     return 1 if found is not None else 0
+
+
+Case = tuple[Config, Subject, nn.Module, dict[str, Tensor]]  # options, what is trained, with its values, on what
+
+
+def is_folder(given: argparse.Namespace) -> bool:
+    """Whether the command line begins with a run folder."""
+    return given.run is not None and "=" not in given.run
+
+
+def at_start(given: argparse.Namespace) -> Case:
+    """The first step of a run with some options, its weights in fp64."""
+    cfg = composed([given.run, *given.overrides] if given.run else [])
+    trained, datasets = subject(cfg), read(cfg)
+    check_vocabulary(datasets, trained.vocab_size)
+    return cfg, trained, in_fp64(trained), peek(datasets.train)
+
+
+def at_checkpoint(given: argparse.Namespace) -> Case:
+    """The step after a checkpoint, the newest or the one that `checkpoint.resume` names, as it was computed."""
+    cfg = options_of(Path(given.run), given.overrides, CONF)
+    cfg = validate(cfg, math.prod(max(size, 1) for size in dataclasses.asdict(cfg.mesh).values()))
+    datasets, stored = read(cfg), from_newest(cfg, opened)
+    assert stored is not None
+    datasets.train.load_state_dict(stored.index.data)
+    trained, model = trained_model(cfg)
+    return cfg, trained, model.train(), peek(datasets.train)
+
+
+def read(cfg: Config) -> Datasets:
+    """The data of a run."""
+    return build_datasets(cfg.data, cfg.train.seq_len, cfg.train.global_batch_size)
 
 
 def composed(overrides: Sequence[str]) -> Config:

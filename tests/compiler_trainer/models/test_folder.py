@@ -26,6 +26,11 @@ LOSSES, WEIGHTS = 2e-6, 2e-6  # norms and the router compute in fp32 whatever th
 LORA = LoraConfig(rank=3, targets=("all-linear",))
 
 
+def values_of(cfg, module, seed=0):
+    """The initial values of a skeleton, by name."""
+    return models_of_folders.initial(models_of_folders.stored_values(cfg, module), module, seed)
+
+
 def of(kind: str, **options) -> FolderConfig:
     return FolderConfig(str(folders.folder(kind)), **options)
 
@@ -42,7 +47,7 @@ def batches(count: int = 3, length: int = 13):
 def whole(cfg: FolderConfig):
     """The skeleton in fp64, its values, and its loss."""
     module = models_of_folders.build(cfg, torch.float64)
-    return module, models_of_folders.initial(cfg, module, 0), partial(models_of_folders.loss_of, cfg.attention)
+    return module, values_of(cfg, module), partial(models_of_folders.loss_of, cfg.attention)
 
 
 def exactly(loss):
@@ -80,7 +85,7 @@ def test_every_weight_is_the_folders_own(kind):
     module = models_of_folders.build(of(kind), None)
     assert all(p.is_meta for p in module.parameters())
     wanted = dict(folders.loaded(folders.folder(kind), torch.float32).named_parameters())
-    found = {name: value[()] for name, value in models_of_folders.initial(of(kind), module, 0)}
+    found = {name: value[()] for name, value in values_of(of(kind), module)}
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
     assert found.keys() - wanted.keys() == dict(module.named_buffers()).keys()
 
@@ -121,7 +126,7 @@ def test_peft_adds_its_terms_and_trains_nothing_else():
 
 def test_random_weights_depend_on_names_alone():
     cfg = of("qwen3", init="random")
-    draws = [dict(models_of_folders.initial(cfg, models_of_folders.build(cfg, None), seed)) for seed in (3, 3, 4)]
+    draws = [dict(values_of(cfg, models_of_folders.build(cfg, None), seed)) for seed in (3, 3, 4)]
     weight = "model.layers.1.mlp.up_proj.weight"
     assert torch.equal(draws[0][weight], draws[1][weight]) and not torch.equal(draws[0][weight], draws[2][weight])
     assert draws[0][weight].std() == pytest.approx(0.02, rel=0.1)
@@ -140,7 +145,7 @@ def broken(tmp_path):
 def refused(path, **options):
     cfg = FolderConfig(str(path), **options)
     with pytest.raises(UserError) as error:
-        list(models_of_folders.initial(cfg, models_of_folders.build(cfg, None), 0))
+        list(values_of(cfg, models_of_folders.build(cfg, None)))
     return str(error.value)
 
 

@@ -230,7 +230,6 @@ def test_a_module_of_ones_own_is_exported_by_its_names(run, trained, tmp_path):
     (["eval", "RUN", "optimm.lr=1"], "error: optimm.lr: no such option; did you mean 'optim'?\n"),
     (["resume", "RUN", "optim.lr=1,2"], "error: optim.lr=1,2: is for a new run; here an override gives one option one value\n"),
     (["resume", "RUN", "lr_schedule=no"], "error: lr_schedule: 'no' is not one of constant, cosine, linear, wsd\n"),
-    (["resume", "RUN"], "error: train.steps: is 2, but RUN/checkpoints/step_00000002 is at step 2; ask for more\n"),
     (["export", "RUN", "RUN"], "error: RUN: is there already; name a folder that is not, or an empty one\n"),
     (["export", "RUN", "OUT", "--merge"], "error: --merge: is for a model with model.lora, and this one has nothing to merge\n"),
     (["generate", "RUN", "--tokens", "0"], "error: generate: --tokens and --top-k must be at least 1, --temperature 0 or more\n"),
@@ -238,6 +237,12 @@ def test_a_module_of_ones_own_is_exported_by_its_names(run, trained, tmp_path):
 def test_bad_input_is_refused_in_a_line(arguments, says, run, trained, tmp_path):
     names = {"RUN": str(trained("decoder")), "OUT": str(tmp_path / "out")}
     assert run(*(names.get(a, a) for a in arguments)).splitlines()[-1] == says.replace("RUN", names["RUN"]).strip()
+
+
+def test_to_resume_a_run_that_has_all_its_steps_is_no_error(run, trained):
+    where = trained("decoder")
+    said = run("resume", where)
+    assert said == f"{where} has all 2 steps (train.steps), as of {where}/checkpoints/step_00000002; nothing to do\n"
 
 
 def test_a_decoder_that_transformers_does_not_have_is_not_exported(run, tmp_path):

@@ -76,22 +76,6 @@ def test_switched_off(fake, tmp_path):
     assert not {"checkpoints", "graphs"} & {p.name for p in (tmp_path / "run").iterdir()}
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_lost_run_stops_with_its_last_good_checkpoint(fake, tmp_path, monkeypatch, value):
-    normal = FakeStep.__call__
-    rates = []
-
-    def diverge(self, batch, lr):
-        rates.append(lr)
-        return {"loss": value, "grad_norm": 1.0} if len(rates) == 4 else normal(self, batch, lr)
-
-    monkeypatch.setattr(FakeStep, "__call__", diverge)
-    with pytest.raises(FloatingPointError, match=f"loss is {value} at step 4"):
-        trainer.train(options(tmp_path / "run"))
-    assert [p.name for p in checkpoint.complete(tmp_path / "run/checkpoints")] == ["step_00000002"]
-    assert len(metrics(tmp_path / "run")) == 3
-
-
 # Going on
 
 

@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from short_runs import options
 from tool_runs import PLAN, case, loss_fn
 
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import OptimConfig, PassesConfig
 from compiler_trainer.pipeline import build_pipeline
+from compiler_trainer.training.nonfinite import Lost
+from compiler_trainer.training.trainer import train
 from passes import rules
 from passes.program import boundary, ir
 from passes.program.printer import op_name
@@ -198,3 +201,14 @@ def test_the_command_line_refuses_an_option_that_does_not_exist(monkeypatch, cap
     monkeypatch.setattr(sys, "argv", ["bisect", "model.dimm=8"])
     assert main() == 2
     assert capsys.readouterr().err == "error: model.dimm: no such option; did you mean 'dim'?\n"
+
+
+def test_the_node_at_which_a_run_lost_its_numbers_is_found_from_its_folder(monkeypatch, capsys, tmp_path):
+    cfg = options(tmp_path / "run")
+    cfg = replace(cfg, optim=OptimConfig(lr=1e30), checkpoint=replace(cfg.checkpoint, interval=1))
+    with pytest.raises(Lost, match="at step 2"):
+        train(cfg)
+    monkeypatch.setattr(sys, "argv", ["bisect", str(tmp_path / "run")])
+    assert main() == 1
+    said = capsys.readouterr().out
+    assert "not finite: pass capture of program forward" in said and "at       %" in said

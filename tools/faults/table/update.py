@@ -58,7 +58,7 @@ FAULTS = (
     Fault(
         "buffers_not_stored",
         "passes/update/optimize.py",
-        "append.write(given[output.name], node)",
+        "append.keep(given[output.name], node)",
         "pass",
         "New values of buffers are thrown away.",
     ),
@@ -88,9 +88,24 @@ FAULTS = (
     Fault(
         "buffers_not_accumulated",
         "passes/update/accumulate.py",
-        "append.write(buffers[output.name], node)",
+        "append.keep(buffers[output.name], node)",
         "pass",
         "New values of buffers are thrown away where there are microbatches.",
+    ),
+    # appender.py
+    Fault(
+        "guard_is_turned",
+        "passes/update/appender.py",
+        "return torch.where(guard, new, old)",
+        "return torch.where(guard, old, new)",
+        "Updates are left out in the steps that have a finite gradient.",
+    ),
+    Fault(
+        "guard_not_asked",
+        "passes/update/appender.py",
+        "if self.guard is not None:",
+        "if False:",
+        "An update is never left out.",
     ),
     # moments.py
     Fault(

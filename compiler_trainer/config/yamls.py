@@ -1,0 +1,55 @@
+"""Configs as files, looked at before anything takes them at their word: aliases may make a small file endless."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from compiler_trainer.config.errors import UserError
+
+MOST = 100_000  # values in a file, aliases written out
+FLAGS = ("--config-dir", "-cd")
+LEVELS = 3  # of folders below, groups in groups
+
+
+def check_folders(arguments: Sequence[str]) -> None:
+    """Check the configs in the folders that a command line adds; raises UserError naming the file."""
+    values = [after for flag, after in zip(arguments, arguments[1:]) if flag in FLAGS]
+    values += [a.partition("=")[2] for a in arguments if a.startswith(f"{FLAGS[0]}=")]
+    for folder in map(Path, values):
+        for level in range(LEVELS):
+            for path in sorted(folder.glob("*/" * level + "*.yaml")):
+                check(path)
+
+
+def check(path: Path) -> None:
+    """Raise UserError unless a file holds options, finitely many."""
+    try:
+        root = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)
+        count = size(root, {}) if root is not None else 0
+    except OSError as error:
+        raise UserError(str(path), f"cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(str(path), f"is not UTF-8: {error.reason} at byte {error.start}") from error
+    except yaml.YAMLError as error:
+        raise UserError(str(path), f"is no YAML: {' '.join(str(error).split())}") from error
+    except RecursionError as error:
+        raise UserError(str(path), "is nested too deep, or within itself") from error
+    if root is not None and not isinstance(root, yaml.MappingNode):
+        raise UserError(str(path), "holds no options; write name: value")
+    if count > MOST:
+        raise UserError(str(path), f"stands for {count:,} values, aliases written out; at most {MOST:,} are read")
+
+
+def size(node: yaml.Node, known: dict[int, int]) -> int:
+    """How many values a node stands for; raises RecursionError where it is within itself."""
+    if id(node) not in known:
+        known[id(node)] = 0
+        values = [] if isinstance(node, yaml.ScalarNode) else node.value
+        parts = [size(n, known) for value in values for n in (value if isinstance(value, tuple) else (value,))]
+        if 0 in parts:
+            raise RecursionError
+        known[id(node)] = 1 + sum(parts)
+    return known[id(node)]

@@ -1,0 +1,115 @@
+"""A loss or a gradient that is infinite or not a number: `train.nonfinite` says what becomes of the run.
+
+`stop` ends it. `skip` leaves out the update, which the step itself does. `rollback` takes the state of a checkpoint
+before and goes on with the data after: the batch at which it happened is not read again. Where it happens again before
+the run has come past that step, the state itself was bad, and an earlier checkpoint is taken.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+
+from compiler_trainer import checkpoint
+from compiler_trainer.checkpoint import Damaged
+from compiler_trainer.config.errors import RunError
+from compiler_trainer.config.schema import Config
+from compiler_trainer.console import say
+from compiler_trainer.models.subject import Subject
+from compiler_trainer.step.ranks import from_rank_0, rank
+from compiler_trainer.step.step import Step
+from compiler_trainer.training.metrics import Record
+from compiler_trainer.training.prepare import Start
+from compiler_trainer.training.resume import checkpoints_of
+from compiler_trainer.training.stop import how_to_go_on
+
+MOST_SKIPPED = 10  # updates in a row
+MOST_ROLLED_BACK = 5  # times in a run
+AGREED = ("loss", "grad_norm", "eval_loss")  # what is the same on all ranks, and so may decide for all
+
+
+class Lost(RunError):
+    """A run cannot go on as it is, for what was measured at `step`; the message says what."""
+
+    def __init__(self, step: int, what: str):
+        super().__init__(f"{what} at step {step}")
+        self.step = step
+
+
+class Judge:
+    """Tells records of a run that is well from others."""
+
+    def __init__(self, cfg: Config):
+        self.skips, self.in_a_row = cfg.train.nonfinite == "skip", 0
+
+    def finite(self, record: Record) -> Record:
+        """What of a record is finite, and `skipped` where its update was left out; raises Lost."""
+        lost = {name: value for name, value in record.items() if not math.isfinite(value)}
+        what = ", ".join(f"{name} is {value}" for name, value in lost.items())
+        left_out = self.skips and "grad_norm" in lost
+        self.in_a_row = self.in_a_row + 1 if left_out else 0
+        if self.in_a_row == MOST_SKIPPED:
+            raise Lost(int(record["step"]), f"{what}, the {MOST_SKIPPED}th time in a row,")
+        if not left_out and not lost.keys().isdisjoint(AGREED):
+            raise Lost(int(record["step"]), what)
+        if lost and rank() == 0:
+            say(f"step {record['step']}: {what}{'; the update is left out' if left_out else ''}")
+        found = {name: value for name, value in record.items() if name not in lost}
+        return {**found, "skipped": 1.0} if left_out else found
+
+
+class Rollback:
+    """Goes back to checkpoints of a run that began at `start`."""
+
+    def __init__(self, cfg: Config, trained: Subject, step: Step, start: Start):
+        self.cfg, self.trained, self.step, self.start = cfg, trained, step, start
+        self.lost_at = self.times = 0
+
+    def past(self, lost: Lost) -> Start:
+        """Where the run goes on, its state loaded; raises Lost, with what to do, where it does not."""
+        if self.cfg.train.nonfinite != "rollback" or self.times == MOST_ROLLED_BACK:
+            raise self.advised(lost)
+        before = self.start.step if lost.step <= self.lost_at else lost.step
+        self.times, self.lost_at = self.times + 1, max(lost.step, self.lost_at)
+        for path in self.earlier(before):
+            try:
+                stored = checkpoint.on_all_ranks(partial(checkpoint.opened, path))
+                checkpoint.load(self.step, stored, self.trained.frozen)
+            except Damaged as damage:
+                tell(f"{path} is damaged and passed over: {damage}")
+                continue
+            self.start = Start(stored.index.step, stored.index.tokens, stored)
+            self.leave_later()
+            tell(f"{lost}; going on from {path}, with the data after that step")
+            return self.start
+        raise self.advised(lost)
+
+    def earlier(self, before: int) -> list[Path]:
+        """Checkpoints of steps before that one, the newest first; the one that the run began with is one of them."""
+        found = {checkpoint.number_of(path): path for path in checkpoint.complete(checkpoints_of(self.cfg))}
+        if self.start.stored is not None:
+            found.setdefault(self.start.step, self.start.stored.path)
+        return from_rank_0(lambda: [path for step, path in sorted(found.items(), reverse=True) if step < before])
+
+    def leave_later(self) -> None:
+        """Give checkpoints after the start, of a state that was bad, a name that nobody goes on from."""
+        if rank() == 0:
+            for path in checkpoint.complete(checkpoints_of(self.cfg)):
+                if checkpoint.number_of(path) > self.start.step:
+                    checkpoint.set_aside(path, "left")
+
+    def advised(self, lost: Lost) -> Lost:
+        """The same with what helps."""
+        if self.cfg.train.nonfinite != "rollback" and self.earlier(lost.step):
+            fix = f"go past it with: {how_to_go_on(self.cfg.run.dir)} train.nonfinite=rollback"
+        else:
+            fix = "start again with a lower optim.lr or optim.max_norm, or with train.nonfinite=skip"
+        lost.args = (f"{lost} (train.nonfinite={self.cfg.train.nonfinite}); {fix}",)
+        return lost
+
+
+def tell(text: str) -> None:
+    """Say a line, on rank 0."""
+    if rank() == 0:
+        say(text)

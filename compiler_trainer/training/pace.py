@@ -1,0 +1,87 @@
+"""Which rank the others wait for: every so many steps, each rank tells how long it worked and how long it waited.
+
+A collective ends on all ranks at the same time, so that all steps take all ranks equally long, however slow one of them
+is. What differs is how long a rank works before it arrives. The profiler tells: on the CPU, what is not spent in waits
+for collectives; on CUDA, when kernels run that are none of NCCL's.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile
+
+from compiler_trainer.config.schema import Config
+from compiler_trainer.console import say
+from compiler_trainer.step.ranks import gather, host_group, rank
+from compiler_trainer.training.metrics import Record
+from compiler_trainer.training.trace import WAITS
+
+SLOW = 1.2  # times what the median rank works, from which on a rank is named
+RANKS = ("busy_ms_median", "busy_ms_max", "slowest_rank", "wait_share")  # what is measured, in the metrics
+T = TypeVar("T")
+Span = tuple[float, float]
+
+
+class Pace:
+    """Measures one step in `run.pace_interval`, if there are several ranks."""
+
+    def __init__(self, cfg: Config, on_cuda: bool):
+        self.interval = cfg.run.pace_interval if dist.is_initialized() and dist.get_world_size() > 1 else 0
+        self.first = 10 if cfg.run.profile else 2  # the profiler has work of its own before
+        self.kind = ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU
+        self.group = host_group() if self.interval else None
+        self.taken, self.suspect = 0, -1
+
+    def during(self, number: int, run: Callable[[], T]) -> tuple[T, Record]:
+        """What `run` gives, which is step `number`, and metrics of the ranks where it was measured; all call alike."""
+        self.taken += 1
+        if not self.interval or number % self.interval or self.taken < self.first:
+            return run(), {}
+        with profile(activities=[self.kind], acc_events=True) as profiler:
+            began = time.perf_counter()
+            result = run()
+            whole_ms = 1e3 * (time.perf_counter() - began)
+        busy_ms = self.busy_ms(profiler.events(), whole_ms)
+        found = gather((busy_ms, 1 - busy_ms / whole_ms), self.group)
+        return result, self.compared(number, [b for b, _ in found], [w for _, w in found])
+
+    def busy_ms(self, events: Iterable[FunctionEvent], whole_ms: float) -> float:
+        """How much of a step this rank did not wait for others."""
+        if self.kind is ProfilerActivity.CPU:
+            return whole_ms - covered_ms(e for e in events if e.name in WAITS)
+        kernels = (e for e in events if e.device_type == DeviceType.CUDA)
+        return covered_ms(e for e in kernels if "nccl" not in e.name.lower())
+
+    def compared(self, number: int, busy_ms: Sequence[float], waited: Sequence[float]) -> Record:
+        """Metrics of what each rank works, in ms, and what share of the step it waits; a slow one is named.
+
+        It is if it was the slow one the time before as well: once may be chance.
+        """
+        usual, longest = statistics.median_low(busy_ms), max(busy_ms)
+        slowest = busy_ms.index(longest)
+        before, self.suspect = self.suspect, slowest if longest > SLOW * usual else -1
+        if self.suspect >= 0 and self.suspect == before and rank() == 0:
+            what = f"rank {slowest} works {longest:,.0f} ms, the median rank {usual:,.0f} ms"
+            say(f"step {number}: {what}; the others wait for it")
+        return dict(zip(RANKS, (usual, longest, float(slowest), statistics.fmean(waited))))
+
+
+def covered_ms(events: Iterable[FunctionEvent]) -> float:
+    """How much time lies in at least one of some events."""
+    return covered((event.time_range.start, event.time_range.end) for event in events) / 1e3
+
+
+def covered(spans: Iterable[Span]) -> float:
+    """How much time lies in at least one of some spans."""
+    total, end = 0.0, float("-inf")
+    for begin, until in sorted(spans):
+        total += max(0.0, until - max(begin, end))
+        end = max(end, until)
+    return total

@@ -1,0 +1,34 @@
+"""Configs as files: what is none, and what is endless, is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.yamls import check, check_folders
+
+
+@pytest.mark.parametrize(("content", "says"), [
+    (b"caf\xe9: 1\n", "is not UTF-8"),
+    (b"a: [1, ", "is no YAML"),
+    (b"5\n", "holds no options"),
+    (b"a: &a {b: *a}\n", "within itself"),
+    (b"[" * 5000, "nested too deep"),
+    (b"a: &a [x, x, x, x, x, x, x, x, x, x]\n" + b"".join(b"%c: &%c [%s]\n" % (k, k, b", ".join([b"*%c" % (k - 1)] * 10)) for k in range(98, 104)),
+     "stands for 12,"),
+])
+def test_a_file_that_is_no_config(tmp_path, content, says):
+    path = tmp_path / "groups" / "odd.yaml"
+    path.parent.mkdir()
+    path.write_bytes(content)
+    for arguments in ([f"--config-dir={tmp_path}"], ["--config-dir", str(tmp_path), "a=b"]):
+        with pytest.raises(UserError, match=says) as caught:
+            check_folders(arguments)
+        assert caught.value.where == str(path)
+
+
+def test_aliases_and_nothing_at_all_are_fine(tmp_path):
+    path = tmp_path / "fine.yaml"
+    for content in ("", "a: &a {b: 1}\nc: *a\nd: *a\n"):
+        path.write_text(content)
+        check(path)

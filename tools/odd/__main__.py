@@ -1,0 +1,7 @@
+"""`python -m tools.odd`."""
+
+import sys
+
+from tools.odd.command import main
+
+sys.exit(main())
