@@ -1,6 +1,6 @@
 """Configuration in, passes out: read this page first.
 
-    capture -> cast, normalize, experts, place, float8, shard
+    capture -> cast, intervals, normalize, experts, place, float8, shard
             -> joint, simplify, dedupe, add_first, remat, optimize
             -> schedule, collectives, communicators, overlap, segment -> lower
 
@@ -32,6 +32,7 @@ from passes.communication.communicators import Communicators
 from passes.communication.dedupe import Dedupe
 from passes.communication.overlap import Overlap
 from passes.communication.schedule import Schedule
+from passes.context.intervals import Intervals
 from passes.lower.segment import Segment
 from passes.lower.unroll import Unroll
 from passes.memory.remat import Remat
@@ -81,6 +82,7 @@ def build_pipeline(
     cast, shard, remat = passes.cast, passes.shard, passes.remat
     forward = (
         build_cast(cast, masters),
+        Intervals(),
         Normalize(),
         Experts(passes.moe.dispatch, passes.moe.capacity_factor, passes.moe.chunks),
         Place(shard.plan, shard.min_shard_elements),

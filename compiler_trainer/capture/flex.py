@@ -11,7 +11,7 @@ there, and a backward on every device.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,8 +20,7 @@ from torch import Tensor, fx
 
 from compiler_trainer.config.errors import UserError
 from passes.program import ir
-from passes.program.record import trace
-from passes.program.rewrite import graft
+from passes.program.rewrite import before, laid_out_as
 
 aten = torch.ops.aten
 FLEX = torch.ops.higher_order.flex_attention
@@ -105,8 +104,9 @@ def replace(module: fx.GraphModule, node: fx.Node, masks: dict[Any, fx.Node]) ->
     score_fn, mask_fn = getattr(module, score_mod.target), getattr(module, block_mask[-1].target)
     (b, h, s, _), (_, _, t, _) = ir.example(q).shape, ir.example(k).shape
     index, device = (b, h, s, t), ir.example(q).device
-    stride = node.meta["val"][0].stride()
+    like = node.meta["val"][0]
     plain = changes_nothing(score_fn)
+    ctx = ir.Context(ir.example(node.args[0]).fake_mode)  # type: ignore[attr-defined,arg-type]
     causal = plain and s == t and is_causal(mask_fn)
 
     def mask(*captured: Any) -> Tensor:
@@ -120,38 +120,17 @@ def replace(module: fx.GraphModule, node: fx.Node, masks: dict[Any, fx.Node]) ->
             out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
         else:
             out = scored(q, k, v, mask, score_fn, scale, captured)
-        order = sorted(range(4), key=stride.__getitem__, reverse=True)  # users count on its layout
-        return out.permute(order).contiguous().permute(*(order.index(d) for d in range(4)))
+        return laid_out_as(like, out)
 
     seen = None
     if not causal and not sees_all(mask_fn):
         key = (mask_fn.code, tuple(mask_captured), index)
-        seen = masks[key] = masks.get(key) or emit(node, mask, mask_captured)
-    out = emit(node, attention, [q, k, v, seen, *score_captured])
+        seen = masks[key] = masks.get(key) or before(node, mask, mask_captured, ctx)
+    out = before(node, attention, [q, k, v, seen, *score_captured], ctx)
     for part in list(node.users):
         part.replace_all_uses_with(out)
         module.graph.erase_node(part)
     module.graph.erase_node(node)
-
-
-def emit(node: fx.Node, body: Callable[..., Tensor], args: Sequence[Any]) -> fx.Node:
-    """The operators of `body(*args)` before a node, as if they came from it; returns the last."""
-    inputs = list(dict.fromkeys(a for a in args if isinstance(a, fx.Node)))
-    examples = [ir.example(n) for n in inputs]
-    ctx = ir.Context(ir.example(node.args[0]).fake_mode)  # type: ignore[attr-defined,arg-type]
-    with ctx.fake_mode, torch.no_grad():
-        fresh = [torch.empty_strided(e.shape, e.stride(), dtype=e.dtype, device=e.device) for e in examples]
-
-    def on(*values: Tensor) -> Tensor:
-        given = dict(zip(inputs, values))
-        return body(*(given[a] if isinstance(a, fx.Node) else a for a in args))
-
-    graph = trace(on, fresh, ctx)
-    with node.graph.inserting_before(node):
-        new, result = graft(node.graph, graph, inputs)
-    for inner in new:
-        ir.copy_origin(inner, node)
-    return result
 
 
 def scored(

@@ -167,3 +167,19 @@ def check_batch(batch: Mapping[str, Tensor], program: ir.Program) -> None:
                 f"batch[{key!r}]",
                 f"is {value.dtype}{list(value.shape)}, the step was compiled for {dtype}{list(shape)} a microbatch",
             )
+    for name in (i.name for i in program.inputs if i.runs):
+        check_runs(name, batch[name])
+
+
+def check_runs(name: str, value: Tensor) -> None:
+    """Raises UserError unless equal entries of each row are neighbours, which attention's bounds were made for."""
+    turns = value[..., 1:] != value[..., :-1]
+    if bool((value[..., 1:] >= value[..., :-1]).all()):
+        return
+    for number, (row, turn) in enumerate(zip(value.flatten(0, -2), turns.flatten(0, -2))):
+        ids = torch.cat([row[:1], row[1:][turn]])
+        values, counts = ids.unique(return_counts=True)
+        if bool((counts > 1).any()):
+            again = int(values[counts > 1][0])
+            fix = "the mask compares these ids, so give each document an id of its own"
+            raise UserError(f"batch[{name!r}]", f"row {number} has {again} in two places with others between; {fix}")

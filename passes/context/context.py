@@ -21,6 +21,7 @@ bytes that could have been sent meanwhile.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -31,10 +32,12 @@ from passes.context import ring
 from passes.context.kernels import wide
 from passes.cost.cluster import FLOPS_PER_BYTE
 from passes.program import boundary, ir
+from passes.program.attend import attend
 from passes.program.builder import Builder
 from passes.program.constants import constant
 from passes.program.layout import entries, to_natural_order, to_rank_order
 from passes.program.mesh import SEQUENCE_AXIS as AXIS
+from passes.program.mesh import Mesh
 from passes.program.spec import Factor, Spec
 from passes.rules import attention
 from passes.rules.base import EMITTERS
@@ -182,15 +185,67 @@ def emit_attention(
         return builder.call(aten.scaled_dot_product_attention.default, values, options)
     call = describe(builder, operands, specs, causal, given.get("attn_mask"))
     method, why = call.choose(builder.context_method)
-    rings = method in ("ring", "hybrid") and call.pairs is not None
-    steps = f"; anything is seen in steps {call.steps(call.exchanging(method))}" if rings else ""
-    builder.notes.append(
-        f"%{node.name} ({ir.source(node)}): {method} over {AXIS}, {why}{steps}; {call.sent_bytes(method):,} bytes "
-        f"sent, {call.kept_bytes(method):,} of keys and values held at once"
-    )
+    builder.notes.append(note(node, call, method, why))
     if method == "all_gather":
         return gathered_attention(builder, operands, specs, causal, options)
-    return exchanged_attention(builder, operands, specs, options, call, call.exchanging(method))
+
+    def alone(q: fx.Node, k: fx.Node, v: fx.Node, *masks: fx.Node) -> fx.Node:
+        values = (q, k, v, masks[0] if masks else None, 0.0, causal)
+        return builder.call(aten.scaled_dot_product_attention.default, values, options)
+
+    def around(q: fx.Node, k: fx.Node, v: fx.Node, *masks: fx.Node) -> fx.Node:
+        return ring_attention(builder, [q, k, v, *masks], specs, options.get("scale"), call, method)
+
+    inner = call.exchanging(method)
+    return exchanged_attention(builder, operands, specs, call, inner, alone if inner == call.parts else around)
+
+
+def emit_interval(
+    builder: Builder, node: fx.Node, operands: list[fx.Node], specs: list[Spec], results: list[Spec]
+) -> fx.Node:
+    """Attention by interval: bounds stay with their queries, keys come with the positions that they have."""
+    scale, score = node.args[-2:]
+    q, k, v, *rows = operands
+
+    def alone(q: fx.Node, k: fx.Node, v: fx.Node, *rows: fx.Node) -> fx.Node:
+        found = builder.call(attend, (q, k, v, *rows[:2], None, list(rows[2:]), scale, score))
+        return builder.call(operator.getitem, (found, 0))
+
+    if AXIS not in specs[1].sharded:
+        return alone(*operands)
+    call = describe_interval(builder, node, operands, specs)
+    method, why = call.choose(builder.context_method)
+    builder.notes.append(note(node, call, method, why))
+    if method == "all_gather":
+        return alone(q, *(gather(builder, x, spec) for x, spec in zip((k, v), specs[1:3])), *rows)
+
+    def around(*values: fx.Node) -> fx.Node:
+        return ring_attention(builder, list(values), specs, scale, call, method, score)  # type: ignore[arg-type]
+
+    inner = call.exchanging(method)
+    return exchanged_attention(builder, operands, specs, call, inner, alone if inner == call.parts else around)
+
+
+def describe_interval(builder: Builder, node: fx.Node, operands: list[fx.Node], specs: list[Spec]) -> Call:
+    """The call as its rank sees it."""
+    query, key, value = (tuple(ir.example(x).shape) for x in operands[:3])
+    terms = node.args[5]
+    by_head = any(ir.example(x).shape[1] > 1 for x in terms)  # type: ignore[union-attr,arg-type]
+    folded, parts = AXIS in builder.mesh.folded, builder.mesh[AXIS]
+    first, last = (constant(x) for x in node.args[3:5])  # type: ignore[arg-type]
+    pairs = None
+    if first is not None and last is not None:
+        pairs = pairs_that_meet(first, last, specs[0].dims[-2][0], builder.mesh)
+    return Call(query, key, value, ir.example(operands[0]).dtype, parts, False, folded, "none", by_head, pairs)
+
+
+def note(node: fx.Node, call: Call, method: str, why: str) -> str:
+    """A line for the report."""
+    rings = method in ("ring", "hybrid") and call.pairs is not None
+    steps = f"; anything is seen in steps {call.steps(call.exchanging(method))}" if rings else ""
+    sent, held = call.sent_bytes(method), call.kept_bytes(method)
+    which = f"%{node.name} ({ir.source(node)}): {method} over {AXIS}, {why}{steps}"
+    return f"{which}; {sent:,} bytes sent, {held:,} of keys and values held at once"
 
 
 def describe(builder: Builder, operands: list[fx.Node], specs: list[Spec], causal: bool, mask: fx.Node | None) -> Call:
@@ -214,6 +269,20 @@ def pairs_that_see(mask: Tensor, rows: Factor, columns: Factor, folded: bool, pa
         sees = to_rank_order(sees, dim, parts) if folded else sees
     found = sees.unflatten(1, (parts, -1)).any(2).unflatten(0, (parts, -1)).any(1)
     return frozenset((i, j) for i, j in found.nonzero().tolist())
+
+
+def pairs_that_meet(first: Tensor, last: Tensor, factor: Factor, mesh: Mesh) -> Pairs:
+    """(rank of queries, rank of keys) of which any query sees a key, by bounds of all queries, i64[b, s]."""
+    found = set()
+    held = [entries(factor, mesh, {AXIS: torch.tensor(rank)}, first.device) for rank in range(mesh[AXIS])]
+    own = [index[valid] for index, valid in held]
+    for i, queries in enumerate(own):
+        lower, upper = (x.index_select(1, queries) for x in (first, last))
+        for j, keys in enumerate(own):
+            before = [torch.searchsorted(keys, x.contiguous()) for x in (lower, upper)]
+            if bool(((before[1] > before[0]) & (upper > lower)).any()):
+                found.add((i, j))
+    return frozenset(found)
 
 
 def gathered_attention(
@@ -242,11 +311,21 @@ def gather(builder: Builder, x: fx.Node, spec: Spec) -> fx.Node:
 
 
 def exchanged_attention(
-    builder: Builder, operands: list[fx.Node], specs: list[Spec], options: dict, call: Call, inner: int
+    builder: Builder,
+    operands: list[fx.Node],
+    specs: list[Spec],
+    call: Call,
+    inner: int,
+    attention: Callable[..., fx.Node],
 ) -> fx.Node:
-    """Heads exchanged for sequence among `inner` neighbours, a ring across, and sequence for heads after."""
-    q, k, v, *masks = operands
+    """Heads exchanged for sequence among `inner` neighbours, attention, and sequence for heads after.
+
+    What comes with queries (`specs` 3 and on) is gathered along the dim that cp shards.
+    """
+    q, k, v, *rows = operands
     parts, axis = call.parts, AXIS if inner == call.parts else f"{AXIS}.inner{inner}"
+    if inner == 1:
+        return attention(*operands)
 
     def natural(x: fx.Node, spec: Spec, dim: int, held: int) -> fx.Node:
         kept = spec.dims[dim][0].size if inner == parts else held
@@ -257,36 +336,38 @@ def exchanged_attention(
         held = inner * ir.example(x).shape[2]
         return natural(builder.call(boundary.all_to_all, (x, 1, 2, held, axis, inner)), spec, 2, held)
 
-    def whole_rows(mask: fx.Node, spec: Spec) -> fx.Node:
-        dim, held = len(spec.dims) - 2, inner * ir.example(mask).shape[-2]
-        args = (mask, dim, axis, inner, held, ir.example(mask).dtype, None)
-        return natural(builder.call(boundary.all_gather, args), spec, dim, held)
+    def whole_rows(x: fx.Node, spec: Spec) -> fx.Node:
+        if AXIS not in spec.sharded:
+            return x
+        (dim,) = (d for d, factors in enumerate(spec.dims) if any(AXIS in f.axes for f in factors))
+        held = inner * ir.example(x).shape[dim]
+        return natural(
+            builder.call(boundary.all_gather, (x, dim, axis, inner, held, ir.example(x).dtype, None)), spec, dim, held
+        )
 
-    if inner > 1:
-        if (copies := call.copies(inner)) > 1:
-            k, v = (builder.trace(lambda x: x.repeat_interleave(copies, 1), x) for x in (k, v))
-        q, k, v = map(exchange, (q, k, v), specs)
-        masks = [whole_rows(mask, specs[3]) if AXIS in specs[3].sharded else mask for mask in masks]
-    if inner == parts:
-        values = (q, k, v, masks[0] if masks else None, 0.0, call.causal)
-        out = builder.call(aten.scaled_dot_product_attention.default, values, options)
-    else:
-        size = specs[1].dims[-2][0].size
-        out = ring_attention(builder, [q, k, v, *masks], size, options.get("scale"), call, inner)
-    if inner == 1:
-        return out
+    if (copies := call.copies(inner)) > 1:
+        k, v = (builder.trace(lambda x: x.repeat_interleave(copies, 1), x) for x in (k, v))
+    q, k, v = map(exchange, (q, k, v), specs)
+    out = attention(q, k, v, *map(whole_rows, rows, specs[3:]))
     if call.folded:
         out = builder.trace(lambda x: to_rank_order(x, 2, inner), out)
     return builder.call(boundary.all_to_all, (out, 2, 1, call.query[1], axis, inner))
 
 
 def ring_attention(
-    builder: Builder, operands: list[fx.Node], size: int, scale: float | None, call: Call, inner: int
+    builder: Builder,
+    operands: list[fx.Node],
+    specs: list[Spec],
+    scale: float | None,
+    call: Call,
+    method: str,
+    score: str | None = None,
 ) -> fx.Node:
-    """One local operator, in line when the program is finished; across groups of `inner` ranks."""
+    """One local operator, in line when the program is finished; across groups of ranks that exchange heads."""
+    inner, size = call.exchanging(method), specs[1].dims[-2][0].size
     axis, place = (AXIS if inner == 1 else f"{AXIS}.outer{inner}"), builder.places[AXIS]
-    how = ring.Ring(axis, call.parts // inner, size, call.causal, call.folded, scale, call.steps(inner))
-    key = (how, len(operands) > 3)
+    how = ring.Ring(axis, call.parts // inner, size, call.causal, call.folded, scale, call.steps(inner), score)
+    key = (how, len(operands))
     if key not in builder.operators:
         builder.operators[key] = ring.operator(*key)
     if inner > 1:
@@ -295,3 +376,4 @@ def ring_attention(
 
 
 EMITTERS[attention.NAME] = emit_attention
+EMITTERS[attention.INTERVAL] = emit_interval

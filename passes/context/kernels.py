@@ -12,15 +12,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from passes.program.torch_private import gradients_inside
+
 aten = torch.ops.aten
 
 
 class Block(NamedTuple):
-    """What a kernel is told beside its tensors."""
+    """What a kernel is told beside its tensors; `change` is a function of the scores, applied before the mask."""
 
     causal: bool = False
     scale: float | None = None
     mask: Tensor | None = None
+    change: Callable[[Tensor], Tensor] | None = None
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -50,7 +53,7 @@ def backward(
 def kernel_for(q: Tensor, v: Tensor, block: Block) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Forward and backward by device: flash where it can, else plain operators."""
     width = q.shape[-1]
-    if v.shape[-1] != width:
+    if v.shape[-1] != width or block.change is not None:
         return _math, _math_backward
     if q.device.type == "cpu":
         return _flash_cpu, _flash_cpu_backward
@@ -87,22 +90,44 @@ def _flash_cuda_backward(gradient, q, k, v, out, lse, block: Block) -> tuple[Ten
     return tuple(g.contiguous() for g in found)  # type: ignore[return-value]
 
 
-def _scores(q: Tensor, k: Tensor, block: Block) -> Tensor:
-    """Masked scores in fp32 or wider, [b, g, r, s, t]."""
+def _products(q: Tensor, k: Tensor, block: Block) -> Tensor:
+    """Scaled products of queries and keys in fp32 or wider, [b, g, r, s, t]."""
     b, h, s, e = q.shape
     scale = 1 / math.sqrt(e) if block.scale is None else block.scale
-    grouped = q.to(wide(q.dtype)).view(b, k.shape[1], h // k.shape[1], s, e)
-    scores = grouped @ k.to(wide(q.dtype)).unsqueeze(2).transpose(-1, -2) * scale
+    grouped = q.to(wide(q.dtype)).reshape(b, k.shape[1], h // k.shape[1], s, e)
+    return grouped @ k.to(wide(q.dtype)).unsqueeze(2).transpose(-1, -2) * scale
+
+
+def _changed(products: Tensor, block: Block) -> Tensor:
+    """What the block's function makes of them."""
+    if block.change is None:
+        return products
+    return block.change(products.flatten(1, 2)).view(products.shape)
+
+
+def _unchanged(gradient: Tensor, products: Tensor, block: Block) -> Tensor:
+    """The gradient of what the block's function was given, from that of what it made."""
+    if block.change is None:
+        return gradient
+    with gradients_inside():
+        given = products.detach().requires_grad_()
+        (found,) = torch.autograd.grad(_changed(given, block), given, gradient)
+    return found
+
+
+def _masked(scores: Tensor, block: Block) -> Tensor:
+    """Scores, -inf where a query does not see a key."""
+    b, g, r, s, t = scores.shape
     if block.causal:
-        row, column = torch.arange(s, device=q.device)[:, None], torch.arange(k.shape[2], device=q.device)
+        row, column = torch.arange(s, device=scores.device)[:, None], torch.arange(t, device=scores.device)
         scores = torch.where(row >= column, scores, -math.inf)
     if block.mask is not None:
-        scores = scores + block.mask.expand(b, h, s, k.shape[2]).view(scores.shape)
+        scores = scores + block.mask.expand(b, g * r, s, t).reshape(scores.shape)
     return scores
 
 
 def _math(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-    scores = _scores(q, k, block)
+    scores = _masked(_changed(_products(q, k, block), block), block)
     lse = scores.logsumexp(-1)
     weights = (scores - torch.where(lse > -math.inf, lse, 0.0).unsqueeze(-1)).exp()
     out = weights @ v.to(weights.dtype).unsqueeze(2)
@@ -115,12 +140,12 @@ def _math_backward(gradient, q, k, v, out, lse, block: Block) -> tuple[Tensor, T
     g, t, f = k.shape[1], k.shape[2], v.shape[-1]
     scale = 1 / math.sqrt(e) if block.scale is None else block.scale
     kind = wide(q.dtype)
-    given, found = (x.to(kind).view(b, g, h // g, s, f) for x in (gradient, out))
-    weights = (_scores(q, k, block) - lse.to(kind).view(b, g, h // g, s, 1)).exp()
+    given, found = (x.to(kind).reshape(b, g, h // g, s, f) for x in (gradient, out))
+    products = _products(q, k, block)
+    weights = (_masked(_changed(products, block), block) - lse.to(kind).reshape(b, g, h // g, s, 1)).exp()
     along_v = (weights.transpose(-1, -2) @ given).sum(2)
-    inner = (
-        weights * (given @ v.to(kind).unsqueeze(2).transpose(-1, -2) - (given * found).sum(-1, keepdim=True)) * scale
-    )
+    inner = weights * (given @ v.to(kind).unsqueeze(2).transpose(-1, -2) - (given * found).sum(-1, keepdim=True))
+    inner = _unchanged(inner, products, block) * scale
     along_q = (inner @ k.to(kind).unsqueeze(2)).view(b, h, s, e)
-    along_k = (inner.transpose(-1, -2) @ q.to(kind).view(b, g, h // g, s, e)).sum(2)
+    along_k = (inner.transpose(-1, -2) @ q.to(kind).reshape(b, g, h // g, s, e)).sum(2)
     return along_q.to(q.dtype), along_k.view(b, g, t, e).to(k.dtype), along_v.view(b, g, t, f).to(v.dtype)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from passes.context import kernels
 from passes.context.kernels import Block, wide
+from passes.program.attend import attend, attend_backward
 from passes.program.functions import define, remember
 from passes.program.layout import to_rank_order
 from passes.program.shift import arrive, shift
@@ -47,6 +48,7 @@ class Ring:
     """Attention over `parts` ranks of an axis of a sequence of `size`; causal ones are folded.
 
     At step s a rank meets what stood s places before it; `steps` are those at which any rank sees anything, 0 first.
+    With a `score`, "" for none, each query has an interval of keys and what that function takes (`attend.py`).
     """
 
     axis: str
@@ -56,6 +58,7 @@ class Ring:
     folded: bool
     scale: float | None
     steps: tuple[int, ...]
+    score: str | None = None
 
     def hops(self) -> dict[int, int]:
         """How far what is here travels after each step: to the next one, after the last one home."""
@@ -180,6 +183,40 @@ class Ring:
         return along_q.to(q.dtype), *home.arrived(k.dtype)
 
 
+    # -- intervals --------------------------------------------------------------------------------
+
+    def runs(self, place: Tensor, step: int, held: int) -> Tensor:
+        """Where the runs of keys that are here at a step begin."""
+        source = torch.remainder(place - step, self.parts)
+        if not self.folded:
+            return (source * held).view(1)
+        return torch.stack([source, 2 * self.parts - 1 - source]) * (held // 2)
+
+    def interval_forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Sequence[Tensor], place: Tensor) -> Part:
+        """Result and log-sum-exp of the rank's queries."""
+        found = None
+        for step, key, value in self.around(k, v):
+            out, lse = attend(q, key, value, *self.told(rows, place, step, key))
+            found = merge(found, (out.to(wide(q.dtype)), lse))
+        assert found is not None
+        return found[0].to(q.dtype), found[1]
+
+    def interval_backward(self, gradient, q, k, v, rows, out, lse, place: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of the rank's own q, k and v."""
+        along_q, home = torch.zeros_like(q, dtype=wide(q.dtype)), Home(self)
+        for step, key, value in self.around(k, v):
+            told = self.told(rows, place, step, key)
+            found = attend_backward(gradient, q, key, value, out, lse, *told)
+            along_q = along_q + found[0]
+            home.add(step, *found[1:])
+        return along_q.to(q.dtype), *home.arrived(k.dtype)
+
+    def told(self, rows: Sequence[Tensor], place: Tensor, step: int, key: Tensor) -> tuple[Any, ...]:
+        """What attention by interval takes beside queries, keys and values."""
+        first, last, *terms = rows
+        return first, last, self.runs(place, step, key.shape[2]), terms, self.scale, self.score
+
+
 class Home:
     """Gradients of keys and values on their way back, one step behind the keys and values themselves."""
 
@@ -207,23 +244,27 @@ class Home:
         return tuple(piece.view(shape).to(dtype) for piece, shape in zip(pieces, self.shapes))
 
 
-def operator(ring: Ring, masked: bool) -> Any:
-    """`local::ring_attention(q, k, v[, mask], place) -> (out, lse)`, with its gradient."""
+def operator(ring: Ring, operands: int) -> Any:
+    """`local::ring_attention(q, k, v, ..., place) -> (out, lse)`, with its gradient; masks or bounds after values."""
 
     def run(*tensors: Tensor) -> tuple[Tensor, ...]:
-        q, k, v, *masks, place = tensors
+        q, k, v, *rows, place = tensors
         if ring.causal:
             return ring.causal_forward(q, k, v, place)
-        return ring.full_forward(q, k, v, masks[0] if masks else None, place)
+        if ring.score is not None:
+            return ring.interval_forward(q, k, v, rows, place)
+        return ring.full_forward(q, k, v, rows[0] if rows else None, place)
 
     def run_backward(*tensors: Tensor) -> tuple[Tensor, ...]:
-        q, k, v, *masks, place, out, lse, gradient = tensors
+        q, k, v, *rows, place, out, lse, gradient = tensors
         gradient = gradient.contiguous()
         if ring.causal:
             return ring.causal_backward(gradient, q, k, v, out, lse, place)
-        return ring.full_backward(gradient, q, k, v, masks[0] if masks else None, out, lse, place)
+        if ring.score is not None:
+            return ring.interval_backward(gradient, q, k, v, rows, out, lse, place)
+        return ring.full_backward(gradient, q, k, v, rows[0] if rows else None, out, lse, place)
 
-    given = 4 + masked
+    given = operands + 1
     op = define("local", "ring_attention", run, given, 2)
     back = define("local", "ring_attention_backward", run_backward, given + 3, 3)
     remember(op, run, communicates=True)

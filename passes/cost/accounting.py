@@ -19,6 +19,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count
 
 from passes.program import ir, routed
+from passes.program.attend import attend, attend_backward
 from passes.program.mesh import Mesh
 from passes.program.regions import numbers_of
 from passes.program.rolls import Roll
@@ -285,6 +286,8 @@ FLOPS: dict[Any, Callable[..., int]] = {
     aten.linear: _product,
     aten.matmul: _product,
     aten.scaled_dot_product_attention: _attention,
+    attend.overloadpacket: _attention,
+    attend_backward.overloadpacket: _attention_backward,
     routed.grouped_mm.overloadpacket: _grouped_product,
     routed.grouped_outer.overloadpacket: _grouped_outer,
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,

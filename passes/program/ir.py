@@ -26,7 +26,8 @@ class Input:
     """One placeholder: `name` is the model's own (`layers.0.wq.weight`), the batch key, the axis or the scalar.
 
     A constant brings its `value`, by which it is named: a tensor that the model holds as neither parameter nor buffer,
-    or makes of Python's numbers. The `roles` of a parameter are what it is used for: `embedding`, `head`.
+    or makes of Python's numbers. The `roles` of a parameter are what it is used for: `embedding`, `head`. Equal entries
+    of a batch input with `runs` must be neighbours along its last dim: documents of a row, say.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Input:
     spec: Spec
     value: Tensor | None = field(default=None, compare=False, repr=False)
     roles: frozenset[str] = frozenset()
+    runs: bool = False
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,31 @@ def inline_alike(node: fx.Node, fn: Callable[..., Any], ctx: ir.Context) -> list
     if key not in ctx.traced:
         ctx.traced[key] = body_of_call(node, fn, ctx)
     return splice(node, ctx.traced[key], inputs)
+
+
+def before(node: fx.Node, body: Callable[..., Any], args: Sequence[Any], ctx: ir.Context) -> Any:
+    """Put the operators of `body(*args)` before a node, as if they came from it; returns what it returns."""
+    inputs = list(dict.fromkeys(a for a in args if isinstance(a, fx.Node)))
+    with ctx.fake_mode, torch.no_grad():
+        examples = map(ir.example, inputs)
+        fresh = [torch.empty_strided(e.shape, e.stride(), dtype=e.dtype, device=e.device) for e in examples]
+
+    def on(*values: torch.Tensor) -> Any:
+        given = dict(zip(inputs, values))
+        return body(*(given[a] if isinstance(a, fx.Node) else a for a in args))
+
+    graph = trace(on, fresh, ctx)
+    with node.graph.inserting_before(node):
+        new, result = graft(node.graph, graph, inputs)
+    for inner in new:
+        ir.copy_origin(inner, node)
+    return result
+
+
+def laid_out_as(like: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """A tensor with its dims in memory as those of another one, which views of it count on."""
+    order = sorted(range(x.dim()), key=like.stride().__getitem__, reverse=True)
+    return x.permute(order).contiguous().permute(*(order.index(d) for d in range(x.dim())))
 
 
 def layout(value: torch.Tensor) -> tuple[Any, ...]:

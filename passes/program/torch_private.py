@@ -384,6 +384,17 @@ def step_by_step() -> Iterator[None]:
 
 
 @contextmanager
+def gradients_inside() -> Iterator[None]:
+    """Record gradients in an operator's own kernel, which runs below autograd."""
+    below = (torch._C.DispatchKey.AutogradCPU, torch._C.DispatchKey.AutogradFunctionality)
+    with ExitStack() as stack:
+        for key in below:
+            stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
+        stack.enter_context(torch.enable_grad())
+        yield
+
+
+@contextmanager
 def quiet_failures() -> Iterator[None]:
     """Without what export prints and logs when it fails: the graph so far, advice for its own users."""
     talking = map(logging.getLogger, ("torch.export._trace", "torch.fx.experimental.symbolic_shapes"))

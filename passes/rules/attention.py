@@ -9,6 +9,7 @@ from passes.program.mesh import SEQUENCE_AXIS
 from passes.rules.base import Names, Rule, RuleMaker, bind_sizes, emit_of, result_shapes, tensor_operands
 
 CONTEXT = frozenset({SEQUENCE_AXIS})
+INTERVAL = "ct::interval_attention"
 NAME = "scaled_dot_product_attention"  # its local form is of `passes/context`
 
 
@@ -44,10 +45,37 @@ def scaled_dot_product_attention(node: fx.Node) -> Rule:
     )
 
 
+def interval_attention(node: fx.Node) -> Rule:
+    """q[b, (g r), s, e], k[b, g, s, e], v[b, g, s, f], first[b, s], last[b, s] -> [b, (g r), s, f].
+
+    Terms of a score function have the dims of scores, each of them or one, but for keys.
+    """
+    q, k, v, first, last, *terms = tensor_operands(node)
+    shapes = [tuple(ir.example(n).shape) for n in (q, k, v)]
+    (b, h, s, _), (_, g, t, _), _ = shapes
+    lead: Names = ("b",) if b != 1 else ()
+    heads: Names = ("g", "r") if h != g else ("g",)
+    query, key = ("s", "s") if s == t else ("q", "k")
+    dims = [(lead, heads, (query,), ("e",)), (lead, ("g",), (key,), ("e",)), (lead, ("g",), (key,), ("f",))]
+    sizes = bind_sizes(dims, [list(shape) for shape in shapes])
+    bounds = [_mask_dims(tuple(ir.example(x).shape), (lead, (query,)), sizes) for x in (first, last)]
+    others = [_mask_dims(tuple(ir.example(x).shape), (*dims[0][:3], ()), sizes) for x in terms]
+    out = (*dims[0][:3], ("f",))
+    return Rule(
+        (*dims, *bounds, *others),
+        (out,),
+        sizes,
+        whole=frozenset({"k", "e", "f"}),
+        only={query: CONTEXT},
+        safe={3: 0.0, 4: 0.0},
+        emit=emit_of(INTERVAL),
+    )
+
+
 def _mask_dims(shape: tuple[int, ...], full: tuple[Names, ...], sizes) -> tuple[Names, ...]:
     return tuple(() if n == 1 else names for n, names in zip(shape, full[len(full) - len(shape) :], strict=True))
 
 
 def rules() -> dict[str, RuleMaker]:
     """Operator name -> rule, for attention."""
-    return {NAME: scaled_dot_product_attention}
+    return {NAME: scaled_dot_product_attention, INTERVAL: interval_attention}

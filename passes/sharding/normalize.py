@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from passes.program import ir
+from passes.program.attend import interval_attention
 from passes.program.mesh import WEIGHT_AXES, Mesh
 from passes.program.rewrite import inline, replace_uses
 from passes.program.spec import Spec
@@ -208,6 +209,12 @@ def attention_repeated(q: Tensor, k: Tensor, v: Tensor, *rest, **options) -> Ten
     return F.scaled_dot_product_attention(q, repeat_heads(k, groups), repeat_heads(v, groups), *rest, **options)
 
 
+def interval_attention_repeated(q: Tensor, k: Tensor, v: Tensor, *rest) -> Tensor:
+    """The same of attention by interval."""
+    groups = q.shape[1] // k.shape[1]
+    return interval_attention(q, repeat_heads(k, groups), repeat_heads(v, groups), *rest)
+
+
 def attention_of_four(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *rest, **options) -> Tensor:
     """Attention over q[n, h, s, e]: leading dims that are missing are of size one, those that are too many are one."""
     lead = q.shape[:-3]
@@ -332,6 +339,8 @@ def replacement(node: fx.Node, mesh: Mesh) -> Any:
         return attention_of_four
     if name == "scaled_dot_product_attention" and _few_heads(node, mesh["tp"]):
         return attention_repeated
+    if name == "ct::interval_attention" and _few_heads(node, mesh["tp"]):
+        return interval_attention_repeated
     if name == "pad" and node.args[2:] and node.args[2] == "circular":
         return circular_pad
     if name in ("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d") and set(node.args[1]) == {1}:  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from passes.program import ir
+from passes.program.attend import interval_attention
 from passes.program.mesh import BATCH_AXES, SEQUENCE_AXIS, Mesh
 from passes.program.spec import Dim, Factor, Spec
 from passes.rules.roles import roles
@@ -39,9 +40,10 @@ def place_batch(shape: tuple[int, ...], mesh: Mesh) -> Spec:
 
 
 def fold(program: ir.Program) -> Mesh:
-    """The program's mesh, the sequence axis folded if some attention is causal: its work is even then."""
+    """The program's mesh, the sequence axis folded if attention is causal or by interval: its work is evener then."""
     calls = [node for node in program.calls() if node.target is aten.scaled_dot_product_attention.default]
     causal = any(len(n.args) > 5 and n.args[5] or n.kwargs.get("is_causal") for n in calls)
+    causal = causal or any(node.target is interval_attention for node in program.calls())
     folded = frozenset({SEQUENCE_AXIS} & set(program.mesh.axes)) if causal else frozenset()
     return replace(program.mesh, folded=folded)
 

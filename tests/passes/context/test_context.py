@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_cases import F64, HEADS, RANKS, SIZES, TOLERANCE, WIDTH, WINDOW, documents, grids, random, sequence
 from oracle import assert_same, batches, compile_lockstep, llama, llama_loss, train_plainly, train_step
 from rule_harness import Function, capture, check, sharded
 from rule_harness import _local_inputs as local_inputs
@@ -32,28 +33,6 @@ from passes.program.sweep import sweep
 from passes.program.torch_private import FakeTensorMode, c10d
 from passes.sharding.collectives import Expand
 from passes.sharding.shard import Shard
-
-F64 = torch.float64
-TOLERANCE = 1e-10
-WIDTH, WINDOW = 4, 5
-HEADS = {"MHA": (4, 4), "GQA": (8, 2), "MQA": (4, 1)}
-SIZES = {"even": 48, "uneven": 37}
-RANKS = (2, 3, 4, 8)
-
-
-def random(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=F64)
-
-
-def grids(size: int) -> tuple[Tensor, Tensor]:
-    position = torch.arange(size)
-    return position[:, None], position[None, :]
-
-
-def documents(size: int) -> Tensor:
-    """Ids of documents of 1, 2, 3... tokens, two rows that differ."""
-    lengths = torch.repeat_interleave(torch.arange(size), torch.arange(size) + 1)[:size]
-    return torch.stack([lengths, lengths.roll(size // 3).cummax(0)[0]])
 
 
 def mask_of(form: str, size: int) -> Tensor | None:
@@ -98,11 +77,6 @@ def captured(form: str, heads: str, size: int, ranks: int):
     if form == "causal":
         mesh = replace(mesh, folded=frozenset({"cp"}))
     return attention(inputs, mesh, mask, **options)
-
-
-def sequence(x: Tensor) -> Spec:
-    """The sequence sharded on cp, padding garbage."""
-    return sharded(x.shape, x.dim() - 2, "cp", None)
 
 
 def run_case(method: str, form: str, heads: str, size: int, ranks: int):

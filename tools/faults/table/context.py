@@ -39,8 +39,8 @@ FAULTS = (
     Fault(
         "ring_mask_of_next",
         "passes/context/ring.py",
-        "source = torch.remainder(place - step, self.parts)",
-        "source = torch.remainder(place + step, self.parts)",
+        "source = torch.remainder(place - step, self.parts).reshape(1)",
+        "source = torch.remainder(place + step, self.parts).reshape(1)",
         "A mask is that of the ranks after, not before.",
     ),
     Fault(
@@ -67,9 +67,44 @@ FAULTS = (
     Fault(
         "ring_last_step_only",
         "passes/context/ring.py",
-        "along_q = along_q + found[0]",
-        "along_q = found[0]",
+        "Block(False, self.scale, at(step)))\n            along_q = along_q + found[0]",
+        "Block(False, self.scale, at(step)))\n            along_q = found[0]",
         "Gradients of queries are those of the last step.",
+    ),
+    Fault(
+        "interval_runs_in_place",
+        "passes/context/ring.py",
+        "source = torch.remainder(place - step, self.parts)\n        if",
+        "source = torch.remainder(place, self.parts)\n        if",
+        "Keys that came from another rank are taken to lie where the rank's own do.",
+    ),
+    Fault(
+        "interval_tails_forward",
+        "passes/context/ring.py",
+        "torch.stack([source, 2 * self.parts - 1 - source]) * (held // 2)",
+        "torch.stack([source, self.parts + source]) * (held // 2)",
+        "Tails of a folded sequence are taken to lie in rising order.",
+    ),
+    Fault(
+        "interval_ends_early",
+        "passes/context/visible.py",
+        "yield Piece(rows, slice(first, last - 1))",
+        "yield Piece(rows, slice(first, last - 2))",
+        "Queries of a chunk miss the last key before their own.",
+    ),
+    Fault(
+        "mask_window_one_more",
+        "passes/context/masks.py",
+        "{operator.ge: 0, operator.gt: 1, operator.le: 1, operator.lt: 0}[compare]",
+        "{operator.ge: 0, operator.gt: 0, operator.le: 1, operator.lt: 0}[compare]",
+        "A bound that leaves out its number lets it in.",
+    ),
+    Fault(
+        "mask_any_ids_stand_together",
+        "passes/context/masks.py",
+        "elif not counts_up(node):",
+        "elif False:",
+        "Ids whose equal entries need not stand together are taken for documents.",
     ),
     Fault(
         "ring_scale_lost",

@@ -1,0 +1,506 @@
+"""Masks read from the graph that makes them: where each query sees an interval of keys, which one.
+
+    causal            i >= j                                        0 <= j < i + 1
+    window            i - j < w                                     i - w < j
+    documents         ids[b, i] == ids[b, j]                        first of i's run <= j < last of i's run + 1
+    prefix            (i >= j) | (j < n[b])                         0 <= j < max(i + 1, n[b])
+    by positions      p[b, i] >= p[b, j] within a run of p          as i >= j
+
+and what `&` makes of them. A mask is followed in its own coordinates: its last dim counts keys, the one before queries,
+and what broadcasts has size one there. Values that do not vary along keys are left to the graph (`Row`), so a bound may
+be whatever the model computes. Ids say an interval only where those alike stand together: running counts do; of inputs
+it is asked for, and checked on every batch.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from passes.program import ir
+
+aten = torch.ops.aten
+KEYS, QUERIES = -1, -2
+RANK = 4  # of a mask: batch, head, query, key
+
+ORDER: dict[Any, Callable[[Any, Any], Any]] = {
+    op: compare
+    for name, compare in (("ge", operator.ge), ("gt", operator.gt), ("le", operator.le), ("lt", operator.lt))
+    for op in (getattr(aten, name).Tensor, getattr(aten, name).Scalar)
+}
+MIRRORED = {operator.ge: operator.le, operator.gt: operator.lt, operator.le: operator.ge, operator.lt: operator.gt}
+EQUAL = (aten.eq.Tensor, aten.eq.Scalar)
+BOTH = tuple(getattr(aten, name).Tensor for name in ("bitwise_and", "__and__")) + (aten.logical_and.default,)
+EITHER = tuple(getattr(aten, name).Tensor for name in ("bitwise_or", "__or__")) + (aten.logical_or.default,)
+NOT = (aten.logical_not.default, aten.bitwise_not.default)
+COPIES = (aten.clone.default, aten.alias.default, aten.detach.default, aten.contiguous.default)
+CASTS = (aten._to_copy.default, aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.type_as.default)
+WHOLE = {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8}
+ONES = (aten.ones.default, aten.new_ones.default, aten.ones_like.default)
+
+
+@dataclass(frozen=True)
+class Given:
+    """Values of a graph that bounds are made of."""
+
+    values: Mapping[fx.Node, Tensor]
+    device: torch.device
+
+
+class Unknown(Exception):
+    """What a mask does that no interval says, and where."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A value below its views: dim d of `node` is dim `dims[d]` of the mask, None where it is of size one."""
+
+    node: fx.Node
+    dims: tuple[int | None, ...]
+
+    @property
+    def in_place(self) -> bool:
+        """Whether its dims are those of the mask, from the last one on."""
+        rank = len(self.dims)
+        return all(at is None or at == d - rank for d, at in enumerate(self.dims))
+
+    def of(self, given: Given) -> Tensor:
+        """The value as the mask sees it, of size one where it does not vary."""
+        x = given.values[self.node]
+        order = sorted((d for d, at in enumerate(self.dims) if at is not None), key=lambda d: self.dims[d])
+        shape = [1] * RANK
+        for d in order:
+            shape[self.dims[d]] = x.shape[d]  # type: ignore[index]
+        rest = [d for d in range(x.dim()) if d not in order]
+        return x.permute(*rest, *order).reshape(shape)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A whole number for each query: `value(given)`, which is `base` and `more`, if that is known.
+
+    A base is QUERIES for the query's own position, 0 for nothing but a number, or a value seen at the query.
+    """
+
+    value: Callable[[Given], Any]
+    base: Any = None
+    more: int = 0
+
+    def plus(self, other: Row, sign: int = 1) -> Row:
+        """The sum, or difference."""
+        base = self.base if other.base == 0 else other.base if self.base == 0 and sign == 1 else None
+        return Row(
+            lambda given: self.value(given) + sign * other.value(given),
+            base,
+            0 if base is None else self.more + sign * other.more,
+        )
+
+
+def number(value: int) -> Row:
+    """The same number for all queries."""
+    return Row(lambda given: value, 0, value)
+
+
+@dataclass(frozen=True)
+class Column:
+    """`sign` times the position of a key, or times a value seen at it, and a row."""
+
+    base: Seen | None  # None: the position itself
+    row: Row
+    sign: int = 1
+
+
+@dataclass(frozen=True)
+class Atom:
+    """What a key has to be: at `row` or behind it (lower), before it (upper), of the query's run, or of no interest.
+
+    `base` is what it is compared by, None for its position; a run's base is what its entries have in common.
+    """
+
+    kind: str  # lower | upper | run
+    row: Row
+    base: Seen | None = None
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Keys at positions `first` <= p < `last`, None where nothing bounds them; whether each query sees itself."""
+
+    first: Row | None
+    last: Row | None
+    itself: bool
+
+
+class Reader:
+    """Reads masks of one graph; `inputs` are those of which runs are asked for."""
+
+    def __init__(self, queries: int, keys: int, inputs: frozenset[fx.Node]):
+        self.queries, self.keys, self.inputs = queries, keys, inputs
+        self.leaves: dict[fx.Node, None] = {}
+        self.runs: dict[fx.Node, None] = {}  # inputs whose equal entries have to stand together
+
+    # -- values -----------------------------------------------------------------------------------
+
+    def below(self, node: fx.Node) -> Seen:
+        """The value below its views."""
+        rank = ir.example(node).dim()
+        dims: list[int | None] = [d - rank if n > 1 else None for d, n in enumerate(ir.example(node).shape)]
+        while isinstance(node, fx.Node) and (step := beneath(node)) is not None:
+            node, into = step
+            dims = [None if at is None else dims[at] for at in into]
+        return Seen(node, tuple(dims))
+
+    def leaf(self, seen: Seen) -> Row:
+        """A value that does not vary along keys, left to the graph."""
+        self.leaves[seen.node] = None
+        if seen.node.target in (aten.arange.default, aten.arange.start, aten.arange.start_step):
+            start, step = span(seen.node)
+            if seen.dims == (QUERIES,) and step == 1:
+                return Row(lambda given: seen.of(given), QUERIES, start)
+        return Row(lambda given: seen.of(given), seen)
+
+    def value(self, x: Any) -> Row | Column:
+        """A whole number for each query and key."""
+        if isinstance(x, (bool, int)):
+            return number(int(x))
+        if not isinstance(x, fx.Node):
+            raise Unknown(f"compares with {x!r}")
+        seen = self.below(x)
+        node = seen.node
+        if not isinstance(node, fx.Node) or ir.example(node).is_floating_point():
+            raise Unknown(f"%{x.name} is not of whole numbers")
+        if seen.in_place or all(at is None for at in seen.dims):
+            if node.target in (aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar):
+                if node.kwargs.get("alpha", 1) == 1 and len(node.args) == 2:
+                    sign = 1 if "add" in node.target.name() else -1  # type: ignore[union-attr]
+                    return added(self.value(node.args[0]), self.value(node.args[1]), sign)
+            if node.target is aten.neg.default:
+                return added(number(0), self.value(node.args[0]), -1)
+        if KEYS not in seen.dims:
+            return self.shifted(seen)
+        if node.target in (aten.arange.default, aten.arange.start, aten.arange.start_step) and seen.dims == (KEYS,):
+            start, step = span(node)
+            if step == 1:
+                return Column(None, number(start))
+        return Column(seen, number(0))
+
+    def shifted(self, seen: Seen) -> Row:
+        """A value that does not vary along keys, known as another one and a number where it is a sum of these."""
+        node = seen.node
+        if node.target in (aten.add.Tensor, aten.sub.Tensor) and isinstance(node.args[1], int) and not node.kwargs:
+            sign = 1 if node.target is aten.add.Tensor else -1
+            inner = self.below(node.args[0])  # type: ignore[arg-type]
+            if len(inner.dims) == len(seen.dims) and inner.in_place:
+                dims = tuple(None if at is None else seen.dims[d] for d, at in enumerate(inner.dims))
+                return self.shifted(Seen(inner.node, dims)).plus(number(node.args[1]), sign)
+        return self.leaf(seen)
+
+    # -- masks ------------------------------------------------------------------------------------
+
+    def atoms(self, x: Any) -> list[Atom]:
+        """All that a key has to be."""
+        if x is True:
+            return []
+        if not isinstance(x, fx.Node):
+            raise Unknown(f"is {x!r}")
+        seen = self.below(x)
+        node = seen.node
+        if constant_true(node):
+            return []
+        if KEYS not in seen.dims:
+            return [self.all_or_none(seen)]
+        if not seen.in_place:
+            raise Unknown(f"%{node.name} picks keys one by one")
+        args = node.args
+        if node.target in BOTH:
+            return [*self.atoms(args[0]), *self.atoms(args[1])]
+        if node.target in EITHER:
+            return self.either(self.interval(args[0]), self.interval(args[1]), node)
+        if node.target in NOT:
+            return self.negated(args[0], node)
+        if node.target in ORDER:
+            return [self.ordered(ORDER[node.target], self.value(args[0]), self.value(args[1]), node)]
+        if node.target in EQUAL:
+            return self.equal(self.value(args[0]), self.value(args[1]), node)
+        if node.target in (aten.tril.default, aten.triu.default) and seen.in_place:
+            return [*self.atoms(args[0]), self.triangle(node)]
+        if node.target in CASTS and ir.example(args[0]).dtype == torch.bool:  # type: ignore[arg-type]
+            return self.atoms(args[0])
+        raise Unknown(f"%{node.name} ({node.target}) of keys is no interval")
+
+    def all_or_none(self, seen: Seen) -> Atom:
+        """What is said of a query alone: it sees all keys or none."""
+        self.leaves[seen.node] = None
+        return Atom("upper", Row(lambda given: torch.where(seen.of(given), self.keys, 0)))
+
+    def triangle(self, node: fx.Node) -> Atom:
+        """Of `tril` and `triu`: j <= i + d, or j >= i + d."""
+        diagonal = node.args[1] if len(node.args) > 1 else 0
+        lower = node.target is aten.tril.default
+        return Atom("upper" if lower else "lower", self.query().plus(number(int(diagonal) + lower)))  # type: ignore
+
+    def query(self) -> Row:
+        """The query's own position."""
+        size = self.queries
+
+        def positions(given: Given) -> Tensor:
+            return torch.arange(size, device=given.device).view(1, 1, size, 1)
+
+        return Row(positions, QUERIES, 0)
+
+    def ordered(self, compare: Callable, left: Row | Column, right: Row | Column, node: fx.Node) -> Atom:
+        """A comparison of something of a key with something of a query."""
+        if isinstance(right, Column):
+            left, right, compare = right, left, MIRRORED[compare]
+        if not isinstance(left, Column) or isinstance(right, Column):
+            raise Unknown(f"%{node.name} compares two of a kind")
+        bound = right.plus(left.row, -1)
+        if left.sign < 0:
+            bound, compare = added(number(0), bound, -1), MIRRORED[compare]  # type: ignore[assignment]
+        more = {operator.ge: 0, operator.gt: 1, operator.le: 1, operator.lt: 0}[compare]
+        kind = "lower" if compare in (operator.ge, operator.gt) else "upper"
+        return Atom(kind, bound.plus(number(more)), left.base)
+
+    def equal(self, left: Row | Column, right: Row | Column, node: fx.Node) -> list[Atom]:
+        """A key that is just there, or in the run of the query."""
+        if isinstance(right, Column):
+            left, right = right, left
+        if not isinstance(left, Column) or isinstance(right, Column):
+            raise Unknown(f"%{node.name} compares two of a kind")
+        if left.base is None:
+            bound = right.plus(left.row, -1)
+            if left.sign < 0:
+                bound = added(number(0), bound, -1)  # type: ignore[assignment]
+            return [Atom("lower", bound), Atom("upper", bound.plus(number(1)))]
+        at_query = tuple(QUERIES if at == KEYS else at for at in left.base.dims)
+        plain = left.sign == 1 and left.row.base == 0 and left.row.more == 0
+        if not plain or right.base != Seen(left.base.node, at_query) or right.more:
+            raise Unknown(f"%{node.name} compares keys with something else than the same of the query")
+        if left.base.dims[-1] != KEYS:
+            raise Unknown(f"%{node.name} compares along another dim than the last one")
+        self.stand_together(left.base.node, node)
+        self.leaves[left.base.node] = None
+        return [Atom("run", right, left.base)]
+
+    def stand_together(self, node: fx.Node, user: fx.Node) -> None:
+        """Raise Unknown unless equal entries are known to be neighbours, or an input of which that can be asked."""
+        if node in self.inputs:
+            self.runs[node] = None
+        elif not counts_up(node):
+            raise Unknown(f"%{user.name} compares %{node.name}, whose equal entries need not stand together")
+
+    def negated(self, x: Any, node: fx.Node) -> list[Atom]:
+        """Of one bound the other side."""
+        found = self.atoms(x)
+        if len(found) != 1 or found[0].kind == "run" or found[0].base is not None:
+            raise Unknown(f"%{node.name} negates what is no bound")
+        atom = found[0]
+        return [replace(atom, kind={"lower": "upper", "upper": "lower"}[atom.kind])]
+
+    def either(self, a: Interval, b: Interval, node: fx.Node) -> list[Atom]:
+        """Of two intervals that begin, or end, where nothing bounds them the wider one."""
+        if a.first is None and b.first is None:
+            return [Atom("upper", further(torch.maximum, a.last, b.last))] if a.last and b.last else []
+        if a.last is None and b.last is None:
+            return [Atom("lower", further(torch.minimum, a.first, b.first))] if a.first and b.first else []
+        raise Unknown(f"%{node.name} may see two intervals")
+
+    def interval(self, x: Any) -> Interval:
+        """What a mask lets each query see."""
+        atoms = self.atoms(x)
+        runs = [atom for atom in atoms if atom.kind == "run"]
+        first: Row | None = None
+        last: Row | None = None
+        itself = True
+        for atom in atoms:
+            lower: Row | None
+            upper: Row | None
+            if atom.kind == "run":
+                lower, upper = self.run(atom.base)  # type: ignore[arg-type]
+            else:
+                bound = atom.row if atom.base is None else self.by_position(atom, runs)
+                lower, upper = (bound, None) if atom.kind == "lower" else (None, bound)
+                within = bound.more <= 0 if atom.kind == "lower" else bound.more >= 1
+                itself = itself and bound.base == QUERIES and within
+            first = lower if first is None else first if lower is None else further(torch.maximum, first, lower)
+            last = upper if last is None else last if upper is None else further(torch.minimum, last, upper)
+        return Interval(first, last, itself)
+
+    def run(self, base: Seen) -> tuple[Row, Row]:
+        """Where the run of each query begins, and where it has ended."""
+        dims = tuple(QUERIES if at == KEYS else at for at in base.dims)
+        bounds = [lambda x: run_bounds(x)[0], lambda x: run_bounds(x)[1]]
+
+        def row(bound: Callable[[Tensor], Tensor]) -> Row:
+            def value(given: Given) -> Tensor:
+                return Seen(base.node, dims).of(Given({base.node: bound(given.values[base.node])}, given.device))
+
+            return Row(value)
+
+        return row(bounds[0]), row(bounds[1])
+
+    def by_position(self, atom: Atom, runs: list[Atom]) -> Row:
+        """A bound on positions that a model counts by itself, anew in each run, as one on positions in the row."""
+        assert atom.base is not None
+        for run in runs:
+            if run.base is not None and counted_by(run.base.node) is not None:
+                counted = self.below(counted_by(run.base.node))  # type: ignore[arg-type]
+                if counted.node is atom.base.node and KEYS in atom.base.dims:
+                    own = Seen(atom.base.node, tuple(QUERIES if at == KEYS else at for at in atom.base.dims))
+                    if atom.row.base == own:
+                        return self.query().plus(number(atom.row.more))
+                    return atom.row.plus(self.leaf(own), -1).plus(self.query())
+        raise Unknown(f"keys are bounded by %{atom.base.node.name}, which need not count up")
+
+
+def added(left: Row | Column, right: Row | Column, sign: int) -> Row | Column:
+    """The sum, or difference, of what varies along keys at most in one of them."""
+    if isinstance(left, Row) and isinstance(right, Row):
+        return left.plus(right, sign)
+    if isinstance(left, Column) and isinstance(right, Column):
+        raise Unknown("two values of a key are added")
+    if isinstance(left, Column):
+        return replace(left, row=left.row.plus(right, sign))  # type: ignore[arg-type]
+    assert isinstance(right, Column)
+    row = left.plus(right.row, sign)
+    return Column(right.base, row, sign * right.sign)
+
+
+def further(pick: Callable[[Tensor, Tensor], Tensor], a: Row, b: Row) -> Row:
+    """The larger, or smaller, of two."""
+
+    def value(given: Given) -> Any:
+        return pick(*(torch.as_tensor(x.value(given), device=given.device) for x in (a, b)))
+
+    return Row(value)
+
+
+def beneath(node: fx.Node) -> tuple[fx.Node, list[int | None]] | None:
+    """What a view shows: (node, dim of the view, from the right, for each of its dims); None if it is no view."""
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
+        return None
+    x: fx.Node = node.args[0]
+    if not ir.is_tensor(x) or not ir.is_tensor(node):
+        return None
+    shape, seen = ir.example(x).shape, ir.example(node).shape
+    rank = len(seen)
+    if node.target in COPIES or node.target in CASTS and {ir.example(n).dtype for n in (x, node)} <= WHOLE:
+        return x, [d - rank for d in range(len(shape))]
+    if node.target is aten.expand.default:
+        return x, [None if n == 1 else d - len(shape) for d, n in enumerate(shape)]
+    if node.target in (aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.view.default,
+                       aten.reshape.default, aten._unsafe_view.default):  # fmt: skip
+        kept = [d for d, n in enumerate(seen) if n > 1]
+        if [seen[d] for d in kept] != [n for n in shape if n > 1]:
+            return None
+        supply = iter(kept)
+        return x, [None if n == 1 else next(supply) - rank for n in shape]
+    if node.target in (aten.permute.default, aten.transpose.int, aten.t.default):
+        order = order_of(node, len(shape))
+        return x, [order.index(d) - rank if shape[d] > 1 else None for d in range(len(shape))]
+    if node.target is aten.index.Tensor:
+        return looked_up(node, x)
+    return None
+
+
+def order_of(node: fx.Node, rank: int) -> list[int]:
+    """Which dim of its operand each dim of a permuted value is."""
+    order = list(range(rank))
+    if node.target is aten.permute.default:
+        return [int(d) % rank for d in node.args[1]]  # type: ignore[union-attr]
+    a, b = (0, min(1, rank - 1)) if node.target is aten.t.default else (int(d) % rank for d in node.args[1:3])  # type: ignore
+    order[a], order[b] = order[b], order[a]
+    return order
+
+
+def looked_up(node: fx.Node, x: fx.Node) -> tuple[fx.Node, list[int | None]] | None:
+    """A look-up by positions, as a view: `ids[b, j]` where b and j count along dims of the result."""
+    into: list[int | None] = []
+    indices: Any = node.args[1]
+    if len(indices) != ir.example(x).dim():
+        return None
+    for index, size in zip(indices, ir.example(x).shape):
+        if index is None or (at := counting_dim(index, size)) is None:
+            return None
+        into.append(at if size > 1 else None)
+    used = [at for at in into if at is not None]
+    return (x, into) if len(set(used)) == len(used) else None
+
+
+def counting_dim(index: fx.Node, size: int) -> int | None:
+    """Along which dim, from the right, an index counts 0, 1, ... `size` - 1; 0 where there is but one; else None."""
+    if size == 1:
+        return 0
+    rank = ir.example(index).dim()
+    dims: list[int | None] = [d - rank for d in range(rank)]
+    while (step := beneath(index)) is not None and step[0].target is not aten.index.Tensor:
+        index, into = step
+        dims = [None if at is None else dims[at] for at in into]
+    while index.target in (aten.add.Tensor, aten.add.Scalar) and index.args[1] == 0:
+        index = index.args[0]  # type: ignore[assignment]
+    if index.target not in (aten.arange.default, aten.arange.start, aten.arange.start_step) or len(dims) != 1:
+        return None
+    return dims[0] if span(index) == (0, 1) and ir.example(index).shape[0] == size else None
+
+
+def span(node: fx.Node) -> tuple[int, int]:
+    """First entry and step of an `arange`."""
+    if node.target is aten.arange.default:
+        return 0, 1
+    return int(node.args[0]), int(node.args[2]) if len(node.args) > 2 else 1  # type: ignore[arg-type]
+
+
+def constant_true(node: fx.Node) -> bool:
+    """Whether a mask is true everywhere, made so."""
+    if node.target in ONES:
+        return True
+    return node.target in (aten.full.default, aten.full_like.default, aten.scalar_tensor.default) and bool(
+        node.args[-1] is True
+    )
+
+
+def counts_up(node: fx.Node) -> bool:
+    """Whether entries never decrease along the last dim: running counts, positions."""
+    if node.target in (aten.arange.default, aten.arange.start, aten.arange.start_step):
+        return True
+    if node.target is aten.cumsum.default and isinstance(node.args[0], fx.Node):
+        dim, rank = int(node.args[1]), ir.example(node).dim()  # type: ignore[arg-type]
+        counted = node.args[0]
+        while counted.target in CASTS or counted.target in COPIES:
+            counted = counted.args[0]  # type: ignore[assignment]
+        return dim % rank == rank - 1 and ir.example(counted).dtype == torch.bool
+    return False
+
+
+def counted_by(node: fx.Node) -> fx.Node | None:
+    """p of `cumsum(diff(p) != 1)`: positions that rise by one in each of these runs; None for another value."""
+    if not counts_up(node) or node.target is not aten.cumsum.default:
+        return None
+    turn: Any = node.args[0]
+    while turn.target in CASTS or turn.target in COPIES:
+        turn = turn.args[0]
+    if turn.target not in (aten.ne.Scalar, aten.ne.Tensor) or turn.args[1] != 1:
+        return None
+    rise: Any = turn.args[0]
+    if not isinstance(rise, fx.Node) or rise.target is not aten.diff.default:
+        return None
+    x: Any = rise.args[0]
+    order, dim = (rise.args[1:3] + (1, -1)[len(rise.args[1:3]) :])[:2]
+    whole = ir.example(rise).shape == ir.example(x).shape  # something stands before the first
+    return x if order == 1 and dim in (-1, ir.example(x).dim() - 1) and whole else None
+
+
+def run_bounds(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the run of equal entries that each is in begins along the last dim, and where it has ended, i64."""
+    size = x.shape[-1]
+    at = torch.arange(size, device=x.device).expand(x.shape)
+    turns = x[..., 1:] != x[..., :-1]
+    edge = torch.ones_like(x[..., :1], dtype=torch.bool)
+    first = torch.where(torch.cat([edge, turns], -1), at, 0).cummax(-1).values
+    last = torch.where(torch.cat([turns, edge], -1), at + 1, size).flip(-1).cummin(-1).values.flip(-1)
+    return first, last

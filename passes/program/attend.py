@@ -1,0 +1,65 @@
+"""Attention in which each query sees an interval of keys: its operators.
+
+    out = interval_attention(q, k, v, first, last, terms, scale, score)         of a whole sequence, before it is placed
+    out, lse = attend(q, k, v, first, last, runs, terms, scale, score)          what a rank computes
+
+    q[b, (g r), s, e], k[b, g, t, e], v[b, g, t, f]
+    first, last   i64[b or 1, s]: the query sees keys at positions first <= p < last
+    runs          i64[c]: keys lie in c runs of t / c, run i at positions runs[i], runs[i] + 1, ...; None: one run at 0
+    terms, score  what a score function takes beside scores and positions of keys, [b or 1, h or 1, s or 1, 1], and the
+                  name of that function; "" for none
+    out           [b, (g r), s, f], zero for a query that sees nothing
+    lse           [b, (g r), s] in fp32 or wider, -inf for such a query
+
+Kernels are of `passes/context`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+library = torch.library.Library("ct", "FRAGMENT")
+_GIVEN = "Tensor first, Tensor last, Tensor? runs, Tensor[] terms, float scale, str score"
+library.define(f"attend(Tensor q, Tensor k, Tensor v, {_GIVEN}) -> (Tensor, Tensor)")
+library.define(
+    "attend_backward(Tensor gradient, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{_GIVEN}) -> (Tensor, Tensor, Tensor)"
+)
+library.define(
+    "interval_attention(Tensor q, Tensor k, Tensor v, Tensor first, Tensor last, Tensor[] terms, float scale, "
+    "str score) -> Tensor"
+)
+interval_attention = torch.ops.ct.interval_attention.default
+attend, attend_backward = torch.ops.ct.attend.default, torch.ops.ct.attend_backward.default
+
+
+@torch.library.impl(library, "interval_attention", "CompositeImplicitAutograd")
+def _interval_attention(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, *given) -> Tensor:
+    return attend(q, k, v, first, last, None, *given)[0]
+
+
+@torch.library.register_fake("ct::attend")
+def _(q: Tensor, k: Tensor, v: Tensor, *given):
+    kind = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty((*q.shape[:3], v.shape[-1])), q.new_empty(q.shape[:3], dtype=kind)
+
+
+@torch.library.register_fake("ct::attend_backward")
+def _(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *given):
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+def _setup(ctx, inputs: tuple, output: tuple) -> None:
+    q, k, v, first, last, runs, terms, scale, score = inputs
+    ctx.save_for_backward(q, k, v, *output, first, last, runs, *terms)
+    ctx.rest = scale, score
+
+
+def _differentiate(ctx, gradient: Tensor, _: Tensor) -> tuple:
+    *tensors, = ctx.saved_tensors
+    found = attend_backward(gradient, *tensors[:8], tensors[8:], *ctx.rest)
+    return *found, None, None, None, [None] * len(tensors[8:]), None, None
+
+
+torch.library.register_autograd("ct::attend", _differentiate, setup_context=_setup)

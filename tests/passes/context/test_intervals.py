@@ -1,0 +1,293 @@
+"""Attention by interval: masks that are read, what a rank computes of them, on every method and layout."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import replace
+
+import flex_oracle
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from attention_cases import HEADS, RANKS, SIZES, TOLERANCE, WIDTH, WINDOW, documents, grids, random, sequence
+from oracle import compile_lockstep
+from rule_harness import Function, capture, check, sharded
+from torch import Tensor, fx, nn
+
+from compiler_trainer.capture.capture import capture as capture_model
+from compiler_trainer.config.errors import UserError
+from passes.context.context import METHODS
+from passes.context.intervals import Intervals
+from passes.context.visible import ROWS, SCORES, pieces
+from passes.program import ir
+from passes.program.attend import attend, attend_backward, interval_attention
+from passes.program.mesh import Mesh
+from passes.program.spec import Spec
+
+
+def of_documents(size: int, ids: Tensor) -> Tensor:
+    i, j = grids(size)
+    return (ids[:, None, :, None] == ids[:, None, None, :]) & (i >= j)
+
+
+MASKS = {  # (size, ids) -> mask
+    "documents": of_documents,
+    "documents both ways": lambda size, ids: ids[:, None, :, None] == ids[:, None, None, :],
+    "documents and window": lambda size, ids: of_documents(size, ids) & (grids(size)[0] - grids(size)[1] < WINDOW),
+    "window": lambda size, ids: (grids(size)[0] >= grids(size)[1]) & (grids(size)[1] > grids(size)[0] - WINDOW),
+    "prefix": lambda size, ids: (grids(size)[0] >= grids(size)[1]) | (grids(size)[1] < ids[:, :1, None, None] * 0 + 6),
+    "lower triangle": lambda size, ids: torch.ones(size, size, dtype=torch.bool).tril(1),
+    "rows that see nothing": lambda size, ids: of_documents(size, ids) & (ids % 3 > 0)[:, None, :, None],
+}
+
+
+@functools.cache
+def captured(form: str, heads: str, size: int, ranks: int) -> Function:
+    """Attention with a mask that the graph makes of ids, query, key and value as activations."""
+    h, g = HEADS[heads]
+    inputs = [random(2, h, size, WIDTH), random(2, g, size, WIDTH), random(2, g, size, WIDTH + (heads == "MQA"))]
+    units = [torch.ones(x.shape, dtype=torch.int64) for x in inputs]
+
+    def run(q, k, v, ids, *units):
+        q, k, v = (x * unit for x, unit in zip((q, k, v), units))
+        mask = MASKS[form](size, ids)
+        return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=h != g, scale=0.3)
+
+    mesh = replace(Mesh.of({"cp": ranks}), folded=frozenset({"cp"} if ranks % 3 else ()))
+    return by_interval(capture(run, [*inputs, documents(size), *units], mesh, weights=(0, 1, 2)))
+
+
+def by_interval(function: Function) -> Function:
+    program, report = Intervals()(function.program, function.ctx)
+    assert report.counts == {"attention_by_interval": 1}, report.notes
+    return replace(function, program=program)
+
+
+def run_case(method: str, form: str, heads: str, size: int, ranks: int) -> ir.Report:
+    function = captured(form, heads, size, ranks)
+    tensors = function.values[1:]
+    placed = {i: sequence(tensors[i]) for i in (0, 1, 2, 4, 5, 6)}
+    placed[3] = Spec.whole(tuple(tensors[3].shape)) if form == "prefix" else along_last(tensors[3])
+    return check(function, placed, TOLERANCE, context=method)
+
+
+def along_last(x: Tensor) -> Spec:
+    """Rows of ids, sharded along the sequence."""
+    return sharded(x.shape, x.dim() - 1, "cp", None)
+
+
+CASES = list(itertools.product(METHODS, MASKS, HEADS, SIZES, RANKS))
+
+
+@pytest.mark.parametrize("case", CASES[::29], ids=lambda case: "-".join(map(str, case)))
+def test_attention_over_ranks_is_that_of_one_device(case):
+    method, form, heads, size, ranks = case
+    report = run_case(method, form, heads, SIZES[size], ranks)
+    assert any(" over cp" in note for note in report.notes), report.notes
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", METHODS)
+def test_every_form(method, record_property):
+    cases = [case for case in CASES if case[0] == method]
+    for _, form, heads, size, ranks in cases:
+        run_case(method, form, heads, SIZES[size], ranks)
+    record_property("counted", f"{method}: {len(cases)} cases of (mask, heads, size, ranks), in fp64 to 1e-10")
+
+
+# ---- what is read, and what is not -------------------------------------------------------------------
+
+
+def read_of(mask, *tensors: Tensor) -> ir.Report:
+    """The report on attention of 12 tokens with a mask made by a function of tensors."""
+    q = random(2, 4, 12, WIDTH)
+
+    def run(q, k, v, *given):
+        return F.scaled_dot_product_attention(q, k, v, mask(*given))
+
+    function = capture(run, [q, q + 1, q + 2, *tensors], Mesh())
+    return Intervals()(function.program, function.ctx)[1]
+
+
+def alike(ids: Tensor) -> Tensor:
+    return ids[:, None, :, None] == ids[:, None, None, :]
+
+
+IDS = documents(12)
+LEFT = {
+    "every third key": (lambda: (grids(12)[0] + grids(12)[1]) % 3 == 0, "than the same of the query"),
+    "keys of some documents": (lambda ids: (ids > 0)[:, None, None, :].expand(2, 1, 12, 12), "picks keys one by one"),
+    "another's documents": (lambda ids, more: ids[:, None, :, None] == more[:, None, None, :], "than the same of the query"),
+    "two intervals": (lambda: (grids(12)[1] > grids(12)[0] + 2) | (grids(12)[1] < grids(12)[0] - 2), "may see two intervals"),
+    "ids that come again": (lambda ids: alike(ids % 2), "need not stand together"),
+    "numbers": (lambda: torch.zeros(12, 12, dtype=torch.float64), "a mask of torch.float64"),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_no_interval_says_stays_a_mask_and_the_report_says_why(name):
+    mask, why = LEFT[name]
+    tensors = (IDS, IDS + 1)[: mask.__code__.co_argcount]
+    report = read_of(mask, *tensors)
+    assert report.counts == {"attention_by_interval": 0}
+    (note,) = report.notes
+    assert "its mask stays in memory: " in note and why in note, note
+
+
+def test_ids_given_from_outside_have_to_stand_together():
+    given = {"tokens": torch.zeros(2, 12, dtype=torch.int64), "ids": IDS}
+    model = Attentive()
+    step = compile_lockstep(model, lambda model, batch: model(batch["tokens"], batch["ids"]), given, {"cp": 2})
+    step(given)
+    apart = torch.tensor([0, 0, 1, 1, 2, 2, 0, 3, 3, 3, 3, 3])
+    with pytest.raises(UserError, match=r"batch\['ids'\]: row 1 has 0 in two places with others between"):
+        step(given | {"ids": torch.stack([IDS[0], apart])})
+    step(given | {"ids": IDS.flip(1)})  # any order will do
+
+
+class Attentive(nn.Module):
+    """One attention within documents."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(5, 3 * 4 * WIDTH, dtype=torch.float64)
+
+    def forward(self, tokens: Tensor, ids: Tensor) -> Tensor:
+        q, k, v = self.table(tokens).view(*tokens.shape, 3, 4, WIDTH).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v, of_documents(tokens.shape[1], ids)).square().mean()
+
+
+# ---- kernels ---------------------------------------------------------------------------------------
+
+BOUNDS = {
+    "causal": lambda i, start, end: (torch.zeros_like(i), i + 1),
+    "documents": lambda i, start, end: (start, i + 1),
+    "documents both ways": lambda i, start, end: (start, end),
+    "documents and window": lambda i, start, end: (start.maximum(i - 70), i + 1),
+    "window": lambda i, start, end: (i - 70, i + 1),
+    "prefix": lambda i, start, end: (torch.zeros_like(i), (i + 1).clamp(min=100)),
+    "any": lambda i, start, end: ((i * 7919) % 300, (i * 7919) % 300 + (i * 31) % 150 - 20),
+}
+SCORED = {
+    "": [],
+    "capped": [],
+    "sloped": [random(1, 4, 1, 1), torch.arange(300).view(1, 1, 300, 1)],
+}
+
+
+def bounds_of(name: str, size: int) -> tuple[Tensor, Tensor]:
+    lengths = torch.tensor([1, 2, 3, 50, 60, 1, 1, 130, 20, 200])
+    ids = torch.repeat_interleave(torch.arange(10), lengths)[:size]
+    ids = torch.stack([ids, ids.flip(0).neg()])
+    start, end = (torch.searchsorted(ids, ids, right=right) for right in (False, True))
+    return tuple(x.clamp(0, size) for x in BOUNDS[name](torch.arange(size).expand(2, -1), start, end))
+
+
+@pytest.fixture
+def scores(monkeypatch):
+    monkeypatch.setitem(SCORES, "capped", lambda x, at: 2 * torch.tanh(x / 2))
+    monkeypatch.setitem(SCORES, "sloped", lambda x, at, slope, i: x + slope * (at - i))
+
+
+def plainly(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, at: Tensor, score: str) -> Tensor:
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    x = q @ k.transpose(-1, -2) * 0.3
+    x = SCORES[score](x, at, *SCORED[score]) if score else x
+    sees = (at >= first[:, None, :, None]) & (at < last[:, None, :, None])
+    weights = torch.where(sees, x, -1e9).softmax(-1)
+    return torch.where(sees, weights, 0.0) @ v
+
+
+@pytest.mark.parametrize("score", SCORED)
+@pytest.mark.parametrize("form", BOUNDS)
+def test_the_kernel_is_attention_with_a_mask(form, score, scores):
+    """Keys as they are and in two runs, values of the keys' width and of another."""
+    size = 300
+    first, last = bounds_of(form, size)
+    for at, width in ((torch.arange(size), WIDTH), (torch.arange(size).roll(150), WIDTH), (torch.arange(size), 5)):
+        shapes = (2, 4, size, WIDTH), (2, 2, size, WIDTH), (2, 2, size, width)
+        q, k, v = (random(*shape).requires_grad_() for shape in shapes)
+        runs = None if at[0] == 0 else torch.tensor([150, 0])
+        out, lse = attend(q, k, v, first, last, runs, SCORED[score], 0.3, score)
+        wanted = plainly(q, k, v, first, last, at, score)
+        gradient = random(*wanted.shape)
+        for x, y in zip(
+            (out, *torch.autograd.grad(out, (q, k, v), gradient)),
+            (wanted, *torch.autograd.grad(wanted, (q, k, v), gradient)), strict=True
+        ):  # fmt: skip
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
+        assert torch.equal(lse > -torch.inf, (last > first)[:, None].expand(2, 4, size))
+
+
+@pytest.mark.parametrize("score", SCORED)
+@pytest.mark.parametrize("form", ["causal", "documents and window", "any"])
+def test_the_kernel_is_flex_attention_with_blocks_made_of_bounds(form, score, scores):
+    first, last = bounds_of(form, 300)
+    q, k, v = random(2, 4, 300, 16), random(2, 2, 300, 16), random(2, 2, 300, 16) + 1
+    for runs in (None, torch.tensor([150, 0])):
+        given = (first, last, runs, SCORED[score], 0.3, score)
+        found, wanted = attend(q, k, v, *given), flex_oracle.forward(q, k, v, *given)
+        gradient = random(*found[0].shape)
+        found += attend_backward(gradient, q, k, v, *found, *given)
+        wanted += flex_oracle.backward(gradient, q, k, v, *wanted, *given)
+        for x, y in zip(found, wanted, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("form", BOUNDS)
+def test_no_pair_of_blocks_is_computed_for_nothing(form):
+    """Pieces cover each pair that sees, and but for tiles of mixed queries no other one."""
+    first, last = bounds_of(form, 300)
+    for lower, upper in zip(first, last):
+        covered = torch.zeros(300, 300, dtype=torch.int64)
+        for rows, keys, causal, masked in pieces(lower, upper):
+            block = covered[rows, keys]
+            block += torch.ones_like(block).tril() if causal else 1
+            assert masked is False or rows.stop - rows.start <= 2 * ROWS
+        i, j = grids(300)
+        sees = (j >= lower[:, None]) & (j < upper[:, None])
+        assert bool((covered[sees] == 1).all()) and int(covered.max()) == 1
+
+
+@pytest.mark.parametrize("window", [None, 16])
+def test_masks_of_transformers_are_read(window):
+    """Packed rows by positions, as its models take them."""
+    kind, config = {None: ("Llama", {}), 16: ("Mistral", {"sliding_window": 16})}[window]
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    built = getattr(transformers, f"{kind}Config")(**sizes, num_key_value_heads=2, attn_implementation="sdpa", **config)
+    model = getattr(transformers, f"{kind}ForCausalLM")(built)
+    batch = {"input_ids": torch.zeros(2, 32, dtype=torch.int64), "position_ids": torch.zeros(2, 32, dtype=torch.int64)}
+    program, ctx = capture_model(model, lambda model, b: model(**b, use_cache=False).logits.mean(), batch, torch.device("cpu"))
+    program, report = Intervals()(program, ctx)
+    assert report.counts == {"attention_by_interval": 2} and not report.notes
+    assert not [i.name for i in program.inputs if i.runs]  # runs are counted by the model
+    (first, last) = {node.args[3:5] for node in program.calls() if node.target is interval_attention}.pop()
+    positions = torch.cat([torch.arange(20), torch.arange(12)]).expand(2, 32)
+    found = fx.Interpreter(program_of(program, first, last)).run(positions)
+    i = torch.arange(32)
+    start = torch.where(i < 20, 0, 20)
+    wanted = (start if window is None else start.maximum(i - window + 1)).expand(2, 32), (i + 1).expand(2, 32)
+    for x, y in zip(found, wanted, strict=True):
+        assert torch.equal(x.expand(2, 32), y)
+
+
+def program_of(program: ir.Program, *results: fx.Node) -> fx.GraphModule:
+    """What computes two nodes from the positions."""
+    graph, copies = fx.Graph(), {}
+    for node, given in zip(program.placeholders(), program.inputs):
+        if given.name == "position_ids":
+            copies[node] = graph.placeholder("positions")
+    needed, stack = set(), list(results)
+    while stack:
+        node = stack.pop()
+        if node not in needed and node not in copies:
+            needed.add(node)
+            stack += node.all_input_nodes
+    for node in program.graph.nodes:
+        if node in needed:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in results))
+    return fx.GraphModule({}, graph)
