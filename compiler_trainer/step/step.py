@@ -71,7 +71,6 @@ class Step:
         """One optimizer step on a global batch: {"loss": of the whole batch, "grad_norm": before clipping}.
 
         Means over labels are over those of the whole batch, other terms of the loss are means over microbatches.
-
         With `passes.moe.dispatch=bounded` also "dropped_rows", how many found no room, of all layers and ranks.
         """
         rate = self.lr if lr is None else lr

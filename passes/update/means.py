@@ -146,7 +146,7 @@ def made_of(divisor: fx.Node, counted: fx.Node, count: fx.Node) -> fx.Node:
 def told(left: Sequence[fx.Node]) -> tuple[str, ...]:
     """A note on the terms that are no means over labels, if there are any."""
     terms = ", ".join(f"%{term.name} ({ir.source(term)})" for term in left)
-    return (f"divided by no count of labels, so that the loss has means over microbatches: {terms}",) if left else ()
+    return (f"the loss has means over microbatches of what no count of labels divides: {terms}",) if left else ()
 
 
 @dataclass(frozen=True)
