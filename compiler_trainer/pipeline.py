@@ -1,6 +1,6 @@
 """Configuration in, passes out: read this page first.
 
-    capture -> cast, intervals, normalize, experts, place, float8, shard
+    capture -> cast, intervals, normalize, means, experts, place, float8, shard
             -> joint, simplify, dedupe, add_first, remat, optimize
             -> schedule, collectives, communicators, overlap, segment -> lower
 
@@ -48,6 +48,7 @@ from passes.sharding.place import Place
 from passes.sharding.shard import Shard
 from passes.update.accumulate import Accumulate, ApplyOnly
 from passes.update.groups import Group
+from passes.update.means import Means
 from passes.update.muon import Muon
 from passes.update.optimize import Optimize
 from passes.update.optimizers import SGD, AdamW, Optimizer
@@ -80,10 +81,12 @@ def build_pipeline(
     """The passes that a configuration asks for; `masters` are the dtypes of the stored parameters."""
     reduce_dtype = DTYPES[passes.cast.reduce_dtype]
     cast, shard, remat = passes.cast, passes.shard, passes.remat
-    forward = (
+    means: Passes = (Means(microbatches),) if microbatches > 1 else ()
+    forward: Passes = (
         build_cast(cast, masters),
         Intervals(),
         Normalize(),
+        *means,
         Experts(passes.moe.dispatch, passes.moe.capacity_factor, passes.moe.chunks),
         Place(shard.plan, shard.min_shard_elements),
         Float8(cast.float8, cast.float8_skip, cast.float8_min_size, cast.float8_head),

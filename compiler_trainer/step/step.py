@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -68,8 +68,9 @@ class Step:
         }
 
     def __call__(self, batch: Mapping[str, Tensor], lr: float | None = None) -> dict[str, float]:
-        """One optimizer step on a global batch: {"loss": mean over microbatches, "grad_norm": before clipping}.
+        """One optimizer step on a global batch: {"loss": of the whole batch, "grad_norm": before clipping}.
 
+        Means over labels are over those of the whole batch, other terms of the loss are means over microbatches.
         With `passes.moe.dispatch=bounded` also "dropped_rows", how many found no room, of all layers and ranks.
         """
         rate = self.lr if lr is None else lr
@@ -77,15 +78,17 @@ class Step:
         if self.microbatches == 1:
             out = self.run(self.train["step"], batch, self.scalars(rate, count))
             return {name: float(value) for name, value in out.items()}
-        parts = [
-            self.run(self.train["accumulate"], part, self.scalars(rate, count * self.microbatches + i))
-            for i, part in enumerate(self.split(batch))
+        accumulate, parts = self.train["accumulate"], self.split(batch)
+        counts = self.counts(accumulate, parts)
+        outs = [
+            self.run(accumulate, part, self.scalars(rate, count * self.microbatches + i) | counts)
+            for i, part in enumerate(parts)
         ]
-        found = {name: torch.stack([out[name] for out in parts]) for name in parts[0]}
+        found = {name: torch.stack([out[name] for out in outs]) for name in outs[0]}
         mean = found.pop("loss").mean()
         norm = self.run(self.train["apply"], {}, self.scalars(rate, count))["grad_norm"]
-        counts = {name: float(values.sum()) for name, values in found.items()}
-        return {"loss": float(mean), **counts, "grad_norm": float(norm)}
+        totals = {name: float(values.sum()) for name, values in found.items()}
+        return {"loss": float(mean), **totals, "grad_norm": float(norm)}
 
     def scalars(self, lr: float, count: int) -> dict[str, Tensor]:
         """What is fed as a value: the learning rate, and the seed of a (micro)batch's random numbers."""
@@ -95,9 +98,17 @@ class Step:
             "seed": torch.tensor(seed, dtype=torch.int64, device=self.device),
         }
 
+    def counts(self, compiled: Compiled, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """What a program is fed of all microbatches together: how many labels they have."""
+        for part in parts:
+            check_batch(part, compiled.program)
+        return {i.name: i.count.of(parts, self.device) for i in compiled.program.inputs if i.count is not None}
+
     def evaluate(self, batch: Mapping[str, Tensor]) -> float:
         """The mean loss of a global batch, nothing changed."""
-        losses = [self.run(self.evaluation, part, self.scalars(0.0, 0))["loss"] for part in self.split(batch)]
+        parts = self.split(batch)
+        scalars = self.scalars(0.0, 0) | self.counts(self.evaluation, parts)
+        losses = [self.run(self.evaluation, part, scalars)["loss"] for part in parts]
         return float(torch.stack(losses).mean())
 
     def split(self, batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:

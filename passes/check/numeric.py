@@ -194,6 +194,8 @@ def _whole(node: fx.Node, given: ir.Input, inputs: Mapping[str, Tensor]) -> Tens
     dtype = ir.example(node).dtype
     if given.value is not None:
         return given.value
+    if given.count is not None:  # as if all microbatches were the one given
+        return given.count.of([inputs] * given.count.microbatches)
     if name not in inputs and given.kind in ZERO_AT_FIRST:
         return torch.zeros(given.spec.shape, dtype=dtype)
     if name not in inputs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
@@ -27,7 +27,8 @@ class Input:
 
     A constant brings its `value`, by which it is named: a tensor that the model holds as neither parameter nor buffer,
     or makes of Python's numbers. The `roles` of a parameter are what it is used for: `embedding`, `head`. Equal entries
-    of a batch input with `runs` must be neighbours along its last dim: documents of a row, say.
+    of a batch input with `runs` must be neighbours along its last dim: documents of a row, say. A scalar
+    may bring the `count` that it is fed.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Input:
     value: Tensor | None = field(default=None, compare=False, repr=False)
     roles: frozenset[str] = frozenset()
     runs: bool = False
+    count: Count | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,21 @@ class Program:
     def with_graph(self, graph: fx.Graph, **changes: Any) -> Program:
         """This program over another graph (and with other fields changed)."""
         return replace(self, module=LazyGraphModule(self.module, graph), **changes)
+
+
+@dataclass(frozen=True)
+class Count:
+    """A number that is known before a step is run: the sum of what `program`, on one device, gives of microbatches."""
+
+    program: Program
+    microbatches: int
+
+    def of(self, parts: Sequence[Mapping[str, Tensor]], device: torch.device | None = None) -> Tensor:
+        """The count of whole microbatches, 0-d, on a device (None: theirs)."""
+        names = [given.name for given in self.program.inputs]
+        given = [[part[name].to(device or part[name].device) for name in names] for part in parts]
+        found = torch.stack([self.program.module(*values)[0] for values in given])
+        return found.sum(dtype=found.dtype)
 
 
 def copy_node(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:

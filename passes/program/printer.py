@@ -45,7 +45,7 @@ def print_program(program: ir.Program) -> str:
     nodes = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
     lines = [f"# mesh: {mesh or 'one device'}", f"# facts: {', '.join(sorted(program.facts))}"]
     lines += [f"# rolled: {program.roll}"] if program.roll else []
-    lines += [f"# inputs: {len(program.inputs)}", *_inputs(program)]
+    lines += [f"# inputs: {len(program.inputs)}", *_inputs(program), *_counts(program)]
     lines += [f"# outputs: {len(program.outputs)}", *_outputs(program)]
     lines += [f"# nodes: {len(nodes)}", *map(format_node, nodes)]
     lines += _called_graphs(program.module)
@@ -56,6 +56,14 @@ def print_program(program: ir.Program) -> str:
 def _inputs(program: ir.Program) -> Iterator[str]:
     for node, given in zip(program.placeholders(), program.inputs, strict=True):
         yield f'%{node.name} = {given.kind} "{given.name}" : {format_value(node.meta.get("val"))} {given.spec}'
+
+
+def _counts(program: ir.Program) -> Iterator[str]:
+    """What computes the inputs that are counted in all microbatches."""
+    for given in program.inputs:
+        if given.count is not None:
+            yield f"# {given.name}: the sum of {given.count.microbatches} microbatches' results of"
+            yield from map(format_node, given.count.program.graph.nodes)
 
 
 def _outputs(program: ir.Program) -> Iterator[str]:

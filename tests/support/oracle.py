@@ -93,14 +93,18 @@ def optimizer_of(model: nn.Module, name: str, betas=(0.9, 0.999), momentum=0.0, 
 
 def train_plainly(model: nn.Module, loss_fn: LossFn, data: Sequence[Batch], optim: Mapping[str, Any] = ADAMW,
                   microbatches: int = 1) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
-    """Metrics of each step and the final parameters and buffers, by eager PyTorch on one device."""
+    """Metrics of each step and the final parameters and buffers, by eager PyTorch on one device.
+
+    The loss of a microbatch counts by its labels, if it has any.
+    """
     model = copy.deepcopy(model)
     optimizer = optimizer_of(model, **optim)
     metrics = []
     for batch, lr in zip(data, LRS, strict=True):
         parts = {key: value.chunk(microbatches) for key, value in batch.items()}
         losses = [loss_fn(model, {key: chunks[i] for key, chunks in parts.items()}) for i in range(microbatches)]
-        loss = torch.stack(losses).mean()
+        labels = [(part != -100).sum() for part in parts["labels"]] if "labels" in parts else [1] * microbatches
+        loss = sum(own * n for own, n in zip(losses, labels)) / sum(labels)
         optimizer.zero_grad()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), optim.get("max_norm") or float("inf"))

@@ -1,0 +1,175 @@
+"""Divide means by what is counted in all microbatches of a step, which is known before the first of them is run.
+
+    count = sum(ne(labels, -100))          of one microbatch
+    loss = div(total, count)
+becomes
+    loss = mul(div(total, count_0), 4)     count_0 of all four, an input
+
+The mean of such losses over the microbatches is the mean over the whole batch, however labels are spread over them; a
+microbatch without labels adds nothing. A term of the loss is such a mean if it is a sum divided by a count that the
+batch alone tells, row by row. All others keep their meaning, and the mean of the microbatches' values is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from passes.program import ir
+from passes.program.rewrite import inline
+from passes.program.spec import Spec
+from passes.rules import has_rule, name_of, rule_of, tensor_operands
+from passes.rules.pointwise import rules as pointwise_rules
+
+aten = torch.ops.aten
+POINTWISE = frozenset(pointwise_rules())
+RESHAPES = frozenset(("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze"))
+CUTS = frozenset(("slice", "pad", "constant_pad_nd"))
+CASTS = frozenset(("to", "_to_copy"))
+SUMS = frozenset(("sum", "cross_entropy_loss"))  # the latter as `normalize` leaves it
+
+
+class Mean(NamedTuple):
+    """A quotient of two sums, and the sum that its divisor is made of."""
+
+    quotient: fx.Node
+    counted: fx.Node
+
+
+def terms(node: fx.Node) -> Iterator[fx.Node]:
+    """What a scalar is a weighted sum of; a value that has other users is not taken apart."""
+    operands = tensor_operands(node) if has_rule(node) else []
+    together = frozenset(range(len(operands)))
+    is_linear = bool(operands) and (name_of(node) in CASTS or together in rule_of(node).linear)
+    if not is_linear or len(node.users) > 1 or any(ir.example(n).dim() for n in operands):
+        yield node
+        return
+    for operand in operands:
+        yield from terms(operand)
+
+
+def as_mean(term: fx.Node, batch: Set[fx.Node]) -> Mean | None:
+    """The term as a sum over a count of the batch, or None if it is no such mean."""
+    if term.target is not aten.div.Tensor or len(term.users) > 1 or len(tensor_operands(term)) < 2:
+        return None
+    total, divisor = tensor_operands(term)
+    counted = first_of(divisor)
+    return Mean(term, counted) if counts_rows(counted, batch) and all(map(is_sum, terms(total))) else None
+
+
+def first_of(divisor: fx.Node) -> fx.Node:
+    """What a divisor is made of by casts, bounds and alike."""
+    while is_named(divisor, POINTWISE) and len(tensor_operands(divisor)) == 1:
+        (divisor,) = tensor_operands(divisor)
+    return divisor
+
+
+def counts_rows(counted: fx.Node, batch: Set[fx.Node]) -> bool:
+    """Whether a node is a sum of entries that the batch tells, each of them by the row that it is in."""
+    cone = cone_of(counted, batch)
+    return is_sum(counted) and bool(cone & batch) and all(n in batch or keeps_rows(n) for n in cone - {counted})
+
+
+def cone_of(node: fx.Node, ends: Set[fx.Node]) -> set[fx.Node]:
+    """The node and all that it is made of, up to `ends`."""
+    found, waiting = set[fx.Node](), [node]
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += [] if node in ends else node.all_input_nodes
+    return found
+
+
+def keeps_rows(node: fx.Node) -> bool:
+    """Whether each row of the result is made of the same row of what it is made of."""
+    operands, shape = tensor_operands(node), ir.example(node).shape
+    if is_named(node, POINTWISE):
+        return bool(operands) and all(ir.example(n).shape == shape for n in operands)
+    if is_named(node, CUTS):
+        return ir.example(operands[0]).shape[0] == shape[0]
+    return is_named(node, RESHAPES)
+
+
+def is_sum(node: fx.Node) -> bool:
+    """Whether a node adds up all entries of a tensor."""
+    return is_named(node, SUMS) and not ir.example(node).dim()
+
+
+def is_named(node: fx.Node, names: frozenset[str]) -> bool:
+    """Whether a node calls one of some operators."""
+    return hasattr(node.target, "_schema") and name_of(node) in names
+
+
+def count_of(program: ir.Program, counted: fx.Node, microbatches: int) -> ir.Count:
+    """What computes a sum from the entries of a batch that it is made of."""
+    ends = {n: i for n, i in zip(program.placeholders(), program.inputs) if i.kind == "batch"}
+    cone, graph, copies = cone_of(counted, ends.keys()), fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in program.graph.nodes:
+        if node in cone:
+            copies[node] = ir.copy_node(graph, node, copies)
+    graph.output((copies[counted],))
+    inputs = tuple(given for node, given in ends.items() if node in cone)
+    outputs = (ir.Output("count", "metric", Spec(())),)
+    return ir.Count(program.with_graph(graph, inputs=inputs, outputs=outputs, roll=None), microbatches)
+
+
+def placeholder(program: ir.Program, ctx: ir.Context, counted: fx.Node, name: str) -> fx.Node:
+    """A new input, after the others, for a count of all microbatches."""
+    with program.graph.inserting_after(program.placeholders()[-1]):
+        node = program.graph.placeholder(name)
+    with ctx.fake_mode:
+        ir.set_value(node, torch.zeros((), dtype=ir.example(counted).dtype, device=ir.example(counted).device))
+    return node
+
+
+def divide(mean: Mean, count: fx.Node, microbatches: int, ctx: ir.Context) -> None:
+    """Let the divisor of a mean be made of the count of all microbatches."""
+    total, divisor = tensor_operands(mean.quotient)
+    with mean.quotient.graph.inserting_before(mean.quotient):
+        mean.quotient.args = (total, made_of(divisor, mean.counted, count))
+    inline(mean.quotient, lambda x, d: x / d * microbatches, ctx)
+
+
+def made_of(divisor: fx.Node, counted: fx.Node, count: fx.Node) -> fx.Node:
+    """The divisor once more, of another count."""
+    if divisor is counted:
+        return count
+    (operand,) = tensor_operands(divisor)
+    return ir.copy_node(divisor.graph, divisor, {operand: made_of(operand, counted, count)})
+
+
+def told(left: Sequence[fx.Node]) -> tuple[str, ...]:
+    """A note on the terms that are no means over labels, if there are any."""
+    terms = ", ".join(f"%{term.name} ({ir.source(term)})" for term in left)
+    return (f"the loss has means over microbatches of what no count of labels divides: {terms}",) if left else ()
+
+
+@dataclass(frozen=True)
+class Means:
+    """Divide the means that a loss is made of by the counts of all `microbatches`, times their number."""
+
+    microbatches: int
+    name: str = "means"
+    requires: frozenset[str] = frozenset({"captured", "normalized"})
+    establishes: frozenset[str] = frozenset()
+
+    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+        program = program.copy()
+        batch = {n for n, i in zip(program.placeholders(), program.inputs) if i.kind == "batch"}
+        loss = next(n for n, o in zip(program.results(), program.outputs) if o.kind == "loss")
+        found = {term: as_mean(term, batch) for term in terms(loss)}
+        means = [mean for mean in found.values() if mean is not None]
+        added = [(node, count_of(program, node, self.microbatches)) for node in dict.fromkeys(m.counted for m in means)]
+        counts = {node: placeholder(program, ctx, node, f"count_{i}") for i, (node, _) in enumerate(added)}
+        for mean in means:
+            divide(mean, counts[mean.counted], self.microbatches, ctx)
+        program.graph.eliminate_dead_code()
+        program.module.recompile()
+        inputs = (ir.Input(counts[node].name, "scalar", Spec(()), count=count) for node, count in added)
+        notes = told([term for term, mean in found.items() if mean is None])
+        return replace(program, inputs=(*program.inputs, *inputs)), ir.Report({"means": len(means)}, notes)

@@ -1,0 +1,221 @@
+"""Microbatches change no number: a mean over labels is over those of the whole batch, wherever they lie."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import assert_same, batches, compile_lockstep, llama, llama_loss, train_plainly, train_step
+from sweeps import in_turn
+from torch import nn
+
+from compiler_trainer.capture.capture import capture
+from passes.program.printer import print_program
+from passes.sharding.normalize import Normalize
+from passes.update.means import Means
+
+MESHES = [{"dp_shard": 2}, {"dp_shard": 2, "tp": 2}, {"cp": 2}, {"dp_replicate": 2, "dp_shard": 2}]
+PLAIN = {"name": "sgd"}
+SAME = 1e-12
+ROWS = 8
+
+
+def uneven(first: int = 0):
+    """Batches of 8 rows, of which the first two have `first` labels each, and the others more from row to row."""
+    found = batches(rows=ROWS)
+    for batch in found:
+        for row, labels in enumerate(batch["labels"]):
+            labels[first if row < 2 else row - 1 :] = -100
+    return found
+
+
+def summed(model, batch, chosen=lambda labels: labels != -100):
+    """(sum of the losses of tokens, their mask)."""
+    logits, labels = model(batch["tokens"], batch["positions"]), batch["labels"]
+    mask = chosen(labels)
+    each = F.cross_entropy(logits.flatten(0, 1), labels.where(labels >= 0, 0).flatten(), reduction="none")
+    return (each.view_as(mask) * mask).sum(), mask
+
+
+def masked(model, batch):
+    total, mask = summed(model, batch)
+    return total / mask.sum().clamp(min=1)
+
+
+def z_loss(model, batch):
+    """Two sums over the same labels, and one over all tokens."""
+    logits, mask = model(batch["tokens"], batch["positions"]), batch["labels"] != -100
+    squares = logits.logsumexp(-1).square()
+    total, _ = summed(model, batch)
+    return 0.5 * (total + 0.1 * (squares * mask).sum()) / mask.to(logits.dtype).sum() + 0.01 * squares.mean()
+
+
+def two_masks(model, batch):
+    (total, mask), (odd, few) = summed(model, batch), summed(model, batch, lambda labels: labels % 2 == 1)
+    return total / mask.sum() - 0.3 * (odd / few.sum())
+
+
+def shifted(model, batch):
+    """As losses of transformers: labels are shifted inside of the loss, and padded."""
+    logits = model(batch["tokens"], batch["positions"])
+    labels = F.pad(batch["labels"], (0, 1), value=-100)[..., 1:].contiguous()
+    return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1), label_smoothing=0.1)
+
+
+def by_log_softmax(model, batch):
+    logs = model(batch["tokens"], batch["positions"]).log_softmax(-1)
+    return F.nll_loss(logs.flatten(0, 1), batch["labels"].flatten())
+
+
+def train_lockstep(loss, data, mesh, microbatches, **options):
+    step = compile_lockstep(llama(), loss, data[0], mesh, PLAIN, microbatches=microbatches, **options)
+    return step, train_step(step, data)
+
+
+def report_of(step):
+    return next(entry["report"] for entry in step.report["passes"] if entry["name"] == "means")
+
+
+@pytest.mark.parametrize(("mesh", "microbatches"), in_turn(MESHES, [1, 2, 4]))
+def test_steps_are_those_of_the_whole_batch(mesh, microbatches):
+    data = uneven()  # of 4 microbatches, the first has no label
+    metrics, state = train_plainly(llama(), llama_loss, data, PLAIN)
+    step, found = train_lockstep(llama_loss, data, mesh, microbatches)
+    for ours, theirs in zip(found, metrics, strict=True):
+        assert_same(ours, theirs, SAME)
+    assert_same(step.state_dict(), state, SAME)
+    if microbatches > 1:
+        assert report_of(step) == {"counts": {"means": 1}, "notes": (), "reshards": ()}
+
+
+@pytest.mark.parametrize(("loss", "counted", "left"), [
+    (masked, 1, 0), (z_loss, 1, 1), (two_masks, 2, 0), (shifted, 1, 0), (by_log_softmax, 1, 0),
+])
+def test_losses_of_ones_own_are_counted_as_well(loss, counted, left):
+    data = uneven(first=1)
+    metrics, state = train_plainly(llama(), loss, data, PLAIN)
+    step, found = train_lockstep(loss, data, {"dp_shard": 2}, 4)
+    for ours, theirs in zip(found, metrics, strict=True):
+        assert_same(ours, theirs, SAME)
+    assert_same(step.state_dict(), state, SAME)
+    assert (report_of(step)["counts"]["means"], len(report_of(step)["notes"])) == (counted, left)
+
+
+def by_class(model, batch):
+    """A mean weighted by classes."""
+    logits = model(batch["tokens"], batch["positions"]).flatten(0, 1)
+    weight = torch.arange(1, logits.shape[1] + 1).to(logits.dtype)
+    return F.cross_entropy(logits, batch["labels"].flatten(), weight)
+
+
+def by_share(model, batch):
+    """A mean over labels weighted by the share of their row, which no row tells by itself."""
+    total, mask = summed(model, batch)
+    return total / (mask / mask.sum(0, keepdim=True).clamp(min=1)).sum()
+
+
+def used_twice(model, batch):
+    loss = llama_loss(model, batch)
+    return loss + loss * loss
+
+
+@pytest.mark.parametrize("loss", [by_class, by_share, used_twice])
+def test_other_losses_are_means_over_microbatches_and_the_report_says_so(loss):
+    data, model = uneven(first=1), llama()
+    step, _ = train_lockstep(loss, data, {"dp_shard": 2}, 4)
+    step, fresh = compile_lockstep(model, loss, data[0], {"dp_shard": 2}, PLAIN, microbatches=4), data[0]
+    parts = [loss(model, {key: value.chunk(4)[i] for key, value in fresh.items()}).item() for i in range(4)]
+    assert step(fresh)["loss"] == pytest.approx(sum(parts) / 4, rel=SAME)
+    assert not math.isclose(sum(parts) / 4, loss(model, fresh).item(), rel_tol=1e-6)
+    (note,) = report_of(step)["notes"]
+    assert "test_means.py:" in note and "the loss has means over microbatches" in note
+
+
+def balanced(model, batch):
+    """A mean over labels, and a product of means that stands for a balance loss."""
+    logits = model(batch["tokens"], batch["positions"])
+    shares = logits.softmax(-1).mean((0, 1))
+    return llama_loss(model, batch) + (shares * shares).sum()
+
+
+def test_what_is_added_to_a_mean_over_labels_stays_a_mean_over_microbatches():
+    batch, model = uneven()[0], llama()
+    step = compile_lockstep(model, balanced, batch, {"dp_shard": 2}, PLAIN, microbatches=2)
+    parts = [{key: value.chunk(2)[i] for key, value in batch.items()} for i in range(2)]
+    extra = sum(balanced(model, part) - llama_loss(model, part) for part in parts) / 2
+    assert step(batch)["loss"] == pytest.approx((llama_loss(model, batch) + extra).item(), rel=SAME)
+    assert report_of(step)["counts"] == {"means": 1} and len(report_of(step)["notes"]) == 1
+
+
+@pytest.mark.parametrize("mesh", MESHES[:2], ids=str)
+def test_evaluation_is_over_the_whole_batch(mesh):
+    batch, model = uneven()[0], llama()
+    step = compile_lockstep(model, llama_loss, batch, mesh, PLAIN, microbatches=4)
+    assert step.evaluate(batch) == pytest.approx(llama_loss(model, batch).item(), rel=SAME)
+
+
+def test_a_microbatch_without_labels_is_nothing_to_skip():
+    data = uneven()
+    metrics, state = train_plainly(llama(), llama_loss, data, PLAIN)
+    step, found = train_lockstep(llama_loss, data, {"dp_shard": 2}, 4, skip_nonfinite=True)
+    assert [m["loss"] for m in found] == pytest.approx([m["loss"] for m in metrics], rel=SAME)
+    assert_same(step.state_dict(), state, SAME)
+    nothing = {**data[0], "labels": torch.full_like(data[0]["labels"], -100)}
+    assert math.isnan(step(nothing)["loss"])  # as the mean of a whole batch without labels is
+    assert_same(step.state_dict(), state, SAME)
+
+
+def test_numbers_are_verified():
+    batch = uneven(first=1)[0]
+    compile_lockstep(llama(), masked, batch, {"dp_shard": 2}, PLAIN, microbatches=2, passes={"verify": "numeric"})
+
+
+TEXT = """\
+# inputs: 4
+%p_model_weight = parameter "weight" : f32[3] [3]
+%values_0 = batch "x" : f32[4, 3] [4, 3]
+%values_1 = batch "y" : i64[4, 3] [4, 3]
+%count_0 = scalar "count_0" : i64[] []
+# count_0: the sum of 2 microbatches' results of
+%values_1 = placeholder(values_1) : i64[4, 3]
+%ne = ne.Scalar(%values_1, 0) : bool[4, 3]
+%sum_2 = sum(%ne) : i64[]
+return [%sum_2]
+# outputs: 1
+loss "loss" = %mul_2 : f32[] []
+# nodes: 7
+%ne = ne.Scalar(%values_1, 0) : bool[4, 3]
+%mul = mul.Tensor(%values_0, %p_model_weight) : f32[4, 3]
+%mul_1 = mul.Tensor(%mul, %ne) : f32[4, 3]
+%sum_1 = sum(%mul_1) : f32[]
+%clamp_1 = clamp(%count_0, 1) : i64[]
+%div_1 = div.Tensor(%sum_1, %clamp_1) : f32[]
+%mul_2 = mul.Tensor(%div_1, 2) : f32[]
+"""
+
+
+class Scores(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def test_the_text_of_a_count():
+    def loss(model, batch):
+        mask = batch["y"] != 0
+        return (model(batch["x"]) * mask).sum() / mask.sum().clamp(min=1)
+
+    batch = {"x": torch.ones(4, 3), "y": torch.ones(4, 3, dtype=torch.int64)}
+    program, ctx = capture(Scores(), loss, batch, torch.device("cpu"))
+    program, _ = Normalize()(program, ctx)
+    before = print_program(program)
+    after, report = Means(2)(program, ctx)
+    assert print_program(program) == before
+    assert report.counts == {"means": 1} and not report.notes
+    lines = [line.partition("   #")[0] for line in print_program(after).splitlines()[2:]]
+    assert lines == TEXT.splitlines()
