@@ -197,6 +197,7 @@ class DataConfig(SourceConfig):
     sources: tuple[WeightedSource, ...] = ()
     tokenizer: str = "bytes"
     chat: bool = False
+    packing: Literal["cut", "fit"] = "cut"  # documents end to end, cut into rows; or rows of whole documents, padded
     bad_records: Literal["stop", "skip"] = "stop"
     eval_fraction: OpenFraction = 0.05  # of each source's documents, held out
     seed: Seed = 0

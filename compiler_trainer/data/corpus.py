@@ -34,6 +34,10 @@ class Corpus:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
+    def lengths(self, documents: Ids) -> Ids:
+        """How many tokens some documents have."""
+        return self.offsets[documents + 1] - self.offsets[documents]
+
 
 def mapped(stored: Stored, tokenizer: Tokenizer, is_chat: bool) -> Corpus:
     """A corpus on disk, mapped into memory."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from rich.filesize import decimal
@@ -65,6 +66,13 @@ class Datasets:
             lines += [*part.describe(self.cfg.tokenizer), seen]
         return "\n".join(lines)
 
+    def report(self) -> list[dict[str, Any]]:
+        """Of each source how many rows to train on there are, and how well they are packed."""
+        return [
+            {"source": part.name, "rows": len(part.train), "padding": part.train.padding, "cut": part.train.cut}
+            for part in self.parts
+        ]
+
 
 def build_datasets(cfg: DataConfig, seq_len: int, global_batch_size: int) -> Datasets:
     """Read, tokenize and pack the corpus; `global_batch_size` counts rows of `seq_len` (at least 2) over all ranks.
@@ -89,8 +97,8 @@ def part_of(cfg: DataConfig, number: int, tokenizer: Tokenizer, seq_len: int) ->
     corpus, trained, held_out = split(mapped(kept, tokenizer, cfg.chat), cfg.eval_fraction)
     shuffled = np.random.default_rng([cfg.seed, number]).permutation(trained)
     name = name_of(source)
-    train = labelled(PackedRows(corpus, shuffled, seq_len), name)
-    rest = labelled(PackedRows(corpus, held_out, seq_len), name) if len(held_out) else None
+    train = labelled(PackedRows(corpus, shuffled, seq_len, cfg.packing), name)
+    rest = labelled(PackedRows(corpus, held_out, seq_len, cfg.packing), name) if len(held_out) else None
     return Part(name, kept, corpus, train, rest)
 
 
@@ -116,5 +124,6 @@ def check_vocabulary(datasets: Datasets, vocab_size: int | None) -> None:
 
 
 def describe_rows(rows: PackedRows) -> str:
-    """How much a packed part holds."""
-    return f"{rows.tokens:,} tokens in {len(rows):,} rows of {rows.seq_len}"
+    """How much a packed part holds, and how well."""
+    packed = f"{rows.padding:.2%} padding, {rows.cut:.1%} of documents cut"
+    return f"{rows.tokens:,} tokens in {len(rows):,} rows of {rows.seq_len}, {packed}"

@@ -27,9 +27,10 @@ class LoaderState(TypedDict):
 
 
 class Made(NamedTuple):
-    """A batch, and how many rows of each source are done with it."""
+    """A batch, how many of its tokens are of documents, and how many rows of each source are done with it."""
 
     batch: Batch
+    filled: int
     taken: tuple[int, ...]
 
 
@@ -50,11 +51,12 @@ class Loader:
     def reset(self) -> None:
         """Go back to the first row of every source."""
         self.taken = (0,) * len(self.rows.parts)
+        self.filled = 0  # tokens of the last batch that are of documents
 
     def next(self) -> Batch:
         """The next global batch, int64 [batch_size, seq_len]."""
         taken, made = self.ahead or (None, None)
-        batch, self.taken = made.result() if made and taken == self.taken else self._make(self.taken)
+        batch, self.filled, self.taken = made.result() if made and taken == self.taken else self._make(self.taken)
         self.ahead = self.taken, self.thread.submit(self._make, self.taken)
         return batch
 
@@ -78,7 +80,7 @@ class Loader:
         for part, (start, count) in enumerate(zip(taken, counts)):
             rows[turns == part] = self._rows(part, np.arange(start, start + count))
         batch = {name: torch.from_numpy(array) for name, array in self.rows.batch(rows).items()}
-        return Made(batch, tuple((np.array(taken) + counts).tolist()))
+        return Made(batch, int(self.rows.filled(rows).sum()), tuple((np.array(taken) + counts).tolist()))
 
     def _rows(self, part: int, numbers: Ids) -> Ids:
         """The rows that samples of a part are, by their numbers from the first epoch on."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,12 +43,24 @@ class Mixture:
             taken[turns[i]] += 1
         return turns
 
+    def filled(self, rows: Ids) -> Ids:
+        """How many tokens of each row are of documents, as `PackedRows.filled`, of rows of any parts."""
+        found = np.empty_like(rows)
+        for part, mine, numbers in self._by_part(rows):
+            found[mine] = part.filled(numbers)
+        return found
+
     def batch(self, rows: Ids) -> dict[str, Ids]:
         """`tokens`, `labels`, `positions` and `documents` as `PackedRows.batch`, of rows of any parts."""
-        owners = np.searchsorted(self.firsts, rows, side="right") - 1
         found: dict[str, Ids] = {}
-        for owner in np.unique(owners):
-            mine = owners == owner
-            for name, array in self.parts[owner].batch(rows[mine] - self.firsts[owner]).items():
+        for part, mine, numbers in self._by_part(rows):
+            for name, array in part.batch(numbers).items():
                 found.setdefault(name, np.empty((len(rows), self.seq_len), np.int64))[mine] = array
         return found
+
+    def _by_part(self, rows: Ids) -> Iterator[tuple[PackedRows, NDArray[np.bool_], Ids]]:
+        """Each part that has some of the rows, which of them, and their numbers in it."""
+        owners = np.searchsorted(self.firsts, rows, side="right") - 1
+        for owner in np.unique(owners):
+            mine = owners == owner
+            yield self.parts[owner], mine, rows[mine] - self.firsts[owner]

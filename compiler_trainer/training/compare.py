@@ -10,7 +10,7 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import Config
 
-MEANING = ("model", "loss", "optim", "train.seed", "train.seq_len", "train.dtype")
+MEANING = ("model", "loss", "optim", "data.packing", "train.seed", "train.seq_len", "train.dtype")
 FREE = ("model.name", "optim.lr")
 SHOWN = 3
 

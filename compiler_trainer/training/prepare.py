@@ -18,7 +18,7 @@ from compiler_trainer.config.schema import Config, TrainConfig
 from compiler_trainer.data.datasets import Datasets, build_datasets
 from compiler_trainer.step.ranks import first_of_each_machine_first, rank
 from compiler_trainer.training import folder
-from compiler_trainer.training.compare import check_meaning
+from compiler_trainer.training.compare import check_meaning, is_in
 from compiler_trainer.training.resume import first_whole
 
 
@@ -76,7 +76,7 @@ def read_start(cfg: Config, datasets: Datasets, stored: Checkpoint) -> Start:
     """Where a checkpoint stands."""
     index, path = stored.index, stored.path
     check_meaning(cfg, index.config, str(path))
-    if "data" not in cfg.checkpoint.allow:
+    if not is_in("data.packing", cfg.checkpoint.allow):  # other rows begin anew
         try:
             datasets.train.load_state_dict(index.data)
         except (KeyError, TypeError, ValueError, IndexError) as error:

@@ -13,12 +13,12 @@ from compiler_trainer.step.programs import mesh_of
 from compiler_trainer.training.metrics import Record
 
 
-def speed(cfg: Config, flops_per_token: int, step_s: float) -> Record:
+def speed(cfg: Config, flops_per_token: int, tokens: int, step_s: float) -> Record:
     """Tokens a second of all ranks, TFLOP/s of one, and MFU where the device is the GPU that `cluster` describes.
 
-    FLOPs are those that the model needs (`models/flops.py`), whatever is recomputed.
+    `tokens` are those of a step that are no padding. FLOPs are those that the model needs (`models/flops.py`), whatever
+    is recomputed.
     """
-    tokens = cfg.train.global_batch_size * cfg.train.seq_len
     flops_per_s = flops_per_token * tokens / mesh_of(cfg.mesh).world_size / step_s
     found = {"tokens_per_s": tokens / step_s, "step_ms": 1e3 * step_s, "tflops": flops_per_s / 1e12}
     if torch.cuda.is_available() and cfg.cluster.name.upper() in torch.cuda.get_device_name():

@@ -100,7 +100,7 @@ def prepare_step(cfg: Config, trained: Subject, datasets: Datasets, start: Start
     with folder.graphs_of(cfg) as graphs, Working() as tell:
         step = build_step(cfg, trained, datasets, graphs, tell)
         start = restore(cfg, trained, step, datasets, start)
-    folder.create(cfg, {"machine": machine(), **step.report})
+    folder.create(cfg, {"machine": machine(), "data": datasets.report(), **step.report})
     for path in start.damaged:
         checkpoint.set_aside(path, "damaged")
     say(f"compiled in {time.perf_counter() - began:.1f} s; the run folder is {cfg.run.dir}")
@@ -179,9 +179,10 @@ def steps(cfg: Config, step: Step, datasets: Datasets, start: Start, meters: Met
     """Take the steps from `start` to `train.steps`; what each measured. Raises Lost."""
     tokens, recorder, judge, spikes = start.tokens, trace.Trace(cfg, step, start.step), Judge(cfg), Spikes()
     for number in range(start.step + 1, cfg.train.steps + 1):
-        tokens += cfg.train.global_batch_size * cfg.train.seq_len
         with recorder.around(number):
-            record = {"step": number, "tokens": tokens, **one_step(cfg, meters, datasets.train, number)}
+            measured = one_step(cfg, meters, datasets.train, number)
+        tokens += datasets.train.filled
+        record = {"step": number, "tokens": tokens, **measured}
         if datasets.eval is not None and is_due(number, cfg.eval.interval, cfg.train.steps):
             record["eval_loss"] = mean_loss(step, held_out(datasets.eval, cfg.eval.batches))
         record = judge.finite(record)
@@ -193,7 +194,7 @@ def steps(cfg: Config, step: Step, datasets: Datasets, start: Start, meters: Met
 def one_step(cfg: Config, meters: Meters, loader: Loader, number: int) -> Record:
     """Take update `number` and measure it, from fetching its batch on."""
     lr, step = learning_rate(cfg.lr_schedule, cfg.optim.lr, number, cfg.train.steps), meters.step
-    batch, result, measured = meters.take(number, lambda: next_batch(loader), lr)
+    batch, result, measured = meters.take(number, lambda: (next_batch(loader), loader.filled), lr)
     if isinstance(cfg.model, ModelConfig) and cfg.model.attention == "documents" and cfg.mesh.cp > 1:
         result["cp_imbalance"] = imbalance(batch["positions"] + 1, step.mesh)
     result |= unevenness({name: state.local[step.ranks[0]] for name, state in step.state.items()})

@@ -175,6 +175,7 @@ REFUSED = [
     (["train.steps=abc"], "train.steps: 'abc' is not a whole number"),
     (["train.steps=${nowhere}"], "train.steps: Interpolation key 'nowhere' not found"),
     (["data=text", 'data.files=[""]', "data.document_separator=''"], "data.document_separator:  must be at least a character"),
+    (["data.packing=best"], "data.packing: 'best' is not one of cut, fit"),
     (["train.seq_len=-1"], "train.seq_len: -1 must be at least 2, a token and the one it predicts"),
     (["run.time_limit=soon"], "run.time_limit: soon is no time; give seconds, or hours, minutes and seconds as 2h30m, 90m or 45s"),
     (["run.time_limit=0"], "run.time_limit: 0.0 is no time; give seconds, or hours, minutes and seconds as 2h30m, 90m or 45s"),

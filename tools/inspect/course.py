@@ -68,6 +68,7 @@ def facts(run: Run) -> dict[str, str]:
     rows, length = train.get("global_batch_size"), train.get("seq_len")
     if rows and length:
         found["batch"] = f"{rows:,} rows of {length:,} tokens, {rows * length:,} tokens a step"
+    found |= {f"packing of {part['source']}": packing(part) for part in run.report.get("data", ())}
     found["dtype"] = str(train.get("dtype", ""))
     if run.metrics:
         last, speeds = run.metrics[-1], [record["tokens_per_s"] for record in run.metrics if "tokens_per_s" in record]
@@ -76,6 +77,11 @@ def facts(run: Run) -> dict[str, str]:
         if speeds:
             found["tokens a second"] = f"{statistics.median(speeds):,.0f} (median)"
     return {**found, **{key: str(value) for key, value in run.report.get("machine", {}).items()}}
+
+
+def packing(part: Mapping[str, Any]) -> str:
+    """How well the rows of a source are packed."""
+    return f"{part['rows']:,} rows, {part['padding']:.2%} padding, {part['cut']:.1%} of documents cut"
 
 
 def entries(value: str) -> int:

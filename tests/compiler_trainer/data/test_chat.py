@@ -118,6 +118,17 @@ def test_rows_without_a_label_are_left_out(tokenizer, tmp_path):
     assert (labels != -100).sum() == len("short") + 1 + len("\n")
 
 
+def test_fitted_conversations_are_whole_and_have_the_same_labels(tokenizer, tmp_path):
+    questions = [{"prompt": "why? " * n, "completion": f"for {n}!"} for n in range(1, 9)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
+    found = {packing: datasets(tmp_path / "a.jsonl", tokenizer, 90, packing=packing) for packing in ("cut", "fit")}
+    assert sorted(labelled(found["fit"], tokenizer)) == [f"for {n}!<|im_end|>\n" for n in range(1, 9)]
+    labels = {packing: of.train.rows.batch(np.arange(len(of.train.rows)))["labels"] for packing, of in found.items()}
+    cut, fit = (sorted(array[array != -100].tolist()) for array in labels.values())
+    assert cut == fit and (labels["fit"] != -100).any(axis=1).all()
+    assert found["cut"].report()[0]["cut"] > 0 == found["fit"].report()[0]["cut"] < found["fit"].report()[0]["padding"] < 0.3
+
+
 FORGETFUL = "{% for message in messages %}{{ message.role }}:{% if loop.last %}thinks {% endif %}{{ message.content }};{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 REFUSALS = {
     "no assistant": (CHATML, {"messages": MESSAGES[:2]}, "a.jsonl:1: the assistant says nothing"),

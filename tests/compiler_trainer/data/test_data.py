@@ -118,6 +118,13 @@ def test_a_row_by_hand():
     assert rows["documents"].tolist() == [[0, 0, 0, 0, 1, 1], [0, 0, 0, 1, 1, 1]]
 
 
+@pytest.mark.parametrize(("seq_len", "filled", "cut"), [(6, [6, 3], 0), (5, [5, 4], 0), (2, [2, 2, 2, 2], 1 / 3)])
+def test_what_is_padding_and_which_documents_are_cut_by_hand(seq_len, filled, cut):
+    rows = PackedRows(corpus_of(["abc", "d", "ef"]), np.arange(3), seq_len)
+    assert rows.filled(np.arange(len(rows))).tolist() == filled and rows.cut == cut
+    assert rows.padding == 1 - sum(filled) / seq_len / len(filled)
+
+
 # Order
 
 
@@ -270,8 +277,9 @@ def test_the_description_counts_what_was_read_and_left_out(library):
     datasets = build_datasets(text_config(folder / "*.*", folder / "sub" / "*", eval_fraction=0.001), 8, 2)
     name, kept = f"{folder}/*.*, {folder}/sub/*", datasets.parts[0].stored.folder
     assert datasets.describe(12).splitlines() == [
-        f"{name}: 5 documents (1 empty), 41 tokens (bytes); train 39 tokens in 5 rows of 8; "
-        "held out end of the longest document, 2 tokens in 1 rows of 8",
+        f"{name}: 5 documents (1 empty), 41 tokens (bytes); train 39 tokens in 5 rows of 8, 2.50% padding, "
+        "75.0% of documents cut; held out end of the longest document, 2 tokens in 1 rows of 8, 75.00% padding, "
+        "0.0% of documents cut",
         f"{name}: tokens are kept in {kept}, {decimal(sum(f.stat().st_size for f in kept.iterdir()))}",
         f"{name}: will have been seen 2.4 times when the run ends",
     ]

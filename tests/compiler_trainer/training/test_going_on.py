@@ -218,6 +218,7 @@ MEANT = {
     "optim.name": changed("optim", name="sgd"),
     "optim.max_norm": changed("optim", max_norm=None),
     "train.seed": changed("train", seed=1),
+    "data.packing": changed("data", packing="fit"),
 }
 
 

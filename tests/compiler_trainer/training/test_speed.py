@@ -17,17 +17,16 @@ CFG = replace(Config(), mesh=MeshConfig(dp_shard=4))
 
 
 def test_flops_are_those_of_one_rank():
-    found = speed(CFG, flops_per_token=10**6, step_s=0.5)
-    tokens = CFG.train.global_batch_size * CFG.train.seq_len
-    assert found == {"tokens_per_s": 2 * tokens, "step_ms": 500.0, "tflops": pytest.approx(2 * tokens / 4 * 1e6 / 1e12)}
+    found = speed(CFG, flops_per_token=10**6, tokens=4000, step_s=0.5)
+    assert found == {"tokens_per_s": 8000, "step_ms": 500.0, "tflops": pytest.approx(8000 / 4 * 1e6 / 1e12)}
 
 
 def test_mfu_is_of_the_gpu_that_the_cluster_describes(monkeypatch):
     monkeypatch.setattr(torch, "cuda", SimpleNamespace(is_available=lambda: True, get_device_name=lambda: "NVIDIA H100 80GB HBM3"))
-    found = speed(CFG, 10**6, 0.5)
+    found = speed(CFG, 10**6, 4000, 0.5)
     assert found["mfu"] == pytest.approx(found["tflops"] / 67.0)  # fp32
     other = replace(CFG, cluster=replace(CFG.cluster, name="h200"))
-    assert "mfu" not in speed(other, 10**6, 0.5)
+    assert "mfu" not in speed(other, 10**6, 4000, 0.5)
 
 
 def test_the_machine_is_named():

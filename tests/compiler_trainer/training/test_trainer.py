@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -21,6 +22,7 @@ from compiler_trainer.config.schema import (
     EvalConfig,
     RunConfig,
 )
+from compiler_trainer.data.datasets import build_datasets
 from compiler_trainer.step.step import State
 from compiler_trainer.training import prepare, trainer
 from compiler_trainer.training.lr_schedule import learning_rate
@@ -48,6 +50,21 @@ def test_what_is_recorded(fake, tmp_path):
         assert record["tokens_per_s"] * record["step_ms"] == pytest.approx(64e3)
         assert record["peak_mem_bytes"] >= 12
         assert 0 < record["data_ms"] < record["step_ms"]
+
+
+def test_padding_counts_as_no_token(fake, tmp_path):
+    cfg = options(tmp_path / "run", data=DataConfig("synthetic", documents=40, packing="fit"))
+    cfg = replace(cfg, train=replace(cfg.train, seq_len=600))
+    trainer.train(cfg)
+    loader = build_datasets(cfg.data, 600, 4).train
+    counts = [(loader.next(), loader.filled)[1] for _ in range(6)]
+    records = metrics(cfg.run.dir)
+    assert [record["tokens"] for record in records] == list(itertools.accumulate(counts))
+    assert all(0 < count < 2400 for count in counts)
+    for record, count in zip(records, counts, strict=True):
+        assert record["tokens_per_s"] * record["step_ms"] == pytest.approx(1e3 * count)
+    (source,) = json.loads((tmp_path / "run/report.json").read_text())["data"]
+    assert source["source"] == "synthetic" and 0 < source["padding"] < 0.5
 
 
 def test_evaluation_is_on_the_same_held_out_rows(fake, tmp_path, monkeypatch):
@@ -79,8 +96,10 @@ def test_switched_off(fake, tmp_path):
 # Going on
 
 
-def test_interrupted_and_resumed_equals_uninterrupted(fake, tmp_path, monkeypatch):
-    whole, cut = options(tmp_path / "whole"), options(tmp_path / "cut")
+@pytest.mark.parametrize("packing", ["cut", "fit"])
+def test_interrupted_and_resumed_equals_uninterrupted(packing, fake, tmp_path, monkeypatch):
+    data = DataConfig("synthetic", documents=40, packing=packing)
+    whole, cut = options(tmp_path / "whole", data=data), options(tmp_path / "cut", data=data)
     trainer.train(whole)
     with monkeypatch.context() as patch:
         normal = trainer.is_due

@@ -11,6 +11,8 @@ from tools.inspect.balance import SPANS
 from tools.inspect.course import course, curve, entries, seconds
 from tools.inspect.dumps import load
 
+PACKED = {"source": "books", "rows": 1200, "padding": 0.0041, "cut": 0.125}
+
 
 def test_many_steps_become_means_of_spans_and_none_is_lost():
     count = 3 * SPANS + 1
@@ -33,9 +35,10 @@ def test_seconds_are_of_following_the_model_the_passes_and_the_kernels():
 
 def test_facts_and_what_differs_from_the_defaults():
     run = load(run_folder())
-    found = course(replace(run, report=run.report | {"machine": {"processor": "any"}}, config={"optim": {"name": "sgd", "eps": 1e-8}}))
+    found = course(replace(run, report=run.report | {"machine": {"processor": "any"}, "data": [PACKED]}, config={"optim": {"name": "sgd", "eps": 1e-8}}))
     facts, changed = dict(found.facts), dict(found.changed)
     assert facts["parameters on a rank"].endswith("in 5 tensors") and facts["processor"] == "any"
+    assert facts["packing of books"] == "1,200 rows, 0.41% padding, 12.5% of documents cut"
     assert changed["optim.name"] == "sgd" and "optim.eps" not in changed
 
 

@@ -1,0 +1,65 @@
+"""Bin packing by best fit decreasing, of as many pieces as a corpus has."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+import numpy as np
+
+from compiler_trainer.data.corpus import Ids
+
+
+class Space:
+    """Rows that have room left, in stacks of equally much."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []  # those that there are, ascending
+        self.stacks: dict[int, list[Ids]] = {}
+
+    def add(self, size: int, rows: Ids) -> None:
+        """Put rows with room for `size` tokens each."""
+        if size and len(rows):
+            if size not in self.stacks:
+                insort(self.sizes, size)
+            self.stacks.setdefault(size, []).append(rows)
+
+    def take(self, size: int) -> tuple[int, Ids] | None:
+        """Some rows with the least room that is at least `size`, and how much that is; None where there are none."""
+        at = bisect_left(self.sizes, size)
+        if at == len(self.sizes):
+            return None
+        found = self.sizes[at]
+        rows = self.stacks[found].pop()
+        if not self.stacks[found]:
+            del self.stacks[found], self.sizes[at]
+        return found, rows
+
+
+def best_fit(sizes: Ids, room: int) -> Ids:
+    """For each piece of `sizes` tokens, at most `room`, the piece that began its row.
+
+    From the longest on, each piece goes into the row that has the least room for it, or begins one (arXiv:2404.10830).
+    Pieces of one size are placed together: what they leave of a row is less room than any other has, so they go on in
+    it until it is too small for them. That takes O(n log n) for n pieces, of which in Python O(m log room) for m sizes.
+    """
+    row_of, space = np.empty_like(sizes), Space()
+    for size, pieces in by_size(sizes):
+        while len(pieces):
+            left, rows = space.take(size) or (room, pieces[:: room // size])
+            each = left // size
+            placed = pieces[: each * len(rows)]
+            full, more = divmod(len(placed), each)
+            row_of[placed] = np.repeat(rows[: full + 1], each)[: len(placed)]
+            space.add(left - each * size, rows[:full])
+            space.add(left - more * size, rows[full : full + 1])  # the last one is filled in part
+            space.add(left, rows[full + 1 :])
+            pieces = pieces[len(placed) :]
+    return row_of
+
+
+def by_size(sizes: Ids) -> Iterator[tuple[int, Ids]]:
+    """Each size, from the largest on, and the pieces that have it."""
+    order = np.argsort(-sizes, kind="stable")
+    for pieces in filter(len, np.split(order, np.flatnonzero(np.diff(sizes[order])) + 1)):
+        yield int(sizes[pieces[0]]), pieces

@@ -1,0 +1,100 @@
+"""How documents fill rows of equal length: laid end to end and cut, or fitted in whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compiler_trainer.data.best_fit import best_fit
+from compiler_trainer.data.corpus import Corpus, Ids
+
+PADDING = -1
+TOKENS_AT_ONCE = 2**22
+
+
+class Layout(NamedTuple):
+    """Pieces of a corpus laid end to end in a stream, of which every `seq_len` tokens are a row.
+
+    Piece i is what stands from token `sources[i]` of the corpus on, PADDING for nothing; it fills the stream from
+    `starts[i]` to `starts[i + 1]`.
+    """
+
+    starts: Ids  # [pieces + 1]
+    sources: Ids  # [pieces]
+    continues: NDArray[np.bool_]  # whether a piece's document goes on in a row that is not the next
+    rows: Ids  # those that hold a label
+    cut: int  # documents whose labels are in several rows
+
+
+def cut(corpus: Corpus, order: Ids, seq_len: int) -> Layout:
+    """Documents end to end: each begins where the one before ends, and goes on in the next row."""
+    lengths = corpus.lengths(order)
+    padding = -lengths.sum() % seq_len
+    starts = np.concatenate(([0], np.cumsum(np.append(lengths, padding))))
+    first, tokens = starts[:-2], int(starts[-2])
+    rows = np.arange(-(-(tokens - 1) // seq_len))  # a row of the stream's last token alone would have no label
+    if corpus.counted is not None:
+        rows = np.flatnonzero(with_label(corpus, order, first, starts[-1] // seq_len, seq_len))
+    is_cut = first // seq_len != (first + np.maximum(lengths - 2, 0)) // seq_len
+    sources = np.append(corpus.offsets[order], PADDING)
+    return Layout(starts, sources, np.zeros(len(sources), bool), rows, int(is_cut.sum()))
+
+
+def fit(corpus: Corpus, order: Ids, seq_len: int) -> Layout:
+    """Whole documents, and what is left of longer ones after pieces of a row each, so that few rows are padded.
+
+    In a row documents stand as in `order`; rows are in the order of the pieces that they were begun with, which are
+    their longest.
+    """
+    sources, lengths, left = pieces_of(corpus, order, seq_len)
+    begun_by = best_fit(lengths, seq_len)
+    row = (np.cumsum(begun_by == np.arange(len(lengths))) - 1)[begun_by]
+    room = seq_len - np.bincount(row, lengths).astype(np.int64)
+    padded = np.flatnonzero(room)
+    arranged = np.argsort(np.concatenate((row, padded)), kind="stable")  # what is padding comes last in its row
+    return Layout(
+        np.concatenate(([0], np.cumsum(np.concatenate((lengths, room[padded]))[arranged]))),
+        np.concatenate((sources, np.full(len(padded), PADDING)))[arranged],
+        np.concatenate((left > lengths, np.zeros(len(padded), bool)))[arranged],
+        np.arange(len(room)),
+        int((corpus.lengths(order) > seq_len + 1).sum()),
+    )
+
+
+LAYOUTS: dict[str, Callable[[Corpus, Ids, int], Layout]] = {"cut": cut, "fit": fit}
+
+
+def pieces_of(corpus: Corpus, order: Ids, seq_len: int) -> tuple[Ids, Ids, Ids]:
+    """Documents in pieces of at most a row: where each begins, its length, and that of its document from there on.
+
+    Pieces without a label are left out, such as an end-of-document token alone.
+    """
+    lengths = corpus.lengths(order)
+    counts = -(-lengths // seq_len)
+    first = np.cumsum(counts) - counts
+    document = np.repeat(np.arange(len(order)), counts)
+    inner = (np.arange(len(document)) - first[document]) * seq_len
+    left = lengths[document] - inner
+    has_label = left > 1
+    if corpus.counted is not None:
+        has_label = with_label(corpus, order, first * seq_len, len(document), seq_len)
+    sources = corpus.offsets[order[document]] + inner
+    return sources[has_label], np.minimum(left, seq_len)[has_label], left[has_label]
+
+
+def with_label(corpus: Corpus, order: Ids, first: Ids, rows: int, seq_len: int) -> NDArray[np.bool_]:
+    """Which rows hold a label, where some tokens are none, and document `order[i]` begins at `first[i]` of the rows."""
+    assert corpus.counted is not None
+    starts = np.full(len(corpus), -1)
+    starts[order] = first
+    found = np.zeros(rows, bool)
+    for begin in range(0, len(corpus.counted), TOKENS_AT_ONCE):
+        at = begin + np.flatnonzero(corpus.counted[begin : begin + TOKENS_AT_ONCE])
+        document = np.searchsorted(corpus.offsets, at, side="right") - 1
+        inner = at - corpus.offsets[document]
+        is_label = (starts[document] >= 0) & (inner > 0)
+        found[(starts[document] + inner - 1)[is_label] // seq_len] = True
+    return found
