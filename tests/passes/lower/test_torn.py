@@ -93,6 +93,6 @@ def test_a_run_after_all_libraries_were_cut_short_builds_them_anew(tmp_path):
     lengths = {path: path.stat().st_size for path in (tmp_path / "cache").glob("*/*.so")}
     assert lengths
     for path, length in lengths.items():
-        os.truncate(path, length // 2)
+        os.truncate(path, length // 8)  # half may hold all that is loaded
     assert losses("b") == first
     assert {path: path.stat().st_size for path in lengths} == lengths
