@@ -9,13 +9,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from compiler_trainer.config.errors import UserError
+from compiler_trainer.config import yamls
 from compiler_trainer.config.options import Chosen, Must, build
-from compiler_trainer.config.yamls import check
 from passes.memory.remat import SAVE
 from passes.precision.cast import OPS
 
@@ -492,9 +489,4 @@ def save(cfg: Config, path: str | Path) -> None:
 
 def load(path: str | Path) -> Config:
     """The config saved at `path`; raises UserError naming the file or the option at fault."""
-    check(Path(path))
-    try:
-        mapping = OmegaConf.to_container(OmegaConf.load(path))
-    except (OSError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise UserError(str(path), f"cannot be read as a config: {' '.join(str(error).split())}") from error
-    return build(Config, mapping)
+    return build(Config, yamls.load(Path(path)))

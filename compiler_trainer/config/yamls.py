@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.files import text_of
 
 MOST = 100_000  # values in a file, aliases written out
 FLAGS = ("--config-dir", "-cd")
@@ -27,12 +31,8 @@ def check_folders(arguments: Sequence[str]) -> None:
 def check(path: Path) -> None:
     """Raise UserError unless a file holds options, finitely many."""
     try:
-        root = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)
+        root = yaml.compose(text_of(path), yaml.SafeLoader)
         count = size(root, {}) if root is not None else 0
-    except OSError as error:
-        raise UserError(str(path), f"cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(str(path), f"is not UTF-8: {error.reason} at byte {error.start}") from error
     except yaml.YAMLError as error:
         raise UserError(str(path), f"is no YAML: {' '.join(str(error).split())}") from error
     except RecursionError as error:
@@ -41,6 +41,16 @@ def check(path: Path) -> None:
         raise UserError(str(path), "holds no options; write name: value")
     if count > MOST:
         raise UserError(str(path), f"stands for {count:,} values, aliases written out; at most {MOST:,} are read")
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The options in a file; raises UserError naming it."""
+    check(path)
+    try:
+        options: Any = OmegaConf.to_container(OmegaConf.load(path))
+    except (OSError, yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
+        raise UserError(str(path), f"cannot be read as a config: {' '.join(str(error).split())}") from error
+    return options
 
 
 def size(node: yaml.Node, known: dict[int, int]) -> int:

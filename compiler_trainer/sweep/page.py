@@ -80,8 +80,8 @@ def write(found: Sequence[Point], folder: Path) -> None:
 def summary(found: Sequence[Point]) -> str:
     """How many points there are, and what they ran on."""
     counts = {status: sum(p["status"] == status for p in found) for status in ("done", "failed", "running")}
-    ran = found[0]["environment"]
-    where = f"{ran['ranks']} ranks, {ran['device']}, {ran['cores']} cores, torch {ran['torch']}, commit {ran['commit']}"
+    ran = found[0]["environment"].get
+    where = f"{ran('ranks')} ranks, {ran('device')}, {ran('cores')} cores, torch {ran('torch')}, commit {ran('commit')}"
     return ", ".join(f"{n} {status}" for status, n in counts.items() if n) + f". {where}."
 
 
@@ -115,9 +115,12 @@ def figure(found: Sequence[Point], folder: Path) -> go.Figure:
 
 
 def label(found: Point, names: Sequence[str]) -> str:
-    """What sets a point apart: `3: tp=2 remat.policy=full`, names as short as they are clear."""
+    """What sets a point apart: `3: tp=2 remat.policy=full`, names as short as they are clear.
+
+    It is escaped: plots take tags, and links, in their texts.
+    """
     given = (f"{short(n, names)}={as_text(found['overrides'][n])}" for n in names if n in found["overrides"])
-    return f"{found['point']}: {' '.join(given)}"
+    return html.escape(f"{found['point']}: {' '.join(given)}", quote=False)
 
 
 def short(name: str, names: Sequence[str]) -> str:

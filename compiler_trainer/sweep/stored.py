@@ -9,15 +9,33 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import Config
+from compiler_trainer.config.files import json_of
+from compiler_trainer.config.schema import Config, Count
 
 FILE = "point.json"
 
 Point = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What is in the file of a point; what came of it only once it has ended."""
+
+    point: Count
+    status: Literal["running", "done", "failed"]
+    started: str
+    overrides: dict[str, Any]
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    objective: float | None = None
+    error: str = ""
+    traceback: str = ""
+    result: dict[str, float | None] = field(default_factory=dict)
 
 
 def check(cfg: Config) -> Point | None:
@@ -53,9 +71,9 @@ def flat(options: dict[str, Any], where: str = "") -> dict[str, Any]:
 
 
 def read(folder: Path) -> Point | None:
-    """The point in a folder, None if there is none."""
+    """The point in a folder, None if there is none; raises UserError naming the field that no point has."""
     path = folder / FILE
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    return json_of(path, Stored) if path.exists() else None
 
 
 def write(folder: Path, point: Point) -> None:

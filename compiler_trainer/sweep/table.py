@@ -82,9 +82,9 @@ def varying(found: Sequence[Point]) -> list[str]:
 
 def show(found: Sequence[Point], folder: Path) -> None:
     """Print the sweep as a table, and below it why points failed."""
-    console = Console()
+    console = Console(markup=False)
     if not console.is_terminal:
-        console = Console(width=WIDTH)
+        console = Console(width=WIDTH, markup=False)
     names = varying(found)
     table = Table(title=str(folder), title_justify="left")
     for heading in ("point", *names, "status"):
@@ -96,7 +96,7 @@ def show(found: Sequence[Point], folder: Path) -> None:
     console.print(table)
     for p in found:
         if "error" in p:
-            console.print(f"point {p['point']}: {p['error']}", markup=False, highlight=False)
+            console.print(f"point {p['point']}: {p['error']}", highlight=False)
 
 
 def figures(found: Point) -> list[str]:

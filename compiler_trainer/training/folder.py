@@ -14,7 +14,7 @@ from compiler_trainer import checkpoint
 from compiler_trainer.config import schema as config
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config
-from compiler_trainer.training.metrics import FILE as METRICS
+from compiler_trainer.training import metrics
 from compiler_trainer.training.resume import BY_NAME, checkpoints_of
 
 
@@ -25,8 +25,10 @@ def check(cfg: Config, resumed: Path | None, done: int) -> None:
         raise UserError("run.dir", f"{folder} is not a folder; choose another name")
     goes_on_here = resumed is not None and resumed.resolve().parent == checkpoints.resolve()
     starts_again = resumed is None and cfg.checkpoint.resume == "auto"
-    if (folder / METRICS).exists() and not goes_on_here and not starts_again:
+    if (folder / metrics.FILE).exists() and not goes_on_here and not starts_again:
         raise UserError("run.dir", f"{folder} holds a run; choose another, or go on with checkpoint.resume=latest")
+    if (folder / metrics.FILE).exists():
+        metrics.read(folder / metrics.FILE)  # before anything is written
     ahead = [p for p in checkpoint.complete(checkpoints) if checkpoint.number_of(p) > done]
     if cfg.checkpoint.enabled and ahead and cfg.checkpoint.resume not in BY_NAME:  # else what is ahead is damaged
         fix = "move it away, choose another checkpoint.dir, or go on with checkpoint.resume=latest"

@@ -9,6 +9,9 @@ from types import TracebackType
 
 from torch.utils.tensorboard import SummaryWriter
 
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.files import lines_of
+
 FILE = "metrics.jsonl"
 
 Record = dict[str, float]
@@ -58,9 +61,11 @@ class Metrics:
 
 
 def read(path: Path) -> list[Record]:
-    """The records of a `metrics.jsonl`; a last line that was cut short is none."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    """The records of a `metrics.jsonl`; a last line that was cut short is none. Raises UserError naming another."""
+    records = lines_of(path, Record)
+    if lacking := [number for number, record in enumerate(records, 1) if "step" not in record]:
+        raise UserError(f"{path}, line {lacking[0]}", "has no step")
+    return records
 
 
 def drop_later(path: Path, after: int) -> None:

@@ -15,12 +15,12 @@ from compiler_trainer import checkpoint
 from compiler_trainer.checkpoint import Damaged
 from compiler_trainer.config.errors import RunError
 from compiler_trainer.config.schema import Config
-from compiler_trainer.console import say
 from compiler_trainer.models.subject import Subject
 from compiler_trainer.step.ranks import from_rank_0, rank
 from compiler_trainer.step.step import Step
 from compiler_trainer.training.metrics import Record
 from compiler_trainer.training.prepare import Start
+from compiler_trainer.training.progress import announce
 from compiler_trainer.training.resume import checkpoints_of
 from compiler_trainer.training.stop import how_to_go_on
 
@@ -53,8 +53,8 @@ class Judge:
             raise Lost(int(record["step"]), f"{what}, the {MOST_SKIPPED}th time in a row,")
         if not left_out and not lost.keys().isdisjoint(AGREED):
             raise Lost(int(record["step"]), what)
-        if lost and rank() == 0:
-            say(f"step {record['step']}: {what}{'; the update is left out' if left_out else ''}")
+        if lost:
+            announce(f"step {record['step']}: {what}{'; the update is left out' if left_out else ''}")
         found = {name: value for name, value in record.items() if name not in lost}
         return {**found, "skipped": 1.0} if left_out else found
 
@@ -77,11 +77,11 @@ class Rollback:
                 stored = checkpoint.on_all_ranks(partial(checkpoint.opened, path))
                 checkpoint.load(self.step, stored, self.trained.frozen)
             except Damaged as damage:
-                tell(f"{path} is damaged and passed over: {damage}")
+                announce(f"{path} is damaged and passed over: {damage}")
                 continue
             self.start = Start(stored.index.step, stored.index.tokens, stored)
             self.leave_later()
-            tell(f"{lost}; going on from {path}, with the data after that step")
+            announce(f"{lost}; going on from {path}, with the data after that step")
             return self.start
         raise self.advised(lost)
 
@@ -107,9 +107,3 @@ class Rollback:
             fix = "start again with a lower optim.lr or optim.max_norm, or with train.nonfinite=skip"
         lost.args = (f"{lost} (train.nonfinite={self.cfg.train.nonfinite}); {fix}",)
         return lost
-
-
-def tell(text: str) -> None:
-    """Say a line, on rank 0."""
-    if rank() == 0:
-        say(text)

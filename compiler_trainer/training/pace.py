@@ -18,9 +18,9 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 from compiler_trainer.config.schema import Config
-from compiler_trainer.console import say
-from compiler_trainer.step.ranks import gather, host_group, rank
+from compiler_trainer.step.ranks import gather, host_group
 from compiler_trainer.training.metrics import Record
+from compiler_trainer.training.progress import announce
 from compiler_trainer.training.trace import WAITS
 
 SLOW = 1.2  # times what the median rank works, from which on a rank is named
@@ -67,9 +67,9 @@ class Pace:
         usual, longest = statistics.median_low(busy_ms), max(busy_ms)
         slowest = busy_ms.index(longest)
         before, self.suspect = self.suspect, slowest if longest > SLOW * usual else -1
-        if self.suspect >= 0 and self.suspect == before and rank() == 0:
+        if self.suspect >= 0 and self.suspect == before:
             what = f"rank {slowest} works {longest:,.0f} ms, the median rank {usual:,.0f} ms"
-            say(f"step {number}: {what}; the others wait for it")
+            announce(f"step {number}: {what}; the others wait for it")
         return dict(zip(RANKS, (usual, longest, float(slowest), statistics.fmean(waited))))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from compiler_trainer.console import Renewed, say
+from compiler_trainer.step.ranks import rank
 from compiler_trainer.training.metrics import Record
 
 LINES = 10  # plain ones in a run, if it is quick
@@ -84,6 +85,12 @@ class Working(Renewed):
         elif now - self.last_line >= WORKING_EVERY_S:
             self.last_line = now
             say(f"  {now - self.started:.0f} s: {what}")
+
+
+def announce(text: str) -> None:
+    """Print a line at once, on rank 0 alone."""
+    if rank() == 0:
+        say(text)
 
 
 def say_contents(folder: Path) -> None:

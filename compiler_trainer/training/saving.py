@@ -12,9 +12,9 @@ from compiler_trainer.config.schema import Config
 from compiler_trainer.console import say
 from compiler_trainer.data.loader import Loader
 from compiler_trainer.models.subject import Subject
-from compiler_trainer.step.ranks import rank
 from compiler_trainer.step.step import Step
 from compiler_trainer.training.metrics import Record
+from compiler_trainer.training.progress import announce
 from compiler_trainer.training.resume import checkpoints_of
 
 
@@ -44,9 +44,8 @@ def saving(cfg: Config, trained: Subject, step: Step) -> Iterator[Save]:
         return
     without = frozenset() if cfg.checkpoint.frozen else trained.frozen
     with Saver(step, checkpoints_of(cfg), cfg.checkpoint, without, say) as saver:
-        if rank() == 0:
-            mib = saver.staging.bytes / 2**20
-            say(f"a checkpoint every {cfg.checkpoint.interval:,} steps, by way of {mib:,.1f} MiB of host memory a rank")
+        memory = f"{saver.staging.bytes / 2**20:,.1f} MiB of host memory a rank"
+        announce(f"a checkpoint every {cfg.checkpoint.interval:,} steps, by way of {memory}")
         yield Save(cfg, saver)
 
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from compiler_trainer.config.schema import Config
-from compiler_trainer.console import say
-from compiler_trainer.step.ranks import host_group, rank, stop_ranks
+from compiler_trainer.step.ranks import host_group, stop_ranks
+from compiler_trainer.training.progress import announce
 
 EXIT_CODE = 3
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -79,9 +79,8 @@ class Stop:
 
 def end_early(cfg: Config, stop: Stop, number: int) -> NoReturn:
     """Say on rank 0 why a run ended after a step, and how it goes on; exits with 3."""
-    if rank() == 0:
-        saved = f"go on with: {how_to_go_on(cfg.run.dir)}" if cfg.checkpoint.enabled else "nothing was saved"
-        say(f"stopped after step {number} of {cfg.train.steps}, for {stop}; {saved}")
+    saved = f"go on with: {how_to_go_on(cfg.run.dir)}" if cfg.checkpoint.enabled else "nothing was saved"
+    announce(f"stopped after step {number} of {cfg.train.steps}, for {stop}; {saved}")
     stop_ranks()
     raise SystemExit(EXIT_CODE)
 

@@ -31,7 +31,7 @@ from compiler_trainer.training.meters import Meters
 from compiler_trainer.training.metrics import Metrics, Record
 from compiler_trainer.training.nonfinite import Judge, Lost, Rollback
 from compiler_trainer.training.prepare import Start, find_start, make_reproducible, read_data, same_on_all_ranks
-from compiler_trainer.training.progress import Progress, Working, say_contents
+from compiler_trainer.training.progress import Progress, Working, announce, say_contents
 from compiler_trainer.training.resume import pass_over
 from compiler_trainer.training.room import check_room
 from compiler_trainer.training.saving import saving
@@ -80,8 +80,8 @@ def train(cfg: Config) -> float:
 def all_done(cfg: Config, start: Start) -> float:
     """Say that a run has all its steps already, which is no error of who starts it automatically; its last loss."""
     assert start.stored is not None
-    if rank() == 0:
-        say(f"{cfg.run.dir} has all {cfg.train.steps:,} steps (train.steps), as of {start.stored.path}; nothing to do")
+    done = f"{cfg.run.dir} has all {cfg.train.steps:,} steps (train.steps), as of {start.stored.path}"
+    announce(f"{done}; nothing to do")
     stop_ranks()
     held_out = start.stored.index.eval_loss
     return math.nan if held_out is None else held_out
@@ -186,8 +186,8 @@ def steps(cfg: Config, step: Step, datasets: Datasets, start: Start, meters: Met
         if datasets.eval is not None and is_due(number, cfg.eval.interval, cfg.train.steps):
             record["eval_loss"] = mean_loss(step, held_out(datasets.eval, cfg.eval.batches))
         record = judge.finite(record)
-        if "loss" in record and (said := spikes.said(number, record["loss"])) and rank() == 0:
-            say(said)
+        if "loss" in record and (said := spikes.said(number, record["loss"])):
+            announce(said)
         yield record
 
 

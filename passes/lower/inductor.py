@@ -6,6 +6,7 @@ on beside it: PyTorch, its options, the machine, the number of threads, and our 
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from passes.communication.borders import products_of
 from passes.communication.overlap import products_to_wait_for
 from passes.lower.calls import Kernels
+from passes.lower.elf import is_torn
 from passes.lower.kernels import Libraries
 from passes.lower.store import Store
 from passes.program import ir
@@ -40,6 +42,7 @@ from passes.program.torch_private import (
     lazy_graph_modules,
     line_mode,
     load_compiled,
+    remove_torn,
     save_compiled,
     step_by_step,
 )
@@ -104,7 +107,12 @@ def begin() -> tuple[Future[None], Future[None]]:
 
 
 def know_the_machine() -> None:
-    """What any body needs to be looked up or lowered: the instruction set, and the digest of `surroundings`."""
+    """What any body needs to be looked up or lowered: the instruction set, and the digest of `surroundings`.
+
+    The choice of the set loads libraries already.
+    """
+    if sys.platform == "linux":
+        remove_torn(is_torn)
     choose_instruction_set()
     surroundings()
 

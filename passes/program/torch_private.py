@@ -70,6 +70,7 @@ __all__ = [
     "number_in",
     "quiet_failures",
     "register_axis_group",
+    "remove_torn",
     "resolve_axis_group",
     "save_compiled",
     "snapshot",
@@ -359,6 +360,21 @@ def compiler_state() -> str:
     from torch._inductor.codecache import CacheBase, torch_key
 
     return f"{torch_key()!r} {CacheBase.get_system()} {config.save_config_portable()!r}"
+
+
+def remove_torn(is_torn: Callable[[Path], bool]) -> None:
+    """Delete C++ libraries in Inductor's cache that are torn, so that they are built anew.
+
+    A compiler that is killed leaves such. What another process is building is waited for.
+    """
+    from torch._inductor.codecache import LOCK_TIMEOUT, get_lock_dir
+    from torch.utils._filelock import FileLock
+
+    for path in compiler_folder().glob("??/*.so"):
+        if is_torn(path):
+            with FileLock(Path(get_lock_dir(), f"{path.name.split('.')[0]}.lock"), timeout=LOCK_TIMEOUT):
+                if is_torn(path):
+                    path.unlink(missing_ok=True)
 
 
 def register_axis_group(axis: str, group: Any) -> None:

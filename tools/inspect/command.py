@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--line", help="nodes of a line of the model's source, FILE:LINE")
     parser.add_argument("--html", nargs="?", const="", metavar="FILE", help="write a page, by default RUN/inspect.html")
     args = parser.parse_args()
-    out = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+    out = Console(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False)
     try:
         run = load(args.run)
         if args.html is not None:

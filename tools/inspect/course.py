@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -117,5 +118,15 @@ def flat(options: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     """Options with dotted names."""
     found: list[tuple[str, Any]] = []
     for key, value in options.items():
-        found += flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else [(f"{prefix}{key}", value)]
+        inside = isinstance(value, Mapping) and value
+        found += flat(value, f"{prefix}{key}.") if inside else [(f"{prefix}{key}", plain(value))]
     return found
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it, as text where it has none such."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return str(value)
+    return value

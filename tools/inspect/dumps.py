@@ -9,19 +9,22 @@ Texts are parsed when first asked for: a stage of 100,000 nodes takes about a se
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from compiler_trainer.config import yamls
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.files import json_of, text_of
+from compiler_trainer.config.options import convert
+from compiler_trainer.training import metrics
+from passes.cost.accounting import Accounting
+from passes.program import ir
 
 TENSOR = re.compile(r"^(\w+)\[([\d, ]*)\]$")
 PLACED = re.compile(r"^(\w+\[[^\]]*\]) (\[.*)$")
@@ -31,7 +34,39 @@ ROLLED = re.compile(r"^# rolled: (.*)$", re.MULTILINE)
 CALLS = ("segment", "unroll")  # passes that leave calls of bodies
 BODY = re.compile(r"^# body: (\w+), called (\d+) times$")
 AXIS = re.compile(r"(\w+)=(\d+)( \(head and tail\))?")
+STAGE = re.compile(r"\d{1,6}_.+_.+\.txt")
 FLATTENED = re.compile(r"(\w+)=([a-z]\w*(?:\*\w+)*)")
+# what costs a node, and rows of which kinds have it
+COSTS = {"collectives": (str, str, str, int), "flops": (str, int), "storages": (str, str, int, str)}
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a predicted timeline has of a node."""
+
+    program: str
+    node: str
+    stream: str
+    start_ms: float
+    end_ms: float
+
+
+@dataclass(frozen=True)
+class Dumped:
+    """What is in the `.json` of a stage."""
+
+    program: str
+    name: str
+    nodes_before: int
+    nodes_after: int
+    report: ir.Report
+    accounting: Accounting
+    errors: dict[str, float] = field(default_factory=dict)
+
+
+# what tools compute with, in the two files that hold more
+CONFIG = {"model": dict[str, Any], "train.global_batch_size": int, "train.seq_len": int, "train.steps": int}
+REPORT = {"seconds": dict[str, float], "machine": dict[str, Any], "timeline": tuple[Event, ...]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,21 +131,34 @@ class Stage:
     @cached_property
     def report(self) -> dict[str, Any]:
         """What the pass did and what its graph will cost."""
-        return read_json(self.path.with_suffix(".json"))
+        return json_of(self.path.with_suffix(".json"), Dumped)
 
     @cached_property
     def costs(self) -> dict[str, list[list[Any]]]:
         """What each node costs: rows of `collectives`, `flops` and `storages` (`passes/cost/costs.py`)."""
-        return read_json(self.path.with_suffix(".costs.json"))
+        path = self.path.with_suffix(".costs.json")
+        found = json_of(path, dict[str, tuple[Any, ...]])
+        for name, kinds in COSTS.items():
+            for row in found.get(name, [None]):
+                if not isinstance(row, list) or tuple(map(type, row)) != kinds or row[0] not in self.by_name:
+                    raise UserError(str(path), f"is not what a run writes: {name}: {row!r}")
+        return found
 
     @cached_property
     def text(self) -> str:
         """The whole text."""
-        return read(self.path)
+        return text_of(self.path)
 
     @cached_property
     def _parsed(self) -> Parsed:
-        return parse(self.text)
+        try:
+            found = parse(self.text)
+            check_order(found.nodes)
+            return found
+        except UserError as error:
+            raise UserError(f"{self.path}, {error.where}", error.message) from error
+        except ValueError as error:  # of numbers as long as lines
+            raise UserError(str(self.path), f"cannot be read: {error}") from error
 
     @property
     def rolled(self) -> str:
@@ -203,22 +251,29 @@ def load(folder: str | Path) -> Run:
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(str(folder), "is not a folder; give a run folder (run.dir of a training run)")
-    config = read(folder / "config.yaml", yaml.safe_load)
-    report = read_json(folder / "report.json")
-    metrics = folder / "metrics.jsonl"  # a dry run has none
-    steps = read(metrics, lambda text: list(map(json.loads, text.splitlines()))) if metrics.exists() else []
+    options = read(folder / "config.yaml", yamls.load)
+    report = read(folder / "report.json", json_of)
+    check_parts(options, folder / "config.yaml", CONFIG)
+    check_parts(report, folder / "report.json", REPORT)
+    path = folder / metrics.FILE  # a dry run has none
+    steps = metrics.read(path) if path.exists() else []
     stages = load_stages(folder / "graphs")
     graphs = [stage for stage in stages if stage.name not in CALLS]
-    return Run(folder, config, report, steps, graphs, {s.program: bodies_of(s) for s in stages if s not in graphs})
+    return Run(folder, options, report, steps, graphs, {s.program: bodies_of(s) for s in stages if s not in graphs})
 
 
 def load_stages(graphs: str | Path) -> list[Stage]:
     """The stages dumped in a folder, in order; raises UserError if there are none."""
     graphs = Path(graphs)
-    found = sorted(graphs.glob("[0-9]*_*_*.txt"), key=lambda path: int(path.stem.split("_")[0]))
+    found = [stage_at(path) for path in graphs.glob("*.txt") if STAGE.fullmatch(path.name)]
     if not found:
         raise UserError(str(graphs), "holds no graphs; train with run.dump_graphs=true")
-    return [stage_at(path) for path in found]
+    stages = sorted(found, key=lambda stage: stage.number)
+    for number, stage in enumerate(stages):
+        if stage.number != number:
+            fix = "copy all graphs of the run"
+            raise UserError(str(stage.path), f"stands where graph {number} of the run belongs; {fix}")
+    return stages
 
 
 def bodies_of(stage: Stage) -> list[Body]:
@@ -247,23 +302,27 @@ def groups_by_body() -> Callable[[str], tuple[str, int] | None]:
 
 def stage_at(path: Path) -> Stage:
     """The stage of one file, `06_step_joint.txt`: its report says where the program's name ends."""
-    report = read_json(path.with_suffix(".json"))
+    report = json_of(path.with_suffix(".json"), Dumped)
     return Stage(int(path.stem.split("_")[0]), report["program"], report["name"], path)
 
 
-def read(path: Path, parse: Callable[[str], Any] = str) -> Any:
-    """What a file holds; raises UserError naming it where it is missing or damaged."""
+def read(path: Path, read_file: Callable[[Path], Any]) -> Any:
+    """What a file of a run holds; raises UserError naming it where it is missing."""
+    if not path.exists():
+        raise UserError(str(path), "is missing; is this a run folder, and was it written to the end?")
+    return read_file(path)
+
+
+def check_parts(found: Any, path: Path, kinds: Mapping[str, Any]) -> None:
+    """Raise UserError unless the parts of a mapping, by dotted names, are of their types where they are there."""
     try:
-        return parse(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(str(path), "is missing; is this a run folder, and was it written to the end?") from error
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(str(path), f"cannot be read: {' '.join(str(error).split())}") from error
-
-
-def read_json(path: Path) -> Any:
-    """What a JSON file holds; raises UserError naming it."""
-    return read(path, json.loads)
+        for name, kind in kinds.items():
+            group, _, key = name.rpartition(".")
+            part = found.get(group, {}) if group else found
+            if key in convert(dict[str, Any], part, group):
+                convert(kind, part[key], name)
+    except UserError as error:
+        raise UserError(str(path), f"is not what a run writes: {error}") from error
 
 
 # ---- the text -----------------------------------------------------------------------------------------
@@ -300,6 +359,18 @@ def parse(text: str) -> Parsed:
     facts = tuple(heads.get("facts", "").split(", "))
     flattened = {name: over.split("*") for name, over in FLATTENED.findall(heads.get("mesh", ""))}
     return Parsed(sizes, frozenset(axis for axis, _, folded in axes if folded), flattened, facts, nodes, outputs)
+
+
+def check_order(nodes: Iterable[Node]) -> None:
+    """Raise UserError unless the program's own nodes are defined once each, before what reads them."""
+    known: set[str] = set()
+    for node in nodes:
+        if not node.graph:
+            if unknown := [name for name in node.operands if name not in known]:
+                raise UserError(f"line {node.line}", f"reads %{unknown[0]}, which no line before it defines")
+            if node.name in known:
+                raise UserError(f"line {node.line}", f"defines %{node.name} again")
+            known.add(node.name)
 
 
 def _operator(line: str, number: int, graph: str) -> Node:

@@ -10,6 +10,7 @@ import dataclasses
 import gzip
 import html
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,9 +40,7 @@ def page(run: Run) -> str:
         "texts": "\n".join(texts),
     }
     text = (PAGE / "page.html").read_text(encoding="utf-8")
-    for name, part in parts.items():
-        text = text.replace(f"{{{{{name}}}}}", part)
-    return text
+    return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], text)
 
 
 def pack(text: str) -> str:

@@ -14,7 +14,7 @@ async function showCommunication(n) {
   document.getElementById("communication-note").textContent = `${bytes(total)} sent by each rank in ${number(of.collectives.length)} collectives` +
     (of.timeline.length ? `, ${ms(exposed)} exposed` : "");
   drawTimeline(of);
-  const axes = of.traffic.map((t) => `<tr><td>${t.axis}</td><td>${t.kind}</td><td class="n">${number(t.calls)}</td><td class="n">${bytes(t.sent_bytes)}</td>` +
+  const axes = of.traffic.map((t) => `<tr><td>${escapeHtml(t.axis)}</td><td>${escapeHtml(t.kind)}</td><td class="n">${number(t.calls)}</td><td class="n">${bytes(t.sent_bytes)}</td>` +
     `<td style="width:100%"><span class="meter" style="width:${(100 * t.sent_bytes) / most}%"></span></td></tr>`);
   const text = await openStage(of.number);
   document.getElementById("communication-body").innerHTML =
@@ -26,9 +26,9 @@ async function showCommunication(n) {
 
 function sentRow(of, text, c) {
   const node = parts(text.line(c.line));
-  return `<tr><td>${nodeLink(of.number, c.line, c.node)}</td><td>${c.kind}</td><td>${c.axis}</td><td class="n">${bytes(c.sent_bytes)}</td>` +
+  return `<tr><td>${nodeLink(of.number, c.line, c.node)}</td><td>${escapeHtml(c.kind)}</td><td>${escapeHtml(c.axis)}</td><td class="n">${bytes(c.sent_bytes)}</td>` +
     (of.timeline.length ? `<td class="n">${c.exposed_ms ? ms(c.exposed_ms) : ""}</td>` : "") +
-    `<td class="n">${number(c.between)}</td><td class="n">${flops(c.between_flops)}</td><td>${escapeHtml(node.source)}</td><td>${escapeHtml(node.module)}</td><td>${node.phase}</td></tr>`;
+    `<td class="n">${number(c.between)}</td><td class="n">${flops(c.between_flops)}</td><td>${escapeHtml(node.source)}</td><td>${escapeHtml(node.module)}</td><td>${escapeHtml(node.phase)}</td></tr>`;
 }
 
 function drawTimeline(of) {

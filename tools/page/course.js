@@ -7,7 +7,7 @@ function showRun() {
   document.getElementById("run").innerHTML =
     (curves.loss ? lossPlot(curves.loss, curves.eval_loss ?? []) : `<p class="quiet">This run has trained nothing: a dry run, or one that ended before its first step.</p>`) +
     `<div class="cards">${charts.join("")}</div>` +
-    `<h2>What ran</h2>${pairs("facts", facts.map(([what, value]) => [what, escapeHtml(value)]))}${compiled(seconds)}` +
+    `<h2>What ran</h2>${pairs("facts", facts.map(([what, value]) => [escapeHtml(what), escapeHtml(value)]))}${compiled(seconds)}` +
     `<h2>Options that were set</h2>${pairs("changed", changed.map(([name, value]) => [`<span class="mono">${escapeHtml(name)}</span>`, `<span class="mono">${escapeHtml(JSON.stringify(value))}</span>`]))}`;
 }
 

@@ -121,5 +121,5 @@ const KINDS = {
   parameters: "#5b8fd9", optimizer: "#8a7fd0", gradients: "#c77dbb", activations: "#e0a04a", communication: "#d9655b",
   backward: "#5fb3a1", update: "#8fae5d", batch: "#9aa5b1", buffers: "#b39c7d",
 };
-const colour = (kind) => KINDS[kind] ?? "#9aa5b1";
+const colour = (kind) => (Object.hasOwn(KINDS, kind) ? KINDS[kind] : "#9aa5b1");
 const AXES = ["#d9655b", "#e0a04a", "#8a7fd0", "#5fb3a1", "#c77dbb", "#8fae5d"];

@@ -77,9 +77,9 @@ function choose(line) {
     ["operator", escapeHtml(node.op)], ["value", escapeHtml(node.value)], ["placement", escapeHtml(node.spec)],
     ["source", node.source && `<a data-find="${escapeHtml(node.source)}">${escapeHtml(node.source)}</a>`],
     ["module", node.module && `<a data-find="${escapeHtml(node.module)}">${escapeHtml(node.module)}</a>`],
-    ["phase", node.phase + (node.recomputed ? ", recomputed" : "")],
-    ["memory", k >= 0 && `${bytes(detail.memory.bytes[k])} of ${detail.kinds[detail.memory.kind[k]]}, until line <a href="${stageLink(at, detail.memory.last[k])}">${detail.memory.last[k]}</a>`],
-    ["sends", sent && `${bytes(sent.sent_bytes)} over ${sent.axis}`],
+    ["phase", escapeHtml(node.phase) + (node.recomputed ? ", recomputed" : "")],
+    ["memory", k >= 0 && `${bytes(detail.memory.bytes[k])} of ${escapeHtml(detail.kinds[detail.memory.kind[k]])}, until line <a href="${stageLink(at, detail.memory.last[k])}">${detail.memory.last[k]}</a>`],
+    ["sends", sent && `${bytes(sent.sent_bytes)} over ${escapeHtml(sent.axis)}`],
   ];
   aside.innerHTML = `<h3 class="mono">%${escapeHtml(node.name)}</h3><dl>${facts.filter((f) => f[1]).map(([t, d]) => `<dt>${t}</dt><dd>${d}</dd>`).join("")}</dl>` +
     nodeList("reads", operands, named) + nodeList("read by", users, named);

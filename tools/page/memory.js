@@ -81,7 +81,7 @@ async function tellAlive() {
   document.getElementById("memory-legend").innerHTML = legend(sums, bytes);
   const rows = alive.slice(0, SHOWN).map((i) => {
     const made = parts(text.line(text.definitions.get(m.node[i])));
-    return `<tr><td class="n">${bytes(m.bytes[i])}</td><td><b class="dot" style="background:${colour(of.kinds[m.kind[i]])}"></b>${of.kinds[m.kind[i]]}</td>` +
+    return `<tr><td class="n">${bytes(m.bytes[i])}</td><td><b class="dot" style="background:${colour(of.kinds[m.kind[i]])}"></b>${escapeHtml(of.kinds[m.kind[i]])}</td>` +
       `<td>${nodeLink(of.number, text.definitions.get(m.node[i]), made.name)}</td><td class="mono">${escapeHtml(made.value)}</td>` +
       `<td>${escapeHtml(made.source)}</td><td>${escapeHtml(made.module)}</td><td class="n">until <a href="${stageLink(of.number, m.last[i])}">${m.last[i]}</a></td></tr>`;
   });
@@ -92,7 +92,7 @@ async function tellAlive() {
 
 /** Kinds with their colours, largest first. */
 function legend(sums, format) {
-  return [...sums].sort((a, b) => b[1] - a[1]).map(([kind, n]) => `<span><b style="background:${colour(kind)}"></b>${kind} <span class="quiet">${format(n)}</span></span>`).join("");
+  return [...sums].sort((a, b) => b[1] - a[1]).map(([kind, n]) => `<span><b style="background:${colour(kind)}"></b>${escapeHtml(kind)} <span class="quiet">${format(n)}</span></span>`).join("");
 }
 
 /** A canvas as many pixels as the screen has. */

@@ -6,7 +6,7 @@ const main = () => run.programs[run.programs.length - 1] ?? run.stages[run.stage
 /** Let a select hold stages. */
 function fillSelect(id, stages, chosen) {
   const select = document.getElementById(id);
-  select.innerHTML = stages.map((s) => `<option value="${s.number}">${s.title}</option>`).join("");
+  select.innerHTML = stages.map((s) => `<option value="${s.number}">${escapeHtml(s.title)}</option>`).join("");
   select.addEventListener("change", () => chosen(Number(select.value)));
 }
 const fillStages = (id, chosen) => fillSelect(id, run.stages, chosen);
@@ -48,10 +48,10 @@ function reshardCard(r) {
 function peakCard(p) {
   const question = "What is alive at the peak of memory?";
   if (!p) return card("glance-peak", question, "unknown", ["No program of this run trains."], "");
-  const bar = p.kinds.map(([kind, n]) => `<span title="${kind} ${bytes(n)}" style="width:${(100 * n) / p.bytes}%;background:${colour(kind)}"></span>`).join("");
+  const bar = p.kinds.map(([kind, n]) => `<span title="${escapeHtml(kind)} ${bytes(n)}" style="width:${(100 * n) / p.bytes}%;background:${colour(kind)}"></span>`).join("");
   const rows = p.alive.map((s) => `<tr><td class="n">${bytes(s.bytes)}</td><td>${nodeLink(p.stage, s.line, s.node)}</td><td class="wrap quiet">${escapeHtml([s.kind, s.source, s.module].filter(Boolean).join(" · "))}</td></tr>`);
   return card("glance-peak", question, bytes(p.bytes), [
-    `at ${nodeLink(p.stage, p.line, p.node)} <span class="quiet">${escapeHtml([p.source, p.module].filter(Boolean).join(" · "))}</span>, of which ${p.kinds.slice(0, 3).map(([kind, n]) => `${kind} ${bytes(n)}`).join(", ")}`,
+    `at ${nodeLink(p.stage, p.line, p.node)} <span class="quiet">${escapeHtml([p.source, p.module].filter(Boolean).join(" · "))}</span>, of which ${p.kinds.slice(0, 3).map(([kind, n]) => `${escapeHtml(kind)} ${bytes(n)}`).join(", ")}`,
     `<span class="stack">${bar}</span>`, `<table>${rows.join("")}</table>`,
     `<span class="quiet">By source line:</span> ${p.lines.map(([source, n, count]) => `${escapeHtml(source)} ${bytes(n)} <span class="quiet">in ${number(count)}</span>`).join(", ")}`,
   ], `<a href="#memory/${p.stage}/${p.line}">along the step</a>`);
@@ -60,7 +60,7 @@ function peakCard(p) {
 function exposedCard(e) {
   const question = "Which collective is exposed?";
   if (!e) return card("glance-exposed", question, "none", ["This program has no collectives."], "");
-  const what = `${e.kind} over ${e.axis}, ${bytes(e.sent_bytes)} sent`, from = escapeHtml([e.source, e.module, e.phase].filter(Boolean).join(" · "));
+  const what = `${escapeHtml(e.kind)} over ${escapeHtml(e.axis)}, ${bytes(e.sent_bytes)} sent`, from = escapeHtml([e.source, e.module, e.phase].filter(Boolean).join(" · "));
   const links = `<a href="${stageLink(e.stage, e.line)}">in the graph</a> · <a href="#communication/${e.stage}">all collectives</a>`;
   if (e.exposed_ms !== null) {
     const text = e.exposed_ms ? `the computation waits <b>${ms(e.exposed_ms)}</b> of ${ms(e.all_ms)} exposed in all` : "the computation never waits";
@@ -75,17 +75,17 @@ function exposedCard(e) {
 
 function passesHtml() {
   const most = Math.max(1e-9, ...run.stages.map((s) => s.seconds ?? 0));
-  const rows = run.stages.map((s) => `<tr><td><a href="#graph/${s.number}">${s.title}</a></td><td class="n">${s.seconds === null ? "" : s.seconds.toFixed(2)}</td><td style="width:90px"><span class="meter" style="width:${(90 * (s.seconds ?? 0)) / most}px"></span></td>` +
+  const rows = run.stages.map((s) => `<tr><td><a href="#graph/${s.number}">${escapeHtml(s.title)}</a></td><td class="n">${s.seconds === null ? "" : s.seconds.toFixed(2)}</td><td style="width:90px"><span class="meter" style="width:${(90 * (s.seconds ?? 0)) / most}px"></span></td>` +
     `<td class="n">${number(s.nodes_before)}</td><td class="n">${number(s.nodes_after)}</td><td class="n">${number(s.collectives)}</td><td class="n">${bytes(s.sent_bytes)}</td>` +
     `<td class="n">${number(s.casts)}</td><td class="n">${s.masks || ""}</td><td class="n">${flops(s.flops)}</td><td class="n">${flops(s.recomputed_flops)}</td><td class="n">${bytes(s.peak_bytes)}</td>` +
-    `<td class="wrap quiet">${s.counts.map(([k, n]) => `${k} ${number(n)}`).join(", ")}${s.number ? ` <a href="#diff/${s.number - 1}/${s.number}">diff</a>` : ""}</td></tr>`);
+    `<td class="wrap quiet">${s.counts.map(([k, n]) => `${escapeHtml(k)} ${number(n)}`).join(", ")}${s.number ? ` <a href="#diff/${s.number - 1}/${s.number}">diff</a>` : ""}</td></tr>`);
   const heads = ["pass", "seconds", "", "nodes in", "out", "collectives", "sent a rank", "casts", "masks", "FLOPs", "recomputed", "peak", "counted"];
   return `<h2>Passes</h2><table id="passes"><thead><tr>${heads.map((h, i) => `<th class="${i && h && i < 12 ? "n" : ""}">${h}</th>`).join("")}</tr></thead><tbody>${rows.join("")}</tbody></table>`;
 }
 
 function programHtml() {
   const config = Object.entries(run.config).map(([key, value]) => `<tr><td class="mono">${escapeHtml(key)}</td><td class="mono wrap">${escapeHtml(JSON.stringify(value))}</td></tr>`);
-  const notes = run.stages.filter((s) => s.notes.length).map((s) => `<details><summary>${s.title}: ${number(s.notes.length)} notes</summary><pre class="mono">${s.notes.map(escapeHtml).join("\n")}</pre></details>`);
+  const notes = run.stages.filter((s) => s.notes.length).map((s) => `<details><summary>${escapeHtml(s.title)}: ${number(s.notes.length)} notes</summary><pre class="mono">${s.notes.map(escapeHtml).join("\n")}</pre></details>`);
   return `<h2>Notes of the passes</h2>${notes.join("")}<h2>Options</h2><details><summary>${number(config.length)} options</summary><table>${config.join("")}</table></details>`;
 }
 

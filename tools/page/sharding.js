@@ -85,15 +85,15 @@ function slicesHtml(parameter) {
   const used = dims.flatMap((dim) => dim.flatMap((f) => f.axes.flatMap(over))), copies = axes.filter((a) => !used.includes(a));
   let rows = [{}];
   for (const axis of outer) rows = rows.flatMap((at) => [...Array(drawn[axis]).keys()].map((k) => ({ ...at, [axis]: k })));
-  const head = inner ? `<tr><th></th>${[...Array(drawn[inner]).keys()].map((k) => `<th>${inner} ${k}</th>`).join("")}</tr>` : "";
+  const head = inner ? `<tr><th></th>${[...Array(drawn[inner]).keys()].map((k) => `<th>${escapeHtml(inner)} ${k}</th>`).join("")}</tr>` : "";
   const body = rows.map((at) => {
     const columns = inner ? [...Array(drawn[inner]).keys()].map((k) => ({ ...at, [inner]: k })) : [at];
-    return `<tr><th>${outer.map((a) => `${a} ${at[a]}`).join(" · ")}</th>${columns.map((c) => `<td>${sliceSvg(shape, slices(parameter.spec, c), colours, rankOf(c))}</td>`).join("")}</tr>`;
+    return `<tr><th>${outer.map((a) => `${escapeHtml(a)} ${at[a]}`).join(" · ")}</th>${columns.map((c) => `<td>${sliceSvg(shape, slices(parameter.spec, c), colours, rankOf(c))}</td>`).join("")}</tr>`;
   });
-  const cut = axes.filter((a) => drawn[a] < run.mesh[a]).map((a) => `the first ${drawn[a]} of ${number(run.mesh[a])} along ${a}`);
+  const cut = axes.filter((a) => drawn[a] < run.mesh[a]).map((a) => `the first ${drawn[a]} of ${number(run.mesh[a])} along ${escapeHtml(a)}`);
   return `<h2 class="mono">${escapeHtml(parameter.label)}</h2><p><span class="mono">${escapeHtml(parameter.value)}</span> a rank of <span class="mono">[${shape.join(", ")}]</span>, ` +
     `placed <span class="mono">${escapeHtml(parameter.spec)}</span>, ${bytes(parameter.bytes)} a rank. ` +
-    `${copies.length ? `Copied along ${copies.join(" and ")}: same colour, same slice.` : "No entry is held twice."} ${cut.length ? `Drawn: ${cut.join(", ")}.` : ""}</p>` +
+    `${copies.length ? `Copied along ${copies.map(escapeHtml).join(" and ")}: same colour, same slice.` : "No entry is held twice."} ${cut.length ? `Drawn: ${cut.join(", ")}.` : ""}</p>` +
     `<table class="grid">${head}${body.join("")}</table>`;
 }
 

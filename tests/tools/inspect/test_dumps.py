@@ -79,7 +79,7 @@ def test_stages_know_their_users(tmp_path):
     [
         ({}, r"config.yaml: is missing; is this a run folder"),
         ({"config.yaml": "a: 1"}, r"report.json: is missing"),
-        ({"config.yaml": "a: [", "report.json": "{}"}, r"config.yaml: cannot be read"),
+        ({"config.yaml": "a: [", "report.json": "{}"}, r"config.yaml: is no YAML"),
         ({"config.yaml": "a: 1", "report.json": "{"}, r"report.json: cannot be read"),
         ({"config.yaml": "a: 1", "report.json": "{}"}, r"graphs: holds no graphs; train with run.dump_graphs=true"),
     ],

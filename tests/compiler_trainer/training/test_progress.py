@@ -1,0 +1,14 @@
+"""What a run says on the console."""
+
+from __future__ import annotations
+
+import pytest
+
+from compiler_trainer.training import progress
+
+
+@pytest.mark.parametrize(("rank", "printed"), [(0, "all is well\n"), (1, "")])
+def test_what_all_ranks_announce_is_printed_once(rank, printed, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "rank", lambda: rank)
+    progress.announce("all is well")
+    assert capsys.readouterr().out == printed
