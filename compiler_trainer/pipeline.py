@@ -1,6 +1,6 @@
 """Configuration in, passes out: read this page first.
 
-    capture -> cast, normalize, experts, place, float8, shard
+    capture -> cast, chunk_loss, normalize, experts, place, float8, shard
             -> joint, simplify, dedupe, add_first, remat, optimize
             -> schedule, collectives, communicators, overlap, segment -> lower
 
@@ -34,6 +34,7 @@ from passes.communication.overlap import Overlap
 from passes.communication.schedule import Schedule
 from passes.lower.segment import Segment
 from passes.lower.unroll import Unroll
+from passes.memory.chunk_loss import ChunkLoss
 from passes.memory.remat import Remat
 from passes.precision.cast import Cast
 from passes.precision.float8 import Float8
@@ -81,6 +82,7 @@ def build_pipeline(
     cast, shard, remat = passes.cast, passes.shard, passes.remat
     forward = (
         build_cast(cast, masters),
+        ChunkLoss(passes.chunk_loss.chunks, passes.chunk_loss.logits_mib),
         Normalize(),
         Experts(passes.moe.dispatch, passes.moe.capacity_factor, passes.moe.chunks),
         Place(shard.plan, shard.min_shard_elements),

@@ -9,10 +9,10 @@ After this pass no boundary operator is left.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from torch import Tensor
+from torch import Tensor, fx
 
 from passes.program import ir
 from passes.program.boundary import EXPANSIONS
@@ -26,6 +26,13 @@ DEFINITIONS = {**EXPANSIONS, **ROUTED}
 def _contiguous(body: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The definition with the memory layout that the operator promised: contiguous."""
     return lambda *args: body(*args).contiguous()
+
+
+def erase_unread(nodes: Sequence[fx.Node]) -> None:
+    """Remove those that nothing reads, which come in order: gradients that a body makes with its result, say."""
+    for node in reversed(nodes):
+        if not node.users and not node.is_impure():
+            node.graph.erase_node(node)
 
 
 @dataclass(frozen=True)
@@ -43,7 +50,7 @@ class Expand:
         counts: Counter[str] = Counter()
         for node in list(program.calls()):
             if body := body_of(node):
-                inline_alike(node, results_of(body), ctx)
+                erase_unread(inline_alike(node, results_of(body), ctx))
         for node in list(program.calls()):
             if node.target in EXPANSIONS:
                 counts[node.target._opname] += 1
