@@ -16,6 +16,7 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,23 +78,29 @@ class Head:
     axes: tuple[tuple[str, int], ...] = ()
     padded: bool = False
 
-    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, ids: Tensor, *bias: Tensor) -> list[Tensor]:
+    def run(
+        self, chunk: Callable[..., Any], hidden: Tensor, weight: Tensor, labels: Tensor, ids: Tensor, *bias: Tensor
+    ) -> list[Tensor]:
         """hidden[n, d], weight[c, d], labels i64[n], ids i64[c], bias[c] -> the rank's term of the sum, and its gradients.
 
         The first is a scalar in fp32 or wider, as are the gradients of weight and bias; that of hidden is of its dtype.
+        `chunk` is called for each chunk, which has memory of its own: calls are then alike.
         """
-        size = -(-len(hidden) // self.chunks)
-        sums: list[Tensor] = []
+        size, dtype = -(-len(hidden) // self.chunks), loss_dtype(hidden.dtype, self.between)
+        parts = [(x.clone(), y.clone()) for x, y in zip(hidden.split(size), labels.split(size))]
+        sums = [torch.zeros((), dtype=dtype, device=hidden.device)]
+        sums += [torch.zeros_like(given, dtype=dtype) for given in (weight, *bias)]
         along_hidden = []
-        for x, y in zip(hidden.split(size), labels.split(size)):
-            along, *terms = self.chunk(x, weight, y, ids, *bias)
+        for x, y in parts:
+            along, *sums = chunk(x, y, ids, *sums, weight, *bias)
             along_hidden.append(along)
-            sums = [a + b for a, b in zip(sums, terms)] if sums else terms
         total, *along_others = sums
         return [total, torch.cat(along_hidden), *along_others]
 
-    def chunk(self, x: Tensor, weight: Tensor, y: Tensor, ids: Tensor, *bias: Tensor) -> list[Tensor]:
-        """Of some tokens: the gradient of x[m, d], the loss, and the gradients of weight and bias."""
+    def chunk(self, x: Tensor, y: Tensor, ids: Tensor, *sums_and_weights: Tensor) -> list[Tensor]:
+        """The gradient of x[m, d], and with those before it the sums of losses and of gradients of weight and bias."""
+        count = len(sums_and_weights) // 2 + 1
+        sums, (weight, *bias) = sums_and_weights[:count], sums_and_weights[count:]
         logits = torch.addmm(*bias, x, weight.t()) if bias else x.mm(weight.t())
         value, undo = self.changed(logits)
         if self.padded:
@@ -107,7 +114,8 @@ class Head:
         for back in reversed(undo):
             slope = back(slope)
         along_bias = [slope.sum(0, dtype=loss.dtype) for _ in bias]
-        return [slope.mm(weight), loss, slope.t().mm(x).to(loss.dtype), *along_bias]
+        terms = (loss, slope.t().mm(x), *along_bias)
+        return [slope.mm(weight), *(before + term for before, term in zip(sums, terms, strict=True))]
 
     def changed(self, logits: Tensor) -> tuple[Tensor, list[Callable[[Tensor], Tensor]]]:
         """What the loss is taken of, in fp32 or wider, and the way back of its gradient, in order."""
@@ -143,8 +151,8 @@ def loss_dtype(dtype: torch.dtype, between: tuple[str, ...]) -> torch.dtype:
 def _whole(
     hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, between: list[str], ignored: int, chunks: int
 ) -> list[Tensor]:
-    ids = torch.arange(len(weight), device=weight.device)
-    return Head(tuple(between), ignored, chunks)(hidden, weight, labels, ids, *[] if bias is None else [bias])
+    ids, head = torch.arange(len(weight), device=weight.device), Head(tuple(between), ignored, chunks)
+    return head.run(head.chunk, hidden, weight, labels, ids, *[] if bias is None else [bias])
 
 
 _op = torch.library.custom_op(
@@ -186,8 +194,11 @@ linear_cross_entropy = torch.ops.ct.linear_cross_entropy.default
 
 def local_operator(head: Head, biased: bool) -> Any:
     """`local::linear_cross_entropy(hidden, weight, labels, ids[, bias]) -> (total, dhidden, dweight[, dbias])`."""
-    op = define("local", "linear_cross_entropy", head, 4 + biased, 3 + biased)
-    remember(op, head, communicates=True)
+    chunk = define("local", "linear_cross_entropy_chunk", head.chunk, 6 + 2 * biased, 3 + biased)
+    remember(chunk, head.chunk, communicates=True)
+    run = partial(head.run, chunk)
+    op = define("local", "linear_cross_entropy", run, 4 + biased, 3 + biased)
+    remember(op, run, communicates=True)
 
     def setup(ctx: Any, inputs: tuple, output: tuple) -> None:
         hidden, weight, _, _, *bias = inputs

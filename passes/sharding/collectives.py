@@ -9,7 +9,7 @@ After this pass no boundary operator is left.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from torch import Tensor, fx
@@ -28,11 +28,26 @@ def _contiguous(body: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda *args: body(*args).contiguous()
 
 
-def erase_unread(nodes: Sequence[fx.Node]) -> None:
-    """Remove those that nothing reads, which come in order: gradients that a body makes with its result, say."""
-    for node in reversed(nodes):
-        if not node.users and not node.is_impure():
-            node.graph.erase_node(node)
+def put_in_line(program: ir.Program, ctx: ir.Context) -> None:
+    """Write bodies in place of the operators that stand for them, without what nobody reads of their results.
+
+    What a body calls in turn, chunk after chunk, are layers to later passes: `NAME.0`, `NAME.1`, and so on.
+    """
+    made, numbers = set[fx.Node](), Counter[str]()
+    waiting = [node for node in program.calls() if body_of(node)]
+    while waiting:
+        node = waiting.pop(0)
+        new = inline_alike(node, results_of(body_of(node)), ctx)  # type: ignore[arg-type]
+        inner = [n for n in new if body_of(n)]
+        for call in inner:
+            name = call.target._opname.rpartition("_")[0]  # type: ignore[union-attr]
+            ir.set_origin(call, ir.source(call), f"{name}.{numbers[name]}")
+            numbers[name] += 1
+        made.update(new)
+        waiting = inner + waiting
+    for node in reversed(list(program.calls())):
+        if node in made and not node.users and not node.is_impure():
+            program.graph.erase_node(node)
 
 
 @dataclass(frozen=True)
@@ -48,9 +63,7 @@ class Expand:
             return program, ir.Report()
         program = program.copy()
         counts: Counter[str] = Counter()
-        for node in list(program.calls()):
-            if body := body_of(node):
-                erase_unread(inline_alike(node, results_of(body), ctx))
+        put_in_line(program, ctx)
         for node in list(program.calls()):
             if node.target in EXPANSIONS:
                 counts[node.target._opname] += 1
