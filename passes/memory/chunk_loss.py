@@ -9,8 +9,8 @@ becomes
 
 A head is a product that no other product follows. What may stand between it and the loss: a bias, casts, numbers that
 scale, a tanh (a soft-cap), views, some of the tokens. The loss is a cross-entropy by class ids, summed or averaged, or
-the same from a log-softmax. Where logits are large and anything else reads them they stay whole, and the report names it;
-with a number of chunks asked for that is an error, unless another head is as it should be.
+the same of a log-softmax. Where logits are large and anything else reads them they stay whole, and the report names it;
+with a number of chunks asked for, that is an error if it is so of every head.
 """
 
 from __future__ import annotations
@@ -186,12 +186,17 @@ def end(found: Found, node: fx.Node) -> bool:
 # ---- the rewrite ---------------------------------------------------------------------------------------
 
 
-def local_bytes(product: fx.Node, mesh: Mesh) -> int:
-    """Bytes of a rank's logits: tokens over the data axes, classes over those of weights."""
+def local_shape(product: fx.Node, mesh: Mesh) -> tuple[int, int]:
+    """A rank's tokens, the data axes sharing them, and its classes, which those of weights share."""
     logits = ir.example(product)
     tokens, classes = logits.numel() // logits.shape[-1], logits.shape[-1]
     data, weights = (math.prod(mesh[axis] for axis in axes) for axes in (DATA_AXES, WEIGHT_AXES))
-    return -(-tokens // data) * -(-classes // weights) * logits.element_size()
+    return -(-tokens // data), -(-classes // weights)
+
+
+def local_bytes(product: fx.Node, mesh: Mesh) -> int:
+    """Bytes of a rank's logits."""
+    return math.prod(local_shape(product, mesh)) * ir.example(product).element_size()
 
 
 def loss_in_chunks(found: Found, chunks: int) -> Callable[..., Tensor]:
@@ -205,13 +210,18 @@ def loss_in_chunks(found: Found, chunks: int) -> Callable[..., Tensor]:
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> Tensor:
         for shape, args in slices:
             hidden = aten.slice.Tensor(hidden.reshape(*shape, hidden.shape[-1]), *args)
-        rows, ids = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+        rows, ids = rows_of(hidden, 1), rows_of(labels, 0)
         weight = weight if is_linear else weight.t()
         total = linear_cross_entropy(rows, weight, ids, bias, found.between, ignored, chunks)
         total = total if total.dtype == dtype else total.to(dtype)
         return total / (ids != ignored).sum() if mean else total
 
     return loss
+
+
+def rows_of(x: Tensor, dims: int) -> Tensor:
+    """All dims but the last `dims` as one."""
+    return x if x.dim() == dims + 1 else x.reshape(-1, *x.shape[x.dim() - dims :])
 
 
 def rewrite(found: Found, chunks: int, ctx: ir.Context) -> None:
@@ -264,8 +274,9 @@ class ChunkLoss:
         return copied, ir.Report({"losses": done, "saved_bytes": saved}, tuple(notes))
 
     def chunks_of(self, head: fx.Node, mesh: Mesh) -> int:
-        """In how many chunks a head is taken."""
-        return self.chunks or math.ceil(local_bytes(head, mesh) / (self.logits_mib * MIB))
+        """In how many chunks a head is taken, a token each at most."""
+        wanted = self.chunks or math.ceil(local_bytes(head, mesh) / (self.logits_mib * MIB))
+        return min(wanted, local_shape(head, mesh)[0])
 
 
 def heads_of(program: ir.Program) -> list[fx.Node]:

@@ -81,7 +81,7 @@ class Head:
     def run(
         self, chunk: Callable[..., Any], hidden: Tensor, weight: Tensor, labels: Tensor, ids: Tensor, *bias: Tensor
     ) -> list[Tensor]:
-        """hidden[n, d], weight[c, d], labels i64[n], ids i64[c], bias[c] -> the rank's term of the sum, and its gradients.
+        """hidden[n, d], weight[c, d], labels i64[n], ids i64[c], bias[c] -> a rank's term of the sum and its gradients.
 
         The first is a scalar in fp32 or wider, as are the gradients of weight and bias; that of hidden is of its dtype.
         `chunk` is called for each chunk, which has memory of its own: calls are then alike.
@@ -159,7 +159,8 @@ _op = torch.library.custom_op(
     LINEAR_CROSS_ENTROPY,
     lambda *args: _whole(*args)[0],
     mutates_args=(),
-    schema="(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, str[] between, int ignored, int chunks) -> Tensor",
+    schema="(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, str[] between, int ignored, int chunks)"
+    " -> Tensor",
 )
 _op.register_fake(
     lambda hidden, weight, labels, bias, between, ignored, chunks: hidden.new_empty(
