@@ -1,6 +1,6 @@
 """Configuration in, passes out: read this page first.
 
-    capture -> cast, intervals, normalize, means, experts, place, float8, shard
+    capture -> cast, intervals, chunk_loss, normalize, means, experts, place, float8, shard
             -> joint, simplify, dedupe, add_first, remat, optimize
             -> schedule, collectives, communicators, overlap, segment -> lower
 
@@ -35,6 +35,7 @@ from passes.communication.schedule import Schedule
 from passes.context.intervals import Intervals
 from passes.lower.segment import Segment
 from passes.lower.unroll import Unroll
+from passes.memory.chunk_loss import ChunkLoss
 from passes.memory.remat import Remat
 from passes.precision.cast import Cast
 from passes.precision.float8 import Float8
@@ -85,6 +86,7 @@ def build_pipeline(
     forward: Passes = (
         build_cast(cast, masters),
         Intervals(),
+        ChunkLoss(passes.chunk_loss.chunks, passes.chunk_loss.logits_mib),
         Normalize(),
         *means,
         Experts(passes.moe.dispatch, passes.moe.capacity_factor, passes.moe.chunks),

@@ -322,6 +322,16 @@ class ContextConfig:
 
 
 @dataclass(frozen=True)
+class ChunkLossConfig:
+    """In how many `chunks` of a rank's tokens head and loss are taken; null: one while logits are within `logits_mib`,
+    else as many as keep those of a chunk within it.
+    """
+
+    chunks: Positive | None = None  # 1: logits are whole
+    logits_mib: PositiveFloat = 1024.0
+
+
+@dataclass(frozen=True)
 class RematConfig:
     """What the backward recomputes; `regather` gathers parameters again for it (ZeRO-3, else ZeRO-2).
 
@@ -368,6 +378,7 @@ class PassesConfig:
     shard: ShardConfig = field(default_factory=ShardConfig)
     moe: MoeConfig = field(default_factory=MoeConfig)
     context: ContextConfig = field(default_factory=ContextConfig)
+    chunk_loss: ChunkLossConfig = field(default_factory=ChunkLossConfig)
     remat: RematConfig = field(default_factory=RematConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     segment: SegmentConfig = field(default_factory=SegmentConfig)

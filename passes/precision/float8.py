@@ -26,6 +26,8 @@ from torch import Tensor, fx
 from passes.program import ir, routed
 from passes.program.functions import Function, define, record
 from passes.program.regions import within
+from passes.rules import name_of
+from passes.rules.losses import LINEAR_CROSS_ENTROPY
 from passes.rules.roles import last_of
 
 aten = torch.ops.aten
@@ -107,10 +109,13 @@ class Float8:
         matched: set[str] = set()
         count = 0
         layers = [n for n in program.calls() if n.target is aten.linear.default]
-        heads = set() if self.head else last_of(program, layers)
+        chunked = [n for n in program.calls() if hasattr(n.target, "_schema") and name_of(n) == LINEAR_CROSS_ENTROPY]
+        heads = set() if self.head else last_of(program, [*layers, *chunked])
         linear = self.operator()
         if grouped := sum(n.target is routed.grouped_mm for n in program.calls()):
             left["products of rows with their experts' matrices"] = grouped
+        if chunked:
+            left["heads whose losses are in chunks"] = len(chunked)
         for node in layers:
             if reason := self.why_not(node, matched) or ("the head" if node in heads else ""):
                 left[reason] += 1

@@ -8,10 +8,11 @@ from torch import fx
 from passes.program import ir
 from passes.program.builder import Builder
 from passes.program.spec import Spec
-from passes.rules.base import Rule, RuleMaker, tensor_operands
+from passes.rules.base import Rule, RuleMaker, emit_of, tensor_operands
 
 aten = torch.ops.aten
 SUM = 2  # aten's code for reduction="sum"
+LINEAR_CROSS_ENTROPY = "ct::linear_cross_entropy"  # its local form is of `passes/memory/chunked.py`
 
 
 def cross_entropy_loss(node: fx.Node) -> Rule:
@@ -40,6 +41,21 @@ def emit_cross_entropy(
     return builder.call(node.target, (operands[0], target, *node.args[2:]))
 
 
+def linear_cross_entropy(node: fx.Node) -> Rule:
+    """hidden[n, d], weight[c, d], labels[n], bias[c] -> the summed cross-entropy of hidden weight^T + bias."""
+    hidden, weight, labels, *bias = tensor_operands(node)
+    (n, d), c = ir.example(hidden).shape, ir.example(weight).shape[0]
+    classes, features, tokens = ("c",), ("d",), ("n",)
+    return Rule(
+        ((tokens, features), (classes, features), (tokens,), *[(classes,)] * len(bias)),
+        ((),),
+        {"n": n, "c": c, "d": d},
+        {"n": "sum", "c": "sum"},
+        whole=frozenset("d"),
+        emit=emit_of(LINEAR_CROSS_ENTROPY),
+    )
+
+
 def rules() -> dict[str, RuleMaker]:
     """Operator name -> rule, for losses."""
-    return {"cross_entropy_loss": cross_entropy_loss}
+    return {"cross_entropy_loss": cross_entropy_loss, LINEAR_CROSS_ENTROPY: linear_cross_entropy}

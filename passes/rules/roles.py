@@ -9,6 +9,7 @@ from torch import fx
 
 from passes.program import ir
 from passes.rules import name_of, rule_of, tensor_operands
+from passes.rules.losses import LINEAR_CROSS_ENTROPY
 
 PRODUCTS = ("linear", "mm", "matmul")
 
@@ -43,8 +44,9 @@ def last_of(program: ir.Program, layers: Collection[fx.Node]) -> set[fx.Node]:
 def roles(program: ir.Program) -> Mapping[str, frozenset[str]]:
     """Parameter name -> `embedding`, `head` or both; the others have none."""
     names = {n: i.name for n, i in zip(program.placeholders(), program.inputs) if i.kind == "parameter"}
-    products = [n for n in program.calls() if hasattr(n.target, "_schema") and name_of(n) in PRODUCTS]
-    uses = [("head", operand) for node in last_of(program, products) for operand in tensor_operands(node)]
+    named = (*PRODUCTS, LINEAR_CROSS_ENTROPY)
+    products = [n for n in program.calls() if hasattr(n.target, "_schema") and name_of(n) in named]
+    uses = [("head", operand) for node in last_of(program, products) for operand in tensor_operands(node)[:2]]
     lookups = (n for n in program.calls() if n.target is torch.ops.aten.embedding.default)
     uses += [("embedding", tensor_operands(node)[0]) for node in lookups]
     found: dict[str, frozenset[str]] = {}

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from torch import Tensor
+from torch import Tensor, fx
 
 from passes.program import ir
 from passes.program.boundary import EXPANSIONS
@@ -28,6 +28,28 @@ def _contiguous(body: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda *args: body(*args).contiguous()
 
 
+def put_in_line(program: ir.Program, ctx: ir.Context) -> None:
+    """Write bodies in place of the operators that stand for them, without what nobody reads of their results.
+
+    What a body calls in turn, chunk after chunk, are layers to later passes: `NAME.0`, `NAME.1`, and so on.
+    """
+    made, numbers = set[fx.Node](), Counter[str]()
+    waiting = [node for node in program.calls() if body_of(node)]
+    while waiting:
+        node = waiting.pop(0)
+        new = inline_alike(node, results_of(body_of(node)), ctx)  # type: ignore[arg-type]
+        inner = [n for n in new if body_of(n)]
+        for call in inner:
+            name = call.target._opname.rpartition("_")[0]  # type: ignore[union-attr]
+            ir.set_origin(call, ir.source(call), f"{name}.{numbers[name]}")
+            numbers[name] += 1
+        made.update(new)
+        waiting = inner + waiting
+    for node in reversed(list(program.calls())):
+        if node in made and not node.users and not node.is_impure():
+            program.graph.erase_node(node)
+
+
 @dataclass(frozen=True)
 class Expand:
     """Replace every boundary operator by its collectives."""
@@ -41,9 +63,7 @@ class Expand:
             return program, ir.Report()
         program = program.copy()
         counts: Counter[str] = Counter()
-        for node in list(program.calls()):
-            if body := body_of(node):
-                inline_alike(node, results_of(body), ctx)
+        put_in_line(program, ctx)
         for node in list(program.calls()):
             if node.target in EXPANSIONS:
                 counts[node.target._opname] += 1

@@ -21,6 +21,7 @@ from torch import fx
 
 from passes.program import ir
 from passes.rules import Rule, name_of, rule_of, tensor_operands
+from passes.rules.losses import LINEAR_CROSS_ENTROPY
 from passes.rules.roles import root
 
 FRAMES = 12  # of Python's stack for one operator that a dim is followed through
@@ -117,6 +118,12 @@ class _Finder:
             weight, ids = tensor_operands(node)
             if self.root(weight) is not None and self.from_batch(ids):
                 self.split(weight, Blocks(0, 1, ir.example(weight).shape[0], 1), None)
+            return
+        if name_of(node) == LINEAR_CROSS_ENTROPY:
+            _, weight, _, *bias = tensor_operands(node)
+            for operand in (weight, *bias):
+                if self.root(operand) is not None:
+                    self.split(operand, Blocks(0, 1, ir.example(operand).shape[0], 1), None)
             return
         for operand, names in self.products(node):
             if self.root(operand) is None:

@@ -200,6 +200,36 @@ def state() -> Case:
     return Case(Stateful().double(), loss, batches, {"dp_replicate": 2, "tp": 2}, optim)
 
 
+# ---- a loss in chunks ----------------------------------------------------------------------------------
+
+
+class Capped(nn.Module):
+    """A layer and a head with a bias and a soft-cap, which predicts all tokens but the first from those before."""
+
+    def __init__(self, vocabulary: int = 11, dim: int = 6):
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(vocabulary, dim), nn.Linear(dim, dim)
+        self.head = nn.Linear(dim, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.head(self.layer(self.embedding(tokens)).relu())
+        return torch.tanh(logits[:, :-1] / 2.0) * 2.0
+
+
+def chunks() -> Case:
+    """Rows and classes that no axis divides, in chunks of a token or two."""
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        logits = model(batch["tokens"])
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=IGNORED)
+
+    batches = [random_ids(step, 11, 3, 4) for step in range(len(LRS))]
+    for batch in batches:
+        batch["labels"][1:, 2:] = IGNORED
+    optim, passes = {"name": "sgd", "max_norm": None}, {"chunk_loss": {"chunks": 4}}
+    return Case(Capped().double(), loss, batches, {"dp_shard": 2, "tp": 2}, optim, passes)
+
+
 # ---- less precision ------------------------------------------------------------------------------------
 
 
@@ -313,6 +343,7 @@ def images() -> Case:
 CASES = {  # cheap ones first
     "state": state,
     "odd": odd,
+    "chunks": chunks,
     "images": images,
     "llama": llama,
     "context": context,

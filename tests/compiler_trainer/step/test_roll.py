@@ -66,6 +66,7 @@ CASES = {
     "float8": dict(n=16, model=EVEN, mesh={"dp_shard": 2, "tp": 2},
                    passes={"cast": DTYPE | {"float8": "tensorwise", "float8_min_size": 1}}),
     "two layers ahead": dict(n=16, mesh={"dp_shard": 2}, passes={"schedule": {"ahead": 2}}),
+    "loss in chunks": dict(n=12, mesh={"dp_shard": 2, "tp": 2}, passes={"chunk_loss": {"chunks": 5}}),
     "none ahead": dict(n=12, mesh={"dp_shard": 2}, passes={"schedule": {"ahead": 0}}),
     "eight bits": dict(n=12, model=EVEN, optim={"name": "adamw8bit", "block": 8}),
 }

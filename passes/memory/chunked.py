@@ -1,0 +1,240 @@
+"""Head and cross-entropy as one operator that takes tokens in chunks: no more logits exist than those of one chunk.
+
+    total = ct::linear_cross_entropy(hidden[n, d], weight[c, d], labels[n], bias[c])     summed over labels that count
+becomes, with a rank's own tokens and, where an axis shards the vocabulary, its own classes,
+    total, dhidden, dweight, dbias = local::linear_cross_entropy(hidden, weight, labels, ids, bias)
+
+The gradient of a sum that is scaled afterwards is a factor times that of the sum, so it is made with the loss, while a
+chunk's logits are there: nothing is computed twice and the backward is a multiplication (Liger, arXiv 2410.10989).
+Ranks that share the classes gather one number a token in each chunk; each has a term of the sum. What chunks add to
+the gradient of the weight is added in fp32 or wider. It stays one operator until the program is finished.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from passes.program import boundary, ir
+from passes.program.builder import Builder
+from passes.program.functions import define, remember
+from passes.program.layout import entries
+from passes.program.spec import Spec
+from passes.rules.base import EMITTERS
+from passes.rules.losses import LINEAR_CROSS_ENTROPY
+
+Step = tuple[Tensor, Callable[[Tensor], Tensor]]  # a result, and what takes its gradient to that of the operand
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which losses are computed and gradients added: fp32, or fp64 for fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def cast(x: Tensor, name: str) -> Step:
+    """`to float32`."""
+    return x.to(getattr(torch, name)), lambda gradient: gradient.to(x.dtype)
+
+
+def multiply(x: Tensor, number: str) -> Step:
+    """`mul 0.5`."""
+    return x * float(number), lambda gradient: gradient * float(number)
+
+
+def divide(x: Tensor, number: str) -> Step:
+    """`div 30.0`."""
+    return x / float(number), lambda gradient: gradient / float(number)
+
+
+def tanh(x: Tensor, _: str) -> Step:
+    """`tanh`."""
+    y = x.tanh()
+    return y, lambda gradient: gradient * (1 - y * y)
+
+
+STEPS: dict[str, Callable[[Tensor, str], Step]] = {"to": cast, "mul": multiply, "div": divide, "tanh": tanh}
+
+
+# ---- what a rank computes ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Head:
+    """What is done with logits `between` projection and loss, the `ignored` label, and in how many `chunks`.
+
+    Classes are shared by the ranks of `axes`, given with their sizes; some are `padded`, their id is -1.
+    """
+
+    between: tuple[str, ...]
+    ignored: int
+    chunks: int
+    axes: tuple[tuple[str, int], ...] = ()
+    padded: bool = False
+
+    def run(
+        self, chunk: Callable[..., Any], hidden: Tensor, weight: Tensor, labels: Tensor, ids: Tensor, *bias: Tensor
+    ) -> list[Tensor]:
+        """hidden[n, d], weight[c, d], labels i64[n], ids i64[c], bias[c] -> a rank's term of the sum and its gradients.
+
+        The first is a scalar in fp32 or wider, as are the gradients of weight and bias; that of hidden is of its dtype.
+        `chunk` is called for each chunk, which has memory of its own: calls are then alike.
+        """
+        size, dtype = -(-len(hidden) // self.chunks), loss_dtype(hidden.dtype, self.between)
+        parts = [(x.clone(), y.clone()) for x, y in zip(hidden.split(size), labels.split(size))]
+        sums = [torch.zeros((), dtype=dtype, device=hidden.device)]
+        sums += [torch.zeros_like(given, dtype=dtype) for given in (weight, *bias)]
+        along_hidden = []
+        for x, y in parts:
+            along, *sums = chunk(x, y, ids, *sums, weight, *bias)
+            along_hidden.append(along)
+        total, *along_others = sums
+        return [total, torch.cat(along_hidden), *along_others]
+
+    def chunk(self, x: Tensor, y: Tensor, ids: Tensor, *sums_and_weights: Tensor) -> list[Tensor]:
+        """The gradient of x[m, d], and with those before it the sums of losses and of gradients of weight and bias."""
+        count = len(sums_and_weights) // 2 + 1
+        sums, (weight, *bias) = sums_and_weights[:count], sums_and_weights[count:]
+        logits = torch.addmm(*bias, x, weight.t()) if bias else x.mm(weight.t())
+        value, undo = self.changed(logits)
+        if self.padded:
+            value = torch.where(ids >= 0, value, -math.inf)
+        lse = self.over_all(value.logsumexp(1))
+        counts = y != self.ignored
+        hit = (y.unsqueeze(1) == ids) & counts.unsqueeze(1)
+        shares = math.prod(parts for _, parts in self.axes)  # each rank has the same lse
+        loss = torch.where(counts, lse, 0.0).sum() / shares - torch.where(hit, value, 0.0).sum()
+        slope = torch.where(counts.unsqueeze(1), (value - lse.unsqueeze(1)).exp(), 0.0) - hit.to(value.dtype)
+        for back in reversed(undo):
+            slope = back(slope)
+        along_bias = [slope.sum(0, dtype=loss.dtype) for _ in bias]
+        terms = (loss, slope.t().mm(x), *along_bias)
+        return [slope.mm(weight), *(before + term for before, term in zip(sums, terms, strict=True))]
+
+    def changed(self, logits: Tensor) -> tuple[Tensor, list[Callable[[Tensor], Tensor]]]:
+        """What the loss is taken of, in fp32 or wider, and the way back of its gradient, in order."""
+        value, undo = logits, []
+        for step in (*self.between, f"to {name_of_dtype(loss_dtype(logits.dtype, self.between))}"):
+            name, _, given = step.partition(" ")
+            value, back = STEPS[name](value, given)
+            undo.append(back)
+        return value, undo
+
+    def over_all(self, lse: Tensor) -> Tensor:
+        """log sum exp[m] over the classes of all ranks, from that over the rank's own."""
+        for axis, parts in self.axes:
+            gathered = boundary.all_gather(lse.unsqueeze(0), 0, axis, parts, parts, lse.dtype, None)
+            lse = gathered.logsumexp(0)
+        return lse
+
+
+def name_of_dtype(dtype: torch.dtype) -> str:
+    """`float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def loss_dtype(dtype: torch.dtype, between: tuple[str, ...]) -> torch.dtype:
+    """The dtype of the loss of logits that are made in a dtype."""
+    casts = [step.partition(" ")[2] for step in between if step.startswith("to ")]
+    return wide(getattr(torch, casts[-1]) if casts else dtype)
+
+
+# ---- the operator of the whole program ---------------------------------------------------------------
+
+
+def _whole(
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, between: list[str], ignored: int, chunks: int
+) -> list[Tensor]:
+    ids, head = torch.arange(len(weight), device=weight.device), Head(tuple(between), ignored, chunks)
+    return head.run(head.chunk, hidden, weight, labels, ids, *[] if bias is None else [bias])
+
+
+_op = torch.library.custom_op(
+    LINEAR_CROSS_ENTROPY,
+    lambda *args: _whole(*args)[0],
+    mutates_args=(),
+    schema="(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, str[] between, int ignored, int chunks)"
+    " -> Tensor",
+)
+_op.register_fake(
+    lambda hidden, weight, labels, bias, between, ignored, chunks: hidden.new_empty(
+        (), dtype=loss_dtype(hidden.dtype, tuple(between))
+    )
+)
+
+
+def _setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    hidden, weight, labels, bias, *ctx.rest = inputs
+    ctx.save_for_backward(hidden, weight, labels, *[] if bias is None else [bias])
+
+
+def _differentiate(ctx: Any, gradient: Tensor) -> tuple:
+    hidden, weight, labels, *bias = ctx.saved_tensors
+    _, *found = _whole(hidden, weight, labels, bias[0] if bias else None, *ctx.rest)
+    along = scaled(gradient, found, (hidden, weight, *bias))
+    return *along[:2], None, along[2] if bias else None, None, None, None
+
+
+def scaled(gradient: Tensor, along: list[Tensor], operands: tuple[Tensor, ...]) -> list[Tensor]:
+    """Gradients of the sum times that of the sum, in the dtypes of the operands."""
+    return [(gradient * g).to(x.dtype) for g, x in zip(along, operands, strict=True)]
+
+
+_op.register_autograd(_differentiate, setup_context=_setup)
+linear_cross_entropy = torch.ops.ct.linear_cross_entropy.default
+
+
+# ---- the operator of a rank --------------------------------------------------------------------------
+
+
+def local_operator(head: Head, biased: bool) -> Any:
+    """`local::linear_cross_entropy(hidden, weight, labels, ids[, bias]) -> (total, dhidden, dweight[, dbias])`."""
+    chunk = define("local", "linear_cross_entropy_chunk", head.chunk, 6 + 2 * biased, 3 + biased)
+    remember(chunk, head.chunk, communicates=True)
+    run = partial(head.run, chunk)
+    op = define("local", "linear_cross_entropy", run, 4 + biased, 3 + biased)
+    remember(op, run, communicates=True)
+
+    def setup(ctx: Any, inputs: tuple, output: tuple) -> None:
+        hidden, weight, _, _, *bias = inputs
+        ctx.save_for_backward(*output[1:])
+        ctx.dtypes = [x.dtype for x in (hidden, weight, *bias)]
+
+    def differentiate(ctx: Any, gradient: Tensor, *_: Any) -> tuple:
+        hidden, weight, *bias = ((gradient * g).to(dtype) for g, dtype in zip(ctx.saved_tensors, ctx.dtypes))
+        return hidden, weight, None, None, *bias
+
+    torch.library.register_autograd(op.name().replace(".default", ""), differentiate, setup_context=setup)
+    return op
+
+
+def emit(
+    builder: Builder, node: fx.Node, operands: list[fx.Node], specs: list[Spec], results: list[Spec]
+) -> fx.Node:
+    """The rank's term of the sum: tokens that are padding are ignored, classes known by their ids."""
+    hidden, weight, labels, *bias = operands
+    between, ignored, chunks = node.args[4:]
+    labels = builder.fill_padding(labels, specs[2], float(ignored))  # type: ignore[arg-type]
+    (factor,) = specs[1].dims[0]
+    padded, device = factor.padded(builder.mesh), ir.example(weight).device
+
+    def ids(*at: Tensor) -> Tensor:
+        index, valid = entries(factor, builder.mesh, dict(zip(factor.axes, at)), device)
+        return torch.where(valid, index, -1) if padded else index
+
+    axes = tuple((axis, builder.mesh[axis]) for axis in factor.axes)
+    key = Head(tuple(between), ignored, chunks, axes, padded), bool(bias)  # type: ignore[arg-type]
+    if key not in builder.operators:
+        builder.operators[key] = local_operator(*key)
+    numbers = builder.trace(ids, *builder.at(factor))
+    found = builder.call(builder.operators[key], (hidden, weight, labels, numbers, *bias))
+    return builder.call(operator.getitem, (found, 0))
+
+
+EMITTERS[LINEAR_CROSS_ENTROPY] = emit
