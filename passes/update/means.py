@@ -30,7 +30,7 @@ POINTWISE = frozenset(pointwise_rules())
 RESHAPES = frozenset(("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze"))
 CUTS = frozenset(("slice", "pad", "constant_pad_nd"))
 CASTS = frozenset(("to", "_to_copy"))
-SUMS = frozenset(("sum", "cross_entropy_loss"))  # the latter as `normalize` leaves it
+SUMS = frozenset(("sum", "cross_entropy_loss", "ct::linear_cross_entropy"))  # as `normalize` leaves the latter two
 
 
 class Mean(NamedTuple):

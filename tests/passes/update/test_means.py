@@ -103,6 +103,16 @@ def test_losses_of_ones_own_are_counted_as_well(loss, counted, left):
     assert (report_of(step)["counts"]["means"], len(report_of(step)["notes"])) == (counted, left)
 
 
+def test_a_loss_in_chunks_is_counted_as_well():
+    data = uneven()
+    metrics, state = train_plainly(llama(), llama_loss, data, PLAIN)
+    step, found = train_lockstep(llama_loss, data, {"dp_shard": 2}, 4, passes={"chunk_loss": {"chunks": 3}})
+    for ours, theirs in zip(found, metrics, strict=True):
+        assert_same(ours, theirs, SAME)
+    assert_same(step.state_dict(), state, SAME)
+    assert report_of(step)["counts"] == {"means": 1}
+
+
 def by_class(model, batch):
     """A mean weighted by classes."""
     logits = model(batch["tokens"], batch["positions"]).flatten(0, 1)
