@@ -193,6 +193,23 @@ def test_what_is_no_point_is_not_removed(sweep, tmp_path, capsys):
     assert "s/0 is there already" in capsys.readouterr().err and (tmp_path / "s/0/thesis.txt").exists()
 
 
+@pytest.mark.parametrize(("changes", "says"), [
+    ({"status": "<script>alert(1)</script>"}, "status: '<script>alert"),
+    ({"point": "javascript:alert(1)"}, "point: 'javascript:alert"),
+    ({"error": ["x"]}, "error: "),
+    ({"result": {"loss": "<b>"}}, "result.loss: '<b>' is not a number"),
+    ({"result": {"loss": 10**400}}, "is more than"),
+    ({"environment": None}, "environment: "),
+])  # fmt: skip
+def test_a_crafted_point_is_refused_by_field(tmp_path, changes, says):
+    whole = {"point": 0, "status": "done", "started": "", "overrides": {}, "config": {}, "environment": {}}
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / FILE).write_text(json.dumps(whole | changes))
+    with pytest.raises(UserError, match="^[^\n]*$") as caught:
+        table.points(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path}/0/{FILE}: ") and says in str(caught.value)
+
+
 def test_a_folder_without_points_has_no_table(tmp_path):
     with pytest.raises(UserError, match="no point of a sweep"):
         table.points(tmp_path)
