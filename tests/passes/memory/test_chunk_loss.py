@@ -177,7 +177,7 @@ def test_evaluation_makes_no_gradients():
     for passes in ({}, CHUNKS):
         step = compile_lockstep(llama(), llama_loss, batches()[0], {"tp": 2}, passes=passes)
         for batch in batches():
-            assert step.evaluate(batch) == pytest.approx(float(llama_loss(llama(), batch)), abs=1e-12)
+            assert step.evaluate(batch) == pytest.approx(llama_loss(llama(), batch).item(), abs=1e-12)
         flops.append([p["accounting"]["flops"]["forward"] for p in step.report["passes"] if p["program"] == "evaluate"][-1])
     assert flops[0] == flops[1]
 
