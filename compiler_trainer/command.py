@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import importlib.metadata
 import itertools
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -37,6 +38,17 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 def main() -> None:
     """Do what the command line says; exits with 0 when done, 2 on bad input, 1 on anything else."""
+    try:
+        act()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(1)  # taking apart what was imported would take Python more than a second
+
+
+def act() -> None:
+    """Train, or do what the first argument names."""
     first = sys.argv[1] if len(sys.argv) > 1 else ""
     if first == "--version":
         print(f"compiler-trainer {importlib.metadata.version('compiler-trainer')}, torch {torch.__version__}")
@@ -46,7 +58,7 @@ def main() -> None:
         except UserError as error:
             train.refuse(error)
     elif first in ("-h", "--help"):
-        print(USAGE + "\n       ".join(f"{verb:9} {act.__doc__}" for verb, act in VERBS.items()))
+        print(USAGE + "\n       ".join(f"{verb:9} {do.__doc__}" for verb, do in VERBS.items()))
     elif first in VERBS:
         train.store_defaults()
         try:
@@ -55,8 +67,6 @@ def main() -> None:
             train.refuse(error)
         except RunError as error:
             train.end(error)
-        except KeyboardInterrupt:
-            sys.exit("interrupted")
     else:
         train.main()
 

@@ -58,8 +58,6 @@ def main() -> None:
             refuse(error)
         except OSError as error:  # of hydra's own folders and of --config-dir
             refuse(UserError(str(error.filename), str(error.strerror)))
-        except KeyboardInterrupt:
-            sys.exit("interrupted")
 
 
 def flags_first(arguments: list[str]) -> list[str]:
