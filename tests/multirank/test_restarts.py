@@ -1,9 +1,10 @@
-"""torchrun starts ranks again after one was killed, and the run goes on by itself to the same bits."""
+"""torchrun starts ranks again after one was killed, on all its nodes, and the run goes on by itself to the same bits."""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -25,12 +26,22 @@ OPTIONS = (
 DEADLINE_S = 200
 
 
-def torchrun(folder: Path) -> subprocess.Popen:
-    """A job of two ranks whose ranks may be started again twice."""
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2"]
+def torchruns(folder: Path, nodes: int) -> list[subprocess.Popen]:
+    """A job of two ranks on one or two nodes, whose ranks may be started again twice."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    start = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={2 // nodes}"]
+    start += ["--max-restarts=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=restarts"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [*start, "-m", "compiler_trainer", *OPTIONS.split(), f"run.dir={folder}"]
-    return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    return [subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) for _ in range(nodes)]
+
+
+def ended(jobs: list[subprocess.Popen]) -> str:
+    """What a job said that ended well."""
+    said = [job.communicate(timeout=DEADLINE_S)[1] for job in jobs]
+    assert [job.returncode for job in jobs] == [0] * len(jobs), "\n".join(said)[-4000:]
+    return "\n".join(said)
 
 
 def steps_of(folder: Path) -> int:
@@ -40,19 +51,18 @@ def steps_of(folder: Path) -> int:
 
 
 @pytest.mark.full
-def test_a_killed_rank_costs_steps_and_nothing_else(tmp_path):
+@pytest.mark.parametrize("nodes", (1, 2))
+def test_a_killed_rank_costs_steps_and_nothing_else(nodes, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert torchrun(whole).wait(DEADLINE_S) == 0
-    job, deadline = torchrun(cut), time.monotonic() + DEADLINE_S
+    ended(torchruns(whole, nodes))
+    jobs, deadline = torchruns(cut, nodes), time.monotonic() + DEADLINE_S
     while steps_of(cut) < 35:
-        assert time.monotonic() < deadline and job.poll() is None
+        assert time.monotonic() < deadline and all(job.poll() is None for job in jobs)
         time.sleep(0.02)
-    ranks = [p for p in psutil.Process(job.pid).children() if "compiler_trainer" in p.cmdline()]
+    ranks = [p for job in jobs for p in psutil.Process(job.pid).children() if "compiler_trainer" in p.cmdline()]
     assert len(ranks) == 2
     os.kill(ranks[1].pid, signal.SIGKILL)
-    _, said = job.communicate(timeout=DEADLINE_S)
-    assert job.returncode == 0, said[-4000:]
-    assert "exitcode: -9" in said
+    assert "exitcode: -9" in ended(jobs)
     assert timeless(metrics(cut)) == timeless(metrics(whole))
     for of_whole, of_cut in zip(complete(whole / "checkpoints"), complete(cut / "checkpoints"), strict=True):
         for rank in ("rank_00000", "rank_00001"):
