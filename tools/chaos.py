@@ -10,6 +10,7 @@ copy, a file, a rename. Every checkpoint there is has to be whole then. Then the
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import multiprocessing
 import os
 import random
@@ -72,7 +73,7 @@ def main() -> None:
         processes = start(job(whole), given.ranks, whole)
         wait_for_steps(whole, processes)
         began = time.monotonic()
-        finish(processes)
+        finish(processes, whole)
         took = time.monotonic() - began
         print(f"undisturbed: {STEPS} steps on {given.ranks} ranks in {took:.1f} s", flush=True)
         for number in range(given.trials):
@@ -112,14 +113,14 @@ def trial(folder: Path, ranks: int, took: float, draw: random.Random, tally: Tal
         for victim in [draw.choice(processes)] if one_of_them else processes:
             if victim.is_alive():
                 os.kill(victim.pid or 0, number)
-        finish(processes)
+        finish(processes, folder)
         tally.stops += {process.exitcode for process in processes} == {EXIT_CODE}
         tally.kills += 1
         tally.in_a_save += any(folder.glob("checkpoints/*.tmp"))
         for path in checkpoint.complete(folder / "checkpoints"):
             checkpoint.check(path)
     if not is_done(folder):
-        finish(start(job(folder), ranks, folder))
+        finish(start(job(folder), ranks, folder), folder)
 
 
 def wait_for_steps(folder: Path, processes: list[BaseProcess]) -> None:
@@ -145,24 +146,33 @@ def start(cfg: Config, ranks: int, folder: Path) -> list[BaseProcess]:
 
 
 def run(cfg: Config, rank: int, ranks: int, port: int, folder: Path) -> None:
-    """Train as one rank; what it says goes to a file beside the run folder."""
-    log = os.open(f"{folder}.{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    """Train as one rank."""
+    log = os.open(log_of(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    faulthandler.enable()  # for a rank that hangs
     torch.set_num_threads(1)
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"}
     train(replace(cfg, mesh=replace(cfg.mesh, dp_shard=ranks)))
 
 
-def finish(processes: list[BaseProcess]) -> None:
-    """Wait for ranks; raises TimeoutError if one of them hangs."""
+def finish(processes: list[BaseProcess], folder: Path) -> None:
+    """Wait for ranks; raises TimeoutError if one of them hangs, with what it was doing."""
     for process in processes:
         process.join(PATIENCE_S)
-    if hanging := [process for process in processes if process.is_alive()]:
-        for process in hanging:
-            process.kill()
-        raise TimeoutError(f"{len(hanging)} ranks hang")
+    hanging = [r for r, process in enumerate(processes) if process.is_alive()]
+    for r in hanging:
+        os.kill(processes[r].pid or 0, signal.SIGABRT)
+        processes[r].join()
+    if hanging:
+        said = "\n".join(log_of(folder, r).read_text()[-4000:] for r in hanging)
+        raise TimeoutError(f"ranks {hanging} hang:\n{said}")
+
+
+def log_of(folder: Path, rank: int) -> Path:
+    """What a rank says goes to a file beside the run folder."""
+    return folder.with_name(f"{folder.name}.{rank}.log")
 
 
 def is_done(folder: Path) -> bool:

@@ -41,6 +41,7 @@ NOT = (aten.logical_not.default, aten.bitwise_not.default)
 COPIES = (aten.clone.default, aten.alias.default, aten.detach.default, aten.contiguous.default)
 CASTS = (aten._to_copy.default, aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.type_as.default)
 WHOLE = {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8}
+ARANGE = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 ONES = (aten.ones.default, aten.new_ones.default, aten.ones_like.default)
 
 
@@ -158,7 +159,7 @@ class Reader:
     def leaf(self, seen: Seen) -> Row:
         """A value that does not vary along keys, left to the graph."""
         self.leaves[seen.node] = None
-        if seen.node.target in (aten.arange.default, aten.arange.start, aten.arange.start_step):
+        if seen.node.target in ARANGE:
             start, step = span(seen.node)
             if seen.dims == (QUERIES,) and step == 1:
                 return Row(lambda given: seen.of(given), QUERIES, start)
@@ -183,7 +184,7 @@ class Reader:
                 return added(number(0), self.value(node.args[0]), -1)
         if KEYS not in seen.dims:
             return self.shifted(seen)
-        if node.target in (aten.arange.default, aten.arange.start, aten.arange.start_step) and seen.dims == (KEYS,):
+        if node.target in ARANGE and seen.dims == (KEYS,):
             start, step = span(node)
             if step == 1:
                 return Column(None, number(start))
@@ -295,7 +296,12 @@ class Reader:
             raise Unknown(f"%{user.name} compares %{node.name}, whose equal entries need not stand together")
 
     def negated(self, x: Any, node: fx.Node) -> list[Atom]:
-        """Of one bound the other side."""
+        """What a key has to be that a mask does not let through: of one bound the other side, of two both of these."""
+        below = self.below(x) if isinstance(x, fx.Node) else None
+        if below is not None and below.in_place and below.node.target in NOT:
+            return self.atoms(below.node.args[0])
+        if below is not None and below.in_place and below.node.target in EITHER:
+            return [atom for each in below.node.args[:2] for atom in self.negated(each, node)]
         found = self.atoms(x)
         if len(found) != 1 or found[0].kind == "run" or found[0].base is not None:
             raise Unknown(f"%{node.name} negates what is no bound")
@@ -312,7 +318,10 @@ class Reader:
 
     def interval(self, x: Any) -> Interval:
         """What a mask lets each query see."""
-        atoms = self.atoms(x)
+        return self.all_of(self.atoms(x))
+
+    def all_of(self, atoms: list[Atom]) -> Interval:
+        """The keys that are all that is asked of them."""
         runs = [atom for atom in atoms if atom.kind == "run"]
         first: Row | None = None
         last: Row | None = None
@@ -443,7 +452,7 @@ def counting_dim(index: fx.Node, size: int) -> int | None:
         dims = [None if at is None else dims[at] for at in into]
     while index.target in (aten.add.Tensor, aten.add.Scalar) and index.args[1] == 0:
         index = index.args[0]  # type: ignore[assignment]
-    if index.target not in (aten.arange.default, aten.arange.start, aten.arange.start_step) or len(dims) != 1:
+    if index.target not in ARANGE or len(dims) != 1:
         return None
     return dims[0] if span(index) == (0, 1) and ir.example(index).shape[0] == size else None
 
@@ -466,7 +475,7 @@ def constant_true(node: fx.Node) -> bool:
 
 def counts_up(node: fx.Node) -> bool:
     """Whether entries never decrease along the last dim: running counts, positions."""
-    if node.target in (aten.arange.default, aten.arange.start, aten.arange.start_step):
+    if node.target in ARANGE:
         return True
     if node.target is aten.cumsum.default and isinstance(node.args[0], fx.Node):
         dim, rank = int(node.args[1]), ir.example(node).dim()  # type: ignore[arg-type]
