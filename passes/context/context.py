@@ -229,14 +229,12 @@ def emit_interval(
 def describe_interval(builder: Builder, node: fx.Node, operands: list[fx.Node], specs: list[Spec]) -> Call:
     """The call as its rank sees it."""
     query, key, value = (tuple(ir.example(x).shape) for x in operands[:3])
-    terms = node.args[5]
-    by_head = any(ir.example(x).shape[1] > 1 for x in terms)  # type: ignore[union-attr,arg-type]
     folded, parts = AXIS in builder.mesh.folded, builder.mesh[AXIS]
     first, last = (constant(x) for x in node.args[3:5])  # type: ignore[arg-type]
     pairs = None
     if first is not None and last is not None:
         pairs = pairs_that_meet(first, last, specs[0].dims[-2][0], builder.mesh)
-    return Call(query, key, value, ir.example(operands[0]).dtype, parts, False, folded, "none", by_head, pairs)
+    return Call(query, key, value, ir.example(operands[0]).dtype, parts, False, folded, "none", False, pairs)
 
 
 def note(node: fx.Node, call: Call, method: str, why: str) -> str:
@@ -320,7 +318,8 @@ def exchanged_attention(
 ) -> fx.Node:
     """Heads exchanged for sequence among `inner` neighbours, attention, and sequence for heads after.
 
-    What comes with queries (`specs` 3 and on) is gathered along the dim that cp shards.
+    What comes with queries (`specs` 3 and on) is gathered along the dim that cp shards; of what differs by head a rank
+    takes that of its heads.
     """
     q, k, v, *rows = operands
     parts, axis = call.parts, AXIS if inner == call.parts else f"{AXIS}.inner{inner}"
@@ -336,7 +335,16 @@ def exchanged_attention(
         held = inner * ir.example(x).shape[2]
         return natural(builder.call(boundary.all_to_all, (x, 1, 2, held, axis, inner)), spec, 2, held)
 
+    def own_heads(x: fx.Node) -> fx.Node:
+        if ir.example(x).dim() < 4 or ir.example(x).shape[1] == 1:
+            return x
+        return builder.trace(
+            lambda x, at: x.unflatten(1, (inner, -1)).index_select(1, (at % inner).view(1)).squeeze(1),
+            x, builder.places[AXIS],
+        )  # fmt: skip
+
     def whole_rows(x: fx.Node, spec: Spec) -> fx.Node:
+        x = own_heads(x)
         if AXIS not in spec.sharded:
             return x
         (dim,) = (d for d, factors in enumerate(spec.dims) if any(AXIS in f.axes for f in factors))

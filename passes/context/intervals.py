@@ -4,23 +4,24 @@
 becomes
     interval_attention(q, k, v, first, last)        first, last: i64[b, s], made once for all layers that share the mask
 
-`passes/context/masks.py` reads the mask. No mask is in memory any more, blocks that nothing sees are not computed, and
-every method of context parallelism takes bounds along with the queries. An attention with another mask, or a mask that
-may have a gradient, or with dropout, is left as it is, and the report says why.
+`passes/context/masks.py` reads the mask, `passes/context/written.py` attention that a model writes out, with a function
+of its scores. No mask is in memory any more, blocks that nothing sees are not computed, and every method of context
+parallelism takes bounds along with the queries. An attention with another mask, or a mask or term that may have a
+gradient, or with dropout, is left as it is, and the report says why.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from passes.context import visible  # noqa: F401, the kernel of the CPU
+from passes.context.kernels import wide
 from passes.context.masks import RANK, Given, Interval, Reader, Row, Unknown
+from passes.context.written import SOFTMAX, Attention, Scores, unrepeated, written_attention
 from passes.program import ir
 from passes.program.attend import interval_attention
 from passes.program.rewrite import before, laid_out_as
@@ -29,6 +30,8 @@ aten = torch.ops.aten
 SDPA = aten.scaled_dot_product_attention.default
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 DEFAULTS = dict(zip(NAMES, (None, None, None, None, 0.0, False, None, False)))
+Masks = tuple[tuple[fx.Node, bool], ...]
+Bounds = tuple[fx.Node, fx.Node]
 
 
 @dataclass(frozen=True)
@@ -41,16 +44,19 @@ class Intervals:
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
-        batch = frozenset(n for n, given in zip(program.placeholders(), program.inputs) if given.kind == "batch")
+        given = list(zip(program.placeholders(), program.inputs))
+        batch = frozenset(node for node, of in given if of.kind == "batch")
+        differentiable = frozenset(node for node, of in given if of.kind == "parameter")
         reading = Reading(batch, ctx)
         taken, notes = 0, []
         for node in list(program.calls()):
-            if node.target is SDPA and (given := call_of(node))["attn_mask"] is not None:
-                try:
-                    put(node, given, reading.bounds(node, given), ctx)
+            try:
+                if (attention := attention_at(node, differentiable)) is not None:
+                    put(attention, reading.bounds(attention), ctx)
                     taken += 1
-                except Unknown as why:
-                    notes.append(f"%{node.name} ({ir.source(node)}): its mask stays in memory: {why}")
+            except Unknown as why:
+                what = "its mask stays in memory" if node.target is SDPA else "stays written out"
+                notes.append(f"%{node.name} ({ir.source(node)}): {what}: {why}")
         program.graph.eliminate_dead_code()
         nodes = zip(program.placeholders(), program.inputs)
         inputs = tuple(replace(given, runs=given.runs or node in reading.runs) for node, given in nodes)
@@ -58,9 +64,32 @@ class Intervals:
         return program, ir.Report({"attention_by_interval": taken}, tuple(notes))
 
 
-def call_of(node: fx.Node) -> dict[str, Any]:
-    """The arguments of an attention by name."""
-    return DEFAULTS | dict(zip(NAMES, node.args)) | node.kwargs
+def attention_at(node: fx.Node, differentiable: frozenset[fx.Node]) -> Attention | None:
+    """The attention of a call with a mask, or around a softmax; None for another node. Raises Unknown."""
+    if node.target in SOFTMAX:
+        return written_attention(node, differentiable)
+    if node.target is not SDPA:
+        return None
+    given = DEFAULTS | dict(zip(NAMES, node.args)) | node.kwargs
+    q, k, v, mask = (given[name] for name in NAMES[:4])
+    if mask is None:
+        return None
+    if given["dropout_p"]:
+        raise Unknown("dropout draws for each pair")
+    if given["is_causal"] or ir.example(q).dim() != RANK:
+        raise Unknown(f"queries have {ir.example(q).dim()} dims" + " and is_causal is given" * bool(given["is_causal"]))
+    scale = 1 / math.sqrt(ir.example(q).shape[-1]) if given["scale"] is None else float(given["scale"])
+    single = [unrepeated(x) for x in (k, v)]
+    if ir.example(single[0]).shape[1] == ir.example(single[1]).shape[1]:
+        k, v = single
+    masks: list[tuple[fx.Node, bool]] = [(mask, False)]  # type: ignore[list-item]
+    zeroed = ir.example(mask).dtype == torch.bool
+    if not zeroed:
+        scores = Scores(node, differentiable)
+        if not scores.adds_mask(mask):
+            raise Unknown(f"a mask of {ir.example(mask).dtype}")
+        masks = list(scores.masks)
+    return Attention(node, q, k, v, scale, masks=masks, zeroed=zeroed)
 
 
 @dataclass
@@ -69,43 +98,41 @@ class Reading:
 
     batch: frozenset[fx.Node]
     ctx: ir.Context
-    known: dict[fx.Node, tuple[fx.Node, fx.Node] | Unknown] = field(default_factory=dict)
+    known: dict[tuple[Masks, bool, int, int], Bounds | Unknown] = field(default_factory=dict)
     runs: set[fx.Node] = field(default_factory=set)
 
-    def bounds(self, node: fx.Node, given: Mapping[str, Any]) -> tuple[fx.Node, fx.Node]:
-        """First and last of the keys that each query of a call sees, i64[b or 1, s]; raises Unknown."""
-        mask = given["attn_mask"]
-        if mask not in self.known:
+    def bounds(self, of: Attention) -> Bounds:
+        """First and last of the keys that each query sees, i64[b or 1, s]; raises Unknown."""
+        queries, keys = ir.example(of.q).shape[2], ir.example(of.v).shape[2]
+        key = tuple(of.masks), of.zeroed, queries, keys
+        if key not in self.known:
             try:
-                self.known[mask] = self.read(node, given)
+                self.known[key] = self.read(of, queries, keys)
             except Unknown as why:
-                self.known[mask] = why
-        if isinstance(found := self.known[mask], Unknown):
+                self.known[key] = why
+        if isinstance(found := self.known[key], Unknown):
             raise found
         return found
 
-    def read(self, node: fx.Node, given: Mapping[str, Any]) -> tuple[fx.Node, fx.Node]:
-        """The same of a mask that is new."""
-        q, k, mask = (ir.example(given[name]) for name in ("query", "key", "attn_mask"))
-        if given["dropout_p"]:
-            raise Unknown("dropout draws for each pair")
-        if q.device.type != "cpu":
-            raise Unknown(f"there is no kernel by interval for {q.device.type} yet")
-        if q.dim() != 4 or mask.dtype != torch.bool or given["is_causal"]:
-            raise Unknown(f"{q.dim()} dims, a mask of {mask.dtype}" + ", is_causal" * bool(given["is_causal"]))
-        if q.shape[2] < 2 or k.shape[2] < 2:
+    def read(self, of: Attention, queries: int, keys: int) -> Bounds:
+        """The same of masks that are new."""
+        device = ir.example(of.q).device
+        if device.type != "cpu":
+            raise Unknown(f"there is no kernel by interval for {device.type} yet")
+        if queries < 2 or keys < 2:
             raise Unknown("a single query or key")
-        reader = Reader(q.shape[2], k.shape[2], self.batch)
-        interval = reader.interval(given["attn_mask"])
-        found = emit(node, reader, interval, self.ctx)
+        reader = Reader(queries, keys, self.batch)
+        interval = reader.all_of([atom for mask in of.masks for atom in reader.let_through(*mask)])
+        if not (of.zeroed or interval.itself):
+            raise Unknown("a query might see nothing, and would then see all keys alike")
+        found = emit(of.result, reader, interval, device, self.ctx)
         self.runs |= reader.runs.keys()
         return found
 
 
-def emit(node: fx.Node, reader: Reader, interval: Interval, ctx: ir.Context) -> tuple[fx.Node, fx.Node]:
+def emit(node: fx.Node, reader: Reader, interval: Interval, device: torch.device, ctx: ir.Context) -> Bounds:
     """Operators that compute an interval's bounds."""
-    leaves, device = list(reader.leaves), ir.example(node.args[0]).device  # type: ignore[arg-type]
-    queries, keys = reader.queries, reader.keys
+    leaves, queries, keys = list(reader.leaves), reader.queries, reader.keys
 
     def body(*values: Tensor) -> tuple[Tensor, Tensor]:
         given = Given(dict(zip(leaves, values)), device)
@@ -123,14 +150,18 @@ def emit(node: fx.Node, reader: Reader, interval: Interval, ctx: ir.Context) -> 
     return first, last
 
 
-def put(node: fx.Node, given: Mapping[str, Any], bounds: tuple[fx.Node, fx.Node], ctx: ir.Context) -> None:
-    """Put attention by interval in a call's place."""
-    width = ir.example(given["query"]).shape[-1]
-    scale = 1 / math.sqrt(width) if given["scale"] is None else float(given["scale"])
+def put(of: Attention, bounds: Bounds, ctx: ir.Context) -> None:
+    """Put attention by interval in the place of a result."""
+    leaves, example = [term.node for term in of.terms], ir.example(of.result)
+    kind = wide(ir.example(of.q).dtype)
 
-    def body(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor) -> Tensor:
-        return laid_out_as(ir.example(node), interval_attention(q, k, v, first, last, [], scale, ""))
+    def body(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, *values: Tensor) -> Tensor:
+        given = Given(dict(zip(leaves, values)), q.device)
+        terms = [term.of(given).to(kind) for term in of.terms]
+        k = k.transpose(-1, -2) if of.turned else k
+        out = interval_attention(q, k, v, first, last, terms, of.scale, of.score)
+        return laid_out_as(example, out).to(example.dtype)
 
-    out = before(node, body, [given[name] for name in ("query", "key", "value")] + list(bounds), ctx)
-    node.replace_all_uses_with(out)
-    node.graph.erase_node(node)
+    out = before(of.result, body, [of.q, of.k, of.v, *bounds, *leaves], ctx)
+    of.result.replace_all_uses_with(out)
+    of.result.graph.erase_node(of.result)

@@ -42,6 +42,8 @@ COPIES = (aten.clone.default, aten.alias.default, aten.detach.default, aten.cont
 CASTS = (aten._to_copy.default, aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.type_as.default)
 WHOLE = {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8}
 ARANGE = (aten.arange.default, aten.arange.start, aten.arange.start_step)
+ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+FULL = (aten.full.default, aten.full_like.default, aten.scalar_tensor.default)
 ONES = (aten.ones.default, aten.new_ones.default, aten.ones_like.default)
 
 
@@ -232,6 +234,8 @@ class Reader:
             return [*self.atoms(args[0]), self.triangle(node)]
         if node.target in CASTS and ir.example(args[0]).dtype == torch.bool:  # type: ignore[arg-type]
             return self.atoms(args[0])
+        if node.target in CASTS and (hidden := hidden_by(args[0])) is not None:
+            return self.negated(hidden, node)
         raise Unknown(f"%{node.name} ({node.target}) of keys is no interval")
 
     def all_or_none(self, seen: Seen) -> Atom:
@@ -319,6 +323,10 @@ class Reader:
     def interval(self, x: Any) -> Interval:
         """What a mask lets each query see."""
         return self.all_of(self.atoms(x))
+
+    def let_through(self, mask: fx.Node, hides: bool) -> list[Atom]:
+        """All that a key has to be for a mask to let it through, or not to hide it."""
+        return self.negated(mask, mask) if hides else self.atoms(mask)
 
     def all_of(self, atoms: list[Atom]) -> Interval:
         """The keys that are all that is asked of them."""
@@ -417,6 +425,27 @@ def beneath(node: fx.Node) -> tuple[fx.Node, list[int | None]] | None:
     return None
 
 
+def hidden_by(node: Any) -> fx.Node | None:
+    """m of `where(m, 0, x)` with a number x that is not zero: where the value is no zero, m is not."""
+    while isinstance(node, fx.Node) and (node.target in COPIES or node.target is aten.expand.default):
+        node = node.args[0]
+    if not isinstance(node, fx.Node) or node.target is not aten.where.ScalarOther or not node.args[2]:
+        return None
+    return node.args[0] if number_of(node.args[1]) == 0 else None  # type: ignore[return-value]
+
+
+def number_of(x: Any) -> float | None:
+    """The number that a value is everywhere, if that is known."""
+    if not isinstance(x, fx.Node):
+        return x if isinstance(x, (int, float)) else None
+    while x.target in (*COPIES, *CASTS, aten.expand.default):
+        x = x.args[0]  # type: ignore[assignment]
+    if x.target in ZEROS:
+        return 0.0
+    found = x.args[-1] if x.target in FULL else None
+    return float(found) if isinstance(found, (int, float)) else None
+
+
 def order_of(node: fx.Node, rank: int) -> list[int]:
     """Which dim of its operand each dim of a permuted value is."""
     order = list(range(rank))
@@ -447,11 +476,14 @@ def counting_dim(index: fx.Node, size: int) -> int | None:
         return 0
     rank = ir.example(index).dim()
     dims: list[int | None] = [d - rank for d in range(rank)]
-    while (step := beneath(index)) is not None and step[0].target is not aten.index.Tensor:
-        index, into = step
-        dims = [None if at is None else dims[at] for at in into]
-    while index.target in (aten.add.Tensor, aten.add.Scalar) and index.args[1] == 0:
-        index = index.args[0]  # type: ignore[assignment]
+    while True:
+        if index.target in (aten.add.Tensor, aten.add.Scalar) and index.args[1] == 0:
+            index = index.args[0]  # type: ignore[assignment]
+        elif (step := beneath(index)) is not None and step[0].target is not aten.index.Tensor:
+            index, into = step
+            dims = [None if at is None else dims[at] for at in into]
+        else:
+            break
     if index.target not in ARANGE or len(dims) != 1:
         return None
     return dims[0] if span(index) == (0, 1) and ir.example(index).shape[0] == size else None
@@ -468,7 +500,7 @@ def constant_true(node: fx.Node) -> bool:
     """Whether a mask is true everywhere, made so."""
     if node.target in ONES:
         return True
-    return node.target in (aten.full.default, aten.full_like.default, aten.scalar_tensor.default) and bool(
+    return node.target in FULL and bool(
         node.args[-1] is True
     )
 

@@ -13,13 +13,10 @@ from torch import Tensor
 
 from passes.context import kernels
 from passes.context.kernels import Block, wide
-from passes.program.attend import library
+from passes.program.attend import evaluate, library
 
 ROWS, KEYS = 128, 4096  # of a tile that has a mask of its own
 FEW = 48  # queries that see alike are not worth a call of their own
-
-Score = Callable[..., Tensor]  # (scores [b, h, s, t], positions of keys [t], *terms) -> scores
-SCORES: dict[str, Score] = {}
 
 
 class Piece(NamedTuple):
@@ -124,7 +121,7 @@ def _change(score: str, terms: Sequence[Tensor], batch: slice, rows: slice, keys
     """The score function on one block of scores."""
     near = [x[batch if x.shape[0] > 1 else slice(None), :, rows if x.shape[2] > 1 else slice(None)] for x in terms]
     positions = torch.arange(keys.start, keys.stop)
-    return lambda scores: SCORES[score](scores, positions, *near)
+    return lambda scores: evaluate(score, scores, positions, near)
 
 
 @torch.library.impl(library, "attend", "CPU")

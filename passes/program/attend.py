@@ -6,8 +6,9 @@
     q[b, (g r), s, e], k[b, g, t, e], v[b, g, t, f]
     first, last   i64[b or 1, s]: the query sees keys at positions first <= p < last
     runs          i64[c]: keys lie in c runs of t / c, run i at positions runs[i], runs[i] + 1, ...; None: one run at 0
-    terms, score  what a score function takes beside scores and positions of keys, [b or 1, h or 1, s or 1, 1], and the
-                  name of that function; "" for none
+    terms, score  a function of the scaled scores, applied before what is not seen is hidden: an expression of the score
+                  `s`, the key's position `j` and terms `t0`, `t1`, ... [b or 1, h or 1, s or 1, 1], as wide as lse;
+                  "tanh(s / 50.0) * 50.0", "s + t0 * (j - t1)"; "" for none
     out           [b, (g r), s, f], zero for a query that sees nothing
     lse           [b, (g r), s] in fp32 or wider, -inf for such a query
 
@@ -16,9 +17,14 @@ Kernels are of `passes/context`.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+from types import CodeType
+
 import torch
 from torch import Tensor
 
+FUNCTIONS = {name: getattr(torch, name) for name in ("tanh", "neg", "abs", "exp", "sigmoid", "relu")}
 library = torch.library.Library("ct", "FRAGMENT")
 _GIVEN = "Tensor first, Tensor last, Tensor? runs, Tensor[] terms, float scale, str score"
 library.define(f"attend(Tensor q, Tensor k, Tensor v, {_GIVEN}) -> (Tensor, Tensor)")
@@ -32,6 +38,17 @@ library.define(
 )
 interval_attention = torch.ops.ct.interval_attention.default
 attend, attend_backward = torch.ops.ct.attend.default, torch.ops.ct.attend_backward.default
+
+
+def evaluate(score: str, s: Tensor, j: Tensor, terms: Sequence[Tensor]) -> Tensor:
+    """A score function of scores [b, h, s, t], positions of keys and terms."""
+    names = FUNCTIONS | {"s": s, "j": j.to(s.dtype)} | {f"t{i}": term for i, term in enumerate(terms)}
+    return eval(_compiled(score), {"__builtins__": {}}, names).expand_as(s)
+
+
+@functools.cache
+def _compiled(score: str) -> CodeType:
+    return compile(score, "<score>", "eval")
 
 
 @torch.library.impl(library, "interval_attention", "CompositeImplicitAutograd")

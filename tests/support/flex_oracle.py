@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import BlockMask
 
-from passes.context.visible import SCORES
+from passes.program.attend import evaluate
 
 FLEX, BACKWARD = torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward
 BLOCK, BLOCKS = 128, 1024  # positions of a block; so many blocks a sequence, or fewer
@@ -86,7 +86,7 @@ def told(given: Sequence[Any], keys: int) -> tuple[Any, ...]:
 
     def change(x: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, where: Tensor, *terms: Tensor) -> Tensor:
         near = (of_one(t, b, h, i, torch.zeros_like(i)) for t in terms)
-        return SCORES[score](x, of_one(where, j), *near)
+        return evaluate(score, x, of_one(where, j), list(near))
 
     def alone(x: Tensor, *_: Tensor) -> Tensor:
         return x

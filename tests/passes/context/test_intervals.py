@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from attention_cases import HEADS, RANKS, SIZES, TOLERANCE, WIDTH, WINDOW, documents, grids, random, sequence
+from attention_cases import F64, HEADS, RANKS, SIZES, TOLERANCE, WIDTH, WINDOW, documents, grids, random, sequence
 from oracle import compile_lockstep
 from rule_harness import Function, capture, check, sharded
 from torch import Tensor, fx, nn
@@ -20,9 +20,9 @@ from compiler_trainer.capture.capture import capture as capture_model
 from compiler_trainer.config.errors import UserError
 from passes.context.context import METHODS
 from passes.context.intervals import Intervals
-from passes.context.visible import ROWS, SCORES, pieces
+from passes.context.visible import ROWS, pieces
 from passes.program import ir
-from passes.program.attend import attend, attend_backward, interval_attention
+from passes.program.attend import attend, attend_backward, evaluate, interval_attention
 from passes.program.mesh import Mesh
 from passes.program.spec import Spec
 
@@ -43,6 +43,30 @@ MASKS = {  # (size, ids) -> mask
 }
 
 
+def soft_capped(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    """As Gemma 2 writes it out."""
+    k, v = (x[:, :, None].expand(-1, -1, q.shape[1] // x.shape[1], -1, -1).reshape(2, q.shape[1], *x.shape[2:]) for x in (k, v))
+    mask = torch.where(of_documents(q.shape[2], ids), torch.zeros((), dtype=F64), torch.finfo(F64).min)
+    scores = torch.tanh(q @ k.transpose(2, 3) * 0.3 / 2.0) * 2.0 + mask
+    return F.dropout(scores.softmax(-1, dtype=F64), 0.0) @ v
+
+
+def sloped(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    """ALiBi, with a slope for each head; where a query sees nothing, it has zeros."""
+    i, j = grids(q.shape[2])
+    slopes = torch.pow(2.0, -torch.arange(1, q.shape[1] + 1, dtype=F64) / 2).view(-1, 1, 1)
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = torch.matmul(q * 0.3, k.mT) + slopes * (j - i)
+    mask = of_documents(q.shape[2], ids) & (ids % 3 > 0)[:, None, :, None]
+    seen = mask.any(-1, True)
+    scores = torch.where(seen, torch.where(mask, scores, -torch.inf), 0.0)
+    return torch.where(seen, scores.softmax(-1) @ v, 0.0)
+
+
+SCORED = {"soft-cap": soft_capped, "ALiBi": sloped}
+FORMS = (*MASKS, *SCORED)
+
+
 @functools.cache
 def captured(form: str, heads: str, size: int, ranks: int) -> Function:
     """Attention with a mask that the graph makes of ids, query, key and value as activations."""
@@ -52,8 +76,9 @@ def captured(form: str, heads: str, size: int, ranks: int) -> Function:
 
     def run(q, k, v, ids, *units):
         q, k, v = (x * unit for x, unit in zip((q, k, v), units))
-        mask = MASKS[form](size, ids)
-        return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=h != g, scale=0.3)
+        if form in SCORED:
+            return SCORED[form](q, k, v, ids)
+        return F.scaled_dot_product_attention(q, k, v, MASKS[form](size, ids), enable_gqa=h != g, scale=0.3)
 
     mesh = replace(Mesh.of({"cp": ranks}), folded=frozenset({"cp"} if ranks % 3 else ()))
     return by_interval(capture(run, [*inputs, documents(size), *units], mesh, weights=(0, 1, 2)))
@@ -78,7 +103,7 @@ def along_last(x: Tensor) -> Spec:
     return sharded(x.shape, x.dim() - 1, "cp", None)
 
 
-CASES = list(itertools.product(METHODS, MASKS, HEADS, SIZES, RANKS))
+CASES = list(itertools.product(METHODS, FORMS, HEADS, SIZES, RANKS))
 
 
 @pytest.mark.parametrize("case", CASES[::29], ids=lambda case: "-".join(map(str, case)))
@@ -94,7 +119,7 @@ def test_every_form(method, record_property):
     cases = [case for case in CASES if case[0] == method]
     for _, form, heads, size, ranks in cases:
         run_case(method, form, heads, SIZES[size], ranks)
-    record_property("counted", f"{method}: {len(cases)} cases of (mask, heads, size, ranks), in fp64 to 1e-10")
+    record_property("counted", f"{method}: {len(cases)} cases of (form, heads, size, ranks), in fp64 to 1e-10")
 
 
 # ---- what is read, and what is not -------------------------------------------------------------------
@@ -170,10 +195,10 @@ BOUNDS = {
     "prefix": lambda i, start, end: (torch.zeros_like(i), (i + 1).clamp(min=100)),
     "any": lambda i, start, end: ((i * 7919) % 300, (i * 7919) % 300 + (i * 31) % 150 - 20),
 }
-SCORED = {
+EXPRESSIONS = {
     "": [],
-    "capped": [],
-    "sloped": [random(1, 4, 1, 1), torch.arange(300).view(1, 1, 300, 1)],
+    "tanh(s / 2.0) * 2.0": [],
+    "s + t0 * (j - t1)": [random(1, 4, 1, 1), torch.arange(300, dtype=F64).view(1, 1, 300, 1)],
 }
 
 
@@ -185,25 +210,19 @@ def bounds_of(name: str, size: int) -> tuple[Tensor, Tensor]:
     return tuple(x.clamp(0, size) for x in BOUNDS[name](torch.arange(size).expand(2, -1), start, end))
 
 
-@pytest.fixture
-def scores(monkeypatch):
-    monkeypatch.setitem(SCORES, "capped", lambda x, at: 2 * torch.tanh(x / 2))
-    monkeypatch.setitem(SCORES, "sloped", lambda x, at, slope, i: x + slope * (at - i))
-
-
 def plainly(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, at: Tensor, score: str) -> Tensor:
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
     x = q @ k.transpose(-1, -2) * 0.3
-    x = SCORES[score](x, at, *SCORED[score]) if score else x
+    x = evaluate(score, x, at, EXPRESSIONS[score]) if score else x
     sees = (at >= first[:, None, :, None]) & (at < last[:, None, :, None])
     weights = torch.where(sees, x, -1e9).softmax(-1)
     return torch.where(sees, weights, 0.0) @ v
 
 
-@pytest.mark.parametrize("score", SCORED)
+@pytest.mark.parametrize("score", EXPRESSIONS)
 @pytest.mark.parametrize("form", BOUNDS)
-def test_the_kernel_is_attention_with_a_mask(form, score, scores):
+def test_the_kernel_is_attention_with_a_mask(form, score):
     """Keys as they are and in two runs, values of the keys' width and of another."""
     size = 300
     first, last = bounds_of(form, size)
@@ -211,7 +230,7 @@ def test_the_kernel_is_attention_with_a_mask(form, score, scores):
         shapes = (2, 4, size, WIDTH), (2, 2, size, WIDTH), (2, 2, size, width)
         q, k, v = (random(*shape).requires_grad_() for shape in shapes)
         runs = None if at[0] == 0 else torch.tensor([150, 0])
-        out, lse = attend(q, k, v, first, last, runs, SCORED[score], 0.3, score)
+        out, lse = attend(q, k, v, first, last, runs, EXPRESSIONS[score], 0.3, score)
         wanted = plainly(q, k, v, first, last, at, score)
         gradient = random(*wanted.shape)
         for x, y in zip(
@@ -222,13 +241,13 @@ def test_the_kernel_is_attention_with_a_mask(form, score, scores):
         assert torch.equal(lse > -torch.inf, (last > first)[:, None].expand(2, 4, size))
 
 
-@pytest.mark.parametrize("score", SCORED)
+@pytest.mark.parametrize("score", EXPRESSIONS)
 @pytest.mark.parametrize("form", ["causal", "documents and window", "any"])
-def test_the_kernel_is_flex_attention_with_blocks_made_of_bounds(form, score, scores):
+def test_the_kernel_is_flex_attention_with_blocks_made_of_bounds(form, score):
     first, last = bounds_of(form, 300)
     q, k, v = random(2, 4, 300, 16), random(2, 2, 300, 16), random(2, 2, 300, 16) + 1
     for runs in (None, torch.tensor([150, 0])):
-        given = (first, last, runs, SCORED[score], 0.3, score)
+        given = (first, last, runs, EXPRESSIONS[score], 0.3, score)
         found, wanted = attend(q, k, v, *given), flex_oracle.forward(q, k, v, *given)
         gradient = random(*found[0].shape)
         found += attend_backward(gradient, q, k, v, *found, *given)

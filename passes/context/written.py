@@ -1,0 +1,338 @@
+"""Attention that a model writes out, read from the graph: softmax(masked(f(q @ k^T))) @ v.
+
+    x = matmul(q, k.mT) * 0.125
+    softmax(tanh(x / 50) * 50 + where(mask, 0, -inf)) @ v
+
+is attention of scale 0.125 under `mask` with the score function "tanh(s / 50.0) * 50.0" (`attend.py`). A score function
+takes the score, the key's position, numbers, and values that do not vary along keys, its terms: slopes of heads
+(ALiBi), the query's own position. It is computed in fp32, or fp64 where queries are fp64, whatever the model does. A
+term whose gradient somebody may want, a bias of pairs, and a softmax with more columns than keys are left as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.context.masks import ARANGE, CASTS, COPIES, KEYS, RANK, Seen, Unknown, beneath, number_of, span
+from passes.program import ir
+
+aten = torch.ops.aten
+SOFTMAX = (aten.softmax.int, aten._softmax.default)
+INFIX = {
+    op: sign
+    for name, sign in (("add", "+"), ("sub", "-"), ("mul", "*"), ("div", "/"))
+    for op in (getattr(aten, name).Tensor, getattr(aten, name).Scalar)
+}
+RESHAPES = (aten._unsafe_view.default, aten.view.default, aten.reshape.default, aten.flatten.using_ints)
+CALLED = {getattr(aten, name).default: name for name in ("tanh", "neg", "abs", "exp", "sigmoid", "relu")}
+WHERE = (aten.where.ScalarOther, aten.where.self)
+FILL = (aten.masked_fill.Scalar, aten.masked_fill.Tensor)
+
+
+@dataclass
+class Attention:
+    """One attention: where its result is, what it attends with, and the score function with its terms.
+
+    Of each mask it is said whether it says what is hidden. Where nothing is zeroed for queries that see no key, they
+    would see all of them alike, or make no number: such a mask may be taken only where each query sees itself.
+    """
+
+    result: fx.Node
+    q: fx.Node
+    k: fx.Node
+    v: fx.Node
+    scale: float
+    turned: bool = False  # k is [b, g, e, t]
+    score: str = ""
+    masks: list[tuple[fx.Node, bool]] = field(default_factory=list)
+    zeroed: bool = False
+    terms: list[Seen] = field(default_factory=list)
+
+
+def written_attention(softmax: fx.Node, differentiable: frozenset[fx.Node]) -> Attention | None:
+    """The attention around a softmax, None if there is none; raises Unknown where it cannot be taken.
+
+    `differentiable` are the placeholders whose gradients are wanted.
+    """
+    x, dim, *_ = softmax.args
+    if ir.example(softmax).dim() != RANK or int(dim) % RANK != RANK - 1:  # type: ignore[arg-type]
+        return None
+    product = product_above(x)  # type: ignore[arg-type]
+    result = product_below(softmax)
+    if product is None or result is None:
+        return None
+    scored, scale = scaled(product)
+    q, k, v = product.args[0], product.args[1], result.args[1]
+    straight = untransposed(k)  # type: ignore[arg-type]
+    found = Attention(result, q, k, unrepeated(v), scale, turned=True)  # type: ignore[arg-type]
+    if straight is not None:
+        found.k, found.turned = unrepeated(straight), False
+    check_kinds(found)
+    scores = Scores(scored, differentiable)
+    found.score = bare(scores.read(as_seen(x), 0))  # type: ignore[arg-type]
+    found.score = "" if found.score == "s" else found.score
+    found.masks, found.terms = list(dict.fromkeys(scores.masks)), scores.terms
+    if scores.guards:
+        found.result, found.zeroed = guarded(found, scores.guards), True
+    return found
+
+
+def check_kinds(found: Attention) -> None:
+    """Raise Unknown for what the operator does not take."""
+    query, key, value = (tuple(ir.example(x).shape) for x in (found.q, found.k, found.v))
+    key = (*key[:2], key[3], key[2]) if found.turned else key
+    if len({ir.example(x).dtype for x in (found.q, found.k, found.v)}) > 1:
+        raise Unknown("queries, keys and values differ in dtype")
+    alike = query[0] == key[0] == value[0] and key[1:3] == value[1:3] and query[3] == key[3]
+    if not alike or query[1] % key[1]:
+        raise Unknown(f"queries are {query}, keys {key}, values {value}")
+
+
+# -- products ---------------------------------------------------------------------------------
+
+
+def product_above(x: fx.Node) -> fx.Node | None:
+    """The only product of 4-dim values that scores are made of."""
+    seen: set[fx.Node] = set()
+    stack, found = [x], []
+    while stack:
+        node = stack.pop()
+        if node in seen or not ir.is_tensor(node) or ir.example(node).dim() != RANK:
+            continue
+        seen.add(node)
+        if node.target is aten.matmul.default:
+            found.append(node)
+        elif node.target in (*INFIX, *CALLED, *WHERE, *FILL, *CASTS, *COPIES, aten.cat.default):
+            stack += node.all_input_nodes
+    return found[0] if len(found) == 1 else None
+
+
+def product_below(softmax: fx.Node) -> fx.Node | None:
+    """The product of the softmax with values."""
+    node = softmax
+    while len(node.users) == 1:
+        (user,) = node.users
+        if user.target is aten.matmul.default and user.args[0] is node:
+            return user
+        if user.target in (aten.native_dropout.default, aten.dropout.default) and user.args[1]:
+            raise Unknown("dropout draws for each pair")
+        if user.target is aten.slice.Tensor:
+            raise Unknown("its softmax has columns that are no keys")
+        if user.target not in (*COPIES, *CASTS, aten.dropout.default):
+            return None
+        node = user
+    return None
+
+
+def scaled(product: fx.Node) -> tuple[fx.Node, float]:
+    """What a product is when it has been multiplied with a number, and the number."""
+    node = product
+    while len(node.users) == 1:
+        (user,) = node.users
+        number = user.args[1] if len(user.args) == 2 and user.args[0] is node else None
+        if user.target in INFIX and INFIX[user.target] in "*/" and isinstance(number, (int, float)):
+            return user, float(number) if INFIX[user.target] == "*" else 1 / number
+        if user.target not in (*COPIES, *CASTS):
+            break
+        node = user
+    return product, 1.0
+
+
+def untransposed(x: fx.Node) -> fx.Node | None:
+    """What a transposition of the last two dims turns; None for another value."""
+    if x.target is aten.transpose.int and {int(d) % RANK for d in x.args[1:3]} == {RANK - 2, RANK - 1}:  # type: ignore
+        return x.args[0]  # type: ignore[return-value]
+    if x.target is aten.permute.default and [int(d) % RANK for d in x.args[1]] == [0, 1, 3, 2]:  # type: ignore
+        return x.args[0]  # type: ignore[return-value]
+    return None
+
+
+def unrepeated(x: fx.Node) -> fx.Node:
+    """Heads of keys or values before each was repeated for the queries of its group; else the value itself."""
+    if x.target is aten.repeat_interleave.self_int and len(x.args) == 3 and int(x.args[2]) % RANK == 1:  # type: ignore
+        return x.args[0]  # type: ignore[return-value]
+    node = x
+    while node.target in (*COPIES, *RESHAPES):
+        node = node.args[0]  # type: ignore[assignment]
+    if node.target is not aten.expand.default or ir.example(node).dim() != RANK + 1:
+        return x
+    single: Any = node.args[0]
+    b, g, r, t, e = ir.example(node).shape
+    shapes = tuple(ir.example(x).shape), tuple(ir.example(single).shape)
+    if shapes != ((b, g * r, t, e), (b, g, 1, t, e)) or single.target is not aten.unsqueeze.default:
+        return x
+    return single.args[0]
+
+
+# -- scores -----------------------------------------------------------------------------------
+
+
+def as_seen(node: fx.Node) -> Seen:
+    """A value in its own dims."""
+    shape = ir.example(node).shape
+    return Seen(node, tuple(d - len(shape) if n > 1 else None for d, n in enumerate(shape)))
+
+
+def under(seen: Seen) -> Seen:
+    """The value below views and casts that keep its numbers, its dims those of the scores."""
+    while True:
+        node = seen.node
+        into: list[int | None]
+        if node.target in CASTS and ir.example(node).is_floating_point():
+            node, into = node.args[0], [d - len(seen.dims) for d in range(len(seen.dims))]  # type: ignore[assignment]
+        elif (step := beneath(node)) is not None:
+            node, into = step
+        else:
+            return seen
+        seen = Seen(node, tuple(None if at is None else seen.dims[at] for at in into))
+
+
+@dataclass
+class Scores:
+    """Reads what becomes of scores before their softmax, on the way noting masks, guards and terms.
+
+    A guard puts something finite where a query sees nothing.
+    """
+
+    scored: fx.Node
+    differentiable: frozenset[fx.Node]
+    masks: list[tuple[fx.Node, bool]] = field(default_factory=list)
+    guards: list[fx.Node] = field(default_factory=list)
+    terms: list[Seen] = field(default_factory=list)
+
+    def read(self, seen: Seen, offset: int) -> str:
+        """An expression of the score `s`, the key's position `j` and terms; entry t of `seen` is of key t - offset."""
+        seen = seen if seen.node is self.scored else under(seen)
+        node = seen.node
+        if node is self.scored and seen.in_place:
+            return "s"
+        if KEYS not in seen.dims:
+            return self.term(seen)
+        if node.target in ARANGE and seen.dims == (KEYS,) and span(node)[1] == 1:
+            start = span(node)[0] + offset
+            return "j" if start == 0 else f"(j + {start})" if start > 0 else f"(j - {-start})"
+        if node.target is aten.slice.Tensor:
+            return self.cut(seen, offset)
+        if node.target in WHERE and (is_guard(node.args[0]) or self.masks_by(node, node.args[2])):
+            self.guards += [node] if is_guard(node.args[0]) else []
+            return self.read(self.operand(seen, node.args[1]), offset)
+        if node.target in FILL and self.masks_by(node, node.args[2]):
+            return self.read(self.operand(seen, node.args[0]), offset)
+        if node.target in INFIX and not node.kwargs:
+            return self.joined(seen, offset)
+        if node.target in CALLED:
+            return f"{CALLED[node.target]}({bare(self.read(self.operand(seen, node.args[0]), offset))})"
+        raise Unknown(f"scores are made with %{node.name} ({node.target})")
+
+    def operand(self, seen: Seen, x: Any) -> Seen:
+        """An operand of an elementwise operator, in the dims of the scores."""
+        shape = ir.example(x).shape
+        return Seen(x, tuple(seen.dims[d - len(shape)] if n > 1 else None for d, n in enumerate(shape)))
+
+    def joined(self, seen: Seen, offset: int) -> str:
+        """Of an operator with two operands; a mask of numbers that is added is noted as a mask."""
+        left, right = seen.node.args[:2]
+        sign = INFIX[seen.node.target]
+        for x, other in ((left, right), (right, left)):
+            if sign == "+" and isinstance(x, fx.Node) and self.adds_mask(x):
+                return self.read(self.operand(seen, other), offset)
+        return f"({self.side(seen, left, offset)} {sign} {self.side(seen, right, offset)})"
+
+    def side(self, seen: Seen, x: Any, offset: int) -> str:
+        """One of the operands."""
+        return self.read(self.operand(seen, x), offset) if isinstance(x, fx.Node) else repr(float(x))
+
+    def cut(self, seen: Seen, offset: int) -> str:
+        """Of a slice of keys."""
+        x, dim, start, _, step = (*seen.node.args, *(None, 0, 0, None, 1)[len(seen.node.args) :])
+        rank = len(seen.dims)
+        if int(dim) % rank != rank - 1 or seen.dims[-1] != KEYS or step != 1:  # type: ignore[call-overload]
+            raise Unknown(f"scores are made with %{seen.node.name}, a slice of other dims than keys")
+        size = ir.example(x).shape[-1]  # type: ignore[arg-type]
+        start = slice(start or 0, None).indices(size)[0]
+        return self.read(Seen(x, seen.dims), offset + start)  # type: ignore[arg-type]
+
+    def term(self, seen: Seen) -> str:
+        """A value that does not vary along keys."""
+        if not self.differentiable.isdisjoint((seen.node, *above(seen.node))):
+            raise Unknown(f"%{seen.node.name}, which scores are made with, may have a gradient")
+        if seen not in self.terms:
+            self.terms.append(seen)
+        return f"t{self.terms.index(seen)}"
+
+    # -- masks ------------------------------------------------------------------------------------
+
+    def masks_by(self, node: fx.Node, low: Any) -> bool:
+        """Whether a `where` or `masked_fill` hides keys, by a number as low as they go; its mask is noted."""
+        if not is_lowest(low, ir.example(node).dtype):
+            return False
+        fills = node.target in FILL
+        self.masks.append((node.args[1] if fills else node.args[0], fills))  # type: ignore[arg-type]
+        return True
+
+    def adds_mask(self, x: fx.Node) -> bool:
+        """Whether a value is zero where keys are seen, and as low as numbers go elsewhere; its mask is noted."""
+        node = below_views(x)
+        if node.target in WHERE and is_zero(node.args[1]):
+            return self.masks_by(node, node.args[2])
+        return node.target in FILL and is_zero(node.args[0]) and self.masks_by(node, node.args[2])
+
+
+def bare(text: str) -> str:
+    """An expression without brackets around all of it."""
+    depth = 0
+    for at, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if depth == 0:
+            return text[1:-1] if text[0] == "(" and at == len(text) - 1 else text
+    return text
+
+
+def above(node: fx.Node) -> Iterator[fx.Node]:
+    """All that a value is made of."""
+    seen: set[fx.Node] = set()
+    stack = list(node.all_input_nodes)
+    while stack:
+        if (x := stack.pop()) not in seen:
+            seen.add(x)
+            stack += x.all_input_nodes
+            yield x
+
+
+def below_views(node: fx.Node) -> fx.Node:
+    """The value of which a view or cast shows all numbers in their places, or one for many."""
+    while node.target in (*COPIES, *CASTS, aten.expand.default) and ir.example(node).is_floating_point():
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def is_zero(x: Any) -> bool:
+    """Whether a value is zero everywhere."""
+    return number_of(x) == 0
+
+
+def is_lowest(x: Any, dtype: torch.dtype) -> bool:
+    """Whether a value is -inf everywhere, or as low as the numbers of a dtype go."""
+    found = number_of(x)
+    return found is not None and (found == -math.inf or found <= torch.finfo(dtype).min)
+
+
+def is_guard(x: Any) -> bool:
+    """Whether a value says of each query that it sees any key."""
+    return isinstance(x, fx.Node) and x.target is aten.any.dim and int(x.args[1]) in (-1, RANK - 1)  # type: ignore
+
+
+def guarded(found: Attention, guards: list[fx.Node]) -> fx.Node:
+    """The result with zeros for queries that see nothing, which attention by interval has by itself."""
+    users = list(found.result.users)
+    if len(users) == 1 and users[0].target in WHERE and users[0].args[1] is found.result and is_zero(users[0].args[2]):
+        conditions: list[Any] = [node.args[0] for node in (*guards, users[0])]
+        if all(is_guard(x) and [(x.args[0], False)] == found.masks for x in conditions):
+            return users[0]
+    raise Unknown("queries that see nothing are given something else than zero")
