@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from passes.context import visible  # noqa: F401, the kernel of the CPU
 from passes.context.kernels import wide
 from passes.context.masks import RANK, Given, Interval, Reader, Row, Unknown
-from passes.context.written import SOFTMAX, Attention, Scores, unrepeated, written_attention
+from passes.context.written import SOFTMAX, Attention, Scores, single_heads, written_attention
 from passes.program import ir
 from passes.program.attend import interval_attention
 from passes.program.rewrite import before, laid_out_as
@@ -79,9 +79,7 @@ def attention_at(node: fx.Node, differentiable: frozenset[fx.Node]) -> Attention
     if given["is_causal"] or ir.example(q).dim() != RANK:
         raise Unknown(f"queries have {ir.example(q).dim()} dims" + " and is_causal is given" * bool(given["is_causal"]))
     scale = 1 / math.sqrt(ir.example(q).shape[-1]) if given["scale"] is None else float(given["scale"])
-    single = [unrepeated(x) for x in (k, v)]
-    if ir.example(single[0]).shape[1] == ir.example(single[1]).shape[1]:
-        k, v = single
+    k, v = single_heads(k, v)
     masks: list[tuple[fx.Node, bool]] = [(mask, False)]  # type: ignore[list-item]
     zeroed = ir.example(mask).dtype == torch.bool
     if not zeroed:

@@ -70,9 +70,8 @@ def written_attention(softmax: fx.Node, differentiable: frozenset[fx.Node]) -> A
     scored, scale = scaled(product)
     q, k, v = product.args[0], product.args[1], result.args[1]
     straight = untransposed(k)  # type: ignore[arg-type]
-    found = Attention(result, q, k, unrepeated(v), scale, turned=True)  # type: ignore[arg-type]
-    if straight is not None:
-        found.k, found.turned = unrepeated(straight), False
+    k, v = (k, v) if straight is None else single_heads(straight, v)  # type: ignore[arg-type]
+    found = Attention(result, q, k, v, scale, turned=straight is None)  # type: ignore[arg-type]
     check_kinds(found)
     scores = Scores(scored, differentiable)
     found.score = bare(scores.read(as_seen(x), 0))  # type: ignore[arg-type]
@@ -146,11 +145,19 @@ def scaled(product: fx.Node) -> tuple[fx.Node, float]:
 
 def untransposed(x: fx.Node) -> fx.Node | None:
     """What a transposition of the last two dims turns; None for another value."""
+    if x.target in (aten.mT.default, aten.adjoint.default):
+        return x.args[0]  # type: ignore[return-value]
     if x.target is aten.transpose.int and {int(d) % RANK for d in x.args[1:3]} == {RANK - 2, RANK - 1}:  # type: ignore
         return x.args[0]  # type: ignore[return-value]
     if x.target is aten.permute.default and [int(d) % RANK for d in x.args[1]] == [0, 1, 3, 2]:  # type: ignore
         return x.args[0]  # type: ignore[return-value]
     return None
+
+
+def single_heads(k: fx.Node, v: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Keys and values before their heads were repeated for the queries of a group, if both were."""
+    single = unrepeated(k), unrepeated(v)
+    return single if ir.example(single[0]).shape[1] == ir.example(single[1]).shape[1] else (k, v)
 
 
 def unrepeated(x: fx.Node) -> fx.Node:
