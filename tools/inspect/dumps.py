@@ -10,6 +10,7 @@ Texts are parsed when first asked for: a stage of 100,000 nodes takes about a se
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -151,8 +152,9 @@ class Stage:
 
     @cached_property
     def _parsed(self) -> Parsed:
+        text = self.text
         try:
-            found = parse(self.text)
+            found = parse(text)
             check_order(found.nodes)
             return found
         except UserError as error:
@@ -345,15 +347,23 @@ def parse(text: str) -> Parsed:
     heads: dict[str, str] = {}
     nodes: list[Node] = []
     outputs: list[Output] = []
+    counts: Counter[str] = Counter()  # lines of each section
     section, graph = "", ""
     for number, line in enumerate(text.splitlines(), 1):
         if head := SECTION.match(line):
             section, heads[head[1]] = head[1], head[2]
             graph = head[2] if section == "graph" else ""
-        elif section == "outputs":
+            continue
+        counts[section] += 1
+        if section == "outputs":
             outputs.append(_output(line, number))
         elif not line.startswith("return "):
             nodes.append(_input(line, number) if section == "inputs" else _operator(line, number, graph))
+    for section in ("inputs", "outputs", "nodes"):
+        if counts[section] < int(heads.get(section, 0)):
+            raise UserError(section, f"are {counts[section]:,}, and {heads[section]} were written; copy it again")
+    if "nodes" not in heads:
+        raise UserError("nodes", "are missing, and how many they were; copy it again, whole")
     axes = AXIS.findall(heads.get("mesh", ""))
     sizes = {axis: int(size) for axis, size, _ in axes}
     facts = tuple(heads.get("facts", "").split(", "))
