@@ -10,7 +10,6 @@ Texts are parsed when first asked for: a stage of 100,000 nodes takes about a se
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -35,6 +34,7 @@ ROLLED = re.compile(r"^# rolled: (.*)$", re.MULTILINE)
 CALLS = ("segment", "unroll")  # passes that leave calls of bodies
 BODY = re.compile(r"^# body: (\w+), called (\d+) times$")
 AXIS = re.compile(r"(\w+)=(\d+)( \(head and tail\))?")
+COUNT = re.compile(r"[0-9]{1,9}")
 STAGE = re.compile(r"\d{1,6}_.+_.+\.txt")
 FLATTENED = re.compile(r"(\w+)=([a-z]\w*(?:\*\w+)*)")
 # what costs a node, and rows of which kinds have it
@@ -147,8 +147,13 @@ class Stage:
 
     @cached_property
     def text(self) -> str:
-        """The whole text."""
-        return text_of(self.path)
+        """The whole text; raises UserError where it ends before the nodes that it says it has."""
+        found = text_of(self.path)
+        _, _, rest = f"\n{found}".partition("\n# nodes: ")
+        said, lines = rest.partition("\n")[0], rest.count("\n") - 1
+        if not COUNT.fullmatch(said) or lines < int(said):
+            raise UserError(str(self.path), "is not whole: it lacks nodes, or how many there are; copy it again")
+        return found
 
     @cached_property
     def _parsed(self) -> Parsed:
@@ -324,7 +329,8 @@ def check_parts(found: Any, path: Path, kinds: Mapping[str, Any]) -> None:
             if key in convert(dict[str, Any], part, group):
                 convert(kind, part[key], name)
     except UserError as error:
-        raise UserError(str(path), f"is not what a run writes: {error}") from error
+        field = f"{error.where}: " if error.where else ""
+        raise UserError(str(path), f"is not what a run writes: {field}{error.message}") from error
 
 
 # ---- the text -----------------------------------------------------------------------------------------
@@ -347,23 +353,15 @@ def parse(text: str) -> Parsed:
     heads: dict[str, str] = {}
     nodes: list[Node] = []
     outputs: list[Output] = []
-    counts: Counter[str] = Counter()  # lines of each section
     section, graph = "", ""
     for number, line in enumerate(text.splitlines(), 1):
         if head := SECTION.match(line):
             section, heads[head[1]] = head[1], head[2]
             graph = head[2] if section == "graph" else ""
-            continue
-        counts[section] += 1
-        if section == "outputs":
+        elif section == "outputs":
             outputs.append(_output(line, number))
         elif not line.startswith("return "):
             nodes.append(_input(line, number) if section == "inputs" else _operator(line, number, graph))
-    for section in ("inputs", "outputs", "nodes"):
-        if counts[section] < int(heads.get(section, 0)):
-            raise UserError(section, f"are {counts[section]:,}, and {heads[section]} were written; copy it again")
-    if "nodes" not in heads:
-        raise UserError("nodes", "are missing, and how many they were; copy it again, whole")
     axes = AXIS.findall(heads.get("mesh", ""))
     sizes = {axis: int(size) for axis, size, _ in axes}
     facts = tuple(heads.get("facts", "").split(", "))
@@ -399,7 +397,9 @@ def _input(line: str, number: int) -> Node:
     """`%name = kind "name" : value spec`."""
     name, _, rest = line.partition(" = ")
     kind, _, rest = rest.partition(' "')
-    label, _, placed = rest.rpartition('" : ')
+    label, found, placed = rest.rpartition('" : ')
+    if not found or not name.startswith("%"):
+        raise UserError(f"line {number}", f"is not an input: {line[:80]!r}")
     return Node(name[1:], kind, (), *_value(placed), "", "", "", False, label, "", number, line)
 
 
@@ -407,7 +407,9 @@ def _output(line: str, number: int) -> Output:
     """`kind "name" = %node : value spec`."""
     kind, _, rest = line.partition(' "')
     name, _, rest = rest.partition('" = ')
-    operand, _, placed = rest.partition(" : ")
+    operand, found, placed = rest.partition(" : ")
+    if not found:
+        raise UserError(f"line {number}", f"is not an output: {line[:80]!r}")
     value, _, _, spec = _value(placed)
     return Output(name, kind, operand.removeprefix("%"), value, spec, number)
 

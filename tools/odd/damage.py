@@ -77,12 +77,17 @@ def damages(path: Path, draw: random.Random) -> Iterator[Damage]:
 
 def whole() -> Iterator[Damage]:
     """Ways to damage a file of any kind."""
-    yield Damage("missing", remove)
+    yield from gone()
     yield Damage("empty", put(""))
     yield Damage("cut", lambda path: os.truncate(path, path.stat().st_size // 2))
     yield Damage("zeros", put("\0" * 1000))
     yield Damage("a pickle", put(PICKLE))
     yield Damage("not UTF-8", lambda path: path.write_bytes(b"a: \xff\n" + path.read_bytes()))
+
+
+def gone() -> Iterator[Damage]:
+    """Ways to put something else in the place of a file or folder, or nothing."""
+    yield Damage("missing", remove)
     yield Damage("a folder", instead(Path.mkdir))
     yield Damage("a FIFO", instead(os.mkfifo))
     yield Damage("a loop", instead(linked))
@@ -108,6 +113,7 @@ def folders() -> Iterator[Damage]:
     yield Damage("no UTF-8", lambda path: os.mkdir(os.fsencode(path.parent) + b"/step_0000\xff"), False)
     yield Damage("renamed", lambda path: path.rename(path.with_name("step_00000009")))
     yield Damage("a file more", lambda path: (path / "evil.py").touch())
+    yield Damage("all without an index", lambda path: [os.remove(file) for file in path.parent.glob(f"*/{FILE}")])
     yield Damage("all renamed", lambda path: path.parent.rename(path.parent.with_name("<b>")))
     makes: dict[str, Act] = {"file": Path.touch, "FIFO": os.mkfifo, "loop": linked}
     for what, make in makes.items():

@@ -13,17 +13,17 @@ from tools import diff, explain
 from tools.bisect import command as bisect
 from tools.inspect import command as inspect
 from tools.odd.cases import DECODER, SMALL
-from tools.odd.damage import Damage, damages, folders, whole
+from tools.odd.damage import Damage, damages, folders, gone
 from tools.odd.trial import FALLBACK, Outcome, tried
 
 CONFIG, METRICS, REPORT = "config.yaml", "metrics.jsonl", "report.json"
-NEWEST, BEFORE = "checkpoints/step_00000002", "checkpoints/step_00000001"
+NEWEST = "checkpoints/step_00000002"
 INDEX, PIECES = f"{NEWEST}/index.json", f"{NEWEST}/rank_00000.safetensors"
 GRAPHS = ("graphs/00_forward_capture.txt", "graphs/00_forward_capture.json", "graphs/18_step_overlap.costs.json",
           "graphs/18_step_overlap.txt", "graphs/08_forward_shard.json")  # fmt: skip
 AT_LEAST = {METRICS: ("missing", "empty", "cut"), REPORT: ("no keys", "other keys"),
             NEWEST: ("all renamed",)}  # what is left there serves
-
+TO_TOOLS = {CONFIG: ("no keys", "other keys", "cut", "itself", "numbers as names")}  # which show what there is
 HARMLESS = ("a file more",)  # to all but a check
 
 
@@ -81,7 +81,7 @@ def trials(count: int, run: Path, draw: random.Random) -> Iterator[Trial]:
     """So many damages, of all files alike, each for a command that needs the file or, now and then, for another."""
     files = {path: [*damages(run / path, draw)] for path in (CONFIG, METRICS, REPORT, INDEX, PIECES, *GRAPHS)}
     files[NEWEST] = [*folders()]
-    files["graphs"] = files["."] = [damage for damage in whole() if damage.name.startswith(("a ", "missing"))]
+    files["graphs"] = files["."] = [*gone()]
     left: dict[str, list[Damage]] = {path: [] for path in files}
     for number in range(count):
         path = [*files][number % len(files)]
@@ -103,7 +103,10 @@ def damaged_then(trial: Trial, run: Path, folder: Path) -> Outcome:
 
 def judged(trial: Trial, outcome: Outcome) -> str:
     """What is wrong with how a command ended."""
-    is_needed = trial.file in trial.verb.needs and trial.damage.name not in AT_LEAST.get(trial.file, ())
+    if outcome.code == 1 and not outcome.said and trial.verb.main in (diff.main, bisect.main):
+        return ""  # they tell so that something differs
+    serves = (*AT_LEAST.get(trial.file, ()), *(() if trial.verb.main is command.main else TO_TOOLS.get(trial.file, ())))
+    is_needed = trial.file in trial.verb.needs and trial.damage.name not in serves
     if outcome.wrong or outcome.code != 0 or not trial.damage.is_total or not is_needed:
         return outcome.wrong
     if trial.file in STORED and trial.verb.falls_back:
