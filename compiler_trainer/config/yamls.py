@@ -35,9 +35,11 @@ def check(path: Path) -> None:
         root = yaml.compose(text_of(path), yaml.SafeLoader)
         count = size(root, {}) if root is not None else 0
     except yaml.YAMLError as error:
-        raise UserError(str(path), f"is no YAML that is read: {' '.join(str(error).split())}") from error
+        raise UserError(str(path), f"is no YAML: {' '.join(str(error).split())}") from error
     except RecursionError as error:
         raise UserError(str(path), "is nested too deep, or within itself") from error
+    except OverflowError as error:
+        raise UserError(str(path), f"{error}, which is more than any number that is read") from error
     if root is not None and not isinstance(root, yaml.MappingNode):
         raise UserError(str(path), "holds no options; write name: value")
     if count > MOST:
@@ -55,9 +57,9 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def size(node: yaml.Node, known: dict[int, int]) -> int:
-    """How many values a node stands for; raises RecursionError where it is within itself."""
+    """How many values a node stands for; raises RecursionError where it is within itself, OverflowError by a number."""
     if isinstance(node, yaml.ScalarNode) and node.tag == INT and len(node.value) > DIGITS:
-        raise yaml.YAMLError(f"line {node.start_mark.line + 1}: {node.value[:20]}... has {len(node.value):,} digits")
+        raise OverflowError(f"line {node.start_mark.line + 1}: {node.value[:20]}... has {len(node.value):,} digits")
     if id(node) not in known:
         known[id(node)] = 0
         values = [] if isinstance(node, yaml.ScalarNode) else node.value
