@@ -113,7 +113,7 @@ def folders() -> Iterator[Damage]:
     yield Damage("no UTF-8", lambda path: os.mkdir(os.fsencode(path.parent) + b"/step_0000\xff"), False)
     yield Damage("renamed", lambda path: path.rename(path.with_name("step_00000009")))
     yield Damage("a file more", lambda path: (path / "evil.py").touch())
-    yield Damage("all without an index", lambda path: [os.remove(file) for file in path.parent.glob(f"*/{FILE}")])
+    yield Damage("all without an index", in_parent(without_index))
     yield Damage("all renamed", lambda path: path.parent.rename(path.parent.with_name("<b>")))
     makes: dict[str, Act] = {"file": Path.touch, "FIFO": os.mkfifo, "loop": linked}
     for what, make in makes.items():
@@ -147,6 +147,12 @@ def linked(path: Path) -> None:
 def copied(path: Path) -> None:
     """A copy of the newest checkpoint."""
     shutil.copytree(path.with_name("step_00000002"), path)
+
+
+def without_index(path: Path) -> None:
+    """Takes the indices of all checkpoints away."""
+    for file in path.glob(f"*/{FILE}"):
+        file.unlink()
 
 
 def beside(name: str, make: Act) -> Act:
