@@ -199,7 +199,7 @@ def refuse(error: Exception) -> NoReturn:
     if RANK != 0:
         time.sleep(GRACE_S)  # if rank 0 says the same, torchrun ends this rank meanwhile
     said = error if isinstance(error, UserError) else user_error(error)
-    print(f"error: {one_line(said)}", file=sys.stderr)  # names of files may have more
+    print(f"error: {' '.join(str(said).splitlines())}", file=sys.stderr)  # names of files may have several
     sys.exit(2)
 
 
