@@ -207,10 +207,12 @@ def headers(path: Path, draw: random.Random) -> Iterator[tuple[str, bytes, int]]
 
 
 def changed(document: Any, draw: random.Random, count: int) -> Iterator[tuple[str, str]]:
-    """(name, text) of a JSON document with one field that is odd; each value at least once."""
-    places = [*fields(document)]
+    """(name, text) of a JSON document with one field that is odd, of all its outermost fields alike."""
+    places: dict[Any, list[tuple[Any, ...]]] = {}
+    for place in fields(document):
+        places.setdefault(place[0], []).append(place)
     for number in range(count):
-        place, value = draw.choice(places), VALUES[number % len(VALUES)]
+        place, value = draw.choice(places[draw.choice([*places])]), VALUES[number % len(VALUES)]
         other = copy.deepcopy(document)
         *outer, last = place
         group = other

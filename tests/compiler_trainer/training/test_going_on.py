@@ -294,14 +294,25 @@ def test_a_name_that_allows_nothing_is_refused(whole):
         trainer.train(resumed_with(whole, allow=("model.nrom_eps",)))
 
 
-def test_a_state_that_no_loader_reads_is_refused(whole, monkeypatch):
+@pytest.mark.parametrize(("state", "says"), [
+    (None, "KeyError"),
+    ("x", "taken is not a list of 1"),
+    ([], "taken is not a list of 1"),
+    ([4, 4], "taken is not a list of 1"),
+    (["4"], "taken has to be whole numbers"),
+    ([1.5], "taken has to be whole numbers"),
+    ([-1], "taken has to be whole numbers"),
+    ([2**63], "taken has to be whole numbers"),
+    ([[1]], "taken has to be whole numbers"),
+])
+def test_a_state_that_no_loader_reads_is_refused(state, says, whole):
     path = Path(whole.run.dir, "checkpoints/step_00000004")
     contents = json.loads((path / "index.json").read_bytes())["checkpoint"]
-    contents["data"] = {"index": 8}
+    contents["data"] = {"index": 8} if state is None else contents["data"] | {"taken": state}
     text = json.dumps(contents).encode()
     room = checkpoint.index
     (path / "index.json").write_bytes(room.TEXT % (room.sha256(text).encode(), text))
-    with pytest.raises(UserError, match="step_00000004: does not say where to go on in the data: KeyError"):
+    with pytest.raises(UserError, match=f"step_00000004: does not say where to go on in the data: .*{says}"):
         trainer.train(resumed_with(whole))
 
 
