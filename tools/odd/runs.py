@@ -106,9 +106,10 @@ def judged(trial: Trial, outcome: Outcome) -> str:
     if outcome.code == 1 and not outcome.said and trial.verb.main in (diff.main, bisect.main):
         return ""  # they tell so that something differs
     serves = (*AT_LEAST.get(trial.file, ()), *(() if trial.verb.main is command.main else TO_TOOLS.get(trial.file, ())))
+    serves = (*serves, *(HARMLESS if trial.verb.arguments[0] != "check" else ()))
     is_needed = trial.file in trial.verb.needs and trial.damage.name not in serves
     if outcome.wrong or outcome.code != 0 or not trial.damage.is_total or not is_needed:
         return outcome.wrong
     if trial.file in STORED and trial.verb.falls_back:
-        return "" if FALLBACK in outcome.said or trial.damage.name in HARMLESS else "goes on in silence"
+        return "" if FALLBACK in outcome.said else "goes on in silence"
     return "takes it as it is"

@@ -50,9 +50,9 @@ def test_what_becomes_of_a_damage(file, damage, verb, outcome, wrong):
 
 
 def test_every_value_is_put_somewhere_and_everything_goes(tmp_path):
-    found = dict(changed({"a": [1, {"b": 2}]}, random.Random(0), 200))
-    assert {'{"a": [1, {"b": null}]}', '{"a": [1, {}]}', "{}"} <= {*found.values()}
-    assert max(map(len, found.values())) > 100_000
+    found = {text for _, text in changed({"a": [1, {"b": 2}]}, random.Random(0), 600)}
+    assert {'{"a": [1, {"b": null}]}', '{"a": [1, {}]}', "{}"} <= found
+    assert max(map(len, found)) > 100_000
     for number, damage in enumerate(gone()):
         path = tmp_path / str(number)
         path.write_text("a")
