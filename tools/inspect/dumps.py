@@ -33,10 +33,10 @@ SECTION = re.compile(r"^# (\w+): (.*)$")
 ROLLED = re.compile(r"^# rolled: (.*)$", re.MULTILINE)
 CALLS = ("segment", "unroll")  # passes that leave calls of bodies
 BODY = re.compile(r"^# body: (\w+), called (\d+) times$")
-AXIS = re.compile(r"(\w+)=(\d+)( \(head and tail\))?")
+AXIS = re.compile(r"\b(\w+)=(\d+)( \(head and tail\))?")
 COUNT = re.compile(r"[0-9]{1,9}")
 STAGE = re.compile(r"\d{1,6}_.+_.+\.txt")
-FLATTENED = re.compile(r"(\w+)=([a-z]\w*(?:\*\w+)*)")
+FLATTENED = re.compile(r"\b(\w+)=([a-z]\w*(?:\*\w+)*)")
 # what costs a node, and rows of which kinds have it
 COSTS = {"collectives": (str, str, str, int), "flops": (str, int), "storages": (str, str, int, str)}
 

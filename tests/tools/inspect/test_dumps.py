@@ -69,6 +69,11 @@ def test_half_a_line_is_named(text, says):
         dumps.parse(text)
 
 
+def test_a_long_word_takes_no_longer_than_a_short_one():
+    parsed = dumps.parse(f"# mesh: {'x' * 200_000} tp=2 all=tp*cp\n# nodes: 0\n")
+    assert (parsed.mesh, parsed.flattened) == ({"tp": 2}, {"all": ["tp", "cp"]})
+
+
 def test_a_text_that_ends_too_early_is_refused(tmp_path):
     path = dump(tmp_path).path
     lines = path.read_text().splitlines(keepends=True)
