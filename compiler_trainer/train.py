@@ -198,7 +198,8 @@ def refuse(error: Exception) -> NoReturn:
     """Say in one line what is wrong with the input, on rank 0 unless only another rank knows, and exit with 2."""
     if RANK != 0:
         time.sleep(GRACE_S)  # if rank 0 says the same, torchrun ends this rank meanwhile
-    print(f"error: {error if isinstance(error, UserError) else user_error(error)}", file=sys.stderr)
+    said = error if isinstance(error, UserError) else user_error(error)
+    print(f"error: {' '.join(str(said).splitlines())}", file=sys.stderr)  # names of files may have several
     sys.exit(2)
 
 

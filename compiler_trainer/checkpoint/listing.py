@@ -10,7 +10,7 @@ from pathlib import Path
 
 from compiler_trainer.config.schema import CheckpointConfig
 
-NAME = re.compile(r"step_(\d{8,18})")
+NAME = re.compile(r"step_([0-9]{8,18})")
 Listed = tuple[int, float | None]  # step, and held-out loss if it was evaluated
 
 
@@ -42,21 +42,30 @@ def kept(found: Sequence[Listed], cfg: CheckpointConfig) -> set[int]:
     return {*newest, *every, *(-step for _, step in evaluated[: cfg.keep_best])}
 
 
+def remove(path: Path) -> None:
+    """Delete whatever has that name, a folder with all that is in it; of a link the link alone."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    elif os.path.lexists(path):
+        path.unlink()
+
+
 def discard(path: Path) -> None:
     """Delete a checkpoint so that what an interruption leaves does not look like one."""
     gone = path.with_suffix(".old.tmp")
+    remove(gone)
     os.rename(path, gone)
-    shutil.rmtree(gone)
+    remove(gone)
 
 
 def clear(folder: Path) -> None:
     """Delete what interruptions left."""
     for partial in folder.glob("step_*.tmp"):
-        shutil.rmtree(partial)
+        remove(partial)
 
 
 def set_aside(path: Path, why: str) -> None:
     """Give a checkpoint a name that ends in `why`, from which nobody goes on."""
     place = path.with_suffix(f".{why}")
-    shutil.rmtree(place, ignore_errors=True)
+    remove(place)
     os.rename(path, place)

@@ -161,7 +161,7 @@ def publish(partial: Path, path: Path, index: Index, cfg: CheckpointConfig) -> N
     (partial / FILE).write_bytes(encoded(index))
     flush(partial / FILE)
     flush(partial)
-    if path.exists():
+    if os.path.lexists(path):
         discard(path)
     os.rename(partial, path)
     flush(path.parent)

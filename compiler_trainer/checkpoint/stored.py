@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from compiler_trainer.checkpoint.index import (
     read_index,
     sha256,
 )
-from compiler_trainer.checkpoint.listing import complete, is_name
+from compiler_trainer.checkpoint.listing import complete, is_name, number_of
 from compiler_trainer.checkpoint.pieces import Rectangle, what_is_wrong
 from compiler_trainer.config.errors import UserError
 
@@ -69,6 +70,8 @@ def opened(path: Path) -> Checkpoint:
     if not (path / FILE).is_file():
         raise no_checkpoint(path)
     index = read_index(path)
+    if is_name(path) and number_of(path) != index.step:
+        raise Damaged(str(path), f"is of step {index.step}, not of the one in its name; give it its own name back")
     pieces: dict[str, list[Piece]] = defaultdict(list)
     for name, file in index.files.items():
         for tensor, piece in pieces_in(path / name, file, index):
@@ -83,8 +86,8 @@ def no_checkpoint(path: Path) -> UserError:
     """What to say of a path that is no checkpoint."""
     if (path / OLDER).exists():
         return UserError(str(path), "was written by an older version, in a format that this one does not read")
-    if is_name(path) and path.is_dir():
-        return Damaged(str(path), f"has lost its {FILE}")
+    if is_name(path) and os.path.lexists(path):
+        return Damaged(str(path), f"has lost its {FILE}" if path.is_dir() else "is not a folder")
     found = ", ".join(p.name for p in complete(path))
     fix = f"; name one of {found}" if found else ""
     return UserError(str(path), f"is no checkpoint, for it has no {FILE}{fix}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,17 @@ def text_of(path: Path) -> str:
         raise UserError(str(path), f"cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UserError(str(path), f"is not UTF-8: {error.reason} at byte {error.start}") from error
+
+
+def put(path: Path, text: str) -> None:
+    """Write a file under its name once it is whole, whatever was there; raises UserError where that cannot be."""
+    partial = path.with_name(f"{path.name}.tmp")
+    try:
+        partial.unlink(missing_ok=True)
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        raise UserError(str(path), f"cannot be written: {error.strerror}; move away what is there") from error
 
 
 def json_of(path: Path, kind: Any = Any) -> Any:

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from compiler_trainer.config.errors import UserError
 
 T = TypeVar("T")
+MOST_SHOWN = 200  # characters of a value in an error
 LARGEST = 2**63 - 1  # whole numbers, which int64 holds
 SCALARS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
@@ -51,7 +52,7 @@ def build(cls: type[T], mapping: Any, where: str = "") -> T:
         return mapping
     names = option_names(cls)
     if not isinstance(mapping, Mapping):
-        raise UserError(where or "config", f"{mapping!r} is not a group of options; it has {', '.join(names)}")
+        raise UserError(where or "config", f"{shown(mapping)} is not a group of options; it has {', '.join(names)}")
     for key in mapping:
         if key not in names:
             raise UserError(join(where, key), unknown(key, names))
@@ -87,18 +88,18 @@ def convert(kind: Any, value: Any, where: str) -> Any:
 def convert_list(kinds: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
     """`value` as a tuple of `kinds`, where (X, ...) is any number of X."""
     if not isinstance(value, list | tuple):
-        raise UserError(where, f"{value!r} is not a list; write [{value}]")
+        raise UserError(where, f"{shown(value)} is not a list; write [{shown(value, str)}]")
     if kinds[1:] == (...,):
         kinds = kinds[:1] * len(value)
     if len(value) != len(kinds):
-        raise UserError(where, f"{list(value)} has {len(value)} entries, not {len(kinds)}")
+        raise UserError(where, f"{shown(list(value))} has {len(value)} entries, not {len(kinds)}")
     return tuple(convert(kinds[i], entry, f"{where}[{i}]") for i, entry in enumerate(value))
 
 
 def convert_dict(kinds: tuple[Any, ...], value: Any, where: str) -> dict[Any, Any]:
     """`value` as a dict of a key type and a value type."""
     if not isinstance(value, Mapping):
-        raise UserError(where, f"{value!r} is not a mapping of names to values")
+        raise UserError(where, f"{shown(value)} is not a mapping of names to values")
     return {convert(kinds[0], key, where): convert(kinds[1], entry, join(where, key)) for key, entry in value.items()}
 
 
@@ -108,7 +109,7 @@ def scalar(kind: Any, value: Any, where: str) -> Any:
         value = float(value)
     if type(value) is not kind or (kind is float and not math.isfinite(value)):
         hint = "; put it in quotes" if kind is str and isinstance(value, int | float) else ""
-        raise UserError(where, f"{value!r} is not {SCALARS[kind]}{hint}")
+        raise UserError(where, f"{shown(value)} is not {SCALARS[kind]}{hint}")
     if kind is int and abs(value) > LARGEST:
         raise UserError(where, f"{str(value)[:20]}... must be at most {LARGEST:,}")
     return value
@@ -124,8 +125,17 @@ def one_of(choices: tuple[str, ...], value: Any, where: str) -> Any:
 def satisfying(must: Must, value: Any, where: str) -> Any:
     """`value` if it satisfies `must`."""
     if not must.holds(value):
-        raise UserError(where, f"{value} must {must.be}")
+        raise UserError(where, f"{shown(value, str)} must {must.be}")
     return value
+
+
+def shown(value: Any, as_text: Callable[[Any], str] = repr) -> str:
+    """A value as an error shows it: on one line, its beginning where it is long."""
+    try:
+        text = " ".join(as_text(value).split())
+    except (RecursionError, ValueError):  # nested too deep, or a number of thousands of digits
+        return f"a {type(value).__name__}, too large to be shown,"
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
 def tables(options: Any) -> Iterator[str]:
@@ -145,7 +155,7 @@ def option_names(cls: Any) -> list[str]:
 
 def not_one_of(choices: Iterable[str], value: Any) -> str:
     """What to say of a `value` that is none of `choices`."""
-    return f"{value!r} is not one of {', '.join(choices)}{did_you_mean(value, choices)}"
+    return f"{shown(value)} is not one of {', '.join(choices)}{did_you_mean(value, choices)}"
 
 
 def unknown(key: Any, names: list[str]) -> str:

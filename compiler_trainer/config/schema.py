@@ -12,7 +12,9 @@ from typing import Annotated, Any, Literal
 from omegaconf import OmegaConf
 
 from compiler_trainer.config import yamls
-from compiler_trainer.config.options import Chosen, Must, build
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.files import put
+from compiler_trainer.config.options import Chosen, Must, build, option_names
 from passes.memory.remat import SAVE
 from passes.precision.cast import OPS
 
@@ -493,11 +495,19 @@ class Config:
 PLAIN_HEADS = (None, "none", None)
 
 
-def save(cfg: Config, path: str | Path) -> None:
+def save(cfg: Config, path: Path) -> None:
     """Write `cfg` as YAML that `load` reads back."""
-    OmegaConf.save(OmegaConf.create(dataclasses.asdict(cfg)), path)
+    put(path, OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(cfg))))
 
 
-def load(path: str | Path) -> Config:
-    """The config saved at `path`; raises UserError naming the file or the option at fault."""
-    return build(Config, yamls.load(Path(path)))
+def load(path: Path) -> Config:
+    """The config saved at `path`; raises UserError naming the file and the option at fault."""
+    options = yamls.load(path)
+    try:
+        cfg = build(Config, options)
+    except UserError as error:
+        raise UserError(f"{path}: {error.where}", error.message) from error
+    if missing := [group for group in option_names(Config) if group not in options]:
+        fix = f"if it was not cut short, write {missing[0]}: {{}} for the defaults"
+        raise UserError(str(path), f"lacks {', '.join(missing)}, which a run writes; {fix}")
+    return cfg

@@ -15,6 +15,7 @@ from compiler_trainer.config.files import text_of
 
 MOST = 100_000  # values in a file, aliases written out
 FLAGS = ("--config-dir", "-cd")
+INT, DIGITS = "tag:yaml.org,2002:int", 400  # most of a number; beyond 309 there is no float
 LEVELS = 3  # of folders below, groups in groups
 
 
@@ -37,6 +38,8 @@ def check(path: Path) -> None:
         raise UserError(str(path), f"is no YAML: {' '.join(str(error).split())}") from error
     except RecursionError as error:
         raise UserError(str(path), "is nested too deep, or within itself") from error
+    except OverflowError as error:
+        raise UserError(str(path), f"{error}, which is more than any number that is read") from error
     if root is not None and not isinstance(root, yaml.MappingNode):
         raise UserError(str(path), "holds no options; write name: value")
     if count > MOST:
@@ -54,7 +57,9 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def size(node: yaml.Node, known: dict[int, int]) -> int:
-    """How many values a node stands for; raises RecursionError where it is within itself."""
+    """How many values a node stands for; raises RecursionError where it is within itself, OverflowError by a number."""
+    if isinstance(node, yaml.ScalarNode) and node.tag == INT and len(node.value) > DIGITS:
+        raise OverflowError(f"line {node.start_mark.line + 1}: {node.value[:20]}... has {len(node.value):,} digits")
     if id(node) not in known:
         known[id(node)] = 0
         values = [] if isinstance(node, yaml.ScalarNode) else node.value

@@ -16,6 +16,7 @@ from compiler_trainer.data.corpus import Ids
 from compiler_trainer.data.mixture import Mixture
 
 Batch = dict[str, Tensor]
+MOST_TAKEN = 2**62  # rows of a source, with room to count on
 
 
 class LoaderState(TypedDict):
@@ -65,13 +66,21 @@ class Loader:
         return {"taken": list(self.taken), "seed": self.seed, "fingerprint": self.rows.fingerprint}
 
     def load_state_dict(self, state: Mapping) -> None:
-        """Go on where `state` was taken, at any batch size; raises UserError where its rows or their order differ."""
+        """Go on where `state` was taken, at any batch size; raises UserError where its rows or their order differ.
+
+        A state that is none raises KeyError or ValueError.
+        """
         if state["seed"] != self.seed:
             raise UserError("data.seed", f"is {self.seed}, but the saved data state was made with {state['seed']}")
         if state["fingerprint"] != self.rows.fingerprint:
             differ = f"these rows are {self.rows.fingerprint}, those of the saved data state {state['fingerprint']}"
             raise UserError("data", f"{differ}; keep data.*, its files and train.seq_len as they were")
-        self.taken = tuple(state["taken"])
+        taken, parts = state["taken"], len(self.rows.parts)
+        if not isinstance(taken, list | tuple) or len(taken) != parts:
+            raise ValueError(f"taken is not a list of {parts}, a number of rows for each source")
+        if not all(type(count) is int and 0 <= count <= MOST_TAKEN for count in taken):
+            raise ValueError(f"taken has to be whole numbers of rows, from 0 to {MOST_TAKEN:,}")
+        self.taken = tuple(taken)
 
     def _make(self, taken: tuple[int, ...]) -> Made:
         turns = self.rows.draw(np.array(taken), self.batch_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,7 +31,7 @@ def options_of(run: Path, overrides: Sequence[str], conf: Path) -> Config:
     `data=text` takes the whole group anew, but for the tokenizer, which is the model's; `data.seed=1` takes one option.
     Raises UserError naming the override at fault.
     """
-    if not (run / "config.yaml").is_file():
+    if not os.path.lexists(run / "config.yaml"):
         raise UserError(str(run), "is no run folder: it has no config.yaml")
     saved = dataclasses.asdict(schema.load(run / "config.yaml"))
     saved["run"]["dir"] = str(run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -11,18 +12,23 @@ from pathlib import Path
 from typing import Any
 
 from compiler_trainer import checkpoint
+from compiler_trainer.checkpoint.listing import remove
 from compiler_trainer.config import schema as config
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.files import put
 from compiler_trainer.config.schema import Config
 from compiler_trainer.training import metrics
 from compiler_trainer.training.resume import BY_NAME, checkpoints_of
+
+CONFIG, REPORT, GRAPHS = "config.yaml", "report.json", "graphs"
 
 
 def check(cfg: Config, resumed: Path | None, done: int) -> None:
     """Raise UserError where a run that has `done` steps behind it would write over another one, or cannot write."""
     folder, checkpoints = Path(cfg.run.dir), checkpoints_of(cfg)
-    if folder.exists() and not folder.is_dir():
+    if os.path.lexists(folder) and not folder.is_dir():
         raise UserError("run.dir", f"{folder} is not a folder; choose another name")
+    check_places(folder)
     goes_on_here = resumed is not None and resumed.resolve().parent == checkpoints.resolve()
     starts_again = resumed is None and cfg.checkpoint.resume == "auto"
     if (folder / metrics.FILE).exists() and not goes_on_here and not starts_again:
@@ -38,9 +44,18 @@ def check(cfg: Config, resumed: Path | None, done: int) -> None:
         check_writable("checkpoint.dir", checkpoints)
 
 
+def check_places(folder: Path) -> None:
+    """Raise UserError where what a run writes has something else in its place: a pipe, a folder, a broken link."""
+    for name in (CONFIG, REPORT, metrics.FILE):
+        if os.path.lexists(folder / name) and not (folder / name).is_file():
+            raise UserError(str(folder / name), "is not a file; move it away")
+    if os.path.lexists(folder / GRAPHS) and not (folder / GRAPHS).is_dir():
+        raise UserError(str(folder / GRAPHS), "is not a folder; move it away")
+
+
 def check_writable(option: str, folder: Path) -> None:
     """Raise UserError unless files can be made in a folder, or where it would be made."""
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
     try:
         with tempfile.TemporaryDirectory(dir=there):
             pass
@@ -52,8 +67,8 @@ def create(cfg: Config, report: dict[str, Any]) -> None:
     """Make the folder, with the config and the report of the compilation."""
     folder = Path(cfg.run.dir)
     folder.mkdir(parents=True, exist_ok=True)
-    config.save(cfg, folder / "config.yaml")
-    (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    config.save(cfg, folder / CONFIG)
+    put(folder / REPORT, json.dumps(report, indent=1) + "\n")
 
 
 @contextmanager
@@ -76,12 +91,11 @@ def graphs_of(cfg: Config) -> Iterator[Path | None]:
             raise
         finally:
             if not is_refused:
-                keep(graphs, Path(cfg.run.dir, "graphs"))
+                keep(graphs, Path(cfg.run.dir, GRAPHS))
 
 
 def keep(graphs: Path, place: Path) -> None:
     """Move the dumped graphs to their place, over those of an earlier part of the run."""
-    if place.exists():
-        shutil.rmtree(place)
+    remove(place)
     place.parent.mkdir(parents=True, exist_ok=True)
     shutil.move(graphs, place)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from types import TracebackType
 
 from torch.utils.tensorboard import SummaryWriter
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.files import lines_of
+from compiler_trainer.config.files import lines_of, put
 
 FILE = "metrics.jsonl"
 
@@ -73,6 +72,4 @@ def drop_later(path: Path, after: int) -> None:
     if not path.exists():
         return
     kept = [record for record in read(path) if record["step"] <= after]
-    partial = path.with_suffix(".tmp")
-    partial.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-    os.replace(partial, path)
+    put(path, "".join(json.dumps(record) + "\n" for record in kept))

@@ -72,15 +72,21 @@ def find_start(cfg: Config, datasets: Datasets, damaged: tuple[Path, ...] = ()) 
     return dataclasses.replace(start, damaged=damaged)
 
 
+def move_data(datasets: Datasets, stored: Checkpoint) -> None:
+    """Let the data go on where it stood; raises UserError where the checkpoint does not say, or it is other data."""
+    try:
+        datasets.train.load_state_dict(stored.index.data)
+    except (KeyError, ValueError) as error:
+        said = f"does not say where to go on in the data: {error!r}"
+        raise UserError(str(stored.path), said) from error
+
+
 def read_start(cfg: Config, datasets: Datasets, stored: Checkpoint) -> Start:
     """Where a checkpoint stands."""
     index, path = stored.index, stored.path
     check_meaning(cfg, index.config, str(path))
     if not is_in("data.packing", cfg.checkpoint.allow):  # other rows begin anew
-        try:
-            datasets.train.load_state_dict(index.data)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise UserError(str(path), f"does not say where to go on in the data: {error!r}") from error
+        move_data(datasets, stored)
     if index.step >= cfg.train.steps and cfg.checkpoint.resume != "auto":
         raise UserError("train.steps", f"is {cfg.train.steps}, but {path} is at step {index.step}; ask for more")
     return Start(index.step, index.tokens, stored)

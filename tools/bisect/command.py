@@ -38,6 +38,7 @@ from compiler_trainer.models.subject import Subject, subject
 from compiler_trainer.pipeline import DTYPES, Pipeline, build_pipeline
 from compiler_trainer.train import CONF, INPUT_ERRORS, store_defaults, user_error
 from compiler_trainer.trained.saved import from_newest, options_of, trained_model
+from compiler_trainer.training.prepare import move_data
 from compiler_trainer.training.trainer import peek
 from passes.check.composed import verify_composed
 from passes.check.numeric import Results, coarsest, compare
@@ -366,7 +367,7 @@ def at_checkpoint(given: argparse.Namespace) -> Case:
     cfg = validate(cfg, math.prod(max(size, 1) for size in dataclasses.asdict(cfg.mesh).values()))
     datasets, stored = read(cfg), from_newest(cfg, opened)
     assert stored is not None
-    datasets.train.load_state_dict(stored.index.data)
+    move_data(datasets, stored)
     trained, model = trained_model(cfg)
     return cfg, trained, model.train(), peek(datasets.train)
 

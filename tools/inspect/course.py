@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -64,8 +65,8 @@ def facts(run: Run) -> dict[str, str]:
     found = {"model": str(model.get("name", model.get("_target_", "one of its own")))}
     if run.trained:
         stage = run.trained[-1]
-        sizes = [n.value for n in stage.nodes if n.op == "parameter"]
-        found["parameters on a rank"] = f"{sum(map(entries, sizes)):,} in {len(sizes)} tensors"
+        shapes = [n.shape for n in stage.nodes if n.op == "parameter"]
+        found["parameters on a rank"] = f"{sum(map(math.prod, shapes)):,} in {len(shapes)} tensors"
     rows, length = train.get("global_batch_size"), train.get("seq_len")
     if rows and length:
         found["batch"] = f"{rows:,} rows of {length:,} tokens, {rows * length:,} tokens a step"
@@ -83,14 +84,6 @@ def facts(run: Run) -> dict[str, str]:
 def packing(part: Mapping[str, Any]) -> str:
     """How well the rows of a source are packed."""
     return f"{part['rows']:,} rows, {part['padding']:.2%} padding, {part['cut']:.1%} of documents cut"
-
-
-def entries(value: str) -> int:
-    """Entries of a value as dumps write it, `f32[256, 4]`."""
-    count = 1
-    for size in filter(None, value.partition("[")[2].rstrip("]").split(", ")):
-        count *= int(size)
-    return count
 
 
 def seconds(by_pass: Mapping[str, float]) -> list[tuple[str, float]]:

@@ -33,9 +33,10 @@ SECTION = re.compile(r"^# (\w+): (.*)$")
 ROLLED = re.compile(r"^# rolled: (.*)$", re.MULTILINE)
 CALLS = ("segment", "unroll")  # passes that leave calls of bodies
 BODY = re.compile(r"^# body: (\w+), called (\d+) times$")
-AXIS = re.compile(r"(\w+)=(\d+)( \(head and tail\))?")
+AXIS = re.compile(r"\b(\w+)=(\d+)( \(head and tail\))?")
+COUNT = re.compile(r"[0-9]{1,9}")
 STAGE = re.compile(r"\d{1,6}_.+_.+\.txt")
-FLATTENED = re.compile(r"(\w+)=([a-z]\w*(?:\*\w+)*)")
+FLATTENED = re.compile(r"\b(\w+)=([a-z]\w*(?:\*\w+)*)")
 # what costs a node, and rows of which kinds have it
 COSTS = {"collectives": (str, str, str, int), "flops": (str, int), "storages": (str, str, int, str)}
 
@@ -146,13 +147,19 @@ class Stage:
 
     @cached_property
     def text(self) -> str:
-        """The whole text."""
-        return text_of(self.path)
+        """The whole text; raises UserError where it ends before the nodes that it says it has."""
+        found = text_of(self.path)
+        _, _, rest = f"\n{found}".partition("\n# nodes: ")
+        said, lines = rest.partition("\n")[0], rest.count("\n") - 1
+        if not COUNT.fullmatch(said) or lines < int(said):
+            raise UserError(str(self.path), "is not whole: it lacks nodes, or how many there are; copy it again")
+        return found
 
     @cached_property
     def _parsed(self) -> Parsed:
+        text = self.text
         try:
-            found = parse(self.text)
+            found = parse(text)
             check_order(found.nodes)
             return found
         except UserError as error:
@@ -322,7 +329,8 @@ def check_parts(found: Any, path: Path, kinds: Mapping[str, Any]) -> None:
             if key in convert(dict[str, Any], part, group):
                 convert(kind, part[key], name)
     except UserError as error:
-        raise UserError(str(path), f"is not what a run writes: {error}") from error
+        field = f"{error.where}: " if error.where else ""
+        raise UserError(str(path), f"is not what a run writes: {field}{error.message}") from error
 
 
 # ---- the text -----------------------------------------------------------------------------------------
@@ -389,7 +397,9 @@ def _input(line: str, number: int) -> Node:
     """`%name = kind "name" : value spec`."""
     name, _, rest = line.partition(" = ")
     kind, _, rest = rest.partition(' "')
-    label, _, placed = rest.rpartition('" : ')
+    label, found, placed = rest.rpartition('" : ')
+    if not found or not name.startswith("%"):
+        raise UserError(f"line {number}", f"is not an input: {line[:80]!r}")
     return Node(name[1:], kind, (), *_value(placed), "", "", "", False, label, "", number, line)
 
 
@@ -397,7 +407,9 @@ def _output(line: str, number: int) -> Output:
     """`kind "name" = %node : value spec`."""
     kind, _, rest = line.partition(' "')
     name, _, rest = rest.partition('" = ')
-    operand, _, placed = rest.partition(" : ")
+    operand, found, placed = rest.partition(" : ")
+    if not found:
+        raise UserError(f"line {number}", f"is not an output: {line[:80]!r}")
     value, _, _, spec = _value(placed)
     return Output(name, kind, operand.removeprefix("%"), value, spec, number)
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import stat
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from compiler_trainer import command
 
 LIMIT_S = 60.0
+FALLBACK, DAMAGED = " is damaged and passed over: ", ": damaged, "  # how lines about checkpoints go
 MEMORY_BYTES = 24 * 2**30  # of addresses, most of which libraries take
 
 
@@ -25,31 +27,43 @@ class Outcome(NamedTuple):
     wrong: str
 
 
-def tried(arguments: Sequence[str], folder: Path) -> Outcome:
-    """Run the command in an empty folder."""
-    folder.mkdir(parents=True)
+def tried(
+    arguments: Sequence[str], folder: Path, main: Callable[[], int | None] = command.main
+) -> Outcome:
+    """Run a command in a folder, which is made if it is not there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    before = listing(folder)
     child = os.fork()
     if child == 0:
-        act(arguments, folder)
+        act(arguments, folder, main)
     code = waited(child)
-    said = folder.with_suffix(".err").read_text(encoding="utf-8", errors="replace")
-    return Outcome(code, said, judged(code, said, folder))
+    said, shown = (folder.with_suffix(end).read_text(encoding="utf-8", errors="replace") for end in (".err", ".out"))
+    return Outcome(code, said, judged(code, said, shown, listing(folder) != before))
 
 
-def act(arguments: Sequence[str], folder: Path) -> None:
+def listing(folder: Path) -> dict[str, tuple[int, int, int]]:
+    """Kind, size and time of what is in a folder, by path; of folders only that they are there."""
+    found = ((path, os.lstat(path)) for path in folder.rglob("*"))
+    return {
+        str(path): (at.st_mode, 0, 0) if stat.S_ISDIR(at.st_mode) else (at.st_mode, at.st_size, at.st_mtime_ns)
+        for path, at in found
+    }
+
+
+def act(arguments: Sequence[str], folder: Path, main: Callable[[], int | None]) -> None:
     """In the child: be the command, and end."""
     os.setsid()
     for stream, name in ((1, ".out"), (2, ".err")):
         os.dup2(os.open(folder.with_suffix(name), os.O_WRONLY | os.O_CREAT), stream)
-    sys.stdout, sys.stderr = (open(stream, "w", encoding="utf-8", closefd=False) for stream in (1, 2))
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)
+    sys.stderr = open(2, "w", encoding="utf-8", closefd=False, errors="backslashreplace")  # as Python has it
     os.chdir(folder)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**30, 2**30))
     sys.argv = ["compiler-trainer", *arguments]
     code = 1
     try:
-        command.main()
-        code = 0
+        code = main() or 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
     except BaseException:
@@ -73,18 +87,21 @@ def waited(child: int) -> int | None:
     return None
 
 
-def judged(code: int | None, said: str, folder: Path) -> str:
-    """What is wrong with how a command ended."""
-    errors = [line for line in said.splitlines() if line.startswith("error: ")]
+def judged(code: int | None, said: str, shown: str, has_changed: bool) -> str:
+    """What is wrong with how a command ended, by what it said on stderr and stdout, and whether its folder changed."""
+    lines = [line for line in said.splitlines() if FALLBACK not in line]
+    errors = [line for line in lines if line.startswith("error: ")]
     if code is None:
         return f"hangs for {LIMIT_S:.0f} s"
     if "Traceback" in said or code not in (0, 1, 2):
-        return f"ends with {code}: {(said.splitlines() or ['nothing'])[-1]}"
-    if code == 2 and any(folder.iterdir()):
+        return f"ends with {code}: {(lines or ['nothing'])[-1]}"
+    if code == 2 and has_changed:
         return "is refused and leaves files"
+    if code == 2 and not lines and DAMAGED in shown:  # of a check, which tells of each checkpoint
+        return ""
     if code != 0 and len(errors) != 1:
         return f"says {len(errors)} lines of error"
-    if code == 2 and said.strip() != errors[0]:
+    if code == 2 and lines != errors:
         return "says more than the error"
     if errors and errors[0].startswith(("error: :", "error:  ")):
         return "names nothing"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import random
 import shutil
@@ -16,6 +17,7 @@ from stored_state import blank, build, saved
 
 from compiler_trainer import checkpoint
 from compiler_trainer.checkpoint import index as index_room
+from compiler_trainer.checkpoint import listing
 from compiler_trainer.config.errors import UserError
 
 RANK_0, RANK_1 = "rank_00000.safetensors", "rank_00001.safetensors"
@@ -210,6 +212,30 @@ def test_a_piece_without_a_digest_is_refused(copy):
     header = content[: 8 + struct.unpack("<Q", content[:8])[0]]
     rewritten(copy, put("files", RANK_1, {"bytes": len(content), "header_sha256": index_room.sha256(header)}))
     assert "model.matrix@4,0 is no piece of a tensor of this checkpoint" in said_of(copy)
+
+
+def test_a_name_that_is_of_another_step_is_refused(copy):
+    other = copy.rename(copy.with_name("step_00000099"))
+    assert "is of step 3, not of the one in its name; give it its own name back" in said_of(other)
+
+
+@pytest.mark.parametrize("make", [Path.touch, os.mkfifo, lambda path: path.symlink_to(path)])
+def test_what_is_no_folder_is_damage_and_goes_when_it_is_in_the_way(make, tmp_path):
+    path = tmp_path / "step_00000004"
+    make(path)
+    assert "step_00000004: is not a folder" in said_of(path)
+    for name in ("step_00000004.damaged", "step_00000005.tmp", "step_00000004.old.tmp"):
+        make(tmp_path / name)
+    listing.set_aside(path, "damaged")
+    listing.clear(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["step_00000004.damaged"]
+    listing.discard(tmp_path / "step_00000004.damaged")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_digits_of_other_scripts_make_no_name(tmp_path):
+    (tmp_path / "step_0000000\u0663").mkdir()
+    assert checkpoint.complete(tmp_path) == []
 
 
 class Bomb:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -243,6 +244,38 @@ def test_a_file_that_is_no_config_is_refused(text, tmp_path):
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(UserError):
         load(tmp_path / "config.yaml")
+
+
+def test_what_a_run_wrote_is_refused_by_file_and_option(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("model: {dim: '" + "x" * 100_000 + "'}")
+    with pytest.raises(UserError, match=r"config.yaml: model.dim: 'x{199}\.\.\. is not a whole number$"):
+        load(path)
+
+
+def test_a_config_that_was_cut_short_is_refused(tmp_path):
+    path = tmp_path / "config.yaml"
+    save(Config(), path)
+    lines = path.read_text().splitlines(keepends=True)
+    groups = [number for number, line in enumerate(lines) if not line.startswith(" ")]
+    for number in groups:
+        path.write_text("".join(lines[:number]))
+        with pytest.raises(UserError, match="config.yaml: lacks .*cluster, which a run writes; if it was not cut short"):
+            load(path)
+
+
+def test_a_config_is_written_over_pipes_and_broken_links_and_through_no_link(tmp_path):
+    path, other = tmp_path / "config.yaml", tmp_path / "other"
+    other.write_text("a: 1")
+    for make in (lambda: os.mkfifo(path), lambda: path.symlink_to(path), lambda: path.symlink_to(other)):
+        make()
+        save(Config(), path)
+        assert load(path) == Config() and sorted(p.name for p in tmp_path.iterdir()) == ["config.yaml", "other"]
+        path.unlink()
+    assert other.read_text() == "a: 1"
+    path.mkdir()
+    with pytest.raises(UserError, match="config.yaml: cannot be written: Is a directory; move away what is there"):
+        save(Config(), path)
 
 
 def test_a_missing_config_is_refused_by_its_path(tmp_path):

@@ -14,6 +14,7 @@ from compiler_trainer.config.yamls import check, check_folders
     (b"5\n", "holds no options"),
     (b"a: &a {b: *a}\n", "within itself"),
     (b"[" * 5000, "nested too deep"),
+    (b"a: 1\nb: " + b"9" * 5000, "line 2: 99999999999999999999... has 5,000 digits, which is more"),
     (b"a: &a [x, x, x, x, x, x, x, x, x, x]\n" + b"".join(b"%c: &%c [%s]\n" % (k, k, b", ".join([b"*%c" % (k - 1)] * 10)) for k in range(98, 104)),
      "stands for 12,"),
 ])

@@ -226,6 +226,7 @@ def test_a_module_of_ones_own_is_exported_by_its_names(run, trained, tmp_path):
 
 @pytest.mark.parametrize(("arguments", "says"), [
     (["resume", "/nowhere"], "error: /nowhere: is no run folder: it has no config.yaml\n"),
+    (["resume", "no\nwhere"], "error: no where: is no run folder: it has no config.yaml\n"),
     (["eval", "RUN", "optim.lrr=1"], "error: optim.lrr: no such option; did you mean 'lr'?\n"),
     (["eval", "RUN", "optimm.lr=1"], "error: optimm.lr: no such option; did you mean 'optim'?\n"),
     (["resume", "RUN", "optim.lr=1,2"], "error: optim.lr=1,2: is for a new run; here an override gives one option one value\n"),

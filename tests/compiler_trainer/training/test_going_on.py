@@ -195,6 +195,27 @@ def test_a_damaged_one_that_is_named_is_refused(whole, tmp_path):
     assert not (tmp_path / "other").exists()
 
 
+def test_what_is_no_checkpoint_but_is_called_so_is_passed_over_and_set_aside(whole, capsys):
+    odd = Path(whole.run.dir, "checkpoints/step_00000009")
+    os.mkfifo(odd)
+    trainer.train(resuming(replace(whole, train=replace(whole.train, steps=8)), "auto"))
+    assert f"{odd} is damaged and passed over: {odd}: is not a folder\n" in capsys.readouterr().err
+    assert "step_00000008" in folders(whole.run.dir) and "step_00000009.damaged" in folders(whole.run.dir)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to(path), lambda path: path.symlink_to("gone")])
+@pytest.mark.parametrize("name", ["config.yaml", "report.json", "metrics.jsonl", "graphs", ""])
+def test_what_is_in_the_place_of_a_runs_file_is_named_before_compiling(make, name, fake, tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer, "compile_step", lambda *args, **kwargs: pytest.fail("compiled"))
+    cfg = options(tmp_path / "run")
+    if name:
+        Path(cfg.run.dir).mkdir()
+    make(Path(cfg.run.dir, name))
+    with pytest.raises(UserError, match=f"{name}.* (is not a|cannot be written: Too many).*; (move it away|choose another)"):
+        trainer.train(resuming(cfg, "auto"))
+    assert len([*tmp_path.rglob("*")]) == (2 if name else 1)
+
+
 # What may change
 
 
@@ -273,14 +294,25 @@ def test_a_name_that_allows_nothing_is_refused(whole):
         trainer.train(resumed_with(whole, allow=("model.nrom_eps",)))
 
 
-def test_a_state_that_no_loader_reads_is_refused(whole, monkeypatch):
+@pytest.mark.parametrize(("state", "says"), [
+    (None, "KeyError"),
+    ("x", "taken is not a list of 1"),
+    ([], "taken is not a list of 1"),
+    ([4, 4], "taken is not a list of 1"),
+    (["4"], "taken has to be whole numbers"),
+    ([1.5], "taken has to be whole numbers"),
+    ([-1], "taken has to be whole numbers"),
+    ([2**63], "taken has to be whole numbers"),
+    ([[1]], "taken has to be whole numbers"),
+])
+def test_a_state_that_no_loader_reads_is_refused(state, says, whole):
     path = Path(whole.run.dir, "checkpoints/step_00000004")
     contents = json.loads((path / "index.json").read_bytes())["checkpoint"]
-    contents["data"] = {"index": 8}
+    contents["data"] = {"index": 8} if state is None else contents["data"] | {"taken": state}
     text = json.dumps(contents).encode()
     room = checkpoint.index
     (path / "index.json").write_bytes(room.TEXT % (room.sha256(text).encode(), text))
-    with pytest.raises(UserError, match="step_00000004: does not say where to go on in the data: KeyError"):
+    with pytest.raises(UserError, match=f"step_00000004: does not say where to go on in the data: .*{says}"):
         trainer.train(resumed_with(whole))
 
 

@@ -8,7 +8,7 @@ import pytest
 from tool_runs import run_folder
 
 from tools.inspect.balance import SPANS
-from tools.inspect.course import course, curve, entries, seconds
+from tools.inspect.course import course, curve, seconds
 from tools.inspect.dumps import load
 
 PACKED = {"source": "books", "rows": 1200, "padding": 0.0041, "cut": 0.125}
@@ -42,6 +42,3 @@ def test_facts_and_what_differs_from_the_defaults():
     assert changed["optim.name"] == "sgd" and "optim.eps" not in changed
 
 
-@pytest.mark.parametrize(("value", "count"), [("f32[256, 4]", 1024), ("f64[]", 1), ("bf16[7]", 7)])
-def test_entries_of_a_value(value, count):
-    assert entries(value) == count

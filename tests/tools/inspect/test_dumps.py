@@ -60,6 +60,29 @@ def test_a_line_that_is_none_is_named():
         dumps.parse("# nodes: 1\nhello\n")
 
 
+@pytest.mark.parametrize(("text", "says"), [
+    ('# inputs: 1\n%a = parameter "w\n', "line 2: is not an input"),
+    ('# outputs: 1\nloss "loss"\n', "line 2: is not an output"),
+])
+def test_half_a_line_is_named(text, says):
+    with pytest.raises(UserError, match=says):
+        dumps.parse(text)
+
+
+def test_a_long_word_takes_no_longer_than_a_short_one():
+    parsed = dumps.parse(f"# mesh: {'x' * 200_000} tp=2 all=tp*cp\n# nodes: 0\n")
+    assert (parsed.mesh, parsed.flattened) == ({"tp": 2}, {"all": ["tp", "cp"]})
+
+
+def test_a_text_that_ends_too_early_is_refused(tmp_path):
+    path = dump(tmp_path).path
+    lines = path.read_text().splitlines(keepends=True)
+    for kept in (0, 1, len(lines) // 2, len(lines) - 1):
+        path.write_text("".join(lines[:kept]))
+        with pytest.raises(UserError, match="00_step_joint.txt: is not whole: it lacks nodes"):
+            _ = dumps.load_stages(tmp_path)[0].nodes
+
+
 def dump(folder: Path) -> dumps.Stage:
     Dumper(folder)(joint({"tp": 2}), PassRecord("step", "joint", 0.0, 0, 0, Report(), NOTHING, {}, Costs((), (), ())))
     return dumps.load_stages(folder)[0]
@@ -80,6 +103,7 @@ def test_stages_know_their_users(tmp_path):
         ({}, r"config.yaml: is missing; is this a run folder"),
         ({"config.yaml": "a: 1"}, r"report.json: is missing"),
         ({"config.yaml": "a: [", "report.json": "{}"}, r"config.yaml: is no YAML"),
+        ({"config.yaml": "a: 1", "report.json": "[]"}, r"report.json: is not what a run writes: \[\] is not a mapping"),
         ({"config.yaml": "a: 1", "report.json": "{"}, r"report.json: cannot be read"),
         ({"config.yaml": "a: 1", "report.json": "{}"}, r"graphs: holds no graphs; train with run.dump_graphs=true"),
     ],

@@ -9,7 +9,7 @@ import pytest
 from tools.odd import command
 from tools.odd.cases import cases
 from tools.odd.files import make
-from tools.odd.trial import judged
+from tools.odd.trial import judged, listing
 
 
 @pytest.mark.full
@@ -24,17 +24,24 @@ def test_there_are_as_many_cases_as_asked_for_and_every_file_is_given(tmp_path):
     assert all(any(path in case for case in found) for paths in files.values() for path in paths)
 
 
-@pytest.mark.parametrize(("code", "said", "leaves", "wrong"), [
-    (0, "", True, ""),
-    (2, "error: model: is none\n", False, ""),
-    (2, "error: model: is none\n", True, "is refused and leaves files"),
-    (None, "", False, "hangs for 60 s"),
-    (1, "Traceback (most recent call last):\nKeyError: 1\n", False, "ends with 1: KeyError: 1"),
-    (2, "warning: odd\nerror: model: is none\n", False, "says more than the error"),
-    (2, "usage\n", False, "says 0 lines of error"),
-    (2, "error: : no such file\n", False, "names nothing"),
+@pytest.mark.parametrize(("code", "said", "shown", "changes", "wrong"), [
+    (0, "", "", True, ""),
+    (2, "error: model: is none\n", "", False, ""),
+    (2, "error: model: is none\n", "", True, "is refused and leaves files"),
+    (None, "", "", False, "hangs for 60 s"),
+    (1, "Traceback (most recent call last):\nKeyError: 1\n", "", False, "ends with 1: KeyError: 1"),
+    (2, "warning: odd\nerror: model: is none\n", "", False, "says more than the error"),
+    (2, "a is damaged and passed over: b\nerror: a: all are damaged\n", "", False, ""),
+    (2, "usage\n", "", False, "says 0 lines of error"),
+    (2, "", "run/checkpoints/step_00000001: damaged, lacks a file\n", False, ""),
+    (2, "", "whole\n", False, "says 0 lines of error"),
+    (2, "error: : no such file\n", "", False, "names nothing"),
 ])
-def test_how_a_command_has_to_end(tmp_path, code, said, leaves, wrong):
-    if leaves:
-        (tmp_path / "left").touch()
-    assert judged(code, said, tmp_path) == wrong
+def test_how_a_command_has_to_end(code, said, shown, changes, wrong):
+    assert judged(code, said, shown, changes) == wrong
+
+
+def test_what_changes_in_a_folder_is_seen(tmp_path):
+    before = listing(tmp_path)
+    (tmp_path / "left").touch()
+    assert listing(tmp_path) != before

@@ -1,0 +1,76 @@
+"""Damaged run folders: a few of the hundreds, and that what is wrong is seen."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+
+import pytest
+
+from compiler_trainer import command
+from compiler_trainer.config import schema
+from tools.inspect import command as inspect
+from tools.odd.damage import Damage, changed, damages, gone, put
+from tools.odd.runs import CONFIG, INDEX, METRICS, NEWEST, VERBS, Trial, judged
+from tools.odd.trial import Outcome
+
+ROOT = __file__.rpartition("/tests/")[0]
+RESUMES = VERBS[0]
+INSPECTS = next(verb for verb in VERBS if verb.main is inspect.main)
+GONE, TEXT = Damage("missing", put("")), Damage("a number", put("5"))
+
+
+def test_damaged_runs_are_passed_over_or_refused_in_a_line():
+    given = [sys.executable, "-m", "tools.odd", "--runs", "--count", "13"]  # one of each file; a process that forks
+    done = subprocess.run(given, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("13 commands: ")
+
+
+@pytest.mark.full
+def test_many_damaged_runs():
+    given = [sys.executable, "-m", "tools.odd", "--runs", "--count", "150", "--seed", "3"]
+    done = subprocess.run(given, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("file", "damage", "verb", "outcome", "wrong"), [
+    (CONFIG, TEXT, RESUMES, (2, ""), ""),
+    (CONFIG, TEXT, RESUMES, (0, ""), "takes it as it is"),
+    (CONFIG, TEXT._replace(is_total=False), RESUMES, (0, ""), ""),
+    (METRICS, GONE, INSPECTS, (0, ""), ""),
+    (METRICS, TEXT, INSPECTS, (0, ""), "takes it as it is"),
+    (INDEX, TEXT, RESUMES, (0, f"{NEWEST} is damaged and passed over: {INDEX}: cannot be read\n"), ""),
+    (INDEX, TEXT, RESUMES, (0, ""), "goes on in silence"),
+    (INDEX, TEXT, INSPECTS, (0, ""), ""),
+])
+def test_what_becomes_of_a_damage(file, damage, verb, outcome, wrong):
+    assert judged(Trial(file, damage, verb), Outcome(*outcome, "")) == wrong
+
+
+def test_every_value_is_put_somewhere_and_everything_goes(tmp_path):
+    found = {text for _, text in changed({"a": [1, {"b": 2}]}, random.Random(0), 600)}
+    assert {'{"a": [1, {"b": null}]}', '{"a": [1, {}]}', "{}"} <= found
+    assert max(map(len, found)) > 100_000
+    for number, damage in enumerate(gone()):
+        path = tmp_path / str(number)
+        path.write_text("a")
+        damage.act(path)
+        assert not path.is_file() or path.is_symlink(), damage.name
+
+
+def test_a_config_is_damaged_in_ways_that_differ(tmp_path):
+    path = tmp_path / "config.yaml"
+    schema.save(schema.Config(), path)
+    whole, seen = path.read_bytes(), set()
+    for damage in [*damages(path, random.Random(0))]:
+        path.write_bytes(whole)
+        if not damage.name.startswith(("missing", "a folder", "a FIFO", "a loop", "a link")):
+            damage.act(path)
+            seen.add(path.read_bytes())
+    assert len(seen) > 100 and whole not in seen
+
+
+def test_checks_and_verbs_are_of_the_command():
+    assert {verb.arguments[0] for verb in VERBS if verb.main is command.main} >= set(command.VERBS)
