@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.context import visible  # noqa: F401, the kernel of the CPU
+from passes.context import flex, visible  # noqa: F401, the kernel of the CPU
 from passes.context.masks import RANK, Given, Interval, Reader, Row, Unknown
 from passes.program import ir
 from passes.program.attend import interval_attention
@@ -89,8 +89,10 @@ class Reading:
         q, k, mask = (ir.example(given[name]) for name in ("query", "key", "attn_mask"))
         if given["dropout_p"]:
             raise Unknown("dropout draws for each pair")
-        if q.device.type != "cpu":
-            raise Unknown(f"there is no kernel by interval for {q.device.type} yet")
+        if q.device.type not in ("cpu", "cuda"):
+            raise Unknown(f"there is no kernel by interval for {q.device.type}")
+        if q.device.type == "cuda" and (why := flex.why_not(q, k, ir.example(given["value"]))):
+            raise Unknown(why)
         if q.dim() != 4 or mask.dtype != torch.bool or given["is_causal"]:
             raise Unknown(f"{q.dim()} dims, a mask of {mask.dtype}" + ", is_causal" * bool(given["is_causal"]))
         if q.shape[2] < 2 or k.shape[2] < 2:

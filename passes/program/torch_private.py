@@ -57,6 +57,8 @@ __all__ = [
     "composites_of",
     "context_parallel_internals",
     "decomposition",
+    "flex_attention",
+    "flex_attention_backward",
     "flex_with_gradients",
     "grouped_products_as",
     "import_loader",
@@ -426,6 +428,40 @@ def flex_with_gradients() -> Iterator[None]:
     """Let FlexAttention be captured on devices where PyTorch's kernel has no backward: that kernel will not be run."""
     with patch("torch.nn.attention.flex_attention._validate_device", lambda *_: None):
         yield
+
+
+_FLEX = {  # what the public function sets by itself
+    "BACKEND": "TRITON",  # not a kernel of its own for few queries, nor one that is installed beside PyTorch
+    "PRESCALE_QK": False,
+    "ROWS_GUARANTEED_SAFE": False,  # a query may see nothing
+    "BLOCKS_ARE_CONTIGUOUS": False,
+    "WRITE_DQ": True,
+    "OUTPUT_LOGSUMEXP": True,
+    "OUTPUT_MAX": False,
+}
+
+
+def flex_attention(
+    q: Tensor, k: Tensor, v: Tensor, change: Callable, mask: Any, scale: float, read: tuple, bounds: tuple
+) -> tuple[Tensor, Tensor]:
+    """FlexAttention's operator: (out, lse in base 2) of a `BlockMask` whose function is given `bounds` as well.
+
+    `change(score, b, h, i, j, *read)` makes the scores.
+    """
+    operator = torch.ops.higher_order.flex_attention
+    out, lse, _ = operator(q, k, v, change, mask.as_tuple(), scale, _FLEX, read, bounds)
+    return out, lse
+
+
+def flex_attention_backward(
+    given: Sequence[Tensor], change: Callable, joint: Callable, mask: Any, scale: float, read: tuple, bounds: tuple
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, `given` these, out, its lse in base 2 and its gradient.
+
+    `joint(score, b, h, i, j, gradient, *read)` returns a gradient or None for each but the sixth.
+    """
+    operator = torch.ops.higher_order.flex_attention_backward
+    return operator(*given, None, change, joint, mask.as_tuple(), scale, _FLEX, read, bounds)[:3]
 
 
 @contextmanager
