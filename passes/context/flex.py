@@ -6,8 +6,8 @@ becomes, when a body is compiled for CUDA (`passes/lower/inductor.py`),
 
 and so kernels that Inductor writes in Triton. Which pairs of blocks see nothing, something or all follows from the
 least and greatest bound of a block of queries and the positions of a block of keys: no pair of query and key is looked
-at, and nothing but counts and lists of blocks is in memory. Their log-sum-exp is of base 2 and ours is not. The backward is
-given the result and log-sum-exp over all keys, wherever these are, so that blocks of a ring add up.
+at, and nothing but counts and lists of blocks is in memory. Their log-sum-exp is of base 2 and ours is not. The
+backward is given the result and log-sum-exp over all keys, wherever these are, so that blocks of a ring add up.
 """
 
 from __future__ import annotations
@@ -154,9 +154,16 @@ def filled(x: Tensor, width: int) -> Tensor:
 
 
 def widths(q: Tensor, v: Tensor) -> tuple[int, int]:
-    """Of heads of queries and values as the kernels take them, which size their blocks by the first."""
+    """Of heads of queries and values as the kernels take them.
+
+    From the first a table of PyTorch's has the size of what a block of threads holds: a width that is not in it, or
+    values wider than queries, may take more shared memory than there is.
+    """
     value = max(v.shape[-1], NARROWEST)
-    return max(q.shape[-1], value), value
+    wide = max(q.shape[-1], value)
+    if wide > 128:
+        wide = 192 if wide <= 192 and q.dtype.itemsize == 2 else WIDEST
+    return wide, value
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor]:

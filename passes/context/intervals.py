@@ -5,8 +5,9 @@ becomes
     interval_attention(q, k, v, first, last)        first, last: i64[b, s], made once for all layers that share the mask
 
 `passes/context/masks.py` reads the mask. No mask is in memory any more, blocks that nothing sees are not computed, and
-every method of context parallelism takes bounds along with the queries. An attention with another mask, or a mask that
-may have a gradient, or with dropout, is left as it is, and the report says why.
+every method of context parallelism takes bounds along with the queries. The kernel is `visible.py` on the CPU and
+`flex.py` on CUDA. An attention with another mask, or a mask that may have a gradient, or with dropout, or one that the
+device has no kernel for, is left as it is, and the report says why.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.context import flex, visible  # noqa: F401, the kernel of the CPU
+from passes.context import flex, visible  # noqa: F401, the kernels
 from passes.context.masks import RANK, Given, Interval, Reader, Row, Unknown
 from passes.program import ir
 from passes.program.attend import interval_attention
@@ -86,12 +87,10 @@ class Reading:
 
     def read(self, node: fx.Node, given: Mapping[str, Any]) -> tuple[fx.Node, fx.Node]:
         """The same of a mask that is new."""
-        q, k, mask = (ir.example(given[name]) for name in ("query", "key", "attn_mask"))
+        q, k, v, mask = (ir.example(given[name]) for name in ("query", "key", "value", "attn_mask"))
         if given["dropout_p"]:
             raise Unknown("dropout draws for each pair")
-        if q.device.type not in ("cpu", "cuda"):
-            raise Unknown(f"there is no kernel by interval for {q.device.type}")
-        if q.device.type == "cuda" and (why := flex.why_not(q, k, ir.example(given["value"]))):
+        if why := why_no_kernel(q, k, v):
             raise Unknown(why)
         if q.dim() != 4 or mask.dtype != torch.bool or given["is_causal"]:
             raise Unknown(f"{q.dim()} dims, a mask of {mask.dtype}" + ", is_causal" * bool(given["is_causal"]))
@@ -102,6 +101,13 @@ class Reading:
         found = emit(node, reader, interval, self.ctx)
         self.runs |= reader.runs.keys()
         return found
+
+
+def why_no_kernel(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """Why these have no kernel by interval, empty if they have one."""
+    if q.device.type == "cuda":
+        return flex.why_not(q, k, v)
+    return "" if q.device.type == "cpu" else f"there is no kernel by interval for {q.device.type}"
 
 
 def emit(node: fx.Node, reader: Reader, interval: Interval, ctx: ir.Context) -> tuple[fx.Node, fx.Node]:

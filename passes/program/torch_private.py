@@ -199,7 +199,7 @@ def compile_inner(module: fx.GraphModule, values: Sequence[Tensor], mode: FakeTe
         "reorder_for_peak_memory": False,  # the order is the graph's
         "fx_graph_cache": False,  # we keep what is compiled
     }
-    with tracing(TracingContext(mode)), V.set_fake_mode(mode), config.patch(options):
+    with tracing(TracingContext(mode)), V.set_fake_mode(mode), config.patch(options), _flex_as_laid_out():
         return compile_fx_inner(module, list(values))
 
 
@@ -404,7 +404,8 @@ def step_by_step() -> Iterator[None]:
 @contextmanager
 def gradients_inside() -> Iterator[None]:
     """Record gradients in an operator's own kernel, which runs below autograd."""
-    below = (torch._C.DispatchKey.AutogradCPU, torch._C.DispatchKey.AutogradFunctionality)
+    keys = torch._C.DispatchKey
+    below = (keys.AutogradCPU, keys.AutogradCUDA, keys.AutogradFunctionality)
     with ExitStack() as stack:
         for key in below:
             stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
@@ -462,6 +463,30 @@ def flex_attention_backward(
     """
     operator = torch.ops.higher_order.flex_attention_backward
     return operator(*given, None, change, joint, mask.as_tuple(), scale, _FLEX, read, bounds)[:3]
+
+
+@contextmanager
+def _flex_as_laid_out() -> Iterator[None]:
+    """Let Inductor give FlexAttention's kernels contiguous lists of blocks and log-sum-exps, which they take as such.
+
+    By itself it may pad the rows of what it computes in the same graph. What score and mask functions read is made
+    before: in the kernel, it would be computed for each pair, where that can be written at all.
+    """
+    from torch._inductor.ir import ExternKernel, TensorBox
+    from torch._inductor.lowering import lowerings
+    from torch.utils._pytree import tree_map_only
+
+    def lowered(lower: Callable, places: tuple[int, ...]) -> Callable:
+        def run(*args: Any) -> Any:
+            exact = {i: tree_map_only(TensorBox, ExternKernel.require_contiguous, args[i]) for i in places}
+            return lower(*(exact.get(i, arg) for i, arg in enumerate(args)))
+
+        return run
+
+    operators = torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward
+    places = (4, 7, 8), (4, 9, 12, 13)  # blocks and what functions read; log-sum-exp before them
+    with patch.dict(lowerings, {op: lowered(lowerings[op], each) for op, each in zip(operators, places)}):
+        yield
 
 
 @contextmanager

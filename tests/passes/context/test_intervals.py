@@ -6,7 +6,6 @@ import functools
 import itertools
 from dataclasses import replace
 
-import flex_oracle
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from compiler_trainer.capture.capture import capture as capture_model
 from compiler_trainer.config.errors import UserError
+from passes.context import flex
 from passes.context.context import METHODS
 from passes.context.intervals import Intervals
 from passes.context.visible import ROWS, SCORES, pieces
@@ -229,10 +229,10 @@ def test_the_kernel_is_flex_attention_with_blocks_made_of_bounds(form, score, sc
     q, k, v = random(2, 4, 300, 16), random(2, 2, 300, 16), random(2, 2, 300, 16) + 1
     for runs in (None, torch.tensor([150, 0])):
         given = (first, last, runs, SCORED[score], 0.3, score)
-        found, wanted = attend(q, k, v, *given), flex_oracle.forward(q, k, v, *given)
+        found, wanted = attend(q, k, v, *given), flex.forward(q, k, v, *given)
         gradient = random(*found[0].shape)
         found += attend_backward(gradient, q, k, v, *found, *given)
-        wanted += flex_oracle.backward(gradient, q, k, v, *wanted, *given)
+        wanted += flex.backward(gradient, q, k, v, *wanted, *given)
         for x, y in zip(found, wanted, strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=1e-11)
 
