@@ -23,7 +23,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from passes.context.visible import SCORES
 from passes.program.attend import attend, attend_backward
-from passes.program.torch_private import flex_attention, flex_attention_backward
+from passes.program.torch_private import flex_attention, flex_attention_backward, gradients_inside, graph_of
 
 BLOCK, BLOCKS = 128, 1024  # positions of a block, doubled until a sequence has no more blocks than these
 NARROWEST, WIDEST = 16, 256  # heads that the kernels take; narrower ones are filled up
@@ -124,8 +124,8 @@ def entry(x: Tensor, *at: Tensor) -> Tensor:
     return torch.ops.aten.index.Tensor(x, index)  # `x[i]` would ask for the number
 
 
-def told(given: Sequence[Any], keys: int) -> tuple[Callable, Callable, BlockMask, tuple, tuple]:
-    """What the operator takes: the score function with its gradient, the block mask, and the tensors that both read."""
+def told(given: Sequence[Any], keys: int) -> tuple[Callable, BlockMask, tuple, tuple]:
+    """What the operator takes: the score function, the block mask, and the tensors that either reads."""
     first, last, runs, terms, _, score = given
     first, last = (x.to(torch.int32) for x in (first, last))
     where = positions(runs, keys, first.device)
@@ -139,13 +139,24 @@ def told(given: Sequence[Any], keys: int) -> tuple[Callable, Callable, BlockMask
         where, *terms = read
         return SCORES[score](x, entry(where, j), *(entry(t, b, h, i, torch.zeros_like(i)) for t in terms))
 
-    def joint(x: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, gradient: Tensor, *read: Tensor) -> list:
-        if not read:
-            return [gradient, None, None, None, None]
-        _, back = torch.func.vjp(lambda x: change(x, b, h, i, j, *read), x)
-        return [*back(gradient), None, None, None, None, *[None] * len(read)]
+    return change, block_mask(first, last, where, sees), (where, *terms) if score else (), (first, last, where)
 
-    return change, joint, block_mask(first, last, where, sees), (where, *terms) if score else (), (first, last, where)
+
+def gradient_of(change: Callable, read: Sequence[Tensor], q: Tensor) -> Callable:
+    """The score function's gradient: (score, b, h, i, j, gradient, *read) -> that of the score, and nothing else."""
+
+    def joint(x: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, gradient: Tensor, *read: Tensor) -> list:
+        rest = [None, None, None, None, *[None] * len(read)]
+        if not read:
+            return [gradient, *rest]
+        with gradients_inside():
+            x = x.detach().requires_grad_()
+            (found,) = torch.autograd.grad(change(x, b, h, i, j, *read), x, gradient)
+        return [found, *rest]
+
+    score = torch.zeros((), dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    places = [torch.zeros((), dtype=torch.int32, device=q.device) for _ in range(4)]
+    return graph_of(joint, score, *places, score.clone(), *read)
 
 
 def filled(x: Tensor, width: int) -> Tensor:
@@ -168,7 +179,7 @@ def widths(q: Tensor, v: Tensor) -> tuple[int, int]:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     """`attend` by FlexAttention."""
-    change, _, mask, read, bounds = told(given, k.shape[2])
+    change, mask, read, bounds = told(given, k.shape[2])
     wide, value = widths(q, v)
     tensors = filled(q, wide), filled(k, wide), filled(v, value)
     out, lse = flex_attention(*tensors, change, mask, given[4], read, bounds)
@@ -179,11 +190,11 @@ def backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *given: Any
 ) -> tuple[Tensor, ...]:
     """`attend_backward` by FlexAttention."""
-    change, joint, mask, read, bounds = told(given, k.shape[2])
+    change, mask, read, bounds = told(given, k.shape[2])
     wide, value = widths(q, v)
     lse = torch.where(lse > -math.inf, lse / math.log(2), 0.0)
     tensors = [filled(q, wide), filled(k, wide), filled(v, value), filled(out, value), lse, filled(gradient, value)]
-    found = flex_attention_backward(tensors, change, joint, mask, given[4], read, bounds)
+    found = flex_attention_backward(tensors, change, gradient_of(change, read, q), mask, given[4], read, bounds)
     return tuple(new[..., : x.shape[-1]].contiguous() for new, x in zip(found, (q, k, v)))
 
 

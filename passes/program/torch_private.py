@@ -29,7 +29,12 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # generates code when first called
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, snapshot_fake
+from torch.fx.experimental.proxy_tensor import (
+    ProxyTorchDispatchMode,
+    disable_proxy_modes_tracing,
+    make_fx,
+    snapshot_fake,
+)
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -60,6 +65,7 @@ __all__ = [
     "flex_attention",
     "flex_attention_backward",
     "flex_with_gradients",
+    "graph_of",
     "grouped_products_as",
     "import_loader",
     "inductor_decompositions",
@@ -463,6 +469,12 @@ def flex_attention_backward(
     """
     operator = torch.ops.higher_order.flex_attention_backward
     return operator(*given, None, change, joint, mask.as_tuple(), scale, _FLEX, read, bounds)[:3]
+
+
+def graph_of(fn: Callable, *args: Tensor) -> fx.GraphModule:
+    """The operators that a function calls, also where a graph is being traced: they are no part of that one."""
+    with disable_proxy_modes_tracing():
+        return make_fx(fn)(*args)
 
 
 @contextmanager
