@@ -15,11 +15,12 @@ if __name__ == "__main__":
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+from bounds import bounds_of
 from fake_cuda import fake_h100, is_flex
 from torch import Tensor
 from torch._inductor.async_compile import AsyncCompile
@@ -33,17 +34,6 @@ from passes.context import flex, visible  # noqa: F401, the kernel of the CPU
 from passes.program.attend import attend, attend_backward
 from passes.program.torch_private import compile_inner, inductor_decompositions
 
-BOUNDS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {  # (positions of queries, first and last of their documents)
-    "causal": lambda i, start, end: (torch.zeros_like(i), i + 1),
-    "documents": lambda i, start, end: (start, i + 1),
-    "documents both ways": lambda i, start, end: (start, end),
-    "documents and window": lambda i, start, end: (start.maximum(i - 70), i + 1),
-    "window": lambda i, start, end: (i - 70, i + 1),
-    "prefix": lambda i, start, end: (torch.zeros_like(i), (i + 1).clamp(min=100)),
-    "any": lambda i, start, end: ((i * 7919) % 300, (i * 7919) % 300 + (i * 31) % 150 - 20),
-}
-LENGTHS = (1, 2, 3, 50, 60, 1, 1, 130, 20, 200)
-
 
 class Case(NamedTuple):
     """A form of bounds, heads of queries and of keys, the widths of keys and values, two runs of keys or one."""
@@ -54,15 +44,6 @@ class Case(NamedTuple):
     runs: bool = False
     dtype: str = "float32"
     size: int = 300
-
-
-def bounds_of(name: str, size: int) -> tuple[Tensor, Tensor]:
-    """First and last of the keys that queries see, two rows that differ."""
-    ids = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))[:size]
-    ids = torch.stack([ids, ids.flip(0).neg()])
-    start, end = (torch.searchsorted(ids, ids, right=right) for right in (False, True))
-    found = BOUNDS[name](torch.arange(size).expand(2, -1), start, end)
-    return found[0].clamp(0, size), found[1].clamp(0, size)
 
 
 def values_of(case: Case) -> list[Tensor]:

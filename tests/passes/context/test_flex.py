@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 from attention_cases import random
-from test_intervals import BOUNDS, bounds_of
+from bounds import BOUNDS, bounds_of
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from attention_cases import HEADS, RANKS, SIZES, TOLERANCE, WIDTH, WINDOW, documents, grids, random, sequence
+from bounds import BOUNDS, bounds_of
 from oracle import compile_lockstep
 from rule_harness import Function, capture, check, sharded
 from torch import Tensor, fx, nn
@@ -161,28 +162,11 @@ class Attentive(nn.Module):
 
 # ---- kernels ---------------------------------------------------------------------------------------
 
-BOUNDS = {
-    "causal": lambda i, start, end: (torch.zeros_like(i), i + 1),
-    "documents": lambda i, start, end: (start, i + 1),
-    "documents both ways": lambda i, start, end: (start, end),
-    "documents and window": lambda i, start, end: (start.maximum(i - 70), i + 1),
-    "window": lambda i, start, end: (i - 70, i + 1),
-    "prefix": lambda i, start, end: (torch.zeros_like(i), (i + 1).clamp(min=100)),
-    "any": lambda i, start, end: ((i * 7919) % 300, (i * 7919) % 300 + (i * 31) % 150 - 20),
-}
 SCORED = {
     "": [],
     "capped": [],
     "sloped": [random(1, 4, 1, 1), torch.arange(300).view(1, 1, 300, 1)],
 }
-
-
-def bounds_of(name: str, size: int) -> tuple[Tensor, Tensor]:
-    lengths = torch.tensor([1, 2, 3, 50, 60, 1, 1, 130, 20, 200])
-    ids = torch.repeat_interleave(torch.arange(10), lengths)[:size]
-    ids = torch.stack([ids, ids.flip(0).neg()])
-    start, end = (torch.searchsorted(ids, ids, right=right) for right in (False, True))
-    return tuple(x.clamp(0, size) for x in BOUNDS[name](torch.arange(size).expand(2, -1), start, end))
 
 
 @pytest.fixture
