@@ -95,7 +95,7 @@ def compile_dry(cfg: Config, observe: Observer | None) -> DryStep:
     )
     programs, report = work.programs(evaluate=False)
     if cfg.lower.cudagraphs:
-        check_recordable(programs)
+        check_recordable(programs, cfg.lower.backend == "inductor")
     flat = {name: Captured(flatten(program), ctx) for name, (program, ctx) in programs.items()}
     return DryStep(flat, report.finish(), trained.flops_per_token(length))
 

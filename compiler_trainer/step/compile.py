@@ -84,13 +84,14 @@ def compile_step(
     work = Compilation(model, loss_fn, batch, named, pipeline, options, device, observe, tell, whole, below or {})
     programs, report = work.programs(evaluate=True)
     if lower.cudagraphs:
-        check_recordable({name: program for name, program in programs.items() if name != "evaluate"})
+        training = {name: program for name, program in programs.items() if name != "evaluate"}
+        check_recordable(training, lower.backend == "inductor")
     laid_out = next(iter(programs.values())).program.mesh  # as placement has it; evaluation comes last
     state = initial_state([c.program for c in programs.values()], runtime, laid_out, device, values)
     compiled = {name: Compiled(flatten(c.program), partial(runtime.compile, name, *c)) for name, c in programs.items()}
     evaluation = compiled.pop("evaluate")  # lowered when it is first run
-    for name, training in compiled.items():
-        report.time(f"{name}.lower", partial(getattr, training, "executable"))
+    for name, each in compiled.items():
+        report.time(f"{name}.lower", partial(getattr, each, "executable"))
     return Step(runtime, laid_out, compiled, evaluation, state, update.lr, seed, microbatches, device, report.finish())
 
 

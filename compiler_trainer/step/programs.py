@@ -157,9 +157,9 @@ class Compilation:
         return self.run("evaluate", self.pipeline.evaluate, forward)
 
 
-def check_recordable(programs: Mapping[str, Captured]) -> None:
+def check_recordable(programs: Mapping[str, Captured], compiled: bool = True) -> None:
     """Raises UserError naming each node, with its source line, that a CUDA graph cannot record."""
-    found = [f"{name}: {what}" for name, (program, _) in programs.items() for what in breaks(program)]
+    found = [f"{name}: {what}" for name, (program, _) in programs.items() for what in breaks(program, compiled)]
     if found:
         raise UserError("lower.cudagraphs", f"cannot record {'; '.join(found)}")
 

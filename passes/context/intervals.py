@@ -6,8 +6,9 @@ becomes
 
 `passes/context/masks.py` reads the mask, `passes/context/written.py` attention that a model writes out, with a function
 of its scores. No mask is in memory any more, blocks that nothing sees are not computed, and every method of context
-parallelism takes bounds along with the queries. An attention with another mask, or a mask or term that may have a
-gradient, or with dropout, is left as it is, and the report says why.
+parallelism takes bounds along with the queries. The kernel is `visible.py` on the CPU and `flex.py` on CUDA. An
+attention with another mask, or a mask or term that may have a gradient, or with dropout, or one that the device has no
+kernel for, is left as it is, and the report says why.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, fx
 
-from passes.context import visible  # noqa: F401, the kernel of the CPU
+from passes.context import flex, visible  # noqa: F401, the kernels
 from passes.context.kernels import wide
 from passes.context.masks import RANK, Given, Interval, Reader, Row, Unknown
 from passes.context.written import SOFTMAX, Attention, Scores, single_heads, written_attention
@@ -114,18 +115,25 @@ class Reading:
 
     def read(self, of: Attention, queries: int, keys: int) -> Bounds:
         """The same of masks that are new."""
-        device = ir.example(of.q).device
-        if device.type != "cpu":
-            raise Unknown(f"there is no kernel by interval for {device.type} yet")
+        q, k, v = map(ir.example, (of.q, of.k, of.v))
+        if why := why_no_kernel(q, k, v):
+            raise Unknown(why)
         if queries < 2 or keys < 2:
             raise Unknown("a single query or key")
         reader = Reader(queries, keys, self.batch)
         interval = reader.all_of([atom for mask in of.masks for atom in reader.let_through(*mask)])
         if not (of.zeroed or interval.itself):
             raise Unknown("a query might see nothing, and would then see all keys alike")
-        found = emit(of.result, reader, interval, device, self.ctx)
+        found = emit(of.result, reader, interval, q.device, self.ctx)
         self.runs |= reader.runs.keys()
         return found
+
+
+def why_no_kernel(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """Why these have no kernel by interval, empty if they have one."""
+    if q.device.type == "cuda":
+        return flex.why_not(q, k, v)
+    return "" if q.device.type == "cpu" else f"there is no kernel by interval for {q.device.type}"
 
 
 def emit(node: fx.Node, reader: Reader, interval: Interval, device: torch.device, ctx: ir.Context) -> Bounds:

@@ -1,6 +1,7 @@
 """Attention by interval on the CPU: blocks that some query sees and no others, each by a kernel of attention.
 
-Time and memory follow the pairs that see each other, and no mask is ever whole.
+Time and memory follow the pairs that see each other, and no mask is ever whole. The eager backend runs the same on
+CUDA, where it waits for the bounds.
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ class Part(NamedTuple):
 def parts(q: Tensor, k: Tensor, v: Tensor, given: Sequence) -> Iterator[Part]:
     """All that queries see of keys."""
     first, last, runs, terms, scale, score = given
+    first, last = first.cpu(), last.cpu()
     starts = [0] if runs is None else runs.tolist()
     held = k.shape[2] // len(starts)
     whole = bool(score) or q.shape[-1] != v.shape[-1]
@@ -104,31 +106,32 @@ def parts(q: Tensor, k: Tensor, v: Tensor, given: Sequence) -> Iterator[Part]:
             bounds = [torch.where(seen, x, 0) for x in (lower, upper)]
             found = pieces(bounds[0], bounds[1])
             for piece in tiled(found) if whole else found:
-                mask = _mask(piece, bounds[0], bounds[1], q.dtype) if piece.masked else None
+                mask = _mask(piece, bounds[0], bounds[1], q) if piece.masked else None
                 near = slice(run * held + piece.keys.start, run * held + piece.keys.stop)
                 far = slice(start + piece.keys.start, start + piece.keys.stop)
                 change = _change(score, terms, batch, piece.rows, far) if score else None
                 yield Part(batch, piece.rows, near, Block(piece.causal, scale, mask, change))
 
 
-def _mask(piece: Piece, first: Tensor, last: Tensor, dtype: torch.dtype) -> Tensor:
+def _mask(piece: Piece, first: Tensor, last: Tensor, q: Tensor) -> Tensor:
     keys = torch.arange(piece.keys.start, piece.keys.stop)
     sees = (keys >= first[piece.rows, None]) & (keys < last[piece.rows, None])
-    return torch.zeros(sees.shape, dtype=dtype).masked_fill(~sees, -torch.inf)[None, None]
+    return torch.zeros(sees.shape, dtype=q.dtype).masked_fill(~sees, -torch.inf)[None, None].to(q.device)
 
 
 def _change(score: str, terms: Sequence[Tensor], batch: slice, rows: slice, keys: slice) -> Callable[[Tensor], Tensor]:
     """The score function on one block of scores."""
     near = [x[batch if x.shape[0] > 1 else slice(None), :, rows if x.shape[2] > 1 else slice(None)] for x in terms]
     positions = torch.arange(keys.start, keys.stop)
-    return lambda scores: evaluate(score, scores, positions, near)
+    return lambda scores: evaluate(score, scores, positions.to(scores.device), near)
 
 
 @torch.library.impl(library, "attend", "CPU")
+@torch.library.impl(library, "attend", "CUDA")
 def _attend(q: Tensor, k: Tensor, v: Tensor, *given) -> tuple[Tensor, Tensor]:
     kind = wide(q.dtype)
-    out = torch.zeros((*q.shape[:3], v.shape[-1]), dtype=kind)
-    lse = torch.full(q.shape[:3], -torch.inf, dtype=kind)
+    out = torch.zeros((*q.shape[:3], v.shape[-1]), dtype=kind, device=q.device)
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=kind, device=q.device)
     for batch, rows, keys, block in parts(q, k, v, given):
         found, level = kernels.forward(q[batch, :, rows], k[batch, :, keys], v[batch, :, keys], block)
         before = lse[batch, :, rows]
@@ -141,9 +144,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *given) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.impl(library, "attend_backward", "CPU")
+@torch.library.impl(library, "attend_backward", "CUDA")
 def _attend_backward(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *given):
     kind = wide(q.dtype)
-    found = [torch.zeros(x.shape, dtype=kind) for x in (q, k, v)]
+    found = [torch.zeros(x.shape, dtype=kind, device=q.device) for x in (q, k, v)]
     for batch, rows, keys, block in parts(q, k, v, given):
         here, near = (batch, slice(None), rows), (batch, slice(None), keys)
         given_here = (gradient[here], q[here], k[near], v[near], out[here], lse[here])

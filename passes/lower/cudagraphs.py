@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from passes.lower.calls import Executable
 from passes.program import ir
+from passes.program.attend import attend, attend_backward
 from passes.program.bodies import flatten
 from passes.program.torch_private import OpOverload
 
@@ -26,22 +27,25 @@ aten = torch.ops.aten
 WARM_UP = 2  # runs before a program is recorded
 FED = ("batch", "scalar")  # inputs that are new at every run; the others are where they were, changed in place
 MASKED = frozenset({aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._unsafe_index_put.default})
+BY_INTERVAL = frozenset({attend, attend_backward})
 ASSERTS = frozenset({aten._assert_async.default, aten._assert_async.msg, aten._assert_scalar.default})
 
 
 # ---- what cannot be recorded ------------------------------------------------------------------------
 
 
-def breaks(program: ir.Program) -> list[str]:
-    """What of a program a CUDA graph cannot record: each node with its source line and the reason."""
-    found = ((node, reason) for node in flatten(program).graph.nodes if (reason := why_not(node)))
+def breaks(program: ir.Program, compiled: bool = True) -> list[str]:
+    """What of a program, run as it is or compiled, a CUDA graph cannot record: each node with its line and why."""
+    found = ((node, reason) for node in flatten(program).graph.nodes if (reason := why_not(node, compiled)))
     return [f"%{node.name} ({ir.source(node) or 'no source line'}) {reason}" for node, reason in found]
 
 
-def why_not(node: fx.Node) -> str:
-    """Why a CUDA graph cannot record a node, empty if it can."""
+def why_not(node: fx.Node, compiled: bool = True) -> str:
+    """Why a CUDA graph cannot record a node, run as it is or compiled, empty if it can."""
     if node.op == "output":
         return ""
+    if node.target in BY_INTERVAL and not compiled:
+        return "reads its bounds on the host where it is not compiled; use lower.backend=inductor"
     tags = node.target.tags if isinstance(node.target, OpOverload) else ()
     if node.target in ASSERTS:
         return "tests a value: nobody would hear of a replay that failed"

@@ -21,11 +21,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from passes.communication.borders import products_of
 from passes.communication.overlap import products_to_wait_for
+from passes.context import flex
 from passes.lower.calls import Kernels
 from passes.lower.elf import is_torn
 from passes.lower.kernels import Libraries
 from passes.lower.store import Store
-from passes.program import ir
+from passes.program import attend, ir
 from passes.program.bodies import Body, key_of
 from passes.program.sweep import Layout
 from passes.program.torch_private import (
@@ -159,8 +160,9 @@ def decompose(body: Body, ctx: ir.Context) -> tuple[fx.GraphModule, Any]:
     def run(*values: Tensor) -> tuple[Tensor, ...]:
         return tuple(interpreter.run(*values, enable_io_processing=False))
 
+    table = inductor_decompositions() | (flex.DECOMPOSITIONS if device_of(body).type == "cuda" else {})
     with torch.no_grad(), ctx.fake_mode, lazy_graph_modules(), step_by_step():
-        return make_fx(run, inductor_decompositions())(*values), ctx.fake_mode
+        return make_fx(run, table)(*values), ctx.fake_mode
 
 
 def stored_key(body: Body) -> str:
@@ -172,4 +174,5 @@ def stored_key(body: Body) -> str:
 def surroundings() -> str:
     """A digest of what kernels depend on beside their body: the compiler's state, and how we lower."""
     own = [Path(__file__), Path(__file__).parent / "store.py", Path(ir.__file__).parent / "torch_private.py"]
+    own += [Path(flex.__file__), Path(attend.__file__)]
     return key_of(compiler_state() + "".join(path.read_text() for path in own))

@@ -39,7 +39,8 @@ Action = Literal["save", "recompute", "offload"]
 POLICIES = ("none", "full", "selective", "every_n", "budget", "offload")
 OFFLOADED = "offloaded"  # the reason of what is kept in host memory
 # Products and attention: the most time for the bytes of their results.
-SAVE = ("linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "_scaled_mm", "grouped_mm", "convolution", "*attention*")
+PRODUCTS = ("linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "_scaled_mm", "grouped_mm", "convolution")
+SAVE = (*PRODUCTS, "*attention*", "attend")
 
 
 def weights_to_regather(program: ir.Program) -> set[fx.Node]:

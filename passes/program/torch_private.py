@@ -29,7 +29,12 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # generates code when first called
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, snapshot_fake
+from torch.fx.experimental.proxy_tensor import (
+    ProxyTorchDispatchMode,
+    disable_proxy_modes_tracing,
+    make_fx,
+    snapshot_fake,
+)
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -57,7 +62,10 @@ __all__ = [
     "composites_of",
     "context_parallel_internals",
     "decomposition",
+    "flex_attention",
+    "flex_attention_backward",
     "flex_with_gradients",
+    "graph_of",
     "grouped_products_as",
     "import_loader",
     "inductor_decompositions",
@@ -197,7 +205,7 @@ def compile_inner(module: fx.GraphModule, values: Sequence[Tensor], mode: FakeTe
         "reorder_for_peak_memory": False,  # the order is the graph's
         "fx_graph_cache": False,  # we keep what is compiled
     }
-    with tracing(TracingContext(mode)), V.set_fake_mode(mode), config.patch(options):
+    with tracing(TracingContext(mode)), V.set_fake_mode(mode), config.patch(options), _flex_as_laid_out():
         return compile_fx_inner(module, list(values))
 
 
@@ -402,7 +410,8 @@ def step_by_step() -> Iterator[None]:
 @contextmanager
 def gradients_inside() -> Iterator[None]:
     """Record gradients in an operator's own kernel, which runs below autograd."""
-    below = (torch._C.DispatchKey.AutogradCPU, torch._C.DispatchKey.AutogradFunctionality)
+    keys = torch._C.DispatchKey
+    below = (keys.AutogradCPU, keys.AutogradCUDA, keys.AutogradFunctionality)
     with ExitStack() as stack:
         for key in below:
             stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
@@ -425,6 +434,70 @@ def quiet_failures() -> Iterator[None]:
 def flex_with_gradients() -> Iterator[None]:
     """Let FlexAttention be captured on devices where PyTorch's kernel has no backward: that kernel will not be run."""
     with patch("torch.nn.attention.flex_attention._validate_device", lambda *_: None):
+        yield
+
+
+_FLEX = {  # what the public function sets by itself
+    "BACKEND": "TRITON",  # not a kernel of its own for few queries, nor one that is installed beside PyTorch
+    "PRESCALE_QK": False,
+    "ROWS_GUARANTEED_SAFE": False,  # a query may see nothing
+    "BLOCKS_ARE_CONTIGUOUS": False,
+    "WRITE_DQ": True,
+    "OUTPUT_LOGSUMEXP": True,
+    "OUTPUT_MAX": False,
+}
+
+
+def flex_attention(
+    q: Tensor, k: Tensor, v: Tensor, change: Callable, mask: Any, scale: float, read: tuple, bounds: tuple
+) -> tuple[Tensor, Tensor]:
+    """FlexAttention's operator: (out, lse in base 2) of a `BlockMask` whose function is given `bounds` as well.
+
+    `change(score, b, h, i, j, *read)` makes the scores.
+    """
+    operator = torch.ops.higher_order.flex_attention
+    out, lse, _ = operator(q, k, v, change, mask.as_tuple(), scale, _FLEX, read, bounds)
+    return out, lse
+
+
+def flex_attention_backward(
+    given: Sequence[Tensor], change: Callable, joint: Callable, mask: Any, scale: float, read: tuple, bounds: tuple
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, `given` these, out, its lse in base 2 and its gradient.
+
+    `joint(score, b, h, i, j, gradient, *read)` returns a gradient or None for each but the sixth.
+    """
+    operator = torch.ops.higher_order.flex_attention_backward
+    return operator(*given, None, change, joint, mask.as_tuple(), scale, _FLEX, read, bounds)[:3]
+
+
+def graph_of(fn: Callable, *args: Tensor) -> fx.GraphModule:
+    """The operators that a function calls, also where a graph is being traced: they are no part of that one."""
+    with disable_proxy_modes_tracing():
+        return make_fx(fn)(*args)
+
+
+@contextmanager
+def _flex_as_laid_out() -> Iterator[None]:
+    """Let Inductor give FlexAttention's kernels contiguous lists of blocks and log-sum-exps, which they take as such.
+
+    By itself it may pad the rows of what it computes in the same graph. What score and mask functions read is made
+    before: in the kernel, it would be computed for each pair, where that can be written at all.
+    """
+    from torch._inductor.ir import ExternKernel, TensorBox
+    from torch._inductor.lowering import lowerings
+    from torch.utils._pytree import tree_map_only
+
+    def lowered(lower: Callable, places: tuple[int, ...]) -> Callable:
+        def run(*args: Any) -> Any:
+            exact = {i: tree_map_only(TensorBox, ExternKernel.require_contiguous, args[i]) for i in places}
+            return lower(*(exact.get(i, arg) for i, arg in enumerate(args)))
+
+        return run
+
+    operators = torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward
+    places = (4, 7, 8), (4, 9, 12, 13)  # blocks and what functions read; log-sum-exp before them
+    with patch.dict(lowerings, {op: lowered(lowerings[op], each) for op, each in zip(operators, places)}):
         yield
 
 

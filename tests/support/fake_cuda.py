@@ -44,6 +44,7 @@ from passes.lower.cudagraphs import breaks
 from passes.lower.inductor import compile_body
 from passes.lower.store import Store
 from passes.program.bodies import calls_of
+from passes.program.torch_private import compile_inner
 
 H100 = SimpleNamespace(
     name="NVIDIA H100",
@@ -127,10 +128,22 @@ def programs_of(cfg: Config) -> dict[str, Captured]:
     return programs
 
 
+def is_flex(kernel: CachingAutotuner, backward: bool) -> bool:
+    """Whether Triton's kernel is FlexAttention's forward, or its backward."""
+    return "arg_KV_IDX" in kernel.fn.arg_names and ("arg_DO" in kernel.fn.arg_names) == backward
+
+
 def compile_all(programs: dict[str, Captured]) -> dict[str, Any]:
     """Compile every body for an H100; what there was to compile, and what came of it."""
-    extern = Counter[str]()
-    with fake_h100() as kernels, tempfile.TemporaryDirectory() as folder:
+    extern, squares = Counter[str](), set[tuple[int, ...]]()
+
+    def watched(module: torch.fx.GraphModule, *given: Any) -> Any:
+        shapes = [value.shape for node in module.graph.nodes if isinstance(value := node.meta.get("val"), torch.Tensor)]
+        squares.update(tuple(shape) for shape in shapes if len(shape) > 1 and shape[-1] == shape[-2])
+        return compile_inner(module, *given)
+
+    watching = patch("passes.lower.inductor.compile_inner", watched)
+    with fake_h100() as kernels, tempfile.TemporaryDirectory() as folder, watching:
         bodies = [(body, ctx) for program, ctx in programs.values() for body in calls_of(program)]
         for body, ctx in bodies:
             print(f"{body.name}, {len(kernels)} kernels before it", file=sys.stderr, flush=True)
@@ -139,7 +152,10 @@ def compile_all(programs: dict[str, Captured]) -> dict[str, Any]:
     made = [result.kernel.asm for kernel in kernels for result in kernel.compile_results]
     targets = sorted({line for asm in made for line in asm["ptx"].splitlines() if line.startswith(".target")})
     sizes = [len(asm["cubin"]) for asm in made]
+    shared = max(result.kernel.metadata.shared for kernel in kernels for result in kernel.compile_results)
+    flex = [sum(is_flex(kernel, backward) for kernel in kernels) for backward in (False, True)]
     found = {"bodies": len(bodies), "kernels": len(kernels), "cubins": sizes, "targets": targets, "extern": extern}
+    found |= {"flex": flex, "shared": shared, "squares": sorted(squares)}
     return found | {"breaks": [what for program, _ in programs.values() for what in breaks(program)]}
 
 

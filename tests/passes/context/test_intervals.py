@@ -6,18 +6,19 @@ import functools
 import itertools
 from dataclasses import replace
 
-import flex_oracle
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
 from attention_cases import F64, HEADS, RANKS, SIZES, TOLERANCE, WIDTH, WINDOW, documents, grids, random, sequence
+from bounds import BOUNDS, bounds_of
 from oracle import compile_lockstep
 from rule_harness import Function, capture, check, sharded
 from torch import Tensor, fx, nn
 
 from compiler_trainer.capture.capture import capture as capture_model
 from compiler_trainer.config.errors import UserError
+from passes.context import flex
 from passes.context.context import METHODS
 from passes.context.intervals import Intervals
 from passes.context.visible import ROWS, pieces
@@ -186,15 +187,6 @@ class Attentive(nn.Module):
 
 # ---- kernels ---------------------------------------------------------------------------------------
 
-BOUNDS = {
-    "causal": lambda i, start, end: (torch.zeros_like(i), i + 1),
-    "documents": lambda i, start, end: (start, i + 1),
-    "documents both ways": lambda i, start, end: (start, end),
-    "documents and window": lambda i, start, end: (start.maximum(i - 70), i + 1),
-    "window": lambda i, start, end: (i - 70, i + 1),
-    "prefix": lambda i, start, end: (torch.zeros_like(i), (i + 1).clamp(min=100)),
-    "any": lambda i, start, end: ((i * 7919) % 300, (i * 7919) % 300 + (i * 31) % 150 - 20),
-}
 EXPRESSIONS = {
     "": [],
     "tanh(s / 2.0) * 2.0": [],
@@ -202,12 +194,6 @@ EXPRESSIONS = {
 }
 
 
-def bounds_of(name: str, size: int) -> tuple[Tensor, Tensor]:
-    lengths = torch.tensor([1, 2, 3, 50, 60, 1, 1, 130, 20, 200])
-    ids = torch.repeat_interleave(torch.arange(10), lengths)[:size]
-    ids = torch.stack([ids, ids.flip(0).neg()])
-    start, end = (torch.searchsorted(ids, ids, right=right) for right in (False, True))
-    return tuple(x.clamp(0, size) for x in BOUNDS[name](torch.arange(size).expand(2, -1), start, end))
 
 
 def plainly(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, at: Tensor, score: str) -> Tensor:
@@ -248,10 +234,10 @@ def test_the_kernel_is_flex_attention_with_blocks_made_of_bounds(form, score):
     q, k, v = random(2, 4, 300, 16), random(2, 2, 300, 16), random(2, 2, 300, 16) + 1
     for runs in (None, torch.tensor([150, 0])):
         given = (first, last, runs, EXPRESSIONS[score], 0.3, score)
-        found, wanted = attend(q, k, v, *given), flex_oracle.forward(q, k, v, *given)
+        found, wanted = attend(q, k, v, *given), flex.forward(q, k, v, *given)
         gradient = random(*found[0].shape)
         found += attend_backward(gradient, q, k, v, *found, *given)
-        wanted += flex_oracle.backward(gradient, q, k, v, *wanted, *given)
+        wanted += flex.backward(gradient, q, k, v, *wanted, *given)
         for x, y in zip(found, wanted, strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=1e-11)
 

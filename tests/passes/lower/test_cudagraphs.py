@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from compiler_trainer.step.programs import Captured, check_recordable
 from passes.lower.cudagraphs import Replayed, breaks
 from passes.lower.segment import Segment
 from passes.program import ir
+from passes.program.attend import attend
 from passes.program.bodies import calls_of
 from passes.program.torch_private import FakeTensor, ao
 
@@ -86,6 +88,17 @@ def test_what_breaks_a_recording_is_named_with_its_line(program, reason):
         check_recordable({"step": Captured(program, None)})
 
 
+def test_attention_by_interval_is_recorded_only_compiled():
+    """The eager backend's kernel reads its bounds."""
+    small = Small()
+    q, bounds = small.input("q", cut((1, 2, 4, 8)), dtype=F32), small.input("bounds", cut((1, 4)), dtype=torch.int64)
+    out = small.call(operator.getitem, small.call(attend, q, q, q, bounds, bounds, None, [], 1.0, ""), 0)
+    program = small.program([("loss", "l", out, cut((1, 2, 4, 8)))], "captured", "local")
+    assert breaks(program) == []
+    (said,) = breaks(program, compiled=False)
+    assert "use lower.backend=inductor" in said
+
+
 def test_all_that_breaks_is_named():
     found = [Captured(program, None) for program, _ in BREAKS.values()]
     with pytest.raises(UserError) as caught:
@@ -103,7 +116,7 @@ def test_a_dry_run_checks_too(passes, monkeypatch):
     options = {"mesh": {"dp_shard": 2, "tp": 2}, "model": {"n_layers": 1}, "lower": {"cudagraphs": True}, "passes": passes}
     cfg = build(Config, options)
     compile_dry(cfg, None)
-    monkeypatch.setattr(programs, "breaks", lambda program: ["%item (model.py:41) reads a value on the host"])
+    monkeypatch.setattr(programs, "breaks", lambda *_: ["%item (model.py:41) reads a value on the host"])
     with pytest.raises(UserError, match=r"lower.cudagraphs: cannot record step: %item \(model.py:41\)"):
         compile_dry(cfg, None)
 

@@ -8,12 +8,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.utils import cpp_extension
 
 FAKE_CUDA = Path(__file__).parents[2] / "support" / "fake_cuda.py"
+FLEX_CUDA = FAKE_CUDA.with_name("flex_cuda.py")
+H100_SHARED = 232448  # bytes that a block of threads may share
 JOBS = {
     "default": {"mesh": {"dp_shard": 1}},
     "dp_shard 2, tp 2, cp 2": {"mesh": {"dp_shard": 2, "tp": 2, "cp": 2}},
@@ -37,15 +40,21 @@ def library(tmp_path_factory):
     return path
 
 
+def run(program: Path, library: Path, given: Any, **environment: str) -> Any:
+    """What a program prints that needs the library before PyTorch."""
+    command = [sys.executable, str(program), str(library), json.dumps(given)]
+    paths = os.pathsep.join(filter(None, (str(program.parents[2]), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"PYTHONPATH": paths} | environment
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 @pytest.mark.full
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", JOBS)
 def test_every_body_becomes_cubins(name, library, record_property):
-    command = [sys.executable, str(FAKE_CUDA), str(library), json.dumps(JOBS[name])]
-    paths = os.pathsep.join(filter(None, (str(FAKE_CUDA.parents[2]), os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout)
+    found = run(FAKE_CUDA, library, JOBS[name])
     assert found["kernels"] >= found["bodies"] > 5
     assert len(found["cubins"]) >= found["kernels"] and min(found["cubins"]) > 0
     assert found["targets"] == [".target sm_90a"]
@@ -54,3 +63,67 @@ def test_every_body_becomes_cubins(name, library, record_property):
     extern = ", ".join(f"{count} {operator}" for operator, count in sorted(found["extern"].items())) or "none"
     counted = f"{found['bodies']} bodies, {found['kernels']} Triton kernels, {len(found['cubins'])} cubins"
     record_property("counted", f"Triton for an H100, {name}: {counted}; attention and float8 products called: {extern}")
+
+
+# ---- attention by interval --------------------------------------------------------------------------
+
+SMALL = {"attention": "documents", "dim": 128, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2}
+HALF = {"cast": {"param_dtype": "bfloat16"}, "context": {"method": "ring"}}
+LENGTH = 640
+PACKED = {
+    f"cp {ranks}": {
+        "mesh": {"dp_shard": 1, "cp": ranks},
+        "model": SMALL,
+        "passes": HALF,
+        "train": {"seq_len": LENGTH, "global_batch_size": 2},
+    }
+    for ranks in (1, 2)
+}
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_documents_take_flex_attention_and_no_mask(name, library, record_property):
+    """A step of two layers, alone and in a ring."""
+    found, ranks = run(FAKE_CUDA, library, PACKED[name]), int(name[-1])
+    assert all(found["flex"])  # forward and backward
+    assert found["shared"] <= H100_SHARED and min(found["cubins"]) > 0 and not found["breaks"]
+    assert not [shape for shape in found["squares"] if shape[-1] in (LENGTH, LENGTH // ranks)]
+    counted = f"{found['kernels']} Triton kernels, {sum(found['flex'])} of them FlexAttention's"
+    record_property("counted", f"Triton for an H100, packed documents, {name}: {counted}; no mask")
+
+
+def test_attention_by_interval_becomes_cubins(library):
+    (found,) = run(FLEX_CUDA, library, [{"dtype": "bfloat16", "widths": (64, 64), "runs": True}])
+    assert found["flex"] == [1, 1] and found["shared"] <= H100_SHARED
+
+
+WIDTHS = [(8, 8), (24, 80), (40, 40), (64, 64), (80, 80), (96, 96), (128, 128), (160, 160), (192, 128), (256, 256)]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_heads_of_all_widths_share_no_more_memory_than_there_is(dtype, library, record_property):
+    found = run(FLEX_CUDA, library, [{"dtype": dtype, "widths": widths} for widths in WIDTHS])
+    assert all(case["flex"] == [1, 1] for case in found)
+    shared = [case["shared"] for case in found]
+    assert max(shared) <= H100_SHARED, dict(zip(map(str, WIDTHS), shared))
+    record_property("counted", f"FlexAttention for an H100, {dtype}: {len(found)} widths of heads up to 256")
+
+
+INTERPRETED = [
+    {"form": "documents", "runs": True},
+    {"form": "any", "heads": (6, 2), "widths": (8, 24)},
+]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("case", INTERPRETED, ids=lambda case: case["form"])
+def test_triton_computes_what_the_cpu_does(case, library, record_property):
+    """Every kernel of the compiled graph, lists of blocks and all, in Triton's interpreter in fp32."""
+    (found,) = run(FLEX_CUDA, library, [case], TRITON_INTERPRET="1")
+    assert max(found) < 2e-5, found
+    record_property("counted", f"FlexAttention's kernels in Triton's interpreter, {case}: {max(found):.1e} from fp64")

@@ -14,6 +14,7 @@ from passes.cost.accounting import peak_memory
 from passes.memory.recompute import COMMUNICATION, is_random, saved_nodes
 from passes.memory.remat import Remat, operator_name
 from passes.program import boundary, ir
+from passes.program.attend import attend
 from passes.program.printer import print_program
 from passes.program.regions import layer_paths, region_of, regions
 from passes.program.spec import Spec
@@ -139,6 +140,23 @@ def test_attention_is_random_only_with_dropout(dropout_p):
     q = tiny.input("q", Spec.whole((1, 1, 4, 8)))
     flash = aten._scaled_dot_product_flash_attention_for_cpu.default
     assert is_random(tiny.call(flash, q, q, q, dropout_p)) == (dropout_p > 0)
+
+
+@pytest.mark.parametrize("policy, repeated", [("selective", 0), ("full", 2)])
+def test_selective_keeps_attention_by_interval(policy, repeated):
+    tiny = Tiny()
+    x, bounds = tiny.input("x", Spec.whole((1, 1, 4, 8)), "batch"), tiny.input("bounds", Spec.whole((1, 4)), "batch")
+    read = []
+    for i in range(2):
+        x = tiny.call(aten.silu.default, x, module=f"layers.{i}")
+        both = tiny.call(attend, x, x, x, bounds, bounds, None, [], 1.0, "", module=f"layers.{i}")
+        read.append(x := tiny.call(operator.getitem, both, 0, module=f"layers.{i}"))
+        x = tiny.call(aten.cos.default, x, module=f"layers.{i}")
+    gradient = tiny.call(aten.ones_like.default, tiny.call(aten.neg.default, x), phase="backward")
+    for node in reversed(read):
+        gradient = tiny.call(aten.mul.Tensor, gradient, node, phase="backward")
+    result, _ = Remat(policy)(tiny.program(gradient), tiny.ctx)
+    assert count(result, attend, "backward") == repeated
 
 
 def test_values_written_in_place_are_kept_with_their_readers():
