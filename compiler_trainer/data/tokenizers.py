@@ -112,5 +112,7 @@ def one_line(error: Exception) -> str:
 
 
 def build_tokenizer(name: str) -> Tokenizer:
-    """The byte tokenizer for "bytes", else the tokenizer.json at that path."""
+    """The byte tokenizer for "bytes", else the tokenizer.json at that path; raises UserError."""
+    if not name:
+        raise UserError("data.tokenizer", 'is empty; give "bytes" or the path of a tokenizer.json')
     return ByteTokenizer() if name == "bytes" else FileTokenizer(name)

@@ -18,6 +18,8 @@ from passes.program.attend import evaluate, library
 
 ROWS, KEYS = 128, 4096  # of a tile that has a mask of its own
 FEW = 48  # queries that see alike are not worth a call of their own
+LEAST_WORK = 2**24  # of a call: pairs, heads and widths multiplied
+TRIANGLES = 128, 4096  # rows of the smallest and largest that are taken apart: flash attention computes all of small ones
 
 
 class Piece(NamedTuple):
@@ -29,8 +31,11 @@ class Piece(NamedTuple):
     masked: bool = False
 
 
-def pieces(first: Tensor, last: Tensor, few: int = FEW) -> Iterator[Piece]:
-    """What queries see of the keys of one run, by `first` and `last` among these, i64[s]; no two pieces meet."""
+def pieces(first: Tensor, last: Tensor, few: int = FEW, least: int = TRIANGLES[0]) -> Iterator[Piece]:
+    """What queries see of the keys of one run, by `first` and `last` among these, i64[s]; no two pieces meet.
+
+    Causal ones have no less than `least` rows if there were as many.
+    """
     rows, start, mixed = len(first), 0, 0  # from `mixed` on, queries wait to be put into one tile
     rise = last.diff()
     kinds = torch.where(first.diff() == 0, torch.where(rise == 0, 1, torch.where(rise == 1, 2, 0)), 0)
@@ -43,7 +48,7 @@ def pieces(first: Tensor, last: Tensor, few: int = FEW) -> Iterator[Piece]:
         end = turn + 1 if kind else start + 1
         if end - start >= few:
             yield from tile(first, last, mixed, start)
-            yield from alike_rows(slice(start, end), int(first[start]), int(last[start]), kind == 2)
+            yield from alike_rows(slice(start, end), int(first[start]), int(last[start]), kind == 2, least)
             mixed = end
         elif end - mixed > ROWS:
             yield from tile(first, last, mixed, start)
@@ -52,7 +57,7 @@ def pieces(first: Tensor, last: Tensor, few: int = FEW) -> Iterator[Piece]:
     yield from tile(first, last, mixed, rows)
 
 
-def alike_rows(rows: slice, first: int, last: int, rises: bool) -> Iterator[Piece]:
+def alike_rows(rows: slice, first: int, last: int, rises: bool, least: int) -> Iterator[Piece]:
     """Queries that see from one key on, to one key or each a key further than the one before."""
     if not rises:
         if last > first:
@@ -63,7 +68,19 @@ def alike_rows(rows: slice, first: int, last: int, rises: bool) -> Iterator[Piec
     if last - 1 > first:
         yield Piece(rows, slice(first, last - 1))
     if rows.stop > rows.start:
-        yield Piece(rows, slice(last - 1, last - 1 + rows.stop - rows.start), causal=True)
+        yield from triangle(rows, last - 1, least)
+
+
+def triangle(rows: slice, first: int, least: int) -> Iterator[Piece]:
+    """Queries of which each sees from `first` on a key more than the one before, in triangles and squares."""
+    size = rows.stop - rows.start
+    if not 2 * least <= size <= TRIANGLES[1]:
+        yield Piece(rows, slice(first, first + size), causal=True)
+        return
+    middle = rows.start + size // 2
+    yield from triangle(slice(rows.start, middle), first, least)
+    yield Piece(slice(middle, rows.stop), slice(first, first + size // 2))
+    yield from triangle(slice(middle, rows.stop), first + size // 2, least)
 
 
 def tile(first: Tensor, last: Tensor, start: int, end: int) -> Iterator[Piece]:
@@ -98,13 +115,16 @@ def parts(q: Tensor, k: Tensor, v: Tensor, given: Sequence) -> Iterator[Part]:
     starts = [0] if runs is None else runs.tolist()
     held = k.shape[2] // len(starts)
     whole = bool(score) or q.shape[-1] != v.shape[-1]
+    least = TRIANGLES[0]
+    while least**2 * q.shape[1] * (q.shape[-1] + v.shape[-1]) < LEAST_WORK:
+        least *= 2
     for b in range(first.shape[0]):
         batch = slice(b, b + 1) if first.shape[0] > 1 else slice(0, q.shape[0])
         for run, start in enumerate(starts):
             lower, upper = ((x[b] - start).clamp(0, held) for x in (first, last))
             seen = upper > lower
             bounds = [torch.where(seen, x, 0) for x in (lower, upper)]
-            found = pieces(bounds[0], bounds[1])
+            found = pieces(bounds[0], bounds[1], least=least)
             for piece in tiled(found) if whole else found:
                 mask = _mask(piece, bounds[0], bounds[1], q) if piece.masked else None
                 near = slice(run * held + piece.keys.start, run * held + piece.keys.stop)

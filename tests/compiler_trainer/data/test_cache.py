@@ -431,3 +431,9 @@ def test_a_process_that_dies_is_an_error_and_no_hang(tmp_path, long_text, cache)
     psutil.Process(job.pid).children()[0].kill()
     _, stderr = job.communicate(timeout=60)
     assert "a process that tokenizes ended with -9" in stderr and job.returncode == 1
+
+
+def test_no_name_of_a_tokenizer_is_refused_by_its_option():
+    with pytest.raises(UserError, match="is empty; give \"bytes\" or the path") as caught:
+        build_tokenizer("")
+    assert caught.value.where == "data.tokenizer"
