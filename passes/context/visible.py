@@ -19,7 +19,7 @@ from passes.program.attend import evaluate, library
 ROWS, KEYS = 128, 4096  # of a tile that has a mask of its own
 FEW = 48  # queries that see alike are not worth a call of their own
 LEAST_WORK = 2**24  # of a call: pairs, heads and widths multiplied
-TRIANGLES = 128, 4096  # rows of the smallest and largest that are taken apart: flash attention computes all of small ones
+TRIANGLES = 128, 4096  # rows of the smallest and largest that are cut: flash attention computes all of small ones
 
 
 class Piece(NamedTuple):
