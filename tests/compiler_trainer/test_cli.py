@@ -64,7 +64,7 @@ def command(monkeypatch, trainer):
 def test_the_default_job_is_the_defaults_and_three_recipes(command):
     (cfg,) = command()
     recipes = {
-        "optim": OptimConfig(lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, max_norm=1.0, groups=NO_DECAY),
+        "optim": OptimConfig(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, max_norm=1.0, groups=NO_DECAY),
         "lr_schedule": LrScheduleConfig("cosine", warmup_steps=40, min_ratio=0.1),
         "mesh": dataclasses.replace(Config().mesh, dp_shard=1),
         "train": TrainConfig(steps=400, global_batch_size=4),

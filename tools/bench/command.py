@@ -24,6 +24,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from plotly import graph_objects as go
 from plotly.subplots import make_subplots
@@ -172,7 +173,7 @@ class Job:
         return {"error": f"exit code {self.worker.returncode}: {' '.join(said[-30:])}"}
 
     def close(self) -> None:
-        """End what still runs: torchrun then ends its ranks, which are in sessions of their own."""
+        """End what still runs: torchrun then ends its ranks, but not those that it was just about to start."""
         last = f"round{self.rounds - 1}" if self.rounds else "first"
         if not (self.results / f"{last}.json").exists():
             self.worker.terminate()  # does nothing to one that has ended
@@ -180,6 +181,10 @@ class Job:
             self.worker.wait(timeout=60)
         except subprocess.TimeoutExpired:
             self.worker.kill()
+        left = [p for p in psutil.process_iter(["cmdline"]) if str(self.results) in (p.info["cmdline"] or ())]
+        for process in left:
+            process.kill()
+        psutil.wait_procs(left, timeout=60)
         self.output.close()
 
 
