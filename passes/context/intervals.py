@@ -122,7 +122,7 @@ class Reading:
             raise Unknown("a single query or key")
         reader = Reader(queries, keys, self.batch)
         interval = reader.all_of([atom for mask in of.masks for atom in reader.let_through(*mask)])
-        if not (of.zeroed or interval.itself):
+        if not (of.zeroed or interval.itself and queries <= keys):
             raise Unknown("a query might see nothing, and would then see all keys alike")
         found = emit(of.result, reader, interval, q.device, self.ctx)
         self.runs |= reader.runs.keys()
@@ -140,7 +140,7 @@ def emit(node: fx.Node, reader: Reader, interval: Interval, device: torch.device
     """Operators that compute an interval's bounds."""
     leaves, queries, keys = list(reader.leaves), reader.queries, reader.keys
 
-    def body(*values: Tensor) -> tuple[Tensor, Tensor]:
+    def body(*values: Tensor) -> tuple[Tensor, ...]:
         given = Given(dict(zip(leaves, values)), device)
 
         def bound(row: Row | None, other: int) -> Tensor:
@@ -150,7 +150,7 @@ def emit(node: fx.Node, reader: Reader, interval: Interval, device: torch.device
                 raise Unknown("it differs by head")
             return found.expand(-1, -1, queries, -1).reshape(-1, queries)
 
-        return bound(interval.first, 0), bound(interval.last, keys)
+        return torch.broadcast_tensors(bound(interval.first, 0), bound(interval.last, keys))  # type: ignore[return-value]
 
     first, last = before(node, body, leaves, ctx)
     return first, last

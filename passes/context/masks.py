@@ -41,6 +41,7 @@ NOT = (aten.logical_not.default, aten.bitwise_not.default)
 COPIES = (aten.clone.default, aten.alias.default, aten.detach.default, aten.contiguous.default)
 CASTS = (aten._to_copy.default, aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.type_as.default)
 WHOLE = {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8}
+WIDE = {torch.int32, torch.int64}  # no sum of positions wraps in these
 ARANGE = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 FULL = (aten.full.default, aten.full_like.default, aten.scalar_tensor.default)
@@ -165,7 +166,7 @@ class Reader:
             start, step = span(seen.node)
             if seen.dims == (QUERIES,) and step == 1:
                 return Row(lambda given: seen.of(given), QUERIES, start)
-        return Row(lambda given: seen.of(given), seen)
+        return Row(lambda given: seen.of(given).to(torch.int64), seen)
 
     def value(self, x: Any) -> Row | Column:
         """A whole number for each query and key."""
@@ -177,7 +178,7 @@ class Reader:
         node = seen.node
         if not isinstance(node, fx.Node) or ir.example(node).is_floating_point():
             raise Unknown(f"%{x.name} is not of whole numbers")
-        if seen.in_place or all(at is None for at in seen.dims):
+        if ir.example(node).dtype in WIDE and (seen.in_place or all(at is None for at in seen.dims)):
             if node.target in (aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar):
                 if node.kwargs.get("alpha", 1) == 1 and len(node.args) == 2:
                     sign = 1 if "add" in node.target.name() else -1  # type: ignore[union-attr]
@@ -194,8 +195,9 @@ class Reader:
 
     def shifted(self, seen: Seen) -> Row:
         """A value that does not vary along keys, known as another one and a number where it is a sum of these."""
-        node = seen.node
-        if node.target in (aten.add.Tensor, aten.sub.Tensor) and isinstance(node.args[1], int) and not node.kwargs:
+        node, sums = seen.node, (aten.add.Tensor, aten.sub.Tensor)
+        wide = ir.example(node).dtype in WIDE
+        if wide and node.target in sums and isinstance(node.args[1], int) and not node.kwargs:
             sign = 1 if node.target is aten.add.Tensor else -1
             inner = self.below(node.args[0])  # type: ignore[arg-type]
             if len(inner.dims) == len(seen.dims) and inner.in_place:
@@ -406,7 +408,8 @@ def beneath(node: fx.Node) -> tuple[fx.Node, list[int | None]] | None:
         return None
     shape, seen = ir.example(x).shape, ir.example(node).shape
     rank = len(seen)
-    if node.target in COPIES or node.target in CASTS and {ir.example(n).dtype for n in (x, node)} <= WHOLE:
+    cast = node.target in CASTS and ir.example(x).dtype in WHOLE and ir.example(node).dtype in WIDE
+    if node.target in COPIES or cast:
         return x, [d - rank for d in range(len(shape))]
     if node.target is aten.expand.default:
         return x, [None if n == 1 else d - len(shape) for d, n in enumerate(shape)]
@@ -489,11 +492,11 @@ def counting_dim(index: fx.Node, size: int) -> int | None:
     return dims[0] if span(index) == (0, 1) and ir.example(index).shape[0] == size else None
 
 
-def span(node: fx.Node) -> tuple[int, int]:
+def span(node: fx.Node) -> tuple[Any, Any]:
     """First entry and step of an `arange`."""
     if node.target is aten.arange.default:
         return 0, 1
-    return int(node.args[0]), int(node.args[2]) if len(node.args) > 2 else 1  # type: ignore[arg-type]
+    return node.args[0], node.args[2] if len(node.args) > 2 else 1  # type: ignore[return-value]
 
 
 def constant_true(node: fx.Node) -> bool:
@@ -514,7 +517,8 @@ def counts_up(node: fx.Node) -> bool:
         counted = node.args[0]
         while counted.target in CASTS or counted.target in COPIES:
             counted = counted.args[0]  # type: ignore[assignment]
-        return dim % rank == rank - 1 and ir.example(counted).dtype == torch.bool
+        wide = ir.example(node).dtype in WIDE
+        return wide and dim % rank == rank - 1 and ir.example(counted).dtype == torch.bool
     return False
 
 
@@ -531,9 +535,10 @@ def counted_by(node: fx.Node) -> fx.Node | None:
     if not isinstance(rise, fx.Node) or rise.target is not aten.diff.default:
         return None
     x: Any = rise.args[0]
-    order, dim = (rise.args[1:3] + (1, -1)[len(rise.args[1:3]) :])[:2]
-    whole = ir.example(rise).shape == ir.example(x).shape  # something stands before the first
-    return x if order == 1 and dim in (-1, ir.example(x).dim() - 1) and whole else None
+    _, order, dim, before, after = (*rise.args, *(1, -1, None, None)[len(rise.args) - 1 :])
+    last = dim in (-1, ir.example(x).dim() - 1)
+    one_before = before is not None and after is None and ir.example(rise).shape == ir.example(x).shape
+    return x if order == 1 and last and one_before and ir.example(x).dtype in WIDE else None
 
 
 def run_bounds(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@
     out, lse = attend(q, k, v, first, last, runs, terms, scale, score)          what a rank computes
 
     q[b, (g r), s, e], k[b, g, t, e], v[b, g, t, f]
-    first, last   i64[b or 1, s]: the query sees keys at positions first <= p < last
+    first, last   i64[b, s] or both i64[1, s]: the query sees keys at positions first <= p < last
     runs          i64[c]: keys lie in c runs of t / c, run i at positions runs[i], runs[i] + 1, ...; None: one run at 0
     terms, score  a function of the scaled scores, applied before what is not seen is hidden: an expression of the score
                   `s`, the key's position `j` and terms `t0`, `t1`, ... [b or 1, h or 1, s or 1, 1], as wide as lse;
