@@ -110,6 +110,8 @@ DECODER_CHECKS: Checks = (
 )
 
 CHECKS: Checks = (
+    ("run.dir", lambda c: c.run.dir.strip() != "", "is empty; name a folder, . for this one"),
+    ("checkpoint.dir", lambda c: c.checkpoint.dir is None or c.checkpoint.dir.strip() != "", "is empty; name a folder"),
     (
         "data.sources",
         lambda c: bool(c.data.sources) == (c.data.name == "mixture") and "mixture" not in names(c.data.sources),

@@ -164,6 +164,8 @@ def test_a_partial_mapping_keeps_the_other_defaults():
         ({"optim": {"groups": {"a": {"names": ["x"], "optimizer": "adamw"}}}}, "optim.groups"),
         ({"optim": {"name": "muon", "groups": {"a": {"lr": 0.5}}}}, "optim.groups"),
         ({"data": {"eval_fraction": 0}}, "eval.interval"),
+        ({"run": {"dir": ""}}, "run.dir"),
+        ({"checkpoint": {"dir": " "}}, "checkpoint.dir"),
     ],
 )
 def test_options_that_cannot_hold_together_are_refused(options, where):
