@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from passes.cost.accounting import axis_of
 from passes.program import ir
 from passes.program.bodies import flatten
-from passes.program.mesh import Mesh
+from passes.program.mesh import BLOCKS, Mesh
 from passes.program.shift import arrive, shift
 from passes.program.sweep import laid_out
 from passes.program.torch_private import c10d
@@ -128,6 +128,6 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return last
 
 
-def places(mesh: Mesh, rank: int, axis: str) -> Tensor:
-    """A rank's coordinate on an axis as a graph input: 0-d int64."""
-    return torch.tensor(mesh.coordinates(rank)[axis], dtype=torch.int64)
+def places(mesh: Mesh, rank: int, name: str) -> Tensor:
+    """A rank's coordinate on an axis as a graph input, 0-d int64, or the table of its mesh, i64[P, blocks]."""
+    return torch.tensor(mesh.table if name == BLOCKS else mesh.coordinates(rank)[name], dtype=torch.int64)

@@ -48,7 +48,8 @@ class Ring:
     """Attention over `parts` ranks of an axis of a sequence of `size`; causal ones are folded.
 
     At step s a rank meets what stood s places before it; `steps` are those at which any rank sees anything, 0 first.
-    With a `score`, "" for none, each query has an interval of keys and what that function takes (`attend.py`).
+    With a `score`, "" for none, each query has an interval of keys and what that function takes (`attend.py`); where
+    the runs of keys begin that each rank holds is given then, i64[parts, runs].
     """
 
     axis: str
@@ -185,18 +186,11 @@ class Ring:
 
     # -- intervals --------------------------------------------------------------------------------
 
-    def runs(self, place: Tensor, step: int, held: int) -> Tensor:
-        """Where the runs of keys that are here at a step begin."""
-        source = torch.remainder(place - step, self.parts)
-        if not self.folded:
-            return (source * held).view(1)
-        return torch.stack([source, 2 * self.parts - 1 - source]) * (held // 2)
-
     def interval_forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Sequence[Tensor], place: Tensor) -> Part:
         """Result and log-sum-exp of the rank's queries."""
         found = None
         for step, key, value in self.around(k, v):
-            out, lse = attend(q, key, value, *self.told(rows, place, step, key))
+            out, lse = attend(q, key, value, *self.told(rows, place, step))
             found = merge(found, (out.to(wide(q.dtype)), lse))
         assert found is not None
         return found[0].to(q.dtype), found[1]
@@ -205,16 +199,17 @@ class Ring:
         """Gradients of the rank's own q, k and v."""
         along_q, home = torch.zeros_like(q, dtype=wide(q.dtype)), Home(self)
         for step, key, value in self.around(k, v):
-            told = self.told(rows, place, step, key)
+            told = self.told(rows, place, step)
             found = attend_backward(gradient, q, key, value, out, lse, *told)
             along_q = along_q + found[0]
             home.add(step, *found[1:])
         return along_q.to(q.dtype), *home.arrived(k.dtype)
 
-    def told(self, rows: Sequence[Tensor], place: Tensor, step: int, key: Tensor) -> tuple[Any, ...]:
+    def told(self, rows: Sequence[Tensor], place: Tensor, step: int) -> tuple[Any, ...]:
         """What attention by interval takes beside queries, keys and values."""
-        first, last, *terms = rows
-        return first, last, self.runs(place, step, key.shape[2]), terms, self.scale, self.score
+        first, last, *terms, starts = rows
+        runs = starts.index_select(0, torch.remainder(place - step, self.parts).view(1)).view(-1)
+        return first, last, runs, terms, self.scale, self.score
 
 
 class Home:

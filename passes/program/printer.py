@@ -39,8 +39,9 @@ DTYPES = {"bfloat": "bf", "float": "f", "complex": "c", "uint": "u", "int": "i"}
 
 def print_program(program: ir.Program) -> str:
     """The program as text, a line a node; the graphs that its operators call follow under their names."""
-    folded = {axis: " (head and tail)" for axis in program.mesh.folded}
-    sizes = [f"{axis}={size}{folded.get(axis, '')}" for axis, size in program.mesh.sizes]
+    how = {axis: " (head and tail)" for axis in program.mesh.folded}
+    how |= {axis: f" ({program.mesh.chunks(axis)} blocks)" for axis, _ in program.mesh.sizes if program.mesh.deals(axis)}
+    sizes = [f"{axis}={size}{how.get(axis, '')}" for axis, size in program.mesh.sizes]
     mesh = " ".join([*sizes, *(f"{name}={'*'.join(axes)}" for name, axes in program.mesh.flattened.items())])
     nodes = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
     lines = [f"# mesh: {mesh or 'one device'}", f"# facts: {', '.join(sorted(program.facts))}"]

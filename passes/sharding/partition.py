@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from passes.cost.accounting import kind_of, sent_bytes
 from passes.program import boundary, ir
 from passes.program.layout import entries
-from passes.program.mesh import Mesh
+from passes.program.mesh import BATCH_AXES, BLOCKS, Mesh
 from passes.program.record import trace
 from passes.program.rewrite import graft
 from passes.program.spec import Dim, Factor, Spec
@@ -38,6 +38,7 @@ class GraphBuilder:
         self.origin: fx.Node | None = None
         self.masks = 0
         self.context_method: str = "auto"
+        self.one_table = False
         self.operators: dict[Any, Any] = {}  # local operators made for this program
         self.notes: list[str] = []
 
@@ -73,9 +74,9 @@ class GraphBuilder:
         """The value in another placement."""
         return convert(self, x, before, after, has_grad, wire)
 
-    def at(self, factor: Factor) -> list[fx.Node]:
-        """The rank's coordinates on the axes that shard a factor."""
-        return [self.places[axis] for axis in factor.axes]
+    def at(self, factor: Factor) -> dict[str, fx.Node]:
+        """Where the rank's share of a factor lies: its coordinates on the axes that shard it, and a table."""
+        return {name: self.places[name] for axis in factor.axes for name in self.mesh.reads(axis)}
 
     def fill_padding(self, x: fx.Node, spec: Spec, fill: float, dims: Collection[int] | None = None) -> fx.Node:
         """The tensor with padding (along `dims`; None: all) set to `fill`; its gradient there is zero."""
@@ -101,15 +102,15 @@ class GraphBuilder:
         extent = 1
         for f in dim:
             extent *= f.local(self.mesh)
-        device = ir.example(x).device
+        device, at = ir.example(x).device, self.at(factor)
 
-        def mask(*at: Tensor) -> Tensor:
-            valid = entries(factor, self.mesh, dict(zip(factor.axes, at)), device)[1]
+        def mask(*places: Tensor) -> Tensor:
+            valid = entries(factor, self.mesh, dict(zip(at, places)), device)[1]
             shape = (extent // inner // factor.local(self.mesh), factor.local(self.mesh), inner)
             spread = valid.view(1, -1, 1).expand(shape).reshape(extent)
             return spread.view([extent if i == d else 1 for i in range(rank)])
 
-        return self.trace(mask, *self.at(factor))
+        return self.trace(mask, *at.values())
 
 
 def number(fill: float, dtype: torch.dtype) -> float | int | bool:
@@ -181,21 +182,36 @@ class Partitioner:
             spec = Spec((), varying=self.program.mesh.over(axis))
             self.builder.places[axis] = self.builder.placeholder(f"place_{axis}", zero, spec)
             coordinates.append(ir.Input(axis, "coordinate", spec))
+        if self.program.mesh.table:
+            coordinates.append(self.place_table())
         for node in self.program.placeholders():
             self.complete(node)
         return (*self.program.inputs, *coordinates)
+
+    def place_table(self) -> ir.Input:
+        """The table of blocks, an input: of each group of ranks along `cp` its own, as long as none needs another's."""
+        shape = (len(self.program.mesh.table), len(self.program.mesh.table[0]))
+        with self.builder.ctx.fake_mode:
+            empty = torch.zeros(shape, dtype=torch.int64, device=self.device())
+        spec = replace(Spec.whole(shape), varying=tuple(axis for axis in BATCH_AXES if axis in self.program.mesh.axes))
+        self.builder.places[BLOCKS] = self.builder.placeholder(f"place_{BLOCKS}", empty, spec)
+        return ir.Input(BLOCKS, "layout", spec)
 
     def device(self) -> torch.device:
         """The device of the program's inputs."""
         return ir.example(self.program.placeholders()[0]).device
 
     def drop_unused_places(self, inputs: tuple[ir.Input, ...]) -> tuple[ir.Input, ...]:
-        """Leave out coordinates that nothing reads."""
+        """Leave out coordinates that nothing reads, and settle of whom a table is."""
         self.builder.graph.eliminate_dead_code()
-        unused = {axis for axis, node in self.builder.places.items() if not node.users}
-        for axis in unused:
-            self.builder.graph.erase_node(self.builder.places[axis])
-        return tuple(i for i in inputs if not (i.kind == "coordinate" and i.name in unused))
+        unused = {name for name, node in self.builder.places.items() if not node.users}
+        for name in unused:
+            self.builder.graph.erase_node(self.builder.places.pop(name))
+        if BLOCKS in self.builder.places and self.builder.one_table:
+            same = replace(ir.spec(self.builder.places[BLOCKS]), varying=())  # type: ignore[type-var]
+            ir.set_spec(self.builder.places[BLOCKS], same)
+            inputs = tuple(replace(i, spec=same) if i.kind == "layout" else i for i in inputs)
+        return tuple(i for i in inputs if not (i.kind in ("coordinate", "layout") and i.name in unused))
 
     def hoist_varying(self, inputs: tuple[ir.Input, ...]) -> tuple[ir.Input, ...]:
         """A parameter used only as a varying copy is one from the start: its gradient leaves as a partial sum."""
@@ -282,7 +298,9 @@ class Partitioner:
         """A custom function's body as a local program; its gradient is given, not derived."""
         outputs = tuple(replace(o, spec=spec) for o, spec in zip(program.outputs, results, strict=True))
         program = replace(program, outputs=outputs)
-        local = Partitioner(program, plan, self.builder.ctx, None, self.propagate, differentiable=False).run()
+        inner = Partitioner(program, plan, self.builder.ctx, None, self.propagate, differentiable=False)
+        local = inner.run()
+        self.builder.one_table |= inner.builder.one_table
         self.builder.ctx.bodies.append((program, local))
         return local
 
