@@ -1,30 +1,55 @@
-"""How evenly the ranks of `cp` share the work of attention: the pairs of queries and keys that see each other."""
+"""How evenly the ranks of `cp` share the work of attention, the pairs of queries and keys that see each other.
+
+`seen` are the keys seen by each query, i64[B, T]: of causal attention a query at i sees i + 1; within documents,
+positions + 1, as these count from 0 in each. Of several attentions that see otherwise there are several.
+"""
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Sequence
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from passes.program.layout import entries
 from passes.program.mesh import SEQUENCE_AXIS as AXIS
 from passes.program.mesh import Mesh
 from passes.program.spec import Factor
 
+Table = tuple[tuple[int, ...], ...]
+
 
 def pairs_by_rank(seen: Tensor, mesh: Mesh) -> Tensor:
-    """Keys seen by all queries of each rank of `cp`, i64[P], from those seen by each query, i64[B, T].
-
-    Of causal attention a query at i sees i + 1; within documents, positions + 1, as these count from 0 in each.
-    """
-    factor = Factor(seen.shape[-1], (AXIS,))
-    found = []
-    for rank in range(mesh[AXIS]):
-        index, valid = entries(factor, mesh, {AXIS: torch.tensor(rank)}, seen.device)
-        found.append(seen.index_select(-1, index[valid]).sum())
-    return torch.stack(found)
+    """Keys seen by all queries of each rank of `cp`, i64[P]."""
+    factor, before = Factor(seen.shape[-1], (AXIS,)), F.pad(seen.sum(0).cumsum(0), [1, 0])
+    runs = (factor.runs(mesh, {AXIS: rank}) for rank in range(mesh[AXIS]))
+    return torch.tensor([sum(int(before[start + n] - before[start]) for start, _, n in held) for held in runs])
 
 
-def imbalance(seen: Tensor, mesh: Mesh) -> float:
+def imbalance(seen: Sequence[Tensor], mesh: Mesh) -> float:
     """The most that a rank of `cp` has to do over the mean: 1 if all do the same."""
-    work = pairs_by_rank(seen, mesh).double()
+    work = torch.stack([pairs_by_rank(each, mesh) for each in seen]).sum(0).double()
     return float(work.max() / work.mean())
+
+
+def work_of_blocks(seen: Sequence[Tensor], count: int) -> Tensor:
+    """Keys seen by all queries of each of so many equal blocks, i64[count]."""
+    rows = (each.sum(0) for each in seen)
+    return torch.stack([F.pad(row, [0, -len(row) % count]).view(count, -1).sum(1) for row in rows]).sum(0)
+
+
+def deal(work: Tensor, ranks: int) -> Table:
+    """Blocks for each rank, as many for each and in rising order: the largest first, to who has least so far.
+
+    Graham, Bounds on Multiprocessing Timing Anomalies, 1969; a rank that has all its blocks gets no more.
+    """
+    each, amounts = len(work) // ranks, work.tolist()
+    held: list[list[int]] = [[] for _ in range(ranks)]
+    waiting = [(0, rank) for rank in range(ranks)]
+    for block in sorted(range(len(work)), key=lambda i: (-amounts[i], i)):
+        total, rank = heapq.heappop(waiting)
+        held[rank].append(block)
+        if len(held[rank]) < each:
+            heapq.heappush(waiting, (total + amounts[block], rank))
+    return tuple(tuple(sorted(blocks)) for blocks in held)

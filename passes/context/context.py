@@ -36,9 +36,8 @@ from passes.program.attend import attend
 from passes.program.builder import Builder
 from passes.program.constants import constant
 from passes.program.layout import entries, run_starts, to_natural_order, to_rank_order
-from passes.program.mesh import BLOCKS
+from passes.program.mesh import BLOCKS, Mesh
 from passes.program.mesh import SEQUENCE_AXIS as AXIS
-from passes.program.mesh import Mesh
 from passes.program.spec import Factor, Spec
 from passes.rules import attention
 from passes.rules.base import EMITTERS

@@ -25,7 +25,7 @@ from passes.program.torch_private import OpOverload
 aten = torch.ops.aten
 
 WARM_UP = 2  # runs before a program is recorded
-FED = ("batch", "layout", "scalar")  # inputs that are new at every run; the others are where they were, changed in place
+FED = ("batch", "layout", "scalar")  # inputs that are new at every run; others are where they were, changed in place
 MASKED = frozenset({aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._unsafe_index_put.default})
 BY_INTERVAL = frozenset({attend, attend_backward})
 ASSERTS = frozenset({aten._assert_async.default, aten._assert_async.msg, aten._assert_scalar.default})

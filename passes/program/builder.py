@@ -16,9 +16,10 @@ from passes.program.spec import Factor, Spec
 class Builder(Protocol):
     """Appends local operators to a graph, computing the fake value of each as it goes.
 
-    `places` are the rank's coordinates by axis, with the table of a dealt sequence, `operators` the local operators made for this program by what makes
-    them, `notes` lines for the pass's report, `context_method` the method of context parallelism asked for. Ranks with
-    other rows may be dealt other blocks of them, unless `one_table` is for all: something of several rows is exchanged.
+    `places` are the rank's coordinates by axis, with the table of a dealt sequence, `operators` the local operators
+    made for this program by what makes them, `notes` lines for the pass's report, `context_method` the method of
+    context parallelism asked for. Ranks with other rows may be dealt other blocks of them, unless there is `one_table`
+    for all: something of several rows is exchanged.
     """
 
     mesh: Mesh

@@ -50,8 +50,8 @@ def locate(index: Tensor, factor: Factor, mesh: Mesh, places: Places) -> tuple[T
         held, place = share(size, axis, mesh), places[axis]
         if mesh.deals(axis):
             block, blocks = held // mesh.chunks(axis), pieces(axis, mesh)
-            own = own_blocks(places, axis)
-            slots = torch.full((blocks,), -1, device=index.device).scatter(0, own, torch.arange(len(own), device=index.device))
+            own, ordered = own_blocks(places, axis), torch.arange(mesh.chunks(axis), device=index.device)
+            slots = torch.full((blocks,), -1, device=index.device).scatter(0, own, ordered)
             slot = slots[(index // block).clamp(0, blocks - 1)]
             mine = mine & (slot >= 0)
             index = slot.clamp(min=0) * block + index % block

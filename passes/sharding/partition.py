@@ -204,14 +204,14 @@ class Partitioner:
     def drop_unused_places(self, inputs: tuple[ir.Input, ...]) -> tuple[ir.Input, ...]:
         """Leave out coordinates that nothing reads, and settle of whom a table is."""
         self.builder.graph.eliminate_dead_code()
-        unused = {name for name, node in self.builder.places.items() if not node.users}
+        unused = {name for name, node in self.builder.places.items() if not node.users and name != BLOCKS}
         for name in unused:
             self.builder.graph.erase_node(self.builder.places.pop(name))
         if BLOCKS in self.builder.places and self.builder.one_table:
             same = replace(ir.spec(self.builder.places[BLOCKS]), varying=())  # type: ignore[type-var]
             ir.set_spec(self.builder.places[BLOCKS], same)
             inputs = tuple(replace(i, spec=same) if i.kind == "layout" else i for i in inputs)
-        return tuple(i for i in inputs if not (i.kind in ("coordinate", "layout") and i.name in unused))
+        return tuple(i for i in inputs if not (i.kind == "coordinate" and i.name in unused))
 
     def hoist_varying(self, inputs: tuple[ir.Input, ...]) -> tuple[ir.Input, ...]:
         """A parameter used only as a varying copy is one from the start: its gradient leaves as a partial sum."""

@@ -9,19 +9,21 @@ with the graphs; work is counted for real layouts, documents from the default co
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import replace
+from statistics import mean
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from compiler_trainer.config.schema import DataConfig
+from compiler_trainer.config.schema import ContextConfig, DataConfig
 from compiler_trainer.data.datasets import build_datasets
-from passes.context.balance import imbalance
+from passes.context.balance import deal, imbalance, work_of_blocks
 from passes.context.context import METHODS, Call
 from passes.program.mesh import Mesh
 
-RANKS = (2, 4, 8, 16)
+RANKS, BLOCK = (2, 4, 8, 16), ContextConfig.block
 
 
 def main() -> None:
@@ -52,21 +54,32 @@ def methods(tokens: int) -> Table:
 
 
 def balance(tokens: int, rows: int) -> Table:
-    """The most work of a rank over the mean: whole rows, and documents (mean and worst row)."""
-    table = Table(title=f"most work of a rank over the mean, {tokens} tokens")
-    for column in ("cp", "causal, head and tail", "causal, in runs", "documents, head and tail", "documents, in runs"):
+    """The most work of a rank over the mean, by layout: whole rows, and documents (mean and worst row)."""
+    table = Table(title=f"most work of a rank over the mean, {tokens} tokens: causal; documents, mean and worst row")
+    for column in ("cp", *(f"{what}, {layout}" for what in ("causal", "documents") for layout in LAYOUTS)):
         table.add_column(column, justify="right")
     corpus = build_datasets(DataConfig(), tokens, rows).train.next()
+    causal = torch.arange(tokens)[None] + 1
     for ranks in RANKS:
-        runs = Mesh.of({"cp": ranks})
-        folded = replace(runs, folded=frozenset({"cp"}))
-        causal = torch.arange(tokens)[None] + 1
-        cells = [f"{imbalance(causal, mesh):.4f}" for mesh in (folded, runs)]
-        for mesh in (folded, runs):
-            found = torch.tensor([imbalance(row[None] + 1, mesh) for row in corpus["positions"]])
-            cells.append(f"{found.mean():.2f}, {found.max():.2f}")
+        cells = [f"{imbalance([causal], lay_out(causal, ranks)):.4f}" for lay_out in LAYOUTS.values()]
+        for lay_out in LAYOUTS.values():
+            each = [imbalance([row], lay_out(row, ranks)) for row in (corpus["positions"] + 1)[:, None]]
+            cells.append(f"{mean(each):.3f}, {max(each):.3f}")
         table.add_row(str(ranks), *cells)
     return table
+
+
+def in_blocks(seen: torch.Tensor, ranks: int) -> Mesh:
+    """The mesh with blocks of a row dealt by what its queries see."""
+    count = ranks * -(-seen.shape[-1] // (ranks * BLOCK))
+    return replace(Mesh.of({"cp": ranks}), table=deal(work_of_blocks([seen], count), ranks))
+
+
+LAYOUTS: dict[str, Callable[[torch.Tensor, int], Mesh]] = {
+    "none": lambda seen, ranks: Mesh.of({"cp": ranks}),
+    "head_tail": lambda seen, ranks: replace(Mesh.of({"cp": ranks}), folded=frozenset({"cp"})),
+    "blocks": in_blocks,
+}
 
 
 def mib(count: int) -> str:

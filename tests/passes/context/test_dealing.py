@@ -1,0 +1,105 @@
+"""Sequences that are dealt out in blocks: who gets which, what `auto` takes, and models that train as on one device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attention_cases import documents, grids, shuffled
+from oracle import assert_same, compile_lockstep, train_plainly, train_step
+from torch import Tensor, nn
+
+from passes.context.balance import deal, imbalance
+from passes.program.layout import entries, locate, to_natural_order, to_rank_order
+from passes.program.mesh import BLOCKS, Mesh
+from passes.program.spec import Factor, Spec, shard, unshard
+
+SIZE = 21
+
+
+@pytest.mark.parametrize(("ranks", "each"), [(2, 1), (2, 5), (3, 4), (4, 3), (8, 8)])
+def test_all_functions_of_a_layout_agree(ranks, each):
+    """Entries, where they are looked up, what the host cuts, and both orders of a gathered dim, for one table."""
+    mesh, factor, full = shuffled(ranks, each), Factor(SIZE, ("cp",)), torch.arange(SIZE) + 100
+    spec, table = Spec(((factor,),), fill=0.0), torch.tensor(mesh.table)
+    locals_ = [shard(full, spec, mesh, place) for place in mesh]
+    assert torch.equal(torch.cat(locals_), to_rank_order(full, 0, ranks, table))
+    assert torch.equal(to_natural_order(torch.cat(locals_), 0, ranks, SIZE, table), full)
+    assert torch.equal(unshard(locals_, spec, mesh), full)
+    for place, local in zip(mesh, locals_):
+        places = {"cp": torch.tensor(place["cp"]), BLOCKS: table}
+        index, valid = entries(factor, mesh, places, full.device)
+        assert torch.equal(torch.where(valid, full[index.clamp(max=SIZE - 1)], 0), local)
+        at, mine = locate(torch.arange(-2, SIZE + 2), factor, mesh, places)
+        assert torch.equal(local[at[mine]], full[torch.arange(-2, SIZE + 2)[mine]])
+        assert int(mine.sum()) == int(valid.sum())
+
+
+def test_blocks_are_dealt_by_their_work_as_many_to_each_rank():
+    """The largest first, to who has least so far and still takes some."""
+    work = torch.tensor([9, 1, 1, 5, 5, 1, 1, 1])
+    assert deal(work, 2) == ((0, 1, 2, 6), (3, 4, 5, 7))
+    assert deal(work, 4) == ((0, 7), (3, 5), (4, 6), (1, 2))
+    seen = work.repeat_interleave(4)[None]
+    assert imbalance([seen], replace(Mesh.of({"cp": 2}), table=deal(work, 2))) == 1.0
+
+
+class Packed(nn.Module):
+    """Tokens of packed documents, learned positions in the row, one attention within documents or causal."""
+
+    def __init__(self, causal: bool = False):
+        super().__init__()
+        self.causal = causal
+        self.tokens, self.rows = (nn.Embedding(n, 16, dtype=torch.float64) for n in (11, SIZE))
+        self.qkv, self.head = (nn.Linear(16, n, dtype=torch.float64) for n in (48, 11))
+
+    def forward(self, tokens: Tensor, ids: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.rows(torch.arange(SIZE, device=tokens.device))
+        q, k, v = self.qkv(x).view(*tokens.shape, 3, 4, 4).permute(2, 0, 3, 1, 4)
+        i, j = grids(SIZE)
+        mask = (ids[:, None, :, None] == ids[:, None, None, :]) & (i >= j)
+        y = F.scaled_dot_product_attention(q, k, v, None if self.causal else mask, is_causal=self.causal)
+        return self.head((y.transpose(1, 2).flatten(2) + x).cumsum(1) / 9)
+
+
+def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch["tokens"], batch["ids"]).flatten(0, 1), batch["labels"].flatten())
+
+
+def packed(causal: bool = False) -> Packed:
+    torch.manual_seed(0)
+    return Packed(causal)
+
+
+def batches(rows: int = 4) -> list[dict[str, Tensor]]:
+    """Each with documents of its own."""
+    generator = torch.Generator().manual_seed(3)
+
+    def one(number: int) -> dict[str, Tensor]:
+        tokens, labels = (torch.randint(0, 11, (rows, SIZE), generator=generator) for _ in range(2))
+        ids = torch.cat([documents(SIZE), documents(SIZE).flip(1)])[:rows].roll(number, 0)
+        return {"tokens": tokens, "labels": labels, "ids": ids}
+
+    return [one(number) for number in range(3)]
+
+
+@pytest.mark.parametrize(("mesh", "passes", "options"), [
+    ({"cp": 2}, {"context": {"method": "ring"}}, {}),
+    ({"cp": 4}, {"context": {"method": "all_gather"}}, {}),
+    ({"cp": 4}, {"context": {"method": "hybrid"}}, {"microbatches": 2}),
+    ({"cp": 2, "tp": 2}, {}, {"microbatches": 4}),
+    ({"cp": 2, "dp_shard": 2}, {"context": {"method": "ring"}}, {}),
+    ({"cp": 3, "dp_replicate": 2}, {"context": {"method": "ring"}}, {"microbatches": 2}),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_model_trains_as_on_one_device(mesh, passes, options, causal):
+    """Blocks of 3 of 21 tokens, other ones each step; sums along the sequence, and a table that all rows share."""
+    passes = {**passes, "context": {**passes.get("context", {}), "load_balance": "blocks", "block": 3}}
+    step = compile_lockstep(packed(causal), loss_of, batches()[0], mesh, passes=passes, **options)
+    metrics, state = train_plainly(packed(causal), loss_of, batches(), microbatches=options.get("microbatches", 1))
+    for found, wanted in zip(train_step(step, batches()), metrics, strict=True):
+        assert_same(found, wanted, 1e-10)
+    assert_same(step.state_dict(), state, 1e-10)
+    assert step.mesh.chunks("cp") == -(-SIZE // (3 * mesh["cp"]))
