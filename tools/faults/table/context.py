@@ -74,15 +74,15 @@ FAULTS = (
     Fault(
         "interval_runs_in_place",
         "passes/context/ring.py",
-        "source = torch.remainder(place - step, self.parts)\n        if",
-        "source = torch.remainder(place, self.parts)\n        if",
+        "starts.index_select(0, torch.remainder(place - step, self.parts).view(1))",
+        "starts.index_select(0, torch.remainder(place, self.parts).view(1))",
         "Keys that came from another rank are taken to lie where the rank's own do.",
     ),
     Fault(
         "interval_tails_forward",
-        "passes/context/ring.py",
-        "torch.stack([source, 2 * self.parts - 1 - source]) * (held // 2)",
-        "torch.stack([source, self.parts + source]) * (held // 2)",
+        "passes/program/layout.py",
+        "torch.stack([place, 2 * parts - 1 - place] if folded else [place], 1) * chunk",
+        "torch.stack([place, parts + place] if folded else [place], 1) * chunk",
         "Tails of a folded sequence are taken to lie in rising order.",
     ),
     Fault(

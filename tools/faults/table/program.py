@@ -122,6 +122,20 @@ FAULTS = (
         "return torch.stack([heads, tails], dim).flatten(dim, dim + 2).narrow(dim, 0, size)",
         "Tails gathered over a folded axis stay in the ranks' order.",
     ),
+    Fault(
+        "entries_of_blocks_in_rising_order",
+        "passes/program/layout.py",
+        "return places[BLOCKS].index_select(0, places[axis].view(1)).view(-1)",
+        "return places[BLOCKS].index_select(0, places[axis].view(1)).view(-1).sort().values",
+        "A rank takes its blocks to lie in rising order, whatever order the table has.",
+    ),
+    Fault(
+        "blocks_put_back_as_they_were_taken",
+        "passes/program/layout.py",
+        "order = table.flatten().argsort()",
+        "order = table.flatten()",
+        "Blocks are gathered into the order that the table has, not into the inverse.",
+    ),
     # shift.py
     Fault(
         "shift_backwards",
@@ -141,8 +155,8 @@ FAULTS = (
     Fault(
         "share_rounds_down",
         "passes/program/spec.py",
-        "return -(-size // pieces(axis, mesh)) * (2 if axis in mesh.folded else 1)",
-        "return size // pieces(axis, mesh) * (2 if axis in mesh.folded else 1)",
+        "return -(-size // pieces(axis, mesh)) * mesh.chunks(axis)",
+        "return size // pieces(axis, mesh) * mesh.chunks(axis)",
         "Shards of an uneven dim lack its last entries.",
     ),
     Fault(
