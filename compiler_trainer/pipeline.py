@@ -94,7 +94,7 @@ def build_pipeline(
         Experts(passes.moe.dispatch, passes.moe.capacity_factor, passes.moe.chunks),
         Place(shard.plan, shard.min_shard_elements),
         Float8(cast.float8, cast.float8_skip, cast.float8_min_size, cast.float8_head),
-        Shard(shard.sequence_parallel, shard.strict, reduce_dtype, passes.context.method),
+        Shard(shard.sequence_parallel, shard.strict, reduce_dtype, passes.context.method, passes.context.skip_steps),
     )
     how = (EIGHT_BITS.get(optim.name, optim.state), optim.block, optim.stochastic_rounding)
     rest = build_optimizer(optim, DTYPES[cast.param_dtype])

@@ -124,22 +124,20 @@ class Step:
         given, dealt = compiled.program.inputs, Dealt(compiled.program, batch)
         if compiled is not self.evaluation and batch:
             self.dealt.append(dealt)
-        meshes = {rank: dealt.mesh(rank) for rank in self.ranks}
-        inputs = {rank: [self.value(i, rank, batch, scalars, mesh) for i in given] for rank, mesh in meshes.items()}
+        inputs = {rank: [self.value(i, rank, dealt, scalars) for i in given] for rank in self.ranks}
         results = self.runtime.run(compiled.executable, inputs)
         first = results[self.ranks[0]]
         return {o.name: value for o, value in zip(compiled.program.outputs, first, strict=True) if o.kind != "buffer"}
 
-    def value(
-        self, given: ir.Input, rank: int, batch: Mapping[str, Tensor], scalars: Mapping[str, Tensor], mesh: Mesh
-    ) -> Tensor:
-        """What one input of a program is on one rank; `mesh`, the program's, says how this batch's sequence lies."""
+    def value(self, given: ir.Input, rank: int, dealt: Dealt, scalars: Mapping[str, Tensor]) -> Tensor:
+        """What one input of a program is on one rank."""
         if given.kind == "batch":
-            return shard(batch[given.name].to(self.device), given.spec, mesh, mesh.coordinates(rank))
+            whole, mesh = dealt.batch[given.name].to(self.device), dealt.mesh(rank)
+            return shard(whole, given.spec, mesh, mesh.coordinates(rank))
+        if given.kind == "layout":
+            return dealt.value(given, rank, self.device)
         if given.kind == "coordinate":
             return self.places[rank][given.name]
-        if given.kind == "layout":
-            return torch.tensor(mesh.table, device=self.device)
         if given.kind == "constant":
             return self.constants[given.name]
         if given.kind == "scalar":

@@ -7,6 +7,7 @@ positions + 1, as these count from 0 in each. Of several attentions that see oth
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from passes.program.mesh import SEQUENCE_AXIS as AXIS
 from passes.program.mesh import Mesh
-from passes.program.spec import Factor
+from passes.program.spec import Factor, pieces
 
 Table = tuple[tuple[int, ...], ...]
 
@@ -31,6 +32,33 @@ def imbalance(seen: Sequence[Tensor], mesh: Mesh) -> float:
     """The most that a rank of `cp` has to do over the mean: 1 if all do the same."""
     work = torch.stack([pairs_by_rank(each, mesh) for each in seen]).sum(0).double()
     return float(work.max() / work.mean())
+
+
+def ranks_that_meet(first: Tensor, last: Tensor, mesh: Mesh) -> Tensor:
+    """Which ranks' queries see any of which ranks' keys, bool[P, P], by bounds of all queries, i64[b, s]."""
+    first, last = torch.broadcast_tensors(first.cpu(), last.cpu())
+    ranks, chunks = mesh[AXIS], pieces(AXIS, mesh)
+    size, owner = -(-first.shape[-1] // chunks), torch.zeros(chunks, dtype=torch.int64)
+    for rank in range(ranks):
+        owner[list(mesh.held(AXIS, rank))] = rank
+    sees = last > first
+    queries = owner[torch.arange(first.shape[-1]) // size].expand_as(first)[sees]
+    edges = torch.zeros(ranks, chunks + 1, dtype=torch.int64)
+    one = torch.ones_like(queries)
+    edges.index_put_((queries, first[sees] // size), one, accumulate=True)
+    edges.index_put_((queries, (last[sees] - 1) // size + 1), -one, accumulate=True)
+    seen = edges.cumsum(1)[:, :chunks] > 0
+    return torch.zeros(ranks, ranks, dtype=torch.int64).index_add_(1, owner, seen.long()) > 0
+
+
+def hops_of(meet: Tensor) -> Tensor:
+    """From each step of a ring that any rank needs to the next, from the last one home; 0 at the others: i64[P]."""
+    ranks = len(meet)
+    needed = sorted({0, *((i - j) % ranks for i, j in meet.nonzero().tolist())})
+    found = torch.zeros(ranks, dtype=torch.int64)
+    for here, there in itertools.pairwise((*needed, ranks)):
+        found[here] = there - here
+    return found
 
 
 def work_of_blocks(seen: Sequence[Tensor], count: int) -> Tensor:

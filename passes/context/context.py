@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.context import ring
+from passes.context.balance import ranks_that_meet
 from passes.context.kernels import wide
 from passes.cost.cluster import FLOPS_PER_BYTE
 from passes.program import boundary, ir
@@ -36,7 +37,7 @@ from passes.program.attend import attend
 from passes.program.builder import Builder
 from passes.program.constants import constant
 from passes.program.layout import entries, run_starts, to_natural_order, to_rank_order
-from passes.program.mesh import BLOCKS, Mesh
+from passes.program.mesh import BLOCKS, HOPS
 from passes.program.mesh import SEQUENCE_AXIS as AXIS
 from passes.program.spec import Factor, Spec
 from passes.rules import attention
@@ -228,9 +229,11 @@ def emit_interval(
         together = gather_as_held if dealt else gather
         return alone(q, *(together(builder, x, spec) for x, spec in zip((k, v), specs[1:3])), *rows)
 
+    row = builder.row_of_hops(node) if method == "ring" and call.pairs is None else None
+
     def around(*values: fx.Node) -> fx.Node:
-        given = [*values, starts_of(builder, specs[1], inner)]
-        return ring_attention(builder, given, specs, scale, call, method, score)  # type: ignore[arg-type]
+        given = [*values, starts_of(builder, specs[1], inner), *([] if row is None else [builder.places[HOPS]])]
+        return ring_attention(builder, given, specs, scale, call, method, score, row)  # type: ignore[arg-type]
 
     inner = call.exchanging(method)
     attention = alone if inner == call.parts else around
@@ -254,7 +257,7 @@ def describe_interval(builder: Builder, node: fx.Node, operands: list[fx.Node], 
     first, last = (constant(x) for x in node.args[3:5])  # type: ignore[arg-type]
     pairs = None
     if first is not None and last is not None and not builder.mesh.deals(AXIS):
-        pairs = pairs_that_meet(first, last, specs[0].dims[-2][0], builder.mesh)
+        pairs = frozenset((i, j) for i, j in ranks_that_meet(first, last, builder.mesh).nonzero().tolist())
     return Call(query, key, value, ir.example(operands[0]).dtype, parts, False, folded, "none", False, pairs)
 
 
@@ -288,20 +291,6 @@ def pairs_that_see(mask: Tensor, rows: Factor, columns: Factor, folded: bool, pa
         sees = to_rank_order(sees, dim, parts) if folded else sees
     found = sees.unflatten(1, (parts, -1)).any(2).unflatten(0, (parts, -1)).any(1)
     return frozenset((i, j) for i, j in found.nonzero().tolist())
-
-
-def pairs_that_meet(first: Tensor, last: Tensor, factor: Factor, mesh: Mesh) -> Pairs:
-    """(rank of queries, rank of keys) of which any query sees a key, by bounds of all queries, i64[b, s]."""
-    found = set()
-    held = [entries(factor, mesh, {AXIS: torch.tensor(rank)}, first.device) for rank in range(mesh[AXIS])]
-    own = [index[valid] for index, valid in held]
-    for i, queries in enumerate(own):
-        lower, upper = (x.index_select(1, queries) for x in (first, last))
-        for j, keys in enumerate(own):
-            before = [torch.searchsorted(keys, x.contiguous()) for x in (lower, upper)]
-            if bool(((before[1] > before[0]) & (upper > lower)).any()):
-                found.add((i, j))
-    return frozenset(found)
 
 
 def gathered_attention(
@@ -405,11 +394,12 @@ def ring_attention(
     call: Call,
     method: str,
     score: str | None = None,
+    row: int | None = None,
 ) -> fx.Node:
     """One local operator, in line when the program is finished; across groups of ranks that exchange heads."""
     inner, size = call.exchanging(method), specs[1].dims[-2][0].size
     axis, place = (AXIS if inner == 1 else f"{AXIS}.outer{inner}"), builder.places[AXIS]
-    how = ring.Ring(axis, call.parts // inner, size, call.causal, call.folded, scale, call.steps(inner), score)
+    how = ring.Ring(axis, call.parts // inner, size, call.causal, call.folded, scale, call.steps(inner), score, row)
     key = (how, len(operands))
     if key not in builder.operators:
         builder.operators[key] = ring.operator(*key)

@@ -93,9 +93,9 @@ def bounds_of(program: ir.Program) -> ir.Program | None:
     return found
 
 
-def seen_by(bounds: ir.Program, batch: Mapping[str, Tensor]) -> list[Tensor]:
-    """Keys that each query of a batch sees, i64[B or 1, T], of each attention that sees otherwise."""
+def bounds_in(bounds: ir.Program, batch: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """First and last of the keys that queries of a batch see, i64[B or 1, T], of each attention that sees otherwise."""
     values = [batch[i.name].cpu() if i.value is None else i.value.cpu() for i in bounds.inputs]
     with torch.no_grad():
         found = bounds.module(*values)
-    return [(last - first).clamp(min=0) for first, last in zip(found[::2], found[1::2])]
+    return list(zip(found[::2], found[1::2]))

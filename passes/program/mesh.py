@@ -11,6 +11,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 BATCH_AXES = ("dp_replicate", "dp_shard", "ep")
 SEQUENCE_AXIS = "cp"
 BLOCKS = "blocks"  # the table of a dealt sequence, as an input of a program
+HOPS = "hops"  # how far keys travel at each step of a ring, on the host
 DATA_AXES = (*BATCH_AXES, SEQUENCE_AXIS)
 STORED = ("dp_shard", "ep", "cp")
 WEIGHT_AXES = ("tp",)  # where weights stay and activations move

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from passes.cost.accounting import kind_of, sent_bytes
 from passes.program import boundary, ir
 from passes.program.layout import entries
-from passes.program.mesh import BATCH_AXES, BLOCKS, Mesh
+from passes.program.mesh import BATCH_AXES, BLOCKS, HOPS, SEQUENCE_AXIS, Mesh
 from passes.program.record import trace
 from passes.program.rewrite import graft
 from passes.program.spec import Dim, Factor, Spec
@@ -39,6 +39,7 @@ class GraphBuilder:
         self.masks = 0
         self.context_method: str = "auto"
         self.one_table = False
+        self.attentions: list[tuple[str, str]] = []  # bounds of which hops are known, row by row
         self.operators: dict[Any, Any] = {}  # local operators made for this program
         self.notes: list[str] = []
 
@@ -67,6 +68,11 @@ class GraphBuilder:
             if self.origin is not None:
                 ir.copy_origin(node, self.origin)
         return result
+
+    def row_of_hops(self, node: fx.Node) -> int | None:
+        """Which row of hops, among the inputs, is of an attention by interval; None if every step is always sent."""
+        bounds = tuple(str(bound) for bound in node.args[3:5])
+        return self.attentions.index(bounds) if bounds in self.attentions else None
 
     def convert(
         self, x: fx.Node, before: Spec, after: Spec, has_grad: bool = True, wire: torch.dtype | None = None
@@ -134,9 +140,10 @@ class Partitioner:
         propagate: Callable[[ir.Program], Plan],
         differentiable: bool = True,
         context_method: str = "auto",
+        skip_steps: bool = True,
     ):
         self.program, self.plan, self.wire = program, plan, wire
-        self.propagate, self.differentiable = propagate, differentiable
+        self.propagate, self.differentiable, self.skip_steps = propagate, differentiable, skip_steps
         self.builder = GraphBuilder(program.mesh, ctx)
         self.builder.context_method = context_method
         self.versions: dict[tuple[fx.Node, Spec], fx.Node] = {}
@@ -182,20 +189,28 @@ class Partitioner:
             spec = Spec((), varying=self.program.mesh.over(axis))
             self.builder.places[axis] = self.builder.placeholder(f"place_{axis}", zero, spec)
             coordinates.append(ir.Input(axis, "coordinate", spec))
-        if self.program.mesh.table:
-            coordinates.append(self.place_table())
+        coordinates += self.place_layout()
         for node in self.program.placeholders():
             self.complete(node)
         return (*self.program.inputs, *coordinates)
 
-    def place_table(self) -> ir.Input:
-        """The table of blocks, an input: of each group of ranks along `cp` its own, as long as none needs another's."""
-        shape = (len(self.program.mesh.table), len(self.program.mesh.table[0]))
-        with self.builder.ctx.fake_mode:
-            empty = torch.zeros(shape, dtype=torch.int64, device=self.device())
-        spec = replace(Spec.whole(shape), varying=tuple(axis for axis in BATCH_AXES if axis in self.program.mesh.axes))
-        self.builder.places[BLOCKS] = self.builder.placeholder(f"place_{BLOCKS}", empty, spec)
-        return ir.Input(BLOCKS, "layout", spec)
+    def place_layout(self) -> Iterator[ir.Input]:
+        """What each group of ranks along `cp` knows of a batch: a table of blocks, or how far keys travel in rings."""
+        mesh, bounds = self.program.mesh, self.program.bounds
+        varying = tuple(axis for axis in BATCH_AXES if axis in mesh.axes)
+        given: dict[str, tuple[int, int, torch.device]] = {}
+        if mesh.table:
+            given[BLOCKS] = mesh[SEQUENCE_AXIS], mesh.chunks(SEQUENCE_AXIS), self.device()
+        elif bounds is not None and self.skip_steps:
+            names = [output.name for output in bounds.outputs]
+            self.builder.attentions = list(zip(names[::2], names[1::2]))
+            given[HOPS] = len(self.builder.attentions), mesh[SEQUENCE_AXIS], torch.device("cpu")
+        for name, (*shape, device) in given.items():
+            with self.builder.ctx.fake_mode:
+                empty = torch.zeros(shape, dtype=torch.int64, device=device)
+            spec = replace(Spec.whole(shape), varying=varying)
+            self.builder.places[name] = self.builder.placeholder(f"place_{name}", empty, spec)
+            yield ir.Input(name, "layout", spec)
 
     def device(self) -> torch.device:
         """The device of the program's inputs."""
@@ -211,7 +226,7 @@ class Partitioner:
             same = replace(ir.spec(self.builder.places[BLOCKS]), varying=())  # type: ignore[type-var]
             ir.set_spec(self.builder.places[BLOCKS], same)
             inputs = tuple(replace(i, spec=same) if i.kind == "layout" else i for i in inputs)
-        return tuple(i for i in inputs if not (i.kind == "coordinate" and i.name in unused))
+        return tuple(i for i in inputs if not (i.kind in ("coordinate", "layout") and i.name in unused))
 
     def hoist_varying(self, inputs: tuple[ir.Input, ...]) -> tuple[ir.Input, ...]:
         """A parameter used only as a varying copy is one from the start: its gradient leaves as a partial sum."""

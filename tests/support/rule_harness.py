@@ -14,8 +14,10 @@ from verified import apply
 
 from passes.autograd.joint import Joint
 from passes.check.simulate import Lockstep, places
+from passes.context.balance import hops_of, ranks_that_meet
+from passes.context.lay_out import bounds_in
 from passes.program import ir
-from passes.program.mesh import Mesh
+from passes.program.mesh import HOPS, Mesh
 from passes.program.spec import Spec, boxes, shard, unshard
 from passes.program.torch_private import FakeTensorMode, OpOverload
 from passes.rules import name_of
@@ -214,8 +216,13 @@ def _infinite(x: Tensor) -> bool:
 
 def _local_inputs(program: ir.Program, full: Mapping[str, Tensor]) -> list[list[Tensor]]:
     mesh = program.mesh
-    return [[places(mesh, rank, i.name) if i.kind in PLACES else _local(full[i.name], i.spec, mesh, place)
-             for i in program.inputs] for rank, place in enumerate(mesh)]
+    return [[hops(program, full) if i.name == HOPS else places(mesh, rank, i) if i.kind in PLACES
+             else _local(full[i.name], i.spec, mesh, place) for i in program.inputs] for rank, place in enumerate(mesh)]
+
+
+def hops(program: ir.Program, full: Mapping[str, Tensor]) -> Tensor:
+    """Those of the rings of a program."""
+    return torch.stack([hops_of(ranks_that_meet(*pair, program.mesh)) for pair in bounds_in(program.bounds, full)])
 
 
 def _local(full: Tensor, spec: Spec, mesh: Mesh, place: dict[str, int]) -> Tensor:

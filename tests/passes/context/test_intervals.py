@@ -34,6 +34,7 @@ from compiler_trainer.config.errors import UserError
 from passes.context import flex
 from passes.context.context import METHODS
 from passes.context.intervals import Intervals
+from passes.context.lay_out import bounds_of as bounds_program
 from passes.context.visible import ROWS, pieces
 from passes.program import ir
 from passes.program.attend import attend, attend_backward, evaluate, interval_attention
@@ -100,7 +101,7 @@ def captured(form: str, heads: str, size: int) -> Function:
 def by_interval(function: Function) -> Function:
     program, report = Intervals()(function.program, function.ctx)
     assert report.counts == {"attention_by_interval": 1}, report.notes
-    return replace(function, program=program)
+    return replace(function, program=replace(program, bounds=bounds_program(program)))
 
 
 LAYOUTS = {
