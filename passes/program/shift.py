@@ -47,8 +47,8 @@ def hops_at(hops: Tensor, row: int, step: int, home: bool) -> int:
 
     Hops are from each step that is needed to the next, from the last one home, and 0 at a step that nobody needs.
     """
-    by = int(hops[row, step])
-    return by if home or step + by < hops.shape[1] else 0
+    by, parts = int(hops[row, step]), hops.shape[1]
+    return by % parts if home or step + by < parts else 0
 
 
 @torch.library.impl(_library, "shift_by", "CompositeExplicitAutograd")

@@ -6,17 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
-from attention_cases import documents, grids, shuffled
+from attention_cases import shuffled
 from oracle import assert_same, compile_lockstep, train_plainly, train_step
-from torch import Tensor, nn
+from packed_models import SIZE, batches, loss_of, packed
 
 from passes.context.balance import deal, imbalance
 from passes.program.layout import entries, locate, to_natural_order, to_rank_order
 from passes.program.mesh import BLOCKS, Mesh
 from passes.program.spec import Factor, Spec, shard, unshard
-
-SIZE = 21
 
 
 @pytest.mark.parametrize(("ranks", "each"), [(2, 1), (2, 5), (3, 4), (4, 3), (8, 8)])
@@ -44,45 +41,6 @@ def test_blocks_are_dealt_by_their_work_as_many_to_each_rank():
     assert deal(work, 4) == ((0, 7), (3, 5), (4, 6), (1, 2))
     seen = work.repeat_interleave(4)[None]
     assert imbalance([seen], replace(Mesh.of({"cp": 2}), table=deal(work, 2))) == 1.0
-
-
-class Packed(nn.Module):
-    """Tokens of packed documents, learned positions in the row, one attention within documents or causal."""
-
-    def __init__(self, causal: bool = False):
-        super().__init__()
-        self.causal = causal
-        self.tokens, self.rows = (nn.Embedding(n, 16, dtype=torch.float64) for n in (11, SIZE))
-        self.qkv, self.head = (nn.Linear(16, n, dtype=torch.float64) for n in (48, 11))
-
-    def forward(self, tokens: Tensor, ids: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.rows(torch.arange(SIZE, device=tokens.device))
-        q, k, v = self.qkv(x).view(*tokens.shape, 3, 4, 4).permute(2, 0, 3, 1, 4)
-        i, j = grids(SIZE)
-        mask = (ids[:, None, :, None] == ids[:, None, None, :]) & (i >= j)
-        y = F.scaled_dot_product_attention(q, k, v, None if self.causal else mask, is_causal=self.causal)
-        return self.head((y.transpose(1, 2).flatten(2) + x).cumsum(1) / 9)
-
-
-def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return F.cross_entropy(model(batch["tokens"], batch["ids"]).flatten(0, 1), batch["labels"].flatten())
-
-
-def packed(causal: bool = False) -> Packed:
-    torch.manual_seed(0)
-    return Packed(causal)
-
-
-def batches(rows: int = 4) -> list[dict[str, Tensor]]:
-    """Each with documents of its own."""
-    generator = torch.Generator().manual_seed(3)
-
-    def one(number: int) -> dict[str, Tensor]:
-        tokens, labels = (torch.randint(0, 11, (rows, SIZE), generator=generator) for _ in range(2))
-        ids = torch.cat([documents(SIZE), documents(SIZE).flip(1)])[:rows].roll(number, 0)
-        return {"tokens": tokens, "labels": labels, "ids": ids}
-
-    return [one(number) for number in range(3)]
 
 
 @pytest.mark.parametrize(("mesh", "passes", "options"), [
