@@ -2,9 +2,10 @@
 
     none         a run a rank
     head_tail    a chunk from the front and one from the back: under a causal mask all have as much to do
-    blocks       as many blocks a rank, dealt anew for each batch by what its documents let each of them see
-    auto         blocks where documents decide what attention sees and each rank gets two blocks or more; head_tail
-                 where attention is causal, or by interval; else none
+    blocks       head and tail in blocks, of which ranks exchange some, anew for each batch, until what its documents
+                 let each of them see is even
+    auto         blocks where documents decide what attention sees and a rank has four of them or more; head_tail where
+                 attention is causal, or by interval; else none
 
 Attention by interval takes keys wherever they lie. Any other gathers them, or heads, where they are dealt in blocks, so
 `auto` leaves a program that has some alone.
@@ -44,13 +45,13 @@ class LayOut:
         if AXIS not in mesh.axes or not length:
             return program, ir.Report({"blocks": 0})
         program = replace(program, bounds=bounds_of(program))
-        each = -(-length // (mesh[AXIS] * self.block))
+        each = 2 * -(-length // (2 * mesh[AXIS] * self.block))
         taken, why = choose(program, each) if self.layout == "auto" else (self.layout, "asked for")
         said = f"the sequence lies as {taken} over {AXIS}: {why}"
         if taken == "head_tail":
             mesh = replace(mesh, folded=frozenset({AXIS}))
         if taken == "blocks":
-            mesh = replace(mesh, table=deal(torch.arange(each * mesh[AXIS]), mesh[AXIS]))  # as if causal
+            mesh = replace(mesh, table=deal(torch.ones(each * mesh[AXIS]), mesh[AXIS]))  # head and tail
             said += f"; {each} blocks a rank, of {-(-length // (each * mesh[AXIS]))} tokens"
         return replace(program, mesh=mesh), ir.Report({"blocks": each if taken == "blocks" else 0}, (said,))
 
@@ -66,7 +67,7 @@ def choose(program: ir.Program, each: int) -> tuple[Layout, str]:
         return "head_tail", "what attention sees is the same in all batches"
     if plain:
         return "head_tail", f"%{plain[0].name} ({ir.source(plain[0])}) is no attention by interval"
-    if each < 2:
+    if each < 4:
         return "head_tail", "the sequence is too short for blocks"
     return "blocks", "documents decide what attention sees"
 

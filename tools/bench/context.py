@@ -97,7 +97,7 @@ def steps_of(positions: Tensor, mesh: Mesh) -> Pairs:
 
 def in_blocks(seen: Tensor, ranks: int) -> Mesh:
     """The mesh with blocks of a row dealt by what its queries see."""
-    count = ranks * -(-seen.shape[-1] // (ranks * BLOCK))
+    count = 2 * ranks * -(-seen.shape[-1] // (2 * ranks * BLOCK))
     return replace(Mesh.of({"cp": ranks}), table=deal(work_of_blocks([seen], count), ranks))
 
 

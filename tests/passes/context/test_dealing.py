@@ -10,7 +10,7 @@ from attention_cases import shuffled
 from oracle import assert_same, compile_lockstep, train_plainly, train_step
 from packed_models import SIZE, batches, loss_of, packed
 
-from passes.context.balance import deal, imbalance
+from passes.context.balance import deal, imbalance, work_of_blocks
 from passes.program.layout import entries, locate, to_natural_order, to_rank_order
 from passes.program.mesh import BLOCKS, Mesh
 from passes.program.spec import Factor, Spec, shard, unshard
@@ -34,13 +34,26 @@ def test_all_functions_of_a_layout_agree(ranks, each):
         assert int(mine.sum()) == int(valid.sum())
 
 
-def test_blocks_are_dealt_by_their_work_as_many_to_each_rank():
-    """The largest first, to who has least so far and still takes some."""
-    work = torch.tensor([9, 1, 1, 5, 5, 1, 1, 1])
-    assert deal(work, 2) == ((0, 1, 2, 6), (3, 4, 5, 7))
-    assert deal(work, 4) == ((0, 7), (3, 5), (4, 6), (1, 2))
-    seen = work.repeat_interleave(4)[None]
-    assert imbalance([seen], replace(Mesh.of({"cp": 2}), table=deal(work, 2))) == 1.0
+def test_blocks_are_exchanged_until_ranks_have_as_much_to_do():
+    even, uneven = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8]), torch.tensor([9, 1, 1, 5, 5, 1, 1, 1])
+    assert deal(even, 2) == ((0, 1, 6, 7), (2, 3, 4, 5))  # head and tail stay as they are
+    assert deal(uneven, 2) == ((0, 1, 6, 7), (2, 3, 4, 5))
+    assert deal(torch.tensor([1, 1, 1, 5, 5, 5, 1, 5]), 4) == ((0, 7), (3, 6), (2, 5), (1, 4))
+    assert deal(torch.tensor([8, 1, 1, 1, 1, 1, 1, 1]), 2) == ((0, 1, 6, 7), (2, 3, 4, 5))  # nothing helps
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_documents_of_any_length_are_dealt_evenly(ranks):
+    """Each block is somebody's, each rank has as many, and none does much more than the mean."""
+    generator = torch.Generator().manual_seed(ranks)
+    for _ in range(20):
+        turns = torch.rand(4096, generator=generator) < 0.002 * ranks
+        index = torch.arange(4096)
+        seen = (index - torch.where(turns, index, 0).cummax(0).values + 1)[None]
+        table = deal(work_of_blocks([seen], 16 * ranks), ranks)
+        assert sorted(block for row in table for block in row) == list(range(16 * ranks))
+        assert {len(row) for row in table} == {16} and all(row == tuple(sorted(row)) for row in table)
+        assert imbalance([seen], replace(Mesh.of({"cp": ranks}), table=table)) < 1.1
 
 
 @pytest.mark.parametrize(("mesh", "passes", "options"), [
@@ -60,4 +73,4 @@ def test_a_model_trains_as_on_one_device(mesh, passes, options, causal):
     for found, wanted in zip(train_step(step, batches()), metrics, strict=True):
         assert_same(found, wanted, 1e-10)
     assert_same(step.state_dict(), state, 1e-10)
-    assert step.mesh.chunks("cp") == -(-SIZE // (3 * mesh["cp"]))
+    assert step.mesh.chunks("cp") == 2 * -(-SIZE // (6 * mesh["cp"]))
