@@ -123,11 +123,11 @@ FAULTS = (
         "Tails gathered over a folded axis stay in the ranks' order.",
     ),
     Fault(
-        "entries_of_blocks_in_rising_order",
+        "entries_of_the_first_rank",
         "passes/program/layout.py",
         "return places[BLOCKS].index_select(0, places[axis].view(1)).view(-1)",
-        "return places[BLOCKS].index_select(0, places[axis].view(1)).view(-1).sort().values",
-        "A rank takes its blocks to lie in rising order, whatever order the table has.",
+        "return places[BLOCKS].index_select(0, places[axis].view(1) * 0).view(-1)",
+        "Each rank takes its blocks to be those of the first.",
     ),
     Fault(
         "blocks_put_back_as_they_were_taken",
@@ -136,7 +136,22 @@ FAULTS = (
         "order = table.flatten()",
         "Blocks are gathered into the order that the table has, not into the inverse.",
     ),
+    # mesh.py
+    Fault(
+        "table_of_the_rank_before",
+        "passes/program/mesh.py",
+        "return self.table[place]",
+        "return self.table[place - 1]",
+        "Ranks are fed the blocks of another than the program takes them to have.",
+    ),
     # shift.py
+    Fault(
+        "hop_too_many",
+        "passes/program/shift.py",
+        "return by % parts if home or step + by < parts else 0",
+        "return (by + 1) % parts if home or step + by < parts else 0",
+        "Keys and gradients travel a rank further than the next step that is needed.",
+    ),
     Fault(
         "shift_backwards",
         "passes/program/shift.py",
