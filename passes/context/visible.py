@@ -133,7 +133,7 @@ def parts(q: Tensor, k: Tensor, v: Tensor, given: Sequence) -> Iterator[Part]:
 
 
 def joined(starts: Sequence[int], size: int) -> list[tuple[int, int, int]]:
-    """(first key among all, its position, how many) of runs of one size; what goes on where one ends is joined to it."""
+    """(first key among all, its position, how many) of runs of one size, which are joined where one follows another."""
     found: list[tuple[int, int, int]] = []
     for number, start in enumerate(starts):
         first, position, count = found[-1] if found else (0, -1, 0)

@@ -201,7 +201,7 @@ class Partitioner:
         given: dict[str, tuple[int, int, torch.device]] = {}
         if mesh.table:
             given[BLOCKS] = mesh[SEQUENCE_AXIS], mesh.chunks(SEQUENCE_AXIS), self.device()
-        elif bounds is not None and self.skip_steps:
+        if bounds is not None and self.skip_steps:
             names = [output.name for output in bounds.outputs]
             self.builder.attentions = list(zip(names[::2], names[1::2]))
             given[HOPS] = len(self.builder.attentions), mesh[SEQUENCE_AXIS], torch.device("cpu")
@@ -225,7 +225,7 @@ class Partitioner:
         if BLOCKS in self.builder.places and self.builder.one_table:
             same = replace(ir.spec(self.builder.places[BLOCKS]), varying=())  # type: ignore[type-var]
             ir.set_spec(self.builder.places[BLOCKS], same)
-            inputs = tuple(replace(i, spec=same) if i.kind == "layout" else i for i in inputs)
+            inputs = tuple(replace(i, spec=same) if i.name == BLOCKS else i for i in inputs)
         return tuple(i for i in inputs if not (i.kind in ("coordinate", "layout") and i.name in unused))
 
     def hoist_varying(self, inputs: tuple[ir.Input, ...]) -> tuple[ir.Input, ...]:

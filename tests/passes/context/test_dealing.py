@@ -60,7 +60,7 @@ def test_documents_of_any_length_are_dealt_evenly(ranks):
     ({"cp": 2}, {"context": {"method": "ring"}}, {}),
     ({"cp": 4}, {"context": {"method": "all_gather"}}, {}),
     ({"cp": 4}, {"context": {"method": "hybrid"}}, {"microbatches": 2}),
-    ({"cp": 2, "tp": 2}, {}, {"microbatches": 4}),
+    ({"cp": 2, "tp": 2}, {"verify": "numeric"}, {"microbatches": 4}),
     ({"cp": 2, "dp_shard": 2}, {"context": {"method": "ring"}}, {}),
     ({"cp": 3, "dp_replicate": 2}, {"context": {"method": "ring"}}, {"microbatches": 2}),
 ], ids=str)  # fmt: skip
@@ -73,4 +73,22 @@ def test_a_model_trains_as_on_one_device(mesh, passes, options, causal):
     for found, wanted in zip(train_step(step, batches()), metrics, strict=True):
         assert_same(found, wanted, 1e-10)
     assert_same(step.state_dict(), state, 1e-10)
+    balance = step.balance()
+    assert balance == {} if causal else balance["cp_imbalance"] <= balance["cp_imbalance_head_tail"]
     assert step.mesh.chunks("cp") == 2 * -(-SIZE // (6 * mesh["cp"]))
+
+
+TAKEN = {  # what auto takes, by what the model is and how long its blocks may be
+    "documents": ({"block": 2}, False, "blocks over cp: documents decide what attention sees"),
+    "short": ({"block": 8}, False, "head_tail over cp: the sequence is too short for blocks"),
+    "causal": ({"block": 2}, True, "head_tail over cp: what attention sees is the same in all batches"),
+    "asked": ({"load_balance": "none"}, False, "none over cp: asked for"),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_auto_takes_blocks_where_documents_decide(name):
+    options, causal, said = TAKEN[name]
+    step = compile_lockstep(packed(causal), loss_of, batches()[0], {"cp": 2}, passes={"context": options})
+    notes = [note for done in step.report["passes"] if done["name"] == "lay_out" for note in done["report"]["notes"]]
+    assert notes and all(f"the sequence lies as {said}" in note for note in notes)

@@ -13,6 +13,7 @@ from packed_models import batches, loss_of, packed
 
 from passes.check import simulate
 from passes.context.balance import hops_of, ranks_that_meet
+from passes.lower.cudagraphs import breaks
 from passes.program.mesh import Mesh
 from passes.program.shift import hops_at, shift_by
 
@@ -78,7 +79,12 @@ def test_what_nobody_needs_is_not_sent_and_nothing_else_changes(layout, needed):
     assert [sum(sent[i * each : (i + 1) * each]) for i in range(3)] == [2 * keys + home, 2 * 3 + 4, 2 * keys + home]
 
 
-def test_every_step_is_sent_where_that_is_asked_for():
-    options = {"context": {"method": "ring", "load_balance": "none", "skip_steps": False}}
-    step = compile_lockstep(packed(), loss_of, batches()[0], {"cp": 4}, passes=options)
-    assert not [i.name for i in step.train["step"].program.inputs if i.kind == "layout"]
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_cuda_graph_cannot_skip_steps(skips):
+    """A replay would send as far as the first batch said; without it every step is sent."""
+    options = {"context": {"method": "ring", "load_balance": "none", "skip_steps": skips}}
+    step = compile_lockstep(packed(), loss_of, batches()[0], {"cp": 2}, passes=options)
+    program = step.train["step"].program
+    assert [i.name for i in program.inputs if i.kind == "layout"] == ["hops"] * skips
+    found = [reason for reason in breaks(program) if "passes.context.skip_steps=false" in reason]
+    assert len(found) == (1 + 1 + 2) * skips
