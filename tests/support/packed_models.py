@@ -11,16 +11,17 @@ SIZE = 21
 
 
 class Packed(nn.Module):
-    """Tokens of packed documents, learned positions in the row, one attention within documents or causal."""
+    """Tokens of packed documents, learned positions in the row or none, one attention within documents or causal."""
 
-    def __init__(self, causal: bool = False):
+    def __init__(self, causal: bool, learned: bool):
         super().__init__()
-        self.causal = causal
+        self.causal, self.learned = causal, learned
         self.tokens, self.rows = (nn.Embedding(n, 16, dtype=torch.float64) for n in (11, SIZE))
         self.qkv, self.head = (nn.Linear(16, n, dtype=torch.float64) for n in (48, 11))
 
     def forward(self, tokens: Tensor, ids: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.rows(torch.arange(SIZE, device=tokens.device))
+        row = torch.arange(SIZE, device=tokens.device)
+        x = self.tokens(tokens) + (self.rows(row) if self.learned else row[:, None] / SIZE)
         q, k, v = self.qkv(x).view(*tokens.shape, 3, 4, 4).permute(2, 0, 3, 1, 4)
         i, j = grids(SIZE)
         mask = (ids[:, None, :, None] == ids[:, None, None, :]) & (i >= j)
@@ -29,12 +30,14 @@ class Packed(nn.Module):
 
 
 def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Mean cross-entropy."""
     return F.cross_entropy(model(batch["tokens"], batch["ids"]).flatten(0, 1), batch["labels"].flatten())
 
 
-def packed(causal: bool = False) -> Packed:
+def packed(causal: bool = False, learned: bool = True) -> Packed:
+    """The same weights at each call."""
     torch.manual_seed(0)
-    return Packed(causal)
+    return Packed(causal, learned)
 
 
 def batches(rows: int = 4) -> list[dict[str, Tensor]]:

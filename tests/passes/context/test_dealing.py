@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_cases import shuffled
-from oracle import assert_same, compile_lockstep, train_plainly, train_step
+from oracle import NO_DECAY, assert_same, compile_lockstep, train_plainly, train_step, trained_alike
 from packed_models import SIZE, batches, loss_of, packed
 
 from passes.context.balance import deal, imbalance, work_of_blocks
@@ -76,6 +76,19 @@ def test_a_model_trains_as_on_one_device(mesh, passes, options, causal):
     balance = step.balance()
     assert balance == {} if causal else balance["cp_imbalance"] <= balance["cp_imbalance_head_tail"]
     assert step.mesh.chunks("cp") == 2 * -(-SIZE // (6 * mesh["cp"]))
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_rows_have_tables_of_their_own_unless_ranks_exchange_among_rows(learned):
+    """Gradients of learned positions are added up over rows while the sequence is sharded."""
+    mesh, passes = {"dp_shard": 2, "cp": 2}, {"context": {"load_balance": "blocks", "block": 2}}
+    model = packed(learned=learned)
+    step = trained_alike(model, loss_of, batches(), mesh, NO_DECAY, passes=passes)
+    (table,) = (i for i in step.train["step"].program.inputs if i.name == BLOCKS)
+    assert table.spec.varying == (() if learned else ("dp_shard",))
+    tables = [step.dealt[0].mesh(rank).table for rank in range(4)]
+    assert tables[0] == tables[1] and tables[2] == tables[3]
+    assert (tables[0] == tables[2]) == learned
 
 
 TAKEN = {  # what auto takes, by what the model is and how long its blocks may be
