@@ -1,6 +1,6 @@
 """Configuration in, passes out: read this page first.
 
-    capture -> cast, intervals, chunk_loss, normalize, means, experts, place, float8, shard
+    capture -> cast, intervals, chunk_loss, normalize, means, lay_out, experts, place, float8, shard
             -> joint, simplify, dedupe, add_first, remat, optimize
             -> schedule, collectives, communicators, overlap, segment -> lower
 
@@ -33,6 +33,7 @@ from passes.communication.dedupe import Dedupe
 from passes.communication.overlap import Overlap
 from passes.communication.schedule import Schedule
 from passes.context.intervals import Intervals
+from passes.context.lay_out import LayOut
 from passes.lower.segment import Segment
 from passes.lower.unroll import Unroll
 from passes.memory.chunk_loss import ChunkLoss
@@ -89,10 +90,11 @@ def build_pipeline(
         ChunkLoss(passes.chunk_loss.chunks, passes.chunk_loss.logits_mib),
         Normalize(),
         *means,
+        LayOut(passes.context.load_balance, passes.context.block),
         Experts(passes.moe.dispatch, passes.moe.capacity_factor, passes.moe.chunks),
         Place(shard.plan, shard.min_shard_elements),
         Float8(cast.float8, cast.float8_skip, cast.float8_min_size, cast.float8_head),
-        Shard(shard.sequence_parallel, shard.strict, reduce_dtype, passes.context.method),
+        Shard(shard.sequence_parallel, shard.strict, reduce_dtype, passes.context.method, passes.context.skip_steps),
     )
     how = (EIGHT_BITS.get(optim.name, optim.state), optim.block, optim.stochastic_rounding)
     rest = build_optimizer(optim, DTYPES[cast.param_dtype])

@@ -318,9 +318,18 @@ class MoeConfig:
 
 @dataclass(frozen=True)
 class ContextConfig:
-    """How attention runs over a sequence that `mesh.cp` shards; auto: what sends least (`passes/context`)."""
+    """How attention runs over a sequence that `mesh.cp` shards; auto: what sends least (`passes/context`).
+
+    `load_balance` says which tokens a rank has: a run (none), a chunk from the front and one from the back (head_tail),
+    or blocks of at most `block` tokens, dealt for each batch by the work that its documents make; auto: blocks where
+    documents decide what attention sees (`passes/context/lay_out.py`). With `skip_steps`, steps of a ring at which no
+    rank sees anything in a batch send nothing.
+    """
 
     method: Literal["auto", "ring", "all_gather", "ulysses", "hybrid"] = "auto"
+    load_balance: Literal["auto", "head_tail", "blocks", "none"] = "auto"
+    block: Positive = 128
+    skip_steps: bool = True
 
 
 @dataclass(frozen=True)

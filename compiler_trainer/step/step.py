@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.step.dealing import Dealt, balance
 from compiler_trainer.step.runtime import Runtime
 from passes.program import ir
 from passes.program.mesh import Mesh
@@ -60,6 +61,7 @@ class Step:
         self.train, self.evaluation, self.state = train, evaluation, state
         self.lr, self.seed, self.microbatches = lr, seed, microbatches
         self.device, self.report = device, report
+        self.dealt: list[Dealt] = []  # the microbatches of the last step
         given = (i for compiled in (*train.values(), evaluation) for i in compiled.program.inputs)
         self.constants = {i.name: i.value.to(device) for i in given if i.value is not None}
         self.places = {
@@ -73,7 +75,7 @@ class Step:
         Means over labels are over those of the whole batch, other terms of the loss are means over microbatches.
         With `passes.moe.dispatch=bounded` also "dropped_rows", how many found no room, of all layers and ranks.
         """
-        rate = self.lr if lr is None else lr
+        rate, self.dealt = self.lr if lr is None else lr, []
         count = int(self.state["optim.step"].local[self.ranks[0]])
         if self.microbatches == 1:
             out = self.run(self.train["step"], batch, self.scalars(rate, count))
@@ -119,18 +121,21 @@ class Step:
     def run(self, compiled: Compiled, batch: Mapping[str, Tensor], scalars: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Run one program for the ranks here; its outputs by name, as the first of them has them."""
         check_batch(batch, compiled.program)
-        given, mesh = compiled.program.inputs, compiled.program.mesh
-        inputs = {rank: [self.value(i, rank, batch, scalars, mesh) for i in given] for rank in self.ranks}
+        given, dealt = compiled.program.inputs, Dealt(compiled.program, batch)
+        if compiled is not self.evaluation and batch:
+            self.dealt.append(dealt)
+        inputs = {rank: [self.value(i, rank, dealt, scalars) for i in given] for rank in self.ranks}
         results = self.runtime.run(compiled.executable, inputs)
         first = results[self.ranks[0]]
         return {o.name: value for o, value in zip(compiled.program.outputs, first, strict=True) if o.kind != "buffer"}
 
-    def value(
-        self, given: ir.Input, rank: int, batch: Mapping[str, Tensor], scalars: Mapping[str, Tensor], mesh: Mesh
-    ) -> Tensor:
-        """What one input of a program is on one rank; `mesh` is the program's: it says how it lays out sequences."""
+    def value(self, given: ir.Input, rank: int, dealt: Dealt, scalars: Mapping[str, Tensor]) -> Tensor:
+        """What one input of a program is on one rank."""
         if given.kind == "batch":
-            return shard(batch[given.name].to(self.device), given.spec, mesh, mesh.coordinates(rank))
+            whole, mesh = dealt.batch[given.name].to(self.device), dealt.mesh(rank)
+            return shard(whole, given.spec, mesh, mesh.coordinates(rank))
+        if given.kind == "layout":
+            return dealt.value(given, rank, self.device)
         if given.kind == "coordinate":
             return self.places[rank][given.name]
         if given.kind == "constant":
@@ -138,6 +143,10 @@ class Step:
         if given.kind == "scalar":
             return scalars[given.name]
         return self.state[state_name(given)].local[rank]
+
+    def balance(self) -> dict[str, float]:
+        """How even the work of attention was in the last step, among the ranks along `cp` of the first rank here."""
+        return balance(self.dealt, self.ranks[0])
 
     def tensors(self) -> dict[str, tuple[Spec, ByRank]]:
         """All state that a checkpoint needs: name -> (placement, local tensor by rank); write in place to restore."""

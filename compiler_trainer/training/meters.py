@@ -27,18 +27,18 @@ class Meters:
         self.memory = PeakMemory(step.device, (t for state in step.state.values() for t in state.local.values()))
         self.pace = Pace(cfg, step.device.type == "cuda")
 
-    def take(self, number: int, fetch: Callable[[], tuple[Batch, int]], lr: float) -> tuple[Batch, Record, Record]:
-        """Take step `number`: the batch, the step's results, and what was measured of it.
+    def take(self, number: int, fetch: Callable[[], tuple[Batch, int]], lr: float) -> tuple[Record, Record]:
+        """Take step `number`: the step's results, and what was measured of it.
 
         `fetch` gives the batch and how many of its tokens are no padding, which alone count.
         """
 
-        def timed() -> tuple[Batch, int, Record, float, float]:
+        def timed() -> tuple[int, Record, float, float]:
             began = time.perf_counter()
             batch, tokens = fetch()
             waited = time.perf_counter() - began
-            return batch, tokens, self.step(batch, lr), time.perf_counter() - began, waited
+            return tokens, self.step(batch, lr), time.perf_counter() - began, waited
 
-        (batch, tokens, result, seconds, waited), pace = self.pace.during(number, lambda: self.memory.during(timed))
+        (tokens, result, seconds, waited), pace = self.pace.during(number, lambda: self.memory.during(timed))
         times = {**speed(self.cfg, self.flops, tokens, seconds), "data_ms": 1e3 * waited}
-        return batch, result, {**times, "peak_mem_bytes": self.memory.bytes, **pace}
+        return result, {**times, "peak_mem_bytes": self.memory.bytes, **pace}

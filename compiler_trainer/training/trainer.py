@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compiler_trainer import checkpoint, models
 from compiler_trainer.checkpoint import Damaged
-from compiler_trainer.config.schema import Config, ModelConfig
+from compiler_trainer.config.schema import Config
 from compiler_trainer.config.times import seconds
 from compiler_trainer.config.validate import validate
 from compiler_trainer.console import say
@@ -40,7 +40,6 @@ from compiler_trainer.training.spikes import Spikes
 from compiler_trainer.training.stop import Stop, end_early
 from compiler_trainer.training.watch import Watch
 from passes.check.runner import Dumper
-from passes.context.balance import imbalance
 
 LARGE = 500_000_000  # parameters, from which on the settings of the default job are worth a note
 
@@ -194,9 +193,8 @@ def steps(cfg: Config, step: Step, datasets: Datasets, start: Start, meters: Met
 def one_step(cfg: Config, meters: Meters, loader: Loader, number: int) -> Record:
     """Take update `number` and measure it, from fetching its batch on."""
     lr, step = learning_rate(cfg.lr_schedule, cfg.optim.lr, number, cfg.train.steps), meters.step
-    batch, result, measured = meters.take(number, lambda: (next_batch(loader), loader.filled), lr)
-    if isinstance(cfg.model, ModelConfig) and cfg.model.attention == "documents" and cfg.mesh.cp > 1:
-        result["cp_imbalance"] = imbalance(batch["positions"] + 1, step.mesh)
+    result, measured = meters.take(number, lambda: (next_batch(loader), loader.filled), lr)
+    result |= step.balance()
     result |= unevenness({name: state.local[step.ranks[0]] for name, state in step.state.items()})
     return {**result, "lr": lr, **measured}
 

@@ -31,7 +31,8 @@ def check_copies(program: ir.Program) -> Iterator[Finding]:
     copies: dict[fx.Node, tuple[str, Axes]] = {}  # inputs that are stored into: what they are, where they are copies
     for node, given in zip(program.placeholders(), program.inputs, strict=True):
         own = {axis for axis in program.mesh.axes if given.spec.state(axis) in ("shard", "partial")}
-        differs[node] = frozenset(own.union(program.mesh.over(given.name) if given.kind == "coordinate" else ()))
+        apart_on = {"coordinate": program.mesh.over(given.name), "layout": given.spec.varying}.get(given.kind, ())
+        differs[node] = frozenset(own.union(apart_on))
         copies[node] = f"{given.kind} {given.name!r}", frozenset(program.mesh.axes) - own
     for node in program.calls():
         read = node.all_input_nodes[:1] if node.target in KEEPS else node.all_input_nodes

@@ -169,12 +169,12 @@ def _call(function: Function) -> Callable[..., Any]:
 def place_inputs(program: ir.Program, inputs: Mapping[str, Tensor]) -> list[list[Tensor]]:
     """Every rank's inputs, copies, by rank; raises CompileError naming an input that is missing or does not fit."""
     whole = [
-        None if i.kind == "coordinate" else _whole(node, i, inputs)
+        None if i.kind in ("coordinate", "layout") else _whole(node, i, inputs)
         for node, i in zip(program.placeholders(), program.inputs, strict=True)
     ]
     return [
         [
-            places(program.mesh, rank, i.name) if v is None else _part(v, i.spec, program.mesh, place)
+            places(program.mesh, rank, i) if v is None else _part(v, i.spec, program.mesh, place)
             for i, v in zip(program.inputs, whole, strict=True)
         ]
         for rank, place in enumerate(program.mesh)

@@ -11,8 +11,8 @@ from torch import Tensor, fx
 from passes.cost.accounting import axis_of
 from passes.program import ir
 from passes.program.bodies import flatten
-from passes.program.mesh import Mesh
-from passes.program.shift import arrive, shift
+from passes.program.mesh import BLOCKS, Mesh
+from passes.program.shift import arrive, hops_at, shift, shift_by
 from passes.program.sweep import laid_out
 from passes.program.torch_private import c10d
 
@@ -56,6 +56,10 @@ def _shift(values: Values, axis: str, by: int) -> Values:
     return [values[i - by].clone() for i in range(len(values))]
 
 
+def _shift_by(values: Values, hops: Tensor, axis: str, row: int, step: int, home: bool) -> Values:
+    return _shift(values, axis, hops_at(hops, row, step, home))
+
+
 # operator -> what a group's ranks hold after it, from what they held before
 COLLECTIVES: dict[Any, Callable[..., Values]] = {
     c10d.all_gather_into_tensor.default: _all_gather,
@@ -63,6 +67,7 @@ COLLECTIVES: dict[Any, Callable[..., Values]] = {
     c10d.reduce_scatter_tensor.default: _reduce_scatter,
     c10d.all_to_all_single.default: _all_to_all,
     shift: _shift,
+    shift_by: _shift_by,
 }
 
 
@@ -128,6 +133,8 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return last
 
 
-def places(mesh: Mesh, rank: int, axis: str) -> Tensor:
-    """A rank's coordinate on an axis as a graph input: 0-d int64."""
-    return torch.tensor(mesh.coordinates(rank)[axis], dtype=torch.int64)
+def places(mesh: Mesh, rank: int, given: ir.Input) -> Tensor:
+    """A rank's coordinate on an axis, 0-d int64, the table of its mesh, or hops that leave nothing out."""
+    if given.kind == "coordinate":
+        return torch.tensor(mesh.coordinates(rank)[given.name])
+    return torch.tensor(mesh.table) if given.name == BLOCKS else torch.ones(given.spec.shape, dtype=torch.int64)

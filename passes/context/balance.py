@@ -1,30 +1,87 @@
-"""How evenly the ranks of `cp` share the work of attention: the pairs of queries and keys that see each other."""
+"""How evenly the ranks of `cp` share the work of attention, the pairs of queries and keys that see each other.
+
+`seen` are the keys seen by each query, i64[B, T]: of causal attention a query at i sees i + 1; within documents,
+positions + 1, as these count from 0 in each. Of several attentions that see otherwise there are several.
+"""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from passes.program.layout import entries
 from passes.program.mesh import SEQUENCE_AXIS as AXIS
 from passes.program.mesh import Mesh
-from passes.program.spec import Factor
+from passes.program.spec import Factor, pieces
+
+Table = tuple[tuple[int, ...], ...]
+EVEN = 1.02  # the most that a rank does over the mean, from which on blocks stay where they are
 
 
 def pairs_by_rank(seen: Tensor, mesh: Mesh) -> Tensor:
-    """Keys seen by all queries of each rank of `cp`, i64[P], from those seen by each query, i64[B, T].
-
-    Of causal attention a query at i sees i + 1; within documents, positions + 1, as these count from 0 in each.
-    """
-    factor = Factor(seen.shape[-1], (AXIS,))
-    found = []
-    for rank in range(mesh[AXIS]):
-        index, valid = entries(factor, mesh, {AXIS: torch.tensor(rank)}, seen.device)
-        found.append(seen.index_select(-1, index[valid]).sum())
-    return torch.stack(found)
+    """Keys seen by all queries of each rank of `cp`, i64[P]."""
+    factor, before = Factor(seen.shape[-1], (AXIS,)), F.pad(seen.sum(0).cumsum(0), [1, 0])
+    runs = (factor.runs(mesh, {AXIS: rank}) for rank in range(mesh[AXIS]))
+    return torch.tensor([sum(int(before[start + n] - before[start]) for start, _, n in held) for held in runs])
 
 
-def imbalance(seen: Tensor, mesh: Mesh) -> float:
+def imbalance(seen: Sequence[Tensor], mesh: Mesh) -> float:
     """The most that a rank of `cp` has to do over the mean: 1 if all do the same."""
-    work = pairs_by_rank(seen, mesh).double()
+    work = torch.stack([pairs_by_rank(each, mesh) for each in seen]).sum(0).double()
     return float(work.max() / work.mean())
+
+
+def ranks_that_meet(first: Tensor, last: Tensor, mesh: Mesh) -> Tensor:
+    """Which ranks' queries see any of which ranks' keys, bool[P, P], by bounds of all queries, i64[b, s]."""
+    first, last = torch.broadcast_tensors(first.cpu(), last.cpu())
+    ranks, chunks = mesh[AXIS], pieces(AXIS, mesh)
+    size, owner = -(-first.shape[-1] // chunks), torch.zeros(chunks, dtype=torch.int64)
+    for rank in range(ranks):
+        owner[list(mesh.held(AXIS, rank))] = rank
+    sees = last > first
+    queries = owner[torch.arange(first.shape[-1]) // size].expand_as(first)[sees]
+    edges = torch.zeros(ranks, chunks + 1, dtype=torch.int64)
+    one = torch.ones_like(queries)
+    edges.index_put_((queries, first[sees] // size), one, accumulate=True)
+    edges.index_put_((queries, (last[sees] - 1) // size + 1), -one, accumulate=True)
+    seen = edges.cumsum(1)[:, :chunks] > 0
+    return torch.zeros(ranks, ranks, dtype=torch.int64).index_add_(1, owner, seen.long()) > 0
+
+
+def hops_of(meet: Tensor) -> Tensor:
+    """From each step of a ring that any rank needs to the next, from the last one home; 0 at the others: i64[P]."""
+    ranks = len(meet)
+    needed = sorted({0, *((i - j) % ranks for i, j in meet.nonzero().tolist())})
+    found = torch.zeros(ranks, dtype=torch.int64)
+    for here, there in itertools.pairwise((*needed, ranks)):
+        found[here] = there - here
+    return found
+
+
+def work_of_blocks(seen: Sequence[Tensor], count: int) -> Tensor:
+    """Keys seen by all queries of each of so many equal blocks, i64[count]."""
+    rows = (each.sum(0) for each in seen)
+    return torch.stack([F.pad(row, [0, -len(row) % count]).view(count, -1).sum(1) for row in rows]).sum(0)
+
+
+def deal(work: Tensor, ranks: int) -> Table:
+    """Blocks for each rank, an even number and as many for each, in rising order: all with about as much work.
+
+    From head and tail on, which leaves neighbours together, the busiest rank exchanges blocks with the one that has
+    least to do, each time those two that bring both nearest, until it is within `EVEN` of the mean or nothing helps.
+    """
+    chunks = torch.arange(len(work)).view(2 * ranks, -1)
+    table = torch.cat([chunks[:ranks], chunks[ranks:].flip(0)], 1)
+    while True:
+        mine = work[table]
+        total = mine.sum(1)
+        busy, idle = int(total.argmax()), int(total.argmin())
+        gap = total[busy] - total[idle]
+        left = (gap - 2 * (mine[busy][:, None] - mine[idle])).abs()
+        i, j = divmod(int(left.argmin()), table.shape[1])
+        if total[busy] * ranks <= EVEN * total.sum() or left[i, j] >= gap:
+            return tuple(map(tuple, table.sort(1).values.tolist()))
+        table[busy, i], table[idle, j] = int(table[idle, j]), int(table[busy, i])

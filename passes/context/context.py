@@ -29,15 +29,16 @@ import torch
 from torch import Tensor, fx
 
 from passes.context import ring
+from passes.context.balance import ranks_that_meet
 from passes.context.kernels import wide
 from passes.cost.cluster import FLOPS_PER_BYTE
 from passes.program import boundary, ir
 from passes.program.attend import attend
 from passes.program.builder import Builder
 from passes.program.constants import constant
-from passes.program.layout import entries, to_natural_order, to_rank_order
+from passes.program.layout import entries, run_starts, to_natural_order, to_rank_order
+from passes.program.mesh import BLOCKS, HOPS
 from passes.program.mesh import SEQUENCE_AXIS as AXIS
-from passes.program.mesh import Mesh
 from passes.program.spec import Factor, Spec
 from passes.rules import attention
 from passes.rules.base import EMITTERS
@@ -53,7 +54,8 @@ Pairs = frozenset[tuple[int, int]]
 class Call:
     """One attention as a rank sees it: local shapes, its dtype, and what mask it has.
 
-    `pairs` are the (rank of queries, rank of keys) that see anything, None if that is not known or all do.
+    `pairs` are the (rank of queries, rank of keys) that see anything, None if that is not known or all do. Keys `dealt`
+    in blocks are not where a causal ring, or the mask of one, has them; attention by interval takes them anywhere.
     """
 
     query: tuple[int, ...]  # b, h, s, e
@@ -66,6 +68,7 @@ class Call:
     mask: Literal["none", "bool", "numbers"] = "none"
     mask_by_head: bool = False
     pairs: Pairs | None = None
+    dealt: bool = False
 
     # -- ranks that exchange heads (U), and steps of the ring across ------------------------------
 
@@ -151,6 +154,8 @@ class Call:
         (_, h, _, _), (_, g, _, _) = self.query, self.key
         if method in ("ring", "hybrid") and self.mask == "numbers":
             return "a mask of numbers may have a gradient"
+        if method in ("ring", "hybrid") and self.dealt:
+            return "the sequence is dealt in blocks, and this is no attention by interval"
         if method in ("ring", "hybrid") and self.causal and not self.folded:
             return "the sequence is not folded"
         if method == "ulysses" and (h % self.parts or (g % self.parts and self.parts % g)):
@@ -206,9 +211,10 @@ def emit_interval(
     """Attention by interval: bounds stay with their queries, keys come with the positions that they have."""
     scale, score = node.args[-2:]
     q, k, v, *rows = operands
+    runs = None
 
     def alone(q: fx.Node, k: fx.Node, v: fx.Node, *rows: fx.Node) -> fx.Node:
-        found = builder.call(attend, (q, k, v, *rows[:2], None, list(rows[2:]), scale, score))
+        found = builder.call(attend, (q, k, v, *rows[:2], runs, list(rows[2:]), scale, score))
         return builder.call(operator.getitem, (found, 0))
 
     if AXIS not in specs[1].sharded:
@@ -216,14 +222,32 @@ def emit_interval(
     call = describe_interval(builder, node, operands, specs)
     method, why = call.choose(builder.context_method)
     builder.notes.append(note(node, call, method, why))
+    dealt = builder.mesh.deals(AXIS)
+    if dealt and method in ("all_gather", "ulysses"):
+        runs = builder.trace(torch.flatten, starts_of(builder, specs[1], 1))
     if method == "all_gather":
-        return alone(q, *(gather(builder, x, spec) for x, spec in zip((k, v), specs[1:3])), *rows)
+        together = gather_as_held if dealt else gather
+        return alone(q, *(together(builder, x, spec) for x, spec in zip((k, v), specs[1:3])), *rows)
+
+    row = builder.row_of_hops(node) if method == "ring" and call.pairs is None else None
 
     def around(*values: fx.Node) -> fx.Node:
-        return ring_attention(builder, list(values), specs, scale, call, method, score)  # type: ignore[arg-type]
+        given = [*values, starts_of(builder, specs[1], inner), *([] if row is None else [builder.places[HOPS]])]
+        return ring_attention(builder, given, specs, scale, call, method, score, row)  # type: ignore[arg-type]
 
     inner = call.exchanging(method)
-    return exchanged_attention(builder, operands, specs, call, inner, alone if inner == call.parts else around)
+    attention = alone if inner == call.parts else around
+    return exchanged_attention(builder, operands, specs, call, inner, attention, dealt)
+
+
+def starts_of(builder: Builder, spec: Spec, inner: int) -> fx.Node:
+    """Where the runs of keys begin that each group of `inner` ranks holds, in its order: i64[P / inner, runs]."""
+    mesh, (factor, *_) = builder.mesh, spec.dims[-2]
+    parts, chunk = mesh[AXIS] // inner, factor.local(mesh) // mesh.chunks(AXIS)
+    if mesh.deals(AXIS):
+        return builder.trace(lambda table: (table * chunk).view(parts, -1), builder.places[BLOCKS])
+    folded = AXIS in mesh.folded
+    return builder.trace(lambda at: run_starts(parts, inner * chunk, folded, at.device), builder.places[AXIS])
 
 
 def describe_interval(builder: Builder, node: fx.Node, operands: list[fx.Node], specs: list[Spec]) -> Call:
@@ -232,8 +256,8 @@ def describe_interval(builder: Builder, node: fx.Node, operands: list[fx.Node], 
     folded, parts = AXIS in builder.mesh.folded, builder.mesh[AXIS]
     first, last = (constant(x) for x in node.args[3:5])  # type: ignore[arg-type]
     pairs = None
-    if first is not None and last is not None:
-        pairs = pairs_that_meet(first, last, specs[0].dims[-2][0], builder.mesh)
+    if first is not None and last is not None and not builder.mesh.deals(AXIS):
+        pairs = frozenset((i, j) for i, j in ranks_that_meet(first, last, builder.mesh).nonzero().tolist())
     return Call(query, key, value, ir.example(operands[0]).dtype, parts, False, folded, "none", False, pairs)
 
 
@@ -251,11 +275,11 @@ def describe(builder: Builder, operands: list[fx.Node], specs: list[Spec], causa
     q, k, v, *masks = operands
     by_head = bool(masks) and ir.example(masks[0]).dim() > 2 and ir.example(masks[0]).shape[-3] > 1
     kind = "none" if mask is None else "numbers" if ir.example(mask).is_floating_point() else "bool"
-    folded, parts = AXIS in builder.mesh.folded, builder.mesh[AXIS]
-    seen = constant(mask) if mask is not None and kind == "bool" else None
+    folded, parts, dealt = AXIS in builder.mesh.folded, builder.mesh[AXIS], builder.mesh.deals(AXIS)
+    seen = constant(mask) if mask is not None and kind == "bool" and not dealt else None
     pairs = None if seen is None else pairs_that_see(seen, specs[0].dims[-2][0], specs[1].dims[-2][0], folded, parts)
     query, key, value = (tuple(ir.example(x).shape) for x in (q, k, v))
-    return Call(query, key, value, ir.example(q).dtype, parts, causal, folded, kind, by_head, pairs)  # type: ignore
+    return Call(query, key, value, ir.example(q).dtype, parts, causal, folded, kind, by_head, pairs, dealt)  # type: ignore
 
 
 def pairs_that_see(mask: Tensor, rows: Factor, columns: Factor, folded: bool, parts: int) -> Pairs:
@@ -269,20 +293,6 @@ def pairs_that_see(mask: Tensor, rows: Factor, columns: Factor, folded: bool, pa
     return frozenset((i, j) for i, j in found.nonzero().tolist())
 
 
-def pairs_that_meet(first: Tensor, last: Tensor, factor: Factor, mesh: Mesh) -> Pairs:
-    """(rank of queries, rank of keys) of which any query sees a key, by bounds of all queries, i64[b, s]."""
-    found = set()
-    held = [entries(factor, mesh, {AXIS: torch.tensor(rank)}, first.device) for rank in range(mesh[AXIS])]
-    own = [index[valid] for index, valid in held]
-    for i, queries in enumerate(own):
-        lower, upper = (x.index_select(1, queries) for x in (first, last))
-        for j, keys in enumerate(own):
-            before = [torch.searchsorted(keys, x.contiguous()) for x in (lower, upper)]
-            if bool(((before[1] > before[0]) & (upper > lower)).any()):
-                found.add((i, j))
-    return frozenset(found)
-
-
 def gathered_attention(
     builder: Builder, operands: list[fx.Node], specs: list[Spec], causal: bool, options: dict
 ) -> fx.Node:
@@ -292,13 +302,13 @@ def gathered_attention(
     whole = [gather(builder, x, spec) for x, spec in zip((k, v), specs[1:3])]
     mask = masks[0] if masks else None
     if causal:
-        device = ir.example(q).device
+        device, at = ir.example(q).device, builder.at(factor)
 
-        def sees(*at: Tensor) -> Tensor:
-            index, _ = entries(factor, builder.mesh, dict(zip(factor.axes, at)), device)
+        def sees(*places: Tensor) -> Tensor:
+            index, _ = entries(factor, builder.mesh, dict(zip(at, places)), device)
             return index[:, None] >= torch.arange(factor.size, device=device)
 
-        mask = builder.trace(sees, *builder.at(factor))
+        mask = builder.trace(sees, *at.values())
     return builder.call(aten.scaled_dot_product_attention.default, (q, *whole, mask, 0.0, False), options)
 
 
@@ -308,6 +318,13 @@ def gather(builder: Builder, x: fx.Node, spec: Spec) -> fx.Node:
     return builder.convert(x, spec, replace(spec, dims=dims, varying=(*spec.varying, AXIS)), True, None)
 
 
+def gather_as_held(builder: Builder, x: fx.Node, spec: Spec) -> fx.Node:
+    """The same, one rank's entries after the other's, padding among them."""
+    parts, dim = builder.mesh[AXIS], len(spec.dims) - 2
+    held = parts * ir.example(x).shape[dim]
+    return builder.call(boundary.all_gather, (x, dim, AXIS, parts, held, ir.example(x).dtype, None))
+
+
 def exchanged_attention(
     builder: Builder,
     operands: list[fx.Node],
@@ -315,21 +332,28 @@ def exchanged_attention(
     call: Call,
     inner: int,
     attention: Callable[..., fx.Node],
+    as_held: bool = False,
 ) -> fx.Node:
     """Heads exchanged for sequence among `inner` neighbours, attention, and sequence for heads after.
 
     What comes with queries (`specs` 3 and on) is gathered along the dim that cp shards; of what differs by head a rank
-    takes that of its heads.
+    takes that of its heads. Entries are put into their own order, unless they are taken `as_held`.
     """
     q, k, v, *rows = operands
     parts, axis = call.parts, AXIS if inner == call.parts else f"{AXIS}.inner{inner}"
     if inner == 1:
         return attention(*operands)
 
+    in_order = as_held or builder.mesh.in_order(AXIS)
+    table = [builder.places[BLOCKS]] if builder.mesh.deals(AXIS) else []
+
     def natural(x: fx.Node, spec: Spec, dim: int, held: int) -> fx.Node:
+        if as_held:
+            return x
         kept = spec.dims[dim][0].size if inner == parts else held
-        order = to_natural_order if call.folded else lambda x, dim, _, size: x.narrow(dim, 0, size)
-        return builder.trace(lambda x: order(x, dim, inner, kept), x)
+        if in_order:
+            return builder.trace(lambda x: x.narrow(dim, 0, kept), x)
+        return builder.trace(lambda x, *table: to_natural_order(x, dim, inner, kept, *table), x, *table)
 
     def exchange(x: fx.Node, spec: Spec) -> fx.Node:
         held = inner * ir.example(x).shape[2]
@@ -357,8 +381,8 @@ def exchanged_attention(
         k, v = (builder.trace(lambda x: x.repeat_interleave(copies, 1), x) for x in (k, v))
     q, k, v = map(exchange, (q, k, v), specs)
     out = attention(q, k, v, *map(whole_rows, rows, specs[3:]))
-    if call.folded:
-        out = builder.trace(lambda x: to_rank_order(x, 2, inner), out)
+    if not in_order:
+        out = builder.trace(lambda x, *table: to_rank_order(x, 2, inner, *table), out, *table)
     return builder.call(boundary.all_to_all, (out, 2, 1, call.query[1], axis, inner))
 
 
@@ -370,11 +394,12 @@ def ring_attention(
     call: Call,
     method: str,
     score: str | None = None,
+    row: int | None = None,
 ) -> fx.Node:
     """One local operator, in line when the program is finished; across groups of ranks that exchange heads."""
     inner, size = call.exchanging(method), specs[1].dims[-2][0].size
     axis, place = (AXIS if inner == 1 else f"{AXIS}.outer{inner}"), builder.places[AXIS]
-    how = ring.Ring(axis, call.parts // inner, size, call.causal, call.folded, scale, call.steps(inner), score)
+    how = ring.Ring(axis, call.parts // inner, size, call.causal, call.folded, scale, call.steps(inner), score, row)
     key = (how, len(operands))
     if key not in builder.operators:
         builder.operators[key] = ring.operator(*key)

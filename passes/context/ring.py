@@ -24,7 +24,7 @@ from passes.context.kernels import Block, wide
 from passes.program.attend import attend, attend_backward
 from passes.program.functions import define, remember
 from passes.program.layout import to_rank_order
-from passes.program.shift import arrive, shift
+from passes.program.shift import arrive, shift, shift_by
 
 Part = tuple[Tensor, Tensor]  # a result and its log-sum-exp, in fp32 or wider
 
@@ -48,7 +48,9 @@ class Ring:
     """Attention over `parts` ranks of an axis of a sequence of `size`; causal ones are folded.
 
     At step s a rank meets what stood s places before it; `steps` are those at which any rank sees anything, 0 first.
-    With a `score`, "" for none, each query has an interval of keys and what that function takes (`attend.py`).
+    With a `score`, "" for none, each query has an interval of keys and what that function takes (`attend.py`); where
+    the runs of keys begin that each rank holds is given then, i64[parts, runs]. With a `row`, which steps any rank
+    needs is known of a batch alone: that row of hops says (`shift.py`).
     """
 
     axis: str
@@ -59,6 +61,7 @@ class Ring:
     scale: float | None
     steps: tuple[int, ...]
     score: str | None = None
+    row: int | None = None
 
     def hops(self) -> dict[int, int]:
         """How far what is here travels after each step: to the next one, after the last one home."""
@@ -66,12 +69,21 @@ class Ring:
 
     # -- travel -----------------------------------------------------------------------------------
 
-    def around(self, *tensors: Tensor) -> Any:
-        """The tensors as each rank in turn has them, own ones first; the next are on their way while these are used."""
+    def send(self, x: Tensor, step: int, hops: Tensor | None, home: bool) -> Tensor:
+        """What is here goes on, after the last step home or nowhere; where nobody needs a step, it stays."""
+        if self.row is None:
+            return shift(x, self.axis, self.hops()[step])
+        return shift_by(x, hops, self.axis, self.row, step, home)
+
+    def around(self, *tensors: Tensor, hops: Tensor | None = None) -> Any:
+        """The tensors as each rank in turn has them, own ones first; the next are on their way while these are used.
+
+        At a step that nobody needs here is what was here before: it is not looked at.
+        """
         flat = torch.cat([x.reshape(-1) for x in tensors])
-        for step, hops in self.hops().items():
+        for step in self.steps:
             last = step == self.steps[-1]
-            coming = None if last else shift(flat, self.axis, hops)
+            coming = None if last else self.send(flat, step, hops, home=False)
             parts = flat.split([x.numel() for x in tensors])
             yield step, *(part.view(x.shape) for part, x in zip(parts, tensors))
             flat = flat if last else arrive(coming, flat)
@@ -185,43 +197,39 @@ class Ring:
 
     # -- intervals --------------------------------------------------------------------------------
 
-    def runs(self, place: Tensor, step: int, held: int) -> Tensor:
-        """Where the runs of keys that are here at a step begin."""
-        source = torch.remainder(place - step, self.parts)
-        if not self.folded:
-            return (source * held).view(1)
-        return torch.stack([source, 2 * self.parts - 1 - source]) * (held // 2)
-
-    def interval_forward(self, q: Tensor, k: Tensor, v: Tensor, rows: Sequence[Tensor], place: Tensor) -> Part:
+    def interval_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, rows: Sequence[Tensor], hops: Tensor | None, place: Tensor
+    ) -> Part:
         """Result and log-sum-exp of the rank's queries."""
         found = None
-        for step, key, value in self.around(k, v):
-            out, lse = attend(q, key, value, *self.told(rows, place, step, key))
+        for step, key, value in self.around(k, v, hops=hops):
+            out, lse = attend(q, key, value, *self.told(rows, place, step))
             found = merge(found, (out.to(wide(q.dtype)), lse))
         assert found is not None
         return found[0].to(q.dtype), found[1]
 
-    def interval_backward(self, gradient, q, k, v, rows, out, lse, place: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def interval_backward(self, gradient, q, k, v, rows, hops, out, lse, place) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of the rank's own q, k and v."""
-        along_q, home = torch.zeros_like(q, dtype=wide(q.dtype)), Home(self)
-        for step, key, value in self.around(k, v):
-            told = self.told(rows, place, step, key)
+        along_q, home = torch.zeros_like(q, dtype=wide(q.dtype)), Home(self, hops)
+        for step, key, value in self.around(k, v, hops=hops):
+            told = self.told(rows, place, step)
             found = attend_backward(gradient, q, key, value, out, lse, *told)
             along_q = along_q + found[0]
             home.add(step, *found[1:])
         return along_q.to(q.dtype), *home.arrived(k.dtype)
 
-    def told(self, rows: Sequence[Tensor], place: Tensor, step: int, key: Tensor) -> tuple[Any, ...]:
+    def told(self, rows: Sequence[Tensor], place: Tensor, step: int) -> tuple[Any, ...]:
         """What attention by interval takes beside queries, keys and values."""
-        first, last, *terms = rows
-        return first, last, self.runs(place, step, key.shape[2]), terms, self.scale, self.score
+        first, last, *terms, starts = rows
+        runs = starts.index_select(0, torch.remainder(place - step, self.parts).view(1)).view(-1)
+        return first, last, runs, terms, self.scale, self.score
 
 
 class Home:
     """Gradients of keys and values on their way back, one step behind the keys and values themselves."""
 
-    def __init__(self, ring: Ring):
-        self.ring = ring
+    def __init__(self, ring: Ring, hops: Tensor | None = None):
+        self.ring, self.hops = ring, hops
         self.sent: Tensor | None = None
         self.coming: Tensor | None = None
         self.shapes: list[torch.Size] = []
@@ -234,7 +242,7 @@ class Home:
             flat = flat + arrive(self.coming, self.sent)
         self.sent = flat
         if len(self.ring.steps) > 1:
-            self.coming = shift(flat, self.ring.axis, self.ring.hops()[step])
+            self.coming = self.ring.send(flat, step, self.hops, home=True)
 
     def arrived(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """The gradients of the rank's own keys and values."""
@@ -245,14 +253,18 @@ class Home:
 
 
 def operator(ring: Ring, operands: int) -> Any:
-    """`local::ring_attention(q, k, v, ..., place) -> (out, lse)`, with its gradient; masks or bounds after values."""
+    """`local::ring_attention(q, k, v, ..., place) -> (out, lse)`, with its gradient.
+
+    After values come a mask, or bounds, terms of the score, where runs begin, and hops if the ring has a row of them.
+    """
+    split = -1 if ring.row is not None else None
 
     def run(*tensors: Tensor) -> tuple[Tensor, ...]:
         q, k, v, *rows, place = tensors
         if ring.causal:
             return ring.causal_forward(q, k, v, place)
         if ring.score is not None:
-            return ring.interval_forward(q, k, v, rows, place)
+            return ring.interval_forward(q, k, v, rows[:split], rows[-1], place)
         return ring.full_forward(q, k, v, rows[0] if rows else None, place)
 
     def run_backward(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -261,7 +273,7 @@ def operator(ring: Ring, operands: int) -> Any:
         if ring.causal:
             return ring.causal_backward(gradient, q, k, v, out, lse, place)
         if ring.score is not None:
-            return ring.interval_backward(gradient, q, k, v, rows, out, lse, place)
+            return ring.interval_backward(gradient, q, k, v, rows[:split], rows[-1], out, lse, place)
         return ring.full_backward(gradient, q, k, v, rows[0] if rows else None, out, lse, place)
 
     given = operands + 1

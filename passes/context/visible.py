@@ -112,25 +112,36 @@ def parts(q: Tensor, k: Tensor, v: Tensor, given: Sequence) -> Iterator[Part]:
     """All that queries see of keys."""
     first, last, runs, terms, scale, score = given
     first, last = first.cpu(), last.cpu()
-    starts = [0] if runs is None else runs.tolist()
-    held = k.shape[2] // len(starts)
+    found_runs = [(0, 0, k.shape[2])] if runs is None else joined(runs.tolist(), k.shape[2] // len(runs))
     whole = bool(score) or q.shape[-1] != v.shape[-1]
     least = TRIANGLES[0]
     while least**2 * q.shape[1] * (q.shape[-1] + v.shape[-1]) < LEAST_WORK:
         least *= 2
     for b in range(first.shape[0]):
         batch = slice(b, b + 1) if first.shape[0] > 1 else slice(0, q.shape[0])
-        for run, start in enumerate(starts):
+        for near_start, start, held in found_runs:
             lower, upper = ((x[b] - start).clamp(0, held) for x in (first, last))
             seen = upper > lower
             bounds = [torch.where(seen, x, 0) for x in (lower, upper)]
             found = pieces(bounds[0], bounds[1], least=least)
             for piece in tiled(found) if whole else found:
                 mask = _mask(piece, bounds[0], bounds[1], q) if piece.masked else None
-                near = slice(run * held + piece.keys.start, run * held + piece.keys.stop)
+                near = slice(near_start + piece.keys.start, near_start + piece.keys.stop)
                 far = slice(start + piece.keys.start, start + piece.keys.stop)
                 change = _change(score, terms, batch, piece.rows, far) if score else None
                 yield Part(batch, piece.rows, near, Block(piece.causal, scale, mask, change))
+
+
+def joined(starts: Sequence[int], size: int) -> list[tuple[int, int, int]]:
+    """(first key among all, its position, how many) of runs of one size, which are joined where one follows another."""
+    found: list[tuple[int, int, int]] = []
+    for number, start in enumerate(starts):
+        first, position, count = found[-1] if found else (0, -1, 0)
+        if position + count == start and count:
+            found[-1] = (first, position, count + size)
+        else:
+            found.append((number * size, start, size))
+    return found
 
 
 def _mask(piece: Piece, first: Tensor, last: Tensor, q: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from passes.program.attend import attend, attend_backward
 from passes.program.mesh import Mesh
 from passes.program.regions import numbers_of
 from passes.program.rolls import Roll
-from passes.program.shift import shift
+from passes.program.shift import SHIFTS
 from passes.program.sweep import Sweep, Value, map_values, tensors
 from passes.program.torch_private import OpOverload, ao, c10d
 
@@ -45,6 +45,7 @@ KINDS = {
     "_c10d_functional::all_reduce_coalesced": "all_reduce",
     "_c10d_functional::all_to_all_single": "all_to_all",
     "ct::shift": "shift",
+    "ct::shift_by": "shift",  # as if every step were needed
 }
 
 # kind -> bytes that a rank sends, of its own n bytes and p ranks, by the ring algorithms
@@ -246,7 +247,9 @@ def payload_bytes(node: fx.Node, swept: Sweep, mesh: Mesh) -> int:
     """Bytes that a rank brings to a collective, in the dtype that travels, padding included."""
     bound = bind(node)
     operands = [v.layout for v in tensors([swept.values[n] for n in node.all_input_nodes])]
-    if node.target.namespace != "ct" or node.target is shift:  # type: ignore[union-attr]
+    if node.target in SHIFTS:
+        return operands[0].size_bytes
+    if node.target.namespace != "ct":  # type: ignore[union-attr]
         return sum(layout.size_bytes for layout in operands)
     shape, dtype = list(operands[0].shape), operands[0].dtype
     kind = kind_of(node)

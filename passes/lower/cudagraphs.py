@@ -20,12 +20,13 @@ from passes.lower.calls import Executable
 from passes.program import ir
 from passes.program.attend import attend, attend_backward
 from passes.program.bodies import flatten
+from passes.program.shift import shift_by
 from passes.program.torch_private import OpOverload
 
 aten = torch.ops.aten
 
 WARM_UP = 2  # runs before a program is recorded
-FED = ("batch", "scalar")  # inputs that are new at every run; the others are where they were, changed in place
+FED = ("batch", "layout", "scalar")  # inputs that are new at every run; others are where they were, changed in place
 MASKED = frozenset({aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._unsafe_index_put.default})
 BY_INTERVAL = frozenset({attend, attend_backward})
 ASSERTS = frozenset({aten._assert_async.default, aten._assert_async.msg, aten._assert_scalar.default})
@@ -46,6 +47,8 @@ def why_not(node: fx.Node, compiled: bool = True) -> str:
         return ""
     if node.target in BY_INTERVAL and not compiled:
         return "reads its bounds on the host where it is not compiled; use lower.backend=inductor"
+    if node.target is shift_by:
+        return "sends as far as a batch says: a replay would as the first one did; set passes.context.skip_steps=false"
     tags = node.target.tags if isinstance(node.target, OpOverload) else ()
     if node.target in ASSERTS:
         return "tests a value: nobody would hear of a replay that failed"

@@ -222,17 +222,17 @@ def emit(
     between, ignored, chunks = node.args[4:]
     labels = builder.fill_padding(labels, specs[2], float(ignored))  # type: ignore[arg-type]
     (factor,) = specs[1].dims[0]
-    padded, device = factor.padded(builder.mesh), ir.example(weight).device
+    padded, device, at = factor.padded(builder.mesh), ir.example(weight).device, builder.at(factor)
 
-    def ids(*at: Tensor) -> Tensor:
-        index, valid = entries(factor, builder.mesh, dict(zip(factor.axes, at)), device)
+    def ids(*places: Tensor) -> Tensor:
+        index, valid = entries(factor, builder.mesh, dict(zip(at, places)), device)
         return torch.where(valid, index, -1) if padded else index
 
     axes = tuple((axis, builder.mesh[axis]) for axis in factor.axes)
     key = Head(tuple(between), ignored, chunks, axes, padded), bool(bias)  # type: ignore[arg-type]
     if key not in builder.operators:
         builder.operators[key] = local_operator(*key)
-    numbers = builder.trace(ids, *builder.at(factor))
+    numbers = builder.trace(ids, *at.values())
     found = builder.call(builder.operators[key], (hidden, weight, labels, numbers, *bias))
     return builder.call(operator.getitem, (found, 0))
 

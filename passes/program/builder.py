@@ -16,8 +16,10 @@ from passes.program.spec import Factor, Spec
 class Builder(Protocol):
     """Appends local operators to a graph, computing the fake value of each as it goes.
 
-    `places` are the rank's coordinates by axis, `operators` the local operators made for this program by what makes
-    them, `notes` lines for the pass's report, `context_method` the method of context parallelism asked for.
+    `places` are the rank's coordinates by axis, with the table of a dealt sequence, `operators` the local operators
+    made for this program by what makes them, `notes` lines for the pass's report, `context_method` the method of
+    context parallelism asked for. Ranks with other rows may be dealt other blocks of them, unless there is `one_table`
+    for all: something of several rows is exchanged.
     """
 
     mesh: Mesh
@@ -26,6 +28,7 @@ class Builder(Protocol):
     operators: dict[Any, Any]
     notes: list[str]
     context_method: str
+    one_table: bool
 
     def call(self, target: Any, args: tuple, kwargs: dict | None = None) -> fx.Node:
         """An operator call."""
@@ -38,8 +41,11 @@ class Builder(Protocol):
     ) -> fx.Node:
         """The value in another placement; gradients are reduced in the dtype `wire` (None: their own)."""
 
-    def at(self, factor: Factor) -> list[fx.Node]:
-        """The rank's coordinates on the axes that shard a factor."""
+    def at(self, factor: Factor) -> dict[str, fx.Node]:
+        """Where the rank's share of a factor lies: its coordinates on the axes that shard it, and a table."""
+
+    def row_of_hops(self, node: fx.Node) -> int | None:
+        """Which row of hops, among the inputs, is of an attention by interval; None if every step is always sent."""
 
     def fill_padding(self, x: fx.Node, spec: Spec, fill: float, dims: Collection[int] | None = None) -> fx.Node:
         """The tensor with padding (along `dims`; None: all) set to `fill`; its gradient there is zero."""

@@ -17,7 +17,7 @@ from passes.program.rolls import Roll
 from passes.program.spec import Spec
 from passes.program.torch_private import LazyGraphModule
 
-InputKind = Literal["parameter", "buffer", "constant", "batch", "coordinate", "moment", "gradient", "scalar"]
+InputKind = Literal["parameter", "buffer", "constant", "batch", "coordinate", "layout", "moment", "gradient", "scalar"]
 OutputKind = Literal["loss", "gradient", "buffer", "metric"]
 
 
@@ -28,7 +28,7 @@ class Input:
     A constant brings its `value`, by which it is named: a tensor that the model holds as neither parameter nor buffer,
     or makes of Python's numbers. The `roles` of a parameter are what it is used for: `embedding`, `head`. Equal entries
     of a batch input with `runs` must be neighbours along its last dim: documents of a row, say. A scalar
-    may bring the `count` that it is fed.
+    may bring the `count` that it is fed. A `layout` is made of each batch on the host: which blocks of it ranks hold.
     """
 
     name: str
@@ -54,7 +54,8 @@ class Program:
     """A graph whose placeholders are `inputs` and whose returned tuple is `outputs`, in order.
 
     `facts` are what has been established of it ("captured", "local", "joint", ...). With `roll`, one of its layers
-    stands for several.
+    stands for several. `bounds` computes of a batch, on one device, first and last of the keys that queries see, in
+    turn for all attentions by interval that differ; it is there where a sequence is sharded and documents decide.
     """
 
     module: fx.GraphModule
@@ -63,6 +64,7 @@ class Program:
     mesh: Mesh = Mesh()
     facts: frozenset[str] = frozenset()
     roll: Roll | None = None
+    bounds: Program | None = field(default=None, compare=False, repr=False)
 
     @property
     def graph(self) -> fx.Graph:

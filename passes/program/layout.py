@@ -1,9 +1,11 @@
 """Where the entries of a sharded factor lie, as functions of the rank's coordinates: the same graph on every rank.
 
 An axis cuts a factor into equal runs, one a rank, or, where the mesh folds the axis, into two a rank: chunk r and
-chunk 2P-1-r of 2P, head and tail. Under a causal mask the work of every such pair is the same.
+chunk 2P-1-r of 2P, head and tail. Under a causal mask the work of every such pair is the same. Where the mesh deals out
+the sequence, it is cut into more blocks, as many a rank, and which are whose a table says that comes with each batch.
 
-    folded, P = 2:   entries 0 1 2 3 4 5 6 7   ->   rank 0 holds 0 1 6 7, rank 1 holds 2 3 4 5
+    folded, P = 2:                       entries 0 1 2 3 4 5 6 7   ->   rank 0 holds 0 1 6 7, rank 1 holds 2 3 4 5
+    dealt, P = 2, table 0 2 | 1 3:       entries 0 1 2 3 4 5 6 7   ->   rank 0 holds 0 1 4 5, rank 1 holds 2 3 6 7
 """
 
 from __future__ import annotations
@@ -14,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from passes.program.mesh import Mesh
-from passes.program.spec import Factor, share
+from passes.program.mesh import BLOCKS, Mesh
+from passes.program.spec import Factor, pieces, share
 
-Places = Mapping[str, Tensor]  # the rank's coordinates, 0-d int64
+Places = Mapping[str, Tensor]  # the rank's coordinates, 0-d int64, and the table of a dealt sequence, i64[P, blocks]
 
 
 def entries(factor: Factor, mesh: Mesh, places: Places, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -26,7 +28,11 @@ def entries(factor: Factor, mesh: Mesh, places: Places, device: torch.device) ->
     valid = torch.ones_like(index, dtype=torch.bool)
     for axis, size in reversed(list(factor.shards(mesh))):
         held, place = share(size, axis, mesh), places[axis]
-        if axis in mesh.folded:
+        if mesh.deals(axis):
+            block = held // mesh.chunks(axis)
+            number = own_blocks(places, axis).index_select(0, index // block)
+            index = number * block + index % block
+        elif axis in mesh.folded:
             half = held // 2
             tail = index >= half
             chunk = torch.where(tail, 2 * mesh[axis] - 1 - place, place)
@@ -42,7 +48,14 @@ def locate(index: Tensor, factor: Factor, mesh: Mesh, places: Places) -> tuple[T
     mine = (index >= 0) & (index < factor.size)
     for axis, size in factor.shards(mesh):
         held, place = share(size, axis, mesh), places[axis]
-        if axis in mesh.folded:
+        if mesh.deals(axis):
+            block, blocks = held // mesh.chunks(axis), pieces(axis, mesh)
+            own, ordered = own_blocks(places, axis), torch.arange(mesh.chunks(axis), device=index.device)
+            slots = torch.full((blocks,), -1, device=index.device).scatter(0, own, ordered)
+            slot = slots[(index // block).clamp(0, blocks - 1)]
+            mine = mine & (slot >= 0)
+            index = slot.clamp(min=0) * block + index % block
+        elif axis in mesh.folded:
             half = held // 2
             tail = index >= mesh[axis] * half
             chunk = torch.where(tail, 2 * mesh[axis] - 1 - place, place)
@@ -55,16 +68,36 @@ def locate(index: Tensor, factor: Factor, mesh: Mesh, places: Places) -> tuple[T
     return index.clamp(0, factor.local(mesh) - 1), mine
 
 
-def to_rank_order(x: Tensor, dim: int, parts: int) -> Tensor:
-    """A whole dim padded with zeros, and its 2 P chunks in the order in which the ranks of a folded axis hold them."""
-    missing = -x.shape[dim] % (2 * parts)
+def own_blocks(places: Places, axis: str) -> Tensor:
+    """The numbers of the blocks that the rank holds of a dealt sequence, i64[blocks]."""
+    return places[BLOCKS].index_select(0, places[axis].view(1)).view(-1)
+
+
+def to_rank_order(x: Tensor, dim: int, parts: int, table: Tensor | None = None) -> Tensor:
+    """A whole dim padded with zeros, and its chunks in the order in which the ranks of an axis hold them.
+
+    Of a folded axis those are 2 P; of a dealt one as many as the table has.
+    """
+    chunks = 2 * parts if table is None else table.numel()
+    missing = -x.shape[dim] % chunks
     if missing:
         x = F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing])
+    if table is not None:
+        return x.unflatten(dim, (chunks, -1)).index_select(dim, table.flatten()).flatten(dim, dim + 1)
     heads, tails = x.unflatten(dim, (2, parts, -1)).unbind(dim)
     return torch.stack([heads, tails.flip(dim)], dim + 1).flatten(dim, dim + 2)
 
 
-def to_natural_order(x: Tensor, dim: int, parts: int, size: int) -> Tensor:
+def to_natural_order(x: Tensor, dim: int, parts: int, size: int, table: Tensor | None = None) -> Tensor:
     """The inverse: `size` entries in their own order."""
+    if table is not None:
+        order = table.flatten().argsort()
+        return x.unflatten(dim, (table.numel(), -1)).index_select(dim, order).flatten(dim, dim + 1).narrow(dim, 0, size)
     heads, tails = x.unflatten(dim, (parts, 2, -1)).unbind(dim + 1)
     return torch.stack([heads, tails.flip(dim)], dim).flatten(dim, dim + 2).narrow(dim, 0, size)
+
+
+def run_starts(parts: int, chunk: int, folded: bool, device: torch.device) -> Tensor:
+    """Where the chunks that each rank of an axis holds, folded or not, begin: i64[P, chunks]."""
+    place = torch.arange(parts, device=device)
+    return torch.stack([place, 2 * parts - 1 - place] if folded else [place], 1) * chunk

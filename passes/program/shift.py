@@ -4,8 +4,10 @@
     ...
     y = arrive(y, x)            there; x may be written again
 
-Two operators, as functional collectives have a wait, so that what stands between them runs beside the transfer.
-`arrive` takes what was sent as well: its memory must not be used for anything else before.
+    y = shift_by(x, hops, "cp", 0, 1, False)    as far as row 0 of hops, of step 1 of a ring, says; 0: nothing is sent
+
+To start and to end are two operators, as functional collectives have a wait, so that what stands between them runs
+beside the transfer. `arrive` takes what was sent as well: its memory must not be used for anything else before.
 """
 
 from __future__ import annotations
@@ -21,12 +23,15 @@ from passes.program.torch_private import resolve_axis_group
 
 _library = torch.library.Library("ct", "FRAGMENT")
 _library.define("shift(Tensor x, str axis, int by) -> Tensor")
+_library.define("shift_by(Tensor x, Tensor hops, str axis, int row, int step, bool home) -> Tensor")
 _library.define("arrive(Tensor(a) y, Tensor x) -> Tensor(a)")
 _in_flight: dict[int, list[Any]] = {}  # address of what is being received -> its transfers
 
 
 @torch.library.impl(_library, "shift", "CompositeExplicitAutograd")
 def _shift(x: Tensor, axis: str, by: int) -> Tensor:
+    if by == 0:
+        return x.clone()
     group = resolve_axis_group(axis)
     rank, parts = group.rank(), group.size()
     y = torch.empty_like(x)
@@ -37,9 +42,23 @@ def _shift(x: Tensor, axis: str, by: int) -> Tensor:
     return y
 
 
+def hops_at(hops: Tensor, row: int, step: int, home: bool) -> int:
+    """How far what is here after a step travels, by hops on the host, i64[rows, steps]; `home` also from the last.
+
+    Hops are from each step that is needed to the next, from the last one home, and 0 at a step that nobody needs.
+    """
+    by, parts = int(hops[row, step]), hops.shape[1]
+    return by % parts if home or step + by < parts else 0
+
+
+@torch.library.impl(_library, "shift_by", "CompositeExplicitAutograd")
+def _shift_by(x: Tensor, hops: Tensor, axis: str, row: int, step: int, home: bool) -> Tensor:
+    return _shift(x, axis, hops_at(hops, row, step, home))
+
+
 @torch.library.impl(_library, "arrive", "CompositeExplicitAutograd")
 def _arrive(y: Tensor, x: Tensor) -> Tensor:
-    for transfer in _in_flight.pop(y.data_ptr()):
+    for transfer in _in_flight.pop(y.data_ptr(), ()):
         transfer.wait()
     return y
 
@@ -49,11 +68,18 @@ def _(x: Tensor, axis: str, by: int) -> Tensor:
     return torch.empty_like(x)
 
 
+@torch.library.register_fake("ct::shift_by")
+def _(x: Tensor, hops: Tensor, axis: str, row: int, step: int, home: bool) -> Tensor:
+    return torch.empty_like(x)
+
+
 @torch.library.register_fake("ct::arrive")
 def _(y: Tensor, x: Tensor) -> Tensor:
     return y
 
 
-shift, arrive = torch.ops.ct.shift.default, torch.ops.ct.arrive.default
+shift, shift_by, arrive = torch.ops.ct.shift.default, torch.ops.ct.shift_by.default, torch.ops.ct.arrive.default
+SHIFTS = frozenset({shift, shift_by})
 has_side_effect(shift)
+has_side_effect(shift_by)
 has_side_effect(arrive)

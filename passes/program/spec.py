@@ -56,7 +56,7 @@ class Factor:
         for axis, size in self.shards(mesh):
             chunk, local = -(-size // pieces(axis, mesh)), 0
             cut = []
-            for number in (place[axis], 2 * mesh[axis] - 1 - place[axis]) if axis in mesh.folded else (place[axis],):
+            for number in mesh.held(axis, place[axis]):
                 for start, at, length in runs:
                     first, last = max(at, number * chunk), min(at + length, (number + 1) * chunk)
                     if first < last:
@@ -74,12 +74,12 @@ Dim = tuple[Factor, ...]
 
 def pieces(axis: str, mesh: Mesh) -> int:
     """Into how many equal chunks an axis cuts what it shards."""
-    return 2 * mesh[axis] if axis in mesh.folded else mesh[axis]
+    return mesh[axis] * mesh.chunks(axis)
 
 
 def share(size: int, axis: str, mesh: Mesh) -> int:
     """Entries on each rank of `size` that an axis shards, padding included."""
-    return -(-size // pieces(axis, mesh)) * (2 if axis in mesh.folded else 1)
+    return -(-size // pieces(axis, mesh)) * mesh.chunks(axis)
 
 
 @dataclass(frozen=True)

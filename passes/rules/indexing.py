@@ -57,10 +57,12 @@ def emit_embedding(
 
 def local_index(builder: Builder, ids: fx.Node, factor: Factor) -> tuple[fx.Node, fx.Node]:
     """(ids relative to this rank's shard, clamped into it; which of them lie in it)."""
-    def find(ids: Tensor, *at: Tensor) -> tuple[Tensor, Tensor]:
-        return locate(ids, factor, builder.mesh, dict(zip(factor.axes, at)))
+    at = builder.at(factor)
 
-    return builder.trace(find, ids, *builder.at(factor))
+    def find(ids: Tensor, *places: Tensor) -> tuple[Tensor, Tensor]:
+        return locate(ids, factor, builder.mesh, dict(zip(at, places)))
+
+    return builder.trace(find, ids, *at.values())
 
 
 def gather(node: fx.Node) -> Rule:

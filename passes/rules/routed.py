@@ -42,7 +42,8 @@ def _emit_spread(
     if not factor.axes:
         return builder.call(routed.spread, (ids, groups, owners))
     each = -(-groups // owners)  # type: ignore[operator]
-    own = builder.trace(lambda ids, place: torch.where(ids < groups, ids - each * place, -1), ids, *builder.at(factor))
+    (place,) = builder.at(factor).values()
+    own = builder.trace(lambda ids, place: torch.where(ids < groups, ids - each * place, -1), ids, place)
     return builder.call(routed.spread, (own, each, 1))
 
 

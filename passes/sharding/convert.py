@@ -13,6 +13,7 @@ from torch import fx
 from passes.program import boundary, ir
 from passes.program.builder import Builder
 from passes.program.layout import to_natural_order, to_rank_order
+from passes.program.mesh import BATCH_AXES, BLOCKS
 from passes.program.spec import Dim, Factor, Spec, pieces
 from passes.sharding.atoms import common_sizes, merge_dim, split_dim
 
@@ -127,14 +128,13 @@ class _Steps:
         for axis, how in self.reductions(target):
             k, i = target["where"].get(axis, (0, -1))
             if how == "max":
-                self.value = self.builder.call(boundary.pmax, (self.value, axis))
+                self.call(boundary.pmax, axis, axis)
             elif i >= 0 and self.flat[k].axes == target["factors"][k].axes[:i]:
                 self.fold(k, axis)
-                args = (self.value, k, axis, self.mesh[axis], dtype, None)
-                self.value = self.builder.call(boundary.reduce_scatter, args)
+                self.call(boundary.reduce_scatter, axis, k, axis, self.mesh[axis], dtype, None)
                 self.pad_with(0.0, k, axis)
             else:
-                self.value = self.builder.call(boundary.psum, (self.value, axis, dtype, None))
+                self.call(boundary.psum, axis, axis, dtype, None)
             for done in self.mesh.over(axis):
                 del self.partial[done]
 
@@ -154,7 +154,7 @@ class _Steps:
         """Mark a value, the same on the axes, as a varying copy there."""
         for axis in self.mesh.flatten(axes):
             if self.has_grad:
-                self.value = self.builder.call(boundary.vary, (self.value, axis, self.wire))
+                self.call(boundary.vary, axis, axis, self.wire)
             self.varying.update(self.mesh.over(axis))
 
     def state(self, axis: str) -> str:
@@ -175,8 +175,7 @@ class _Steps:
                     self.vary_on(a for a in over if self.state(a) == "same")
                 self.fold(k, axis)
                 op = boundary.take if "varying" in states and self.has_grad else boundary.slice_
-                args = (self.value, self.builder.places[axis], k, axis, self.mesh[axis])
-                self.value = self.builder.call(op, args)
+                self.call(op, axis, self.builder.places[axis], k, axis, self.mesh[axis])
                 self.varying.difference_update(over)
                 self.pad_with(0.0, k, axis)
 
@@ -205,13 +204,12 @@ class _Steps:
         axis = factor.axes[-1]
         size = replace(factor, axes=factor.axes[:-1]).local(self.mesh)
         parts = self.mesh[axis]
-        held = parts * factor.local(self.mesh) if axis in self.mesh.folded else size
+        held = size if self.mesh.in_order(axis) else parts * factor.local(self.mesh)
         if same:
-            args: tuple = (self.value, self.builder.places[axis], k, axis, parts, held)
-            self.value = self.builder.call(boundary.gather_same, args)
+            self.call(boundary.gather_same, axis, self.builder.places[axis], k, axis, parts, held)
         else:
-            value, dtype = self.before_cast()
-            self.value = self.builder.call(boundary.all_gather, (value, k, axis, parts, held, dtype, self.wire))
+            self.value, dtype = self.before_cast()
+            self.call(boundary.all_gather, axis, k, axis, parts, held, dtype, self.wire)
             self.varying.update(self.mesh.over(axis))
         self.unfold(k, axis, size)
         self.set_axes(k, factor.axes[:-1])
@@ -224,14 +222,29 @@ class _Steps:
         return (self.value.args[0], dtype) if same_device and self.has_grad else (self.value, dtype)
 
     def fold(self, k: int, axis: str) -> None:
-        """Put factor `k`, whole on a folded axis, into the order in which its ranks hold it."""
-        if axis in self.mesh.folded:
-            self.value = self.builder.trace(lambda x: to_rank_order(x, k, self.mesh[axis]), self.value)
+        """Put factor `k`, whole on an axis, into the order in which its ranks hold it."""
+        if not self.mesh.in_order(axis):
+            self.value = self.builder.trace(
+                lambda x, *table: to_rank_order(x, k, self.mesh[axis], *table), self.value, *self.table(axis)
+            )
 
     def unfold(self, k: int, axis: str, size: int) -> None:
-        """Put factor `k`, gathered over a folded axis, into its own order."""
-        if axis in self.mesh.folded:
-            self.value = self.builder.trace(lambda x: to_natural_order(x, k, self.mesh[axis], size), self.value)
+        """Put factor `k`, gathered over an axis, into its own order."""
+        if not self.mesh.in_order(axis):
+            self.value = self.builder.trace(
+                lambda x, *table: to_natural_order(x, k, self.mesh[axis], size, *table), self.value, *self.table(axis)
+            )
+
+    def table(self, axis: str) -> list[fx.Node]:
+        """The table of an axis that is dealt."""
+        return [self.builder.places[BLOCKS]] if self.mesh.deals(axis) else []
+
+    def call(self, op: Any, axis: str, *args: Any) -> None:
+        """Exchange the value over an axis; ranks that hold rows of their own must then hold the same blocks of them."""
+        held = (a for f in self.flat for a in f.axes)
+        if not set(BATCH_AXES).isdisjoint(self.mesh.over(axis)) and any(map(self.mesh.deals, held)):
+            self.builder.one_table = True
+        self.value = self.builder.call(op, (self.value, *args))
 
     def move_last(self, k: int, j: int) -> None:
         """Move the innermost axis of factor `k` to factor `j` in one all-to-all."""
@@ -239,9 +252,8 @@ class _Steps:
         axis = factor.axes[-1]
         size = replace(factor, axes=factor.axes[:-1]).local(self.mesh)
         self.fold(j, axis)
-        held = self.mesh[axis] * factor.local(self.mesh) if axis in self.mesh.folded else size
-        args = (self.value, j, k, held, axis, self.mesh[axis])
-        self.value = self.builder.call(boundary.all_to_all, args)
+        held = size if self.mesh.in_order(axis) else self.mesh[axis] * factor.local(self.mesh)
+        self.call(boundary.all_to_all, axis, j, k, held, axis, self.mesh[axis])
         self.unfold(k, axis, size)
         self.set_axes(k, factor.axes[:-1])
         self.pad_with(0.0, j, axis)
@@ -251,14 +263,14 @@ class _Steps:
         for axis in sorted(self.varying - target["varying"]):
             if self.state(axis) == "varying":
                 if self.has_grad:
-                    self.value = self.builder.call(boundary.unvary, (self.value, self.builder.places[axis], axis))
+                    self.call(boundary.unvary, axis, self.builder.places[axis], axis)
                 self.varying.discard(axis)
 
     def spread_terms(self, target: dict[str, Any]) -> None:
         """A copy as the terms of a sum, where one is wanted: the first rank's is the value, the others' are zero."""
         for axis in target["partial"]:
             if axis not in self.partial:
-                self.value = self.builder.call(boundary.only_first, (self.value, self.builder.places[axis], axis))
+                self.call(boundary.only_first, axis, self.builder.places[axis], axis)
                 self.partial[axis] = "sum"
 
     def finish(self, after: Spec) -> fx.Node:

@@ -17,13 +17,15 @@ from torch import Tensor, fx
 from passes.program import ir
 from passes.program.builder import Builder
 from passes.program.functions import Function, define, function_of, remember
-from passes.program.mesh import Mesh
+from passes.program.mesh import BLOCKS, Mesh
 from passes.program.record import Unknown, trace, writes
 from passes.program.rewrite import splice
 from passes.program.spec import Spec
 from passes.program.torch_private import LazyGraphModule
 from passes.rules import tensor_operands
 from passes.sharding.normalize import Normalize
+
+PLACES = ("coordinate", "layout")  # inputs that say where a rank's entries lie
 
 
 def body_graph(name: str, fn: Callable[..., Any], examples: list[Tensor], ctx: ir.Context, own: bool) -> fx.Graph:
@@ -185,10 +187,10 @@ def local_operator(
     function: Function, forward: ir.Program, backward: ir.Program, kept: list[int], operands: int
 ) -> tuple[Any, list[str]]:
     """`local::name(*operands, *coordinates that the bodies read)` and its gradient, of local operators both."""
-    read = {i.name for program in (forward, backward) for i in program.inputs if i.kind == "coordinate"}
-    axes = [axis for axis in forward.mesh.names if axis in read]
+    read = {i.name for program in (forward, backward) for i in program.inputs if i.kind in PLACES}
+    axes = [name for name in (*forward.mesh.names, BLOCKS) if name in read]
     run_forward, run_backward = _by_axis(forward, axes), _by_axis(backward, axes)
-    count, wide = len(forward.outputs), len([i for i in backward.inputs if i.kind != "coordinate"])
+    count, wide = len(forward.outputs), len([i for i in backward.inputs if i.kind not in PLACES])
     op = define("local", function.name, run_forward, operands + len(axes), count)
     back = define("local", f"{function.name}_backward", run_backward, wide + len(axes), len(kept))
     remember(op, run_forward)
@@ -212,7 +214,7 @@ def local_operator(
 
 def _by_axis(program: ir.Program, axes: list[str]) -> Callable[..., Any]:
     """Run a local body whose coordinates are those it reads, given those of `axes` at the end."""
-    used = [i.name for i in program.inputs if i.kind == "coordinate"]
+    used = [i.name for i in program.inputs if i.kind in PLACES]
 
     def run(*tensors: Tensor) -> Any:
         values, places = tensors[: len(tensors) - len(axes)], dict(zip(axes, tensors[len(tensors) - len(axes) :]))

@@ -23,7 +23,7 @@ from torch import fx
 from passes.program import ir, routed
 from passes.program.mesh import DATA_AXES
 from passes.program.spec import Spec
-from passes.sharding.place import fold, place_batch, split_dim
+from passes.sharding.place import place_batch, split_dim
 
 aten = torch.ops.aten
 Way = Literal["auto", "all_gather", "dropless", "bounded"]
@@ -115,7 +115,7 @@ def choose(kind: Way, factor: float, slots: Routed, program: ir.Program) -> tupl
     if lie is None:
         why = "these tokens are not those of a batch, so where they lie is not known; use all_gather"
         raise ir.Refused("experts", slots.ids, f"passes.moe.dispatch: {kind}: {why}")
-    own = math.prod(lie.local_shape(fold(program)))
+    own = math.prod(lie.local_shape(mesh))
     worst = own * min(slots.share, slots.each)
     rows = {
         "all_gather": own,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from passes.cost.accounting import kind_of, sent_bytes
 from passes.program import boundary, ir
 from passes.program.layout import entries
-from passes.program.mesh import Mesh
+from passes.program.mesh import BATCH_AXES, BLOCKS, HOPS, SEQUENCE_AXIS, Mesh
 from passes.program.record import trace
 from passes.program.rewrite import graft
 from passes.program.spec import Dim, Factor, Spec
@@ -38,6 +38,8 @@ class GraphBuilder:
         self.origin: fx.Node | None = None
         self.masks = 0
         self.context_method: str = "auto"
+        self.one_table = False
+        self.attentions: list[tuple[str, str]] = []  # bounds of which hops are known, row by row
         self.operators: dict[Any, Any] = {}  # local operators made for this program
         self.notes: list[str] = []
 
@@ -67,15 +69,20 @@ class GraphBuilder:
                 ir.copy_origin(node, self.origin)
         return result
 
+    def row_of_hops(self, node: fx.Node) -> int | None:
+        """Which row of hops, among the inputs, is of an attention by interval; None if every step is always sent."""
+        bounds = tuple(str(bound) for bound in node.args[3:5])
+        return self.attentions.index(bounds) if bounds in self.attentions else None
+
     def convert(
         self, x: fx.Node, before: Spec, after: Spec, has_grad: bool = True, wire: torch.dtype | None = None
     ) -> fx.Node:
         """The value in another placement."""
         return convert(self, x, before, after, has_grad, wire)
 
-    def at(self, factor: Factor) -> list[fx.Node]:
-        """The rank's coordinates on the axes that shard a factor."""
-        return [self.places[axis] for axis in factor.axes]
+    def at(self, factor: Factor) -> dict[str, fx.Node]:
+        """Where the rank's share of a factor lies: its coordinates on the axes that shard it, and a table."""
+        return {name: self.places[name] for axis in factor.axes for name in self.mesh.reads(axis)}
 
     def fill_padding(self, x: fx.Node, spec: Spec, fill: float, dims: Collection[int] | None = None) -> fx.Node:
         """The tensor with padding (along `dims`; None: all) set to `fill`; its gradient there is zero."""
@@ -101,15 +108,15 @@ class GraphBuilder:
         extent = 1
         for f in dim:
             extent *= f.local(self.mesh)
-        device = ir.example(x).device
+        device, at = ir.example(x).device, self.at(factor)
 
-        def mask(*at: Tensor) -> Tensor:
-            valid = entries(factor, self.mesh, dict(zip(factor.axes, at)), device)[1]
+        def mask(*places: Tensor) -> Tensor:
+            valid = entries(factor, self.mesh, dict(zip(at, places)), device)[1]
             shape = (extent // inner // factor.local(self.mesh), factor.local(self.mesh), inner)
             spread = valid.view(1, -1, 1).expand(shape).reshape(extent)
             return spread.view([extent if i == d else 1 for i in range(rank)])
 
-        return self.trace(mask, *self.at(factor))
+        return self.trace(mask, *at.values())
 
 
 def number(fill: float, dtype: torch.dtype) -> float | int | bool:
@@ -133,9 +140,10 @@ class Partitioner:
         propagate: Callable[[ir.Program], Plan],
         differentiable: bool = True,
         context_method: str = "auto",
+        skip_steps: bool = True,
     ):
         self.program, self.plan, self.wire = program, plan, wire
-        self.propagate, self.differentiable = propagate, differentiable
+        self.propagate, self.differentiable, self.skip_steps = propagate, differentiable, skip_steps
         self.builder = GraphBuilder(program.mesh, ctx)
         self.builder.context_method = context_method
         self.versions: dict[tuple[fx.Node, Spec], fx.Node] = {}
@@ -181,21 +189,44 @@ class Partitioner:
             spec = Spec((), varying=self.program.mesh.over(axis))
             self.builder.places[axis] = self.builder.placeholder(f"place_{axis}", zero, spec)
             coordinates.append(ir.Input(axis, "coordinate", spec))
+        coordinates += self.place_layout()
         for node in self.program.placeholders():
             self.complete(node)
         return (*self.program.inputs, *coordinates)
+
+    def place_layout(self) -> Iterator[ir.Input]:
+        """What each group of ranks along `cp` knows of a batch: a table of blocks, or how far keys travel in rings."""
+        mesh, bounds = self.program.mesh, self.program.bounds
+        varying = tuple(axis for axis in BATCH_AXES if axis in mesh.axes)
+        given: dict[str, tuple[int, int, torch.device]] = {}
+        if mesh.table:
+            given[BLOCKS] = mesh[SEQUENCE_AXIS], mesh.chunks(SEQUENCE_AXIS), self.device()
+        if bounds is not None and self.skip_steps:
+            names = [output.name for output in bounds.outputs]
+            self.builder.attentions = list(zip(names[::2], names[1::2]))
+            given[HOPS] = len(self.builder.attentions), mesh[SEQUENCE_AXIS], torch.device("cpu")
+        for name, (*shape, device) in given.items():
+            with self.builder.ctx.fake_mode:
+                empty = torch.zeros(shape, dtype=torch.int64, device=device)
+            spec = replace(Spec.whole(shape), varying=varying)
+            self.builder.places[name] = self.builder.placeholder(f"place_{name}", empty, spec)
+            yield ir.Input(name, "layout", spec)
 
     def device(self) -> torch.device:
         """The device of the program's inputs."""
         return ir.example(self.program.placeholders()[0]).device
 
     def drop_unused_places(self, inputs: tuple[ir.Input, ...]) -> tuple[ir.Input, ...]:
-        """Leave out coordinates that nothing reads."""
+        """Leave out coordinates that nothing reads, and settle of whom a table is."""
         self.builder.graph.eliminate_dead_code()
-        unused = {axis for axis, node in self.builder.places.items() if not node.users}
-        for axis in unused:
-            self.builder.graph.erase_node(self.builder.places[axis])
-        return tuple(i for i in inputs if not (i.kind == "coordinate" and i.name in unused))
+        unused = {name for name, node in self.builder.places.items() if not node.users and name != BLOCKS}
+        for name in unused:
+            self.builder.graph.erase_node(self.builder.places.pop(name))
+        if BLOCKS in self.builder.places and self.builder.one_table:
+            same = replace(ir.spec(self.builder.places[BLOCKS]), varying=())  # type: ignore[type-var]
+            ir.set_spec(self.builder.places[BLOCKS], same)
+            inputs = tuple(replace(i, spec=same) if i.name == BLOCKS else i for i in inputs)
+        return tuple(i for i in inputs if not (i.kind in ("coordinate", "layout") and i.name in unused))
 
     def hoist_varying(self, inputs: tuple[ir.Input, ...]) -> tuple[ir.Input, ...]:
         """A parameter used only as a varying copy is one from the start: its gradient leaves as a partial sum."""
@@ -282,7 +313,9 @@ class Partitioner:
         """A custom function's body as a local program; its gradient is given, not derived."""
         outputs = tuple(replace(o, spec=spec) for o, spec in zip(program.outputs, results, strict=True))
         program = replace(program, outputs=outputs)
-        local = Partitioner(program, plan, self.builder.ctx, None, self.propagate, differentiable=False).run()
+        inner = Partitioner(program, plan, self.builder.ctx, None, self.propagate, differentiable=False)
+        local = inner.run()
+        self.builder.one_table |= inner.builder.one_table
         self.builder.ctx.bodies.append((program, local))
         return local
 

@@ -16,17 +16,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
-import torch
-
 from passes.program import ir
-from passes.program.attend import interval_attention
 from passes.program.mesh import BATCH_AXES, SEQUENCE_AXIS, Mesh
 from passes.program.spec import Dim, Factor, Spec
 from passes.rules.roles import roles
 from passes.sharding.custom import in_line
 from passes.sharding.infer import Blocks, experts_of, infer
 
-aten = torch.ops.aten
 LABELS = ("batch", "sequence")
 
 
@@ -37,15 +33,6 @@ def place_batch(shape: tuple[int, ...], mesh: Mesh) -> Spec:
     axes = [axes if size > 1 else () for axes, size in zip(wanted, shape)]
     dims = tuple((replace(dim[0], axes=axes[d]),) if d < len(axes) else dim for d, dim in enumerate(spec.dims))
     return replace(spec, dims=dims)
-
-
-def fold(program: ir.Program) -> Mesh:
-    """The program's mesh, the sequence axis folded if attention is causal or by interval: its work is evener then."""
-    calls = [node for node in program.calls() if node.target is aten.scaled_dot_product_attention.default]
-    causal = any(len(n.args) > 5 and n.args[5] or n.kwargs.get("is_causal") for n in calls)
-    causal = causal or any(node.target is interval_attention for node in program.calls())
-    folded = frozenset({SEQUENCE_AXIS} & set(program.mesh.axes)) if causal else frozenset()
-    return replace(program.mesh, folded=folded)
 
 
 def add_axis(dim: Dim, axis: str) -> Dim:
@@ -95,7 +82,7 @@ class Place:
         experts = experts_of(program) if program.mesh.experts else {}
         if "tp" in program.mesh.experts:
             inferred = {name: blocks for name, blocks in inferred.items() if name not in experts}
-        program, used = replace(program, mesh=fold(program)), roles(program)
+        used = roles(program)
         placed = (self.place(given, program.mesh, unmatched, inferred, experts) for given in program.inputs)
         inputs = tuple(replace(i, roles=used[i.name]) if i.name in used else i for i in placed)
         if unmatched:

@@ -66,19 +66,20 @@ def _rule(node: fx.Node) -> Rule:
 def _emit(builder: Builder, node: fx.Node, operands: list[fx.Node], specs: list[Spec], results: list[Spec]) -> fx.Node:
     """The rank's own entries: hashes of their indices in the full tensor."""
     _, seed = operands
-    axes = [axis for axis in builder.mesh.names if axis in specs[0].sharded]
+    sharded = (axis for axis in builder.mesh.names if axis in specs[0].sharded)
+    names = [name for axis in sharded for name in builder.mesh.reads(axis)]
 
     def draw(seed: Tensor, *places: Tensor) -> Tensor:
-        index = global_index(specs[0], builder.mesh, dict(zip(axes, places)), seed.device)
+        index = global_index(specs[0], builder.mesh, dict(zip(names, places)), seed.device)
         return uniform_at(index, seed, node.args[2])
 
-    return builder.trace(draw, seed, *(builder.places[axis] for axis in axes))
+    return builder.trace(draw, seed, *(builder.places[name] for name in names))
 
 
 def global_index(spec: Spec, mesh: Mesh, places: Mapping[str, Tensor], device: torch.device) -> Tensor:
     """For every local entry (padding included) its index in the full tensor, int64 of the local shape.
 
-    `places` are the rank's coordinates on the axes that shard, 0-d int64.
+    `places` are the rank's coordinates on the axes that shard, 0-d int64, and the table of a dealt one.
     """
     factors = [f for dim in spec.dims for f in dim]
     local = [f.local(mesh) for f in factors]

@@ -28,13 +28,15 @@ from passes.sharding.propagate import propagate
 class Shard:
     """Partition the program; gradients of weights are reduced in `reduce_dtype` (None: their own).
 
-    `context` is the method of attention over a sequence that `cp` shards.
+    `context` is the method of attention over a sequence that `cp` shards; with `skip_steps` rings leave out, batch by
+    batch, steps that no rank needs.
     """
 
     sequence_parallel: bool = True
     strict: bool = False
     reduce_dtype: torch.dtype | None = None
     context: Method = "auto"
+    skip_steps: bool = True
     name: str = "shard"
     requires: frozenset[str] = frozenset({"placed", "normalized"})
     establishes: frozenset[str] = frozenset({"local"})
@@ -53,7 +55,8 @@ class Shard:
                 "passes.rules.add_rule or set passes.shard.strict=false to gather its operands",
             )
         decide = partial(propagate, sequence_parallel=self.sequence_parallel, ctx=ctx)
-        partitioner = Partitioner(program, plan := decide(program), ctx, self.reduce_dtype, decide, True, self.context)
+        how = (ctx, self.reduce_dtype, decide, True, self.context, self.skip_steps)
+        partitioner = Partitioner(program, plan := decide(program), *how)
         local = partitioner.run()
         notes = [f"%{n.name} ({ir.source(n)}): {name_of(n)} has no rule, its operands are gathered" for n in unknown]
         notes += partitioner.builder.notes

@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from passes.program import ir
+from passes.program.alone import alone, cone_of
 from passes.program.rewrite import inline
 from passes.program.spec import Spec
 from passes.rules import has_rule, name_of, rule_of, tensor_operands
@@ -74,17 +75,6 @@ def counts_rows(counted: fx.Node, batch: Set[fx.Node]) -> bool:
     return is_sum(counted) and bool(cone & batch) and all(n in batch or keeps_rows(n) for n in cone - {counted})
 
 
-def cone_of(node: fx.Node, ends: Set[fx.Node]) -> set[fx.Node]:
-    """The node and all that it is made of, up to `ends`."""
-    found, waiting = set[fx.Node](), [node]
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting += [] if node in ends else node.all_input_nodes
-    return found
-
-
 def keeps_rows(node: fx.Node) -> bool:
     """Whether each row of the result is made of the same row of what it is made of."""
     operands, shape = tensor_operands(node), ir.example(node).shape
@@ -108,14 +98,7 @@ def is_named(node: fx.Node, names: frozenset[str]) -> bool:
 def count_of(program: ir.Program, counted: fx.Node, microbatches: int) -> ir.Count:
     """What computes a sum from the entries of a batch that it is made of."""
     ends = {n: i for n, i in zip(program.placeholders(), program.inputs) if i.kind == "batch"}
-    cone, graph, copies = cone_of(counted, ends.keys()), fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in program.graph.nodes:
-        if node in cone:
-            copies[node] = ir.copy_node(graph, node, copies)
-    graph.output((copies[counted],))
-    inputs = tuple(given for node, given in ends.items() if node in cone)
-    outputs = (ir.Output("count", "metric", Spec(())),)
-    return ir.Count(program.with_graph(graph, inputs=inputs, outputs=outputs, roll=None), microbatches)
+    return ir.Count(alone(program, ends, [counted]), microbatches)
 
 
 def placeholder(program: ir.Program, ctx: ir.Context, counted: fx.Node, name: str) -> fx.Node:

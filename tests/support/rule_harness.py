@@ -13,13 +13,16 @@ from torch.utils import _pytree as pytree
 from verified import apply
 
 from passes.autograd.joint import Joint
-from passes.check.simulate import Lockstep
+from passes.check.simulate import Lockstep, places
+from passes.context.balance import hops_of, ranks_that_meet
+from passes.context.lay_out import bounds_in
 from passes.program import ir
-from passes.program.mesh import Mesh
+from passes.program.mesh import HOPS, Mesh
 from passes.program.spec import Spec, boxes, shard, unshard
 from passes.program.torch_private import FakeTensorMode, OpOverload
 from passes.rules import name_of
 from passes.sharding.collectives import Expand
+from passes.sharding.custom import PLACES
 from passes.sharding.normalize import Normalize
 from passes.sharding.shard import Shard
 
@@ -140,7 +143,7 @@ def check(function: Function, specs: Mapping[int, Spec], tolerance: float = TOLE
         program, _ = apply([Joint()], program, ctx)
     program, _ = Expand()(program, ctx)
     values = iter(function.values)
-    full = {i.name: next(values) for i in program.inputs if i.kind != "coordinate"}
+    full = {i.name: next(values) for i in program.inputs if i.kind not in PLACES}
     outs = Checked(program).run(_local_inputs(program, full))
     for k, (output, want) in enumerate(zip(program.outputs, function.wanted, strict=gradients)):
         locals_ = [out[k] for out in outs]
@@ -212,8 +215,14 @@ def _infinite(x: Tensor) -> bool:
 
 
 def _local_inputs(program: ir.Program, full: Mapping[str, Tensor]) -> list[list[Tensor]]:
-    return [[torch.tensor(place[i.name]) if i.kind == "coordinate" else _local(full[i.name], i.spec, program.mesh, place)
-             for i in program.inputs] for place in program.mesh]
+    mesh = program.mesh
+    return [[hops(program, full) if i.name == HOPS else places(mesh, rank, i) if i.kind in PLACES
+             else _local(full[i.name], i.spec, mesh, place) for i in program.inputs] for rank, place in enumerate(mesh)]
+
+
+def hops(program: ir.Program, full: Mapping[str, Tensor]) -> Tensor:
+    """Those of the rings of a program."""
+    return torch.stack([hops_of(ranks_that_meet(*pair, program.mesh)) for pair in bounds_in(program.bounds, full)])
 
 
 def _local(full: Tensor, spec: Spec, mesh: Mesh, place: dict[str, int]) -> Tensor:

@@ -9,19 +9,22 @@ with the graphs; work is counted for real layouts, documents from the default co
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import replace
+from statistics import mean
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
-from compiler_trainer.config.schema import DataConfig
+from compiler_trainer.config.schema import ContextConfig, DataConfig
 from compiler_trainer.data.datasets import build_datasets
-from passes.context.balance import imbalance
-from passes.context.context import METHODS, Call
+from passes.context.balance import deal, imbalance, ranks_that_meet, work_of_blocks
+from passes.context.context import METHODS, Call, Pairs
 from passes.program.mesh import Mesh
 
-RANKS = (2, 4, 8, 16)
+RANKS, BLOCK = (2, 4, 8, 16), ContextConfig.block
 
 
 def main() -> None:
@@ -32,7 +35,9 @@ def main() -> None:
     given = parser.parse_args()
     console = Console()
     console.print(methods(given.tokens))
-    console.print(balance(given.tokens, given.rows))
+    corpus = build_datasets(DataConfig(), given.tokens, given.rows).train.next()["positions"]
+    console.print(balance(given.tokens, corpus))
+    console.print(rings(given.tokens, corpus))
 
 
 def methods(tokens: int) -> Table:
@@ -51,22 +56,56 @@ def methods(tokens: int) -> Table:
     return table
 
 
-def balance(tokens: int, rows: int) -> Table:
-    """The most work of a rank over the mean: whole rows, and documents (mean and worst row)."""
-    table = Table(title=f"most work of a rank over the mean, {tokens} tokens")
-    for column in ("cp", "causal, head and tail", "causal, in runs", "documents, head and tail", "documents, in runs"):
+def balance(tokens: int, corpus: Tensor) -> Table:
+    """The most work of a rank over the mean, by layout: whole rows, and documents (mean and worst row)."""
+    table = Table(title=f"most work of a rank over the mean, {tokens} tokens: causal; documents, mean and worst row")
+    for column in ("cp", *(f"{what}, {layout}" for what in ("causal", "documents") for layout in LAYOUTS)):
         table.add_column(column, justify="right")
-    corpus = build_datasets(DataConfig(), tokens, rows).train.next()
+    causal = torch.arange(tokens)[None] + 1
     for ranks in RANKS:
-        runs = Mesh.of({"cp": ranks})
-        folded = replace(runs, folded=frozenset({"cp"}))
-        causal = torch.arange(tokens)[None] + 1
-        cells = [f"{imbalance(causal, mesh):.4f}" for mesh in (folded, runs)]
-        for mesh in (folded, runs):
-            found = torch.tensor([imbalance(row[None] + 1, mesh) for row in corpus["positions"]])
-            cells.append(f"{found.mean():.2f}, {found.max():.2f}")
+        cells = [f"{imbalance([causal], lay_out(causal, ranks)):.4f}" for lay_out in LAYOUTS.values()]
+        for lay_out in LAYOUTS.values():
+            each = [imbalance([row], lay_out(row, ranks)) for row in (corpus + 1)[:, None]]
+            cells.append(f"{mean(each):.3f}, {max(each):.3f}")
         table.add_row(str(ranks), *cells)
     return table
+
+
+def rings(tokens: int, corpus: Tensor) -> Table:
+    """What a rank sends around a ring of a row of documents, forward and backward, as a share of all steps."""
+    rows = {f"of {n}": torch.arange(tokens)[None] % n for n in (500, 1500)} | {"of the corpus": corpus}
+    table = Table(title=f"sent by a ring, {tokens} tokens, documents within a row: MiB, of MiB at every step")
+    for column in ("cp", *(f"{name}, {layout}" for name in rows for layout in ("none", "head_tail"))):
+        table.add_column(column, justify="right")
+    for ranks in (4, 8):
+        query, key = (1, 32, tokens // ranks, 128), (1, 8, tokens // ranks, 128)
+        call, cells = Call(query, key, key, torch.bfloat16, ranks), []
+        for positions in rows.values():
+            for layout in ("none", "head_tail"):
+                needed = [steps_of(row, LAYOUTS[layout](row, ranks)) for row in positions[:, None]]
+                sent = mean(replace(call, pairs=pairs).sent_bytes("ring") for pairs in needed)
+                cells.append(f"{sent / 2**20:.1f} of {mib(call.sent_bytes('ring'))}")
+        table.add_row(str(ranks), *cells)
+    return table
+
+
+def steps_of(positions: Tensor, mesh: Mesh) -> Pairs:
+    """Which ranks meet which, of a row of documents."""
+    last = torch.arange(1, positions.shape[-1] + 1)[None]
+    return frozenset((i, j) for i, j in ranks_that_meet(last - 1 - positions, last, mesh).nonzero().tolist())
+
+
+def in_blocks(seen: Tensor, ranks: int) -> Mesh:
+    """The mesh with blocks of a row dealt by what its queries see."""
+    count = 2 * ranks * -(-seen.shape[-1] // (2 * ranks * BLOCK))
+    return replace(Mesh.of({"cp": ranks}), table=deal(work_of_blocks([seen], count), ranks))
+
+
+LAYOUTS: dict[str, Callable[[Tensor, int], Mesh]] = {
+    "none": lambda seen, ranks: Mesh.of({"cp": ranks}),
+    "head_tail": lambda seen, ranks: replace(Mesh.of({"cp": ranks}), folded=frozenset({"cp"})),
+    "blocks": in_blocks,
+}
 
 
 def mib(count: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -102,6 +102,12 @@ def context() -> Case:
         batch["labels"][1, 2:] = -100
     optim, mesh = {"name": "sgd", "momentum": 0.9, "max_norm": None}, {"dp_replicate": 2, "cp": 3}
     return Case(Reader().double(), loss, batches, mesh, optim, {"context": {"method": "ring"}})
+
+
+def dealt() -> Case:
+    """The same, each row's blocks of two tokens dealt out by its documents."""
+    case = context()
+    return replace(case, passes={"context": {"method": "ring", "load_balance": "blocks", "block": 2}})
 
 
 # ---- odd parts -----------------------------------------------------------------------------------------
@@ -347,6 +353,7 @@ CASES = {  # cheap ones first
     "images": images,
     "llama": llama,
     "context": context,
+    "dealt": dealt,
     "cast": cast,
     "experts": experts,
 }

@@ -33,7 +33,7 @@ SECTION = re.compile(r"^# (\w+): (.*)$")
 ROLLED = re.compile(r"^# rolled: (.*)$", re.MULTILINE)
 CALLS = ("segment", "unroll")  # passes that leave calls of bodies
 BODY = re.compile(r"^# body: (\w+), called (\d+) times$")
-AXIS = re.compile(r"\b(\w+)=(\d+)( \(head and tail\))?")
+AXIS = re.compile(r"\b(\w+)=(\d+)(?:( \(head and tail\))| \((\d+) blocks\))?")
 COUNT = re.compile(r"[0-9]{1,9}")
 STAGE = re.compile(r"\d{1,6}_.+_.+\.txt")
 FLATTENED = re.compile(r"\b(\w+)=([a-z]\w*(?:\*\w+)*)")
@@ -182,6 +182,11 @@ class Stage:
     def folded(self) -> frozenset[str]:
         """Axes whose ranks hold two chunks, head and tail."""
         return self._parsed.folded
+
+    @property
+    def blocks(self) -> dict[str, int]:
+        """How many blocks each rank holds, of axes that deal them out."""
+        return self._parsed.blocks
 
     @property
     def flattened(self) -> dict[str, list[str]]:
@@ -342,6 +347,7 @@ class Parsed:
 
     mesh: dict[str, int]
     folded: frozenset[str]
+    blocks: dict[str, int]
     flattened: dict[str, list[str]]
     facts: tuple[str, ...]
     nodes: list[Node]
@@ -363,10 +369,12 @@ def parse(text: str) -> Parsed:
         elif not line.startswith("return "):
             nodes.append(_input(line, number) if section == "inputs" else _operator(line, number, graph))
     axes = AXIS.findall(heads.get("mesh", ""))
-    sizes = {axis: int(size) for axis, size, _ in axes}
+    sizes = {axis: int(size) for axis, size, *_ in axes}
+    folded = frozenset(axis for axis, _, head_and_tail, _ in axes if head_and_tail)
+    blocks = {axis: int(count) for axis, *_, count in axes if count}
     facts = tuple(heads.get("facts", "").split(", "))
     flattened = {name: over.split("*") for name, over in FLATTENED.findall(heads.get("mesh", ""))}
-    return Parsed(sizes, frozenset(axis for axis, _, folded in axes if folded), flattened, facts, nodes, outputs)
+    return Parsed(sizes, folded, blocks, flattened, facts, nodes, outputs)
 
 
 def check_order(nodes: Iterable[Node]) -> None:

@@ -59,6 +59,7 @@ def summary(run: Run) -> dict[str, Any]:
         "config": dict(flat(run.config)),
         "mesh": last.mesh,
         "folded": sorted(last.folded),
+        "blocks": last.blocks,
         "flattened": last.flattened,
         "stages": [stage_summary(run, stage) for stage in run.stages],
         "programs": [program(run, stage) for stage in run.trained],

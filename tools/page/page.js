@@ -123,7 +123,7 @@ async function start() {
   document.documentElement.dataset.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
   run = JSON.parse(await unpack("data"));
   document.getElementById("title").textContent = run.name;
-  document.getElementById("mesh").textContent = Object.entries(run.mesh).map(([axis, n]) => `${axis} ${n}${run.folded.includes(axis) ? " (head and tail)" : ""}`).join(" × ") || "one device";
+  document.getElementById("mesh").textContent = Object.entries(run.mesh).map(([axis, n]) => `${axis} ${n}${run.folded.includes(axis) ? " (head and tail)" : axis in run.blocks ? ` (${run.blocks[axis]} blocks)` : ""}`).join(" × ") || "one device";
   document.getElementById("theme").onclick = switchTheme;
   for (const begin of [startGraph, startDiff, startMemory, startCommunication, startExperts, startSharding, startKeys]) begin();
   addEventListener("hashchange", route);

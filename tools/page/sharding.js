@@ -40,8 +40,11 @@ function placement(spec) {
 const over = (axis) => run.flattened[axis] ?? [axis];
 const ranks = (axis) => over(axis).reduce((n, a) => n * run.mesh[a], 1);
 const place = (axis, at) => over(axis).reduce((k, a) => k * run.mesh[a] + at[a], 0);
-const pieces = (axis) => ranks(axis) * (run.folded.includes(axis) ? 2 : 1);
-const share = (size, axis) => Math.ceil(size / pieces(axis)) * (run.folded.includes(axis) ? 2 : 1);
+const chunks = (axis) => run.folded.includes(axis) ? 2 : run.blocks[axis] ?? 1;
+const pieces = (axis) => ranks(axis) * chunks(axis);
+const share = (size, axis) => Math.ceil(size / pieces(axis)) * chunks(axis);
+/** The numbers of the chunks that a rank holds; of blocks, which each batch deals anew, as where work rises evenly. */
+const held = (axis, k) => Array.from({ length: chunks(axis) }, (_, i) => i * ranks(axis) + (i % 2 ? ranks(axis) - 1 - k : k));
 const local = (factor) => factor.axes.reduce(share, factor.size);
 
 /** [first index in the full factor, first local index, length] of the runs that a rank holds. */
@@ -49,11 +52,10 @@ function runsOf(factor, at) {
   let runs = [[0, 0, factor.size]], size = factor.size;
   for (const axis of factor.axes) {
     const chunk = Math.ceil(size / pieces(axis)), cut = [];
-    const k = place(axis, at), chunks = run.folded.includes(axis) ? [k, 2 * ranks(axis) - 1 - k] : [k];
-    chunks.forEach((k, held) => {
+    held(axis, place(axis, at)).forEach((k, slot) => {
       for (const [start, from, length] of runs) {
         const first = Math.max(from, k * chunk), last = Math.min(from + length, (k + 1) * chunk);
-        if (first < last) cut.push([start + first - from, held * chunk + first - k * chunk, last - first]);
+        if (first < last) cut.push([start + first - from, slot * chunk + first - k * chunk, last - first]);
       }
     });
     runs = cut;

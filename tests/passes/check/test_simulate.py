@@ -117,6 +117,7 @@ def test_values_die_with_their_last_use():
 
 def test_places_are_a_rank_s_coordinates():
     mesh = Mesh.of({"dp_shard": 2, "tp": 3})
-    assert [(places(mesh, r, "dp_shard").item(), places(mesh, r, "tp").item()) for r in range(6)] == [
+    dp, tp = (ir.Input(axis, "coordinate", Spec(())) for axis in ("dp_shard", "tp"))
+    assert [(places(mesh, r, dp).item(), places(mesh, r, tp).item()) for r in range(6)] == [
         (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
-    assert places(mesh, 0, "tp").shape == () and places(mesh, 0, "tp").dtype == torch.int64
+    assert places(mesh, 0, tp).shape == () and places(mesh, 0, tp).dtype == torch.int64

@@ -399,8 +399,8 @@ def test_head_and_tail_share_causal_work_evenly(ranks):
     runs = Mesh.of({"cp": ranks})
     folded = replace(runs, folded=frozenset({"cp"}))
     causal = torch.arange(4096)[None] + 1
-    assert imbalance(causal, folded) < 1.01
-    assert imbalance(causal, runs) == pytest.approx((2 * ranks - 1) / ranks, rel=0.01)  # the last rank's
+    assert imbalance([causal], folded) < 1.01
+    assert imbalance([causal], runs) == pytest.approx((2 * ranks - 1) / ranks, rel=0.01)  # the last rank's
 
 
 def test_work_within_documents_is_that_of_a_mask():

@@ -10,10 +10,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from attention_cases import F64, HEADS, RANKS, SIZES, TOLERANCE, WIDTH, WINDOW, documents, grids, random, sequence
+from attention_cases import (
+    F64,
+    HEADS,
+    RANKS,
+    SIZES,
+    TOLERANCE,
+    WIDTH,
+    WINDOW,
+    documents,
+    grids,
+    random,
+    sequence,
+    shuffled,
+)  # fmt: skip
 from bounds import BOUNDS, bounds_of
 from oracle import compile_lockstep
-from rule_harness import Function, capture, check, sharded
+from rule_harness import Function, capture, check, on, sharded
 from torch import Tensor, fx, nn
 
 from compiler_trainer.capture.capture import capture as capture_model
@@ -21,6 +34,7 @@ from compiler_trainer.config.errors import UserError
 from passes.context import flex
 from passes.context.context import METHODS
 from passes.context.intervals import Intervals
+from passes.context.lay_out import bounds_of as bounds_program
 from passes.context.visible import ROWS, pieces
 from passes.program import ir
 from passes.program.attend import attend, attend_backward, evaluate, interval_attention
@@ -69,7 +83,7 @@ FORMS = (*MASKS, *SCORED)
 
 
 @functools.cache
-def captured(form: str, heads: str, size: int, ranks: int) -> Function:
+def captured(form: str, heads: str, size: int) -> Function:
     """Attention with a mask that the graph makes of ids, query, key and value as activations."""
     h, g = HEADS[heads]
     inputs = [random(2, h, size, WIDTH), random(2, g, size, WIDTH), random(2, g, size, WIDTH + (heads == "MQA"))]
@@ -81,18 +95,24 @@ def captured(form: str, heads: str, size: int, ranks: int) -> Function:
             return SCORED[form](q, k, v, ids)
         return F.scaled_dot_product_attention(q, k, v, MASKS[form](size, ids), enable_gqa=h != g, scale=0.3)
 
-    mesh = replace(Mesh.of({"cp": ranks}), folded=frozenset({"cp"} if ranks % 3 else ()))
-    return by_interval(capture(run, [*inputs, documents(size), *units], mesh, weights=(0, 1, 2)))
+    return by_interval(capture(run, [*inputs, documents(size), *units], Mesh(), weights=(0, 1, 2)))
 
 
 def by_interval(function: Function) -> Function:
     program, report = Intervals()(function.program, function.ctx)
     assert report.counts == {"attention_by_interval": 1}, report.notes
-    return replace(function, program=program)
+    return replace(function, program=replace(program, bounds=bounds_program(program)))
 
 
-def run_case(method: str, form: str, heads: str, size: int, ranks: int) -> ir.Report:
-    function = captured(form, heads, size, ranks)
+LAYOUTS = {
+    "none": lambda ranks: Mesh.of({"cp": ranks}),
+    "head_tail": lambda ranks: replace(Mesh.of({"cp": ranks}), folded=frozenset({"cp"})),
+    "blocks": lambda ranks: shuffled(ranks, 3),
+}
+
+
+def run_case(method: str, form: str, heads: str, size: int, ranks: int, layout: str) -> ir.Report:
+    function = on(LAYOUTS[layout](ranks), captured(form, heads, size))
     tensors = function.values[1:]
     placed = {i: sequence(tensors[i]) for i in (0, 1, 2, 4, 5, 6)}
     placed[3] = Spec.whole(tuple(tensors[3].shape)) if form == "prefix" else along_last(tensors[3])
@@ -104,13 +124,13 @@ def along_last(x: Tensor) -> Spec:
     return sharded(x.shape, x.dim() - 1, "cp", None)
 
 
-CASES = list(itertools.product(METHODS, FORMS, HEADS, SIZES, RANKS))
+CASES = list(itertools.product(METHODS, FORMS, HEADS, SIZES, RANKS, LAYOUTS))
 
 
-@pytest.mark.parametrize("case", CASES[::29], ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.parametrize("case", CASES[::73], ids=lambda case: "-".join(map(str, case)))
 def test_attention_over_ranks_is_that_of_one_device(case):
-    method, form, heads, size, ranks = case
-    report = run_case(method, form, heads, SIZES[size], ranks)
+    method, form, heads, size, ranks, layout = case
+    report = run_case(method, form, heads, SIZES[size], ranks, layout)
     assert any(" over cp" in note for note in report.notes), report.notes
 
 
@@ -118,9 +138,9 @@ def test_attention_over_ranks_is_that_of_one_device(case):
 @pytest.mark.parametrize("method", METHODS)
 def test_every_form(method, record_property):
     cases = [case for case in CASES if case[0] == method]
-    for _, form, heads, size, ranks in cases:
-        run_case(method, form, heads, SIZES[size], ranks)
-    record_property("counted", f"{method}: {len(cases)} cases of (form, heads, size, ranks), in fp64 to 1e-10")
+    for _, form, heads, size, ranks, layout in cases:
+        run_case(method, form, heads, SIZES[size], ranks, layout)
+    record_property("counted", f"{method}: {len(cases)} cases of (form, heads, size, ranks, layout), in fp64 to 1e-10")
 
 
 # ---- what is read, and what is not -------------------------------------------------------------------

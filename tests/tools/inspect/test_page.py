@@ -145,7 +145,7 @@ def test_slices_are_those_of_the_specs(browser, run, tmp_path):
     shown = show(browser, run, tmp_path / "page.html")
     for axis, sizes in (("dp_shard", {"dp_shard": 3, "tp": 2}), ("cp", {"dp_shard": 2, "cp": 3, "tp": 2})):
         mesh = Mesh(Mesh.of(sizes).sizes, frozenset({axis}))
-        for name, value in (("mesh", dict(mesh.sizes)), ("folded", [axis]), ("flattened", mesh.flattened)):
+        for name, value in (("mesh", dict(mesh.sizes)), ("folded", [axis]), ("blocks", {}), ("flattened", mesh.flattened)):
             shown.evaluate(f"run.{name} = {json.dumps(value)}")
         over = mesh.stored_over
         for dims in ((Factor(13, (axis,)),), (Factor(5, ("tp",)), Factor(4)), (Factor(3), Factor(7, ("tp", over)))):

@@ -53,7 +53,7 @@ FAULTS = (
     Fault(
         "home_by_one",
         "passes/context/ring.py",
-        "self.coming = shift(flat, self.ring.axis, self.ring.hops()[step])",
+        "self.coming = self.ring.send(flat, step, self.hops, home=True)",
         "self.coming = shift(flat, self.ring.axis, 1)",
         "Gradients go home one rank a step also where steps are left out.",
     ),
@@ -74,15 +74,15 @@ FAULTS = (
     Fault(
         "interval_runs_in_place",
         "passes/context/ring.py",
-        "source = torch.remainder(place - step, self.parts)\n        if",
-        "source = torch.remainder(place, self.parts)\n        if",
+        "starts.index_select(0, torch.remainder(place - step, self.parts).view(1))",
+        "starts.index_select(0, torch.remainder(place, self.parts).view(1))",
         "Keys that came from another rank are taken to lie where the rank's own do.",
     ),
     Fault(
         "interval_tails_forward",
-        "passes/context/ring.py",
-        "torch.stack([source, 2 * self.parts - 1 - source]) * (held // 2)",
-        "torch.stack([source, self.parts + source]) * (held // 2)",
+        "passes/program/layout.py",
+        "torch.stack([place, 2 * parts - 1 - place] if folded else [place], 1) * chunk",
+        "torch.stack([place, parts + place] if folded else [place], 1) * chunk",
         "Tails of a folded sequence are taken to lie in rising order.",
     ),
     Fault(
@@ -120,6 +120,21 @@ FAULTS = (
         "lse = torch.where(sees, lse, -math.inf)",
         "lse = torch.where(sees, lse, 0.0)",
         "A row that sees none of a block's keys counts as if it saw one.",
+    ),
+    # balance.py
+    Fault(
+        "block_lost",
+        "passes/context/balance.py",
+        "table[busy, i], table[idle, j] = int(table[idle, j]), int(table[busy, i])",
+        "table[busy, i], mine = int(table[idle, j]), work[table]",
+        "Of two blocks that ranks exchange one is then on both, the other on none.",
+    ),
+    Fault(
+        "needed_the_other_way",
+        "passes/context/balance.py",
+        "needed = sorted({0, *((i - j) % ranks for i, j in meet.nonzero().tolist())})",
+        "needed = sorted({0, *((j - i) % ranks for i, j in meet.nonzero().tolist())})",
+        "A ring skips steps that it would not need the other way round.",
     ),
     # context.py
     Fault(

@@ -122,7 +122,36 @@ FAULTS = (
         "return torch.stack([heads, tails], dim).flatten(dim, dim + 2).narrow(dim, 0, size)",
         "Tails gathered over a folded axis stay in the ranks' order.",
     ),
+    Fault(
+        "entries_of_the_first_rank",
+        "passes/program/layout.py",
+        "return places[BLOCKS].index_select(0, places[axis].view(1)).view(-1)",
+        "return places[BLOCKS].index_select(0, places[axis].view(1) * 0).view(-1)",
+        "Each rank takes its blocks to be those of the first.",
+    ),
+    Fault(
+        "blocks_put_back_as_they_were_taken",
+        "passes/program/layout.py",
+        "order = table.flatten().argsort()",
+        "order = table.flatten()",
+        "Blocks are gathered into the order that the table has, not into the inverse.",
+    ),
+    # mesh.py
+    Fault(
+        "table_of_the_rank_before",
+        "passes/program/mesh.py",
+        "return self.table[place]",
+        "return self.table[place - 1]",
+        "Ranks are fed the blocks of another than the program takes them to have.",
+    ),
     # shift.py
+    Fault(
+        "hop_too_many",
+        "passes/program/shift.py",
+        "return by % parts if home or step + by < parts else 0",
+        "return (by + 1) % parts if home or step + by < parts else 0",
+        "Keys and gradients travel a rank further than the next step that is needed.",
+    ),
     Fault(
         "shift_backwards",
         "passes/program/shift.py",
@@ -141,8 +170,8 @@ FAULTS = (
     Fault(
         "share_rounds_down",
         "passes/program/spec.py",
-        "return -(-size // pieces(axis, mesh)) * (2 if axis in mesh.folded else 1)",
-        "return size // pieces(axis, mesh) * (2 if axis in mesh.folded else 1)",
+        "return -(-size // pieces(axis, mesh)) * mesh.chunks(axis)",
+        "return size // pieces(axis, mesh) * mesh.chunks(axis)",
         "Shards of an uneven dim lack its last entries.",
     ),
     Fault(

@@ -146,7 +146,7 @@ FAULTS = (
     Fault(
         "vary_forgotten",
         "passes/sharding/convert.py",
-        "self.value = self.builder.call(boundary.vary, (self.value, axis, self.wire))",
+        "self.call(boundary.vary, axis, axis, self.wire)",
         "pass",
         "A copy becomes a varying one without the operator that sums its gradient.",
     ),
@@ -183,23 +183,30 @@ FAULTS = (
     Fault(
         "terms_on_every_rank",
         "passes/sharding/convert.py",
-        "self.value = self.builder.call(boundary.only_first, (self.value, self.builder.places[axis], axis))",
+        "self.call(boundary.only_first, axis, self.builder.places[axis], axis)",
         "pass",
         "A copy goes into a sum once a rank.",
     ),
     Fault(
         "unvary_forgotten",
         "passes/sharding/convert.py",
-        "self.value = self.builder.call(boundary.unvary, (self.value, self.builder.places[axis], axis))",
+        "self.call(boundary.unvary, axis, self.builder.places[axis], axis)",
         "pass",
         "A varying copy is taken for the same everywhere, its gradient counted on every rank.",
     ),
     Fault(
         "move_the_other_way",
         "passes/sharding/convert.py",
-        "args = (self.value, j, k, held, axis, self.mesh[axis])",
-        "args = (self.value, k, j, held, axis, self.mesh[axis])",
+        "self.call(boundary.all_to_all, axis, j, k, held, axis, self.mesh[axis])",
+        "self.call(boundary.all_to_all, axis, k, j, held, axis, self.mesh[axis])",
         "An exchange splits the dim that it should join.",
+    ),
+    Fault(
+        "tables_mixed_up",
+        "passes/sharding/convert.py",
+        "self.builder.one_table = True",
+        "self.builder.one_table = False",
+        "Ranks add up gradients of rows whose blocks they hold in different orders.",
     ),
     # normalize.py
     Fault(

@@ -1,0 +1,82 @@
+"""Which blocks of a batch's sequence each rank holds, and how even that makes their work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from passes.context.balance import deal, hops_of, pairs_by_rank, ranks_that_meet, work_of_blocks
+from passes.context.lay_out import bounds_in
+from passes.program import ir
+from passes.program.mesh import BLOCKS, Mesh
+from passes.program.mesh import SEQUENCE_AXIS as AXIS
+from passes.sharding.place import place_batch
+
+
+class Dealt:
+    """How a batch lies over the ranks of a program that reads it."""
+
+    def __init__(self, program: ir.Program, batch: Mapping[str, Tensor]):
+        self.program, self.batch = program, batch
+        self.meshes: dict[tuple[int, ...], Mesh] = {}  # by the rows that they are for
+
+    @cached_property
+    def bounds(self) -> list[tuple[Tensor, Tensor]]:
+        """First and last of the keys that queries see, i64[B, T], of each attention; none if no document decides."""
+        found = bounds_in(self.program.bounds, self.batch) if self.program.bounds and self.batch else []
+        rows = max((len(bound) for pair in found for bound in pair), default=0)
+        return [(first.expand(rows, -1), last.expand(rows, -1)) for first, last in found]
+
+    def rows(self, rank: int) -> tuple[int, ...]:
+        """The rows of the batch that a table is made for: the rank's own, or all where ranks exchange among rows."""
+        mesh, count = self.program.mesh, len(self.bounds[0][0])
+        if any(i.kind == "layout" and not i.spec.varying for i in self.program.inputs):
+            return tuple(range(count))
+        runs = place_batch((count, 2), mesh).dims[0][0].runs(mesh, mesh.coordinates(rank))
+        return tuple(row for start, _, n in runs for row in range(start, start + n))
+
+    def mesh(self, rank: int) -> Mesh:
+        """The program's mesh with the table that a rank shares with those along `cp`."""
+        mesh = self.program.mesh
+        if not mesh.table or not self.bounds:
+            return mesh
+        rows = self.rows(rank)
+        if rows not in self.meshes:
+            work = work_of_blocks(self.seen_in(rows), mesh[AXIS] * mesh.chunks(AXIS))
+            self.meshes[rows] = replace(mesh, table=deal(work, mesh[AXIS]))
+        return self.meshes[rows]
+
+    def seen_in(self, rows: tuple[int, ...]) -> list[Tensor]:
+        """Keys that each query of some rows sees."""
+        return [(last - first).clamp(min=0)[list(rows)] for first, last in self.bounds]
+
+    def value(self, given: ir.Input, rank: int, device: torch.device) -> Tensor:
+        """Its table of blocks, on the device, or how far keys travel in each ring, i64[rings, P], on the host."""
+        mesh = self.mesh(rank)
+        if given.name == BLOCKS:
+            return torch.tensor(mesh.table, device=device)
+        rows = list(self.rows(rank))
+        return torch.stack([hops_of(ranks_that_meet(first[rows], last[rows], mesh)) for first, last in self.bounds])
+
+    def work(self, rank: int) -> tuple[Tensor, ...]:
+        """Pairs that each rank along `cp` computes with this one, as they lie, and head and tail: i64[P], i64[P]."""
+        seen, mesh = self.seen_in(self.rows(rank)), self.mesh(rank)
+        meshes = mesh, replace(mesh, table=(), folded=frozenset({AXIS}))
+        return tuple(torch.stack([pairs_by_rank(x, each) for x in seen]).sum(0) for each in meshes)
+
+
+def balance(parts: Sequence[Dealt], rank: int) -> dict[str, float]:
+    """What the busiest rank computes of attention over the mean, in microbatches one after the other.
+
+    "cp_imbalance" is of the sequence as it lies, "cp_imbalance_head_tail" as it would lie head and tail; nothing where
+    no document decides what attention sees.
+    """
+    if not all(part.bounds for part in parts):
+        return {}
+    found = zip(*(part.work(rank) for part in parts))
+    ratios = [sum(int(w.max()) for w in work) / sum(float(w.double().mean()) for w in work) for work in found]
+    return {"cp_imbalance": ratios[0], "cp_imbalance_head_tail": ratios[1]}

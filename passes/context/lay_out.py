@@ -1,0 +1,102 @@
+"""How a sequence lies over the ranks of `cp`.
+
+    none         a run a rank
+    head_tail    a chunk from the front and one from the back: under a causal mask all have as much to do
+    blocks       head and tail in blocks, of which ranks exchange some, anew for each batch, until what its documents
+                 let each of them see is even
+    auto         blocks where documents decide what attention sees and a rank has four of them or more; head_tail where
+                 attention is causal, or by interval; else none
+
+Attention by interval takes keys wherever they lie. Any other gathers them, or heads, where they are dealt in blocks, so
+`auto` leaves a program that has some alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor, fx
+
+from passes.context.balance import deal
+from passes.program import ir
+from passes.program.alone import alone, cone_of
+from passes.program.attend import interval_attention
+from passes.program.mesh import SEQUENCE_AXIS as AXIS
+
+SDPA = torch.ops.aten.scaled_dot_product_attention.default
+Layout = Literal["auto", "head_tail", "blocks", "none"]
+
+
+@dataclass(frozen=True)
+class LayOut:
+    """Say how the sequence lies; a `block` that is dealt has at most so many tokens."""
+
+    layout: Layout = "auto"
+    block: int = 128
+    name: str = "lay_out"
+    requires: frozenset[str] = frozenset({"captured", "normalized"})
+    establishes: frozenset[str] = frozenset()
+
+    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+        mesh, length = program.mesh, length_of(program)
+        if AXIS not in mesh.axes or not length:
+            return program, ir.Report({"blocks": 0})
+        program = replace(program, bounds=bounds_of(program))
+        each = 2 * -(-length // (2 * mesh[AXIS] * self.block))
+        taken, why = choose(program, each) if self.layout == "auto" else (self.layout, "asked for")
+        said = f"the sequence lies as {taken} over {AXIS}: {why}"
+        if taken == "head_tail":
+            mesh = replace(mesh, folded=frozenset({AXIS}))
+        if taken == "blocks":
+            mesh = replace(mesh, table=deal(torch.ones(each * mesh[AXIS]), mesh[AXIS]))  # head and tail
+            said += f"; {each} blocks a rank, of {-(-length // (each * mesh[AXIS]))} tokens"
+        return replace(program, mesh=mesh), ir.Report({"blocks": each if taken == "blocks" else 0}, (said,))
+
+
+def choose(program: ir.Program, each: int) -> tuple[Layout, str]:
+    """What `auto` takes, where a rank would have so many blocks, and why."""
+    plain = [node for node in program.calls() if node.target is SDPA]
+    causal = any(len(n.args) > 5 and n.args[5] or n.kwargs.get("is_causal") for n in plain)
+    by_interval = any(node.target is interval_attention for node in program.calls())
+    if not causal and not by_interval:
+        return "none", "all queries have as much to do"
+    if program.bounds is None:
+        return "head_tail", "what attention sees is the same in all batches"
+    if plain:
+        return "head_tail", f"%{plain[0].name} ({ir.source(plain[0])}) is no attention by interval"
+    if each < 4:
+        return "head_tail", "the sequence is too short for blocks"
+    return "blocks", "documents decide what attention sees"
+
+
+def length_of(program: ir.Program) -> int:
+    """Tokens of the longest sequence of the batch, 0 if it has none."""
+    shapes = (given.spec.shape for given in program.inputs if given.kind == "batch")
+    return max((shape[1] for shape in shapes if len(shape) > 1), default=0)
+
+
+def bounds_of(program: ir.Program) -> ir.Program | None:
+    """What computes the bounds of all attention by interval from a batch, on the host; None if no batch decides."""
+    given = dict(zip(program.placeholders(), program.inputs))
+    ends = {node: i for node, i in given.items() if i.kind in ("batch", "constant")}
+    pairs = dict.fromkeys(node.args[3:5] for node in program.calls() if node.target is interval_attention)
+    bounds: list[fx.Node] = [bound for pair in pairs for bound in pair]  # type: ignore[misc]
+    read = set[fx.Node]().union(*(cone_of(node, ends.keys()) for node in bounds)) & given.keys()
+    if not read <= ends.keys() or not any(given[node].kind == "batch" for node in read):
+        return None
+    found = alone(program, ends, bounds)
+    for node in found.calls():
+        if "device" in node.kwargs:
+            node.update_kwarg("device", torch.device("cpu"))
+    return found
+
+
+def bounds_in(bounds: ir.Program, batch: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """First and last of the keys that queries of a batch see, i64[B or 1, T], of each attention that sees otherwise."""
+    values = [batch[i.name].cpu() if i.value is None else i.value.cpu() for i in bounds.inputs]
+    with torch.no_grad():
+        found = bounds.module(*values)
+    return list(zip(found[::2], found[1::2]))

@@ -1,0 +1,34 @@
+"""What a batch alone tells: some values of a program as a program of their own, on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+
+from torch import fx
+
+from passes.program import ir
+from passes.program.spec import Spec
+
+
+def cone_of(node: fx.Node, ends: Set[fx.Node]) -> set[fx.Node]:
+    """The node and all that it is made of, up to `ends`."""
+    found, waiting = set[fx.Node](), [node]
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += [] if node in ends else node.all_input_nodes
+    return found
+
+
+def alone(program: ir.Program, ends: Mapping[fx.Node, ir.Input], results: Sequence[fx.Node]) -> ir.Program:
+    """What computes the results from those of `ends` that they are made of."""
+    cone = set[fx.Node]().union(*(cone_of(node, ends.keys()) for node in results))
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in program.graph.nodes:
+        if node in cone:
+            copies[node] = ir.copy_node(graph, node, copies)
+    graph.output(tuple(copies[node] for node in results))
+    inputs = tuple(given for node, given in ends.items() if node in cone)
+    outputs = tuple(ir.Output(node.name, "metric", Spec.whole(tuple(ir.example(node).shape))) for node in results)
+    return program.with_graph(graph, inputs=inputs, outputs=outputs, roll=None, bounds=None)

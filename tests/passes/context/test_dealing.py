@@ -1,0 +1,107 @@
+"""Sequences that are dealt out in blocks: who gets which, what `auto` takes, and models that train as on one device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_cases import shuffled
+from oracle import NO_DECAY, assert_same, compile_lockstep, train_plainly, train_step, trained_alike
+from packed_models import SIZE, batches, loss_of, packed
+
+from passes.context.balance import deal, imbalance, work_of_blocks
+from passes.program.layout import entries, locate, to_natural_order, to_rank_order
+from passes.program.mesh import BLOCKS, Mesh
+from passes.program.spec import Factor, Spec, shard, unshard
+
+
+@pytest.mark.parametrize(("ranks", "each"), [(2, 1), (2, 5), (3, 4), (4, 3), (8, 8)])
+def test_all_functions_of_a_layout_agree(ranks, each):
+    """Entries, where they are looked up, what the host cuts, and both orders of a gathered dim, for one table."""
+    mesh, factor, full = shuffled(ranks, each), Factor(SIZE, ("cp",)), torch.arange(SIZE) + 100
+    spec, table = Spec(((factor,),), fill=0.0), torch.tensor(mesh.table)
+    locals_ = [shard(full, spec, mesh, place) for place in mesh]
+    assert torch.equal(torch.cat(locals_), to_rank_order(full, 0, ranks, table))
+    assert torch.equal(to_natural_order(torch.cat(locals_), 0, ranks, SIZE, table), full)
+    assert torch.equal(unshard(locals_, spec, mesh), full)
+    for place, local in zip(mesh, locals_):
+        places = {"cp": torch.tensor(place["cp"]), BLOCKS: table}
+        index, valid = entries(factor, mesh, places, full.device)
+        assert torch.equal(torch.where(valid, full[index.clamp(max=SIZE - 1)], 0), local)
+        at, mine = locate(torch.arange(-2, SIZE + 2), factor, mesh, places)
+        assert torch.equal(local[at[mine]], full[torch.arange(-2, SIZE + 2)[mine]])
+        assert int(mine.sum()) == int(valid.sum())
+
+
+def test_blocks_are_exchanged_until_ranks_have_as_much_to_do():
+    even, uneven = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8]), torch.tensor([9, 1, 1, 5, 5, 1, 1, 1])
+    assert deal(even, 2) == ((0, 1, 6, 7), (2, 3, 4, 5))  # head and tail stay as they are
+    assert deal(uneven, 2) == ((0, 1, 6, 7), (2, 3, 4, 5))
+    assert deal(torch.tensor([1, 1, 1, 5, 5, 5, 1, 5]), 4) == ((0, 7), (3, 6), (2, 5), (1, 4))
+    assert deal(torch.tensor([8, 1, 1, 1, 1, 1, 1, 1]), 2) == ((0, 1, 6, 7), (2, 3, 4, 5))  # nothing helps
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_documents_of_any_length_are_dealt_evenly(ranks):
+    """Each block is somebody's, each rank has as many, and none does much more than the mean."""
+    generator = torch.Generator().manual_seed(ranks)
+    for _ in range(20):
+        turns = torch.rand(4096, generator=generator) < 0.002 * ranks
+        index = torch.arange(4096)
+        seen = (index - torch.where(turns, index, 0).cummax(0).values + 1)[None]
+        table = deal(work_of_blocks([seen], 16 * ranks), ranks)
+        assert sorted(block for row in table for block in row) == list(range(16 * ranks))
+        assert {len(row) for row in table} == {16} and all(row == tuple(sorted(row)) for row in table)
+        assert imbalance([seen], replace(Mesh.of({"cp": ranks}), table=table)) < 1.1
+
+
+@pytest.mark.parametrize(("mesh", "passes", "options"), [
+    ({"cp": 2}, {"context": {"method": "ring"}}, {}),
+    ({"cp": 4}, {"context": {"method": "all_gather"}}, {}),
+    ({"cp": 4}, {"context": {"method": "hybrid"}}, {"microbatches": 2}),
+    ({"cp": 2, "tp": 2}, {"verify": "numeric"}, {"microbatches": 4}),
+    ({"cp": 2, "dp_shard": 2}, {"context": {"method": "ring"}}, {}),
+    ({"cp": 3, "dp_replicate": 2}, {"context": {"method": "ring"}}, {"microbatches": 2}),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_model_trains_as_on_one_device(mesh, passes, options, causal):
+    """Blocks of 3 of 21 tokens, other ones each step; sums along the sequence, and a table that all rows share."""
+    passes = {**passes, "context": {**passes.get("context", {}), "load_balance": "blocks", "block": 3}}
+    step = compile_lockstep(packed(causal), loss_of, batches()[0], mesh, passes=passes, **options)
+    metrics, state = train_plainly(packed(causal), loss_of, batches(), microbatches=options.get("microbatches", 1))
+    for found, wanted in zip(train_step(step, batches()), metrics, strict=True):
+        assert_same(found, wanted, 1e-10)
+    assert_same(step.state_dict(), state, 1e-10)
+    balance = step.balance()
+    assert balance == {} if causal else balance["cp_imbalance"] <= balance["cp_imbalance_head_tail"]
+    assert step.mesh.chunks("cp") == 2 * -(-SIZE // (6 * mesh["cp"]))
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_rows_have_tables_of_their_own_unless_ranks_exchange_among_rows(learned):
+    """Gradients of learned positions are added up over rows while the sequence is sharded."""
+    mesh, passes = {"dp_shard": 2, "cp": 2}, {"context": {"load_balance": "blocks", "block": 2}}
+    model = packed(learned=learned)
+    step = trained_alike(model, loss_of, batches(), mesh, NO_DECAY, passes=passes)
+    (table,) = (i for i in step.train["step"].program.inputs if i.name == BLOCKS)
+    assert table.spec.varying == (() if learned else ("dp_shard",))
+    tables = [step.dealt[0].mesh(rank).table for rank in range(4)]
+    assert tables[0] == tables[1] and tables[2] == tables[3]
+    assert (tables[0] == tables[2]) == learned
+
+
+TAKEN = {  # what auto takes, by what the model is and how long its blocks may be
+    "documents": ({"block": 2}, False, "blocks over cp: documents decide what attention sees"),
+    "short": ({"block": 8}, False, "head_tail over cp: the sequence is too short for blocks"),
+    "causal": ({"block": 2}, True, "head_tail over cp: what attention sees is the same in all batches"),
+    "asked": ({"load_balance": "none"}, False, "none over cp: asked for"),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_auto_takes_blocks_where_documents_decide(name):
+    options, causal, said = TAKEN[name]
+    step = compile_lockstep(packed(causal), loss_of, batches()[0], {"cp": 2}, passes={"context": options})
+    notes = [note for done in step.report["passes"] if done["name"] == "lay_out" for note in done["report"]["notes"]]
+    assert notes and all(f"the sequence lies as {said}" in note for note in notes)

@@ -1,0 +1,90 @@
+"""Steps of a ring that no rank needs for a batch: which they are, what is then sent, and that nothing else changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from attention_cases import grids, shuffled
+from oracle import assert_same, compile_lockstep, train_plainly, train_step
+from packed_models import batches, loss_of, packed
+
+from passes.check import simulate
+from passes.context.balance import hops_of, ranks_that_meet
+from passes.lower.cudagraphs import breaks
+from passes.program.mesh import Mesh
+from passes.program.shift import hops_at, shift_by
+
+SHORT = torch.arange(21)[None].expand(4, 21) // 4  # documents of four tokens
+LAYOUTS = {
+    "none": Mesh.of({"cp": 4}),
+    "head_tail": replace(Mesh.of({"cp": 4}), folded=frozenset({"cp"})),
+    "blocks": shuffled(4, 3),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_who_meets_whom_is_what_a_mask_says(layout):
+    """Bounds of any length, with queries that see nothing, in a sequence that nothing divides."""
+    mesh, generator = LAYOUTS[layout], torch.Generator().manual_seed(5)
+    size, (i, j) = 37, grids(37)
+    owner = torch.zeros(size, dtype=torch.int64)
+    for rank in range(4):
+        for number in mesh.held("cp", rank):
+            length = -(-size // (4 * mesh.chunks("cp")))
+            owner[number * length : (number + 1) * length] = rank
+    for _ in range(20):
+        first = torch.randint(0, size, (2, size), generator=generator)
+        last = (first + torch.randint(-2, 6, (2, size), generator=generator)).clamp(0, size)
+        sees = ((j >= first[:, :, None]) & (j < last[:, :, None])).any(0)
+        wanted = torch.zeros(4, 4, dtype=torch.bool)
+        wanted[owner[i.expand(size, size)[sees]], owner[j.expand(size, size)[sees]]] = True
+        assert torch.equal(ranks_that_meet(first, last, mesh), wanted)
+
+
+def test_hops_go_from_one_needed_step_to_the_next_and_home():
+    apart = torch.tensor([0, 1, 3])  # steps at which someone sees something
+    meet = torch.zeros(5, 5, dtype=torch.bool)
+    meet[2, (2 - apart) % 5] = True
+    hops = hops_of(meet)[None]
+    assert hops.tolist() == [[1, 2, 0, 2, 0]]
+    assert [hops_at(hops, 0, step, home=False) for step in range(5)] == [1, 2, 0, 0, 0]
+    assert [hops_at(hops, 0, step, home=True) for step in range(5)] == [1, 2, 0, 2, 0]
+    alone = hops_of(torch.eye(5, dtype=torch.bool))[None]
+    assert [hops_at(alone, 0, step, home=True) for step in range(5)] == [0, 0, 0, 0, 0]  # home is where it is
+
+
+@pytest.mark.parametrize(("layout", "needed"), [("none", {0, 1}), ("head_tail", {0, 1, 3})])
+def test_what_nobody_needs_is_not_sent_and_nothing_else_changes(layout, needed):
+    """Long documents after short ones, one program for both; keys travel once less than there are steps."""
+    sent = []
+
+    def counted(values, hops, axis, row, step, home):
+        sent.append(hops_at(hops, row, step, home) > 0)
+        return simulate._shift_by(values, hops, axis, row, step, home)
+
+    data = [{**batch, "ids": ids} for batch, ids in zip(batches(), (SHORT, batches()[1]["ids"] * 0, SHORT), strict=True)]
+    options = {"context": {"method": "ring", "load_balance": layout}}
+    step = compile_lockstep(packed(), loss_of, data[0], {"cp": 4}, passes=options)
+    with mock.patch.dict(simulate.COLLECTIVES, {shift_by: counted}):
+        found = train_step(step, data)
+    metrics, state = train_plainly(packed(), loss_of, data)
+    for ours, theirs in zip(found, metrics, strict=True):
+        assert_same(ours, theirs, 1e-10)
+    assert_same(step.state_dict(), state, 1e-10)
+    each = len(sent) // 3
+    keys, home = len(needed) - 1, len(needed)
+    assert [sum(sent[i * each : (i + 1) * each]) for i in range(3)] == [2 * keys + home, 2 * 3 + 4, 2 * keys + home]
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_cuda_graph_cannot_skip_steps(skips):
+    """A replay would send as far as the first batch said; without it every step is sent."""
+    options = {"context": {"method": "ring", "load_balance": "none", "skip_steps": skips}}
+    step = compile_lockstep(packed(), loss_of, batches()[0], {"cp": 2}, passes=options)
+    program = step.train["step"].program
+    assert [i.name for i in program.inputs if i.kind == "layout"] == ["hops"] * skips
+    found = [reason for reason in breaks(program) if "passes.context.skip_steps=false" in reason]
+    assert len(found) == (1 + 1 + 2) * skips
