@@ -43,9 +43,15 @@ class Kernel:
     moved_bytes: int = 0
 
 
-def fuse(program: ir.Program, swept: Sweep) -> list[Kernel]:
-    """The program's kernels, each after those it needs, otherwise as the last of their operators stand."""
+def fuse(program: ir.Program, swept: Sweep, fused: bool = True) -> list[Kernel]:
+    """The program's kernels, each after those it needs, otherwise as the last of their operators stand.
+
+    Not `fused`, each operator is a kernel: what the eager backend runs.
+    """
     found = Fusion(program, swept)
+    if fused:
+        found.join_levels()
+        found.join_sole_readers()
     return in_order(found.kernels())
 
 
@@ -102,8 +108,6 @@ class Fusion:
                     self.readers[source].add(node)
         self.last = {node for node, kind in self.kinds.items() if kind == "loop" and is_last(node, swept)}
         self.parent: dict[fx.Node, fx.Node] = {}
-        self.join_levels()
-        self.join_sole_readers()
 
     def origins(self, node: fx.Node) -> set[fx.Node]:
         """The operators that made a value; none for an input."""
