@@ -530,7 +530,7 @@ class ClusterConfig:
     peak_tflops: ByDtype = ByDtype(67.0, 989.0, 1979.0)  # what MFU is a share of
     attention: str = "flash2"  # the kernel, of those in rates
     throttle: ShareOfPeak = 0.95  # of the measured TFLOP/s, what a long step keeps
-    kernel_us: NonNegativeFloat = 3.0  # the least a kernel takes, and added to those that only move memory
+    kernel_us: NonNegativeFloat = 2.0  # the least a kernel takes, and added to those that only move memory
     launch_us: NonNegativeFloat = 6.0  # the host launches a kernel or collective; none with lower.cudagraphs
     hbm_gib: PositiveFloat = 80.0
     hbm_gb_s: PositiveFloat = 3350.0

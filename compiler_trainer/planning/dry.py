@@ -109,7 +109,7 @@ def predict_step(cfg: Config, step: DryStep) -> dict[str, Any]:
     runs = {name: cfg.train.microbatches if name == "accumulate" else 1 for name in found}
     timelines = {name: p.timeline for name, p in found.items()}
     step_s = sum(runs[name] * timeline.step_s for name, timeline in timelines.items())
-    memory = on_device(cfg, peak_memory(step))
+    memory = on_device(cfg, peak_memory(step), {name: p.peak_bytes for name, p in found.items()})
     return {
         "predicted": {"peak_mem_bytes": memory["bytes"], **speed(cfg, step.flops_per_token, step_s)},
         "prediction": {
@@ -148,17 +148,19 @@ def peak_memory(step: DryStep) -> dict[str, Any]:
     return max(map(needed, step.programs), key=lambda found: found["bytes"])
 
 
-def on_device(cfg: Config, memory: dict[str, Any]) -> dict[str, Any]:
-    """What the device holds beside what is alive, as the cluster states it, and whether it has room for all."""
-    cluster = cfg.cluster
+def on_device(cfg: Config, memory: dict[str, Any], written: Mapping[str, int]) -> dict[str, Any]:
+    """What of the peak is never written, and what the device holds beside it, as the cluster states it; if it fits."""
+    cluster, kinds = cfg.cluster, memory["kinds"]
+    alive = max(written.values(), default=0) + kinds.get("state of other programs", 0)
     beside = {
-        "allocator": round(cluster.allocator_loss * memory["bytes"]),
+        "inside kernels": min(0, alive - memory["bytes"]),
+        "allocator": round(cluster.allocator_loss * alive),
         "context": round(2**30 * cluster.context_gib),
         "communicators": round(2**30 * cluster.communicator_gib) if mesh_of(cfg.mesh).world_size > 1 else 0,
     }
-    reserved, device = memory["bytes"] + beside["allocator"], memory["bytes"] + sum(beside.values())
-    sums = {"beside": beside, "reserved_bytes": reserved, "device_bytes": device}
-    return memory | sums | {"fits": device <= cluster.hbm_gib * 2**30}
+    device = memory["bytes"] + sum(beside.values())
+    sums = {"beside": beside, "written_bytes": alive, "reserved_bytes": alive + beside["allocator"]}
+    return memory | sums | {"device_bytes": device, "fits": device <= cluster.hbm_gib * 2**30}
 
 
 def stored_bytes(captured: Captured) -> dict[str, int]:

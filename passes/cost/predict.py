@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import fx
 
-from passes.cost.accounting import SENT, axis_of, bind, count_flops, kind_of, payload_bytes
+from passes.cost.accounting import SENT, axis_of, bind, count_flops, kind_of, lifetimes, payload_bytes
 from passes.cost.cluster import Cluster, Reach, between_nodes, collective_seconds, reach, within_nodes
 from passes.cost.fusion import Kernel, fuse
 from passes.cost.timeline import Cost, Timeline, play
@@ -28,10 +29,14 @@ GROUPED = (routed.grouped_mm, routed.grouped_outer)
 
 @dataclass(frozen=True)
 class Prediction:
-    """The timeline of a program, and the bytes that a rank sends by (axis, link)."""
+    """The timeline of a program, the bytes that a rank sends by (axis, link), and the most that are alive at once.
+
+    The last is without what stays inside kernels.
+    """
 
     timeline: Timeline
     sent_bytes: Mapping[tuple[str, str], float]
+    peak_bytes: int
 
 
 def predict(program: ir.Program, ctx: ir.Context, cluster: Cluster, fused: bool = True) -> Prediction:
@@ -43,7 +48,18 @@ def predict(program: ir.Program, ctx: ir.Context, cluster: Cluster, fused: bool 
     costs = Costs(program, swept, cluster)
     kernels = fuse(program, swept, fused)
     timeline = play(kernels, costs.of, cluster.beside, cluster.rates.launch_s)
-    return Prediction(timeline, costs.sent(kernels))
+    return Prediction(timeline, costs.sent(kernels), written_peak(program, swept, kernels))
+
+
+def written_peak(program: ir.Program, swept: Sweep, kernels: Iterable[Kernel]) -> int:
+    """The most bytes alive at once in the program's order, of storages that are written at all."""
+    unwritten = frozenset[int]().union(*(kernel.unwritten for kernel in kernels))
+    change = [0] * (len(program.graph.nodes) + 1)
+    for storage, (born, last) in lifetimes(program, swept).items():
+        if storage not in unwritten:
+            change[born] += swept.storage_bytes[storage]
+            change[last + 1] -= swept.storage_bytes[storage]
+    return max(accumulate(change))
 
 
 @dataclass(frozen=True)

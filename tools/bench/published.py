@@ -33,7 +33,8 @@ GIB = 2**30
 class Row:
     """One published figure: tokens a second and GPU, and GiB that a GPU's allocator reserved, if stated.
 
-    `sets` names the factor that was set by this row, `unlike` says why the two are not the same job.
+    `sets` names the factor that was set by this row, `unlike` says why the two are not the same job, `gib_unlike` why
+    their memory is not.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Row:
     gib: float | None = None
     sets: str = ""
     unlike: str = ""
+    gib_unlike: str = ""
 
     @property
     def is_judged(self) -> bool:
@@ -103,6 +105,7 @@ def read_rows() -> Iterator[Row]:
 def read_row(stem: str, found: dict[str, Any], row: dict[str, Any]) -> Row:
     """A row with the options that it shares with others: those of all, and the sets that `with` names."""
     shared = [option for name in row.get("with", ()) for option in found[name]]
+    row = {key: value for key, value in found.items() if key == "gib_unlike"} | row
     options = (f"cluster={found['cluster']}", *found["options"], *shared, *row["options"])
     known = {key: value for key, value in row.items() if key in Row.__dataclass_fields__}
     told = {"name": f"{stem}/{row['name']}", "options": options, "cluster": found["cluster"]}
@@ -135,14 +138,14 @@ def report(outcomes: Sequence[Outcome]) -> str:
 def line(found: Outcome) -> str:
     """A row of the table."""
     row, memory = found.row, found.memory_error
-    note = f"set the {row.sets}" if row.sets else row.unlike
+    notes = [f"set the {row.sets}" if row.sets else row.unlike, f"memory: {row.gib_unlike}" if row.gib_unlike else ""]
     cells = [
         row.name,
         f"{row.tokens_per_s:,.0f}",
         f"{found.tokens_per_s:,.0f} ({found.speed_error:+.0%})",
         f"{row.gib:.1f}" if row.gib else "",
         f"{found.gib:.1f}" + (f" ({memory:+.0%})" if memory is not None else ""),
-        note,
+        "; ".join(filter(None, notes)),
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -152,7 +155,7 @@ def judgement(judged: Sequence[Outcome]) -> list[str]:
     lines = []
     for what, errors in (
         ("throughput", [found.speed_error for found in judged]),
-        ("memory", [found.memory_error for found in judged if found.memory_error is not None]),
+        ("memory", [e for found in judged if (e := found.memory_error) is not None and not found.row.gib_unlike]),
     ):
         if errors:
             middle, worst = statistics.median(map(abs, errors)), max(errors, key=abs)
