@@ -1,7 +1,7 @@
 """Measure this machine and write it as a cluster: `python -m tools.calibrate --out FOLDER/cluster/NAME.yaml --ranks 2`.
 
-Every rank measures at the same time, so what they share (cores, memory, links) is shared in the figures as in a run with
-as many ranks. `compiler-trainer --config-dir FOLDER cluster=NAME run.dry=true ...` then predicts for it.
+Every rank measures at the same time, so what they share (cores, memory, links) is shared in the figures as in a run
+with as many ranks. `compiler-trainer --config-dir FOLDER cluster=NAME run.dry=true ...` then predicts for it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ GIB = 2**30
 def main() -> None:
     """Measure, print a table, write the file; exits with 2 on bad input."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="FOLDER/cluster/NAME.yaml, the cluster's name being NAME")
+    parser.add_argument("--out", type=Path, required=True, help="FOLDER/cluster/NAME.yaml; NAME is the cluster's")
     parser.add_argument("--ranks", type=int, default=1, help="how many ranks measure at once, as many as will train")
     parser.add_argument("--threads", type=int, default=1, help="threads of a rank, on a CPU")
     args = parser.parse_args()
@@ -46,7 +46,8 @@ def main() -> None:
         options = options_of(args.out.stem, found, args.ranks)
         build(ClusterConfig, options, str(args.out))
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        put(args.out, heading(args, found) + yaml.safe_dump(options, sort_keys=False, width=120, default_flow_style=None))
+        text = yaml.safe_dump(options, sort_keys=False, width=120, default_flow_style=None)
+        put(args.out, heading(args, found) + text)
         show(found)
         print(f"{args.out}: {args.ranks} ranks, measured in {time.perf_counter() - began:.0f} s")
     except UserError as error:
@@ -117,8 +118,8 @@ def heading(args: argparse.Namespace, found: Found) -> str:
     return (
         f"# Measured by tools.calibrate with {args.ranks} ranks at once, {args.threads} threads each, {found['at']}:\n"
         f"# {where['processor']}; GPU: {where['GPU']}; {where['versions']}.\n"
-        "# Sizes: GFLOP of products, keys of attention, MiB of memory and collectives; grouped products are taken to be\n"
-        "# as quick as others, float8 as bfloat16 where there is none.\n"
+        "# Sizes: GFLOP of products, keys of attention, MiB of memory and collectives. Grouped products are taken\n"
+        "# to be as quick as others, float8 as bfloat16.\n"
     )
 
 

@@ -521,7 +521,7 @@ RatesOrName = Annotated[RatesConfig | str, Chosen(kind_of_rates)]
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """The machines that a dry run predicts for; the defaults are `h100`. Rates are of one GPU, links of one direction."""
+    """The machines that a dry run predicts for, by default `h100`. Rates are of one GPU, links of one direction."""
 
     name: str = "h100"
     gpus: Positive | None = None  # how many there are; null: as many as the mesh has ranks

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from compiler_trainer import models
-from compiler_trainer.config.schema import CheckpointConfig, ClusterConfig, Config
+from compiler_trainer.config.schema import CheckpointConfig, Config
 from compiler_trainer.config.validate import dry_world_size, validate
 from compiler_trainer.console import say
 from compiler_trainer.models.subject import named, subject

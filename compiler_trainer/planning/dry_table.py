@@ -64,5 +64,6 @@ def stated(cfg: Config) -> Table:
     table = Table("figure", "", "from", title=f"taken of {cfg.cluster.name}")
     for name, source in cfg.cluster.sources.items():
         value = getattr(cfg.cluster, name)
-        table.add_row(name, value if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else "", source)
+        text = f"{value:g}" if isinstance(value, float) else value
+        table.add_row(name, text if isinstance(text, str) else "", source)
     return table

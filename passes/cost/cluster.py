@@ -23,7 +23,7 @@ TREE_SHARE = 0.92  # of a ring's bandwidth, in NCCL's model
 
 @dataclass(frozen=True)
 class Protocol:
-    """How bytes travel: the seconds before the first, of a hop inside a node and between, and the share of bandwidth."""
+    """How bytes travel: seconds before the first, of a hop inside a node and between; the share of bandwidth."""
 
     base_s: float = 0.0
     intra_s: float = 0.0

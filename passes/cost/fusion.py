@@ -131,19 +131,22 @@ class Fusion:
         self.parent: dict[fx.Node, fx.Node] = {}
 
     def find_copies(self) -> None:
-        """Mark what is cheap to make and read only by loops of its phase, through views and others that are so marked."""
+        """Mark what is cheap to make and read only by loops of its phase, through views and others so marked."""
         for node in reversed(self.kinds):
-            if self.kinds[node] == "loop" and is_cheap(node, self.swept) and self.is_read_by_loops(node, ir.phase(node)):
+            is_loop = self.kinds[node] == "loop" and is_cheap(node, self.swept)
+            if is_loop and self.is_read_by_loops(node, ir.phase(node)):
                 self.kinds[node] = "copy"
 
     def is_read_by_loops(self, node: fx.Node, phase: str) -> bool:
         """Whether all that reads a value is a loop of a phase that writes into nothing that was there."""
-        return all(
-            self.is_read_by_loops(user, phase)
-            if (kind := self.kinds.get(user)) == "view"
-            else kind in ("loop", "copy") and ir.phase(user) == phase and not user.target._schema.is_mutable  # type: ignore[union-attr]
-            for user in node.users
-        )
+
+        def is_fine(user: fx.Node) -> bool:
+            if self.kinds.get(user) == "view":
+                return self.is_read_by_loops(user, phase)
+            is_loop = self.kinds.get(user) in ("loop", "copy") and ir.phase(user) == phase
+            return is_loop and not user.target._schema.is_mutable  # type: ignore[union-attr]
+
+        return all(map(is_fine, node.users))
 
     def read(self, operand: fx.Node) -> fx.Node:
         """What a loop reads for an operand: what a copy was made of, in place of the copy."""
@@ -255,7 +258,8 @@ class Fusion:
     def unwritten(self, kernel: Kernel) -> frozenset[int]:
         """Storages that exist only while the kernel computes: what it makes and nothing else reads, and copies."""
         own = set(kernel.nodes)
-        found = {s for node in kernel.nodes if self.readers[node] and self.readers[node] <= own for s in self.made(node)}
+        inside = [node for node in kernel.nodes if self.readers[node] and self.readers[node] <= own]
+        found = set[int]().union(*(self.made(node) for node in inside))
         for operand in (n for node in kernel.nodes for n in node.all_input_nodes):
             found.update(s for n in self.above(operand) if self.kinds.get(n) == "copy" for s in self.made(n))
         return frozenset(found)

@@ -1,8 +1,8 @@
 """The timeline of a step on one rank: kernels in order on its compute stream, collectives on one stream an axis.
 
 A collective starts when what was issued before it is done and its axis is free; a wait holds the compute stream until
-its collective is done, and what it is held counts as exposed on that axis. While kernels and collectives run beside each
-other both are slower (`cluster.Beside`). The host launches one thing after another, and nothing starts before that.
+its collective is done, and what it is held counts as exposed on that axis. While kernels and collectives run beside
+each other both are slower (`cluster.Beside`). The host launches one thing after another; nothing starts before that.
 """
 
 from __future__ import annotations

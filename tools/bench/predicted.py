@@ -30,6 +30,7 @@ from tools.bench.command import Job
 from tools.bench.job import composed
 from tools.calibrate import measure, options_of
 
+MIB = 2**20
 MODEL = (
     "model.dim=512", "model.n_layers=4", "model.n_heads=8", "model.n_kv_heads=4", "model.ffn_dim=1536",
     "model.vocab_size=8192", "train.seq_len=256", "train.global_batch_size=4", "optim.max_norm=1.0",
@@ -144,18 +145,26 @@ def predicted(chosen: Setting, found: dict[str, Any], backend: str) -> dict[str,
 
 def report(results: Sequence[dict[str, Any]]) -> str:
     """The table in Markdown, and the errors."""
-    lines = ["| ranks | setting | backend | ms measured | predicted | MiB measured | predicted | load |", "|---" * 8 + "|"]
-    for r in results:
-        ms, size = r["predicted_ms"] / r["measured_ms"] - 1, r["predicted_bytes"] / r["measured_bytes"] - 1
-        lines.append(
-            f"| {r['ranks']} | {r['name']} | {r['backend']} | {r['measured_ms']:,.0f} | {r['predicted_ms']:,.0f} ({ms:+.0%}) "
-            f"| {r['measured_bytes'] / 2**20:,.1f} | {r['predicted_bytes'] / 2**20:,.1f} ({size:+.1%}) | {r['load']:.1f} |"
-        )
+    headings = ("ranks", "setting", "backend", "ms measured", "predicted", "MiB measured", "predicted", "load")
+    lines = [row(headings), row(["---"] * len(headings)), *map(line, results)]
     times = [(r["predicted_ms"], r["measured_ms"]) for r in results]
     sizes = [(r["predicted_bytes"], r["measured_bytes"]) for r in results]
     errors = [statistics.median(abs(p / m - 1) for p, m in pairs) for pairs in (times, sizes)]
     said = f"{len(results)} settings: median error of step time {errors[0]:.1%}, of peak memory {errors[1]:.2%}"
     return "\n".join([*lines, "", f"{said}; rank correlation of step times {rank_correlation(times):.2f}."])
+
+
+def line(r: dict[str, Any]) -> str:
+    """A setting."""
+    ms, size = r["predicted_ms"] / r["measured_ms"] - 1, r["predicted_bytes"] / r["measured_bytes"] - 1
+    times = [f"{r['measured_ms']:,.0f}", f"{r['predicted_ms']:,.0f} ({ms:+.0%})"]
+    sizes = [f"{r['measured_bytes'] / MIB:,.1f}", f"{r['predicted_bytes'] / MIB:,.1f} ({size:+.1%})"]
+    return row([str(r["ranks"]), r["name"], r["backend"], *times, *sizes, f"{r['load']:.1f}"])
+
+
+def row(cells: Sequence[str]) -> str:
+    """Cells of a table in Markdown."""
+    return f"| {' | '.join(cells)} |"
 
 
 def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:

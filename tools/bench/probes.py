@@ -1,4 +1,4 @@
-"""What `tools.calibrate` measures on each rank: products, attention, memory, launches, collectives, and these together."""
+"""What `tools.calibrate` measures on each rank: products, attention, memory, launches, collectives, all together."""
 
 from __future__ import annotations
 
@@ -178,9 +178,8 @@ class Probes:
             groups = [dist.new_group(range(first, first + size)) for first in range(0, self.ranks, size)]
             group = groups[self.rank // size]
             for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift"):
-                times = [
-                    [mib, figure(1e6 * self.seconds(self.collective(kind, int(mib * MIB), size, group)))] for mib in SENT_MIB
-                ]
+                runs = [self.collective(kind, int(mib * MIB), size, group) for mib in SENT_MIB]
+                times = [[mib, figure(1e6 * self.seconds(run))] for mib, run in zip(SENT_MIB, runs, strict=True)]
                 yield {"kind": kind, "ranks": size, "us": times}
 
     def collective(self, kind: str, size_bytes: int, ranks: int, group: Any) -> Callable[[], Any]:
