@@ -32,8 +32,8 @@ from tools.calibrate import measure, options_of
 
 MIB = 2**20
 MODEL = (
-    "model.dim=512", "model.n_layers=4", "model.n_heads=8", "model.n_kv_heads=4", "model.ffn_dim=1536",
-    "model.vocab_size=8192", "train.seq_len=256", "train.global_batch_size=4", "optim.max_norm=1.0",
+    "model.dim=256", "model.n_layers=4", "model.n_heads=4", "model.n_kv_heads=4", "model.ffn_dim=768",
+    "model.vocab_size=2048", "train.seq_len=512", "train.global_batch_size=4", "optim.max_norm=1.0",
 )  # fmt: skip
 
 
