@@ -113,9 +113,9 @@ def measured(chosen: Setting, args: argparse.Namespace) -> dict[str, Any]:
         overrides=[*MODEL, *chosen.options, f"lower.backend={args.backend}"],
         rounds=1,
         steps=args.steps,
+        threads=1,
         timeout_s=args.timeout_s,
     )
-    os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as scratch:
         first, *rounds = Job("ours", args.ranks, job_args, Path(scratch, "job")).all()
     last = rounds[-1] if rounds else first

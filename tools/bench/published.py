@@ -23,9 +23,11 @@ from rich.markdown import Markdown
 from compiler_trainer.config import yamls
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.planning.dry import compile_dry, predict_step
+from tools.bench.command import marked, markers, renew
 from tools.bench.job import composed
 
 ROWS = Path(__file__).parent / "published"
+TITLE = "published"  # in markers
 GIB = 2**30
 
 
@@ -78,17 +80,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table; exits with 2 on bad input."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="*", help="a pattern of FILE/ROW, e.g. 'torchtitan_2024_12/8B*'")
+    parser.add_argument("--write", type=Path, help="a file whose table between `<!-- bench published -->` is renewed")
     parser.add_argument("overrides", nargs="*", help="options for every row, e.g. cluster.throttle=1.0")
     args = parser.parse_args(arguments)
     try:
         rows = [row for row in read_rows() if fnmatch.fnmatch(row.name, args.only)]
         if not rows:
             raise UserError("--only", f"{args.only!r} names no row; there are {', '.join(r.name for r in read_rows())}")
+        if args.write and marked(args.write.read_text(), TITLE) is None:
+            raise UserError(str(args.write), f"has no lines {' and '.join(markers(TITLE))}; add them around the table")
         outcomes = []
         for row in rows:
             outcomes.append(predicted(row, args.overrides))
             print(f"{row.name}: {outcomes[-1].speed_error:+.1%}, {outcomes[-1].took_s:.0f} s", file=sys.stderr)
         Console().print(Markdown(report(outcomes)))
+        if args.write:
+            renew(args.write, TITLE, report(outcomes))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
