@@ -24,7 +24,7 @@ from compiler_trainer.config.files import put
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import ClusterConfig
 from compiler_trainer.training.speed import machine
-from tools.bench.probes import Found, Probes, ended, joined
+from tools.bench.probes import CLOCKS, Found, Probes, ended, joined
 
 GIB = 2**30
 
@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="FOLDER/cluster/NAME.yaml; NAME is the cluster's")
     parser.add_argument("--ranks", type=int, default=1, help="how many ranks measure at once, as many as will train")
     parser.add_argument("--threads", type=int, default=1, help="threads of a rank, on a CPU")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: what a rank computes, waiting left out")
     args = parser.parse_args()
     try:
         if args.ranks < 1 or args.threads < 1:
@@ -42,7 +43,7 @@ def main() -> None:
         if torch.cuda.is_available() and args.ranks > torch.cuda.device_count():
             raise UserError("--ranks", f"there are {torch.cuda.device_count()} GPUs for {args.ranks} ranks")
         began = time.perf_counter()
-        found = measure(args.ranks, args.threads)
+        found = measure(args.ranks, args.threads, args.clock)
         options = options_of(args.out.stem, found, args.ranks)
         build(ClusterConfig, options, str(args.out))
         args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -55,18 +56,18 @@ def main() -> None:
         sys.exit(2)
 
 
-def measure(ranks: int, threads: int) -> Found:
+def measure(ranks: int, threads: int, clock: str = "wall") -> Found:
     """What rank 0 measured while all ranks did."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
     manager = mp.Manager()
     results = manager.dict()
-    mp.spawn(probe, (ranks, threads, results, joined()), nprocs=ranks)
+    mp.spawn(probe, (ranks, threads, clock, results, joined()), nprocs=ranks)
     return dict(results)
 
 
-def probe(rank: int, ranks: int, threads: int, results: Any, port: int) -> None:
+def probe(rank: int, ranks: int, threads: int, clock: str, results: Any, port: int) -> None:
     """Measure on one of the ranks."""
-    probes = Probes(rank, ranks, threads, port)
+    probes = Probes(rank, ranks, threads, port, clock)
     found = probes.all()
     if rank == 0:
         results.update(found)

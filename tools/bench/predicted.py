@@ -2,7 +2,8 @@
 
 The machine is calibrated with as many ranks (`tools.calibrate`), then each setting is trained for a few steps and
 predicted. Results are added to the file, and the table is that of all in it. `backend` is what runs, and what is
-predicted: eager runs every operator as a kernel.
+predicted: eager runs every operator as a kernel. `clock` is what is compared: steps, or with `cpu` what a rank computes
+in one, its collectives included and its waiting left out, which a busy machine leaves as it is.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from compiler_trainer.config.schema import ClusterConfig
 from compiler_trainer.planning.dry import compile_dry, predict_step
 from tools.bench.command import Job
 from tools.bench.job import composed
+from tools.bench.probes import CLOCKS
 from tools.calibrate import measure, options_of
 
 MIB = 2**20
@@ -78,6 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="a JSON file of results, which is added to")
     parser.add_argument("--only", default="*", help="a pattern of settings, e.g. '*tp=2*'")
     parser.add_argument("--backend", choices=("eager", "inductor"), default="eager")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--steps", type=int, default=4, help="timed, after one that is not")
     parser.add_argument("--timeout-s", type=float, default=300)
     args = parser.parse_args(arguments)
@@ -97,11 +100,13 @@ def compared(args: argparse.Namespace) -> list[dict[str, Any]]:
     chosen = [s for s in SETTINGS if s.ranks == args.ranks and fnmatch.fnmatch(s.name, args.only)]
     if not chosen:
         raise UserError("--only", f"{args.only!r} names none of {', '.join(s.name for s in SETTINGS)}")
-    cluster = measure(args.ranks, 1)
+    cluster = measure(args.ranks, 1, args.clock)
     found = [measured(s, args) for s in chosen]
     for one, result in zip(chosen, found, strict=True):
         prediction = predicted(one, cluster, args.backend)
-        result["predicted_ms"] = prediction["predicted"]["step_ms"]
+        step_ms, events = prediction["predicted"]["step_ms"], prediction["timeline"]
+        worked_ms = sum(event["end_ms"] - event["start_ms"] for event in events)
+        result["predicted_ms"] = step_ms if args.clock == "wall" else worked_ms
         result["predicted_bytes"] = prediction["prediction"]["memory"]["written_bytes"]
     return found
 
@@ -121,12 +126,14 @@ def measured(chosen: Setting, args: argparse.Namespace) -> dict[str, Any]:
     last = rounds[-1] if rounds else first
     if "error" in last:
         raise UserError(chosen.name, last["error"])
-    print(f"{chosen.ranks} ranks, {chosen.name}: {last['step_ms']:,.0f} ms", file=sys.stderr)
+    figure = "step_ms" if args.clock == "wall" else "cpu_ms"
+    print(f"{chosen.ranks} ranks, {chosen.name}: {last[figure]:,.0f} ms", file=sys.stderr)
     return {
         "ranks": args.ranks,
         "name": chosen.name,
         "backend": args.backend,
-        "measured_ms": last["step_ms"],
+        "clock": args.clock,
+        "measured_ms": last[figure],
         "measured_bytes": first["peak_bytes"],
         "load": os.getloadavg()[0],
     }
@@ -145,7 +152,7 @@ def predicted(chosen: Setting, found: dict[str, Any], backend: str) -> dict[str,
 
 def report(results: Sequence[dict[str, Any]]) -> str:
     """The table in Markdown, and the errors."""
-    headings = ("ranks", "setting", "backend", "ms measured", "predicted", "MiB measured", "predicted", "load")
+    headings = ("ranks", "setting", "backend", "clock", "ms measured", "predicted", "MiB measured", "predicted", "load")
     lines = [row(headings), row(["---"] * len(headings)), *map(line, results)]
     times = [(r["predicted_ms"], r["measured_ms"]) for r in results]
     sizes = [(r["predicted_bytes"], r["measured_bytes"]) for r in results]
@@ -159,7 +166,7 @@ def line(r: dict[str, Any]) -> str:
     ms, size = r["predicted_ms"] / r["measured_ms"] - 1, r["predicted_bytes"] / r["measured_bytes"] - 1
     times = [f"{r['measured_ms']:,.0f}", f"{r['predicted_ms']:,.0f} ({ms:+.0%})"]
     sizes = [f"{r['measured_bytes'] / MIB:,.1f}", f"{r['predicted_bytes'] / MIB:,.1f} ({size:+.1%})"]
-    return row([str(r["ranks"]), r["name"], r["backend"], *times, *sizes, f"{r['load']:.1f}"])
+    return row([str(r["ranks"]), r["name"], r["backend"], r["clock"], *times, *sizes, f"{r['load']:.1f}"])
 
 
 def row(cells: Sequence[str]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import socket
 import statistics
@@ -19,9 +21,12 @@ from torch import Tensor
 Found = dict[str, Any]
 MIB, GIB = 2**20, 2**30
 SPELL_S = 0.12  # for which a figure is measured, in three rounds of which the middle one counts
-PRODUCTS = ((64, 64), (128, 128), (256, 256), (512, 512), (1024, 512), (2048, 1024))  # rows, width of square weights
+PRODUCTS = ((128, 64), (256, 128), (1024, 128), (2048, 256), (2048, 512), (2048, 1024))  # rows, width of weights
+COLD_MIB = 96  # operands are taken in turn out of so much: no cache holds them, as it does not in a step
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 LENGTHS = (64, 256, 1024, 2048)
 MOVED_MIB = (0.0625, 0.25, 1, 4, 16, 64)
+MOST_SETS = 200
 SENT_MIB = (0.004, 0.0625, 0.5, 4, 32)
 TFLOPS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -41,9 +46,14 @@ def ended() -> None:
 
 
 class Probes:
-    """The measurements of one rank, all ranks at the same one."""
+    """The measurements of one rank, all ranks at the same one.
 
-    def __init__(self, rank: int, ranks: int, threads: int, port: int):
+    The clock `cpu` counts what the threads of a rank compute: other work on the machine does not change it, and waiting
+    is not in it, so nothing is slower beside anything.
+    """
+
+    def __init__(self, rank: int, ranks: int, threads: int, port: int, clock: str = "wall"):
+        self.is_wall, self.now = clock == "wall", CLOCKS[clock]
         self.load = os.getloadavg()[0]
         self.rank, self.ranks = rank, ranks
         self.device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
@@ -85,6 +95,13 @@ class Probes:
         """Random numbers on the device."""
         return torch.randn(shape, device=self.device).to(dtype)
 
+    def cold(self, run: Callable[..., Any], shapes: list[tuple[int, ...]], dtype: torch.dtype) -> Callable[[], Any]:
+        """A kernel on operands that are in no cache: it takes others each time."""
+        size = sum(math.prod(shape) for shape in shapes) * dtype.itemsize
+        count = min(MOST_SETS, max(1, COLD_MIB * MIB // size))
+        given = itertools.cycle([[self.full(*shape, dtype=dtype) for shape in shapes] for _ in range(count)])
+        return lambda: run(*next(given))
+
     def wait(self) -> None:
         """Until the device has done all it was given."""
         if self.device.type == "cuda":
@@ -99,18 +116,18 @@ class Probes:
     def seconds(self, run: Callable[[], Any]) -> float:
         """Of one run, while all ranks do the same: the middle of three rounds, the mean over ranks."""
         run()
-        began = time.perf_counter()
+        began = self.now()
         run()
         self.wait()
-        times = self.agreed(max(1, round(SPELL_S / 3 / max(time.perf_counter() - began, 1e-7))))
+        times = self.agreed(max(1, round(SPELL_S / 3 / max(self.now() - began, 1e-6))))
         rounds = []
         for _ in range(3):
             self.meet()
-            began = time.perf_counter()
+            began = self.now()
             for _ in range(times):
                 run()
             self.wait()
-            rounds.append((time.perf_counter() - began) / times)
+            rounds.append((self.now() - began) / times)
         return self.mean(statistics.median(rounds))
 
     def agreed(self, times: int) -> int:
@@ -132,10 +149,13 @@ class Probes:
         slow = self.device.type == "cpu" and dtype is torch.bfloat16  # without hardware for it, a fortieth of fp32
         scale = 4 if self.device.type == "cuda" else 1
         for rows, width in PRODUCTS[: 3 if slow else None]:
-            x, w = (self.full(n * scale, width * scale, dtype=dtype) for n in (rows, width))
-            gradient = torch.empty_like(x)
-            flops = 2 * x.shape[0] * w.numel()
-            kernels = (partial(torch.mm, x, w.t()), partial(torch.mm, gradient, w), partial(torch.mm, gradient.t(), x))
+            shapes = [(n * scale, width * scale) for n in (rows, rows, width)]
+            flops = 2 * rows * scale * (width * scale) ** 2
+            kernels = (
+                self.cold(lambda x, gradient, w: torch.mm(x, w.t()), shapes, dtype),
+                self.cold(lambda x, gradient, w: torch.mm(gradient, w), shapes, dtype),
+                self.cold(lambda x, gradient, w: torch.mm(gradient.t(), x), shapes, dtype),
+            )
             yield [figure(flops / 1e9), figure(3 * flops / sum(map(self.seconds, kernels)) / 1e12)]
 
     def attention(self) -> dict[str, list[list[float]]]:
@@ -158,8 +178,9 @@ class Probes:
     def memory(self) -> Iterator[list[float]]:
         """[MiB, GB/s] of additions, their results in memory of their own, as those of a step are."""
         for mib in MOVED_MIB:
-            a, b = (self.full(int(mib * MIB / 12)) for _ in range(2))
-            yield [mib, figure(12 * a.numel() / self.seconds(partial(torch.add, a, b)) / 1e9)]
+            count = int(mib * MIB / 12)
+            run = self.cold(torch.add, [(count,), (count,)], torch.float32)
+            yield [mib, figure(12 * count / self.seconds(run) / 1e9)]
 
     def launch_s(self) -> float:
         """What the host takes to launch a kernel."""
@@ -198,7 +219,7 @@ class Probes:
 
     def beside(self) -> list[float]:
         """Shares of their speed that a product and an addition keep beside a collective, and it beside products."""
-        if self.ranks == 1:
+        if self.ranks == 1 or not self.is_wall:
             return [1.0, 1.0, 1.0]
         x, w = self.full(512, 512), self.full(512, 512)
         a = self.full(int(4 * MIB / 12))

@@ -89,16 +89,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise UserError("--only", f"{args.only!r} names no row; there are {', '.join(r.name for r in read_rows())}")
         if args.write and marked(args.write.read_text(), TITLE) is None:
             raise UserError(str(args.write), f"has no lines {' and '.join(markers(TITLE))}; add them around the table")
-        outcomes = []
-        for row in rows:
-            outcomes.append(predicted(row, args.overrides))
-            print(f"{row.name}: {outcomes[-1].speed_error:+.1%}, {outcomes[-1].took_s:.0f} s", file=sys.stderr)
-        Console().print(Markdown(report(outcomes)))
+        outcomes = [outcome for row in rows if (outcome := tried(row, args.overrides))]
+        Console(width=160).print(Markdown(report(outcomes)))
         if args.write:
             renew(args.write, TITLE, report(outcomes))
+        if len(outcomes) < len(rows):
+            raise UserError("--only", f"{len(rows) - len(outcomes)} rows could not be compiled")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def tried(row: Row, overrides: Sequence[str]) -> Outcome | None:
+    """What is predicted of a row, or None if it cannot be compiled: it is said why."""
+    try:
+        found = predicted(row, overrides)
+    except UserError as error:
+        print(f"{row.name}: {error}", file=sys.stderr)
+        return None
+    print(f"{row.name}: {found.speed_error:+.1%}, {found.took_s:.0f} s", file=sys.stderr)
+    return found
 
 
 def read_rows() -> Iterator[Row]:

@@ -55,7 +55,7 @@ def test_a_pattern_that_names_no_row_is_refused(capsys):
 
 
 RESULT = {
-    "ranks": 2, "name": "dp_shard=2", "backend": "eager", "measured_ms": 100.0, "predicted_ms": 110.0,
+    "ranks": 2, "name": "dp_shard=2", "backend": "eager", "clock": "cpu", "measured_ms": 100.0, "predicted_ms": 110.0,
     "measured_bytes": 2**20, "predicted_bytes": 2**20, "load": 1.0,
 }  # fmt: skip
 
@@ -63,7 +63,7 @@ RESULT = {
 def test_the_table_of_measured_settings():
     slower = RESULT | {"measured_ms": 200.0, "predicted_ms": 100.0, "predicted_bytes": 2**21}
     text = predicted.report([RESULT, slower])
-    assert "| 2 | dp_shard=2 | eager | 100 | 110 (+10%) | 1.0 | 1.0 (+0.0%) | 1.0 |" in text
+    assert "| 2 | dp_shard=2 | eager | cpu | 100 | 110 (+10%) | 1.0 | 1.0 (+0.0%) | 1.0 |" in text
     assert "2 settings: median error of step time 30.0%, of peak memory 50.00%; rank correlation of step times -1.00." in text
 
 
