@@ -8,7 +8,7 @@ import os
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -95,7 +95,7 @@ class Probes:
         """Random numbers on the device."""
         return torch.randn(shape, device=self.device).to(dtype)
 
-    def cold(self, run: Callable[..., Any], shapes: list[tuple[int, ...]], dtype: torch.dtype) -> Callable[[], Any]:
+    def cold(self, run: Callable[..., Any], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> Callable[[], Any]:
         """A kernel on operands that are in no cache: it takes others each time."""
         size = sum(math.prod(shape) for shape in shapes) * dtype.itemsize
         count = min(MOST_SETS, max(1, COLD_MIB * MIB // size))
@@ -164,7 +164,8 @@ class Probes:
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         for length in LENGTHS:
             heads = max(1, (8 if self.device.type == "cuda" else 1) * 2048 // length)
-            q, k, v = (self.full(1, heads, length, 64, dtype=dtype).requires_grad_() for _ in range(3))
+            laid_out = [self.full(1, length, heads, 64, dtype=dtype).transpose(1, 2) for _ in range(3)]  # as models do
+            q, k, v = (x.requires_grad_() for x in laid_out)
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             gradient = torch.ones_like(out)
             with torch.no_grad():
