@@ -15,7 +15,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -86,8 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     try:
         results = json.loads(args.out.read_text()) if args.out.exists() else []
-        if args.ranks:
-            results += list(compared(args))
+        for result in compared(args) if args.ranks else ():
+            results.append(result)
             args.out.write_text(json.dumps(results, indent=1) + "\n")
         Console(width=150).print(Markdown(report(results)))
     except UserError as error:
@@ -95,20 +95,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(2)
 
 
-def compared(args: argparse.Namespace) -> list[dict[str, Any]]:
+def compared(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Every setting that is asked for, predicted and measured, on the machine as it is calibrated just before."""
     chosen = [s for s in SETTINGS if s.ranks == args.ranks and fnmatch.fnmatch(s.name, args.only)]
     if not chosen:
         raise UserError("--only", f"{args.only!r} names none of {', '.join(s.name for s in SETTINGS)}")
     cluster = measure(args.ranks, 1, args.clock)
-    found = [measured(s, args) for s in chosen]
-    for one, result in zip(chosen, found, strict=True):
-        prediction = predicted(one, cluster, args.backend)
+    for one in chosen:
+        result, prediction = measured(one, args), predicted(one, cluster, args.backend)
         step_ms, events = prediction["predicted"]["step_ms"], prediction["timeline"]
         worked_ms = sum(event["end_ms"] - event["start_ms"] for event in events)
         result["predicted_ms"] = step_ms if args.clock == "wall" else worked_ms
         result["predicted_bytes"] = prediction["prediction"]["memory"]["written_bytes"]
-    return found
+        yield result
 
 
 def measured(chosen: Setting, args: argparse.Namespace) -> dict[str, Any]:
