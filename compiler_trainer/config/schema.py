@@ -15,6 +15,7 @@ from compiler_trainer.config import yamls
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.files import put
 from compiler_trainer.config.options import Chosen, Must, build, option_names
+from compiler_trainer.config.rates import RatesOrName
 from passes.memory.remat import SAVE
 from passes.precision.cast import OPS
 
@@ -34,15 +35,6 @@ Epsilon = Annotated[float, Must("be above 0 and at most 1", lambda x: 0 < x <= 1
 RopeBase = Annotated[float, Must("be from 1 to 1e12", lambda x: 1 <= x <= 1e12)]
 Dtype = Literal["float32", "bfloat16"]
 
-
-def are_points(points: tuple[tuple[float, float], ...]) -> bool:
-    """Whether [size, figure] pairs are above 0 and their sizes grow."""
-    return bool(points) and min(map(min, points)) > 0 and all(a < b for (a, _), (b, _) in zip(points, points[1:]))
-
-
-Points = Annotated[
-    tuple[tuple[float, float], ...], Must("be pairs of numbers above 0, [size, figure], sizes growing", are_points)
-]
 
 EIGHT_BITS: dict[str, Literal["int8", "float8"]] = {"adamw8bit": "int8", "adamwfp8": "float8"}
 
@@ -457,66 +449,6 @@ class ByDtype:
     float32: PositiveFloat
     bfloat16: PositiveFloat
     float8: PositiveFloat
-
-
-@dataclass(frozen=True)
-class ProductRates:
-    """TFLOP/s of products of matrices, by their GFLOP; `grouped` ones, of experts, by the GFLOP of a group."""
-
-    float32: Points
-    bfloat16: Points
-    float8: Points
-    grouped: Points
-
-
-@dataclass(frozen=True)
-class AttentionRates:
-    """TFLOP/s of an attention kernel by the length of keys, a causal one counted by half."""
-
-    kernel: str
-    forward: Points
-    backward: Points
-
-
-@dataclass(frozen=True)
-class CollectiveTimes:
-    """Microseconds of a collective among so many ranks of a node, by MiB of the largest buffer of a rank."""
-
-    kind: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift"]
-    ranks: Annotated[int, Must("be at least 2", lambda n: n >= 2)]
-    us: Points
-
-
-@dataclass(frozen=True)
-class ProtocolConfig:
-    """Microseconds before the first byte, of a hop inside a node and between nodes; the share of bandwidth reached."""
-
-    base_us: NonNegativeFloat
-    intra_us: NonNegativeFloat
-    inter_us: NonNegativeFloat
-    share: ShareOfPeak
-
-
-@dataclass(frozen=True)
-class RatesConfig:
-    """What was measured, by size: lists of [size, figure], sizes growing; between two, logarithms are interpolated.
-
-    `protocols` serve collectives of which there is no table, those between nodes among them.
-    """
-
-    products: ProductRates
-    attention: tuple[AttentionRates, ...]
-    memory: Points  # share of hbm_gb_s that a kernel reaches, by the MiB that it moves
-    collectives: tuple[CollectiveTimes, ...]
-    protocols: Annotated[tuple[ProtocolConfig, ...], Must("name at least one", bool)]
-
-
-def kind_of_rates(given: Any) -> Any:
-    """What the rates of a cluster are given as: tables, or the name of a file of tables."""
-    return RatesConfig if isinstance(given, Mapping) else str
-
-
-RatesOrName = Annotated[RatesConfig | str, Chosen(kind_of_rates)]
 
 
 @dataclass(frozen=True)

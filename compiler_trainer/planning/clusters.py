@@ -10,7 +10,8 @@ import torch
 from compiler_trainer.config import yamls
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build, not_one_of
-from compiler_trainer.config.schema import ClusterConfig, CollectiveTimes, RatesConfig
+from compiler_trainer.config.rates import CollectiveTimes, RatesConfig
+from compiler_trainer.config.schema import ClusterConfig
 from passes.cost.accounting import SENT
 from passes.cost.cluster import Beside, Cluster, Links, Protocol
 from passes.cost.rates import Curve, Rates
