@@ -15,6 +15,7 @@ from compiler_trainer.config import yamls
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.files import put
 from compiler_trainer.config.options import Chosen, Must, build, option_names
+from compiler_trainer.config.rates import RatesOrName
 from passes.memory.remat import SAVE
 from passes.precision.cast import OPS
 
@@ -33,6 +34,7 @@ Seed = Annotated[int, Must("be from 0 to 2,147,483,647", lambda n: 0 <= n < 2**3
 Epsilon = Annotated[float, Must("be above 0 and at most 1", lambda x: 0 < x <= 1)]
 RopeBase = Annotated[float, Must("be from 1 to 1e12", lambda x: 1 <= x <= 1e12)]
 Dtype = Literal["float32", "bfloat16"]
+
 
 EIGHT_BITS: dict[str, Literal["int8", "float8"]] = {"adamw8bit": "int8", "adamwfp8": "float8"}
 
@@ -460,26 +462,29 @@ class ByDtype:
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """The machines that a dry run predicts for; the defaults are `h100`. Rates are of one GPU, links of one direction.
-
-    An efficiency is the share of a peak that is reached; docs/07-prediction.md has the sources.
-    """
+    """The machines that a dry run predicts for, by default `h100`. Rates are of one GPU, links of one direction."""
 
     name: str = "h100"
     gpus: Positive | None = None  # how many there are; null: as many as the mesh has ranks
     gpus_per_node: Positive = 8
+    rates: RatesOrName = "h100"  # what is reached by size: a file of conf/cluster/rates, or its tables
+    peak_tflops: ByDtype = ByDtype(67.0, 989.0, 1979.0)  # what MFU is a share of
+    attention: str = "flash2"  # the kernel, of those in rates
+    throttle: ShareOfPeak = 0.95  # of the measured TFLOP/s, what a long step keeps
+    kernel_us: NonNegativeFloat = 2.0  # the least a kernel takes, and added to those that only move memory
+    launch_us: NonNegativeFloat = 6.0  # the host launches a kernel or collective; none with lower.cudagraphs
     hbm_gib: PositiveFloat = 80.0
     hbm_gb_s: PositiveFloat = 3350.0
-    hbm_efficiency: ShareOfPeak = 0.9
-    peak_tflops: ByDtype = ByDtype(67.0, 989.0, 1979.0)
-    matmul_efficiency: ByDtype = ByDtype(0.8, 0.8, 0.73)
-    attention_efficiency: ShareOfPeak = 0.35  # of the bfloat16 peak
-    kernel_us: NonNegativeFloat = 2.0  # added to every kernel
     intra_gb_s: PositiveFloat = 370.0  # reached between GPUs of a node
-    intra_us: NonNegativeFloat = 3.4  # added to every hop
     inter_gb_s: PositiveFloat = 48.5  # reached between nodes
-    inter_us: NonNegativeFloat = 14.0
+    beside_computing: ShareOfPeak = 0.85  # of its speed, what a product keeps beside a collective
+    beside_moving: ShareOfPeak = 0.8  # what a kernel keeps that memory limits
+    beside_sending: ShareOfPeak = 1.0  # what a collective keeps beside a kernel
+    context_gib: NonNegativeFloat = 0.6  # of the device's memory, what the driver and loaded kernels take
+    communicator_gib: NonNegativeFloat = 0.4  # buffers of the communicators of a rank
+    allocator_loss: NonNegativeFloat = 0.05  # memory reserved beyond what is alive, as a share of that
     expert_load: AtLeastOne = 1.0  # rows of the rank whose experts get most, over the mean
+    sources: dict[str, str] = field(default_factory=dict)  # where each of these comes from, for the report
 
 
 @dataclass(frozen=True)

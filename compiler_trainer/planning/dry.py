@@ -16,15 +16,12 @@ from typing import Any
 import torch
 
 from compiler_trainer import models
-from compiler_trainer.config.schema import (
-    CheckpointConfig,
-    ClusterConfig,
-    Config,
-)
+from compiler_trainer.config.schema import CheckpointConfig, Config
 from compiler_trainer.config.validate import dry_world_size, validate
 from compiler_trainer.console import say
 from compiler_trainer.models.subject import named, subject
 from compiler_trainer.pipeline import build_pipeline
+from compiler_trainer.planning.clusters import cluster_of
 from compiler_trainer.planning.dry_table import show
 from compiler_trainer.step.programs import Captured, Compilation, check_recordable, mesh_of, one_microbatch
 from compiler_trainer.step.step import state_name
@@ -33,8 +30,8 @@ from compiler_trainer.training.progress import say_contents
 from compiler_trainer.training.speed import peak_flops
 from compiler_trainer.training.trainer import train
 from passes.check.runner import Dumper, Observer
-from passes.cost.cluster import Cluster, Link
-from passes.cost.predict import Prediction, Timeline, longest, predict
+from passes.cost.predict import Prediction, predict
+from passes.cost.timeline import Timeline, longest
 from passes.program.bodies import flatten
 
 STORED = ("parameter", "buffer", "moment", "gradient")
@@ -105,18 +102,20 @@ def compile_dry(cfg: Config, observe: Observer | None) -> DryStep:
 
 def predict_step(cfg: Config, step: DryStep) -> dict[str, Any]:
     """`predicted`, what it is made of as `prediction`, and the `timeline` of each program."""
-    cluster = cluster_of(cfg.cluster)
-    found = {name: predict(*captured, cluster) for name, captured in step.programs.items()}
+    recorded = dataclasses.replace(cfg.cluster, launch_us=0.0)  # the host launches all of it at once
+    cluster = cluster_of(recorded if cfg.lower.cudagraphs else cfg.cluster)
+    fused = cfg.lower.backend == "inductor"
+    found = {name: predict(*captured, cluster, fused) for name, captured in step.programs.items()}
     runs = {name: cfg.train.microbatches if name == "accumulate" else 1 for name in found}
     timelines = {name: p.timeline for name, p in found.items()}
     step_s = sum(runs[name] * timeline.step_s for name, timeline in timelines.items())
-    memory = peak_memory(step)
+    memory = on_device(cfg, peak_memory(step), {name: p.peak_bytes for name, p in found.items()})
     return {
         "predicted": {"peak_mem_bytes": memory["bytes"], **speed(cfg, step.flops_per_token, step_s)},
         "prediction": {
             "cluster": dataclasses.asdict(cfg.cluster),
             "ranks": mesh_of(cfg.mesh).world_size,
-            "memory": memory | {"fits": memory["bytes"] <= cfg.cluster.hbm_gib * 2**30},
+            "memory": memory,
             "flops": added((step.costs(name)["flops"], runs[name]) for name in found),
             "model_flops_per_token": step.flops_per_token,
             "sent_bytes": sent_bytes(found, runs),
@@ -125,22 +124,6 @@ def predict_step(cfg: Config, step: DryStep) -> dict[str, Any]:
         },
         "timeline": [event for name, timeline in timelines.items() for event in events(name, timeline)],
     }
-
-
-def cluster_of(cfg: ClusterConfig) -> Cluster:
-    """The cluster in bytes, FLOPs and seconds, with the rates that are reached."""
-    peak, efficiency = (dataclasses.asdict(rates) for rates in (cfg.peak_tflops, cfg.matmul_efficiency))
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.float8_e4m3fn}
-    return Cluster(
-        gpus_per_node=cfg.gpus_per_node,
-        matmul_flops_per_s={dtype: 1e12 * peak[name] * efficiency[name] for name, dtype in dtypes.items()},
-        attention_flops_per_s=1e12 * cfg.peak_tflops.bfloat16 * cfg.attention_efficiency,
-        hbm_bytes_per_s=1e9 * cfg.hbm_gb_s * cfg.hbm_efficiency,
-        kernel_s=1e-6 * cfg.kernel_us,
-        intra=Link(1e9 * cfg.intra_gb_s, 1e-6 * cfg.intra_us),
-        inter=Link(1e9 * cfg.inter_gb_s, 1e-6 * cfg.inter_us),
-        expert_load=cfg.expert_load,
-    )
 
 
 def speed(cfg: Config, flops_per_token: int, step_s: float) -> dict[str, float]:
@@ -165,6 +148,21 @@ def peak_memory(step: DryStep) -> dict[str, Any]:
     return max(map(needed, step.programs), key=lambda found: found["bytes"])
 
 
+def on_device(cfg: Config, memory: dict[str, Any], written: Mapping[str, int]) -> dict[str, Any]:
+    """What of the peak is never written, and what the device holds beside it, as the cluster states it; if it fits."""
+    cluster, kinds = cfg.cluster, memory["kinds"]
+    alive = max(written.values(), default=0) + kinds.get("state of other programs", 0)
+    beside = {
+        "inside kernels": min(0, alive - memory["bytes"]),
+        "allocator": round(cluster.allocator_loss * alive),
+        "context": round(2**30 * cluster.context_gib),
+        "communicators": round(2**30 * cluster.communicator_gib) if mesh_of(cfg.mesh).world_size > 1 else 0,
+    }
+    device = memory["bytes"] + sum(beside.values())
+    sums = {"beside": beside, "written_bytes": alive, "reserved_bytes": alive + beside["allocator"]}
+    return memory | sums | {"device_bytes": device, "fits": device <= cluster.hbm_gib * 2**30}
+
+
 def stored_bytes(captured: Captured) -> dict[str, int]:
     """Bytes of the state that a program reads, by its name."""
     given = zip(captured.program.inputs, captured.program.placeholders(), strict=True)
@@ -182,10 +180,18 @@ def sent_bytes(found: Mapping[str, Prediction], runs: Mapping[str, int]) -> dict
 
 
 def spent(timelines: Mapping[str, Timeline], runs: Mapping[str, int]) -> dict[str, Any]:
-    """Milliseconds of a step that are computed, and that each axis keeps the rank waiting."""
-    computed = sum(runs[name] * timeline.compute_s for name, timeline in timelines.items())
+    """Milliseconds of a step that are computed, that collectives slow that by, and that the rank waits: for what."""
+
+    def total_ms(figure: str) -> float:
+        return 1e3 * sum(runs[name] * getattr(timeline, figure) for name, timeline in timelines.items())
+
     exposed = added((timeline.exposed_s, runs[name]) for name, timeline in timelines.items())
-    return {"compute_ms": 1e3 * computed, "exposed_ms": {axis: 1e3 * s for axis, s in exposed.items()}}
+    return {
+        "compute_ms": total_ms("compute_s"),
+        "slowed_ms": total_ms("slowed_s"),
+        "launch_ms": total_ms("launch_s"),
+        "exposed_ms": {axis: 1e3 * s for axis, s in exposed.items()},
+    }
 
 
 def added(parts: Any) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from compiler_trainer.config.schema import Config
 
 
 def show(cfg: Config, report: dict[str, Any]) -> None:
-    """Print the prediction as three tables: speed, memory, communication."""
+    """Print the prediction as tables: speed, memory, communication, and the figures that it rests on."""
     console = Console(file=sys.stdout)
-    for table in (speed(report), memory(cfg, report), communication(report)):
+    for table in (speed(report), memory(cfg, report), communication(report), stated(cfg)):
         console.print(table)
 
 
@@ -27,6 +27,8 @@ def speed(report: dict[str, Any]) -> Table:
     table.add_row("tokens/s/GPU", f"{predicted['tokens_per_s_per_gpu']:,.0f}")
     table.add_row("MFU", f"{predicted['mfu']:.1%}")
     table.add_row("computing, ms", f"{made_of['compute_ms']:,.1f}")
+    table.add_row("  of it, slowed by collectives", f"{made_of['slowed_ms']:,.1f}")
+    table.add_row("waiting for launches, ms", f"{made_of['launch_ms']:,.1f}")
     for axis in made_of["sent_bytes"]:
         table.add_row(f"waiting for {axis}, ms", f"{made_of['exposed_ms'].get(axis, 0):,.1f}")
     return table
@@ -41,7 +43,11 @@ def memory(cfg: Config, report: dict[str, Any]) -> Table:
     for kind, size in sorted(found["kinds"].items(), key=lambda item: -item[1]):
         table.add_row(kind, f"{size / scale:,.2f}")
     table.add_section()
-    table.add_row(f"all, at %{found['node']} ({found['line']})", f"{found['bytes'] / scale:,.2f}")
+    table.add_row(f"alive, at %{found['node']} ({found['line']})", f"{found['bytes'] / scale:,.2f}")
+    for kind, size in found["beside"].items():
+        table.add_row(kind, f"{size / scale:,.2f}")
+    table.add_section()
+    table.add_row("on the device", f"{found['device_bytes'] / scale:,.2f}")
     return table
 
 
@@ -50,4 +56,14 @@ def communication(report: dict[str, Any]) -> Table:
     table = Table("axis", "in its node", "to other nodes", title="sent by a rank")
     for axis, links in report["prediction"]["sent_bytes"].items():
         table.add_row(axis, decimal(links["intra"]), decimal(links["inter"]))
+    return table
+
+
+def stated(cfg: Config) -> Table:
+    """The figures of the cluster that the prediction rests on, and where they come from."""
+    table = Table("figure", "", "from", title=f"taken of {cfg.cluster.name}")
+    for name, source in cfg.cluster.sources.items():
+        value = getattr(cfg.cluster, name)
+        text = f"{value:g}" if isinstance(value, float) else value
+        table.add_row(name, text if isinstance(text, str) else "", source)
     return table

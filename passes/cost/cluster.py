@@ -1,46 +1,69 @@
 """A described cluster, and how long its links take for a collective.
 
 Ranks fill nodes in order, so an axis whose inner axes have s ranks together meets gpus_per_node / s of its P ranks in a
-node: it spans n nodes with m ranks in each. A ring sends every byte over the links inside a node, and of what a rank
-sends (n - 1) / (P - 1) crosses between nodes, for all ranks of a node pull at once, each over its own adapter. What
-takes longer counts, and every step of the ring adds the latency of a hop.
+node: it spans n nodes with m ranks in each. Inside a node times are measured, by kind, ranks and bytes, with all ranks
+of the node at work. Between nodes they follow NCCL's own model (`ncclTopoTuneModel`, nccl 2.29): a ring sends every
+byte over the links inside a node, and of what a rank sends (n - 1) / (P - 1) crosses between nodes, for all ranks of a
+node pull at once, each over its own adapter; what takes longer counts, and every step adds the latency of a hop, of
+the protocol that is quickest for the size. A sum of few bytes goes up and down a tree instead.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import torch
-
+from passes.cost.rates import Curve, Rates
 from passes.program.mesh import Mesh
 
 FLOPS_PER_BYTE = 2200  # computed while a byte is sent: an H100's 989 TFLOP/s in bf16 against NVLink's 450 GB/s each way
+TREE_SHARE = 0.92  # of a ring's bandwidth, in NCCL's model
 
 
 @dataclass(frozen=True)
-class Link:
-    """What one GPU sends in one direction, and the seconds that a hop adds."""
+class Protocol:
+    """How bytes travel: seconds before the first, of a hop inside a node and between; the share of bandwidth."""
 
-    bytes_per_s: float
-    hop_s: float
+    base_s: float = 0.0
+    intra_s: float = 0.0
+    inter_s: float = 0.0
+    share: float = 1.0
+
+
+@dataclass(frozen=True)
+class Links:
+    """What one GPU sends in one direction inside its node and out of it, and the protocols to choose from.
+
+    `measured`: of (kind, ranks in a node), seconds by the bytes that a rank sends.
+    """
+
+    intra_bytes_per_s: float
+    inter_bytes_per_s: float
+    protocols: tuple[Protocol, ...] = (Protocol(),)
+    measured: Mapping[tuple[str, int], Curve] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Shares of its speed that a kernel keeps beside a collective, and a collective beside a kernel."""
+
+    computing: float = 1.0  # a product or an attention
+    moving: float = 1.0  # what memory limits
+    sending: float = 1.0
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Rates that one GPU reaches (not its peaks), and the links between GPUs; `kernel_s` is added to every kernel.
+    """What one GPU reaches, the links between GPUs, and what one of the two costs the other.
 
     All wait for the rank whose experts get most rows: `expert_load` times the mean.
     """
 
     gpus_per_node: int
-    matmul_flops_per_s: Mapping[torch.dtype, float]
-    attention_flops_per_s: float
-    hbm_bytes_per_s: float
-    kernel_s: float
-    intra: Link
-    inter: Link
+    rates: Rates
+    links: Links
+    beside: Beside = Beside()
     expert_load: float = 1.0
 
 
@@ -80,20 +103,38 @@ def within_nodes(kind: str, sent_bytes: int, axis: Reach) -> float:
     return sent_bytes - between_nodes(kind, sent_bytes, axis) if kind == "all_to_all" else float(sent_bytes)
 
 
-def latency(kind: str, axis: Reach, cluster: Cluster) -> float:
-    """Seconds of the hops: of a ring, or a tree where a sum is quicker so; one hop where peers meet directly."""
-    intra, inter = cluster.intra.hop_s, cluster.inter.hop_s
-    if kind in ("all_to_all", "shift"):
-        return inter if axis.nodes > 1 else intra
-    ring = (axis.ranks - axis.nodes) * intra + (axis.nodes - 1) * inter
-    if kind != "all_reduce":
-        return ring
-    tree = math.ceil(math.log2(axis.per_node)) * intra + math.ceil(math.log2(axis.nodes)) * inter
-    return 2 * min(ring, tree)
-
-
-def collective_seconds(kind: str, sent_bytes: int, axis: Reach, cluster: Cluster) -> float:
+def collective_seconds(kind: str, sent_bytes: int, axis: Reach, links: Links) -> float:
     """How long a collective takes in which every rank sends that much."""
-    inside = within_nodes(kind, sent_bytes, axis) / cluster.intra.bytes_per_s
-    outside = between_nodes(kind, sent_bytes, axis) / cluster.inter.bytes_per_s
-    return max(inside, outside) + latency(kind, axis, cluster)
+    ranks = sorted(p for known, p in links.measured if known == kind)
+    if axis.nodes == 1 and ranks:
+        return measured_seconds(kind, sent_bytes, axis.ranks, ranks, links)
+    inside = within_nodes(kind, sent_bytes, axis) / links.intra_bytes_per_s
+    outside = between_nodes(kind, sent_bytes, axis) / links.inter_bytes_per_s
+    moving = max(inside, outside)
+    ways = [latency(kind, axis, p) + moving / p.share for p in links.protocols]
+    if kind == "all_reduce":
+        ways += [tree_latency(axis, p) + moving / (TREE_SHARE * p.share) for p in links.protocols]
+    return min(ways)
+
+
+def measured_seconds(kind: str, sent_bytes: int, count: int, known: list[int], links: Links) -> float:
+    """Seconds among so many ranks of a node: between the two nearest numbers that were measured."""
+    below = max((p for p in known if p <= count), default=known[0])
+    above = min((p for p in known if p >= count), default=known[-1])
+    first, last = (links.measured[kind, p].seconds(sent_bytes) for p in (below, above))
+    return first if below == above else Curve(((below, first), (above, last))).at(count)
+
+
+def latency(kind: str, axis: Reach, protocol: Protocol) -> float:
+    """Seconds until the first byte is there: the hops of a ring; one hop where peers meet directly."""
+    if kind in ("all_to_all", "shift"):
+        return protocol.base_s + (protocol.inter_s if axis.nodes > 1 else protocol.intra_s)
+    times = 2 if kind == "all_reduce" else 1
+    hops = (axis.ranks - axis.nodes) * protocol.intra_s + (axis.nodes - 1) * protocol.inter_s
+    return protocol.base_s + times * hops
+
+
+def tree_latency(axis: Reach, protocol: Protocol) -> float:
+    """Seconds up a tree of nodes, the ranks of each in a chain, and down again."""
+    hops = (axis.per_node - 1) * protocol.intra_s + math.ceil(math.log2(axis.nodes)) * protocol.inter_s
+    return protocol.base_s + 2 * hops

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import fx
 
 from passes.cost.accounting import count_flops, kind_of
@@ -28,24 +29,37 @@ from passes.rules import name_of
 ROW = 65536
 WAITS = frozenset({c10d.wait_tensor.default, arrive})
 ALONE = frozenset({"embedding_dense_backward", "index_add", "index_put", "scatter", "scatter_add", "sort", "topk"})
+COPIES = frozenset({"_to_copy", "clone", "contiguous", "to"})
+COSTLY = frozenset({"erf", "exp", "gelu", "log", "sigmoid", "silu", "softplus", "tanh"})  # are not computed twice
+SMALL = 16  # a broadcast operand is so many times smaller than what comes out
 LOOKUPS = frozenset({"embedding", "gather", "index", "index_select"})  # read of a table only the entries they yield
 
-Kind = Literal["view", "loop", "alone", "collective", "wait"]
+Kind = Literal["view", "copy", "loop", "alone", "collective", "wait"]  # a copy is made in what reads it
 
 
 @dataclass(eq=False)
 class Kernel:
-    """Operators that run at once, in the program's order; `after` are the kernels whose results they need."""
+    """Operators that run at once, in the program's order; `after` are the kernels whose results they need.
+
+    The storages in `unwritten` are of values that only the kernel itself reads.
+    """
 
     kind: Kind
     nodes: list[fx.Node]
     after: list[Kernel] = field(default_factory=list)
     moved_bytes: int = 0
+    unwritten: frozenset[int] = frozenset()
 
 
-def fuse(program: ir.Program, swept: Sweep) -> list[Kernel]:
-    """The program's kernels, each after those it needs, otherwise as the last of their operators stand."""
-    found = Fusion(program, swept)
+def fuse(program: ir.Program, swept: Sweep, fused: bool = True) -> list[Kernel]:
+    """The program's kernels, each after those it needs, otherwise as the last of their operators stand.
+
+    Not `fused`, each operator is a kernel: what the eager backend runs.
+    """
+    found = Fusion(program, swept, fused)
+    if fused:
+        found.join_levels()
+        found.join_sole_readers()
     return in_order(found.kernels())
 
 
@@ -87,29 +101,73 @@ def is_last(node: fx.Node, swept: Sweep) -> bool:
     return made < math.prod(largest) and (row > ROW or made * row < math.prod(largest))
 
 
+def is_cheap(node: fx.Node, swept: Sweep) -> bool:
+    """Whether a value is made of the entries of one other, which comes first, and of what is small beside it."""
+    pointwise = torch.Tag.pointwise in node.target.tags and name_of(node) not in COSTLY  # type: ignore[union-attr]
+    if not (pointwise or name_of(node) in COPIES) or not isinstance(node.args[0], fx.Node):
+        return False
+    made = next(tensors(swept.values[node])).layout.shape
+    first, *rest = ([v.layout.shape for v in tensors(swept.values[n])] for n in node.all_input_nodes)
+    small = all(SMALL * math.prod(shape) <= math.prod(made) for shapes in rest for shape in shapes)
+    return small and [math.prod(shape) for shape in first] == [math.prod(made)]
+
+
 class Fusion:
     """Groups of operators; a group is known by one of its nodes, which `group` finds."""
 
-    def __init__(self, program: ir.Program, swept: Sweep):
+    def __init__(self, program: ir.Program, swept: Sweep, fused: bool):
         self.swept = swept
         self.kinds = {node: kind_of_kernel(node, swept) for node in program.calls()}
+        if fused:
+            self.find_copies()
         self.needs: dict[fx.Node, set[fx.Node]] = {}  # the operators, views looked through, that a node reads
         self.readers: dict[fx.Node, set[fx.Node]] = {node: set() for node in self.kinds}
         for node in (*self.kinds, program.graph.output_node()):
             self.needs[node] = set().union(*(self.origins(n) for n in node.all_input_nodes))
-            if self.kinds.get(node) != "view":
+            if self.kinds.get(node) not in ("view", "copy"):
                 for source in self.needs[node]:
                     self.readers[source].add(node)
         self.last = {node for node, kind in self.kinds.items() if kind == "loop" and is_last(node, swept)}
         self.parent: dict[fx.Node, fx.Node] = {}
-        self.join_levels()
-        self.join_sole_readers()
+
+    def find_copies(self) -> None:
+        """Mark what is cheap to make and read only by loops of its phase, through views and others so marked."""
+        for node in reversed(self.kinds):
+            is_loop = self.kinds[node] == "loop" and is_cheap(node, self.swept)
+            if is_loop and self.is_read_by_loops(node, ir.phase(node)):
+                self.kinds[node] = "copy"
+
+    def is_read_by_loops(self, node: fx.Node, phase: str) -> bool:
+        """Whether all that reads a value is a loop of a phase that writes into nothing that was there."""
+
+        def is_fine(user: fx.Node) -> bool:
+            if self.kinds.get(user) == "view":
+                return self.is_read_by_loops(user, phase)
+            is_loop = self.kinds.get(user) in ("loop", "copy") and ir.phase(user) == phase
+            return is_loop and not user.target._schema.is_mutable  # type: ignore[union-attr]
+
+        return all(map(is_fine, node.users))
+
+    def read(self, operand: fx.Node) -> fx.Node:
+        """What a loop reads for an operand: what a copy was made of, in place of the copy."""
+        while self.kinds.get(operand) in ("view", "copy"):
+            if not any(self.kinds.get(n) == "copy" for n in self.above(operand)):
+                return operand
+            operand = operand.all_input_nodes[0]
+        return operand
+
+    def above(self, operand: fx.Node) -> list[fx.Node]:
+        """A value and what it is a view or a copy of, one after another."""
+        chain = [operand]
+        while self.kinds.get(chain[-1]) in ("view", "copy") and chain[-1].all_input_nodes:
+            chain.append(chain[-1].all_input_nodes[0])
+        return chain
 
     def origins(self, node: fx.Node) -> set[fx.Node]:
         """The operators that made a value; none for an input."""
         if node not in self.kinds:
             return set()
-        return self.needs[node] if self.kinds[node] == "view" else {node}
+        return self.needs[node] if self.kinds[node] in ("view", "copy") else {node}
 
     def group(self, node: fx.Node) -> fx.Node:
         """The node by which the group of a node is known."""
@@ -154,7 +212,7 @@ class Fusion:
         """The nodes of each group in order; groups in the order of their last nodes."""
         found: dict[fx.Node, list[fx.Node]] = {}
         for node in reversed(self.kinds):
-            if self.kinds[node] != "view":
+            if self.kinds[node] not in ("view", "copy"):
                 found.setdefault(self.group(node), []).append(node)
         return {root: own[::-1] for root, own in reversed(found.items())}
 
@@ -167,6 +225,7 @@ class Fusion:
             kernel.after = [found[s] for s in needed if s is not root]
             if kernel.kind in ("loop", "alone"):
                 kernel.moved_bytes = self.read_bytes(kernel) + self.written_bytes(kernel)
+                kernel.unwritten = self.unwritten(kernel)
         return list(found.values())
 
     def read_bytes(self, kernel: Kernel) -> int:
@@ -178,10 +237,11 @@ class Fusion:
             limit = sum(v.layout.size_bytes for v in tensors(self.swept.values[node]))
             for operand in reads:
                 is_table = name_of(node) in LOOKUPS and operand is node.args[0]
-                for value in tensors(self.swept.values[operand]):
+                source = self.read(operand)
+                for value in tensors(self.swept.values[source]):
                     if value.storage not in own:
                         size = min(value.layout.size_bytes, limit) if is_table else value.layout.size_bytes
-                        seen.setdefault(value.storage, {})[operand] = size
+                        seen.setdefault(value.storage, {})[source] = size
         return sum(min(sum(sizes.values()), self.swept.storage_bytes[s]) for s, sizes in seen.items())
 
     def written_bytes(self, kernel: Kernel) -> int:
@@ -194,6 +254,15 @@ class Fusion:
                 if kept or value.storage not in made:
                     total += value.layout.size_bytes
         return total
+
+    def unwritten(self, kernel: Kernel) -> frozenset[int]:
+        """Storages that exist only while the kernel computes: what it makes and nothing else reads, and copies."""
+        own = set(kernel.nodes)
+        inside = [node for node in kernel.nodes if self.readers[node] and self.readers[node] <= own]
+        found = set[int]().union(*(self.made(node) for node in inside))
+        for operand in (n for node in kernel.nodes for n in node.all_input_nodes):
+            found.update(s for n in self.above(operand) if self.kinds.get(n) == "copy" for s in self.made(n))
+        return frozenset(found)
 
     def made(self, node: fx.Node) -> set[int]:
         """The storages that a node brings into being."""

@@ -57,6 +57,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=8, help="timed steps of a round, after one that is not")
+    parser.add_argument("--threads", type=int, help="of a rank; by default its share of the cores")
     parser.add_argument("--timeout-s", type=float, default=600, help="after which a contender has failed")
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help="those to run, in order")
     parser.add_argument("--out", type=Path, help="a folder for bench.json, bench.md and bench.html")
@@ -128,8 +129,8 @@ class Job:
         overrides = args.overrides if ranks == args.ranks else [o for o in args.overrides if not o.startswith("mesh")]
         launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
         job = ["-m", "tools.bench.job", name, str(self.results), str(self.rounds), str(args.steps), *overrides]
-        threads = str(max(1, (os.cpu_count() or 1) // args.ranks))
-        env = {**os.environ, "OMP_NUM_THREADS": threads, "TORCHINDUCTOR_CACHE_DIR": str(scratch / "cache")}
+        threads = args.threads or max(1, (os.cpu_count() or 1) // args.ranks)
+        env = {**os.environ, "OMP_NUM_THREADS": str(threads), "TORCHINDUCTOR_CACHE_DIR": str(scratch / "cache")}
         self.output = (scratch / "output").open("w+")
         command = [*launch, f"--nproc-per-node={ranks}", *job]
         self.worker = subprocess.Popen(command, env=env, stdout=self.output, stderr=subprocess.STDOUT, text=True)

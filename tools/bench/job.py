@@ -87,13 +87,15 @@ def measure(name: str, cfg: Config, results: Path, rounds: int, steps: int) -> I
         while not (results / f"go{number}").exists():
             time.sleep(0.05)
         step()  # the caches are another contender's
-        losses, seconds, sent = [], [], sent_bytes()
+        losses, seconds, cpu_s, sent = [], [], [], sent_bytes()
         for _ in range(steps):
-            began = time.perf_counter()
+            began, began_cpu = time.perf_counter(), time.process_time()
             losses.append(step())
             seconds.append(time.perf_counter() - began)
+            cpu_s.append(time.process_time() - began_cpu)
         yield f"round{number}", {
             "step_ms": 1e3 * statistics.median(seconds),
+            "cpu_ms": 1e3 * statistics.median(cpu_s),
             "tokens_per_s": tokens / statistics.median(seconds),
             "sent_bytes": (sent_bytes() - sent) // steps if dist.get_backend() == "gloo" else None,
             "floor_ms": floor and 1e3 * floor(),

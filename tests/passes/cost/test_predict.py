@@ -35,10 +35,12 @@ from compiler_trainer.config.schema import (
 from compiler_trainer.config.validate import dry_world_size, validate
 from compiler_trainer.models import llama
 from compiler_trainer.models.flops import of_decoder
-from compiler_trainer.planning.dry import cluster_of, compile_dry, dry_run, predict_step
-from passes.cost.cluster import Cluster, Link, Reach, collective_seconds, reach
+from compiler_trainer.planning.clusters import TABLES, cluster_of, read
+from compiler_trainer.planning.dry import compile_dry, dry_run, predict_step
+from passes.cost.cluster import Beside, Cluster, Links, Protocol, Reach, collective_seconds, reach
 from passes.cost.fusion import fuse
 from passes.cost.predict import predict
+from passes.cost.rates import Curve, Rates
 from passes.program import ir
 from passes.program.mesh import Mesh
 from passes.program.spec import Spec
@@ -47,8 +49,13 @@ from passes.program.torch_private import c10d
 
 aten = torch.ops.aten
 F32 = torch.float32
+ONE = Curve.flat(1.0)
 # a byte a second inside a node, a tenth between nodes, one FLOP and ten bytes a second on the device
-SLOW = Cluster(2, {F32: 1.0}, 1.0, 10.0, 0.5, Link(1.0, 0.0), Link(0.1, 0.0))
+SLOW = Cluster(2, Rates({F32: ONE}, ONE, ONE, ONE, Curve.flat(10.0), kernel_s=0.5), Links(1.0, 0.1))
+
+
+def with_rates(cluster, **changes):
+    return replace(cluster, rates=replace(cluster.rates, **changes))
 
 
 def decoder_flops(cfg: ModelConfig, seq_len: int) -> int:
@@ -84,7 +91,7 @@ def test_an_axis_of_two_is_spread_as_both_together():
     assert [len(group) for group in mesh.groups("fsdp")] == [8] * 4
 
 
-LINKS = Cluster(4, {}, 1.0, 1.0, 0.0, Link(100.0, 0.01), Link(10.0, 0.1))
+LINKS = Links(100.0, 10.0, (Protocol(0.0, 0.01, 0.1),))
 
 
 @pytest.mark.parametrize(
@@ -93,13 +100,38 @@ LINKS = Cluster(4, {}, 1.0, 1.0, 0.0, Link(100.0, 0.01), Link(10.0, 0.1))
         ("all_gather", 1, 4, 6 + 3 * 0.01),  # inside a node
         ("all_gather", 4, 1, 60 + 3 * 0.1),  # one rank a node
         ("reduce_scatter", 2, 4, max(6, 60 / 7) + 6 * 0.01 + 0.1),  # 1 / 7 of it leaves the node
-        ("all_reduce", 4, 1, 60 + 2 * 2 * 0.1),  # a tree has 2 hops where a ring has 3
+        ("all_reduce", 4, 1, 60 + 2 * 3 * 0.1),
         ("all_to_all", 2, 4, max(6 * 3 / 7, 60 * 4 / 7) + 0.1),
         ("shift", 2, 4, 60 + 0.1),
     ],
 )
 def test_seconds_of_collectives_that_send_600_bytes_a_rank(kind, nodes, per_node, seconds):
     assert collective_seconds(kind, 600, Reach(nodes, per_node), LINKS) == pytest.approx(seconds)
+
+
+def test_inside_a_node_times_are_those_measured():
+    links = replace(LINKS, measured={("all_gather", 2): Curve(((100, 1.0), (400, 4.0))), ("all_gather", 8): Curve.flat(8.0)})
+
+    def seconds(sent_bytes, ranks):
+        return collective_seconds("all_gather", sent_bytes, Reach(1, ranks), links)
+
+    assert [seconds(size, 2) for size in (10, 100, 200, 400, 800)] == pytest.approx([1, 1, 2, 4, 8])
+    assert seconds(1, 4) == pytest.approx(8**0.5)  # half way between 2 and 8 ranks, as their logarithms are
+    assert collective_seconds("all_gather", 600, Reach(4, 1), links) == pytest.approx(60 + 3 * 0.1)
+
+
+def test_few_bytes_take_the_protocol_of_short_hops_and_a_sum_a_tree():
+    quick = replace(LINKS, protocols=(Protocol(0.0, 0.01, 1.0), Protocol(0.0, 0.01, 0.1, share=0.5)))
+    assert collective_seconds("all_gather", 1, Reach(32, 1), quick) == pytest.approx(0.1 / 0.5 + 31 * 0.1)
+    assert collective_seconds("all_gather", 6000, Reach(32, 1), quick) == pytest.approx(600 + 31)
+    assert collective_seconds("all_reduce", 1, Reach(32, 1), LINKS) == pytest.approx(0.1 / 0.92 + 2 * 5 * 0.1)
+
+
+def test_between_points_logarithms_are_interpolated():
+    curve = Curve(((10, 1.0), (1000, 100.0)))
+    assert [curve.at(size) for size in (1, 10, 100, 1000, 10_000)] == pytest.approx([1, 1, 10, 100, 100])
+    assert curve.seconds(10_000) == pytest.approx(1000)
+    assert curve.scaled(2, 3).at(20) == pytest.approx(3)
 
 
 # ---- kernels ----------------------------------------------------------------------------------------
@@ -113,10 +145,30 @@ def test_loops_run_as_one_kernel_and_a_product_alone():
     norm = small.call(aten.mean.dim, small.call(aten.mul.Tensor, z, z), [1], True)
     out = small.call(aten.div.Tensor, z, norm)
     assert kernels(small, out) == [
-        (["mul_tensor", "relu_default"], 2 * 4 * 8 * 4),  # x read, y written; the product never exists
+        (["relu_default"], 2 * 4 * 8 * 4),  # x read, y written; the product is made in it and never exists
         (["mm_default"], (2 * 4 * 8 + 8 * 8) * 4),
-        (["mul_tensor_1", "mean_dim", "div_tensor"], 2 * 4 * 8 * 4),  # a reduction of rows stays in its kernel
+        (["mean_dim", "div_tensor"], 2 * 4 * 8 * 4),  # a reduction of rows stays in its kernel
     ]
+
+
+def test_a_cast_that_loops_read_is_made_in_each_and_never_written():
+    small = Small()
+    x = small.input("x", cut((64, 8)), "batch", F32)
+    total = small.call(aten.sum.default, wide := small.call(aten._to_copy.default, x, dtype=torch.float64))
+    out = small.call(aten.div.Tensor, wide, total)
+    assert kernels(small, out) == [
+        (["sum_default"], 64 * 8 * 4 + 8),
+        (["div_tensor"], 64 * 8 * (4 + 8) + 8),
+    ]
+
+
+def test_the_eager_backend_runs_each_operator_as_a_kernel():
+    small = Small()
+    x = small.input("x", cut((4, 8)), "batch", F32)
+    program = ended(small, small.call(aten.relu.default, small.call(aten.exp.default, x)))
+    swept = sweep(program, small.ctx)
+    assert [len(k.nodes) for k in fuse(program, swept)] == [2]
+    assert [k.moved_bytes for k in fuse(program, swept, fused=False)] == [2 * 4 * 8 * 4] * 2
 
 
 def test_a_reduction_of_everything_ends_its_kernel():
@@ -124,7 +176,7 @@ def test_a_reduction_of_everything_ends_its_kernel():
     x = small.input("x", cut((4, 8)), "batch", F32)
     total = small.call(aten.sum.default, small.call(aten.mul.Tensor, x, x))
     assert kernels(small, small.call(aten.div.Tensor, x, total)) == [
-        (["mul_tensor", "sum_default"], 4 * 8 * 4 + 4),
+        (["sum_default"], 4 * 8 * 4 + 4),
         (["div_tensor"], 2 * 4 * 8 * 4 + 4),
     ]
 
@@ -157,7 +209,7 @@ def one_product_one_gather(*, wait_first: bool):
     return ended(small, *done), small.ctx
 
 
-PRODUCT_S = 2 * 2 * 3 * 4 + 0.5  # 48 FLOPs at one a second; 26 entries are read or written at 10 bytes a second
+PRODUCT_S = 2 * 2 * 3 * 4  # 48 FLOPs at one a second; 26 entries are read or written at 10 bytes a second
 GATHER_S = 5 * 4  # a rank sends its 5 entries
 
 
@@ -177,16 +229,31 @@ def test_a_gather_beside_a_product_is_hidden():
 
 
 def test_what_is_left_of_a_longer_gather_is_exposed():
-    slower = replace(SLOW, intra=Link(0.25, 0.0))  # 80 s
+    slower = replace(SLOW, links=Links(0.25, 0.1))  # 80 s
     found = predict(*one_product_one_gather(wait_first=False), slower).timeline
     assert found.exposed_s["tp"] == pytest.approx(80 - PRODUCT_S)
     assert found.step_s == pytest.approx(80)
 
 
+def test_kernels_and_collectives_beside_each_other_are_slower():
+    beside = replace(SLOW, beside=Beside(computing=0.5, moving=0.9, sending=0.8))
+    found = predict(*one_product_one_gather(wait_first=False), beside).timeline
+    sending = GATHER_S / 0.8
+    assert found.step_s == pytest.approx(sending + PRODUCT_S - sending * 0.5)
+    assert found.slowed_s == pytest.approx(found.step_s - PRODUCT_S)
+
+
+def test_nothing_starts_before_the_host_has_launched_it():
+    slow_host = with_rates(SLOW, launch_s=100.0)
+    found = predict(*one_product_one_gather(wait_first=False), slow_host).timeline
+    assert found.step_s == pytest.approx(200 + PRODUCT_S)
+    assert found.launch_s == pytest.approx(200)
+
+
 def test_a_small_product_takes_as_long_as_its_bytes():
-    quick = replace(SLOW, matmul_flops_per_s={F32: 1e9})
+    quick = with_rates(SLOW, products={F32: Curve.flat(1e9)})
     found = predict(*one_product_one_gather(wait_first=False), quick).timeline
-    assert found.compute_s == pytest.approx((6 + 12 + 8) * 4 / 10 + 0.5)
+    assert found.compute_s == pytest.approx((6 + 12 + 8) * 4 / 10)
 
 
 def test_a_causal_attention_does_half_of_the_work():
@@ -195,7 +262,7 @@ def test_a_causal_attention_does_half_of_the_work():
         q, k, v = (small.input(n, cut((1, 2, 64, 16)), "batch", F32) for n in "qkv")
         both = small.call(aten._scaled_dot_product_flash_attention_for_cpu.default, q, k, v, 0.0, causal)
         parts = [small.call(operator.getitem, both, i) for i in range(2)]
-        return predict(ended(small, *parts), small.ctx, SLOW).timeline.compute_s - SLOW.kernel_s
+        return predict(ended(small, *parts), small.ctx, SLOW).timeline.compute_s
 
     assert seconds(True) == pytest.approx(seconds(False) / 2)
     assert seconds(False) == pytest.approx(4 * 2 * 64 * 64 * 16)
@@ -207,14 +274,14 @@ def test_float8_products_run_at_their_own_rate():
     scales = [small.input(n, cut(()), "batch", F32) for n in ("sa", "sb")]
     flipped = small.call(aten.t.default, b)
     out = small.call(aten._scaled_mm.default, a, flipped, *scales, None, None, torch.bfloat16)
-    rates = replace(SLOW, matmul_flops_per_s={torch.float8_e4m3fn: 2.0}, hbm_bytes_per_s=1e9)
-    assert predict(ended(small, out), small.ctx, rates).timeline.step_s == pytest.approx(2 * 16**3 / 2 + 0.5)
+    rates = with_rates(SLOW, products={torch.float8_e4m3fn: Curve.flat(2.0)}, memory=Curve.flat(1e9))
+    assert predict(ended(small, out), small.ctx, rates).timeline.step_s == pytest.approx(2 * 16**3 / 2)
 
 
 def test_a_dtype_without_a_rate_is_named():
     program, ctx = one_product_one_gather(wait_first=True)
     with pytest.raises(ir.CompileError, match=r"%mm_default computes in torch.float32, for which the cluster states no"):
-        predict(program, ctx, replace(SLOW, matmul_flops_per_s={}))
+        predict(program, ctx, with_rates(SLOW, products={}))
 
 
 # ---- dry runs ---------------------------------------------------------------------------------------
@@ -261,7 +328,8 @@ def test_a_dry_run_leaves_a_folder_and_no_process_group(sixty_four):
 def test_the_timeline_accounts_for_the_whole_step(sixty_four):
     _, folder, report = sixty_four
     made_of, step_ms = report["prediction"], report["predicted"]["step_ms"]
-    assert made_of["compute_ms"] + sum(made_of["exposed_ms"].values()) == pytest.approx(step_ms, rel=1e-3)
+    spent = made_of["compute_ms"] + made_of["launch_ms"] + sum(made_of["exposed_ms"].values())
+    assert spent == pytest.approx(step_ms, rel=1e-3)
     assert max(event["end_ms"] for event in report["timeline"]) == pytest.approx(step_ms, abs=1e-3)
     by_stream: dict[str, float] = {}
     for event in report["timeline"]:
@@ -318,17 +386,20 @@ def test_with_microbatches_the_moments_lie_beside_what_accumulates():
     assert found["predicted"]["step_ms"] == pytest.approx(4 * times["accumulate"] + times["apply"], rel=1e-3)
 
 
+SLOWED = ClusterConfig(throttle=0.5, beside_computing=0.5, beside_moving=0.5, beside_sending=0.5)
 QUICKER = {
-    "intra_gb_s": 2.0, "inter_gb_s": 2.0, "hbm_gb_s": 2.0, "intra_us": 0.5, "inter_us": 0.5, "kernel_us": 0.5,
-    "attention_efficiency": 2.0, "gpus_per_node": 2,
+    "intra_gb_s": 2.0, "inter_gb_s": 2.0, "hbm_gb_s": 2.0, "kernel_us": 0.5, "launch_us": 0.5, "throttle": 2.0,
+    "beside_computing": 2.0, "beside_moving": 2.0, "beside_sending": 2.0, "gpus_per_node": 2,
 }
 
 
 @pytest.mark.parametrize("field", QUICKER)
 def test_a_better_cluster_is_never_slower(four, field):
-    cfg, dry, found = four
-    better = replace(cfg.cluster, **{field: type(getattr(cfg.cluster, field))(getattr(cfg.cluster, field) * QUICKER[field])})
-    assert predict_step(replace(cfg, cluster=better), dry)["predicted"]["step_ms"] <= found["predicted"]["step_ms"]
+    cfg, dry, _ = four
+    value = getattr(SLOWED, field)
+    better = replace(SLOWED, **{field: type(value)(value * QUICKER[field])})
+    before, after = (predict_step(replace(cfg, cluster=c), dry)["predicted"]["step_ms"] for c in (SLOWED, better))
+    assert after <= before
 
 
 def test_model_flops_are_six_a_parameter_and_attention():
@@ -379,7 +450,9 @@ def test_a_run_is_not_written_over(tmp_path):
     ("argument", "said"),
     [
         ("cluster=h10", "cluster: 'h10' is not one of a100, cpu, grand_teton, h100, h200; did you mean 'h100'?"),
-        ("cluster.hbm_efficiency=1.5", "cluster.hbm_efficiency: 1.5 must be above 0 and at most 1"),
+        ("cluster.throttle=1.5", "cluster.throttle: 1.5 must be above 0 and at most 1"),
+        ("cluster.rates=h10", "cluster.rates: 'h10' is not one of a100, cpu, h100; did you mean 'h100'?"),
+        ("cluster.attention=flas2", "cluster.attention: 'flas2' is not one of flash2, cudnn, flash3; did you mean 'flash2'?"),
         ("cluster.intra_gbs=3", "cluster.intra_gbs: no such option; did you mean 'intra_gb_s'?"),
     ],
 )
@@ -408,10 +481,16 @@ def test_every_cluster_is_whole(path):
     found = build(ClusterConfig, given, "cluster")
     assert found.name == path.stem
     assert set(given) == {f.name for f in dataclasses.fields(ClusterConfig)} - {"gpus"}
-    assert cluster_of(found).hbm_bytes_per_s <= 1e9 * found.hbm_gb_s
+    assert cluster_of(found).rates.memory.at(2**30) <= 1e9 * found.hbm_gb_s
+    assert set(found.sources) <= set(given)
+
+
+@pytest.mark.parametrize("path", sorted(TABLES.glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_table_of_rates_can_be_read(path):
+    assert read(path).protocols
 
 
 def test_the_default_cluster_is_that_of_the_file():
     given = OmegaConf.to_container(OmegaConf.load(train.CONF / "cluster" / "h100.yaml"))
-    assert build(ClusterConfig, given) == ClusterConfig()
+    assert replace(build(ClusterConfig, given), sources={}) == ClusterConfig()
     assert isinstance(ClusterConfig().peak_tflops, ByDtype)

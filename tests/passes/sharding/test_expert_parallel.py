@@ -26,8 +26,9 @@ import compiler_trainer as ct
 from compiler_trainer import checkpoint
 from compiler_trainer.config.errors import UserError
 from passes.communication import overlap
-from passes.cost.cluster import Cluster, Link
+from passes.cost.cluster import Cluster, Links
 from passes.cost.predict import Costs
+from passes.cost.rates import Curve, Rates
 from passes.program import boundary, ir, routed
 from passes.program.mesh import Mesh
 from passes.program.sweep import recorded
@@ -253,7 +254,8 @@ def test_a_chunk_travels_beside_the_products_of_another(monkeypatch, chunks, for
 def test_all_wait_for_the_rank_that_gets_most_rows(load, times):
     """Of twice the mean, for which buffers of the worst case have room here."""
     program = spread(MESHES[2], "dropless", sizes=(8, 6))["joint"]
-    cluster = Cluster(2, {torch.float64: 1.0}, 1.0, 1.0, 0.0, Link(1.0, 0.0), Link(1.0, 0.0), expert_load=load)
+    one = Curve.flat(1.0)
+    cluster = Cluster(2, Rates({torch.float64: one}, one, one, one, one), Links(1.0, 1.0), expert_load=load)
     costs = Costs(program, recorded(), cluster)
     products = [n for n in program.calls() if n.target in (routed.grouped_mm, routed.grouped_outer)]
     rows = 8 * 6 * TOP // 4  # of each rank in the mean

@@ -21,7 +21,7 @@ TINY = (
 
 
 def options(**changes):
-    given = {"ranks": 2, "rounds": 3, "steps": 4, "timeout_s": 500, "contenders": "ours,eager,block", "write": None}
+    given = {"ranks": 2, "rounds": 3, "steps": 4, "threads": None, "timeout_s": 500, "contenders": "ours,eager,block", "write": None}
     return Namespace(**{**given, "overrides": ["mesh.tp=2"], **changes})
 
 

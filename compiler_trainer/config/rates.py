@@ -1,0 +1,82 @@
+"""Tables of what a cluster reaches, by size: `cluster.rates` holds them or names a file of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from compiler_trainer.config.options import Chosen, Must
+
+Microseconds = Annotated[float, Must("be 0 or more", lambda x: x >= 0)]
+Share = Annotated[float, Must("be above 0 and at most 1", lambda x: 0 < x <= 1)]
+
+
+def are_points(points: tuple[tuple[float, float], ...]) -> bool:
+    """Whether [size, figure] pairs are above 0 and their sizes grow."""
+    return bool(points) and min(map(min, points)) > 0 and all(a < b for (a, _), (b, _) in zip(points, points[1:]))
+
+
+Points = Annotated[
+    tuple[tuple[float, float], ...], Must("be pairs of numbers above 0, [size, figure], sizes growing", are_points)
+]
+
+
+@dataclass(frozen=True)
+class ProductRates:
+    """TFLOP/s of products of matrices, by their GFLOP; `grouped` ones, of experts, by the GFLOP of a group."""
+
+    float32: Points
+    bfloat16: Points
+    float8: Points
+    grouped: Points
+
+
+@dataclass(frozen=True)
+class AttentionRates:
+    """TFLOP/s of an attention kernel by the length of keys, a causal one counted by half."""
+
+    kernel: str
+    forward: Points
+    backward: Points
+
+
+@dataclass(frozen=True)
+class CollectiveTimes:
+    """Microseconds of a collective among so many ranks of a node, by MiB of the largest buffer of a rank."""
+
+    kind: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift"]
+    ranks: Annotated[int, Must("be at least 2", lambda n: n >= 2)]
+    us: Points
+
+
+@dataclass(frozen=True)
+class ProtocolConfig:
+    """Microseconds before the first byte, of a hop inside a node and between nodes; the share of bandwidth reached."""
+
+    base_us: Microseconds
+    intra_us: Microseconds
+    inter_us: Microseconds
+    share: Share
+
+
+@dataclass(frozen=True)
+class RatesConfig:
+    """What was measured, by size: lists of [size, figure], sizes growing; between two, logarithms are interpolated.
+
+    `protocols` serve collectives of which there is no table, those between nodes among them.
+    """
+
+    products: ProductRates
+    attention: tuple[AttentionRates, ...]
+    memory: Points  # share of hbm_gb_s that a kernel reaches, by the MiB that it moves
+    collectives: tuple[CollectiveTimes, ...]
+    protocols: Annotated[tuple[ProtocolConfig, ...], Must("name at least one", bool)]
+
+
+def kind_of_rates(given: Any) -> Any:
+    """What the rates of a cluster are given as: tables, or the name of a file of tables."""
+    return RatesConfig if isinstance(given, Mapping) else str
+
+
+RatesOrName = Annotated[RatesConfig | str, Chosen(kind_of_rates)]

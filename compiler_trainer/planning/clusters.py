@@ -1,0 +1,84 @@
+"""The cluster that options describe, as predictions take it: bytes, FLOPs and seconds."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import torch
+
+from compiler_trainer.config import yamls
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.options import build, not_one_of
+from compiler_trainer.config.rates import CollectiveTimes, RatesConfig
+from compiler_trainer.config.schema import ClusterConfig
+from passes.cost.accounting import SENT
+from passes.cost.cluster import Beside, Cluster, Links, Protocol
+from passes.cost.rates import Curve, Rates
+
+TABLES = Path(__file__).parents[2] / "conf" / "cluster" / "rates"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.float8_e4m3fn}
+US = 1e-6
+# kind -> the largest buffer of a rank, in shares of what it brings, of p ranks
+BUFFER = {"all_gather": lambda p: p, "reduce_scatter": lambda p: 1, "all_reduce": lambda p: 1,
+          "all_to_all": lambda p: 1, "shift": lambda p: 1}  # fmt: skip
+
+
+def cluster_of(cfg: ClusterConfig) -> Cluster:
+    """The cluster with the rates that are reached; raises UserError for rates that are nowhere."""
+    tables = tables_of(cfg)
+    return Cluster(
+        gpus_per_node=cfg.gpus_per_node,
+        rates=rates_of(cfg, tables),
+        links=Links(
+            1e9 * cfg.intra_gb_s,
+            1e9 * cfg.inter_gb_s,
+            tuple(Protocol(US * p.base_us, US * p.intra_us, US * p.inter_us, p.share) for p in tables.protocols),
+            {(times.kind, times.ranks): by_sent_bytes(times) for times in tables.collectives},
+        ),
+        beside=Beside(cfg.beside_computing, cfg.beside_moving, cfg.beside_sending),
+        expert_load=cfg.expert_load,
+    )
+
+
+def tables_of(cfg: ClusterConfig) -> RatesConfig:
+    """What was measured of a cluster; raises UserError naming the files that there are."""
+    if isinstance(cfg.rates, RatesConfig):
+        return cfg.rates
+    names = sorted(path.stem for path in TABLES.glob("*.yaml"))
+    if cfg.rates not in names:
+        raise UserError("cluster.rates", not_one_of(names, cfg.rates))
+    return read(TABLES / f"{cfg.rates}.yaml")
+
+
+@functools.cache
+def read(path: Path) -> RatesConfig:
+    """The tables in a file."""
+    return build(RatesConfig, yamls.load(path), str(path))
+
+
+def rates_of(cfg: ClusterConfig, tables: RatesConfig) -> Rates:
+    """What kernels reach; raises UserError naming the attention kernels that there are."""
+    kernels = {rates.kernel: rates for rates in tables.attention}
+    if cfg.attention not in kernels:
+        raise UserError("cluster.attention", not_one_of(kernels, cfg.attention))
+    attention = kernels[cfg.attention]
+
+    def flops(points: tuple[tuple[float, float], ...], size: float = 1e9) -> Curve:
+        return Curve(points).scaled(size, 1e12 * cfg.throttle)
+
+    return Rates(
+        products={dtype: flops(getattr(tables.products, name)) for name, dtype in DTYPES.items()},
+        grouped=flops(tables.products.grouped),
+        attention=flops(attention.forward, 1.0),
+        attention_backward=flops(attention.backward, 1.0),
+        memory=Curve(tables.memory).scaled(2**20, 1e9 * cfg.hbm_gb_s),
+        kernel_s=US * cfg.kernel_us,
+        launch_s=US * cfg.launch_us,
+    )
+
+
+def by_sent_bytes(times: CollectiveTimes) -> Curve:
+    """Seconds of a collective by the bytes that a rank sends, as the largest buffer of a rank is given."""
+    brought = 2**20 / BUFFER[times.kind](times.ranks)
+    return Curve(times.us).scaled(SENT[times.kind](int(brought), times.ranks), US)

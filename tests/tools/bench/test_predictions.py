@@ -1,0 +1,113 @@
+"""Predicted against published and measured: rows that can be run, what their tables say, a machine that is measured."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from compiler_trainer.config.options import build
+from compiler_trainer.config.schema import ClusterConfig
+from compiler_trainer.planning.clusters import cluster_of
+from tools import calibrate
+from tools.bench import predicted, probes, published
+from tools.bench.job import composed
+from tools.bench.published import Outcome, Row
+
+ROWS = list(published.read_rows())
+ROW = Row("a/b", "a page", "h100", 8, (), tokens_per_s=1000.0, gib=50.0)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_every_published_row_can_be_run_and_says_where_it_comes_from(row):
+    cfg = composed(row.options, row.gpus)
+    assert cfg.cluster.name == row.cluster
+    assert row.source and row.tokens_per_s > 0
+    assert not (row.sets and row.unlike)
+
+
+def test_there_are_a_dozen_rows_that_are_judged():
+    assert sum(row.is_judged for row in ROWS) >= 12
+
+
+def test_what_set_a_factor_or_is_another_job_is_shown_and_not_judged():
+    outcomes = [
+        Outcome(ROW, 1100.0, 45.0, 1.0),
+        Outcome(replace(ROW, sets="throttle"), 2000.0, 100.0, 1.0),
+        Outcome(replace(ROW, unlike="stages"), 3000.0, 100.0, 1.0),
+        Outcome(replace(ROW, gib_unlike="an eager loss"), 1050.0, 100.0, 1.0),
+    ]
+    text = published.report(outcomes)
+    assert "| a/b | 1,000 | 1,100 (+10%) | 50.0 | 45.0 (-10%) |  |" in text
+    assert "| a/b | 1,000 | 2,000 (+100%) | 50.0 | 100.0 (+100%) | set the throttle |" in text
+    assert "| stages |" in text and "| memory: an eager loss |" in text
+    assert "throughput: 2 rows are judged; median error 7.5%, largest +10.0%." in text
+    assert "memory: 1 rows are judged; median error 10.0%, largest -10.0%." in text
+
+
+def test_a_pattern_that_names_no_row_is_refused(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        published.main(["--only", "nobody/*"])
+    assert stopped.value.code == 2
+    assert "error: --only: 'nobody/*' names no row; there are megatron_bridge/" in capsys.readouterr().err
+
+
+RESULT = {
+    "ranks": 2, "name": "dp_shard=2", "backend": "eager", "clock": "cpu", "measured_ms": 100.0, "predicted_ms": 110.0,
+    "measured_bytes": 2**20, "predicted_bytes": 2**20, "load": 1.0,
+}  # fmt: skip
+
+
+def test_the_table_of_measured_settings():
+    slower = RESULT | {"measured_ms": 200.0, "predicted_ms": 100.0, "predicted_bytes": 2**21}
+    text = predicted.report([RESULT, slower])
+    assert "| 2 | dp_shard=2 | eager | cpu | 100 | 110 (+10%) | 1.0 | 1.0 (+0.0%) | 1.0 |" in text
+    assert "2 settings: median error of step time 30.0%, of peak memory 50.00%; rank correlation of step times -1.00." in text
+
+
+def test_settings_are_a_dozen_on_one_two_and_four_ranks():
+    assert len(predicted.SETTINGS) >= 12
+    assert {s.ranks for s in predicted.SETTINGS} == {1, 2, 4}
+    for one in predicted.SETTINGS:
+        composed([*predicted.MODEL, *one.options], one.ranks)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Probes of small sizes."""
+    monkeypatch.setattr(probes, "SPELL_S", 1e-4)
+    monkeypatch.setattr(probes, "PRODUCTS", ((8, 8), (16, 16), (32, 32)))
+    monkeypatch.setattr(probes, "LENGTHS", (16, 32))
+    monkeypatch.setattr(probes, "MOVED_MIB", (0.01, 0.02))
+
+
+def test_what_one_rank_measures_is_a_cluster(quick, tmp_path):
+    found = probes.Probes(0, 1, 1, 0).all()
+    options = calibrate.options_of("here", found, 1)
+    cluster = cluster_of(build(ClusterConfig, yaml.safe_load(yaml.safe_dump(options))))
+    assert 0 < cluster.rates.kernel_s < 1e-2 and not cluster.links.measured
+    gflop, tflops = found["products"]["float32"][-1]
+    assert gflop == pytest.approx(2 * 32**3 / 1e9, rel=1e-3)
+    (curve,) = [c for dtype, c in cluster.rates.products.items() if "float32" in str(dtype)]
+    assert curve.at(1e9 * gflop) == pytest.approx(1e12 * tflops)
+
+
+@pytest.mark.full
+def test_two_ranks_calibrate_this_machine_and_a_dry_run_takes_it(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "cluster" / "here.yaml"
+    monkeypatch.setattr(sys, "argv", ["calibrate", "--out", str(path), "--ranks", "2"])
+    calibrate.main()
+    assert f"{path}: 2 ranks, measured in" in capsys.readouterr().out
+    cluster = cluster_of(build(ClusterConfig, yaml.safe_load(path.read_text())))
+    assert set(cluster.links.measured) == {
+        (kind, 2) for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift")}
+
+
+def test_a_machine_without_ranks_is_refused(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["calibrate", "--out", str(tmp_path / "x.yaml"), "--ranks", "0"])
+    with pytest.raises(SystemExit) as stopped:
+        calibrate.main()
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.strip() == "error: --ranks, --threads: must be at least 1"

@@ -1,0 +1,185 @@
+"""Predicted against measured, on this machine: `python -m tools.bench.predicted --ranks 2 --out FILE.json`.
+
+The machine is calibrated with as many ranks (`tools.calibrate`), then each setting is trained for a few steps and
+predicted. Results are added to the file, and the table is that of all in it. `backend` is what runs, and what is
+predicted: eager runs every operator as a kernel. `clock` is what is compared: steps, or with `cpu` what a rank computes
+in one, its collectives included and its waiting left out, which a busy machine leaves as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markdown import Markdown
+
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.options import build
+from compiler_trainer.config.schema import ClusterConfig
+from compiler_trainer.planning.dry import compile_dry, predict_step
+from tools.bench.command import Job
+from tools.bench.job import composed
+from tools.bench.probes import CLOCKS
+from tools.calibrate import measure, options_of
+
+MIB = 2**20
+MODEL = (
+    "model.dim=256", "model.n_layers=4", "model.n_heads=4", "model.n_kv_heads=4", "model.ffn_dim=768",
+    "model.vocab_size=2048", "train.seq_len=512", "train.global_batch_size=4", "optim.max_norm=1.0",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to train the model: its name and options."""
+
+    ranks: int
+    name: str
+    options: tuple[str, ...]
+
+
+def setting(ranks: int, mesh: str, policy: str, method: str = "auto") -> Setting:
+    """A mesh, a policy of recomputation and a method of context parallelism."""
+    options = [f"mesh.{axis}" for axis in mesh.split(" x ")]
+    given = (*options, f"passes.remat.policy={policy}", f"passes.context.method={method}")
+    return Setting(ranks, ", ".join([mesh, policy, *([method] if "cp" in mesh else [])]), given)
+
+
+SETTINGS = (
+    setting(1, "dp_shard=1", "none"),
+    setting(1, "dp_shard=1", "selective"),
+    setting(1, "dp_shard=1", "full"),
+    setting(2, "dp_shard=2", "selective"),
+    setting(2, "dp_shard=2", "full"),
+    setting(2, "dp_replicate=2 x dp_shard=1", "selective"),
+    setting(2, "dp_shard=1 x tp=2", "selective"),
+    setting(2, "dp_shard=1 x cp=2", "selective", "ring"),
+    setting(2, "dp_shard=1 x cp=2", "full", "all_gather"),
+    setting(4, "dp_shard=4", "selective"),
+    setting(4, "dp_shard=2 x tp=2", "selective"),
+    setting(4, "dp_shard=2 x cp=2", "full", "ring"),
+    setting(4, "dp_shard=1 x cp=4", "selective", "ulysses"),
+    setting(4, "dp_shard=1 x tp=4", "full"),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure the settings of so many ranks, and print the table; exits with 2 on bad input."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, choices=(1, 2, 4), help="none: only the table of what the file holds")
+    parser.add_argument("--out", type=Path, required=True, help="a JSON file of results, which is added to")
+    parser.add_argument("--only", default="*", help="a pattern of settings, e.g. '*tp=2*'")
+    parser.add_argument("--backend", choices=("eager", "inductor"), default="eager")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    parser.add_argument("--steps", type=int, default=4, help="timed, after one that is not")
+    parser.add_argument("--timeout-s", type=float, default=300)
+    args = parser.parse_args(arguments)
+    try:
+        results = json.loads(args.out.read_text()) if args.out.exists() else []
+        for result in compared(args) if args.ranks else ():
+            results.append(result)
+            args.out.write_text(json.dumps(results, indent=1) + "\n")
+        Console(width=150).print(Markdown(report(results)))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def compared(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Every setting that is asked for, predicted and measured, on the machine as it is calibrated just before."""
+    chosen = [s for s in SETTINGS if s.ranks == args.ranks and fnmatch.fnmatch(s.name, args.only)]
+    if not chosen:
+        raise UserError("--only", f"{args.only!r} names none of {', '.join(s.name for s in SETTINGS)}")
+    cluster = measure(args.ranks, 1, args.clock)
+    for one in chosen:
+        result, prediction = measured(one, args), predicted(one, cluster, args.backend)
+        step_ms, events = prediction["predicted"]["step_ms"], prediction["timeline"]
+        worked_ms = sum(event["end_ms"] - event["start_ms"] for event in events)
+        result["predicted_ms"] = step_ms if args.clock == "wall" else worked_ms
+        result["predicted_bytes"] = prediction["prediction"]["memory"]["written_bytes"]
+        yield result
+
+
+def measured(chosen: Setting, args: argparse.Namespace) -> dict[str, Any]:
+    """A few steps of a setting, one thread a rank; raises UserError with what it said if it fails."""
+    job_args = argparse.Namespace(
+        ranks=args.ranks,
+        overrides=[*MODEL, *chosen.options, f"lower.backend={args.backend}"],
+        rounds=1,
+        steps=args.steps,
+        threads=1,
+        timeout_s=args.timeout_s,
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        first, *rounds = Job("ours", args.ranks, job_args, Path(scratch, "job")).all()
+    last = rounds[-1] if rounds else first
+    if "error" in last:
+        raise UserError(chosen.name, last["error"])
+    figure = "step_ms" if args.clock == "wall" else "cpu_ms"
+    print(f"{chosen.ranks} ranks, {chosen.name}: {last[figure]:,.0f} ms", file=sys.stderr)
+    return {
+        "ranks": args.ranks,
+        "name": chosen.name,
+        "backend": args.backend,
+        "clock": args.clock,
+        "measured_ms": last[figure],
+        "measured_bytes": first["peak_bytes"],
+        "load": os.getloadavg()[0],
+    }
+
+
+def predicted(chosen: Setting, found: dict[str, Any], backend: str) -> dict[str, Any]:
+    """What a dry run predicts on the calibrated machine."""
+    cfg = composed([*MODEL, *chosen.options, f"lower.backend={backend}"], chosen.ranks)
+    cluster = build(ClusterConfig, options_of("here", found, chosen.ranks))
+    cfg = replace(cfg, cluster=cluster, passes=replace(cfg.passes, verify="off"))
+    return predict_step(cfg, compile_dry(cfg, None))
+
+
+# ---- the table ----------------------------------------------------------------------------------
+
+
+def report(results: Sequence[dict[str, Any]]) -> str:
+    """The table in Markdown, and the errors."""
+    headings = ("ranks", "setting", "backend", "clock", "ms measured", "predicted", "MiB measured", "predicted", "load")
+    lines = [row(headings), row(["---"] * len(headings)), *map(line, results)]
+    times = [(r["predicted_ms"], r["measured_ms"]) for r in results]
+    sizes = [(r["predicted_bytes"], r["measured_bytes"]) for r in results]
+    errors = [statistics.median(abs(p / m - 1) for p, m in pairs) for pairs in (times, sizes)]
+    said = f"{len(results)} settings: median error of step time {errors[0]:.1%}, of peak memory {errors[1]:.2%}"
+    return "\n".join([*lines, "", f"{said}; rank correlation of step times {rank_correlation(times):.2f}."])
+
+
+def line(r: dict[str, Any]) -> str:
+    """A setting."""
+    ms, size = r["predicted_ms"] / r["measured_ms"] - 1, r["predicted_bytes"] / r["measured_bytes"] - 1
+    times = [f"{r['measured_ms']:,.0f}", f"{r['predicted_ms']:,.0f} ({ms:+.0%})"]
+    sizes = [f"{r['measured_bytes'] / MIB:,.1f}", f"{r['predicted_bytes'] / MIB:,.1f} ({size:+.1%})"]
+    return row([str(r["ranks"]), r["name"], r["backend"], r["clock"], *times, *sizes, f"{r['load']:.1f}"])
+
+
+def row(cells: Sequence[str]) -> str:
+    """Cells of a table in Markdown."""
+    return f"| {' | '.join(cells)} |"
+
+
+def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
+    """Spearman's coefficient: the correlation of places."""
+    if len(pairs) < 2:
+        return 1.0
+    places = [[sorted(values).index(v) for v in values] for values in map(list, zip(*pairs, strict=True))]
+    return statistics.correlation(*places)
+
+
+if __name__ == "__main__":
+    main()

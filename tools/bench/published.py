@@ -1,0 +1,184 @@
+"""Predicted against published: `python -m tools.bench.published`.
+
+Each file of tools/bench/published holds the rows of one source: what was trained, on which cluster, and how fast. A row
+is compiled whole, as a dry run is, and its prediction stands beside the figure. A row that set a factor of a cluster,
+or that is not like for like, is shown and not judged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markdown import Markdown
+
+from compiler_trainer.config import yamls
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.planning.dry import compile_dry, predict_step
+from tools.bench.command import marked, markers, renew
+from tools.bench.job import composed
+
+ROWS = Path(__file__).parent / "published"
+TITLE = "published"  # in markers
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Row:
+    """One published figure: tokens a second and GPU, and GiB that a GPU's allocator reserved, if stated.
+
+    `sets` names the factor that was set by this row, `unlike` says why the two are not the same job, `gib_unlike` why
+    their memory is not.
+    """
+
+    name: str
+    source: str
+    cluster: str
+    gpus: int
+    options: tuple[str, ...]
+    tokens_per_s: float
+    gib: float | None = None
+    sets: str = ""
+    unlike: str = ""
+    gib_unlike: str = ""
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether its error counts."""
+        return not (self.sets or self.unlike)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was predicted of a row, and the seconds that took."""
+
+    row: Row
+    tokens_per_s: float
+    gib: float
+    took_s: float
+
+    @property
+    def speed_error(self) -> float:
+        """How far the predicted throughput is off, as a share."""
+        return self.tokens_per_s / self.row.tokens_per_s - 1
+
+    @property
+    def memory_error(self) -> float | None:
+        """How far the predicted memory is off, as a share."""
+        return self.gib / self.row.gib - 1 if self.row.gib else None
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table; exits with 2 on bad input."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="*", help="a pattern of FILE/ROW, e.g. 'torchtitan_2024_12/8B*'")
+    parser.add_argument("--write", type=Path, help="a file whose table between `<!-- bench published -->` is renewed")
+    parser.add_argument("overrides", nargs="*", help="options for every row, e.g. cluster.throttle=1.0")
+    args = parser.parse_args(arguments)
+    try:
+        rows = [row for row in read_rows() if fnmatch.fnmatch(row.name, args.only)]
+        if not rows:
+            raise UserError("--only", f"{args.only!r} names no row; there are {', '.join(r.name for r in read_rows())}")
+        if args.write and marked(args.write.read_text(), TITLE) is None:
+            raise UserError(str(args.write), f"has no lines {' and '.join(markers(TITLE))}; add them around the table")
+        outcomes = [outcome for row in rows if (outcome := tried(row, args.overrides))]
+        Console(width=160).print(Markdown(report(outcomes)))
+        if args.write:
+            renew(args.write, TITLE, report(outcomes))
+        if len(outcomes) < len(rows):
+            raise UserError("--only", f"{len(rows) - len(outcomes)} rows could not be compiled")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def tried(row: Row, overrides: Sequence[str]) -> Outcome | None:
+    """What is predicted of a row, or None if it cannot be compiled: it is said why."""
+    try:
+        found = predicted(row, overrides)
+    except UserError as error:
+        print(f"{row.name}: {error}", file=sys.stderr)
+        return None
+    print(f"{row.name}: {found.speed_error:+.1%}, {found.took_s:.0f} s", file=sys.stderr)
+    return found
+
+
+def read_rows() -> Iterator[Row]:
+    """Every published row, by file."""
+    for path in sorted(ROWS.glob("*.yaml")):
+        found = yamls.load(path)
+        for row in found["rows"]:
+            yield read_row(path.stem, found, row)
+
+
+def read_row(stem: str, found: dict[str, Any], row: dict[str, Any]) -> Row:
+    """A row with the options that it shares with others: those of all, and the sets that `with` names."""
+    shared = [option for name in row.get("with", ()) for option in found[name]]
+    row = {key: value for key, value in found.items() if key == "gib_unlike"} | row
+    options = (f"cluster={found['cluster']}", *found["options"], *shared, *row["options"])
+    known = {key: value for key, value in row.items() if key in Row.__dataclass_fields__}
+    told = {"name": f"{stem}/{row['name']}", "options": options, "cluster": found["cluster"]}
+    return Row(**{"source": found["source"], **known, **told})
+
+
+def predicted(row: Row, overrides: Sequence[str] = ()) -> Outcome:
+    """Compile a row for its mesh and predict it."""
+    began = time.perf_counter()
+    cfg = composed([*row.options, *overrides], row.gpus)
+    cfg = replace(cfg, passes=replace(cfg.passes, verify="off"))
+    found = predict_step(cfg, compile_dry(cfg, None))
+    memory = found["prediction"]["memory"]["reserved_bytes"] / GIB
+    return Outcome(row, found["predicted"]["tokens_per_s_per_gpu"], memory, time.perf_counter() - began)
+
+
+# ---- the table ----------------------------------------------------------------------------------
+
+
+def report(outcomes: Sequence[Outcome]) -> str:
+    """The table in Markdown, and the errors of the rows that are judged."""
+    lines = [
+        "| row | tokens/s/GPU published | predicted | GiB published | predicted | |",
+        "|---|---|---|---|---|---|",
+        *map(line, outcomes),
+    ]
+    return "\n".join([*lines, "", *judgement([o for o in outcomes if o.row.is_judged])])
+
+
+def line(found: Outcome) -> str:
+    """A row of the table."""
+    row, memory = found.row, found.memory_error
+    notes = [f"set the {row.sets}" if row.sets else row.unlike, f"memory: {row.gib_unlike}" if row.gib_unlike else ""]
+    cells = [
+        row.name,
+        f"{row.tokens_per_s:,.0f}",
+        f"{found.tokens_per_s:,.0f} ({found.speed_error:+.0%})",
+        f"{row.gib:.1f}" if row.gib else "",
+        f"{found.gib:.1f}" + (f" ({memory:+.0%})" if memory is not None else ""),
+        "; ".join(filter(None, notes)),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def judgement(judged: Sequence[Outcome]) -> list[str]:
+    """The median and the largest error of throughput and memory."""
+    lines = []
+    for what, errors in (
+        ("throughput", [found.speed_error for found in judged]),
+        ("memory", [e for found in judged if (e := found.memory_error) is not None and not found.row.gib_unlike]),
+    ):
+        if errors:
+            middle, worst = statistics.median(map(abs, errors)), max(errors, key=abs)
+            lines.append(f"{what}: {len(errors)} rows are judged; median error {middle:.1%}, largest {worst:+.1%}.")
+    return lines
+
+
+if __name__ == "__main__":
+    main()
