@@ -473,6 +473,27 @@ class ClusterConfig:
     expert_load: AtLeastOne = 1.0  # rows of the rank whose experts get most, over the mean
 
 
+RECOMPUTE = ("none", "selective", "attention", "every_second", "full")
+Recompute = Literal["none", "selective", "attention", "every_second", "full"]
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """What `compiler-trainer plan` and `mesh=auto` may choose, and how thoroughly they look (docs/21-plan.md).
+
+    What is stated on the command line is kept. `recompute` lists what they may set `passes.remat` to: attention keeps
+    the results of attention alone, every_second recomputes every second layer.
+    """
+
+    compile: Positive = 12  # of the best by closed forms so many are compiled
+    recompute: tuple[Recompute, ...] = RECOMPUTE
+    bfloat16: bool = True  # whether to compute in bfloat16 may be chosen, where passes.cast.param_dtype is null
+    float8: bool = False  # whether products in float8 may be
+    headroom: OpenFraction = 0.1  # of a GPU's memory, left for what no graph shows: the allocator, NCCL, CUDA
+    processes: Positive | None = None  # that compile side by side; null: one a core
+    suggest: bool = True  # whether a run says at its start that another mesh is predicted to be faster
+
+
 @dataclass(frozen=True)
 class Config:
     """All options of one run."""
@@ -490,6 +511,7 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     run: RunConfig = field(default_factory=RunConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
 
 
 PLAIN_HEADS = (None, "none", None)
