@@ -23,7 +23,7 @@ from compiler_trainer.config.schema import (
 )
 from compiler_trainer.config.validate import dry_world_size, validate
 from compiler_trainer.console import say
-from compiler_trainer.models.subject import named, subject
+from compiler_trainer.models.subject import Subject, named, subject
 from compiler_trainer.pipeline import build_pipeline
 from compiler_trainer.planning.dry_table import show
 from compiler_trainer.step.programs import Captured, Compilation, check_recordable, mesh_of, one_microbatch
@@ -79,11 +79,20 @@ class DryStep:
 def compile_dry(cfg: Config, observe: Observer | None) -> DryStep:
     """The programs that training would lower."""
     trained = subject(cfg)
+    programs, report = compilation(cfg, trained, observe).programs(evaluate=False)
+    if cfg.lower.cudagraphs:
+        check_recordable(programs, cfg.lower.backend == "inductor")
+    flat = {name: Captured(flatten(program), ctx) for name, (program, ctx) in programs.items()}
+    return DryStep(flat, report.finish(), trained.flops_per_token(cfg.train.seq_len))
+
+
+def compilation(cfg: Config, trained: Subject, observe: Observer | None = None) -> Compilation:
+    """What compiles them."""
     model = trained.module
     rows, length = cfg.train.global_batch_size, cfg.train.seq_len
     batch = {key: torch.empty(rows, length, dtype=torch.int64, device="meta") for key in models.INPUTS}
     masters = {name: p.dtype for name, p in model.named_parameters()}
-    work = Compilation(
+    return Compilation(
         model,
         trained.loss,
         one_microbatch(batch, cfg.train.microbatches),
@@ -93,11 +102,6 @@ def compile_dry(cfg: Config, observe: Observer | None) -> DryStep:
         torch.device("cpu"),  # kernels of other devices cannot be traced where they are not; shapes are the same
         observe,
     )
-    programs, report = work.programs(evaluate=False)
-    if cfg.lower.cudagraphs:
-        check_recordable(programs, cfg.lower.backend == "inductor")
-    flat = {name: Captured(flatten(program), ctx) for name, (program, ctx) in programs.items()}
-    return DryStep(flat, report.finish(), trained.flops_per_token(length))
 
 
 # ---- the prediction -----------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ They sort out; what they leave is compiled (`compiled.py`). `rank.py` has what s
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from compiler_trainer.planning.rank import Rank
 from compiler_trainer.planning.space import Candidate
@@ -24,7 +24,10 @@ RINGS = ("ring", "hybrid")
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a setting takes: seconds of a step, computing and waiting by axis, and bytes at the peak by kind."""
+    """What a setting takes: seconds of a step, computing and waiting by axis, and bytes at the peak by kind.
+
+    Of compiled ones also the bytes that a rank sends, by axis and link, and the place of the peak.
+    """
 
     candidate: Candidate
     compute_s: float
@@ -32,6 +35,13 @@ class Estimate:
     memory: Mapping[str, float]
     step_s: float
     bytes: float
+    sent: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    place: str = ""
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it was read from graphs."""
+        return bool(self.place)
 
 
 def estimates(rank: Rank, candidates: list[Candidate]) -> Iterator[Estimate]:

@@ -138,21 +138,21 @@ class Rank:
         return calls * collective_seconds(kind, sent, reach(self.mesh, axis, self.cluster.gpus_per_node), self.cluster)
 
     def buckets(self, size: float) -> float:
-        """In how many calls so many bytes of a layer travel."""
+        """In how many calls so many bytes travel that a layer has on a rank."""
         bucket = max(self.cfg.passes.schedule.bucket_mib, 1e-3) * 2**20
         return min(MATRICES, max(1.0, math.ceil(size / bucket)))
 
     @cached_property
     def gather_s(self) -> float:
         """Gathering a layer's parameters."""
-        size = self.layer * self.used / self.stored_over
-        return self.seconds("all_gather", size, self.mesh.stored_over, self.buckets(size))
+        size = self.layer * self.used
+        return self.seconds("all_gather", size / self.stored_over, self.mesh.stored_over, self.buckets(size))
 
     @cached_property
     def reduce_s(self) -> float:
         """Reducing a layer's gradients to who stores them."""
         size = self.layer * self.reduced
-        return self.seconds("reduce_scatter", size, self.mesh.stored_over, self.buckets(size / self.stored_over))
+        return self.seconds("reduce_scatter", size, self.mesh.stored_over, self.buckets(size))
 
     @cached_property
     def tables_s(self) -> float:

@@ -1,0 +1,201 @@
+"""The search: closed forms of every setting, the best of them compiled, and the best of these.
+
+Half of those to compile are the best by closed forms. What they show corrects the forms for the other half.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.models.subject import subject
+from compiler_trainer.planning import compiled
+from compiler_trainer.planning.dry import cluster_of
+from compiler_trainer.planning.estimate import Estimate, estimates
+from compiler_trainer.planning.rank import Rank
+from compiler_trainer.planning.sizes import Sizes, sizes_of
+from compiler_trainer.planning.space import Asked, Candidate, Left, candidates
+
+GIB = 2**30
+OF_A_MESH = 2  # settings of one mesh that are compiled, at most, in each half
+TRIES = 3  # times that further settings are compiled where none fits
+
+Compile = Callable[[Sequence[Candidate]], list[Estimate | str]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was found: compiled settings that fit, best first, those that do not, and all closed forms, best first.
+
+    `refused` are settings that a pass cannot do, with the reason; `left` counts what was left out from the start.
+    """
+
+    asked: Asked
+    flops_per_token: int
+    ranked: list[Estimate]
+    too_large: list[Estimate]
+    refused: dict[Candidate, str]
+    forms: list[Estimate]
+    left: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def best(self) -> Estimate:
+        """The fastest of those that fit."""
+        return self.ranked[0]
+
+    def tokens_per_s(self, found: Estimate) -> float:
+        """Of one GPU."""
+        train = self.asked.cfg.train
+        return train.global_batch_size * train.seq_len / self.asked.gpus / found.step_s
+
+    def mfu(self, found: Estimate) -> float:
+        """Of the peak in bfloat16, or in float32 where that is computed in."""
+        lower = {"bfloat16", "float8"} & set(found.candidate.precision)
+        cfg = self.asked.cfg
+        dtype = "bfloat16" if lower else cfg.passes.cast.param_dtype or cfg.train.dtype
+        peak = 1e12 * getattr(cfg.cluster.peak_tflops, dtype)
+        return self.flops_per_token * self.tokens_per_s(found) / peak
+
+
+def room(asked: Asked) -> float:
+    """Bytes of a GPU that a setting may take."""
+    cfg = asked.cfg
+    return cfg.cluster.hbm_gib * GIB * (1 - cfg.plan.headroom)
+
+
+def all_forms(asked: Asked, sizes: Sizes, left: Left) -> list[Estimate]:
+    """The closed forms of every setting, fastest first; of meshes whose state alone is too large, the count."""
+    cluster, found = cluster_of(asked.cfg.cluster), list[Estimate]()
+    groups: dict[tuple, list[Candidate]] = {}
+    for candidate in candidates(asked, sizes, left):
+        groups.setdefault((candidate.mesh, candidate.microbatches, candidate.precision), []).append(candidate)
+    for key, alike in groups.items():
+        found += estimates(Rank(asked.cfg, sizes, cluster, *key), alike)
+    return sorted(found, key=lambda e: e.step_s)
+
+
+def search(asked: Asked, compile_all: Compile) -> Plan:
+    """The plan for a job; raises UserError where nothing fits, saying by how much and what to change."""
+    trained, left = subject(asked.cfg), Left()
+    forms = all_forms(asked, sizes_of(asked.cfg, trained.module), left)
+    if not forms:
+        what = "; ".join(left.count) or "no mesh has that many ranks with the axes that are stated"
+        raise UserError("train.global_batch_size", f"leaves no setting: {what}; change the batch, or cluster.gpus")
+    limit, count = room(asked), asked.cfg.plan.compile
+    if forms[0].bytes > 0 and min(e.bytes for e in forms) > limit * 2:
+        raise nothing_fits(asked, min(forms, key=lambda e: e.bytes))
+    known: dict[Candidate, Estimate] = {}
+    refused: dict[Candidate, str] = {}
+    for turn in range(2 + TRIES):
+        corrected = correct(forms, known)
+        wanted = -(-count // 2) if turn == 0 else count - len(known) - len(refused) if turn == 1 else count // 2
+        if turn > 1 and any(e.bytes <= limit for e in known.values()):
+            break
+        chosen = shortlist(corrected, limit, {*known, *refused}, wanted)
+        for candidate, result in zip(chosen, compile_all(chosen), strict=True):
+            if isinstance(result, str):
+                refused[candidate] = result
+            else:
+                known[candidate] = result
+    by_speed = sorted(known.values(), key=lambda e: e.step_s)
+    ranked = [e for e in by_speed if e.bytes <= limit]
+    if not ranked:
+        if not known:
+            raise UserError("plan", f"every setting that was compiled is refused: {next(iter(refused.values()))}")
+        raise nothing_fits(asked, min(by_speed, key=lambda e: e.bytes))
+    too_large = [e for e in by_speed if e.bytes > limit]
+    flops = trained.flops_per_token(asked.cfg.train.seq_len)
+    return Plan(asked, flops, ranked, too_large, refused, correct(forms, known), left.count)
+
+
+def shortlist(forms: Iterable[Estimate], limit: float, known: set[Candidate], count: int) -> list[Candidate]:
+    """The fastest settings that may fit, few of each mesh; then those that need least memory."""
+    order = sorted(forms, key=lambda e: (e.bytes > limit, e.step_s if e.bytes <= limit else e.bytes))
+    per_mesh, chosen, twins = Counter[object](), list[Candidate](), set[tuple[float, float]]()
+    for found in order:
+        alike = (round(found.step_s, 9), round(found.bytes))
+        if found.candidate in known or per_mesh[found.candidate.mesh] >= OF_A_MESH or alike in twins:
+            continue
+        if len(chosen) >= count:
+            break
+        twins.add(alike)
+        per_mesh[found.candidate.mesh] += 1
+        chosen.append(found.candidate)
+    return chosen
+
+
+def correct(forms: list[Estimate], known: dict[Candidate, Estimate]) -> list[Estimate]:
+    """Closed forms times what they are off by on the average where graphs are known, by recomputation and method."""
+    if not known:
+        return forms
+    off: dict[tuple[str, ...], list[tuple[float, float]]] = {}
+    for form in forms:
+        if (real := known.get(form.candidate)) is not None:
+            for key in ((), (form.candidate.recompute,), kind_of(form.candidate)):
+                off.setdefault(key, []).append((real.step_s / form.step_s, real.bytes / form.bytes))
+    factors = {key: tuple(statistics.median(f) for f in zip(*pairs)) for key, pairs in off.items()}
+
+    def corrected(form: Estimate) -> Estimate:
+        candidate = form.candidate
+        keys = (kind_of(candidate), (candidate.recompute,), ())
+        time, size = next(factors[key] for key in keys if key in factors)
+        exposed = {axis: s * time for axis, s in form.exposed_s.items()}
+        memory = {kind: n * size for kind, n in form.memory.items()}
+        how = {"step_s": form.step_s * time, "compute_s": form.compute_s * time, "bytes": form.bytes * size}
+        return replace(form, exposed_s=exposed, memory=memory, **how)
+
+    return sorted(map(corrected, forms), key=lambda e: e.step_s)
+
+
+def kind_of(candidate: Candidate) -> tuple[str, ...]:
+    """Settings that closed forms are off by alike."""
+    axes = "".join(axis for axis in ("dp_replicate", "cp", "tp") if getattr(candidate.mesh, axis) > 1)
+    return candidate.recompute, candidate.method, axes
+
+
+def nothing_fits(asked: Asked, least: Estimate) -> UserError:
+    """By how much the setting that needs least memory needs too much, and what to change."""
+    cfg, need, there = asked.cfg, least.bytes / GIB, room(asked) / GIB
+    largest = max(least.memory, key=lambda kind: least.memory[kind])
+    what = f"the least is {need:,.1f} GiB ({least.candidate.axes()}, {least.candidate.recomputes()}), most of it {largest}"
+    have = f"a GPU of {cfg.cluster.name} has {there:,.1f} GiB beside plan.headroom={cfg.plan.headroom:g}"
+    fixed = {"activations", "update"} & {largest}
+    change = "a shorter train.seq_len" if fixed else "more GPUs, or optim=adamw8bit"
+    return UserError("plan", f"nothing fits: {what}, and {have}, {need - there:,.1f} too few; plan for {change}")
+
+
+# ---- compiling side by side ---------------------------------------------------------------------------
+
+
+def one(asked: Asked, candidate: Candidate) -> Estimate | str:
+    """A compiled setting, or why it is refused."""
+    try:
+        return compiled.estimate(asked.cfg, candidate)
+    except UserError as error:
+        return str(error)
+
+
+@contextmanager
+def side_by_side(asked: Asked) -> Iterator[Compile]:
+    """Compiles settings in processes, as many as cores; they start as copies of this one, with all that is imported."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = min(asked.cfg.plan.processes or cores, asked.cfg.plan.compile)
+    how = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(count, mp_context=how, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+
+        def compile_all(chosen: Sequence[Candidate]) -> list[Estimate | str]:
+            order = sorted(range(len(chosen)), key=lambda i: (chosen[i].precision, chosen[i].microbatches))
+            found = dict(zip(order, pool.map(one, [asked] * len(chosen), [chosen[i] for i in order])))
+            return [found[i] for i in range(len(chosen))]
+
+        yield compile_all
