@@ -25,6 +25,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from compiler_trainer.config import recipes
 from compiler_trainer.config.errors import RunError, UserError
 from compiler_trainer.config.options import not_one_of, tables, unknown
 from compiler_trainer.config.schema import Config, ModelConfig, build
@@ -53,6 +54,7 @@ def main() -> None:
             sys.argv.append(f"hydra.sweep.dir={scratch}")
         try:
             check_folders(sys.argv[1:])
+            sys.argv[1:] = recipes.by_name(sys.argv[1:], Path(scratch))
             run()
         except INPUT_ERRORS as error:
             refuse(error)
@@ -154,10 +156,15 @@ def checked(composed: DictConfig, ranks: int) -> Config:
         options = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise user_error(error) from error
-    cfg = build(Config, options)
+    cfg = typed(options)
     if cfg.run.dry and ranks > 1:
         raise UserError("run.dry", f"is one process, and {ranks} were started; start it without torchrun")
     return validate(cfg, dry_world_size(cfg) if cfg.run.dry else ranks)
+
+
+def typed(options: Any) -> Config:
+    """The options as a config; raises UserError naming the one at fault."""
+    return build(Config, options)
 
 
 def in_subfolder(cfg: Config, name: str) -> Config:

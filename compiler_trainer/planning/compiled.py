@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import fx
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import Config
+from compiler_trainer.config.schema import ClusterConfig, Config
 from compiler_trainer.models.subject import subject
 from compiler_trainer.pipeline import Passes
 from compiler_trainer.planning.dry import cluster_of, compilation, sent_bytes, stored_bytes
@@ -23,7 +23,8 @@ from compiler_trainer.planning.space import Candidate, depth_pattern, replaced
 from compiler_trainer.step.programs import Captured, on_mesh
 from passes.check.runner import apply_pass
 from passes.cost.accounting import Ledger
-from passes.cost.predict import predict
+from passes.cost.cluster import Cluster
+from passes.cost.predict import Timeline, predict
 from passes.program import ir
 from passes.program.regions import regions
 from passes.program.sweep import sweep
@@ -44,13 +45,24 @@ def depths(cfg: Config) -> tuple[int, ...]:
     return few if whole > few[-1] and (whole - few[0]) % period == 0 else (whole,)
 
 
-def estimate(cfg: Config, candidate: Candidate) -> Estimate:
-    """What a job takes in a setting, from compiled programs; raises UserError where it is refused."""
+def estimate(cfg: Config, candidate: Candidate, clusters: Sequence[ClusterConfig]) -> tuple[Estimate, ...]:
+    """What a job takes in a setting on each cluster, from compiled programs; raises UserError where it is refused."""
     cfg = candidate.applied(cfg)
     few = depths(cfg)
-    found = [figures(replaced(cfg, {"model": {"n_layers": n}})) for n in few] or [figures(cfg)]
-    known = found[-1] if len(few) < 2 else continued(*found, few[0], few[1], cfg.model.n_layers)
-    return from_figures(candidate, known)
+    found = [figures(replaced(cfg, {"model": {"n_layers": n}}), clusters) for n in few] or [figures(cfg, clusters)]
+    if len(few) < 2:
+        return tuple(from_figures(candidate, known) for known in found[-1])
+    lines = (continued(low, high, few[0], few[1], cfg.model.n_layers) for low, high in zip(*found))
+    return tuple(from_figures(candidate, known) for known in lines)
+
+
+def timeline(cfg: Config, candidate: Candidate) -> tuple[int | None, dict[str, Timeline]]:
+    """(layers, the timeline of each program) of a setting, compiled with few layers where it has many."""
+    cfg, few = candidate.applied(cfg), depths(cfg)
+    if few:
+        cfg = replaced(cfg, {"model": {"n_layers": few[-1]}})
+    cluster = cluster_of(cfg.cluster)
+    return few[-1] if few else None, {name: predict(*p, cluster).timeline for name, p in programs_of(cfg).items()}
 
 
 def continued(low: Figures, high: Figures, few: int, more: int, layers: int) -> Figures:
@@ -75,20 +87,27 @@ def from_figures(candidate: Candidate, known: Figures) -> Estimate:
     return Estimate(candidate, known["compute",], exposed, memory, known["step",], total, sent, " ".join(at))
 
 
-def figures(cfg: Config) -> Figures:
-    """Seconds of a step, bytes sent and bytes alive by place, of a configuration as it is."""
-    programs, cluster = programs_of(cfg), cluster_of(cfg.cluster)
+def figures(cfg: Config, clusters: Sequence[ClusterConfig]) -> list[Figures]:
+    """Seconds of a step, bytes sent and bytes alive by place, of a configuration as it is on each cluster."""
+    programs = programs_of(cfg)
+    alive = memory(programs)
+    return [{**times(programs, cfg.train.microbatches, cluster_of(cluster)), **alive} for cluster in clusters]
+
+
+def times(programs: Mapping[str, Captured], microbatches: int, cluster: Cluster) -> Figures:
+    """Seconds of a step, computing and waiting, and bytes sent."""
     found = {name: predict(*captured, cluster) for name, captured in programs.items()}
-    runs = {name: cfg.train.microbatches if name == "accumulate" else 1 for name in found}
+    runs = {name: microbatches if name == "accumulate" else 1 for name in found}
     known: Counter[tuple[str, ...]] = Counter()
     for name, prediction in found.items():
         timeline = prediction.timeline
         parts = {("step",): timeline.step_s, ("compute",): timeline.compute_s}
         parts |= {("exposed", axis): s for axis, s in timeline.exposed_s.items()}
-        known.update({key: runs[name] * s for key, s in parts.items()})
+        for key, seconds in parts.items():
+            known[key] += runs[name] * seconds  # type: ignore[assignment]
     for axis, links in sent_bytes(found, runs).items():
         known.update({("sent", axis, link): size for link, size in links.items()})
-    return {**known, **memory(programs)}
+    return dict(known)
 
 
 def programs_of(cfg: Config) -> dict[str, Captured]:

@@ -9,10 +9,9 @@ import multiprocessing
 import os
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -28,9 +27,11 @@ from compiler_trainer.planning.space import Asked, Candidate, Left, candidates
 
 GIB = 2**30
 OF_A_MESH = 2  # settings of one mesh that are compiled, at most, in each half
+HOPELESS = 2  # times the memory that there is: beyond it nothing is compiled
 TRIES = 3  # times that further settings are compiled where none fits
 
-Compile = Callable[[Sequence[Candidate]], list[Estimate | str]]
+Found = tuple[Estimate, ...] | str  # of a setting, for each job; or why it is refused
+Compile = Callable[[Sequence[Candidate]], list[Found]]
 
 
 @dataclass(frozen=True)
@@ -84,38 +85,63 @@ def all_forms(asked: Asked, sizes: Sizes, left: Left) -> list[Estimate]:
     return sorted(found, key=lambda e: e.step_s)
 
 
-def search(asked: Asked, compile_all: Compile) -> Plan:
-    """The plan for a job; raises UserError where nothing fits, saying by how much and what to change."""
+@dataclass
+class Sought:
+    """A job that is being planned for: its closed forms, and what is known of compiled settings by now."""
+
+    asked: Asked
+    flops_per_token: int
+    plain: list[Estimate]
+    left: Left
+    known: dict[Candidate, Estimate] = field(default_factory=dict)
+    refused: dict[Candidate, str] = field(default_factory=dict)
+
+    def next(self, turn: int) -> list[Candidate]:
+        """What to compile in a turn: half, the other half, and more as long as none fits."""
+        count, limit, done = self.asked.cfg.plan.compile, room(self.asked), {*self.known, *self.refused}
+        wanted = -(-count // 2) if turn == 0 else count - len(done) if turn == 1 else count // 2
+        if turn > 1 and any(e.bytes <= limit for e in self.known.values()):
+            return []
+        return shortlist(correct(self.plain, self.known), limit, done, wanted)
+
+    def plan(self) -> Plan:
+        """What was found; raises UserError where nothing fits, saying by how much and what to change."""
+        limit, by_speed = room(self.asked), sorted(self.known.values(), key=lambda e: e.step_s)
+        ranked = [e for e in by_speed if e.bytes <= limit]
+        if not ranked and not by_speed:
+            raise UserError("plan", f"every setting that was compiled is refused: {next(iter(self.refused.values()))}")
+        if not ranked:
+            raise nothing_fits(self.asked, min(by_speed, key=lambda e: e.bytes))
+        too_large = [e for e in by_speed if e.bytes > limit]
+        forms = correct(self.plain, self.known)
+        return Plan(self.asked, self.flops_per_token, ranked, too_large, self.refused, forms, self.left.count)
+
+
+def sought(asked: Asked) -> Sought:
+    """A job with the closed forms of every setting; raises UserError where there is none, or none can fit."""
     trained, left = subject(asked.cfg), Left()
     forms = all_forms(asked, sizes_of(asked.cfg, trained.module), left)
     if not forms:
         what = "; ".join(left.count) or "no mesh has that many ranks with the axes that are stated"
         raise UserError("train.global_batch_size", f"leaves no setting: {what}; change the batch, or cluster.gpus")
-    limit, count = room(asked), asked.cfg.plan.compile
-    if forms[0].bytes > 0 and min(e.bytes for e in forms) > limit * 2:
-        raise nothing_fits(asked, min(forms, key=lambda e: e.bytes))
-    known: dict[Candidate, Estimate] = {}
-    refused: dict[Candidate, str] = {}
+    least = min(forms, key=lambda e: e.bytes)
+    if least.bytes > HOPELESS * room(asked):
+        raise nothing_fits(asked, least)
+    return Sought(asked, trained.flops_per_token(asked.cfg.train.seq_len), forms, left)
+
+
+def search(jobs: Sequence[Asked], compile_all: Compile) -> list[Plan]:
+    """Plans for jobs that differ in the cluster alone, for each; raises UserError where nothing fits."""
+    all_sought = [sought(asked) for asked in jobs]
     for turn in range(2 + TRIES):
-        corrected = correct(forms, known)
-        wanted = -(-count // 2) if turn == 0 else count - len(known) - len(refused) if turn == 1 else count // 2
-        if turn > 1 and any(e.bytes <= limit for e in known.values()):
-            break
-        chosen = shortlist(corrected, limit, {*known, *refused}, wanted)
-        for candidate, result in zip(chosen, compile_all(chosen), strict=True):
-            if isinstance(result, str):
-                refused[candidate] = result
-            else:
-                known[candidate] = result
-    by_speed = sorted(known.values(), key=lambda e: e.step_s)
-    ranked = [e for e in by_speed if e.bytes <= limit]
-    if not ranked:
-        if not known:
-            raise UserError("plan", f"every setting that was compiled is refused: {next(iter(refused.values()))}")
-        raise nothing_fits(asked, min(by_speed, key=lambda e: e.bytes))
-    too_large = [e for e in by_speed if e.bytes > limit]
-    flops = trained.flops_per_token(asked.cfg.train.seq_len)
-    return Plan(asked, flops, ranked, too_large, refused, correct(forms, known), left.count)
+        chosen = list(dict.fromkeys(candidate for job in all_sought for candidate in job.next(turn)))
+        for candidate, found in zip(chosen, compile_all(chosen) if chosen else [], strict=True):
+            for i, job in enumerate(all_sought):
+                if isinstance(found, str):
+                    job.refused[candidate] = found
+                else:
+                    job.known[candidate] = found[i]
+    return [job.plan() for job in all_sought]
 
 
 def shortlist(forms: Iterable[Estimate], limit: float, known: set[Candidate], count: int) -> list[Candidate]:
@@ -177,25 +203,26 @@ def nothing_fits(asked: Asked, least: Estimate) -> UserError:
 # ---- compiling side by side ---------------------------------------------------------------------------
 
 
-def one(asked: Asked, candidate: Candidate) -> Estimate | str:
+def one(jobs: Sequence[Asked], candidate: Candidate) -> Found:
     """A compiled setting, or why it is refused."""
     try:
-        return compiled.estimate(asked.cfg, candidate)
+        return compiled.estimate(jobs[0].cfg, candidate, [asked.cfg.cluster for asked in jobs])
     except UserError as error:
         return str(error)
 
 
 @contextmanager
-def side_by_side(asked: Asked) -> Iterator[Compile]:
+def side_by_side(jobs: Sequence[Asked]) -> Iterator[Compile]:
     """Compiles settings in processes, as many as cores; they start as copies of this one, with all that is imported."""
+    plan = jobs[0].cfg.plan
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    count = min(asked.cfg.plan.processes or cores, asked.cfg.plan.compile)
     how = multiprocessing.get_context("fork")
+    count = min(plan.processes or cores, plan.compile)
     with ProcessPoolExecutor(count, mp_context=how, initializer=torch.set_num_threads, initargs=(1,)) as pool:
 
-        def compile_all(chosen: Sequence[Candidate]) -> list[Estimate | str]:
+        def compile_all(chosen: Sequence[Candidate]) -> list[Found]:
             order = sorted(range(len(chosen)), key=lambda i: (chosen[i].precision, chosen[i].microbatches))
-            found = dict(zip(order, pool.map(one, [asked] * len(chosen), [chosen[i] for i in order])))
+            found = dict(zip(order, pool.map(one, [jobs] * len(chosen), [chosen[i] for i in order])))
             return [found[i] for i in range(len(chosen))]
 
         yield compile_all
