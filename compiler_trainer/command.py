@@ -156,7 +156,7 @@ def planning(arguments: Sequence[str]) -> None:
     """Find the fastest mesh, microbatches and recomputation for a model on a cluster, and write a recipe of it."""
     takes = argparse.ArgumentParser("compiler-trainer plan", description=VERBS["plan"].__doc__)
     takes.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="the job; what is stated is kept")
-    takes.add_argument("--vary", action="append", default=[], metavar="OPTION=V1,V2", help="plan for each of the values")
+    takes.add_argument("--vary", action="append", default=[], metavar="OPTION=V1,V2", help="plan for each value")
     takes.add_argument("--config-dir", type=Path, help="a folder of choices of one's own")
     given = takes.parse_intermixed_args(arguments)
     with tempfile.TemporaryDirectory() as scratch:
@@ -173,9 +173,10 @@ def planning(arguments: Sequence[str]) -> None:
 
 def question(overrides: Sequence[str], stated: Sequence[str], values: dict[str, Any]) -> Question:
     """What to plan for: the default job with overrides, and some values otherwise."""
-    options = saved.compose(train.CONF, [*overrides, *(f"{name}={value}" for name, value in values.items())])
+    changed = [f"{name}={value}" for name, value in values.items()]
+    options = saved.compose(train.CONF, [*overrides, *changed])
     groups = frozenset(path.name for path in train.CONF.iterdir() if path.is_dir())
-    return Question(train.typed(options), [*stated, *(f"{name}={value}" for name, value in values.items())], groups, values)
+    return Question(train.typed(options), [*stated, *changed], groups, values)
 
 
 def varied_values(given: Sequence[str]) -> list[dict[str, Any]]:

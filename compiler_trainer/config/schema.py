@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from omegaconf import OmegaConf
 
@@ -262,7 +262,7 @@ class LrScheduleConfig:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Ranks along each axis; at most one axis is -1, the ranks that the others leave.
+    """Ranks along each axis; at most one axis is -1, the ranks that the others leave. `mesh=auto` plans them.
 
     `ep` counts no further ranks: among so many of `dp_shard` and `cp` (or of these and all of `tp`) experts are spread.
     """
@@ -273,6 +273,9 @@ class MeshConfig:
     cp: AxisSize = 1
     tp: AxisSize = 1
     ep: Positive = 1
+
+
+AUTO = MeshConfig(dp_replicate=-1, dp_shard=-1, cp=-1, tp=-1)  # what `mesh=auto` stands for until a plan is made
 
 
 @dataclass(frozen=True)
@@ -473,8 +476,8 @@ class ClusterConfig:
     expert_load: AtLeastOne = 1.0  # rows of the rank whose experts get most, over the mean
 
 
-RECOMPUTE = ("none", "selective", "attention", "every_second", "full")
 Recompute = Literal["none", "selective", "attention", "every_second", "full"]
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 
 
 @dataclass(frozen=True)

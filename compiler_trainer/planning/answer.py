@@ -47,9 +47,9 @@ def row(plan: Plan, number: int | str, found: Estimate) -> tuple[str, ...]:
     """The cells of a table."""
     candidate = found.candidate
     method = candidate.method if candidate.mesh.cp > 1 else ""
-    precision = "" if candidate.precision == ("as given",) else f", {'+'.join(candidate.precision)}"
+    precision = f", {'+'.join(candidate.precision)}" if len(precisions(plan)) > 1 else ""
     speed, share = f"{plan.tokens_per_s(found):,.0f}", f"{plan.mfu(found):.1%}"
-    kept, size = candidate.recomputes() + precision, f"{found.bytes / GIB:.1f}"
+    kept, size = candidate.recomputes() + precision, f"{found.bytes / GIB:.3g}"
     return (str(number), candidate.axes(), str(candidate.microbatches), kept, method, speed, share, size, bound(found))
 
 
@@ -63,9 +63,20 @@ def bound(found: Estimate) -> str:
     return f"{computing}, {axis} {waits[axis] / found.step_s:.0%}"
 
 
+def precisions(plan: Plan) -> set[tuple[str, ...]]:
+    """Those of the settings that were compiled."""
+    return {one.candidate.precision for one in (*plan.ranked, *plan.too_large)}
+
+
+def computed_in(plan: Plan) -> str:
+    """`, in bfloat16`, where that was chosen for all; else an empty string."""
+    (first, *others) = precisions(plan)
+    return "" if others or first == ("as given",) else f", in {'+'.join(first)}"
+
+
 def table(plan: Plan) -> Table:
     """The compiled settings that fit, best first."""
-    found = Table(*HEADINGS, title=f"{title(plan)}: {job(plan)}", caption=counted(plan))
+    found = Table(*HEADINGS, title=f"{title(plan)}: {job(plan)}", caption=counted(plan) + computed_in(plan))
     for number, one in enumerate(plan.ranked[:SHOWN], 1):
         found.add_row(*row(plan, number, one))
     return found
@@ -158,7 +169,7 @@ def recipe(plan: Plan, overrides: Sequence[str], groups: Iterable[str]) -> str:
     lines = [
         f"{title(plan)}: {job(plan)}.",
         f"Predicted: {plan.tokens_per_s(best):,.0f} tokens/s/GPU, MFU {plan.mfu(best):.1%}, "
-        f"{1e3 * best.step_s:,.0f} ms a step, {best.bytes / GIB:.1f} GiB a GPU.",
+        f"{1e3 * best.step_s:,.0f} ms a step, {best.bytes / GIB:.3g} GiB a GPU.",
         f"Waits: {waits or 'none'}. The best of {counted(plan)}.",
         f"Start it on {plan.asked.gpus:,} ranks with recipe=THIS_FILE; data and steps are yours to say.",
     ]

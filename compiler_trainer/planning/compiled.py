@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import ClusterConfig, Config
+from compiler_trainer.config.schema import ClusterConfig, Config, ModelConfig
 from compiler_trainer.models.subject import subject
 from compiler_trainer.pipeline import Passes
 from compiler_trainer.planning.dry import cluster_of, compilation, sent_bytes, stored_bytes
@@ -34,31 +34,30 @@ FEW = (3, 4)  # layers, or (1, 2) periods of them: with two, none has neighbours
 captures: dict[str, Captured] = {}  # by what they depend on, in this process
 
 
-def depths(cfg: Config) -> tuple[int, ...]:
-    """The numbers of layers to compile; the model's own where it has few, or options cannot say how many."""
-    pattern = depth_pattern(cfg)
-    if pattern is None:
-        return ()
-    first, period = pattern
+def depths(cfg: Config) -> tuple[tuple[int, ...], int]:
+    """(the numbers of layers to compile, all layers): all of them where there are few; none if options cannot say."""
+    if not isinstance(cfg.model, ModelConfig):
+        return (), 0
+    first, period = depth_pattern(cfg.model)
     few = tuple(first + n * period for n in (FEW if period == 1 else (1, 2)))
     whole = cfg.model.n_layers
-    return few if whole > few[-1] and (whole - few[0]) % period == 0 else (whole,)
+    return (few if whole > few[-1] and (whole - few[0]) % period == 0 else (whole,)), whole
 
 
 def estimate(cfg: Config, candidate: Candidate, clusters: Sequence[ClusterConfig]) -> tuple[Estimate, ...]:
     """What a job takes in a setting on each cluster, from compiled programs; raises UserError where it is refused."""
     cfg = candidate.applied(cfg)
-    few = depths(cfg)
+    few, layers = depths(cfg)
     found = [figures(replaced(cfg, {"model": {"n_layers": n}}), clusters) for n in few] or [figures(cfg, clusters)]
     if len(few) < 2:
         return tuple(from_figures(candidate, known) for known in found[-1])
-    lines = (continued(low, high, few[0], few[1], cfg.model.n_layers) for low, high in zip(*found))
+    lines = (continued(low, high, few[0], few[1], layers) for low, high in zip(*found))
     return tuple(from_figures(candidate, known) for known in lines)
 
 
 def timeline(cfg: Config, candidate: Candidate) -> tuple[int | None, dict[str, Timeline]]:
     """(layers, the timeline of each program) of a setting, compiled with few layers where it has many."""
-    cfg, few = candidate.applied(cfg), depths(cfg)
+    cfg, (few, _) = candidate.applied(cfg), depths(cfg)
     if few:
         cfg = replaced(cfg, {"model": {"n_layers": few[-1]}})
     cluster = cluster_of(cfg.cluster)
@@ -101,7 +100,7 @@ def times(programs: Mapping[str, Captured], microbatches: int, cluster: Cluster)
     known: Counter[tuple[str, ...]] = Counter()
     for name, prediction in found.items():
         timeline = prediction.timeline
-        parts = {("step",): timeline.step_s, ("compute",): timeline.compute_s}
+        parts: Figures = {("step",): timeline.step_s, ("compute",): timeline.compute_s}
         parts |= {("exposed", axis): s for axis, s in timeline.exposed_s.items()}
         for key, seconds in parts.items():
             known[key] += runs[name] * seconds  # type: ignore[assignment]
@@ -154,7 +153,7 @@ def memory(programs: Mapping[str, Captured]) -> Figures:
     return found
 
 
-def peaks(captured: Captured) -> dict[tuple[str, str], Mapping[str, int]]:
+def peaks(captured: Captured) -> dict[tuple[str, str], dict[str, int]]:
     """Bytes by kind where most is alive in each phase, within the first layer, the last one, and outside of layers."""
     program, ctx = captured
     ledger = Ledger(program, sweep(program, ctx))
@@ -185,11 +184,11 @@ def places(program: ir.Program, nodes: list[fx.Node]) -> list[tuple[str, str] | 
     return found
 
 
-def alive_at(ledger: Ledger, at: int) -> Mapping[str, int]:
+def alive_at(ledger: Ledger, at: int) -> dict[str, int]:
     """Bytes alive at a node, by kind."""
     found: Counter[str] = Counter()
     for life in ledger.all_lives:
         if life.born <= at <= life.last:
             found[ledger.kinds[life.storage]] += life.times * ledger.swept.storage_bytes[life.storage]
-    return found
+    return dict(found)
 

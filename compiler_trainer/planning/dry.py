@@ -31,7 +31,6 @@ from compiler_trainer.step.step import state_name
 from compiler_trainer.training import folder
 from compiler_trainer.training.progress import say_contents
 from compiler_trainer.training.speed import peak_flops
-from compiler_trainer.training.trainer import train
 from passes.check.runner import Dumper, Observer
 from passes.cost.cluster import Cluster, Link
 from passes.cost.predict import Prediction, Timeline, longest, predict
@@ -39,11 +38,6 @@ from passes.program.bodies import flatten
 
 STORED = ("parameter", "buffer", "moment", "gradient")
 LONGEST = 15  # kernels and collectives named in the report
-
-
-def outcome(cfg: Config) -> float:
-    """Train; the loss that it ends with. With `run.dry` compile only; the predicted milliseconds of a step."""
-    return dry_run(cfg)["predicted"]["step_ms"] if cfg.run.dry else train(cfg)
 
 
 def dry_run(cfg: Config) -> dict[str, Any]:

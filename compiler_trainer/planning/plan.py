@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
-
 from compiler_trainer.config import schema
 from compiler_trainer.config.schema import CheckpointConfig, Config
 from compiler_trainer.config.validate import validate
-from compiler_trainer.console import say
+from compiler_trainer.console import say, wide
 from compiler_trainer.planning import answer, plan_page
 from compiler_trainer.planning.search import Plan, search, side_by_side
 from compiler_trainer.planning.space import Asked
@@ -47,7 +44,7 @@ def plan(question: Question) -> Plan:
     place = checked_folder(question.cfg)
     with side_by_side([asked]) as compile_all:
         (found,) = search([asked], compile_all)
-    Console(file=sys.stdout).print(answer.table(found))
+    wide().print(answer.table(found))
     place.mkdir(parents=True, exist_ok=True)
     schema.save(found.best.candidate.applied(question.cfg), place / folder.CONFIG)
     answer.write(found, answer.recipe(found, question.overrides, question.groups), place)
@@ -67,7 +64,7 @@ def plan_all(questions: Sequence[Question]) -> list[Varied]:
         with side_by_side([jobs[i] for i in alike]) as compile_all:
             found |= dict(zip(alike, search([jobs[i] for i in alike], compile_all)))
     varied = [Varied(question.varied, found[i]) for i, question in enumerate(questions)]
-    Console(file=sys.stdout).print(vary_table(varied))
+    wide().print(vary_table(varied))
     place.mkdir(parents=True, exist_ok=True)
     for number, (question, one) in enumerate(zip(questions, varied)):
         point = place / str(number)
@@ -84,8 +81,8 @@ def by_program(jobs: Sequence[Asked]) -> list[list[int]]:
     """The numbers of jobs whose programs are the same: they differ in rates of the cluster, not in its GPUs."""
     groups: dict[str, list[int]] = {}
     for i, asked in enumerate(jobs):
-        cfg = dataclasses.replace(asked.cfg, cluster=schema.ClusterConfig(gpus=asked.gpus), run=schema.RunConfig(dir=""))
-        groups.setdefault(repr((cfg, sorted(asked.given))), []).append(i)
+        alike = dataclasses.replace(asked.cfg, cluster=schema.ClusterConfig(gpus=asked.gpus))
+        groups.setdefault(repr((dataclasses.replace(alike, run=None), sorted(asked.given))), []).append(i)  # type: ignore[arg-type]
     return list(groups.values())
 
 

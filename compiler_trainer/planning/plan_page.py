@@ -18,7 +18,8 @@ from passes.cost.predict import COMPUTE, Timeline
 
 FILE = "plan.html"
 GREY = "#888a85"
-COLOURS = {"computing": BLUE, "fsdp": ORANGE, "dp_replicate": "#75507b", "tp": "#4e9a06", "cp": "#c4a000", "ep": "#cc0000"}
+WAITS = {"fsdp": ORANGE, "dp_replicate": "#75507b", "tp": "#4e9a06", "cp": "#c4a000", "ep": "#cc0000"}
+COLOURS = {"computing": BLUE, **WAITS}
 FAINT = 300  # closed forms that are drawn
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 
@@ -32,7 +33,7 @@ def write(plan: Plan, folder: Path) -> None:
         f"<table>{ranking(plan)}</table>",
         drawn(overview(plan)),
         f"<h2>The best one's timeline{of}</h2>",
-        "<p>Kernels on the compute stream, and collectives of each axis; what computation waits for is a gap in it.</p>",
+        "<p>Kernels on the compute stream, collectives of each axis; a gap in computing is a wait.</p>",
         *(drawn(gantt(name, timeline)) for name, timeline in timelines.items()),
         "<h2>Why the others are not</h2><p>The best setting of each other mesh.</p>",
         f'<table class="words">{reasons(plan)}</table>',
@@ -112,7 +113,8 @@ def front(plan: Plan) -> go.Scatter:
         if not best or one.step_s < best[-1].step_s:
             best.append(one)
     memory, speed = [e.bytes / GIB for e in best], [plan.tokens_per_s(e) for e in best]
-    return go.Scatter(x=memory, y=speed, mode="lines", name="none faster in as little", line={"color": ORANGE, "shape": "hv"})
+    line = {"color": ORANGE, "shape": "hv"}
+    return go.Scatter(x=memory, y=speed, mode="lines", name="none faster in as little", line=line)
 
 
 def label(found: Estimate) -> str:
@@ -161,7 +163,8 @@ def gantt(name: str, timeline: Timeline) -> go.Figure:
         )
     plot.update_xaxes(title=f"ms of the program {name}")
     plot.update_yaxes(autorange="reversed")
-    return plot.update_layout(height=130 + 45 * len(streams), template="plotly_white", bargap=0.3, margin={"t": 20, "r": 20})
+    height = 130 + 45 * len(streams)
+    return plot.update_layout(height=height, template="plotly_white", bargap=0.3, margin={"t": 20, "r": 20})
 
 
 # ---- several plans ------------------------------------------------------------------------------------
@@ -186,7 +189,8 @@ def over_values(varied: Sequence[Varied]) -> go.Figure:
     for one in varied:
         lines.setdefault(other_values(one.values, others), []).append(one)
     for number, (name, points) in enumerate(lines.items()):
-        how = {"name": name, "legendgroup": name, "mode": "lines+markers", "line": {"dash": DASHES[number % len(DASHES)]}}
+        line = {"dash": DASHES[number % len(DASHES)]}
+        how = {"name": name, "legendgroup": name, "mode": "lines+markers", "line": line}
         at, said = [p.values[first] for p in points], [label(p.plan.best) for p in points]
         for column, heights in enumerate(
             ([p.plan.tokens_per_s(p.plan.best) for p in points], [p.plan.best.bytes / GIB for p in points]), 1

@@ -47,7 +47,8 @@ class Rank:
     @cached_property
     def tokens(self) -> int:
         """Of a microbatch, those that the ranks of `tp` have together."""
-        rows = math.ceil(self.cfg.train.global_batch_size / self.microbatches / (self.axes.dp_replicate * self.axes.dp_shard))
+        ranks = self.axes.dp_replicate * self.axes.dp_shard
+        rows = math.ceil(self.cfg.train.global_batch_size / self.microbatches / ranks)
         folded = 2 * self.axes.cp if self.axes.cp > 1 else 1
         return rows * math.ceil(self.cfg.train.seq_len / folded) * folded // self.axes.cp
 

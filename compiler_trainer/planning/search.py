@@ -193,7 +193,8 @@ def nothing_fits(asked: Asked, least: Estimate) -> UserError:
     """By how much the setting that needs least memory needs too much, and what to change."""
     cfg, need, there = asked.cfg, least.bytes / GIB, room(asked) / GIB
     largest = max(least.memory, key=lambda kind: least.memory[kind])
-    what = f"the least is {need:,.1f} GiB ({least.candidate.axes()}, {least.candidate.recomputes()}), most of it {largest}"
+    setting = f"{least.candidate.axes()}, {least.candidate.recomputes()}"
+    what = f"the least is {need:,.1f} GiB ({setting}), most of it {largest}"
     have = f"a GPU of {cfg.cluster.name} has {there:,.1f} GiB beside plan.headroom={cfg.plan.headroom:g}"
     fixed = {"activations", "update"} & {largest}
     change = "a shorter train.seq_len" if fixed else "more GPUs, or optim=adamw8bit"

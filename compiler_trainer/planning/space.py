@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -220,12 +221,8 @@ def precisions(asked: Asked) -> list[tuple[str, ...]]:
     return found
 
 
-def depth_pattern(cfg: Config) -> tuple[int, int] | None:
-    """(layers before the first of those that repeat, layers after which they do), None where depth is not an option."""
-    if not isinstance(cfg.model, ModelConfig):
-        return None
-    experts = cfg.model.experts
-    period, other = (experts.every if experts else 1), cfg.model.nope_every or 1
-    while period % other:
-        period += experts.every if experts else 1
-    return (experts.dense_layers if experts else 0), period
+def depth_pattern(model: ModelConfig) -> tuple[int, int]:
+    """Layers before the first of those that repeat, and after how many they do."""
+    experts = model.experts
+    every = experts.every if experts else 1
+    return (experts.dense_layers if experts else 0), math.lcm(every, model.nope_every or 1)
