@@ -210,7 +210,7 @@ def test_without_gpus_there_is_no_plan():
 
 
 def test_what_cannot_fit_is_refused_with_how_much_and_what_to_do():
-    cfg = replace(JOB, model=replace(LARGE, n_layers=32), cluster=ClusterConfig(gpus=1))
+    cfg = replace(JOB, model=replace(LARGE, n_layers=32), cluster=ClusterConfig(gpus=1, hbm_gib=20.0))
     with pytest.raises(UserError, match=r"nothing fits: the least is .* GiB .* too few; plan for more GPUs"):
         search([Asked(cfg)], lambda chosen: [one([Asked(cfg)], candidate) for candidate in chosen])
 
