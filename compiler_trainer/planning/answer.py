@@ -40,7 +40,7 @@ def job(plan: Plan) -> str:
 def counted(plan: Plan) -> str:
     """How many settings were looked at, and how."""
     compiled = len(plan.ranked) + len(plan.too_large)
-    return f"{len(plan.forms):,} settings in closed form, the best {compiled} compiled"
+    return f"{plan.count:,} settings in closed form, the best {compiled} compiled"
 
 
 def row(plan: Plan, number: int | str, found: Estimate) -> tuple[str, ...]:
@@ -118,7 +118,7 @@ def losers(plan: Plan, count: int = 40) -> list[tuple[Estimate, str]]:
     form = next((e for e in plan.forms if e.candidate == best.candidate), best)
     seen, found = {best.candidate.mesh}, list[tuple[Estimate, str]]()
     fitting = [e for e in plan.forms if e.bytes <= room(plan.asked)]
-    for one in (*plan.ranked, *plan.too_large, *fitting, *sorted(plan.forms, key=lambda e: e.bytes)):
+    for one in (*plan.ranked, *plan.too_large, *fitting, *plan.forms):
         if one.candidate.mesh not in seen:
             seen.add(one.candidate.mesh)
             found.append((one, why(plan, one, best if one.is_compiled else form)))
@@ -149,7 +149,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "job": f"{title(plan)}: {job(plan)}",
         "gpus": plan.asked.gpus,
         "memory_bytes": round(room(plan.asked)),
-        "settings": len(plan.forms),
+        "settings": plan.count,
         "left_out": plan.left,
         "ranked": [of(found) for found in plan.ranked],
         "too_large": [of(found) for found in plan.too_large],

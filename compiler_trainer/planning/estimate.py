@@ -19,7 +19,8 @@ UPDATE_BYTES, ACCUMULATE_BYTES = 36, 24  # moved of an entry: in an update, and 
 ATTENTION_BACKWARD = 2.5  # of the forward
 ALL_KEPT = 2.52  # what is kept without recomputation, over what products make
 NEAREST = {"every_n": "every_second", "budget": "full", "offload": "full"}
-RINGS = ("ring", "hybrid")
+RINGS, EXCHANGES = ("ring", "hybrid"), ("ulysses", "hybrid")
+GATHERED_AHEAD = 3  # layers whose parameters are there when the backward begins
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def policy_of(rank: Rank, candidate: Candidate) -> str:
 
 
 def bytes_of(rank: Rank, candidate: Candidate) -> dict[str, float]:
-    """Bytes of a rank at the peak: at the end of the forward, at that of the backward, or in the update."""
+    """Bytes of a rank at the peak: where forward and backward end, after the head's own, or in the update."""
     sizes, layer, is_stored = rank.sizes, rank.layer, rank.stored_over > 1
     gradients = {"gradients": rank.master * rank.local}
     table = max(sizes.head, sizes.looked_up) / rank.axes.tp
@@ -116,14 +117,16 @@ def bytes_of(rank: Rank, candidate: Candidate) -> dict[str, float]:
     if is_stored and not candidate.regather:
         weights += sizes.layers * layer * rank.used
     held = {**rank.state, **(gradients if candidate.microbatches > 1 else {})}
-    activations = sizes.layers * kept(rank, candidate, policy_of(rank, candidate)) + rank.logits
-    forward = held | {"activations": activations, "gathered weights": weights}
+    layers = sizes.layers * kept(rank, candidate, policy_of(rank, candidate))
+    forward = held | {"activations": layers + rank.logits, "gathered weights": weights}
+    ahead = weights + (GATHERED_AHEAD * layer * rank.used if is_stored and candidate.regather else 0.0)
+    turning = held | {"activations": layers + rank.logits_later, "gathered weights": ahead, "head": 4 * table}
     travel = 2 * layer * (rank.used + rank.reduced) if is_stored else 0.0
     travel += table * rank.reduced
     end = {**rank.state, **gradients}
     backward = end | {"communication": travel, "activations": kept(rank, candidate, "none")}
     update = end | {"update": 6 * rank.master * table / rank.stored_over}
-    return max((forward, backward, update), key=lambda at: sum(at.values()))
+    return max((forward, turning, backward, update), key=lambda at: sum(at.values()))
 
 
 def kept(rank: Rank, candidate: Candidate, policy: str) -> float:
@@ -135,11 +138,14 @@ def kept(rank: Rank, candidate: Candidate, policy: str) -> float:
     gathered = 2 * rank.tokens * sizes.dim * used if tp > 1 and not candidate.collectives else 0.0
     if candidate.method == "all_gather" and rank.axes.cp > 1:
         gathered += rank.tokens * rank.axes.cp * heads.keys / tp * 2 * heads.key_dim * used
+    exchanged = attended if rank.axes.cp > 1 and candidate.method in EXCHANGES else 0.0
     if policy == "selective":
-        return made + attended + gathered
+        return made + attended + exchanged + gathered
+    sent = tokens * (heads.queries * heads.key_dim + heads.keys * (heads.key_dim + heads.value_dim)) * used
+    sent = sent if exchanged else 0.0  # results of communication are kept
     if policy == "attention":
-        return enters + attended + gathered
+        return enters + attended + exchanged + sent + gathered
     rings = attended if candidate.method in RINGS else 0.0
-    whole = ALL_KEPT * made + gathered + rings
-    full = enters * (2 if tp > 1 else 1) + gathered + rings
+    whole = ALL_KEPT * made + exchanged + gathered + rings
+    full = enters * (2 if tp > 1 else 1) + exchanged + sent + gathered + rings
     return {"none": whole, "full": full, "every_second": (whole + full) / 2}[policy]

@@ -23,7 +23,7 @@ from passes.program.mesh import Mesh
 MASTER = {"float32": 4, "bfloat16": 2}
 MOMENTS = {"adamw": 2.0, "adamw8bit": 0.51, "adamwfp8": 0.51, "muon": 1.0}  # of the bytes of an entry
 LOGIT_BYTES = 24  # moved of a logit, forward and backward
-LOGITS_ALIVE = 5.4  # copies of a chunk of logits that are alive at once
+LOGITS_ALIVE, LOGITS_LATER = 5.4, 2.4  # copies of a chunk of logits that are alive at once
 TP_EXPOSED, ULYSSES_EXPOSED = 0.65, 0.5  # of what these send, the share that nothing hides
 MATRICES = 7.0  # of a layer: most buckets that it travels in
 
@@ -214,8 +214,18 @@ class Rank:
     @cached_property
     def logits(self) -> float:
         """Logits and what is made of them, in chunks where they are large."""
+        weight = self.sizes.head / self.axes.tp * (4 + self.used) if self.chunk[1] > 1 else 0.0
+        return LOGITS_ALIVE * self.chunk[0] + weight
+
+    @cached_property
+    def logits_later(self) -> float:
+        """What is left of that when the head's own gradient is there."""
+        return LOGITS_LATER * self.chunk[0]
+
+    @cached_property
+    def chunk(self) -> tuple[float, int]:
+        """(bytes of a chunk of logits, how many there are)."""
         whole = self.tokens * self.sizes.vocabulary * self.used / self.axes.tp
         options = self.cfg.passes.chunk_loss
         chunks = options.chunks or max(1, math.ceil(whole / (options.logits_mib * 2**20)))
-        weight = self.sizes.head / self.axes.tp * (4 + self.used) if chunks > 1 else 0.0
-        return LOGITS_ALIVE * whole / chunks + weight
+        return whole / chunks, chunks

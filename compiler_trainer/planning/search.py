@@ -1,14 +1,15 @@
 """The search: closed forms of every setting, the best of them compiled, and the best of these.
 
-Half of those to compile are the best by closed forms. What they show corrects the forms for the other half.
+A third of those to compile are the best by closed forms, of different kinds; what they show corrects the forms for the
+next third, and so on.
 """
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import statistics
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import MeshConfig
 from compiler_trainer.models.subject import subject
 from compiler_trainer.planning import compiled
 from compiler_trainer.planning.dry import cluster_of
@@ -26,8 +28,9 @@ from compiler_trainer.planning.sizes import Sizes, sizes_of
 from compiler_trainer.planning.space import Asked, Candidate, Left, candidates
 
 GIB = 2**30
-OF_A_MESH = 2  # settings of one mesh that are compiled, at most, in each half
+ROUNDS = 3  # in which settings are compiled: what one shows corrects the forms for the next
 HOPELESS = 2  # times the memory that there is: beyond it nothing is compiled
+SLOW = 1.5  # times the fastest that fits: beyond it nothing is a choice
 TRIES = 3  # times that further settings are compiled where none fits
 
 Found = tuple[Estimate, ...] | str  # of a setting, for each job; or why it is refused
@@ -36,9 +39,10 @@ Compile = Callable[[Sequence[Candidate]], list[Found]]
 
 @dataclass(frozen=True)
 class Plan:
-    """What was found: compiled settings that fit, best first, those that do not, and all closed forms, best first.
+    """What was found of `count` settings: compiled ones that fit, best first, those that do not, and closed forms.
 
-    `refused` are settings that a pass cannot do, with the reason; `left` counts what was left out from the start.
+    `forms` are in order of time; `refused` are settings that a pass cannot do, with the reason; `left` counts what was
+    left out from the start.
     """
 
     asked: Asked
@@ -47,6 +51,7 @@ class Plan:
     too_large: list[Estimate]
     refused: dict[Candidate, str]
     forms: list[Estimate]
+    count: int
     left: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -92,15 +97,18 @@ class Sought:
     asked: Asked
     flops_per_token: int
     plain: list[Estimate]
+    count: int
     left: Left
     known: dict[Candidate, Estimate] = field(default_factory=dict)
     refused: dict[Candidate, str] = field(default_factory=dict)
 
     def next(self, turn: int) -> list[Candidate]:
-        """What to compile in a turn: half, the other half, and more as long as none fits."""
+        """What to compile in a turn: a part of what is asked for, and more as long as none fits."""
         count, limit, done = self.asked.cfg.plan.compile, room(self.asked), {*self.known, *self.refused}
-        wanted = -(-count // 2) if turn == 0 else count - len(done) if turn == 1 else count // 2
-        if turn > 1 and any(e.bytes <= limit for e in self.known.values()):
+        wanted = -(-count // ROUNDS)
+        if turn < ROUNDS:
+            wanted = min(wanted, count - len(done))
+        elif any(e.bytes <= limit for e in self.known.values()):
             return []
         return shortlist(correct(self.plain, self.known), limit, done, wanted)
 
@@ -114,7 +122,8 @@ class Sought:
             raise nothing_fits(self.asked, min(by_speed, key=lambda e: e.bytes))
         too_large = [e for e in by_speed if e.bytes > limit]
         forms = correct(self.plain, self.known)
-        return Plan(self.asked, self.flops_per_token, ranked, too_large, self.refused, forms, self.left.count)
+        counts = (self.count, self.left.count)
+        return Plan(self.asked, self.flops_per_token, ranked, too_large, self.refused, forms, *counts)
 
 
 def sought(asked: Asked) -> Sought:
@@ -127,13 +136,26 @@ def sought(asked: Asked) -> Sought:
     least = min(forms, key=lambda e: e.bytes)
     if least.bytes > HOPELESS * room(asked):
         raise nothing_fits(asked, least)
-    return Sought(asked, trained.flops_per_token(asked.cfg.train.seq_len), forms, left)
+    flops = trained.flops_per_token(asked.cfg.train.seq_len)
+    return Sought(asked, flops, worth_keeping(forms, room(asked)), len(forms), left)
+
+
+def worth_keeping(forms: list[Estimate], limit: float) -> list[Estimate]:
+    """Settings that may become the best, and of each mesh the fastest and the smallest: what is said of the others."""
+    fitting = next((e.step_s for e in forms if e.bytes <= limit), math.inf)
+    chosen = {id(e) for e in forms if e.step_s <= SLOW * fitting}
+    for order in (forms, sorted(forms, key=lambda e: e.bytes)):
+        first: dict[MeshConfig, Estimate] = {}
+        for one in order:
+            first.setdefault(one.candidate.mesh, one)
+        chosen |= set(map(id, first.values()))
+    return [e for e in forms if id(e) in chosen]
 
 
 def search(jobs: Sequence[Asked], compile_all: Compile) -> list[Plan]:
     """Plans for jobs that differ in the cluster alone, for each; raises UserError where nothing fits."""
     all_sought = [sought(asked) for asked in jobs]
-    for turn in range(2 + TRIES):
+    for turn in range(ROUNDS + TRIES):
         chosen = list(dict.fromkeys(candidate for job in all_sought for candidate in job.next(turn)))
         for candidate, found in zip(chosen, compile_all(chosen) if chosen else [], strict=True):
             for i, job in enumerate(all_sought):
@@ -145,19 +167,13 @@ def search(jobs: Sequence[Asked], compile_all: Compile) -> list[Plan]:
 
 
 def shortlist(forms: Iterable[Estimate], limit: float, known: set[Candidate], count: int) -> list[Candidate]:
-    """The fastest settings that may fit, few of each mesh; then those that need least memory."""
+    """The fastest settings that may fit, one of a kind; then those that need least memory."""
     order = sorted(forms, key=lambda e: (e.bytes > limit, e.step_s if e.bytes <= limit else e.bytes))
-    per_mesh, chosen, twins = Counter[object](), list[Candidate](), set[tuple[float, float]]()
+    chosen: dict[object, Candidate] = {}
     for found in order:
-        alike = (round(found.step_s, 9), round(found.bytes))
-        if found.candidate in known or per_mesh[found.candidate.mesh] >= OF_A_MESH or alike in twins:
-            continue
-        if len(chosen) >= count:
-            break
-        twins.add(alike)
-        per_mesh[found.candidate.mesh] += 1
-        chosen.append(found.candidate)
-    return chosen
+        if found.candidate not in known and len(chosen) < count:
+            chosen.setdefault(kind_of(found.candidate), found.candidate)
+    return list(chosen.values())
 
 
 def correct(forms: list[Estimate], known: dict[Candidate, Estimate]) -> list[Estimate]:
@@ -185,8 +201,8 @@ def correct(forms: list[Estimate], known: dict[Candidate, Estimate]) -> list[Est
 
 def kind_of(candidate: Candidate) -> tuple[str, ...]:
     """Settings that closed forms are off by alike."""
-    axes = "".join(axis for axis in ("dp_replicate", "cp", "tp") if getattr(candidate.mesh, axis) > 1)
-    return candidate.recompute, candidate.method, axes
+    axes = "".join(axis for axis in ("dp_replicate", "dp_shard", "cp", "tp") if getattr(candidate.mesh, axis) > 1)
+    return candidate.recompute, str(candidate.regather), str(candidate.collectives), candidate.method, axes
 
 
 def nothing_fits(asked: Asked, least: Estimate) -> UserError:
