@@ -189,7 +189,7 @@ def over_values(varied: Sequence[Varied]) -> go.Figure:
     for one in varied:
         lines.setdefault(other_values(one.values, others), []).append(one)
     for number, (name, points) in enumerate(lines.items()):
-        line = {"dash": DASHES[number % len(DASHES)]}
+        line = {"dash": DASHES[number % len(DASHES)], "color": [*COLOURS.values()][number % len(COLOURS)]}
         how = {"name": name, "legendgroup": name, "mode": "lines+markers", "line": line}
         at, said = [p.values[first] for p in points], [label(p.plan.best) for p in points]
         for column, heights in enumerate(
