@@ -8,18 +8,25 @@ import importlib.metadata
 import itertools
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from rich.console import Console
 
 from compiler_trainer import train
 from compiler_trainer.checkpoint import check_all
+from compiler_trainer.config import recipes
 from compiler_trainer.config.errors import RunError, UserError
 from compiler_trainer.config.meaning import explain
 from compiler_trainer.config.schema import MeshConfig
+from compiler_trainer.config.yamls import check_folders
 from compiler_trainer.data.tokenizers import build_tokenizer
+from compiler_trainer.planning.plan import Question, plan, plan_all
+from compiler_trainer.trained import saved
 from compiler_trainer.trained.evaluate import evaluate
 from compiler_trainer.trained.export import export
 from compiler_trainer.trained.generate import tokens_after
@@ -28,6 +35,7 @@ from compiler_trainer.training.trainer import train as train_config
 
 USAGE = """usage: compiler-trainer [OPTION=VALUE ...]        train; --cfg job prints the options, -m sweeps over lists
        compiler-trainer VERB RUN [...]           do something with a run folder; VERB -h tells what it takes
+       compiler-trainer plan [OPTION=VALUE ...]  find how to run a job on a cluster; trains nothing
        compiler-trainer --help [GROUP or OPTION] what options mean, e.g. --help optim; all groups: --help options
        compiler-trainer --version
 
@@ -144,7 +152,48 @@ def generation(arguments: Sequence[str]) -> None:
     print(given.prompt + tokenizer.decode(ids))
 
 
+def planning(arguments: Sequence[str]) -> None:
+    """Find the fastest mesh, microbatches and recomputation for a model on a cluster, and write a recipe of it."""
+    takes = argparse.ArgumentParser("compiler-trainer plan", description=VERBS["plan"].__doc__)
+    takes.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="the job; what is stated is kept")
+    takes.add_argument("--vary", action="append", default=[], metavar="OPTION=V1,V2", help="plan for each value")
+    takes.add_argument("--config-dir", type=Path, help="a folder of choices of one's own")
+    given = takes.parse_intermixed_args(arguments)
+    with tempfile.TemporaryDirectory() as scratch:
+        overrides = recipes.by_name(given.overrides, Path(scratch))
+        if given.config_dir is not None:
+            check_folders([str(flag) for flag in ("--config-dir", given.config_dir)])
+            overrides.append(f"hydra.searchpath=[file://{given.config_dir.resolve()},file://{scratch}]")
+        questions = [question(overrides, given.overrides, values) for values in varied_values(given.vary)]
+    if given.vary:
+        plan_all(questions)
+    else:
+        plan(questions[0])
+
+
+def question(overrides: Sequence[str], stated: Sequence[str], values: dict[str, Any]) -> Question:
+    """What to plan for: the default job with overrides, and some values otherwise."""
+    changed = [f"{name}={value}" for name, value in values.items()]
+    options = saved.compose(train.CONF, [*overrides, *changed])
+    groups = frozenset(path.name for path in train.CONF.iterdir() if path.is_dir())
+    return Question(train.typed(options), [*stated, *changed], groups, values)
+
+
+def varied_values(given: Sequence[str]) -> list[dict[str, Any]]:
+    """Every combination of the values of `--vary`; raises UserError where one has no list of them."""
+    lists: list[list[tuple[str, Any]]] = []
+    parser = OverridesParser.create()
+    for one in parser.parse_overrides(list(given)):
+        if not one.is_discrete_sweep():
+            raise UserError("--vary", f"{one.input_line} is one value; give several, as train.seq_len=8192,32768")
+        name = one.get_key_element().lstrip("+")
+        texts = [f"{name}={text}" for text in one.sweep_string_iterator()]
+        lists.append([(name, value.value()) for value in parser.parse_overrides(texts)])
+    return [dict(values) for values in itertools.product(*lists)]
+
+
 VERBS: dict[str, Callable[[Sequence[str]], None]] = {
+    "plan": planning,
     "resume": resume,
     "eval": evaluation,
     "export": exporting,

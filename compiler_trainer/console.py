@@ -10,10 +10,18 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import Progress, ProgressColumn
 
+WIDTH = 160  # of what is no terminal
+
 
 def say(text: str) -> None:
     """Print a line at once."""
     print(text, flush=True)
+
+
+def wide(**how: Any) -> Console:
+    """A console for tables: where it is no terminal, as wide as their columns need."""
+    found = Console(file=sys.stdout, **how)
+    return found if found.is_terminal else Console(file=sys.stdout, width=WIDTH, **how)
 
 
 class Renewed:

@@ -25,12 +25,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from compiler_trainer.config import recipes
 from compiler_trainer.config.errors import RunError, UserError
 from compiler_trainer.config.options import not_one_of, tables, unknown
-from compiler_trainer.config.schema import Config, ModelConfig, build
+from compiler_trainer.config.schema import AUTO, Config, MeshConfig, ModelConfig, build
 from compiler_trainer.config.validate import dry_world_size, validate
 from compiler_trainer.config.yamls import check_folders
-from compiler_trainer.planning.dry import outcome
+from compiler_trainer.planning.outcome import outcome
 from compiler_trainer.sweep.point import join_tasks, run_point
 from compiler_trainer.sweep.render import render
 from compiler_trainer.sweep.stored import check
@@ -53,6 +54,7 @@ def main() -> None:
             sys.argv.append(f"hydra.sweep.dir={scratch}")
         try:
             check_folders(sys.argv[1:])
+            sys.argv[1:] = recipes.by_name(sys.argv[1:], Path(scratch))
             run()
         except INPUT_ERRORS as error:
             refuse(error)
@@ -154,10 +156,18 @@ def checked(composed: DictConfig, ranks: int) -> Config:
         options = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise user_error(error) from error
-    cfg = build(Config, options)
+    cfg = typed(options)
     if cfg.run.dry and ranks > 1:
         raise UserError("run.dry", f"is one process, and {ranks} were started; start it without torchrun")
+    if cfg.mesh == AUTO:  # all but the mesh can be checked before there is one
+        validate(dataclasses.replace(cfg, mesh=MeshConfig()), (cfg.cluster.gpus or 1) if cfg.run.dry else ranks)
+        return cfg
     return validate(cfg, dry_world_size(cfg) if cfg.run.dry else ranks)
+
+
+def typed(options: Any) -> Config:
+    """The options as a config; raises UserError naming the one at fault."""
+    return build(Config, {**options, "mesh": AUTO} if options["mesh"] == "auto" else options)
 
 
 def in_subfolder(cfg: Config, name: str) -> Config:

@@ -25,7 +25,7 @@ FLOORS = {
         ("check",),
     ),
     "compiler_trainer": (
-        ("config", "console"),
+        ("config", "console", "page"),
         ("capture", "models", "pipeline"),
         ("data", "step"),
         ("checkpoint",),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from omegaconf import OmegaConf
 
@@ -264,7 +264,7 @@ class LrScheduleConfig:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Ranks along each axis; at most one axis is -1, the ranks that the others leave.
+    """Ranks along each axis; at most one axis is -1, the ranks that the others leave. `mesh=auto` plans them.
 
     `ep` counts no further ranks: among so many of `dp_shard` and `cp` (or of these and all of `tp`) experts are spread.
     """
@@ -275,6 +275,9 @@ class MeshConfig:
     cp: AxisSize = 1
     tp: AxisSize = 1
     ep: Positive = 1
+
+
+AUTO = MeshConfig(dp_replicate=-1, dp_shard=-1, cp=-1, tp=-1)  # what `mesh=auto` stands for until a plan is made
 
 
 @dataclass(frozen=True)
@@ -487,6 +490,27 @@ class ClusterConfig:
     sources: dict[str, str] = field(default_factory=dict)  # where each of these comes from, for the report
 
 
+Recompute = Literal["none", "selective", "attention", "every_second", "full"]
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """What `compiler-trainer plan` and `mesh=auto` may choose, and how thoroughly they look (docs/21-plan.md).
+
+    What is stated on the command line is kept. `recompute` lists what they may set `passes.remat` to: attention keeps
+    the results of attention alone, every_second recomputes every second layer.
+    """
+
+    compile: Positive = 12  # of the best by closed forms so many are compiled
+    recompute: tuple[Recompute, ...] = RECOMPUTE
+    bfloat16: bool = True  # whether to compute in bfloat16 may be chosen, where passes.cast.param_dtype is null
+    float8: bool = False  # whether products in float8 may be
+    headroom: OpenFraction = 0.1  # of a GPU's memory, left for what no graph shows: the allocator, NCCL, CUDA
+    processes: Positive | None = None  # that compile side by side; null: one a core
+    suggest: bool = True  # whether a run says at its start that another mesh is predicted to be faster
+
+
 @dataclass(frozen=True)
 class Config:
     """All options of one run."""
@@ -504,6 +528,7 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     run: RunConfig = field(default_factory=RunConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
 
 
 PLAIN_HEADS = (None, "none", None)

@@ -19,7 +19,7 @@ from compiler_trainer import models
 from compiler_trainer.config.schema import CheckpointConfig, Config
 from compiler_trainer.config.validate import dry_world_size, validate
 from compiler_trainer.console import say
-from compiler_trainer.models.subject import named, subject
+from compiler_trainer.models.subject import Subject, named, subject
 from compiler_trainer.pipeline import build_pipeline
 from compiler_trainer.planning.clusters import cluster_of
 from compiler_trainer.planning.dry_table import show
@@ -28,7 +28,6 @@ from compiler_trainer.step.step import state_name
 from compiler_trainer.training import folder
 from compiler_trainer.training.progress import say_contents
 from compiler_trainer.training.speed import peak_flops
-from compiler_trainer.training.trainer import train
 from passes.check.runner import Dumper, Observer
 from passes.cost.predict import Prediction, predict
 from passes.cost.timeline import Timeline, longest
@@ -36,11 +35,6 @@ from passes.program.bodies import flatten
 
 STORED = ("parameter", "buffer", "moment", "gradient")
 LONGEST = 15  # kernels and collectives named in the report
-
-
-def outcome(cfg: Config) -> float:
-    """Train; the loss that it ends with. With `run.dry` compile only; the predicted milliseconds of a step."""
-    return dry_run(cfg)["predicted"]["step_ms"] if cfg.run.dry else train(cfg)
 
 
 def dry_run(cfg: Config) -> dict[str, Any]:
@@ -76,11 +70,20 @@ class DryStep:
 def compile_dry(cfg: Config, observe: Observer | None) -> DryStep:
     """The programs that training would lower."""
     trained = subject(cfg)
+    programs, report = compilation(cfg, trained, observe).programs(evaluate=False)
+    if cfg.lower.cudagraphs:
+        check_recordable(programs, cfg.lower.backend == "inductor")
+    flat = {name: Captured(flatten(program), ctx) for name, (program, ctx) in programs.items()}
+    return DryStep(flat, report.finish(), trained.flops_per_token(cfg.train.seq_len))
+
+
+def compilation(cfg: Config, trained: Subject, observe: Observer | None = None) -> Compilation:
+    """What compiles them."""
     model = trained.module
     rows, length = cfg.train.global_batch_size, cfg.train.seq_len
     batch = {key: torch.empty(rows, length, dtype=torch.int64, device="meta") for key in models.INPUTS}
     masters = {name: p.dtype for name, p in model.named_parameters()}
-    work = Compilation(
+    return Compilation(
         model,
         trained.loss,
         one_microbatch(batch, cfg.train.microbatches),
@@ -90,11 +93,6 @@ def compile_dry(cfg: Config, observe: Observer | None) -> DryStep:
         torch.device("cpu"),  # kernels of other devices cannot be traced where they are not; shapes are the same
         observe,
     )
-    programs, report = work.programs(evaluate=False)
-    if cfg.lower.cudagraphs:
-        check_recordable(programs, cfg.lower.backend == "inductor")
-    flat = {name: Captured(flatten(program), ctx) for name, (program, ctx) in programs.items()}
-    return DryStep(flat, report.finish(), trained.flops_per_token(length))
 
 
 # ---- the prediction -----------------------------------------------------------------------------------

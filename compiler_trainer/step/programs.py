@@ -66,7 +66,7 @@ class Compilation:
     """One model on its way through a pipeline; `batch` is one microbatch of global shapes.
 
     `whole` are the inputs on which `passes.verify=numeric` runs each program, `results` what that gave, by stage.
-    Numbers of a batch's entries stay `below` some.
+    Numbers of a batch's entries stay `below` some. `single` is the model on one device, where it is captured already.
     """
 
     model: nn.Module
@@ -80,6 +80,7 @@ class Compilation:
     tell: Callable[[str], None] = lambda what: None
     whole: Mapping[str, Tensor] | None = None
     below: Mapping[str, int] = field(default_factory=dict)
+    single: Captured | None = None
     report: Reporter = field(default_factory=Reporter)
     results: dict[str, Results] = field(default_factory=dict)
 
@@ -111,7 +112,7 @@ class Compilation:
 
     def all_of(self, evaluate: bool) -> dict[str, Captured]:
         """The programs, each layer as the pipeline has it."""
-        single = self.capture()
+        single = self.capture() if self.single is None else on_mesh(self.single, self.mesh)
         forward = self.run("forward", self.pipeline.forward, single)
         return self.train(forward) | ({"evaluate": self.evaluate(single, forward)} if evaluate else {})
 
@@ -123,7 +124,7 @@ class Compilation:
             "capture", lambda: capture(self.model, self.loss_fn, self.batch, self.device, dtype, self.pipeline.rolling)
         )
         check_look_ups(program, self.below)
-        return Captured(replace(program, mesh=self.mesh), ctx)
+        return on_mesh(Captured(program, ctx), self.mesh)
 
     def run(self, stage: str, steps: Passes, given: Captured, known: Results | None = None) -> Captured:
         """A program, of which some results are known, after some passes; raises UserError where one refuses."""
@@ -155,6 +156,11 @@ class Compilation:
             with evaluating(self.model):
                 forward = self.run("forward_eval", tuple(steps), self.capture())
         return self.run("evaluate", self.pipeline.evaluate, forward)
+
+
+def on_mesh(given: Captured, mesh: Mesh) -> Captured:
+    """A program for the ranks of a mesh, as yet the same as for one device."""
+    return Captured(replace(given.program, mesh=mesh), given.ctx)
 
 
 def check_recordable(programs: Mapping[str, Captured], compiled: bool = True) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from plotly import graph_objects as go
-from plotly.offline import get_plotlyjs
 from plotly.subplots import make_subplots
 
+from compiler_trainer.page import BLUE, ORANGE, drawn, page, tr
 from compiler_trainer.sweep.stored import Point
 from compiler_trainer.sweep.table import MIB, SHOWN, as_text, figures, varying
 from compiler_trainer.training import metrics
@@ -22,42 +22,6 @@ BARS = (
     ("peak_mem_bytes", "peak memory, MiB", MIB),
     ("compile_s", "compilation, s", 1),
 )
-BLUE, ORANGE = "#3465a4", "#ce5c00"
-PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>{title}</title>
-<style>
-:root {{ color-scheme: light dark; --text: #222; --back: #fff; --line: #ddd; --failed: #fbe9e7; --link: #1a5fb4 }}
-@media (prefers-color-scheme: dark) {{
-  :root {{ --text: #dde3ea; --back: #14181e; --line: #303843; --failed: #3d1d1f; --link: #7db3f5 }}
-}}
-body {{ font: 15px/1.4 system-ui, sans-serif; margin: 2em auto; max-width: 1280px }}
-body {{ color: var(--text); background: var(--back) }}
-table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
-th, td {{ padding: .2em .7em; border-bottom: 1px solid var(--line); text-align: right }}
-a {{ color: var(--link) }} .failed td {{ background: var(--failed) }} .running td {{ color: #888 }}
-</style>
-<script>{script}</script>
-<h1>{title}</h1>
-<p>{summary}</p>
-{plots}
-<table>{rows}</table>
-{errors}
-<script>
-const dark = matchMedia("(prefers-color-scheme: dark)");
-function paint() {{
-  const style = getComputedStyle(document.documentElement), of = (name) => style.getPropertyValue(name).trim();
-  for (const plot of document.querySelectorAll(".js-plotly-plot")) {{
-    const colours = {{ paper_bgcolor: of("--back"), plot_bgcolor: of("--back"), "font.color": of("--text") }};
-    for (const axis of Object.keys(plot.layout).filter((key) => /^[xy]axis/.test(key)))
-      Object.assign(colours, {{ [`${{axis}}.gridcolor`]: of("--line"), [`${{axis}}.zerolinecolor`]: of("--line") }});
-    Plotly.relayout(plot, colours);
-  }}
-}}
-addEventListener("load", paint);
-dark.addEventListener("change", paint);
-</script>
-</html>
-"""
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 MARKS = ("circle", "square", "diamond", "cross", "x", "triangle-up", "star")
 ROW_PX, BELOW_PX = 24, 560  # of a bar, and all that is not bars
@@ -65,16 +29,8 @@ ROW_PX, BELOW_PX = 24, 560  # of a bar, and all that is not bars
 
 def write(found: Sequence[Point], folder: Path) -> None:
     """Write `sweep.html` into the sweep's folder."""
-    plots = figure(found, folder).to_html(full_html=False, include_plotlyjs=False)
-    text = PAGE.format(
-        title=html.escape(folder.resolve().name),
-        script=get_plotlyjs(),
-        summary=html.escape(summary(found)),
-        plots=plots,
-        rows=table(found),
-        errors=errors(found),
-    )
-    (folder / FILE).write_text(text, encoding="utf-8")
+    parts = (f"<p>{html.escape(summary(found))}</p>", drawn(figure(found, folder)), f"<table>{table(found)}</table>")
+    (folder / FILE).write_text(page(folder.resolve().name, "\n".join((*parts, errors(found)))), encoding="utf-8")
 
 
 def summary(found: Sequence[Point]) -> str:
@@ -187,14 +143,6 @@ def table(found: Sequence[Point]) -> str:
         given = (as_text(p["overrides"].get(n)) for n in names)
         lines.append(tr("td", (str(p["point"]), *given, p["status"], *figures(p)), p["status"], link=str(p["point"])))
     return "\n".join(lines)
-
-
-def tr(tag: str, cells: Sequence[str | None], kind: str = "", link: str = "") -> str:
-    """One row of a table; the first cell leads to the run's folder."""
-    texts = [html.escape(cell or "") for cell in cells]
-    texts[0] = f'<a href="{html.escape(link)}/">{texts[0]}</a>' if link else texts[0]
-    inside = "".join(f"<{tag}>{text}</{tag}>" for text in texts)
-    return f'<tr class="{html.escape(kind)}">{inside}</tr>'
 
 
 def errors(found: Sequence[Point]) -> str:

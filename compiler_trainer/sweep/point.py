@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config
-from compiler_trainer.planning.dry import outcome
+from compiler_trainer.planning.outcome import outcome
 from compiler_trainer.step.ranks import from_rank_0, gather, rank, start_ranks, stop_ranks
 from compiler_trainer.sweep import row, table
 from compiler_trainer.sweep.stored import check, identity, read, write

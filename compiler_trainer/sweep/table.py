@@ -11,16 +11,15 @@ from typing import Any
 
 import pyarrow as pa
 from pyarrow import csv, parquet
-from rich.console import Console
 from rich.table import Table
 
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.console import wide
 from compiler_trainer.sweep.stored import FILE, Point, read
 
 Row = dict[str, Any]
 HEAD = ("point", "status", "error", "started", "objective")
 MIB = 2**20
-WIDTH = 160  # where the console has none, as in a file
 
 # column, heading, format
 SHOWN: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
@@ -82,9 +81,7 @@ def varying(found: Sequence[Point]) -> list[str]:
 
 def show(found: Sequence[Point], folder: Path) -> None:
     """Print the sweep as a table, and below it why points failed."""
-    console = Console(markup=False)
-    if not console.is_terminal:
-        console = Console(width=WIDTH, markup=False)
+    console = wide(markup=False)
     names = varying(found)
     table = Table(title=str(folder), title_justify="left")
     for heading in ("point", *names, "status"):

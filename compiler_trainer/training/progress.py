@@ -24,6 +24,9 @@ CONTENTS = {
     "checkpoints/": "parameters, moments, step and data state",
     "report.json": "compile times, communication and memory; of a dry run the prediction",
     "trace.json.gz": "steps of rank 0, for Perfetto",
+    "plan.yaml": "the recipe that trains the best of a plan",
+    "plan.json": "a plan, and what lost against it",
+    "plan.html": "the same as a page",
 }
 
 

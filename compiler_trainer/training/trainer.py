@@ -44,8 +44,10 @@ from passes.check.runner import Dumper
 LARGE = 500_000_000  # parameters, from which on the settings of the default job are worth a note
 
 
-def train(cfg: Config) -> float:
+def train(cfg: Config, remark: Callable[[Config, Subject], str] = lambda cfg, trained: "") -> float:
     """Train as `cfg` says, on the ranks that torchrun started; the last held-out loss, else the last loss.
+
+    What there is to `remark` on the job is said before it is compiled.
 
     Raises UserError, with nothing written, on bad input, and SystemExit where a signal or `run.time_limit` ended it.
     """
@@ -61,6 +63,8 @@ def train(cfg: Config) -> float:
     if start.stored is not None and start.step >= cfg.train.steps:
         return all_done(cfg, start)
     trace.check(cfg, start.step)
+    if said := remark(cfg, trained):
+        announce(said)
     step, start = prepare_step(cfg, trained, datasets, start)
     with (
         Watch(cfg.run.timeout_s) as watch,

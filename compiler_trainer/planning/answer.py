@@ -1,0 +1,200 @@
+"""A plan in words and numbers: the table, `plan.json`, and the recipe that trains it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+from rich.table import Table
+
+from compiler_trainer.config.files import put
+from compiler_trainer.models.subject import named
+from compiler_trainer.planning.estimate import Estimate
+from compiler_trainer.planning.search import GIB, Plan, room
+
+RECIPE, JSON = "plan.yaml", "plan.json"
+SHOWN = 12  # rows of a table
+HIDDEN = ("plan", "run", "recipe", "cluster.gpus", "hydra")  # what a recipe does not repeat
+AXIS = {"dp_shard": "fsdp"}  # one name for what stores parameters
+NAMES = {"fsdp": "parameters (dp_shard, cp)", "dp_replicate": "sums over replicas", "tp": "tp", "cp": "cp", "ep": "ep"}
+HEADINGS = ("", "mesh", "microbatches", "recomputation", "attention", "tokens/s/GPU", "MFU", "GiB", "bound by")
+
+
+def title(plan: Plan) -> str:
+    """`llama3_8b on 8 GPUs of h100`."""
+    cfg = plan.asked.cfg
+    return f"{named(cfg.model)} on {plan.asked.gpus:,} GPUs of {cfg.cluster.name}"
+
+
+def job(plan: Plan) -> str:
+    """`16 sequences of 8,192 tokens a step`."""
+    train = plan.asked.cfg.train
+    return f"{train.global_batch_size:,} sequences of {train.seq_len:,} tokens a step"
+
+
+def counted(plan: Plan) -> str:
+    """How many settings were looked at, and how."""
+    compiled = len(plan.ranked) + len(plan.too_large)
+    return f"{plan.count:,} settings in closed form, the best {compiled} compiled"
+
+
+def row(plan: Plan, number: int | str, found: Estimate) -> tuple[str, ...]:
+    """The cells of a table."""
+    candidate = found.candidate
+    method = candidate.method if candidate.mesh.cp > 1 else ""
+    precision = f", {'+'.join(candidate.precision)}" if len(precisions(plan)) > 1 else ""
+    speed, share = f"{plan.tokens_per_s(found):,.0f}", f"{plan.mfu(found):.1%}"
+    kept, size = candidate.recomputes() + precision, f"{found.bytes / GIB:.3g}"
+    return (str(number), candidate.axes(), str(candidate.microbatches), kept, method, speed, share, size, bound(found))
+
+
+def bound(found: Estimate) -> str:
+    """What a step spends its time on: computing, and the axis that it waits for most."""
+    computing = f"computing {found.compute_s / found.step_s:.0%}"
+    waits = {axis: s for axis, s in found.exposed_s.items() if s > 0.01 * found.step_s}
+    if not waits:
+        return computing
+    axis = max(waits, key=lambda a: waits[a])
+    return f"{computing}, {axis} {waits[axis] / found.step_s:.0%}"
+
+
+def precisions(plan: Plan) -> set[tuple[str, ...]]:
+    """Those of the settings that were compiled."""
+    return {one.candidate.precision for one in (*plan.ranked, *plan.too_large)}
+
+
+def computed_in(plan: Plan) -> str:
+    """`, in bfloat16`, where that was chosen for all; else an empty string."""
+    (first, *others) = precisions(plan)
+    return "" if others or first == ("as given",) else f", in {'+'.join(first)}"
+
+
+def table(plan: Plan) -> Table:
+    """The compiled settings that fit, best first."""
+    found = Table(*HEADINGS, title=f"{title(plan)}: {job(plan)}", caption=counted(plan) + computed_in(plan))
+    for number, one in enumerate(plan.ranked[:SHOWN], 1):
+        found.add_row(*row(plan, number, one))
+    return found
+
+
+# ---- why others lost ----------------------------------------------------------------------------------
+
+
+def why(plan: Plan, other: Estimate, best: Estimate) -> str:
+    """Why a setting is not the best: the memory that it needs, or what it spends its time on instead."""
+    if other.bytes > room(plan.asked):
+        kind = max(other.memory, key=lambda k: other.memory[k] - best.memory.get(k, 0.0))
+        size = f"{other.memory[kind] / GIB:,.1f} GiB of {kind}"
+        return f"needs {other.bytes / GIB:,.1f} GiB of {room(plan.asked) / GIB:,.1f}: {size}"
+    mine, its = by_name(best.exposed_s), by_name(other.exposed_s)
+    more = {name: s - mine.get(name, 0.0) for name, s in its.items()}
+    more["computing"] = other.compute_s - best.compute_s
+    name = max(more, key=lambda n: more[n])
+    slower = f"{other.step_s / best.step_s - 1:.1%} slower"
+    if name == "computing":
+        return f"{slower}: computes {1e3 * more[name]:,.0f} ms longer"
+    sent = sum(sum(links.values()) for axis, links in other.sent.items() if AXIS.get(axis, axis) == name)
+    what = f" for {sent / 1e9:,.1f} GB that a rank sends" if sent else ""
+    return f"{slower}: waits {1e3 * more[name]:,.0f} ms more for {NAMES.get(name, name)}{what}"
+
+
+def by_name(exposed: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of waiting, by one name an axis."""
+    found: dict[str, float] = {}
+    for axis, s in exposed.items():
+        name = AXIS.get(axis, axis).partition(".")[0]
+        found[name] = found.get(name, 0.0) + s
+    return found
+
+
+def losers(plan: Plan, count: int = 40) -> list[tuple[Estimate, str]]:
+    """The best setting of each other mesh, and why it is not the best: compiled ones beside each other, else forms."""
+    best = plan.best
+    form = next((e for e in plan.forms if e.candidate == best.candidate), best)
+    seen, found = {best.candidate.mesh}, list[tuple[Estimate, str]]()
+    fitting = [e for e in plan.forms if e.bytes <= room(plan.asked)]
+    for one in (*plan.ranked, *plan.too_large, *fitting, *plan.forms):
+        if one.candidate.mesh not in seen:
+            seen.add(one.candidate.mesh)
+            found.append((one, why(plan, one, best if one.is_compiled else form)))
+    return found[:count]
+
+
+# ---- files --------------------------------------------------------------------------------------------
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The plan as a JSON object."""
+
+    def of(found: Estimate) -> dict[str, Any]:
+        return {
+            "options": found.candidate.options(),
+            "step_ms": 1e3 * found.step_s,
+            "tokens_per_s_per_gpu": plan.tokens_per_s(found),
+            "mfu": plan.mfu(found),
+            "compute_ms": 1e3 * found.compute_s,
+            "exposed_ms": {axis: 1e3 * s for axis, s in found.exposed_s.items()},
+            "sent_bytes": {axis: dict(links) for axis, links in found.sent.items()},
+            "peak_mem_bytes": round(found.bytes),
+            "memory": {kind: round(size) for kind, size in found.memory.items()},
+            "compiled": found.is_compiled,
+        }
+
+    return {
+        "job": f"{title(plan)}: {job(plan)}",
+        "gpus": plan.asked.gpus,
+        "memory_bytes": round(room(plan.asked)),
+        "settings": plan.count,
+        "left_out": plan.left,
+        "ranked": [of(found) for found in plan.ranked],
+        "too_large": [of(found) for found in plan.too_large],
+        "refused": {f"{c.axes()}, {c.recomputes()}": said for c, said in plan.refused.items()},
+        "others": [{**of(found), "why": said} for found, said in losers(plan)],
+    }
+
+
+def recipe(plan: Plan, overrides: Sequence[str], groups: Iterable[str]) -> str:
+    """A recipe that trains the best: what was stated, and what was chosen, with what is predicted as comments."""
+    chosen, stated = stated_options(overrides, set(groups))
+    best = plan.best
+    options = OmegaConf.merge(OmegaConf.create(stated), OmegaConf.create(best.candidate.options()))
+    body = yaml.safe_dump(OmegaConf.to_container(options), sort_keys=False, default_flow_style=None, width=110)
+    defaults = "".join(f"  - {line}\n" for line in chosen)
+    waits = ", ".join(f"{axis} {1e3 * s:,.0f} ms" for axis, s in best.exposed_s.items() if s > 1e-3 * best.step_s)
+    lines = [
+        f"{title(plan)}: {job(plan)}.",
+        f"Predicted: {plan.tokens_per_s(best):,.0f} tokens/s/GPU, MFU {plan.mfu(best):.1%}, "
+        f"{1e3 * best.step_s:,.0f} ms a step, {best.bytes / GIB:.3g} GiB a GPU.",
+        f"Waits: {waits or 'none'}. The best of {counted(plan)}.",
+        f"Start it on {plan.asked.gpus:,} ranks with recipe=THIS_FILE; data and steps are yours to say.",
+    ]
+    head = "".join(f"# {line}\n" for line in lines)
+    return f"# @package _global_\n{head}" + (f"defaults:\n{defaults}" if defaults else "") + body
+
+
+def stated_options(overrides: Sequence[str], groups: set[str]) -> tuple[list[str], dict[str, Any]]:
+    """(lines of a list of defaults, options) that overrides of a command line stand for."""
+    lines: list[str] = []
+    options = OmegaConf.create()
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        key = override.get_key_element().lstrip("+~")
+        if key == "recipe":
+            lines.insert(0, str(override.value()))
+        elif key in groups:
+            lines.append(f"override /{key}: {override.value()}")
+        elif not any(f"{key}.".startswith(f"{hidden}.") for hidden in HIDDEN):
+            OmegaConf.update(options, key, override.value(), force_add=True)
+    plain = OmegaConf.to_container(options)
+    assert isinstance(plain, dict)
+    return lines, {str(key): value for key, value in plain.items()}
+
+
+def write(plan: Plan, text: str, folder: Path) -> None:
+    """Write `plan.json` and the recipe into a run folder."""
+    put(folder / JSON, json.dumps(as_json(plan), indent=1) + "\n")
+    put(folder / RECIPE, text)

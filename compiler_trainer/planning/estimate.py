@@ -1,0 +1,151 @@
+"""Closed forms: what a setting takes in time and memory, by arithmetic alone and without any graph.
+
+They sort out; what they leave is compiled (`compiled.py`). `rank.py` has what settings share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from compiler_trainer.planning.rank import Rank
+from compiler_trainer.planning.space import Candidate
+
+# Times that a layer's features are read and written beside products and attention, forward and backward; times that
+# all of a sequence is put in order for `tp`; and that the results of a ring are merged.
+LOOPS, AROUND_TP, MERGES = (1.8, 3.7), (8.0, 12.0), (2.0, 3.4)
+KERNELS = 50  # of a layer, in each direction
+UPDATE_BYTES, ACCUMULATE_BYTES = 36, 24  # moved of an entry: in an update, and in adding a microbatch's gradients
+ATTENTION_BACKWARD = 2.5  # of the forward
+ALL_KEPT = 2.52  # what is kept without recomputation, over what products make
+NEAREST = {"every_n": "every_second", "budget": "full", "offload": "full"}
+RINGS, EXCHANGES = ("ring", "hybrid"), ("ulysses", "hybrid")
+GATHERED_AHEAD = 3  # layers whose parameters are there when the backward begins
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a setting takes: seconds of a step, computing and waiting by axis, and bytes at the peak by kind.
+
+    Of compiled ones also the bytes that a rank sends, by axis and link, and the place of the peak.
+    """
+
+    candidate: Candidate
+    compute_s: float
+    exposed_s: Mapping[str, float]
+    memory: Mapping[str, float]
+    step_s: float
+    bytes: float
+    sent: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    place: str = ""
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it was read from graphs."""
+        return bool(self.place)
+
+
+def estimates(rank: Rank, candidates: list[Candidate]) -> Iterator[Estimate]:
+    """What settings take that share a rank: they differ in what is recomputed, and in the method of attention."""
+    for candidate in candidates:
+        compute, exposed, memory = *seconds(rank, candidate), bytes_of(rank, candidate)
+        waits = {axis: s for axis, s in exposed.items() if s > 0}
+        step = compute + sum(waits.values())
+        yield Estimate(candidate, compute, waits, memory, step, sum(memory.values()))
+
+
+# ---- time ---------------------------------------------------------------------------------------------
+
+
+def seconds(rank: Rank, candidate: Candidate) -> tuple[float, dict[str, float]]:
+    """Seconds of a step that are computed, and that each axis keeps waiting."""
+    times, layers, axes = candidate.microbatches, rank.sizes.layers, rank.axes
+    forward, backward = of_layer(rank, candidate)
+    moved = UPDATE_BYTES + (ACCUMULATE_BYTES * times if times > 1 else 0)
+    updating = rank.local * moved / rank.cluster.hbm_bytes_per_s
+    again = rank.gather_s if candidate.regather else 0.0
+    waits = max(0.0, rank.gather_s - forward) + max(0.0, again + rank.reduce_s - backward)
+    along_tp = layers * (11 if candidate.collectives else 8) + 6
+    return times * (layers * (forward + backward) + rank.head_s) + updating, {
+        "fsdp": times * (layers * waits + rank.tables_s),
+        "dp_replicate": times * (layers * max(0.0, rank.sum_s - backward) + rank.sum_tables_s),
+        "tp": times * along_tp * rank.sequence_s,
+        "cp": times * layers * rank.context_s[candidate.method] if axes.cp > 1 else 0.0,
+        "ep": times * layers * rank.dispatch_s if axes.ep > 1 else 0.0,
+    }
+
+
+def of_layer(rank: Rank, candidate: Candidate) -> tuple[float, float]:
+    """Seconds that a layer computes of a microbatch, forward and backward, what is repeated included."""
+    whole = candidate.method == "all_gather" and rank.axes.cp > 1  # the masked half is computed as well
+    attention = rank.attention_s * (2 if whole else 1)
+    merged = rank.merged_s if rank.axes.cp > 1 and candidate.method in (*RINGS, "auto") else 0.0
+    start = KERNELS * rank.cluster.kernel_s
+    loops = [a * rank.moved_s + b * rank.copied_s + c * merged + start for a, b, c in zip(LOOPS, AROUND_TP, MERGES)]
+    forward = rank.products_s + attention + loops[0]
+    again = repeated(rank, candidate, 0.0 if candidate.method in RINGS else attention)  # rings communicate: kept
+    return forward, 2 * rank.products_s + ATTENTION_BACKWARD * attention + loops[1] + again
+
+
+def repeated(rank: Rank, candidate: Candidate, attention: float) -> float:
+    """Seconds of a layer's forward that the backward repeats."""
+    policy, loops = policy_of(rank, candidate), LOOPS[0] * rank.moved_s
+    if policy == "none":
+        return 0.0
+    if policy == "selective":
+        return loops / 2
+    products = rank.products_s * (1 - rank.sizes.last / max(rank.sizes.used, 1.0))  # nobody reads the last result
+    whole = products + loops + (0.0 if policy == "attention" else attention)
+    return whole / 2 if policy == "every_second" else whole
+
+
+def policy_of(rank: Rank, candidate: Candidate) -> str:
+    """The recomputation, by the name in `space.POLICIES` that is nearest."""
+    given = rank.cfg.passes.remat.policy if candidate.recompute == "as given" else candidate.recompute
+    return NEAREST.get(given, given)
+
+
+# ---- memory -------------------------------------------------------------------------------------------
+
+
+def bytes_of(rank: Rank, candidate: Candidate) -> dict[str, float]:
+    """Bytes of a rank at the peak: where forward and backward end, after the head's own, or in the update."""
+    sizes, layer, is_stored = rank.sizes, rank.layer, rank.stored_over > 1
+    gradients = {"gradients": rank.master * rank.local}
+    table = max(sizes.head, sizes.looked_up) / rank.axes.tp
+    weights = table * rank.used if is_stored else 0.0
+    if is_stored and not candidate.regather:
+        weights += sizes.layers * layer * rank.used
+    held = {**rank.state, **(gradients if candidate.microbatches > 1 else {})}
+    layers = sizes.layers * kept(rank, candidate, policy_of(rank, candidate))
+    forward = held | {"activations": layers + rank.logits, "gathered weights": weights}
+    ahead = weights + (GATHERED_AHEAD * layer * rank.used if is_stored and candidate.regather else 0.0)
+    turning = held | {"activations": layers + rank.logits_later, "gathered weights": ahead, "head": 4 * table}
+    travel = 2 * layer * (rank.used + rank.reduced) if is_stored else 0.0
+    travel += table * rank.reduced
+    end = {**rank.state, **gradients}
+    backward = end | {"communication": travel, "activations": kept(rank, candidate, "none")}
+    update = end | {"update": 6 * rank.master * table / rank.stored_over}
+    return max((forward, turning, backward, update), key=lambda at: sum(at.values()))
+
+
+def kept(rank: Rank, candidate: Candidate, policy: str) -> float:
+    """Bytes that a layer keeps of a microbatch for its backward."""
+    sizes, heads, used, tp = rank.sizes, rank.sizes.heads, rank.used, rank.axes.tp
+    tokens = rank.tokens / tp
+    enters, made = tokens * sizes.dim * used, tokens * sizes.made * used
+    attended = tokens * heads.queries * (heads.value_dim * used + 4)
+    gathered = 2 * rank.tokens * sizes.dim * used if tp > 1 and not candidate.collectives else 0.0
+    if candidate.method == "all_gather" and rank.axes.cp > 1:
+        gathered += rank.tokens * rank.axes.cp * heads.keys / tp * 2 * heads.key_dim * used
+    exchanged = attended if rank.axes.cp > 1 and candidate.method in EXCHANGES else 0.0
+    if policy == "selective":
+        return made + attended + exchanged + gathered
+    sent = tokens * (heads.queries * heads.key_dim + heads.keys * (heads.key_dim + heads.value_dim)) * used
+    sent = sent if exchanged else 0.0  # results of communication are kept
+    if policy == "attention":
+        return enters + attended + exchanged + sent + gathered
+    rings = attended if candidate.method in RINGS else 0.0
+    whole = ALL_KEPT * made + exchanged + gathered + rings
+    full = enters * (2 if tp > 1 else 1) + exchanged + sent + gathered + rings
+    return {"none": whole, "full": full, "every_second": (whole + full) / 2}[policy]

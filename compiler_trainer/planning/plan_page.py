@@ -1,0 +1,206 @@
+"""A plan as one page that needs no network: what is best, what it spends its time on, and why the others are not."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from plotly import graph_objects as go
+from plotly.subplots import make_subplots
+
+from compiler_trainer.page import BLUE, ORANGE, drawn, page, tr
+from compiler_trainer.planning import answer, compiled
+from compiler_trainer.planning.estimate import Estimate
+from compiler_trainer.planning.search import GIB, Plan, room
+from compiler_trainer.planning.vary import Varied
+from passes.cost.predict import COMPUTE, Timeline
+
+FILE = "plan.html"
+GREY = "#888a85"
+WAITS = {"fsdp": ORANGE, "dp_replicate": "#75507b", "tp": "#4e9a06", "cp": "#c4a000", "ep": "#cc0000"}
+COLOURS = {"computing": BLUE, **WAITS}
+FAINT = 300  # closed forms that are drawn
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
+
+
+def write(plan: Plan, folder: Path) -> None:
+    """Write `plan.html` into a run folder."""
+    layers, timelines = compiled.timeline(plan.asked.cfg, plan.best.candidate)
+    of = "" if layers in (None, getattr(plan.asked.cfg.model, "n_layers", None)) else f" of its first {layers} layers"
+    parts = (
+        f"<p>{html.escape(answer.job(plan))}. {html.escape(answer.counted(plan))}.</p>",
+        f"<table>{ranking(plan)}</table>",
+        drawn(overview(plan)),
+        f"<h2>The best one's timeline{of}</h2>",
+        "<p>Kernels on the compute stream, collectives of each axis; a gap in computing is a wait.</p>",
+        *(drawn(gantt(name, timeline)) for name, timeline in timelines.items()),
+        "<h2>Why the others are not</h2><p>The best setting of each other mesh.</p>",
+        f'<table class="words">{reasons(plan)}</table>',
+        left_out(plan),
+    )
+    (folder / FILE).write_text(page(f"Plan: {answer.title(plan)}", "\n".join(parts)), encoding="utf-8")
+
+
+def ranking(plan: Plan) -> str:
+    """The table of the console in HTML, with those that do not fit below."""
+    lines = [tr("th", answer.HEADINGS)]
+    lines += [tr("td", answer.row(plan, n, one)) for n, one in enumerate(plan.ranked[: answer.SHOWN], 1)]
+    return "\n".join(lines + [tr("td", answer.row(plan, "too large", one), "failed") for one in plan.too_large])
+
+
+def reasons(plan: Plan) -> str:
+    """A row for the best setting of each other mesh: what it is, and why it lost."""
+    lines = [tr("th", ("mesh", "microbatches", "recomputation", "tokens/s/GPU", "from", "why not"))]
+    for one, said in answer.losers(plan):
+        candidate, source = one.candidate, "graphs" if one.is_compiled else "closed form"
+        speed = f"{plan.tokens_per_s(one):,.0f}"
+        cells = (candidate.axes(), str(candidate.microbatches), candidate.recomputes(), speed, source, said)
+        lines.append(tr("td", cells))
+    return "\n".join(lines)
+
+
+def left_out(plan: Plan) -> str:
+    """What was refused, or left out from the start."""
+    said = [f"{count} meshes: {reason}" for reason, count in plan.left.items()]
+    said += [f"{c.axes()}, {c.recomputes()}: refused, {why}" for c, why in plan.refused.items()]
+    return "".join(f"<p>{html.escape(line)}</p>" for line in said)
+
+
+# ---- plots --------------------------------------------------------------------------------------------
+
+
+def overview(plan: Plan) -> go.Figure:
+    """Throughput against memory, and what the best spend their steps on."""
+    titles = ("throughput against memory", "a step of the best, ms")
+    plot = make_subplots(1, 2, subplot_titles=titles, horizontal_spacing=0.2)
+    forms = [e for e in best_of_each(plan) if plan.tokens_per_s(e) > 0.3 * plan.tokens_per_s(plan.best)]
+    for trace in (
+        scatter(plan, forms, "closed form, the best of a mesh", color=GREY, size=5, opacity=0.5),
+        scatter(plan, plan.ranked, "compiled", color=BLUE, size=10),
+        scatter(plan, plan.too_large, "compiled, too large", color=BLUE, size=10, symbol="circle-open"),
+        front(plan),
+    ):
+        plot.add_trace(trace, 1, 1)
+    plot.add_vline(room(plan.asked) / GIB, line_dash="dot", line_color=GREY, row=1, col=1)
+    for trace in bars(plan.ranked[: answer.SHOWN]):
+        plot.add_trace(trace, 1, 2)
+    plot.update_xaxes(title="GiB of a GPU", row=1, col=1)
+    plot.update_yaxes(title="tokens/s/GPU", row=1, col=1)
+    plot.update_yaxes(autorange="reversed", type="category", automargin=True, row=1, col=2)
+    legend = {"orientation": "h", "y": -0.15}
+    return plot.update_layout(height=560, template="plotly_white", barmode="stack", legend=legend, margin={"r": 20})
+
+
+def best_of_each(plan: Plan) -> list[Estimate]:
+    """The fastest closed form of each mesh and recomputation."""
+    found: dict[tuple[object, ...], Estimate] = {}
+    for one in plan.forms:
+        found.setdefault((one.candidate.mesh, one.candidate.recompute), one)
+    return list(found.values())[:FAINT]
+
+
+def scatter(plan: Plan, found: Sequence[Estimate], name: str, **marker: object) -> go.Scatter:
+    """Settings as points."""
+    memory, speed = [e.bytes / GIB for e in found], [plan.tokens_per_s(e) for e in found]
+    return go.Scatter(x=memory, y=speed, mode="markers", name=name, marker=marker, hovertext=[label(e) for e in found])
+
+
+def front(plan: Plan) -> go.Scatter:
+    """Compiled settings than which none is faster in as little memory."""
+    best: list[Estimate] = []
+    for one in sorted((*plan.ranked, *plan.too_large), key=lambda e: (e.bytes, e.step_s)):
+        if not best or one.step_s < best[-1].step_s:
+            best.append(one)
+    memory, speed = [e.bytes / GIB for e in best], [plan.tokens_per_s(e) for e in best]
+    line = {"color": ORANGE, "shape": "hv"}
+    return go.Scatter(x=memory, y=speed, mode="lines", name="none faster in as little", line=line)
+
+
+def label(found: Estimate) -> str:
+    """A setting in a line."""
+    candidate = found.candidate
+    method = f", {candidate.method}" if candidate.mesh.cp > 1 else ""
+    return f"{candidate.axes()}, {candidate.microbatches} microbatches, {candidate.recomputes()}{method}"
+
+
+def bars(found: Sequence[Estimate]) -> list[go.Bar]:
+    """Milliseconds computed, and waited for each axis."""
+    names = [f"{n}: {e.candidate.axes()}" for n, e in enumerate(found, 1)]
+    parts = [{"computing": e.compute_s, **answer.by_name(e.exposed_s)} for e in found]
+    return [
+        go.Bar(
+            y=names,
+            x=[1e3 * part.get(kind, 0.0) for part in parts],
+            orientation="h",
+            name=answer.NAMES.get(kind, kind),
+            marker_color=colour,
+            hovertext=[label(e) for e in found],
+        )
+        for kind, colour in COLOURS.items()
+        if any(part.get(kind) for part in parts)
+    ]
+
+
+def gantt(name: str, timeline: Timeline) -> go.Figure:
+    """The kernels and collectives of a program, each on its stream."""
+    streams = list(dict.fromkeys([COMPUTE, *(event.stream for event in timeline.events)]))
+    plot = go.Figure()
+    for stream in streams:
+        events = [event for event in timeline.events if event.stream == stream]
+        colour = COLOURS.get("computing" if stream == COMPUTE else answer.AXIS.get(stream, stream), GREY)
+        plot.add_trace(
+            go.Bar(
+                y=[stream] * len(events),
+                base=[1e3 * event.start_s for event in events],
+                x=[1e3 * (event.end_s - event.start_s) for event in events],
+                orientation="h",
+                name=stream,
+                marker={"color": colour, "line": {"width": 0}},
+                hovertext=[event.node for event in events],
+                showlegend=False,
+            )
+        )
+    plot.update_xaxes(title=f"ms of the program {name}")
+    plot.update_yaxes(autorange="reversed")
+    height = 130 + 45 * len(streams)
+    return plot.update_layout(height=height, template="plotly_white", bargap=0.3, margin={"t": 20, "r": 20})
+
+
+# ---- several plans ------------------------------------------------------------------------------------
+
+
+def write_varied(varied: Sequence[Varied], folder: Path) -> None:
+    """Write `plan.html` of plans for several values into a run folder."""
+    names = list(varied[0].values)
+    lines = [tr("th", (*names, *answer.HEADINGS[1:]))]
+    for number, (values, plan) in enumerate(varied):
+        cells = (*(str(values[name]) for name in names), *answer.row(plan, "", plan.best)[1:])
+        lines.append(tr("td", cells, link=str(number)))
+    body = f"{drawn(over_values(varied))}<table>{chr(10).join(lines)}</table>"
+    (folder / FILE).write_text(page(f"Plans: {answer.title(varied[0].plan)}", body), encoding="utf-8")
+
+
+def over_values(varied: Sequence[Varied]) -> go.Figure:
+    """Throughput and memory of the best over the first option, a line for the values of the others."""
+    first, *others = varied[0].values
+    plot = make_subplots(1, 2, subplot_titles=("tokens/s/GPU", "GiB of a GPU"), horizontal_spacing=0.1)
+    lines: dict[str, list[Varied]] = {}
+    for one in varied:
+        lines.setdefault(other_values(one.values, others), []).append(one)
+    for number, (name, points) in enumerate(lines.items()):
+        line = {"dash": DASHES[number % len(DASHES)], "color": [*COLOURS.values()][number % len(COLOURS)]}
+        how = {"name": name, "legendgroup": name, "mode": "lines+markers", "line": line}
+        at, said = [p.values[first] for p in points], [label(p.plan.best) for p in points]
+        for column, heights in enumerate(
+            ([p.plan.tokens_per_s(p.plan.best) for p in points], [p.plan.best.bytes / GIB for p in points]), 1
+        ):
+            plot.add_trace(go.Scatter(x=at, y=heights, hovertext=said, showlegend=column == 1, **how), 1, column)
+    plot.update_xaxes(title=first)
+    plot.update_yaxes(rangemode="tozero")
+    return plot.update_layout(height=420, template="plotly_white", margin={"r": 20})
+
+
+def other_values(values: Mapping[str, object], others: Sequence[str]) -> str:
+    """The values of the options that are not on the axis."""
+    return ", ".join(f"{name}={values[name]}" for name in others) or "best"

@@ -1,0 +1,231 @@
+"""What one rank does of a microbatch on a mesh, in closed form, whatever it recomputes: seconds and bytes.
+
+Factors that no formula gives, such as how often a value is read and written beside the products, are those of compiled
+programs of Llama 3 8B (docs/21-plan.md). Each quantity is computed once, however many settings share it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from compiler_trainer.config.schema import Config, MeshConfig
+from compiler_trainer.planning.sizes import Sizes
+from passes.cost.accounting import SENT
+from passes.cost.cluster import Cluster, collective_seconds, reach
+from passes.program.mesh import Mesh
+
+MASTER = {"float32": 4, "bfloat16": 2}
+MOMENTS = {"adamw": 2.0, "adamw8bit": 0.51, "adamwfp8": 0.51, "muon": 1.0}  # of the bytes of an entry
+LOGIT_BYTES = 24  # moved of a logit, forward and backward
+LOGITS_ALIVE, LOGITS_LATER = 5.4, 2.4  # copies of a chunk of logits that are alive at once
+TP_EXPOSED, ULYSSES_EXPOSED = 0.65, 0.5  # of what these send, the share that nothing hides
+MATRICES = 7.0  # of a layer: most buckets that it travels in
+
+
+@dataclass(frozen=True, eq=False)
+class Rank:
+    """A rank of a job on a cluster, on a mesh, in so many microbatches, in some precision."""
+
+    cfg: Config
+    sizes: Sizes
+    cluster: Cluster
+    axes: MeshConfig
+    microbatches: int
+    precision: tuple[str, ...]
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """The mesh itself."""
+        return Mesh.of(dataclasses.asdict(self.axes))
+
+    @cached_property
+    def tokens(self) -> int:
+        """Of a microbatch, those that the ranks of `tp` have together."""
+        ranks = self.axes.dp_replicate * self.axes.dp_shard
+        rows = math.ceil(self.cfg.train.global_batch_size / self.microbatches / ranks)
+        folded = 2 * self.axes.cp if self.axes.cp > 1 else 1
+        return rows * math.ceil(self.cfg.train.seq_len / folded) * folded // self.axes.cp
+
+    @cached_property
+    def used(self) -> int:
+        """Bytes of an entry as it is computed with."""
+        lower = bool({"bfloat16", "float8"} & set(self.precision))
+        return 2 if lower or (self.cfg.passes.cast.param_dtype or self.cfg.train.dtype) == "bfloat16" else 4
+
+    @cached_property
+    def reduced(self) -> int:
+        """Bytes of an entry of a gradient as it travels."""
+        lower = bool({"bfloat16", "float8"} & set(self.precision))
+        return 4 if lower or self.cfg.passes.cast.reduce_dtype == "float32" else self.used
+
+    @cached_property
+    def master(self) -> int:
+        """Bytes of an entry as it is stored."""
+        return MASTER[self.cfg.train.dtype]
+
+    @cached_property
+    def stored_over(self) -> int:
+        """Ranks that share out a parameter, those of `tp` aside."""
+        return self.axes.dp_shard * self.axes.cp
+
+    @cached_property
+    def local(self) -> float:
+        """Numbers that a rank stores of the parameters."""
+        return self.sizes.entries / (self.axes.tp * self.stored_over)
+
+    @cached_property
+    def layer(self) -> float:
+        """Numbers of a layer that ranks of `tp` share out no further: what is gathered of it."""
+        return (self.sizes.dense + self.sizes.experts / self.axes.ep) / self.axes.tp
+
+    # -- computing, seconds ---------------------------------------------------------------------------
+
+    @cached_property
+    def products_s(self) -> float:
+        """A layer's products, forward."""
+        eight = "float8" in self.precision or self.cfg.passes.cast.float8 is not None
+        dtype = torch.float8_e4m3fn if eight else self.dtype
+        return 2 * self.tokens * self.sizes.used / self.axes.tp / self.cluster.matmul_flops_per_s[dtype]
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """That of computation."""
+        return torch.bfloat16 if self.used == 2 else torch.float32
+
+    @cached_property
+    def attention_s(self) -> float:
+        """A layer's causal attention, forward: half of the pairs, of whole heads."""
+        heads, length = self.sizes.heads, self.cfg.train.seq_len
+        flops = self.tokens * length * math.ceil(heads.queries / self.axes.tp) * (heads.key_dim + heads.value_dim)
+        return flops / self.cluster.attention_flops_per_s
+
+    @cached_property
+    def moved_s(self) -> float:
+        """Reading and writing once what a layer's products read and make."""
+        features = (self.sizes.made + self.sizes.read) / self.axes.tp
+        return self.tokens * features * self.used / self.cluster.hbm_bytes_per_s
+
+    @cached_property
+    def copied_s(self) -> float:
+        """Writing once what enters a layer, of all ranks of `tp`: gathered sequences are put in order."""
+        return self.tokens * self.sizes.dim * self.used / self.cluster.hbm_bytes_per_s if self.axes.tp > 1 else 0.0
+
+    @cached_property
+    def merged_s(self) -> float:
+        """Writing once the results of all steps of a ring in fp32."""
+        features = math.ceil(self.sizes.heads.queries / self.axes.tp) * self.sizes.heads.value_dim
+        return (self.axes.cp - 1) * self.tokens * features * 4 / self.cluster.hbm_bytes_per_s
+
+    @cached_property
+    def head_s(self) -> float:
+        """Head and loss, forward and backward."""
+        products = 6 * self.tokens * self.sizes.head / self.axes.tp / self.cluster.matmul_flops_per_s[self.dtype]
+        moved = LOGIT_BYTES * self.tokens * self.sizes.vocabulary / self.axes.tp
+        return products + moved / self.cluster.hbm_bytes_per_s
+
+    # -- communication, seconds -----------------------------------------------------------------------
+
+    def seconds(self, kind: str, payload: float, axis: str | None, calls: float = 1) -> float:
+        """A collective to which a rank brings so many bytes, in so many calls."""
+        if axis is None or axis not in self.mesh.names or payload <= 0:
+            return 0.0
+        sent = SENT[kind](int(payload / calls), self.mesh[axis])
+        return calls * collective_seconds(kind, sent, reach(self.mesh, axis, self.cluster.gpus_per_node), self.cluster)
+
+    def buckets(self, size: float) -> float:
+        """In how many calls so many bytes travel that a layer has on a rank."""
+        bucket = max(self.cfg.passes.schedule.bucket_mib, 1e-3) * 2**20
+        return min(MATRICES, max(1.0, math.ceil(size / bucket)))
+
+    @cached_property
+    def gather_s(self) -> float:
+        """Gathering a layer's parameters."""
+        size = self.layer * self.used
+        return self.seconds("all_gather", size / self.stored_over, self.mesh.stored_over, self.buckets(size))
+
+    @cached_property
+    def reduce_s(self) -> float:
+        """Reducing a layer's gradients to who stores them."""
+        size = self.layer * self.reduced
+        return self.seconds("reduce_scatter", size, self.mesh.stored_over, self.buckets(size))
+
+    @cached_property
+    def tables_s(self) -> float:
+        """Gathering embedding and head, and reducing their gradients: at the ends, beside nothing."""
+        tables = (self.sizes.looked_up + (0 if self.sizes.is_tied else self.sizes.head)) / self.axes.tp
+        gather = self.seconds("all_gather", tables * self.used / self.stored_over, self.mesh.stored_over, 2)
+        return gather + self.seconds("reduce_scatter", tables * self.reduced, self.mesh.stored_over, 2)
+
+    @cached_property
+    def sum_s(self) -> float:
+        """Adding a layer's gradients over replicas."""
+        size = self.layer * self.reduced / self.stored_over
+        return self.seconds("all_reduce", size, "dp_replicate", self.buckets(size))
+
+    @cached_property
+    def sum_tables_s(self) -> float:
+        """Adding the gradients of embedding and head over replicas."""
+        tables = (self.sizes.looked_up + (0 if self.sizes.is_tied else self.sizes.head)) / self.axes.tp
+        return self.seconds("all_reduce", tables * self.reduced / self.stored_over, "dp_replicate", 2)
+
+    @cached_property
+    def sequence_s(self) -> float:
+        """What one gather or one reduction of a layer's input over `tp` keeps waiting."""
+        part = self.tokens * self.sizes.dim * self.used / self.axes.tp
+        return TP_EXPOSED * self.seconds("all_gather", part, "tp")
+
+    @cached_property
+    def context_s(self) -> Mapping[str, float]:
+        """What each method of context parallelism keeps a layer waiting, forward and backward."""
+        heads, ranks = self.sizes.heads, self.axes.cp
+        queries, keys = (math.ceil(n / self.axes.tp) for n in (heads.queries, heads.keys))
+        features = heads.key_dim + heads.value_dim
+        own = self.tokens * keys * features * self.used
+        exchanged = self.tokens * queries * features * self.used + own * max(1, ranks // max(keys, 1))
+        ring = (2 * (ranks - 1) + ranks * 4 / self.used) * self.seconds("shift", own, "cp")
+        swapped = 2 * ULYSSES_EXPOSED * self.seconds("all_to_all", exchanged, "cp", 4)
+        waits = {"ring": max(0.0, ring - 3.5 * self.attention_s), "ulysses": swapped}
+        waits["all_gather"] = 2 * self.seconds("all_gather", own, "cp")
+        waits["hybrid"] = swapped / 2 + max(0.0, ring / 2 - 3.5 * self.attention_s)
+        return waits | {"auto": min(waits.values())}
+
+    @cached_property
+    def dispatch_s(self) -> float:
+        """Rows of a layer that travel to experts and back, forward and backward."""
+        axis = self.mesh.experts_over
+        rows = self.tokens * min(self.sizes.routed, self.axes.ep)
+        return 4 * self.seconds("all_to_all", rows * self.sizes.dim * self.used, axis)
+
+    # -- memory, bytes --------------------------------------------------------------------------------
+
+    @cached_property
+    def state(self) -> Mapping[str, float]:
+        """What is stored from step to step."""
+        optim = self.cfg.optim
+        moments = MOMENTS.get(optim.name, float(optim.momentum > 0)) * MASTER[optim.state or self.cfg.train.dtype]
+        return {"parameters": self.master * self.local, "optimizer": moments * self.local}
+
+    @cached_property
+    def logits(self) -> float:
+        """Logits and what is made of them, in chunks where they are large."""
+        weight = self.sizes.head / self.axes.tp * (4 + self.used) if self.chunk[1] > 1 else 0.0
+        return LOGITS_ALIVE * self.chunk[0] + weight
+
+    @cached_property
+    def logits_later(self) -> float:
+        """What is left of that when the head's own gradient is there."""
+        return LOGITS_LATER * self.chunk[0]
+
+    @cached_property
+    def chunk(self) -> tuple[float, int]:
+        """(bytes of a chunk of logits, how many there are)."""
+        whole = self.tokens * self.sizes.vocabulary * self.used / self.axes.tp
+        options = self.cfg.passes.chunk_loss
+        chunks = options.chunks or max(1, math.ceil(whole / (options.logits_mib * 2**20)))
+        return whole / chunks, chunks

@@ -1,0 +1,245 @@
+"""The search: closed forms of every setting, the best of them compiled, and the best of these.
+
+A third of those to compile are the best by closed forms, of different kinds; what they show corrects the forms for the
+next third, and so on.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import MeshConfig
+from compiler_trainer.models.subject import subject
+from compiler_trainer.planning import compiled
+from compiler_trainer.planning.dry import cluster_of
+from compiler_trainer.planning.estimate import Estimate, estimates
+from compiler_trainer.planning.rank import Rank
+from compiler_trainer.planning.sizes import Sizes, sizes_of
+from compiler_trainer.planning.space import Asked, Candidate, Left, candidates
+
+GIB = 2**30
+ROUNDS = 3  # in which settings are compiled: what one shows corrects the forms for the next
+HOPELESS = 2  # times the memory that there is: beyond it nothing is compiled
+SLOW = 1.5  # times the fastest that fits: beyond it nothing is a choice
+TRIES = 3  # times that further settings are compiled where none fits
+
+Found = tuple[Estimate, ...] | str  # of a setting, for each job; or why it is refused
+Compile = Callable[[Sequence[Candidate]], list[Found]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was found of `count` settings: compiled ones that fit, best first, those that do not, and closed forms.
+
+    `forms` are in order of time; `refused` are settings that a pass cannot do, with the reason; `left` counts what was
+    left out from the start.
+    """
+
+    asked: Asked
+    flops_per_token: int
+    ranked: list[Estimate]
+    too_large: list[Estimate]
+    refused: dict[Candidate, str]
+    forms: list[Estimate]
+    count: int
+    left: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def best(self) -> Estimate:
+        """The fastest of those that fit."""
+        return self.ranked[0]
+
+    def tokens_per_s(self, found: Estimate) -> float:
+        """Of one GPU."""
+        train = self.asked.cfg.train
+        return train.global_batch_size * train.seq_len / self.asked.gpus / found.step_s
+
+    def mfu(self, found: Estimate) -> float:
+        """Of the peak in bfloat16, or in float32 where that is computed in."""
+        lower = {"bfloat16", "float8"} & set(found.candidate.precision)
+        cfg = self.asked.cfg
+        dtype = "bfloat16" if lower else cfg.passes.cast.param_dtype or cfg.train.dtype
+        peak = 1e12 * getattr(cfg.cluster.peak_tflops, dtype)
+        return self.flops_per_token * self.tokens_per_s(found) / peak
+
+
+def room(asked: Asked) -> float:
+    """Bytes of a GPU that a setting may take."""
+    cfg = asked.cfg
+    return cfg.cluster.hbm_gib * GIB * (1 - cfg.plan.headroom)
+
+
+def all_forms(asked: Asked, sizes: Sizes, left: Left) -> list[Estimate]:
+    """The closed forms of every setting, fastest first; of meshes whose state alone is too large, the count."""
+    cluster, found = cluster_of(asked.cfg.cluster), list[Estimate]()
+    groups: dict[tuple, list[Candidate]] = {}
+    for candidate in candidates(asked, sizes, left):
+        groups.setdefault((candidate.mesh, candidate.microbatches, candidate.precision), []).append(candidate)
+    for key, alike in groups.items():
+        found += estimates(Rank(asked.cfg, sizes, cluster, *key), alike)
+    return sorted(found, key=lambda e: e.step_s)
+
+
+@dataclass
+class Sought:
+    """A job that is being planned for: its closed forms, and what is known of compiled settings by now."""
+
+    asked: Asked
+    flops_per_token: int
+    plain: list[Estimate]
+    count: int
+    left: Left
+    known: dict[Candidate, Estimate] = field(default_factory=dict)
+    refused: dict[Candidate, str] = field(default_factory=dict)
+
+    def next(self, turn: int) -> list[Candidate]:
+        """What to compile in a turn: a part of what is asked for, and more as long as none fits."""
+        count, limit, done = self.asked.cfg.plan.compile, room(self.asked), {*self.known, *self.refused}
+        wanted = -(-count // ROUNDS)
+        if turn < ROUNDS:
+            wanted = min(wanted, count - len(done))
+        elif any(e.bytes <= limit for e in self.known.values()):
+            return []
+        return shortlist(correct(self.plain, self.known), limit, done, wanted)
+
+    def plan(self) -> Plan:
+        """What was found; raises UserError where nothing fits, saying by how much and what to change."""
+        limit, by_speed = room(self.asked), sorted(self.known.values(), key=lambda e: e.step_s)
+        ranked = [e for e in by_speed if e.bytes <= limit]
+        if not ranked and not by_speed:
+            raise UserError("plan", f"every setting that was compiled is refused: {next(iter(self.refused.values()))}")
+        if not ranked:
+            raise nothing_fits(self.asked, min(by_speed, key=lambda e: e.bytes))
+        too_large = [e for e in by_speed if e.bytes > limit]
+        forms = correct(self.plain, self.known)
+        counts = (self.count, self.left.count)
+        return Plan(self.asked, self.flops_per_token, ranked, too_large, self.refused, forms, *counts)
+
+
+def sought(asked: Asked) -> Sought:
+    """A job with the closed forms of every setting; raises UserError where there is none, or none can fit."""
+    trained, left = subject(asked.cfg), Left()
+    forms = all_forms(asked, sizes_of(asked.cfg, trained.module), left)
+    if not forms:
+        what = "; ".join(left.count) or "no mesh has that many ranks with the axes that are stated"
+        raise UserError("train.global_batch_size", f"leaves no setting: {what}; change the batch, or cluster.gpus")
+    least = min(forms, key=lambda e: e.bytes)
+    if least.bytes > HOPELESS * room(asked):
+        raise nothing_fits(asked, least)
+    flops = trained.flops_per_token(asked.cfg.train.seq_len)
+    return Sought(asked, flops, worth_keeping(forms, room(asked)), len(forms), left)
+
+
+def worth_keeping(forms: list[Estimate], limit: float) -> list[Estimate]:
+    """Settings that may become the best, and of each mesh the fastest and the smallest: what is said of the others."""
+    fitting = next((e.step_s for e in forms if e.bytes <= limit), math.inf)
+    chosen = {id(e) for e in forms if e.step_s <= SLOW * fitting}
+    for order in (forms, sorted(forms, key=lambda e: e.bytes)):
+        first: dict[MeshConfig, Estimate] = {}
+        for one in order:
+            first.setdefault(one.candidate.mesh, one)
+        chosen |= set(map(id, first.values()))
+    return [e for e in forms if id(e) in chosen]
+
+
+def search(jobs: Sequence[Asked], compile_all: Compile) -> list[Plan]:
+    """Plans for jobs that differ in the cluster alone, for each; raises UserError where nothing fits."""
+    all_sought = [sought(asked) for asked in jobs]
+    for turn in range(ROUNDS + TRIES):
+        chosen = list(dict.fromkeys(candidate for job in all_sought for candidate in job.next(turn)))
+        for candidate, found in zip(chosen, compile_all(chosen) if chosen else [], strict=True):
+            for i, job in enumerate(all_sought):
+                if isinstance(found, str):
+                    job.refused[candidate] = found
+                else:
+                    job.known[candidate] = found[i]
+    return [job.plan() for job in all_sought]
+
+
+def shortlist(forms: Iterable[Estimate], limit: float, known: set[Candidate], count: int) -> list[Candidate]:
+    """The fastest settings that may fit, one of a kind; then those that need least memory."""
+    order = sorted(forms, key=lambda e: (e.bytes > limit, e.step_s if e.bytes <= limit else e.bytes))
+    chosen: dict[object, Candidate] = {}
+    for found in order:
+        if found.candidate not in known and len(chosen) < count:
+            chosen.setdefault(kind_of(found.candidate), found.candidate)
+    return list(chosen.values())
+
+
+def correct(forms: list[Estimate], known: dict[Candidate, Estimate]) -> list[Estimate]:
+    """Closed forms times what they are off by on the average where graphs are known, by recomputation and method."""
+    if not known:
+        return forms
+    off: dict[tuple[str, ...], list[tuple[float, float]]] = {}
+    for form in forms:
+        if (real := known.get(form.candidate)) is not None:
+            for key in ((), (form.candidate.recompute,), kind_of(form.candidate)):
+                off.setdefault(key, []).append((real.step_s / form.step_s, real.bytes / form.bytes))
+    factors = {key: tuple(statistics.median(f) for f in zip(*pairs)) for key, pairs in off.items()}
+
+    def corrected(form: Estimate) -> Estimate:
+        candidate = form.candidate
+        keys = (kind_of(candidate), (candidate.recompute,), ())
+        time, size = next(factors[key] for key in keys if key in factors)
+        exposed = {axis: s * time for axis, s in form.exposed_s.items()}
+        memory = {kind: n * size for kind, n in form.memory.items()}
+        how = {"step_s": form.step_s * time, "compute_s": form.compute_s * time, "bytes": form.bytes * size}
+        return replace(form, exposed_s=exposed, memory=memory, **how)
+
+    return sorted(map(corrected, forms), key=lambda e: e.step_s)
+
+
+def kind_of(candidate: Candidate) -> tuple[str, ...]:
+    """Settings that closed forms are off by alike."""
+    axes = "".join(axis for axis in ("dp_replicate", "dp_shard", "cp", "tp") if getattr(candidate.mesh, axis) > 1)
+    return candidate.recompute, str(candidate.regather), str(candidate.collectives), candidate.method, axes
+
+
+def nothing_fits(asked: Asked, least: Estimate) -> UserError:
+    """By how much the setting that needs least memory needs too much, and what to change."""
+    cfg, need, there = asked.cfg, least.bytes / GIB, room(asked) / GIB
+    largest = max(least.memory, key=lambda kind: least.memory[kind])
+    setting = f"{least.candidate.axes()}, {least.candidate.recomputes()}"
+    what = f"the least is {need:,.1f} GiB ({setting}), most of it {largest}"
+    have = f"a GPU of {cfg.cluster.name} has {there:,.1f} GiB beside plan.headroom={cfg.plan.headroom:g}"
+    fixed = {"activations", "update"} & {largest}
+    change = "a shorter train.seq_len" if fixed else "more GPUs, or optim=adamw8bit"
+    return UserError("plan", f"nothing fits: {what}, and {have}, {need - there:,.1f} too few; plan for {change}")
+
+
+# ---- compiling side by side ---------------------------------------------------------------------------
+
+
+def one(jobs: Sequence[Asked], candidate: Candidate) -> Found:
+    """A compiled setting, or why it is refused."""
+    try:
+        return compiled.estimate(jobs[0].cfg, candidate, [asked.cfg.cluster for asked in jobs])
+    except UserError as error:
+        return str(error)
+
+
+@contextmanager
+def side_by_side(jobs: Sequence[Asked]) -> Iterator[Compile]:
+    """Compiles settings in processes, as many as cores; they start as copies of this one, with all that is imported."""
+    plan = jobs[0].cfg.plan
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    how = multiprocessing.get_context("fork")
+    count = min(plan.processes or cores, plan.compile)
+    with ProcessPoolExecutor(count, mp_context=how, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+
+        def compile_all(chosen: Sequence[Candidate]) -> list[Found]:
+            order = sorted(range(len(chosen)), key=lambda i: (chosen[i].precision, chosen[i].microbatches))
+            found = dict(zip(order, pool.map(one, [jobs] * len(chosen), [chosen[i] for i in order])))
+            return [found[i] for i in range(len(chosen))]
+
+        yield compile_all

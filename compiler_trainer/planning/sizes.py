@@ -1,0 +1,130 @@
+"""What closed forms have to know of a model, read from the shapes of its parameters: nothing is captured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from compiler_trainer.config.schema import Config, FolderConfig, ModelConfig
+from compiler_trainer.models.attention import head_dims
+from compiler_trainer.models.folder import config_of
+from passes.program.regions import layer_paths, region_of
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The attention of a layer: heads of queries and of keys, features of a key and of a value; no heads if unknown."""
+
+    queries: int = 0
+    keys: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A model as closed forms see it: `layers` layers like their mean, tables that are looked up, and a head.
+
+    Entries are counts of numbers. `used` are those that a token is multiplied with, of which `last` in the layer's
+    last product; `dense` and `experts` those stored. A token makes `made` features in products of `read` features.
+    """
+
+    layers: int
+    dim: int
+    used: float
+    last: float
+    dense: float
+    experts: float
+    expert_count: int
+    routed: float  # rows that a token becomes among experts
+    made: float
+    read: float
+    vocabulary: int
+    looked_up: int
+    head: int
+    is_tied: bool
+    heads: Heads
+
+    @property
+    def entries(self) -> float:
+        """All numbers that are trained."""
+        return self.layers * (self.dense + self.experts) + self.looked_up + (0 if self.is_tied else self.head)
+
+
+def sizes_of(cfg: Config, module: nn.Module) -> Sizes:
+    """The sizes of what `cfg` trains."""
+    tables = [m.weight for m in module.modules() if isinstance(m, nn.Embedding)]
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    layers = layer_paths(name.rpartition(".")[0] for name in shapes)
+    inside = {name: shape for name, shape in shapes.items() if region_of(name, layers)}
+    count = max(1, len({region_of(name, layers) for name in inside}))
+    routed = routed_rows(cfg)
+    total, last = totals(inside, layers, routed)
+    outside = {name: shape for name, shape in shapes.items() if name not in inside and len(shape) > 1}
+    is_table = {tuple(table.shape) for table in tables}
+    looked_up = sum(table.numel() for table in tables)
+    heads = [shape for name, shape in outside.items() if "embed" not in name]
+    head = max(heads or is_table or {(1, 1)}, key=lambda shape: shape[0])
+    return Sizes(
+        layers=count,
+        dim=head[1],
+        used=total["used"] / count,
+        last=last / count,
+        dense=total["dense"] / count,
+        experts=total["experts"] / count,
+        expert_count=max([shape[0] for shape in inside.values() if len(shape) == 3], default=1),
+        routed=routed,
+        made=total["made"] / count,
+        read=total["read"] / count,
+        vocabulary=head[0],
+        looked_up=looked_up,
+        head=head[0] * head[1],
+        is_tied=not heads and bool(tables),
+        heads=heads_of(cfg),
+    )
+
+
+def totals(
+    inside: Mapping[str, tuple[int, ...]], layers: set[str], routed: float
+) -> tuple[dict[str, float], float]:
+    """Sums over all layers, and over layers the entries that a token uses of the last matrix of each."""
+    total = dict.fromkeys(("used", "dense", "experts", "made", "read"), 0.0)
+    last: dict[str, float] = {}
+    for name, shape in inside.items():
+        entries = 1
+        for size in shape:
+            entries *= size
+        total["experts" if len(shape) == 3 else "dense"] += entries
+        if len(shape) < 2:
+            continue
+        rows = routed if len(shape) == 3 else 1.0
+        made, read = (shape[2], shape[1]) if len(shape) == 3 else (shape[0], shape[1])
+        total["used"] += rows * made * read
+        total["made"] += rows * made
+        total["read"] += rows * read
+        last[region_of(name, layers)] = rows * made * read
+    return total, sum(last.values())
+
+
+def routed_rows(cfg: Config) -> float:
+    """Experts that a token takes."""
+    if isinstance(cfg.model, ModelConfig):
+        return float(cfg.model.experts.top_k) if cfg.model.experts else 1.0
+    if isinstance(cfg.model, FolderConfig):
+        return float(getattr(config_of(cfg.model), "num_experts_per_tok", None) or 1)
+    return 1.0
+
+
+def heads_of(cfg: Config) -> Heads:
+    """The attention of a layer, as far as options or a config.json tell."""
+    if isinstance(cfg.model, ModelConfig):
+        return Heads(cfg.model.n_heads, cfg.model.n_kv_heads, *head_dims(cfg.model))
+    if isinstance(cfg.model, FolderConfig):
+        config: Any = config_of(cfg.model)
+        queries = config.num_attention_heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // queries
+        return Heads(queries, getattr(config, "num_key_value_heads", None) or queries, dim, dim)
+    return Heads()

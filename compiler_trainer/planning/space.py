@@ -1,0 +1,228 @@
+"""What there is to choose from: meshes, microbatches, recomputation, methods of context parallelism, precision.
+
+What the options state stays as they state it (`Asked.given`); all else is a choice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import RECOMPUTE, Config, MeshConfig, ModelConfig
+from compiler_trainer.planning.sizes import Sizes
+
+ATTENTION = ("*attention*", "attend")
+POLICIES: Mapping[str, dict[str, Any]] = {
+    "none": {"policy": "none"},
+    "selective": {"policy": "selective"},
+    "attention": {"policy": "selective", "save": list(ATTENTION)},
+    "every_second": {"policy": "every_n", "every_n": 2},
+    "full": {"policy": "full"},
+}
+REPEATED = {"all_gather": "recompute", "reduce_scatter": "recompute"}
+PRECISIONS: Mapping[str, dict[str, Any]] = {
+    "as given": {},
+    "bfloat16": {"param_dtype": "bfloat16", "reduce_dtype": "float32"},
+    "float8": {"float8": "tensorwise"},
+}
+METHODS = ("ring", "all_gather", "ulysses", "hybrid")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A job to plan for: its options, and the dotted names of those (or of their groups) that are not to be chosen."""
+
+    cfg: Config
+    given: frozenset[str] = frozenset()
+
+    def fixed(self, name: str) -> bool:
+        """Whether an option, its group, or a part of it is stated."""
+        return any(f"{name}.".startswith(f"{one}.") or f"{one}.".startswith(f"{name}.") for one in self.given)
+
+    @property
+    def gpus(self) -> int:
+        """How many there are; raises UserError where nothing says."""
+        if self.cfg.cluster.gpus is None:
+            raise UserError("cluster.gpus", "is not set, and a plan is for so many; set cluster.gpus=8, say")
+        return self.cfg.cluster.gpus
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run a job. `recompute` is a name of `POLICIES`; with `collectives`, those of `tp` are repeated too."""
+
+    mesh: MeshConfig
+    microbatches: int = 1
+    recompute: str = "as given"
+    collectives: bool = False
+    regather: bool = True
+    method: str = "auto"
+    precision: tuple[str, ...] = ("as given",)
+
+    def options(self) -> dict[str, Any]:
+        """The options that it sets, by group."""
+        passes: dict[str, Any] = {}
+        if self.recompute != "as given":
+            passes["remat"] = {**POLICIES[self.recompute], "regather": self.regather}
+            passes["remat"] |= {"ops": dict(REPEATED)} if self.collectives else {}
+        if self.method != "auto":
+            passes["context"] = {"method": self.method}
+        cast = {key: value for name in self.precision for key, value in PRECISIONS[name].items()}
+        passes |= {"cast": cast} if cast else {}
+        train = {"microbatches": self.microbatches}
+        return {"mesh": dataclasses.asdict(self.mesh), "train": train} | ({"passes": passes} if passes else {})
+
+    def applied(self, cfg: Config) -> Config:
+        """`cfg` run so."""
+        return replaced(cfg, self.options())
+
+    def axes(self) -> str:
+        """`dp_shard 4 x tp 2`."""
+        sizes = dataclasses.asdict(self.mesh)
+        return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "1 rank"
+
+    def recomputes(self) -> str:
+        """Its recomputation in words."""
+        kept = "" if self.regather else ", weights kept"
+        return f"{self.recompute.replace('_', ' ')}{' + collectives' if self.collectives else ''}{kept}"
+
+
+def replaced(options: Any, changes: Mapping[str, Any]) -> Any:
+    """A dataclass with some fields of it, and of dataclasses in it, replaced."""
+    old = {name: getattr(options, name) for name in changes}
+    new = {
+        name: replaced(old[name], value) if dataclasses.is_dataclass(old[name]) else as_kept(value)
+        for name, value in changes.items()
+    }
+    return dataclasses.replace(options, **new)
+
+
+def as_kept(value: Any) -> Any:
+    """A value as configurations hold it: lists are tuples there."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+@dataclass
+class Left:
+    """Settings that were left out before anything was computed, and how many, by reason."""
+
+    count: dict[str, int] = field(default_factory=dict)
+
+    def out(self, reason: str, times: int = 1) -> None:
+        """Count some."""
+        self.count[reason] = self.count.get(reason, 0) + times
+
+
+def candidates(asked: Asked, sizes: Sizes, left: Left) -> Iterator[Candidate]:
+    """Every way to run the job that its batch and its heads allow; others are counted as `left` out."""
+    cfg = asked.cfg
+    for mesh in meshes(asked, sizes):
+        data, rows = mesh.dp_replicate * mesh.dp_shard, cfg.train.global_batch_size
+        if rows % data:
+            left.out(f"train.global_batch_size={rows} does not divide among the ranks of data")
+            continue
+        if 2 * mesh.cp > cfg.train.seq_len or mesh.tp > max(sizes.heads.queries, sizes.heads.keys, 1) > 1:
+            left.out("more ranks than chunks of the sequence, or than heads")
+            continue
+        for count in microbatches(asked, rows // data):
+            for rest in itertools.product(
+                recomputations(asked, mesh), methods(asked, sizes, mesh), precisions(asked)
+            ):
+                (recompute, collectives, regather), method, precision = rest
+                yield Candidate(mesh, count, recompute, collectives, regather, method, precision)
+
+
+def meshes(asked: Asked, sizes: Sizes) -> Iterator[MeshConfig]:
+    """Every factorization of the ranks that keeps the axes that are stated."""
+    given = asked.cfg.mesh
+    wholly = "mesh" in asked.given
+    known = {
+        axis: getattr(given, axis)
+        for axis in ("dp_replicate", "dp_shard", "cp", "tp")
+        if (wholly or f"mesh.{axis}" in asked.given) and getattr(given, axis) != -1
+    }
+    for tp in choices(known, "tp", asked.gpus):
+        for cp in choices(known, "cp", asked.gpus // tp):
+            for shard in choices(known, "dp_shard", asked.gpus // tp // cp):
+                replicate = asked.gpus // tp // cp // shard
+                if known.get("dp_replicate", replicate) == replicate:
+                    for ep in spreads(asked, sizes, shard, cp, tp):
+                        yield MeshConfig(given.pp, replicate, shard, cp, tp, ep)
+
+
+def choices(known: Mapping[str, int], axis: str, ranks: int) -> list[int]:
+    """The sizes that an axis may have of so many ranks."""
+    return [n for n in divisors(ranks) if known.get(axis, n) == n]
+
+
+def divisors(count: int) -> list[int]:
+    """Those of a number, in order."""
+    return [n for n in range(1, count + 1) if count % n == 0]
+
+
+def spreads(asked: Asked, sizes: Sizes, shard: int, cp: int, tp: int) -> list[int]:
+    """Over how many ranks experts may be spread."""
+    if asked.fixed("mesh.ep"):
+        return [asked.cfg.mesh.ep]
+    if sizes.expert_count == 1:
+        return [1]
+    found = [n * cp for n in divisors(shard) if 1 < n * cp <= sizes.expert_count]
+    over_all = [shard * cp * tp] if tp > 1 and shard * cp * tp <= sizes.expert_count else []
+    return sorted({1, *found, *over_all})
+
+
+def microbatches(asked: Asked, rows: int) -> list[int]:
+    """Into how many a rank's rows may be divided."""
+    if asked.fixed("train.microbatches"):
+        return [n for n in [asked.cfg.train.microbatches] if rows % n == 0]
+    return divisors(rows)
+
+
+def recomputations(asked: Asked, mesh: MeshConfig) -> list[tuple[str, bool, bool]]:
+    """(policy, whether collectives of `tp` are repeated, whether weights are gathered again)."""
+    if asked.fixed("passes.remat"):
+        return [("as given", False, asked.cfg.passes.remat.regather)]
+    names = [name for name in RECOMPUTE if name in asked.cfg.plan.recompute]
+    gathers = (True, False) if mesh.dp_shard * mesh.cp > 1 else (True,)
+    both = [(name, again) for name in names for again in ((False, True) if repeats(name, mesh) else (False,))]
+    return [(name, again, regather) for name, again in both for regather in gathers]
+
+
+def repeats(name: str, mesh: MeshConfig) -> bool:
+    """Whether a policy has collectives of `tp` to repeat."""
+    return name != "none" and mesh.tp > 1
+
+
+def methods(asked: Asked, sizes: Sizes, mesh: MeshConfig) -> list[str]:
+    """How attention may run over `cp`."""
+    if mesh.cp == 1 or asked.fixed("passes.context.method"):
+        return ["auto"]
+    heads, ranks = sizes.heads, mesh.tp * mesh.cp
+    even = heads.queries % ranks == 0 and (heads.keys % ranks == 0 or ranks % max(heads.keys, 1) == 0)
+    partly = heads.queries % (2 * mesh.tp) == 0 and heads.keys % (2 * mesh.tp) == 0 and mesh.cp >= 4
+    can = {"ulysses": even, "hybrid": partly}
+    return [name for name in METHODS if can.get(name, True)]
+
+
+def precisions(asked: Asked) -> list[tuple[str, ...]]:
+    """The precisions that are allowed."""
+    cast, plan = asked.cfg.passes.cast, asked.cfg.plan
+    found: list[tuple[str, ...]] = [("as given",)]
+    if plan.bfloat16 and cast.param_dtype is None and not asked.fixed("passes.cast.param_dtype"):
+        found.append(("bfloat16",))
+    if plan.float8 and cast.float8 is None:
+        found += [tuple(p for p in (*one, "float8") if p != "as given") for one in found if one != ("as given",)]
+        found += [("float8",)] if cast.param_dtype == "bfloat16" else []
+    return found
+
+
+def depth_pattern(model: ModelConfig) -> tuple[int, int]:
+    """Layers before the first of those that repeat, and after how many they do."""
+    experts = model.experts
+    every = experts.every if experts else 1
+    return (experts.dense_layers if experts else 0), math.lcm(every, model.nope_every or 1)

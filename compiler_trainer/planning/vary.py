@@ -1,0 +1,27 @@
+"""What if: plans for several values of options, beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from rich.table import Table
+
+from compiler_trainer.planning import answer
+from compiler_trainer.planning.search import Plan
+
+
+class Varied(NamedTuple):
+    """A plan, and the values that options have in it."""
+
+    values: dict[str, Any]
+    plan: Plan
+
+
+def vary_table(varied: Sequence[Varied]) -> Table:
+    """The best of each plan, a row each."""
+    names = list(varied[0].values)
+    found = Table(*names, *answer.HEADINGS[1:], title=answer.title(varied[0].plan))
+    for values, plan in varied:
+        found.add_row(*(str(values[name]) for name in names), *answer.row(plan, "", plan.best)[1:])
+    return found

@@ -1,0 +1,266 @@
+"""Plans: what there is to choose from, closed forms beside compiled programs, and what is said and written."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from compiler_trainer import command, train
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import (
+    AUTO,
+    ClusterConfig,
+    Config,
+    ExpertsConfig,
+    MeshConfig,
+    ModelConfig,
+    PlanConfig,
+    TrainConfig,
+)
+from compiler_trainer.models.subject import subject
+from compiler_trainer.planning import answer, auto, compiled, plan_page
+from compiler_trainer.planning.dry import dry_run
+from compiler_trainer.planning.plan import by_program
+from compiler_trainer.planning.search import all_forms, one, room, search
+from compiler_trainer.planning.sizes import sizes_of
+from compiler_trainer.planning.space import POLICIES, Asked, Candidate, Left, candidates, replaced
+
+SMALL = ModelConfig(dim=512, n_layers=4, n_heads=8, n_kv_heads=4, ffn_dim=1408, vocab_size=8192)
+JOB = Config(
+    model=SMALL,
+    train=TrainConfig(global_batch_size=16, seq_len=1024),
+    cluster=ClusterConfig(gpus=8),
+    plan=PlanConfig(compile=2),
+)
+BF16 = ("bfloat16",)
+
+
+def sizes(cfg: Config):
+    return sizes_of(cfg, subject(cfg).module)
+
+
+def every(asked: Asked) -> list[Candidate]:
+    return list(candidates(asked, sizes(asked.cfg), Left()))
+
+
+@pytest.fixture(scope="module")
+def found():
+    """A plan, compiled in this process."""
+    asked = Asked(JOB)
+    (plan,) = search([asked], lambda chosen: [one([asked], candidate) for candidate in chosen])
+    return plan
+
+
+# ---- what there is to choose from -----------------------------------------------------------------------
+
+
+def test_meshes_are_all_factorizations_and_batches_divide():
+    chosen = every(Asked(JOB))
+    meshes = {(c.mesh.dp_replicate, c.mesh.dp_shard, c.mesh.cp, c.mesh.tp) for c in chosen}
+    assert meshes == {sizes for sizes in itertools.product((1, 2, 4, 8), repeat=4) if math.prod(sizes) == 8}
+    assert all(16 % (c.mesh.dp_replicate * c.mesh.dp_shard * c.microbatches) == 0 for c in chosen)
+    assert {c.recompute for c in chosen} == set(POLICIES)
+    assert {c.method for c in chosen if c.mesh.cp > 1} == {"ring", "all_gather", "ulysses", "hybrid"}
+    assert {c.precision for c in chosen} == {("as given",), BF16}
+    assert len(set(chosen)) == len(chosen)
+
+
+def test_what_is_stated_is_kept():
+    cfg = replace(JOB, mesh=MeshConfig(tp=2), train=replace(JOB.train, microbatches=2))
+    chosen = every(Asked(cfg, frozenset({"mesh.tp", "train.microbatches", "passes.remat.policy", "passes.cast"})))
+    assert {(c.mesh.tp, c.microbatches, c.recompute, c.precision) for c in chosen} == {
+        (2, 2, "as given", ("as given",))
+    }
+
+
+def test_a_batch_that_does_not_divide_is_counted():
+    left = Left()
+    chosen = list(candidates(Asked(replace(JOB, train=replace(JOB.train, global_batch_size=4))), sizes(JOB), left))
+    assert max(c.mesh.dp_replicate * c.mesh.dp_shard for c in chosen) == 4
+    assert sum(left.count.values()) == 4  # 8 ranks of data
+
+
+def test_float8_is_for_who_allows_it_and_experts_spread():
+    cfg = replace(JOB, plan=PlanConfig(float8=True))
+    assert {c.precision for c in every(Asked(cfg))} == {("as given",), BF16, ("bfloat16", "float8")}
+    mixture = replace(JOB, model=replace(SMALL, experts=ExpertsConfig(count=4, top_k=2, width=64)))
+    assert {c.mesh.ep for c in every(Asked(mixture)) if c.mesh.tp == c.mesh.cp == 1} == {1, 2, 4}
+
+
+def test_a_setting_sets_what_it_says():
+    candidate = Candidate(MeshConfig(dp_shard=2, tp=2), 2, "attention", True, False, "auto", BF16)
+    cfg = candidate.applied(JOB)
+    assert (cfg.mesh.tp, cfg.train.microbatches, cfg.passes.cast.param_dtype) == (2, 2, "bfloat16")
+    assert cfg.passes.remat.regather is False and cfg.passes.remat.ops["all_gather"] == "recompute"
+    assert cfg.passes.remat.save == ("*attention*", "attend") and cfg.train.seq_len == 1024
+
+
+# ---- closed forms and graphs ----------------------------------------------------------------------------
+
+SETTINGS = [
+    Candidate(MeshConfig(dp_shard=8), 1, "none", precision=BF16),
+    Candidate(MeshConfig(dp_shard=8), 1, "full", precision=BF16),
+    Candidate(MeshConfig(dp_shard=4, tp=2), 1, "selective", precision=BF16),
+    Candidate(MeshConfig(dp_shard=1, tp=8), 1, "none", precision=BF16),
+]
+LARGE = ModelConfig(dim=4096, n_layers=4, n_heads=32, n_kv_heads=8, ffn_dim=14336, vocab_size=32768)
+
+
+@pytest.mark.parametrize("what", ["step_s", "bytes"])
+def test_closed_forms_order_settings_as_graphs_do(what):
+    cfg = replace(JOB, model=LARGE, train=TrainConfig(global_batch_size=16, seq_len=4096))
+    forms = {e.candidate: e for e in all_forms(Asked(cfg), sizes(cfg), Left())}
+    close = []
+    for candidate in SETTINGS:
+        real = getattr(graphs(cfg, candidate), what)
+        close.append((real, getattr(forms[candidate], what)))
+    assert [form for _, form in sorted(close)] == sorted(form for _, form in close)
+    assert all(form == pytest.approx(real, rel=0.3) for real, form in close)
+
+
+GRAPHS: dict[Candidate, object] = {}
+
+
+def graphs(cfg, candidate):
+    if candidate not in GRAPHS:
+        (GRAPHS[candidate],) = compiled.estimate(cfg, candidate, [cfg.cluster])
+    return GRAPHS[candidate]
+
+
+@pytest.mark.parametrize(
+    "candidate",
+    [
+        Candidate(MeshConfig(dp_shard=4, tp=2), 1, "selective", precision=BF16),
+        pytest.param(
+            Candidate(MeshConfig(dp_replicate=2, dp_shard=2, cp=2), 2, "full", method="ring", precision=BF16),
+            marks=pytest.mark.full,
+        ),
+    ],
+    ids=lambda candidate: candidate.axes(),
+)
+def test_few_layers_continued_are_all_layers(candidate, tmp_path):
+    deep = replace(JOB, model=replace(SMALL, n_layers=8))
+    (few,) = compiled.estimate(deep, candidate, [JOB.cluster])
+    whole = dry_run(replaced(candidate.applied(deep), {"run": {"dir": str(tmp_path), "dump_graphs": False, "dry": True}}))
+    assert 1e3 * few.step_s == pytest.approx(whole["predicted"]["step_ms"], rel=1e-3)
+    assert few.bytes == pytest.approx(whole["predicted"]["peak_mem_bytes"], rel=1e-3)
+    axes = whole["prediction"]["sent_bytes"]
+    assert {axis: sum(links.values()) for axis, links in few.sent.items()} == pytest.approx(
+        {axis: sum(links.values()) for axis, links in axes.items()}, rel=1e-3
+    )
+
+
+def test_layers_that_are_not_alike_are_continued_by_periods():
+    scout = ModelConfig(n_layers=48, nope_every=4, experts=ExpertsConfig(count=4, top_k=1, width=64))
+    assert compiled.depths(replace(JOB, model=scout)) == ((4, 8), 48)
+    first = replace(scout, nope_every=None, n_layers=27, experts=replace(scout.experts, dense_layers=1))
+    assert compiled.depths(replace(JOB, model=first)) == ((4, 5), 27)
+    assert compiled.depths(replace(JOB, model=replace(SMALL, n_layers=2))) == ((2,), 2)
+
+
+# ---- the answer -----------------------------------------------------------------------------------------
+
+
+def test_the_best_is_the_fastest_that_fits(found):
+    assert found.ranked == sorted(found.ranked, key=lambda e: e.step_s)
+    assert all(e.is_compiled and e.bytes <= room(found.asked) for e in found.ranked)
+    assert len(found.ranked) + len(found.too_large) == 2
+
+
+def test_a_plan_as_json_says_why_others_lost(found):
+    told = json.loads(json.dumps(answer.as_json(found)))
+    assert told["ranked"][0]["options"]["mesh"] == answer.as_json(found)["ranked"][0]["options"]["mesh"]
+    assert all("slower" in other["why"] or "GiB" in other["why"] for other in told["others"])
+
+
+def test_the_page_holds_the_plan(found, tmp_path):
+    plan_page.write(found, tmp_path)
+    text = (tmp_path / plan_page.FILE).read_text()
+    for said in (answer.title(found), found.best.candidate.axes(), "Why the others are not", "timeline"):
+        assert said in text
+
+
+def test_a_recipe_makes_the_planned_job(found, tmp_path, monkeypatch):
+    stated = ["model=llama_debug", "model.n_layers=6", "cluster=cpu", "train.global_batch_size=16", "run.dir=x"]
+    groups = {path.name for path in train.CONF.iterdir() if path.is_dir()}
+    (tmp_path / "mine.yaml").write_text(answer.recipe(found, stated, groups))
+    got = []
+    monkeypatch.setattr(train, "outcome", got.append)
+    best = found.best.candidate
+    steps = str(best.mesh.dp_replicate * best.mesh.dp_shard * best.mesh.cp * best.mesh.tp)
+    monkeypatch.setattr(train, "WORLD_SIZE", int(steps))
+    monkeypatch.setattr("sys.argv", ["compiler-trainer", f"recipe={tmp_path}/mine.yaml", "train.steps=7"])
+    train.main()
+    (cfg,) = got
+    assert cfg.mesh == best.mesh and cfg.train.microbatches == best.microbatches
+    assert (cfg.cluster.name, cfg.model.n_layers, cfg.train.steps, cfg.run.dir == "x") == ("cpu", 6, 7, False)
+    assert cfg.passes.remat.policy == best.applied(JOB).passes.remat.policy
+
+
+# ---- refusals -------------------------------------------------------------------------------------------
+
+
+def test_without_gpus_there_is_no_plan():
+    with pytest.raises(UserError, match="cluster.gpus: is not set.*cluster.gpus=8"):
+        Asked(replace(JOB, cluster=ClusterConfig())).gpus  # noqa: B018
+
+
+def test_what_cannot_fit_is_refused_with_how_much_and_what_to_do():
+    cfg = replace(JOB, model=replace(LARGE, n_layers=32), cluster=ClusterConfig(gpus=1, hbm_gib=20.0))
+    with pytest.raises(UserError, match=r"nothing fits: the least is .* GiB .* too few; plan for more GPUs"):
+        search([Asked(cfg)], lambda chosen: [one([Asked(cfg)], candidate) for candidate in chosen])
+
+
+def test_a_batch_that_no_mesh_can_share_is_refused():
+    cfg = replace(JOB, mesh=MeshConfig(dp_shard=8), train=replace(JOB.train, global_batch_size=4))
+    with pytest.raises(UserError, match="train.global_batch_size: leaves no setting"):
+        search([Asked(cfg, frozenset({"mesh"}))], lambda chosen: [])
+
+
+@pytest.mark.parametrize("given, said", [("a=1", "--vary: a=1 is one value")])
+def test_vary_takes_several_values(given, said):
+    with pytest.raises(UserError, match=said):
+        command.varied_values([given])
+    assert command.varied_values(["a.b=1,2", "c=x,y"]) == [
+        {"a.b": 1, "c": "x"},
+        {"a.b": 1, "c": "y"},
+        {"a.b": 2, "c": "x"},
+        {"a.b": 2, "c": "y"},
+    ]
+    assert command.varied_values([]) == [{}]
+
+
+def test_jobs_that_differ_in_the_links_share_their_programs():
+    slow = replace(JOB, cluster=replace(JOB.cluster, inter_gb_s=10.0))
+    longer = replace(JOB, train=replace(JOB.train, seq_len=2048))
+    assert by_program([Asked(JOB), Asked(slow), Asked(longer)]) == [[0, 1], [2]]
+
+
+# ---- at the start of a job ------------------------------------------------------------------------------
+
+
+def test_mesh_auto_is_a_plan_of_the_mesh_alone(capsys):
+    cfg = replace(JOB, mesh=AUTO, run=replace(JOB.run, dry=True), plan=PlanConfig(compile=2))
+    settled = auto.settled(cfg)
+    assert settled.mesh != AUTO and replace(settled, mesh=AUTO) == cfg
+    assert "mesh=auto: " in capsys.readouterr().out
+    assert auto.settled(replace(cfg, cluster=ClusterConfig(gpus=1))).mesh == MeshConfig()
+
+
+def test_a_slow_mesh_is_remarked_on(monkeypatch):
+    monkeypatch.setattr(auto, "describes_device", lambda cfg: True)
+    slow = replace(JOB, model=LARGE, mesh=MeshConfig(dp_shard=1, tp=8), train=TrainConfig(global_batch_size=16, seq_len=4096))
+    slow = replaced(slow, {"passes": {"cast": {"param_dtype": "bfloat16"}}})
+    trained = subject(slow)
+    assert "faster on h100" in auto.remark(slow, trained) and "mesh=auto" in auto.remark(slow, trained)
+    for fine in (
+        replace(slow, mesh=MeshConfig(dp_shard=8)),
+        replace(slow, plan=PlanConfig(suggest=False)),
+        replace(slow, mesh=MeshConfig(dp_shard=1)),
+    ):
+        assert not auto.remark(fine, trained)
+    assert not auto.remark(JOB, subject(JOB))
