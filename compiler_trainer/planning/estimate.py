@@ -16,7 +16,6 @@ from compiler_trainer.planning.space import Candidate
 LOOPS, AROUND_TP, MERGES = (1.8, 3.7), (8.0, 12.0), (2.0, 3.4)
 KERNELS = 50  # of a layer, in each direction
 UPDATE_BYTES, ACCUMULATE_BYTES = 36, 24  # moved of an entry: in an update, and in adding a microbatch's gradients
-ATTENTION_BACKWARD = 2.5  # of the forward
 ALL_KEPT = 2.52  # what is kept without recomputation, over what products make
 NEAREST = {"every_n": "every_second", "budget": "full", "offload": "full"}
 RINGS, EXCHANGES = ("ring", "hybrid"), ("ulysses", "hybrid")
@@ -62,7 +61,7 @@ def seconds(rank: Rank, candidate: Candidate) -> tuple[float, dict[str, float]]:
     times, layers, axes = candidate.microbatches, rank.sizes.layers, rank.axes
     forward, backward = of_layer(rank, candidate)
     moved = UPDATE_BYTES + (ACCUMULATE_BYTES * times if times > 1 else 0)
-    updating = rank.local * moved / rank.cluster.hbm_bytes_per_s
+    updating = rank.local * moved / rank.memory_bytes_per_s
     again = rank.gather_s if candidate.regather else 0.0
     waits = max(0.0, rank.gather_s - forward) + max(0.0, again + rank.reduce_s - backward)
     along_tp = layers * (11 if candidate.collectives else 8) + 6
@@ -78,13 +77,13 @@ def seconds(rank: Rank, candidate: Candidate) -> tuple[float, dict[str, float]]:
 def of_layer(rank: Rank, candidate: Candidate) -> tuple[float, float]:
     """Seconds that a layer computes of a microbatch, forward and backward, what is repeated included."""
     whole = candidate.method == "all_gather" and rank.axes.cp > 1  # the masked half is computed as well
-    attention = rank.attention_s * (2 if whole else 1)
+    attention, behind = (s * (2 if whole else 1) for s in (rank.attention_s, rank.attention_backward_s))
     merged = rank.merged_s if rank.axes.cp > 1 and candidate.method in (*RINGS, "auto") else 0.0
-    start = KERNELS * rank.cluster.kernel_s
+    start = KERNELS * rank.cluster.rates.kernel_s
     loops = [a * rank.moved_s + b * rank.copied_s + c * merged + start for a, b, c in zip(LOOPS, AROUND_TP, MERGES)]
     forward = rank.products_s + attention + loops[0]
     again = repeated(rank, candidate, 0.0 if candidate.method in RINGS else attention)  # rings communicate: kept
-    return forward, 2 * rank.products_s + ATTENTION_BACKWARD * attention + loops[1] + again
+    return forward, 2 * rank.products_s + behind + loops[1] + again
 
 
 def repeated(rank: Rank, candidate: Candidate, attention: float) -> float:

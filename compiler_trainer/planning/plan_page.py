@@ -14,7 +14,7 @@ from compiler_trainer.planning import answer, compiled
 from compiler_trainer.planning.estimate import Estimate
 from compiler_trainer.planning.search import GIB, Plan, room
 from compiler_trainer.planning.vary import Varied
-from passes.cost.predict import COMPUTE, Timeline
+from passes.cost.timeline import COMPUTE, Timeline
 
 FILE = "plan.html"
 GREY = "#888a85"

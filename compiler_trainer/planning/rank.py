@@ -25,7 +25,8 @@ MOMENTS = {"adamw": 2.0, "adamw8bit": 0.51, "adamwfp8": 0.51, "muon": 1.0}  # of
 LOGIT_BYTES = 24  # moved of a logit, forward and backward
 LOGITS_ALIVE, LOGITS_LATER = 5.4, 2.4  # copies of a chunk of logits that are alive at once
 TP_EXPOSED, ULYSSES_EXPOSED = 0.65, 0.5  # of what these send, the share that nothing hides
-MATRICES = 7.0  # of a layer: most buckets that it travels in
+MATRICES = 7.0  # of a layer: its products, and most buckets that it travels in
+ATTENTION_BACKWARD = 2.5  # FLOPs of the forward
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,8 +91,12 @@ class Rank:
     def products_s(self) -> float:
         """A layer's products, forward."""
         eight = "float8" in self.precision or self.cfg.passes.cast.float8 is not None
-        dtype = torch.float8_e4m3fn if eight else self.dtype
-        return 2 * self.tokens * self.sizes.used / self.axes.tp / self.cluster.matmul_flops_per_s[dtype]
+        return self.product_s(2 * self.tokens * self.sizes.used / self.axes.tp, eight)
+
+    def product_s(self, flops: float, eight: bool = False) -> float:
+        """Products of a layer that have so many FLOPs together, each as large as the mean one."""
+        rates = self.cluster.rates.products[torch.float8_e4m3fn if eight else self.dtype]
+        return flops / rates.at(max(1.0, flops / MATRICES))
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -100,34 +105,53 @@ class Rank:
 
     @cached_property
     def attention_s(self) -> float:
-        """A layer's causal attention, forward: half of the pairs, of whole heads."""
+        """A layer's causal attention, forward."""
+        return self.attention_flops / self.cluster.rates.attention.at(self.keys)
+
+    @cached_property
+    def attention_backward_s(self) -> float:
+        """The same, backward."""
+        return ATTENTION_BACKWARD * self.attention_flops / self.cluster.rates.attention_backward.at(self.keys)
+
+    @cached_property
+    def attention_flops(self) -> float:
+        """Of causal attention: half of the pairs, of whole heads."""
         heads, length = self.sizes.heads, self.cfg.train.seq_len
-        flops = self.tokens * length * math.ceil(heads.queries / self.axes.tp) * (heads.key_dim + heads.value_dim)
-        return flops / self.cluster.attention_flops_per_s
+        return self.tokens * length * math.ceil(heads.queries / self.axes.tp) * (heads.key_dim + heads.value_dim)
+
+    @cached_property
+    def keys(self) -> float:
+        """How many a kernel of attention is given at once."""
+        return max(1.0, self.cfg.train.seq_len / self.axes.cp)
+
+    @cached_property
+    def memory_bytes_per_s(self) -> float:
+        """Of loops that read or write what enters a layer."""
+        return self.cluster.rates.memory.at(max(1, self.tokens * self.sizes.dim * self.used))
 
     @cached_property
     def moved_s(self) -> float:
         """Reading and writing once what a layer's products read and make."""
         features = (self.sizes.made + self.sizes.read) / self.axes.tp
-        return self.tokens * features * self.used / self.cluster.hbm_bytes_per_s
+        return self.tokens * features * self.used / self.memory_bytes_per_s
 
     @cached_property
     def copied_s(self) -> float:
         """Writing once what enters a layer, of all ranks of `tp`: gathered sequences are put in order."""
-        return self.tokens * self.sizes.dim * self.used / self.cluster.hbm_bytes_per_s if self.axes.tp > 1 else 0.0
+        return self.tokens * self.sizes.dim * self.used / self.memory_bytes_per_s if self.axes.tp > 1 else 0.0
 
     @cached_property
     def merged_s(self) -> float:
         """Writing once the results of all steps of a ring in fp32."""
         features = math.ceil(self.sizes.heads.queries / self.axes.tp) * self.sizes.heads.value_dim
-        return (self.axes.cp - 1) * self.tokens * features * 4 / self.cluster.hbm_bytes_per_s
+        return (self.axes.cp - 1) * self.tokens * features * 4 / self.memory_bytes_per_s
 
     @cached_property
     def head_s(self) -> float:
         """Head and loss, forward and backward."""
-        products = 6 * self.tokens * self.sizes.head / self.axes.tp / self.cluster.matmul_flops_per_s[self.dtype]
+        products = 3 * self.product_s(2 * self.tokens * self.sizes.head / self.axes.tp)
         moved = LOGIT_BYTES * self.tokens * self.sizes.vocabulary / self.axes.tp
-        return products + moved / self.cluster.hbm_bytes_per_s
+        return products + moved / self.memory_bytes_per_s
 
     # -- communication, seconds -----------------------------------------------------------------------
 
@@ -136,7 +160,8 @@ class Rank:
         if axis is None or axis not in self.mesh.names or payload <= 0:
             return 0.0
         sent = SENT[kind](int(payload / calls), self.mesh[axis])
-        return calls * collective_seconds(kind, sent, reach(self.mesh, axis, self.cluster.gpus_per_node), self.cluster)
+        among = reach(self.mesh, axis, self.cluster.gpus_per_node)
+        return calls * collective_seconds(kind, sent, among, self.cluster.links)
 
     def buckets(self, size: float) -> float:
         """In how many calls so many bytes travel that a layer has on a rank."""
@@ -190,9 +215,9 @@ class Rank:
         exchanged = self.tokens * queries * features * self.used + own * max(1, ranks // max(keys, 1))
         ring = (2 * (ranks - 1) + ranks * 4 / self.used) * self.seconds("shift", own, "cp")
         swapped = 2 * ULYSSES_EXPOSED * self.seconds("all_to_all", exchanged, "cp", 4)
-        waits = {"ring": max(0.0, ring - 3.5 * self.attention_s), "ulysses": swapped}
+        waits = {"ring": max(0.0, ring - (self.attention_s + self.attention_backward_s)), "ulysses": swapped}
         waits["all_gather"] = 2 * self.seconds("all_gather", own, "cp")
-        waits["hybrid"] = swapped / 2 + max(0.0, ring / 2 - 3.5 * self.attention_s)
+        waits["hybrid"] = swapped / 2 + max(0.0, ring / 2 - (self.attention_s + self.attention_backward_s))
         return waits | {"auto": min(waits.values())}
 
     @cached_property

@@ -69,8 +69,9 @@ def test_the_default_job_is_the_defaults_and_three_recipes(command):
         "mesh": dataclasses.replace(Config().mesh, dp_shard=1),
         "train": TrainConfig(steps=400, global_batch_size=4),
         "run": cfg.run,
+        "cluster": dataclasses.replace(Config().cluster, sources=cfg.cluster.sources),
     }
-    assert cfg == dataclasses.replace(Config(), **recipes)
+    assert cfg.cluster.sources and cfg == dataclasses.replace(Config(), **recipes)
 
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES)

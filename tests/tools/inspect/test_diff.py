@@ -14,7 +14,7 @@ from tool_runs import run_folder
 from tools import diff
 from tools.inspect.dumps import Run, load
 
-LAST = "18_step_overlap"
+LAST = "19_step_overlap"
 
 
 @pytest.fixture

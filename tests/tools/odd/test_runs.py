@@ -73,4 +73,4 @@ def test_a_config_is_damaged_in_ways_that_differ(tmp_path):
 
 
 def test_checks_and_verbs_are_of_the_command():
-    assert {verb.arguments[0] for verb in VERBS if verb.main is command.main} >= set(command.VERBS)
+    assert {verb.arguments[0] for verb in VERBS if verb.main is command.main} >= set(command.VERBS) - {"plan"}  # which takes no run
