@@ -65,7 +65,9 @@ def seconds(rank: Rank, candidate: Candidate) -> tuple[float, dict[str, float]]:
     again = rank.gather_s if candidate.regather else 0.0
     waits = max(0.0, rank.gather_s - forward) + max(0.0, again + rank.reduce_s - backward)
     along_tp = layers * (11 if candidate.collectives else 8) + 6
-    return times * (layers * (forward + backward) + rank.head_s) + updating, {
+    hidden = min(rank.gather_s, forward) + min(again + rank.reduce_s + rank.sum_s, backward)
+    slowed = hidden * (1 / rank.cluster.beside.computing - 1)
+    return times * (layers * (forward + backward + slowed) + rank.head_s) + updating, {
         "fsdp": times * (layers * waits + rank.tables_s),
         "dp_replicate": times * (layers * max(0.0, rank.sum_s - backward) + rank.sum_tables_s),
         "tp": times * along_tp * rank.sequence_s,
