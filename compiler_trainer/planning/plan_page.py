@@ -21,6 +21,7 @@ GREY = "#888a85"
 WAITS = {"fsdp": ORANGE, "dp_replicate": "#75507b", "tp": "#4e9a06", "cp": "#c4a000", "ep": "#cc0000"}
 COLOURS = {"computing": BLUE, **WAITS}
 FAINT = 300  # closed forms that are drawn
+SHOWN_MEMORY, SHOWN_SPEED = 2.0, 0.3  # of the memory that there is, at most, and of the best's throughput, at least
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 
 
@@ -74,7 +75,9 @@ def overview(plan: Plan) -> go.Figure:
     """Throughput against memory, and what the best spend their steps on."""
     titles = ("throughput against memory", "a step of the best, ms")
     plot = make_subplots(1, 2, subplot_titles=titles, horizontal_spacing=0.2)
-    forms = [e for e in best_of_each(plan) if plan.tokens_per_s(e) > 0.3 * plan.tokens_per_s(plan.best)]
+    near = SHOWN_MEMORY * room(plan.asked)
+    slowest = SHOWN_SPEED * plan.tokens_per_s(plan.best)
+    forms = [e for e in best_of_each(plan) if e.bytes < near and plan.tokens_per_s(e) > slowest]
     for trace in (
         scatter(plan, forms, "closed form, the best of a mesh", color=GREY, size=5, opacity=0.5),
         scatter(plan, plan.ranked, "compiled", color=BLUE, size=10),
