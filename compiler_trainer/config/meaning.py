@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from compiler_trainer.config import schema
+from compiler_trainer.config import cluster, schema
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import Must
 
@@ -59,8 +59,13 @@ def groups(cls: type = schema.Config, prefix: str = "") -> Iterator[Group]:
 def parts_of(annotation: str) -> type | None:
     """The dataclass that an annotation names, first if there are several."""
     names = [name.strip() for name in annotation.split("|")]
-    found = getattr(schema, {"Model": "ModelConfig"}.get(names[0], names[0]), None)
+    found = meant({"Model": "ModelConfig"}.get(names[0], names[0]))
     return found if dataclasses.is_dataclass(found) and isinstance(found, type) else None
+
+
+def meant(name: str) -> Any:
+    """What an annotation's name stands for, None if it is none of the options'."""
+    return next((vars(module)[name] for module in (schema, cluster) if name in vars(module)), None)
 
 
 def source_of(cls: type) -> dict[str, str]:
@@ -86,7 +91,7 @@ def words(annotation: ast.expr) -> str:
     text = ast.unparse(annotation)
     if text.startswith("Literal["):
         return " | ".join(ast.literal_eval(f"({text[8:-1]},)"))
-    alias = getattr(schema, text, None)
+    alias = meant(text)
     if get_origin(alias) is Literal:
         return " | ".join(get_args(alias))
     kind, *musts = get_args(alias) or (None,)

@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+from compiler_trainer.config.kinds import NonNegativeFloat, ShareOfPeak
 from compiler_trainer.config.options import Chosen, Must
-
-Microseconds = Annotated[float, Must("be 0 or more", lambda x: x >= 0)]
-Share = Annotated[float, Must("be above 0 and at most 1", lambda x: 0 < x <= 1)]
 
 
 def are_points(points: tuple[tuple[float, float], ...]) -> bool:
@@ -43,7 +41,7 @@ class AttentionRates:
 
 @dataclass(frozen=True)
 class CollectiveTimes:
-    """Microseconds of a collective among so many ranks of a node, by MiB of the largest buffer of a rank."""
+    """NonNegativeFloat of a collective among so many ranks of a node, by MiB of the largest buffer of a rank."""
 
     kind: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift"]
     ranks: Annotated[int, Must("be at least 2", lambda n: n >= 2)]
@@ -54,10 +52,10 @@ class CollectiveTimes:
 class ProtocolConfig:
     """Microseconds before the first byte, of a hop inside a node and between nodes; the share of bandwidth reached."""
 
-    base_us: Microseconds
-    intra_us: Microseconds
-    inter_us: Microseconds
-    share: Share
+    base_us: NonNegativeFloat
+    intra_us: NonNegativeFloat
+    inter_us: NonNegativeFloat
+    share: ShareOfPeak
 
 
 @dataclass(frozen=True)

@@ -12,27 +12,26 @@ from typing import Annotated, Any, Literal, get_args
 from omegaconf import OmegaConf
 
 from compiler_trainer.config import yamls
+from compiler_trainer.config.cluster import ClusterConfig
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.files import put
+from compiler_trainer.config.kinds import (
+    AxisSize,
+    Count,
+    Epsilon,
+    Fraction,
+    Layers,
+    NonNegativeFloat,
+    OpenFraction,
+    Positive,
+    PositiveFloat,
+    RopeBase,
+    Seed,
+)
 from compiler_trainer.config.options import Chosen, Must, build, option_names
-from compiler_trainer.config.rates import RatesOrName
 from passes.memory.remat import SAVE
 from passes.precision.cast import OPS
 
-Positive = Annotated[int, Must("be at least 1", lambda n: n >= 1)]
-Count = Annotated[int, Must("be 0 or more", lambda n: n >= 0)]
-AxisSize = Annotated[int, Must("be at least 1, or -1 for the rest", lambda n: n >= 1 or n == -1)]
-PositiveFloat = Annotated[float, Must("be above 0", lambda x: x > 0)]
-NonNegativeFloat = Annotated[float, Must("be 0 or more", lambda x: x >= 0)]
-Fraction = Annotated[float, Must("be from 0 to 1", lambda x: 0 <= x <= 1)]
-ShareOfPeak = Annotated[float, Must("be above 0 and at most 1", lambda x: 0 < x <= 1)]
-AtLeastOne = Annotated[float, Must("be 1 or more", lambda x: x >= 1)]
-OpenFraction = Annotated[float, Must("be 0 or more and below 1", lambda x: 0 <= x < 1)]
-MOST_LAYERS = 10_000  # that are built
-Layers = Annotated[int, Must(f"be from 1 to {MOST_LAYERS:,}", lambda n: 1 <= n <= MOST_LAYERS)]
-Seed = Annotated[int, Must("be from 0 to 2,147,483,647", lambda n: 0 <= n < 2**31)]
-Epsilon = Annotated[float, Must("be above 0 and at most 1", lambda x: 0 < x <= 1)]
-RopeBase = Annotated[float, Must("be from 1 to 1e12", lambda x: 1 <= x <= 1e12)]
 Dtype = Literal["float32", "bfloat16"]
 
 
@@ -452,42 +451,6 @@ class RunConfig:
     pace_interval: Count = 100  # every so many steps ranks compare how long they compute and wait; 0: never
     timeout_s: PositiveFloat = 600.0  # a rank that does not move for so long while training ends the job
     dry: bool = False  # compile for the mesh and predict what `cluster` would make of it; nothing is run
-
-
-@dataclass(frozen=True)
-class ByDtype:
-    """A number for products of matrices in each dtype."""
-
-    float32: PositiveFloat
-    bfloat16: PositiveFloat
-    float8: PositiveFloat
-
-
-@dataclass(frozen=True)
-class ClusterConfig:
-    """The machines that a dry run predicts for, by default `h100`. Rates are of one GPU, links of one direction."""
-
-    name: str = "h100"
-    gpus: Positive | None = None  # how many there are; null: as many as the mesh has ranks
-    gpus_per_node: Positive = 8
-    rates: RatesOrName = "h100"  # what is reached by size: a file of conf/cluster/rates, or its tables
-    peak_tflops: ByDtype = ByDtype(67.0, 989.0, 1979.0)  # what MFU is a share of
-    attention: str = "flash2"  # the kernel, of those in rates
-    throttle: ShareOfPeak = 0.95  # of the measured TFLOP/s, what a long step keeps
-    kernel_us: NonNegativeFloat = 2.0  # the least a kernel takes, and added to those that only move memory
-    launch_us: NonNegativeFloat = 6.0  # the host launches a kernel or collective; none with lower.cudagraphs
-    hbm_gib: PositiveFloat = 80.0
-    hbm_gb_s: PositiveFloat = 3350.0
-    intra_gb_s: PositiveFloat = 370.0  # reached between GPUs of a node
-    inter_gb_s: PositiveFloat = 48.5  # reached between nodes
-    beside_computing: ShareOfPeak = 0.85  # of its speed, what a product keeps beside a collective
-    beside_moving: ShareOfPeak = 0.8  # what a kernel keeps that memory limits
-    beside_sending: ShareOfPeak = 1.0  # what a collective keeps beside a kernel
-    context_gib: NonNegativeFloat = 0.6  # of the device's memory, what the driver and loaded kernels take
-    communicator_gib: NonNegativeFloat = 0.4  # buffers of the communicators of a rank
-    allocator_loss: NonNegativeFloat = 0.05  # memory reserved beyond what is alive, as a share of that
-    expert_load: AtLeastOne = 1.0  # rows of the rank whose experts get most, over the mean
-    sources: dict[str, str] = field(default_factory=dict)  # where each of these comes from, for the report
 
 
 Recompute = Literal["none", "selective", "attention", "every_second", "full"]

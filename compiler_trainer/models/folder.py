@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import MOST_LAYERS, FolderConfig, LoraConfig
+from compiler_trainer.config.kinds import MOST_LAYERS
+from compiler_trainer.config.schema import FolderConfig, LoraConfig
 from compiler_trainer.models.init import seeded
 from compiler_trainer.models.loss import cross_entropy
 from compiler_trainer.models.skeleton import skeleton
