@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.context.masks import ARANGE, CASTS, COPIES, KEYS, RANK, Seen, Unknown, beneath, number_of, span
+from passes.context.below import ARANGE, CASTS, COPIES, beneath, number_of, span
+from passes.context.masks import KEYS, RANK, Seen, Unknown
 from passes.program import ir
 
 aten = torch.ops.aten

@@ -1,0 +1,110 @@
+"""What lies below a view: values whose entries another shows in other places, and numbers that are known everywhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.program import ir
+
+aten = torch.ops.aten
+COPIES = (aten.clone.default, aten.alias.default, aten.detach.default, aten.contiguous.default)
+CASTS = (aten._to_copy.default, aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.type_as.default)
+WHOLE = {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8}
+WIDE = {torch.int32, torch.int64}  # no sum of positions wraps in these
+ARANGE = (aten.arange.default, aten.arange.start, aten.arange.start_step)
+ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+FULL = (aten.full.default, aten.full_like.default, aten.scalar_tensor.default)
+
+
+def beneath(node: fx.Node) -> tuple[fx.Node, list[int | None]] | None:
+    """What a view shows: (node, dim of the view, from the right, for each of its dims); None if it is no view."""
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
+        return None
+    x: fx.Node = node.args[0]
+    if not ir.is_tensor(x) or not ir.is_tensor(node):
+        return None
+    shape, seen = ir.example(x).shape, ir.example(node).shape
+    rank = len(seen)
+    cast = node.target in CASTS and ir.example(x).dtype in WHOLE and ir.example(node).dtype in WIDE
+    if node.target in COPIES or cast:
+        return x, [d - rank for d in range(len(shape))]
+    if node.target is aten.expand.default:
+        return x, [None if n == 1 else d - len(shape) for d, n in enumerate(shape)]
+    if node.target in (aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.view.default,
+                       aten.reshape.default, aten._unsafe_view.default):  # fmt: skip
+        kept = [d for d, n in enumerate(seen) if n > 1]
+        if [seen[d] for d in kept] != [n for n in shape if n > 1]:
+            return None
+        supply = iter(kept)
+        return x, [None if n == 1 else next(supply) - rank for n in shape]
+    if node.target in (aten.permute.default, aten.transpose.int, aten.t.default):
+        order = order_of(node, len(shape))
+        return x, [order.index(d) - rank if shape[d] > 1 else None for d in range(len(shape))]
+    if node.target is aten.index.Tensor:
+        return looked_up(node, x)
+    return None
+
+
+def number_of(x: Any) -> float | None:
+    """The number that a value is everywhere, if that is known."""
+    if not isinstance(x, fx.Node):
+        return x if isinstance(x, (int, float)) else None
+    while x.target in (*COPIES, *CASTS, aten.expand.default):
+        x = x.args[0]  # type: ignore[assignment]
+    if x.target in ZEROS:
+        return 0.0
+    found = x.args[-1] if x.target in FULL else None
+    return float(found) if isinstance(found, (int, float)) else None
+
+
+def order_of(node: fx.Node, rank: int) -> list[int]:
+    """Which dim of its operand each dim of a permuted value is."""
+    order = list(range(rank))
+    if node.target is aten.permute.default:
+        return [int(d) % rank for d in node.args[1]]  # type: ignore[union-attr]
+    a, b = (0, min(1, rank - 1)) if node.target is aten.t.default else (int(d) % rank for d in node.args[1:3])  # type: ignore
+    order[a], order[b] = order[b], order[a]
+    return order
+
+
+def looked_up(node: fx.Node, x: fx.Node) -> tuple[fx.Node, list[int | None]] | None:
+    """A look-up by positions, as a view: `ids[b, j]` where b and j count along dims of the result."""
+    into: list[int | None] = []
+    indices: Any = node.args[1]
+    if len(indices) != ir.example(x).dim():
+        return None
+    for index, size in zip(indices, ir.example(x).shape):
+        if index is None or (at := counting_dim(index, size)) is None:
+            return None
+        into.append(at if size > 1 else None)
+    used = [at for at in into if at is not None]
+    return (x, into) if len(set(used)) == len(used) else None
+
+
+def counting_dim(index: fx.Node, size: int) -> int | None:
+    """Along which dim, from the right, an index counts 0, 1, ... `size` - 1; 0 where there is but one; else None."""
+    if size == 1:
+        return 0
+    rank = ir.example(index).dim()
+    dims: list[int | None] = [d - rank for d in range(rank)]
+    while True:
+        if index.target in (aten.add.Tensor, aten.add.Scalar) and index.args[1] == 0:
+            index = index.args[0]  # type: ignore[assignment]
+        elif (step := beneath(index)) is not None and step[0].target is not aten.index.Tensor:
+            index, into = step
+            dims = [None if at is None else dims[at] for at in into]
+        else:
+            break
+    if index.target not in ARANGE or len(dims) != 1:
+        return None
+    return dims[0] if span(index) == (0, 1) and ir.example(index).shape[0] == size else None
+
+
+def span(node: fx.Node) -> tuple[Any, Any]:
+    """First entry and step of an `arange`."""
+    if node.target is aten.arange.default:
+        return 0, 1
+    return node.args[0], node.args[2] if len(node.args) > 2 else 1  # type: ignore[return-value]
