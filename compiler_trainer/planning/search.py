@@ -21,7 +21,7 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import MeshConfig
 from compiler_trainer.models.subject import subject
 from compiler_trainer.planning import compiled
-from compiler_trainer.planning.dry import cluster_of
+from compiler_trainer.planning.clusters import cluster_of
 from compiler_trainer.planning.estimate import Estimate, estimates
 from compiler_trainer.planning.rank import Rank
 from compiler_trainer.planning.sizes import Sizes, sizes_of

@@ -16,11 +16,10 @@ from small_programs import Small, cut
 
 from compiler_trainer import compile_step, models, train
 from compiler_trainer.config import schema as config
+from compiler_trainer.config.cluster import ByDtype, ClusterConfig
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import (
-    ByDtype,
-    ClusterConfig,
     Config,
     ExpertsConfig,
     LatentConfig,
