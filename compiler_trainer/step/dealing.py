@@ -55,12 +55,12 @@ class Dealt:
         return [(last - first).clamp(min=0)[list(rows)] for first, last in self.bounds]
 
     def value(self, given: ir.Input, rank: int, device: torch.device) -> Tensor:
-        """Its table of blocks, on the device, or how far keys travel in each ring, i64[rings, P], on the host."""
+        """Its table of blocks, on the device, or how far keys travel (`hops_of`), i64[rows, P], on the host."""
         mesh = self.mesh(rank)
         if given.name == BLOCKS:
             return torch.tensor(mesh.table, device=device)
         rows = list(self.rows(rank))
-        return torch.stack([hops_of(ranks_that_meet(first[rows], last[rows], mesh)) for first, last in self.bounds])
+        return torch.cat([hops_of(ranks_that_meet(first[rows], last[rows], mesh)) for first, last in self.bounds])
 
     def work(self, rank: int) -> tuple[Tensor, ...]:
         """Pairs that each rank along `cp` computes with this one, as they lie, and head and tail: i64[P], i64[P]."""

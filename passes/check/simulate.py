@@ -57,7 +57,7 @@ def _shift(values: Values, axis: str, by: int) -> Values:
 
 
 def _shift_by(values: Values, hops: Tensor, axis: str, row: int, step: int, home: bool) -> Values:
-    return _shift(values, axis, hops_at(hops, row, step, home))
+    return _shift(values, axis, hops_at(hops, row, step, home, len(values)))
 
 
 # operator -> what a group's ranks hold after it, from what they held before

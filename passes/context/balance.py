@@ -15,6 +15,7 @@ from torch import Tensor
 
 from passes.program.mesh import SEQUENCE_AXIS as AXIS
 from passes.program.mesh import Mesh
+from passes.program.shift import divisors
 from passes.program.spec import Factor, pieces
 
 Table = tuple[tuple[int, ...], ...]
@@ -52,12 +53,17 @@ def ranks_that_meet(first: Tensor, last: Tensor, mesh: Mesh) -> Tensor:
 
 
 def hops_of(meet: Tensor) -> Tensor:
-    """From each step of a ring that any rank needs to the next, from the last one home; 0 at the others: i64[P]."""
+    """From each step of a ring that any rank needs to the next, from the last one home; 0 at the others.
+
+    i64[D, P]: of rings across groups of each of `divisors(P)` ranks, first across single ones.
+    """
     ranks = len(meet)
-    needed = sorted({0, *((i - j) % ranks for i, j in meet.nonzero().tolist())})
-    found = torch.zeros(ranks, dtype=torch.int64)
-    for here, there in itertools.pairwise((*needed, ranks)):
-        found[here] = there - here
+    found = torch.zeros(len(divisors(ranks)), ranks, dtype=torch.int64)
+    for hops, inner in zip(found, divisors(ranks), strict=True):
+        places = ranks // inner
+        needed = sorted({0, *((i // inner - j // inner) % places for i, j in meet.nonzero().tolist())})
+        for here, there in itertools.pairwise((*needed, places)):
+            hops[here] = there - here
     return found
 
 

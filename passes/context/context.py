@@ -229,13 +229,13 @@ def emit_interval(
         together = gather_as_held if dealt else gather
         return alone(q, *(together(builder, x, spec) for x, spec in zip((k, v), specs[1:3])), *rows)
 
-    row = builder.row_of_hops(node) if method == "ring" and call.pairs is None else None
+    inner = call.exchanging(method)
+    row = builder.row_of_hops(node, inner) if method in ("ring", "hybrid") and call.pairs is None else None
 
     def around(*values: fx.Node) -> fx.Node:
         given = [*values, starts_of(builder, specs[1], inner), *([] if row is None else [builder.places[HOPS]])]
         return ring_attention(builder, given, specs, scale, call, method, score, row)  # type: ignore[arg-type]
 
-    inner = call.exchanging(method)
     attention = alone if inner == call.parts else around
     return exchanged_attention(builder, operands, specs, call, inner, attention, dealt)
 

@@ -6,6 +6,8 @@ CUDA, where it waits for the bounds.
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -18,12 +20,12 @@ from passes.program.attend import evaluate, library
 
 ROWS, KEYS = 128, 4096  # of a tile that has a mask of its own
 FEW = 48  # queries that see alike are not worth a call of their own
-LEAST_WORK = 2**24  # of a call: pairs, heads and widths multiplied
-TRIANGLES = 128, 4096  # rows of the smallest and largest that are cut: flash attention computes all of small ones
+TRIANGLE = 2047  # rows of the largest that is cut into strips: flash attention computes all pairs of small ones
+ENOUGH = 2**27  # pairs, heads and widths multiplied: as much work as hides what a call costs
 
 
 class Piece(NamedTuple):
-    """Queries that see keys of one range: all of them, or each one more than the one before, or as bounds say."""
+    """Queries that see keys of one range: all, or the last one all and each before it a key less, or as bounds say."""
 
     rows: slice
     keys: slice
@@ -31,10 +33,10 @@ class Piece(NamedTuple):
     masked: bool = False
 
 
-def pieces(first: Tensor, last: Tensor, few: int = FEW, least: int = TRIANGLES[0]) -> Iterator[Piece]:
+def pieces(first: Tensor, last: Tensor, largest: int = TRIANGLE) -> Iterator[Piece]:
     """What queries see of the keys of one run, by `first` and `last` among these, i64[s]; no two pieces meet.
 
-    Causal ones have no less than `least` rows if there were as many.
+    Triangles of up to `largest` rows are cut into strips.
     """
     rows, start, mixed = len(first), 0, 0  # from `mixed` on, queries wait to be put into one tile
     rise = last.diff()
@@ -46,9 +48,9 @@ def pieces(first: Tensor, last: Tensor, few: int = FEW, least: int = TRIANGLES[0
             turn = next(turns)
         kind = int(kinds[start]) if start < len(kinds) else 0  # how the next query sees otherwise than this one
         end = turn + 1 if kind else start + 1
-        if end - start >= few:
+        if end - start >= FEW:
             yield from tile(first, last, mixed, start)
-            yield from alike_rows(slice(start, end), int(first[start]), int(last[start]), kind == 2, least)
+            yield from alike_rows(slice(start, end), int(first[start]), int(last[start]), kind == 2, largest)
             mixed = end
         elif end - mixed > ROWS:
             yield from tile(first, last, mixed, start)
@@ -57,7 +59,7 @@ def pieces(first: Tensor, last: Tensor, few: int = FEW, least: int = TRIANGLES[0
     yield from tile(first, last, mixed, rows)
 
 
-def alike_rows(rows: slice, first: int, last: int, rises: bool, least: int) -> Iterator[Piece]:
+def alike_rows(rows: slice, first: int, last: int, rises: bool, largest: int) -> Iterator[Piece]:
     """Queries that see from one key on, to one key or each a key further than the one before."""
     if not rises:
         if last > first:
@@ -67,20 +69,15 @@ def alike_rows(rows: slice, first: int, last: int, rises: bool, least: int) -> I
         rows, last = slice(rows.start + first + 1 - last, rows.stop), first + 1
     if last - 1 > first:
         yield Piece(rows, slice(first, last - 1))
-    if rows.stop > rows.start:
-        yield from triangle(rows, last - 1, least)
+    yield from triangle(rows, last - 1, largest)
 
 
-def triangle(rows: slice, first: int, least: int) -> Iterator[Piece]:
-    """Queries of which each sees from `first` on a key more than the one before, in triangles and squares."""
+def triangle(rows: slice, first: int, largest: int) -> Iterator[Piece]:
+    """Queries of which each sees from `first` on a key more than the one before, as it is or in strips."""
     size = rows.stop - rows.start
-    if not 2 * least <= size <= TRIANGLES[1]:
-        yield Piece(rows, slice(first, first + size), causal=True)
-        return
-    middle = rows.start + size // 2
-    yield from triangle(slice(rows.start, middle), first, least)
-    yield Piece(slice(middle, rows.stop), slice(first, first + size // 2))
-    yield from triangle(slice(middle, rows.stop), first + size // 2, least)
+    for start in range(0, size, ROWS if size <= largest else size):
+        end = min(start + ROWS, size) if size <= largest else size
+        yield Piece(slice(rows.start + start, rows.start + end), slice(first, first + end), causal=True)
 
 
 def tile(first: Tensor, last: Tensor, start: int, end: int) -> Iterator[Piece]:
@@ -100,12 +97,36 @@ def tiled(found: Iterator[Piece], rows: int = ROWS, keys: int = KEYS) -> Iterato
 
 
 class Part(NamedTuple):
-    """A piece of some sequences of the batch: which, its queries and keys among all, and what a kernel is told."""
+    """A piece of some sequences of the batch: the number of its run, which ones, its queries, its keys among all."""
 
+    run: int
     batch: slice
     rows: slice
     keys: slice
-    block: Block
+    causal: bool
+    own: Block | None  # what a kernel is told, where it is not the same for all of one size
+
+    def here(self) -> tuple[slice, slice, slice]:
+        return self.batch, slice(None), self.rows
+
+    def near(self) -> tuple[slice, slice, slice]:
+        return self.batch, slice(None), self.keys
+
+
+def calls(q: Tensor, k: Tensor, v: Tensor, given: Sequence) -> Iterator[tuple[list[Part], Block]]:
+    """All that queries see of keys, by call of a kernel: parts of one size that share no query, and what it is told."""
+    waiting: dict[tuple[int, int, int, bool], list[Part]] = defaultdict(list)
+    for part in parts(q, k, v, given):
+        if part.own:
+            yield [part], part.own
+            continue
+        rows, keys = part.rows.stop - part.rows.start, part.keys.stop - part.keys.start
+        kind = part.run, rows, keys, part.causal
+        waiting[kind].append(part)
+        if len(waiting[kind]) * rows * keys * q.shape[1] * (q.shape[-1] + v.shape[-1]) >= ENOUGH:
+            yield waiting.pop(kind), _alike(rows, keys, part.causal, given[4], q)
+    for (_, rows, keys, causal), together in waiting.items():
+        yield together, _alike(rows, keys, causal, given[4], q)
 
 
 def parts(q: Tensor, k: Tensor, v: Tensor, given: Sequence) -> Iterator[Part]:
@@ -114,22 +135,20 @@ def parts(q: Tensor, k: Tensor, v: Tensor, given: Sequence) -> Iterator[Part]:
     first, last = first.cpu(), last.cpu()
     found_runs = [(0, 0, k.shape[2])] if runs is None else joined(runs.tolist(), k.shape[2] // len(runs))
     whole = bool(score) or q.shape[-1] != v.shape[-1]
-    least = TRIANGLES[0]
-    while least**2 * q.shape[1] * (q.shape[-1] + v.shape[-1]) < LEAST_WORK:
-        least *= 2
-    for b in range(first.shape[0]):
+    largest = k.shape[2] if whole else TRIANGLE if q.device.type == "cpu" else 0
+    for b, (run, (near_start, start, held)) in itertools.product(range(first.shape[0]), enumerate(found_runs)):
         batch = slice(b, b + 1) if first.shape[0] > 1 else slice(0, q.shape[0])
-        for near_start, start, held in found_runs:
-            lower, upper = ((x[b] - start).clamp(0, held) for x in (first, last))
-            seen = upper > lower
-            bounds = [torch.where(seen, x, 0) for x in (lower, upper)]
-            found = pieces(bounds[0], bounds[1], least=least)
-            for piece in tiled(found) if whole else found:
-                mask = _mask(piece, bounds[0], bounds[1], q) if piece.masked else None
-                near = slice(near_start + piece.keys.start, near_start + piece.keys.stop)
-                far = slice(start + piece.keys.start, start + piece.keys.stop)
-                change = _change(score, terms, batch, piece.rows, far) if score else None
-                yield Part(batch, piece.rows, near, Block(piece.causal, scale, mask, change))
+        lower, upper = ((x[b] - start).clamp(0, held) for x in (first, last))
+        seen = upper > lower
+        bounds = [torch.where(seen, x, 0) for x in (lower, upper)]
+        found = pieces(bounds[0], bounds[1], largest)
+        for piece in tiled(found) if whole else found:
+            near = slice(near_start + piece.keys.start, near_start + piece.keys.stop)
+            far = slice(start + piece.keys.start, start + piece.keys.stop)
+            change = _change(score, terms, batch, piece.rows, far) if score else None
+            mask = _mask(piece, bounds[0], bounds[1], q) if piece.masked else None
+            own = Block(scale=scale, mask=mask, change=change) if piece.masked or score else None
+            yield Part(run, batch, piece.rows, near, piece.causal, own)
 
 
 def joined(starts: Sequence[int], size: int) -> list[tuple[int, int, int]]:
@@ -142,6 +161,14 @@ def joined(starts: Sequence[int], size: int) -> list[tuple[int, int, int]]:
         else:
             found.append((number * size, start, size))
     return found
+
+
+def _alike(rows: int, keys: int, causal: bool, scale: float | None, q: Tensor) -> Block:
+    """What a kernel is told where all queries see all keys, or the last one all and each before it a key less."""
+    if not causal or rows == keys:
+        return Block(causal, scale)
+    last = torch.arange(keys - rows + 1, keys + 1)
+    return Block(scale=scale, mask=_mask(Piece(slice(0, rows), slice(0, keys)), torch.zeros_like(last), last, q))
 
 
 def _mask(piece: Piece, first: Tensor, last: Tensor, q: Tensor) -> Tensor:
@@ -157,20 +184,27 @@ def _change(score: str, terms: Sequence[Tensor], batch: slice, rows: slice, keys
     return lambda scores: evaluate(score, scores, positions.to(scores.device), near)
 
 
+def _stacked(x: Tensor, places: Sequence[tuple[slice, ...]]) -> Tensor:
+    """What lies at places of one size, as one batch."""
+    return x[places[0]] if len(places) == 1 else torch.cat([x[place] for place in places])
+
+
 @torch.library.impl(library, "attend", "CPU")
 @torch.library.impl(library, "attend", "CUDA")
 def _attend(q: Tensor, k: Tensor, v: Tensor, *given) -> tuple[Tensor, Tensor]:
     kind = wide(q.dtype)
     out = torch.zeros((*q.shape[:3], v.shape[-1]), dtype=kind, device=q.device)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=kind, device=q.device)
-    for batch, rows, keys, block in parts(q, k, v, given):
-        found, level = kernels.forward(q[batch, :, rows], k[batch, :, keys], v[batch, :, keys], block)
-        before = lse[batch, :, rows]
+    for together, block in calls(q, k, v, given):
+        here, near = [part.here() for part in together], [part.near() for part in together]
+        found, level = kernels.forward(_stacked(q, here), _stacked(k, near), _stacked(v, near), block)
+        before = _stacked(lse, here)
         after = torch.logaddexp(before, level)
         base = torch.where(after > -torch.inf, after, 0.0)
-        kept = out[batch, :, rows].mul_((before - base).exp().unsqueeze(-1))
-        kept.add_(found.to(kind) * (level - base).exp().unsqueeze(-1))
-        lse[batch, :, rows] = after
+        merged = _stacked(out, here) * (before - base).exp().unsqueeze(-1)
+        merged += found.to(kind) * (level - base).exp().unsqueeze(-1)
+        for place, x, y in zip(here, merged.chunk(len(here)), after.chunk(len(here)), strict=True):
+            out[place], lse[place] = x, y
     return out.to(q.dtype), lse
 
 
@@ -178,10 +212,14 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *given) -> tuple[Tensor, Tensor]:
 @torch.library.impl(library, "attend_backward", "CUDA")
 def _attend_backward(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *given):
     kind = wide(q.dtype)
-    found = [torch.zeros(x.shape, dtype=kind, device=q.device) for x in (q, k, v)]
-    for batch, rows, keys, block in parts(q, k, v, given):
-        here, near = (batch, slice(None), rows), (batch, slice(None), keys)
-        given_here = (gradient[here], q[here], k[near], v[near], out[here], lse[here])
-        for total, place, share in zip(found, (here, near, near), kernels.backward(*given_here, block), strict=True):
-            total[place] += share
-    return tuple(total.to(x.dtype) for total, x in zip(found, (q, k, v)))
+    totals = [torch.zeros(x.shape, dtype=kind, device=q.device) for x in (q, k, v)]
+    for together, block in calls(q, k, v, given):
+        here, near = [part.here() for part in together], [part.near() for part in together]
+        keys, values = _stacked(k, near), _stacked(v, near)
+        found = kernels.backward(
+            _stacked(gradient, here), _stacked(q, here), keys, values, _stacked(out, here), _stacked(lse, here), block
+        )
+        for total, places, shares in zip(totals, (here, near, near), found, strict=True):
+            for place, share in zip(places, shares.chunk(len(places)), strict=True):
+                total[place] += share
+    return tuple(total.to(x.dtype) for total, x in zip(totals, (q, k, v)))

@@ -44,8 +44,11 @@ class Builder(Protocol):
     def at(self, factor: Factor) -> dict[str, fx.Node]:
         """Where the rank's share of a factor lies: its coordinates on the axes that shard it, and a table."""
 
-    def row_of_hops(self, node: fx.Node) -> int | None:
-        """Which row of hops, among the inputs, is of an attention by interval; None if every step is always sent."""
+    def row_of_hops(self, node: fx.Node, inner: int) -> int | None:
+        """Which row of hops, among the inputs, is of an attention by interval and of a ring across groups of `inner`.
+
+        None if every step is always sent.
+        """
 
     def fill_padding(self, x: fx.Node, spec: Spec, fill: float, dims: Collection[int] | None = None) -> fx.Node:
         """The tensor with padding (along `dims`; None: all) set to `fill`; its gradient there is zero."""

@@ -42,18 +42,23 @@ def _shift(x: Tensor, axis: str, by: int) -> Tensor:
     return y
 
 
-def hops_at(hops: Tensor, row: int, step: int, home: bool) -> int:
+def divisors(parts: int) -> list[int]:
+    """How many neighbours may be one place of a ring: each has rows of its own in a table of hops."""
+    return [inner for inner in range(1, parts) if parts % inner == 0]
+
+
+def hops_at(hops: Tensor, row: int, step: int, home: bool, parts: int) -> int:
     """How far what is here after a step travels, by hops on the host, i64[rows, steps]; `home` also from the last.
 
     Hops are from each step that is needed to the next, from the last one home, and 0 at a step that nobody needs.
     """
-    by, parts = int(hops[row, step]), hops.shape[1]
+    by = int(hops[row, step])
     return by % parts if home or step + by < parts else 0
 
 
 @torch.library.impl(_library, "shift_by", "CompositeExplicitAutograd")
 def _shift_by(x: Tensor, hops: Tensor, axis: str, row: int, step: int, home: bool) -> Tensor:
-    return _shift(x, axis, hops_at(hops, row, step, home))
+    return _shift(x, axis, hops_at(hops, row, step, home, resolve_axis_group(axis).size()))
 
 
 @torch.library.impl(_library, "arrive", "CompositeExplicitAutograd")

@@ -18,6 +18,7 @@ from passes.program.layout import entries
 from passes.program.mesh import BATCH_AXES, BLOCKS, HOPS, SEQUENCE_AXIS, Mesh
 from passes.program.record import trace
 from passes.program.rewrite import graft
+from passes.program.shift import divisors
 from passes.program.spec import Dim, Factor, Spec
 from passes.program.sweep import recorded
 from passes.rules import Rule, tensor_operands
@@ -69,10 +70,13 @@ class GraphBuilder:
                 ir.copy_origin(node, self.origin)
         return result
 
-    def row_of_hops(self, node: fx.Node) -> int | None:
-        """Which row of hops, among the inputs, is of an attention by interval; None if every step is always sent."""
-        bounds = tuple(str(bound) for bound in node.args[3:5])
-        return self.attentions.index(bounds) if bounds in self.attentions else None
+    def row_of_hops(self, node: fx.Node, inner: int) -> int | None:
+        """Which row of hops, among the inputs, is of an attention by interval and of a ring across groups of `inner`.
+
+        None if every step is always sent.
+        """
+        bounds, groups = tuple(str(bound) for bound in node.args[3:5]), divisors(self.mesh[SEQUENCE_AXIS])
+        return self.attentions.index(bounds) * len(groups) + groups.index(inner) if bounds in self.attentions else None
 
     def convert(
         self, x: fx.Node, before: Spec, after: Spec, has_grad: bool = True, wire: torch.dtype | None = None
@@ -204,7 +208,8 @@ class Partitioner:
         if bounds is not None and self.skip_steps:
             names = [output.name for output in bounds.outputs]
             self.builder.attentions = list(zip(names[::2], names[1::2]))
-            given[HOPS] = len(self.builder.attentions), mesh[SEQUENCE_AXIS], torch.device("cpu")
+            rows = len(self.builder.attentions) * len(divisors(mesh[SEQUENCE_AXIS]))
+            given[HOPS] = rows, mesh[SEQUENCE_AXIS], torch.device("cpu")
         for name, (*shape, device) in given.items():
             with self.builder.ctx.fake_mode:
                 empty = torch.zeros(shape, dtype=torch.int64, device=device)

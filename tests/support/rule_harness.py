@@ -222,7 +222,7 @@ def _local_inputs(program: ir.Program, full: Mapping[str, Tensor]) -> list[list[
 
 def hops(program: ir.Program, full: Mapping[str, Tensor]) -> Tensor:
     """Those of the rings of a program."""
-    return torch.stack([hops_of(ranks_that_meet(*pair, program.mesh)) for pair in bounds_in(program.bounds, full)])
+    return torch.cat([hops_of(ranks_that_meet(*pair, program.mesh)) for pair in bounds_in(program.bounds, full)])
 
 
 def _local(full: Tensor, spec: Spec, mesh: Mesh, place: dict[str, int]) -> Tensor:

@@ -48,25 +48,38 @@ def test_hops_go_from_one_needed_step_to_the_next_and_home():
     apart = torch.tensor([0, 1, 3])  # steps at which someone sees something
     meet = torch.zeros(5, 5, dtype=torch.bool)
     meet[2, (2 - apart) % 5] = True
-    hops = hops_of(meet)[None]
+    hops = hops_of(meet)
     assert hops.tolist() == [[1, 2, 0, 2, 0]]
-    assert [hops_at(hops, 0, step, home=False) for step in range(5)] == [1, 2, 0, 0, 0]
-    assert [hops_at(hops, 0, step, home=True) for step in range(5)] == [1, 2, 0, 2, 0]
-    alone = hops_of(torch.eye(5, dtype=torch.bool))[None]
-    assert [hops_at(alone, 0, step, home=True) for step in range(5)] == [0, 0, 0, 0, 0]  # home is where it is
+    assert [hops_at(hops, 0, step, False, 5) for step in range(5)] == [1, 2, 0, 0, 0]
+    assert [hops_at(hops, 0, step, True, 5) for step in range(5)] == [1, 2, 0, 2, 0]
+    alone = hops_of(torch.eye(5, dtype=torch.bool))
+    assert [hops_at(alone, 0, step, True, 5) for step in range(5)] == [0, 0, 0, 0, 0]  # home is where it is
 
 
-@pytest.mark.parametrize(("layout", "needed"), [("none", {0, 1}), ("head_tail", {0, 1, 3})])
-def test_what_nobody_needs_is_not_sent_and_nothing_else_changes(layout, needed):
-    """Long documents after short ones, one program for both; keys travel once less than there are steps."""
+def test_groups_of_neighbours_are_one_place_of_a_ring():
+    meet = torch.eye(8, dtype=torch.bool)
+    meet[7, 4] = meet[4, 3] = True  # within the last four of eight; from there to the first four
+    assert hops_of(meet).tolist() == [[1, 2, 0, 5, 0, 0, 0, 0], [1, 3, 0, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0, 0, 0]]
+    assert [hops_at(hops_of(meet), 1, step, True, 4) for step in range(4)] == [1, 3, 0, 0]
+
+
+@pytest.mark.parametrize(("method", "layout", "needed"), [
+    ("ring", "none", {0, 1}), ("ring", "head_tail", {0, 1, 3}), ("hybrid", "none", {0}), ("hybrid", "head_tail", {0, 1}),
+])  # fmt: skip
+def test_what_nobody_needs_is_not_sent_and_nothing_else_changes(method, layout, needed):
+    """Long documents after short ones, one program for both; keys travel once less than there are steps.
+
+    Two of the four ranks are one place of a hybrid's ring, so it has two rings of two steps.
+    """
+    steps, rings = (2, 2) if method == "hybrid" else (4, 1)
     sent = []
 
     def counted(values, hops, axis, row, step, home):
-        sent.append(hops_at(hops, row, step, home) > 0)
+        sent.append(hops_at(hops, row, step, home, len(values)) > 0)
         return simulate._shift_by(values, hops, axis, row, step, home)
 
     data = [{**batch, "ids": ids} for batch, ids in zip(batches(), (SHORT, batches()[1]["ids"] * 0, SHORT), strict=True)]
-    options = {"context": {"method": "ring", "load_balance": layout}}
+    options = {"context": {"method": method, "load_balance": layout}}
     step = compile_lockstep(packed(), loss_of, data[0], {"cp": 4}, passes=options)
     with mock.patch.dict(simulate.COLLECTIVES, {shift_by: counted}):
         found = train_step(step, data)
@@ -75,8 +88,8 @@ def test_what_nobody_needs_is_not_sent_and_nothing_else_changes(layout, needed):
         assert_same(ours, theirs, 1e-10)
     assert_same(step.state_dict(), state, 1e-10)
     each = len(sent) // 3
-    keys, home = len(needed) - 1, len(needed)
-    assert [sum(sent[i * each : (i + 1) * each]) for i in range(3)] == [2 * keys + home, 2 * 3 + 4, 2 * keys + home]
+    short, long = (3 * n - 2 if n > 1 else 0 for n in (len(needed), steps))  # keys forward and backward, and home
+    assert [sum(sent[i * each : (i + 1) * each]) for i in range(3)] == [rings * short, rings * long, rings * short]
 
 
 @pytest.mark.parametrize("skips", [True, False])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -31,11 +32,11 @@ from torch import Tensor, fx, nn
 
 from compiler_trainer.capture.capture import capture as capture_model
 from compiler_trainer.config.errors import UserError
-from passes.context import flex
+from passes.context import flex, visible
 from passes.context.context import METHODS
 from passes.context.intervals import Intervals
 from passes.context.lay_out import bounds_of as bounds_program
-from passes.context.visible import ROWS, pieces
+from passes.context.visible import ROWS, calls, pieces
 from passes.program import ir
 from passes.program.attend import attend, attend_backward, evaluate, interval_attention
 from passes.program.mesh import Mesh
@@ -270,11 +271,36 @@ def test_no_pair_of_blocks_is_computed_for_nothing(form):
         covered = torch.zeros(300, 300, dtype=torch.int64)
         for rows, keys, causal, masked in pieces(lower, upper):
             block = covered[rows, keys]
-            block += torch.ones_like(block).tril() if causal else 1
+            block += torch.ones_like(block).tril(block.shape[1] - block.shape[0]) if causal else 1
             assert masked is False or rows.stop - rows.start <= 2 * ROWS
         i, j = grids(300)
         sees = (j >= lower[:, None]) & (j < upper[:, None])
         assert bool((covered[sees] == 1).all()) and int(covered.max()) == 1
+
+
+@pytest.mark.parametrize("form", BOUNDS)
+@pytest.mark.parametrize("runs", [None, torch.tensor([150, 0])], ids=["one run", "two runs"])
+def test_a_kernel_gets_all_pieces_of_one_size_at_once(form, runs):
+    """Those of one call share no query, since results are put back all at once; calls of a piece each say the same."""
+    q, k, v = random(2, 2, 300, WIDTH), random(2, 2, 300, WIDTH), random(2, 2, 300, WIDTH)
+    first, last = bounds_of(form, 300)
+    given = (first, last, runs, [], 0.3, "")
+    for together, _ in calls(q, k, v, given):
+        given_to = torch.zeros(2, 300, dtype=torch.int64)
+        for part in together:
+            given_to[part.batch, part.rows] += 1
+        assert int(given_to.max()) == 1
+    found = attend(q, k, v, *given)
+    with mock.patch.object(visible, "ENOUGH", 0):
+        assert all(len(together) == 1 for together, _ in calls(q, k, v, given))
+        for x, y in zip(found, attend(q, k, v, *given), strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-13)
+
+
+def test_documents_of_one_length_are_few_calls():
+    first = torch.arange(4096)[None] // 512 * 512
+    q = random(1, 1, 4096, WIDTH)
+    assert len(list(calls(q, q, q, (first, torch.arange(4096)[None] + 1, None, [], 0.3, "")))) == 512 // ROWS
 
 
 @pytest.mark.parametrize("window", [None, 16])
