@@ -39,6 +39,6 @@ class ClusterConfig:
     beside_sending: ShareOfPeak = 1.0  # what a collective keeps beside a kernel
     context_gib: NonNegativeFloat = 0.6  # of the device's memory, what the driver and loaded kernels take
     communicator_gib: NonNegativeFloat = 0.4  # buffers of the communicators of a rank
-    allocator_loss: NonNegativeFloat = 0.05  # memory reserved beyond what is alive, as a share of that
+    allocator_loss: NonNegativeFloat = 0.1  # memory reserved beyond what is alive, as a share of that
     expert_load: AtLeastOne = 1.0  # rows of the rank whose experts get most, over the mean
     sources: dict[str, str] = field(default_factory=dict)  # where each of these comes from, for the report

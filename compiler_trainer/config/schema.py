@@ -469,7 +469,6 @@ class PlanConfig:
     recompute: tuple[Recompute, ...] = RECOMPUTE
     bfloat16: bool = True  # whether to compute in bfloat16 may be chosen, where passes.cast.param_dtype is null
     float8: bool = False  # whether products in float8 may be
-    headroom: OpenFraction = 0.1  # of a GPU's memory, left for what no graph shows: the allocator, NCCL, CUDA
     processes: Positive | None = None  # that compile side by side; null: one a core
     suggest: bool = True  # whether a run says at its start that another mesh is predicted to be faster
 

@@ -29,6 +29,7 @@ from compiler_trainer.training import folder
 from compiler_trainer.training.progress import say_contents
 from compiler_trainer.training.speed import peak_flops
 from passes.check.runner import Dumper, Observer
+from passes.cost.fusion import Fused
 from passes.cost.predict import Prediction, predict
 from passes.cost.timeline import Timeline, longest
 from passes.program.bodies import flatten
@@ -98,11 +99,14 @@ def compilation(cfg: Config, trained: Subject, observe: Observer | None = None) 
 # ---- the prediction -----------------------------------------------------------------------------------
 
 
-def predict_step(cfg: Config, step: DryStep) -> dict[str, Any]:
-    """`predicted`, what it is made of as `prediction`, and the `timeline` of each program."""
+def predict_step(cfg: Config, step: DryStep, fused: Fused | None = None) -> dict[str, Any]:
+    """`predicted`, what it is made of as `prediction`, and the `timeline` of each program.
+
+    Which operators may share kernels is told by `fused`, else by the backend.
+    """
     recorded = dataclasses.replace(cfg.cluster, launch_us=0.0)  # the host launches all of it at once
     cluster = cluster_of(recorded if cfg.lower.cudagraphs else cfg.cluster)
-    fused = cfg.lower.backend == "inductor"
+    fused = fused or (lambda node: cfg.lower.backend == "inductor")
     found = {name: predict(*captured, cluster, fused) for name, captured in step.programs.items()}
     runs = {name: cfg.train.microbatches if name == "accumulate" else 1 for name in found}
     timelines = {name: p.timeline for name, p in found.items()}

@@ -74,9 +74,10 @@ class Plan:
 
 
 def room(asked: Asked) -> float:
-    """Bytes of a GPU that a setting may take."""
-    cfg = asked.cfg
-    return cfg.cluster.hbm_gib * GIB * (1 - cfg.plan.headroom)
+    """Bytes of a GPU that what is alive may take, beside what the cluster says of the device and its allocator."""
+    cluster = asked.cfg.cluster
+    beside = cluster.context_gib + (cluster.communicator_gib if asked.gpus > 1 else 0.0)
+    return GIB * (cluster.hbm_gib - beside) / (1 + cluster.allocator_loss)
 
 
 def all_forms(asked: Asked, sizes: Sizes, left: Left) -> list[Estimate]:
@@ -211,7 +212,8 @@ def nothing_fits(asked: Asked, least: Estimate) -> UserError:
     largest = max(least.memory, key=lambda kind: least.memory[kind])
     setting = f"{least.candidate.axes()}, {least.candidate.recomputes()}"
     what = f"the least is {need:,.1f} GiB ({setting}), most of it {largest}"
-    have = f"a GPU of {cfg.cluster.name} has {there:,.1f} GiB beside plan.headroom={cfg.plan.headroom:g}"
+    beside = "cluster.context_gib, communicator_gib and allocator_loss"
+    have = f"a GPU of {cfg.cluster.name} has {there:,.1f} GiB beside {beside}"
     fixed = {"activations", "update"} & {largest}
     change = "a shorter train.seq_len" if fixed else "more GPUs, or optim=adamw8bit"
     return UserError("plan", f"nothing fits: {what}, and {have}, {need - there:,.1f} too few; plan for {change}")

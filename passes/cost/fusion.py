@@ -12,7 +12,7 @@ read outside of it; what stays inside never exists.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -34,6 +34,7 @@ COSTLY = frozenset({"erf", "exp", "gelu", "log", "sigmoid", "silu", "softplus", 
 SMALL = 16  # a broadcast operand is so many times smaller than what comes out
 LOOKUPS = frozenset({"embedding", "gather", "index", "index_select"})  # read of a table only the entries they yield
 
+Fused = Callable[[fx.Node], bool]  # whether an operator may run with others in a kernel
 Kind = Literal["view", "copy", "loop", "alone", "collective", "wait"]  # a copy is made in what reads it
 
 
@@ -51,15 +52,14 @@ class Kernel:
     unwritten: frozenset[int] = frozenset()
 
 
-def fuse(program: ir.Program, swept: Sweep, fused: bool = True) -> list[Kernel]:
+def fuse(program: ir.Program, swept: Sweep, fused: Fused = lambda node: True) -> list[Kernel]:
     """The program's kernels, each after those it needs, otherwise as the last of their operators stand.
 
-    Not `fused`, each operator is a kernel: what the eager backend runs.
+    Of those that are not `fused` each operator is a kernel: what the eager backend runs.
     """
     found = Fusion(program, swept, fused)
-    if fused:
-        found.join_levels()
-        found.join_sole_readers()
+    found.join_levels()
+    found.join_sole_readers()
     return in_order(found.kernels())
 
 
@@ -115,11 +115,11 @@ def is_cheap(node: fx.Node, swept: Sweep) -> bool:
 class Fusion:
     """Groups of operators; a group is known by one of its nodes, which `group` finds."""
 
-    def __init__(self, program: ir.Program, swept: Sweep, fused: bool):
+    def __init__(self, program: ir.Program, swept: Sweep, fused: Fused):
         self.swept = swept
         self.kinds = {node: kind_of_kernel(node, swept) for node in program.calls()}
-        if fused:
-            self.find_copies()
+        self.single = {node for node in self.kinds if not fused(node)}
+        self.find_copies()
         self.needs: dict[fx.Node, set[fx.Node]] = {}  # the operators, views looked through, that a node reads
         self.readers: dict[fx.Node, set[fx.Node]] = {node: set() for node in self.kinds}
         for node in (*self.kinds, program.graph.output_node()):
@@ -134,7 +134,7 @@ class Fusion:
         """Mark what is cheap to make and read only by loops of its phase, through views and others so marked."""
         for node in reversed(self.kinds):
             is_loop = self.kinds[node] == "loop" and is_cheap(node, self.swept)
-            if is_loop and self.is_read_by_loops(node, ir.phase(node)):
+            if is_loop and node not in self.single and self.is_read_by_loops(node, ir.phase(node)):
                 self.kinds[node] = "copy"
 
     def is_read_by_loops(self, node: fx.Node, phase: str) -> bool:
@@ -144,7 +144,7 @@ class Fusion:
             if self.kinds.get(user) == "view":
                 return self.is_read_by_loops(user, phase)
             is_loop = self.kinds.get(user) in ("loop", "copy") and ir.phase(user) == phase
-            return is_loop and not user.target._schema.is_mutable  # type: ignore[union-attr]
+            return is_loop and user not in self.single and not user.target._schema.is_mutable  # type: ignore[union-attr]
 
         return all(map(is_fine, node.users))
 
@@ -190,22 +190,22 @@ class Fusion:
             level[node] = max((level[s] + self.ends(s) for s in self.needs[node]), default=0)
             for source in self.needs[node]:
                 together = level[source] == level[node] and ir.phase(source) == ir.phase(node)
-                if kind == "loop" and together and not self.ends(source):
+                if kind == "loop" and together and not self.ends(source) and node not in self.single:
                     self.join(source, node)
 
     def ends(self, node: fx.Node) -> bool:
         """Whether what reads the node is in another kernel."""
-        return self.kinds[node] != "loop" or node in self.last
+        return self.kinds[node] != "loop" or node in self.last or node in self.single
 
     def join_sole_readers(self) -> None:
         """Join groups of loops with the one group of loops that reads them: no path leads around."""
         members = self.members()
         for root in reversed(list(members)):
             own = members[root]
-            if self.kinds[own[0]] != "loop" or any(node in self.last for node in own):
+            if any(self.ends(node) for node in own):
                 continue
             outside = {self.group(reader) for node in own for reader in self.readers[node]} - {self.group(root)}
-            if len(outside) == 1 and self.kinds.get(only := outside.pop()) == "loop":
+            if len(outside) == 1 and self.kinds.get(only := outside.pop()) == "loop" and only not in self.single:
                 self.join(root, only)
 
     def members(self) -> dict[fx.Node, list[fx.Node]]:

@@ -18,7 +18,7 @@ from torch import fx
 
 from passes.cost.accounting import SENT, axis_of, bind, count_flops, kind_of, lifetimes, payload_bytes
 from passes.cost.cluster import Cluster, Reach, between_nodes, collective_seconds, reach, within_nodes
-from passes.cost.fusion import Kernel, fuse
+from passes.cost.fusion import Fused, Kernel, fuse
 from passes.cost.timeline import Cost, Timeline, play
 from passes.program import ir, routed
 from passes.program.sweep import Sweep, sweep, tensors
@@ -39,8 +39,8 @@ class Prediction:
     peak_bytes: int
 
 
-def predict(program: ir.Program, ctx: ir.Context, cluster: Cluster, fused: bool = True) -> Prediction:
-    """What one run of a program with its collectives written out takes; not `fused`, each operator is a kernel.
+def predict(program: ir.Program, ctx: ir.Context, cluster: Cluster, fused: Fused = lambda node: True) -> Prediction:
+    """What one run of a program with its collectives written out takes; what is not `fused` is a kernel an operator.
 
     Raises CompileError naming the first product in a dtype that the cluster has no rate for.
     """

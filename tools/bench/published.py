@@ -19,10 +19,12 @@ from typing import Any
 
 from rich.console import Console
 from rich.markdown import Markdown
+from torch import fx
 
 from compiler_trainer.config import yamls
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.planning.dry import compile_dry, predict_step
+from passes.program import ir
 from tools.bench.command import marked, markers, renew
 from tools.bench.job import composed
 
@@ -35,8 +37,8 @@ GIB = 2**30
 class Row:
     """One published figure: tokens a second and GPU, and GiB that a GPU's allocator reserved, if stated.
 
-    `sets` names the factor that was set by this row, `unlike` says why the two are not the same job, `gib_unlike` why
-    their memory is not.
+    `sets` names the factor that was set by this row, `gib_sets` that set by its memory, `unlike` says why the two are
+    not the same job. With an `eager_loss` the trainer did not compile what follows the model.
     """
 
     name: str
@@ -47,8 +49,9 @@ class Row:
     tokens_per_s: float
     gib: float | None = None
     sets: str = ""
+    gib_sets: str = ""
     unlike: str = ""
-    gib_unlike: str = ""
+    eager_loss: bool = False
 
     @property
     def is_judged(self) -> bool:
@@ -122,7 +125,7 @@ def read_rows() -> Iterator[Row]:
 def read_row(stem: str, found: dict[str, Any], row: dict[str, Any]) -> Row:
     """A row with the options that it shares with others: those of all, and the sets that `with` names."""
     shared = [option for name in row.get("with", ()) for option in found[name]]
-    row = {key: value for key, value in found.items() if key == "gib_unlike"} | row
+    row = {key: value for key, value in found.items() if key in ("eager_loss", "gib_sets")} | row
     options = (f"cluster={found['cluster']}", *found["options"], *shared, *row["options"])
     known = {key: value for key, value in row.items() if key in Row.__dataclass_fields__}
     told = {"name": f"{stem}/{row['name']}", "options": options, "cluster": found["cluster"]}
@@ -134,9 +137,15 @@ def predicted(row: Row, overrides: Sequence[str] = ()) -> Outcome:
     began = time.perf_counter()
     cfg = composed([*row.options, *overrides], row.gpus)
     cfg = replace(cfg, passes=replace(cfg.passes, verify="off"))
-    found = predict_step(cfg, compile_dry(cfg, None))
+    fused = (lambda node: not is_of_loss(node)) if row.eager_loss else None
+    found = predict_step(cfg, compile_dry(cfg, None), fused)
     memory = found["prediction"]["memory"]["reserved_bytes"] / GIB
     return Outcome(row, found["predicted"]["tokens_per_s_per_gpu"], memory, time.perf_counter() - began)
+
+
+def is_of_loss(node: fx.Node) -> bool:
+    """Whether an operator belongs to the loss, forward or backward: no module made it."""
+    return not ir.module_path(node) and ir.phase(node) != "optimizer"
 
 
 # ---- the table ----------------------------------------------------------------------------------
@@ -155,7 +164,8 @@ def report(outcomes: Sequence[Outcome]) -> str:
 def line(found: Outcome) -> str:
     """A row of the table."""
     row, memory = found.row, found.memory_error
-    notes = [f"set the {row.sets}" if row.sets else row.unlike, f"memory: {row.gib_unlike}" if row.gib_unlike else ""]
+    by_memory = f"its memory set the {row.gib_sets}" if row.gib_sets else ""
+    notes = [f"set the {row.sets}" if row.sets else row.unlike, by_memory]
     cells = [
         row.name,
         f"{row.tokens_per_s:,.0f}",
@@ -168,11 +178,11 @@ def line(found: Outcome) -> str:
 
 
 def judgement(judged: Sequence[Outcome]) -> list[str]:
-    """The median and the largest error of throughput and memory."""
+    """The median and the largest error of throughput and memory; of a row that is another job, of neither."""
     lines = []
     for what, errors in (
         ("throughput", [found.speed_error for found in judged]),
-        ("memory", [e for found in judged if (e := found.memory_error) is not None and not found.row.gib_unlike]),
+        ("memory", [e for found in judged if (e := found.memory_error) is not None and not found.row.gib_sets]),
     ):
         if errors:
             middle, worst = statistics.median(map(abs, errors)), max(errors, key=abs)

@@ -167,7 +167,25 @@ def test_the_eager_backend_runs_each_operator_as_a_kernel():
     program = ended(small, small.call(aten.relu.default, small.call(aten.exp.default, x)))
     swept = sweep(program, small.ctx)
     assert [len(k.nodes) for k in fuse(program, swept)] == [2]
-    assert [k.moved_bytes for k in fuse(program, swept, fused=False)] == [2 * 4 * 8 * 4] * 2
+    assert [k.moved_bytes for k in fuse(program, swept, fused=lambda node: False)] == [2 * 4 * 8 * 4] * 2
+
+
+def test_operators_that_run_alone_stand_between_kernels():
+    """A cast that one of them reads is written."""
+    small = Small()
+    x = small.input("x", cut((4, 8)), "batch", F32)
+    wide = small.call(aten._to_copy.default, x, dtype=torch.float64)
+    first = small.call(aten.exp.default, wide)
+    middle = small.call(aten.tanh.default, first)
+    program = ended(small, small.call(aten.log.default, middle))
+    swept = sweep(program, small.ctx)
+    for alone, wanted in (
+        ((), [["exp_default", "tanh_default", "log_default"]]),
+        ((middle,), [["exp_default"], ["tanh_default"], ["log_default"]]),
+        ((first,), [["_to_copy_default"], ["exp_default"], ["tanh_default", "log_default"]]),
+    ):
+        found = fuse(program, swept, lambda node, alone={n.name for n in alone}: node.name not in alone)
+        assert [[n.name for n in k.nodes] for k in found] == wanted
 
 
 def test_a_reduction_of_everything_ends_its_kernel():

@@ -37,14 +37,23 @@ def test_what_set_a_factor_or_is_another_job_is_shown_and_not_judged():
         Outcome(ROW, 1100.0, 45.0, 1.0),
         Outcome(replace(ROW, sets="throttle"), 2000.0, 100.0, 1.0),
         Outcome(replace(ROW, unlike="stages"), 3000.0, 100.0, 1.0),
-        Outcome(replace(ROW, gib_unlike="an eager loss"), 1050.0, 100.0, 1.0),
+        Outcome(replace(ROW, gib_sets="allocator_loss"), 1050.0, 100.0, 1.0),
     ]
     text = published.report(outcomes)
     assert "| a/b | 1,000 | 1,100 (+10%) | 50.0 | 45.0 (-10%) |  |" in text
     assert "| a/b | 1,000 | 2,000 (+100%) | 50.0 | 100.0 (+100%) | set the throttle |" in text
-    assert "| stages |" in text and "| memory: an eager loss |" in text
+    assert "| stages |" in text and "| its memory set the allocator_loss |" in text
     assert "throughput: 2 rows are judged; median error 7.5%, largest +10.0%." in text
     assert "memory: 1 rows are judged; median error 10.0%, largest -10.0%." in text
+
+
+def test_a_loss_that_the_published_trainer_did_not_compile_writes_all_it_makes():
+    """Logits in fp32, their softmax and gradients are memory that a compiled loss does not need."""
+    small = ("model.dim=64", "model.n_layers=1", "model.n_heads=2", "model.n_kv_heads=2", "model.ffn_dim=64", "model.vocab_size=8192")
+    row = replace(ROW, options=(*small, "train.seq_len=1024", "train.global_batch_size=8", "mesh.dp_shard=8", "passes.chunk_loss.chunks=1"))
+    compiled, eager = (published.predicted(replace(row, eager_loss=flag)) for flag in (False, True))
+    logits_gib = 1024 * 8192 * 4 / 2**30
+    assert eager.gib - compiled.gib > logits_gib and eager.tokens_per_s < compiled.tokens_per_s
 
 
 def test_a_pattern_that_names_no_row_is_refused(capsys):
