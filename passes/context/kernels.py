@@ -17,6 +17,9 @@ from passes.program.torch_private import gradients_inside
 aten = torch.ops.aten
 
 
+Part = tuple[Tensor, Tensor]  # a result and its log-sum-exp, in fp32 or wider
+
+
 class Block(NamedTuple):
     """What a kernel is told beside its tensors; `change` is a function of the scores, applied before the mask."""
 
@@ -29,6 +32,15 @@ class Block(NamedTuple):
 def wide(dtype: torch.dtype) -> torch.dtype:
     """In which results are merged and gradients added: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def merge(a: Part | None, b: Part) -> Part:
+    """The attention over both sets of keys; a row that saw nothing yet has a log-sum-exp of -inf."""
+    if a is None:
+        return b
+    lse = torch.logaddexp(a[1], b[1])
+    base = torch.where(lse > -math.inf, lse, 0.0)
+    return sum((out * (part - base).exp().unsqueeze(-1) for out, part in (a, b)), start=torch.zeros_like(a[0])), lse
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:

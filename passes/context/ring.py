@@ -20,22 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from passes.context import kernels
-from passes.context.kernels import Block, wide
+from passes.context.kernels import Block, Part, merge, wide
 from passes.program.attend import attend, attend_backward
 from passes.program.functions import define, remember
 from passes.program.layout import to_rank_order
 from passes.program.shift import arrive, shift, shift_by
-
-Part = tuple[Tensor, Tensor]  # a result and its log-sum-exp, in fp32 or wider
-
-
-def merge(a: Part | None, b: Part) -> Part:
-    """The attention over both sets of keys; a row that saw nothing yet has a log-sum-exp of -inf."""
-    if a is None:
-        return b
-    lse = torch.logaddexp(a[1], b[1])
-    base = torch.where(lse > -math.inf, lse, 0.0)
-    return sum((out * (part - base).exp().unsqueeze(-1) for out, part in (a, b)), start=torch.zeros_like(a[0])), lse
 
 
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -199,11 +199,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *given) -> tuple[Tensor, Tensor]:
         here, near = [part.here() for part in together], [part.near() for part in together]
         found, level = kernels.forward(_stacked(q, here), _stacked(k, near), _stacked(v, near), block)
         before = _stacked(lse, here)
-        after = torch.logaddexp(before, level)
-        base = torch.where(after > -torch.inf, after, 0.0)
-        merged = _stacked(out, here) * (before - base).exp().unsqueeze(-1)
-        merged += found.to(kind) * (level - base).exp().unsqueeze(-1)
-        for place, x, y in zip(here, merged.chunk(len(here)), after.chunk(len(here)), strict=True):
+        if (before > -torch.inf).any():
+            found, level = kernels.merge((_stacked(out, here), before), (found.to(kind), level))
+        for place, x, y in zip(here, found.chunk(len(here)), level.chunk(len(here)), strict=True):
             out[place], lse[place] = x, y
     return out.to(q.dtype), lse
 
