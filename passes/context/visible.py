@@ -6,6 +6,7 @@ CUDA, where it waits for the bounds.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from passes.program.attend import evaluate, library
 ROWS, KEYS = 128, 4096  # of a tile that has a mask of its own
 FEW = 48  # queries that see alike are not worth a call of their own
 TRIANGLE = 2047  # rows of the largest that is cut into strips: flash attention computes all pairs of small ones
-ENOUGH = 2**27  # pairs, heads and widths multiplied: as much work as hides what a call costs
+ENOUGH = 2**25  # pairs, heads and widths multiplied: as much work as hides what a call costs
 
 
 class Piece(NamedTuple):
@@ -167,8 +168,15 @@ def _alike(rows: int, keys: int, causal: bool, scale: float | None, q: Tensor) -
     """What a kernel is told where all queries see all keys, or the last one all and each before it a key less."""
     if not causal or rows == keys:
         return Block(causal, scale)
-    last = torch.arange(keys - rows + 1, keys + 1)
-    return Block(scale=scale, mask=_mask(Piece(slice(0, rows), slice(0, keys)), torch.zeros_like(last), last, q))
+    return Block(scale=scale, mask=_end_of_causal(rows, keys, q.dtype, q.device))
+
+
+@functools.lru_cache(maxsize=32)
+def _end_of_causal(rows: int, keys: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The mask of the last rows of a triangle."""
+    return torch.zeros(rows, keys, dtype=dtype, device=device).masked_fill_(
+        torch.ones(rows, keys, dtype=torch.bool, device=device).triu(keys - rows + 1), -torch.inf
+    )[None, None]
 
 
 def _mask(piece: Piece, first: Tensor, last: Tensor, q: Tensor) -> Tensor:
