@@ -23,14 +23,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
 
 from passes.context import ring
 from passes.context.balance import ranks_that_meet
-from passes.context.kernels import wide
+from passes.context.kernels import padded, scale_of, wide
 from passes.cost.cluster import FLOPS_PER_BYTE
 from passes.program import boundary, ir
 from passes.program.attend import attend
@@ -186,8 +186,7 @@ def emit_attention(
     causal = bool(given.get("is_causal", False))
     q, k, v, *masks = operands
     if AXIS not in specs[1].sharded or specs[1].dims[-2][0].axes != (AXIS,):
-        values = (q, k, v, masks[0] if masks else None, given.get("dropout_p", 0.0), causal)
-        return builder.call(aten.scaled_dot_product_attention.default, values, options)
+        return sdpa(builder, (q, k, v, masks[0] if masks else None, given.get("dropout_p", 0.0), causal), options)
     call = describe(builder, operands, specs, causal, given.get("attn_mask"))
     method, why = call.choose(builder.context_method)
     builder.notes.append(note(node, call, method, why))
@@ -195,14 +194,29 @@ def emit_attention(
         return gathered_attention(builder, operands, specs, causal, options)
 
     def alone(q: fx.Node, k: fx.Node, v: fx.Node, *masks: fx.Node) -> fx.Node:
-        values = (q, k, v, masks[0] if masks else None, 0.0, causal)
-        return builder.call(aten.scaled_dot_product_attention.default, values, options)
+        return sdpa(builder, (q, k, v, masks[0] if masks else None, 0.0, causal), options)
 
     def around(q: fx.Node, k: fx.Node, v: fx.Node, *masks: fx.Node) -> fx.Node:
         return ring_attention(builder, [q, k, v, *masks], specs, options.get("scale"), call, method)
 
     inner = call.exchanging(method)
     return exchanged_attention(builder, operands, specs, call, inner, alone if inner == call.parts else around)
+
+
+def sdpa(builder: Builder, values: tuple[Any, ...], options: dict[str, Any]) -> fx.Node:
+    """PyTorch's attention; on the CPU, whose flash kernel takes one width, of queries, keys and values as wide alike.
+
+    It would have the scores of all pairs in memory otherwise (latent attention: keys of 192, values of 128).
+    """
+    q, k, v, *rest = values
+    width, given = ir.example(v).shape[-1], ir.example(q)
+    if width == given.shape[-1] or given.device.type != "cpu":
+        return builder.call(aten.scaled_dot_product_attention.default, values, options)
+    widest = max(width, given.shape[-1])
+    alike = [builder.trace(lambda x: padded(x, widest), x) for x in (q, k, v)]
+    stated = options | {"scale": scale_of(given, options.get("scale"))}
+    found = builder.call(aten.scaled_dot_product_attention.default, (*alike, *rest), stated)
+    return found if width == widest else builder.trace(lambda x: x.narrow(-1, 0, width).contiguous(), found)
 
 
 def emit_interval(
@@ -309,7 +323,7 @@ def gathered_attention(
             return index[:, None] >= torch.arange(factor.size, device=device)
 
         mask = builder.trace(sees, *at.values())
-    return builder.call(aten.scaled_dot_product_attention.default, (q, *whole, mask, 0.0, False), options)
+    return sdpa(builder, (q, *whole, mask, 0.0, False), options)
 
 
 def gather(builder: Builder, x: fx.Node, spec: Spec) -> fx.Node:

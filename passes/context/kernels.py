@@ -6,10 +6,11 @@ q[b, (g r), s, e], k[b, g, t, e], v[b, g, t, f]; a mask is additive, in the dtyp
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from passes.program.torch_private import gradients_inside
@@ -64,8 +65,8 @@ def backward(
 
 def kernel_for(q: Tensor, v: Tensor, block: Block) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Forward and backward by device: flash where it can, else plain operators."""
-    width = q.shape[-1]
-    if v.shape[-1] != width or block.change is not None:
+    width = max(q.shape[-1], v.shape[-1])
+    if block.change is not None:
         return _math, _math_backward
     if q.device.type == "cpu":
         return _flash_cpu, _flash_cpu_backward
@@ -75,37 +76,65 @@ def kernel_for(q: Tensor, v: Tensor, block: Block) -> tuple[Callable[..., Any], 
     return _math, _math_backward
 
 
+def is_plain(q: Tensor, v: Tensor) -> bool:
+    """Whether attention without a mask takes plain operators here, which hold the scores of all they are given."""
+    return kernel_for(q, v, Block())[0] is _math
+
+
+def of_one_width(*tensors: Tensor) -> list[Tensor]:
+    """Heads of queries, keys and values as wide as the widest: zeros that follow add nothing to scores or results."""
+    return [padded(x, max(y.shape[-1] for y in tensors)) for x in tensors]
+
+
+def padded(x: Tensor, width: int) -> Tensor:
+    """Heads with zeros up to a width."""
+    return x if x.shape[-1] == width else F.pad(x, [0, width - x.shape[-1]])
+
+
+def scale_of(q: Tensor, scale: float | None) -> float:
+    """What scores are multiplied by, stated for queries as wide as these."""
+    return 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+
+
 def _flash_cpu(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     kernel = aten._scaled_dot_product_flash_attention_for_cpu.default
-    out, lse = kernel(q, k, v, 0.0, block.causal, attn_mask=block.mask, scale=block.scale)
-    return out.contiguous(), lse.contiguous()
+    scale = scale_of(q, block.scale)
+    out, lse = kernel(*of_one_width(q, k, v), 0.0, block.causal, attn_mask=block.mask, scale=scale)
+    return out[..., : v.shape[-1]].contiguous(), lse.contiguous()
 
 
 def _flash_cpu_backward(gradient, q, k, v, out, lse, block: Block) -> tuple[Tensor, Tensor, Tensor]:
     kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     lse = lse.transpose(1, 2).contiguous().transpose(1, 2)  # as the forward kernel leaves it
-    found = kernel(gradient, q, k, v, out, lse, 0.0, block.causal, attn_mask=block.mask, scale=block.scale)
-    return tuple(g.contiguous() for g in found)  # type: ignore[return-value]
+    alike, scale = of_one_width(gradient, q, k, v, out), scale_of(q, block.scale)
+    found = kernel(*alike, lse, 0.0, block.causal, attn_mask=block.mask, scale=scale)
+    return _as_given(found, q, k, v)
 
 
 def _flash_cuda(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     kernel = aten._scaled_dot_product_flash_attention.default
-    out, lse, *_ = kernel(q, k, v, 0.0, block.causal, scale=block.scale)
-    return out.contiguous(), lse.contiguous()
+    out, lse, *_ = kernel(*of_one_width(q, k, v), 0.0, block.causal, scale=scale_of(q, block.scale))
+    return out[..., : v.shape[-1]].contiguous(), lse.contiguous()
 
 
 def _flash_cuda_backward(gradient, q, k, v, out, lse, block: Block) -> tuple[Tensor, Tensor, Tensor]:
     kernel = aten._scaled_dot_product_flash_attention_backward.default
     sizes = (None, None, q.shape[2], k.shape[2])
     random = [torch.zeros(shape, dtype=torch.uint64, device=q.device) for shape in ((2,), ())]  # nothing is dropped
-    found = kernel(gradient, q, k, v, out, lse, *sizes, 0.0, block.causal, *random, scale=block.scale)
-    return tuple(g.contiguous() for g in found)  # type: ignore[return-value]
+    alike, scale = of_one_width(gradient, q, k, v, out), scale_of(q, block.scale)
+    return _as_given(kernel(*alike, lse, *sizes, 0.0, block.causal, *random, scale=scale), q, k, v)
+
+
+def _as_given(gradients: Sequence[Tensor], *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients as wide as what they are of."""
+    found = zip(gradients, tensors, strict=True)
+    return tuple(gradient[..., : x.shape[-1]].contiguous() for gradient, x in found)  # type: ignore[return-value]
 
 
 def _products(q: Tensor, k: Tensor, block: Block) -> Tensor:
     """Scaled products of queries and keys in fp32 or wider, [b, g, r, s, t]."""
     b, h, s, e = q.shape
-    scale = 1 / math.sqrt(e) if block.scale is None else block.scale
+    scale = scale_of(q, block.scale)
     grouped = q.to(wide(q.dtype)).reshape(b, k.shape[1], h // k.shape[1], s, e)
     return grouped @ k.to(wide(q.dtype)).unsqueeze(2).transpose(-1, -2) * scale
 
@@ -150,7 +179,7 @@ def _math(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor
 def _math_backward(gradient, q, k, v, out, lse, block: Block) -> tuple[Tensor, Tensor, Tensor]:
     b, h, s, e = q.shape
     g, t, f = k.shape[1], k.shape[2], v.shape[-1]
-    scale = 1 / math.sqrt(e) if block.scale is None else block.scale
+    scale = scale_of(q, block.scale)
     kind = wide(q.dtype)
     given, found = (x.to(kind).reshape(b, g, h // g, s, f) for x in (gradient, out))
     products = _products(q, k, block)

@@ -135,15 +135,15 @@ def parts(q: Tensor, k: Tensor, v: Tensor, given: Sequence) -> Iterator[Part]:
     first, last, runs, terms, scale, score = given
     first, last = first.cpu(), last.cpu()
     found_runs = [(0, 0, k.shape[2])] if runs is None else joined(runs.tolist(), k.shape[2] // len(runs))
-    whole = bool(score) or q.shape[-1] != v.shape[-1]
-    largest = k.shape[2] if whole else TRIANGLE if q.device.type == "cpu" else 0
+    plain = bool(score) or kernels.is_plain(q, v)
+    largest = k.shape[2] if plain else TRIANGLE if q.device.type == "cpu" else 0
     for b, (run, (near_start, start, held)) in itertools.product(range(first.shape[0]), enumerate(found_runs)):
         batch = slice(b, b + 1) if first.shape[0] > 1 else slice(0, q.shape[0])
         lower, upper = ((x[b] - start).clamp(0, held) for x in (first, last))
         seen = upper > lower
         bounds = [torch.where(seen, x, 0) for x in (lower, upper)]
         found = pieces(bounds[0], bounds[1], largest)
-        for piece in tiled(found) if whole else found:
+        for piece in tiled(found) if plain else found:
             near = slice(near_start + piece.keys.start, near_start + piece.keys.stop)
             far = slice(start + piece.keys.start, start + piece.keys.stop)
             change = _change(score, terms, batch, piece.rows, far) if score else None
