@@ -21,6 +21,7 @@ from torch import Tensor
 
 from compiler_trainer.checkpoint import Saver, TrainState
 from compiler_trainer.config.schema import CheckpointConfig
+from compiler_trainer.step.ranks import HOST
 from passes.program.mesh import Mesh
 from passes.program.spec import Factor, Spec
 
@@ -56,7 +57,7 @@ def main() -> None:
 def measure(rank: int, ranks: int, mib: int, rounds: int, folder: Path) -> None:
     """Save some times, waiting for the copy alone and then for the rest; rank 0 prints the medians."""
     if ranks > 1:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
+        dist.init_process_group(HOST, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
     columns = mib * 2**20 // (TENSORS * ROWS * 4)
     spec = Spec(((Factor(ROWS, ("dp_shard",) if ranks > 1 else ()),), (Factor(columns),)))
     names = [f"model.{number}" for number in range(TENSORS)]

@@ -45,6 +45,7 @@ from compiler_trainer.training.stop import EXIT_CODE
 from compiler_trainer.training.trainer import train
 
 STEPS = 24
+SAID = 4000  # characters of a rank's log that are shown
 PATIENCE_S = 120.0  # for ranks to end once one of them is gone
 MEASURED = ("tokens_per_s", "step_ms", "data_ms", "tflops", "mfu", "peak_mem_bytes", *RANKS)  # differ from run to run
 FORK = multiprocessing.get_context("fork")  # imports take longer than the runs
@@ -81,6 +82,9 @@ def main() -> None:
             wrong = differences(whole, Path(scratch, str(number)))
             tally.wrong += bool(wrong)
             print(f"trial {number}: {'; '.join(wrong) or 'the same bits'}", flush=True)
+            if wrong:
+                said = (log_of(Path(scratch, str(number)), r).read_text()[-SAID:] for r in range(given.ranks))
+                print(*said, sep="\n----\n", flush=True)
     seen = f"{tally.kills} interruptions, {tally.in_a_save} in a save, {tally.stops} times all ranks saved and stopped"
     print(f"{given.trials} trials, {seen}: {tally.wrong} with other bits")
     sys.exit(1 if tally.wrong else 0)
@@ -166,7 +170,7 @@ def finish(processes: list[BaseProcess], folder: Path) -> None:
         os.kill(processes[r].pid or 0, signal.SIGABRT)
         processes[r].join()
     if hanging:
-        said = "\n".join(log_of(folder, r).read_text()[-4000:] for r in hanging)
+        said = "\n".join(log_of(folder, r).read_text()[-SAID:] for r in hanging)
         raise TimeoutError(f"ranks {hanging} hang:\n{said}")
 
 

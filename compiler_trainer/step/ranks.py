@@ -12,9 +12,12 @@ import torch
 import torch.distributed as dist
 
 from compiler_trainer.step.meeting import connection, meeting
+from passes.program.torch_private import gloo_of_one_thread
 
 T = TypeVar("T")
 POLL_S = 0.1
+HOST = "gloo_in_order"  # the backend of groups over host memory
+dist.Backend.register_backend(HOST, gloo_of_one_thread, devices=["cpu"])
 groups, turns = itertools.count(), itertools.count()
 
 
@@ -31,7 +34,7 @@ def start_ranks() -> int:
         store, _, rank, size = meeting()
         # Addresses of an earlier group lie in the same store: each group reads under a name of its own.
         own = dist.PrefixStore(f"job{next(groups)}", store)
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", store=own, rank=rank, world_size=size)
+        dist.init_process_group("nccl" if torch.cuda.is_available() else HOST, store=own, rank=rank, world_size=size)
     return dist.get_world_size()
 
 
@@ -92,4 +95,4 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 def host_group() -> dist.ProcessGroup | None:
     """A further group of all ranks, over host memory; None without torchrun. Every rank makes it at the same time."""
-    return dist.new_group(backend="gloo") if dist.is_initialized() else None
+    return dist.new_group(backend=HOST) if dist.is_initialized() else None

@@ -97,7 +97,7 @@ def measure(name: str, cfg: Config, results: Path, rounds: int, steps: int) -> I
             "step_ms": 1e3 * statistics.median(seconds),
             "cpu_ms": 1e3 * statistics.median(cpu_s),
             "tokens_per_s": tokens / statistics.median(seconds),
-            "sent_bytes": (sent_bytes() - sent) // steps if dist.get_backend() == "gloo" else None,
+            "sent_bytes": (sent_bytes() - sent) // steps if dist.get_backend() != "nccl" else None,
             "floor_ms": floor and 1e3 * floor(),
             "losses": losses,
         }

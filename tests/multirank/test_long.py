@@ -1,0 +1,22 @@
+"""Many steps on two ranks that save and evaluate after each: nothing of it disturbs anything else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tools import chaos
+
+
+@pytest.mark.full
+def test_a_thousand_steps_with_as_many_checkpoints_end(tmp_path):
+    """With two collectives of a group at once one of the ranks aborted after about 400."""
+    folder = tmp_path / "run"
+    job = chaos.job(folder)
+    job = replace(job, train=replace(job.train, steps=1000), eval=replace(job.eval, interval=1))
+    processes = chaos.start(job, 2, folder)
+    for process in processes:
+        process.join(500)
+    assert [process.exitcode for process in processes] == [0, 0], chaos.log_of(folder, 0).read_text()[-2000:]
+    assert chaos.taken(folder) == 1000
