@@ -100,7 +100,7 @@ def _flash_cpu(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, T
     kernel = aten._scaled_dot_product_flash_attention_for_cpu.default
     scale = scale_of(q, block.scale)
     out, lse = kernel(*of_one_width(q, k, v), 0.0, block.causal, attn_mask=block.mask, scale=scale)
-    return out[..., : v.shape[-1]].contiguous(), lse.contiguous()
+    return out.narrow(-1, 0, v.shape[-1]).contiguous(), lse.contiguous()
 
 
 def _flash_cpu_backward(gradient, q, k, v, out, lse, block: Block) -> tuple[Tensor, Tensor, Tensor]:
@@ -114,7 +114,7 @@ def _flash_cpu_backward(gradient, q, k, v, out, lse, block: Block) -> tuple[Tens
 def _flash_cuda(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     kernel = aten._scaled_dot_product_flash_attention.default
     out, lse, *_ = kernel(*of_one_width(q, k, v), 0.0, block.causal, scale=scale_of(q, block.scale))
-    return out[..., : v.shape[-1]].contiguous(), lse.contiguous()
+    return out.narrow(-1, 0, v.shape[-1]).contiguous(), lse.contiguous()
 
 
 def _flash_cuda_backward(gradient, q, k, v, out, lse, block: Block) -> tuple[Tensor, Tensor, Tensor]:
@@ -128,7 +128,7 @@ def _flash_cuda_backward(gradient, q, k, v, out, lse, block: Block) -> tuple[Ten
 def _as_given(gradients: Sequence[Tensor], *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients as wide as what they are of."""
     found = zip(gradients, tensors, strict=True)
-    return tuple(gradient[..., : x.shape[-1]].contiguous() for gradient, x in found)  # type: ignore[return-value]
+    return tuple(gradient.narrow(-1, 0, x.shape[-1]).contiguous() for gradient, x in found)  # type: ignore[return-value]
 
 
 def _products(q: Tensor, k: Tensor, block: Block) -> Tensor:

@@ -8,14 +8,14 @@ FAULTS = (
     # ring.py
     Fault(
         "merge_by_maximum",
-        "passes/context/ring.py",
+        "passes/context/kernels.py",
         "lse = torch.logaddexp(a[1], b[1])",
         "lse = torch.maximum(a[1], b[1])",
         "Results of two sets of keys are weighted as if the larger stood for both.",
     ),
     Fault(
         "merge_of_nothing",
-        "passes/context/ring.py",
+        "passes/context/kernels.py",
         "base = torch.where(lse > -math.inf, lse, 0.0)",
         "base = lse",
         "A row that has seen nothing yet becomes NaN.",
@@ -132,8 +132,8 @@ FAULTS = (
     Fault(
         "needed_the_other_way",
         "passes/context/balance.py",
-        "needed = sorted({0, *((i - j) % ranks for i, j in meet.nonzero().tolist())})",
-        "needed = sorted({0, *((j - i) % ranks for i, j in meet.nonzero().tolist())})",
+        "needed = sorted({0, *((i // inner - j // inner) % places for i, j in meet.nonzero().tolist())})",
+        "needed = sorted({0, *((j // inner - i // inner) % places for i, j in meet.nonzero().tolist())})",
         "A ring skips steps that it would not need the other way round.",
     ),
     # context.py
