@@ -83,7 +83,7 @@ def main() -> None:
             tally.wrong += bool(wrong)
             print(f"trial {number}: {'; '.join(wrong) or 'the same bits'}", flush=True)
             if wrong:
-                said = (log_of(Path(scratch, str(number)), r).read_text()[-SAID:] for r in range(given.ranks))
+                said = (last_words(Path(scratch, str(number)), r) for r in range(given.ranks))
                 print(*said, sep="\n----\n", flush=True)
     seen = f"{tally.kills} interruptions, {tally.in_a_save} in a save, {tally.stops} times all ranks saved and stopped"
     print(f"{given.trials} trials, {seen}: {tally.wrong} with other bits")
@@ -170,13 +170,18 @@ def finish(processes: list[BaseProcess], folder: Path) -> None:
         os.kill(processes[r].pid or 0, signal.SIGABRT)
         processes[r].join()
     if hanging:
-        said = "\n".join(log_of(folder, r).read_text()[-SAID:] for r in hanging)
+        said = "\n".join(last_words(folder, r) for r in hanging)
         raise TimeoutError(f"ranks {hanging} hang:\n{said}")
 
 
 def log_of(folder: Path, rank: int) -> Path:
     """What a rank says goes to a file beside the run folder."""
     return folder.with_name(f"{folder.name}.{rank}.log")
+
+
+def last_words(folder: Path, rank: int) -> str:
+    """The end of what a rank said; several threads that fail at once may cut each other's characters."""
+    return log_of(folder, rank).read_text(errors="replace")[-SAID:]
 
 
 def is_done(folder: Path) -> bool:

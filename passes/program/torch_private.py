@@ -66,8 +66,8 @@ __all__ = [
     "flex_attention",
     "flex_attention_backward",
     "flex_with_gradients",
-    "graph_of",
     "gloo_of_one_thread",
+    "graph_of",
     "grouped_products_as",
     "import_loader",
     "inductor_decompositions",
@@ -397,7 +397,7 @@ def gloo_of_one_thread(store: Any, rank: int, size: int, timeout: timedelta) -> 
     """A gloo backend whose collectives run one after another.
 
     Its two threads corrupt the heap where two collectives of a group run at once: glibc's malloc aborts in
-    `gloo::transport::tcp::UnboundBuffer`, in torch 2.13.0 once in about 400 small training steps.
+    `gloo::transport::tcp::UnboundBuffer`, in torch 2.13.0 once in about 400 small steps with an evaluation or a save.
     """
     kind = torch.distributed.ProcessGroupGloo
     options = kind._Options()  # type: ignore[attr-defined]
