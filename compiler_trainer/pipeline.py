@@ -121,11 +121,13 @@ def build_rolling(passes: PassesConfig, optim: OptimConfig, masters: Mapping[str
     by_number = passes.remat.policy in ("every_n", "budget") or optim.stochastic_rounding or optim.name == "muon"
     if by_number or passes.verify == "numeric" or not (passes.roll and passes.segment.enabled):
         return None
-    patterns = (*(passes.shard.plan or ()), *passes.cast.modules, *passes.cast.float8_skip, *passes.remat.modules)
+    remat, ahead = passes.remat, passes.schedule.ahead
+    patterns = (*(passes.shard.plan or ()), *passes.cast.modules, *passes.cast.float8_skip)
+    patterns += (*remat.modules, *remat.layers)
     patterns += tuple(pattern for group in optim.groups.values() for pattern in group.names)
-    ahead = passes.schedule.ahead  # gathers start so many layers early, gradients are waited for as late, for each axis
-    offloads = "offload" in (passes.remat.policy, *passes.remat.modules.values(), *passes.remat.ops.values())
+    offloads = "offload" in (remat.policy, *remat.layers.values(), *remat.modules.values(), *remat.ops.values())
     further = 2 if passes.cast.float8 or offloads else 0  # maxima come before gathers, what is fetched before its use
+    # Gathers start `ahead` layers early, gradients are waited for as late, for each axis.
     return Rolling(
         lambda name: (masters.get(name), [p for p in patterns if within(name, p)]),
         before=3 + 2 * ahead + further,
@@ -149,6 +151,7 @@ def build_remat(remat: RematConfig, rest: Passes, reserved: Callable[[Program], 
         remat.every_n,
         budget_bytes,
         remat.headroom,
+        remat.layers,
         remat.modules,
         remat.ops,
         rest,

@@ -29,7 +29,7 @@ from compiler_trainer.config.kinds import (
     Seed,
 )
 from compiler_trainer.config.options import Chosen, Must, build, option_names
-from passes.memory.remat import SAVE
+from passes.memory.remat import SAVE, Action, OfLayer, Policy
 from passes.precision.cast import OPS
 
 Dtype = Literal["float32", "bfloat16"]
@@ -350,17 +350,19 @@ class ChunkLossConfig:
 class RematConfig:
     """What the backward recomputes; `regather` gathers parameters again for it (ZeRO-3, else ZeRO-2).
 
-    `save` lists the operators whose results `selective` keeps; `modules` and `ops` say otherwise of some, by patterns.
+    `save` lists the operators whose results `selective` keeps; `layers` gives some layers another policy, `modules` and
+    `ops` say otherwise of single values, all by patterns.
     """
 
-    policy: Literal["none", "full", "selective", "every_n", "budget", "offload"] = "selective"
+    policy: Policy = "selective"
     regather: bool = True
     save: tuple[str, ...] = SAVE
     every_n: Positive = 2  # `every_n` recomputes every n-th layer
     budget_gib: PositiveFloat | None = None  # peak memory of a rank, state included
     headroom: OpenFraction = 0.04  # share of it left free: Inductor's buffers come out up to 3 % above the estimate
-    modules: dict[str, Literal["save", "recompute", "offload"]] = field(default_factory=dict)
-    ops: dict[str, Literal["save", "recompute", "offload"]] = field(default_factory=dict)
+    layers: dict[str, OfLayer] = field(default_factory=dict)
+    modules: dict[str, Action] = field(default_factory=dict)
+    ops: dict[str, Action] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -461,8 +463,8 @@ RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 class PlanConfig:
     """What `compiler-trainer plan` and `mesh=auto` may choose, and how thoroughly they look (docs/21-plan.md).
 
-    What is stated on the command line is kept. `recompute` lists what they may set `passes.remat` to: attention keeps
-    the results of attention alone, every_second recomputes every second layer.
+    What is stated on the command line is kept. `recompute` lists what `passes.remat.policy` may become (every_second
+    is every_n with 2); where one of them does not fit, another may take some of the layers.
     """
 
     compile: Positive = 12  # of the best by closed forms so many are compiled

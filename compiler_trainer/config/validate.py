@@ -149,6 +149,11 @@ CHECKS: Checks = (
         "policy=budget, which needs one",
     ),
     (
+        "passes.remat.layers",
+        lambda c: not c.passes.remat.layers or c.passes.remat.policy != "budget",
+        "say the policy of some layers, and a budget weighs all of them; use either",
+    ),
+    (
         "optim.momentum",
         lambda c: c.optim.name in ("sgd", "muon") or c.optim.momentum == 0,
         "{c.optim.momentum} means nothing to {c.optim.name}; use optim=sgd, optim=muon or leave it 0",
@@ -202,8 +207,8 @@ CHECKS: Checks = (
     ),
     (
         "passes.remat.policy",
-        lambda c: not (c.run.dry and c.passes.remat.policy == "offload"),
-        "{c.passes.remat.policy} with run.dry=true, which cannot predict copies to host memory; use another policy",
+        lambda c: not (c.run.dry and "offload" in (c.passes.remat.policy, *c.passes.remat.layers.values())),
+        "offload with run.dry=true, which cannot predict copies to host memory; use another policy",
     ),
 )
 

@@ -39,7 +39,7 @@ def job(plan: Plan) -> str:
 
 def counted(plan: Plan) -> str:
     """How many settings were looked at, and how."""
-    compiled = len(plan.ranked) + len(plan.too_large)
+    compiled = sum(one.candidate.first is None for one in (*plan.ranked, *plan.too_large))
     return f"{plan.count:,} settings in closed form, the best {compiled} compiled"
 
 

@@ -58,7 +58,11 @@ def estimate(cfg: Config, candidate: Candidate, clusters: Sequence[ClusterConfig
 
 def timeline(cfg: Config, candidate: Candidate) -> tuple[int | None, dict[str, Timeline]]:
     """(layers, the timeline of each program) of a setting, compiled with few layers where it has many."""
-    cfg, (few, _) = candidate.applied(cfg), depths(cfg)
+    few, layers = depths(cfg)
+    if few and candidate.first:
+        count = max(1, candidate.first.count * few[-1] // layers)
+        candidate = dataclasses.replace(candidate, first=candidate.first._replace(count=count))
+    cfg = candidate.applied(cfg)
     if few:
         cfg = replaced(cfg, {"model": {"n_layers": few[-1]}})
     cluster = cluster_of(cfg.cluster)

@@ -23,6 +23,7 @@ from compiler_trainer.models.subject import subject
 from compiler_trainer.planning import compiled
 from compiler_trainer.planning.clusters import cluster_of
 from compiler_trainer.planning.estimate import Estimate, estimates
+from compiler_trainer.planning.mix import mixtures
 from compiler_trainer.planning.rank import Rank
 from compiler_trainer.planning.sizes import Sizes, sizes_of
 from compiler_trainer.planning.space import Asked, Candidate, Left, candidates
@@ -31,6 +32,7 @@ GIB = 2**30
 ROUNDS = 3  # in which settings are compiled: what one shows corrects the forms for the next
 HOPELESS = 2  # times the memory that there is: beyond it nothing is compiled
 SLOW = 1.5  # times the fastest that fits: beyond it nothing is a choice
+WORTH = 0.99  # of the fastest's time: from which on a mixture of two recomputations is worth compiling both
 TRIES = 3  # times that further settings are compiled where none fits
 
 Found = tuple[Estimate, ...] | str  # of a setting, for each job; or why it is refused
@@ -100,6 +102,7 @@ class Sought:
     plain: list[Estimate]
     count: int
     left: Left
+    layers: tuple[str, ...] = ()
     known: dict[Candidate, Estimate] = field(default_factory=dict)
     refused: dict[Candidate, str] = field(default_factory=dict)
 
@@ -111,11 +114,28 @@ class Sought:
             wanted = min(wanted, count - len(done))
         elif any(e.bytes <= limit for e in self.known.values()):
             return []
-        return shortlist(correct(self.plain, self.known), limit, done, wanted)
+        forms = correct(self.plain, self.known)
+        ends = self.worth_mixing(forms) if turn == ROUNDS - 1 else []
+        return list(dict.fromkeys((*ends, *shortlist(forms, limit, done, wanted))))[:wanted]
+
+    def mixed(self) -> list[Estimate]:
+        """What lies between compiled settings that differ in recomputation alone, and fits."""
+        return [found.estimate for found in mixtures(self.known.values(), room(self.asked), self.layers)]
+
+    def worth_mixing(self, forms: list[Estimate]) -> list[Candidate]:
+        """What to compile of two settings between which one is predicted to be the fastest that fits."""
+        limit = room(self.asked)
+        fastest = min((e.step_s for e in (*self.known.values(), *self.mixed()) if e.bytes <= limit), default=math.inf)
+        for mixture in mixtures((self.known.get(e.candidate, e) for e in forms), limit, self.layers):
+            unknown = [end for end in mixture.ends if end not in self.known and end not in self.refused]
+            if unknown and mixture.estimate.step_s < WORTH * fastest:
+                return unknown
+        return []
 
     def plan(self) -> Plan:
         """What was found; raises UserError where nothing fits, saying by how much and what to change."""
-        limit, by_speed = room(self.asked), sorted(self.known.values(), key=lambda e: e.step_s)
+        limit = room(self.asked)
+        by_speed = sorted((*self.known.values(), *self.mixed()), key=lambda e: e.step_s)
         ranked = [e for e in by_speed if e.bytes <= limit]
         if not ranked and not by_speed:
             raise UserError("plan", f"every setting that was compiled is refused: {next(iter(self.refused.values()))}")
@@ -130,7 +150,8 @@ class Sought:
 def sought(asked: Asked) -> Sought:
     """A job with the closed forms of every setting; raises UserError where there is none, or none can fit."""
     trained, left = subject(asked.cfg), Left()
-    forms = all_forms(asked, sizes_of(asked.cfg, trained.module), left)
+    sizes = sizes_of(asked.cfg, trained.module)
+    forms = all_forms(asked, sizes, left)
     if not forms:
         what = "; ".join(left.count) or "no mesh has that many ranks with the axes that are stated"
         raise UserError("train.global_batch_size", f"leaves no setting: {what}; change the batch, or cluster.gpus")
@@ -138,7 +159,7 @@ def sought(asked: Asked) -> Sought:
     if least.bytes > HOPELESS * room(asked):
         raise nothing_fits(asked, least)
     flops = trained.flops_per_token(asked.cfg.train.seq_len)
-    return Sought(asked, flops, worth_keeping(forms, room(asked)), len(forms), left)
+    return Sought(asked, flops, worth_keeping(forms, room(asked)), len(forms), left, sizes.names)
 
 
 def worth_keeping(forms: list[Estimate], limit: float) -> list[Estimate]:

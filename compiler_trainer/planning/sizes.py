@@ -32,7 +32,7 @@ class Sizes:
     last product; `dense` and `experts` those stored. A token makes `made` features in products of `read` features.
     """
 
-    layers: int
+    names: tuple[str, ...]  # of layers, in order
     dim: int
     used: float
     last: float
@@ -49,6 +49,11 @@ class Sizes:
     heads: Heads
 
     @property
+    def layers(self) -> int:
+        """How many there are; a model without any is one."""
+        return max(1, len(self.names))
+
+    @property
     def entries(self) -> float:
         """All numbers that are trained."""
         return self.layers * (self.dense + self.experts) + self.looked_up + (0 if self.is_tied else self.head)
@@ -60,7 +65,8 @@ def sizes_of(cfg: Config, module: nn.Module) -> Sizes:
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
     layers = layer_paths(name.rpartition(".")[0] for name in shapes)
     inside = {name: shape for name, shape in shapes.items() if region_of(name, layers)}
-    count = max(1, len({region_of(name, layers) for name in inside}))
+    names = tuple(dict.fromkeys(region_of(name, layers) for name in inside))
+    count = max(1, len(names))
     routed = routed_rows(cfg)
     total, last = totals(inside, layers, routed)
     outside = {name: shape for name, shape in shapes.items() if name not in inside and len(shape) > 1}
@@ -69,7 +75,7 @@ def sizes_of(cfg: Config, module: nn.Module) -> Sizes:
     heads = [shape for name, shape in outside.items() if "embed" not in name]
     head = max(heads or is_table or {(1, 1)}, key=lambda shape: shape[0])
     return Sizes(
-        layers=count,
+        names=names,
         dim=head[1],
         used=total["used"] / count,
         last=last / count,

@@ -10,17 +10,16 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import RECOMPUTE, Config, MeshConfig, ModelConfig
 from compiler_trainer.planning.sizes import Sizes
 
-ATTENTION = ("*attention*", "attend")
 POLICIES: Mapping[str, dict[str, Any]] = {
     "none": {"policy": "none"},
     "selective": {"policy": "selective"},
-    "attention": {"policy": "selective", "save": list(ATTENTION)},
+    "attention": {"policy": "attention"},
     "every_second": {"policy": "every_n", "every_n": 2},
     "full": {"policy": "full"},
 }
@@ -52,6 +51,21 @@ class Asked:
         return self.cfg.cluster.gpus
 
 
+class First(NamedTuple):
+    """That the first `count` of the layers that have these `names` have a policy of their own."""
+
+    count: int
+    policy: str
+    names: tuple[str, ...]
+
+    def patterns(self) -> dict[str, str]:
+        """The policy by patterns of names: `layers.[0-9]` and `layers.1[0-4]` for fifteen."""
+        tens: dict[str, list[str]] = {}
+        for name in self.names[: self.count]:
+            tens.setdefault(name[:-1], []).append(name[-1])
+        return {f"{ten}[{''.join(digits)}]": self.policy for ten, digits in tens.items()}
+
+
 @dataclass(frozen=True)
 class Candidate:
     """One way to run a job. `recompute` is a name of `POLICIES`; with `collectives`, those of `tp` are repeated too."""
@@ -63,6 +77,7 @@ class Candidate:
     regather: bool = True
     method: str = "auto"
     precision: tuple[str, ...] = ("as given",)
+    first: First | None = None
 
     def options(self) -> dict[str, Any]:
         """The options that it sets, by group."""
@@ -70,6 +85,7 @@ class Candidate:
         if self.recompute != "as given":
             passes["remat"] = {**POLICIES[self.recompute], "regather": self.regather}
             passes["remat"] |= {"ops": dict(REPEATED)} if self.collectives else {}
+            passes["remat"] |= {"layers": self.first.patterns()} if self.first else {}
         if self.method != "auto":
             passes["context"] = {"method": self.method}
         cast = {key: value for name in self.precision for key, value in PRECISIONS[name].items()}
@@ -89,7 +105,8 @@ class Candidate:
     def recomputes(self) -> str:
         """Its recomputation in words."""
         kept = "" if self.regather else ", weights kept"
-        return f"{self.recompute.replace('_', ' ')}{' + collectives' if self.collectives else ''}{kept}"
+        some = f"{self.first.policy} in {self.first.count} layers, else " if self.first else ""
+        return f"{some}{self.recompute.replace('_', ' ')}{' + collectives' if self.collectives else ''}{kept}"
 
 
 def replaced(options: Any, changes: Mapping[str, Any]) -> Any:

@@ -2,12 +2,14 @@
 
     none        keep everything
     full        of each layer keep what enters it
+    attention   of each layer keep also the results of attention
     selective   of each layer keep also the results of the operators in `save`; where there are no layers, everything
     every_n     `full` for every n-th layer, the others keep everything
     offload     keep of each layer what `none` keeps, in host memory (`passes/memory/offload.py`)
     budget      of each layer keep what costs most to compute again, within `budget_bytes` (`passes/memory/budget.py`)
 
-Layers are found in the module paths that nodes carry. Whatever the policy: calls of `torch.utils.checkpoint` in the
+Layers are found in the module paths that nodes carry; `layers` maps patterns of them to another policy than the rest
+has. Whatever the policy: calls of `torch.utils.checkpoint` in the
 model are recomputed; results of communication (repeated only where `ops` asks for it) and of random operators (they
 would draw again) are kept, and so is what is near a write in place. `modules` and `ops` map patterns of module paths
 and operator names to `save`, `recompute` or `offload` and prevail over the policy, modules over operators.
@@ -22,7 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import fx
 
@@ -36,11 +38,14 @@ from passes.program.sweep import sweep
 from passes.rules import name_of
 
 Action = Literal["save", "recompute", "offload"]
-POLICIES = ("none", "full", "selective", "every_n", "budget", "offload")
+OfLayer = Literal["none", "full", "attention", "selective", "offload"]
+Policy = Literal[OfLayer, "every_n", "budget"]
+POLICIES: tuple[Policy, ...] = get_args(Policy)
 OFFLOADED = "offloaded"  # the reason of what is kept in host memory
 # Products and attention: the most time for the bytes of their results.
 PRODUCTS = ("linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "_scaled_mm", "grouped_mm", "convolution")
-SAVE = (*PRODUCTS, "*attention*", "attend")
+ATTENTION = ("*attention*", "attend")
+SAVE = (*PRODUCTS, *ATTENTION)
 
 
 def weights_to_regather(program: ir.Program) -> set[fx.Node]:
@@ -69,12 +74,13 @@ class Remat:
     tells the bytes of what lives outside of the program (optimizer state of a step in microbatches).
     """
 
-    policy: Literal["none", "full", "selective", "every_n", "budget", "offload"] = "none"
+    policy: Policy = "none"
     regather: bool = True
     save: tuple[str, ...] = SAVE
     every_n: int = 2
     budget_bytes: int | None = None
     headroom: float = 0.0
+    layers: Mapping[str, OfLayer] = field(default_factory=dict)
     modules: Mapping[str, Action] = field(default_factory=dict)
     ops: Mapping[str, Action] = field(default_factory=dict)
     following: tuple[ir.Pass, ...] = ()
@@ -138,14 +144,14 @@ class Remat:
                 f"passes.remat.policy={self.policy} recomputes repeated layers (layers.0, layers.1, ...), "
                 "the model has none; set passes.remat.policy=none",
             )
-        covered = set(self.covered(list(dict.fromkeys(filter(None, layers.values())))))
-        region = {n: layers[n] if layers[n] in covered else ir.checkpoint(n) or layers[n] for n in layers}
+        policy = self.by_layer(list(dict.fromkeys(filter(None, layers.values()))))
+        region = {n: layers[n] if layers[n] in policy else ir.checkpoint(n) or layers[n] for n in layers}
         found, matched = {}, set[str]()
         for node in program.calls():
             if ir.phase(node) != "forward":
                 continue
             asked = self.override(node, matched)
-            by_policy = self.by_policy(node) if layers[node] in covered else "" if ir.checkpoint(node) else None
+            by_policy = self.kept(node, policy.get(layers[node]))
             reason = {"save": "asked for", "recompute": "", "offload": OFFLOADED}.get(asked or "", by_policy)
             if reason is None:
                 continue
@@ -172,16 +178,28 @@ class Remat:
             return self.modules[by_module[0]]
         return self.ops[by_op[0]] if by_op else None
 
-    def covered(self, layers: list[str]) -> list[str]:
-        """The layers that the policy speaks of."""
-        return [] if self.policy == "none" else layers[:: self.every_n] if self.policy == "every_n" else layers
+    def by_layer(self, layers: list[str]) -> dict[str, Policy]:
+        """The policy of each layer that does not keep everything."""
+        every: dict[str, Policy] = dict.fromkeys(layers, self.policy)
+        if self.policy == "every_n":
+            every = {layer: "none" if i % self.every_n else "full" for i, layer in enumerate(layers)}
+        for pattern, policy in reversed(self.layers.items()):
+            named = [layer for layer in layers if within(layer, pattern)]
+            if not named:
+                where = f"from {layers[0]} to {layers[-1]}" if layers else "but this model has none"
+                what = f"passes.remat.layers: no layer is named like {pattern!r}; they are named {where}"
+                raise ir.Refused("remat", None, what)
+            every |= dict.fromkeys(named, policy)
+        return {layer: policy for layer, policy in every.items() if policy != "none"}
 
-    def by_policy(self, node: fx.Node) -> str:
-        """Why the policy keeps the node of a layer, an empty string if it recomputes it."""
-        if self.policy == "offload":
+    def kept(self, node: fx.Node, policy: Policy | None) -> str | None:
+        """Why the policy of its layer keeps a node, an empty string if it recomputes it; None where it has no say."""
+        if policy is None:
+            return "" if ir.checkpoint(node) else None
+        if policy == "offload":
             return OFFLOADED
-        keeps = self.policy == "selective" and any(fnmatchcase(operator_name(node), p) for p in self.save)
-        return "selected" if keeps else ""
+        patterns = {"selective": self.save, "attention": ATTENTION}.get(policy, ())
+        return "selected" if any(fnmatchcase(operator_name(node), pattern) for pattern in patterns) else ""
 
 
 def is_view(node: fx.Node) -> bool:

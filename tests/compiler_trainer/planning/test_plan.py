@@ -24,10 +24,12 @@ from compiler_trainer.config.schema import (
 from compiler_trainer.models.subject import subject
 from compiler_trainer.planning import answer, auto, compiled, plan_page
 from compiler_trainer.planning.dry import dry_run
+from compiler_trainer.planning.mix import mixtures
 from compiler_trainer.planning.plan import by_program
 from compiler_trainer.planning.search import all_forms, one, room, search
 from compiler_trainer.planning.sizes import sizes_of
-from compiler_trainer.planning.space import POLICIES, Asked, Candidate, Left, candidates, replaced
+from compiler_trainer.planning.space import POLICIES, Asked, Candidate, First, Left, candidates, replaced
+from passes.program.regions import within
 
 SMALL = ModelConfig(dim=512, n_layers=4, n_heads=8, n_kv_heads=4, ffn_dim=1408, vocab_size=8192)
 JOB = Config(
@@ -96,7 +98,14 @@ def test_a_setting_sets_what_it_says():
     cfg = candidate.applied(JOB)
     assert (cfg.mesh.tp, cfg.train.microbatches, cfg.passes.cast.param_dtype) == (2, 2, "bfloat16")
     assert cfg.passes.remat.regather is False and cfg.passes.remat.ops["all_gather"] == "recompute"
-    assert cfg.passes.remat.save == ("*attention*", "attend") and cfg.train.seq_len == 1024
+    assert cfg.passes.remat.policy == "attention" and cfg.train.seq_len == 1024
+
+
+def test_first_layers_are_named_in_tens():
+    names = tuple(f"model.layers.{i}" for i in range(126))
+    assert First(3, "full", names).patterns() == {"model.layers.[012]": "full"}
+    patterns = First(107, "full", names).patterns()
+    assert len(patterns) == 11 and [n for n in names if any(within(n, p) for p in patterns)] == list(names[:107])
 
 
 # ---- closed forms and graphs ----------------------------------------------------------------------------
@@ -153,6 +162,28 @@ def test_few_layers_continued_are_all_layers(candidate, tmp_path):
     assert {axis: sum(links.values()) for axis, links in few.sent.items()} == pytest.approx(
         {axis: sum(links.values()) for axis, links in axes.items()}, rel=1e-3
     )
+
+
+@pytest.mark.parametrize(
+    "mesh", [MeshConfig(dp_shard=8), pytest.param(MeshConfig(dp_shard=2, cp=2, tp=2), marks=pytest.mark.full)]
+)
+def test_between_two_recomputations_time_and_memory_are_on_a_line(mesh, tmp_path):
+    cluster = replace(JOB.cluster, launch_us=0.0)
+    deep = replace(JOB, model=replace(SMALL, n_layers=8), cluster=cluster)
+    ends = [
+        compiled.estimate(deep, Candidate(mesh, 1, recompute, method="ring", precision=BF16), [cluster])[0]
+        for recompute in ("selective", "full")
+    ]
+    light, heavy = (end.bytes for end in ends)
+    limit = heavy + 0.6 * (light - heavy)
+    (found,) = mixtures(ends, limit, sizes(deep).names)
+    candidate = found.estimate.candidate
+    assert candidate.first.count == 4 and candidate.recomputes() == "full in 4 layers, else selective"
+    run = {"run": {"dir": str(tmp_path), "dump_graphs": False, "dry": True}}
+    whole = dry_run(replaced(candidate.applied(deep), run))["predicted"]
+    assert 1e3 * found.estimate.step_s == pytest.approx(whole["step_ms"], rel=0.005)
+    assert found.estimate.bytes == pytest.approx(whole["peak_mem_bytes"], rel=0.01)
+    assert whole["peak_mem_bytes"] <= found.estimate.bytes <= limit
 
 
 def test_layers_that_are_not_alike_are_continued_by_periods():

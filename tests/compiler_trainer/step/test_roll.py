@@ -63,6 +63,8 @@ CASES = {
     "offload, layers take turns": dict(
         n=16, mesh={"dp_replicate": 2, "cp": 2}, passes={"remat": {"policy": "offload"}}
     ),
+    "two policies": dict(n=22, mesh={"dp_shard": 2}, passes={"remat": {"policy": "selective", "layers": {
+        "layers.[0-9]": "attention"}}}),
     "float8": dict(n=16, model=EVEN, mesh={"dp_shard": 2, "tp": 2},
                    passes={"cast": DTYPE | {"float8": "tensorwise", "float8_min_size": 1}}),
     "two layers ahead": dict(n=16, mesh={"dp_shard": 2}, passes={"schedule": {"ahead": 2}}),

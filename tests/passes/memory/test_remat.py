@@ -200,7 +200,8 @@ def test_recomputed_values_are_the_same_bits_and_the_input_is_left_alone(mesh):
     text = print_program(program)
     again = {"ops": {"all_gather": "recompute"}} if mesh else {}
     policies = [Remat("none"), Remat("full"), Remat("full", regather=False), Remat("selective"), Remat("every_n"),
-                Remat("selective", save=()), Remat("none", modules={"blocks.1": "recompute"}),
+                Remat("selective", save=()), Remat("none", modules={"blocks.1": "recompute"}), Remat("attention"),
+                Remat("selective", layers={"blocks.0": "full"}), Remat("full", layers={"blocks.1": "none"}),
                 Remat("full", ops={"*attention*": "save"}), Remat("full", **again), Remat("budget", budget_bytes=12_000),
                 Remat("offload"), Remat("full", modules={"blocks.0": "offload"}), Remat("none", ops={"*attention*": "offload"})]
     for rewrite in policies:
@@ -245,6 +246,24 @@ def test_selective_keeps_also_products_and_attention():
     added = selective - full
     assert any("attention" in name for name in added) and added & {"mm", "linear", "addmm", "bmm", "matmul"}
     assert "gelu" not in selective
+
+
+def test_attention_keeps_its_results_alone():
+    full, attention = (kept_ops(Remat(policy))["blocks.1"] for policy in ("full", "attention"))
+    assert attention - full and all("attention" in name for name in attention - full)
+
+
+def test_some_layers_may_have_another_policy():
+    mixed = kept_ops(Remat("selective", layers={"blocks.0": "full", "blocks.[01]": "none"}), n_blocks=3)
+    for block, policy in (("blocks.0", "full"), ("blocks.1", "none"), ("blocks.2", "selective")):
+        assert mixed[block] == kept_ops(Remat(policy), n_blocks=3)[block]
+    mixed = kept_ops(Remat("none", layers={"blocks.1": "attention"}))
+    assert mixed["blocks.1"] == kept_ops(Remat("attention"))["blocks.1"]
+
+
+def test_a_layer_that_is_not_there_is_refused():
+    with pytest.raises(ir.Refused, match=r"layers: no layer is named like 'blocks.2'; they are named from blocks.0 to blocks.1"):
+        Remat("full", layers={"blocks.2": "none"})(*joint())
 
 
 def test_what_selective_keeps_is_a_table():

@@ -1,0 +1,69 @@
+"""Between two recomputations: the first layers by one, the rest by another, as many as it takes to fit.
+
+Time and bytes are on the line between the two settings, the peak at most: it may be at another place of the step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from compiler_trainer.planning.estimate import Estimate
+from compiler_trainer.planning.space import Candidate, First
+
+POLICIES = ("none", "selective", "attention", "full")  # of one layer
+
+
+class Mixture(NamedTuple):
+    """What lies between two settings that differ in recomputation alone."""
+
+    estimate: Estimate
+    ends: tuple[Candidate, Candidate]
+
+
+def mixtures(found: Iterable[Estimate], limit: float, names: Sequence[str]) -> list[Mixture]:
+    """The fastest that fits between the settings of each kind, fastest first; `names` are the layers in order."""
+    kinds: dict[Candidate, list[Estimate]] = {}
+    for one in found:
+        if one.candidate.recompute in POLICIES and one.candidate.first is None:
+            kinds.setdefault(replace(one.candidate, recompute=""), []).append(one)
+    best = []
+    for alike in kinds.values():
+        between = (mixed(light, heavy, limit, tuple(names)) for light, heavy in itertools.permutations(alike, 2))
+        best += sorted(filter(None, between), key=lambda m: m.estimate.step_s)[:1]
+    return sorted(best, key=lambda m: m.estimate.step_s)
+
+
+def mixed(light: Estimate, heavy: Estimate, limit: float, names: tuple[str, ...]) -> Mixture | None:
+    """The least layers like `heavy`, which fits, that make `light` fit, which does not; None where that is no gain."""
+    if not (light.bytes > limit >= heavy.bytes and light.step_s < heavy.step_s):
+        return None
+    count = math.ceil(len(names) * (light.bytes - limit) / (light.bytes - heavy.bytes))
+    if count >= len(names):
+        return None
+    candidate = replace(light.candidate, first=First(count, heavy.candidate.recompute, names))
+    return Mixture(between(candidate, light, heavy, count / len(names)), (light.candidate, heavy.candidate))
+
+
+def between(candidate: Candidate, light: Estimate, heavy: Estimate, share: float) -> Estimate:
+    """What a setting takes of which a `share` of the layers are as in `heavy`, the others as in `light`."""
+
+    def line(low: float, high: float) -> float:
+        return low + share * (high - low)
+
+    def lines(low: Mapping[str, float], high: Mapping[str, float]) -> dict[str, float]:
+        return {key: line(low.get(key, 0.0), high.get(key, 0.0)) for key in {**low, **high}}
+
+    return Estimate(
+        candidate,
+        line(light.compute_s, heavy.compute_s),
+        lines(light.exposed_s, heavy.exposed_s),
+        lines(light.memory, heavy.memory),
+        line(light.step_s, heavy.step_s),
+        line(light.bytes, heavy.bytes),
+        {axis: lines(links, heavy.sent.get(axis, {})) for axis, links in light.sent.items()},
+        light.place and heavy.place,
+    )
