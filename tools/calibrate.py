@@ -87,6 +87,8 @@ def options_of(name: str, found: Found, ranks: int) -> dict[str, Any]:
         "throttle": 1.0,
         "kernel_us": found["kernel_us"],
         "launch_us": found["launch_us"],
+        "operator_us": found["operator_us"],
+        "host_computes": found["device"] == "cpu",
         "hbm_gib": found["memory_gib"],
         "hbm_gb_s": bandwidth,
         "intra_gb_s": found.get("link_gb_s", 1.0),
@@ -132,7 +134,8 @@ def show(found: Found) -> None:
     for way, points in found["attention"].items():
         table.add_row(f"attention {way}, TFLOP/s by keys", line(points))
     table.add_row("memory, GB/s by MiB moved", line(found["memory"]))
-    table.add_row("smallest kernel, launch, us", f"{found['kernel_us']:g}, {found['launch_us']:g}")
+    figures = [f"{found[name]:g}" for name in ("kernel_us", "launch_us", "operator_us")]
+    table.add_row("smallest kernel, launch, operator of the eager backend, us", ", ".join(figures))
     for times in found["collectives"]:
         table.add_row(f"{times['kind']} of {times['ranks']}, us by MiB", line(times["us"]))
     table.add_row("kept beside a collective: products, memory", f"{found['beside'][0]:g}, {found['beside'][1]:g}")

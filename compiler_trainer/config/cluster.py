@@ -30,6 +30,8 @@ class ClusterConfig:
     throttle: ShareOfPeak = 0.95  # of the measured TFLOP/s, what a long step keeps
     kernel_us: NonNegativeFloat = 2.0  # the least a kernel takes, and added to those that only move memory
     launch_us: NonNegativeFloat = 6.0  # the host launches a kernel or collective; none with lower.cudagraphs
+    operator_us: NonNegativeFloat = 10.0  # the host takes for an operator of the eager backend, views included
+    host_computes: bool = False  # the host is the device: it launches nothing while it computes
     hbm_gib: PositiveFloat = 80.0
     hbm_gb_s: PositiveFloat = 3350.0
     intra_gb_s: PositiveFloat = 370.0  # reached between GPUs of a node

@@ -75,6 +75,8 @@ def rates_of(cfg: ClusterConfig, tables: RatesConfig) -> Rates:
         memory=Curve(tables.memory).scaled(2**20, 1e9 * cfg.hbm_gb_s),
         kernel_s=US * cfg.kernel_us,
         launch_s=US * cfg.launch_us,
+        operator_s=US * cfg.operator_us,
+        host_computes=cfg.host_computes,
     )
 
 

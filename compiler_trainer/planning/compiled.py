@@ -60,8 +60,8 @@ def timeline(cfg: Config, candidate: Candidate) -> tuple[int | None, dict[str, T
     """(layers, the timeline of each program) of a setting, compiled with few layers where it has many."""
     few, layers = depths(cfg)
     if few and candidate.first:
-        count = max(1, candidate.first.count * few[-1] // layers)
-        candidate = dataclasses.replace(candidate, first=candidate.first._replace(count=count))
+        count = max(1, candidate.first.layers * few[-1] // layers)
+        candidate = dataclasses.replace(candidate, first=candidate.first._replace(layers=count))
     cfg = candidate.applied(cfg)
     if few:
         cfg = replaced(cfg, {"model": {"n_layers": few[-1]}})

@@ -106,8 +106,9 @@ def predict_step(cfg: Config, step: DryStep, fused: Fused | None = None) -> dict
     """
     recorded = dataclasses.replace(cfg.cluster, launch_us=0.0)  # the host launches all of it at once
     cluster = cluster_of(recorded if cfg.lower.cudagraphs else cfg.cluster)
-    fused = fused or (lambda node: cfg.lower.backend == "inductor")
-    found = {name: predict(*captured, cluster, fused) for name, captured in step.programs.items()}
+    interpreted = cfg.lower.backend == "eager"
+    fused = fused or (lambda node: not interpreted)
+    found = {name: predict(*captured, cluster, fused, interpreted) for name, captured in step.programs.items()}
     runs = {name: cfg.train.microbatches if name == "accumulate" else 1 for name in found}
     timelines = {name: p.timeline for name, p in found.items()}
     step_s = sum(runs[name] * timeline.step_s for name, timeline in timelines.items())

@@ -52,16 +52,16 @@ class Asked:
 
 
 class First(NamedTuple):
-    """That the first `count` of the layers that have these `names` have a policy of their own."""
+    """That the first so many of the layers that have these `names` have a policy of their own."""
 
-    count: int
+    layers: int
     policy: str
     names: tuple[str, ...]
 
     def patterns(self) -> dict[str, str]:
         """The policy by patterns of names: `layers.[0-9]` and `layers.1[0-4]` for fifteen."""
         tens: dict[str, list[str]] = {}
-        for name in self.names[: self.count]:
+        for name in self.names[: self.layers]:
             tens.setdefault(name[:-1], []).append(name[-1])
         return {f"{ten}[{''.join(digits)}]": self.policy for ten, digits in tens.items()}
 
@@ -105,7 +105,7 @@ class Candidate:
     def recomputes(self) -> str:
         """Its recomputation in words."""
         kept = "" if self.regather else ", weights kept"
-        some = f"{self.first.policy} in {self.first.count} layers, else " if self.first else ""
+        some = f"{self.first.policy} in {self.first.layers} layers, else " if self.first else ""
         return f"{some}{self.recompute.replace('_', ' ')}{' + collectives' if self.collectives else ''}{kept}"
 
 

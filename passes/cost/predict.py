@@ -39,16 +39,36 @@ class Prediction:
     peak_bytes: int
 
 
-def predict(program: ir.Program, ctx: ir.Context, cluster: Cluster, fused: Fused = lambda node: True) -> Prediction:
+def predict(
+    program: ir.Program,
+    ctx: ir.Context,
+    cluster: Cluster,
+    fused: Fused = lambda node: True,
+    interpreted: bool = False,
+) -> Prediction:
     """What one run of a program with its collectives written out takes; what is not `fused` is a kernel an operator.
 
-    Raises CompileError naming the first product in a dtype that the cluster has no rate for.
+    An `interpreted` program costs the host time for each operator, views included. Raises CompileError naming the first
+    product in a dtype that the cluster has no rate for.
     """
     swept = sweep(program, ctx)
     costs = Costs(program, swept, cluster)
     kernels = fuse(program, swept, fused)
-    timeline = play(kernels, costs.of, cluster.beside, cluster.rates.launch_s)
+    rates = cluster.rates
+    operators = operators_until(program, kernels) if interpreted else {}
+    launch_s = (lambda kernel: rates.operator_s * operators[kernel]) if interpreted else (lambda kernel: rates.launch_s)
+    timeline = play(kernels, costs.of, cluster.beside, launch_s, rates.host_computes)
     return Prediction(timeline, costs.sent(kernels), written_peak(program, swept, kernels))
+
+
+def operators_until(program: ir.Program, kernels: Iterable[Kernel]) -> dict[Kernel, int]:
+    """How many operators the host runs for each kernel: itself, and views and waits since the one before."""
+    place = {node: i for i, node in enumerate(program.calls(), 1)}
+    found, reached = {}, 0
+    for kernel in kernels:
+        here = max(place[node] for node in kernel.nodes)
+        found[kernel], reached = max(0, here - reached), max(here, reached)
+    return found
 
 
 def written_peak(program: ir.Program, swept: Sweep, kernels: Iterable[Kernel]) -> int:

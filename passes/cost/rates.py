@@ -63,7 +63,8 @@ class Rates:
 
     FLOP/s: of products by their FLOPs, of grouped ones by the FLOPs of a group, of attention by the length of keys.
     Bytes/s: of what memory moves, by the bytes that a kernel moves. `kernel_s` is the least that a kernel takes, and is
-    added to those that only move memory; `launch_s` is what the host takes to launch one.
+    added to those that only move memory; `launch_s` is what the host takes to launch one, `operator_s`
+    what it takes for an operator that is interpreted; where `host_computes` it does neither meanwhile.
     """
 
     products: dict[torch.dtype, Curve]
@@ -73,5 +74,7 @@ class Rates:
     memory: Curve
     kernel_s: float = 0.0
     launch_s: float = 0.0
+    operator_s: float = 0.0
+    host_computes: bool = False
 
     __hash__ = None  # type: ignore[assignment]

@@ -3,6 +3,7 @@
 A collective starts when what was issued before it is done and its axis is free; a wait holds the compute stream until
 its collective is done, and what it is held counts as exposed on that axis. While kernels and collectives run beside
 each other both are slower (`cluster.Beside`). The host launches one thing after another; nothing starts before that.
+Where the host is the device it launches nothing while it computes or waits.
 """
 
 from __future__ import annotations
@@ -117,7 +118,13 @@ class Clock:
         return self.now - began
 
 
-def play(kernels: Iterable[Kernel], cost: Callable[[Kernel], Cost], beside: Beside, launch_s: float) -> Timeline:
+def play(
+    kernels: Iterable[Kernel],
+    cost: Callable[[Kernel], Cost],
+    beside: Beside,
+    launch_s: Callable[[Kernel], float],
+    host_computes: bool = False,
+) -> Timeline:
     """Let the kernels run in the given order, each on its stream."""
     clock, flights = Clock(beside), dict[Kernel, Flight]()
     exposed: Counter[str] = Counter()
@@ -127,7 +134,7 @@ def play(kernels: Iterable[Kernel], cost: Callable[[Kernel], Cost], beside: Besi
             flight = next(flights[k] for k in kernel.after if k in flights)
             exposed[flight.axis] += clock.idle(lambda flight=flight: flight.done)  # type: ignore[assignment, misc]
             continue
-        host_s += launch_s
+        host_s = (clock.now if host_computes else host_s) + launch_s(kernel)
         if host_s > clock.now:
             launching += clock.idle(lambda: False, at=host_s)
         took = cost(kernel)

@@ -8,6 +8,7 @@ import os
 import socket
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from functools import partial
@@ -17,6 +18,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from passes.lower.backends import NamingInterpreter
+from passes.lower.heap import keep_freed_memory
 
 Found = dict[str, Any]
 MIB, GIB = 2**20, 2**30
@@ -24,9 +29,10 @@ SPELL_S = 0.12  # for which a figure is measured, in three rounds of which the m
 PRODUCTS = ((128, 64), (256, 128), (1024, 128), (2048, 256), (2048, 512), (2048, 1024))  # rows, width of weights
 COLD_MIB = 96  # operands are taken in turn out of so much: no cache holds them, as it does not in a step
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-LENGTHS = (64, 256, 1024, 2048)
+LENGTHS = (64, 192, 512, 768, 1024, 2048)  # the CPU's kernel takes other blocks from 192 and 768 on
 MOVED_MIB = (0.0625, 0.25, 1, 4, 16, 64)
 MOST_SETS = 200
+TURNS = 200
 SENT_MIB = (0.004, 0.0625, 0.5, 4, 32)
 TFLOPS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -58,6 +64,8 @@ class Probes:
         self.rank, self.ranks = rank, ranks
         self.device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
         torch.set_num_threads(threads)
+        if self.device.type == "cpu":
+            keep_freed_memory()  # as a job does
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if ranks > 1:
@@ -76,6 +84,7 @@ class Probes:
             "memory": list(self.memory()),
             "kernel_us": figure(1e6 * self.seconds(partial(torch.add, self.full(16), 1.0))),
             "launch_us": figure(1e6 * self.launch_s()) if self.device.type == "cuda" else 0.0,
+            "operator_us": figure(1e6 * self.operator_s()),
             "collectives": list(self.collectives()),
             "beside": self.beside(),
         }
@@ -96,11 +105,12 @@ class Probes:
         return torch.randn(shape, device=self.device).to(dtype)
 
     def cold(self, run: Callable[..., Any], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> Callable[[], Any]:
-        """A kernel on operands that are in no cache: it takes others each time."""
+        """A kernel on operands that are in no cache, into memory that is in none: it takes others each time."""
         size = sum(math.prod(shape) for shape in shapes) * dtype.itemsize
         count = min(MOST_SETS, max(1, COLD_MIB * MIB // size))
         given = itertools.cycle([[self.full(*shape, dtype=dtype) for shape in shapes] for _ in range(count)])
-        return lambda: run(*next(given))
+        made: deque[Any] = deque(maxlen=count)
+        return lambda: made.append(run(*next(given)))
 
     def wait(self) -> None:
         """Until the device has done all it was given."""
@@ -192,6 +202,12 @@ class Probes:
             torch.add(x, 1.0)
         return (time.perf_counter() - began) / times
 
+    def operator_s(self) -> float:
+        """What the host takes for an operator of the eager backend, here one that computes nothing."""
+        graph, x = make_fx(turned, tracing_mode="fake")(self.full(4, 4)), self.full(4, 4)
+        interpreter = NamingInterpreter(graph)
+        return self.seconds(partial(interpreter.run, x, enable_io_processing=False)) / TURNS
+
     # ---- collectives ------------------------------------------------------------------------------
 
     def collectives(self) -> Iterator[Found]:
@@ -246,6 +262,13 @@ class Probes:
         middle = (statistics.median(share) for share in zip(*kept, strict=True))
         computing, sending = (self.mean(share) for share in middle)
         return max(computing, 0.05), max(sending, 0.05)
+
+
+def turned(x: Tensor) -> Tensor:
+    """Many views of a matrix."""
+    for _ in range(TURNS):
+        x = x.t()
+    return x
 
 
 def shifted(x: Tensor, group: Any) -> None:

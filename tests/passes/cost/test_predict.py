@@ -267,6 +267,21 @@ def test_nothing_starts_before_the_host_has_launched_it():
     assert found.launch_s == pytest.approx(200)
 
 
+def test_a_host_that_computes_launches_nothing_meanwhile():
+    host = with_rates(SLOW, launch_s=100.0, host_computes=True)
+    found = predict(*one_product_one_gather(wait_first=False), host).timeline
+    assert found.step_s == pytest.approx(200 + max(PRODUCT_S, GATHER_S - 100))
+
+
+def test_what_is_interpreted_costs_the_host_time_for_each_operator():
+    program, ctx = one_product_one_gather(wait_first=False)
+    host = with_rates(SLOW, launch_s=1.0, operator_s=1e4)
+    found = predict(program, ctx, host, lambda node: False, interpreted=True).timeline
+    upto = list(program.calls()).index(next(n for n in program.calls() if "mm" in str(n.target))) + 1
+    assert found.step_s == pytest.approx(1e4 * upto + PRODUCT_S)
+    assert predict(program, ctx, host, lambda node: False).timeline.step_s < 1e4
+
+
 def test_a_small_product_takes_as_long_as_its_bytes():
     quick = with_rates(SLOW, products={F32: Curve.flat(1e9)})
     found = predict(*one_product_one_gather(wait_first=False), quick).timeline
@@ -405,7 +420,7 @@ def test_with_microbatches_the_moments_lie_beside_what_accumulates():
 
 SLOWED = ClusterConfig(throttle=0.5, beside_computing=0.5, beside_moving=0.5, beside_sending=0.5)
 QUICKER = {
-    "intra_gb_s": 2.0, "inter_gb_s": 2.0, "hbm_gb_s": 2.0, "kernel_us": 0.5, "launch_us": 0.5, "throttle": 2.0,
+    "intra_gb_s": 2.0, "inter_gb_s": 2.0, "hbm_gb_s": 2.0, "kernel_us": 0.5, "launch_us": 0.5, "operator_us": 0.5, "throttle": 2.0,
     "beside_computing": 2.0, "beside_moving": 2.0, "beside_sending": 2.0, "gpus_per_node": 2,
 }
 
