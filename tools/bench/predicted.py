@@ -1,7 +1,8 @@
 """Predicted against measured, on this machine: `python -m tools.bench.predicted --ranks 2 --out FILE.json`.
 
 The machine is calibrated with as many ranks (`tools.calibrate`), then each setting is trained for a few steps and
-predicted. Results are added to the file, and the table is that of all in it. `backend` is what runs, and what is
+predicted. Results are added to the file, and the table has the median of a setting's runs: a machine that others share
+is faster and slower by the minute. `backend` is what runs, and what is
 predicted: eager runs every operator as a kernel. `clock` is what is compared: steps, or with `cpu` what a rank computes
 in one, its collectives included and its waiting left out, which a busy machine leaves as it is.
 """
@@ -33,6 +34,7 @@ from tools.bench.probes import CLOCKS
 from tools.calibrate import measure, options_of
 
 MIB = 2**20
+FIGURES = ("measured_ms", "predicted_ms", "measured_bytes", "predicted_bytes", "load")
 MODEL = (
     "model.dim=256", "model.n_layers=6", "model.n_heads=4", "model.n_kv_heads=4", "model.ffn_dim=768",
     "model.vocab_size=2048", "train.seq_len=512", "train.global_batch_size=8", "optim.max_norm=1.0",
@@ -151,7 +153,8 @@ def predicted(chosen: Setting, found: dict[str, Any], backend: str) -> dict[str,
 
 def report(results: Sequence[dict[str, Any]]) -> str:
     """The table in Markdown, and the errors."""
-    headings = ("ranks", "setting", "backend", "clock", "ms measured", "predicted", "MiB measured", "predicted", "load")
+    results = medians(results)
+    headings = ("ranks", "setting", "backend", "runs", "ms measured", "predicted", "MiB measured", "predicted", "load")
     lines = [row(headings), row(["---"] * len(headings)), *map(line, results)]
     times = [(r["predicted_ms"], r["measured_ms"]) for r in results]
     sizes = [(r["predicted_bytes"], r["measured_bytes"]) for r in results]
@@ -159,6 +162,17 @@ def report(results: Sequence[dict[str, Any]]) -> str:
     said = f"{len(results)} settings: median error of step time {errors[0]:.1%}, of peak memory {errors[1]:.2%}"
     last = f"{said}; rank correlation of step times {rank_correlation(times):.2f}."
     return "\n".join([*lines, "", last, *picks(results)])
+
+
+def medians(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A result for each setting: the median of its runs in every figure, and how many there are."""
+    alike: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for result in results:
+        alike.setdefault(tuple(result[key] for key in ("ranks", "name", "backend", "clock")), []).append(result)
+    return [
+        runs[0] | {key: statistics.median(run[key] for run in runs) for key in FIGURES} | {"runs": len(runs)}
+        for runs in alike.values()
+    ]
 
 
 def picks(results: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -178,7 +192,8 @@ def line(r: dict[str, Any]) -> str:
     ms, size = r["predicted_ms"] / r["measured_ms"] - 1, r["predicted_bytes"] / r["measured_bytes"] - 1
     times = [f"{r['measured_ms']:,.0f}", f"{r['predicted_ms']:,.0f} ({ms:+.0%})"]
     sizes = [f"{r['measured_bytes'] / MIB:,.1f}", f"{r['predicted_bytes'] / MIB:,.1f} ({size:+.1%})"]
-    return row([str(r["ranks"]), r["name"], r["backend"], r["clock"], *times, *sizes, f"{r['load']:.1f}"])
+    clock = "" if r["clock"] == "wall" else f", {r['clock']}"
+    return row([str(r["ranks"]), r["name"], r["backend"] + clock, str(r["runs"]), *times, *sizes, f"{r['load']:.1f}"])
 
 
 def row(cells: Sequence[str]) -> str:

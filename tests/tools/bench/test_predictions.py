@@ -72,9 +72,16 @@ RESULT = {
 def test_the_table_of_measured_settings():
     slower = RESULT | {"name": "tp=2", "measured_ms": 200.0, "predicted_ms": 100.0, "predicted_bytes": 2**21}
     text = predicted.report([RESULT, slower])
-    assert "| 2 | dp_shard=2 | eager | cpu | 100 | 110 (+10%) | 1.0 | 1.0 (+0.0%) | 1.0 |" in text
+    assert "| 2 | dp_shard=2 | eager, cpu | 1 | 100 | 110 (+10%) | 1.0 | 1.0 (+0.0%) | 1.0 |" in text
     assert "2 settings: median error of step time 30.0%, of peak memory 50.00%; rank correlation of step times -1.00." in text
     assert text.endswith("Of 2 ranks tp=2 is predicted to be fastest, 100.0% slower than the fastest measured.")
+
+
+def test_the_table_has_the_median_of_a_settings_runs():
+    runs = [RESULT | {"measured_ms": ms, "predicted_ms": ms + 10} for ms in (90.0, 400.0, 100.0)]
+    (one,) = predicted.medians(runs)
+    assert (one["measured_ms"], one["predicted_ms"], one["runs"]) == (100.0, 110.0, 3)
+    assert "| 3 | 100 | 110 (+10%)" in predicted.report(runs)
 
 
 def test_settings_are_a_dozen_on_one_two_and_four_ranks():
