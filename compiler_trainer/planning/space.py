@@ -105,7 +105,7 @@ class Candidate:
     def recomputes(self) -> str:
         """Its recomputation in words."""
         kept = "" if self.regather else ", weights kept"
-        some = f"{self.first.policy} in {self.first.layers} layers, else " if self.first else ""
+        some = "" if self.first is None else f"{self.first.policy} in the first {self.first.layers}, else "
         return f"{some}{self.recompute.replace('_', ' ')}{' + collectives' if self.collectives else ''}{kept}"
 
 

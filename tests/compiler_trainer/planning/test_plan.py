@@ -178,7 +178,7 @@ def test_between_two_recomputations_time_and_memory_are_on_a_line(mesh, tmp_path
     limit = heavy + 0.6 * (light - heavy)
     (found,) = mixtures(ends, limit, sizes(deep).names)
     candidate = found.estimate.candidate
-    assert candidate.first.layers == 4 and candidate.recomputes() == "full in 4 layers, else selective"
+    assert candidate.first.layers == 4 and candidate.recomputes() == "full in the first 4, else selective"
     run = {"run": {"dir": str(tmp_path), "dump_graphs": False, "dry": True}}
     whole = dry_run(replaced(candidate.applied(deep), run))["predicted"]
     assert 1e3 * found.estimate.step_s == pytest.approx(whole["step_ms"], rel=0.005)
