@@ -113,7 +113,7 @@ def test_the_nearest_name_is_offered_or_all_of_them(key, nearest):
         ("optim.betas", [0.9], "[0.9] has 1 entries, not 2"),
         ("optim.lr", float("nan"), "nan is not a number"),
         ("optim.lr", "3e-3", "'3e-3' is not a number"),
-        ("passes.remat.policy", "ful", "'ful' is not one of none, full, selective, every_n, budget, offload; did you mean 'full'?"),
+        ("passes.remat.policy", "ful", "'ful' is not one of none, full, attention, selective, offload, every_n, budget; did you mean 'full'?"),
         ("passes.shard.plan", {"wq": {"tp": "x"}}, "'x' is not a whole number"),
         ("run.dir", 7, "7 is not text; put it in quotes"),
         ("run.dump_graphs", 1, "1 is not true or false"),

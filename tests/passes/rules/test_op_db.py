@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,7 +102,11 @@ def obstacle(fn: Callable[..., Any], tensors: list[Tensor]) -> str | None:
 def samples(info: Any) -> Iterator[Any]:
     """The first samples in fp64, or in the widest integers the operator takes."""
     dtype = next((d for d in (torch.float64, torch.int64, torch.bool) if d in info.dtypes), torch.float32)
-    yield from itertools.islice(info.sample_inputs("cpu", dtype, requires_grad=False), SAMPLES)
+    made = info.sample_inputs("cpu", dtype, requires_grad=False)
+    first = list(itertools.islice(made, SAMPLES))
+    if isinstance(made, Generator):  # it holds `no_grad` open: collected in the middle of a trace it would be traced
+        made.close()
+    yield from first
 
 
 def sweep(info: Any, meshes: tuple[int, ...], tally: Tally) -> None:
