@@ -5,10 +5,9 @@ A case is (operator, sample, sharding). What is not run falls into a named categ
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,10 +102,7 @@ def samples(info: Any) -> Iterator[Any]:
     """The first samples in fp64, or in the widest integers the operator takes."""
     dtype = next((d for d in (torch.float64, torch.int64, torch.bool) if d in info.dtypes), torch.float32)
     made = info.sample_inputs("cpu", dtype, requires_grad=False)
-    first = list(itertools.islice(made, SAMPLES))
-    if isinstance(made, Generator):  # it holds `no_grad` open: collected in the middle of a trace it would be traced
-        made.close()
-    yield from first
+    yield from list(made)[:SAMPLES]  # to its end: what holds `no_grad` open would be traced if collected in a trace
 
 
 def sweep(info: Any, meshes: tuple[int, ...], tally: Tally) -> None:
