@@ -122,14 +122,17 @@ def build_rolling(passes: PassesConfig, optim: OptimConfig, masters: Mapping[str
     if by_number or passes.verify == "numeric" or not (passes.roll and passes.segment.enabled):
         return None
     remat, ahead = passes.remat, passes.schedule.ahead
-    patterns = (*(passes.shard.plan or ()), *passes.cast.modules, *passes.cast.float8_skip)
-    patterns += (*remat.modules, *remat.layers)
+    patterns = (*(passes.shard.plan or ()), *passes.cast.modules, *passes.cast.float8_skip, *remat.modules)
     patterns += tuple(pattern for group in optim.groups.values() for pattern in group.names)
     offloads = "offload" in (remat.policy, *remat.layers.values(), *remat.modules.values(), *remat.ops.values())
     further = 2 if passes.cast.float8 or offloads else 0  # maxima come before gathers, what is fetched before its use
     # Gathers start `ahead` layers early, gradients are waited for as late, for each axis.
     return Rolling(
-        lambda name: (masters.get(name), [p for p in patterns if within(name, p)]),
+        lambda name: (
+            masters.get(name),
+            [p for p in patterns if within(name, p)],
+            next((policy for p, policy in remat.layers.items() if within(name, p)), None),
+        ),
         before=3 + 2 * ahead + further,
         after=2 + 2 * ahead + further,
     )

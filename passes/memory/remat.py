@@ -34,6 +34,7 @@ from passes.memory.offload import offload
 from passes.memory.recompute import near_writes, recompute, saved_bytes, saved_nodes, storages, why_once
 from passes.program import ir
 from passes.program.regions import WEIGHT_GATHERS, regions, weight_nodes, within
+from passes.program.rolls import Roll
 from passes.program.sweep import sweep
 from passes.rules import name_of
 
@@ -144,7 +145,7 @@ class Remat:
                 f"passes.remat.policy={self.policy} recomputes repeated layers (layers.0, layers.1, ...), "
                 "the model has none; set passes.remat.policy=none",
             )
-        policy = self.by_layer(list(dict.fromkeys(filter(None, layers.values()))))
+        policy = self.by_layer(list(dict.fromkeys(filter(None, layers.values()))), program.roll)
         region = {n: layers[n] if layers[n] in policy else ir.checkpoint(n) or layers[n] for n in layers}
         found, matched = {}, set[str]()
         for node in program.calls():
@@ -178,18 +179,18 @@ class Remat:
             return self.modules[by_module[0]]
         return self.ops[by_op[0]] if by_op else None
 
-    def by_layer(self, layers: list[str]) -> dict[str, Policy]:
+    def by_layer(self, layers: list[str], roll: Roll | None) -> dict[str, Policy]:
         """The policy of each layer that does not keep everything."""
+        known = layers + (roll.names() if roll else [])
         every: dict[str, Policy] = dict.fromkeys(layers, self.policy)
         if self.policy == "every_n":
             every = {layer: "none" if i % self.every_n else "full" for i, layer in enumerate(layers)}
         for pattern, policy in reversed(self.layers.items()):
-            named = [layer for layer in layers if within(layer, pattern)]
-            if not named:
+            if not any(within(layer, pattern) for layer in known):
                 where = f"from {layers[0]} to {layers[-1]}" if layers else "but this model has none"
                 what = f"passes.remat.layers: no layer is named like {pattern!r}; they are named {where}"
                 raise ir.Refused("remat", None, what)
-            every |= dict.fromkeys(named, policy)
+            every |= {layer: policy for layer in layers if within(layer, pattern)}
         return {layer: policy for layer, policy in every.items() if policy != "none"}
 
     def kept(self, node: fx.Node, policy: Policy | None) -> str | None:

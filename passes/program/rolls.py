@@ -28,6 +28,10 @@ class Roll:
         first, last = (f"{self.stack}.{n}" for n in (self.number, self.number + self.left_out))
         return f"{first} stands for {first} to {last}"
 
+    def names(self) -> list[str]:
+        """The layers that are left out."""
+        return [f"{self.stack}.{n}" for n in range(self.number + 1, self.number + self.left_out + 1)]
+
     def holds(self, name: str) -> bool:
         """Whether a name is of a layer that is left out."""
         number = number_in(name, self.stack)

@@ -1,10 +1,10 @@
 """Predicted against measured, on this machine: `python -m tools.bench.predicted --ranks 2 --out FILE.json`.
 
 The machine is calibrated with as many ranks (`tools.calibrate`), then each setting is trained for a few steps and
-predicted. Results are added to the file, and the table has the median of a setting's runs: a machine that others share
-is faster and slower by the minute. `backend` is what runs, and what is
-predicted: eager runs every operator as a kernel. `clock` is what is compared: steps, or with `cpu` what a rank computes
-in one, its collectives included and its waiting left out, which a busy machine leaves as it is.
+predicted. Results are added to the file, and the table has medians of a setting's runs, as a shared machine is faster
+and slower by the minute. `backend` is what runs and is predicted: eager runs every operator as a kernel.
+`clock` is what is compared: steps, or with `cpu` what a rank computes in one, its collectives included and its waiting
+left out, which a busy machine leaves as it is.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import torch
 from oracle import batches, compile_lockstep, llama, llama_loss, train_step
 from torch import fx, nn
 
+from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import OptimConfig, PassesConfig
 from compiler_trainer.pipeline import build_pipeline
@@ -63,8 +64,8 @@ CASES = {
     "offload, layers take turns": dict(
         n=16, mesh={"dp_replicate": 2, "cp": 2}, passes={"remat": {"policy": "offload"}}
     ),
-    "two policies": dict(n=22, mesh={"dp_shard": 2}, passes={"remat": {"policy": "selective", "layers": {
-        "layers.[0-9]": "attention"}}}),
+    "two policies": dict(n=26, mesh={"dp_shard": 2}, passes={"remat": {"policy": "selective", "layers": {
+        "layers.[0-9]": "attention", "layers.1[0-6]": "attention"}}}),
     "float8": dict(n=16, model=EVEN, mesh={"dp_shard": 2, "tp": 2},
                    passes={"cast": DTYPE | {"float8": "tensorwise", "float8_min_size": 1}}),
     "two layers ahead": dict(n=16, mesh={"dp_shard": 2}, passes={"schedule": {"ahead": 2}}),
@@ -113,6 +114,15 @@ def test_it_trains_to_the_bit():
     assert whole(data[0]) == rolled(data[0])
     for name, value in whole.state_dict().items():
         assert torch.equal(value, rolled.state_dict()[name])
+
+
+def test_patterns_of_one_policy_do_not_keep_layers_apart():
+    layers = {f"layers.{n}": "full" for n in range(14)}
+    work = compilation(llama(16), passes={"remat": {"policy": "selective", "layers": layers}})
+    assert work.capture().program.roll.left_out == 14 - 10
+    work.programs(evaluate=False)
+    with pytest.raises(UserError, match="no layer is named like 'layers.16'"):
+        compilation(llama(16), passes={"remat": {"layers": {"layers.16": "full"}}}).programs(evaluate=False)
 
 
 def test_passes_see_few_layers_and_dumps_say_so():
