@@ -11,7 +11,7 @@ ARGS ?=
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test test-full lint clean
+.PHONY: help venv train test test-quick test-full lint pages clean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -32,7 +32,14 @@ train: $(STAMP) ## train the default job; make train ARGS="train.steps=20" overr
 	$(BIN)/compiler-trainer $(ARGS)
 
 test: $(STAMP) ## run the tests
-	$(BIN)/pytest -n $(JOBS) --dist worksteal
+	$(BIN)/pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+QUICK := tests/test_architecture.py tests/compiler_trainer/config tests/compiler_trainer/cli/test_verbs.py \
+  tests/passes/program tests/passes/check tests/compiler_trainer/data/test_fitting.py \
+  tests/compiler_trainer/training/test_lr_schedule.py tests/compiler_trainer/step/test_fsdp.py
+
+test-quick: $(STAMP) ## run a part in under three minutes: imports, options, verbs, graphs, the verifier, packing, FSDP
+	$(BIN)/pytest -n $(JOBS) --dist worksteal $(QUICK) $(ARGS)
 
 test-full: $(STAMP) ## run the tests and the long sweeps
 	$(BIN)/pytest -n $(JOBS) --dist worksteal -m "full or not full"
@@ -40,6 +47,10 @@ test-full: $(STAMP) ## run the tests and the long sweeps
 lint: $(STAMP) ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+pages: $(STAMP) ## render the pictures and tables of the documentation anew (needs Chromium)
+	$(BIN)/python -m tools.reference
+	$(BIN)/python -m tools.screens
 
 clean: ## remove environments and caches, not runs/
 	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

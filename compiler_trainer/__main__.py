@@ -1,5 +1,5 @@
 """`python -m compiler_trainer` is the command `compiler-trainer`."""
 
-from compiler_trainer.command import main
+from compiler_trainer.cli.command import main
 
 main()

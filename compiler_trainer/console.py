@@ -10,18 +10,23 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import Progress, ProgressColumn
 
-WIDTH = 160  # of what is no terminal
+WIDTH, WIDEST = 160, 220  # of what is no terminal
 
 
 def say(text: str) -> None:
-    """Print a line at once."""
-    print(text, flush=True)
+    """Print a line at once, in one write: threads' lines do not mix."""
+    print(f"{text}\n", end="", flush=True)
 
 
-def wide(**how: Any) -> Console:
+def wide(width: int = WIDTH, **how: Any) -> Console:
     """A console for tables: where it is no terminal, as wide as their columns need."""
     found = Console(file=sys.stdout, **how)
-    return found if found.is_terminal else Console(file=sys.stdout, width=WIDTH, **how)
+    return found if found.is_terminal else Console(file=sys.stdout, width=width, **how)
+
+
+def tabular() -> Console:
+    """A console for tables of graph nodes, whose text is shown as it is."""
+    return wide(WIDEST, highlight=False, markup=False)
 
 
 class Renewed:

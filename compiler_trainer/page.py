@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from plotly import graph_objects as go
 from plotly.offline import get_plotlyjs
 
 BLUE, ORANGE = "#3465a4", "#ce5c00"
 PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>{title}</title>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
 <style>
-:root {{ color-scheme: light dark; --text: #222; --back: #fff; --line: #ddd; --failed: #fbe9e7; --link: #1a5fb4 }}
+:root {{ color-scheme: light dark; --text: #222; --quiet: #666; --back: #fff; --line: #ddd; --link: #1a5fb4 }}
+:root {{ --failed: #fbe9e7; --best: #fdf0e2 }}
 @media (prefers-color-scheme: dark) {{
-  :root {{ --text: #dde3ea; --back: #14181e; --line: #303843; --failed: #3d1d1f; --link: #7db3f5 }}
+  :root {{ --text: #dde3ea; --quiet: #8d98a6; --back: #14181e; --line: #303843; --link: #7db3f5 }}
+  :root {{ --failed: #3d1d1f; --best: #3a2a17 }}
 }}
-body {{ font: 15px/1.4 system-ui, sans-serif; margin: 2em auto; max-width: 1280px }}
-body {{ color: var(--text); background: var(--back) }}
+* {{ box-sizing: border-box }}
+body {{ font: 15px/1.4 system-ui, sans-serif; margin: 1.5em auto; padding: 0 20px; max-width: 1320px }}
+body {{ color: var(--text); background: var(--back); overflow-wrap: anywhere }}
+h1 {{ font-size: 26px; margin: 0 0 .4em }} h2 {{ font-size: 19px; margin: 1.4em 0 .4em }}
+figure {{ margin: 0; min-width: 0 }} figcaption {{ color: var(--quiet) }} figcaption b {{ color: var(--text) }}
+.plots {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(360px, 1fr)); gap: 20px 16px; margin: 1em 0 }}
+.plots .wide {{ grid-column: 1 / -1 }}
+.table {{ overflow-x: auto; margin: 1em 0; overflow-wrap: normal }}
+.table::-webkit-scrollbar {{ height: 10px }} .table::-webkit-scrollbar-thumb {{ background: var(--line) }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
 th, td {{ padding: .2em .7em; border-bottom: 1px solid var(--line); text-align: right }}
-.words td, .words th {{ text-align: left }}
-a {{ color: var(--link) }} .failed td {{ background: var(--failed) }} .running td {{ color: #888 }}
+th {{ vertical-align: bottom }} .words td, .words th {{ text-align: left }}
+a {{ color: var(--link) }} pre {{ overflow-x: auto }}
+.best td {{ background: var(--best); font-weight: 600 }} .failed td {{ background: var(--failed) }}
+.running td {{ color: var(--quiet) }}
 </style>
 <script>{script}</script>
 <h1>{title}</h1>
@@ -34,7 +46,7 @@ function paint() {{
     const colours = {{ paper_bgcolor: of("--back"), plot_bgcolor: of("--back"), "font.color": of("--text") }};
     for (const axis of Object.keys(plot.layout).filter((key) => /^[xy]axis/.test(key)))
       Object.assign(colours, {{ [`${{axis}}.gridcolor`]: of("--line"), [`${{axis}}.zerolinecolor`]: of("--line") }});
-    Plotly.relayout(plot, colours);
+    Plotly.relayout(plot, colours).then(() => Plotly.Plots.resize(plot));  // those beside it came after it was drawn
   }}
 }}
 addEventListener("load", paint);
@@ -49,14 +61,29 @@ def page(title: str, body: str) -> str:
     return PAGE.format(title=html.escape(title), script=get_plotlyjs(), body=body)
 
 
-def drawn(plot: go.Figure) -> str:
-    """A plot as a part of a page."""
-    return plot.to_html(full_html=False, include_plotlyjs=False)
+def drawn(plot: go.Figure, title: str = "", said: str = "", wide: bool = False) -> str:
+    """A plot below its title and a sentence on it; it is as wide as its place."""
+    margin = {"l": 20, "r": 20, "t": 10, "b": 20}
+    plot.update_layout(template="plotly_white", margin=margin)
+    plot.update_xaxes(automargin=True).update_yaxes(automargin=True)
+    inside = plot.to_html(full_html=False, include_plotlyjs=False, config={"responsive": True, "displaylogo": False})
+    caption = f"<figcaption><b>{html.escape(title)}</b> {html.escape(said)}</figcaption>"
+    return f'<figure class="{"wide" if wide else ""}">{caption}{inside}</figure>'
+
+
+def plots(parts: Iterable[str]) -> str:
+    """Plots side by side, as many as the window has room for."""
+    return f'<div class="plots">{"".join(parts)}</div>'
+
+
+def table(rows: Iterable[str], kind: str = "") -> str:
+    """A table, which scrolls where the window is narrower."""
+    return f'<div class="table"><table class="{kind}">{chr(10).join(rows)}</table></div>'
 
 
 def tr(tag: str, cells: Sequence[str | None], kind: str = "", link: str = "") -> str:
-    """One row of a table; the first cell leads to a folder."""
+    """One row of a table; the first cell leads to a file or folder."""
     texts = [html.escape(cell or "") for cell in cells]
-    texts[0] = f'<a href="{html.escape(link)}/">{texts[0]}</a>' if link else texts[0]
+    texts[0] = f'<a href="{html.escape(link)}">{texts[0]}</a>' if link else texts[0]
     inside = "".join(f"<{tag}>{text}</{tag}>" for text in texts)
     return f'<tr class="{html.escape(kind)}">{inside}</tr>'

@@ -100,7 +100,7 @@ def build_pipeline(
     rest = build_optimizer(optim, DTYPES[cast.param_dtype])
     groups = tuple(build_group(label, group, optim, rest) for label, group in optim.groups.items())
     optimize = Optimize(rest, optim.max_norm, reduce_dtype, 1 / microbatches, *how, groups, skip_nonfinite)
-    overlap, segment = Overlap(passes.schedule.ahead), Segment(passes.segment.enabled, passes.segment.max_nodes)
+    overlap, segment = Overlap(passes.schedule.ahead), Segment(passes.segment.max_nodes)
     finish = (Schedule(passes.schedule.bucket_mib), Expand(), Communicators(), overlap)
     joint = (Joint(), Simplify(), Dedupe(), AddFirst())
     train: dict[str, Passes]
@@ -119,7 +119,7 @@ def build_pipeline(
 def build_rolling(passes: PassesConfig, optim: OptimConfig, masters: Mapping[str, torch.dtype]) -> Rolling | None:
     """Which layers may stand for others; None where options treat them by their number, or all at once."""
     by_number = passes.remat.policy in ("every_n", "budget") or optim.stochastic_rounding or optim.name == "muon"
-    if by_number or passes.verify == "numeric" or not (passes.roll and passes.segment.enabled):
+    if by_number or passes.verify == "numeric" or not passes.roll or passes.segment.max_nodes is None:
         return None
     remat, ahead = passes.remat, passes.schedule.ahead
     patterns = (*(passes.shard.plan or ()), *passes.cast.modules, *passes.cast.float8_skip, *remat.modules)

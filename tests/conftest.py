@@ -33,6 +33,25 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         config.stash[_kernels].cleanup()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark cases of tests marked `sample(count)` as `full`, but for so many evenly spread."""
+    cases: dict[tuple[str, int], list[pytest.Item]] = {}
+    for item in items:
+        if (mark := item.get_closest_marker("sample")) and not item.get_closest_marker("full"):
+            cases.setdefault((item.nodeid.partition("[")[0], *mark.args), []).append(item)
+    for (_, count), found in cases.items():
+        for item in set(found) - set(spread(found, count)):
+            item.add_marker(pytest.mark.full)
+
+
+def spread(found: list[pytest.Item], count: int) -> list[pytest.Item]:
+    """So many of them at equal distances, the first and the last among them."""
+    if count >= len(found):
+        return found
+    return [found[round(at * (len(found) - 1) / max(count - 1, 1))] for at in range(count)]
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--update` rewrites the golden files with what the tests find."""
     parser.addoption("--update", action="store_true", help="rewrite golden files")

@@ -2,9 +2,9 @@
 
     python -m tools.chaos --trials 40 --ranks 2
 
-In each trial, once or twice, all ranks get SIGKILL or one of them SIGKILL or SIGTERM, whatever they are at: a step, a
-copy, a file, a rename. Every checkpoint there is has to be whole then. Then the same job starts again, with
-`checkpoint.resume=auto`.
+In each trial, once or twice, one of DISTURBANCES happens, whatever the ranks are at: a step, a copy, a file, a rename.
+Every checkpoint there is has to be whole then. Now and then a byte of the token cache changes, its time kept. Then the
+same job starts again, with `checkpoint.resume=auto`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,17 @@ import faulthandler
 import multiprocessing
 import os
 import random
+import resource
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -27,6 +32,8 @@ from typing import Any
 import torch
 
 from compiler_trainer import checkpoint
+from compiler_trainer.cli.ends import refuse
+from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import (
     CheckpointConfig,
     Config,
@@ -39,6 +46,7 @@ from compiler_trainer.config.schema import (
     RunConfig,
     TrainConfig,
 )
+from compiler_trainer.training import owner
 from compiler_trainer.training.metrics import FILE, read
 from compiler_trainer.training.pace import RANKS
 from compiler_trainer.training.stop import EXIT_CODE
@@ -55,7 +63,7 @@ FORK = multiprocessing.get_context("fork")  # imports take longer than the runs
 class Tally:
     """What was seen."""
 
-    kills: int = 0
+    happened: Counter[str] = field(default_factory=Counter)
     in_a_save: int = 0
     stops: int = 0
     wrong: int = 0
@@ -78,15 +86,16 @@ def main() -> None:
         took = time.monotonic() - began
         print(f"undisturbed: {STEPS} steps on {given.ranks} ranks in {took:.1f} s", flush=True)
         for number in range(given.trials):
-            trial(Path(scratch, str(number)), given.ranks, took, draw, tally)
-            wrong = differences(whole, Path(scratch, str(number)))
+            seen = trial(Path(scratch, str(number)), given.ranks, took, draw, tally)
+            wrong = [*filter(None, seen.values()), *differences(whole, Path(scratch, str(number)))]
             tally.wrong += bool(wrong)
-            print(f"trial {number}: {'; '.join(wrong) or 'the same bits'}", flush=True)
+            print(f"trial {number}, {', '.join(seen)}: {'; '.join(wrong) or 'the same bits'}", flush=True)
             if wrong:
                 said = (last_words(Path(scratch, str(number)), r) for r in range(given.ranks))
                 print(*said, sep="\n----\n", flush=True)
-    seen = f"{tally.kills} interruptions, {tally.in_a_save} in a save, {tally.stops} times all ranks saved and stopped"
-    print(f"{given.trials} trials, {seen}: {tally.wrong} with other bits")
+    counts = ", ".join(f"{count} {what}" for what, count in tally.happened.items())
+    counts = f"{counts}; {tally.in_a_save} in a save, {tally.stops} times all ranks saved and stopped"
+    print(f"{given.trials} trials, {counts}: {tally.wrong} with other bits")
     sys.exit(1 if tally.wrong else 0)
 
 
@@ -94,37 +103,117 @@ def job(folder: Path) -> Config:
     """A small run with a checkpoint after each step."""
     return Config(
         model=ModelConfig(dim=256, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=512),
-        data=DataConfig(name="synthetic", documents=40),
+        data=DataConfig(name="synthetic", documents=40, cache=str(folder.parent / "tokens")),
         train=TrainConfig(steps=STEPS, seq_len=16, global_batch_size=4),
         optim=OptimConfig(lr=1e-2),
         lower=LowerConfig("eager"),
-        passes=PassesConfig(roll=False, verify="off"),
+        passes=PassesConfig(roll=False, verify="none"),
         checkpoint=CheckpointConfig(interval=1, keep=3, resume="auto"),
         eval=EvalConfig(interval=8, batches=2),
         run=RunConfig(dir=str(folder), dump_graphs=False),
     )
 
 
-def trial(folder: Path, ranks: int, took: float, draw: random.Random, tally: Tally) -> None:
-    """Start, kill, and start again until it may end."""
+def trial(folder: Path, ranks: int, took: float, draw: random.Random, tally: Tally) -> dict[str, str]:
+    """Start, disturb, and start again until it may end: what happened, and what was wrong at once, empty if nothing."""
+    seen = {}
     for _ in range(draw.choice((1, 2))):
         processes = start(job(folder), ranks, folder)
         if draw.random() < 0.9:  # else before the first step
             wait_for_steps(folder, processes)
         time.sleep(draw.uniform(0.0, 1.0) * took)
-        number = draw.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM))
-        one_of_them = number == signal.SIGTERM or draw.random() < 0.5
-        for victim in [draw.choice(processes)] if one_of_them else processes:
-            if victim.is_alive():
-                os.kill(victim.pid or 0, number)
+        name = draw.choice([*DISTURBANCES])
+        seen[name] = DISTURBANCES[name](processes, folder, took, draw)
         finish(processes, folder)
+        tally.happened[name] += 1
         tally.stops += {process.exitcode for process in processes} == {EXIT_CODE}
-        tally.kills += 1
         tally.in_a_save += any(folder.glob("checkpoints/*.tmp"))
         for path in checkpoint.complete(folder / "checkpoints"):
             checkpoint.check(path)
+        if draw.random() < 0.3:
+            seen["a byte of the token cache"] = alter(folder.parent / "tokens", draw)
     if not is_done(folder):
         finish(start(job(folder), ranks, folder), folder)
+    return seen
+
+
+# Disturbances: each takes the ranks, the run folder, the seconds that a run takes and a source of chance, and says
+# what was wrong at once, if anything was.
+
+
+def kill_all(processes: list[BaseProcess], folder: Path, took: float, draw: random.Random) -> str:
+    """SIGKILL to all ranks."""
+    return send(processes, signal.SIGKILL)
+
+
+def kill_one(processes: list[BaseProcess], folder: Path, took: float, draw: random.Random) -> str:
+    """SIGKILL to one of them."""
+    return send([draw.choice(processes)], signal.SIGKILL)
+
+
+def stop_one(processes: list[BaseProcess], folder: Path, took: float, draw: random.Random) -> str:
+    """SIGTERM to one of them."""
+    return send([draw.choice(processes)], signal.SIGTERM)
+
+
+def stop_all_twice(processes: list[BaseProcess], folder: Path, took: float, draw: random.Random) -> str:
+    """SIGTERM to all and, within moments, again, as of a scheduler and of torchrun."""
+    was_taken = taken(folder)
+    send(processes, signal.SIGTERM)
+    time.sleep(draw.choice((0.0, 0.001, 0.02, 0.3)))
+    send(processes, signal.SIGTERM)
+    finish(processes, folder)
+    lost = was_taken and not is_done(folder) and {p.exitcode for p in processes} != {EXIT_CODE}
+    return f"two signals ended it with {[p.exitcode for p in processes]}" if lost else ""
+
+
+def start_another(processes: list[BaseProcess], folder: Path, took: float, draw: random.Random) -> str:
+    """The same job once more in the same folder: it has to be refused while the first is there."""
+    others = start(job(folder), len(processes), folder, patience_s=0.1)
+    finish(others, folder)
+    both = all(p.is_alive() for p in processes) and any(p.exitcode in (0, EXIT_CODE) for p in others)
+    return "two runs in one folder" if both else ""
+
+
+def fill_disk(processes: list[BaseProcess], folder: Path, took: float, draw: random.Random) -> str:
+    """No file may grow for a while, in any of the ranks."""
+    for limit in (0, resource.RLIM_INFINITY):
+        for process in (p for p in processes if p.is_alive()):
+            with suppress(ProcessLookupError):
+                resource.prlimit(process.pid or 0, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        time.sleep(draw.uniform(0.0, 0.5) * took if limit == 0 else 0.0)
+    return ""
+
+
+DISTURBANCES: dict[str, Callable[[list[BaseProcess], Path, float, random.Random], str]] = {
+    "all killed": kill_all,
+    "one killed": kill_one,
+    "one stopped": stop_one,
+    "all stopped twice": stop_all_twice,
+    "another in its folder": start_another,
+    "a full disk": fill_disk,
+}
+
+
+def send(processes: list[BaseProcess], number: int) -> str:
+    """Send a signal to those that are alive."""
+    for process in processes:
+        if process.is_alive():
+            os.kill(process.pid or 0, number)
+    return ""
+
+
+def alter(cache: Path, draw: random.Random) -> str:
+    """Change a byte of a cached corpus, its time kept."""
+    path = draw.choice(sorted(p for p in cache.glob("*/*") if p.suffix in (".bin", ".json") and p.stat().st_size))
+    at, content = path.stat(), bytearray(path.read_bytes())
+    content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    path.write_bytes(content)
+    os.utime(path, ns=(at.st_atime_ns, at.st_mtime_ns))
+    return ""
+
+
+# Processes
 
 
 def wait_for_steps(folder: Path, processes: list[BaseProcess]) -> None:
@@ -139,26 +228,34 @@ def taken(folder: Path) -> int:
     return len(read(folder / FILE)) if (folder / FILE).exists() else 0
 
 
-def start(cfg: Config, ranks: int, folder: Path) -> list[BaseProcess]:
-    """The ranks of a job, as processes."""
+def start(cfg: Config, ranks: int, folder: Path, patience_s: float = owner.PATIENCE_S) -> list[BaseProcess]:
+    """The ranks of a job, as processes, which wait so long for a folder that another job holds."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
-    processes: list[BaseProcess] = [FORK.Process(target=run, args=(cfg, r, ranks, port, folder)) for r in range(ranks)]
+    given = [(cfg, r, ranks, port, folder, patience_s) for r in range(ranks)]
+    processes: list[BaseProcess] = [FORK.Process(target=run, args=each) for each in given]
     for process in processes:
         process.start()
     return processes
 
 
-def run(cfg: Config, rank: int, ranks: int, port: int, folder: Path) -> None:
+def run(cfg: Config, rank: int, ranks: int, port: int, folder: Path, patience_s: float) -> None:
     """Train as one rank."""
-    log = os.open(log_of(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    with open(log_of(folder, rank), "ab") as log:  # written by another process, whose disk is never full
+        said = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=log, start_new_session=True).stdin
+    assert said is not None
+    os.dup2(said.fileno(), 1)
+    os.dup2(said.fileno(), 2)
+    said.close()
+    owner.PATIENCE_S = patience_s
     faulthandler.enable()  # for a rank that hangs
     torch.set_num_threads(1)
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"}
-    train(replace(cfg, mesh=replace(cfg.mesh, dp_shard=ranks)))
+    try:
+        train(replace(cfg, mesh=replace(cfg.mesh, dp_shard=ranks)))
+    except UserError as error:
+        refuse(error)
 
 
 def finish(processes: list[BaseProcess], folder: Path) -> None:

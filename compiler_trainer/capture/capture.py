@@ -5,12 +5,10 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +19,10 @@ from compiler_trainer.capture.averages import cumulative_averages
 from compiler_trainer.capture.flex import write_out
 from compiler_trainer.capture.functions import functions_as_operators
 from compiler_trainer.capture.grouped import any_dtype
+from compiler_trainer.capture.hidden import hidden_as_operators, line
 from compiler_trainer.capture.hints import checkpoints_as_marks, read_marks
+from compiler_trainer.capture.registered import as_functions
+from compiler_trainer.capture.returned import parted
 from compiler_trainer.capture.roll import Held, roll_up
 from compiler_trainer.config.errors import UserError
 from passes.program import ir
@@ -29,6 +30,7 @@ from passes.program.frames import roomy
 from passes.program.rolls import Roll, Rolling
 from passes.program.spec import Spec
 from passes.program.torch_private import (
+    FakeTensor,
     FakeTensorMode,
     GuardOnDataDependentSymNode,
     composites_of,
@@ -36,19 +38,28 @@ from passes.program.torch_private import (
     lazy_graph_modules,
     quiet_failures,
 )
+from passes.rules import tensor_operands
 
-LossFn = Callable[[nn.Module, dict[str, Tensor]], Tensor]
+Metrics = Mapping[str, Tensor]
+aten = torch.ops.aten
+PRODUCTS = {aten.linear.default, aten.mm.default, aten.bmm.default, aten.matmul.default, aten.addmm.default}
+LossFn = Callable[[nn.Module, dict[str, Tensor]], Tensor | tuple[Tensor, Metrics]]
 
 
 class _WithLoss(nn.Module):
-    """The model and its loss as one module of positional tensors, named `keys` in the batch."""
+    """The model and its loss as one module of positional tensors, named `keys` in the batch.
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn, keys: tuple[str, ...]):
+    It returns the loss and then the metrics, and calls `note` with these by name.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: LossFn, keys: tuple[str, ...], note: Callable[[Metrics], None]):
         super().__init__()
-        self.model, self.loss_fn, self.keys = model, loss_fn, keys
+        self.model, self.loss_fn, self.keys, self.note = model, loss_fn, keys, note
 
-    def forward(self, *values: Tensor) -> Tensor:
-        return self.loss_fn(self.model, dict(zip(self.keys, values)))
+    def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
+        loss, metrics = parted(self.loss_fn(self.model, dict(zip(self.keys, values))))
+        self.note(metrics)
+        return loss, *metrics.values()
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
@@ -83,7 +94,7 @@ def capture(
     """The forward and loss of a batch of the given global shapes as a functional ATen graph.
 
     Inputs are parameters (that require gradients), buffers (all others that the model has), constants and the batch;
-    outputs the loss and the new values of buffers the forward changes. `dtype` is that in which parameters
+    outputs the loss, its metrics and the new values of buffers the forward changes. `dtype` is that in which parameters
     are used (None: their own). With `rolling`, of many layers alike some are left out. Raises UserError naming the
     batch entry, or what `torch.export` could not follow.
     """
@@ -92,7 +103,8 @@ def capture(
             raise UserError(f"batch[{key!r}]", f"is a {type(value).__name__}; every entry must be a tensor")
     mode = FakeTensorMode()
     keys = tuple(batch)
-    module = _WithLoss(fake_copy(model, mode, device, dtype), loss_fn, keys)
+    metrics: dict[str, Tensor] = {}  # no attribute of the module: export restores those
+    module = _WithLoss(fake_copy(model, mode, device, dtype), loss_fn, keys, metrics.update)
     with mode:
         values = tuple(torch.empty(v.shape, dtype=v.dtype, device=device) for v in batch.values())
     with (
@@ -105,17 +117,15 @@ def capture(
         _quiet(),
     ):
         exported = _export(module, values)
-        detach_regions(exported.graph_module)
+        inline_regions(exported.graph_module)
         share_constants(exported)
         roll = roll_up(exported.graph_module, state_of(exported, model), rolling) if rolling else None
         exported = _functional(exported)
         write_out(exported.graph_module)
-    program = _to_program(exported, keys, model, roll)
+    program = _to_program(exported, keys, tuple(metrics), model, roll)
+    check_products(program)
+    as_functions(program)
     loss = program.results()[[o.kind for o in program.outputs].index("loss")]
-    if ir.example(loss).dim() or not ir.example(loss).is_floating_point():
-        raise UserError(
-            "loss_fn", f"returns {tuple(ir.example(loss).shape)} {ir.example(loss).dtype}; must be a scalar"
-        )
     return program, ir.Context(ir.example(loss).fake_mode)  # type: ignore[attr-defined]
 
 
@@ -131,16 +141,18 @@ def _quiet() -> Iterator[None]:
 def _export(module: _WithLoss, values: tuple[Tensor, ...]) -> ExportedProgram:
     """Follow the module on fake values; raises UserError naming the line of the model that cannot be followed."""
     try:
-        with quiet_failures(), patch.object(Tensor, "register_hook", _no_hook):
+        with quiet_failures(), hidden_as_operators():
             exported = export(module, values, strict=False)
     except UserError:
         raise
     except GuardOnDataDependentSymNode as error:
         raise UserError(
-            "model", f"{_line(error)}branches on a value; one graph must hold for all data: use torch.where"
+            "model",
+            f"{line(error)}branches on a value; one graph must hold for all data: use torch.where, or leave out a "
+            "branch that only saves work",
         ) from error
     except Exception as error:
-        raise UserError("model", f"{_line(error)}{type(error).__name__}: {_said(error)}") from error
+        raise UserError("model", f"{line(error)}{type(error).__name__}: {_said(error)}") from error
     for spec in exported.graph_signature.input_specs:
         if spec.kind in (InputKind.CUSTOM_OBJ, InputKind.TOKEN):
             what = "is neither a tensor nor a number, which is all that a graph can be given"
@@ -158,12 +170,6 @@ def _export(module: _WithLoss, values: tuple[Tensor, ...]) -> ExportedProgram:
     return exported
 
 
-def _no_hook(tensor: Tensor, hook: Callable) -> None:
-    """Instead of `Tensor.register_hook`: a graph has no gradients that a hook could be called with."""
-    what = "hooks a gradient (register_hook), which no step would call"
-    raise UserError("model", f"{_line()}{what}; put what it does into the backward of a torch.autograd.Function")
-
-
 def _functional(exported: ExportedProgram) -> ExportedProgram:
     """Without writes in place; raises UserError where the model writes into what it may not."""
     try:
@@ -178,13 +184,6 @@ def _said(error: BaseException) -> str:
     return (str(error).strip() or "no message").splitlines()[0]
 
 
-def _line(error: BaseException | None = None) -> str:
-    """`file.py:line ` of the model's or the loss's own code, where an error was raised or (None) where we are."""
-    stack = traceback.extract_tb(error.__traceback__) if error else traceback.extract_stack()
-    frames = [f for f in stack if not ir.is_library(f.filename)]
-    return f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno} " if frames else ""
-
-
 def _name_loss_line(node: torch.fx.Node, loss_fn: LossFn) -> None:
     """Let a node that no module made say where the loss is defined: export keeps frames of `forward` only."""
     code = getattr(inspect.unwrap(getattr(loss_fn, "func", loss_fn)), "__code__", None)
@@ -193,16 +192,35 @@ def _name_loss_line(node: torch.fx.Node, loss_fn: LossFn) -> None:
         node.meta["stack_trace"] = f'File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name}'
 
 
-def detach_regions(module: torch.fx.GraphModule) -> None:
-    """Detach what leaves a `no_grad` region: making the graph functional puts the region in line and forgets it."""
-    for node in module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.wrap_with_set_grad_enabled):
-        if node.args[0]:
+def inline_regions(module: torch.fx.GraphModule) -> None:
+    """Write `no_grad` regions in line, what leaves them detached.
+
+    Making the graph functional would do so, too, but forget that nothing goes back through them, and of which line and
+    module their operators are.
+    """
+    graph = module.graph
+    for call in graph.find_nodes(op="call_function", target=torch.ops.higher_order.wrap_with_set_grad_enabled):
+        enabled, region, *given = call.args
+        if enabled:
             continue
-        for part in list(node.users):
-            with module.graph.inserting_after(part):
-                detached = module.graph.call_function(torch.ops.aten.detach.default, (part,))
-            detached.meta = dict(part.meta)
-            part.replace_all_uses_with(detached, delete_user_cb=lambda user, own=detached: user is not own)
+        body = getattr(module, region.target)
+        copies = dict(zip(body.graph.find_nodes(op="placeholder"), given, strict=True))
+        with graph.inserting_before(call):
+            for node in body.graph.nodes:
+                if node.op == "get_attr":
+                    setattr(module, f"{region.target}_{node.target}", getattr(body, node.target))
+                    copies[node] = graph.get_attr(f"{region.target}_{node.target}")
+                elif node.op not in ("placeholder", "output"):
+                    copies[node] = graph.node_copy(node, copies.__getitem__)
+            results = torch.fx.map_arg(body.graph.output_node().args[0], copies.__getitem__)
+            for part in list(call.users):
+                left = graph.call_function(torch.ops.aten.detach.default, (results[part.args[1]],))
+                left.meta = dict(part.meta)
+                part.replace_all_uses_with(left)
+                graph.erase_node(part)
+        graph.erase_node(call)
+        if not region.users:
+            graph.erase_node(region)
     module.recompile()
 
 
@@ -219,7 +237,13 @@ def constants_of(exported: ExportedProgram) -> dict[torch.fx.Node, Tensor]:
     """The tensors that the model holds as neither parameter nor buffer, or makes of Python's numbers."""
     placeholders = (n for n in exported.graph.nodes if n.op == "placeholder")
     given = zip(placeholders, exported.graph_signature.input_specs, strict=True)
-    return {n: exported.constants[spec.target] for n, spec in given if spec.kind is InputKind.CONSTANT_TENSOR}
+    found = {n: exported.constants[spec.target] for n, spec in given if spec.kind is InputKind.CONSTANT_TENSOR}
+    for node, value in found.items():
+        if isinstance(value, FakeTensor):
+            where = next((f"{ir.source(user)} " for user in node.users), "")
+            what = "reads a tensor that none of the operators seen makes, such as one of torch.autograd.grad"
+            raise UserError("model", f"{where}{what}; use torch.func.grad")
+    return found
 
 
 def constant_name(value: Tensor) -> str:
@@ -242,8 +266,10 @@ def state_of(exported: ExportedProgram, model: nn.Module) -> dict[torch.fx.Node,
     return found
 
 
-def _to_program(exported, keys: tuple[str, ...], model: nn.Module, roll: Roll | None) -> ir.Program:
-    batch, names = iter(keys), first_names(model)
+def _to_program(
+    exported, keys: tuple[str, ...], metrics: tuple[str, ...], model: nn.Module, roll: Roll | None
+) -> ir.Program:
+    batch, names, returned = iter(keys), first_names(model), iter(("loss", *metrics))
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
     inputs: list[ir.Input] = []
     nodes: dict[str, torch.fx.Node] = {}
@@ -269,13 +295,16 @@ def _to_program(exported, keys: tuple[str, ...], model: nn.Module, roll: Roll | 
     outputs = []
     results = exported.graph.output_node().args[0]
     for node, spec in zip(results, exported.graph_signature.output_specs, strict=True):
+        if (written := (spec.target or "").removeprefix("model.")) in trainable:
+            what = f"writes into the parameter {written!r}, which its optimizer alone may change"
+            where = "" if (at := ir.source(node)).startswith("<") else f"{at} "  # of `no_grad` regions it is not known
+            raise UserError("model", f"{where}{what}; use what is written instead of writing it")
         placement = Spec.whole(tuple(node.meta["val"].shape))
-        is_loss = spec.kind is OutputKind.USER_OUTPUT
-        outputs.append(
-            ir.Output(
-                "loss" if is_loss else spec.target.removeprefix("model."), "loss" if is_loss else "buffer", placement
-            )
-        )
+        if spec.kind is OutputKind.USER_OUTPUT:
+            name = next(returned)
+            outputs.append(ir.Output(name, "loss" if name == "loss" else "metric", placement))
+        else:
+            outputs.append(ir.Output(spec.target.removeprefix("model."), "buffer", placement))
     for node in list(exported.graph.nodes):
         _trim_module_stack(node)
         read_marks(node)
@@ -284,8 +313,21 @@ def _to_program(exported, keys: tuple[str, ...], model: nn.Module, roll: Roll | 
         if getattr(node.target, "overloadpacket", None) is torch.ops.aten._assert_async:
             warnings.warn(f"{ir.source(node)} asserts something of values, which no step will check", stacklevel=2)
             exported.graph.erase_node(node)
+    for part in exported.graph_module.modules():  # graphs that operators call, too
+        for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
+            ir.set_phase(node, "forward")
     module = torch.fx.GraphModule(torch.nn.Module(), exported.graph)
-    return ir.Program(module, tuple(inputs), tuple(outputs), facts=frozenset({"captured"}), roll=roll)
+    return ir.Program(module, tuple(inputs), tuple(outputs), roll=roll)
+
+
+def check_products(program: ir.Program) -> None:
+    """Raise UserError naming the line of a product of two dtypes, which kernels refuse once everything is compiled."""
+    for node in program.calls():
+        dtypes = [ir.example(n).dtype for n in tensor_operands(node)] if node.target in PRODUCTS else []
+        if len(set(dtypes)) > 1:
+            told = " by ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            fix = "cast one, as in x.to(weight.dtype): passes.cast.param_dtype is of parameters, buffers keep theirs"
+            raise UserError("model", f"{ir.source(node)} multiplies {told}; {fix}")
 
 
 def first_names(model: nn.Module) -> dict[str, str]:

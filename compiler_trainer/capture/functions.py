@@ -38,20 +38,24 @@ class Saved:
 
 @contextmanager
 def functions_as_operators() -> Iterator[None]:
-    """While on, a call of a custom `autograd.Function` is recorded as an operator of its own, with both bodies."""
-    original = torch.autograd.Function.__dict__["apply"]
+    """While on, a call of a custom `autograd.Function` is recorded as an operator of its own, with both bodies.
+
+    `Function.apply` may have been kept under another name long before (`swish = Swish.apply`): what it calls is
+    replaced.
+    """
+    called_by_apply = torch.autograd.Function.__mro__[1]
     functions.restart()
 
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply(cls: Any, *args: Any) -> Any:
         if cls.__module__.startswith("torch."):
-            return original.__get__(None, cls)(*args, **kwargs)
+            return super(called_by_apply, cls).apply(*args)  # type: ignore[arg-type]
         return record(cls, args)
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+    called_by_apply.apply = classmethod(apply)  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+        del called_by_apply.apply  # type: ignore[attr-defined]
 
 
 def record(cls: Any, args: tuple) -> Any:

@@ -34,6 +34,10 @@ Digest = Annotated[str, Must("be 64 hexadecimal digits", lambda s: re.fullmatch(
 FileName = Annotated[str, Must("be rank_NNNNN.safetensors", lambda s: re.fullmatch(r"rank_\d{5,9}\.safetensors", s))]
 
 
+class OtherFormat(UserError):
+    """A checkpoint is of a format that is not read."""
+
+
 class Damaged(UserError):
     """A checkpoint is not what was written, or cannot be read."""
 
@@ -94,11 +98,21 @@ def read_index(path: Path) -> Index:
     if found is None or sha256(found[2]) != found[1].decode():
         raise Damaged(str(file), "is not as it was written: its SHA-256 is another")
     try:
-        return build(Index, json.loads(found[2]))
+        written = json.loads(found[2])
+        if isinstance(written, dict) and written.get("format", Index.format) != Index.format:
+            raise other_format(path, str(written["format"]))
+        return build(Index, written)
+    except OtherFormat:
+        raise
     except UserError as error:
         raise Damaged(str(file), f"is no index of a checkpoint: {error}") from error
     except (ValueError, RecursionError) as error:
         raise Damaged(str(file), f"is no index of a checkpoint: {type(error).__name__}") from error
+
+
+def other_format(path: Path, what: str) -> OtherFormat:
+    """What to say of a checkpoint in another format."""
+    return OtherFormat(str(path), f"was written in another version's format, {what}; this one reads {Index.format}")
 
 
 def sha256(content: Any) -> str:

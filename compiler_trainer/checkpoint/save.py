@@ -31,7 +31,7 @@ from compiler_trainer.checkpoint.index import (
     read_index,
     sha256,
 )
-from compiler_trainer.checkpoint.listing import clear, complete, discard, kept, number_of, path_of
+from compiler_trainer.checkpoint.listing import clear, complete, discard, kept, number_of, path_of, remove
 from compiler_trainer.checkpoint.load import kinds
 from compiler_trainer.checkpoint.pieces import Stateful, state_of
 from compiler_trainer.checkpoint.staging import Staging
@@ -70,6 +70,9 @@ class Saver:
         self.leads = 0 in step.ranks
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.pending: Future[str] | None = None
+        self.own = Own(folder)
+        if self.leads:
+            clear(folder)
 
     def save(self, state: TrainState) -> None:
         """Copy what there is now and go on; what the copy becomes, `wait` tells."""
@@ -101,7 +104,7 @@ class Saver:
         written = self.together(lambda: write_files(partial, self.staging))
         files = {name: file for of_rank in written for name, file in of_rank.items()}
         index = Index(**vars(state), tensors=self.tensors, files=files)
-        self.together(lambda: publish(partial, path, index, self.cfg) if self.leads else None)
+        self.together(lambda: publish(partial, path, index, self.cfg, self.own) if self.leads else None)
 
     def together(self, action: Callable[[], T]) -> list[T]:
         """What `action` gives on each rank; raises SaveError on all of them if it fails on one."""
@@ -133,7 +136,7 @@ def make_anew(partial: Path, size: int) -> None:
 
     Raises OSError where the disk has no room for `size` bytes: to fill it would stop what else writes there.
     """
-    clear(partial.parent)
+    remove(partial)
     missing = [folder for folder in (partial, *partial.parents) if not folder.exists()]
     partial.mkdir(parents=True)
     for folder in missing:
@@ -156,16 +159,44 @@ def write_files(partial: Path, staging: Staging) -> dict[str, File]:
     return found
 
 
-def publish(partial: Path, path: Path, index: Index, cfg: CheckpointConfig) -> None:
+class Own:
+    """The checkpoints in a folder that a run may delete: those it goes on from, and its own; never those of another.
+
+    A link may be put in the place of the folder while it runs.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder, self.place = folder, place_of(folder)
+        self.steps = {number_of(path) for path in complete(folder)}
+
+    def look(self) -> set[int]:
+        """Their steps, none where the folder is another one than before."""
+        before, self.place = self.place, place_of(self.folder)
+        if before not in (None, self.place):
+            self.steps = set()
+        return self.steps
+
+
+def place_of(folder: Path) -> tuple[int, int] | None:
+    """What a folder is known by to its file system, whatever its name."""
+    return (found.st_dev, found.st_ino) if folder.is_dir() and (found := folder.stat()) else None
+
+
+def publish(partial: Path, path: Path, index: Index, cfg: CheckpointConfig, own: Own) -> None:
     """Write the index, give a checkpoint of which all files are there its name, and delete what is not kept."""
+    steps = own.look()
     (partial / FILE).write_bytes(encoded(index))
     flush(partial / FILE)
     flush(partial)
     if os.path.lexists(path):
+        if index.step not in steps:
+            said = "another run's checkpoint of that step is there; name another checkpoint.dir"
+            raise FileExistsError(errno.EEXIST, said)
         discard(path)
     os.rename(partial, path)
     flush(path.parent)
-    found = {number_of(p): (p, loss_of(p)) for p in complete(path.parent)}
+    steps.add(index.step)
+    found = {n: (p, loss_of(p)) for p in complete(path.parent) if (n := number_of(p)) in steps}
     stay = kept([(number, loss) for number, (_, loss) in found.items()], cfg)
     for number, (old, _) in found.items():
         if number not in stay:

@@ -48,7 +48,7 @@ class Staging:
         ]
         for source in self.sources:
             if source.dtype not in DTYPES:
-                fix = "set checkpoint.enabled=false to train without"
+                fix = "set checkpoint.interval=null to train without"
                 raise UserError("checkpoint", f"{source.name} is {source.dtype}, which cannot be stored; {fix}")
         on_gpu = any(tensor.is_cuda for _, local in state.values() for tensor in local.values())
         self.bytes = sum(padded(source.bytes) for source in self.sources)

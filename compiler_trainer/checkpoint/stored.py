@@ -6,6 +6,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from compiler_trainer.checkpoint.index import (
     File,
     FullTensor,
     Index,
+    other_format,
     read_index,
     sha256,
 )
@@ -82,10 +84,19 @@ def opened(path: Path) -> Checkpoint:
     return Checkpoint(path, index, dict(pieces))
 
 
+def check_format(folder: Path) -> None:
+    """Raise OtherFormat where the newest checkpoint in a folder is of a format that is not read."""
+    for path in complete(folder)[-1:]:
+        if (path / OLDER).exists() and not (path / FILE).is_file():
+            raise no_checkpoint(path)
+        with suppress(Damaged):  # another may be whole
+            read_index(path)
+
+
 def no_checkpoint(path: Path) -> UserError:
     """What to say of a path that is no checkpoint."""
     if (path / OLDER).exists():
-        return UserError(str(path), "was written by an older version, in a format that this one does not read")
+        return other_format(path, "of torch.distributed.checkpoint")
     if is_name(path) and os.path.lexists(path):
         return Damaged(str(path), f"has lost its {FILE}" if path.is_dir() else "is not a folder")
     found = ", ".join(p.name for p in complete(path))

@@ -32,4 +32,5 @@ def check(path: Path) -> str:
     if strange := sorted({file.name for file in path.iterdir()} - {FILE, *stored.index.files}):
         raise Damaged(str(path / strange[0]), "is no file of this checkpoint; move it away")
     mib = sum(file.bytes for file in stored.index.files.values()) / 2**20
-    return f"{len(stored.index.tensors)} tensors in {len(stored.index.files)} files, {mib:,.1f} MiB"
+    files = len(stored.index.files)
+    return f"{len(stored.index.tensors)} tensors in {files} file{'s' * (files > 1)}, {mib:,.1f} MiB"

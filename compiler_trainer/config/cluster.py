@@ -19,9 +19,10 @@ class ByDtype:
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """The machines that a dry run predicts for, by default `h100`. Rates are of one GPU, links of one direction."""
+    """The machines that a dry run predicts for; `auto` is those of the GPU here. Rates are of a GPU, links one way."""
 
     name: str = "h100"
+    device: str | None = None  # what torch.cuda.get_device_name() says there, or cpu; MFU is of no other
     gpus: Positive | None = None  # how many there are; null: as many as the mesh has ranks
     gpus_per_node: Positive = 8
     rates: RatesOrName = "h100"  # what is reached by size: a file of conf/cluster/rates, or its tables
@@ -44,3 +45,6 @@ class ClusterConfig:
     allocator_loss: NonNegativeFloat = 0.1  # memory reserved beyond what is alive, as a share of that
     expert_load: AtLeastOne = 1.0  # rows of the rank whose experts get most, over the mean
     sources: dict[str, str] = field(default_factory=dict)  # where each of these comes from, for the report
+
+
+AUTO_CLUSTER = ClusterConfig(name="auto")  # what `cluster=auto` stands for until the device is known

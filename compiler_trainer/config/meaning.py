@@ -8,19 +8,18 @@ import difflib
 import inspect
 import json
 import textwrap
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from compiler_trainer.config import cluster, schema
+from compiler_trainer.config import cluster, foreign, schema
+from compiler_trainer.config.choices import CONF
+from compiler_trainer.config.compose import default_job
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.options import Must
-
-CHOICES = Path(__file__).parents[2] / "conf"
+from compiler_trainer.config.options import Chosen, Must
 
 
 class Option(NamedTuple):
@@ -41,7 +40,7 @@ class Group(NamedTuple):
 
 
 def groups(cls: type = schema.Config, prefix: str = "") -> Iterator[Group]:
-    """Every group of options below a dataclass of the schema, itself first."""
+    """Every group of options below a dataclass of the schema, itself first, with the defaults of a job."""
     lines, notes = source_of(cls), comments(cls)
     inner: list[tuple[str, type]] = []
     options = []
@@ -50,7 +49,8 @@ def groups(cls: type = schema.Config, prefix: str = "") -> Iterator[Group]:
         if part is not None:
             inner.append((f"{prefix}{field.name}", part))
         else:
-            options.append(Option(prefix + field.name, lines[field.name], shown(field), notes[field.name]))
+            name = f"{prefix}{field.name}"
+            options.append(Option(name, lines[field.name], shown(field, name), notes[field.name]))
     yield Group(prefix.rstrip("."), inspect.cleandoc(cls.__doc__ or ""), options)
     for name, part in inner:
         yield from groups(part, f"{name}.")
@@ -97,7 +97,8 @@ def words(annotation: ast.expr) -> str:
     kind, *musts = get_args(alias) or (None,)
     if kind in (int, float) and all(isinstance(must, Must) for must in musts):
         return ", ".join([kind.__name__, *(must.be.removeprefix("be ") for must in musts)])
-    return {"None": "null"}.get(text, text)
+    said = [must.words for must in musts if isinstance(must, Chosen) and must.words]
+    return said[0] if said else {"None": "null"}.get(text, text)
 
 
 def comments(cls: type) -> dict[str, str]:
@@ -110,8 +111,11 @@ def comments(cls: type) -> dict[str, str]:
     return found
 
 
-def shown(field: dataclasses.Field[Any]) -> str:
-    """A default, as one would write it."""
+def shown(field: dataclasses.Field[Any], name: str) -> str:
+    """What an option is where it is not given, as one would write it: the default job's value, else the schema's."""
+    if name in default_job():
+        value = default_job()[name]
+        return value if isinstance(value, str) else json.dumps(value)
     if field.default is field.default_factory is dataclasses.MISSING:
         return "(required)"
     value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
@@ -119,25 +123,49 @@ def shown(field: dataclasses.Field[Any]) -> str:
 
 
 def explain(asked: str, out: Console) -> None:
-    """Print the options of a group, or one; raises UserError naming the nearest."""
+    """Print a group of options, one, or those about a word, also another trainer's; raises UserError otherwise."""
     every = list(groups())
     chosen = [group for group in every if asked in ("", group.name) or group.name.startswith(f"{asked}.")]
-    if not chosen:
-        chosen = [group._replace(options=[o for o in group.options if o.name == asked]) for group in every]
-        chosen = [group for group in chosen if group.options]
-    if not chosen:
+    chosen = chosen or having(every, lambda option: option.name == asked)
+    said = None if chosen else foreign.answer(asked)
+    if said:
+        out.print(f"{asked}: {said}", markup=False)
+    chosen = chosen or about(every, asked)
+    if not chosen and not said:
         names = [group.name for group in every] + [option.name for group in every for option in group.options]
         near = difflib.get_close_matches(asked, names, 1, 0.5)
-        raise UserError(asked, f"is no option{f'; did you mean {near[0]!r}?' if near else ''}")
+        raise UserError(asked, f"no option is called so or about it{f'; did you mean {near[0]!r}?' if near else ''}")
     for group in chosen:
         show(group, out)
+
+
+def having(every: list[Group], fits: Callable[[Option], bool]) -> list[Group]:
+    """The groups with those of their options that fit, where there are any."""
+    chosen = [group._replace(options=[option for option in group.options if fits(option)]) for group in every]
+    return [group for group in chosen if group.options]
+
+
+def about(every: list[Group], asked: str) -> list[Group]:
+    """Options whose name or meaning has all words that are asked for, and whole groups that are about them."""
+    words = asked.lower().replace("_", " ").split()
+
+    def says(text: str) -> bool:
+        """Whether a text has the words."""
+        return all(word in text.lower().replace("_", " ") for word in words)
+
+    of = {group.name: says(group.about) for group in every}
+    found = [
+        group if of[group.name] else group._replace(options=[o for o in group.options if says(f"{o.name} {o.meaning}")])
+        for group in every
+    ]
+    return [group for group in found if group.options]
 
 
 def show(group: Group, out: Console) -> None:
     """Print a group of options."""
     out.print(f"\n[bold]{group.name}[/bold]  {escape(group.about)}")
-    if (CHOICES / group.name).is_dir():
-        out.print(f"  choices: {', '.join(sorted(path.stem for path in (CHOICES / group.name).glob('*.yaml')))}")
+    if (CONF / group.name).is_dir():
+        out.print(f"  choices: {', '.join(sorted(path.stem for path in (CONF / group.name).glob('*.yaml')))}")
     table = Table(box=None, padding=(0, 2), header_style="dim")
     table.add_column("option", no_wrap=True)
     for title in ("takes", "default", ""):

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from omegaconf import OmegaConf
 
+from compiler_trainer.config import foreign
 from compiler_trainer.config.errors import UserError
 
 T = TypeVar("T")
@@ -20,12 +21,16 @@ LARGEST = 2**63 - 1  # whole numbers, which int64 holds
 SCALARS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
-def part(fraction: float, whole: Any) -> Any:
-    """`${part:0.1,${train.steps}}`: that part of a whole number; anything else is left for its own check to refuse."""
-    return int(fraction * whole) if isinstance(whole, int) else whole
+class Unknown(UserError):
+    """An option that there is not."""
 
 
-OmegaConf.register_new_resolver("part", part, replace=True)
+def start_lr(init: str, lora: Any) -> float:
+    """`${start_lr:weights,null}`: the learning rate that a folder's weights take, trained whole or by LoRA, or anew."""
+    return 1e-3 if init == "random" else 2e-4 if lora else 1e-5
+
+
+OmegaConf.register_new_resolver("start_lr", start_lr, replace=True)
 
 
 @dataclass(frozen=True)
@@ -38,9 +43,10 @@ class Must:
 
 @dataclass(frozen=True)
 class Chosen:
-    """How the kind of an annotated value is chosen: `kind(value)` is what it has to be."""
+    """How the kind of an annotated value is chosen: `kind(value)` is what it has to be, `words` say so to a reader."""
 
     kind: Callable[[Any], Any]
+    words: str = ""
 
 
 def build(cls: type[T], mapping: Any, where: str = "") -> T:
@@ -55,7 +61,7 @@ def build(cls: type[T], mapping: Any, where: str = "") -> T:
         raise UserError(where or "config", f"{shown(mapping)} is not a group of options; it has {', '.join(names)}")
     for key in mapping:
         if key not in names:
-            raise UserError(join(where, key), unknown(key, names))
+            raise Unknown(join(where, key), unknown(key, names))
     for option in fields(cls):  # type: ignore[arg-type]
         if option.default is MISSING and option.default_factory is MISSING and option.name not in mapping:
             raise UserError(join(where, option.name), "is missing and has no default")
@@ -118,7 +124,7 @@ def scalar(kind: Any, value: Any, where: str) -> Any:
 def one_of(choices: tuple[str, ...], value: Any, where: str) -> Any:
     """`value` if it is one of `choices`."""
     if value not in choices:
-        raise UserError(where, not_one_of(choices, value))
+        raise UserError(where, "; ".join([not_one_of(choices, value), *filter(None, [foreign.VALUES.get(where)])]))
     return value
 
 
@@ -159,7 +165,9 @@ def not_one_of(choices: Iterable[str], value: Any) -> str:
 
 
 def unknown(key: Any, names: list[str]) -> str:
-    """What to say of an unknown `key`: the nearest name, else all of them."""
+    """What to say of an unknown `key`: what another trainer's is called here, the nearest name, else all of them."""
+    if found := foreign.answer(str(key)):
+        return f"no such option; {found}"
     known = f"; there are {', '.join(names)}" if names else ""
     return "no such option" + (did_you_mean(key, names) or known)
 

@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal, get_args
 from omegaconf import OmegaConf
 
 from compiler_trainer.config import yamls
-from compiler_trainer.config.cluster import ClusterConfig
+from compiler_trainer.config.cluster import AUTO_CLUSTER, ClusterConfig
+from compiler_trainer.config.earlier import understood
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.files import put
 from compiler_trainer.config.kinds import (
@@ -20,15 +21,17 @@ from compiler_trainer.config.kinds import (
     Count,
     Epsilon,
     Fraction,
+    Interval,
     Layers,
     NonNegativeFloat,
     OpenFraction,
     Positive,
     PositiveFloat,
     RopeBase,
+    RowLength,
     Seed,
 )
-from compiler_trainer.config.options import Chosen, Must, build, option_names
+from compiler_trainer.config.options import Chosen, Must, build  # noqa: F401  # build: of what `Config` is in
 from passes.memory.remat import SAVE, Action, OfLayer, Policy
 from passes.precision.cast import OPS
 
@@ -189,6 +192,8 @@ class WeightedSource(SourceConfig):
 class DataConfig(SourceConfig):
     """What to train on: one source, or `sources`; `tokenizer` is `bytes` or the path of a `tokenizer.json`.
 
+    A recipe for a vocabulary of its own leaves `tokenizer` empty: it has to be named.
+
     For `model=hf` it is that of its folder. With `chat`, records hold `messages`, or `prompt` and `completion`: the
     tokenizer's chat template writes them, and the loss counts what the assistant says.
     """
@@ -197,11 +202,16 @@ class DataConfig(SourceConfig):
     sources: tuple[WeightedSource, ...] = ()
     tokenizer: str = "bytes"
     chat: bool = False
-    packing: Literal["cut", "fit"] = "cut"  # documents end to end, cut into rows; or rows of whole documents, padded
+    packing: Literal["auto", "cut", "fit"] = "auto"  # documents end to end, cut; or whole ones, padded: with `chat`
     bad_records: Literal["stop", "skip"] = "stop"
     eval_fraction: OpenFraction = 0.05  # of each source's documents, held out
     seed: Seed = 0
     cache: str | None = None  # where tokens are kept; null: compiler-trainer/tokens in $XDG_CACHE_HOME or ~/.cache
+
+    @property
+    def packs(self) -> Literal["cut", "fit"]:
+        """How documents are packed: conversations whole, so that no answer is parted from its question."""
+        return self.packing if self.packing != "auto" else "fit" if self.chat else "cut"
 
     @property
     def read(self) -> tuple[SourceConfig, ...]:
@@ -209,18 +219,42 @@ class DataConfig(SourceConfig):
         return self.sources or (self,)
 
 
+def kind_of_microbatches(given: Any) -> Any:
+    """What a number of microbatches is given as."""
+    return Literal["auto"] if isinstance(given, str) else Positive
+
+
+Microbatches = Annotated[int, Chosen(kind_of_microbatches, "int, at least 1 | auto")]
+AUTOMATIC: Any = "auto"  # what `train.microbatches` is until it is planned
+
+
+@dataclass(frozen=True)
+class ReplicaCheckConfig:
+    """Ranks that hold copies of parameters and moments compare them every `interval` steps and before each checkpoint.
+
+    Where a bit differs `stop` ends the run, naming rank and tensor; `repair` copies what most ranks hold, if most do.
+    """
+
+    interval: Interval | None = 100  # null: they are never compared
+    action: Literal["stop", "repair"] = "stop"  # where copies differ: silent data corruption
+
+
 @dataclass(frozen=True)
 class TrainConfig:
-    """How much to train; `dtype` is that of the master weights."""
+    """How much to train; `dtype` is that of the master weights.
 
-    steps: Positive = 80
-    seq_len: Annotated[int, Must("be at least 2, a token and the one it predicts", lambda n: n >= 2)] = 256
+    `microbatches` is the number of steps of gradient accumulation; with `auto` it is as small as memory allows.
+    """
+
+    steps: Positive = 80  # optimizer steps; there are no epochs
+    seq_len: RowLength = 256  # tokens a row
     global_batch_size: Positive = 16  # sequences a step, all ranks together
-    microbatches: Positive = 1
-    seed: Seed = 0
-    deterministic: bool = False
-    dtype: Dtype = "float32"
+    microbatches: Microbatches = 1  # parts of a step's rows, in turn: gradient accumulation; auto: planned
+    seed: Seed = 0  # of initial weights and dropout
+    deterministic: bool = False  # the same bits in every run, at some speed
+    dtype: Dtype = "float32"  # of the master weights; mixed precision: passes.cast.param_dtype
     nonfinite: Literal["stop", "skip", "rollback"] = "stop"  # at a NaN: end, omit the update, or go back and past it
+    replica_check: ReplicaCheckConfig = field(default_factory=ReplicaCheckConfig)
 
 
 @dataclass(frozen=True)
@@ -239,12 +273,12 @@ class OptimConfig:
     """The update; what is left unset here is plain: no decay, no momentum, no clip (`max_norm` null)."""
 
     name: Literal["adamw", "adamw8bit", "adamwfp8", "muon", "sgd"] = "adamw"  # 8bit, fp8: moments in torchao's formats
-    lr: NonNegativeFloat = 1e-3
+    lr: NonNegativeFloat = 1e-3  # the learning rate at its highest
     betas: tuple[OpenFraction, OpenFraction] = (0.9, 0.999)  # adamw's
     eps: Epsilon = 1e-8  # adamw's
     momentum: OpenFraction = 0.0  # sgd's and muon's
-    weight_decay: NonNegativeFloat = 0.0
-    max_norm: PositiveFloat | None = None
+    weight_decay: NonNegativeFloat = 0.0  # decoupled, times the learning rate
+    max_norm: PositiveFloat | None = None  # gradients are clipped to this norm; null: they are not
     state: Dtype | None = None  # of moments; null: that of the parameters
     block: Positive = 256  # entries that share a scale, where moments are in eight bits
     stochastic_rounding: bool = False  # of updated bf16 parameters
@@ -253,40 +287,74 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class LrScheduleConfig:
-    """Linear warm-up to `optim.lr`, then down to `min_ratio * optim.lr` in the last `decay_steps` of `train.steps`."""
+    """Linear warm-up to `optim.lr`, then down to `min_ratio * optim.lr` in the last `decay_steps` of `train.steps`.
 
-    name: Literal["constant", "cosine", "linear", "wsd"] = "constant"  # wsd falls as 1 - sqrt
-    warmup_steps: Count = 0
-    min_ratio: Fraction = 0.0
-    decay_steps: Count | None = None  # null: all after the warm-up
+    Fractions are of `train.steps`, so that a run that is resumed for more or fewer steps keeps its shape.
+    """
+
+    name: Literal["constant", "cosine", "linear", "wsd"] = "constant"  # wsd: warm-up, stable, decay, as 1 - sqrt
+    warmup_steps: Count | None = None  # null: warmup_fraction of train.steps
+    min_ratio: Fraction = 0.0  # of optim.lr, what is left at the end
+    decay_steps: Count | None = None  # null: decay_fraction of train.steps
+    warmup_fraction: Fraction = 0.0
+    decay_fraction: Fraction | None = None  # null: all after the warm-up
+
+    def warmup(self, steps: int) -> int:
+        """Steps of warm-up in a run of so many."""
+        return int(self.warmup_fraction * steps) if self.warmup_steps is None else self.warmup_steps
+
+    def decay(self, steps: int) -> int | None:
+        """Steps of decay in a run of so many; None: all after the warm-up."""
+        if self.decay_steps is not None or self.decay_fraction is None:
+            return self.decay_steps
+        return int(self.decay_fraction * steps)
 
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Ranks along each axis; at most one axis is -1, the ranks that the others leave. `mesh=auto` plans them.
+    """Ranks along each axis; -1: the ranks that the others leave. Several -1 are planned, `mesh=auto` plans all.
 
     `ep` counts no further ranks: among so many of `dp_shard` and `cp` (or of these and all of `tp`) experts are spread.
     """
 
     pp: AxisSize = 1
-    dp_replicate: AxisSize = 1
-    dp_shard: AxisSize = -1
-    cp: AxisSize = 1
-    tp: AxisSize = 1
-    ep: Positive = 1
+    dp_replicate: AxisSize = 1  # data parallelism that replicates parameters (DDP; with dp_shard HSDP)
+    dp_shard: AxisSize = -1  # data parallelism that shards parameters (FSDP, ZeRO)
+    cp: AxisSize = 1  # context parallelism: the sequence is sharded
+    tp: AxisSize = 1  # tensor parallelism: weights are split
+    ep: Positive = 1  # expert parallelism
 
 
 AUTO = MeshConfig(dp_replicate=-1, dp_shard=-1, cp=-1, tp=-1)  # what `mesh=auto` stands for until a plan is made
+PLANNED = ("dp_replicate", "dp_shard", "cp", "tp")
+
+
+def open_axes(mesh: MeshConfig) -> list[str]:
+    """The axes that take what others leave."""
+    return [axis for axis in PLANNED if getattr(mesh, axis) == -1]
+
+
+def is_open(cfg: Config) -> bool:
+    """Whether something of how a job runs is to be planned: several axes of its mesh, or its microbatches."""
+    return len(open_axes(cfg.mesh)) > 1 or cfg.train.microbatches == AUTOMATIC
+
+
+def closed(cfg: Config) -> Config:
+    """`cfg` with stand-ins for what is to be planned, so that all else can be checked."""
+    mesh = MeshConfig() if len(open_axes(cfg.mesh)) > 1 else cfg.mesh
+    microbatches = 1 if cfg.train.microbatches == AUTOMATIC else cfg.train.microbatches
+    return dataclasses.replace(cfg, mesh=mesh, train=dataclasses.replace(cfg.train, microbatches=microbatches))
 
 
 @dataclass(frozen=True)
 class CastConfig:
-    """Dtype in which parameters are used and gradients are reduced; null keeps the master weights' own.
+    """Mixed precision: dtypes of parameters in use and of reduced gradients; null keeps the master weights' own.
 
+    With `param_dtype=auto` that is bfloat16 on a GPU, and gradients are then reduced in float32, and null on a CPU.
     `ops` are patterns of operators and the least dtype they compute in, `modules` of modules and theirs.
     """
 
-    param_dtype: Dtype | None = None
+    param_dtype: Literal["auto", "float32", "bfloat16"] | None = "auto"
     reduce_dtype: Dtype | None = None
     output_dtype: Dtype | None = None  # of what the model hands to the loss
     ops: dict[str, Dtype] = field(default_factory=OPS.copy)
@@ -348,7 +416,9 @@ class ChunkLossConfig:
 
 @dataclass(frozen=True)
 class RematConfig:
-    """What the backward recomputes; `regather` gathers parameters again for it (ZeRO-3, else ZeRO-2).
+    """What the backward recomputes (activation checkpointing).
+
+    With `regather` parameters are gathered again for it (ZeRO-3, else ZeRO-2).
 
     `save` lists the operators whose results `selective` keeps; `layers` gives some layers another policy, `modules` and
     `ops` say otherwise of single values, all by patterns.
@@ -375,13 +445,9 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class SegmentConfig:
-    """How the finished program is cut for compilation: where layers begin, and before a piece exceeds `max_nodes`.
+    """How the finished program is cut for compilation: where layers begin, and before a piece exceeds `max_nodes`."""
 
-    Not `enabled`, the whole program is compiled as one.
-    """
-
-    enabled: bool = True
-    max_nodes: Positive = 1000
+    max_nodes: Positive | None = 1000  # null: the whole program is compiled as one
 
 
 @dataclass(frozen=True)
@@ -400,7 +466,7 @@ class PassesConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     segment: SegmentConfig = field(default_factory=SegmentConfig)
     roll: bool = True
-    verify: Literal["off", "spec", "numeric"] = "spec"
+    verify: Literal["none", "spec", "numeric"] = "spec"
 
 
 @dataclass(frozen=True)
@@ -419,22 +485,26 @@ class CheckpointConfig:
     `keep_every`-th step, and the `keep_best` of the lowest held-out loss.
     """
 
-    enabled: bool = True
-    interval: Positive = 500
+    interval: Interval | None = 500  # null: nothing is saved, not at the end either
     keep: Positive = 2
-    keep_every: Count = 0  # 0: none
+    keep_every: Interval | None = None
     keep_best: Count = 0
     dir: str | None = None  # null: checkpoints/ in the run folder
     resume: str | None = None
     allow: tuple[str, ...] = ()  # options, or groups of them, that may differ from those of the run that is resumed
     frozen: bool = True  # whether parameters that are not trained are stored; else they are read where they came from
 
+    @property
+    def saves(self) -> bool:
+        """Whether checkpoints are taken."""
+        return self.interval is not None
+
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """Held-out loss over `batches` global batches every `interval` steps; 0 never evaluates."""
+    """Held-out loss over `batches` global batches every `interval` steps and at the end."""
 
-    interval: Count = 50
+    interval: Interval | None = 50  # null: never, and data.eval_fraction may be 0
     batches: Positive = 4
 
 
@@ -450,7 +520,7 @@ class RunConfig:
     dump_graphs: bool = True
     profile: bool = False
     time_limit: TimeLimit = None  # seconds, or as `2h30m`
-    pace_interval: Count = 100  # every so many steps ranks compare how long they compute and wait; 0: never
+    pace_interval: Interval | None = 100  # every so many steps ranks compare how long they compute and wait
     timeout_s: PositiveFloat = 600.0  # a rank that does not move for so long while training ends the job
     dry: bool = False  # compile for the mesh and predict what `cluster` would make of it; nothing is run
 
@@ -461,7 +531,7 @@ RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """What `compiler-trainer plan` and `mesh=auto` may choose, and how thoroughly they look (docs/21-plan.md).
+    """What `compiler-trainer plan` and `mesh=auto` may choose, and how thoroughly they look (docs/guides/plan.md).
 
     What is stated on the command line is kept. `recompute` lists what `passes.remat.policy` may become (every_second
     is every_n with 2); where one of them does not fit, another may take some of the layers.
@@ -469,8 +539,7 @@ class PlanConfig:
 
     compile: Positive = 12  # of the best by closed forms so many are compiled
     recompute: tuple[Recompute, ...] = RECOMPUTE
-    bfloat16: bool = True  # whether to compute in bfloat16 may be chosen, where passes.cast.param_dtype is null
-    float8: bool = False  # whether products in float8 may be
+    float8: bool = False  # whether products in float8 may be chosen, where others are in bfloat16
     processes: Positive | None = None  # that compile side by side; null: one a core
     suggest: bool = True  # whether a run says at its start that another mesh is predicted to be faster
 
@@ -491,7 +560,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     run: RunConfig = field(default_factory=RunConfig)
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    cluster: ClusterConfig = AUTO_CLUSTER
     plan: PlanConfig = field(default_factory=PlanConfig)
 
 
@@ -503,14 +572,21 @@ def save(cfg: Config, path: Path) -> None:
     put(path, OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(cfg))))
 
 
+# Groups that every run has written; of one that is newer, a run that went before has the defaults.
+WRITTEN = (
+    "model", "loss", "data", "train", "optim", "lr_schedule", "mesh", "passes", "lower", "checkpoint", "eval", "run",
+    "cluster", "plan",
+)  # fmt: skip
+
+
 def load(path: Path) -> Config:
     """The config saved at `path`; raises UserError naming the file and the option at fault."""
     options = yamls.load(path)
     try:
-        cfg = build(Config, options)
+        cfg = understood(Config, options, str(path))
     except UserError as error:
         raise UserError(f"{path}: {error.where}", error.message) from error
-    if missing := [group for group in option_names(Config) if group not in options]:
+    if missing := [group for group in WRITTEN if group not in options]:
         fix = f"if it was not cut short, write {missing[0]}: {{}} for the defaults"
         raise UserError(str(path), f"lacks {', '.join(missing)}, which a run writes; {fix}")
     return cfg

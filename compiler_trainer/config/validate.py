@@ -17,6 +17,7 @@ from compiler_trainer.config.schema import (
     MeshConfig,
     ModelConfig,
     SourceConfig,
+    open_axes,
 )
 from compiler_trainer.config.times import is_time
 from passes.program.mesh import spread_experts
@@ -31,6 +32,12 @@ UNSUPPORTED_AXES = {
 def with_experts(holds: Callable[[ExpertsConfig], bool]) -> Callable[[Any], bool]:
     """What must hold of a model's experts, if it has any."""
     return lambda cfg: cfg.model.experts is None or holds(cfg.model.experts)
+
+
+def evaluates_at_checkpoints(cfg: Config) -> bool:
+    """Whether every checkpoint has a held-out loss."""
+    saves, evaluates = cfg.checkpoint.interval, cfg.eval.interval
+    return saves is not None and evaluates is not None and saves % evaluates == 0
 
 
 def names(sources: tuple[SourceConfig, ...]) -> set[str]:
@@ -138,6 +145,12 @@ CHECKS: Checks = (
         "needs a tokenizer with a chat template; set data.tokenizer to a tokenizer.json",
     ),
     (
+        "data.tokenizer",
+        lambda c: c.data.tokenizer != "" or c.run.dry,
+        "is not named, and the vocabulary of {c.model.name} is not bytes; set data.tokenizer=FOLDER/tokenizer.json, as "
+        "it was downloaded with that model",
+    ),
+    (
         "train.microbatches",
         lambda c: c.train.global_batch_size % c.train.microbatches == 0,
         "{c.train.microbatches} does not divide train.global_batch_size={c.train.global_batch_size}; change either",
@@ -175,25 +188,26 @@ CHECKS: Checks = (
     ),
     (
         "lr_schedule.warmup_steps",
-        lambda c: c.lr_schedule.warmup_steps <= c.train.steps,
+        lambda c: c.lr_schedule.warmup(c.train.steps) <= c.train.steps,
         "{c.lr_schedule.warmup_steps} is more than train.steps={c.train.steps}; change either",
     ),
     (
         "lr_schedule.decay_steps",
-        lambda c: c.lr_schedule.warmup_steps + (c.lr_schedule.decay_steps or 0) <= c.train.steps,
-        "{c.lr_schedule.decay_steps} and lr_schedule.warmup_steps={c.lr_schedule.warmup_steps} are more than "
-        "train.steps={c.train.steps}; change one of them",
+        lambda c: c.lr_schedule.warmup(c.train.steps) + (c.lr_schedule.decay(c.train.steps) or 0) <= c.train.steps,
+        "{c.lr_schedule.decay_steps} and lr_schedule.warmup_steps={c.lr_schedule.warmup_steps} (null: "
+        "lr_schedule.warmup_fraction={c.lr_schedule.warmup_fraction}) are more than train.steps={c.train.steps}; "
+        "change one of them",
     ),
     (
         "checkpoint.keep_best",
-        lambda c: c.checkpoint.keep_best == 0 or bool(c.eval.interval and c.checkpoint.interval % c.eval.interval == 0),
-        "{c.checkpoint.keep_best} needs an evaluation with every checkpoint; set eval.interval={c.eval.interval} to a "
-        "divisor of checkpoint.interval={c.checkpoint.interval}",
+        lambda c: c.checkpoint.keep_best == 0 or evaluates_at_checkpoints(c),
+        "{c.checkpoint.keep_best} needs an evaluation with every checkpoint; set eval.interval ({c.eval.interval}) to "
+        "a divisor of checkpoint.interval ({c.checkpoint.interval})",
     ),
     (
         "train.nonfinite",
-        lambda c: c.train.nonfinite != "rollback" or c.checkpoint.enabled,
-        "{c.train.nonfinite} with checkpoint.enabled=false, which leaves nothing to go back to; change either",
+        lambda c: c.train.nonfinite != "rollback" or c.checkpoint.saves,
+        "{c.train.nonfinite} with checkpoint.interval=null, which leaves nothing to go back to; change either",
     ),
     (
         "run.time_limit",
@@ -202,8 +216,8 @@ CHECKS: Checks = (
     ),
     (
         "eval.interval",
-        lambda c: c.eval.interval == 0 or c.data.eval_fraction > 0,
-        "{c.eval.interval}, but data.eval_fraction=0 holds nothing out; set eval.interval=0 or a fraction",
+        lambda c: c.eval.interval is None or c.data.eval_fraction > 0,
+        "{c.eval.interval}, but data.eval_fraction=0 holds nothing out; set eval.interval=null or a fraction",
     ),
     (
         "passes.remat.policy",
@@ -244,10 +258,17 @@ def dry_world_size(cfg: Config) -> int:
     if cfg.cluster.gpus is not None:
         return cfg.cluster.gpus
     sizes = dataclasses.asdict(cfg.mesh)
-    if open_axes := [axis for axis, size in sizes.items() if size == -1]:
-        fix = f"set mesh.{open_axes[0]}, or cluster.gpus to how many there are"
-        raise UserError(f"mesh.{open_axes[0]}", f"-1 takes the ranks that are left, and a dry run starts none; {fix}")
+    if len(open_axes(cfg.mesh)) > 1 and (product := stated(cfg.mesh)) > 1:
+        return product
+    if left := [axis for axis, size in sizes.items() if size == -1]:
+        fix = f"set mesh.{left[0]}, or cluster.gpus to how many there are"
+        raise UserError(f"mesh.{left[0]}", f"-1 takes the ranks that are left, and a dry run starts none; {fix}")
     return math.prod(size for axis, size in sizes.items() if axis != "ep")
+
+
+def stated(mesh: MeshConfig) -> int:
+    """The ranks of the axes that are stated."""
+    return math.prod(size for axis, size in dataclasses.asdict(mesh).items() if axis != "ep" and size != -1)
 
 
 def resolve_mesh(mesh: MeshConfig, world_size: int) -> MeshConfig:
@@ -257,17 +278,17 @@ def resolve_mesh(mesh: MeshConfig, world_size: int) -> MeshConfig:
     for axis, what in UNSUPPORTED_AXES.items():
         if sizes[axis] != 1:
             raise UserError(f"mesh.{axis}", f"{sizes[axis]}, but {what} is not built yet; use 1")
-    open_axes = [axis for axis, size in sizes.items() if size == -1]
-    if len(open_axes) > 1:
-        raise UserError(f"mesh.{open_axes[1]}", f"-1, and so is mesh.{open_axes[0]}; only one axis can take the rest")
+    left = [axis for axis, size in sizes.items() if size == -1]
+    if len(left) > 1:
+        raise UserError(f"mesh.{left[1]}", f"-1, and so is mesh.{left[0]}; only one axis can take the rest")
     product = math.prod(size for size in sizes.values() if size != -1)
-    fits = world_size % product == 0 if open_axes else world_size == product
+    fits = world_size % product == 0 if left else world_size == product
     if not fits:
-        stated = "*".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "every axis=1"
+        told = "*".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "every axis=1"
         largest = max(sizes, key=lambda axis: (sizes[axis], axis == "dp_shard"))
-        needed = f"a multiple of {product} ranks" if open_axes else f"{product} ranks"
-        raise UserError("mesh", f"{stated} needs {needed}, not {world_size}; change mesh.{largest} or start {needed}")
-    mesh = dataclasses.replace(mesh, **{axis: world_size // product for axis in open_axes})
+        needed = f"a multiple of {product} ranks" if left else f"{product} ranks"
+        raise UserError("mesh", f"{told} needs {needed}, not {world_size}; change mesh.{largest} or start {needed}")
+    mesh = dataclasses.replace(mesh, **{axis: world_size // product for axis in left})
     try:
         spread_experts(dataclasses.asdict(mesh))
     except ValueError as error:

@@ -4,6 +4,7 @@
 
 The key depends on each file's path, size and time of change, on the tokenizer and on the options. A corpus has its
 folder only once it is whole: until then `<key>.part` holds the shards that are, and a later start goes on with these.
+Each start compares the arrays with what was written: all of a small one, blocks of a large one.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
+import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
+
+from rich.filesize import decimal
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.data.bar import Bar
@@ -26,8 +31,11 @@ from compiler_trainer.data.sources import Source, stamp
 from compiler_trainer.data.worker import Recipe
 from compiler_trainer.data.workers import tokenize
 
-FORMAT = 1  # of what is stored, and of what it depends on
+FORMAT = 3  # of what is stored, and of what it depends on
 SUMMARY = "corpus.json"
+BLOCKS, BLOCK_BYTES = 64, 2**20  # of an array that is larger, so many are compared, spread over it
+NAME = re.compile(r"[0-9a-f]{20}(\.part)?")  # of a corpus: a cache may hold what others put there
+MOST_BYTES, UNUSED_S = 256 * 2**30, 30 * 86_400  # a cache that holds more loses what was unused for so long
 
 
 class Stored(NamedTuple):
@@ -60,16 +68,62 @@ def default_cache() -> Path:
 
 def found(folder: Path) -> Stored | None:
     """The corpus in a folder; None where there is none, or where a file is not as it was left."""
+    path = folder / SUMMARY
+    if not path.is_file():
+        return None
     try:
-        kept = json.loads((folder / SUMMARY).read_text())
-        return Stored(folder, Summary(*kept["holds"])) if kept["files"] == stamps(folder) else None
+        kept = json.loads(path.read_text())
+        if kept["digest"] != digest_of(kept["holds"], kept["files"]) or kept["files"] != stamps(folder):
+            return None
+        with suppress(OSError):  # of others, that may only be read
+            os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
+        return Stored(folder, Summary(*kept["holds"]))
     except (OSError, ValueError, KeyError, TypeError):  # nothing there, cut or altered
         return None
 
 
-def stamps(folder: Path) -> dict[str, list[int]]:
-    """Size and time of change of each array."""
-    return {file: list(stamp(str(folder / file))[1:]) for file in ARRAYS.values()}
+def stamps(folder: Path) -> dict[str, list[Any]]:
+    """Size, time of change and digest of each array; raises OSError where one is no file."""
+    return {file: [*stamp(str(folder / file))[1:], sampled(folder / file)] for file in ARRAYS.values()}
+
+
+def sampled(path: Path) -> str:
+    """The digest of a file, of a large one that of blocks spread over it, its ends among them."""
+    if not path.is_file():  # a pipe would be waited for
+        raise FileNotFoundError(path)
+    digest, size = hashlib.blake2b(digest_size=16), path.stat().st_size
+    step = max(BLOCK_BYTES, (size - BLOCK_BYTES) / (BLOCKS - 1))
+    with open(path, "rb", buffering=0) as file:
+        for number in range(min(BLOCKS, -(-size // BLOCK_BYTES))):
+            file.seek(round(number * step))
+            digest.update(file.read(BLOCK_BYTES))
+    return digest.hexdigest()
+
+
+def digest_of(holds: Sequence[Any], files: dict[str, list[Any]]) -> str:
+    """What a summary says of itself."""
+    return hashlib.blake2b(json.dumps([holds, files]).encode(), digest_size=16).hexdigest()
+
+
+def bound(cache: Path) -> None:
+    """Delete corpora, the longest unused first, from a cache that holds too much; what was used of late stays."""
+    entries = [(*used_and_size(each), each) for each in cache.iterdir() if NAME.fullmatch(each.name)]
+    excess, gone = sum(size for _, size, _ in entries) - MOST_BYTES, 0
+    for used, size, folder in sorted(entries):
+        if gone >= excess or used > time.time() - UNUSED_S:
+            break
+        shutil.rmtree(folder, ignore_errors=True)
+        gone += size
+    if gone:
+        said = f"{cache} had more than {decimal(MOST_BYTES)}: the longest unused {decimal(gone)} were deleted"
+        print(said, flush=True)
+
+
+def used_and_size(folder: Path) -> tuple[float, int]:
+    """When a folder was last used, and its bytes."""
+    states = {path.name: path.stat() for path in folder.iterdir()}
+    times = [at.st_atime if name == SUMMARY else at.st_mtime for name, at in states.items()]
+    return max(times, default=folder.stat().st_mtime), sum(at.st_size for at in states.values())
 
 
 def made(folder: Path, source: Source, recipe: Recipe) -> Stored:
@@ -85,12 +139,16 @@ def made(folder: Path, source: Source, recipe: Recipe) -> Stored:
             except UserError:  # no later start would go on with this
                 shutil.rmtree(partial)
                 raise
-            (partial / SUMMARY).write_text(json.dumps({"holds": holds, "files": stamps(partial)}))
+            files = stamps(partial)
+            summary = {"digest": digest_of(holds, files), "holds": holds, "files": files}
+            (partial / SUMMARY).write_text(json.dumps(summary))
             if folder.exists():
                 print(f"{folder} was cut or altered, and is made anew", flush=True)
                 shutil.rmtree(folder)
             os.rename(partial, folder)
             there = Stored(folder, holds)
+            with suppress(OSError):  # where another process deletes them too
+                bound(folder.parent)
     return there
 
 

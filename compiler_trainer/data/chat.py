@@ -25,7 +25,9 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.data.records import BadRecord, Message
 from compiler_trainer.data.tokenizers import Ids, Place, Tokenizer
 
-START, END = "\ufdd0", "\ufdd1"  # noncharacters: no text holds them
+NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # for use inside a program; yet a text may hold some
+Marks = tuple[str, str]  # around an answer
+UNMARKED: Marks = ("", "")
 
 
 class Template(NamedTuple):
@@ -36,7 +38,7 @@ class Template(NamedTuple):
 
 
 class Generation(Extension):
-    """`{% generation %}` answer `{% endgeneration %}`, as transformers has it: here the answer between two marks."""
+    """`{% generation %}` answer `{% endgeneration %}`, as transformers has it: the answer, here between marks."""
 
     tags = {"generation"}
 
@@ -48,7 +50,8 @@ class Generation(Extension):
 
     def marked(self, caller: Callable[[], str]) -> str:
         """What is inside, marked."""
-        return f"{START}{caller()}{END}"
+        start, end = self.environment.marks  # type: ignore[attr-defined]
+        return f"{start}{caller()}{end}"
 
 
 def template_beside(tokenizer: str) -> Template:
@@ -99,14 +102,27 @@ def written(messages: list[Message], template: Template) -> tuple[str, list[Plac
     if not any(message["role"] == "assistant" for message in messages):
         raise BadRecord("the assistant says nothing: no message is of the role assistant")
     text = rendered(template, messages)
-    return unmarked(text) if START in text else (text, answers_in(text, messages, template))
+    if "endgeneration" in template.source:
+        marks = marks_for(text)
+        if marks[0] in (marked := rendered(template, messages, marks=marks)):
+            return unmarked(marked, marks)
+    return text, answers_in(text, messages, template)
 
 
-def unmarked(text: str) -> tuple[str, list[Place]]:
+def marks_for(text: str) -> Marks:
+    """Two characters that a text does not hold, so that where they stand in it once it is marked, we put them."""
+    free = [character for character in NONCHARACTERS if character not in text]
+    if len(free) < 2:
+        raise BadRecord("holds all the noncharacters U+FDD0 to U+FDEF, of which two mark answers")
+    return free[0], free[1]
+
+
+def unmarked(text: str, marks: Marks) -> tuple[str, list[Place]]:
     """A text without the marks of answers, and where these were."""
+    start, end = marks
     plain, answers = "", []
-    for part in text.split(END):
-        before, _, answer = part.partition(START)
+    for part in text.split(end):
+        before, _, answer = part.partition(start)
         answers += [(len(plain) + len(before), len(plain) + len(before) + len(answer))] if answer else []
         plain += before + answer
     return plain, answers
@@ -126,10 +142,12 @@ def answers_in(text: str, messages: list[Message], template: Template) -> list[P
     return answers
 
 
-def rendered(template: Template, messages: list[Message], add_generation_prompt: bool = False) -> str:
-    """The text of messages."""
+def rendered(
+    template: Template, messages: list[Message], add_generation_prompt: bool = False, marks: Marks = UNMARKED
+) -> str:
+    """The text of messages, with marks around what the template marks as answers."""
     try:
-        return compiled(template.source).render(
+        return compiled(template.source, marks).render(
             messages=messages, add_generation_prompt=add_generation_prompt, **template.tokens
         )
     except jinja2.TemplateError as error:
@@ -137,11 +155,12 @@ def rendered(template: Template, messages: list[Message], add_generation_prompt:
 
 
 @functools.cache
-def compiled(source: str) -> jinja2.Template:
+def compiled(source: str, marks: Marks) -> jinja2.Template:
     """A chat template, with the names that transformers gives one."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
+    environment.extend(marks=marks)
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
     return environment.from_string(source)

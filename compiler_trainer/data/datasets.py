@@ -21,6 +21,8 @@ from compiler_trainer.data.sources import source_of
 from compiler_trainer.data.tokenizers import Tokenizer, build_tokenizer
 from compiler_trainer.data.worker import Recipe
 
+FAR_LARGER = 4  # times the tokens that there are: a vocabulary that was made for another tokenizer
+
 
 @dataclass(frozen=True)
 class Part:
@@ -61,9 +63,10 @@ class Datasets:
         """Lines about each source, and how often a run with so many rows left sees it."""
         lines = []
         for part, weight, taken in zip(self.parts, self.train.rows.weights, self.train.taken):
-            times = (taken + left * weight) / len(part.train)
-            seen = f"{part.name}: will have been seen {times:.3g} times when the run ends"
-            lines += [*part.describe(self.cfg.tokenizer), seen]
+            epochs = (taken + left * weight) / len(part.train)
+            lines += [*part.describe(self.cfg.tokenizer), f"{part.name}: {epochs:,.3g} epochs when the run ends"]
+            if self.cfg.chat and part.train.cut:
+                lines.append(f"note: {part.name}: {crossing(part.train, self.cfg.packs)}")
         return "\n".join(lines)
 
     def report(self) -> list[dict[str, Any]]:
@@ -97,8 +100,8 @@ def part_of(cfg: DataConfig, number: int, tokenizer: Tokenizer, seq_len: int) ->
     corpus, trained, held_out = split(mapped(kept, tokenizer, cfg.chat), cfg.eval_fraction)
     shuffled = np.random.default_rng([cfg.seed, number]).permutation(trained)
     name = name_of(source)
-    train = labelled(PackedRows(corpus, shuffled, seq_len, cfg.packing), name)
-    rest = labelled(PackedRows(corpus, held_out, seq_len, cfg.packing), name) if len(held_out) else None
+    train = labelled(PackedRows(corpus, shuffled, seq_len, cfg.packs), name)
+    rest = labelled(PackedRows(corpus, held_out, seq_len, cfg.packs), name) if len(held_out) else None
     return Part(name, kept, corpus, train, rest)
 
 
@@ -117,10 +120,23 @@ def name_of(source: SourceConfig) -> str:
 
 
 def check_vocabulary(datasets: Datasets, vocab_size: int | None) -> None:
-    """Raise UserError where the tokenizer has ids that the model has no embedding for."""
-    if vocab_size is not None and datasets.vocab_size > vocab_size:
-        tokens = f"data.tokenizer={datasets.cfg.tokenizer} has {datasets.vocab_size} tokens"
-        raise UserError("model.vocab_size", f"is {vocab_size}, but {tokens}; it needs at least as many")
+    """Raise UserError where the tokenizer has ids that the model has no embedding for, or by far too few."""
+    if vocab_size is None:
+        return
+    tokens = f"data.tokenizer={datasets.cfg.tokenizer} has {datasets.vocab_size:,} tokens"
+    if datasets.vocab_size > vocab_size:
+        raise UserError("model.vocab_size", f"is {vocab_size:,}, but {tokens}; it needs at least as many")
+    if datasets.cfg.tokenizer == "bytes" and vocab_size >= FAR_LARGER * datasets.vocab_size:
+        fix = f"set data.tokenizer=FOLDER/tokenizer.json, or model.vocab_size={datasets.vocab_size} to train on bytes"
+        what = f"is bytes, {datasets.vocab_size} tokens, for a vocabulary of {vocab_size:,}"
+        raise UserError("data.tokenizer", f"{what}; {fix}")
+
+
+def crossing(rows: PackedRows, packing: str) -> str:
+    """How many conversations lie in several rows, and what keeps them whole."""
+    if packing == "cut":
+        return f"{rows.cut:.1%} of conversations are cut; data.packing=fit keeps answers with their questions"
+    return f"{rows.cut:.1%} of conversations are longer than train.seq_len={rows.seq_len:,} and cut; set longer rows"
 
 
 def describe_rows(rows: PackedRows) -> str:

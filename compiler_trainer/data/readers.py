@@ -92,9 +92,11 @@ def read_packed_lines(span: Span, asked: Asked) -> Found:
     """One document a line of JSON, compressed."""
     try:
         with pa.input_stream(span.path, compression="detect") as stream:
+            at = 0
             for number, line in enumerate(io.BufferedReader(stream), start=1):
                 if line.strip():
-                    yield Record(partial("{}:{}".format, span.path, number), partial(from_json, line, 0, asked.column))
+                    yield Record(partial("{}:{}".format, span.path, number), partial(from_json, line, at, asked.column))
+                at += len(line)
     except OSError as error:
         raise UserError(span.path, f"cannot be read: {one_line(error)}") from error
 
@@ -163,9 +165,14 @@ def checked_columns(schema: pa.Schema, path: str, column: str | None) -> list[st
     for name in columns:
         if schema.names.count(name) != 1:
             raise UserError(path, f'needs one column "{name}"; it has {", ".join(schema.names)}')
-    if column is not None and (kind := schema.field(column).type) not in TEXT_TYPES:
+    if column is not None and not holds_text(kind := schema.field(column).type):
         raise UserError(path, f'column "{column}" is {kind}, not string')
     return columns
+
+
+def holds_text(kind: pa.DataType) -> bool:
+    """Whether a column's values are strings, or bytes that may be UTF-8."""
+    return kind in TEXT_TYPES or pa.types.is_dictionary(kind) and kind.value_type in TEXT_TYPES
 
 
 def read_dataset(span: Span, asked: Asked) -> Found:
@@ -185,7 +192,9 @@ def one_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-TEXT_TYPES = (pa.string(), pa.large_string(), pa.string_view())
+TEXT_TYPES = (
+    pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(), pa.binary_view()
+)  # fmt: skip
 READERS: dict[str, Callable[[Span, Asked], Found]] = {
     "text": read_text,
     "separated": read_separated,

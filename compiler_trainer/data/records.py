@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+BYTE_ORDER_MARK = "\ufeff"
 Message = dict[str, Any]
 
 
@@ -29,9 +30,12 @@ class Record(NamedTuple):
 
 
 def decoded(content: bytes, offset: int) -> str:
-    """The text of bytes, the first of which is number `offset` of its file; raises BadRecord where it is not UTF-8."""
+    """The text of bytes, the first of which is number `offset` of its file, without the byte order mark of a file.
+
+    Raises BadRecord where it is not UTF-8.
+    """
     try:
-        return content.decode()
+        return content.decode().removeprefix("" if offset else BYTE_ORDER_MARK)
     except UnicodeDecodeError as error:
         bad = f"byte 0x{content[error.start]:02x} at offset {offset + error.start}"
         raise BadRecord(f"is not UTF-8: {bad} ({error.reason}); convert the file first") from error
@@ -82,6 +86,8 @@ def text_of(value: Any, field: str) -> str:
     """The string in a field."""
     if value is None:
         raise BadRecord(f'field "{field}" is null')
+    if isinstance(value, bytes):
+        return decoded(value, 0)
     if not isinstance(value, str):
         raise BadRecord(f'field "{field}" is {type(value).__name__}, not a string')
     try:
@@ -95,8 +101,10 @@ def messages_of(value: Any) -> list[Message]:
     """The messages of a conversation, each with a role and, unless it calls tools, a text."""
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise BadRecord('field "messages" is no list of objects')
-    for number, message in enumerate(value):
-        text_of(message.get("role"), f"messages[{number}].role")
-        if message.get("tool_calls") is None:
-            text_of(message.get("content"), f"messages[{number}].content")
-    return value
+    return [checked(message, f"messages[{number}]") for number, message in enumerate(value)]
+
+
+def checked(message: Message, where: str) -> Message:
+    """A message whose role and text are strings."""
+    fields = ("role",) if message.get("tool_calls") is not None else ("role", "content")
+    return message | {field: text_of(message.get(field), f"{where}.{field}") for field in fields}

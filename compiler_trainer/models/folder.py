@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from compiler_trainer.config.schema import FolderConfig, LoraConfig
 from compiler_trainer.models.init import seeded
 from compiler_trainer.models.loss import cross_entropy
 from compiler_trainer.models.skeleton import skeleton
+from compiler_trainer.models.transformers_private import conversion_of, ignored, in_order, initialize
 from compiler_trainer.models.weights import InFile, Joined, Made, Stacked, stored_in
 from passes.program.spec import Stored, Value
 
@@ -81,7 +83,9 @@ def adapted(module: nn.Module, lora: LoraConfig) -> nn.Module:
         task_type="CAUSAL_LM",
     )
     try:
-        return peft.get_peft_model(module, options).train()
+        with warnings.catch_warnings():  # peft 0.21 asks for what transformers 5.2 renamed
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+            return peft.get_peft_model(module, options).train()
     except ValueError as error:
         raise UserError("model.lora.targets", " ".join(str(error).split())) from error
 
@@ -135,8 +139,7 @@ def stored_values(cfg: FolderConfig, module: nn.Module) -> dict[str, Stored] | N
     buffers = dict(model.named_buffers())
     missing = [name for name, _ in wanted.values() if name not in values and name not in buffers]
     refuse(folder, "lacks", list(dict.fromkeys(missing)), "the config.json is of another model")
-    ignored = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
-    beyond = [name for name in found if not any(p.search(name) for p in ignored)]
+    beyond = [name for name in found if not any(re.search(pattern, name) for pattern in ignored(model))]
     refuse(folder, "holds", beyond, "which the model of its config.json does not have")
     return values
 
@@ -169,15 +172,12 @@ def shaped(value: Stored, meta: Tensor, where: str) -> Stored:
 
 def renamed(model: Any, stored: Mapping[str, InFile], wanted: Mapping[str, Tensor]) -> dict[str, Stored]:
     """What a folder holds by the names that the module has for it, several tensors as one where it has them so."""
-    loading = library("transformers.core_model_loading")
-    mapping = library("transformers.conversion_mapping").get_model_conversion_mapping(model)
-    converters = [entry for entry in mapping if isinstance(entry, loading.WeightConverter)]
-    renamings = [entry for entry in mapping if not isinstance(entry, loading.WeightConverter)]
-    by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+    conversion = conversion_of(model)
+    by_pattern = {pattern: entry for entry in conversion.converters for pattern in entry.source_patterns}
     found: dict[str, Stored] = {}
     parts: dict[str, dict[str, list[InFile]]] = {}
-    for name in sorted(stored, key=loading.dot_natural_key):
-        target, pattern = loading.rename_source_key(name, renamings, converters, model.base_model_prefix, wanted)
+    for name in in_order(stored):
+        target, pattern = conversion.target(name, model, wanted)
         if pattern is None:
             found[target] = stored[name]
         else:
@@ -238,13 +238,13 @@ def drawn(module: nn.Module, name: str, parameter: Tensor, seed: int) -> Tensor:
         setattr(owner, key, nn.Parameter(torch.full(p.shape, torch.nan), p.requires_grad))
     try:
         with seeded(seed, path):
-            plain(module)._init_weights(owner)
+            initialize(plain(module), owner)
         value = getattr(owner, own).detach()
     finally:
         for key, p in held.items():
             setattr(owner, key, p)
     if value.isnan().any():
-        raise UserError(name, "transformers gives it no initial value in _init_weights; train from model.init=weights")
+        raise UserError(name, "transformers gives it no initial value; train from model.init=weights")
     return value
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-LossFn = Callable[[nn.Module, dict[str, Tensor]], Tensor]
+LossFn = Callable[[nn.Module, dict[str, Tensor]], Tensor | tuple[Tensor, Mapping[str, Tensor]]]
 IGNORED_LABEL = -100
 INPUTS = ("tokens", "labels", "positions", "documents")  # what is in a batch, int64 [B, T] each
 

@@ -23,7 +23,8 @@ class Subject:
     """A module whose parameters take no memory, its loss, and where the values of parameters and buffers come from.
 
     `initial` gives each by name in turn; `logits` what a module with values gives for a batch, [B, T, V];
-    `flops_per_token` what a token of a row of T tokens takes. `vocab_size` is None where only the module knows.
+    `flops_per_token` what a token of a row of T tokens takes. `vocab_size` is None where only the module knows. A model
+    that `has_weights` was trained before.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Subject:
     initial: Callable[[], Iterable[tuple[str, Value]]]
     flops_per_token: Callable[[int], int]
     vocab_size: int | None = None
+    has_weights: bool = False
 
     @property
     def frozen(self) -> frozenset[str]:
@@ -86,6 +88,7 @@ def of_folder(cfg: FolderConfig, dtype: torch.dtype, seed: int) -> Subject:
         initial=lambda: folder.initial(kept, module, seed),
         flops_per_token=partial(flops.of_folder, config, module),
         vocab_size=config.vocab_size,
+        has_weights=kept is not None,
     )
 
 

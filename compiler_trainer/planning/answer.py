@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,15 +14,24 @@ from omegaconf import OmegaConf
 from rich.table import Table
 
 from compiler_trainer.config.files import put
+from compiler_trainer.config.schema import Config
 from compiler_trainer.models.subject import named
 from compiler_trainer.planning.estimate import Estimate
 from compiler_trainer.planning.search import GIB, Plan, room
+from compiler_trainer.training.speed import computes_in
 
 RECIPE, JSON = "plan.yaml", "plan.json"
 SHOWN = 12  # rows of a table
+BYTES = 4 * 257  # a vocabulary from this size on is none of bytes
 HIDDEN = ("plan", "run", "recipe", "cluster.gpus", "hydra")  # what a recipe does not repeat
 AXIS = {"dp_shard": "fsdp"}  # one name for what stores parameters
-NAMES = {"fsdp": "parameters (dp_shard, cp)", "dp_replicate": "sums over replicas", "tp": "tp", "cp": "cp", "ep": "ep"}
+NAMES = {  # what a step waits for
+    "fsdp": "parameters and gradients (dp_shard, cp)",
+    "dp_replicate": "gradients of replicas (dp_replicate)",
+    "tp": "activations (tp)",
+    "cp": "keys and values (cp)",
+    "ep": "rows of experts (ep)",
+}
 HEADINGS = ("", "mesh", "microbatches", "recomputation", "attention", "tokens/s/GPU", "MFU", "GiB", "bound by")
 
 
@@ -47,7 +57,7 @@ def row(plan: Plan, number: int | str, found: Estimate) -> tuple[str, ...]:
     """The cells of a table."""
     candidate = found.candidate
     method = candidate.method if candidate.mesh.cp > 1 else ""
-    precision = f", {'+'.join(candidate.precision)}" if len(precisions(plan)) > 1 else ""
+    precision = ", float8" if candidate.float8 and len(products(plan)) > 1 else ""
     speed, share = f"{plan.tokens_per_s(found):,.0f}", f"{plan.mfu(found):.1%}"
     kept, size = candidate.recomputes() + precision, f"{found.bytes / GIB:.3g}"
     return (str(number), candidate.axes(), str(candidate.microbatches), kept, method, speed, share, size, bound(found))
@@ -63,15 +73,15 @@ def bound(found: Estimate) -> str:
     return f"{computing}, {axis} {waits[axis] / found.step_s:.0%}"
 
 
-def precisions(plan: Plan) -> set[tuple[str, ...]]:
-    """Those of the settings that were compiled."""
-    return {one.candidate.precision for one in (*plan.ranked, *plan.too_large)}
+def products(plan: Plan) -> set[bool]:
+    """Whether those of the settings that were compiled are in float8."""
+    return {one.candidate.float8 for one in (*plan.ranked, *plan.too_large)}
 
 
 def computed_in(plan: Plan) -> str:
-    """`, in bfloat16`, where that was chosen for all; else an empty string."""
-    (first, *others) = precisions(plan)
-    return "" if others or first == ("as given",) else f", in {'+'.join(first)}"
+    """`, in bfloat16`."""
+    eight = " and float8" if products(plan) == {True} else ""
+    return f", in {computes_in(plan.asked.cfg)}{eight}"
 
 
 def table(plan: Plan) -> Table:
@@ -162,7 +172,8 @@ def recipe(plan: Plan, overrides: Sequence[str], groups: Iterable[str]) -> str:
     """A recipe that trains the best: what was stated, and what was chosen, with what is predicted as comments."""
     chosen, stated = stated_options(overrides, set(groups))
     best = plan.best
-    options = OmegaConf.merge(OmegaConf.create(stated), OmegaConf.create(best.candidate.options()))
+    planned_for = OmegaConf.create(update(plan.asked.cfg))  # of it memory and time: a job without says so itself
+    options = OmegaConf.merge(planned_for, OmegaConf.create(stated), OmegaConf.create(best.candidate.options()))
     body = yaml.safe_dump(OmegaConf.to_container(options), sort_keys=False, default_flow_style=None, width=110)
     defaults = "".join(f"  - {line}\n" for line in chosen)
     waits = ", ".join(f"{axis} {1e3 * s:,.0f} ms" for axis, s in best.exposed_s.items() if s > 1e-3 * best.step_s)
@@ -171,10 +182,19 @@ def recipe(plan: Plan, overrides: Sequence[str], groups: Iterable[str]) -> str:
         f"Predicted: {plan.tokens_per_s(best):,.0f} tokens/s/GPU, MFU {plan.mfu(best):.1%}, "
         f"{1e3 * best.step_s:,.0f} ms a step, {best.bytes / GIB:.3g} GiB a GPU.",
         f"Waits: {waits or 'none'}. The best of {counted(plan)}.",
-        f"Start it on {plan.asked.gpus:,} ranks with recipe=THIS_FILE; data and steps are yours to say.",
+        f"Start it on {plan.asked.gpus:,} ranks with recipe=THIS_FILE. Text and tokenizer are yours to say; optimizer,",
+        "schedule and length are those that it was planned for.",
     ]
     head = "".join(f"# {line}\n" for line in lines)
     return f"# @package _global_\n{head}" + (f"defaults:\n{defaults}" if defaults else "") + body
+
+
+def update(cfg: Config) -> dict[str, Any]:
+    """The options of the update, and of what a step takes, as they were planned for."""
+    steps = {"steps": cfg.train.steps, "seq_len": cfg.train.seq_len, "global_batch_size": cfg.train.global_batch_size}
+    own = {"optim": dataclasses.asdict(cfg.optim), "lr_schedule": dataclasses.asdict(cfg.lr_schedule), "train": steps}
+    vocabulary = getattr(cfg.model, "vocab_size", 0)
+    return own | ({"data": {"tokenizer": ""}} if cfg.data.tokenizer == "bytes" and vocabulary >= BYTES else {})
 
 
 def stated_options(overrides: Sequence[str], groups: set[str]) -> tuple[list[str], dict[str, Any]]:

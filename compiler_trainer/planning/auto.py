@@ -1,49 +1,81 @@
-"""`mesh=auto`: the mesh that a job starts with; and a word where another one is predicted to be faster.
+"""`mesh=auto`, `train.microbatches=auto`: how a job starts; and a word where another mesh is predicted to be faster.
 
-Nothing but the mesh is chosen here: microbatches, recomputation and precision are as the options say.
+Nothing else is chosen here: recomputation and precision are as the options say.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-import torch
 import torch.distributed as dist
 
-from compiler_trainer.config.schema import AUTO, Config, MeshConfig
-from compiler_trainer.models.subject import Subject
+from compiler_trainer.config.device import for_predicting, for_running, here
+from compiler_trainer.config.schema import AUTO, AUTOMATIC, PLANNED, Config, is_open, open_axes
+from compiler_trainer.config.validate import dry_world_size, resolve_mesh, stated
+from compiler_trainer.models.subject import Subject, subject
 from compiler_trainer.planning import answer
 from compiler_trainer.planning.search import GIB, Found, Plan, all_forms, one, room, search
 from compiler_trainer.planning.sizes import sizes_of
-from compiler_trainer.planning.space import Asked, Candidate, Left
+from compiler_trainer.planning.space import Asked, Candidate, Left, replaced
+from compiler_trainer.step.programs import mesh_of
 from compiler_trainer.step.ranks import from_rank_0, gather, rank, start_ranks
+from compiler_trainer.training.compare import leaves
 from compiler_trainer.training.progress import announce
 
 FEW = 4  # settings that are compiled while a job waits
-STATED = frozenset({"train", "passes"})
-LARGE = 500_000_000  # parameters, from which on a mesh is worth a word
+SPARE = 0.8  # of the memory that there is: closed forms are a little off
 FASTER = 1.1
 
 
 def settled(cfg: Config) -> Config:
-    """`cfg` with its mesh, chosen on all ranks alike if it is to be; raises UserError where nothing fits."""
-    if cfg.mesh != AUTO:
+    """`cfg` with all that was to be planned, alike on all ranks; raises UserError where nothing fits."""
+    if not is_open(cfg):
         return cfg
-    ranks = (cfg.cluster.gpus or 1) if cfg.run.dry else start_ranks()
-    asked = asked_of(cfg, ranks)
-    if ranks == 1:
-        return dataclasses.replace(cfg, mesh=MeshConfig())
+    ranks = dry_world_size(cfg) if cfg.run.dry else start_ranks()
+    cfg = for_predicting(cfg) if cfg.run.dry else for_running(cfg)
+    if stated(cfg.mesh) == ranks:  # nothing is left for other axes
+        cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, **dict.fromkeys(open_axes(cfg.mesh), 1)))
+    if not is_open(cfg):
+        return cfg
+    if len(open_axes(cfg.mesh)) > 1:
+        chosen = searched(asked_of(cfg, ranks))
+    else:
+        chosen = by_forms(asked_of(dataclasses.replace(cfg, mesh=resolve_mesh(cfg.mesh, ranks)), ranks))
+    mesh, microbatches = from_rank_0(lambda: (chosen.mesh, chosen.microbatches))
+    return dataclasses.replace(cfg, mesh=mesh, train=dataclasses.replace(cfg.train, microbatches=microbatches))
+
+
+def searched(asked: Asked) -> Candidate:
+    """The fastest that fits, of settings whose programs were compiled; it is said."""
     (plan,) = search([asked], lambda chosen: compiled_by_ranks(asked, chosen))
     announce(choice(plan))
-    return dataclasses.replace(cfg, mesh=from_rank_0(lambda: plan.best.candidate.mesh))
+    return plan.best.candidate
+
+
+def by_forms(asked: Asked) -> Candidate:
+    """The fastest that fits with room to spare, else that of least memory, by closed forms; it is said."""
+    forms = all_forms(asked, sizes_of(asked.cfg, subject(asked.cfg).module), Left())
+    if not forms:  # rows do not divide among the ranks of data: what is padded is not accumulated
+        return Candidate(asked.cfg.mesh)
+    fitting = (form for form in forms if form.bytes <= SPARE * room(asked))
+    best = next(fitting, None) or min(forms, key=lambda form: form.bytes)
+    size = f"about {best.bytes / GIB:,.3g} of {room(asked) / GIB:,.3g} GiB on {asked.cfg.cluster.name}"
+    announce(f"train.microbatches=auto: {best.candidate.microbatches}, {size}")
+    return best.candidate
 
 
 def asked_of(cfg: Config, ranks: int) -> Asked:
-    """The job as one to find a mesh for."""
+    """The job as one to find a mesh or microbatches for; all else is as its options say."""
     cluster = dataclasses.replace(cfg.cluster, gpus=ranks)
     plan = dataclasses.replace(cfg.plan, compile=min(FEW, cfg.plan.compile))
-    return Asked(dataclasses.replace(cfg, cluster=cluster, plan=plan), STATED)
+    left = open_axes(cfg.mesh)
+    given = {"mesh"} if not left else {f"mesh.{axis}" for axis in (*PLANNED, "pp") if axis not in left}
+    if left and cfg.mesh.ep != 1:
+        given.add("mesh.ep")
+    given |= {f"train.{field.name}" for field in dataclasses.fields(cfg.train) if field.name != "microbatches"}
+    given |= set() if cfg.train.microbatches == AUTOMATIC else {"train.microbatches"}
+    return Asked(dataclasses.replace(cfg, cluster=cluster, plan=plan), frozenset(given | {"passes"}))
 
 
 def compiled_by_ranks(asked: Asked, chosen: Sequence[Candidate]) -> list[Found]:
@@ -58,21 +90,24 @@ def choice(plan: Plan) -> str:
     best = plan.best
     speed = f"{plan.tokens_per_s(best):,.0f} tokens/s/GPU"
     size = f"{best.bytes / GIB:,.2f} of {room(plan.asked) / GIB:,.2f} GiB"
-    took = f"mesh=auto: {best.candidate.axes()}, predicted {speed} and {size} on {plan.asked.cfg.cluster.name}"
+    setting = f"{best.candidate.axes()}, microbatches {best.candidate.microbatches}"
+    took = f"mesh=auto: {setting}, predicted {speed} and {size} on {plan.asked.cfg.cluster.name}"
     others = answer.losers(plan, 1)
     return f"{took}; next, {others[0][0].candidate.axes()}: {others[0][1]}" if others else took
 
 
 def remark(cfg: Config, trained: Subject) -> str:
-    """That another mesh is predicted to be more than a tenth faster, by closed forms; else an empty string."""
+    """That the job is predicted not to fit, or to be slower than on another mesh, by closed forms; else empty."""
     mesh = cfg.mesh
     ranks = mesh.pp * mesh.dp_replicate * mesh.dp_shard * mesh.cp * mesh.tp
-    parameters = sum(p.numel() for p in trained.module.parameters())
-    if not cfg.plan.suggest or ranks == 1 or parameters < LARGE or not describes_device(cfg):
+    if not cfg.plan.suggest or cfg.cluster.device != here():
         return ""
-    asked = asked_of(cfg, ranks)
+    asked = asked_of(dataclasses.replace(cfg, mesh=AUTO), ranks)
     forms = all_forms(asked, sizes_of(cfg, trained.module), Left())
     own = next((form for form in forms if form.candidate.mesh == mesh), None)
+    if own is not None and own.bytes > room(asked):
+        size = f"about {own.bytes / GIB:,.1f} of {room(asked) / GIB:,.1f} GiB"
+        return f"note: this is predicted not to fit {cfg.cluster.name}: {size}; {what_fits(cfg)}"
     best = next((form for form in forms if form.bytes <= room(asked)), None)
     if own is None or best is None or own.step_s < FASTER * best.step_s:
         return ""
@@ -80,8 +115,22 @@ def remark(cfg: Config, trained: Subject) -> str:
     return f"note: {best.candidate.axes()} is predicted to be {faster} than {own.candidate.axes()}; mesh=auto takes it"
 
 
-def describes_device(cfg: Config) -> bool:
-    """Whether `cluster` is what this process computes on."""
-    if torch.cuda.is_available():
-        return cfg.cluster.name.upper() in torch.cuda.get_device_name()
-    return cfg.cluster.name == "cpu"
+def what_fits(cfg: Config) -> str:
+    """The options that let a job fit, the fastest by closed forms; or that no mesh and recomputation does."""
+    train = {f"train.{field.name}" for field in dataclasses.fields(cfg.train) if field.name != "microbatches"}
+    ranks = mesh_of(cfg.mesh).world_size
+    asked = Asked(replaced(cfg, {"cluster": {"gpus": ranks}}), frozenset(train | {"passes.cast", "passes.context"}))
+    forms = all_forms(asked, sizes_of(cfg, subject(cfg).module), Left())
+    best = next((form for form in forms if form.bytes <= SPARE * room(asked)), None)
+    if best is None:
+        return "no mesh, microbatches and recomputation fit; take more GPUs, shorter rows, or optim=adamw8bit"
+    changed = " ".join(differing(best.candidate, cfg))
+    return f"what fits is {changed} (about {best.bytes / GIB:,.1f} GiB); compiler-trainer plan looks further"
+
+
+def differing(candidate: Candidate, cfg: Config) -> Iterator[str]:
+    """The options that a setting has otherwise, as a command line says them."""
+    here, there = (dict(leaves(dataclasses.asdict(one))) for one in (cfg, candidate.applied(cfg)))
+    for name, value in there.items():
+        if value != here.get(name):
+            yield f"{name}={str(value).lower() if isinstance(value, bool) else value}"

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from compiler_trainer.config import yamls
+from compiler_trainer.config.choices import CONF
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build, not_one_of
 from compiler_trainer.config.rates import CollectiveTimes, RatesConfig
@@ -16,7 +17,7 @@ from passes.cost.accounting import SENT
 from passes.cost.cluster import Beside, Cluster, Links, Protocol
 from passes.cost.rates import Curve, Rates
 
-TABLES = Path(__file__).parents[2] / "conf" / "cluster" / "rates"
+TABLES = CONF / "cluster" / "rates"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.float8_e4m3fn}
 US = 1e-6
 # kind -> the largest buffer of a rank, in shares of what it brings, of p ranks

@@ -28,11 +28,13 @@ from passes.cost.cluster import Cluster
 from passes.cost.predict import Timeline, predict
 from passes.program import ir
 from passes.program.regions import regions
+from passes.program.stages import Stage
 from passes.program.sweep import sweep
 
 Figures = dict[tuple[str, ...], float]
 FEW = (3, 4)  # layers, or (1, 2) periods of them: with two, none has neighbours on both sides
-captures: dict[str, Captured] = {}  # by what they depend on, in this process
+captures: dict[str, Captured] = {}  # by what they depend on, in this process, the one that was used last at the end
+MOST_CAPTURES = 4  # few layers and one more, in two sizes of microbatches
 
 
 def depths(cfg: Config) -> tuple[tuple[int, ...], int]:
@@ -123,10 +125,12 @@ def programs_of(cfg: Config) -> dict[str, Captured]:
     rows = cfg.train.global_batch_size // cfg.train.microbatches
     key = repr((cfg.model, cfg.loss, rows, cfg.train.seq_len, cfg.train.dtype, cfg.passes.cast.param_dtype))
     if key not in captures:
-        captures.clear()
         captures[key] = dataclasses.replace(work, pipeline=dataclasses.replace(work.pipeline, rolling=None)).capture()
+    captured = captures[key] = captures.pop(key)
+    if len(captures) > MOST_CAPTURES:
+        del captures[next(iter(captures))]
     try:
-        forward = through(work.pipeline.forward, on_mesh(captures[key], work.mesh))
+        forward = through(work.pipeline.forward, on_mesh(captured, work.mesh))
         return {name: through(passes, forward) for name, passes in work.pipeline.train.items()}
     except ir.Refused as error:
         raise UserError(*str(error).split(": ", 1)) from error
@@ -136,7 +140,7 @@ def through(passes: Passes, given: Captured) -> Captured:
     """A program after some passes, up to where it would be cut."""
     program, ctx = given
     for step in passes:
-        if "segments" in step.establishes:
+        if step.gives is Stage.SEGMENTED:
             break
         program, _ = apply_pass(step, program, ctx)
     return Captured(program, ctx)

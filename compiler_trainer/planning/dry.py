@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from compiler_trainer import models
+from compiler_trainer.config.device import for_predicting
 from compiler_trainer.config.schema import CheckpointConfig, Config
 from compiler_trainer.config.validate import dry_world_size, validate
 from compiler_trainer.console import say
@@ -27,8 +28,8 @@ from compiler_trainer.step.programs import Captured, Compilation, check_recordab
 from compiler_trainer.step.step import state_name
 from compiler_trainer.training import folder
 from compiler_trainer.training.progress import say_contents
-from compiler_trainer.training.speed import peak_flops
-from passes.check.runner import Dumper, Observer
+from compiler_trainer.training.speed import computes_in, peak_flops
+from passes.check.runner import Observer
 from passes.cost.fusion import Fused
 from passes.cost.predict import Prediction, predict
 from passes.cost.timeline import Timeline, longest
@@ -43,11 +44,12 @@ def dry_run(cfg: Config) -> dict[str, Any]:
 
     Raises UserError, with nothing written, on bad input.
     """
-    cfg = validate(cfg, dry_world_size(cfg))
-    folder.check(dataclasses.replace(cfg, checkpoint=CheckpointConfig(enabled=False)), None, 0)
-    say(f"dry run of {named(cfg.model)}, {mesh_of(cfg.mesh).world_size:,} ranks, on {cfg.cluster.name}")
-    with folder.graphs_of(cfg) as graphs:
-        compiled = compile_dry(cfg, Dumper(graphs) if graphs else None)
+    cfg = validate(for_predicting(cfg), dry_world_size(cfg))
+    folder.check(dataclasses.replace(cfg, checkpoint=CheckpointConfig(interval=None)), None, 0)
+    where = f"{mesh_of(cfg.mesh).world_size:,} ranks, on {cfg.cluster.name}, in {computes_in(cfg)}"
+    say(f"dry run of {named(cfg.model)}, {where}")
+    with folder.graphs_of(cfg) as dumps:
+        compiled = compile_dry(cfg, dumps)
     report = compiled.report | predict_step(cfg, compiled)
     folder.create(cfg, report)
     show(cfg, report)
@@ -156,7 +158,7 @@ def on_device(cfg: Config, memory: dict[str, Any], written: Mapping[str, int]) -
     cluster, kinds = cfg.cluster, memory["kinds"]
     alive = max(written.values(), default=0) + kinds.get("state of other programs", 0)
     beside = {
-        "inside kernels": min(0, alive - memory["bytes"]),
+        "fused away": min(0, alive - memory["bytes"]),
         "allocator": round(cluster.allocator_loss * alive),
         "context": round(2**30 * cluster.context_gib),
         "communicators": round(2**30 * cluster.communicator_gib) if mesh_of(cfg.mesh).world_size > 1 else 0,

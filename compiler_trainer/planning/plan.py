@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from compiler_trainer.config import schema
-from compiler_trainer.config.schema import CheckpointConfig, Config
+from compiler_trainer.config.schema import CheckpointConfig, Config, closed
 from compiler_trainer.config.validate import validate
 from compiler_trainer.console import say, wide
+from compiler_trainer.models.subject import named
 from compiler_trainer.planning import answer, plan_page
 from compiler_trainer.planning.search import Plan, search, side_by_side
 from compiler_trainer.planning.space import Asked
@@ -33,7 +34,8 @@ class Question(NamedTuple):
         """The job, with the options that it states; raises UserError where they cannot hold together."""
         names = (override.lstrip("+~").partition("=")[0] for override in self.overrides)
         asked = Asked(self.cfg, frozenset(name for name in names if name not in self.groups))
-        validate(self.cfg, asked.gpus)
+        dry = dataclasses.replace(self.cfg.run, dry=True)
+        validate(closed(dataclasses.replace(self.cfg, run=dry)), asked.gpus)
         return asked
 
 
@@ -42,6 +44,9 @@ def plan(question: Question) -> Plan:
     began = time.perf_counter()
     asked = question.asked
     place = checked_folder(question.cfg)
+    train = asked.cfg.train
+    what = f"{train.global_batch_size:,} rows of {train.seq_len:,} tokens a step"
+    say(f"planning {named(asked.cfg.model)} on {asked.gpus:,} GPUs of {asked.cfg.cluster.name}: {what}")
     with side_by_side([asked]) as compile_all:
         (found,) = search([asked], compile_all)
     wide().print(answer.table(found))
@@ -88,5 +93,5 @@ def by_program(jobs: Sequence[Asked]) -> list[list[int]]:
 
 def checked_folder(cfg: Config) -> Path:
     """The run folder, which nothing is in the way of."""
-    folder.check(dataclasses.replace(cfg, checkpoint=CheckpointConfig(enabled=False)), None, 0)
+    folder.check(dataclasses.replace(cfg, checkpoint=CheckpointConfig(interval=None)), None, 0)
     return Path(cfg.run.dir)

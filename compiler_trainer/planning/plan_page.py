@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from plotly import graph_objects as go
-from plotly.subplots import make_subplots
 
-from compiler_trainer.page import BLUE, ORANGE, drawn, page, tr
+from compiler_trainer.page import BLUE, ORANGE, drawn, page, plots, table, tr
 from compiler_trainer.planning import answer, compiled
 from compiler_trainer.planning.estimate import Estimate
 from compiler_trainer.planning.search import GIB, Plan, room
@@ -20,6 +19,8 @@ FILE = "plan.html"
 GREY = "#888a85"
 WAITS = {"fsdp": ORANGE, "dp_replicate": "#75507b", "tp": "#4e9a06", "cp": "#c4a000", "ep": "#cc0000"}
 COLOURS = {"computing": BLUE, **WAITS}
+BELOW = {"orientation": "h", "y": -0.2, "yanchor": "top"}  # a legend
+FRONT = "Nothing on the Pareto front is beaten in both speed and memory. The dotted line is the memory of the GPU."
 FAINT = 300  # closed forms that are drawn
 SHOWN_MEMORY, SHOWN_SPEED = 2.0, 0.3  # of the memory that there is, at most, and of the best's throughput, at least
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
@@ -31,34 +32,39 @@ def write(plan: Plan, folder: Path) -> None:
     of = "" if layers in (None, getattr(plan.asked.cfg.model, "n_layers", None)) else f" of its first {layers} layers"
     parts = (
         f"<p>{html.escape(answer.job(plan))}. {html.escape(answer.counted(plan))}.</p>",
-        f"<table>{ranking(plan)}</table>",
-        drawn(overview(plan)),
+        table(ranking(plan)),
+        plots(
+            (
+                drawn(memory_against_throughput(plan), "Throughput against memory.", FRONT),
+                drawn(steps(plan.ranked[: answer.SHOWN]), "A step of each, ms:", "computing, and waiting."),
+            )
+        ),
         f"<h2>The best one's timeline{of}</h2>",
         "<p>Kernels on the compute stream, collectives of each axis; a gap in computing is a wait.</p>",
         *(drawn(gantt(name, timeline)) for name, timeline in timelines.items()),
-        "<h2>Why the others are not</h2><p>The best setting of each other mesh.</p>",
-        f'<table class="words">{reasons(plan)}</table>',
+        "<h2>Why the others are slower</h2><p>The best setting of each other mesh.</p>",
+        table(reasons(plan), "words"),
         left_out(plan),
     )
     (folder / FILE).write_text(page(f"Plan: {answer.title(plan)}", "\n".join(parts)), encoding="utf-8")
 
 
-def ranking(plan: Plan) -> str:
+def ranking(plan: Plan) -> list[str]:
     """The table of the console in HTML, with those that do not fit below."""
     lines = [tr("th", answer.HEADINGS)]
     lines += [tr("td", answer.row(plan, n, one)) for n, one in enumerate(plan.ranked[: answer.SHOWN], 1)]
-    return "\n".join(lines + [tr("td", answer.row(plan, "too large", one), "failed") for one in plan.too_large])
+    return lines + [tr("td", answer.row(plan, "too large", one), "failed") for one in plan.too_large]
 
 
-def reasons(plan: Plan) -> str:
+def reasons(plan: Plan) -> list[str]:
     """A row for the best setting of each other mesh: what it is, and why it lost."""
-    lines = [tr("th", ("mesh", "microbatches", "recomputation", "tokens/s/GPU", "from", "why not"))]
+    lines = [tr("th", ("mesh", "microbatches", "recomputation", "tokens/s/GPU", "estimated from", "why not"))]
     for one, said in answer.losers(plan):
         candidate, source = one.candidate, "graphs" if one.is_compiled else "closed form"
         speed = f"{plan.tokens_per_s(one):,.0f}"
         cells = (candidate.axes(), str(candidate.microbatches), candidate.recomputes(), speed, source, said)
         lines.append(tr("td", cells))
-    return "\n".join(lines)
+    return lines
 
 
 def left_out(plan: Plan) -> str:
@@ -71,28 +77,26 @@ def left_out(plan: Plan) -> str:
 # ---- plots --------------------------------------------------------------------------------------------
 
 
-def overview(plan: Plan) -> go.Figure:
-    """Throughput against memory, and what the best spend their steps on."""
-    titles = ("throughput against memory", "a step of the best, ms")
-    plot = make_subplots(1, 2, subplot_titles=titles, horizontal_spacing=0.2)
+def memory_against_throughput(plan: Plan) -> go.Figure:
+    """Settings by memory and throughput, compiled ones and closed forms."""
     near = SHOWN_MEMORY * room(plan.asked)
     slowest = SHOWN_SPEED * plan.tokens_per_s(plan.best)
     forms = [e for e in best_of_each(plan) if e.bytes < near and plan.tokens_per_s(e) > slowest]
-    for trace in (
-        scatter(plan, forms, "closed form, the best of a mesh", color=GREY, size=5, opacity=0.5),
+    points = (
+        scatter(plan, forms, "closed form", color=GREY, size=5, opacity=0.5),
         scatter(plan, plan.ranked, "compiled", color=BLUE, size=10),
         scatter(plan, plan.too_large, "compiled, too large", color=BLUE, size=10, symbol="circle-open"),
         front(plan),
-    ):
-        plot.add_trace(trace, 1, 1)
-    plot.add_vline(room(plan.asked) / GIB, line_dash="dot", line_color=GREY, row=1, col=1)
-    for trace in bars(plan.ranked[: answer.SHOWN]):
-        plot.add_trace(trace, 1, 2)
-    plot.update_xaxes(title="GiB of a GPU", row=1, col=1)
-    plot.update_yaxes(title="tokens/s/GPU", row=1, col=1)
-    plot.update_yaxes(autorange="reversed", type="category", automargin=True, row=1, col=2)
-    legend = {"orientation": "h", "y": -0.15}
-    return plot.update_layout(height=560, template="plotly_white", barmode="stack", legend=legend, margin={"r": 20})
+    )
+    plot = go.Figure(points).add_vline(room(plan.asked) / GIB, line_dash="dot", line_color=GREY)
+    plot.update_xaxes(title="peak memory of a GPU, GiB").update_yaxes(title="tokens/s/GPU")
+    return plot.update_layout(height=460, legend=BELOW)
+
+
+def steps(found: Sequence[Estimate]) -> go.Figure:
+    """What the best spend their steps on."""
+    plot = go.Figure(bars(found)).update_xaxes(title="ms").update_yaxes(autorange="reversed", type="category")
+    return plot.update_layout(height=460, barmode="stack", legend=BELOW)
 
 
 def best_of_each(plan: Plan) -> list[Estimate]:
@@ -110,14 +114,14 @@ def scatter(plan: Plan, found: Sequence[Estimate], name: str, **marker: object) 
 
 
 def front(plan: Plan) -> go.Scatter:
-    """Compiled settings than which none is faster in as little memory."""
+    """The Pareto front of compiled settings."""
     best: list[Estimate] = []
     for one in sorted((*plan.ranked, *plan.too_large), key=lambda e: (e.bytes, e.step_s)):
         if not best or one.step_s < best[-1].step_s:
             best.append(one)
     memory, speed = [e.bytes / GIB for e in best], [plan.tokens_per_s(e) for e in best]
     line = {"color": ORANGE, "shape": "hv"}
-    return go.Scatter(x=memory, y=speed, mode="lines", name="none faster in as little", line=line)
+    return go.Scatter(x=memory, y=speed, mode="lines", name="Pareto front", line=line)
 
 
 def label(found: Estimate) -> str:
@@ -166,8 +170,7 @@ def gantt(name: str, timeline: Timeline) -> go.Figure:
         )
     plot.update_xaxes(title=f"ms of the program {name}")
     plot.update_yaxes(autorange="reversed")
-    height = 130 + 45 * len(streams)
-    return plot.update_layout(height=height, template="plotly_white", bargap=0.3, margin={"t": 20, "r": 20})
+    return plot.update_layout(height=90 + 45 * len(streams), bargap=0.3)
 
 
 # ---- several plans ------------------------------------------------------------------------------------
@@ -179,29 +182,29 @@ def write_varied(varied: Sequence[Varied], folder: Path) -> None:
     lines = [tr("th", (*names, *answer.HEADINGS[1:]))]
     for number, (values, plan) in enumerate(varied):
         cells = (*(str(values[name]) for name in names), *answer.row(plan, "", plan.best)[1:])
-        lines.append(tr("td", cells, link=str(number)))
-    body = f"{drawn(over_values(varied))}<table>{chr(10).join(lines)}</table>"
+        lines.append(tr("td", cells, link=f"{number}/"))
+    drawings = (drawn(plot, title) for title, plot in over_values(varied).items())
+    body = f"{plots(drawings)}{table(lines)}"
     (folder / FILE).write_text(page(f"Plans: {answer.title(varied[0].plan)}", body), encoding="utf-8")
 
 
-def over_values(varied: Sequence[Varied]) -> go.Figure:
+def over_values(varied: Sequence[Varied]) -> dict[str, go.Figure]:
     """Throughput and memory of the best over the first option, a line for the values of the others."""
     first, *others = varied[0].values
-    plot = make_subplots(1, 2, subplot_titles=("tokens/s/GPU", "GiB of a GPU"), horizontal_spacing=0.1)
     lines: dict[str, list[Varied]] = {}
     for one in varied:
         lines.setdefault(other_values(one.values, others), []).append(one)
+    speed, memory = go.Figure(), go.Figure()
     for number, (name, points) in enumerate(lines.items()):
         line = {"dash": DASHES[number % len(DASHES)], "color": [*COLOURS.values()][number % len(COLOURS)]}
-        how = {"name": name, "legendgroup": name, "mode": "lines+markers", "line": line}
         at, said = [p.values[first] for p in points], [label(p.plan.best) for p in points]
-        for column, heights in enumerate(
-            ([p.plan.tokens_per_s(p.plan.best) for p in points], [p.plan.best.bytes / GIB for p in points]), 1
-        ):
-            plot.add_trace(go.Scatter(x=at, y=heights, hovertext=said, showlegend=column == 1, **how), 1, column)
-    plot.update_xaxes(title=first)
-    plot.update_yaxes(rangemode="tozero")
-    return plot.update_layout(height=420, template="plotly_white", margin={"r": 20})
+        how = {"x": at, "hovertext": said, "name": name, "mode": "lines+markers", "line": line}
+        speed.add_scatter(y=[p.plan.tokens_per_s(p.plan.best) for p in points], **how)
+        memory.add_scatter(y=[p.plan.best.bytes / GIB for p in points], **how)
+    for plot in (speed, memory):
+        plot.update_xaxes(title=first).update_yaxes(rangemode="tozero")
+        plot.update_layout(height=380, legend=BELOW, showlegend=len(lines) > 1)
+    return {"Throughput of the best, tokens/s/GPU": speed, "Its peak memory of a GPU, GiB": memory}
 
 
 def other_values(values: Mapping[str, object], others: Sequence[str]) -> str:

@@ -1,7 +1,7 @@
 """What one rank does of a microbatch on a mesh, in closed form, whatever it recomputes: seconds and bytes.
 
 Factors that no formula gives, such as how often a value is read and written beside the products, are those of compiled
-programs of Llama 3 8B (docs/21-plan.md). Each quantity is computed once, however many settings share it.
+programs of Llama 3 8B (docs/guides/plan.md). Each quantity is computed once, however many settings share it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 
 from compiler_trainer.config.schema import Config, MeshConfig
 from compiler_trainer.planning.sizes import Sizes
+from compiler_trainer.training.speed import computes_in
 from passes.cost.accounting import SENT
 from passes.cost.cluster import Cluster, collective_seconds, reach
 from passes.program.mesh import Mesh
@@ -31,14 +32,14 @@ ATTENTION_BACKWARD = 2.5  # FLOPs of the forward
 
 @dataclass(frozen=True, eq=False)
 class Rank:
-    """A rank of a job on a cluster, on a mesh, in so many microbatches, in some precision."""
+    """A rank of a job on a cluster, on a mesh, in so many microbatches, with products in float8 or not."""
 
     cfg: Config
     sizes: Sizes
     cluster: Cluster
     axes: MeshConfig
     microbatches: int
-    precision: tuple[str, ...]
+    float8: bool
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -56,14 +57,12 @@ class Rank:
     @cached_property
     def used(self) -> int:
         """Bytes of an entry as it is computed with."""
-        lower = bool({"bfloat16", "float8"} & set(self.precision))
-        return 2 if lower or (self.cfg.passes.cast.param_dtype or self.cfg.train.dtype) == "bfloat16" else 4
+        return 2 if computes_in(self.cfg) == "bfloat16" else 4
 
     @cached_property
     def reduced(self) -> int:
         """Bytes of an entry of a gradient as it travels."""
-        lower = bool({"bfloat16", "float8"} & set(self.precision))
-        return 4 if lower or self.cfg.passes.cast.reduce_dtype == "float32" else self.used
+        return 4 if self.cfg.passes.cast.reduce_dtype == "float32" else self.used
 
     @cached_property
     def master(self) -> int:
@@ -90,7 +89,7 @@ class Rank:
     @cached_property
     def products_s(self) -> float:
         """A layer's products, forward."""
-        eight = "float8" in self.precision or self.cfg.passes.cast.float8 is not None
+        eight = self.float8 or self.cfg.passes.cast.float8 is not None
         return self.product_s(2 * self.tokens * self.sizes.used / self.axes.tp, eight)
 
     def product_s(self, flops: float, eight: bool = False) -> float:

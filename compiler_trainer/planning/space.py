@@ -24,11 +24,6 @@ POLICIES: Mapping[str, dict[str, Any]] = {
     "full": {"policy": "full"},
 }
 REPEATED = {"all_gather": "recompute", "reduce_scatter": "recompute"}
-PRECISIONS: Mapping[str, dict[str, Any]] = {
-    "as given": {},
-    "bfloat16": {"param_dtype": "bfloat16", "reduce_dtype": "float32"},
-    "float8": {"float8": "tensorwise"},
-}
 METHODS = ("ring", "all_gather", "ulysses", "hybrid")
 
 
@@ -76,7 +71,7 @@ class Candidate:
     collectives: bool = False
     regather: bool = True
     method: str = "auto"
-    precision: tuple[str, ...] = ("as given",)
+    float8: bool = False
     first: First | None = None
 
     def options(self) -> dict[str, Any]:
@@ -88,8 +83,7 @@ class Candidate:
             passes["remat"] |= {"layers": self.first.patterns()} if self.first else {}
         if self.method != "auto":
             passes["context"] = {"method": self.method}
-        cast = {key: value for name in self.precision for key, value in PRECISIONS[name].items()}
-        passes |= {"cast": cast} if cast else {}
+        passes |= {"cast": {"float8": "tensorwise"}} if self.float8 else {}
         train = {"microbatches": self.microbatches}
         return {"mesh": dataclasses.asdict(self.mesh), "train": train} | ({"passes": passes} if passes else {})
 
@@ -148,10 +142,10 @@ def candidates(asked: Asked, sizes: Sizes, left: Left) -> Iterator[Candidate]:
             continue
         for count in microbatches(asked, rows // data):
             for rest in itertools.product(
-                recomputations(asked, mesh), methods(asked, sizes, mesh), precisions(asked)
+                recomputations(asked, mesh), methods(asked, sizes, mesh), products(asked)
             ):
-                (recompute, collectives, regather), method, precision = rest
-                yield Candidate(mesh, count, recompute, collectives, regather, method, precision)
+                (recompute, collectives, regather), method, float8 = rest
+                yield Candidate(mesh, count, recompute, collectives, regather, method, float8)
 
 
 def meshes(asked: Asked, sizes: Sizes) -> Iterator[MeshConfig]:
@@ -226,16 +220,11 @@ def methods(asked: Asked, sizes: Sizes, mesh: MeshConfig) -> list[str]:
     return [name for name in METHODS if can.get(name, True)]
 
 
-def precisions(asked: Asked) -> list[tuple[str, ...]]:
-    """The precisions that are allowed."""
+def products(asked: Asked) -> list[bool]:
+    """Whether products may be in float8."""
     cast, plan = asked.cfg.passes.cast, asked.cfg.plan
-    found: list[tuple[str, ...]] = [("as given",)]
-    if plan.bfloat16 and cast.param_dtype is None and not asked.fixed("passes.cast.param_dtype"):
-        found.append(("bfloat16",))
-    if plan.float8 and cast.float8 is None:
-        found += [tuple(p for p in (*one, "float8") if p != "as given") for one in found if one != ("as given",)]
-        found += [("float8",)] if cast.param_dtype == "bfloat16" else []
-    return found
+    may = plan.float8 and cast.float8 is None and cast.param_dtype == "bfloat16"
+    return [False, True] if may else [False]
 
 
 def depth_pattern(model: ModelConfig) -> tuple[int, int]:

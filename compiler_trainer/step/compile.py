@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from compiler_trainer.capture.capture import LossFn
+from compiler_trainer.config.device import passes_on
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import LowerConfig, MeshConfig, OptimConfig, PassesConfig
@@ -48,6 +49,7 @@ def compile_step(
     initial: Iterable[tuple[str, Value]] | None = None,
     device: torch.device | str = "cpu",
     train: bool = True,
+    evaluate: bool = True,
     below: Mapping[str, int] | None = None,
     observe: Observer | None = None,
     tell: Callable[[str], None] = lambda what: None,
@@ -59,12 +61,13 @@ def compile_step(
     it owns. `seed` keys random operators such as dropout, which are off in evaluation: that is captured in eval mode.
     With `skip_nonfinite` a step whose gradient norm is infinite or not a number changes nothing.
     With "processes" torch.distributed is up and this process is one rank; with "lockstep" all ranks are interpreted
-    here. Without `train` the step can only evaluate. Numbers of batch entries are `below` those given. `tell` is
-    called with what begins: a pass, a body.
+    here. Without `train` the step can only evaluate, without `evaluate` only train (it stores nothing that evaluation
+    alone reads). Numbers of batch entries are `below` those given. `tell` is called with what begins: a pass, a body.
     Raises UserError naming what is at fault.
     """
     update, options = _typed(OptimConfig, optim, "optim"), _typed(PassesConfig, passes, "passes")
     named, device = mesh_of(mesh), torch.device(device)
+    options = passes_on(options, device.type == "cuda")
     lower = _typed(LowerConfig, lower or _default_lower(ranks), "lower")
     runtime = _runtime(ranks, named, lower, device, tell)
     if ranks == "processes" and device.type == "cpu":
@@ -78,18 +81,17 @@ def compile_step(
     whole = None
     if options.verify == "numeric":
         full = {name: value[()] for name, value in values}  # all at once: for small models
-        values, whole = full.items(), {**{name: telling(value) for name, value in full.items()}, **batch, **scalars}
-    if not train:
-        pipeline = replace(pipeline, train={})
+        values, whole = full.items(), {name: telling(value) for name, value in full.items()} | batch | scalars
+    pipeline = pipeline if train else replace(pipeline, train={})
     work = Compilation(model, loss_fn, batch, named, pipeline, options, device, observe, tell, whole, below or {})
-    programs, report = work.programs(evaluate=True)
+    programs, report = work.programs(evaluate)
     if lower.cudagraphs:
         training = {name: program for name, program in programs.items() if name != "evaluate"}
         check_recordable(training, lower.backend == "inductor")
     laid_out = next(iter(programs.values())).program.mesh  # as placement has it; evaluation comes last
     state = initial_state([c.program for c in programs.values()], runtime, laid_out, device, values)
     compiled = {name: Compiled(flatten(c.program), partial(runtime.compile, name, *c)) for name, c in programs.items()}
-    evaluation = compiled.pop("evaluate")  # lowered when it is first run
+    evaluation = compiled.pop("evaluate", None)  # lowered when it is first run
     for name, each in compiled.items():
         report.time(f"{name}.lower", partial(getattr, each, "executable"))
     return Step(runtime, laid_out, compiled, evaluation, state, update.lr, seed, microbatches, device, report.finish())

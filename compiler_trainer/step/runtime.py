@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +35,7 @@ class Runtime(Protocol):
     def compile(self, name: str, program: ir.Program, ctx: ir.Context) -> Any: ...
     def run(self, compiled: Any, inputs: ByRank) -> dict[int, tuple[Tensor, ...]]: ...
     def all_locals(self, local: Mapping[int, Tensor]) -> list[Tensor]: ...
+    def send(self, local: Mapping[int, Tensor], source: int, to: Collection[int]) -> None: ...
 
 
 class LockstepRanks:
@@ -56,6 +57,11 @@ class LockstepRanks:
         """The local tensors of all ranks, by rank."""
         return [local[rank] for rank in self.ranks]
 
+    def send(self, local: Mapping[int, Tensor], source: int, to: Collection[int]) -> None:
+        """Give some ranks the local tensor of another, in place."""
+        for rank in to:
+            local[rank].copy_(local[source])
+
 
 class ProcessRanks:
     """One rank of a job whose process group is up (or the only rank, without one)."""
@@ -71,7 +77,10 @@ class ProcessRanks:
 
     def compile(self, name: str, program: ir.Program, ctx: ir.Context) -> Executable:
         """The ranks of a node share out the bodies among them; every rank must call it."""
-        run = self.start(name, program, ctx)
+        try:
+            run = self.start(name, program, ctx)
+        except ir.Refused as error:
+            raise UserError(*str(error).split(": ", 1)) from error
         training = name != "evaluate"  # evaluation runs too rarely to hold memory of its own
         return Replayed(run, program.inputs) if self.lower.cudagraphs and training else run
 
@@ -116,3 +125,11 @@ class ProcessRanks:
         found = [torch.empty_like(mine) for _ in range(self.mesh.world_size)]
         dist.all_gather(found, mine.contiguous())
         return found
+
+    def send(self, local: Mapping[int, Tensor], source: int, to: Collection[int]) -> None:
+        """Give some ranks the local tensor of another, in place; every rank must call it."""
+        ((rank, mine),) = local.items()
+        sent = mine.detach().clone().reshape(-1).view(torch.uint8)  # of any dtype
+        dist.broadcast(sent, source)
+        if rank in to:
+            mine.detach().copy_(sent.view(mine.dtype).reshape(mine.shape))

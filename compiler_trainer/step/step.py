@@ -49,7 +49,7 @@ class Step:
         runtime: Runtime,
         mesh: Mesh,
         train: Mapping[str, Compiled],
-        evaluation: Compiled,
+        evaluation: Compiled | None,
         state: dict[str, State],
         lr: float,
         seed: int,
@@ -58,11 +58,12 @@ class Step:
         report: dict[str, Any],
     ):
         self.runtime, self.mesh, self.ranks = runtime, mesh, runtime.ranks
-        self.train, self.evaluation, self.state = train, evaluation, state
+        self.train, self._evaluation, self.state = train, evaluation, state
         self.lr, self.seed, self.microbatches = lr, seed, microbatches
         self.device, self.report = device, report
         self.dealt: list[Dealt] = []  # the microbatches of the last step
-        given = (i for compiled in (*train.values(), evaluation) for i in compiled.program.inputs)
+        compiled = (*train.values(), *([evaluation] if evaluation else []))
+        given = (i for each in compiled for i in each.program.inputs)
         self.constants = {i.name: i.value.to(device) for i in given if i.value is not None}
         self.places = {
             rank: {axis: torch.tensor(at, device=device) for axis, at in mesh.coordinates(rank).items()}
@@ -70,9 +71,10 @@ class Step:
         }
 
     def __call__(self, batch: Mapping[str, Tensor], lr: float | None = None) -> dict[str, float]:
-        """One optimizer step on a global batch: {"loss": of the whole batch, "grad_norm": before clipping}.
+        """One optimizer step on a global batch: {"loss": of the whole batch, metrics, "grad_norm": before clipping}.
 
-        Means over labels are over those of the whole batch, other terms of the loss are means over microbatches.
+        Means over labels are over those of the whole batch, other terms of the loss, and other metrics that it returns
+        beside it, are means over microbatches.
         With `passes.moe.dispatch=bounded` also "dropped_rows", how many found no room, of all layers and ranks.
         """
         rate, self.dealt = self.lr if lr is None else lr, []
@@ -86,11 +88,15 @@ class Step:
             self.run(accumulate, part, self.scalars(rate, count * self.microbatches + i) | counts)
             for i, part in enumerate(parts)
         ]
-        found = {name: torch.stack([out[name] for out in outs]) for name in outs[0]}
-        mean = found.pop("loss").mean()
         norm = self.run(self.train["apply"], {}, self.scalars(rate, count))["grad_norm"]
-        totals = {name: float(values.sum()) for name, values in found.items()}
-        return {"loss": float(mean), **totals, "grad_norm": float(norm)}
+        return {**together(accumulate.program, outs), "grad_norm": float(norm)}
+
+    @property
+    def evaluation(self) -> Compiled:
+        """The program of evaluation; raises UserError where none was compiled."""
+        if self._evaluation is None:
+            raise UserError("evaluate", "is false, so that this step can only train; give compile_step(evaluate=True)")
+        return self._evaluation
 
     def scalars(self, lr: float, count: int) -> dict[str, Tensor]:
         """What is fed as a value: the learning rate, and the seed of a (micro)batch's random numbers."""
@@ -108,10 +114,18 @@ class Step:
 
     def evaluate(self, batch: Mapping[str, Tensor]) -> float:
         """The mean loss of a global batch, nothing changed."""
+        return self.measure(batch)["loss"]
+
+    def measure(self, batch: Mapping[str, Tensor]) -> dict[str, float]:
+        """The mean loss of a global batch and its metrics, nothing changed."""
         parts = self.split(batch)
         scalars = self.scalars(0.0, 0) | self.counts(self.evaluation, parts)
-        losses = [self.run(self.evaluation, part, scalars)["loss"] for part in parts]
-        return float(torch.stack(losses).mean())
+        return together(self.evaluation.program, [self.run(self.evaluation, part, scalars) for part in parts])
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The names of what the loss function returns beside the loss."""
+        return tuple(o.name for o in self.evaluation.program.outputs if o.kind == "metric")
 
     def split(self, batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         """The microbatches of a global batch: consecutive rows."""
@@ -122,7 +136,7 @@ class Step:
         """Run one program for the ranks here; its outputs by name, as the first of them has them."""
         check_batch(batch, compiled.program)
         given, dealt = compiled.program.inputs, Dealt(compiled.program, batch)
-        if compiled is not self.evaluation and batch:
+        if compiled is not self._evaluation and batch:
             self.dealt.append(dealt)
         inputs = {rank: [self.value(i, rank, dealt, scalars) for i in given] for rank in self.ranks}
         results = self.runtime.run(compiled.executable, inputs)
@@ -159,6 +173,13 @@ class Step:
             for name, s in self.state.items()
             if name.startswith("model.")
         }
+
+
+def together(program: ir.Program, outs: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+    """What the microbatches of a program gave, as one: counts added, all else averaged."""
+    counts = {o.name for o in program.outputs if o.kind == "count"}
+    stacked = {name: torch.stack([out[name] for out in outs]) for name in outs[0]}
+    return {name: float(values.sum() if name in counts else values.mean()) for name, values in stacked.items()}
 
 
 def state_name(given: ir.Input) -> str:

@@ -1,73 +1,163 @@
-"""A sweep as one page that needs no network: plots of all points, and their table."""
+"""A sweep as one page that needs no network: which point is best, what its options did, and what each point costs."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from plotly import graph_objects as go
-from plotly.subplots import make_subplots
 
-from compiler_trainer.page import BLUE, ORANGE, drawn, page, tr
+from compiler_trainer.page import BLUE, ORANGE, drawn, page, plots, tr
+from compiler_trainer.page import table as in_html
 from compiler_trainer.sweep.stored import Point
 from compiler_trainer.sweep.table import MIB, SHOWN, as_text, figures, varying
 from compiler_trainer.training import metrics
 
 FILE = "sweep.html"
+INSPECT = "inspect.html"  # of a point, once `compiler-trainer inspect --html` has made it
+LOSSES = {"eval_loss": "held-out loss", "loss": "training loss"}  # the first that points have says which is best
 # column, heading, unit in which it is drawn
 BARS = (
-    ("tokens_per_s", "tokens/s", 1),
-    ("peak_mem_bytes", "peak memory, MiB", MIB),
-    ("compile_s", "compilation, s", 1),
+    ("tokens_per_s", "Throughput, tokens/s", 1),
+    ("peak_mem_bytes", "Peak memory of a rank, MiB", MIB),
+    ("compile_s", "Compile time, s", 1),
 )
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
-MARKS = ("circle", "square", "diamond", "cross", "x", "triangle-up", "star")
-ROW_PX, BELOW_PX = 24, 560  # of a bar, and all that is not bars
+MARKS = ("circle", "square", "diamond", "cross", "x", "triangle-up")
+BEST = {"symbol": "star", "size": 16, "color": ORANGE}
+LOG_FROM = 8.0  # values that span this factor lie on a logarithmic axis
+NAMED = 20  # lines that a legend names
+BELOW = {"orientation": "h", "y": -0.2, "yanchor": "top"}  # a legend
+FRONT = "The line joins the points that no other beats in both, the Pareto front. Numbers are points."
 
 
 def write(found: Sequence[Point], folder: Path) -> None:
     """Write `sweep.html` into the sweep's folder."""
-    parts = (f"<p>{html.escape(summary(found))}</p>", drawn(figure(found, folder)), f"<table>{table(found)}</table>")
+    rows = in_html(table(found, folder))
+    parts = (f"<p>{html.escape(summary(found))}</p>", plots(losses(found)), rows, plots(costs(found, folder)))
     (folder / FILE).write_text(page(folder.resolve().name, "\n".join((*parts, errors(found)))), encoding="utf-8")
 
 
 def summary(found: Sequence[Point]) -> str:
-    """How many points there are, and what they ran on."""
+    """Which point is best, how many there are, and what they ran on."""
     counts = {status: sum(p["status"] == status for p in found) for status in ("done", "failed", "running")}
-    ran = found[0]["environment"].get
-    where = f"{ran('ranks')} ranks, {ran('device')}, {ran('cores')} cores, torch {ran('torch')}, commit {ran('commit')}"
-    return ", ".join(f"{n} {status}" for status, n in counts.items() if n) + f". {where}."
+    ran, column = found[0]["environment"].get, score(found)
+    ranks, commit = ran("ranks"), str(ran("commit"))
+    where = f"{ranks} {'rank' if ranks == 1 else 'ranks'}, {ran('device')}, {ran('cores')} cores, torch {ran('torch')}"
+    said = ", ".join(f"{n} {status}" for status, n in counts.items() if n) + f". {where}, commit {commit[:10]}."
+    if (first := best(found)) is None:
+        return said
+    value = first["result"][column]
+    return f"Best: point {first['point']} ({options(first, varying(found))}), {LOSSES[column]} {value:.4f}. {said}"
 
 
-def figure(found: Sequence[Point], folder: Path) -> go.Figure:
-    """Bars of throughput, memory and compilation, the loss by step, and throughput against memory."""
-    titles = (*(heading for _, heading, _ in BARS), "loss by step", "throughput against memory")
-    specs: list[list[Any]] = [[{}, {}, {}], [{"colspan": 2}, None, {}]]
-    names, bars_px = varying(found), 120 + ROW_PX * len(found)
-    share = bars_px / (bars_px + BELOW_PX)
-    shape = {"row_heights": [share, 1 - share], "vertical_spacing": 90 / (bars_px + BELOW_PX)}
-    plot = make_subplots(2, 3, subplot_titles=titles, specs=specs, horizontal_spacing=0.06, **shape)
-    for at, (column, _, unit) in enumerate(BARS, 1):
-        shown = with_values(found, column)
-        heights = [p["result"][column] / unit for p in shown]
-        labels = [label(p, names) for p in shown]
-        bars = go.Bar(y=labels, x=heights, orientation="h", hovertext=labels)
-        plot.add_trace(bars.update(marker_color=BLUE, showlegend=False), 1, at)
-        plot.update_yaxes(type="category", autorange="reversed", automargin=True, row=1, col=at)
-        plot.update_yaxes(showticklabels=at == 1, row=1, col=at)  # bars of one point are on one line
-    for line in loss_curves(found, folder, names):
-        plot.add_trace(line, 2, 1)
-    for trace in memory_against_throughput(found, names):
-        plot.add_trace(trace, 2, 3)
-    plot.update_xaxes(title="step", row=2, col=1)
-    plot.update_xaxes(title="peak memory, MiB", row=2, col=3)
-    plot.update_yaxes(title="tokens/s", row=2, col=3)
-    plot.update_yaxes(title="nats a token", row=2, col=1)
-    legend = {"title": "loss of", "y": 1 - share, "yanchor": "top"}
-    height = bars_px + BELOW_PX
-    return plot.update_layout(height=height, template="plotly_white", legend=legend, margin={"l": 50, "r": 20})
+def score(found: Sequence[Point]) -> str:
+    """The column that ranks points: the held-out loss, the training loss where none was measured."""
+    return next((column for column in LOSSES if with_values(found, column)), "loss")
+
+
+def ranked(found: Sequence[Point]) -> list[Point]:
+    """The lowest loss first; then points without one, by number."""
+    column = score(found)
+    some = sorted(with_values(found, column), key=lambda p: p["result"][column])
+    return some + [p for p in found if p not in some]
+
+
+def best(found: Sequence[Point]) -> Point | None:
+    """The point of the lowest loss; None if no point has one."""
+    some = with_values(found, score(found))
+    return ranked(some)[0] if some else None
+
+
+# ---- what options did ---------------------------------------------------------------------------------
+
+
+def losses(found: Sequence[Point]) -> Iterator[str]:
+    """The losses at the end over what was varied, the held-out one first."""
+    names = varying(found)
+    for column, what in LOSSES.items():
+        if shown := with_values(found, column):
+            said = "The star marks the best point." if column == score(found) else ""
+            yield drawn(over_options(shown, column, names), f"{what} at the end, nats a token".capitalize(), said)
+
+
+def over_options(found: Sequence[Point], column: str, names: Sequence[str]) -> go.Figure:
+    """A loss over the option that takes most values, a line for each setting of the others."""
+    plot = go.Figure()
+    first = max(names, key=lambda n: spread(found, n), default=None)
+    at: dict[int, Any] = {p["point"]: value(p, first) if first else str(p["point"]) for p in found}
+    numeric = all(isinstance(x, int | float) and not isinstance(x, bool) for x in at.values())
+    at = at if numeric else {n: html.escape(as_text(x) or "", quote=False) for n, x in at.items()}
+    lines: dict[str, list[Point]] = {}
+    for p in sorted(found, key=lambda p: at[p["point"]]) if numeric else found:
+        lines.setdefault(options(p, [n for n in names if n != first]), []).append(p)
+    for number, (name, points) in enumerate(lines.items()):
+        line, mark = {"dash": DASHES[number % len(DASHES)]}, {"symbol": MARKS[number % len(MARKS)], "size": 8}
+        how = {"mode": "lines+markers", "line": line, "marker": mark, "name": html.escape(name, quote=False)}
+        plot.add_trace(spots(points, at, column, names).update(how))
+    if (star := best(found)) is not None and score(found) == column:
+        plot.add_trace(spots([star], at, column, names).update(mode="markers", marker=BEST, showlegend=False))
+    plot.update_xaxes(title=html.escape(short(first, names) if first else "point", quote=False))
+    plot.update_xaxes(axis(list(at.values())) if numeric else {"type": "category"})
+    return plot.update_layout(height=320, legend=BELOW, showlegend=len(lines) > 1 and len(lines) <= NAMED)
+
+
+def spots(found: Sequence[Point], at: dict[int, Any], column: str, names: Sequence[str]) -> go.Scatter:
+    """Points at their places along the axis."""
+    heights, said = [p["result"][column] for p in found], [label(p, names) for p in found]
+    return go.Scatter(x=[at[p["point"]] for p in found], y=heights, hovertext=said)
+
+
+def axis(values: Sequence[float]) -> dict[str, Any]:
+    """An axis with a tick for each value, if they are few; logarithmic where they span a large factor."""
+    marked = sorted(set(values))
+    log = marked[0] > 0 and marked[-1] / marked[0] >= LOG_FROM
+    ticks = {"tickvals": marked, "ticktext": [f"{v:g}" for v in marked]} if len(marked) <= 7 else {}
+    return {"type": "log" if log else "linear", **ticks}
+
+
+def spread(found: Sequence[Point], name: str) -> tuple[bool, int]:
+    """Sorts options by whether they are numbers, then by how many values they take."""
+    values = [value(p, name) for p in found]
+    is_number = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+    return is_number, len({as_text(v) for v in values})
+
+
+def value(found: Point, name: str) -> Any:
+    """The value of an option at a point, that of its configuration where the point does not set it."""
+    return found["overrides"].get(name, found.get("config", {}).get(name))
+
+
+# ---- what points cost ---------------------------------------------------------------------------------
+
+
+def costs(found: Sequence[Point], folder: Path) -> Iterator[str]:
+    """The loss by step, bars of throughput, memory and compilation, and throughput against memory."""
+    names = varying(found)
+    if lines := loss_curves(found, folder, names):
+        plot = go.Figure(lines).update_xaxes(title="step").update_yaxes(title="nats a token")
+        plot.update_layout(height=380, legend=BELOW, showlegend=len(lines) <= NAMED)
+        yield drawn(plot, "Training loss by step", wide=True)
+    for column, heading, unit in BARS:
+        if with_values(found, column):
+            yield drawn(bars(found, column, unit), heading)
+    if with_values(found, "peak_mem_bytes", "tokens_per_s"):
+        plot = go.Figure(memory_against_throughput(found, names)).update_layout(height=340)
+        plot.update_xaxes(title="peak memory of a rank, MiB").update_yaxes(title="tokens/s")
+        yield drawn(plot, "Throughput against memory.", FRONT, wide=True)
+
+
+def bars(found: Sequence[Point], column: str, unit: int) -> go.Figure:
+    """A bar a point, the best point's in another colour."""
+    names, shown, star = varying(found), with_values(found, column), best(found)
+    labels = [label(p, names) for p in shown]
+    colours = [ORANGE if p is star else BLUE for p in shown]
+    heights = [p["result"][column] / unit for p in shown]
+    plot = go.Figure(go.Bar(y=labels, x=heights, orientation="h", hovertext=labels, marker_color=colours))
+    plot.update_yaxes(type="category", autorange="reversed")
+    return plot.update_layout(height=80 + 24 * len(shown), bargap=0.3, showlegend=False)
 
 
 def label(found: Point, names: Sequence[str]) -> str:
@@ -75,8 +165,13 @@ def label(found: Point, names: Sequence[str]) -> str:
 
     It is escaped: plots take tags, and links, in their texts.
     """
+    return html.escape(f"{found['point']}: {options(found, names)}", quote=False)
+
+
+def options(found: Point, names: Sequence[str]) -> str:
+    """`tp=2 remat.policy=full`: what a point sets of these options."""
     given = (f"{short(n, names)}={as_text(found['overrides'][n])}" for n in names if n in found["overrides"])
-    return html.escape(f"{found['point']}: {' '.join(given)}", quote=False)
+    return " ".join(given)
 
 
 def short(name: str, names: Sequence[str]) -> str:
@@ -134,15 +229,17 @@ def pareto_front(found: Sequence[Point]) -> list[Point]:
     return front
 
 
-def table(found: Sequence[Point]) -> str:
-    """The table of the console in HTML."""
-    names = varying(found)
+def table(found: Sequence[Point], folder: Path) -> list[str]:
+    """The rows of the console's table, the best point first; a point leads to its page, or else to its folder."""
+    names, star = varying(found), best(found)
     headings = ("point", *names, "status", *(heading for _, heading, _ in SHOWN))
     lines = [tr("th", headings)]
-    for p in found:
+    for p in ranked(found):
         given = (as_text(p["overrides"].get(n)) for n in names)
-        lines.append(tr("td", (str(p["point"]), *given, p["status"], *figures(p)), p["status"], link=str(p["point"])))
-    return "\n".join(lines)
+        name, kind = (f"{p['point']} (best)", "best") if p is star else (str(p["point"]), p["status"])
+        link = f"{p['point']}/{INSPECT}" if (folder / str(p["point"]) / INSPECT).exists() else f"{p['point']}/"
+        lines.append(tr("td", (name, *given, p["status"], *figures(p)), kind, link=link))
+    return lines
 
 
 def errors(found: Sequence[Point]) -> str:

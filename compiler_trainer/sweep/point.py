@@ -6,18 +6,19 @@ import gc
 import shutil
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config
-from compiler_trainer.planning.outcome import outcome
 from compiler_trainer.step.ranks import from_rank_0, gather, rank, start_ranks, stop_ranks
 from compiler_trainer.sweep import row, table
 from compiler_trainer.sweep.stored import check, identity, read, write
 from passes.lower.inductor import counts
+
+Outcome = Callable[[Config], float]  # trains one job; the loss that it ends with
 
 
 class Failure(NamedTuple):
@@ -35,7 +36,7 @@ def join_tasks() -> None:
     TorchDistributedEnvironment().export(set_cuda_visible_devices=False)  # every rank takes its own by number
 
 
-def run_point(cfg: Config, number: int, overrides: Sequence[str]) -> float | None:
+def run_point(cfg: Config, number: int, overrides: Sequence[str], outcome: Outcome) -> float | None:
     """Train a point unless it is done, on all ranks; its objective, None if it failed. Raises UserError as `check`."""
     start_ranks()
     done = from_rank_0(lambda: check(cfg))
@@ -45,7 +46,7 @@ def run_point(cfg: Config, number: int, overrides: Sequence[str]) -> float | Non
         print(f"point {number}: {' '.join(overrides)}", flush=True)
         begin(cfg, number, overrides)
     began, loaded = time.perf_counter(), counts["loaded"]
-    objective, failure = attempt(cfg)
+    objective, failure = attempt(cfg, outcome)
     start_ranks()
     cause = min((f for f in gather(failure) if f is not None), default=None)
     if rank() == 0:
@@ -57,7 +58,7 @@ def run_point(cfg: Config, number: int, overrides: Sequence[str]) -> float | Non
     return None if cause else objective
 
 
-def attempt(cfg: Config) -> tuple[float | None, Failure | None]:
+def attempt(cfg: Config, outcome: Outcome) -> tuple[float | None, Failure | None]:
     """Train; the objective, or why there is none, with this rank out of its process group."""
     objective = failure = None
     try:

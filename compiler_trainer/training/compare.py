@@ -6,11 +6,10 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from compiler_trainer.config.earlier import MEANING, is_in, understood
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import Config
 
-MEANING = ("model", "loss", "optim", "data.packing", "train.seed", "train.seq_len", "train.dtype")
 FREE = ("model.name", "optim.lr")
 SHOWN = 3
 
@@ -20,7 +19,7 @@ def check_meaning(cfg: Config, saved: Mapping[str, Any], where: str) -> None:
     here = dict(leaves(dataclasses.asdict(cfg)))
     check_names(cfg, here)
     try:
-        there = dict(leaves(dataclasses.asdict(build(Config, saved))))
+        there = dict(leaves(dataclasses.asdict(understood(Config, saved, where))))
     except UserError as error:
         raise UserError(where, f"was saved with options that are none here: {error}") from error
     free = (*FREE, *cfg.checkpoint.allow)
@@ -48,8 +47,3 @@ def leaves(options: Mapping[str, Any], where: str = "") -> Iterator[tuple[str, A
             yield from leaves(value, dotted)
         else:
             yield dotted, value
-
-
-def is_in(name: str, groups: tuple[str, ...]) -> bool:
-    """Whether an option is one of those, or in one of those groups."""
-    return any(name == group or name.startswith(f"{group}.") for group in groups)

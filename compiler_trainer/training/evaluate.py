@@ -1,7 +1,8 @@
-"""The loss on held-out text."""
+"""Loss and metrics on held-out text."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -10,17 +11,17 @@ from torch import Tensor
 from compiler_trainer.models import IGNORED_LABEL
 
 
-class Evaluates(Protocol):
-    """What gives the mean loss of a global batch."""
+class Measures(Protocol):
+    """What gives the mean loss and the metrics of a global batch."""
 
-    def evaluate(self, batch: dict[str, Tensor], /) -> float: ...
+    def measure(self, batch: dict[str, Tensor], /) -> dict[str, float]: ...
 
 
-def mean_loss(step: Evaluates, batches: Iterable[dict[str, Tensor]]) -> float:
-    """Mean loss over all labelled tokens of the global `batches`: one of few labels counts for less."""
-    total, labels = 0.0, 0
+def means(step: Measures, batches: Iterable[dict[str, Tensor]]) -> dict[str, float]:
+    """Loss and metrics, means over all labelled tokens of the global `batches`: one of few labels counts for less."""
+    total, labels = Counter[str](), 0
     for batch in batches:
         labelled = int((batch["labels"] != IGNORED_LABEL).sum())
-        total += step.evaluate(batch) * labelled
+        total.update({name: value * labelled for name, value in step.measure(batch).items()})
         labels += labelled
-    return total / labels
+    return {name: value / labels for name, value in total.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -17,9 +18,13 @@ from compiler_trainer.config import schema as config
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.files import put
 from compiler_trainer.config.schema import Config
+from compiler_trainer.console import say
 from compiler_trainer.training import metrics
 from compiler_trainer.training.resume import BY_NAME, checkpoints_of
+from passes.check.runner import Dumper, PassRecord
+from passes.program import ir
 
+NOTHING_YET = "begin it anew with checkpoint.resume=auto: it has no checkpoint yet"
 CONFIG, REPORT, GRAPHS = "config.yaml", "report.json", "graphs"
 
 
@@ -32,15 +37,16 @@ def check(cfg: Config, resumed: Path | None, done: int) -> None:
     goes_on_here = resumed is not None and resumed.resolve().parent == checkpoints.resolve()
     starts_again = resumed is None and cfg.checkpoint.resume == "auto"
     if (folder / metrics.FILE).exists() and not goes_on_here and not starts_again:
-        raise UserError("run.dir", f"{folder} holds a run; choose another, or go on with checkpoint.resume=latest")
+        goes_on = "go on with checkpoint.resume=latest" if checkpoint.complete(checkpoints) else NOTHING_YET
+        raise UserError("run.dir", f"{folder} holds a run; choose another, or {goes_on}")
     if (folder / metrics.FILE).exists():
         metrics.read(folder / metrics.FILE)  # before anything is written
     ahead = [p for p in checkpoint.complete(checkpoints) if checkpoint.number_of(p) > done]
-    if cfg.checkpoint.enabled and ahead and cfg.checkpoint.resume not in BY_NAME:  # else what is ahead is damaged
+    if cfg.checkpoint.saves and ahead and cfg.checkpoint.resume not in BY_NAME:  # else what is ahead is damaged
         fix = "move it away, choose another checkpoint.dir, or go on with checkpoint.resume=latest"
         raise UserError("checkpoint.dir", f"{ahead[-1]} is ahead of this run, which starts after step {done}; {fix}")
     check_writable("run.dir", folder)
-    if cfg.checkpoint.enabled:
+    if cfg.checkpoint.saves:
         check_writable("checkpoint.dir", checkpoints)
 
 
@@ -71,9 +77,28 @@ def create(cfg: Config, report: dict[str, Any]) -> None:
     put(folder / REPORT, json.dumps(report, indent=1) + "\n")
 
 
+class Dumps:
+    """Dumps the graph after each pass into a folder; once its disk takes no more, that is said, and none is left."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.dump, self.is_on = folder, Dumper(folder), True
+        folder.mkdir()
+
+    def __call__(self, program: ir.Program, record: PassRecord) -> None:
+        """Dump a stage."""
+        if not self.is_on:
+            return
+        try:
+            self.dump(program, record)
+        except OSError as error:
+            self.is_on = False
+            shutil.rmtree(self.folder, ignore_errors=True)  # a part would be taken for the whole
+            say(f"{self.folder} cannot be written ({error.strerror}): the graphs are left out")
+
+
 @contextmanager
-def graphs_of(cfg: Config) -> Iterator[Path | None]:
-    """A folder for the graphs, the run's `graphs/` in the end unless the block refuses the input; None if not wanted.
+def graphs_of(cfg: Config) -> Iterator[Dumps | None]:
+    """Dumps graphs, which are in the run's `graphs/` in the end unless the block refuses the input; None if not wanted.
 
     When the block fails in another way the graphs up to there are kept: they tell why.
     """
@@ -81,21 +106,25 @@ def graphs_of(cfg: Config) -> Iterator[Path | None]:
         yield None
         return
     with tempfile.TemporaryDirectory() as scratch:
-        graphs = Path(scratch, "graphs")
-        graphs.mkdir()
+        dumps = Dumps(Path(scratch, "graphs"))
         is_refused = False
         try:
-            yield graphs
+            yield dumps
         except UserError:
             is_refused = True
             raise
         finally:
-            if not is_refused:
-                keep(graphs, Path(cfg.run.dir, GRAPHS))
+            if not is_refused and dumps.is_on:
+                keep(dumps.folder, Path(cfg.run.dir, GRAPHS))
 
 
 def keep(graphs: Path, place: Path) -> None:
-    """Move the dumped graphs to their place, over those of an earlier part of the run."""
-    remove(place)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    shutil.move(graphs, place)
+    """Move the dumped graphs to their place, over those of an earlier part of the run; where that fails say so."""
+    try:
+        remove(place)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(graphs, place)
+    except (OSError, shutil.Error) as error:
+        shutil.rmtree(place, ignore_errors=True)  # a part would be taken for the whole
+        why = error.strerror if isinstance(error, OSError) and error.strerror else os.strerror(errno.ENOSPC)
+        say(f"{place} cannot be written ({why}): the graphs are left out")

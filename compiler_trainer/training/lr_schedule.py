@@ -9,9 +9,10 @@ from compiler_trainer.config.schema import LrScheduleConfig
 
 def learning_rate(cfg: LrScheduleConfig, base_lr: float, step: int, steps: int) -> float:
     """The rate of update `step` of `steps`, counted from 1: `base_lr` where the warm-up ends, its least at the last."""
-    if step < cfg.warmup_steps:
-        return base_lr * step / cfg.warmup_steps
-    top = max(1, cfg.warmup_steps if cfg.decay_steps is None else steps - cfg.decay_steps)
+    warmup, decay = cfg.warmup(steps), cfg.decay(steps)
+    if step < warmup:
+        return base_lr * step / warmup
+    top = max(1, warmup if decay is None else steps - decay)
     done = max(0, step - top) / max(1, steps - top)
     return base_lr * (cfg.min_ratio + (1 - cfg.min_ratio) * remaining(cfg.name, done))
 

@@ -2,18 +2,66 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import socket
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
-from torch.utils.tensorboard import SummaryWriter
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.summary.writer.record_writer import RecordWriter
+from torch.utils.tensorboard.summary import scalar
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.files import lines_of, put
+from compiler_trainer.console import say
 
 FILE = "metrics.jsonl"
 
 Record = dict[str, float]
+
+
+class Appended:
+    """A file that grows; what its disk does not take is kept, said once, and tried again with what comes next."""
+
+    def __init__(self, path: Path):
+        self.path, self.kept, self.failure = path, b"", ""
+
+    def add(self, content: bytes) -> None:
+        """Write at the end, after what was kept."""
+        self.kept += content
+        before, self.failure = self.failure, self.attempt()
+        if self.failure and not before:
+            say(f"{self.path} cannot be written ({self.failure}): what belongs there is kept, and tried again")
+        if before and not self.failure:
+            say(f"{self.path} is written again, nothing is missing")
+
+    def attempt(self) -> str:
+        """Write what is kept, all or nothing; why it failed, empty if it did not."""
+        try:
+            with open(self.path, "ab", buffering=0) as file:
+                size = file.tell()
+                try:
+                    left = memoryview(self.kept)
+                    while left:
+                        left = left[file.write(left) :]
+                except OSError:
+                    file.truncate(size)
+                    raise
+        except OSError as error:
+            return error.strerror or str(error)
+        self.kept = b""
+        return ""
+
+    def close(self) -> None:
+        """Try a last time, and say what is lost."""
+        if self.kept:
+            self.add(b"")
+        if self.kept:
+            say(f"{self.path} lacks its last {len(self.kept):,} bytes: {self.failure}")
 
 
 class Metrics:
@@ -23,40 +71,66 @@ class Metrics:
     """
 
     def __init__(self, folder: Path, after: int = 0):
-        self.folder = folder
+        self.folder, self.lines = folder, Appended(folder / FILE)
         self.begin(after)
+        self.lines.add(b"")  # it is there from the start
 
     def begin(self, after: int) -> None:
         """Open both for the steps after that one."""
         self.last = after
         drop_later(self.folder / FILE, after)
-        self.file = open(self.folder / FILE, "a", encoding="utf-8")
-        self.events = SummaryWriter(str(self.folder), purge_step=after + 1)
-
-    def close(self) -> None:
-        """Close both."""
-        self.file.close()
-        self.events.close()
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self.events = Appended(self.folder / name)
+        self.events.add(encoded(Event(step=after + 1, file_version="brain.Event:2"), start_at(after + 1)))
 
     def write(self, record: Record) -> None:
         """Add one step: `record["step"]` and its values, finite numbers."""
         step = int(record["step"])
         if step <= self.last:
-            self.close()
-            self.begin(step - 1)
+            self.go_back(step - 1)
         self.last = step
-        self.file.write(json.dumps(record, allow_nan=False) + "\n")
-        self.file.flush()
-        for name, value in record.items():
-            if name != "step":
-                self.events.add_scalar(name, value, record["step"])
-        self.events.flush()
+        self.lines.add(json.dumps(record, allow_nan=False).encode() + b"\n")
+        self.events.add(encoded(*scalars(record)))
+
+    def go_back(self, after: int) -> None:
+        """Drop what is there of later steps; where the disk does not let that be, they stay, which is said."""
+        self.close()
+        try:
+            self.begin(after)
+        except UserError as error:
+            say(f"{error}: it holds steps after {after} twice")
+
+    def close(self) -> None:
+        """Write what is not written yet."""
+        self.lines.close()
+        self.events.close()
 
     def __enter__(self) -> Metrics:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
+
+
+def encoded(*events: Event) -> bytes:
+    """Events as TensorBoard reads them from a file."""
+    buffer = io.BytesIO()
+    for event in events:
+        event.wall_time = time.time()
+        RecordWriter(buffer).write(event.SerializeToString())
+    return buffer.getvalue()
+
+
+def start_at(step: int) -> Event:
+    """What tells TensorBoard to drop what other files have of a step and of those after it."""
+    return Event(step=step, session_log=SessionLog(status=SessionLog.START))
+
+
+def scalars(record: Record) -> Iterator[Event]:
+    """A record's values, an event each."""
+    for name, value in record.items():
+        if name != "step":
+            yield Event(step=int(record["step"]), summary=scalar(name, value))
 
 
 def read(path: Path) -> list[Record]:

@@ -33,7 +33,7 @@ class Pace:
     """Measures one step in `run.pace_interval`, if there are several ranks."""
 
     def __init__(self, cfg: Config, on_cuda: bool):
-        self.interval = cfg.run.pace_interval if dist.is_initialized() and dist.get_world_size() > 1 else 0
+        self.interval = cfg.run.pace_interval if dist.is_initialized() and dist.get_world_size() > 1 else None
         self.first = 10 if cfg.run.profile else 2  # the profiler has work of its own before
         self.kind = ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU
         self.group = host_group() if self.interval else None

@@ -13,12 +13,13 @@ import torch.distributed as dist
 
 from compiler_trainer import checkpoint
 from compiler_trainer.checkpoint import Checkpoint, on_all_ranks
+from compiler_trainer.config.earlier import is_in
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config, TrainConfig
 from compiler_trainer.data.datasets import Datasets, build_datasets
 from compiler_trainer.step.ranks import first_of_each_machine_first, rank
 from compiler_trainer.training import folder
-from compiler_trainer.training.compare import check_meaning, is_in
+from compiler_trainer.training.compare import check_meaning
 from compiler_trainer.training.resume import first_whole
 
 

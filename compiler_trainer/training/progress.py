@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from math import nan
 from pathlib import Path
@@ -31,35 +33,40 @@ CONTENTS = {
 
 
 class Progress(Renewed):
-    """Shows steps `done` to `steps`; used as a context manager."""
+    """Shows steps `done` to `steps`, with metrics of some names; used as a context manager."""
 
-    def __init__(self, steps: int, done: int = 0):
+    def __init__(self, steps: int, done: int = 0, names: Sequence[str] = ()):
         super().__init__(BarColumn(), TextColumn("{task.description}"))
-        self.steps, self.first = steps, done
+        self.steps, self.first, self.names = steps, done, names
         self.lines = done * LINES // steps
-        self.eval_loss: float | None = None
+        self.evaluated: tuple[int, float] | None = None  # the step, and the held-out loss after it
         self.task = self.bar.add_task("", total=steps, completed=done)
 
     def show(self, record: Record) -> None:
         """Renew the line, or print one where a tenth of the run or half a minute has passed."""
-        self.eval_loss = record.get("eval_loss", self.eval_loss)
         step = int(record["step"])
+        if "eval_loss" in record:
+            self.evaluated = step, record["eval_loss"]
         if self.console.is_terminal:
             self.bar.update(self.task, completed=step, description=self.line(record))
         elif self.is_due(step):
             say(self.line(record))
 
     def line(self, record: Record) -> str:
-        """`step 20/150  loss 3.412  eval loss 3.500  norm 0.81  lr 3.0e-04  12,345 tokens/s  MFU 41.2%  1:05 left`."""
+        """`step 20/150  loss 3.412  eval loss 3.500 (step 15)  norm 0.81  lr 3.0e-04  12,345 tokens/s  1:05 left`."""
         step = int(record["step"])
         elapsed = time.monotonic() - self.started
         left = timedelta(seconds=round(elapsed / (step - self.first) * (self.steps - step)))
-        evaluated = "" if self.eval_loss is None else f"  eval loss {self.eval_loss:.3f}"
+        evaluated = ""
+        if self.evaluated is not None:
+            at, held_out = self.evaluated
+            evaluated = f"  eval loss {held_out:.3f}" + (f" (step {at})" if at != step else "")
         speed = f"{record['tokens_per_s']:,.0f} tokens/s"
         used = f"  MFU {record['mfu']:.1%}" if "mfu" in record else ""
         update = f"norm {record.get('grad_norm', nan):.3g}  lr {record['lr']:.2g}"
         loss = record.get("loss", nan)
-        return f"step {step}/{self.steps}  loss {loss:.3f}{evaluated}  {update}  {speed}{used}  {left} left"
+        metrics = "".join(f"  {name} {record[name]:.3f}" for name in self.names if name in record)
+        return f"step {step}/{self.steps}  loss {loss:.3f}{metrics}{evaluated}  {update}  {speed}{used}  {left} left"
 
     def is_due(self, step: int) -> bool:
         """Whether it is time for a plain line."""
@@ -102,3 +109,11 @@ def say_contents(folder: Path) -> None:
     for pattern, what in CONTENTS.items():
         if any(folder.glob(pattern)):
             say(f"  {pattern:<22} {what}")
+
+
+def say_next(run: str) -> None:
+    """Print on rank 0 what can be done with a run that has ended."""
+    quoted = shlex.quote(run)
+    announce(f"next: compiler-trainer generate {quoted} --prompt TEXT")
+    announce(f"      compiler-trainer eval {quoted}")
+    announce(f"      compiler-trainer export {quoted} FOLDER")

@@ -39,14 +39,19 @@ class Save:
 @contextmanager
 def saving(cfg: Config, trained: Subject, step: Step) -> Iterator[Save]:
     """What to call for a checkpoint; the end waits for the last one."""
-    if not cfg.checkpoint.enabled:
+    if not cfg.checkpoint.saves:
         yield Save(cfg, None)
         return
     without = frozenset() if cfg.checkpoint.frozen else trained.frozen
     with Saver(step, checkpoints_of(cfg), cfg.checkpoint, without, say) as saver:
-        memory = f"{saver.staging.bytes / 2**20:,.1f} MiB of host memory a rank"
-        announce(f"a checkpoint every {cfg.checkpoint.interval:,} steps, by way of {memory}")
+        announce(f"checkpoints {when(cfg)}, through {saver.staging.bytes / 2**20:,.1f} MiB of host memory a rank")
         yield Save(cfg, saver)
+
+
+def when(cfg: Config) -> str:
+    """After which steps there are checkpoints."""
+    interval = cfg.checkpoint.interval or 0
+    return "after the last step" if interval >= cfg.train.steps else f"every {interval:,} steps and after the last"
 
 
 def state_after(record: Record, loader: Loader, cfg: Config) -> TrainState:

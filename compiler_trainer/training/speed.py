@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from compiler_trainer.config.device import CPU, here
 from compiler_trainer.config.schema import Config
 from compiler_trainer.step.programs import mesh_of
 from compiler_trainer.training.metrics import Record
@@ -21,14 +22,19 @@ def speed(cfg: Config, flops_per_token: int, tokens: int, step_s: float) -> Reco
     """
     flops_per_s = flops_per_token * tokens / mesh_of(cfg.mesh).world_size / step_s
     found = {"tokens_per_s": tokens / step_s, "step_ms": 1e3 * step_s, "tflops": flops_per_s / 1e12}
-    if torch.cuda.is_available() and cfg.cluster.name.upper() in torch.cuda.get_device_name():
+    if CPU != here() == cfg.cluster.device:
         found["mfu"] = flops_per_s / peak_flops(cfg)
     return found
 
 
 def peak_flops(cfg: Config) -> float:
     """FLOP/s of a GPU of `cluster` in the dtype of computation, whether products are in float8 or not."""
-    return 1e12 * getattr(cfg.cluster.peak_tflops, cfg.passes.cast.param_dtype or cfg.train.dtype)
+    return 1e12 * getattr(cfg.cluster.peak_tflops, computes_in(cfg))
+
+
+def computes_in(cfg: Config) -> str:
+    """The dtype of computation."""
+    return cfg.passes.cast.param_dtype or cfg.train.dtype
 
 
 def machine() -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import sys
 import threading
 import time
 from types import FrameType, TracebackType
@@ -14,17 +15,19 @@ import torch
 import torch.distributed as dist
 
 from compiler_trainer.config.schema import Config
-from compiler_trainer.step.ranks import host_group, stop_ranks
+from compiler_trainer.step.ranks import host_group, rank, stop_ranks
 from compiler_trainer.training.progress import announce
 
 EXIT_CODE = 3
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+REPEATED_S = 5.0  # a scheduler signals all processes of a job, and torchrun passes its own signal on to its ranks
 TIME = 1  # less than any signal's number among those above; of several reasons the highest number counts
 
 
 class Stop:
     """Watches for signals while it is used as a context manager; a second one ends the process at once.
 
+    The same signal again within `REPEATED_S` of the first is no second one.
     `limit_s` seconds after `began` (of `time.monotonic`) it is time to stop; None: never.
     """
 
@@ -54,11 +57,16 @@ class Stop:
 
         There they are at once, while Python calls no handler until a kernel is done.
         """
+        first, at = 0, 0.0
         with open(arrivals, "rb", buffering=0) as pipe:
             numbers = (byte[0] for byte in iter(lambda: pipe.read(1), b""))
-            for nth, number in enumerate(n for n in numbers if n in SIGNALS):
-                if nth > 0:
-                    os._exit(128 + number)
+            for number in (n for n in numbers if n in SIGNALS):
+                if not first:
+                    first, at = number, time.monotonic()
+                    name = signal.Signals(number).name
+                    announce(f"{name}: the run ends after this step; a second one ends it at once")
+                elif number != first or time.monotonic() - at >= REPEATED_S:
+                    end_at_once(number)
 
     def __enter__(self) -> Stop:
         if threading.current_thread() is threading.main_thread():  # no other may handle signals
@@ -77,9 +85,16 @@ class Stop:
             os.close(self.pipe)
 
 
+def end_at_once(number: int) -> NoReturn:
+    """Say why a rank ends with nothing saved, and end it."""
+    again = f"rank {rank()} ended at once by a second signal, {signal.Signals(number).name}"
+    print(f"error: {again}; nothing was saved after the last checkpoint", file=sys.stderr, flush=True)
+    os._exit(128 + number)
+
+
 def end_early(cfg: Config, stop: Stop, number: int) -> NoReturn:
     """Say on rank 0 why a run ended after a step, and how it goes on; exits with 3."""
-    saved = f"go on with: {how_to_go_on(cfg.run.dir)}" if cfg.checkpoint.enabled else "nothing was saved"
+    saved = f"go on with: {how_to_go_on(cfg.run.dir)}" if cfg.checkpoint.saves else "nothing was saved"
     announce(f"stopped after step {number} of {cfg.train.steps}, for {stop}; {saved}")
     stop_ranks()
     raise SystemExit(EXIT_CODE)

@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, supported
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config
+from compiler_trainer.console import say
 from compiler_trainer.step.ranks import rank
 from compiler_trainer.step.step import Step
 from passes.cost.accounting import axis_of, kind_of
@@ -64,10 +65,19 @@ class Trace:
             yield
         if number == self.last:
             self.profiler.stop()
+            self.keep()
+
+    def keep(self) -> None:
+        """Write the trace; where a disk does not take it say so, for training goes on."""
+        try:
             self.write()
+        except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:  # the profiler cuts a file in silence
+            self.path.unlink(missing_ok=True)  # a part is no trace
+            why = error.strerror if isinstance(error, OSError) else f"{tempfile.gettempdir()} is full"
+            say(f"{self.path} cannot be written ({why}): there is no trace of this run")
 
     def write(self) -> None:
-        """Write the trace, collectives named."""
+        """Write the trace, collectives named; raises OSError or JSONDecodeError where there is no room."""
         assert self.profiler is not None
         with tempfile.TemporaryDirectory() as folder:
             raw = Path(folder, "trace.json")

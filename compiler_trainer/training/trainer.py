@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from compiler_trainer import checkpoint, models
 from compiler_trainer.checkpoint import Damaged
+from compiler_trainer.config.device import for_running
 from compiler_trainer.config.schema import Config
 from compiler_trainer.config.times import seconds
 from compiler_trainer.config.validate import validate
@@ -24,14 +26,18 @@ from compiler_trainer.step.compile import compile_step
 from compiler_trainer.step.ranks import rank, start_ranks, stop_ranks
 from compiler_trainer.step.step import Step
 from compiler_trainer.training import folder, trace
-from compiler_trainer.training.evaluate import mean_loss
+from compiler_trainer.training.evaluate import means
 from compiler_trainer.training.load import unevenness
 from compiler_trainer.training.lr_schedule import learning_rate
 from compiler_trainer.training.meters import Meters
 from compiler_trainer.training.metrics import Metrics, Record
 from compiler_trainer.training.nonfinite import Judge, Lost, Rollback
+from compiler_trainer.training.owner import Owners, owning
+from compiler_trainer.training.peers import Peers
+from compiler_trainer.training.preflight import described, named, notes
 from compiler_trainer.training.prepare import Start, find_start, make_reproducible, read_data, same_on_all_ranks
-from compiler_trainer.training.progress import Progress, Working, announce, say_contents
+from compiler_trainer.training.progress import Progress, Working, announce, say_contents, say_next
+from compiler_trainer.training.replicas import Replicas
 from compiler_trainer.training.resume import pass_over
 from compiler_trainer.training.room import check_room
 from compiler_trainer.training.saving import saving
@@ -39,9 +45,7 @@ from compiler_trainer.training.speed import machine
 from compiler_trainer.training.spikes import Spikes
 from compiler_trainer.training.stop import Stop, end_early
 from compiler_trainer.training.watch import Watch
-from passes.check.runner import Dumper
-
-LARGE = 500_000_000  # parameters, from which on the settings of the default job are worth a note
+from passes.check.runner import Observer
 
 
 def train(cfg: Config, remark: Callable[[Config, Subject], str] = lambda cfg, trained: "") -> float:
@@ -52,30 +56,39 @@ def train(cfg: Config, remark: Callable[[Config, Subject], str] = lambda cfg, tr
     Raises UserError, with nothing written, on bad input, and SystemExit where a signal or `run.time_limit` ended it.
     """
     began = time.monotonic()
-    cfg = validate(cfg, start_ranks())
+    ranks = start_ranks()  # each on its GPU
+    cfg = validate(for_running(cfg), ranks)
     make_reproducible(cfg.train)
+    announce(f"reading {named(cfg.data)}")
     datasets = read_data(cfg)
     trained = subject(cfg)
     check_vocabulary(datasets, trained.vocab_size)
     check_room(cfg, trained)
     cfg = same_on_all_ranks(cfg, datasets)
-    start = find_start(cfg, datasets)
-    if start.stored is not None and start.step >= cfg.train.steps:
-        return all_done(cfg, start)
-    trace.check(cfg, start.step)
-    if said := remark(cfg, trained):
-        announce(said)
-    step, start = prepare_step(cfg, trained, datasets, start)
-    with (
-        Watch(cfg.run.timeout_s) as watch,
-        Stop(began, None if cfg.run.time_limit is None else seconds(cfg.run.time_limit)) as stop,
-        recording(cfg, start) as record,
-    ):
-        for measured in run(cfg, trained, step, datasets, start, stop):
-            record(measured)
-            watch.step = int(measured["step"])
+    with owning(cfg) as owners, Peers():
+        start = find_start(cfg, datasets)
+        if start.stored is not None and start.step >= cfg.train.steps:
+            return all_done(cfg, start)
+        trace.check(cfg, start.step)
+        for said in (*notes(cfg, trained), remark(cfg, trained)):
+            if said:
+                announce(said)
+        step, start = prepare_step(cfg, trained, datasets, start, owners)
+        if start.stored is not None:
+            announce(f"going on after step {start.step:,}, from {start.stored.path}")
+        with (
+            Watch(cfg.run.timeout_s) as watch,
+            Stop(began, None if cfg.run.time_limit is None else seconds(cfg.run.time_limit)) as stop,
+            recording(cfg, start, step.metrics) as record,
+        ):
+            for measured in run(cfg, trained, step, datasets, start, stop):
+                owners.check()
+                record(measured)
+                watch.step = int(measured["step"])
     if measured["step"] < cfg.train.steps:
         end_early(cfg, stop, int(measured["step"]))
+    if cfg.checkpoint.saves:
+        say_next(cfg.run.dir)
     stop_ranks()  # not in a `finally`: a rank that fails must end at once, for the others wait for it
     return measured.get("eval_loss", measured.get("loss", math.nan))
 
@@ -90,33 +103,27 @@ def all_done(cfg: Config, start: Start) -> float:
     return math.nan if held_out is None else held_out
 
 
-def prepare_step(cfg: Config, trained: Subject, datasets: Datasets, start: Start) -> tuple[Step, Start]:
+def prepare_step(
+    cfg: Config, trained: Subject, datasets: Datasets, start: Start, owners: Owners
+) -> tuple[Step, Start]:
     """The compiled step as it starts, and where that is; on rank 0 also the run folder, once nothing was refused."""
     if rank() != 0:
         step = build_step(cfg, trained, datasets, None, lambda what: None)
         return step, restore(cfg, trained, step, datasets, start)
     say(datasets.describe((cfg.train.steps - start.step) * cfg.train.global_batch_size))
-    if note := debug_settings(cfg, trained):
-        say(note)
+    for line in described(cfg, trained, peek(datasets.train)["labels"]):
+        say(line)
     say(f"compiling ({cfg.lower.backend})")
     began = time.perf_counter()
-    with folder.graphs_of(cfg) as graphs, Working() as tell:
-        step = build_step(cfg, trained, datasets, graphs, tell)
+    with folder.graphs_of(cfg) as dumps, Working() as tell:
+        step = build_step(cfg, trained, datasets, dumps, tell)
         start = restore(cfg, trained, step, datasets, start)
-    folder.create(cfg, {"machine": machine(), "data": datasets.report(), **step.report})
+    owners.restore = partial(folder.create, cfg, {"machine": machine(), "data": datasets.report(), **step.report})
+    owners.restore()
     for path in start.damaged:
         checkpoint.set_aside(path, "damaged")
     say(f"compiled in {time.perf_counter() - began:.1f} s; the run folder is {cfg.run.dir}")
     return step, start
-
-
-def debug_settings(cfg: Config, trained: Subject) -> str:
-    """A note where a large model is trained on what the default job reads; else an empty string."""
-    parameters = sum(p.numel() for p in trained.module.parameters())
-    if parameters < LARGE or cfg.data.name not in ("stdlib", "synthetic"):
-        return ""
-    what = f"{parameters:,} parameters on data={cfg.data.name} in rows of {cfg.train.seq_len:,} tokens"
-    return f"note: this trains {what}, as the default job does; recipe=llama3_8b has others"
 
 
 def restore(cfg: Config, trained: Subject, step: Step, datasets: Datasets, start: Start) -> Start:
@@ -131,9 +138,9 @@ def restore(cfg: Config, trained: Subject, step: Step, datasets: Datasets, start
 
 
 def build_step(
-    cfg: Config, trained: Subject, datasets: Datasets, graphs: Path | None, tell: Callable[[str], None]
+    cfg: Config, trained: Subject, datasets: Datasets, observe: Observer | None, tell: Callable[[str], None]
 ) -> Step:
-    """The compiled step with its initial weights; its graphs go to `graphs`."""
+    """The compiled step with its initial weights; `observe` sees its graph after each pass."""
     return compile_step(
         trained.module,
         trained.loss,
@@ -147,8 +154,8 @@ def build_step(
         skip_nonfinite=cfg.train.nonfinite == "skip",
         initial=trained.initial(),
         device=local_device(),
-        below={"tokens": datasets.vocab_size},
-        observe=Dumper(graphs) if graphs else None,
+        below={"tokens": datasets.vocab_size, "positions": cfg.train.seq_len},
+        observe=observe,
         tell=tell,
     )
 
@@ -161,7 +168,11 @@ def run(
     It is handed out before its checkpoint is taken: an interruption leaves a record too many, which resuming drops,
     never one too few.
     """
+    if start.step == 0 and trained.has_weights and datasets.eval is not None and cfg.eval.interval is not None:
+        before = means(step, held_out(datasets.eval, cfg.eval.batches))
+        announce(f"eval loss {before['loss']:.3f} before the first step")
     meters, rollback = Meters(cfg, trained, step), Rollback(cfg, trained, step, start)
+    replicas, interval = Replicas(cfg, step), cfg.train.replica_check.interval
     with saving(cfg, trained, step) as save:
         while True:
             try:
@@ -169,7 +180,10 @@ def run(
                     yield record
                     number, ends = int(record["step"]), stop.now() or record["step"] == cfg.train.steps
                     is_well = "skipped" not in record  # else it might take the place of a checkpoint that is
-                    if ends or is_well and is_due(number, cfg.checkpoint.interval, cfg.train.steps):
+                    saves = ends or is_well and is_due(number, cfg.checkpoint.interval, cfg.train.steps)
+                    if saves or is_due(number, interval, cfg.train.steps):
+                        replicas.check(number)
+                    if saves:
                         save(record, datasets.train)
                     if ends:
                         return
@@ -187,7 +201,8 @@ def steps(cfg: Config, step: Step, datasets: Datasets, start: Start, meters: Met
         tokens += datasets.train.filled
         record = {"step": number, "tokens": tokens, **measured}
         if datasets.eval is not None and is_due(number, cfg.eval.interval, cfg.train.steps):
-            record["eval_loss"] = mean_loss(step, held_out(datasets.eval, cfg.eval.batches))
+            found = means(step, held_out(datasets.eval, cfg.eval.batches))
+            record |= {f"eval_{name}": value for name, value in found.items()}
         record = judge.finite(record)
         if "loss" in record and (said := spikes.said(number, record["loss"])):
             announce(said)
@@ -203,9 +218,9 @@ def one_step(cfg: Config, meters: Meters, loader: Loader, number: int) -> Record
     return {**result, "lr": lr, **measured}
 
 
-def is_due(number: int, interval: int, last: int) -> bool:
-    """Whether something happens after step `number`: every `interval` steps and after the last, never if it is 0."""
-    return interval > 0 and (number % interval == 0 or number == last)
+def is_due(number: int, interval: int | None, last: int) -> bool:
+    """Whether something happens after step `number`: every `interval` steps and after the last."""
+    return interval is not None and (number % interval == 0 or number == last)
 
 
 def next_batch(loader: Loader) -> dict[str, Tensor]:
@@ -234,13 +249,16 @@ def local_device() -> torch.device:
 
 
 @contextmanager
-def recording(cfg: Config, start: Start) -> Iterator[Callable[[Record], None]]:
-    """What to call with each step's record: on rank 0 it goes to disk and to the console, elsewhere nowhere."""
+def recording(cfg: Config, start: Start, names: Sequence[str]) -> Iterator[Callable[[Record], None]]:
+    """What to call with each step's record: on rank 0 it goes to disk and to the console, elsewhere nowhere.
+
+    `names` are the metrics that the console shows beside the loss.
+    """
     if rank() != 0:
         yield lambda measured: None
         return
     path = Path(cfg.run.dir)
-    with Metrics(path, start.step) as metrics, Progress(cfg.train.steps, start.step) as progress:
+    with Metrics(path, start.step) as metrics, Progress(cfg.train.steps, start.step, names) as progress:
 
         def record(measured: Record) -> None:
             metrics.write(measured)

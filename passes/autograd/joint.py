@@ -25,6 +25,7 @@ from passes.program import ir
 from passes.program.functions import communicates, inline_functions
 from passes.program.record import Recorder, Tape
 from passes.program.rewrite import inline
+from passes.program.stages import Stage
 from passes.program.torch_private import decomposition, step_by_step
 from passes.rules import name_of
 from passes.rules.recurrent import RECURRENT
@@ -122,14 +123,17 @@ def is_recurrent(node: fx.Node) -> bool:
 
 
 @dataclass(frozen=True)
-class Joint:
+class Joint(ir.Pass):
     """Add the backward of the loss: outputs gain one gradient a parameter."""
 
-    name: str = "joint"
-    requires: frozenset[str] = frozenset({"local"})
-    establishes: frozenset[str] = frozenset({"joint"})
+    name = "joint"
+    takes = (Stage.LOCAL,)
+    gives = Stage.JOINT
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+        if not any(i.kind == "parameter" for i in program.inputs):
+            what = "none of its parameters that the loss uses requires a gradient: nothing to train"
+            raise ir.Refused("model", None, what)
         program = unrolled(program, ctx)
         with ctx.fake_mode, torch.enable_grad():
             graph, lost = differentiate(program)
@@ -139,7 +143,7 @@ class Joint:
         for node, old in zip(graph.find_nodes(op="placeholder"), program.placeholders()):
             node.meta.update(old.meta)
             node.name = old.name
-        joint = program.with_graph(graph, outputs=program.outputs + gradients, facts=program.facts | self.establishes)
+        joint = program.with_graph(graph, outputs=program.outputs + gradients, stage=Stage.JOINT)
         drop_detached(joint.graph)
         lost = [node for node in lost if node.users]
         notes = report_lost(lost, _count(joint, "backward"))

@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from passes.program import ir
+from passes.program.stages import Stage
 
 aten = torch.ops.aten
 
@@ -118,12 +119,11 @@ REWRITES: tuple[Callable[[fx.Node], bool], ...] = (drop, join_scales, scale_befo
 
 
 @dataclass(frozen=True)
-class Simplify:
+class Simplify(ir.Pass):
     """Apply the rewrites, each once over the graph in order."""
 
-    name: str = "simplify"
-    requires: frozenset[str] = frozenset({"joint"})
-    establishes: frozenset[str] = frozenset()
+    name = "simplify"
+    takes = (Stage.JOINT,)
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()

@@ -25,6 +25,7 @@ from passes.program import ir
 from passes.program.functions import Function, body_of, function_of
 from passes.program.mesh import Mesh
 from passes.program.spec import Spec, boxes, shard, unshard
+from passes.program.stages import Stage
 from passes.program.torch_private import OpOverload
 from passes.sharding.collectives import Expand
 
@@ -104,10 +105,10 @@ def run(program: ir.Program, ctx: ir.Context, inputs: Mapping[str, Tensor]) -> R
     """The program's results on whole inputs; gradients of its loss are added if it has none yet."""
     if any(draws(node) for node in program.calls()):
         return {}
-    differentiable = "joint" not in program.facts and not any(body_of(node) for node in program.calls())
-    if "local" not in program.facts:
+    differentiable = not program.has_backward and not any(body_of(node) for node in program.calls())
+    if program.stage < Stage.LOCAL:
         program = with_authors_backward(on_one_device(program))
-    elif "collectives" not in program.facts:
+    elif program.stage < Stage.EXPANDED:
         program, _ = Expand()(program, ctx)
     given = place_inputs(program, inputs)
     for values in given if differentiable else ():

@@ -42,7 +42,7 @@ TRANSITIONS: dict[object, tuple[tuple[str, ...], str]] = {
     boundary.take: (("varying",), "shard"),
     boundary.place_: (("shard",), "partial"),
     boundary.unvary: (("varying",), "same"),
-    boundary.only_first: (("same",), "partial"),
+    boundary.only_first: (("same", "varying"), "partial"),  # varying: in a body that nothing differentiates
     boundary.all_to_all: (("shard",), "shard"),
 }
 CAST = torch.ops.aten._to_copy.default
@@ -65,8 +65,8 @@ def check_placements(whole: ir.Program, local: ir.Program) -> Iterator[Finding]:
             continue
         path, sources = behind(node)
         names = {origin.name}
-        if origin.target is CAST and any(step.target in TRANSITIONS for step in path):
-            names.add(tensor_operands(origin)[0].name)  # the gather of a weight casts it
+        if any(step.target in TRANSITIONS for step in path):
+            names.update(below_cast(origin))
         same = [source for source in sources if ir.stands_for(source) in names]
         if same:
             if breaks_order(origin, axes_of_rows(origin, same[0]), axes_of_rows(origin, node)):
@@ -75,6 +75,11 @@ def check_placements(whole: ir.Program, local: ir.Program) -> Iterator[Finding]:
         else:
             yield from check_application(node, origin, sources, versions, trained, local.mesh)
             yield from check_slots(node)
+
+
+def below_cast(node: fx.Node) -> tuple[str, ...]:
+    """The name of what a cast casts, which may stand for it: a gather casts what it gathers."""
+    return (tensor_operands(node)[0].name,) if node.target is CAST else ()
 
 
 def trained_of(whole: ir.Program) -> set[fx.Node]:
@@ -126,6 +131,13 @@ def behind(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     return sorted(path), [source for source in sources if ir.stands_for(source)]
 
 
+def origin_of(node: fx.Node) -> tuple[fx.Node, int]:
+    """The operator that a node of the whole program is, or is a result of, and which result."""
+    op, index = (node.args[0], node.args[1]) if node.target is operator.getitem else (node, 0)
+    assert isinstance(op, fx.Node) and isinstance(index, int)
+    return op, index
+
+
 # ---- an operator ---------------------------------------------------------------------------------------------
 
 
@@ -138,12 +150,14 @@ def check_application(
     mesh: Mesh,
 ) -> Iterator[Finding]:
     """The record of a result against the rule of its operator; `versions` are the placements in which values exist."""
-    op, index = (origin.args[0], origin.args[1]) if origin.target is operator.getitem else (origin, 0)
-    assert isinstance(op, fx.Node) and isinstance(index, int)
+    op, index = origin_of(origin)
     if function_of(op):
         return  # its body is a program of its own
     rule = rule_of(op)
     read = {ir.stands_for(source): [spec] for source in sources if (spec := ir.spec(source)) is not None}
+    for operand in tensor_operands(op) if rule.emit else ():
+        for below in below_cast(operand):
+            read.setdefault(operand.name, read.get(below, []))
     operands = [(operand.name, tuple(ir.example(operand).shape)) for operand in tensor_operands(op)]
     for name, _ in operands:
         if name not in read and rule.emit is None:
@@ -225,6 +239,8 @@ def on_axis(
         (atom,) = sharded
         if not rule.may_shard(atoms.origin(atom), axis, mesh):
             return f"{atoms.origin(atom)} has to be whole and is sharded over {axis}"
+        if not rule.may_lie(atoms.origin(atom), axes[atom]):
+            return f"{atoms.origin(atom)} is sharded over {', '.join(axes[atom])}, in another order than over {axis}"
         if terms:
             return f"operand {min(terms)} is a sum over {axis}, which shards {atom}"
         gone = rule.reduced.get(atoms.origin(atom), "varying")

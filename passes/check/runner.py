@@ -6,7 +6,7 @@ import json
 import operator
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -23,11 +23,11 @@ from passes.program import ir
 from passes.program.bodies import flatten
 from passes.program.frames import roomy
 from passes.program.printer import print_program
+from passes.program.stages import Stage
 from passes.program.sweep import Sweep, sweep
 from passes.program.torch_private import trace_artifact
 
-Verify = Literal["off", "spec", "numeric"]
-CAPTURED = frozenset({"captured"})
+Verify = Literal["none", "spec", "numeric"]
 
 
 @dataclass(frozen=True)
@@ -58,17 +58,19 @@ class PassRecord:
 Observer = Callable[[ir.Program, PassRecord], None]
 
 
-def check_order(passes: Sequence[ir.Pass], facts: Iterable[str]) -> None:
-    """Raises ValueError naming the first pass that requires what nothing before it establishes."""
-    known = set(facts)
-    for step in passes:
-        if missing := step.requires - known:
-            givers = [p.name for p in passes if p.establishes & missing]
-            fix = f"; put it after {', '.join(givers)}" if givers else ""
-            raise ValueError(
-                f"pass {step.name!r} requires {', '.join(sorted(missing))}, which no pass before it establishes{fix}"
-            )
-        known |= step.establishes
+def check_order(passes: Sequence[ir.Pass], stage: Stage) -> None:
+    """Raises ValueError naming the first pass that is out of order.
+
+    Each takes a program of the stage that those before it leave, and none that it must come after is still to come.
+    """
+    for number, step in enumerate(passes):
+        if stage not in step.takes:
+            taken = " or ".join(map(str, step.takes))
+            what = "too late" if stage > max(step.takes) else "too early"
+            raise ValueError(f"pass {step.name!r} takes a {taken} program, not a {stage} one: it comes {what}")
+        if late := [later.name for later in passes[number + 1 :] if later.name in step.after]:
+            raise ValueError(f"pass {step.name!r} comes before {', '.join(late)}, which it must follow")
+        stage = stage if step.gives is None else step.gives
 
 
 @roomy
@@ -91,7 +93,7 @@ def run_passes(
     called with the name of each pass that begins.
     Raises ValueError if the passes are out of order, CompileError where a pass fails or leaves a wrong program.
     """
-    check_order(passes, program.facts)
+    check_order(passes, program.stage)
     check = _Checker(verify, ctx, inputs, known)
     records: list[PassRecord] = []
     ledger: Ledger | None = None
@@ -108,7 +110,7 @@ def run_passes(
         if observe is not None:
             observe(after, replace(record, costs=costs(ledger)))
 
-    if program.facts == CAPTURED:
+    if program.stage is Stage.CAPTURED:
         check.remember(program)
         finish("capture", 0.0, program, program, ir.Report())
     for step in passes:
@@ -122,10 +124,10 @@ def run_passes(
 
 
 def apply_pass(step: ir.Pass, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
-    """The program after one pass, with the facts that it establishes; raises CompileError whatever goes wrong."""
+    """The program after one pass, of the stage that it gives; raises CompileError whatever goes wrong."""
     with failing_as(step.name):
         after, report = step(program, ctx)
-    return replace(after, facts=after.facts | step.establishes), report
+    return replace(after, stage=program.stage if step.gives is None else step.gives), report
 
 
 @contextmanager
@@ -173,7 +175,7 @@ class _Checker:
 
     def remember(self, before: ir.Program) -> None:
         """Note what a program is before a pass sees it."""
-        if self.verify != "off":
+        if self.verify != "none":
             self.seen = contents(before)
         if self.verify == "numeric" and self.results is None:
             self.results = run(before, self.ctx, self.inputs)
@@ -184,14 +186,14 @@ class _Checker:
         Raises CompileError naming the pass.
         """
         seen, self.seen = self.seen, []  # which would keep the program before alive
-        now = contents(before) if self.verify != "off" else []
+        now = contents(before) if self.verify != "none" else []
         if len(now) != len(seen) or not all(map(operator.is_, now, seen)):
             raise ir.CompileError(step, None, "changed the program it was given; a pass rewrites a copy")
-        if "segments" in after.facts - before.facts:
+        if before.stage < after.stage is Stage.SEGMENTED:
             verify_composed(step, before, after)
             return before, self.known(before) or sweep(before, self.ctx), {}
         after = flatten(after)
-        if self.verify == "off":
+        if self.verify == "none":
             swept = self.known(after) or sweep(after, self.ctx)
         else:
             swept = verify_spec(after, self.ctx, pass_name=step, before=before, swept=self.known(after))
@@ -199,15 +201,15 @@ class _Checker:
         return after, swept, self.compare(step, before, after) if self.verify == "numeric" else {}
 
     def known(self, program: ir.Program) -> Sweep | None:
-        """What the nodes yield, if the program is the last one but for facts: a pass that found nothing to do."""
-        if self.swept is None or replace(program, facts=self.swept[0].facts) != self.swept[0]:
+        """What the nodes yield, if the program is the last one but for its stage: a pass that found nothing to do."""
+        if self.swept is None or replace(program, stage=self.swept[0].stage) != self.swept[0]:
             return None
         return self.swept[1]
 
     def compare(self, step: str, before: ir.Program, after: ir.Program) -> dict[str, float]:
         """Errors of the results that both programs have; gradients known early stand until they are returned."""
         old, new = self.results or {}, run(after, self.ctx, self.inputs)
-        self.results = new if "joint" in after.facts else {**old, **new}
+        self.results = new if after.has_backward else {**old, **new}
         return compare(step, old, new, max(coarsest(before), coarsest(after)) ** 0.5)
 
 

@@ -2,7 +2,7 @@
 
 After every pass the graph lints, its ends match `inputs` and `outputs`, recorded shapes and dtypes are those that
 fake tensors give, placements are legal and of the recorded shapes, collectives name an axis and its size and are
-waited on, and what the program's facts promise holds. A failure names the pass, the node, its source line, both
+waited on, and what the program's stage promises holds. A failure names the pass, the node, its source line, both
 values and the ten nodes around it.
 """
 
@@ -17,11 +17,13 @@ import torch
 from torch import fx
 
 from passes.check.copies import COPY, check_copies
+from passes.check.padding import check_padding
 from passes.check.placements import TRANSITIONS, check_placements
 from passes.cost.accounting import GRADIENTS, axis_of, bind, communicator_of
 from passes.program import boundary, ir
 from passes.program.printer import format_node, format_value
 from passes.program.spec import Spec, validate
+from passes.program.stages import Stage
 from passes.program.sweep import Sweep, Value, sweep
 from passes.program.torch_private import OpOverload, c10d
 
@@ -43,7 +45,7 @@ def verify_spec(
     """Check the graph; returns what its nodes yield, recomputed. Raises CompileError at the first thing wrong.
 
     With the program `before` the pass: no result may be lost, and where a whole program became this local one,
-    placements are recomputed. `swept` is what this very graph yielded when it was checked before, with fewer facts.
+    placements are recomputed. `swept` is what this very graph yielded when it was checked before, at an earlier stage.
     """
     _raise_first(pass_name, (finding for check in STRUCTURE for finding in check(program)))
     if swept is None:
@@ -51,11 +53,14 @@ def verify_spec(
     _raise_first(pass_name, (finding for check in MEANING for finding in check(program)))
     if before is not None:
         _raise_first(pass_name, check_results_kept(before, program))
-    if before is not None and "local" in program.facts - before.facts:
-        _raise_first(pass_name, check_placements(before, program))
-        while ctx.bodies:
-            _raise_first(pass_name, check_placements(*ctx.bodies.pop()))
+    if before is not None and before.stage < Stage.LOCAL <= program.stage:
+        pairs = [(before, program), *ctx.bodies]
+        ctx.bodies.clear()
+        _raise_first(pass_name, (f for pair in pairs for check in LOCAL for f in check(*pair)))
     return swept
+
+
+LOCAL = (check_placements, check_padding)
 
 
 def check_values_anew(program: ir.Program, ctx: ir.Context, pass_name: str) -> Sweep:
@@ -110,6 +115,13 @@ def check_values(program: ir.Program) -> Iterator[Finding]:
             yield node, "has no recorded value"
 
 
+def check_phases(program: ir.Program) -> Iterator[Finding]:
+    """Every operator belongs to a phase of the step."""
+    for node in program.calls():
+        if ir.has_no_phase(node):
+            yield node, f"is of no phase; one of {', '.join(ir.PHASES)} has to be recorded with it"
+
+
 def check_ends(program: ir.Program) -> Iterator[Finding]:
     """Placeholders and results are as many, and of the shapes, that `inputs` and `outputs` say."""
     placeholders, results = program.placeholders(), program.results()
@@ -121,7 +133,7 @@ def check_ends(program: ir.Program) -> Iterator[Finding]:
         if not ir.is_tensor(node):
             yield None, f"{end.kind} {end.name!r} is {node}, not a tensor"
             continue
-        shape = end.spec.local_shape(program.mesh) if "local" in program.facts else end.spec.shape
+        shape = end.spec.local_shape(program.mesh) if program.stage >= Stage.LOCAL else end.spec.shape
         if tuple(ir.example(node).shape) != shape:
             yield (
                 node,
@@ -147,7 +159,7 @@ def check_parts(program: ir.Program) -> Iterator[Finding]:
             yield node, "drops the imaginary parts of complex numbers; take x.real where that is meant"
 
 
-STRUCTURE = (check_lint, check_values, check_ends, check_parts)
+STRUCTURE = (check_lint, check_values, check_phases, check_ends, check_parts)
 
 
 # ---- what is recorded ----------------------------------------------------------------------------
@@ -183,10 +195,11 @@ def _text(tree: Any) -> str:
 
 def check_results_kept(before: ir.Program, program: ir.Program) -> Iterator[Finding]:
     """What was returned is still returned, or stored: a buffer in place, a gradient in its parameter or its total."""
-    if "apply" in program.facts - before.facts:
-        return  # it goes on from what another program returned and stored
     returned = {(output.kind, output.name) for output in program.outputs}
     inputs = {node: (i.kind, i.name) for node, i in zip(program.placeholders(), program.inputs, strict=True)}
+    ends = zip(program.results(), program.outputs, strict=True)
+    if program.outputs and all(inputs.get(node) == ("gradient", output.name) for node, output in ends):
+        return  # it goes on from the gradients that another program returned and stored
     stored = {inputs[n.args[0]] for n in program.calls() if n.target is COPY and n.args[0] in inputs}  # type: ignore[index]
     for node, output in zip(before.results(), before.outputs, strict=True):
         places = [(kind, output.name) for kind in STORED_IN.get(output.kind, ())]
@@ -199,7 +212,7 @@ def check_specs(program: ir.Program) -> Iterator[Finding]:
     for node, end in _ends(program):
         if message := _illegal(end.spec, program):
             yield node, f"{end.kind} {end.name!r}: {message}"
-        if "local" in program.facts and ir.spec(node) not in (None, end.spec):
+        if program.stage >= Stage.LOCAL and ir.spec(node) not in (None, end.spec):
             yield node, f"is placed {ir.spec(node)}, {end.kind} {end.name!r} is placed {end.spec}"
     for node in program.graph.nodes:
         spec = ir.spec(node)
@@ -261,21 +274,21 @@ def _is_wait(node: fx.Node) -> bool:
     return node.target is c10d.wait_tensor.default
 
 
-# ---- what the facts promise ------------------------------------------------------------------------
+# ---- what the stages promise ----------------------------------------------------------------------
 
 
-def check_facts(program: ir.Program) -> Iterator[Finding]:
-    """What each stage establishes, for as long as it lasts."""
-    if "collectives" in program.facts:
-        yield from check_expanded(program)
-    elif "local" in program.facts and "joint" not in program.facts:
+def check_stage(program: ir.Program) -> Iterator[Finding]:
+    """What a program of its stage has, and has no more."""
+    if program.stage is Stage.LOCAL:
         yield from check_transitions(program)
         yield from check_varying(program)
-    if "joint" in program.facts:
+    if program.stage >= Stage.JOINT:
         yield from check_gradients(program)
         yield from check_columns(program)
-        if "schedule" not in program.facts:  # which lays values end to end that differ on other axes
-            yield from check_copies(program)
+    if Stage.JOINT <= program.stage < Stage.SCHEDULED:  # later, values that differ on other axes lie end to end
+        yield from check_copies(program)
+    if program.stage >= Stage.EXPANDED:
+        yield from check_expanded(program)
 
 
 def check_columns(program: ir.Program) -> Iterator[Finding]:
@@ -298,11 +311,11 @@ def check_expanded(program: ir.Program) -> Iterator[Finding]:
 
 
 def check_gradients(program: ir.Program) -> Iterator[Finding]:
-    """Each parameter has one gradient, of its own layout, until a pass consumes the gradients."""
+    """Each parameter has one gradient, of its own layout, none once a pass has consumed them."""
     found = Counter(o.name for o in program.outputs if o.kind == "gradient")
-    consumed = program.facts & {"step", "accumulate"}
+    wanted = {Stage.JOINT: 1, Stage.STEP: 0}.get(program.stage)
     for node, given in zip(program.placeholders(), program.inputs, strict=True):
-        if given.kind == "parameter" and found[given.name] != (0 if consumed else 1):
+        if given.kind == "parameter" and wanted is not None and found[given.name] != wanted:
             yield node, f"parameter {given.name!r} has {found[given.name]} gradients among the outputs"
     specs = {i.name: i.spec for i in program.inputs if i.kind == "parameter"}
     for node, output in zip(program.results(), program.outputs, strict=True):
@@ -326,9 +339,11 @@ def check_transitions(program: ir.Program) -> Iterator[Finding]:
 
 def check_varying(program: ir.Program) -> Iterator[Finding]:
     """What has a gradient is not the same on every rank of an axis where the other operands differ."""
-    graded = {n for n, i in zip(program.placeholders(), program.inputs, strict=True) if i.kind == "parameter"}
+    kinds = {n: i.kind for n, i in zip(program.placeholders(), program.inputs, strict=True)}
+    graded = {n for n, kind in kinds.items() if kind == "parameter"}
     for node in program.calls():
-        operands = [n for n in node.all_input_nodes if ir.is_tensor(n)]
+        # a table says in which order entries lie, which makes no other terms of them
+        operands = [n for n in node.all_input_nodes if ir.is_tensor(n) and kinds.get(n) != "layout"]
         if _passes_gradient(node) and graded.intersection(node.all_input_nodes):
             graded.add(node)
         if node.target in TRANSITIONS:
@@ -349,4 +364,4 @@ def _passes_gradient(node: fx.Node) -> bool:
     return is_float and node.target is not torch.ops.aten.detach.default
 
 
-MEANING = (check_specs, check_collectives, check_waits, check_facts)
+MEANING = (check_specs, check_collectives, check_waits, check_stage)

@@ -9,24 +9,24 @@ Sums are rounded in another order than before.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
 from passes.program import boundary, ir
+from passes.program.stages import Stage
 
 REDUCTIONS = (boundary.reduce_scatter, boundary.psum)
 
 
 @dataclass(frozen=True)
-class AddFirst:
+class AddFirst(ir.Pass):
     """Reduce sums of reduced values once."""
 
-    name: str = "add_first"
-    requires: frozenset[str] = frozenset({"joint"})
-    establishes: frozenset[str] = frozenset()
+    name = "add_first"
+    takes = (Stage.JOINT,)
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         if not any(map(reduced_alike, program.calls())):
@@ -38,7 +38,7 @@ class AddFirst:
                 counts[reductions[0].target._opname] += 1  # type: ignore[union-attr]
                 reduce_sum(node, reductions, ctx)
         program.module.recompile()
-        return replace(program, facts=program.facts | self.establishes), ir.Report(dict(counts))
+        return program, ir.Report(dict(counts))
 
 
 def reduced_alike(node: fx.Node) -> list[fx.Node]:

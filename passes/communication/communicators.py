@@ -11,25 +11,25 @@ each communicator, and between them, is the same on all ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import fx
 
 from passes.communication.borders import gradient_tails, kernels_of
 from passes.cost.accounting import GRADIENTS, axis_of, kind_of
 from passes.program import ir
+from passes.program.stages import Stage
 from passes.program.torch_private import c10d
 
 REDUCTIONS = (c10d.reduce_scatter_tensor.default, c10d.all_reduce.default)
 
 
 @dataclass(frozen=True)
-class Communicators:
+class Communicators(ir.Pass):
     """Name the communicator of each reduction of gradients."""
 
-    name: str = "communicators"
-    requires: frozenset[str] = frozenset({"collectives"})
-    establishes: frozenset[str] = frozenset({"communicators"})
+    name = "communicators"
+    takes = (Stage.EXPANDED,)
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         if not any(map(kind_of, program.calls())):
@@ -46,7 +46,7 @@ class Communicators:
         counts = {"reductions": len(reductions), "apart": len(apart)}
         axes = dict.fromkeys(map(axis_of, apart))
         notes = tuple(f"{axis}: gradients have a communicator of their own" for axis in axes)
-        return replace(program, facts=program.facts | self.establishes), ir.Report(counts, notes)
+        return program, ir.Report(counts, notes)
 
 
 def is_scalar(node: fx.Node) -> bool:

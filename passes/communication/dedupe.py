@@ -11,7 +11,7 @@ stay in memory from the first use to the last. What follows a write into an inpu
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
@@ -23,16 +23,16 @@ from passes.cost.accounting import kind_of
 from passes.program import ir
 from passes.program.printer import op_name
 from passes.program.regions import regions
+from passes.program.stages import Stage
 from passes.program.torch_private import OpOverload
 
 
 @dataclass(frozen=True)
-class Dedupe:
+class Dedupe(ir.Pass):
     """Replace every operator that repeats an earlier one by that."""
 
-    name: str = "dedupe"
-    requires: frozenset[str] = frozenset({"joint"})
-    establishes: frozenset[str] = frozenset()
+    name = "dedupe"
+    takes = (Stage.JOINT,)
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
@@ -52,7 +52,7 @@ class Dedupe:
                 node.replace_all_uses_with(earlier)
                 program.graph.erase_node(node)
         program.module.recompile()
-        return replace(program, facts=program.facts | self.establishes), ir.Report(dict(counts), tuple(notes))
+        return program, ir.Report(dict(counts), tuple(notes))
 
 
 def is_pure(node: fx.Node) -> bool:

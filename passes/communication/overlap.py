@@ -30,7 +30,7 @@ keep one order on all ranks, for all ranks run one program.
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby, takewhile
 
 from torch import fx
@@ -53,6 +53,7 @@ from passes.program import ir
 from passes.program.bodies import base_of
 from passes.program.regions import regions, weight_nodes
 from passes.program.rewrite import move_after, move_before
+from passes.program.stages import Stage
 from passes.program.sweep import recorded
 from passes.program.torch_private import OpOverload
 
@@ -60,13 +61,13 @@ COUNTS = ("collectives", "with_products_beside_before", "with_products_beside_af
 
 
 @dataclass(frozen=True)
-class Overlap:
+class Overlap(ir.Pass):
     """Start gathers of parameters `ahead` layers early, wait for gradients as late; 0 leaves the order as it is."""
 
     ahead: int = 1
-    name: str = "overlap"
-    requires: frozenset[str] = frozenset({"collectives"})
-    establishes: frozenset[str] = frozenset({"overlap"})
+    name = "overlap"
+    takes = (Stage.EXPANDED,)
+    after = ("communicators",)  # collectives of one are sent one after another
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         if not any(in_flight(program.graph)):
@@ -83,7 +84,7 @@ class Overlap:
             fill(program, products, tails, layers)
         program.module.recompile()
         counts = sum(1 for _ in in_flight(program.graph)), before, count_beside(program.graph, products)
-        return replace(program, facts=program.facts | self.establishes), ir.Report(dict(zip(COUNTS, counts)))
+        return program, ir.Report(dict(zip(COUNTS, counts)))
 
 
 # ---- what is in flight ------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from passes.communication.bucket import Emitter, gather_together, max_together, 
 from passes.program import boundary, ir
 from passes.program.regions import layer_paths, region_of, regions, weight_nodes
 from passes.program.rewrite import move_after, move_before
+from passes.program.stages import Stage
 from passes.program.torch_private import OpOverload
 
 KINDS = {
@@ -184,19 +185,17 @@ def together(bucket: list[fx.Node]) -> tuple[Any, tuple]:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Schedule(ir.Pass):
     """Merge collectives into buckets of at most `bucket_mib` MiB; 0 merges none."""
 
     bucket_mib: float = 25.0
-    name: str = "schedule"
-    requires: frozenset[str] = frozenset({"joint"})
-    establishes: frozenset[str] = frozenset({"schedule"})
+    name = "schedule"
+    takes = (Stage.JOINT, Stage.STEP)
+    gives = Stage.SCHEDULED
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         if self.bucket_mib < 0:
             raise ir.CompileError("schedule", None, f"passes.schedule.bucket_mib is {self.bucket_mib}; must be >= 0")
-        if "collectives" in program.facts:
-            raise ir.CompileError("schedule", None, "the collectives are written out already; schedule before that")
         before = count_collectives(program)
         notes: list[str] = []
         if before.total():
@@ -211,7 +210,7 @@ class Schedule:
         }
         if self.bucket_mib and not notes:
             notes.append("passes.schedule.bucket_mib: no two collectives can travel together, 0 are merged")
-        return replace(program, facts=program.facts | self.establishes), ir.Report(counts, tuple(notes))
+        return replace(program, stage=Stage.SCHEDULED), ir.Report(counts, tuple(notes))
 
     def merge_group(self, group: list[fx.Node], emitter: Emitter) -> Iterator[str]:
         """Merge the group's buckets, and say so."""

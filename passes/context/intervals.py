@@ -26,6 +26,7 @@ from passes.context.written import SOFTMAX, Attention, Scores, single_heads, wri
 from passes.program import ir
 from passes.program.attend import interval_attention
 from passes.program.rewrite import before, laid_out_as
+from passes.program.stages import Stage
 
 aten = torch.ops.aten
 SDPA = aten.scaled_dot_product_attention.default
@@ -36,12 +37,12 @@ Bounds = tuple[fx.Node, fx.Node]
 
 
 @dataclass(frozen=True)
-class Intervals:
+class Intervals(ir.Pass):
     """Give attention its bounds."""
 
-    name: str = "intervals"
-    requires: frozenset[str] = frozenset({"captured"})
-    establishes: frozenset[str] = frozenset()
+    name = "intervals"
+    takes = (Stage.CAPTURED,)
+    after = ("cast",)  # which knows operators by the names that the model gives them
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()

@@ -25,20 +25,20 @@ from passes.program import ir
 from passes.program.alone import alone, cone_of
 from passes.program.attend import interval_attention
 from passes.program.mesh import SEQUENCE_AXIS as AXIS
+from passes.program.stages import Stage
 
 SDPA = torch.ops.aten.scaled_dot_product_attention.default
 Layout = Literal["auto", "head_tail", "blocks", "none"]
 
 
 @dataclass(frozen=True)
-class LayOut:
+class LayOut(ir.Pass):
     """Say how the sequence lies; a `block` that is dealt has at most so many tokens."""
 
     layout: Layout = "auto"
     block: int = 128
-    name: str = "lay_out"
-    requires: frozenset[str] = frozenset({"captured", "normalized"})
-    establishes: frozenset[str] = frozenset()
+    name = "lay_out"
+    takes = (Stage.NORMALIZED,)
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         mesh, length = program.mesh, length_of(program)

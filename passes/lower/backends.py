@@ -13,6 +13,7 @@ from passes.lower.inductor import ALONE, Tell, Workers, compile_bodies, silent
 from passes.lower.segment import Segment
 from passes.program import ir
 from passes.program.bodies import calls_of, flatten
+from passes.program.stages import Stage
 from passes.program.sweep import laid_out
 
 
@@ -43,8 +44,8 @@ def lower_eager(program: ir.Program, ctx: ir.Context, workers: Workers = ALONE, 
 
 def lower_inductor(program: ir.Program, ctx: ir.Context, workers: Workers = ALONE, tell: Tell = silent) -> Executable:
     """The bodies of the program compiled by Inductor (C++ on CPU, Triton on CUDA), shared out among the workers."""
-    if "segments" not in program.facts:
-        program, _ = Segment(enabled=False)(program, ctx)
+    if program.stage is not Stage.SEGMENTED:
+        program, _ = Segment(max_nodes=None)(program, ctx)
     return Calls(program, compile_bodies(list(calls_of(program)), ctx, workers, tell))
 
 

@@ -6,7 +6,9 @@ on beside it: PyTorch, its options, the machine, the number of threads, and our 
 
 from __future__ import annotations
 
-import sys
+import errno
+import os
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,11 +25,11 @@ from passes.communication.borders import products_of
 from passes.communication.overlap import products_to_wait_for
 from passes.context import flex
 from passes.lower.calls import Kernels
-from passes.lower.elf import is_torn
 from passes.lower.kernels import Libraries
-from passes.lower.store import Store
-from passes.program import attend, ir
+from passes.lower.store import Store, bound, replace
+from passes.program import ir
 from passes.program.bodies import Body, key_of
+from passes.program.signals import undisturbed
 from passes.program.sweep import Layout
 from passes.program.torch_private import (
     build_cpp_header,
@@ -35,15 +37,16 @@ from passes.program.torch_private import (
     compile_inner,
     compiler_folder,
     compiler_state,
+    execute_only,
     import_loader,
     inductor_decompositions,
+    instruction_tests,
     keep_after,
     kernels_later,
     kernels_of,
     lazy_graph_modules,
     line_mode,
     load_compiled,
-    remove_torn,
     save_compiled,
     step_by_step,
 )
@@ -65,18 +68,37 @@ def silent(what: str) -> None:
     """Tells nobody."""
 
 
+FULL = os.strerror(errno.ENOSPC)
 ALONE = Workers(0, 1, lambda: None)
+MOST_BYTES = 20 << 30  # of all that is kept; what was not used for longest goes first
 counts = Counter[str]()  # bodies that this process `compiled`, and that it `loaded` from the store
 
 
 def compile_bodies(
     bodies: Sequence[Body], ctx: ir.Context, workers: Workers = ALONE, tell: Tell = silent
 ) -> Mapping[Body, Kernels]:
-    """Something to call for every body; what is not stored is compiled, each body by one of the workers.
+    """Something to call for every body; raises Refused where the disk of the cache is full."""
+    try:
+        found = built(bodies, ctx, workers, tell)
+    except Exception as error:
+        if FULL not in str(error):  # as compilers and linkers say it, too
+            raise
+        fix = "make room, or name another folder by TORCHINDUCTOR_CACHE_DIR in the environment"
+        raise ir.Refused("lower", None, f"the disk of {compiler_folder()} is full; {fix}") from error
+    if said := bound(compiler_folder(), MOST_BYTES) if counts["compiled"] else "":
+        warnings.warn(said, stacklevel=2)
+    return found
+
+
+@undisturbed
+def built(
+    bodies: Sequence[Body], ctx: ir.Context, workers: Workers = ALONE, tell: Tell = silent
+) -> Mapping[Body, Kernels]:
+    """What is called for every body; what is not stored is compiled, each body by one of the workers.
 
     `tell` is called with what begins.
     """
-    store = Store(compiler_folder() / "bodies")
+    store = kept()
     found: dict[Body, Kernels] = {}
     if in_cpp := any(device_of(body).type == "cpu" for body in bodies):
         begin()[0].result()
@@ -112,10 +134,19 @@ def know_the_machine() -> None:
 
     The choice of the set loads libraries already.
     """
-    if sys.platform == "linux":
-        remove_torn(is_torn)
+    execute_only(lambda path: kept().is_as_noted(path), lambda path: kept().note(path), replace)
+    for path in instruction_tests():
+        if not kept().is_as_noted(path):
+            path.unlink(missing_ok=True)
     choose_instruction_set()
+    for path in instruction_tests():
+        kept().note(path)
     surroundings()
+
+
+def kept() -> Store:
+    """What was compiled before."""
+    return Store(compiler_folder() / "bodies")
 
 
 def device_of(body: Body) -> torch.device:
@@ -172,7 +203,10 @@ def stored_key(body: Body) -> str:
 
 @cache
 def surroundings() -> str:
-    """A digest of what kernels depend on beside their body: the compiler's state, and how we lower."""
-    own = [Path(__file__), Path(__file__).parent / "store.py", Path(ir.__file__).parent / "torch_private.py"]
-    own += [Path(flex.__file__), Path(attend.__file__)]
-    return key_of(compiler_state() + "".join(path.read_text() for path in own))
+    """A digest of what kernels depend on beside their body: the compiler's state, and all of our passes."""
+    return key_of(compiler_state() + sources_of(Path(__file__).parents[1]))
+
+
+def sources_of(folder: Path) -> str:
+    """The names and texts of all Python files in a folder."""
+    return "".join(f"{path.relative_to(folder)}\n{path.read_text()}" for path in sorted(folder.rglob("*.py")))

@@ -27,6 +27,7 @@ from passes.communication.borders import begins_of, kernels_of, places_aside
 from passes.communication.overlap import in_flight
 from passes.program import ir
 from passes.program.bodies import Body, Piece, base_of, cut_out, insert_call, is_site, is_view, key_of, text_of
+from passes.program.stages import Stage
 from passes.program.torch_private import OpOverload
 from passes.rules import name_of
 from passes.rules.pointwise import rules as pointwise_rules
@@ -36,17 +37,16 @@ ELEMENTWISE = frozenset({*pointwise_rules(), "copy_"})
 
 
 @dataclass(frozen=True)
-class Segment:
-    """Write the program as calls of bodies; not `enabled`, as one."""
+class Segment(ir.Pass):
+    """Write the program as calls of bodies; with no `max_nodes`, as one."""
 
-    enabled: bool = True
-    max_nodes: int = 1000
-    name: str = "segment"
-    requires: frozenset[str] = frozenset({"collectives"})
-    establishes: frozenset[str] = frozenset({"segments"})
+    max_nodes: int | None = 1000
+    name = "segment"
+    takes = (Stage.EXPANDED,)
+    gives = Stage.SEGMENTED
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
-        runs = list(cut(program, self.max_nodes)) if self.enabled else [("", list(program.calls()))]
+        runs = [("", list(program.calls()))] if self.max_nodes is None else list(cut(program, self.max_nodes))
         found = list(pieces(program, runs))
         bodies = bodies_of(found)
         graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -61,7 +61,7 @@ class Segment:
         calls = Counter(bodies)
         counts = {"calls": len(bodies), "bodies": len(calls)}
         notes = tuple(f"{body.name}: {n} calls, {len(body.graph.nodes)} nodes" for body, n in calls.items())
-        return program.with_graph(graph, facts=program.facts | self.establishes), ir.Report(counts, notes)
+        return program.with_graph(graph, stage=Stage.SEGMENTED), ir.Report(counts, notes)
 
 
 # ---- where to cut -----------------------------------------------------------------------------------

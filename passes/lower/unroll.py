@@ -24,17 +24,17 @@ from passes.lower.calls import is_result
 from passes.program import ir
 from passes.program.bodies import body_of_call, describe_layout
 from passes.program.rolls import Roll, meta_of_layer, number_in, renumbered
+from passes.program.stages import Stage
 
 Visit = tuple[fx.Node, ...]  # nodes in a row that are of one layer
 
 
 @dataclass(frozen=True)
-class Unroll:
+class Unroll(ir.Pass):
     """Write out the layers that one stands for."""
 
-    name: str = "unroll"
-    requires: frozenset[str] = frozenset({"segments"})
-    establishes: frozenset[str] = frozenset({"unrolled"})
+    name = "unroll"
+    takes = (Stage.SEGMENTED,)
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         if program.roll is None:
@@ -155,8 +155,7 @@ class Writer:
         old = self.program.graph.output_node()
         output = self.graph.output(fx.map_arg(old.args[0], lambda n: self.operand(n, None, 0)))
         output.meta = old.meta
-        facts = self.program.facts | {"unrolled"}
-        return self.program.with_graph(self.graph, inputs=tuple(self.inputs), facts=facts, roll=None)
+        return self.program.with_graph(self.graph, inputs=tuple(self.inputs), roll=None)
 
     def order(self) -> list[tuple[Visit, int]]:
         """All visits, and copies of the layer's own, in order: those that layers interleave go on interleaving.

@@ -28,6 +28,7 @@ from passes.memory.chunked import linear_cross_entropy, name_of_dtype
 from passes.program import ir
 from passes.program.mesh import DATA_AXES, WEIGHT_AXES, Mesh
 from passes.program.rewrite import inline
+from passes.program.stages import Stage
 from passes.rules import name_of
 from passes.rules.losses import SUM
 from passes.rules.roles import PRODUCTS, last_of
@@ -238,14 +239,14 @@ def rewrite(found: Found, chunks: int, ctx: ir.Context) -> None:
 
 
 @dataclass(frozen=True)
-class ChunkLoss:
+class ChunkLoss(ir.Pass):
     """Take head and loss in `chunks` (None: as many as keep logits within `logits_mib` each; 1: as they are)."""
 
     chunks: int | None = None
     logits_mib: float = 1024.0
-    name: str = "chunk_loss"
-    requires: frozenset[str] = frozenset({"captured"})
-    establishes: frozenset[str] = frozenset()
+    name = "chunk_loss"
+    takes = (Stage.CAPTURED,)
+    after = ("cast",)  # which casts what the chunks are made of
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         heads = {n: k for n in heads_of(program) if (k := self.chunks_of(n, program.mesh)) > 1}

@@ -3,7 +3,8 @@
     none        keep everything
     full        of each layer keep what enters it
     attention   of each layer keep also the results of attention
-    selective   of each layer keep also the results of the operators in `save`; where there are no layers, everything
+    selective   of each layer keep also the results of the operators in `save`, of two that are only added (LoRA's and
+                the layer's own) the sum; where there are no layers, everything
     every_n     `full` for every n-th layer, the others keep everything
     offload     keep of each layer what `none` keeps, in host memory (`passes/memory/offload.py`)
     budget      of each layer keep what costs most to compute again, within `budget_bytes` (`passes/memory/budget.py`)
@@ -21,11 +22,12 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Literal, get_args
 
+import torch
 from torch import fx
 
 from passes.cost.accounting import peak_memory
@@ -35,6 +37,7 @@ from passes.memory.recompute import near_writes, recompute, saved_bytes, saved_n
 from passes.program import ir
 from passes.program.regions import WEIGHT_GATHERS, regions, weight_nodes, within
 from passes.program.rolls import Roll
+from passes.program.stages import Stage
 from passes.program.sweep import sweep
 from passes.rules import name_of
 
@@ -43,10 +46,12 @@ OfLayer = Literal["none", "full", "attention", "selective", "offload"]
 Policy = Literal[OfLayer, "every_n", "budget"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 OFFLOADED = "offloaded"  # the reason of what is kept in host memory
+SELECTED = "selected"
 # Products and attention: the most time for the bytes of their results.
 PRODUCTS = ("linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "_scaled_mm", "grouped_mm", "convolution")
 ATTENTION = ("*attention*", "attend")
 SAVE = (*PRODUCTS, *ATTENTION)
+ADD, SCALE = torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor
 
 
 def weights_to_regather(program: ir.Program) -> set[fx.Node]:
@@ -68,7 +73,7 @@ def operator_name(node: fx.Node) -> str:
 
 
 @dataclass(frozen=True)
-class Remat:
+class Remat(ir.Pass):
     """Recompute in the backward what the policy, the overrides and the model's own marks say.
 
     `following` are the passes that finish the program, by which a budget's peak is predicted, and `reserved`
@@ -86,9 +91,9 @@ class Remat:
     ops: Mapping[str, Action] = field(default_factory=dict)
     following: tuple[ir.Pass, ...] = ()
     reserved: Callable[[ir.Program], int] = lambda program: 0
-    name: str = "remat"
-    requires: frozenset[str] = frozenset({"joint"})
-    establishes: frozenset[str] = frozenset({"remat"})
+    name = "remat"
+    takes = (Stage.JOINT,)
+    after = ("simplify", "dedupe", "add_first")  # which would merge what is computed again with what it repeats
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         if self.policy not in POLICIES:
@@ -122,12 +127,11 @@ class Remat:
             "saved_bytes_after": saved_bytes(program),
             "offloaded_bytes": away,
         }
-        return replace(program, facts=program.facts | self.establishes), ir.Report(counts, tuple(notes))
+        return program, ir.Report(counts, tuple(notes))
 
     def peak(self, program: ir.Program, ctx: ir.Context, gathers: set[fx.Node], chosen: set[fx.Node]) -> int:
         """Predicted peak bytes of the finished program if the backward computes the chosen nodes again."""
         copied, _, _ = rewrite(program, gathers | chosen)
-        copied = replace(copied, facts=copied.facts | self.establishes)
         for step in self.following:
             copied, _ = step(copied, ctx)
         swept = sweep(copied, ctx)
@@ -163,6 +167,7 @@ class Remat:
             if once == "communication" and asked == "recompute":
                 once = ""
             found[node] = once or ("leaves its region" if leaves(node, region) else "") or reason
+        found |= sums_for_terms(found)
         if unmatched := [p for p in (*self.modules, *self.ops) if p not in matched]:
             option = "modules" if unmatched[0] in self.modules else "ops"
             what = "module" if option == "modules" else "operator of the forward"
@@ -200,7 +205,26 @@ class Remat:
         if policy == "offload":
             return OFFLOADED
         patterns = {"selective": self.save, "attention": ATTENTION}.get(policy, ())
-        return "selected" if any(fnmatchcase(operator_name(node), pattern) for pattern in patterns) else ""
+        return SELECTED if any(fnmatchcase(operator_name(node), pattern) for pattern in patterns) else ""
+
+
+def sums_for_terms(reasons: Mapping[fx.Node, str]) -> dict[fx.Node, str]:
+    """Reasons changed where of two selected results only the sum is used: that is kept, half of the bytes."""
+    changed: dict[fx.Node, str] = {}
+    for node, reason in reasons.items():
+        terms = [selected_term(n, reasons) for n in node.all_input_nodes] if node.target is ADD and not reason else []
+        if len(terms) == 2 and all(t and ir.example(t).numel() == ir.example(node).numel() for t in terms):
+            changed |= {node: SELECTED} | {term: "" for term in terms if term}
+    return changed
+
+
+def selected_term(node: fx.Node, reasons: Mapping[fx.Node, str]) -> fx.Node | None:
+    """The selected result that a node is, in another shape or times a number, if nothing else uses it."""
+    while len(node.users) == 1 and reasons.get(node) == "" and (is_view(node) or node.target is SCALE):
+        if len(node.all_input_nodes) != 1:
+            return None
+        (node,) = node.all_input_nodes
+    return node if len(node.users) == 1 and reasons.get(node) == SELECTED else None
 
 
 def is_view(node: fx.Node) -> bool:

@@ -29,6 +29,7 @@ from passes.program import ir
 from passes.program.printer import format_dtype
 from passes.program.regions import within
 from passes.program.rewrite import inline
+from passes.program.stages import Stage
 from passes.rules import name_of
 
 aten = torch.ops.aten
@@ -107,16 +108,15 @@ def tidy(graph: fx.Graph, own: set[fx.Node]) -> Counter[str]:
 
 
 @dataclass(frozen=True)
-class Cast:
+class Cast(ir.Pass):
     """`masters` is the dtype in which each parameter is stored, by name; patterns of `modules` prevail over `ops`."""
 
     masters: Mapping[str, torch.dtype] = field(default_factory=dict)
     ops: Mapping[str, torch.dtype] = field(default_factory=dict)
     modules: Mapping[str, torch.dtype] = field(default_factory=dict)
     output: torch.dtype | None = None
-    name: str = "cast"
-    requires: frozenset[str] = frozenset({"captured"})
-    establishes: frozenset[str] = frozenset({"cast"})
+    name = "cast"
+    takes = (Stage.CAPTURED,)
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
@@ -138,6 +138,7 @@ class Cast:
             with program.graph.inserting_before(min(node.users, key=order.__getitem__, default=output)):
                 cast = program.graph.call_function(COPY, (node,), {"dtype": used})
             ir.set_value(cast, ir.example(node))
+            ir.set_phase(cast, "forward")
             with ctx.fake_mode:
                 ir.set_value(node, torch.empty_like(ir.example(cast), dtype=stored))
             node.replace_all_uses_with(cast, delete_user_cb=lambda user, cast=cast: user is not cast)

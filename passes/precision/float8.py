@@ -26,6 +26,7 @@ from torch import Tensor, fx
 from passes.program import ir, routed
 from passes.program.functions import Function, define, record
 from passes.program.regions import within
+from passes.program.stages import Stage
 from passes.rules import name_of
 from passes.rules.losses import LINEAR_CROSS_ENTROPY
 from passes.rules.roles import last_of
@@ -85,7 +86,7 @@ RECIPES: dict[str, Quantize] = {"rowwise": rowwise, "tensorwise": tensorwise}
 
 
 @dataclass(frozen=True)
-class Float8:
+class Float8(ir.Pass):
     """Linear layers in float8 by `recipe` (None: none), but those of modules in `skip` and those that it does not suit.
 
     The head, a linear layer that no other follows, stays as it is unless `head`. Both dims of a weight must be
@@ -97,9 +98,8 @@ class Float8:
     skip: tuple[str, ...] = ()
     min_size: int = MULTIPLE
     head: bool = False
-    name: str = "float8"
-    requires: frozenset[str] = frozenset({"placed"})
-    establishes: frozenset[str] = frozenset({"float8"})
+    name = "float8"
+    takes = (Stage.PLACED,)
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         if self.recipe is None:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.program import ir
+from passes.program.stages import Stage
 from passes.program.torch_private import OpOverload
 
 
@@ -137,7 +138,7 @@ def flatten(program: ir.Program) -> ir.Program:
         for node in program.graph.nodes:
             inline.put(node)
         _flattened[program.module] = inline.graph
-    return program.with_graph(_flattened[program.module], facts=program.facts - {"segments"})
+    return program.with_graph(_flattened[program.module], stage=min(program.stage, Stage.EXPANDED))
 
 
 _flattened: WeakKeyDictionary[fx.GraphModule, fx.Graph] = WeakKeyDictionary()  # several ask for the same one

@@ -38,17 +38,21 @@ class Function:
     results: int
 
 
-# By name, not by operator: one defined again under its name may be met as either of two objects.
+# By name: an operator may be met as either of two objects.
 _FUNCTIONS: dict[str, Function] = {}  # operator of the captured graph -> what it calls
 _BODIES: dict[str, Callable[..., Any]] = {}  # operator of a local program -> its local body
 _COMMUNICATING: set[str] = set()
-_numbers = itertools.count()  # within one captured program
+_program = 0  # the last that was captured: its operators are in namespaces of its own, `fn7` and `local7`
+_numbers = itertools.count()  # of operators within one captured program
 
 
 def restart() -> None:
-    """Number operators from 0 again: the same program gets the same names, however many came before it."""
-    global _numbers
-    _numbers = itertools.count()
+    """Begin with another program: its operators are numbered from 0 again, and take nobody else's place.
+
+    So the same program is printed alike however many came before it, for namespaces are printed without their number.
+    """
+    global _program, _numbers
+    _program, _numbers = _program + 1, itertools.count()
 
 
 def function_of(node: fx.Node) -> Function | None:
@@ -82,12 +86,12 @@ def define(namespace: str, name: str, body: Callable[..., Any], tensors: int, re
     """A new operator of so many tensors, returning a tuple of tensors."""
     arguments = ", ".join(f"Tensor t{i}" for i in range(tensors))
     returns = ", ".join(["Tensor"] * results)
-    unique = f"{name}_{next(_numbers)}"
+    space, unique = f"{namespace}{_program}", f"{name}_{next(_numbers)}"
     op = torch.library.custom_op(
-        f"{namespace}::{unique}", _fresh(body), mutates_args=(), schema=f"({arguments}) -> ({returns})"
+        f"{space}::{unique}", _fresh(body), mutates_args=(), schema=f"({arguments}) -> ({returns})"
     )
     op.register_fake(_shapes(body))
-    return getattr(getattr(torch.ops, namespace), unique).default
+    return getattr(getattr(torch.ops, space), unique).default
 
 
 def _fresh(body: Callable[..., Any]) -> Callable[..., Any]:

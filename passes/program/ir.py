@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, fx
@@ -15,10 +16,11 @@ from torch import Tensor, fx
 from passes.program.mesh import Mesh
 from passes.program.rolls import Roll
 from passes.program.spec import Spec
+from passes.program.stages import Stage
 from passes.program.torch_private import LazyGraphModule
 
 InputKind = Literal["parameter", "buffer", "constant", "batch", "coordinate", "layout", "moment", "gradient", "scalar"]
-OutputKind = Literal["loss", "gradient", "buffer", "metric"]
+OutputKind = Literal["loss", "gradient", "buffer", "metric", "count"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,10 @@ class Input:
 
 @dataclass(frozen=True)
 class Output:
-    """One returned value: the loss, the gradient of a parameter, or the new value of a buffer or metric."""
+    """One returned value: the loss, a metric beside it, a count, the gradient of a parameter, a buffer's new value.
+
+    Of several microbatches metrics are averaged, counts are added.
+    """
 
     name: str
     kind: OutputKind
@@ -53,7 +58,7 @@ class Output:
 class Program:
     """A graph whose placeholders are `inputs` and whose returned tuple is `outputs`, in order.
 
-    `facts` are what has been established of it ("captured", "local", "joint", ...). With `roll`, one of its layers
+    `stage` is how far it has come from the captured model to what is compiled. With `roll`, one of its layers
     stands for several. `bounds` computes of a batch, on one device, first and last of the keys that queries see, in
     turn for all attentions by interval that differ; it is there where a sequence is sharded and documents decide.
     """
@@ -62,7 +67,7 @@ class Program:
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
     mesh: Mesh = Mesh()
-    facts: frozenset[str] = frozenset()
+    stage: Stage = Stage.CAPTURED
     roll: Roll | None = None
     bounds: Program | None = field(default=None, compare=False, repr=False)
 
@@ -82,6 +87,12 @@ class Program:
     def calls(self) -> Iterator[fx.Node]:
         """The operator nodes, in order."""
         return (node for node in self.graph.nodes if node.op == "call_function")
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether it is of training; an evaluation is the forward alone."""
+        differentiated = Stage.JOINT <= self.stage < Stage.EXPANDED
+        return differentiated or any(phase(node) != "forward" for node in self.calls())
 
     def copy(self) -> Program:
         """The same program over a graph of its own, safe to mutate (values in meta are shared)."""
@@ -156,7 +167,7 @@ class Report:
 class Context:
     """What passes may know beside the program: the fake mode its values live in, and what is known of operators.
 
-    `traced` are the graphs that operators were written as; `answers` are what they yield, by signature (`sweep.py`);
+    `traced` are the graphs that operators were written as; `answers` are what custom ones yield (`sweep.py`);
     `bodies` are those of custom functions, whole and as partitioned, that are still to be verified.
     """
 
@@ -166,15 +177,19 @@ class Context:
     bodies: list[tuple[Program, Program]] = field(default_factory=list, compare=False, repr=False)
 
 
-class Pass(Protocol):
-    """A rewrite: pure, it returns a new program and says what it did."""
+class Pass(ABC):
+    """A rewrite: pure, it returns a new program and says what it did.
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def requires(self) -> frozenset[str]: ...
-    @property
-    def establishes(self) -> frozenset[str]: ...
+    It takes programs of some stages, and gives one of another (None: of the same). Passes named in `after` may not come
+    later.
+    """
+
+    name: ClassVar[str]
+    takes: ClassVar[tuple[Stage, ...]]
+    gives: ClassVar[Stage | None] = None
+    after: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
     def __call__(self, program: Program, ctx: Context) -> tuple[Program, Report]: ...
 
 
@@ -245,9 +260,17 @@ def set_stands_for(node: fx.Node, name: str) -> None:
     node.meta["stands_for"] = name
 
 
+PHASES = ("forward", "backward", "optimizer")
+
+
+def has_no_phase(node: fx.Node) -> bool:
+    """Whether it is not recorded what part of the step the node belongs to."""
+    return node.op == "call_function" and node.meta.get("phase") not in PHASES
+
+
 def phase(node: fx.Node) -> str:
-    """`forward`, `backward` or `optimizer`."""
-    return node.meta.get("phase", "forward")
+    """What part of the step an operator is in, one of `PHASES`; inputs are there in the forward already."""
+    return node.meta["phase"] if node.op == "call_function" else "forward"
 
 
 def set_phase(node: fx.Node, name: str) -> None:
@@ -287,7 +310,7 @@ def set_parameter(node: fx.Node, name: str) -> None:
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _LIBRARY = re.compile(
-    r"/torch/(nn|_|functional|utils|fx)|/site-packages/torch/|/compiler_trainer/capture/(capture|functions)\.py$"
+    r"/torch/(nn|_|functional|utils|fx)|/site-packages/torch/|/compiler_trainer/capture/(capture|functions|hidden)\.py$"
 )
 
 

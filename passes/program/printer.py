@@ -1,7 +1,7 @@
 """Stable text of a program: the same program gives the same text, on every rank and in every run.
 
     # mesh: dp_shard=2
-    # facts: captured, local
+    # stage: local
     # inputs: 2
     %w = parameter "wq.weight" : f32[4, 8] [8@dp_shard, 8]
     %x = batch "features" : f32[2, 8] [4@dp_shard, 8]
@@ -43,7 +43,7 @@ def print_program(program: ir.Program) -> str:
     sizes = [f"{axis}={size}{_order(program.mesh, axis)}" for axis, size in program.mesh.sizes]
     mesh = " ".join([*sizes, *(f"{name}={'*'.join(axes)}" for name, axes in program.mesh.flattened.items())])
     nodes = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
-    lines = [f"# mesh: {mesh or 'one device'}", f"# facts: {', '.join(sorted(program.facts))}"]
+    lines = [f"# mesh: {mesh or 'one device'}", f"# stage: {program.stage}"]
     lines += [f"# rolled: {program.roll}"] if program.roll else []
     lines += [f"# inputs: {len(program.inputs)}", *_inputs(program), *_counts(program)]
     lines += [f"# outputs: {len(program.outputs)}", *_outputs(program)]
@@ -104,7 +104,8 @@ def format_node(node: fx.Node) -> str:
     words = [f"%{node.name} =", _call(node), ":", format_value(node.meta.get("val"))]
     words += [str(spec)] if spec is not None else []
     where = ir.module_path(node) or ir.parameter(node)
-    origin = (ir.source(node), where, ir.phase(node), "recomputed" if ir.is_recomputed(node) else "")
+    phase = "no-phase" if ir.has_no_phase(node) else ir.phase(node)
+    origin = (ir.source(node), where, phase, "recomputed" if ir.is_recomputed(node) else "")
     return " ".join(words) + "   # " + " ".join(filter(None, origin))
 
 
@@ -121,9 +122,15 @@ def op_name(target: Any) -> str:
     return _op_name(target) if isinstance(target, OpOverload) else target.__name__
 
 
+def namespace_of(op: OpOverload) -> str:
+    """`aten`, `ct`, ...; `fn` or `local` of what was made for a program, whichever it was."""
+    space = op.namespace.rstrip("0123456789")
+    return space if space in ("fn", "local") else op.namespace
+
+
 @functools.cache
 def _op_name(target: OpOverload) -> str:
-    name = str(target).removesuffix(".default")
+    name = f"{namespace_of(target)}.{str(target).partition('.')[2]}".removesuffix(".default")
     return next((name.removeprefix(space) for space in OMITTED_NAMESPACES if name.startswith(space)), name)
 
 

@@ -85,7 +85,15 @@ class Tape:
 
     def _node(self, value: Tensor) -> fx.Node:
         known, node = self.nodes.get(id(value), (lambda: None, None))
-        return node if known() is value else self._constant(value)
+        return node if known() is value else self._alias(value) or self._constant(value)
+
+    def _alias(self, value: Tensor) -> fx.Node | None:
+        """What is known of the same memory: autograd gives a result that it saved back as another tensor."""
+        for known, node in reversed(self.nodes.values()):
+            other = known()
+            if other is not None and other.untyped_storage() is value.untyped_storage() and lies(other) == lies(value):
+                return node
+        return None
 
     def _constant(self, value: Tensor) -> fx.Node:
         """A number that a function holds as a tensor, written as one."""
@@ -107,6 +115,11 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return self.tape.call(func, args, kwargs or {})
+
+
+def lies(value: Tensor) -> tuple[Any, ...]:
+    """Where in its memory a tensor's entries are."""
+    return value.dtype, value.shape, value.stride(), value.storage_offset()
 
 
 def trace(fn: Callable[..., Any], args: Sequence[Tensor], ctx: ir.Context) -> fx.Graph:

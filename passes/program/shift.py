@@ -30,8 +30,10 @@ _in_flight: dict[int, list[Any]] = {}  # address of what is being received -> it
 
 @torch.library.impl(_library, "shift", "CompositeExplicitAutograd")
 def _shift(x: Tensor, axis: str, by: int) -> Tensor:
-    if by == 0:
-        return x.clone()
+    if by == 0 or x.numel() == 0:
+        y = x.clone()
+        _in_flight[y.data_ptr()] = []
+        return y
     group = resolve_axis_group(axis)
     rank, parts = group.rank(), group.size()
     y = torch.empty_like(x)
@@ -63,6 +65,8 @@ def _shift_by(x: Tensor, hops: Tensor, axis: str, row: int, step: int, home: boo
 
 @torch.library.impl(_library, "arrive", "CompositeExplicitAutograd")
 def _arrive(y: Tensor, x: Tensor) -> Tensor:
+    if y.numel() and y.data_ptr() not in _in_flight:
+        raise RuntimeError("ct::arrive: nothing is on its way to this tensor; a copy was made of what a shift returned")
     for transfer in _in_flight.pop(y.data_ptr(), ()):
         transfer.wait()
     return y

@@ -1,9 +1,9 @@
 """Recompute what every node yields, its shape, strides, dtype and storage, from the graph's inputs alone.
 
-Each operator is asked once a signature, on fake tensors, and its answer remembered with the context: a layer like the
-one before it costs a look-up, after every pass. Storages are numbered, so that views, waits and in-place updates are
-known from fresh memory. What nodes have recorded cannot serve here: a rewrite that replaces a node leaves its users'
-records as they were.
+Each operator is asked once a signature, on fake tensors, and its answer remembered, of operators of PyTorch and ours
+in all programs of the process: a layer like the one before it costs a look-up, after every pass. Storages are numbered,
+so that views, waits and in-place updates are known from fresh memory. What nodes have recorded cannot serve here: a
+rewrite that replaces a node leaves its users' records as they were.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from torch import Tensor, fx
 from passes.program import ir
 from passes.program.printer import format_dtype
 from passes.program.torch_private import c10d
+
+LASTING = frozenset({"aten", "prims", "ct", "_c10d_functional"})  # others may be defined again
+_answers: dict[Any, Any] = {}  # what operators of these yield, by signature
 
 
 class Layout(NamedTuple):
@@ -163,8 +166,9 @@ def _call(node: fx.Node, found: Sweep, ctx: ir.Context) -> Any:
         return source[node.args[1]]  # type: ignore[index]
     operands: list[Value] = []
     key = (node.target, _signature((node.args, node.kwargs), found, operands))
-    if key not in ctx.answers:
-        ctx.answers[key] = _ask(node, found, ctx)
+    answers = ctx.answers if getattr(node.target, "namespace", "") not in LASTING else _answers
+    if key not in answers:
+        answers[key] = _ask(node, found, ctx)
     fresh: dict[int, int] = {}
 
     def place(answer: Value) -> Value:
@@ -174,7 +178,7 @@ def _call(node: fx.Node, found: Sweep, ctx: ir.Context) -> Any:
             fresh[answer.storage] = found.new(answer.layout).storage
         return Value(answer.layout, fresh[answer.storage])
 
-    return map_values(ctx.answers[key], place, Value)
+    return map_values(answers[key], place, Value)
 
 
 def _signature(tree: Any, found: Sweep, operands: list[Value]) -> Any:

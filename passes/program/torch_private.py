@@ -40,6 +40,8 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from passes.program.signals import undisturbed
+
 __all__ = [
     "BatchNorm",
     "FakeTensor",
@@ -62,15 +64,19 @@ __all__ = [
     "composite_operators",
     "composites_of",
     "context_parallel_internals",
+    "conversions_as",
     "decomposition",
+    "derivatives_as_operators",
     "flex_attention",
     "flex_attention_backward",
     "flex_with_gradients",
     "gloo_of_one_thread",
     "graph_of",
     "grouped_products_as",
+    "execute_only",
     "import_loader",
     "inductor_decompositions",
+    "instruction_tests",
     "keep_after",
     "kernels_later",
     "kernels_of",
@@ -80,12 +86,12 @@ __all__ = [
     "number_in",
     "quiet_failures",
     "register_axis_group",
-    "remove_torn",
     "resolve_axis_group",
     "save_compiled",
     "snapshot",
     "step_by_step",
     "trace_artifact",
+    "unvalidated_distributions",
     "without_lowering",
 ]
 
@@ -142,6 +148,11 @@ def composites_of(module: fx.GraphModule) -> Iterator[None]:
     kept = {op for op in called if _is_preservable_cia_op(op)}
     with patch("torch.export.exported_program._collect_all_valid_cia_ops", lambda: kept):
         yield
+
+
+def has_autograd_kernel(op: OpOverload) -> bool:
+    """Whether an operator brings a gradient of its own, or refuses to have one."""
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key) for key in ("Autograd", "AutogradCPU"))
 
 
 def number_in(value: Tensor) -> bool | int | float | complex:
@@ -240,9 +251,11 @@ def without_lowering(source: str) -> str:
 
 def load_compiled(saved: bytes) -> Callable:
     """What `save_compiled` saved, ready to be called."""
+    from torch._inductor.codecache import PyCodeCache
     from torch._inductor.output_code import CompiledFxGraphConstants
 
     compiled, constants = pickle.loads(saved), CompiledFxGraphConstants()
+    PyCodeCache.write(compiled.source_code)  # unless it is there as it was
     compiled.after_deserialization(constants)
     compiled.post_compile((), constants, compiled.fx_kwargs)
     return kernels_of(compiled)
@@ -331,7 +344,11 @@ def build_library(source: str) -> Callable[[], Any]:
     # in a thread from the start, for the header may still be on its way; loaded by the thread that waits. Flags are
     # those of vectors even where a library has none: the header was precompiled with them.
     pool = AsyncCompile.pool()
-    begun = pool.submit(Library.load_async, source, submit_fn=pool.submit, needs_vec_isa=True)
+
+    def submit(work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return pool.submit(undisturbed(work), *args, **kwargs)
+
+    begun = submit(Library.load_async, source, submit_fn=submit, needs_vec_isa=True)
     return lambda: begun.result()()
 
 
@@ -372,19 +389,47 @@ def compiler_state() -> str:
     return f"{torch_key()!r} {CacheBase.get_system()} {config.save_config_portable()!r}"
 
 
-def remove_torn(is_torn: Callable[[Path], bool]) -> None:
-    """Delete C++ libraries in Inductor's cache that are torn, so that they are built anew.
+def execute_only(
+    is_whole: Callable[[Path], bool], note: Callable[[Path], None], put: Callable[[Path, bytes], None]
+) -> None:
+    """Let Inductor take no file of its cache for what it wrote or built only because it has the name.
 
-    A compiler that is killed leaves such. What another process is building is waited for.
+    A source that is not what is to be written is `put` anew; what a compiler made is built anew unless it `is_whole`,
+    and `note`d.
     """
+    from torch._inductor import codecache
+    from torch.utils._filelock import FileLock
+
+    def write(content: str | bytes, *args: Any, **kwargs: Any) -> tuple[str, str]:
+        key, path = _write(content, *args, **kwargs)
+        wanted = content.encode() if isinstance(content, str) else content
+        if Path(path).read_bytes() != wanted:
+            put(Path(path), wanted)
+        return key, path
+
+    def build(lock_path: str, cpp_builders: Sequence[Any]) -> None:
+        with FileLock(lock_path, timeout=codecache.LOCK_TIMEOUT):
+            for builder in cpp_builders:
+                path = Path(builder.get_target_file_path())
+                if not is_whole(path):
+                    path.unlink(missing_ok=True)
+                    builder.build()
+                    note(path)
+
+    _write = getattr(codecache.write, "__wrapped__", codecache.write)
+    codecache.write = functools.wraps(_write)(write)
+    codecache._worker_compile_cpp = build  # calls it by name before each load, and for the precompiled header
+
+
+def instruction_tests() -> Iterator[Path]:
+    """The libraries by which Inductor finds what the processor has, each while nobody builds or loads it."""
     from torch._inductor.codecache import LOCK_TIMEOUT, get_lock_dir
     from torch.utils._filelock import FileLock
 
     for path in compiler_folder().glob("??/*.so"):
-        if is_torn(path):
+        if not path.name.endswith(".main.so"):
             with FileLock(Path(get_lock_dir(), f"{path.name.split('.')[0]}.lock"), timeout=LOCK_TIMEOUT):
-                if is_torn(path):
-                    path.unlink(missing_ok=True)
+                yield path
 
 
 def register_axis_group(axis: str, group: Any) -> None:
@@ -430,6 +475,71 @@ def gradients_inside() -> Iterator[None]:
         for key in below:
             stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
         stack.enter_context(torch.enable_grad())
+        yield
+
+
+def conversions_as(instead: Callable[..., Any]) -> AbstractContextManager:
+    """While on, `module.to(...)` and its like call `instead(module, convert, recurse)`."""
+    return patch.object(torch.nn.Module, "_apply", instead)
+
+
+def unvalidated_distributions() -> AbstractContextManager:
+    """While on, distributions do not look at the values that they are given, unless they are told to."""
+    return patch.object(torch.distributions.Distribution, "_validate_args", False)
+
+
+class _HoldsDerivative(Exception):
+    """A transform of torch.func is around a derivative, so that it has to be traced with it."""
+
+
+@contextmanager
+def derivatives_as_operators(vjp: Callable[..., Any]) -> Iterator[None]:
+    """While on, what is exported may call `torch.func.grad`, also inside `vmap` and `jvp`; `vjp` stands for that one.
+
+    Export does not follow a derivative: the outermost transform is traced apart, and its operators are called instead.
+    """
+    from torch._functorch import apis, eager_transforms
+
+    around, apart = 0, False
+
+    def traced(transform: Callable, *args: Any, **kwargs: Any) -> Any:
+        nonlocal apart
+        apart = True
+        try:
+            with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
+                body = make_fx(lambda: transform(*args, **kwargs), _core_decompositions())()
+        finally:
+            apart = False
+        return body()  # which holds the tensors that it reads
+
+    def derivative(transform: Callable) -> Callable:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if around and not apart:
+                raise _HoldsDerivative
+            return transform(*args, **kwargs) if apart else traced(transform, *args, **kwargs)
+
+        return called
+
+    def outer(transform: Callable) -> Callable:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            nonlocal around
+            around += 1
+            try:
+                return transform(*args, **kwargs)
+            except _HoldsDerivative:
+                if around > 1:
+                    raise
+            finally:
+                around -= 1
+            return traced(transform, *args, **kwargs)
+
+        return called
+
+    instead = {"grad_and_value_impl": derivative, "_jvp_with_argnums": outer, "_vjp_with_argnums": lambda _: vjp}
+    with ExitStack() as stack:
+        for name, make in instead.items():
+            stack.enter_context(patch.object(eager_transforms, name, make(getattr(eager_transforms, name))))
+        stack.enter_context(patch.object(apis, "vmap_impl", outer(apis.vmap_impl)))
         yield
 
 

@@ -68,6 +68,11 @@ class Rule:
         axes = self.only.get(factor, (axis,))
         return factor not in self.whole and (axis in axes or SPREAD in axes and axis in mesh.experts)
 
+    def may_lie(self, factor: str, axes: tuple[str, ...]) -> bool:
+        """Whether the factor may be over axes of these names; the ranks of `cp` alone hold what is stored otherwise."""
+        only = self.only.get(factor)
+        return only is None or SPREAD in only or only.issuperset(axes)
+
 
 RuleMaker = Callable[[fx.Node], Rule]
 EMITTERS: dict[str, Emit] = {}  # operator -> its local form, where a room above the rules writes it

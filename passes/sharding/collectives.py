@@ -19,6 +19,7 @@ from passes.program.boundary import EXPANSIONS
 from passes.program.functions import body_of, results_of
 from passes.program.rewrite import inline_alike
 from passes.program.routed import EXPANSIONS as ROUTED
+from passes.program.stages import Stage
 
 DEFINITIONS = {**EXPANSIONS, **ROUTED}
 
@@ -51,12 +52,12 @@ def put_in_line(program: ir.Program, ctx: ir.Context) -> None:
 
 
 @dataclass(frozen=True)
-class Expand:
+class Expand(ir.Pass):
     """Replace every boundary operator by its collectives."""
 
-    name: str = "collectives"
-    requires: frozenset[str] = frozenset({"local"})
-    establishes: frozenset[str] = frozenset({"collectives"})
+    name = "collectives"
+    takes = (Stage.LOCAL, Stage.JOINT, Stage.STEP, Stage.SCHEDULED)
+    gives = Stage.EXPANDED
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         if not any(body_of(node) or node.target in DEFINITIONS for node in program.calls()):
@@ -70,4 +71,4 @@ class Expand:
             if definition := DEFINITIONS.get(node.target):
                 inline_alike(node, _contiguous(definition), ctx)
         program.module.recompile()
-        return replace(program, facts=program.facts | self.establishes), ir.Report(dict(counts))
+        return replace(program, stage=Stage.EXPANDED), ir.Report(dict(counts))

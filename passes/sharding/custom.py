@@ -2,7 +2,8 @@
 
 The forward body is placed as its operands are; the backward body gets what the forward saved, and gradients placed
 as the dual of the results, and must leave gradients placed as the dual of the operands: sums where the
-forward read a varying copy. It holds for any function, whatever its backward computes.
+forward read a varying copy, zeros in padding. It holds for any function, whatever its backward computes: one
+that makes something of a zero gradient (`g + 0.01 * x`) makes it of padding's, too.
 """
 
 from __future__ import annotations
@@ -54,14 +55,15 @@ def body_program(
     inputs: list[ir.Input],
     mesh: Mesh,
     ctx: ir.Context,
-    own: bool = False,
+    backward: bool = False,
 ) -> ir.Program:
     """The operators of a body of the custom function `name` over full tensors, normalized."""
-    graph = body_graph(name, fn, examples, ctx, own)
+    graph = body_graph(name, fn, examples, ctx, own=backward)
     results = graph.output_node().args[0]
-    outputs = tuple(ir.Output(str(i), "metric", Spec.whole(tuple(ir.example(n).shape))) for i, n in enumerate(results))
+    kind = "gradient" if backward else "metric"
+    outputs = tuple(ir.Output(str(i), kind, Spec.whole(tuple(ir.example(n).shape))) for i, n in enumerate(results))  # type: ignore[arg-type]
     module = LazyGraphModule(torch.nn.Module(), graph)
-    program = ir.Program(module, tuple(inputs), outputs, mesh, frozenset({"captured"}))
+    program = ir.Program(module, tuple(inputs), outputs, mesh)
     for node in program.calls():
         node.meta.pop("stack_trace", None)
     return Normalize()(program, ctx)[0]
@@ -116,12 +118,23 @@ def place_forward(
         return Placed(function, tuple(examples), program, plan, tuple(given), results)
 
     mixed = {axis for axis in mesh.axes if any(spec.state(axis) != "same" for spec in specs)}
+    specs = [replace(spec, fill=padding_kept(spec)) for spec in specs]
     placed = place(specs)
     varied = [
         with_varying(spec, placeholder, placed, mixed, mesh)
         for spec, placeholder in zip(specs, placed.program.placeholders())
     ]
     return placed if varied == specs else place(varied)
+
+
+def padding_kept(spec: Spec) -> float | None:
+    """What an operand's padding holds in whatever placement it is read: conversions pad with zeros, and keep those."""
+    return 0.0 if spec.fill == 0.0 else None
+
+
+def gradient_of(spec: Spec) -> Spec:
+    """The placement of a value's gradient, which is zero in padding: no result depends on what padding holds."""
+    return replace(spec.gradient(), fill=0.0)
 
 
 def with_varying(spec: Spec, placeholder: fx.Node, placed: Placed, mixed: set[str], mesh: Mesh) -> Spec:
@@ -166,7 +179,7 @@ def partitioned(
     function, operands = placed.function, placed.operands
     forward = partition(placed.program, placed.plan, placed.results)
     outs = [ir.example(n) for n in placed.program.results()]
-    gradients = [spec.gradient() for spec in placed.results[: function.results]]
+    gradients = [gradient_of(spec) for spec in placed.results[: function.results]]
     examples = [*placed.examples, *outs, *outs[: function.results]]
     specs = [*operands, *placed.results, *gradients]
     kinds = [i.kind for i in placed.program.inputs[: len(operands)]] + ["batch"] * len(specs)
@@ -178,8 +191,8 @@ def partitioned(
         kept[:] = [i for i, g in enumerate(found) if g is not None]
         return tuple(found[i] for i in kept)
 
-    program = body_program(function.name, differentiate, examples, inputs, mesh, ctx, own=True)
-    backward = partition(program, propagate(program), tuple(operands[i].gradient() for i in kept))
+    program = body_program(function.name, differentiate, examples, inputs, mesh, ctx, backward=True)
+    backward = partition(program, propagate(program), tuple(gradient_of(operands[i]) for i in kept))
     return local_operator(function, forward, backward, kept, len(operands))
 
 

@@ -27,13 +27,14 @@ from torch import fx
 
 from passes.program import ir, routed
 from passes.program.spec import Spec
+from passes.program.stages import Stage
 from passes.rules import name_of, rule_of, tensor_operands
 from passes.sharding.dispatch import Part, Routed, Way, Writer, choose, dropped
 from passes.sharding.infer import experts_of
 from passes.sharding.normalize import drops
 
 aten = torch.ops.aten
-DROPPED = "dropped_rows"  # the metric that counts rows which found no room
+DROPPED = "dropped_rows"  # the count of rows which found no room
 PRODUCTS = ("_grouped_mm", "transformers::grouped_mm_fallback", "ct::grouped_mm")
 SHAPED = ("empty_like", "zeros_like", "new_empty", "new_zeros")  # take no more than the shape
 SAME = ("_to_copy", "alias", "detach", "clone")
@@ -79,7 +80,7 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Experts:
+class Experts(ir.Pass):
     """Write rows sorted by expert in operators that each rank runs on the rows of its own tokens.
 
     `dispatch` is how rows get to experts that are spread over ranks; a bounded buffer has room for `capacity_factor`
@@ -89,9 +90,8 @@ class Experts:
     dispatch: Way = "auto"
     capacity_factor: float = 1.25
     chunks: int = 1
-    name: str = "experts"
-    requires: frozenset[str] = frozenset({"captured", "normalized"})
-    establishes: frozenset[str] = frozenset()
+    name = "experts"
+    takes = (Stage.NORMALIZED,)
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
@@ -122,7 +122,7 @@ class Experts:
                 found += 1
         if owners > 1:
             refuse_unspread(program, found, notes)
-        program = program if lost is None else with_metric(program, DROPPED, lost)
+        program = program if lost is None else with_count(program, DROPPED, lost)
         program.graph.eliminate_dead_code()
         program.module.recompile()
         return program, ir.Report({"sorted by expert": found}, tuple(notes))
@@ -138,10 +138,10 @@ def refuse_unspread(program: ir.Program, found: int, notes: list[str]) -> None:
         raise ir.Refused("experts", None, "mesh.ep: there are no experts to spread: nothing sorts rows by expert")
 
 
-def with_metric(program: ir.Program, name: str, value: fx.Node) -> ir.Program:
-    """The program with a number among what it returns."""
+def with_count(program: ir.Program, name: str, value: fx.Node) -> ir.Program:
+    """The program with a count among what it returns."""
     program.graph.output_node().args = ((*program.results(), value),)
-    return replace(program, outputs=(*program.outputs, ir.Output(name, "metric", Spec(()))))
+    return replace(program, outputs=(*program.outputs, ir.Output(name, "count", Spec(()))))
 
 
 def is_sort_of_ids(node: fx.Node) -> bool:

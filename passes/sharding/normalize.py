@@ -26,6 +26,7 @@ from passes.program.attend import interval_attention
 from passes.program.mesh import WEIGHT_AXES, Mesh
 from passes.program.rewrite import inline, replace_uses
 from passes.program.spec import Spec
+from passes.program.stages import Stage
 from passes.program.torch_private import decomposition
 from passes.rules import has_rule, name_of, tensor_operands
 from passes.sharding import norms
@@ -439,12 +440,12 @@ def seed_input(program: ir.Program, ctx: ir.Context) -> fx.Node:
 
 
 @dataclass(frozen=True)
-class Normalize:
+class Normalize(ir.Pass):
     """Write means, biases, losses and operators without a rule in operators that have one."""
 
-    name: str = "normalize"
-    requires: frozenset[str] = frozenset({"captured"})
-    establishes: frozenset[str] = frozenset({"normalized"})
+    name = "normalize"
+    takes = (Stage.CAPTURED,)
+    gives = Stage.NORMALIZED
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()

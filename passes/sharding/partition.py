@@ -20,6 +20,7 @@ from passes.program.record import trace
 from passes.program.rewrite import graft
 from passes.program.shift import divisors
 from passes.program.spec import Dim, Factor, Spec
+from passes.program.stages import Stage
 from passes.program.sweep import recorded
 from passes.rules import Rule, tensor_operands
 from passes.sharding.atoms import common_sizes, merge_dim, split_dim
@@ -164,11 +165,17 @@ class Partitioner:
         results = []
         for node, output in zip(self.program.results(), self.program.outputs, strict=True):
             self.builder.origin = node
-            results.append(self.version(node, output.spec, "output"))
+            result = self.version(node, output.spec, "output")
+            results.append(self.zeroed(result, output.spec) if output.kind == "gradient" else result)
         self.builder.graph.output(tuple(results))
         inputs = self.drop_unused_places(inputs)
         inputs = self.hoist_varying(inputs) if self.differentiable else inputs
-        return self.program.with_graph(self.builder.graph, inputs=inputs, facts=self.program.facts | {"local"})
+        return self.program.with_graph(self.builder.graph, inputs=inputs, stage=Stage.LOCAL)
+
+    def zeroed(self, gradient: fx.Node, spec: Spec) -> fx.Node:
+        """A gradient that a custom function returns, with zeros in padding, whatever it makes of those given to it."""
+        held = ir.spec(gradient)
+        return gradient if held and held.fill == 0.0 else self.builder.fill_padding(gradient, spec, 0.0)
 
     @property
     def reshards(self) -> list[ir.Reshard]:
@@ -201,15 +208,16 @@ class Partitioner:
     def place_layout(self) -> Iterator[ir.Input]:
         """What each group of ranks along `cp` knows of a batch: a table of blocks, or how far keys travel in rings."""
         mesh, bounds = self.program.mesh, self.program.bounds
-        varying = tuple(axis for axis in BATCH_AXES if axis in mesh.axes)
+        rows = {axis for given in self.program.inputs if given.kind == "batch" for axis in given.spec.sharded}
+        varying = tuple(axis for axis in BATCH_AXES if axis in rows)
         given: dict[str, tuple[int, int, torch.device]] = {}
         if mesh.table:
             given[BLOCKS] = mesh[SEQUENCE_AXIS], mesh.chunks(SEQUENCE_AXIS), self.device()
         if bounds is not None and self.skip_steps:
             names = [output.name for output in bounds.outputs]
             self.builder.attentions = list(zip(names[::2], names[1::2]))
-            rows = len(self.builder.attentions) * len(divisors(mesh[SEQUENCE_AXIS]))
-            given[HOPS] = rows, mesh[SEQUENCE_AXIS], torch.device("cpu")
+            steps = len(self.builder.attentions) * len(divisors(mesh[SEQUENCE_AXIS]))
+            given[HOPS] = steps, mesh[SEQUENCE_AXIS], torch.device("cpu")
         for name, (*shape, device) in given.items():
             with self.builder.ctx.fake_mode:
                 empty = torch.zeros(shape, dtype=torch.int64, device=device)
@@ -224,7 +232,8 @@ class Partitioner:
     def drop_unused_places(self, inputs: tuple[ir.Input, ...]) -> tuple[ir.Input, ...]:
         """Leave out coordinates that nothing reads, and settle of whom a table is."""
         self.builder.graph.eliminate_dead_code()
-        unused = {name for name, node in self.builder.places.items() if not node.users and name != BLOCKS}
+        unused = {name for name, node in self.builder.places.items() if not node.users}
+        unused -= {BLOCKS} if self.differentiable else set()  # a step is always given its table
         for name in unused:
             self.builder.graph.erase_node(self.builder.places.pop(name))
         if BLOCKS in self.builder.places and self.builder.one_table:

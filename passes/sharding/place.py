@@ -19,6 +19,7 @@ from fnmatch import fnmatchcase
 from passes.program import ir
 from passes.program.mesh import BATCH_AXES, SEQUENCE_AXIS, Mesh
 from passes.program.spec import Dim, Factor, Spec
+from passes.program.stages import Stage
 from passes.rules.roles import roles
 from passes.sharding.custom import in_line
 from passes.sharding.infer import Blocks, experts_of, infer
@@ -63,7 +64,7 @@ def fsdp_dim(spec: Spec, shape: tuple[int, ...]) -> int:
 
 
 @dataclass(frozen=True)
-class Place:
+class Place(ir.Pass):
     """Give every input its placement; `plan` is pattern -> {axis: dim}, None to infer it.
 
     `stored` are placements that parameters have already, by name: those of another program over the same state.
@@ -72,9 +73,9 @@ class Place:
     plan: Mapping[str, Mapping[str, int]] | None = None
     min_shard_elements: int = 1
     stored: Mapping[str, Spec] = field(default_factory=dict)
-    name: str = "place"
-    requires: frozenset[str] = frozenset({"captured", "normalized"})
-    establishes: frozenset[str] = frozenset({"placed"})
+    name = "place"
+    takes = (Stage.NORMALIZED,)
+    gives = Stage.PLACED
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         unmatched = set() if self.stored else set(self.plan or ())
@@ -92,7 +93,7 @@ class Place:
         notes = tuple(f"{i.name}: {i.spec}" for i in inputs if i.kind in ("parameter", "batch"))
         sharded = sum(bool(i.spec.sharded) for i in inputs if i.kind == "parameter")
         changes = {"parameters_sharded": sharded}
-        program = replace(program, inputs=inputs, facts=program.facts | self.establishes)
+        program = replace(program, inputs=inputs, stage=Stage.PLACED)
         return program, ir.Report(changes, notes)
 
     def place(

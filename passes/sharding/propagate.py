@@ -24,7 +24,7 @@ from passes.program.rewrite import layout
 from passes.program.spec import Factor, Spec
 from passes.rules import Rule, opaque, rule_of, tensor_operands
 from passes.sharding.atoms import Atoms, borne, merge_dim, refine, ride
-from passes.sharding.custom import Placed, place_forward
+from passes.sharding.custom import Placed, padding_kept, place_forward
 from passes.sharding.infer import experts_of
 
 
@@ -109,7 +109,7 @@ class _Sweep:
             self.complete(n)
         specs, weights = [self.plan.current(n) for n in operands], [n in self.plan.weights for n in operands]
         examples = [ir.example(n) for n in operands]
-        key = function, *zip(map(layout, examples), specs, weights)
+        key = function, *zip(map(layout, examples), specs, map(padding_kept, specs), weights)
         if key not in self.placed:
             inner = partial(propagate, sequence_parallel=self.sequence_parallel, ctx=self.ctx)
             with ir.at(node):
@@ -245,7 +245,7 @@ class _Sweep:
         """Placements of operands and results under the choice of atoms."""
         # a reduction above may have changed what an operand holds
         atoms = refine(atoms.rule, [self.plan.current(n).dims for n in operands], self.priority(operands), self.mesh)
-        axes = self.axis_order(atoms, choice)
+        axes = self.axis_order(operands, atoms, choice)
         labels = {
             name: f.label
             for dims, held in zip(atoms.operands, atoms.held)
@@ -274,13 +274,19 @@ class _Sweep:
         }
         return found.pop() if len(found) == 1 else None if found else 0.0
 
-    def axis_order(self, atoms: Atoms, choice: Mapping[str, str | None]) -> dict[str, tuple[str, ...]]:
-        """For each atom the axes that shard it, as one and in the order in which an operand already has them."""
+    def axis_order(
+        self, operands: Sequence[fx.Node], atoms: Atoms, choice: Mapping[str, str | None]
+    ) -> dict[str, tuple[str, ...]]:
+        """For each atom the axes that shard it, as one and in the order in which an operand already has them.
+
+        An activation is asked after all weights: `cp` alone shards a sequence in another order than what is stored.
+        """
         chosen = {atom: tuple(axis for axis, a in choice.items() if a == atom) for atom in atoms.sizes}
-        for dims, held in zip(atoms.operands, atoms.held):
-            for names, factors in zip(dims, held):
+        for i in sorted(range(len(operands)), key=lambda i: operands[i] not in self.plan.weights):
+            for names, factors in zip(atoms.operands[i], atoms.held[i]):
                 for name, factor in zip(names, factors or ()):
-                    chosen[name] = self.as_held(chosen[name], factor.axes)
+                    if atoms.rule.may_lie(atoms.origin(name), factor.axes):
+                        chosen[name] = self.as_held(chosen[name], factor.axes)
         if self.mesh.experts_over:
             chosen |= {name: (self.mesh.experts_over,) for name in atoms.rule.puts}
         return chosen | ride(atoms, chosen, self.mesh)

@@ -19,13 +19,14 @@ import torch
 from passes.context.context import Method
 from passes.program import ir
 from passes.program.functions import function_of
+from passes.program.stages import Stage
 from passes.rules import has_rule, name_of, tensor_operands
 from passes.sharding.partition import Partitioner
 from passes.sharding.propagate import propagate
 
 
 @dataclass(frozen=True)
-class Shard:
+class Shard(ir.Pass):
     """Partition the program; gradients of weights are reduced in `reduce_dtype` (None: their own).
 
     `context` is the method of attention over a sequence that `cp` shards; with `skip_steps` rings leave out, batch by
@@ -37,9 +38,9 @@ class Shard:
     reduce_dtype: torch.dtype | None = None
     context: Method = "auto"
     skip_steps: bool = True
-    name: str = "shard"
-    requires: frozenset[str] = frozenset({"placed", "normalized"})
-    establishes: frozenset[str] = frozenset({"local"})
+    name = "shard"
+    takes = (Stage.PLACED,)
+    gives = Stage.LOCAL
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         unknown = [

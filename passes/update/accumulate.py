@@ -12,20 +12,21 @@ import torch
 from torch import fx
 
 from passes.program import ir
+from passes.program.stages import Stage
 from passes.update.optimize import Appender
 
 
 @dataclass(frozen=True)
-class Accumulate:
+class Accumulate(ir.Pass):
     """Add each gradient to an accumulator in place; outputs keep the loss and metrics.
 
     With `skip_nonfinite` buffers stay as they were where the loss is infinite or not a number.
     """
 
     skip_nonfinite: bool = False
-    name: str = "accumulate"
-    requires: frozenset[str] = frozenset({"joint"})
-    establishes: frozenset[str] = frozenset({"accumulate"})
+    name = "accumulate"
+    takes = (Stage.JOINT,)
+    gives = Stage.STEP
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
@@ -51,19 +52,16 @@ class Accumulate:
         program.graph.output_node().args = (tuple(n for n, _ in kept),)
         program.module.recompile()
         inputs = (*program.inputs, *added)
-        program = replace(
-            program, inputs=inputs, outputs=tuple(o for _, o in kept), facts=program.facts | self.establishes
-        )
+        program = replace(program, inputs=inputs, outputs=tuple(o for _, o in kept), stage=Stage.STEP)
         return program, ir.Report({"accumulators": len(added)})
 
 
 @dataclass(frozen=True)
-class ApplyOnly:
+class ApplyOnly(ir.Pass):
     """From a joint program, the one whose gradients are inputs: accumulated elsewhere, cleared once read."""
 
-    name: str = "apply"
-    requires: frozenset[str] = frozenset({"joint"})
-    establishes: frozenset[str] = frozenset({"apply"})
+    name = "apply"
+    takes = (Stage.JOINT,)
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         graph = fx.Graph()
@@ -82,9 +80,7 @@ class ApplyOnly:
                 inputs.append(given)
                 outputs.append(output)
         graph.output(tuple(results))
-        program = program.with_graph(
-            graph, inputs=tuple(inputs), outputs=tuple(outputs), facts=program.facts | self.establishes
-        )
+        program = program.with_graph(graph, inputs=tuple(inputs), outputs=tuple(outputs))
         return program, ir.Report({"gradients": len(outputs)})
 
 

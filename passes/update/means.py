@@ -23,6 +23,7 @@ from passes.program import ir
 from passes.program.alone import alone, cone_of
 from passes.program.rewrite import inline
 from passes.program.spec import Spec
+from passes.program.stages import Stage
 from passes.rules import has_rule, name_of, rule_of, tensor_operands
 from passes.rules.pointwise import rules as pointwise_rules
 
@@ -32,6 +33,7 @@ RESHAPES = frozenset(("view", "reshape", "_unsafe_view", "flatten", "unflatten",
 CUTS = frozenset(("slice", "pad", "constant_pad_nd"))
 CASTS = frozenset(("to", "_to_copy"))
 SUMS = frozenset(("sum", "cross_entropy_loss", "ct::linear_cross_entropy"))  # as `normalize` leaves the latter two
+KINDS = ("loss", "metric")  # of outputs that may be means
 
 
 class Mean(NamedTuple):
@@ -133,19 +135,20 @@ def told(left: Sequence[fx.Node]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Means:
-    """Divide the means that a loss is made of by the counts of all `microbatches`, times their number."""
+class Means(ir.Pass):
+    """Divide the means that loss and metrics are made of by the counts of all `microbatches`, times their number."""
 
     microbatches: int
-    name: str = "means"
-    requires: frozenset[str] = frozenset({"captured", "normalized"})
-    establishes: frozenset[str] = frozenset()
+    name = "means"
+    takes = (Stage.NORMALIZED,)
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
         batch = {n for n, i in zip(program.placeholders(), program.inputs) if i.kind == "batch"}
-        loss = next(n for n, o in zip(program.results(), program.outputs) if o.kind == "loss")
-        found = {term: as_mean(term, batch) for term in terms(loss)}
+        ends = {kind: [n for n, o in zip(program.results(), program.outputs) if o.kind == kind] for kind in KINDS}
+        of_loss = {term: None for loss in ends["loss"] for term in terms(loss)}
+        of_metrics = {term: None for metric in ends["metric"] for term in terms(metric)}
+        found = {term: as_mean(term, batch) for term in of_loss | of_metrics}
         means = [mean for mean in found.values() if mean is not None]
         added = [(node, count_of(program, node, self.microbatches)) for node in dict.fromkeys(m.counted for m in means)]
         counts = {node: placeholder(program, ctx, node, f"count_{i}") for i, (node, _) in enumerate(added)}
@@ -154,5 +157,5 @@ class Means:
         program.graph.eliminate_dead_code()
         program.module.recompile()
         inputs = (ir.Input(counts[node].name, "scalar", Spec(()), count=count) for node, count in added)
-        notes = told([term for term, mean in found.items() if mean is None])
+        notes = told([term for term in of_loss if found[term] is None])
         return replace(program, inputs=(*program.inputs, *inputs)), ir.Report({"means": len(means)}, notes)

@@ -22,6 +22,7 @@ from torch import Tensor, fx
 
 from passes.program import boundary, ir
 from passes.program.spec import Spec
+from passes.program.stages import Stage
 from passes.update.appender import Appender, coordinates
 from passes.update.groups import Group, group_of
 from passes.update.moments import Format, Wide
@@ -66,7 +67,7 @@ def square(gradient: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Optimize:
+class Optimize(ir.Pass):
     """Complete the step: outputs become the loss (if the program has one) and the gradient norm.
 
     Gradients are reduced in `reduce_dtype` (None: their own), scaled by `scale` and clipped to `max_norm`
@@ -84,9 +85,9 @@ class Optimize:
     stochastic: bool = False
     groups: tuple[Group, ...] = ()
     skip_nonfinite: bool = False
-    name: str = "optimize"
-    requires: frozenset[str] = frozenset({"joint"})
-    establishes: frozenset[str] = frozenset({"step"})
+    name = "optimize"
+    takes = (Stage.JOINT,)
+    gives = Stage.STEP
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
@@ -202,18 +203,18 @@ class Optimize:
         return append.placeholder(name, val, Spec(())), ir.Input(name, kind, Spec(()))  # type: ignore[arg-type]
 
     def finish(self, program: ir.Program, append: Appender, inputs, norm: fx.Node) -> ir.Program:
-        """Return the loss, metrics and the norm; new values of buffers are stored in place."""
+        """Return the loss, metrics, counts and the norm; new values of buffers are stored in place."""
         given = {i.name: n for n, i in zip(program.placeholders(), inputs) if i.kind == "buffer"}
         results, outputs = [], []
         for node, output in zip(program.results(), program.outputs):
             if output.kind == "buffer":
                 append.parameter = output.name
                 append.keep(given[output.name], node)
-            elif output.kind in ("loss", "metric"):
+            elif output.kind in ("loss", "metric", "count"):
                 results.append(node)
                 outputs.append(output)
         results.append(norm)
         outputs.append(ir.Output("grad_norm", "metric", Spec(())))
         program.graph.output_node().args = (tuple(results),)
         program.module.recompile()
-        return replace(program, inputs=tuple(inputs), outputs=tuple(outputs), facts=program.facts | self.establishes)
+        return replace(program, inputs=tuple(inputs), outputs=tuple(outputs), stage=Stage.STEP)

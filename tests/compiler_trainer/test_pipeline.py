@@ -8,6 +8,7 @@ import torch
 from compiler_trainer.config.schema import CastConfig, OptimConfig, PassesConfig, RematConfig, ScheduleConfig
 from compiler_trainer.pipeline import build_pipeline
 from passes.check.runner import check_order
+from passes.program.stages import Stage
 from passes.update.optimizers import SGD, AdamW
 
 MASTERS = {"w": torch.float32}
@@ -19,29 +20,28 @@ def named(steps):
 
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_every_program_is_in_an_order_that_holds(microbatches):
-    pipeline = build_pipeline(PassesConfig(), OptimConfig(), MASTERS, microbatches)
-    known = {"captured"}.union(*(p.establishes for p in pipeline.forward))
-    check_order(pipeline.forward, {"captured"})
+    pipeline = build_pipeline(PassesConfig(CastConfig(None)), OptimConfig(), MASTERS, microbatches)
+    check_order(pipeline.forward, Stage.CAPTURED)
     for steps in (pipeline.evaluate, *pipeline.train.values()):
-        check_order(steps, known)
+        check_order(steps, Stage.LOCAL)
         assert [step.name for step in steps[-2:]] == ["overlap", "segment"]
 
 
 def test_a_pass_before_what_it_needs_is_refused():
-    pipeline = build_pipeline(PassesConfig(), OptimConfig(), MASTERS, 1)
-    with pytest.raises(ValueError, match="pass 'shard' requires .* put it after"):
-        check_order(tuple(reversed(pipeline.forward)), {"captured"})
+    pipeline = build_pipeline(PassesConfig(CastConfig(None)), OptimConfig(), MASTERS, 1)
+    with pytest.raises(ValueError, match="pass 'shard' takes a placed program, not a captured one: it comes too early"):
+        check_order(tuple(reversed(pipeline.forward)), Stage.CAPTURED)
 
 
 def test_microbatches_split_the_step():
-    one, three = (build_pipeline(PassesConfig(), OptimConfig(), MASTERS, n) for n in (1, 3))
+    one, three = (build_pipeline(PassesConfig(CastConfig(None)), OptimConfig(), MASTERS, n) for n in (1, 3))
     assert list(one.train) == ["step"] and list(three.train) == ["accumulate", "apply"]
     assert "optimize" not in named(three.train["accumulate"])
     assert named(three.train["apply"])["optimize"].scale == pytest.approx(1 / 3)
 
 
 def test_options_reach_their_passes():
-    passes = PassesConfig(cast=CastConfig(reduce_dtype="float32"), remat=RematConfig("full", False),
+    passes = PassesConfig(cast=CastConfig(None, "float32"), remat=RematConfig("full", False),
                           schedule=ScheduleConfig(0.5))
     found = build_pipeline(passes, OptimConfig("sgd", momentum=0.9, max_norm=2.0), MASTERS, 1)
     step = named(found.train["step"])
@@ -52,5 +52,5 @@ def test_options_reach_their_passes():
 
 
 def test_adamw_is_the_default():
-    found = build_pipeline(PassesConfig(), OptimConfig(), MASTERS, 1).train["step"]
+    found = build_pipeline(PassesConfig(CastConfig(None)), OptimConfig(), MASTERS, 1).train["step"]
     assert isinstance(named(found)["optimize"].optimizer, AdamW)

@@ -53,7 +53,7 @@ def outcome(ranks: int, folder: Path, *checks: str, deadline_s: float = DEADLINE
 
 
 JOBS = {  # name -> ranks, and the checks that one job runs
-    "two": (2, ("shard2", "inductor2", "disagree")),
+    "two": (2, ("shard2", "inductor2", "disagree", "flipped")),
     "four": (4, ("hybrid4", "context4")),
     "two more": (2, ("replicate2",)),
     "four more": (4, ("shard4", "ring4", "disagree")),
@@ -77,7 +77,7 @@ def jobs(tmp_path_factory):
 def lockstep(mesh: tuple[tuple[str, int], ...]) -> SimpleNamespace:
     """The same training with all ranks in this process."""
     data = batches(rows=6)
-    step = compile_lockstep(llama(dtype=torch.float32), llama_loss, data[0], dict(mesh), NO_DECAY)
+    step = compile_lockstep(llama(dtype=torch.float32), llama_loss, data[0], dict(mesh), NO_DECAY, evaluate=True)
     metrics = train_step(step, data)
     return SimpleNamespace(metrics=metrics, evaluation=step.evaluate(data[0]), state=step.state_dict())
 
@@ -105,14 +105,20 @@ def test_two_processes_are_lockstep_bit_for_bit(jobs, job, check, mesh):
     full("four more", "ring4", (("cp", 4),), {"cp", "fsdp", "fsdp:gradients"}),
     ("four", "context4", (("dp_shard", 2), ("cp", 2)), {"cp", "fsdp", "fsdp:gradients"}),
 ])
+@pytest.mark.full
 def test_four_processes_are_lockstep_but_for_the_order_of_sums(jobs, job, check, mesh, groups):
     """An axis has a second group where gradients travel beside something else."""
     ranks = jobs(job)[check]
     for found in ranks:
         assert_equal(found, lockstep(mesh), 1e-6)
-        assert set(found["groups"]) == groups
+        assert set(found["groups"]) == groups and found["differences"] == []
     assert all(found["metrics"] == ranks[0]["metrics"] for found in ranks)
     assert len({tuple(found["groups"]) for found in ranks}) == 1  # made in one order
+
+
+def test_a_flipped_bit_of_a_replica_is_found_and_gone_once_the_other_is_sent(jobs):
+    for name, found, after in jobs("two")["flipped"]:
+        assert found == [(name, (), (0, 1))] and after == 0
 
 
 def test_two_processes_with_inductor_are_one_device(jobs):

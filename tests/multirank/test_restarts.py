@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 OPTIONS = (
     "model.dim=32 model.n_layers=2 model.n_heads=2 model.n_kv_heads=2 data=synthetic train.seq_len=64 "
     "train.global_batch_size=8 train.steps=150 train.deterministic=true lower.backend=eager run.dump_graphs=false "
-    "passes.verify=off checkpoint.interval=10 checkpoint.resume=auto"
+    "passes.verify=none checkpoint.interval=10 checkpoint.resume=auto"
 )
 DEADLINE_S = 200
 

@@ -18,6 +18,7 @@ from compiler_trainer import compile_step  # noqa: E402
 from compiler_trainer.config.schema import ModelConfig  # noqa: E402
 from compiler_trainer.models import Llama  # noqa: E402
 from compiler_trainer.step.ranks import start_ranks, stop_ranks  # noqa: E402
+from compiler_trainer.training.replicas import differences  # noqa: E402
 from passes.lower import inductor  # noqa: E402
 
 F32 = torch.float32
@@ -27,10 +28,11 @@ def train(mesh, model=None, loss_fn=llama_loss, data=None, backend="eager"):
     """Metrics of each step and the final full parameters, of all ranks together."""
     model, data = model or llama(dtype=F32), data or batches(rows=6)
     step = compile_step(model, loss_fn, data[0], mesh=mesh, optim=NO_DECAY, lower={"backend": backend},
-                        passes={"verify": "off", "context": {"method": "ring"}})
+                        passes={"verify": "none", "context": {"method": "ring"}})
     metrics = train_step(step, data)
     return {"metrics": metrics, "evaluation": step.evaluate(data[0]), "state": step.state_dict(),
-            "bodies": dict(inductor.counts), "groups": list(step.runtime.groups)}
+            "bodies": dict(inductor.counts), "groups": list(step.runtime.groups),
+            "differences": list(map(str, differences(step)))}
 
 
 def disagree():
@@ -52,6 +54,19 @@ def raise_on_rank_1():
     if dist.get_rank() == 1:
         raise ValueError("rank 1 gives up")
     step(data[1])
+
+
+def flipped():
+    """A bit flips in a weight of the last rank; what is found then, and after the first rank's weight is sent to it."""
+    data, last = points(dtype=F32), dist.get_world_size() - 1
+    step = compile_step(perceptron(dtype=F32), squared_error, data[0], mesh={"dp_replicate": last + 1}, lower={"backend": "eager"})
+    step(data[0])
+    name, (_, local) = next((n, t) for n, t in step.tensors().items() if n.endswith("weight"))
+    if dist.get_rank() == last:
+        local[last].detach().view(torch.int32)[0, 0] ^= 1 << 26
+    found = differences(step)
+    step.runtime.send(local, 0, (last,))
+    return name, [(each.name, each.right, each.wrong) for each in found], len(differences(step))
 
 
 CUT = {  # name -> mesh and options, as jobs that are compiled whole and in segments
@@ -78,13 +93,14 @@ def cut(name):
     found = []
     for enabled in (True, False):
         step = compile_step(model, llama_loss, data[0], mesh=mesh, optim=NO_DECAY, lower={"backend": "inductor"},
-                            passes={**passes, "verify": "off", "segment": {"enabled": enabled}}, **options)
+                            passes={**passes, "verify": "none", "segment": {} if enabled else {"max_nodes": None}}, **options)
         found.append(train_step(step, data))
     return found
 
 
 CHECKS = {
     **{f"cut_{name}": functools.partial(cut, name) for name in CUT},
+    "flipped": flipped,
     "shard2": lambda: train({"dp_shard": 2}),
     "replicate2": lambda: train({"dp_replicate": 2}),
     "inductor2": lambda: train({"dp_shard": 2}, perceptron(dtype=F32), squared_error, points(dtype=F32), "inductor"),

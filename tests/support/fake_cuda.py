@@ -34,6 +34,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from compiler_trainer import models
+from compiler_trainer.config.device import passes_on
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import Config, LowerConfig
 from compiler_trainer.config.validate import dry_world_size, validate
@@ -117,8 +118,9 @@ def programs_of(cfg: Config) -> dict[str, Captured]:
     model = models.build(cfg.model, DTYPES[cfg.train.dtype])
     shape, masters = (cfg.train.global_batch_size, cfg.train.seq_len), {n: p.dtype for n, p in model.named_parameters()}
     batch = {key: torch.empty(shape, dtype=torch.int64, device="meta") for key in models.INPUTS}
-    pipeline = build_pipeline(cfg.passes, cfg.optim, masters, 1)
-    work = Compilation(model, models.loss_fn, batch, mesh, pipeline, cfg.passes, torch.device("cuda"))
+    passes = passes_on(cfg.passes, on_gpu=True)
+    pipeline = build_pipeline(passes, cfg.optim, masters, 1)
+    work = Compilation(model, models.loss_fn, batch, mesh, pipeline, passes, torch.device("cuda"))
     programs = work.train(work.run("forward", pipeline.forward, work.capture()))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=mesh.world_size)
     ranks = ProcessRanks(mesh, LowerConfig(), lambda what: None)

@@ -17,6 +17,7 @@ from passes.program import ir
 from passes.program.mesh import Mesh
 from passes.program.printer import op_name, print_program
 from passes.program.spec import Spec, shard
+from passes.program.stages import Stage
 from passes.program.torch_private import FakeTensorMode
 from passes.sharding.collectives import Expand
 from passes.sharding.normalize import Normalize
@@ -139,7 +140,7 @@ class Tiny:
         self.graph.output(tuple(results))
         outputs = tuple(ir.Output(n.name, "gradient", Spec.whole(tuple(ir.example(n).shape))) for n in results)
         module = fx.GraphModule(nn.Module(), self.graph)
-        return ir.Program(module, tuple(self.inputs), outputs, self.mesh, frozenset({"joint"}))
+        return ir.Program(module, tuple(self.inputs), outputs, self.mesh, Stage.JOINT)
 
 
 def count(program: ir.Program, op, phase: str) -> int:

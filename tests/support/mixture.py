@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from looped import sliced_products
 from oracle import Batch
 from torch import Tensor, nn
+
+from compiler_trainer.parity.one_device import sliced_products
 
 WIDTH, INNER, TOP = 6, 5, 2
 
@@ -77,17 +78,21 @@ class Mixture(nn.Module):
 
     def experts(self, x: Tensor) -> Tensor:
         """[N, WIDTH] of N tokens."""
-        weights, ids = self.router(x).softmax(-1).topk(TOP)
-        weights, ids = self.weigh(weights, ids), ids.reshape(-1)
+        weights, ids = self.at("scores", self.router(x)).softmax(-1).topk(TOP)
+        weights, ids = self.at("chosen", self.weigh(weights, ids)), ids.reshape(-1)
         share = of_the_unsorted(ids, self.up.shape[0]).double().mean(0).to(x.dtype)  # as for an auxiliary loss
         ids, perm = ids.sort()
         ends = self.counts(ids, self.up.shape[0]).cumsum(0, dtype=torch.int32)
-        gate, up = grouped(x[perm // TOP], self.up.transpose(1, 2), ends).chunk(2, -1)
-        rows = grouped(self.between(F.silu(gate) * up), self.down, ends)
+        routed = self.at("routed", x[perm // TOP])
+        gate, up = grouped(routed, self.at("up", self.up).transpose(1, 2), ends).chunk(2, -1)
+        rows = grouped(self.at("hidden", self.between(F.silu(gate) * up)), self.at("down", self.down), ends)
         rows = rows if self.bias is None else rows + self.bias[ids]
-        rows = rows * weights.reshape(-1)[perm].unsqueeze(-1)
+        rows = self.at("made", rows) * weights.reshape(-1)[perm].unsqueeze(-1)
         return self.back(rows, perm).view(-1, TOP, WIDTH).sum(1) * (1 + share[0])
 
+    def at(self, place: str, x: Tensor) -> Tensor:
+        """What stands at a place."""
+        return x
 
     def weigh(self, weights: Tensor, ids: Tensor) -> Tensor:
         return weights

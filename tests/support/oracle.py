@@ -115,9 +115,10 @@ def train_plainly(model: nn.Module, loss_fn: LossFn, data: Sequence[Batch], opti
 
 
 def compile_lockstep(model: nn.Module, loss_fn: LossFn, batch: Batch, mesh: Mapping[str, int],
-                     optim: Mapping[str, Any] = ADAMW, **options: Any) -> ct.Step:
-    """The step of all ranks in this process."""
-    return ct.compile_step(model, loss_fn, batch, mesh=mesh, optim=optim, ranks="lockstep", **options)
+                     optim: Mapping[str, Any] = ADAMW, evaluate: bool = False, **options: Any) -> ct.Step:
+    """The step of all ranks in this process, for training alone unless it is to `evaluate`."""
+    options |= {"mesh": mesh, "optim": optim, "evaluate": evaluate, "ranks": "lockstep"}
+    return ct.compile_step(model, loss_fn, batch, **options)
 
 
 def train_step(step: ct.Step, data: Sequence[Batch]) -> list[dict[str, float]]:

@@ -19,6 +19,7 @@ from passes.context.lay_out import bounds_in
 from passes.program import ir
 from passes.program.mesh import HOPS, Mesh
 from passes.program.spec import Spec, boxes, shard, unshard
+from passes.program.stages import Stage
 from passes.program.torch_private import FakeTensorMode, OpOverload
 from passes.rules import name_of
 from passes.sharding.collectives import Expand
@@ -137,7 +138,7 @@ def check(function: Function, specs: Mapping[int, Spec], tolerance: float = TOLE
     """
     program, ctx = function.program, function.ctx
     inputs = tuple(replace(given, spec=specs.get(i - 1, given.spec)) for i, given in enumerate(program.inputs))
-    program = replace(program, inputs=inputs, facts=program.facts | {"placed"})
+    program = replace(program, inputs=inputs, stage=Stage.PLACED)
     program, report = apply([Shard(sequence_parallel, context=context)], program, ctx)
     if gradients and any(o.kind == "loss" for o in program.outputs):
         program, _ = apply([Joint()], program, ctx)

@@ -11,6 +11,7 @@ from torch import fx, nn
 from passes.program import ir
 from passes.program.mesh import Mesh
 from passes.program.spec import Factor, Spec
+from passes.program.stages import Stage
 from passes.program.torch_private import FakeTensorMode
 from passes.sharding.partition import GraphBuilder
 
@@ -42,13 +43,13 @@ class Small:
         ir.set_phase(node, phase)
         return node
 
-    def program(self, outputs: Iterable[tuple[ir.OutputKind, str, fx.Node, Spec]], *facts: str) -> ir.Program:
-        """The program of the given outputs; facts are "captured" and "local" unless given."""
+    def program(self, outputs: Iterable[tuple[ir.OutputKind, str, fx.Node, Spec]], stage: Stage = Stage.LOCAL) -> ir.Program:
+        """The program of the given outputs."""
         outputs = list(outputs)
         self.builder.graph.output(tuple(node for _, _, node, _ in outputs))
         module = fx.GraphModule(nn.Module(), self.builder.graph)
         ends = tuple(ir.Output(name, kind, spec) for kind, name, _, spec in outputs)
-        return ir.Program(module, tuple(self.inputs), ends, self.mesh, frozenset(facts or ("captured", "local")))
+        return ir.Program(module, tuple(self.inputs), ends, self.mesh, stage)
 
 
 def cut(shape: Iterable[int], **dims: int) -> Spec:

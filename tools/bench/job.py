@@ -17,18 +17,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import hydra
 import torch
 import torch.distributed as dist
-from omegaconf import OmegaConf
 from torch import Tensor
 
 from compiler_trainer import compile_step, models
-from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import Config, build
+from compiler_trainer.config.compose import compose, typed
+from compiler_trainer.config.device import for_running
+from compiler_trainer.config.schema import Config
 from compiler_trainer.config.validate import validate
 from compiler_trainer.step.ranks import rank, start_ranks, stop_ranks
-from compiler_trainer.train import CONF, INPUT_ERRORS, store_defaults, user_error
 from compiler_trainer.training.memory import PeakMemory
 from compiler_trainer.training.trainer import local_device
 from passes.lower.inductor import counts
@@ -62,13 +60,7 @@ def leave(path: Path, found: dict[str, Any]) -> None:
 
 def composed(overrides: Sequence[str], ranks: int) -> Config:
     """The trainer's options on the command line; raises UserError."""
-    store_defaults()
-    try:
-        with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-            options = OmegaConf.to_container(hydra.compose("train", [*WORKLOAD, *overrides]), resolve=True)
-        return validate(build(Config, options), ranks)
-    except INPUT_ERRORS as error:
-        raise error if isinstance(error, UserError) else user_error(error) from error
+    return validate(for_running(typed(compose([*WORKLOAD, *overrides]))), ranks)
 
 
 def measure(name: str, cfg: Config, results: Path, rounds: int, steps: int) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 import conf
 from compiler_trainer import models
 from compiler_trainer.capture.capture import capture
+from compiler_trainer.config.device import passes_on
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import ModelConfig, OptimConfig, PassesConfig
 from compiler_trainer.pipeline import build_pipeline
@@ -36,7 +37,7 @@ def partition(model_name: str, layers: int | None, sizes: dict[str, int], seq_le
         model = models.build(cfg)
         batch = {k: torch.empty(rows, seq_len, dtype=torch.int64) for k in ("tokens", "labels", "positions")}
     masters = {name: torch.float32 for name, _ in model.named_parameters()}
-    pipeline = build_pipeline(PassesConfig(), OptimConfig(), masters, 1)
+    pipeline = build_pipeline(passes_on(PassesConfig(), False), OptimConfig(), masters, 1)
     began = time.perf_counter()
     program, ctx = capture(model, models.loss_fn, batch, torch.device("cpu"), torch.bfloat16)
     captured = time.perf_counter()

@@ -1,8 +1,8 @@
 """Predicted against measured, on this machine: `python -m tools.bench.predicted --ranks 2 --out FILE.json`.
 
-The machine is calibrated with as many ranks (`tools.calibrate`), then each setting is trained for a few steps and
-predicted. Results are added to the file, and the table has medians of a setting's runs, as a shared machine is faster
-and slower by the minute. `backend` is what runs and is predicted: eager runs every operator as a kernel.
+The machine is calibrated with as many ranks (`compiler-trainer calibrate`), then each setting is trained for a few
+steps and predicted. Results are added to the file, and the table has medians of a setting's runs, as a shared machine
+is faster and slower by the minute. `backend` is what runs and is predicted: eager runs every operator as a kernel.
 `clock` is what is compared: steps, or with `cpu` what a rank computes in one, its collectives included and its waiting
 left out, which a busy machine leaves as it is.
 """
@@ -24,14 +24,14 @@ from typing import Any
 from rich.console import Console
 from rich.markdown import Markdown
 
+from compiler_trainer.calibrate.measure import measure, options_of
+from compiler_trainer.calibrate.probes import CLOCKS
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import ClusterConfig
 from compiler_trainer.planning.dry import compile_dry, predict_step
 from tools.bench.command import Job
 from tools.bench.job import composed
-from tools.bench.probes import CLOCKS
-from tools.calibrate import measure, options_of
 
 MIB = 2**20
 FIGURES = ("measured_ms", "predicted_ms", "measured_bytes", "predicted_bytes", "load")
@@ -144,7 +144,7 @@ def predicted(chosen: Setting, found: dict[str, Any], backend: str) -> dict[str,
     """What a dry run predicts on the calibrated machine."""
     cfg = composed([*MODEL, *chosen.options, f"lower.backend={backend}"], chosen.ranks)
     cluster = build(ClusterConfig, options_of("here", found, chosen.ranks))
-    cfg = replace(cfg, cluster=cluster, passes=replace(cfg.passes, verify="off"))
+    cfg = replace(cfg, cluster=cluster, passes=replace(cfg.passes, verify="none"))
     return predict_step(cfg, compile_dry(cfg, None))
 
 

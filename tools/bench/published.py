@@ -136,7 +136,7 @@ def predicted(row: Row, overrides: Sequence[str] = ()) -> Outcome:
     """Compile a row for its mesh and predict it."""
     began = time.perf_counter()
     cfg = composed([*row.options, *overrides], row.gpus)
-    cfg = replace(cfg, passes=replace(cfg.passes, verify="off"))
+    cfg = replace(cfg, passes=replace(cfg.passes, verify="none"))
     fused = (lambda node: not is_of_loss(node)) if row.eager_loss else None
     found = predict_step(cfg, compile_dry(cfg, None), fused)
     memory = found["prediction"]["memory"]["reserved_bytes"] / GIB

@@ -1,7 +1,7 @@
 """Plant faults in the passes, one at a time, and see who notices: `python -m tools.faults`.
 
     python -m tools.faults --only 'ring_*'                         a few
-    python -m tools.faults --suite unseen --write docs/faults.md   all; tests for those that no verifier sees
+    python -m tools.faults --suite unseen --write docs/measured/faults.md   all; tests for those that no verifier sees
 
 For each fault of `table` the tree is copied, the fault planted, and there some small models are compiled, all ranks
 in one process: does `passes.verify=spec` refuse them, does `numeric`, and do two steps differ from plain PyTorch's on

@@ -32,7 +32,7 @@ def look(case: Case) -> Verdict:
     if step is not None:
         return {"spec": "", "numeric": "", "value": by_value(case, step)}
     step, spec = compiled(case, "spec")
-    unverified, fails = (step, "") if step is not None else compiled(case, "off")
+    unverified, fails = (step, "") if step is not None else compiled(case, "none")
     return {"spec": spec, "numeric": numeric, "value": by_value(case, unverified) if unverified else f"fails: {fails}"}
 
 

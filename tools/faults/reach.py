@@ -31,7 +31,7 @@ def lines_run(model: str) -> Lines:
     threading.settrace(note)  # the passes run in a thread with room for deep recursion
     sys.settrace(note)
     try:
-        step, said = compiled(case := make(model), "off")
+        step, said = compiled(case := make(model), "none")
         assert step is not None, said
         by_value(case, step)
     finally:

@@ -17,8 +17,11 @@ MESHES: dict[str, dict[str, int]] = {
     "dp_shard 2": {"dp_shard": 2},
     "tp 2": {"tp": 2},
     "dp_shard 2 x tp 2": {"dp_shard": 2, "tp": 2},
+    "dp_shard 2 x tp 3": {"dp_shard": 2, "tp": 3},
     "cp 2": {"cp": 2},
+    "dp_shard 2 x tp 2, bf16": {"dp_shard": 2, "tp": 2},
 }
+PASSES: dict[str, dict[str, Any]] = {"dp_shard 2 x tp 2, bf16": {"cast": {"param_dtype": "bfloat16"}}}
 
 
 @dataclass(frozen=True)

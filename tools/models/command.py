@@ -1,7 +1,7 @@
 """Train models that nobody here wrote on several meshes, beside plain PyTorch: `python -m tools.models`.
 
     python -m tools.models --only 'timm*'                      some
-    python -m tools.models --write docs/models.md              all, and the page
+    python -m tools.models --write docs/measured/models.md              all, and the page
 
 Each model of the table is judged in a process of its own (`judge.py`), with a limit of time a mesh. Results are
 appended to a file, a line of JSON each, and what is in there is not judged again: remove the file, or name models with

@@ -11,7 +11,6 @@ import copy
 import json
 import re
 import sys
-import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,9 +21,10 @@ import torch
 from torch import Tensor, nn
 
 import compiler_trainer as ct
+from compiler_trainer.parity.compare import draws, failed, rounds
+from compiler_trainer.parity.subject import Subject
 from compiler_trainer.step.step import Step
-from passes.program.torch_private import TorchDispatchMode
-from tools.models.case import MESHES, Case, Entry
+from tools.models.case import MESHES, PASSES, Case, Entry
 
 Record = dict[str, Any]
 Found = list[dict[str, Tensor]]  # of each step: metrics, and the state after it, by name
@@ -32,20 +32,7 @@ LRS = (1e-2, 5e-3)
 ADAMW: dict[str, Any] = {"betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.1}
 NOISE = 0.02  # added to all parameters: many libraries begin with zeros, behind which nothing can be seen
 EXACT, ROUNDED, SINGLE = 1e-8, 1e-5, 1e-4  # tolerances: in fp64; with parts in fp32 (norms, rotations); all in fp32
-NAMES_PLACE = re.compile(r"\w\.py:\d+|%\w+")
-
-
-class Narrow(TorchDispatchMode):
-    """Notices whether anything is computed in less than fp64."""
-
-    seen = False
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        parts = result if isinstance(result, (tuple, list)) else (result,)
-        floats = [part for part in parts if isinstance(part, Tensor) and part.is_floating_point()]
-        self.seen = self.seen or any(part.dtype is not torch.float64 for part in floats)
-        return result
+HALF = 5e-2  # of loss and gradient norm in bf16 against the plain model's
 
 
 def judge(entry: Entry, meshes: Iterable[str]) -> Iterator[Record]:
@@ -57,24 +44,22 @@ def judge(entry: Entry, meshes: Iterable[str]) -> Iterator[Record]:
         yield from ({"mesh": mesh, "verdict": "unbuilt", "why": said(error)} for mesh in meshes)
         return
     for mesh in meshes:
-        yield {"mesh": mesh} | on_mesh(case, MESHES[mesh], plain, tolerances)
+        yield {"mesh": mesh} | on_mesh(case, mesh, plain, (HALF,) if mesh in PASSES else tolerances)
 
 
 def reference(entry: Entry) -> tuple[Case, Found, tuple[float, ...]]:
     """The case, its plain training in fp64, or in fp32 if PyTorch or the model takes no fp64, and tolerances to try."""
     try:
         case = prepared(entry.build(), torch.float64)
-        return case, trained_plainly(case), (EXACT, ROUNDED) if rounds(case) else (EXACT,)
+        return case, trained_plainly(case), (EXACT, ROUNDED) if rounds(subject_of(case)) else (EXACT,)
     except Exception:
         case = prepared(entry.build(), torch.float32)
         return case, trained_plainly(case), (SINGLE,)
 
 
-def rounds(case: Case) -> bool:
-    """Whether the model computes parts in less than fp64."""
-    with Narrow() as narrow:
-        case.loss(copy.deepcopy(case.model), case.batches[0])
-    return narrow.seen
+def subject_of(case: Case) -> Subject:
+    """The case as what is compared elsewhere."""
+    return Subject(case.model, lambda model, batch: (None, case.loss(model, batch)), case.batches)
 
 
 def prepared(case: Case, dtype: torch.dtype) -> Case:
@@ -93,7 +78,7 @@ def prepared(case: Case, dtype: torch.dtype) -> Case:
 
 def trained_plainly(case: Case) -> Found:
     """What eager PyTorch on one device makes of a copy of the model; raises ValueError where that is left to chance."""
-    if draws(case):
+    if draws(subject_of(case)):
         raise ValueError("it draws random numbers, which differ from ours; build it without")
     model = copy.deepcopy(case.model)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -115,32 +100,23 @@ def trained_plainly(case: Case) -> Found:
     return found
 
 
-def draws(case: Case) -> bool:
-    """Whether the loss depends on the seed."""
-    losses = []
-    for seed in (0, 1):
-        torch.manual_seed(seed)
-        losses.append(case.loss(copy.deepcopy(case.model), case.batches[0]).detach())
-    return not torch.equal(*losses)
-
-
 def state_of(model: nn.Module) -> dict[str, Tensor]:
     """Copies of parameters and buffers by name."""
     named = (*model.named_parameters(), *model.named_buffers())
     return {name: value.detach().clone() for name, value in named}
 
 
-def on_mesh(case: Case, mesh: dict[str, int], plain: Found, tolerances: Sequence[float]) -> Record:
-    """What becomes of the model on one mesh."""
+def on_mesh(case: Case, mesh: str, plain: Found, tolerances: Sequence[float]) -> Record:
+    """What becomes of the model on the mesh named so."""
     try:
         with quiet():
-            how: dict[str, Any] = {"mesh": mesh, "optim": {"name": "adamw", **ADAMW}, "ranks": "lockstep"}
+            how: dict[str, Any] = {"mesh": MESHES[mesh], "passes": PASSES.get(mesh), "ranks": "lockstep"}
+            how |= {"optim": {"name": "adamw", **ADAMW}}
             step = ct.compile_step(copy.deepcopy(case.model), case.loss, case.batches[0], **how)
             found = trained(step, case)
     except Exception as error:
-        named = isinstance(error, ct.UserError) and (error.where != "model" or NAMES_PLACE.search(str(error)))
-        verdict, trace = "refused" if named else "crash", traceback.format_exc()
-        return {"verdict": verdict, "why": said(error), "trace": trace[-4000:]}
+        outcome = failed(error)
+        return {"verdict": outcome.verdict, "why": said(error), "trace": outcome.trace}
     facts = {"share": share(step), "gathered": gathered(step)}
     for tolerance in tolerances:
         if not (differs := difference(found, plain, tolerance)):
@@ -160,7 +136,7 @@ def trained(step: Step, case: Case) -> Found:
 def difference(ours: Found, theirs: Found, tolerance: float) -> str:
     """Where ours differ first, and by how much; an empty string if they do not."""
     for number, (mine, plain) in enumerate(zip(ours, theirs, strict=True), 1):
-        for name in ("loss", "grad_norm", *mine):
+        for name in ("loss", "grad_norm") if tolerance == HALF else ("loss", "grad_norm", *mine):
             a, b = mine[name], plain[name].to(mine[name].dtype)
             if not torch.allclose(a, b, rtol=tolerance, atol=tolerance):
                 return f"step {number}: {name} differs by {float((a - b).abs().max()):.1e}"

@@ -7,17 +7,19 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from tools.models.case import MESHES, Entry
-from tools.models.judge import EXACT, NOISE, ROUNDED, SINGLE, Record
+from tools.models.judge import EXACT, HALF, NOISE, ROUNDED, SINGLE, Record
 
 VERDICTS = ("right", "refused", "wrong", "crash", "time-out", "unbuilt")
 HEAD = f"""# Models of others
 
-`python -m tools.models --write docs/models.md` trains each of these models, with random weights and tiny sizes, for two
-AdamW steps on each mesh, all ranks in one process, beside a plain loop of eager PyTorch on one device, in fp64.
+`python -m tools.models --write docs/measured/models.md` trains each of these models, with random weights and tiny
+sizes, for two AdamW steps on each mesh, all ranks in one process, beside a plain loop of eager PyTorch on one device,
+in fp64.
 
 - right: loss, gradient norm, all parameters and buffers agree after each step to {EXACT:.0e}, absolutely or
   relatively; to {ROUNDED:.0e} where the model itself computes parts in fp32 ("r"), to {SINGLE:.0e} where PyTorch or the
-  model takes no fp64 ("s"). The percentage is the share of its parameters that a rank stores.
+  model takes no fp64 ("s"). In bf16 (`passes.cast.param_dtype`) loss and gradient norm agree to {HALF:.0e} with those
+  of the plain model. The percentage is the share of its parameters that a rank stores.
 - wrong: they do not. refused: an error that names a field, a node or a line of the model. crash: any other. time-out:
   a limit of time was passed. unbuilt: the model or its plain training fails by itself, or its library is missing.
 - gathered: operators for which activations that the ranks of an axis of the data share out are gathered, so that every
@@ -25,6 +27,7 @@ AdamW steps on each mesh, all ranks in one process, beside a plain loop of eager
 
 Batches have three rows, sequences mostly thirteen tokens, so that shards have padding. Models run in train mode without
 dropout; {NOISE} times normal noise is added to all parameters, for many libraries begin with zeros.
+Empty cells were not run.
 """
 
 
@@ -71,7 +74,7 @@ def cell(record: Record | None) -> str:
         return ""
     if record["verdict"] != "right":
         return record["verdict"]
-    return f"right, {record['share']:.0%}{ {EXACT: '', ROUNDED: ' r', SINGLE: ' s'}[record['tolerance']]}"
+    return f"right, {record['share']:.0%}{ {EXACT: '', ROUNDED: ' r', SINGLE: ' s', HALF: ''}[record['tolerance']]}"
 
 
 def operators(entry: Entry, known: Mapping[tuple[str, str], Record]) -> str:

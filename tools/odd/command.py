@@ -1,7 +1,7 @@
 """Give the command hundreds of odd configurations: each has to train, or to be refused in one line.
 
     python -m tools.odd --count 500 --seed 0
-    python -m tools.odd --runs --count 300      # damaged run folders, for resume, eval, ..., tools.inspect, ...
+    python -m tools.odd --runs --count 300      # damaged run folders, for resume, eval, ..., inspect, ...
 
 What is damaged may be passed over where something else serves, as an older checkpoint, or where it is not read.
 None may end in a traceback, take longer than a minute, leave a folder where it was refused, or run what a file says.

@@ -8,11 +8,11 @@ import signal
 import stat
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from compiler_trainer import command
+from compiler_trainer.cli import command
 
 LIMIT_S = 60.0
 FALLBACK, DAMAGED = " is damaged and passed over: ", ": damaged, "  # how lines about checkpoints go
@@ -27,15 +27,13 @@ class Outcome(NamedTuple):
     wrong: str
 
 
-def tried(
-    arguments: Sequence[str], folder: Path, main: Callable[[], int | None] = command.main
-) -> Outcome:
+def tried(arguments: Sequence[str], folder: Path) -> Outcome:
     """Run a command in a folder, which is made if it is not there."""
     folder.mkdir(parents=True, exist_ok=True)
     before = listing(folder)
     child = os.fork()
     if child == 0:
-        act(arguments, folder, main)
+        act(arguments, folder)
     code = waited(child)
     said, shown = (folder.with_suffix(end).read_text(encoding="utf-8", errors="replace") for end in (".err", ".out"))
     return Outcome(code, said, judged(code, said, shown, listing(folder) != before))
@@ -50,7 +48,7 @@ def listing(folder: Path) -> dict[str, tuple[int, int, int]]:
     }
 
 
-def act(arguments: Sequence[str], folder: Path, main: Callable[[], int | None]) -> None:
+def act(arguments: Sequence[str], folder: Path) -> None:
     """In the child: be the command, and end."""
     os.setsid()
     for stream, name in ((1, ".out"), (2, ".err")):
@@ -63,7 +61,8 @@ def act(arguments: Sequence[str], folder: Path, main: Callable[[], int | None]) 
     sys.argv = ["compiler-trainer", *arguments]
     code = 1
     try:
-        code = main() or 0
+        command.main()
+        code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
     except BaseException:

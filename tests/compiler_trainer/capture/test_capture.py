@@ -117,6 +117,7 @@ class Cut(nn.Module):
 
 @pytest.mark.parametrize("mesh", [{}, {"dp_shard": 2}], ids=str)
 @pytest.mark.parametrize("how", ["detach", "no_grad", "enable_grad"])
+@pytest.mark.sample(2)
 def test_what_has_no_gradient_in_the_model_has_none_in_the_step(how, mesh):
     torch.manual_seed(0)
     model, data = Cut(how).double(), points()
@@ -125,6 +126,27 @@ def test_what_has_no_gradient_in_the_model_has_none_in_the_step(how, mesh):
     for found, wanted in zip(train_step(step, data), metrics, strict=True):
         assert_same(found, wanted, 1e-10)
     assert_same(step.state_dict(), state, 1e-10)
+
+
+class Taught(nn.Module):
+    """A frozen teacher's answer is what the student learns."""
+
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = nn.Linear(5, 3), nn.Linear(5, 3)
+
+    def forward(self, x):
+        with torch.no_grad():
+            wanted = self.teacher(x).tanh()
+        return self.student(x) - wanted
+
+
+def test_operators_of_a_no_grad_region_know_their_line_and_module():
+    program = captured(Taught().double(), lambda m, b: m(b["x"]).square().mean(), points()[0])
+    linears = [node for node in program.calls() if node.target is torch.ops.aten.linear.default]
+    (bent,) = (node for node in program.calls() if node.target is torch.ops.aten.tanh.default)
+    assert sorted(map(ir.module_path, linears)) == ["student", "teacher"]
+    assert ir.source(bent).startswith("test_capture.py:")
 
 
 class Double(torch.autograd.Function):
@@ -158,7 +180,7 @@ def test_a_custom_gradient_is_kept(mesh):
 
 
 def test_a_second_capture_has_the_same_names():
-    texts = [print_program(captured(WithFunction(), squared_error, points()[0])) for _ in range(2)]
+    texts = [print_program(captured(WithFunction(), squared_error, points(dtype=torch.float32)[0])) for _ in range(2)]
     assert texts[0] == texts[1] and "fn.Double_0" in texts[0]
 
 
@@ -227,3 +249,21 @@ class Drawing(nn.Module):
 def test_what_is_no_tensor_is_refused():
     with pytest.raises(UserError, match="neither a tensor nor a number"):
         compile_lockstep(perceptron(Drawing()), squared_error, points()[0], {}, NO_DECAY)
+
+
+class Decayed(nn.Module):
+    """A buffer that keeps its dtype makes the next layer's operand of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+        self.register_buffer("decay", torch.linspace(0.5, 0.9, 5))
+
+    def forward(self, x):
+        return self.layer(x.to(self.layer.weight.dtype) * self.decay)
+
+
+def test_a_product_of_two_dtypes_is_refused_by_its_line():
+    with pytest.raises(UserError, match=r"test_capture.py:\d+ multiplies float32 by bfloat16.*; cast one, as in x.to\(weight.dtype\)"):
+        captured(Decayed(), squared_error, points(dtype=torch.float32)[0], dtype=torch.bfloat16)
+    captured(Decayed(), squared_error, points(dtype=torch.float32)[0])

@@ -64,10 +64,11 @@ def data():
 
 def trained(model, mesh, **how):
     """The step, trained as on one device."""
-    return trained_alike(model, loss, data(), mesh, NO_DECAY, **how)
+    return trained_alike(model, loss, data(), mesh, NO_DECAY, evaluate=True, **how)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.sample(2)
 def test_a_model_with_constants_trains_as_on_one_device(mesh):
     step = trained(Attending(), mesh)
     assert len(step.constants) == 5  # the loss holds one, too

@@ -131,6 +131,7 @@ def mostly_full(cases: list, every_run: tuple[int, ...]) -> list:
 
 
 @pytest.mark.parametrize("form", mostly_full(list(FORMS), (0, 4, 5)))
+@pytest.mark.sample(2)
 def test_a_model_with_flex_attention_trains_on_the_cpu(form):
     check(form, {})
 
@@ -140,6 +141,7 @@ def test_a_model_with_flex_attention_trains_on_the_cpu(form):
     ("window", {"cp": 2, "tp": 2}, "ring"), ("causal", {"cp": 3}, "ring"), ("by head", {"cp": 2}, "ring"),
     ("unseen", {"cp": 2}, "ring"), ("alibi", {"cp": 2}, "ring"), ("cap", {"cp": 2, "tp": 2}, "auto"),
 ], (0, 3, 6, 8)), ids=str)
+@pytest.mark.sample(2)
 def test_flex_attention_over_ranks(form, mesh, method):
     notes = check(form, mesh, method)
     if form not in ("alibi", "cap"):

@@ -12,6 +12,9 @@ from sweeps import quick
 from torch import nn
 
 from compiler_trainer import UserError
+from compiler_trainer.capture.capture import capture
+from passes.program.functions import function_of
+from passes.program.printer import print_program
 
 MESHES = ({}, {"dp_replicate": 2}, {"dp_shard": 3}, {"tp": 2}, {"dp_replicate": 2, "tp": 2})
 PLAIN = {"name": "sgd"}
@@ -96,6 +99,7 @@ def float_batches() -> list[dict]:
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize(("module", "loss_fn", "data"), [(Rounding, token_loss, token_batches()),
                                                          (Statistics, square_loss, float_batches())], ids=["function", "buffers"])
+@pytest.mark.sample(2)
 def test_trains_like_one_device(mesh, module, loss_fn, data) -> None:
     torch.manual_seed(0)
     model = module().double()
@@ -110,7 +114,7 @@ def test_trains_like_one_device(mesh, module, loss_fn, data) -> None:
 def test_running_statistics_are_used_in_evaluation() -> None:
     torch.manual_seed(0)
     model, data = Statistics().double(), float_batches()
-    step = compile_lockstep(model, square_loss, data[0], {"dp_shard": 2}, PLAIN)
+    step = compile_lockstep(model, square_loss, data[0], {"dp_shard": 2}, PLAIN, evaluate=True)
     before = step.evaluate(data[0])
     assert before == pytest.approx(square_loss(model.eval(), data[0]).item(), abs=1e-12)
     step(data[0], 0.0)
@@ -141,7 +145,7 @@ def test_dropout_differs_by_seed_and_step_and_drops_its_share() -> None:
             return F.dropout(x * self.weight, 0.25, self.training)
 
     batch = {"x": torch.ones(200, 100, dtype=torch.float64)}
-    step = compile_lockstep(Ones().double(), lambda m, b: m(b["x"]).mean(), batch, {}, PLAIN)
+    step = compile_lockstep(Ones().double(), lambda m, b: m(b["x"]).mean(), batch, {}, PLAIN, evaluate=True)
     losses = [step(batch, 0.0)["loss"] for _ in range(3)]
     assert len(set(losses)) == 3
     assert losses == pytest.approx([1.0] * 3, abs=0.02)  # 20,000 draws: four standard deviations are 0.016
@@ -163,6 +167,7 @@ class Transposed(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["plain", "contiguous", "function", "three uses"])
+@pytest.mark.sample(2)
 def test_a_replicated_gradient_is_reduced_once_and_never_while_accumulating(how: str) -> None:
     torch.manual_seed(0)
     model, data = Transposed(how).double(), [{"x": b["x"][:6]} for b in float_batches()]
@@ -230,3 +235,37 @@ def test_a_function_may_hold_a_number(mesh) -> None:
 def test_a_function_that_holds_a_tensor_is_refused_by_name() -> None:
     with pytest.raises(UserError, match=r"Scaled uses a tensor \(torch.float64 \[7\]\) that it is not given; make it an argument"):
         compile_lockstep(perceptron(Calling(Scaled)), squared_error, points()[0], {"dp_shard": 2})
+
+
+class Multiple(torch.autograd.Function):
+    """A multiple by a constant, and ten times it backward."""
+
+    @staticmethod
+    def forward(ctx, x, by):
+        ctx.by = by
+        return x * by
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.by * 10, None
+
+
+class Multiplying(nn.Module):
+    def __init__(self, by):
+        super().__init__()
+        self.inner, self.by = nn.Linear(4, 4), by
+
+    def forward(self, x):
+        return Multiple.apply(self.inner(x), self.by)
+
+
+def test_two_captures_in_one_process_do_not_see_each_other():
+    """Both have a first function of that name; each is what it was captured with, and is printed without a number."""
+    batch, x = {"x": torch.randn(2, 4)}, torch.randn(2, 4)
+    captured = [capture(Multiplying(by), lambda m, b: m(b["x"]).sum(), batch, torch.device("cpu"))[0] for by in (2.0, 3.0)]
+    calls = [next(node for node in program.calls() if function_of(node)) for program in captured]
+    for by, call in zip((2.0, 3.0), calls):
+        assert torch.equal(call.target(x), x * by) and torch.equal(function_of(call).forward(x)[0], x * by)
+        assert torch.equal(function_of(call).backward(x, x * by, x)[0], x * by * 10)
+    first, second = map(print_program, captured)
+    assert first == second and "= fn.Multiple_0(" in first

@@ -45,6 +45,7 @@ def remat(step) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(("mesh", "reentrant"), in_turn(MESHES, [True, False]), ids=str)
+@pytest.mark.sample(2)
 def test_a_checkpointed_call_trains_as_one_device_does_and_is_recomputed(mesh, reentrant):
     data = points()
     step = compile_lockstep(Checkpointed(reentrant), squared_error, data[0], mesh)

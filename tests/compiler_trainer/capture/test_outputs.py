@@ -15,6 +15,7 @@ MESHES = [{"dp_shard": 2}, {"tp": 2}, {"cp": 2}, {"dp_shard": 2, "tp": 2}]
 
 
 @pytest.mark.parametrize(("name", "mesh"), in_turn(["llama", "gpt2", "qwen3"], MESHES), ids=str)
+@pytest.mark.sample(1)
 def test_a_model_that_caches_its_keys(name, mesh):
     model = zoo.build(name)
     model.config.use_cache = True
@@ -52,6 +53,7 @@ class Telling(nn.Module):
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.sample(2)
 def test_a_dataclass_of_which_one_entry_is_used(mesh):
     generator = torch.Generator().manual_seed(1)
     data = [{"x": torch.randn(4, 5, 6, generator=generator, dtype=torch.float64)} for _ in LRS]

@@ -140,6 +140,7 @@ WRITES = [entry_of_a_fresh_tensor, last_dim_of_an_empty_tensor, all_of_it, what_
 
 
 @pytest.mark.parametrize(("write", "mesh"), in_turn(WRITES, MESHES), ids=lambda case: getattr(case, "__name__", str(case)))
+@pytest.mark.sample(2)
 def test_it_trains_as_on_one_device(write, mesh):
     trained_alike(Between(write), loss, data(), mesh, NO_DECAY)
 

@@ -145,7 +145,7 @@ CRAFTED = {
     "no step": (drop("step"), "step: is missing and has no default"),
     "no data": (drop("data"), "data: is missing and has no default"),
     "a strange entry": (put("run", "rm -rf"), "run: no such option"),
-    "another format": (put("format", "other"), "format: 'other' is not one of compiler-trainer 2"),
+    "another format": (put("format", "other"), "was written in another version's format, other; this one reads compiler-trainer 2"),
     "an absolute path": (moved_file("/etc/passwd"), "files: /etc/passwd must be rank_NNNNN.safetensors"),
     "a path upward": (moved_file("../rank_00001.safetensors"), "files: ../rank_00001.safetensors must be"),
     "a tensor of no file": (put("tensors", "model.new", {"dtype": "float32", "shape": [2]}), "model.new lacks a piece at [0]"),

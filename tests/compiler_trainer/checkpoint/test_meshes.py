@@ -94,7 +94,7 @@ def test_a_folder_of_checkpoints_names_them(tmp_path):
 
 def test_the_format_before_is_named(tmp_path):
     (tmp_path / ".metadata").touch()
-    assert "an older version" in refusal(blank("one"), tmp_path)
+    assert "in another version's format" in refusal(blank("one"), tmp_path)
 
 
 def test_other_tensors_are_named_and_nothing_is_read(tmp_path):
@@ -115,7 +115,7 @@ def test_other_tensors_are_named_and_nothing_is_read(tmp_path):
 def test_a_dtype_that_cannot_be_stored_is_refused_before_training(tmp_path):
     local = torch.empty(2, dtype=torch.float4_e2m1fn_x2)
     step = FakeStep(Mesh.of({}), (0,), {"x": (Spec.whole((2,)), {0: local})})
-    with pytest.raises(UserError, match="x is torch.float4_e2m1fn_x2, which cannot be stored; set checkpoint.enabled=false"):
+    with pytest.raises(UserError, match="x is torch.float4_e2m1fn_x2, which cannot be stored; set checkpoint.interval=null"):
         checkpoint.Saver(step, tmp_path, None)
 
 

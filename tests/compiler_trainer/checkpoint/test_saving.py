@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -96,6 +97,24 @@ def test_the_best_is_found_by_what_the_checkpoints_say(tmp_path):
     assert names(tmp_path) == ["step_00000002", "step_00000004"]
 
 
+def test_what_another_run_wrote_stays_where_a_link_leads_there_and_what_was_just_written_too(tmp_path):
+    other, mine, said = tmp_path / "other", tmp_path / "mine", []
+    for number in (7, 50, 60):
+        saved(build("one"), other, number, keep=9)
+    (other / "step_00000070.tmp").mkdir()  # being saved
+    with Saver(build("one"), mine, CheckpointConfig(keep=1), tell=said.append) as saver:
+        for number in (5, 6):
+            saver.save(state_at(number))
+        saver.wait()
+        assert names(mine) == ["step_00000006"]
+        mine.rename(tmp_path / "before")
+        mine.symlink_to(other)
+        for number in (7, 8, 9):
+            saver.save(state_at(number))
+    assert names(other) == ["step_00000007", "step_00000009", "step_00000050", "step_00000060", "step_00000070.tmp"]
+    assert len(said) == 1 and "another run's checkpoint of that step is there" in said[0]
+
+
 # What a failure leaves
 
 
@@ -171,7 +190,7 @@ def test_every_checkpoint_of_a_folder_gets_its_line(tmp_path):
 
 
 def test_memory_is_taken_once_and_is_what_a_rank_writes():
-    staging = Saver(build("two"), None, None).staging
+    staging = Saver(build("two"), Path("none"), None).staging
     addresses = [copy.data_ptr() for copy in staging.copies]
     staging.copy(build("two").tensors())
     assert [copy.data_ptr() for copy in staging.copies] == addresses

@@ -232,7 +232,7 @@ def test_an_axis_that_is_not_built_is_refused_by_name(axis):
         Config(),
         build(Config, {"model": {"rope_scaling": dataclasses.asdict(RopeScaling(8, 1.0, 4.0, 8192))}}),
         build(Config, {"model": {"experts": EXPERTS, "latent": LATENT}}),
-        build(Config, {"passes": {"shard": {"plan": {"layers.*.wq": {"tp": 0}}}, "verify": "off"}}),
+        build(Config, {"passes": {"shard": {"plan": {"layers.*.wq": {"tp": 0}}}, "verify": "none"}}),
         build(Config, {"data": {"name": "text", "files": ["a b.txt", "yes", "1", "é"]}, "optim": {"eps": 1e-12}}),
     ],
 )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 from rich.console import Console
 
 from compiler_trainer import UserError
+from compiler_trainer.config.compose import compose
 from compiler_trainer.config.meaning import explain, groups
+from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import Config
 
 
@@ -22,8 +25,9 @@ def test_every_option_is_there_with_its_default():
     found = {option.name: option for group in groups() for option in group.options}
     for group in ("train", "optim", "mesh", "checkpoint", "eval", "run", "lr_schedule"):
         names = {f"{group}.{field.name}" for field in dataclasses.fields(getattr(Config(), group))}
-        assert names <= found.keys()
-    assert found["optim.betas"].default == "[0.9, 0.999]" and found["optim.max_norm"].default == "null"
+        assert names <= found.keys() | {inner.name for inner in groups()}
+    assert found["optim.betas"].default == "[0.9, 0.95]" and found["optim.max_norm"].default == "1.0"
+    assert found["train.steps"].default == "400" and found["lr_schedule.name"].default == "cosine"
     assert found["passes.remat.policy"].takes.startswith("none | full") and found["optim.state"].takes == "float32 | bfloat16 | null"
     assert found["train.steps"].takes == "int, at least 1"
 
@@ -33,6 +37,46 @@ def test_a_group_an_option_and_all_of_them():
     alone = said("optim.eps")
     assert "optim.eps" in alone and "optim.lr" not in alone
     assert "passes.remat.policy" in said("passes") and "mesh.tp" in said("")
+
+
+def test_every_default_that_is_shown_is_that_of_the_job():
+    job = build(Config, compose())
+    for option in (option for group in groups() for option in group.options if option.name != "run.dir"):
+        value, names = job, option.name.split(".")
+        for part in names:
+            value = getattr(value, part, None)
+        if value is not None and names[0] not in ("model", "data", "cluster"):
+            assert option.default == (value if isinstance(value, str) else json.dumps(value, default=vars)), option.name
+
+
+@pytest.mark.parametrize(("asked", "name"), [
+    ("accumulation", "train.microbatches"),
+    ("gradient accumulation", "train.microbatches"),
+    ("gradient_accumulation", "train.microbatches"),
+    ("mixed precision", "passes.cast.param_dtype"),
+    ("FSDP", "mesh.dp_shard"),
+    ("clip", "optim.max_norm"),
+    ("activation checkpointing", "passes.remat.policy"),
+    ("epochs", "train.steps"),
+])
+@pytest.mark.sample(2)
+def test_options_are_found_by_the_words_of_the_field(asked, name):
+    assert name in said(asked)
+
+
+@pytest.mark.parametrize(("asked", "says"), [
+    ("bf16", "bf16: mixed precision is passes.cast.param_dtype=bfloat16"), ("wandb", "wandb: there is none; metrics go to"),
+    ("gradient_accumulation_steps", "gradient_accumulation_steps: gradient accumulation is train.microbatches"),
+])
+@pytest.mark.sample(2)
+def test_another_trainers_word_is_answered(asked, says):
+    assert says in " ".join(said(asked).split())
+
+
+def test_an_option_of_training_shows_its_type_default_and_meaning():
+    assert "gradient accumulation" in said("train.microbatches") and "int, at least 1" in said("train.microbatches")
+    plain = [o.name for g in groups() if g.name in ("train", "optim", "lr_schedule", "mesh") for o in g.options if not o.meaning]
+    assert set(plain) <= {"mesh.pp", "lr_schedule.warmup_fraction"}
 
 
 def test_what_there_is_not_is_refused_with_the_nearest():

@@ -18,6 +18,7 @@ from compiler_trainer.config.yamls import check, check_folders
     (b"a: &a [x, x, x, x, x, x, x, x, x, x]\n" + b"".join(b"%c: &%c [%s]\n" % (k, k, b", ".join([b"*%c" % (k - 1)] * 10)) for k in range(98, 104)),
      "stands for 12,"),
 ])
+@pytest.mark.sample(2)
 def test_a_file_that_is_no_config(tmp_path, content, says):
     path = tmp_path / "groups" / "odd.yaml"
     path.parent.mkdir()

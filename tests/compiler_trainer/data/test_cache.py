@@ -19,10 +19,12 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from sweeps import quick
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import DataConfig
+from compiler_trainer.data import cache as store
 from compiler_trainer.data import sources, workers
 from compiler_trainer.data.corpus import mapped
 from compiler_trainer.data.cutting import next_cut, parts
@@ -103,6 +105,7 @@ def test_a_text_without_white_space_is_not_cut():
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.sample(2)
 def test_pieces_of_one_long_text_join_to_its_tokens(kind, tmp_path, small_pieces):
     name = TOKENIZERS[kind](tmp_path / "tokenizer.json")
     (tmp_path / "a.txt").write_text(TEXT)
@@ -167,6 +170,7 @@ WRITERS = [write_jsonl, write_open_jsonl, write_gzip, write_zstd, write_parquet,
 
 
 @pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.sample(2)
 def test_every_kind_of_file_gives_every_document_once(write, tmp_path, small_pieces):
     (tmp_path / "data").mkdir()
     path, options = write(tmp_path / "data")
@@ -245,8 +249,16 @@ def altered(file):
     file.write_bytes(content)
 
 
+def altered_with_its_time_kept(file):
+    at = file.stat()
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    os.utime(file, ns=(at.st_atime_ns, at.st_mtime_ns))
+
+
 @pytest.mark.parametrize("name", ["tokens.bin", "offsets.bin", "corpus.json"])
-@pytest.mark.parametrize("damage", [cut, altered, Path.unlink])
+@pytest.mark.parametrize("damage", [cut, altered, altered_with_its_time_kept, Path.unlink])
 def test_a_damaged_cache_is_made_anew_and_said(damage, name, tmp_path, capsys):
     path, _ = write_jsonl(tmp_path)
     before, stored = corpus(path)
@@ -256,6 +268,39 @@ def test_a_damaged_cache_is_made_anew_and_said(damage, name, tmp_path, capsys):
     assert documents_of(found) == expected
     assert f"{stored.folder} was cut or altered, and is made anew\n" in capsys.readouterr().out
     assert not list(stored.folder.parent.glob("*.part"))
+
+
+def test_of_a_large_array_blocks_are_compared_its_ends_among_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "BLOCK_BYTES", 8)
+    file = tmp_path / "array"
+    file.write_bytes(bytes(3000))
+    whole, seen = store.sampled(file), []
+    for at in range(3000):
+        file.write_bytes(bytes(at) + b"x" + bytes(2999 - at))
+        seen.append(store.sampled(file) != whole)
+    assert sum(seen) == 64 * 8 and seen[0] and seen[2999]
+    file.write_bytes(bytes(512))  # a small one as a whole
+    whole = store.sampled(file)
+    for at in range(512):
+        file.write_bytes(bytes(at) + b"x" + bytes(511 - at))
+        assert store.sampled(file) != whole
+
+
+def test_a_cache_that_holds_too_much_loses_what_was_long_unused_and_nothing_else(tmp_path, cache, monkeypatch, capsys):
+    path, _ = write_jsonl(tmp_path)
+    folders = [corpus(path, text_column=column)[1].folder for column in ("text",)]
+    for separator in ("x", "y"):
+        (tmp_path / f"{separator}.txt").write_text("some text")
+        folders.append(corpus(tmp_path / f"{separator}.txt")[1].folder)
+    (cache / "of others").mkdir()
+    for number, folder in enumerate((folders[0], folders[2])):
+        for each in (folder, *folder.iterdir()):
+            os.utime(each, (1000 + number, 1000 + number))
+    monkeypatch.setattr(store, "MOST_BYTES", 300)
+    (tmp_path / "z.txt").write_text("more text")
+    folders.append(corpus(tmp_path / "z.txt")[1].folder)
+    assert sorted(cache.iterdir()) == sorted([folders[1], folders[3], cache / "of others"])
+    assert f"{cache} had more than 300 bytes: the longest unused " in capsys.readouterr().out
 
 
 def test_two_that_want_the_same_corpus_make_it_once(tmp_path, monkeypatch, capsys):
@@ -394,7 +439,7 @@ def long_text(tmp_path, monkeypatch):
     return bpe(tmp_path / "tokenizer.json", pre_tokenizers.ByteLevel(add_prefix_space=False))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", quick([signal.SIGINT, signal.SIGTERM, signal.SIGKILL], 1))
 def test_an_interrupted_start_ends_with_its_processes_and_the_next_goes_on(number, tmp_path, long_text, cache, capsys):
     job = start(tmp_path, long_text)
     until(lambda: list(cache.glob("*.part/*.json")))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import errno
+import gzip
 import json
 import math
 import os
@@ -30,7 +31,7 @@ from compiler_trainer.data.datasets import build_datasets, check_vocabulary
 from compiler_trainer.data.loader import Loader
 from compiler_trainer.data.mixture import Mixture
 from compiler_trainer.data.packing import PackedRows
-from compiler_trainer.data.readers import READERS, Asked
+from compiler_trainer.data.readers import READERS, Asked, Span, read_table
 from compiler_trainer.data.sources import source_of
 from compiler_trainer.data.tokenizers import ByteTokenizer, FileTokenizer
 
@@ -281,8 +282,31 @@ def test_the_description_counts_what_was_read_and_left_out(library):
         "75.0% of documents cut; held out end of the longest document, 2 tokens in 1 rows of 8, 75.00% padding, "
         "0.0% of documents cut",
         f"{name}: tokens are kept in {kept}, {decimal(sum(f.stat().st_size for f in kept.iterdir()))}",
-        f"{name}: will have been seen 2.4 times when the run ends",
+        f"{name}: 2.4 epochs when the run ends",
     ]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "separated.txt", "a.jsonl", "a.jsonl.gz"])
+def test_the_byte_order_mark_of_a_file_is_no_text(name, tmp_path):
+    content = "\ufeff" + ('{"text": "caf\ufeffé"}\n' if "jsonl" in name else "caf\ufeffé")
+    (tmp_path / name).write_bytes(gzip.compress(content.encode()) if name.endswith(".gz") else content.encode())
+    options = {"document_separator": ";"} if name == "separated.txt" else {}
+    assert list(documents(text_config(tmp_path / name, **options))) == ["caf\ufeffé"]
+
+
+KINDS = [pa.string(), pa.large_string(), pa.binary(), pa.large_binary(), pa.dictionary(pa.int32(), pa.string()), pa.dictionary(pa.int8(), pa.binary())]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("columns", [("text",), ("prompt", "completion")], ids="-".join)
+def test_a_column_of_text_is_read_whatever_its_encoding(kind, columns, tmp_path):
+    values = pa.array(["é", "b", "é"]).cast(kind.value_type if pa.types.is_dictionary(kind) else kind)
+    values = values.dictionary_encode().cast(kind) if pa.types.is_dictionary(kind) else values
+    pq.write_table(pa.table({name: values for name in columns}), tmp_path / "a.parquet")
+    span, asked = Span("table", str(tmp_path / "a.parquet"), 0, 1, 1), Asked("text" if columns == ("text",) else None, None, len)
+    found = [record.read().content for record in read_table(span, asked)]
+    texts = [[m["content"] for m in content] if isinstance(content, list) else [content] for content in found]
+    assert texts == [[text] * len(columns) for text in ("é", "b", "é")]
 
 
 BAD_FILES = {
@@ -313,6 +337,7 @@ def test_a_bad_file_is_named_in_one_line(tmp_path, name, content, message):
 BAD_TABLES = {
     "no column": ({"body": ["a"]}, ': needs one column "text"; it has body'),
     "numbers": ({"text": [1]}, ': column "text" is int64, not string'),
+    "latin-1": ({"text": [b"caf\xe9"]}, ": row 0: is not UTF-8: byte 0xe9 at offset 3 (unexpected end of data); convert the file first"),
     "null": ({"text": ["a", None]}, ': row 1: field "text" is null'),
 }
 

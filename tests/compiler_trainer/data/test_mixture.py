@@ -94,11 +94,11 @@ def mixed(folder, **options):
 def test_files_are_mixed_and_how_often_each_is_seen_is_said(tmp_path):
     datasets = build_datasets(mixed(tmp_path), seq_len=4, global_batch_size=8)
     said = datasets.describe(100).splitlines()
-    assert f"{tmp_path}/a.txt: will have been seen 2.27 times when the run ends" in said  # 25 of 11 rows
-    assert f"{tmp_path}/b.jsonl: will have been seen 0.743 times when the run ends" in said  # 75 of 101 rows
+    assert f"{tmp_path}/a.txt: 2.27 epochs when the run ends" in said  # 25 of 11 rows
+    assert f"{tmp_path}/b.jsonl: 0.743 epochs when the run ends" in said  # 75 of 101 rows
     seen = [row for _ in range(10) for row in owners(datasets.train.next())]
     assert (seen.count(ord("a")), seen.count(ord("b"))) == (20, 60)
-    assert f"{tmp_path}/a.txt: will have been seen 2.27 times when the run ends" in datasets.describe(20).splitlines()  # 20 + 5 of 11
+    assert f"{tmp_path}/a.txt: 2.27 epochs when the run ends" in datasets.describe(20).splitlines()  # 20 + 5 of 11
 
 
 def test_each_source_holds_its_own_part_out(tmp_path):
@@ -122,4 +122,4 @@ REFUSED = {
 @pytest.mark.parametrize(("options", "where"), REFUSED.values(), ids=REFUSED)
 def test_options_that_do_not_fit_are_refused(options, where):
     with pytest.raises(UserError, match=f"^{where}: "):
-        validate(Config(data=DataConfig(**options), eval=EvalConfig(interval=0)), 1)
+        validate(Config(data=DataConfig(**options), eval=EvalConfig(interval=None)), 1)

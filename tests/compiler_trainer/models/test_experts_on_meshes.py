@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 import torch.nn.functional as F
-from looped import looped
 from oracle import EXACT, assert_same, batches, compile_lockstep, llama, train_plainly, train_step
 from sweeps import in_turn, quick
 
 from compiler_trainer.config.schema import ExpertsConfig
+from compiler_trainer.parity.one_device import looped
 
 MESHES = ({}, {"dp_shard": 2, "tp": 2}, {"cp": 2, "dp_shard": 2}, {"dp_replicate": 2, "tp": 2})
 EXPERTS = (
@@ -28,6 +28,7 @@ def loss(model, batch):
 
 
 @pytest.mark.parametrize(("mesh", "cfg"), in_turn(MESHES, EXPERTS))
+@pytest.mark.sample(1)
 def test_three_updates(mesh, cfg):
     model, data = llama(experts=cfg), batches(rows=3)
     metrics, state = train_plainly(looped(model), loss, data)
@@ -45,6 +46,7 @@ SPREAD = ({"dp_shard": 2, "tp": 2, "ep": 4}, {"cp": 2, "dp_shard": 2, "ep": 2}, 
 
 @pytest.mark.parametrize(("mesh", "cfg", "dispatch", "plan"), quick(
     itertools.product(SPREAD, EXPERTS[:2], ("dropless", "all_gather"), ({}, None)), 0, 15, 32))
+@pytest.mark.full
 def test_three_updates_of_layers_whose_experts_are_spread(mesh, cfg, dispatch, plan):
     """Two layers: the second's attention gets what the first's experts leave, over whichever axes."""
     model, data = llama(n_layers=2, experts=cfg), batches(rows=3)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from oracle import assert_same, compile_lockstep, train_plainly, train_step
 from safetensors.torch import load_file, save_file
+from sweeps import quick
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config, FolderConfig, LoraConfig
@@ -58,7 +59,8 @@ def exactly(loss):
     return partial(in_fp64, *loss.args)
 
 
-@pytest.mark.parametrize(("kind", "attention"), [*((kind, "documents") for kind in folders.CONFIGS), ("llama", "causal")])
+@pytest.mark.parametrize(("kind", "attention"), quick([*((kind, "documents") for kind in folders.CONFIGS), ("llama", "causal")], 2, 4, 5))
+@pytest.mark.sample(1)
 def test_a_folder_trains_as_what_transformers_loads_of_it(kind, attention):
     module, initial, loss = whole(of(kind, attention=attention))
     data, loss = list(batches()), exactly(loss)
@@ -102,6 +104,11 @@ def test_a_rank_reads_no_more_than_it_owns(monkeypatch):
     step = compile_lockstep(module, loss, next(batches()), MESH, initial=initial)
     held = sum(t.numel() for name, s in step.state.items() if name.startswith("model.") for t in s.local.values())
     assert sum(read) <= held
+
+
+def test_peft_builds_without_a_warning(recwarn):
+    subject(Config(model=of("llama", lora=LORA)))
+    assert [str(warning.message) for warning in recwarn] == []
 
 
 def test_peft_adds_its_terms_and_trains_nothing_else():

@@ -8,16 +8,22 @@ import math
 from dataclasses import replace
 
 import pytest
+from browser import cut, opened
 
-from compiler_trainer import command, train
+from compiler_trainer.cli import app, outcome
+from compiler_trainer.cli.verbs.plan import varied_values
+from compiler_trainer.config.choices import CONF
+from compiler_trainer.config.device import here
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import (
     AUTO,
+    CastConfig,
     ClusterConfig,
     Config,
     ExpertsConfig,
     MeshConfig,
     ModelConfig,
+    PassesConfig,
     PlanConfig,
     TrainConfig,
 )
@@ -29,16 +35,17 @@ from compiler_trainer.planning.plan import by_program
 from compiler_trainer.planning.search import all_forms, one, room, search
 from compiler_trainer.planning.sizes import sizes_of
 from compiler_trainer.planning.space import POLICIES, Asked, Candidate, First, Left, candidates, replaced
+from compiler_trainer.step.programs import Compilation
 from passes.program.regions import within
 
 SMALL = ModelConfig(dim=512, n_layers=4, n_heads=8, n_kv_heads=4, ffn_dim=1408, vocab_size=8192)
 JOB = Config(
     model=SMALL,
     train=TrainConfig(global_batch_size=16, seq_len=1024),
+    passes=PassesConfig(cast=CastConfig(param_dtype="bfloat16", reduce_dtype="float32")),
     cluster=ClusterConfig(gpus=8),
     plan=PlanConfig(compile=2),
 )
-BF16 = ("bfloat16",)
 
 
 def sizes(cfg: Config):
@@ -57,6 +64,23 @@ def found():
     return plan
 
 
+def test_a_model_is_captured_once_a_depth_and_microbatch(monkeypatch):
+    counted, capture = [], Compilation.capture
+    monkeypatch.setattr(compiled, "captures", {})
+    monkeypatch.setattr(compiled, "through", lambda passes, given: given)
+    monkeypatch.setattr(Compilation, "capture", lambda work: counted.append(work) or capture(work))
+    for layers in (1, 2, 1, 2):
+        small = {"model": {"n_layers": layers, "dim": 64, "ffn_dim": 64, "vocab_size": 64}, "train": {"seq_len": 8}}
+        compiled.programs_of(replaced(JOB, small | {"mesh": {"dp_shard": 8}}))
+    assert len(counted) == 2
+
+
+def test_memory_is_left_for_what_continuing_few_layers_gets_wrong():
+    """The peak of 405B on 512 GPUs, continued from four of 126 layers, was 2.9 % too low."""
+    few, many = (room(Asked(replaced(JOB, {"model": {"n_layers": n}}))) for n in (4, 126))
+    assert room(Asked(JOB)) == few and 0.96 * few < many < 0.971 * few
+
+
 # ---- what there is to choose from -----------------------------------------------------------------------
 
 
@@ -67,16 +91,14 @@ def test_meshes_are_all_factorizations_and_batches_divide():
     assert all(16 % (c.mesh.dp_replicate * c.mesh.dp_shard * c.microbatches) == 0 for c in chosen)
     assert {c.recompute for c in chosen} == set(POLICIES)
     assert {c.method for c in chosen if c.mesh.cp > 1} == {"ring", "all_gather", "ulysses", "hybrid"}
-    assert {c.precision for c in chosen} == {("as given",), BF16}
+    assert not any(c.float8 for c in chosen)
     assert len(set(chosen)) == len(chosen)
 
 
 def test_what_is_stated_is_kept():
     cfg = replace(JOB, mesh=MeshConfig(tp=2), train=replace(JOB.train, microbatches=2))
     chosen = every(Asked(cfg, frozenset({"mesh.tp", "train.microbatches", "passes.remat.policy", "passes.cast"})))
-    assert {(c.mesh.tp, c.microbatches, c.recompute, c.precision) for c in chosen} == {
-        (2, 2, "as given", ("as given",))
-    }
+    assert {(c.mesh.tp, c.microbatches, c.recompute) for c in chosen} == {(2, 2, "as given")}
 
 
 def test_a_batch_that_does_not_divide_is_counted():
@@ -88,15 +110,16 @@ def test_a_batch_that_does_not_divide_is_counted():
 
 def test_float8_is_for_who_allows_it_and_experts_spread():
     cfg = replace(JOB, plan=PlanConfig(float8=True))
-    assert {c.precision for c in every(Asked(cfg))} == {("as given",), BF16, ("bfloat16", "float8")}
+    assert {c.float8 for c in every(Asked(cfg))} == {True, False}
+    assert {c.float8 for c in every(Asked(replaced(cfg, {"passes": {"cast": {"param_dtype": None}}})))} == {False}
     mixture = replace(JOB, model=replace(SMALL, experts=ExpertsConfig(count=4, top_k=2, width=64)))
     assert {c.mesh.ep for c in every(Asked(mixture)) if c.mesh.tp == c.mesh.cp == 1} == {1, 2, 4}
 
 
 def test_a_setting_sets_what_it_says():
-    candidate = Candidate(MeshConfig(dp_shard=2, tp=2), 2, "attention", True, False, "auto", BF16)
+    candidate = Candidate(MeshConfig(dp_shard=2, tp=2), 2, "attention", True, False, "auto", True)
     cfg = candidate.applied(JOB)
-    assert (cfg.mesh.tp, cfg.train.microbatches, cfg.passes.cast.param_dtype) == (2, 2, "bfloat16")
+    assert (cfg.mesh.tp, cfg.train.microbatches, cfg.passes.cast.float8) == (2, 2, "tensorwise")
     assert cfg.passes.remat.regather is False and cfg.passes.remat.ops["all_gather"] == "recompute"
     assert cfg.passes.remat.policy == "attention" and cfg.train.seq_len == 1024
 
@@ -111,14 +134,15 @@ def test_first_layers_are_named_in_tens():
 # ---- closed forms and graphs ----------------------------------------------------------------------------
 
 SETTINGS = [
-    Candidate(MeshConfig(dp_shard=8), 1, "none", precision=BF16),
-    Candidate(MeshConfig(dp_shard=8), 1, "full", precision=BF16),
-    Candidate(MeshConfig(dp_shard=4, tp=2), 1, "selective", precision=BF16),
-    Candidate(MeshConfig(dp_shard=1, tp=8), 1, "none", precision=BF16),
+    Candidate(MeshConfig(dp_shard=8), 1, "none"),
+    Candidate(MeshConfig(dp_shard=8), 1, "full"),
+    Candidate(MeshConfig(dp_shard=4, tp=2), 1, "selective"),
+    Candidate(MeshConfig(dp_shard=1, tp=8), 1, "none"),
 ]
 LARGE = ModelConfig(dim=4096, n_layers=4, n_heads=32, n_kv_heads=8, ffn_dim=14336, vocab_size=32768)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("what", ["step_s", "bytes"])
 def test_closed_forms_order_settings_as_graphs_do(what):
     cfg = replace(JOB, model=LARGE, train=TrainConfig(global_batch_size=16, seq_len=4096))
@@ -143,14 +167,15 @@ def graphs(cfg, candidate):
 @pytest.mark.parametrize(
     "candidate",
     [
-        Candidate(MeshConfig(dp_shard=4, tp=2), 1, "selective", precision=BF16),
+        Candidate(MeshConfig(dp_shard=4, tp=2), 1, "selective"),
         pytest.param(
-            Candidate(MeshConfig(dp_replicate=2, dp_shard=2, cp=2), 2, "full", method="ring", precision=BF16),
+            Candidate(MeshConfig(dp_replicate=2, dp_shard=2, cp=2), 2, "full", method="ring"),
             marks=pytest.mark.full,
         ),
     ],
     ids=lambda candidate: candidate.axes(),
 )
+@pytest.mark.full
 def test_few_layers_continued_are_all_layers(candidate, tmp_path):
     cluster = replace(JOB.cluster, launch_us=0.0)  # a host that falls behind does so more with each layer
     deep = replace(JOB, model=replace(SMALL, n_layers=8), cluster=cluster)
@@ -167,11 +192,12 @@ def test_few_layers_continued_are_all_layers(candidate, tmp_path):
 @pytest.mark.parametrize(
     "mesh", [MeshConfig(dp_shard=8), pytest.param(MeshConfig(dp_shard=2, cp=2, tp=2), marks=pytest.mark.full)]
 )
+@pytest.mark.full
 def test_between_two_recomputations_time_and_memory_are_on_a_line(mesh, tmp_path):
     cluster = replace(JOB.cluster, launch_us=0.0)
     deep = replace(JOB, model=replace(SMALL, n_layers=8), cluster=cluster)
     ends = [
-        compiled.estimate(deep, Candidate(mesh, 1, recompute, method="ring", precision=BF16), [cluster])[0]
+        compiled.estimate(deep, Candidate(mesh, 1, recompute, method="ring"), [cluster])[0]
         for recompute in ("selective", "full")
     ]
     light, heavy = (end.bytes for end in ends)
@@ -212,21 +238,30 @@ def test_a_plan_as_json_says_why_others_lost(found):
 def test_the_page_holds_the_plan(found, tmp_path):
     plan_page.write(found, tmp_path)
     text = (tmp_path / plan_page.FILE).read_text()
-    for said in (answer.title(found), found.best.candidate.axes(), "Why the others are not", "timeline"):
+    for said in (answer.title(found), found.best.candidate.axes(), "Why the others are slower", "timeline"):
         assert said in text
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(800, "light"), (800, "dark"), (1400, "dark")])
+@pytest.mark.sample(2)
+def test_nothing_of_the_page_is_cut(browser, found, tmp_path, width, scheme):
+    plan_page.write(found, tmp_path)
+    shown = opened(browser, tmp_path / plan_page.FILE, width, scheme)
+    assert shown.locator(".js-plotly-plot").count() >= 3
+    assert cut(shown) == [] and shown.errors == []
 
 
 def test_a_recipe_makes_the_planned_job(found, tmp_path, monkeypatch):
     stated = ["model=llama_debug", "model.n_layers=6", "cluster=cpu", "train.global_batch_size=16", "run.dir=x"]
-    groups = {path.name for path in train.CONF.iterdir() if path.is_dir()}
+    groups = {path.name for path in CONF.iterdir() if path.is_dir()}
     (tmp_path / "mine.yaml").write_text(answer.recipe(found, stated, groups))
     got = []
-    monkeypatch.setattr(train, "outcome", got.append)
+    monkeypatch.setattr(app, "outcome", got.append)
     best = found.best.candidate
     steps = str(best.mesh.dp_replicate * best.mesh.dp_shard * best.mesh.cp * best.mesh.tp)
-    monkeypatch.setattr(train, "WORLD_SIZE", int(steps))
-    monkeypatch.setattr("sys.argv", ["compiler-trainer", f"recipe={tmp_path}/mine.yaml", "train.steps=7"])
-    train.main()
+    monkeypatch.setattr(app, "WORLD_SIZE", int(steps))
+    monkeypatch.setattr("sys.argv", ["compiler-trainer", f"recipe={tmp_path}/mine.yaml", "train.steps=7", "data.tokenizer=bytes"])
+    app.main()
     (cfg,) = got
     assert cfg.mesh == best.mesh and cfg.train.microbatches == best.microbatches
     assert (cfg.cluster.name, cfg.model.n_layers, cfg.train.steps, cfg.run.dir == "x") == ("cpu", 6, 7, False)
@@ -256,14 +291,14 @@ def test_a_batch_that_no_mesh_can_share_is_refused():
 @pytest.mark.parametrize("given, said", [("a=1", "--vary: a=1 is one value")])
 def test_vary_takes_several_values(given, said):
     with pytest.raises(UserError, match=said):
-        command.varied_values([given])
-    assert command.varied_values(["a.b=1,2", "c=x,y"]) == [
+        varied_values([given])
+    assert varied_values(["a.b=1,2", "c=x,y"]) == [
         {"a.b": 1, "c": "x"},
         {"a.b": 1, "c": "y"},
         {"a.b": 2, "c": "x"},
         {"a.b": 2, "c": "y"},
     ]
-    assert command.varied_values([]) == [{}]
+    assert varied_values([]) == [{}]
 
 
 def test_jobs_that_differ_in_the_links_share_their_programs():
@@ -280,13 +315,11 @@ def test_mesh_auto_is_a_plan_of_the_mesh_alone(capsys):
     settled = auto.settled(cfg)
     assert settled.mesh != AUTO and replace(settled, mesh=AUTO) == cfg
     assert "mesh=auto: " in capsys.readouterr().out
-    assert auto.settled(replace(cfg, cluster=ClusterConfig(gpus=1))).mesh == MeshConfig()
+    assert auto.settled(replace(cfg, cluster=ClusterConfig(gpus=1))).mesh == MeshConfig(dp_shard=1)
 
 
-def test_a_slow_mesh_is_remarked_on(monkeypatch):
-    monkeypatch.setattr(auto, "describes_device", lambda cfg: True)
-    slow = replace(JOB, model=LARGE, mesh=MeshConfig(dp_shard=1, tp=8), train=TrainConfig(global_batch_size=16, seq_len=4096))
-    slow = replaced(slow, {"passes": {"cast": {"param_dtype": "bfloat16"}}})
+def test_a_slow_mesh_is_remarked_on():
+    slow = replace(JOB, cluster=replace(JOB.cluster, device=here()), model=LARGE, mesh=MeshConfig(dp_shard=1, tp=8), train=TrainConfig(global_batch_size=16, seq_len=4096))
     trained = subject(slow)
     assert "faster on h100" in auto.remark(slow, trained) and "mesh=auto" in auto.remark(slow, trained)
     for fine in (
@@ -294,5 +327,8 @@ def test_a_slow_mesh_is_remarked_on(monkeypatch):
         replace(slow, plan=PlanConfig(suggest=False)),
         replace(slow, mesh=MeshConfig(dp_shard=1)),
     ):
-        assert not auto.remark(fine, trained)
-    assert not auto.remark(JOB, subject(JOB))
+        assert "faster" not in auto.remark(fine, trained)
+    crowded = replace(slow, mesh=MeshConfig(dp_shard=8), train=replace(slow.train, global_batch_size=1024))
+    assert "note: this is predicted not to fit h100: about" in auto.remark(crowded, trained)
+    assert "what fits is train.microbatches=" in auto.remark(crowded, trained)
+    assert not outcome.remark(JOB, subject(JOB))

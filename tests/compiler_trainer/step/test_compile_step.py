@@ -37,6 +37,7 @@ MESHES: list = [{}, FSDP, {"dp_shard": 3}, {"dp_shard": 4}, {"dp_replicate": 2},
 
 
 @pytest.mark.parametrize("mesh", quick(MESHES, 0, 2, 5), ids=str)
+@pytest.mark.sample(2)
 def test_steps_are_those_of_eager_pytorch_on_any_mesh(mesh):
     trained_alike(llama(), llama_loss, batches(), mesh)
 
@@ -52,6 +53,7 @@ def test_passes_change_no_value(passes):
     {"name": "sgd"},
     {"name": "sgd", "momentum": 0.9, "weight_decay": 0.1, "max_norm": 0.2},
 ], ids=str)
+@pytest.mark.sample(2)
 def test_optimizers_are_pytorchs(optim):
     trained_alike(llama(), llama_loss, batches(), FSDP, optim)
 
@@ -78,7 +80,7 @@ def test_bf16_compute_over_fp32_masters_stays_close():
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_evaluation_is_the_loss_and_changes_nothing(microbatches):
     model, (batch, _, _) = llama(), batches(rows=6)
-    step = compile_lockstep(model, llama_loss, batch, FSDP, microbatches=microbatches)
+    step = compile_lockstep(model, llama_loss, batch, FSDP, microbatches=microbatches, evaluate=True)
     wanted = llama_loss(model, batch).item()
     assert step.evaluate(batch) == pytest.approx(wanted, rel=EXACT)
     assert_same(step.state_dict(), model.state_dict(), 0)
@@ -117,11 +119,13 @@ class Centered(nn.Module):
 
 
 @pytest.mark.parametrize("mesh", [{}, {"dp_shard": 4}, HSDP], ids=str)
+@pytest.mark.sample(2)
 def test_biases_single_entries_unused_and_frozen_parameters(mesh):
     trained_alike(perceptron(), squared_error, points(), mesh, NO_DECAY)
 
 
 @pytest.mark.parametrize("mesh", [{}, FSDP, {"dp_shard": 3}], ids=str)
+@pytest.mark.sample(2)
 def test_buffers_that_the_forward_changes_are_state(mesh):
     trained_alike(perceptron(Centered(7)), squared_error, points(), mesh, NO_DECAY)
 
@@ -132,12 +136,13 @@ def test_each_microbatch_changes_the_buffers():
 
 def test_evaluation_leaves_buffers_alone():
     model, (batch, _, _) = perceptron(Centered(7)), points()
-    step = compile_lockstep(model, squared_error, batch, FSDP)
+    step = compile_lockstep(model, squared_error, batch, FSDP, evaluate=True)
     assert math.isfinite(step.evaluate(batch))
     assert_same(step.state_dict(), model.state_dict(), 0)
 
 
 @pytest.mark.parametrize("mesh", [{}, FSDP, {"dp_shard": 3}], ids=str)
+@pytest.mark.sample(2)
 def test_batch_normalisation_is_that_of_the_whole_batch(mesh):
     trained_alike(perceptron(nn.BatchNorm1d(7)), squared_error, points(), mesh, NO_DECAY)
 
@@ -147,7 +152,7 @@ def test_batch_normalisation_is_that_of_the_whole_batch(mesh):
 
 @pytest.fixture(scope="module")
 def small_step():
-    return compile_lockstep(perceptron(), squared_error, points()[0], FSDP, NO_DECAY)
+    return compile_lockstep(perceptron(), squared_error, points()[0], FSDP, NO_DECAY, evaluate=True)
 
 
 @pytest.mark.parametrize(("change", "says"), [
@@ -175,6 +180,14 @@ def test_an_initial_value_of_another_shape_is_refused():
     initial = [("up.weight", torch.zeros(3, 5))]
     with pytest.raises(UserError, match=r"up.weight: initial value has shape \(3, 5\), the model has \(7, 5\)"):
         compile_lockstep(perceptron(), squared_error, points()[0], FSDP, initial=initial)
+
+
+def test_a_model_of_which_nothing_is_trained_is_refused_and_can_be_evaluated():
+    model, batch = perceptron().requires_grad_(False), points()[0]
+    with pytest.raises(UserError, match="^model: none of its parameters that the loss uses requires a gradient: nothing to train$"):
+        compile_lockstep(model, squared_error, batch, FSDP)
+    step = compile_lockstep(model, squared_error, batch, FSDP, train=False, evaluate=True)
+    assert step.evaluate(batch) == pytest.approx(squared_error(model, batch).item(), abs=EXACT)
 
 
 @pytest.mark.parametrize(("options", "says"), [

@@ -59,6 +59,7 @@ MESHES = [
 
 
 @pytest.mark.parametrize("mesh", quick(MESHES, 2, 3), ids=str)
+@pytest.mark.sample(1)
 def test_it_trains_as_one_device_does(mesh):
     trained(mesh)
 
@@ -77,6 +78,7 @@ def test_whatever_attention_does_over_the_sequence(method):
     {"shard": {"min_shard_elements": 10**9}},
     {"tied": True},
 ], 0, 2, 6), ids=str)
+@pytest.mark.sample(1)
 def test_whatever_else_the_passes_do(options):
     trained({"cp": 3, "dp_shard": 2}, **options)
 

@@ -11,9 +11,12 @@ import torch
 from oracle import batches, compile_lockstep, llama, llama_loss, train_step
 from torch import fx, nn
 
+from compiler_trainer.config.device import passes_on
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import OptimConfig, PassesConfig
+from compiler_trainer.inspect.dumps import CALLS, load_stages
+from compiler_trainer.inspect.glance import peak_line
 from compiler_trainer.pipeline import build_pipeline
 from compiler_trainer.step.programs import Compilation, mesh_of
 from passes.check.runner import Dumper
@@ -22,13 +25,12 @@ from passes.lower.unroll import Unroll
 from passes.program import ir
 from passes.program.bodies import Body, calls_of
 from passes.program.rolls import Roll, number_in, renumbered
-from tools.inspect.dumps import CALLS, load_stages
-from tools.inspect.glance import peak_line
+from passes.program.stages import Stage
 
 
 def compilation(model, loss_fn=llama_loss, roll=True, mesh=(), passes=(), microbatches=1, optim=(), observe=None):
     """The compilation of a model, with or without leaving layers out."""
-    passes = build(PassesConfig, {**dict(passes), "roll": roll}, "passes")
+    passes = passes_on(build(PassesConfig, {**dict(passes), "roll": roll}, "passes"), on_gpu=False)
     masters = {name: p.dtype for name, p in model.named_parameters()}
     pipeline = build_pipeline(passes, build(OptimConfig, dict(optim), "optim"), masters, microbatches)
     batch = batches(1, rows=8)[0]
@@ -84,6 +86,7 @@ def compiled(case, roll):
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=() if c == "fsdp" else pytest.mark.full) for c in CASES])
+@pytest.mark.full
 def test_the_program_is_that_of_all_layers(case):
     (whole, none, _), (rolled, roll, _) = compiled(case, False), compiled(case, True)
     assert none is None and roll is not None and roll.left_out >= 1
@@ -116,6 +119,7 @@ def test_it_trains_to_the_bit():
         assert torch.equal(value, rolled.state_dict()[name])
 
 
+@pytest.mark.full
 def test_patterns_of_one_policy_do_not_keep_layers_apart():
     layers = {f"layers.{n}": "full" for n in range(14)}
     work = compilation(llama(16), passes={"remat": {"policy": "selective", "layers": layers}})
@@ -135,6 +139,7 @@ def test_passes_see_few_layers_and_dumps_say_so():
     assert str(seen[0][1].roll) == "layers.5 stands for layers.5 to layers.10"
 
 
+@pytest.mark.full
 def test_dumps_are_read_with_the_costs_of_all_layers(tmp_path):
     compilation(llama(12), observe=Dumper(tmp_path)).programs(evaluate=False)
     stages = load_stages(tmp_path)
@@ -171,6 +176,7 @@ def narrower(layer):
 
 
 @pytest.mark.parametrize("change", [frozen, scaled])
+@pytest.mark.full
 def test_a_layer_in_the_middle_that_is_other(change):
     assert left_out(llama(12)) is not None and left_out(odd(change)) is None
 
@@ -179,6 +185,7 @@ def test_a_layer_stored_in_another_dtype():
     assert left_out(odd(narrower), passes={"cast": {"param_dtype": "bfloat16"}}) is None
 
 
+@pytest.mark.full
 def test_a_layer_that_an_option_names():
     for passes in ({"cast": {"modules": {"layers.6": "float32"}, "param_dtype": "bfloat16"}},
                    {"remat": {"modules": {"layers.6.*": "recompute"}}}, {"shard": {"plan": {"layers.6.attention.wq.weight": {"tp": 0}}}}):
@@ -186,7 +193,8 @@ def test_a_layer_that_an_option_names():
 
 
 @pytest.mark.parametrize("passes", [{"remat": {"policy": "every_n"}}, {"remat": {"policy": "budget", "budget_gib": 1}},
-                                    {"verify": "numeric"}, {"segment": {"enabled": False}}])
+                                    {"verify": "numeric"}, {"segment": {"max_nodes": None}}])
+@pytest.mark.sample(2)
 def test_options_that_treat_layers_by_number_or_all_at_once(passes):
     assert left_out(llama(12), passes=passes) is None
 
@@ -287,13 +295,14 @@ def rolled_up():
     kept = []
     work = dataclasses.replace(work, observe=lambda program, record: kept.append(program))
     work.train(forward)
-    return next(p for p in kept if "segments" in p.facts and p.roll), single.ctx
+    return next(p for p in kept if p.stage is Stage.SEGMENTED and p.roll), single.ctx
 
 
 def call_of_layer(program, number):
     return next(n for body, c in calls_of(program).items() for n in c if n.meta["layer"] == f"layers.{number}")
 
 
+@pytest.mark.full
 def test_a_call_on_something_else_is_refused():
     program, ctx = rolled_up()
     program = program.copy()

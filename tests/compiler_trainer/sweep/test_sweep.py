@@ -12,15 +12,15 @@ import time
 from pathlib import Path
 
 import pytest
+from browser import cut, opened
+from commands import call
 from pyarrow import csv, parquet
 
-from compiler_trainer import train
+from compiler_trainer.cli import app
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.sweep import page, row, table
-from compiler_trainer.sweep import point as point_module
 from compiler_trainer.sweep.stored import FILE, read
 from compiler_trainer.training.metrics import FILE as METRICS
-from tools import sweep as tools_sweep
 
 ROOT = Path(__file__).parents[3]
 RECORDS = [
@@ -31,7 +31,7 @@ RECORDS = [
 TINY = (
     "lower.backend=eager model.dim=8 model.n_layers=1 model.n_heads=2 model.n_kv_heads=2 model.ffn_dim=8 "
     "train.seq_len=8 train.steps=2 train.global_batch_size=2 data=synthetic data.documents=20 optim=sgd "
-    "run.dump_graphs=false checkpoint.enabled=false"
+    "run.dump_graphs=false checkpoint.interval=null"
 ).split()
 
 
@@ -54,7 +54,7 @@ class Trainer:
 @pytest.fixture
 def trainer(monkeypatch, tmp_path):
     trainer = Trainer()
-    monkeypatch.setattr(point_module, "outcome", trainer.train)
+    monkeypatch.setattr(app, "outcome", trainer.train)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     monkeypatch.chdir(tmp_path)
     return trainer
@@ -69,7 +69,7 @@ def sweep(monkeypatch, trainer):
         trainer.ran = []
         code = 0
         try:
-            train.main()
+            app.main()
         except SystemExit as exit:
             code = int(exit.code or 0)
         return code, trainer.ran
@@ -141,8 +141,58 @@ def test_bars_and_lines_are_called_by_what_was_varied():
     assert [page.short(name, names) for name in names] == ["lr", "policy", "tp", "lr_schedule.name", "model.name"]
     found = [point(3, {"mesh.tp": 2, "optim.lr": 0.5}, tokens_per_s=1.0, peak_mem_bytes=1, compile_s=1.0)]
     assert page.label(found[0], names) == "3: lr=0.5 tp=2"
-    (bars, *_) = page.figure(found + [point(4, {"mesh.tp": 4}, tokens_per_s=2.0)], Path("none")).data
-    assert list(bars.y) == ["3: tp=2 lr=0.5", "4: tp=4"] or list(bars.y) == ["3: lr=0.5 tp=2", "4: tp=4"]
+    (bars,) = page.bars([*found, point(4, {"mesh.tp": 4}, tokens_per_s=2.0)], "tokens_per_s", 1).data
+    assert list(bars.y) in (["3: tp=2 lr=0.5", "4: tp=4"], ["3: lr=0.5 tp=2", "4: tp=4"])
+
+
+def test_the_lowest_held_out_loss_is_best_and_comes_first():
+    found = [point(0, {"optim.lr": 0.1}, loss=1.0, eval_loss=3.0), point(1, {"optim.lr": 0.001}, loss=2.0, eval_loss=2.0),
+             {"point": 2, "status": "failed", "overrides": {"optim.lr": 9.0}, "environment": {}, "result": {"eval_loss": 0.5}},
+             point(3, {"optim.lr": 0.01}, loss=1.5, eval_loss=2.5)]  # fmt: skip
+    assert page.best(found)["point"] == 1 and [p["point"] for p in page.ranked(found)] == [1, 3, 0, 2]
+    _, best, *others = page.table(found, Path("none"))
+    assert 'class="best"' in best and "1 (best)" in best and not any("(best)" in row for row in others)
+    found[0]["environment"] = {"ranks": 1, "commit": None}
+    assert "Best: point 1 (lr=0.001), held-out loss 2.0000" in page.summary(found) and "1 rank," in page.summary(found)
+    without = [point(0, loss=2.0), point(1, loss=1.0)]
+    assert page.best(without)["point"] == 1 and page.best([point(0)]) is None
+
+
+def test_losses_are_drawn_over_what_was_varied():
+    lrs, policies = (0.001, 0.01, 0.1), ("none", "full")
+    found = [point(3 * j + i, {"optim.lr": lr, "remat.policy": policy}, loss=lr + j)
+             for j, policy in enumerate(policies) for i, lr in enumerate(lrs[::-1])]  # fmt: skip
+    plot = page.over_options(found, "loss", ["optim.lr", "remat.policy"])
+    *lines, star = plot.data
+    assert [(line.name, list(line.x), list(line.y)) for line in lines] == [
+        ("policy=none", [0.001, 0.01, 0.1], [0.001, 0.01, 0.1]), ("policy=full", [0.001, 0.01, 0.1], [1.001, 1.01, 1.1])]  # fmt: skip
+    assert (star.x, star.y, star.marker.symbol) == ((0.001,), (0.001,), "star")
+    assert plot.layout.xaxis.type == "log" and plot.layout.xaxis.ticktext == ("0.001", "0.01", "0.1")
+    assert page.over_options(found, "loss", ["remat.policy"]).layout.xaxis.type == "category"
+
+
+def test_a_point_leads_to_its_page_or_its_folder(tmp_path):
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / page.INSPECT).touch()
+    rows = page.table([point(0), point(1)], tmp_path)
+    assert 'href="0/"' in rows[1] and 'href="1/inspect.html"' in rows[2]
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(800, "light"), (800, "dark"), (1400, "dark")])
+@pytest.mark.sample(2)
+def test_nothing_of_the_page_is_cut(browser, tmp_path, width, scheme):
+    ran = {"environment": {"ranks": 1, "device": "x86_64", "cores": 2, "torch": "2.13.0", "commit": "f" * 41}}
+    results = {"tokens_per_s": 1234.5, "peak_mem_bytes": 3 * 10**8, "compile_s": 61.5, "wire_bytes": 10**9, "step_ms": 1e4}
+    found = []
+    for number in range(6):
+        options = {"optim.lr": 10.0 ** (number % 3 - 4), "passes.remat.policy": ("selective", "full")[number // 3]}
+        found.append(point(number, options, loss=3.0 + number, eval_loss=4.0 - number / 9, **results) | ran)
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / METRICS).write_text("".join(json.dumps(r) + "\n" for r in RECORDS))
+    page.write(found, tmp_path)
+    shown = opened(browser, tmp_path / page.FILE, width, scheme)
+    assert shown.locator(".js-plotly-plot").count() == 7
+    assert cut(shown) == [] and shown.errors == []
 
 
 def test_the_front_has_what_no_other_point_beats():
@@ -155,20 +205,17 @@ def test_a_sweep_is_rendered_again(sweep, monkeypatch, capsys):
     sweep("optim.lr=0.5,0.25")
     for name in ("sweep.parquet", "sweep.csv", page.FILE):
         Path("s", name).unlink()
-    monkeypatch.setattr(sys, "argv", ["sweep", "s"])
-    tools_sweep.main()
+    assert call("sweep", "s") == 0
     assert "optim.lr" in capsys.readouterr().out
     assert parquet.read_table("s/sweep.parquet").num_rows == 2 and Path("s", page.FILE).exists()
-    monkeypatch.setattr(sys, "argv", ["sweep", "nowhere"])
-    with pytest.raises(SystemExit) as exit:
-        tools_sweep.main()
     message = "error: nowhere: holds no point of a sweep; name the run.dir of a multirun\n"
-    assert (exit.value.code, capsys.readouterr().err) == (2, message)
+    assert (call("sweep", "nowhere"), capsys.readouterr().err) == (2, message)
 
 
 # Going on
 
 
+@pytest.mark.full
 def test_a_sweep_started_again_runs_what_is_not_done(sweep):
     sweep("optim.lr=0.5,2.0,0.25")
     before = read(Path("s/0"))
@@ -221,9 +268,8 @@ STAND_IN = """
 import os, sys, time
 import torch
 import torch.distributed as dist
-from compiler_trainer import train
+from compiler_trainer.cli import app
 from compiler_trainer.step import ranks
-from compiler_trainer.sweep import point
 
 def stand_in(cfg):
     ranks.start_ranks()
@@ -237,8 +283,8 @@ def stand_in(cfg):
     ranks.stop_ranks()
     return float(total)
 
-point.outcome = stand_in
-train.main()
+app.outcome = stand_in
+app.main()
 """
 
 
@@ -279,6 +325,7 @@ def test_killed_and_started_again(stand_in, tmp_path):
     assert (tmp_path / "s/0" / FILE).stat().st_mtime_ns == began
 
 
+@pytest.mark.full
 def test_one_rank_fails_and_both_go_on(stand_in, tmp_path):
     sweep = stand_in(ranks=2)
     output, _ = sweep.communicate(timeout=100)
@@ -288,6 +335,7 @@ def test_one_rank_fails_and_both_go_on(stand_in, tmp_path):
     assert output.count("point 2: done") == 1
 
 
+@pytest.mark.full
 def test_optuna_minimizes_the_loss_past_failures_and_resumes(sweep):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     search = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=5", "hydra.sweeper.sampler.seed=1"]
@@ -306,7 +354,7 @@ def test_optuna_minimizes_the_loss_past_failures_and_resumes(sweep):
 @pytest.mark.full
 def test_joblib_runs_points_side_by_side(tmp_path):
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
-    command = [sys.executable, "-m", "compiler_trainer.train", "-m", *TINY, "run.dir=s", "train.seed=1,2"]
+    command = [sys.executable, "-m", "compiler_trainer", "-m", *TINY, "run.dir=s", "train.seed=1,2"]
     command += ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)

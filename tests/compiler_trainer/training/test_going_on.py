@@ -51,7 +51,7 @@ def during(monkeypatch, number, action):
 
 
 def folders(run):
-    return sorted(p.name for p in Path(run, "checkpoints").iterdir())
+    return sorted(p.name for p in Path(run, "checkpoints").glob("step_*"))
 
 
 def broken(path, name="rank_00000.safetensors"):
@@ -80,6 +80,14 @@ def test_a_signal_ends_after_the_step_with_a_checkpoint_and_it_goes_on_to_the_sa
     assert timeless(metrics(cfg.run.dir)) == timeless(metrics(whole.run.dir))
 
 
+@pytest.mark.parametrize(("interval", "when"), [(2, "every 2 steps and after the last"), (6, "after the last step"), (100, "after the last step")])
+@pytest.mark.sample(2)
+def test_it_is_told_when_checkpoints_are_taken(fake, tmp_path, capsys, interval, when):
+    cfg = options(tmp_path / "run")
+    trainer.train(replace(cfg, checkpoint=replace(cfg.checkpoint, interval=interval)))
+    assert f"\ncheckpoints {when}, through " in capsys.readouterr().out
+
+
 def test_a_signal_in_the_last_step_ends_a_run_that_is_done(fake, tmp_path, monkeypatch):
     during(monkeypatch, 6, lambda: os.kill(os.getpid(), signal.SIGTERM))
     trainer.train(options(tmp_path / "run"))
@@ -89,26 +97,64 @@ def test_without_checkpoints_nothing_is_said_to_be_saved(fake, tmp_path, monkeyp
     cfg = options(tmp_path / "run")
     during(monkeypatch, KILLED, lambda: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(SystemExit):
-        trainer.train(replace(cfg, checkpoint=replace(cfg.checkpoint, enabled=False)))
+        trainer.train(replace(cfg, checkpoint=replace(cfg.checkpoint, interval=None)))
     assert capsys.readouterr().out.splitlines()[-1] == "stopped after step 3 of 6, for SIGTERM; nothing was saved"
 
 
 TWICE = """
-import os, signal, threading, torch
-from compiler_trainer.training.stop import Stop
-with Stop(0.0, None) as watch:
+import os, signal, threading, time, torch
+from compiler_trainer.training import stop
+stop.REPEATED_S = {repeated_s}
+with stop.Stop(0.0, None) as watch:
     os.kill(os.getpid(), signal.SIGTERM)
-    print(watch.now(), watch, flush=True)
-    matrix = torch.zeros(6000, 6000)
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    print(f"{{watch.now()}} {{watch}}\\n", end="", flush=True)
+    time.sleep(0.2)
+    matrix = torch.zeros({size}, {size})
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.{second})).start()
     matrix @ matrix @ matrix
     print("went on")
 """
 
 
-def test_the_second_signal_ends_the_process_in_the_middle_of_a_kernel():
-    done = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGINT, "True SIGTERM\n", "")
+FIRST = "SIGTERM: the run ends after this step; a second one ends it at once"
+
+
+def twice(second, repeated_s=60, size=6000):
+    code = TWICE.format(second=second, repeated_s=repeated_s, size=size)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(("second", "repeated_s"), [("SIGINT", 60), ("SIGTERM", 0.1)])
+def test_the_second_signal_ends_the_process_in_the_middle_of_a_kernel(second, repeated_s):
+    said = f"error: rank 0 ended at once by a second signal, {second}; nothing was saved after the last checkpoint\n"
+    code, out, err = twice(second, repeated_s)
+    assert (code, sorted(out.splitlines()), err) == (128 + signal.Signals[second], [FIRST, "True SIGTERM"], said)
+
+
+def test_a_signal_that_is_repeated_at_once_is_one():
+    code, out, err = twice("SIGTERM", size=2500)
+    assert (code, sorted(out.splitlines()), err) == (0, [FIRST, "True SIGTERM", "went on"], "")
+
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--shutdown-timeout", "120", "-m", "compiler_trainer"]
+
+
+@pytest.mark.full
+def test_a_signal_to_torchrun_and_its_ranks_alike_saves(tmp_path):
+    job = ("model=llama_debug model.dim=64 model.n_layers=1 model.n_heads=4 model.n_kv_heads=2 model.ffn_dim=96 data=synthetic data.documents=60 "
+           "train.seq_len=64 train.global_batch_size=256 eval.interval=null lower.backend=eager run.dump_graphs=false mesh.dp_shard=2 "
+           f"train.steps=100000 checkpoint.interval=100000 run.dir={tmp_path}/run").split()
+    agent = subprocess.Popen([sys.executable, *TORCHRUN, *job], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    while not (tmp_path / "run" / "metrics.jsonl").exists() or not metrics(tmp_path / "run"):
+        time.sleep(0.1)
+        assert agent.poll() is None
+    ranks = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+    for pid in (agent.pid, *map(int, ranks)):  # as a scheduler does
+        os.kill(pid, signal.SIGTERM)
+    said = agent.communicate(timeout=120)[0]
+    (saved,) = folders(tmp_path / "run")
+    assert f"stopped after step {int(saved.removeprefix('step_'))} of 100000, for SIGTERM; go on with" in said
 
 
 def test_when_it_is_over_signals_do_what_they_did_before():
@@ -152,7 +198,7 @@ def test_auto_starts_and_starts_again_and_goes_on(whole, tmp_path, monkeypatch):
         during(patch, 2, lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             trainer.train(cfg)
-    assert len(metrics(cfg.run.dir)) == 1 and not Path(cfg.run.dir, "checkpoints").exists()
+    assert len(metrics(cfg.run.dir)) == 1 and not folders(cfg.run.dir)
     with monkeypatch.context() as patch:
         during(patch, 4, lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -164,6 +210,7 @@ def test_auto_starts_and_starts_again_and_goes_on(whole, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["index.json", "rank_00000.safetensors"])
 @pytest.mark.parametrize("resume", ["latest", "auto"])
+@pytest.mark.sample(2)
 def test_damage_is_passed_over_and_set_aside(resume, name, whole, tmp_path, capsys):
     shutil.rmtree(Path(whole.run.dir, "checkpoints/step_00000006"))
     damaged = Path(whole.run.dir, "checkpoints/step_00000004")
@@ -172,7 +219,8 @@ def test_damage_is_passed_over_and_set_aside(resume, name, whole, tmp_path, caps
     capsys.readouterr()
     trainer.train(resuming(whole, resume))
     assert timeless(metrics(whole.run.dir)) == before
-    said = capsys.readouterr().err
+    out, said = capsys.readouterr()
+    assert f"going on after step 2, from {Path(whole.run.dir, 'checkpoints/step_00000002')}\n" in out
     assert said.startswith(f"{damaged} is damaged and passed over: {damaged / name}") and said.count("\n") == 1
     assert folders(whole.run.dir) == ["step_00000002", "step_00000004", "step_00000004.damaged", "step_00000006"]
     checkpoint.check(damaged)
@@ -205,6 +253,7 @@ def test_what_is_no_checkpoint_but_is_called_so_is_passed_over_and_set_aside(who
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to(path), lambda path: path.symlink_to("gone")])
 @pytest.mark.parametrize("name", ["config.yaml", "report.json", "metrics.jsonl", "graphs", ""])
+@pytest.mark.sample(2)
 def test_what_is_in_the_place_of_a_runs_file_is_named_before_compiling(make, name, fake, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer, "compile_step", lambda *args, **kwargs: pytest.fail("compiled"))
     cfg = options(tmp_path / "run")
@@ -244,6 +293,7 @@ MEANT = {
 
 
 @pytest.mark.parametrize("name", MEANT)
+@pytest.mark.sample(2)
 def test_what_changes_the_meaning_is_refused_by_name_and_allowed_by_name(name, whole):
     new = MEANT[name](whole)
     with pytest.raises(UserError, match=rf"^{name}: is .* here and .* in .*step_00000004; .*checkpoint.allow=\[{name}\]$"):
@@ -262,6 +312,7 @@ FREE = {
 
 
 @pytest.mark.parametrize("name", FREE)
+@pytest.mark.sample(2)
 def test_what_leaves_the_meaning_may_change(name, whole):
     trainer.train(resumed_with(whole, **FREE[name](whole)))
 
@@ -305,6 +356,7 @@ def test_a_name_that_allows_nothing_is_refused(whole):
     ([2**63], "taken has to be whole numbers"),
     ([[1]], "taken has to be whole numbers"),
 ])
+@pytest.mark.sample(2)
 def test_a_state_that_no_loader_reads_is_refused(state, says, whole):
     path = Path(whole.run.dir, "checkpoints/step_00000004")
     contents = json.loads((path / "index.json").read_bytes())["checkpoint"]

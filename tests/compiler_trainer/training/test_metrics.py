@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import re
 import sys
 
@@ -11,8 +13,8 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from compiler_trainer.training import progress
-from compiler_trainer.training.evaluate import mean_loss
+from compiler_trainer.training import metrics, progress
+from compiler_trainer.training.evaluate import means
 from compiler_trainer.training.memory import PeakMemory, cpu_peak
 from compiler_trainer.training.metrics import FILE, Metrics, read
 from compiler_trainer.training.progress import Progress, Working, say_contents
@@ -65,6 +67,42 @@ def test_nothing_but_numbers_is_written(tmp_path):
     assert (tmp_path / FILE).read_text() == ""
 
 
+def test_a_full_disk_loses_nothing_and_stops_nothing(tmp_path, monkeypatch, capsys):
+    write(tmp_path, [1, 2])
+    real, room = io.FileIO, [200]
+
+    class Full(io.FileIO):
+        """Files of a disk with some room, of which a last write takes what there is."""
+
+        def write(self, content):
+            if not room[0]:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            taken = min(len(content), room[0])
+            room[0] -= taken
+            return super().write(content[:taken])
+
+    monkeypatch.setattr(metrics, "open", lambda path, mode, buffering: Full(path, mode), raising=False)
+    with Metrics(tmp_path, 2) as file:
+        for step in (3, 4, 5):
+            file.write(record(step))
+        monkeypatch.setattr(metrics, "open", lambda path, mode, buffering: real(path, mode))
+        assert [r["step"] for r in read(tmp_path / FILE)] in ([1, 2], [1, 2, 3])
+        file.write(record(6))
+    assert read(tmp_path / FILE) == [record(step) for step in range(1, 7)]
+    assert scalars(tmp_path, "loss") == [(step, pytest.approx(5.0 / step)) for step in range(1, 7)]
+    said = capsys.readouterr().out
+    assert said.count("metrics.jsonl cannot be written (No space left on device)") == 1
+    assert said.count("metrics.jsonl is written again, nothing is missing") == 1
+
+
+def test_what_never_found_room_is_said_to_be_missing(tmp_path, monkeypatch, capsys):
+    metrics_file = Metrics(tmp_path)
+    monkeypatch.setattr(metrics, "open", lambda *a, **k: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")), raising=False)
+    metrics_file.write(record(1))
+    metrics_file.close()
+    assert "metrics.jsonl lacks its last " in capsys.readouterr().out
+
+
 # Memory
 
 
@@ -104,14 +142,14 @@ def test_state_is_added_and_one_step_profiled(capfd):
 class Given:
     """Gives each batch the loss written in it."""
 
-    def evaluate(self, batch):
-        return float(batch["loss"])
+    def measure(self, batch):
+        return {"loss": float(batch["loss"])}
 
 
 def test_a_batch_weighs_as_much_as_it_has_labels():
     few = {"loss": torch.tensor(8.0), "labels": torch.tensor([[1, -100, -100, -100]])}
     many = {"loss": torch.tensor(2.0), "labels": torch.tensor([[1, 2, 3, -100]])}
-    assert mean_loss(Given(), [few, many]) == (8.0 * 1 + 2.0 * 3) / 4
+    assert means(Given(), [few, many]) == {"loss": (8.0 * 1 + 2.0 * 3) / 4}
 
 
 # Console
@@ -129,6 +167,7 @@ def test_plain_lines_without_a_terminal(capsys):
     assert [line.split()[1] for line in lines] == [f"{step}/50" for step in range(5, 51, 5)]
     assert re.fullmatch(r"step 5/50  loss 1\.000  norm 0\.5  lr 0\.001  1,234 tokens/s  0:00:00 left", lines[0])
     assert all(("eval loss 7.250" in line) == (i >= 4) for i, line in enumerate(lines))
+    assert all(("eval loss 7.250 (step 25)" in line) == (i > 4) for i, line in enumerate(lines))
 
 
 def test_plain_lines_of_a_short_and_of_a_resumed_run(capsys):

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from compiler_trainer.config.device import settled
 from compiler_trainer.config.schema import Config, MeshConfig, ModelConfig
 from compiler_trainer.models.subject import subject
+from compiler_trainer.training.preflight import default_job
 from compiler_trainer.training.speed import machine, speed
-from compiler_trainer.training.trainer import debug_settings
 
 CFG = replace(Config(), mesh=MeshConfig(dp_shard=4))
 
@@ -23,9 +24,10 @@ def test_flops_are_those_of_one_rank():
 
 def test_mfu_is_of_the_gpu_that_the_cluster_describes(monkeypatch):
     monkeypatch.setattr(torch, "cuda", SimpleNamespace(is_available=lambda: True, get_device_name=lambda: "NVIDIA H100 80GB HBM3"))
-    found = speed(CFG, 10**6, 4000, 0.5)
-    assert found["mfu"] == pytest.approx(found["tflops"] / 67.0)  # fp32
-    other = replace(CFG, cluster=replace(CFG.cluster, name="h200"))
+    cfg = settled(CFG, on_gpu=True)
+    found = speed(cfg, 10**6, 4000, 0.5)
+    assert found["mfu"] == pytest.approx(found["tflops"] / 989.0)  # bf16
+    other = replace(cfg, cluster=replace(cfg.cluster, device="NVIDIA H200"))
     assert "mfu" not in speed(other, 10**6, 4000, 0.5)
 
 
@@ -35,6 +37,6 @@ def test_the_machine_is_named():
 
 def test_a_large_model_on_debug_settings_is_noted():
     large = replace(Config(), model=ModelConfig(dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, ffn_dim=8192))
-    assert "recipe=llama3_8b" in debug_settings(large, subject(large))
-    assert not debug_settings(Config(), subject(Config()))
-    assert not debug_settings(replace(large, data=replace(large.data, name="text")), subject(large))
+    assert "recipe=llama3_8b" in default_job(large, subject(large))
+    assert not default_job(Config(), subject(Config()))
+    assert not default_job(replace(large, data=replace(large.data, name="text")), subject(large))

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from net_runs import MESH, Net, loss
+from short_runs import no_file_above
 
 import compiler_trainer as ct
 from compiler_trainer.config.errors import UserError
@@ -57,6 +58,18 @@ def test_a_trace_is_written_into_the_run_folder(tmp_path):
             torch.ones(3).sum()
     names = [e["name"] for e in json.load(gzip.open(tmp_path / trace.FILE))["traceEvents"]]
     assert [name for name in names if name.startswith("step ")] == ["step 3", "step 4"] and "aten::sum" in names
+
+
+@pytest.mark.parametrize("most_bytes", [0, 3000])
+def test_a_disk_that_does_not_take_the_trace_is_one_line(tmp_path, capsys, most_bytes):
+    recorder = trace.Trace(options(tmp_path, steps=4), SimpleNamespace(train={}, microbatches=1), done=0)
+    with no_file_above(most_bytes):
+        for number in range(1, 5):
+            with recorder.around(number):
+                torch.ones(3).sum()
+    (said,) = [line for line in capsys.readouterr().out.splitlines() if "cannot be written" in line]
+    assert said.startswith(f"{tmp_path / trace.FILE} cannot be written (") and said.endswith("): there is no trace of this run")
+    assert not list(tmp_path.iterdir())
 
 
 def test_nothing_is_recorded_unasked(tmp_path):

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from short_runs import MODEL, FakeStep, metrics, options, resuming, timeless
+from printed_programs import joint
+from short_runs import MODEL, FakeStep, metrics, no_file_above, options, resuming, timeless
 
 from compiler_trainer import checkpoint
 from compiler_trainer.config import schema as config
+from compiler_trainer.config.device import for_running
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import (
     CheckpointConfig,
@@ -22,10 +24,14 @@ from compiler_trainer.config.schema import (
     EvalConfig,
     RunConfig,
 )
+from compiler_trainer.config.validate import validate
 from compiler_trainer.data.datasets import build_datasets
 from compiler_trainer.step.step import State
 from compiler_trainer.training import prepare, trainer
 from compiler_trainer.training.lr_schedule import learning_rate
+from passes.check.runner import PassRecord
+from passes.cost.accounting import Accounting
+from passes.program.ir import Report
 from passes.program.spec import Spec
 
 
@@ -69,12 +75,25 @@ def test_padding_counts_as_no_token(fake, tmp_path):
 
 def test_evaluation_is_on_the_same_held_out_rows(fake, tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(trainer, "mean_loss", lambda step, batches: seen.append(list(batches)) or 1.0)
+    monkeypatch.setattr(trainer, "means", lambda step, batches: seen.append(list(batches)) or {"loss": 1.0})
     trainer.train(options(tmp_path / "run"))
     first, second = seen
     assert len(first) == 2
     assert all(torch.equal(a["tokens"], b["tokens"]) for a, b in zip(first, second, strict=True))
     assert not torch.equal(first[0]["tokens"], first[1]["tokens"])
+
+
+def test_a_model_that_has_weights_is_evaluated_before_its_first_step(fake, tmp_path, monkeypatch, capsys):
+    built = trainer.subject
+    monkeypatch.setattr(trainer, "subject", lambda cfg: replace(built(cfg), has_weights=True))
+    cfg = options(tmp_path / "run", optim=config.OptimConfig(lr=0.0))
+    trainer.train(cfg)
+    last = metrics(cfg.run.dir)[-1]["eval_loss"]
+    assert f"\neval loss {last:.3f} before the first step\n" in capsys.readouterr().out
+    trainer.train(resuming(replace(cfg, train=replace(cfg.train, steps=8)), "latest"))
+    assert "before the first step" not in capsys.readouterr().out
+    trainer.train(options(tmp_path / "never", eval=config.EvalConfig(interval=None)))
+    assert "eval loss" not in capsys.readouterr().out
 
 
 def test_checkpoints_are_taken_and_kept(fake, tmp_path):
@@ -87,7 +106,7 @@ def test_checkpoints_are_taken_and_kept(fake, tmp_path):
 
 
 def test_switched_off(fake, tmp_path):
-    changes = {"checkpoint": CheckpointConfig(enabled=False), "eval": EvalConfig(interval=0)}
+    changes = {"checkpoint": CheckpointConfig(interval=None), "eval": EvalConfig(interval=None)}
     trainer.train(options(tmp_path / "run", run=RunConfig(str(tmp_path / "run"), dump_graphs=False), **changes))
     assert not any("eval_loss" in record for record in metrics(tmp_path / "run"))
     assert not {"checkpoints", "graphs"} & {p.name for p in (tmp_path / "run").iterdir()}
@@ -208,6 +227,21 @@ def test_a_compilation_that_fails_keeps_its_graphs(tmp_path, monkeypatch):
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["graphs"]
 
 
+def test_a_disk_that_does_not_take_the_graphs_is_one_line(tmp_path, monkeypatch, capsys):
+    nothing = Accounting((), {}, 0, 0, 0, "x", "", {})
+
+    def compiled(*args, observe, **kwargs):
+        with no_file_above(100):
+            for name in ("forward", "step"):
+                observe(joint({"tp": 2}), PassRecord(name, "joint", 0.0, 0, 0, Report(), nothing, {}))
+        return FakeStep()
+
+    monkeypatch.setattr(trainer, "compile_step", compiled)
+    trainer.train(options(tmp_path / "run"))
+    assert len(metrics(tmp_path / "run")) == 6 and not (tmp_path / "run/graphs").exists()
+    assert capsys.readouterr().out.count("graphs cannot be written (File too large): the graphs are left out") == 1
+
+
 # Agreement
 
 
@@ -255,9 +289,9 @@ def test_a_compiled_run_learns_and_goes_on_bit_for_bit(tmp_path, capsys):
     assert records[0]["loss"] == pytest.approx(math.log(MODEL.vocab_size), rel=0.02)
     assert records[-1]["loss"] < records[0]["loss"] - 1
     assert {p.name for p in (tmp_path / "whole").iterdir() if "tfevents" not in p.name} == {
-        "checkpoints", "config.yaml", "graphs", "metrics.jsonl", "report.json",
+        ".owner", "checkpoints", "config.yaml", "graphs", "metrics.jsonl", "report.json",
     }
-    assert config.load(tmp_path / "whole/config.yaml") == replace(whole, mesh=replace(whole.mesh, dp_shard=1))
+    assert config.load(tmp_path / "whole/config.yaml") == validate(for_running(whole), 1)
     assert yaml.safe_load((tmp_path / "whole/config.yaml").read_text())["train"]["steps"] == 30
     assert json.loads((tmp_path / "whole/report.json").read_text())["passes"]
     assert list((tmp_path / "whole/graphs").glob("*.txt"))

@@ -69,9 +69,9 @@ def test_a_line_of_generated_code_is_told_by_its_nodes(tmp_path):
 
 
 def test_a_stopped_rank_of_two_is_named(tmp_path):
-    options = "data=synthetic data.documents=200 train.steps=100000 train.seq_len=16 train.global_batch_size=4 eval.interval=0".split()
+    options = "data=synthetic data.documents=200 train.steps=100000 train.seq_len=16 train.global_batch_size=4 eval.interval=null".split()
     small = "model.dim=16 model.n_layers=1 model.n_heads=2 model.n_kv_heads=1 model.ffn_dim=24 run.dump_graphs=false".split()
-    how = [f"run.dir={tmp_path}/run", "run.timeout_s=3", "lower.backend=eager", "checkpoint.enabled=false", "mesh.dp_shard=2"]
+    how = [f"run.dir={tmp_path}/run", "run.timeout_s=3", "lower.backend=eager", "checkpoint.interval=null", "mesh.dp_shard=2"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "compiler_trainer"]
     metrics = Path(tmp_path, "run/metrics.jsonl")
     with subprocess.Popen([*command, *options, *small, *how], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True) as job:

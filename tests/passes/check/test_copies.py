@@ -24,12 +24,14 @@ def stepped(mesh) -> tuple[ir.Program, ir.Context]:
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.sample(2)
 def test_copies_of_a_right_step_are_copies(mesh):
     assert not list(check_copies(stepped(mesh)[0])) and not list(check_copies(joint(mesh)[0]))
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("phase", ["backward", "optimizer"])
+@pytest.mark.sample(2)
 def test_every_reduction_that_is_left_out_lets_copies_drift_apart(mesh, phase):
     reductions = [n.name for n in stepped(mesh)[0].calls() if n.target is boundary.psum and ir.phase(n) == phase]
     for name in reductions:

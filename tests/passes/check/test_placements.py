@@ -57,6 +57,7 @@ def local(**mesh: int) -> tuple[ir.Program, ir.Program]:
 
 
 @pytest.mark.parametrize("mesh", [MESH, {"tp": 3}, {"dp_shard": 4}, {"dp_replicate": 2, "tp": 4}], ids=str)
+@pytest.mark.sample(2)
 def test_a_partitioned_program_is_what_it_says(mesh):
     assert not list(check_placements(*local(**mesh)))
 

@@ -28,6 +28,7 @@ from passes.program.frames import roomy
 from passes.program.mesh import Mesh
 from passes.program.printer import print_program
 from passes.program.spec import Spec
+from passes.program.stages import Stage
 from passes.program.sweep import sweep
 from passes.sharding.collectives import Expand
 from passes.sharding.normalize import Normalize
@@ -53,13 +54,13 @@ def captured(**mesh: int) -> tuple[ir.Program, ir.Context, dict[str, Tensor]]:
 
 
 @dataclass(frozen=True)
-class Fake:
+class Fake(ir.Pass):
     """A pass that does what it is given."""
 
     rewrite: Callable[[ir.Program], ir.Program] = lambda program: program
     name: str = "fake"
-    requires: frozenset[str] = frozenset()
-    establishes: frozenset[str] = frozenset()
+    takes: tuple[Stage, ...] = tuple(Stage)
+    gives: Stage | None = None
 
     def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         return self.rewrite(program), ir.Report()
@@ -83,7 +84,7 @@ def test_every_pass_is_recorded_verified_in_numbers_and_observed():
                                 observe=lambda *stage: seen.append(stage))
     assert [r.name for r in records] == NAMES and {r.program for r in records} == {"step"}
     assert [record for _, record in seen] == records and seen[-1][0] is final
-    assert final.facts == {"captured", "normalized", "placed", "local", "joint", "collectives"}
+    assert final.stage is Stage.EXPANDED
     for before, after in zip(records, records[1:], strict=False):
         assert after.nodes_before == before.nodes_after
     gradients = {f"gradient {name}" for name, kind in ((i.name, i.kind) for i in final.inputs) if kind == "parameter"}
@@ -160,25 +161,24 @@ def test_records_hold_what_the_program_will_cost():
 
 
 def test_order_is_checked_when_built():
-    check_order(PASSES, {"captured"})
+    check_order(PASSES, Stage.CAPTURED)
     with pytest.raises(ValueError) as error:
-        check_order((Normalize(), Shard(), Place()), {"captured"})
-    assert str(error.value) == ("pass 'shard' requires placed, which no pass before it establishes; "
-                                "put it after place")
-    with pytest.raises(ValueError, match="pass 'normalize' requires captured, which no pass before it establishes$"):
-        check_order(PASSES, ())
+        check_order((Normalize(), Shard(), Place()), Stage.CAPTURED)
+    assert str(error.value) == "pass 'shard' takes a placed program, not a normalized one: it comes too early"
+    with pytest.raises(ValueError, match="pass 'normalize' takes a captured program, not a placed one: it comes too late$"):
+        check_order(PASSES, Stage.PLACED)
 
 
 def test_passes_out_of_order_do_not_run():
     program, ctx, _ = captured()
-    with pytest.raises(ValueError, match="pass 'shard' requires"):
+    with pytest.raises(ValueError, match="pass 'shard' takes"):
         run_passes("step", (Fake(lambda p: pytest.fail("ran")), Shard()), program, ctx)
 
 
-def test_what_a_pass_establishes_is_added_to_the_facts():
+def test_a_program_is_of_the_stage_that_a_pass_gives():
     program, ctx, _ = captured()
-    after, _ = run_passes("step", (Fake(establishes=frozenset({"new"})),), program, ctx)
-    assert after.facts == {"captured", "new"} and program.facts == {"captured"}
+    after, _ = run_passes("step", (Fake(gives=Stage.NORMALIZED),), program, ctx)
+    assert after.stage is Stage.NORMALIZED and program.stage is Stage.CAPTURED
 
 
 # ---- refusals ------------------------------------------------------------------------------------------
@@ -226,12 +226,12 @@ def scale_the_loss(program: ir.Program) -> ir.Program:
     return program
 
 
-def test_a_graph_left_as_it_is_is_not_recomputed_and_its_new_facts_are_checked(monkeypatch):
+def test_a_graph_left_as_it_is_is_not_recomputed_and_its_new_stage_is_checked(monkeypatch):
     program, ctx, _ = captured(tp=2)
     program, _ = run_passes("test", [Normalize(), Place(), Shard(), Joint()], program, ctx)
     asked = []
     monkeypatch.setattr("passes.check.verify.sweep", lambda *given: asked.append(given) or sweep(*given))
-    same, again, wrong = Fake(lambda p: p), Fake(lambda p: p), Fake(lambda p: p, establishes=frozenset({"collectives"}))
+    same, again, wrong = Fake(lambda p: p), Fake(lambda p: p), Fake(lambda p: p, gives=Stage.EXPANDED)
     _, (first, second) = run_passes("test", [same, again], program, ctx)
     assert len(asked) == 1
     assert first.accounting == second.accounting
@@ -240,6 +240,19 @@ def test_a_graph_left_as_it_is_is_not_recomputed_and_its_new_facts_are_checked(m
     changed = Fake(lambda p: replace(p, inputs=(replace(p.inputs[0], spec=Spec.whole((7,))), *p.inputs[1:])))
     with pytest.raises(ir.CompileError, match="is of shape"):
         run_passes("test", [same, changed], program, ctx)
+
+
+def drop_all(program: ir.Program) -> ir.Program:
+    program = program.copy()
+    program.graph.output_node().args = ((),)
+    for node in reversed(list(program.calls())):
+        program.graph.erase_node(node)
+    program.module.recompile()
+    return replace(program, outputs=())
+
+
+def test_a_pass_that_drops_everything_is_found():
+    assert "loss 'loss', which" in refusal(drop_all) and "is neither returned nor stored" in refusal(drop_all)
 
 
 def test_wrong_numbers_are_found_where_numbers_are_verified():
@@ -259,7 +272,7 @@ def record_bf16(program: ir.Program) -> ir.Program:
 def test_a_wrong_record_is_found_after_the_pass_that_made_it(verify):
     assert re.match(r"fake: %linear \(joint_programs.py:\d+\) records bf16\[.*\], computes f32\[", refusal(record_bf16))
     program, ctx, _ = captured()
-    run_passes("test", [Fake(record_bf16)], program, ctx, verify="off")
+    run_passes("test", [Fake(record_bf16)], program, ctx, verify="none")
 
 
 def change_in_place(program: ir.Program) -> ir.Program:
@@ -314,6 +327,7 @@ def test_a_report_holds_counts_notes_bytes_flops_and_memory(tmp_path):
     assert any("dp_shard" in note for note in json.loads((tmp_path / "03_step_shard.json").read_text())["report"]["notes"])
 
 
+@pytest.mark.full
 def test_stages_are_artifacts_of_torch_trace(tmp_path):
     tests = Path(__file__).parents[2]
     script = f"import sys; sys.path[:0] = {[str(Path(__file__).parent), str(tests / 'support')]}; import test_runner as t; " \

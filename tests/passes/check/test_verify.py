@@ -16,6 +16,7 @@ from passes.check.numeric import run, verify_numeric
 from passes.check.verify import neighbours, verify_spec
 from passes.program import boundary, ir
 from passes.program.spec import Spec
+from passes.program.stages import Stage
 from passes.program.torch_private import c10d
 from passes.sharding.collectives import Expand
 from passes.update.optimize import Optimize
@@ -79,6 +80,14 @@ def test_a_failure_names_the_pass_the_node_its_line_both_values_and_ten_nodes_ar
     assert len(lines) == 10  # five before it, itself, and the four that are left
     assert [line for line in lines if line.startswith(">")] == [
         "> %linear_default = linear(%x, %all_gather_default) : bf16[2, 6] [4@tp, 6]   # model.py:31 forward"]
+
+
+@pytest.mark.parametrize("phase", [None, "later"])
+def test_an_operator_of_no_phase_is_found(phase):
+    """A rewrite that forgets it would move a node of the backward into the forward."""
+    where, ctx = program()
+    next(n for n in where.calls() if n.target is aten.mul.Tensor).meta["phase"] = phase
+    assert "is of no phase; one of forward, backward, optimizer has to be recorded with it" in message(where, ctx)
 
 
 def test_neighbours_are_five_before_and_five_after():
@@ -228,7 +237,7 @@ def gradient_laid_out_otherwise(where: ir.Program) -> ir.Program:
     [
         (no_gradient, "b", "parameter 'b' has 0 gradients among the outputs"),
         (two_gradients, "b", "parameter 'b' has 2 gradients among the outputs"),
-        (lambda where: replace(where, facts=where.facts | {"step"}), "w", "parameter 'w' has 1 gradients"),
+        (lambda where: replace(where, stage=Stage.STEP), "w", "parameter 'w' has 1 gradients"),
         (gradient_laid_out_otherwise, "reduce_scatter", "gradient of 'w' is placed [3, 4], the parameter [6@tp, 4]"),
     ],
 )
@@ -276,7 +285,7 @@ def test_defects_of_expanded_collectives_are_found(plant, name, text):
 
 
 def test_a_boundary_operator_left_after_expansion_is_found():
-    found(lambda where: replace(where, facts=where.facts | {"collectives"}), program(), "all_gather_default",
+    found(lambda where: replace(where, stage=Stage.EXPANDED), program(), "all_gather_default",
           "is a boundary operator, which `collectives` should have expanded")
 
 
@@ -287,7 +296,7 @@ def test_float8_that_travels_as_such_is_found():
     sent = small.call(c10d.all_gather_into_tensor.default, small8, 2, "tp")
     done = small.call(c10d.wait_tensor.default, sent)
     where = small.program([("metric", "out", done, cut((8,)))])
-    where = replace(where, facts=where.facts | {"collectives"})
+    where = replace(where, stage=Stage.EXPANDED)
     found(lambda where: where, (where, small.ctx), "all_gather_into_tensor_default", "send its bytes as uint8")
 
 
@@ -386,7 +395,7 @@ def test_what_is_written_in_place_is_compared():
         new = small.call(aten.add.Tensor, moment, by)
         small.call(aten.copy_.default, moment, new)
         small.call(aten.copy_.default, w, small.call(aten.sub.Tensor, w, new))
-        return small.program([("metric", "m", new, cut((5,), dp_shard=0))], "local", "joint", "step"), small.ctx
+        return small.program([("metric", "m", new, cut((5,), dp_shard=0))], Stage.STEP), small.ctx
 
     (before, ctx), (after, _) = stepped(0.5), stepped(0.25)
     given = {"w": torch.ones(5, dtype=F64)}

@@ -28,7 +28,7 @@ def compiled(mesh: tuple, bucket_mib: float = 0.0, policy: str = "none", regathe
         records[record.program, record.name] = record
 
     passes = {"schedule": {"bucket_mib": bucket_mib}, "remat": {"policy": policy, "regather": regather},
-              "shard": {"min_shard_elements": least}, "verify": "off"}
+              "shard": {"min_shard_elements": least}, "verify": "none"}
     step = compile_lockstep(llama(N_LAYERS), llama_loss, batches(rows=4)[0], dict(mesh), ADAMW, passes=passes,
                             microbatches=microbatches, observe=observe)
     return {name: c.program for name, c in step.train.items()}, records

@@ -18,6 +18,7 @@ from passes.cost.accounting import axis_of, communicator_of, count_traffic, kind
 from passes.memory.remat import Remat
 from passes.program import ir
 from passes.program.printer import print_program
+from passes.program.stages import Stage
 from passes.program.sweep import sweep
 from passes.program.torch_private import c10d
 from passes.sharding.collectives import Expand
@@ -47,7 +48,7 @@ def summed(program: Small, x, axis: str, phase: str):
 def named(program: Small, *results) -> list[str]:
     """The communicators of the collectives after the pass, in order."""
     outputs = [("gradient", f"g{i}", node, cut(tuple(ir.example(node).shape))) for i, node in enumerate(results)]
-    given = program.program(outputs, "captured", "local", "collectives")
+    given = program.program(outputs, Stage.EXPANDED)
     text = print_program(given)
     found, _ = Communicators()(given, program.ctx)
     assert print_program(given) == text
@@ -82,6 +83,7 @@ MESHES = [(("dp_shard", 2),), (("dp_replicate", 2), ("dp_shard", 2)), (("dp_shar
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.sample(2)
 def test_the_bits_stay_and_so_do_the_bytes_of_an_axis(mesh):
     program, ctx = joint(mesh)
     for step in (Remat("full"), Schedule(), Expand()):

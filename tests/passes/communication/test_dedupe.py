@@ -76,6 +76,7 @@ def test_a_read_after_a_write_is_another():
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.sample(2)
 def test_a_model_keeps_its_bits(mesh):
     program, ctx = joint(mesh)
     text = print_program(program)
@@ -124,6 +125,7 @@ def test_other_options_other_uses_and_other_shapes_stay():
 # ---- what it is for ----------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_float8_layers_send_activations_as_often_as_others():
     """Each is a function of its own, with gathers and reductions of its own."""
     cfg = Config(

@@ -14,7 +14,6 @@ from passes.memory.remat import Remat
 from passes.program import boundary, ir
 from passes.program.printer import print_program
 from passes.program.spec import Factor, Spec
-from passes.sharding.collectives import Expand
 from passes.update.accumulate import Accumulate, ApplyOnly
 from passes.update.optimize import Optimize
 from passes.update.optimizers import AdamW
@@ -70,6 +69,7 @@ def test_gathers_travel_together_at_the_first_of_them():
 
 
 @pytest.mark.parametrize(("parts", "dtype"), [(2, F32), (3, F32), (3, torch.bfloat16)])
+@pytest.mark.sample(2)
 def test_any_dim_remainder_and_dtype_give_the_same_bits(parts, dtype):
     shapes = {"a": ((4, 2), 0), "b": ((3, 5), 1), "c": ((7,), 0), "d": ((1, 1, 1), 2)}
     tiny, torch_random = Tiny(dp_shard=parts), torch.Generator().manual_seed(0)
@@ -223,9 +223,3 @@ def test_microbatch_graphs_merge_too():
 def test_a_negative_bucket_is_refused():
     with pytest.raises(ir.CompileError, match="bucket_mib is -1; must be >= 0"):
         Schedule(-1)(*joint(FSDP))
-
-
-def test_written_out_collectives_are_refused():
-    program, ctx = joint(FSDP)
-    with pytest.raises(ir.CompileError, match="schedule before that"):
-        Schedule()(Expand()(program, ctx)[0], ctx)

@@ -28,6 +28,7 @@ from passes.program import ir
 from passes.program.mesh import Mesh
 from passes.program.shift import shift
 from passes.program.spec import Factor, Spec, shard, unshard
+from passes.program.stages import Stage
 from passes.program.sweep import sweep
 from passes.program.torch_private import FakeTensorMode, c10d
 from passes.sharding.collectives import Expand
@@ -94,6 +95,7 @@ EVERY_RUN = [case for i, case in enumerate(CASES) if i % 23 == 0]
 
 
 @pytest.mark.parametrize("case", EVERY_RUN, ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.sample(4)
 def test_attention_over_ranks_is_that_of_one_device(case):
     method, form, heads, size, ranks = case
     run_case(method, form, heads, SIZES[size], ranks)
@@ -130,6 +132,7 @@ CAPPED = list(itertools.product(HEADS, SIZES, RANKS))
 
 
 @pytest.mark.parametrize(("heads", "size", "ranks"), CAPPED[::11])
+@pytest.mark.sample(2)
 def test_soft_capped_scores_over_ranks(heads, size, ranks):
     run_soft_capped(heads, SIZES[size], ranks)
 
@@ -212,6 +215,7 @@ def test_a_mask_with_a_gradient_has_it():
 
 
 @pytest.mark.parametrize(("method", "cp"), [*zip(METHODS, (2, 2, 2, 4))])
+@pytest.mark.sample(2)
 def test_batch_heads_and_sequence_shard_together(method, cp):
     mesh = replace(Mesh.of({"dp_shard": 2, "cp": cp, "tp": 2}), folded=frozenset({"cp"}))
     q, k = random(3, 8, 11, 4), random(3, 2, 11, 4)
@@ -226,6 +230,7 @@ def test_batch_heads_and_sequence_shard_together(method, cp):
 
 @pytest.mark.parametrize("size", [48, 37])
 @pytest.mark.parametrize(("method", "ranks", "steps"), [("ring", 4, (0, 1)), ("ring", 8, (0, 1)), ("hybrid", 8, (0, 1))])
+@pytest.mark.sample(2)
 def test_a_ring_of_a_sliding_window_ends_early(method, ranks, steps, size):
     """Where a mask is made of constants, steps at which no rank sees anything are not in the graph, nor their sends."""
 
@@ -279,13 +284,14 @@ def partitioned(method: str, ranks: int, size: int = 64, dtype: torch.dtype = to
     tensors = function.values[1:]
     placed = {i: sequence(tensors[i]) for i in (0, 1, 2, 3, 4, 5)}
     given = tuple(replace(g, spec=placed.get(i - 1, g.spec)) for i, g in enumerate(function.program.inputs))
-    program = replace(function.program, inputs=given, facts=function.program.facts | {"placed"})
+    program = replace(function.program, inputs=given, stage=Stage.PLACED)
     for step in (Shard(context=method), Joint(), Expand()):
         program, _ = step(program, function.ctx)
     return program, function.ctx
 
 
 @pytest.mark.parametrize(("method", "ranks"), [*itertools.product(METHODS[:3], (2, 4)), ("hybrid", 4), ("hybrid", 8)])
+@pytest.mark.sample(2)
 def test_bytes_sent_are_those_of_the_formula(method, ranks):
     program, ctx = partitioned(method, ranks)
     sent = sum(t.sent_bytes for t in count_traffic(program, sweep(program, ctx)) if t.kind != "all_reduce")
@@ -312,6 +318,7 @@ def test_keys_and_values_of_a_ring_are_a_share_of_the_sequence():
 
 
 @pytest.mark.parametrize(("method", "ranks"), [*itertools.product(METHODS[:3], (2, 4)), ("hybrid", 4)])
+@pytest.mark.sample(2)
 def test_bf16_loses_no_more_than_one_device(method, ranks):
     """Against fp64: at most 1.5 times the error of the single kernel in bf16, result and gradients."""
     exact = attention([random(2, 8, 64, 8), random(2, 2, 64, 8), random(2, 2, 64, 8)], Mesh.of({}), is_causal=True, enable_gqa=True)
@@ -361,6 +368,7 @@ def plain(microbatches: int):
 @pytest.mark.parametrize(("mesh", "passes", "options"), [
     setting if i in (4, 8) else pytest.param(*setting, marks=pytest.mark.full) for i, setting in enumerate(SETTINGS)
 ], ids=str)
+@pytest.mark.sample(1)
 def test_a_llama_trains_as_on_one_device(mesh, passes, options):
     """A sequence of 7 that nothing divides, ignored labels, three steps: losses, gradient norms and parameters."""
     step = compile_lockstep(llama(2), llama_loss, batches()[0], mesh, passes=passes, **options)
@@ -370,6 +378,7 @@ def test_a_llama_trains_as_on_one_device(mesh, passes, options):
     assert_same(step.state_dict(), state, 1e-10)
 
 
+@pytest.mark.full
 def test_remat_takes_a_ring_as_one_operator():
     """It is kept whole under a policy, result and log-sum-exp only, and repeated where that is asked for."""
 

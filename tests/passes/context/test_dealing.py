@@ -63,8 +63,10 @@ def test_documents_of_any_length_are_dealt_evenly(ranks):
     ({"cp": 2, "tp": 2}, {"verify": "numeric"}, {"microbatches": 4}),
     ({"cp": 2, "dp_shard": 2}, {"context": {"method": "ring"}}, {}),
     ({"cp": 3, "dp_replicate": 2}, {"context": {"method": "ring"}}, {"microbatches": 2}),
+    ({"cp": 2, "dp_replicate": 2}, {}, {"microbatches": 4}),  # of one row each, which all replicas have
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.sample(2)
 def test_a_model_trains_as_on_one_device(mesh, passes, options, causal):
     """Blocks of 3 of 21 tokens, other ones each step; sums along the sequence, and a table that all rows share."""
     passes = {**passes, "context": {**passes.get("context", {}), "load_balance": "blocks", "block": 3}}
@@ -100,6 +102,7 @@ TAKEN = {  # what auto takes, by what the model is and how long its blocks may b
 
 
 @pytest.mark.parametrize("name", TAKEN)
+@pytest.mark.sample(2)
 def test_auto_takes_blocks_where_documents_decide(name):
     options, causal, said = TAKEN[name]
     step = compile_lockstep(packed(causal), loss_of, batches()[0], {"cp": 2}, passes={"context": options})

@@ -66,6 +66,7 @@ def test_groups_of_neighbours_are_one_place_of_a_ring():
 @pytest.mark.parametrize(("method", "layout", "needed"), [
     ("ring", "none", {0, 1}), ("ring", "head_tail", {0, 1, 3}), ("hybrid", "none", {0}), ("hybrid", "head_tail", {0, 1}),
 ])  # fmt: skip
+@pytest.mark.sample(2)
 def test_what_nobody_needs_is_not_sent_and_nothing_else_changes(method, layout, needed):
     """Long documents after short ones, one program for both; keys travel once less than there are steps.
 

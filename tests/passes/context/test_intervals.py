@@ -26,7 +26,8 @@ from attention_cases import (
     shuffled,
 )  # fmt: skip
 from bounds import BOUNDS, bounds_of
-from oracle import compile_lockstep
+from oracle import assert_same, compile_lockstep, train_plainly, train_step
+from packed_models import batches, loss_of
 from rule_harness import Function, capture, check, on, sharded
 from torch import Tensor, fx, nn
 
@@ -129,6 +130,7 @@ CASES = list(itertools.product(METHODS, FORMS, HEADS, SIZES, RANKS, LAYOUTS))
 
 
 @pytest.mark.parametrize("case", CASES[::73], ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.sample(4)
 def test_attention_over_ranks_is_that_of_one_device(case):
     method, form, heads, size, ranks, layout = case
     report = run_case(method, form, heads, SIZES[size], ranks, layout)
@@ -250,6 +252,7 @@ def test_the_kernel_is_attention_with_a_mask(form, score):
 
 @pytest.mark.parametrize("score", EXPRESSIONS)
 @pytest.mark.parametrize("form", ["causal", "documents and window", "any"])
+@pytest.mark.sample(2)
 def test_the_kernel_is_flex_attention_with_blocks_made_of_bounds(form, score):
     first, last = bounds_of(form, 300)
     q, k, v = random(2, 4, 300, 16), random(2, 2, 300, 16), random(2, 2, 300, 16) + 1
@@ -323,6 +326,35 @@ def test_masks_of_transformers_are_read(window):
     wanted = (start if window is None else start.maximum(i - window + 1)).expand(2, 32), (i + 1).expand(2, 32)
     for x, y in zip(found, wanted, strict=True):
         assert torch.equal(x.expand(2, 32), y)
+
+
+class Turned(nn.Module):
+    """Attention within documents whose keys, of fewer heads than queries, are computed in another dtype and cast back."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.qkv, self.head = nn.Embedding(11, 16), nn.Linear(16, 32), nn.Linear(16, 11)
+
+    def forward(self, tokens: Tensor, ids: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        q, k, v = (y.unflatten(-1, (-1, 4)).transpose(1, 2) for y in self.qkv(x).split((16, 8, 8), -1))
+        q, k = (torch.cos(y.float()).to(y.dtype) for y in (q, k))
+        i, j = grids(tokens.shape[1])
+        seen = (ids[:, None, :, None] == ids[:, None, None, :]) & (i >= j)
+        y = F.scaled_dot_product_attention(q, *(y.repeat_interleave(2, 1) for y in (k, v)), seen)
+        return self.head(x + y.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("load_balance", ["head_tail", "blocks"])
+def test_keys_that_are_cast_are_gathered_before_their_cast(load_balance):
+    torch.manual_seed(0)
+    model, data = Turned().double(), batches()
+    metrics, state = train_plainly(model, loss_of, data)
+    context = {"method": "all_gather", "load_balance": load_balance, "block": 3}
+    step = compile_lockstep(model, loss_of, data[0], {"cp": 2}, passes={"context": context})
+    for found, wanted in zip(train_step(step, data), metrics, strict=True):
+        assert_same(found, wanted, 1e-6)
+    assert_same(step.state_dict(), state, 1e-6)
 
 
 def program_of(program: ir.Program, *results: fx.Node) -> fx.GraphModule:

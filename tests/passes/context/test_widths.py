@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from oracle import assert_same, compile_lockstep, train_plainly, train_step
 from packed_models import batches
+from sweeps import in_turn
 from torch import Tensor, nn
 
 from passes.program.ir import example
@@ -36,12 +37,13 @@ def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten())
 
 
-@pytest.mark.parametrize("values", [4, 9])
-@pytest.mark.parametrize("scale", [None, 0.3])
-@pytest.mark.parametrize(("mesh", "method"), [
-    ({"dp_shard": 2}, "auto"), ({"tp": 2}, "auto"), ({"cp": 2}, "ring"), ({"cp": 2}, "ulysses"), ({"cp": 2}, "all_gather"),
-], ids=str)  # fmt: skip
-def test_a_step_is_that_of_one_device_without_scores_in_memory(values, scale, mesh, method):
+RUNS = (({"dp_shard": 2}, "auto"), ({"tp": 2}, "auto"), ({"cp": 2}, "ring"), ({"cp": 2}, "ulysses"), ({"cp": 2}, "all_gather"))
+
+
+@pytest.mark.parametrize(("run", "values", "scale"), in_turn(RUNS, [4, 9], [None, 0.3]), ids=str)
+@pytest.mark.sample(2)
+def test_a_step_is_that_of_one_device_without_scores_in_memory(run, values, scale):
+    mesh, method = run
     torch.manual_seed(0)
     model, data = Heads(values, scale), batches()
     data = [{"tokens": batch["tokens"], "labels": batch["labels"]} for batch in data]

@@ -11,6 +11,7 @@ import zoo
 from attention_cases import F64, TOLERANCE, grids, random
 from oracle import LRS, assert_same, compile_lockstep, train_plainly, train_step
 from rule_harness import Function, capture, check
+from sweeps import in_turn
 from torch import Tensor
 
 from compiler_trainer.capture.capture import capture as capture_model
@@ -136,8 +137,8 @@ def built(monkeypatch):
     return zoo.build
 
 
-@pytest.mark.parametrize("mesh", [{"cp": 2, "tp": 2}, {"cp": 4}], ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "mesh"), in_turn(MODELS, [{"cp": 2, "tp": 2}, {"cp": 4}]), ids=str)
+@pytest.mark.sample(1)
 def test_models_that_write_it_out_train_as_on_one_device(name, mesh, built):
     model, data, sgd = built(name), [zoo.batch() for _ in LRS], {"name": "sgd"}
     metrics, state = train_plainly(model, zoo.loss_fn, data, sgd)

@@ -11,15 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from omegaconf import OmegaConf
+from commands import call
 from small_programs import Small, cut
 
-from compiler_trainer import compile_step, models, train
+from compiler_trainer import compile_step, models
+from compiler_trainer.cli import app
 from compiler_trainer.config import schema as config
+from compiler_trainer.config.choices import CONF
 from compiler_trainer.config.cluster import ByDtype, ClusterConfig
+from compiler_trainer.config.compose import compose
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import (
+    CastConfig,
     Config,
     ExpertsConfig,
     LatentConfig,
@@ -321,6 +325,9 @@ def test_a_dtype_without_a_rate_is_named():
 MODEL = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64)
 
 
+PLAIN = CastConfig(param_dtype=None)
+
+
 def options(folder="unused", mesh=None, **changes):
     """A dry run of a tiny model on 64 ranks."""
     return replace(
@@ -329,6 +336,8 @@ def options(folder="unused", mesh=None, **changes):
             train=TrainConfig(seq_len=32, global_batch_size=8),
             mesh=mesh or MeshConfig(dp_shard=8, cp=2, tp=4),
             optim=OptimConfig(max_norm=1.0),
+            passes=PassesConfig(PLAIN),
+            cluster=ClusterConfig(),
             run=RunConfig(dir=str(folder), dry=True),
         ),
         **changes,
@@ -389,7 +398,7 @@ def test_bytes_sent_are_those_of_the_accounting(sixty_four):
 @pytest.fixture(scope="module")
 def four():
     """The config, the programs and the prediction of a dry run on 4 ranks."""
-    cfg = options(mesh=MeshConfig(dp_shard=2, tp=2), passes=PassesConfig(verify="off"))
+    cfg = options(mesh=MeshConfig(dp_shard=2, tp=2), passes=PassesConfig(PLAIN, verify="none"))
     dry = compile_dry(cfg, None)
     return cfg, dry, predict_step(cfg, dry)
 
@@ -406,7 +415,7 @@ def test_memory_is_that_of_the_step_that_is_run(four):
 
 
 def test_with_microbatches_the_moments_lie_beside_what_accumulates():
-    train, passes = TrainConfig(seq_len=32, global_batch_size=8, microbatches=4), PassesConfig(verify="off")
+    train, passes = TrainConfig(seq_len=32, global_batch_size=8, microbatches=4), PassesConfig(PLAIN, verify="none")
     cfg = options(mesh=MeshConfig(dp_shard=2), train=train, passes=passes, model=replace(MODEL, n_layers=1))
     step = compile_dry(cfg, None)
     found = predict_step(cfg, step)
@@ -426,6 +435,7 @@ QUICKER = {
 
 
 @pytest.mark.parametrize("field", QUICKER)
+@pytest.mark.sample(2)
 def test_a_better_cluster_is_never_slower(four, field):
     cfg, dry, _ = four
     value = getattr(SLOWED, field)
@@ -481,37 +491,37 @@ def test_a_run_is_not_written_over(tmp_path):
 @pytest.mark.parametrize(
     ("argument", "said"),
     [
-        ("cluster=h10", "cluster: 'h10' is not one of a100, cpu, grand_teton, h100, h200; did you mean 'h100'?"),
+        ("cluster=h10", "cluster: 'h10' is not one of a100, auto, cpu, grand_teton, h100, h200; did you mean 'h100'?"),
         ("cluster.throttle=1.5", "cluster.throttle: 1.5 must be above 0 and at most 1"),
         ("cluster.rates=h10", "cluster.rates: 'h10' is not one of a100, cpu, h100; did you mean 'h100'?"),
         ("cluster.attention=flas2", "cluster.attention: 'flas2' is not one of flash2, cudnn, flash3; did you mean 'flash2'?"),
         ("cluster.intra_gbs=3", "cluster.intra_gbs: no such option; did you mean 'intra_gb_s'?"),
     ],
 )
+@pytest.mark.sample(2)
 def test_a_bad_cluster_is_one_line(monkeypatch, capsys, tmp_path, argument, said):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["compiler-trainer", "run.dry=true", "mesh.dp_shard=2", argument])
-    with pytest.raises(SystemExit) as stopped:
-        train.main()
-    assert stopped.value.code == 2
+    named = () if argument.startswith("cluster=") else ("cluster=h100",)
+    assert call("run.dry=true", "mesh.dp_shard=2", *named, argument) == 2
     assert capsys.readouterr().err.strip() == f"error: {said}"
 
 
 def test_a_dry_run_is_one_process(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, "WORLD_SIZE", 2)
-    monkeypatch.setattr("sys.argv", ["compiler-trainer", "run.dry=true", "mesh.dp_shard=2"])
-    with pytest.raises(SystemExit) as stopped:
-        train.main()
-    assert stopped.value.code == 2
+    monkeypatch.setattr(app, "WORLD_SIZE", 2)
+    assert call("run.dry=true", "mesh.dp_shard=2") == 2
     assert "error: run.dry: is one process, and 2 were started" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("path", sorted((train.CONF / "cluster").glob("*.yaml")), ids=lambda p: p.stem)
-def test_every_cluster_is_whole(path):
-    given = OmegaConf.to_container(OmegaConf.load(path))
+NAMES = sorted({path.stem for path in (CONF / "cluster").glob("*.yaml")} - {"auto"})
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sample(2)
+def test_every_cluster_is_whole(name):
+    given = compose([f"cluster={name}"])["cluster"]
     found = build(ClusterConfig, given, "cluster")
-    assert found.name == path.stem
+    assert found.name == name
     assert set(given) == {f.name for f in dataclasses.fields(ClusterConfig)} - {"gpus"}
     assert cluster_of(found).rates.memory.at(2**30) <= 1e9 * found.hbm_gb_s
     assert set(found.sources) <= set(given)
@@ -522,7 +532,7 @@ def test_every_table_of_rates_can_be_read(path):
     assert read(path).protocols
 
 
-def test_the_default_cluster_is_that_of_the_file():
-    given = OmegaConf.to_container(OmegaConf.load(train.CONF / "cluster" / "h100.yaml"))
-    assert replace(build(ClusterConfig, given), sources={}) == ClusterConfig()
+def test_the_default_figures_are_those_of_h100():
+    found = build(ClusterConfig, compose(["cluster=h100"])["cluster"])
+    assert replace(found, sources={}, device=None) == ClusterConfig()
     assert isinstance(ClusterConfig().peak_tflops, ByDtype)

@@ -13,6 +13,7 @@ from sweeps import quick
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from compiler_trainer import compile_step
+from compiler_trainer.config.device import settled
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import Config
@@ -24,6 +25,7 @@ from passes.lower.segment import Segment
 from passes.program import ir
 from passes.program.attend import attend
 from passes.program.bodies import calls_of
+from passes.program.stages import Stage
 from passes.program.torch_private import FakeTensor, ao
 
 aten = torch.ops.aten
@@ -55,8 +57,9 @@ def planted(target, *others, of=fake):
     ir.set_value(host, fake(small, "cpu", ()))
     for node, line, layer in ((first, 1, 0), (found, 41, 0), (second, 3, 1)):
         ir.set_origin(node, f"model.py:{line}", f"layers.{layer}")
+        ir.set_phase(node, "forward")
     outputs = [("loss", "l", second, cut((4, 4))), ("metric", "m", found, cut((4, 4)))]
-    program, _ = Segment()(small.program(outputs, "captured", "local", "collectives"), small.ctx)
+    program, _ = Segment()(small.program(outputs, Stage.EXPANDED), small.ctx)
     ir.set_value(found, of(small))  # only now: no pass takes a shape that it does not know
     assert any(node.target is target for body in calls_of(program) for node in body.graph.nodes)
     return program
@@ -93,7 +96,7 @@ def test_attention_by_interval_is_recorded_only_compiled():
     small = Small()
     q, bounds = small.input("q", cut((1, 2, 4, 8)), dtype=F32), small.input("bounds", cut((1, 4)), dtype=torch.int64)
     out = small.call(operator.getitem, small.call(attend, q, q, q, bounds, bounds, None, [], 1.0, ""), 0)
-    program = small.program([("loss", "l", out, cut((1, 2, 4, 8)))], "captured", "local")
+    program = small.program([("loss", "l", out, cut((1, 2, 4, 8)))])
     assert breaks(program) == []
     (said,) = breaks(program, compiled=False)
     assert "use lower.backend=inductor" in said
@@ -114,7 +117,7 @@ def test_what_can_be_recorded_is_not_named(operator):
 @pytest.mark.parametrize("passes", quick([{}, {"cast": {"param_dtype": "bfloat16", "float8": "rowwise"}}], 0), ids=["fp32", "float8"])
 def test_a_dry_run_checks_too(passes, monkeypatch):
     options = {"mesh": {"dp_shard": 2, "tp": 2}, "model": {"n_layers": 1}, "lower": {"cudagraphs": True}, "passes": passes}
-    cfg = build(Config, options)
+    cfg = settled(build(Config, options), on_gpu=False)
     compile_dry(cfg, None)
     monkeypatch.setattr(programs, "breaks", lambda *_: ["%item (model.py:41) reads a value on the host"])
     with pytest.raises(UserError, match=r"lower.cudagraphs: cannot record step: %item \(model.py:41\)"):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import operator
 import os
+import shutil
 import subprocess
 import sys
 import weakref
 from dataclasses import replace
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -27,6 +29,7 @@ from passes.lower.segment import Segment
 from passes.lower.store import Store
 from passes.program import ir
 from passes.program.bodies import calls_of
+from passes.program.stages import Stage
 from passes.program.torch_private import LOWERING, build_cpp_header, choose_instruction_set, without_lowering
 
 aten = torch.ops.aten
@@ -43,7 +46,7 @@ def chain(layers=3, side=4, constant=2.0):
         x = small.call(aten.mul.Tensor, product, constant)
         for node in (product, x):
             ir.set_origin(node, "m.py:1", f"layers.{layer}")
-    program = small.program([("loss", "l", x, cut((side, side)))], "captured", "local", "collectives")
+    program = small.program([("loss", "l", x, cut((side, side)))], Stage.EXPANDED)
     return Segment()(program, small.ctx)[0], small.ctx
 
 
@@ -82,6 +85,7 @@ def test_a_stored_body_imports_lowering_only_for_kernels_that_torch_has_not(call
     assert getattr(found["extern_kernels"], called) is getattr(wanted["extern_kernels"], called)
 
 
+@pytest.mark.full
 def test_the_thread_that_builds_the_header_imports_no_more_of_the_compiler():
     code = (
         "import sys; from passes.program.torch_private import *; import_loader(); choose_instruction_set();"
@@ -148,7 +152,7 @@ def test_results_keep_their_strides_across_bodies():
     product = small.call(aten.mm.default, x, turned)
     for node, layer in ((turned, 0), (product, 1)):
         ir.set_origin(node, "m.py:1", f"layers.{layer}")
-    program = small.program([("loss", "l", product, cut((4, 4)))], "captured", "local", "collectives")
+    program = small.program([("loss", "l", product, cut((4, 4)))], Stage.EXPANDED)
     program, _ = Segment()(program, small.ctx)
     value = torch.randn(4, 6)
     torch.testing.assert_close(lower_inductor(program, small.ctx)([value])[0], value @ value.t())
@@ -164,10 +168,10 @@ def test_parts_that_are_taken_outside_of_bodies():
     for node, name in zip(squares, ("a", "b")):
         ir.set_parameter(node, name)
     ends = [("metric", f"m{i}", node, cut(tuple(ir.example(node).shape))) for i, node in enumerate(squares)]
-    program, report = Segment()(small.program(ends, "captured", "local", "collectives"), small.ctx)
+    program, report = Segment()(small.program(ends, Stage.EXPANDED), small.ctx)
     assert report.counts == {"calls": 2, "bodies": 1}
     value = torch.randn(12)
-    found = lower_inductor(replace(program, facts=program.facts | {"segments"}), small.ctx)([value])
+    found = lower_inductor(replace(program, stage=Stage.SEGMENTED), small.ctx)([value])
     torch.testing.assert_close(torch.cat(found), value * value)
 
 
@@ -182,7 +186,7 @@ def test_training_with_and_without_segments_is_the_same_to_the_bit():
             data[0],
             optim=NO_DECAY,
             lower={"backend": "inductor"},
-            passes={"segment": {"enabled": enabled}},
+            passes={"segment": {} if enabled else {"max_nodes": None}},
         )
         found.append((train_step(step, data), step.state_dict()))
     (metrics, state), (wanted, wanted_state) = found
@@ -277,3 +281,21 @@ def test_a_damaged_entry_is_said_and_not_used(tmp_path, damage):
     path.write_bytes(damage(path.read_bytes()))
     with pytest.warns(UserWarning, match="k is damaged; it is compiled again"):
         assert store.get("k") is None
+
+
+def test_a_stored_body_is_of_the_passes_as_they_are(tmp_path, monkeypatch):
+    """Whatever file of `passes/` changes: what finds collectives and their waits decides what kernels stand where, too."""
+    program, _ = chain(layers=1)
+    (body,) = {*calls_of(program)}
+    before = stored_key(body)
+    shutil.copytree(Path(inductor.__file__).parents[1], tmp_path / "passes", ignore=shutil.ignore_patterns("__pycache__"))
+    assert inductor.sources_of(tmp_path / "passes") == inductor.sources_of(Path(inductor.__file__).parents[1])
+    with (tmp_path / "passes/communication/borders.py").open("a") as file:
+        file.write("# changed\n")
+    changed = inductor.sources_of(tmp_path / "passes")
+    monkeypatch.setattr(inductor, "sources_of", lambda folder: changed)
+    inductor.surroundings.cache_clear()
+    try:
+        assert stored_key(body) != before
+    finally:
+        inductor.surroundings.cache_clear()

@@ -24,6 +24,7 @@ from passes.program.bodies import body_of_call, calls_of, flatten, is_view
 from passes.program.printer import print_program
 from passes.program.shift import arrive, shift
 from passes.program.spec import Spec
+from passes.program.stages import Stage
 from passes.program.torch_private import c10d
 from passes.sharding.collectives import Expand
 from passes.update.optimize import Optimize
@@ -49,7 +50,7 @@ def finished(mesh=(), n_blocks=4, policy="none"):
 def segmented(mesh=(), n_blocks=4, policy="none"):
     program, ctx = finished(mesh, n_blocks, policy)
     after, report = Segment()(program, ctx)
-    return replace(after, facts=after.facts | {"segments"}), report
+    return replace(after, stage=Stage.SEGMENTED), report
 
 
 # ---- the calls are the program ----------------------------------------------------------------------
@@ -57,6 +58,7 @@ def segmented(mesh=(), n_blocks=4, policy="none"):
 
 @pytest.mark.parametrize("policy", ["none", "full"])
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+@pytest.mark.sample(2)
 def test_calls_put_in_line_are_the_program_that_was_cut(mesh, policy):
     program, ctx = finished(mesh, policy=policy)
     text = print_program(program)
@@ -68,13 +70,15 @@ def test_calls_put_in_line_are_the_program_that_was_cut(mesh, policy):
 
 
 @pytest.mark.parametrize("mesh", quick([(mesh,) for mesh in MESHES.values()], 1), ids=MESHES)
+@pytest.mark.full
 def test_segments_do_not_change_what_is_trained(mesh):
     data = batches(rows=6)
     found = []
     for enabled in (True, False):
         step = compile_lockstep(
-            llama(3), llama_loss, data[0], dict(mesh), ADAMW, passes={"segment": {"enabled": enabled}}
-        )
+            llama(3), llama_loss, data[0], dict(mesh), ADAMW, evaluate=True,
+            passes={"segment": {} if enabled else {"max_nodes": None}},
+        )  # fmt: skip
         found.append((train_step(step, data), step.evaluate(data[0]), step.state_dict()))
     (metrics, evaluation, state), (wanted, wanted_evaluation, wanted_state) = found
     assert metrics == wanted and evaluation == wanted_evaluation
@@ -110,6 +114,7 @@ def test_calls_that_give_another_program_are_refused(fault):
 
 
 @pytest.mark.parametrize(("mesh", "policy"), in_turn(MESHES.values(), ["full", "none"]))
+@pytest.mark.sample(1)
 def test_a_deeper_model_has_the_same_bodies(mesh, policy):
     six, seven = ({body.key for body in calls_of(segmented(mesh, n, policy)[0])} for n in (6, 7))
     assert seven == six
@@ -127,6 +132,7 @@ def has_product(body):
 
 
 @pytest.mark.parametrize(("mesh", "policy"), in_turn([MESHES["fsdp"], *REPLICATED], ["selective", "full", "none"]))
+@pytest.mark.sample(2)
 def test_layers_are_one_body_a_phase_whatever_travels_beside_them(mesh, policy):
     """What starts for other layers, or arrives, is apart; so are the first layer, the last, and those between alike."""
     program, _ = segmented(mesh, policy=policy)
@@ -166,7 +172,7 @@ def test_a_body_that_returns_more_than_a_call_needs_serves_it():
         x = small.call(aten.sin.default, product)
         for node in (product, x):
             ir.set_origin(node, "m.py:1", f"layers.{layer}")
-    program = small.program([("loss", "a", x, cut((4, 4)))], "captured", "local", "collectives")
+    program = small.program([("loss", "a", x, cut((4, 4)))], Stage.EXPANDED)
     returned = program.results()[0]
     earlier = next(n for n in program.calls() if n.target is aten.mm.default)
     program.graph.output_node().args = ((returned, earlier),)
@@ -207,7 +213,7 @@ def test_what_is_flat(make, flat):
     x, y = small.input("x", cut((4, 4))), small.input("y", cut((4, 4)))
     result = make(small, x, y)
     spec = cut(tuple(ir.example(result).shape))
-    program = small.program([("loss", "l", result, spec)], "captured", "local", "collectives")
+    program = small.program([("loss", "l", result, spec)], Stage.EXPANDED)
     after, _ = Segment()(program, small.ctx)
     assert [body.flat for body in calls_of(after)] == [flat]
 
@@ -233,7 +239,7 @@ def test_what_a_collective_sends_is_alive_until_it_is_waited_for():
     last = small.call(aten.mm.default, between, wait)
     for node, layer in ((sent, 0), (start, 0), (between, 1), (wait, 2), (last, 2)):
         ir.set_origin(node, "m.py:1", f"layers.{layer}")
-    program = small.program([("loss", "l", last, cut((4, 4)))], "captured", "local", "collectives")
+    program = small.program([("loss", "l", last, cut((4, 4)))], Stage.EXPANDED)
     after, _ = Segment()(program, small.ctx)
     calls = list(filter(body_of_call, after.calls()))
     assert len(calls) == 3
@@ -253,7 +259,7 @@ def test_what_arrives_from_a_neighbour_is_no_view():
     last = small.call(aten.mm.default, there, x)
     for node, layer in ((sent, 0), (start, 0), (there, 1), (last, 1)):
         ir.set_origin(node, "m.py:1", f"layers.{layer}")
-    program = small.program([("loss", "l", last, cut((4, 4)))], "captured", "local", "collectives")
+    program = small.program([("loss", "l", last, cut((4, 4)))], Stage.EXPANDED)
     after, report = Segment()(program, small.ctx)
     assert report.counts["calls"] == 2
     assert sum(n.target is arrive for body in calls_of(after) for n in body.graph.nodes) == 1
@@ -265,10 +271,10 @@ def test_what_does_not_repeat_is_cut_by_size():
     x = small.input("x", cut((4, 4)), "batch")
     for _ in range(12):
         x = small.call(aten.sin.default, small.call(aten.mm.default, x, x))
-    program = small.program([("loss", "l", x, cut((4, 4)))], "captured", "local", "collectives")
+    program = small.program([("loss", "l", x, cut((4, 4)))], Stage.EXPANDED)
     _, whole = Segment()(program, small.ctx)
     _, pieces = Segment(max_nodes=6)(program, small.ctx)
-    _, one = Segment(enabled=False, max_nodes=6)(program, small.ctx)
+    _, one = Segment(max_nodes=None)(program, small.ctx)
     assert whole.counts["calls"] == one.counts["calls"] == 1
     assert pieces.counts == {"calls": 4, "bodies": 1}
 
@@ -276,7 +282,7 @@ def test_what_does_not_repeat_is_cut_by_size():
 def test_a_constant_that_has_no_text_of_its_own_is_refused():
     small = Small()
     node = small.call(aten.sin.default, small.input("x", cut((4, 4)), "batch"))
-    program = small.program([("loss", "l", node, cut((4, 4)))], "captured", "local", "collectives")
+    program = small.program([("loss", "l", node, cut((4, 4)))], Stage.EXPANDED)
     node.kwargs = {"out": object()}
     with pytest.raises(ir.CompileError, match="constant of type object"):
         Segment()(program, small.ctx)
@@ -304,12 +310,13 @@ def dropping(enabled, n=5):
     programs, rows = [], [{"x": torch.full((4, 4), float(i)).double()} for i in (1, 1, 2)]
     step = compile_lockstep(
         Dropping(n), lambda model, batch: model(batch["x"]).square().mean(), rows[0], {"dp_shard": 2},
-        passes={"segment": {"enabled": enabled}},
+        passes={"segment": {} if enabled else {"max_nodes": None}},
         observe=lambda program, record: programs.append(program) if record.program == "step" else None,
     )
     return [step(row) for row in rows], calls_of(programs[-1])
 
 
+@pytest.mark.full
 def test_layers_that_drop_out_are_one_body():
     (losses, bodies), (wanted, _) = dropping(True), dropping(False)
     assert losses == wanted

@@ -129,6 +129,7 @@ def said_by(step, name="chunk_loss"):
 
 
 @pytest.mark.parametrize(("loss", "mesh", "chunks"), in_turn(LOSSES, MESHES, (3, 8, 2)))
+@pytest.mark.sample(2)
 def test_updates_are_those_of_eager_pytorch(loss, mesh, chunks):
     """fp64 to 1e-10: five sequences of seven tokens, 61 classes, some labels ignored; nothing divides by anything."""
     fn, changes = LOSSES[loss]
@@ -138,8 +139,9 @@ def test_updates_are_those_of_eager_pytorch(loss, mesh, chunks):
     assert said_by(step)["counts"]["losses"] == 1
 
 
-@pytest.mark.parametrize("mesh", quick(MESHES, 3, 4), ids=str)
+@pytest.mark.parametrize("mesh", quick(MESHES, 4), ids=str)
 @pytest.mark.parametrize("chunks", [1, 3, 8])
+@pytest.mark.sample(2)
 def test_a_decoder_is_trained_alike(mesh, chunks):
     passes = {"chunk_loss": {"chunks": chunks}}
     step = trained_alike(llama(tied=chunks == 3), llama_loss, batches(), mesh, passes=passes)
@@ -153,6 +155,7 @@ def test_microbatches(mesh):
 
 
 @pytest.mark.parametrize("mesh", quick(({"dp_shard": 2, "tp": 2}, {"cp": 2}), 0), ids=str)
+@pytest.mark.full
 def test_numeric_verification_agrees(mesh):
     trained_alike(llama(), llama_loss, batches(), mesh, passes=CHUNKS | {"verify": "numeric"})
 
@@ -175,7 +178,7 @@ def test_a_frozen_head_has_no_gradient():
 def test_evaluation_makes_no_gradients():
     flops = []
     for passes in ({}, CHUNKS):
-        step = compile_lockstep(llama(), llama_loss, batches()[0], {"tp": 2}, passes=passes)
+        step = compile_lockstep(llama(), llama_loss, batches()[0], {"tp": 2}, passes=passes, evaluate=True)
         for batch in batches():
             assert step.evaluate(batch) == pytest.approx(llama_loss(llama(), batch).item(), abs=1e-12)
         flops.append([p["accounting"]["flops"]["forward"] for p in step.report["passes"] if p["program"] == "evaluate"][-1])
@@ -205,6 +208,7 @@ def test_the_operator_is_what_pytorch_computes():
 
 @pytest.mark.parametrize(("ranks", "fill"), [(2, 0.0), (3, None), (4, None)])
 @pytest.mark.parametrize("weights", [(), (1, 3)])
+@pytest.mark.sample(2)
 def test_the_rule_by_value(ranks, fill, weights):
     """Each dim of each operand sharded, even and uneven, padding of zeros and of garbage."""
     for axis in ("tp", "dp_shard"):
@@ -225,6 +229,7 @@ def test_what_ranks_share_is_summed_once():
 
 
 @pytest.mark.parametrize("mesh", quick(MESHES, 1), ids=str)
+@pytest.mark.full
 def test_the_same_bits_again_and_under_any_policy(mesh):
     model, data = llama(n_layers=2, dtype=torch.float32), batches()
     policies = ("full", "full", "none")
@@ -367,6 +372,7 @@ def used_and_split(program, ctx):
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "gemma"])
+@pytest.mark.sample(2)
 def test_models_of_others_have_the_plan_that_they_had(name):
     program, ctx = capture(zoo.build(name), zoo.loss_fn, zoo.batch(), torch.device("cpu"))
     found, report = ChunkLoss(4)(program, ctx)
@@ -393,6 +399,7 @@ def test_float8_leaves_the_head_and_takes_the_layers():
 
 
 @pytest.mark.parametrize("mesh", quick(({}, {"dp_shard": 2, "tp": 2}), 0), ids=str)
+@pytest.mark.full
 def test_in_bf16_gradients_are_as_near_to_those_in_fp64(mesh):
     data = batches(1)
     wanted = compile_lockstep(llama(), llama_loss, data[0], mesh, SGD)

@@ -170,6 +170,7 @@ def test_every_precision_and_policy_composes_on_every_mesh(mesh, precision, poli
     check_composition(mesh, precision, policy)
 
 
+@pytest.mark.full
 def test_wire_bytes_of_gathers_are_halved_by_bf16():
     def gathered(cast):
         step = compile_lockstep(llama(2, F32), llama_loss, batches()[0], {"dp_shard": 2}, passes={"cast": cast})

@@ -32,7 +32,7 @@ class Pair(nn.Module):
         self.up, self.down = nn.Linear(32, width, bias=False), nn.Linear(width, 32, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(x)))
+        return self.down(torch.tanh(self.up(x.to(self.up.weight.dtype))))
 
 
 def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -72,6 +72,7 @@ def test_one_linear_layer_has_the_bits_of_torchao(recipe):
 
 
 @pytest.mark.parametrize(("mesh", "recipe"), in_turn(MESHES, ["rowwise", "tensorwise"]), ids=str)
+@pytest.mark.sample(2)
 def test_scales_are_those_of_one_device_on_every_mesh(mesh, recipe):
     found, wanted, exact = metrics(tuple(mesh.items()), recipe), metrics((), recipe), metrics((), None)
     for a, b, c in zip(found, wanted, exact, strict=True):
@@ -99,7 +100,7 @@ def test_products_take_their_second_matrix_by_columns(mesh, monkeypatch):
     programs = []
     passes = {"cast": {"float8": "tensorwise"}}
     compile_lockstep(Pair(), loss_fn, data()[0], mesh, passes=passes, observe=lambda program, _: programs.append(program))
-    products = [n for p in programs for n in p.calls() if "_scaled_mm" in str(n.target) and "joint" in p.facts]
+    products = [n for p in programs for n in p.calls() if "_scaled_mm" in str(n.target) and p.has_backward]
     assert products and all(ir.example(n.args[1]).stride(0) == 1 for n in products)
     monkeypatch.setattr(Partitioner, "in_columns", lambda self, x: x)
     monkeypatch.setattr(Partitioner, "hoist", lambda self, node, wanted: None)

@@ -11,7 +11,7 @@ from printed_programs import joint, linear_program
 from small_programs import Small, cut
 from torch import fx
 
-from passes.program import boundary
+from passes.program import boundary, ir
 from passes.program.printer import format_constant, format_dtype, format_node, format_operand, op_name, print_program
 from passes.program.torch_private import c10d
 
@@ -22,7 +22,7 @@ F32 = torch.float32
 def test_a_program_as_text():
     assert print_program(linear_program()[1]) == """\
 # mesh: dp_shard=2
-# facts: captured, local
+# stage: local
 # inputs: 2
 %wq_weight = parameter "wq.weight" : f32[4, 4] [8@dp_shard, 4]
 %x = batch "x" : f32[2, 4] [3@dp_shard, 4]
@@ -109,6 +109,8 @@ def test_graphs_that_operators_call_are_printed_too():
     small = Small()
     x = small.input("x", cut((2,)), "batch")
     inner = fx.symbolic_trace(lambda a: a + 1)
+    for node in inner.graph.nodes:
+        ir.set_phase(node, "forward")
     program = small.program([("loss", "loss", x, cut((2,)))])
     program.module.add_module("body", inner)
     body = print_program(program).partition("# graph: body\n")[2]

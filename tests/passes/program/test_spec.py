@@ -82,6 +82,7 @@ def numbered(spec: Spec) -> torch.Tensor:
 
 @given(placements())
 @settings(max_examples=150, deadline=None)
+@pytest.mark.full
 def test_every_entry_is_where_the_definition_puts_it_and_the_rest_is_fill(placement):
     mesh, spec = placement
     full = numbered(spec)

@@ -47,6 +47,7 @@ def check_single_dims(name: str, every_run: bool) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.sample(64)
 def test_single_dim(name: str):
     check_single_dims(name, every_run=False)
 
@@ -67,6 +68,7 @@ def check_on_folded_axis(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ("cat", "cumsum", "gather", "layer_norm", "linear", "scaled_dot_product_attention", "slice", "view"))
+@pytest.mark.sample(2)
 def test_on_a_folded_axis(name: str):
     check_on_folded_axis(name)
 
@@ -82,6 +84,7 @@ PAIRS = ("add", "addcmul", "bmm", "cat", "embedding", "gather", "linear", "matmu
 
 
 @pytest.mark.parametrize(("name", "axis"), in_turn(PAIRS, ("dp_shard", "tp")))
+@pytest.mark.sample(2)
 def test_operands_sharded_differently(name: str, axis: str):
     """The first two operands each on a dim of its own: as activations, then the second as a weight."""
     fn, tensors = CASES[name][0]
@@ -113,6 +116,7 @@ def check_over_two_axes(name: str, every: int) -> None:
 
 
 @pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.sample(2)
 def test_a_weight_over_two_axes_as_one_meets_what_either_shards(name: str):
     check_over_two_axes(name, every=7)  # no number of dims divides by it: in turn all axes and dims
 
@@ -126,6 +130,7 @@ def test_a_weight_over_two_axes_as_one_meets_whatever_either_shards(name: str):
 @pytest.mark.parametrize("name", ("add", "embedding", "linear", "matmul", "mm", "mul", "sub", "view", "transpose", "cat", "div",
                                   "exp", "clone", "where", "bmm", "index_select", "gather", "sum",
                                   "index_put", "slice_scatter"))
+@pytest.mark.sample(4)
 def test_terms_of_a_sum_and_varying_copies(name: str):
     """Each floating operand as terms of a sum, then as a varying copy: linear operators carry them, others reduce."""
     fn, tensors = CASES[name][0]
@@ -173,6 +178,7 @@ def test_terms_of_a_sum_meet_shards(name: str):
 
 
 @pytest.mark.parametrize("name", ("add", "amax", "cos", "layer_norm", "mul", "rms_norm", "sum", "where"))
+@pytest.mark.sample(2)
 def test_padding_of_zeros(name: str):
     """What a rule makes of it in its result is what is there."""
     for fn, tensors in CASES[name]:

@@ -48,6 +48,7 @@ BETWEEN = (scaled_maximum, reshaped_maximum, count_of_a_sum, rounded_quotient, s
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("between", BETWEEN, ids=lambda between: between.__name__)
+@pytest.mark.sample(2)
 def test_what_is_not_linear_gets_whole_values(between, sequence_parallel):
     torch.manual_seed(0)
     model, batch = Net(between).double(), {"x": torch.randn(4, 3, 6, dtype=torch.float64)}

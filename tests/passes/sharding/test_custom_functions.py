@@ -182,6 +182,7 @@ BETWEEN = [squared, gated, joined, shifted, in_place, products]
 
 
 @pytest.mark.parametrize(("between", "mesh"), in_turn(BETWEEN, MESHES), ids=lambda case: getattr(case, "__name__", str(case)))
+@pytest.mark.sample(2)
 def test_weights_around_them_are_split_in_pairs(between, mesh):
     step = trained_alike(Block(between), loss, data(), mesh, NO_DECAY)
     if "tp" in mesh:
@@ -215,6 +216,7 @@ class Losing(InPlace):
 @pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"tp": 2}], ids=str)
 @pytest.mark.parametrize(("function", "said"), [(Sneaky, r"test_custom_functions.py:\d+\) Sneaky writes into what it is given.*mark_dirty"),
                                                 (Losing, "Losing.*does not return")])  # fmt: skip
+@pytest.mark.sample(2)
 def test_a_change_that_is_not_declared_is_refused(function, said, mesh):
     with pytest.raises(UserError, match=said):
         compile_lockstep(Block(lambda block, a, y: function.apply(a)), loss, data()[0], mesh, NO_DECAY)

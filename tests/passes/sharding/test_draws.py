@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import NO_DECAY, compile_lockstep, trained_alike
+from sweeps import in_turn
 from torch import nn
 
 from compiler_trainer import UserError
@@ -54,6 +55,7 @@ def losses(draw, mesh, **options):
 
 
 @pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.sample(2)
 def test_what_is_drawn_is_the_same_on_every_mesh(name):
     wanted = losses(DRAWS[name][0], {})
     assert wanted != losses(DRAWS[name][0], {}, seed=1)
@@ -62,6 +64,7 @@ def test_what_is_drawn_is_the_same_on_every_mesh(name):
 
 
 @pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.sample(2)
 def test_mean_and_variance_and_two_draws_that_differ(name):
     draw, mean, variance = DRAWS[name]
 
@@ -86,7 +89,7 @@ def test_mean_and_variance_and_two_draws_that_differ(name):
 def test_a_step_that_draws_evaluates_without():
     batch = data(5, 7, 6)[0]
     model = Drawing(DRAWS["rand"][0]).double()
-    step = compile_lockstep(model, loss, batch, {"dp_shard": 2}, NO_DECAY)
+    step = compile_lockstep(model, loss, batch, {"dp_shard": 2}, NO_DECAY, evaluate=True)
     assert step.evaluate(batch) == pytest.approx(loss(model.eval(), batch).item(), abs=1e-12)
 
 
@@ -108,15 +111,16 @@ class Attention(nn.Module):
         return x + self.out(y.transpose(1, 2).flatten(2))
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("mask", ["none", "causal", "some rows", "added"])
+@pytest.mark.parametrize(("mask", "mesh"), in_turn(["none", "causal", "some rows", "added"], MESHES), ids=str)
+@pytest.mark.sample(2)
 def test_attention_that_drops_out_is_attention(mask, mesh):
     model, batches = nn.Sequential(Attention(mask), Attention(mask)).double(), data(3, 7, 6)
-    step = trained_alike(model, loss, batches, mesh, NO_DECAY)
+    step = trained_alike(model, loss, batches, mesh, NO_DECAY, evaluate=True)
     model.load_state_dict(step.state_dict())  # in evaluation it is PyTorch's, over cp a ring that lies otherwise
     assert step.evaluate(batches[0]) == pytest.approx(loss(model.eval(), batches[0]).item(), abs=1e-10)
 
 
+@pytest.mark.full
 def test_attention_drops_the_same_on_every_mesh():
     def found(mesh, p):
         batches = data(3, 7, 6)

@@ -76,12 +76,14 @@ def spread(mesh, dispatch="auto", model=None, sizes=(4, 6), **passes):
 
 @pytest.mark.parametrize(("mesh", "dispatch", "changes", "sizes"),
                          in_turn(MESHES, ("all_gather", "dropless"), MODELS, ((3, 5), (4, 6))))
+@pytest.mark.sample(2)
 def test_updates_are_those_of_experts_one_after_another(mesh, dispatch, changes, sizes):
     trained_alike(mixture(**changes), squared_error, sequences(*sizes), mesh, passes={"moe": {"dispatch": dispatch}})
 
 
 @pytest.mark.parametrize(("mesh", "dispatch"), quick([(m, d) for m in (MESHES[2], MESHES[4], MESHES[6])
                                                       for d in ("all_gather", "dropless")], 1))
+@pytest.mark.full
 def test_numeric_verification_agrees(mesh, dispatch):
     trained_alike(mixture(biases=True), squared_error, sequences(3, 5), mesh,
                   passes={"moe": {"dispatch": dispatch}, "verify": "numeric"})
@@ -197,6 +199,7 @@ def test_rows_beyond_the_capacity_are_dropped_and_counted(mesh, factor):
 
 
 @pytest.mark.parametrize("mesh", (MESHES[2], MESHES[4], MESHES[7]))
+@pytest.mark.sample(2)
 def test_nothing_is_dropped_where_there_is_room(mesh):
     data = sequences(3, 5)
     step = compile_lockstep(mixture(), squared_error, data[0], mesh, microbatches=1,
@@ -216,11 +219,13 @@ def test_rows_dropped_in_all_layers_and_microbatches_are_counted():
 
 @pytest.mark.parametrize(("mesh", "chunks", "changes", "sizes"),
                          in_turn(MESHES[:8:2], (2, 3), ({}, {"biases": True}, {"favoured": 5}), ((3, 5), (4, 6))))
+@pytest.mark.sample(2)
 def test_rows_that_travel_in_chunks(mesh, chunks, changes, sizes):
     trained_alike(mixture(**changes), squared_error, sequences(*sizes), mesh,
                   passes={"moe": {"dispatch": "dropless", "chunks": chunks}})
 
 
+@pytest.mark.full
 def test_chunks_drop_the_rows_that_one_buffer_would():
     def trained(chunks):
         step = compile_lockstep(mixture(), squared_error, sequences(8, 6)[0], MESHES[2],
@@ -251,6 +256,7 @@ def test_a_chunk_travels_beside_the_products_of_another(monkeypatch, chunks, for
 
 
 @pytest.mark.parametrize(("load", "times"), ((1.0, 1.0), (1.5, 1.5), (9.0, 2.0)))
+@pytest.mark.sample(2)
 def test_all_wait_for_the_rank_that_gets_most_rows(load, times):
     """Of twice the mean, for which buffers of the worst case have room here."""
     program = spread(MESHES[2], "dropless", sizes=(8, 6))["joint"]
@@ -268,6 +274,7 @@ def test_all_wait_for_the_rank_that_gets_most_rows(load, times):
 
 
 @pytest.mark.parametrize(("mesh", "held"), ((MESHES[0], 3), (MESHES[1], 2), (MESHES[2], 3), (MESHES[4], 2), (MESHES[7], 2)))
+@pytest.mark.sample(2)
 def test_a_rank_holds_its_own_experts(mesh, held):
     """Of 6 on 4 ranks two each, the last has none; what is left of `dp_shard` splits another dim."""
     program = spread(mesh)["place"]
@@ -291,6 +298,7 @@ def sent(program, mesh, kinds, width):
 
 
 @pytest.mark.parametrize("mesh", quick((MESHES[0], MESHES[1], MESHES[2], MESHES[4]), 1, 3))
+@pytest.mark.sample(1)
 def test_bytes_are_those_of_the_formula(mesh):
     """There and back, forward and backward: four times; with tokens of their own gradient and weights apart."""
     tokens, owners = 8 * 6 // Mesh.of(mesh).world_size, mesh["ep"]

@@ -30,6 +30,7 @@ def passes_of(step, name):
 
 
 @pytest.mark.parametrize(("mesh", "changes", "sizes"), in_turn(MESHES, MODELS, ((4, 6), (3, 5))))
+@pytest.mark.sample(2)
 def test_updates_are_those_of_experts_one_after_another(mesh, changes, sizes):
     step = trained_alike(mixture(**changes), squared_error, sequences(*sizes), mesh)
     assert passes_of(step, "experts")["counts"] == {"sorted by expert": 1}
@@ -63,6 +64,7 @@ def layer(x, gates, weight, table, ids):
 
 
 @pytest.mark.parametrize(("axis", "ranks"), (("dp_shard", 2), ("cp", 3), ("tp", 2)))
+@pytest.mark.sample(2)
 def test_each_dim_of_each_operand_sharded(axis, ranks):
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(s, generator=generator, dtype=torch.float64) for s in ((7, 3), (14,), (4, 3, 5), (4, 5))]

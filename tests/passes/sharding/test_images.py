@@ -60,10 +60,11 @@ def gathered(step) -> list[str]:
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.sample(1)
 def test_trains_as_on_one_device(mesh):
     """Losses, gradients' norms, weights and running statistics; then evaluation, which takes those."""
     model = net()
-    step = trained_alike(model, loss, images(), mesh, SGD)
+    step = trained_alike(model, loss, images(), mesh, SGD, evaluate=True)
     assert not gathered(step)
     model.load_state_dict(step.state_dict())
     (batch,) = images()[:1]

@@ -37,12 +37,14 @@ def alike(function, mesh, width: int = 6):
 
 
 @every_mesh
+@pytest.mark.sample(2)
 def test_what_is_joined_to_an_empty_tensor_of_one_dim(mesh):
     alike(lambda x: torch.cat([x.new_zeros(0), x], -2), mesh)
     alike(lambda x: torch.cat([x, x.new_zeros(0), x.exp()], -1), mesh, 12)
 
 
 @every_mesh
+@pytest.mark.sample(2)
 def test_parts_of_no_entries(mesh):
     alike(lambda x: torch.cat([x[..., :0].exp(), x, x[..., 6:]], -1), mesh)
     alike(lambda x: x + x[:, :, 6:].flatten(1).sum(-1)[:, None, None] + x[:, :0].sum(1, keepdim=True), mesh)
@@ -62,6 +64,7 @@ def padded(x, mask):
 
 @pytest.mark.parametrize("mesh", [*MESHES, {"cp": 2}, {"dp_shard": 2, "cp": 2}], ids=str)
 @pytest.mark.parametrize("look_up", ["an entry", "entries", "from the end", "a mask"])
+@pytest.mark.sample(4)
 def test_each_row_looks_up_its_own(look_up, mesh):
     def function(x, ids):
         if look_up == "a mask":
@@ -94,10 +97,12 @@ def windows(x):
 @pytest.mark.parametrize("function", [
     pooled_in_place, windows, lambda x: x.transpose(0, 1).as_strided((7, 6, 4), (6, 1, 42), 42).transpose(1, 2),
 ])  # fmt: skip
+@pytest.mark.sample(2)
 def test_entries_by_their_place_in_memory(function, mesh):
     alike(function, mesh)
 
 
 @every_mesh
+@pytest.mark.sample(2)
 def test_what_is_repeated_lies_in_a_row_and_can_be_viewed(mesh):
     alike(lambda x: x * x[:1].transpose(1, 2).repeat(5, 1, 1).view(30, 7).view(5, 6, 7).transpose(1, 2), mesh)

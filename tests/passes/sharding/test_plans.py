@@ -28,6 +28,7 @@ def plan_text(model, loss_fn, batch) -> str:
 
 
 @pytest.mark.parametrize("name", ["ours", *zoo.MODELS])
+@pytest.mark.sample(2)
 def test_inferred_plan_is_megatrons(name: str, request: pytest.FixtureRequest) -> None:
     if name == "ours":
         text = plan_text(llama(2), llama_loss, batches()[0])

@@ -222,6 +222,7 @@ QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_to
 
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=QUIET)
 @given(**ARGUMENTS)
+@pytest.mark.full
 def test_random_models(data, shape, mesh, blocks, tied, loss_fn, sequence_parallel, inferred):
     check_one(data, shape, mesh, blocks, tied, loss_fn, sequence_parallel, inferred)
 

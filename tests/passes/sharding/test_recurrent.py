@@ -67,6 +67,7 @@ def data(length=3):
 
 
 @pytest.mark.parametrize(("model", "mesh"), in_turn(MODELS, MESHES), ids=str)
+@pytest.mark.sample(2)
 def test_it_trains_as_on_one_device(model, mesh):
     trained_alike(MODELS[model](), loss, data(), mesh, NO_DECAY)
 
@@ -83,7 +84,7 @@ def test_a_network_is_one_operator_until_gradients_are_traced():
 def test_in_fp32_it_is_written_out_as_well():
     """PyTorch would take a kernel of the CPU for all steps at once."""
     model, batch = MODELS["lstm"]().float(), {"x": data()[0]["x"].float()}
-    step = compile_lockstep(model, loss, batch, {"dp_shard": 2}, NO_DECAY)
+    step = compile_lockstep(model, loss, batch, {"dp_shard": 2}, NO_DECAY, evaluate=True)
     assert step(batch, 0.0)["loss"] == pytest.approx(loss(model, batch).item(), rel=1e-5)
     assert step.evaluate(batch) == pytest.approx(loss(model, batch).item(), rel=1e-5)
 

@@ -47,6 +47,7 @@ def loss(model, batch):
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("form", [Rotary, Repeated])
+@pytest.mark.sample(2)
 def test_loss_and_gradients_are_those_of_one_device(form, mesh):
     torch.manual_seed(0)
     alone, batch = form().double(), {"x": torch.randn(4, 5, 8, dtype=torch.float64)}

@@ -35,12 +35,14 @@ def assert_trains_like_one_device(model, loss_fn, data, mesh, tolerance=1e-10, *
 
 
 @pytest.mark.parametrize(("mesh", "sequence_parallel"), quick(product(MESHES, [True, False]), 2, 7, 8), ids=str)
+@pytest.mark.sample(1)
 def test_our_llama(mesh: dict[str, int], sequence_parallel: bool) -> None:
     shard = {"shard": {"sequence_parallel": sequence_parallel}}
     assert_trains_like_one_device(llama(2), llama_loss, batches(), mesh, passes=shard)
 
 
 @pytest.mark.parametrize(("name", "mesh"), quick(product(zoo.MODELS, ({"tp": 4}, MESHES[-1])), 4, 8, 11), ids=str)
+@pytest.mark.sample(1)
 def test_models_of_others(name: str, mesh: dict[str, int]) -> None:
     # Gemma's and Mixtral's own arithmetic is partly fp32: its rounding depends on the order of sums
     tolerance = 1e-7 if name in ("gemma", "mixtral") else 1e-10
@@ -48,6 +50,7 @@ def test_models_of_others(name: str, mesh: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.sample(1)
 def test_with_recomputation_and_microbatches(policy: str) -> None:
     data = batches(rows=6)
     metrics, _ = train_plainly(llama(2), llama_loss, data, microbatches=2)

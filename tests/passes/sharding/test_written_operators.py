@@ -42,6 +42,7 @@ WRITTEN = {
 
 
 @pytest.mark.parametrize("name", sorted(WRITTEN))
+@pytest.mark.sample(2)
 def test_as_on_one_device(name: str):
     for fn, tensors in WRITTEN[name]:
         function = capture(fn, tensors, Mesh.of({"tp": 3}))

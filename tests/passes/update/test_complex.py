@@ -59,6 +59,7 @@ OPTIMIZERS = [ADAMW, {"name": "sgd", "momentum": 0.9, "weight_decay": 0.1, "max_
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("optim", OPTIMIZERS, ids=lambda optim: optim["name"])
+@pytest.mark.sample(2)
 def test_updates_norms_and_clipping_are_those_of_pytorch(mesh, optim):
     model, data = filters()
     trained_alike(model, squared, data, mesh, optim)

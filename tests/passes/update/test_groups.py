@@ -40,6 +40,7 @@ def test_vectors_do_not_decay_and_what_is_looked_up_learns_slowly():
     assert_same(*trained(groups, given), EXACT)
 
 
+@pytest.mark.full
 def test_names_and_the_head_the_first_group_counts():
     second = lambda n, p: n.startswith("layers.1.")  # noqa: E731
     head = lambda n, p: n.startswith("output")  # noqa: E731
@@ -48,6 +49,7 @@ def test_names_and_the_head_the_first_group_counts():
     assert_same(*trained(groups, given), EXACT)
 
 
+@pytest.mark.full
 def test_a_head_that_is_the_embedding_is_both():
     tied = [(lambda n, p: "embedding" in n, 2.0, 0.1), (lambda n, p: "embedding" not in n, 1.0, 0.1)]
     assert_same(*trained(tied, {"head": {"kinds": ["head"], "lr": 2.0}}, tied=True), EXACT)

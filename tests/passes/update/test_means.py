@@ -79,6 +79,7 @@ def report_of(step):
 
 
 @pytest.mark.parametrize(("mesh", "microbatches"), in_turn(MESHES, [1, 2, 4]))
+@pytest.mark.sample(2)
 def test_steps_are_those_of_the_whole_batch(mesh, microbatches):
     data = uneven()  # of 4 microbatches, the first has no label
     metrics, state = train_plainly(llama(), llama_loss, data, PLAIN)
@@ -93,6 +94,7 @@ def test_steps_are_those_of_the_whole_batch(mesh, microbatches):
 @pytest.mark.parametrize(("loss", "counted", "left"), [
     (masked, 1, 0), (z_loss, 1, 1), (two_masks, 2, 0), (shifted, 1, 0), (by_log_softmax, 1, 0),
 ])
+@pytest.mark.sample(2)
 def test_losses_of_ones_own_are_counted_as_well(loss, counted, left):
     data = uneven(first=1)
     metrics, state = train_plainly(llama(), loss, data, PLAIN)
@@ -132,6 +134,7 @@ def used_twice(model, batch):
 
 
 @pytest.mark.parametrize("loss", [by_class, by_share, used_twice])
+@pytest.mark.sample(1)
 def test_other_losses_are_means_over_microbatches_and_the_report_says_so(loss):
     data, model = uneven(first=1), llama()
     step, _ = train_lockstep(loss, data, {"dp_shard": 2}, 4)
@@ -162,7 +165,7 @@ def test_what_is_added_to_a_mean_over_labels_stays_a_mean_over_microbatches():
 @pytest.mark.parametrize("mesh", MESHES[:2], ids=str)
 def test_evaluation_is_over_the_whole_batch(mesh):
     batch, model = uneven()[0], llama()
-    step = compile_lockstep(model, llama_loss, batch, mesh, PLAIN, microbatches=4)
+    step = compile_lockstep(model, llama_loss, batch, mesh, PLAIN, microbatches=4, evaluate=True)
     assert step.evaluate(batch) == pytest.approx(llama_loss(model, batch).item(), rel=SAME)
 
 

@@ -76,6 +76,7 @@ def test_training_is_that_of_torchao(name, monkeypatch):
 
 
 @pytest.mark.parametrize(("mesh", "name"), in_turn(MESHES, THEIRS), ids=str)
+@pytest.mark.sample(2)
 def test_every_mesh_trains_alike(name, mesh):
     whole, parts = trained({}, name=name), trained(mesh, name=name)
     for key, value in whole.state_dict().items():
@@ -133,6 +134,7 @@ def test_rounding_keeps_the_mean_and_what_is_exact():
 
 
 @pytest.mark.parametrize("mesh", MESHES[:2] + MESHES[3:], ids=str)
+@pytest.mark.sample(2)
 def test_rounding_draws_the_same_on_every_mesh(mesh):
     """After one step from the same parameters, only entries next to a boundary of rounding may differ."""
     steps = [compile_lockstep(Pair(torch.bfloat16), loss_fn, data(torch.bfloat16)[0], m,

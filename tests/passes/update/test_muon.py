@@ -59,6 +59,7 @@ def plainly(model: nn.Module, data) -> tuple[list[float], dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.sample(2)
 def test_five_steps_are_those_of_one_device(mesh):
     model, data = llama(2), batches(len(LRS), rows=8)
     losses, state = plainly(model, data)
@@ -83,6 +84,7 @@ def test_what_is_no_matrix_is_refused_by_name():
 
 
 @pytest.mark.parametrize("mesh", [{"dp_shard": 2, "tp": 2}, {"dp_shard": 4, "ep": 2}], ids=str)
+@pytest.mark.full
 def test_experts_are_stacks_of_matrices_wherever_they_lie(mesh):
     experts = ExpertsConfig(count=4, top_k=2, width=6)
     model, data = llama(2, experts=experts), batches(len(LRS), rows=8)

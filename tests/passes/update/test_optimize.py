@@ -37,6 +37,7 @@ def mean(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("max_norm", [None, 2.0])
+@pytest.mark.sample(2)
 def test_the_norm_is_that_of_the_whole_gradient(mesh, max_norm):
     model, batch = scaled()
     step = compile_lockstep(model, mean, batch, mesh, {"name": "sgd", "max_norm": max_norm})
@@ -50,6 +51,7 @@ def test_the_norm_is_that_of_the_whole_gradient(mesh, max_norm):
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.sample(2)
 def test_a_gradient_below_the_limit_is_not_scaled(mesh):
     model, batch = scaled()
     loose, free = (compile_lockstep(model, mean, batch, mesh, {"name": "sgd", "max_norm": n}) for n in (1e6, None))

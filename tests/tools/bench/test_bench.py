@@ -115,6 +115,7 @@ def test_ours_and_stock_compute_the_same_on_two_ranks(tmp_path, monkeypatch, cap
     assert "this trainer" in (tmp_path / "bench.md").read_text() and (tmp_path / "bench.html").exists()
 
 
+@pytest.mark.full
 def test_a_contender_that_cannot_run_says_why(tmp_path):
     args = options(ranks=1, steps=1, overrides=[*TINY, "model.tied=true"])
     assert "AssertionError" in command.Job("eager", 1, args, tmp_path).all()[0]["error"]
@@ -126,6 +127,7 @@ def jobs_of(folder):
     return [command for command in commands if str(folder).encode() in command]
 
 
+@pytest.mark.full
 def test_a_contender_that_hangs_is_ended_with_all_its_ranks(tmp_path):
     job = command.Job("eager", 2, options(ranks=2, steps=10**9, overrides=[*TINY, "mesh.dp_shard=2"]), tmp_path, rounds=1)
     assert job.first()["losses"]

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
 import pytest
-import yaml
 
-from compiler_trainer.config.options import build
-from compiler_trainer.config.schema import ClusterConfig
-from compiler_trainer.planning.clusters import cluster_of
-from tools import calibrate
-from tools.bench import predicted, probes, published
+from tools.bench import predicted, published
 from tools.bench.job import composed
 from tools.bench.published import Outcome, Row
 
@@ -21,6 +15,7 @@ ROW = Row("a/b", "a page", "h100", 8, (), tokens_per_s=1000.0, gib=50.0)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@pytest.mark.sample(4)
 def test_every_published_row_can_be_run_and_says_where_it_comes_from(row):
     cfg = composed(row.options, row.gpus)
     assert cfg.cluster.name == row.cluster
@@ -47,10 +42,11 @@ def test_what_set_a_factor_or_is_another_job_is_shown_and_not_judged():
     assert "memory: 1 rows are judged; median error 10.0%, largest -10.0%." in text
 
 
+@pytest.mark.full
 def test_a_loss_that_the_published_trainer_did_not_compile_writes_all_it_makes():
     """Logits in fp32, their softmax and gradients are memory that a compiled loss does not need."""
     small = ("model.dim=64", "model.n_layers=1", "model.n_heads=2", "model.n_kv_heads=2", "model.ffn_dim=64", "model.vocab_size=8192")
-    row = replace(ROW, options=(*small, "train.seq_len=1024", "train.global_batch_size=8", "mesh.dp_shard=8", "passes.chunk_loss.chunks=1"))
+    row = replace(ROW, options=(*small, "cluster=h100", "train.seq_len=1024", "train.global_batch_size=8", "mesh.dp_shard=8", "passes.chunk_loss.chunks=1"))
     compiled, eager = (published.predicted(replace(row, eager_loss=flag)) for flag in (False, True))
     logits_gib = 1024 * 8192 * 4 / 2**30
     assert eager.gib - compiled.gib > logits_gib and eager.tokens_per_s < compiled.tokens_per_s
@@ -84,47 +80,9 @@ def test_the_table_has_the_median_of_a_settings_runs():
     assert "| 3 | 100 | 110 (+10%)" in predicted.report(runs)
 
 
+@pytest.mark.full
 def test_settings_are_a_dozen_on_one_two_and_four_ranks():
     assert len(predicted.SETTINGS) >= 12
     assert {s.ranks for s in predicted.SETTINGS} == {1, 2, 4}
     for one in predicted.SETTINGS:
         composed([*predicted.MODEL, *one.options], one.ranks)
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    """Probes of small sizes."""
-    monkeypatch.setattr(probes, "SPELL_S", 1e-4)
-    monkeypatch.setattr(probes, "PRODUCTS", ((8, 8), (16, 16), (32, 32)))
-    monkeypatch.setattr(probes, "LENGTHS", (16, 32))
-    monkeypatch.setattr(probes, "MOVED_MIB", (0.01, 0.02))
-
-
-def test_what_one_rank_measures_is_a_cluster(quick, tmp_path):
-    found = probes.Probes(0, 1, 1, 0).all()
-    options = calibrate.options_of("here", found, 1)
-    cluster = cluster_of(build(ClusterConfig, yaml.safe_load(yaml.safe_dump(options))))
-    assert 0 < cluster.rates.kernel_s < 1e-2 and not cluster.links.measured
-    gflop, tflops = found["products"]["float32"][-1]
-    assert gflop == pytest.approx(2 * 32**3 / 1e9, rel=1e-3)
-    (curve,) = [c for dtype, c in cluster.rates.products.items() if "float32" in str(dtype)]
-    assert curve.at(1e9 * gflop) == pytest.approx(1e12 * tflops)
-
-
-@pytest.mark.full
-def test_two_ranks_calibrate_this_machine_and_a_dry_run_takes_it(tmp_path, monkeypatch, capsys):
-    path = tmp_path / "cluster" / "here.yaml"
-    monkeypatch.setattr(sys, "argv", ["calibrate", "--out", str(path), "--ranks", "2"])
-    calibrate.main()
-    assert f"{path}: 2 ranks, measured in" in capsys.readouterr().out
-    cluster = cluster_of(build(ClusterConfig, yaml.safe_load(path.read_text())))
-    assert set(cluster.links.measured) == {
-        (kind, 2) for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift")}
-
-
-def test_a_machine_without_ranks_is_refused(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["calibrate", "--out", str(tmp_path / "x.yaml"), "--ranks", "0"])
-    with pytest.raises(SystemExit) as stopped:
-        calibrate.main()
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err.strip() == "error: --ranks, --threads: must be at least 1"

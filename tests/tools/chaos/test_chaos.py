@@ -18,7 +18,7 @@ def test_a_killed_run_ends_with_the_same_bits():
     command = [sys.executable, "-m", "tools.chaos", "--trials", "1", "--seed", "3"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "trial 0: the same bits" in done.stdout and "0 with other bits" in done.stdout
+    assert "trial 0, another in its folder: the same bits" in done.stdout and "0 with other bits" in done.stdout
 
 
 def test_other_bits_are_told(tmp_path):

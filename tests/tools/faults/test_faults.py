@@ -76,5 +76,5 @@ def test_the_page_puts_first_what_survives():
 @pytest.mark.parametrize("name", ["state", "images"])
 def test_the_tree_as_it_is_trains_the_models_right(name):
     case = make(name)
-    step, said = judge.compiled(case, "off")
+    step, said = judge.compiled(case, "none")
     assert step is not None and not judge.by_value(case, step), said

@@ -20,6 +20,7 @@ BOTH = "dp_shard 2 x tp 2"
     ("refused", "refused", "model: small_zoo.py:29 branches on a value"), ("unbuilt", "unbuilt", "ModuleNotFoundError"),
     ("drawn", "unbuilt", "ValueError: it draws random numbers"),
 ])  # fmt: skip
+@pytest.mark.sample(2)
 def test_verdicts(name, verdict, why):
     (record,) = judge.judge(BY_NAME[name], [BOTH])
     assert record["verdict"] == verdict and record["why"].startswith(why)
@@ -43,6 +44,7 @@ def test_one_rank_that_is_a_little_off_is_wrong(monkeypatch):
     assert record["verdict"] == "wrong" and record["why"] == "step 1: layer.bias differs by 1.0e-06"
 
 
+@pytest.mark.full
 def test_each_is_a_process_and_known_ones_are_not_judged_again(tmp_path, capsys):
     results, wanted = tmp_path / "models.jsonl", tmp_path / "models.md"
     known = {"model": "refused", "mesh": "tp 2", "verdict": "refused", "why": "model: a|b"}
@@ -81,7 +83,7 @@ def test_what_is_wrong_is_told_by_the_exit_code_and_on_the_page(tmp_path):
     arguments = ["--table", "small_zoo", "--only", "wrong", "--mesh", "tp 2", "--results", str(results)]
     assert command.main(arguments) == 1
     text = page(MODELS, command.read(results))
-    assert "| wrong | torch |  | wrong |  |  | sort |" in text and "| wrong | step 2: loss differs by 1.0e-04 | wrong (tp 2) |" in text
+    assert "| wrong | torch |  | wrong |  |  |  |  | sort |" in text and "| wrong | step 2: loss differs by 1.0e-04 | wrong (tp 2) |" in text
 
 
 def test_the_table_is_large_and_varied_and_names_are_its_own():

@@ -313,16 +313,23 @@ FAULTS = (
     Fault(
         "function_results_not_dual",
         "passes/sharding/custom.py",
-        "gradients = [spec.gradient() for spec in placed.results[: function.results]]",
+        "gradients = [gradient_of(spec) for spec in placed.results[: function.results]]",
         "gradients = list(placed.results[: function.results])",
         "A custom backward gets gradients placed as the results were.",
     ),
     Fault(
         "function_gradients_not_dual",
         "passes/sharding/custom.py",
-        "tuple(operands[i].gradient() for i in kept))",
+        "tuple(gradient_of(operands[i]) for i in kept))",
         "tuple(operands[i] for i in kept))",
         "A custom backward leaves gradients placed as the operands were.",
+    ),
+    Fault(
+        "function_gradients_unmasked",
+        "passes/sharding/partition.py",
+        "return gradient if held and held.fill == 0.0 else self.builder.fill_padding(gradient, spec, 0.0)",
+        "return gradient",
+        "What a custom backward makes of padding's gradient stays there.",
     ),
     # place.py
     Fault(

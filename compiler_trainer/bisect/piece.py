@@ -1,0 +1,129 @@
+"""A program small enough to be written out, with a pass that goes wrong on it: what a repro script is made of."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx, nn
+
+from passes.check.composed import verify_composed
+from passes.check.numeric import coarsest, compare
+from passes.check.numeric import run as run_program
+from passes.check.runner import apply_pass
+from passes.check.verify import verify_spec
+from passes.program import ir
+from passes.program.mesh import Mesh
+from passes.program.spec import Spec
+from passes.program.stages import Stage
+from passes.program.torch_private import FakeTensorMode
+
+Kind = Literal["", "crash", "differs", "illegal"]
+
+
+class Sketch:
+    """A program written node by node; what a node computes is worked out on fake tensors."""
+
+    def __init__(self, mesh: Mesh, stage: Stage):
+        self.mesh, self.stage = mesh, stage
+        self.ctx, self.graph = ir.Context(FakeTensorMode()), fx.Graph()
+        self.inputs: list[ir.Input] = []
+        self.outputs: list[ir.Output] = []
+        self.results: list[fx.Node] = []
+
+    def input(self, node_name: str, name: str, kind: ir.InputKind, spec: Spec, dtype: torch.dtype) -> fx.Node:
+        """A placeholder: a whole tensor until the program is local."""
+        shape = spec.local_shape(self.mesh) if self.stage >= Stage.LOCAL else spec.shape
+        first = next((n for n in self.graph.nodes if n.op != "placeholder"), None)
+        with self.graph.inserting_before(first) if first is not None else nullcontext():
+            node = self.graph.create_node("placeholder", node_name, name=node_name)
+        with self.ctx.fake_mode:
+            ir.set_value(node, torch.empty(shape, dtype=dtype))
+        ir.set_spec(node, spec if self.stage >= Stage.LOCAL else None)
+        self.inputs.append(ir.Input(name, kind, spec))
+        return node
+
+    def call(
+        self,
+        name: str,
+        target: Any,
+        args: tuple,
+        kwargs: dict[str, Any] | None = None,
+        *,
+        spec: Spec | None = None,
+        source: str = "",
+        module: str = "",
+        phase: str = "forward",
+    ) -> fx.Node:
+        """An operator."""
+        node = self.graph.create_node("call_function", target, args, kwargs or {}, name)
+        values, named = fx.map_arg((args, kwargs or {}), ir.value)
+        with self.ctx.fake_mode, torch.no_grad():
+            ir.set_value(node, target(*values, **named))
+        ir.set_spec(node, spec)
+        ir.set_origin(node, source, module)
+        ir.set_phase(node, phase)
+        return node
+
+    def output(self, name: str, kind: ir.OutputKind, spec: Spec, node: fx.Node) -> None:
+        """A result."""
+        self.outputs.append(ir.Output(name, kind, spec))
+        self.results.append(node)
+
+    def program(self) -> ir.Program:
+        """The program that returns the results."""
+        graph = fx.Graph()
+        graph.graph_copy(self.graph, nodes := dict[fx.Node, fx.Node]())
+        for old, new in nodes.items():
+            new.meta = dict(old.meta)
+        graph.output(tuple(nodes[result] for result in self.results))
+        module = fx.GraphModule(nn.Module(), graph)
+        return ir.Program(module, tuple(self.inputs), tuple(self.outputs), self.mesh, self.stage)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A program, a pass, whole values of its inputs by name, and in what way it goes wrong (empty: in none)."""
+
+    sketch: Sketch
+    step: ir.Pass
+    values: Mapping[str, Tensor]
+    kind: Kind
+    message: str
+
+
+def check(sketch: Sketch, step: ir.Pass, values: Mapping[str, Tensor]) -> tuple[Kind, str]:
+    """In what way a pass goes wrong on a program, and what is said of it; two empty strings if it is right."""
+    program = sketch.program()
+    kind: Kind = "crash"
+    try:
+        after, _ = apply_pass(step, program, sketch.ctx)
+        after = verify_composed(step.name, program, after)
+        before, results = (run_program(p, sketch.ctx, values) for p in (program, after))
+        kind = "differs"
+        compare(step.name, before, results, max(coarsest(program), coarsest(after)) ** 0.5)
+        kind = "illegal"
+        verify_spec(after, sketch.ctx, pass_name=step.name)
+    except ir.CompileError as error:
+        return kind, str(error)
+    return "", ""
+
+
+def run(sketch: Sketch, step: ir.Pass, values: Path, wrong: Kind, said: str = "") -> int:
+    """Check and say what is found, for a script: the exit code is 1 if the pass still goes wrong in this way.
+
+    Of a crash, `said` is the gist; a piece of a program may be refused for what it lacks once the crash is mended.
+    """
+    kind, message = check(sketch, step, torch.load(values, weights_only=True))
+    print(f"{kind}: {message}" if kind else f"{step.name}: right")
+    return int(kind == wrong and said in ("", gist(message)))
+
+
+def gist(message: str) -> str:
+    """The first line of an error without names, places and numbers."""
+    return re.sub(r"%\w+|\([^)]*\)|\d+", "", message.partition("\n")[0]).strip()

@@ -1,0 +1,153 @@
+"""Cut a program to the smallest piece on which a pass still goes wrong.
+
+A piece is some nodes of the program that the pass was given; what they read from outside becomes inputs, with the
+values and placements found there. Where a gradient is wrong the piece ends in a loss: its result times the gradient
+that the whole program has there.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, fx
+
+from compiler_trainer.bisect.piece import Kind, Piece, Sketch, check, gist
+from passes.program import ir
+from passes.program.boundary import psum
+from passes.program.spec import Spec
+from passes.program.stages import Stage
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where pieces are cut from: a program, whole values by input and node name, placements and gradients by node."""
+
+    program: ir.Program
+    wholes: Mapping[str, Tensor]
+    specs: Mapping[str, Spec]
+    gradients: Mapping[str, Tensor]
+
+
+def smallest(source: Source, step: ir.Pass, kind: Kind, message: str, node: fx.Node, is_gradient: bool) -> Piece | None:
+    """The first piece, of growing size, on which the pass goes wrong in the given way; None if there is none."""
+    leaves = {node} if is_gradient else set()
+    for nodes in growing(source.program, node, is_gradient):
+        piece = closed(source, step, nodes, leaves)
+        if piece is not None and is_alike(piece, kind, message):
+            return pruned(source, piece, nodes, leaves)
+    piece = everything(source, step)
+    return piece if is_alike(piece, kind, message) else None
+
+
+def is_alike(piece: Piece, kind: Kind, message: str) -> bool:
+    """Whether a piece goes wrong in this way: if it raises, by saying the same but for names and numbers."""
+    return piece.kind == kind and (kind != "crash" or gist(piece.message) == gist(message))
+
+
+def pruned(source: Source, piece: Piece, nodes: Sequence[fx.Node], leaves: set[fx.Node]) -> Piece:
+    """The piece without what it does not take to go wrong in the same way: its earliest nodes are left out first."""
+    for node in list(nodes):
+        fewer = [n for n in nodes if n is not node]
+        smaller = closed(source, piece.step, fewer, leaves) if fewer else None
+        if smaller is not None and is_alike(smaller, piece.kind, piece.message):
+            piece, nodes = smaller, fewer
+    return piece
+
+
+def growing(program: ir.Program, node: fx.Node, is_gradient: bool) -> Iterator[list[fx.Node]]:
+    """Nodes around `node`, more each time: what leads to it, or, of a gradient, what it leads to."""
+    found = {n for n in (node.users if is_gradient else (node,)) if n.op == "call_function"}
+    for distance in range(9):
+        chosen = found | {n.all_input_nodes[0] for n in found if n.target is operator.getitem}
+        if distance in (0, 1, 2, 4, 8):
+            yield [n for n in program.calls() if n in chosen]
+        around = [m for n in chosen for m in (n.users if is_gradient else n.all_input_nodes)]
+        found = chosen | {m for m in around if m.op == "call_function"}
+
+
+def closed(source: Source, step: ir.Pass, nodes: Sequence[fx.Node], leaves: set[fx.Node]) -> Piece | None:
+    """The piece of some nodes; with `leaves`, of the gradients of those it reads. None if it cannot be cut there."""
+    ends = [n for n in nodes if ir.is_tensor(n) and not any(user in nodes for user in n.users)]
+    if not ends or not all(n.name in source.specs for n in ends):
+        return None
+    if any(not ir.is_tensor(operand) for n in nodes for operand in n.all_input_nodes if operand not in nodes):
+        return None
+    if leaves and not all(n.name in source.gradients for n in ends):
+        return None
+    sketch = Sketch(source.program.mesh, source.program.stage)
+    made = copy_nodes(source, sketch, nodes, leaves)
+    values = {i.name: source.wholes[i.name] for i in sketch.inputs if i.name in source.wholes}
+    if leaves:
+        values |= close(source, sketch, ends, made)
+    else:
+        for end in ends:
+            is_local = source.program.stage >= Stage.LOCAL
+            spec = source.specs[end.name] if is_local else Spec.whole(tuple(ir.example(end).shape))
+            sketch.output(end.name, "metric", spec, made[end])
+    return Piece(sketch, step, values, *check(sketch, step, values))
+
+
+def everything(source: Source, step: ir.Pass) -> Piece:
+    """The whole program as a piece."""
+    sketch = Sketch(source.program.mesh, source.program.stage)
+    made = copy_nodes(source, sketch, list(source.program.calls()), set())
+    for node, output in zip(source.program.results(), source.program.outputs, strict=True):
+        sketch.output(output.name, output.kind, output.spec, made[node])
+    values = {i.name: source.wholes[i.name] for i in sketch.inputs if i.name in source.wholes}
+    return Piece(sketch, step, values, *check(sketch, step, values))
+
+
+def copy_nodes(
+    source: Source, sketch: Sketch, nodes: Sequence[fx.Node], leaves: set[fx.Node]
+) -> dict[fx.Node, fx.Node]:
+    """Write the nodes into a sketch; what they read from outside becomes inputs."""
+    ends = dict(zip(source.program.placeholders(), source.program.inputs, strict=True))
+    inside, made = set(nodes), dict[fx.Node, fx.Node]()
+    outside = {operand for node in nodes for operand in node.all_input_nodes if operand not in inside}
+    for node in source.program.graph.nodes:
+        if node in outside:
+            given = ends.get(node) or ir.Input(node.name, "batch", placed(source, node))
+            kind = "parameter" if node in leaves else given.kind
+            made[node] = sketch.input(node.name, given.name, kind, given.spec, ir.example(node).dtype)
+        elif node in inside:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), made.__getitem__)
+            origin = {"source": ir.source(node), "module": ir.module_path(node), "phase": ir.phase(node)}
+            made[node] = sketch.call(node.name, node.target, args, kwargs, spec=ir.spec(node), **origin)
+    return made
+
+
+def placed(source: Source, node: fx.Node) -> Spec:
+    """How a value lies that comes from outside; padding that may hold anything holds ones, which a mask has to hide."""
+    spec = source.specs.get(node.name) or Spec.whole(tuple(ir.example(node).shape))
+    return replace(spec, fill=1.0 if spec.fill is None else spec.fill)
+
+
+def close(
+    source: Source, sketch: Sketch, ends: Sequence[fx.Node], made: Mapping[fx.Node, fx.Node]
+) -> dict[str, Tensor]:
+    """End the sketch in a loss, each end times its gradient, summed; returns the gradients as values of inputs."""
+    is_local = source.program.stage >= Stage.LOCAL
+    losses, values = [], {}
+    for end in ends:
+        spec, x, name = source.specs[end.name], made[end], f"gradient_of_{end.name}"
+        for axis in spec.partial_axes if is_local else ():
+            x = sketch.call(f"whole_{axis}_{end.name}", psum, (x, axis, ir.example(x).dtype, None))
+        # of copies that differ in use the first rank's counts: its term is all of the sum
+        weights = replace(spec, partial=tuple((axis, "sum") for axis in spec.varying), varying=())
+        given = sketch.input(name, name, "batch", weights, source.gradients[end.name].dtype)
+        values[name] = source.gradients[end.name]
+        product = sketch.call(f"times_{end.name}", aten.mul.Tensor, (x, given))
+        x = sketch.call(f"sum_{end.name}", aten.sum.default, (product,))
+        for axis in (*weights.sharded, *weights.partial_axes) if is_local else ():
+            x = sketch.call(f"sum_{axis}_{end.name}", psum, (x, axis, ir.example(x).dtype, None))
+        losses.append(x)
+    loss = losses[0]
+    for i, x in enumerate(losses[1:]):
+        loss = sketch.call(f"loss_{i}", aten.add.Tensor, (loss, x))
+    sketch.output("loss", "loss", Spec.whole(()), loss)
+    return values

@@ -1,0 +1,1 @@
+"""Measure the machine, as a cluster to predict for."""

@@ -1,0 +1,292 @@
+"""What a calibration measures on each rank: products, attention, memory, launches, collectives, all together."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import socket
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from passes.lower.backends import NamingInterpreter
+from passes.lower.heap import keep_freed_memory
+
+Found = dict[str, Any]
+MIB, GIB = 2**20, 2**30
+SPELL_S = 0.12  # for which a figure is measured, in three rounds of which the middle one counts
+PRODUCTS = ((128, 64), (256, 128), (1024, 128), (2048, 256), (2048, 512), (2048, 1024))  # rows, width of weights
+COLD_MIB = 96  # operands are taken in turn out of so much: no cache holds them, as it does not in a step
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+LENGTHS = (64, 192, 512, 768, 1024, 2048)  # the CPU's kernel takes other blocks from 192 and 768 on
+MOVED_MIB = (0.0625, 0.25, 1, 4, 16, 64)
+MOST_SETS = 200
+TURNS = 200
+SENT_MIB = (0.004, 0.0625, 0.5, 4, 32)
+TFLOPS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def joined() -> int:
+    """A port at which ranks of this machine may meet."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def ended() -> None:
+    """Leave the process group."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+class Probes:
+    """The measurements of one rank, all ranks at the same one.
+
+    The clock `cpu` counts what the threads of a rank compute: other work on the machine does not change it, and waiting
+    is not in it, so nothing is slower beside anything.
+    """
+
+    def __init__(self, rank: int, ranks: int, threads: int, port: int, clock: str = "wall"):
+        self.is_wall, self.now = clock == "wall", CLOCKS[clock]
+        self.load = os.getloadavg()[0]
+        self.rank, self.ranks = rank, ranks
+        self.device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+        torch.set_num_threads(threads)
+        if self.device.type == "cpu":
+            keep_freed_memory()  # as a job does
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if ranks > 1:
+            backend = "nccl" if self.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+
+    def all(self) -> Found:
+        """Every figure, by the names of `compiler-trainer calibrate`."""
+        found: Found = {
+            "device": self.device.type,
+            "at": datetime.now().strftime("%Y-%m-%d %H:%M"),
+            "load": self.load,
+            "memory_gib": self.memory_gib(),
+            "products": {name: list(self.products(dtype)) for name, dtype in TFLOPS.items()},
+            "attention": self.attention(),
+            "memory": list(self.memory()),
+            "kernel_us": figure(1e6 * self.seconds(partial(torch.add, self.full(16), 1.0))),
+            "launch_us": figure(1e6 * self.launch_s()) if self.device.type == "cuda" else 0.0,
+            "operator_us": figure(1e6 * self.operator_s()),
+            "collectives": list(self.collectives()),
+            "beside": self.beside(),
+        }
+        if found["collectives"]:
+            found["link_gb_s"] = max(link_gb_s(times) for times in found["collectives"])
+        return found
+
+    def memory_gib(self) -> float:
+        """What a rank may hold."""
+        if self.device.type == "cuda":
+            return figure(torch.cuda.get_device_properties(self.device).total_memory / GIB)
+        return figure(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB / self.ranks)
+
+    # ---- time -------------------------------------------------------------------------------------
+
+    def full(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Random numbers on the device."""
+        return torch.randn(shape, device=self.device).to(dtype)
+
+    def cold(self, run: Callable[..., Any], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> Callable[[], Any]:
+        """A kernel on operands that are in no cache, into memory that is in none: it takes others each time."""
+        size = sum(math.prod(shape) for shape in shapes) * dtype.itemsize
+        count = min(MOST_SETS, max(1, COLD_MIB * MIB // size))
+        given = itertools.cycle([[self.full(*shape, dtype=dtype) for shape in shapes] for _ in range(count)])
+        made: deque[Any] = deque(maxlen=count)
+        return lambda: made.append(run(*next(given)))
+
+    def wait(self) -> None:
+        """Until the device has done all it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def meet(self) -> None:
+        """Until all ranks are here."""
+        self.wait()
+        if self.ranks > 1:
+            dist.barrier()
+
+    def seconds(self, run: Callable[[], Any]) -> float:
+        """Of one run, while all ranks do the same: the middle of three rounds, the mean over ranks."""
+        run()
+        began = self.now()
+        run()
+        self.wait()
+        times = self.agreed(max(1, round(SPELL_S / 3 / max(self.now() - began, 1e-6))))
+        rounds = []
+        for _ in range(3):
+            self.meet()
+            began = self.now()
+            for _ in range(times):
+                run()
+            self.wait()
+            rounds.append((self.now() - began) / times)
+        return self.mean(statistics.median(rounds))
+
+    def agreed(self, times: int) -> int:
+        """The number of rank 0."""
+        return round(self.mean(float(times if self.rank == 0 else 0)) * self.ranks)
+
+    def mean(self, value: float) -> float:
+        """Over ranks."""
+        if self.ranks == 1:
+            return value
+        total = torch.tensor([value], dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return float(total) / self.ranks
+
+    # ---- kernels ----------------------------------------------------------------------------------
+
+    def products(self, dtype: torch.dtype) -> Iterator[list[float]]:
+        """[GFLOP, TFLOP/s] of the three products of a linear layer together: forward, to its input, to its weight."""
+        slow = self.device.type == "cpu" and dtype is torch.bfloat16  # without hardware for it, a fortieth of fp32
+        scale = 4 if self.device.type == "cuda" else 1
+        for rows, width in PRODUCTS[: 3 if slow else None]:
+            shapes = [(n * scale, width * scale) for n in (rows, rows, width)]
+            flops = 2 * rows * scale * (width * scale) ** 2
+            kernels = (
+                self.cold(lambda x, gradient, w: torch.mm(x, w.t()), shapes, dtype),
+                self.cold(lambda x, gradient, w: torch.mm(gradient, w), shapes, dtype),
+                self.cold(lambda x, gradient, w: torch.mm(gradient.t(), x), shapes, dtype),
+            )
+            yield [figure(flops / 1e9), figure(3 * flops / sum(map(self.seconds, kernels)) / 1e12)]
+
+    def attention(self) -> dict[str, list[list[float]]]:
+        """[keys, TFLOP/s] of causal attention, forward and backward, heads of 64."""
+        found: dict[str, list[list[float]]] = {"forward": [], "backward": []}
+        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        for length in LENGTHS:
+            heads = max(1, (8 if self.device.type == "cuda" else 1) * 2048 // length)
+            laid_out = [self.full(1, length, heads, 64, dtype=dtype).transpose(1, 2) for _ in range(3)]  # as models do
+            q, k, v = (x.requires_grad_() for x in laid_out)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            gradient = torch.ones_like(out)
+            with torch.no_grad():
+                forward_s = self.seconds(partial(F.scaled_dot_product_attention, q, k, v, is_causal=True))
+            backward_s = self.seconds(partial(torch.autograd.grad, out, (q, k, v), gradient, retain_graph=True))
+            flops = heads * length * length * 64  # of one product, of which half is hidden: 2 a multiply-add, halved
+            found["forward"].append([length, figure(2 * flops / forward_s / 1e12)])
+            found["backward"].append([length, figure(5 * flops / backward_s / 1e12)])
+        return found
+
+    def memory(self) -> Iterator[list[float]]:
+        """[MiB, GB/s] of additions, their results in memory of their own, as those of a step are."""
+        for mib in MOVED_MIB:
+            count = int(mib * MIB / 12)
+            run = self.cold(torch.add, [(count,), (count,)], torch.float32)
+            yield [mib, figure(12 * count / self.seconds(run) / 1e9)]
+
+    def launch_s(self) -> float:
+        """What the host takes to launch a kernel."""
+        x, times = self.full(16), 1000
+        self.meet()
+        began = time.perf_counter()
+        for _ in range(times):
+            torch.add(x, 1.0)
+        return (time.perf_counter() - began) / times
+
+    def operator_s(self) -> float:
+        """What the host takes for an operator of the eager backend, here one that computes nothing."""
+        graph, x = make_fx(turned, tracing_mode="fake")(self.full(4, 4)), self.full(4, 4)
+        interpreter = NamingInterpreter(graph)
+        return self.seconds(partial(interpreter.run, x, enable_io_processing=False)) / TURNS
+
+    # ---- collectives ------------------------------------------------------------------------------
+
+    def collectives(self) -> Iterator[Found]:
+        """Times by kind, ranks of a group and MiB, all groups of a size at work at once."""
+        for size in (n for n in range(2, self.ranks + 1) if self.ranks % n == 0):
+            groups = [dist.new_group(range(first, first + size)) for first in range(0, self.ranks, size)]
+            group = groups[self.rank // size]
+            for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift"):
+                runs = [self.collective(kind, int(mib * MIB), size, group) for mib in SENT_MIB]
+                times = [[mib, figure(1e6 * self.seconds(run))] for mib, run in zip(SENT_MIB, runs, strict=True)]
+                yield {"kind": kind, "ranks": size, "us": times}
+
+    def collective(self, kind: str, size_bytes: int, ranks: int, group: Any) -> Callable[[], Any]:
+        """A collective whose largest buffer on a rank has that many bytes; the results are in new memory."""
+        count = size_bytes // 4 // ranks * ranks
+        own, whole = self.full(count // ranks), self.full(count)
+        if kind == "all_gather":
+            return lambda: dist.all_gather_into_tensor(torch.empty_like(whole), own, group=group)
+        if kind == "reduce_scatter":
+            return lambda: dist.reduce_scatter_tensor(torch.empty_like(own), whole, group=group)
+        if kind == "all_reduce":
+            return lambda: dist.all_reduce(whole.clone(), group=group)
+        if kind == "all_to_all":
+            return lambda: dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
+        return partial(shifted, whole, group)
+
+    def beside(self) -> list[float]:
+        """Shares of their speed that a product and an addition keep beside a collective, and it beside products."""
+        if self.ranks == 1 or not self.is_wall:
+            return [1.0, 1.0, 1.0]
+        x, w = self.full(512, 512), self.full(512, 512)
+        a = self.full(int(4 * MIB / 12))
+        whole = self.full(8 * MIB)
+        kept = [self.together(run, whole) for run in (partial(torch.mm, x, w), partial(torch.add, a, a))]
+        return [figure(share) for share in (kept[0][0], kept[1][0], kept[0][1])]
+
+    def together(self, run: Callable[[], Any], whole: Tensor) -> tuple[float, float]:
+        """Shares of speed that a kernel and an all-reduce keep while both run."""
+        alone_s, sending_s = self.seconds(run), self.seconds(partial(dist.all_reduce, whole))
+        kept = []
+        for _ in range(3):
+            self.meet()
+            began, runs = time.perf_counter(), 0
+            work = dist.all_reduce(whole, async_op=True)
+            while not work.is_completed():
+                run()
+                runs += 1
+                self.wait()
+            work.wait()
+            took_s = time.perf_counter() - began
+            kept.append((min(1.0, runs * alone_s / took_s), min(1.0, sending_s / took_s)))
+        middle = (statistics.median(share) for share in zip(*kept, strict=True))
+        computing, sending = (self.mean(share) for share in middle)
+        return max(computing, 0.05), max(sending, 0.05)
+
+
+def turned(x: Tensor) -> Tensor:
+    """Many views of a matrix."""
+    for _ in range(TURNS):
+        x = x.t()
+    return x
+
+
+def shifted(x: Tensor, group: Any) -> None:
+    """Send to the next rank of a group and receive from the one before."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    y = torch.empty_like(x)
+    send = dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % size)
+    receive = dist.P2POp(dist.irecv, y, group=group, group_peer=(rank - 1) % size)
+    for work in dist.batch_isend_irecv([send, receive]):
+        work.wait()
+
+
+def link_gb_s(times: Found) -> float:
+    """What a rank sends in a second of the largest transfer that was measured."""
+    mib, us = times["us"][-1]
+    return figure(mib * MIB / us / 1e3)
+
+
+def figure(value: float) -> float:
+    """Four digits of a number."""
+    return float(f"{value:.4g}")

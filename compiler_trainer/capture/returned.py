@@ -1,0 +1,47 @@
+"""What a loss function returns: the loss, or the loss and a dict of further scalars, which are metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from compiler_trainer.config.errors import UserError
+
+FORM = "return the loss, or (loss, {name: scalar}) with metrics to log"
+RESERVED = frozenset(
+    ("loss", "grad_norm", "step", "tokens", "lr", "skipped", "tokens_per_s", "step_ms", "tflops", "mfu", "data_ms")
+) | {"eval_loss", "peak_mem_bytes", "dropped_rows"}  # names that a run's metrics have already
+
+
+def parted(returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """(loss, metrics by name) of what a loss function returned; raises UserError where it is of neither form."""
+    if isinstance(returned, Tensor):
+        return checked(returned, "returns"), {}
+    if not isinstance(returned, tuple | list) or len(returned) != 2 or not isinstance(returned[1], Mapping):
+        raise UserError("loss_fn", f"returns {described(returned)}; {FORM}")
+    loss, metrics = returned
+    for name, value in metrics.items():
+        if not isinstance(name, str) or not name or name in RESERVED:
+            raise UserError("loss_fn", f"returns a metric named {name!r}, which is taken or no name; choose another")
+        if not isinstance(value, Tensor) or value.dim():
+            raise UserError("loss_fn", f"returns {described(value)} as the metric {name!r}; it must be a scalar tensor")
+    numbers = {name: value if value.is_floating_point() else value.float() for name, value in metrics.items()}
+    return checked(loss, "returns as the loss"), numbers
+
+
+def checked(loss: Any, what: str) -> Tensor:
+    """A loss that can be differentiated; raises UserError."""
+    if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
+        raise UserError("loss_fn", f"{what} {described(loss)}; must be a scalar")
+    return loss
+
+
+def described(value: Any) -> str:
+    """`(float32[4, 16], dict)`: what something is, in a few words."""
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} {value.dtype}"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(described, value))})"
+    return type(value).__name__

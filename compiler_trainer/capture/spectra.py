@@ -1,0 +1,44 @@
+"""The inverse of a short-time Fourier transform in operators that look at no value."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def istft(
+    input: Tensor,
+    n_fft: int,
+    hop_length: int | None = None,
+    win_length: int | None = None,
+    window: Tensor | None = None,
+    center: bool = True,
+    normalized: bool = False,
+    onesided: bool | None = None,
+    length: int | None = None,
+    return_complex: bool = False,
+) -> Tensor:
+    """`torch.istft`, without its check that windows cover all samples: where none does, the result is no number."""
+    hop, width = hop_length or n_fft // 4, win_length or n_fft
+    real = input.new_empty(0).real.dtype
+    shape = torch.ones(width, dtype=real, device=input.device) if window is None else window
+    shape = F.pad(shape, ((n_fft - width) // 2, n_fft - width - (n_fft - width) // 2))
+    spectra = input.movedim(-2, -1)  # [..., frames, frequencies]
+    frames, norm = spectra.shape[-2], "ortho" if normalized else "backward"
+    inverse = torch.fft.ifft if return_complex else torch.fft.irfft  # which takes the first half of what is whole
+    samples = inverse(spectra, n_fft, norm=norm)
+    start, whole = n_fft // 2 if center else 0, n_fft + hop * (frames - 1)
+    end = whole - start if length is None else start + length
+    summed = overlapped(samples * shape, hop)[..., start:end]
+    weight = overlapped((shape * shape.conj()).expand(frames, n_fft), hop)[start:end]
+    return F.pad(summed / weight, (0, max(end - whole, 0)))
+
+
+def overlapped(frames: Tensor, hop: int) -> Tensor:
+    """The sum of frames [..., t, n] that begin `hop` samples after one another: [..., n + hop (t - 1)]."""
+    count, width = frames.shape[-2:]
+    parts = -(-width // hop)
+    pieces = F.pad(frames, (0, parts * hop - width)).unflatten(-1, (parts, hop))
+    shifted = (F.pad(pieces[..., k, :], (0, 0, k, parts - 1 - k)) for k in range(parts))
+    return sum(shifted, torch.zeros((), dtype=frames.dtype)).flatten(-2)[..., : width + hop * (count - 1)]

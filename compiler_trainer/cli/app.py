@@ -1,0 +1,149 @@
+"""Options train: hydra composes them, `config` checks them, the trainer trains, once or for each point of a sweep."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from compiler_trainer.cli.ends import RANK, WORLD_SIZE, end, refuse
+from compiler_trainer.cli.extras import not_installed
+from compiler_trainer.cli.outcome import outcome
+from compiler_trainer.config import recipes
+from compiler_trainer.config.choices import CONF
+from compiler_trainer.config.compose import typed
+from compiler_trainer.config.defaults import store_defaults
+from compiler_trainer.config.errors import RunError, UserError
+from compiler_trainer.config.refusal import as_user_errors
+from compiler_trainer.config.schema import Config, closed, is_open
+from compiler_trainer.config.validate import dry_world_size, validate
+from compiler_trainer.config.yamls import check_folders
+
+
+def main() -> None:
+    """Train as the command line says; raises UserError, and exits with 1 on what is no error of the input."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra then raises its errors, else it prints them and exits with 1
+    store_defaults()
+    sys.argv[1:] = flags_first(sys.argv[1:])
+    with tempfile.TemporaryDirectory() as scratch:
+        if RANK != 0:  # hydra makes a sweep's folder on every rank, and clocks may differ
+            sys.argv.append(f"hydra.sweep.dir={scratch}")
+        try:
+            with as_user_errors():
+                check_folders(sys.argv[1:])
+                sys.argv[1:] = recipes.by_name(sys.argv[1:], Path(scratch))
+                run()
+        except OSError as error:  # of hydra's own folders and of --config-dir
+            raise UserError(str(error.filename), str(error.strerror)) from error
+
+
+def flags_first(arguments: list[str]) -> list[str]:
+    """The arguments with options behind flags and what these take: argparse takes none on both sides of a flag."""
+    is_option = [not a.startswith("-") and ("=" in a or a.startswith("~")) for a in arguments]
+    flags = [a for a, option in zip(arguments, is_option) if not option]
+    return flags + [a for a, option in zip(arguments, is_option) if option]
+
+
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
+def run(composed: DictConfig) -> float | None:
+    """Train one composed config; its last held-out loss, else its last loss, which is what a sweeper minimizes.
+
+    A point of a sweep trains in a subfolder of its own; None if it failed, for then the sweep goes on.
+    """
+    try:
+        job = HydraConfig.get()
+        cfg = checked(composed, ranks_of(job))
+        if job.mode == RunMode.MULTIRUN:
+            from compiler_trainer.sweep import point
+
+            if ranks_of(job) != WORLD_SIZE:
+                point.join_tasks()
+            return point.run_point(in_subfolder(cfg, str(job.job.num)), job.job.num, job.overrides.task, outcome)
+        return outcome(cfg)
+    except UserError as error:
+        refuse(error)
+    except RunError as error:
+        end(error)
+    except ModuleNotFoundError as error:
+        refuse(not_installed(error))
+    except Exception:  # what leaves this function as an exception would be taken for an error in composing
+        traceback.print_exc()
+        sys.exit(1)
+
+
+class WatchSweep(Callback):
+    """Checks every point of a sweep before the first one starts, and renders the sweep in the end."""
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Exit with 2 if a point is refused."""
+        from compiler_trainer.sweep import render  # noqa: F401  # plots need an extra: better missed now than in the end
+        from compiler_trainer.sweep.stored import check
+
+        try:
+            with as_user_errors():
+                for number, point in enumerate(points(config.hydra.overrides.task)):
+                    overrides = [*config.hydra.overrides.hydra, *point]
+                    cfg = checked(hydra.compose(config.hydra.job.config_name, overrides), ranks_of(config.hydra))
+                    if RANK == 0:
+                        check(in_subfolder(cfg, str(number)))
+        except UserError as error:  # hydra would log what leaves this, and go on
+            refuse(error)
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        """Exit with 1 if a point failed."""
+        from compiler_trainer.sweep.render import render
+
+        if RANK == 0 and not render(Path(config.run.dir)):
+            sys.exit(1)
+
+
+def points(overrides: list[str]) -> Iterator[tuple[str, ...]]:
+    """Overrides of each point of a sweep over lists; of ranges that a sweeper searches, none is known beforehand."""
+    choices: list[list[str]] = []
+    parser = OverridesParser.create(GlobalHydra.instance().config_loader())
+    for override in parser.parse_overrides(list(overrides)):
+        if not override.is_sweep_override():
+            choices.append([str(override.input_line)])
+        elif override.is_discrete_sweep():
+            choices.append([f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()])
+        else:
+            return iter(())
+    return itertools.product(*choices)
+
+
+def ranks_of(job: Any) -> int:
+    """Ranks of a hydra job: those that torchrun started, or the tasks that a launcher starts for each point."""
+    nodes, tasks = (OmegaConf.select(job, f"launcher.{name}", default=1) for name in ("nodes", "tasks_per_node"))
+    return WORLD_SIZE * nodes * tasks
+
+
+def checked(composed: DictConfig, ranks: int) -> Config:
+    """The typed config, resolved for a number of ranks; raises UserError."""
+    with as_user_errors():
+        options = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    cfg = typed(options)
+    if cfg.run.dry and ranks > 1:
+        raise UserError("run.dry", f"is one process, and {ranks} were started; start it without torchrun")
+    if is_open(cfg):  # all else can be checked before there is a plan
+        validate(closed(cfg), dry_world_size(cfg) if cfg.run.dry else ranks)
+        return cfg
+    return validate(cfg, dry_world_size(cfg) if cfg.run.dry else ranks)
+
+
+def in_subfolder(cfg: Config, name: str) -> Config:
+    """`cfg` with its run folder `name` inside the stated one."""
+    return dataclasses.replace(cfg, run=dataclasses.replace(cfg.run, dir=str(Path(cfg.run.dir, name))))

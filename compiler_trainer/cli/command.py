@@ -1,0 +1,99 @@
+"""The command `compiler-trainer`: what its first word asks for, imported once it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import warnings
+from pathlib import Path
+
+from compiler_trainer.cli.ends import end, refuse
+from compiler_trainer.cli.extras import not_installed
+from compiler_trainer.cli.table import VERBS, usage
+from compiler_trainer.config.errors import RunError, UserError
+
+HELP = ("-h", "--help")
+SPINS = "10000"  # of an OpenMP thread that waits; GNU's 300,000 starve the thread that it waits for on a busy core
+USUAL = warnings.formatwarning
+OURS = tuple(f"{Path(__file__).parents[2] / package}{os.sep}" for package in ("compiler_trainer", "passes"))
+
+
+def main() -> None:
+    """Do what the command line says; exits with 0 when done, 2 on bad input, 1 on anything else."""
+    warnings.formatwarning = formatted
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # read when PyTorch is imported
+    try:
+        if code := act(sys.argv[1:]):
+            sys.exit(code)
+    except UserError as error:
+        refuse(error)
+    except RunError as error:
+        end(error)
+    except ModuleNotFoundError as error:
+        refuse(not_installed(error))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(1)  # taking apart what was imported would take Python more than a second
+
+
+def act(arguments: list[str]) -> int | None:
+    """Train, or do what the first argument names; the exit code, None for 0."""
+    first = arguments[0] if arguments else ""
+    if first == "--version":
+        print(versions())
+    elif first in HELP and len(arguments) > 1:
+        from rich.console import Console
+
+        from compiler_trainer.config.meaning import explain
+
+        explain("" if arguments[1] == "options" else arguments[1], Console(highlight=False))
+    elif first in HELP:
+        print(usage())
+    elif first in VERBS:
+        return importlib.import_module(f"compiler_trainer.cli.verbs.{first.replace('-', '_')}").main(arguments[1:])
+    elif is_word(first):
+        raise no_verb(first)
+    else:
+        if sys.stdout.isatty():
+            print("starting", flush=True)  # what is imported next takes seconds
+        from compiler_trainer.cli import app
+
+        app.main()
+    return None
+
+
+def formatted(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """A warning as a line; one of ours names no line of Python, which says nothing to who runs it."""
+    return f"warning: {message}\n" if filename.startswith(OURS) else USUAL(message, category, filename, lineno, line)
+
+
+def versions() -> str:
+    """The installed versions."""
+    from importlib.metadata import version
+
+    return f"compiler-trainer {version('compiler-trainer')}, torch {version('torch')}"
+
+
+def is_word(argument: str) -> bool:
+    """Whether an argument is meant as a verb: neither a flag nor an option, which holds a = or starts with ~."""
+    return argument != "" and not argument.startswith(("-", "~")) and "=" not in argument
+
+
+def no_verb(word: str) -> UserError:
+    """What is said of a word that is no verb."""
+    from compiler_trainer.config.options import did_you_mean
+
+    if word == "train":
+        return UserError(word, "is not a verb: options alone train, as in compiler-trainer optim.lr=1e-4")
+    near = did_you_mean(word, VERBS) or f"; there are {', '.join(VERBS)}"
+    return UserError(word, f"no such verb (options alone train, as in compiler-trainer optim.lr=1e-4){near}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,15 @@
+"""Packages that only some commands need, and the extra that installs each."""
+
+from __future__ import annotations
+
+from compiler_trainer.config.errors import UserError
+
+EXTRAS = {"plotly": "plots", "scipy": "budget", "submitit": "sweep"}
+
+
+def not_installed(error: ModuleNotFoundError) -> UserError:
+    """What is said of a package that is missing; raises `error` again where no extra brings it."""
+    name = (error.name or "").partition(".")[0]
+    if name not in EXTRAS:
+        raise error
+    return UserError(name, f"is not installed, and this needs it; pip install 'compiler-trainer[{EXTRAS[name]}]'")

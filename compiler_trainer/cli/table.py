@@ -1,0 +1,82 @@
+"""The verbs of the command, by what one wants to do; each is a file of `verbs/` with a `main`, `_` for `-`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Verb(NamedTuple):
+    """What one is for, what it takes, and what it does."""
+
+    task: str
+    takes: str
+    does: str
+
+
+VERBS = {
+    "launch": Verb("train", "[-n RANKS] ...", "start several ranks, as torchrun does, without its tracebacks"),
+    "resume": Verb("train", "RUN [OPTION=VALUE]", "continue a run from its newest checkpoint"),
+    "plan": Verb("plan", "[OPTION=VALUE]", "find the fastest mesh, microbatches and recomputation for a cluster"),
+    "calibrate": Verb("plan", "--out FILE", "measure this machine, and write it as a cluster to predict for"),
+    "inspect": Verb("look", "RUN [--html]", "show what each pass did to the graph, in the terminal or as a page"),
+    "diff": Verb("look", "RUN RUN", "show what differs between two runs: options, graphs, metrics"),
+    "bisect": Verb("look", "[RUN] [OPTION=VALUE]", "find the pass and graph node where results go wrong"),
+    "check-model": Verb("look", "[CLASS] [OPTION=VALUE]", "compare a model's training on a mesh with eager PyTorch's"),
+    "sweep": Verb("look", "DIR", "write the table and plots of a sweep again"),
+    "generate": Verb("use", "RUN --prompt TEXT", "sample text from the model"),
+    "eval": Verb("use", "RUN [OPTION=VALUE]", "loss and perplexity on held-out or other text"),
+    "export": Verb("use", "RUN OUT", "write a checkpoint as a folder that transformers, peft or safetensors load"),
+    "check": Verb("keep", "FOLDER", "read every byte of the checkpoints in a folder, and say which are damaged"),
+}
+TASKS = {
+    "train": "Train",
+    "plan": "Plan and predict",
+    "look": "Look into runs",
+    "use": "Use a trained model",
+    "keep": "Keep checkpoints",
+}
+
+
+def usage() -> str:
+    """What `compiler-trainer --help` prints."""
+    lines = [
+        "usage: compiler-trainer [OPTION=VALUE ...]    train a model",
+        "       compiler-trainer VERB ...              one of the verbs below; VERB -h lists what it takes",
+    ]
+    wide = max(len(f"{name} {verb.takes}") for name, verb in VERBS.items()) + 2
+    for task, title in TASKS.items():
+        lines += ["", f"{title}:"]
+        rows = {f"{name} {verb.takes}": verb.does for name, verb in VERBS.items() if verb.task == task}
+        lines += [f"  {usage:{wide}}{does}" for usage, does in ({**START, **rows} if task == "train" else rows).items()]
+    return "\n".join([*lines, "", "Options:", *(f"  {flag:{wide}}{does}" for flag, does in FLAGS.items())])
+
+
+START = {"OPTION=VALUE ...": "train; options left out keep their defaults"}
+FLAGS = {
+    "--help [WORD]": "what options mean: a group (optim), an option (optim.lr), any word; all: --help options",
+    "--cfg job": "print every option of the job, and train nothing",
+    "-m, --multirun": "sweep: train once for each combination of OPTION=A,B",
+    "--config-dir DIR": "a folder of your own choices, laid out like conf/",
+    "--version": "versions of compiler-trainer and PyTorch",
+}
+
+
+def parser(verb: str) -> argparse.ArgumentParser:
+    """What parses the arguments of a verb."""
+    does = VERBS[verb].does
+    return argparse.ArgumentParser(f"compiler-trainer {verb}", description=f"{does[0].upper()}{does[1:]}.")
+
+
+CHECKPOINT = "which to read: of the lowest held-out loss, the newest (default), or a folder"
+
+
+def run_parser(verb: str, overrides: bool = False) -> argparse.ArgumentParser:
+    """The same for a verb on a run folder, with its checkpoints; with `overrides`, options may change."""
+    takes = parser(verb)
+    takes.add_argument("run", type=Path, metavar="RUN", help="the run folder")
+    takes.add_argument("--checkpoint", metavar="best|latest|PATH", help=CHECKPOINT)
+    if overrides:
+        takes.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="options that change")
+    return takes

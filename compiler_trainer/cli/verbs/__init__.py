@@ -1,0 +1,1 @@
+"""A file a verb: its arguments, and what it prints."""

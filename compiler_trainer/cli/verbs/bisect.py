@@ -1,0 +1,57 @@
+"""`bisect`: the pass and the graph node where results go wrong, at the start of a run or after a checkpoint.
+
+    compiler-trainer bisect model.dim=32 model.n_layers=2 train.seq_len=64 mesh.tp=2 mesh.dp_shard=2
+    compiler-trainer bisect runs/1
+
+Exit codes: 0 nothing found, 1 found, 2 bad input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from compiler_trainer.bisect.case import Case, at_checkpoint, at_start
+from compiler_trainer.bisect.find import Finding, bisect
+from compiler_trainer.bisect.script import Inexpressible, write
+from compiler_trainer.cli.table import parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print what is found, and write a script that shows it."""
+    takes = parser("bisect")
+    takes.add_argument("run", nargs="?", metavar="RUN", help="a run folder: its newest checkpoint and the next batch")
+    takes.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="options of the run, as small as it fails")
+    given = takes.parse_intermixed_args(arguments)
+    case = case_of(given.run, given.overrides)
+    found = found_in(case)
+    print(found or "every pass keeps the numbers")
+    if found is not None:
+        print(script_of(found, Path(case.cfg.run.dir, "repro.py")))
+    return 1 if found is not None else 0
+
+
+def case_of(first: str | None, overrides: Sequence[str]) -> Case:
+    """What to bisect: a run folder where the command line begins with one."""
+    if first is not None and "=" not in first:
+        return at_checkpoint(Path(first), overrides)
+    return at_start([first, *overrides] if first else [])
+
+
+def found_in(case: Case) -> Finding | None:
+    """The pass and node at fault, None if every pass keeps the numbers."""
+    cfg = case.cfg
+    how = {"mesh": cfg.mesh, "passes": cfg.passes, "optim": cfg.optim}
+    ran = {"microbatches": cfg.train.microbatches, "seed": cfg.train.seed}
+    return bisect(case.model, case.trained.loss, case.batch, **how, **ran)  # type: ignore[arg-type]
+
+
+def script_of(found: Finding, path: Path) -> str:
+    """Write the script of a finding; says how to run it, or why there is none."""
+    if found.piece is None:
+        return "no smaller program shows it: no script"
+    try:
+        write(found.piece, path, str(found).partition("\n")[0])
+    except Inexpressible as error:
+        return f"no script: {error}"
+    return f"python {path}  # exits with 1 until this is mended; its values are in {path.with_suffix('.pt').name}"

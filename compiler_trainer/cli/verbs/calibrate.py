@@ -1,0 +1,25 @@
+"""`calibrate`: measure this machine, and write it as a cluster that dry runs and plans predict for.
+
+    compiler-trainer calibrate --out FOLDER/cluster/NAME.yaml --ranks 2
+    compiler-trainer --config-dir FOLDER cluster=NAME run.dry=true ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from compiler_trainer.calibrate.measure import calibrate
+from compiler_trainer.calibrate.probes import CLOCKS
+from compiler_trainer.cli.table import parser
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure, print a table, write the file."""
+    takes = parser("calibrate")
+    takes.add_argument("--out", type=Path, required=True, help="FOLDER/cluster/NAME.yaml; NAME is the cluster's")
+    takes.add_argument("--ranks", type=int, default=1, help="how many ranks measure at once, as many as will train")
+    takes.add_argument("--threads", type=int, default=1, help="threads of a rank, on a CPU")
+    takes.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: what a rank computes, waiting left out")
+    given = takes.parse_args(arguments)
+    calibrate(given.out, given.ranks, given.threads, given.clock)

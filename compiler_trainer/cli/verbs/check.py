@@ -1,0 +1,33 @@
+"""`check`: read every byte of the checkpoints in a folder; exits with 2 where one is not what was written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from compiler_trainer.checkpoint import check_all, complete
+from compiler_trainer.cli.table import parser
+from compiler_trainer.runs.saved import best
+
+
+def chosen(folder: Path, which: str | None) -> Path:
+    """The folder to check, or the one checkpoint of it that is named."""
+    if which is None:
+        return folder
+    inside = folder if complete(folder) else folder / "checkpoints"
+    if which == "latest":
+        return (complete(inside) or [folder])[-1]
+    return best(inside) if which == "best" else Path(which)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print a line for each checkpoint."""
+    takes = parser("check")
+    takes.add_argument("folder", type=Path, help="a run folder, a folder of checkpoints, or a checkpoint")
+    takes.add_argument("--checkpoint", metavar="best|latest|PATH", help="check one of a run folder, not all")
+    given = takes.parse_args(arguments)
+    damaged = False
+    for path, said, is_whole in check_all(chosen(given.folder, given.checkpoint)):
+        print(f"{path}: {'whole' if is_whole else 'damaged'}, {said}", flush=True)
+        damaged = damaged or not is_whole
+    return 2 if damaged else 0

@@ -1,0 +1,35 @@
+"""`check-model`: whether a model trains on a mesh, with the options given, as eager PyTorch trains it on one device.
+
+    compiler-trainer check-model my_package.Model model.width=64 mesh.tp=2 mesh.cp=2
+    compiler-trainer check-model model=hf model.path=FOLDER mesh.dp_shard=4 passes.remat.policy=full
+
+Exit codes: 0 it does, 1 it does not or the step crashes, 2 it is refused.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from compiler_trainer.cli.table import parser
+from compiler_trainer.config.compose import compose, typed
+from compiler_trainer.config.device import settled
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.validate import validate
+from compiler_trainer.parity.of_config import SMALL, check, ranks_of
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Train both ways for three steps and print how far apart they are; the exit code."""
+    takes = parser("check-model")
+    takes.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="the job; the first may name a class")
+    overrides = takes.parse_args(arguments).overrides
+    if overrides and "=" not in overrides[0]:
+        overrides[:1] = ["model=custom", f"model._target_={overrides[0]}"]
+    cfg = settled(typed(compose([*SMALL, *overrides])), on_gpu=False)
+    outcome = check(validate(cfg, ranks_of(cfg.mesh)))
+    if outcome.verdict == "refused":
+        raise UserError(*outcome.why.split(": ", 1))
+    print(f"{' '.join(overrides)}: {outcome} ({outcome.seconds:.0f} s)")
+    print(outcome.trace, file=sys.stderr, end="")
+    return 0 if outcome.verdict == "right" else 1

@@ -1,0 +1,48 @@
+"""`compiler-trainer launch -n 8 OPTION=VALUE`: torchrun, but it ends with a rank's own line and exit code alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from compiler_trainer.cli.table import VERBS, parser
+
+SAVING_S = 600  # that ranks may take to save once they are told to stop; torchrun kills them after 30
+CHATTY = "torch.distributed"  # its launcher logs what the ranks have said
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Start ranks that do what the rest of the command line says; the exit code of the first that failed."""
+    takes = parser("launch")
+    takes.add_argument("-n", "--nproc-per-node", default="auto", metavar="RANKS", help="of this machine (its GPUs)")
+    takes.epilog = "Further flags are torchrun's: --nnodes, --rdzv-endpoint, --node-rank ... as --FLAG=VALUE."
+    flags, job = split(arguments)
+    given, further = takes.parse_known_args(flags)
+    ranks = f"--nproc-per-node={given.nproc_per_node}"
+    return started([ranks, f"--shutdown-timeout={SAVING_S}", *further, "-m", "compiler_trainer", *job])
+
+
+def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(flags of the launcher, what the ranks are given): from the first option or verb on."""
+    is_job = [not a.startswith("-") and ("=" in a or a in VERBS) for a in arguments]
+    at = is_job.index(True) if True in is_job else len(arguments)
+    return list(arguments[:at]), list(arguments[at:])
+
+
+def started(arguments: Sequence[str]) -> int:
+    """The exit code of what torchrun's launcher starts."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with a warning
+    logging.getLogger(CHATTY).setLevel(logging.CRITICAL)
+    try:
+        run.run(run.parse_args(list(arguments)))
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    except SignalException as stopped:
+        return 128 + stopped.sigval
+    return 0

@@ -1,0 +1,61 @@
+"""`plan`: the fastest mesh, microbatches and recomputation for a model on a cluster, and a recipe of it."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from compiler_trainer.cli.table import parser
+from compiler_trainer.config import recipes
+from compiler_trainer.config.choices import CONF
+from compiler_trainer.config.compose import compose, typed
+from compiler_trainer.config.device import for_predicting
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.refusal import as_user_errors
+from compiler_trainer.config.yamls import check_folders
+from compiler_trainer.planning.plan import Question, plan, plan_all
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Plan for the job that the options say, or for each value of `--vary`."""
+    takes = parser("plan")
+    takes.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="the job; what is stated is kept")
+    takes.add_argument("--vary", action="append", default=[], metavar="OPTION=V1,V2", help="plan for each value")
+    takes.add_argument("--config-dir", type=Path, help="a folder of your own choices")
+    given = takes.parse_intermixed_args(arguments)
+    with tempfile.TemporaryDirectory() as scratch:
+        overrides = recipes.by_name(given.overrides, Path(scratch))
+        if given.config_dir is not None:
+            check_folders([str(flag) for flag in ("--config-dir", given.config_dir)])
+            overrides.append(f"hydra.searchpath=[file://{given.config_dir.resolve()},file://{scratch}]")
+        questions = [question(overrides, given.overrides, values) for values in varied_values(given.vary)]
+    if given.vary:
+        plan_all(questions)
+    else:
+        plan(questions[0])
+
+
+def question(overrides: Sequence[str], stated: Sequence[str], values: dict[str, Any]) -> Question:
+    """What to plan for: the default job with overrides, and some values otherwise."""
+    changed = [f"{name}={value}" for name, value in values.items()]
+    groups = frozenset(path.name for path in CONF.iterdir() if path.is_dir())
+    return Question(for_predicting(typed(compose([*overrides, *changed]))), [*stated, *changed], groups, values)
+
+
+def varied_values(given: Sequence[str]) -> list[dict[str, Any]]:
+    """Every combination of the values of `--vary`; raises UserError where one has no list of them."""
+    lists: list[list[tuple[str, Any]]] = []
+    reader = OverridesParser.create()
+    with as_user_errors():
+        for one in reader.parse_overrides(list(given)):
+            if not one.is_discrete_sweep():
+                raise UserError("--vary", f"{one.input_line} is one value; give several, as train.seq_len=8192,32768")
+            name = one.get_key_element().lstrip("+")
+            texts = [f"{name}={text}" for text in one.sweep_string_iterator()]
+            lists.append([(name, value.value()) for value in reader.parse_overrides(texts)])
+    return [dict(values) for values in itertools.product(*lists)]

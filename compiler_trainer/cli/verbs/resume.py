@@ -1,0 +1,15 @@
+"""`resume`: continue from the newest checkpoint, or from the beginning where there is none yet, to train.steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from compiler_trainer.cli.table import run_parser
+from compiler_trainer.runs.saved import at_checkpoint, going_on, options_of
+from compiler_trainer.training.trainer import train
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Train on."""
+    given = run_parser("resume", overrides=True).parse_intermixed_args(arguments)
+    train(going_on(at_checkpoint(options_of(given.run, given.overrides), given.checkpoint), "auto"))

@@ -1,0 +1,16 @@
+"""`sweep`: the table, plots and files of a sweep, made again from its points."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from compiler_trainer.cli.table import parser
+from compiler_trainer.sweep.render import render
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Render the sweep in a folder."""
+    takes = parser("sweep")
+    takes.add_argument("folder", type=Path, metavar="DIR", help="the run.dir of a multirun")
+    render(takes.parse_args(arguments).folder)

@@ -1,0 +1,67 @@
+"""The default job with some overrides, as hydra composes it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+
+from compiler_trainer.config.choices import CONF
+from compiler_trainer.config.cluster import AUTO_CLUSTER
+from compiler_trainer.config.defaults import store_defaults
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.options import build, tables
+from compiler_trainer.config.refusal import as_user_errors
+from compiler_trainer.config.schema import AUTO, Config
+
+
+def compose(overrides: Sequence[str] = ()) -> dict[Any, Any]:
+    """The options of the default job with some overrides; raises UserError."""
+    store_defaults()
+    with as_user_errors(), beside_others(), hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        composed = hydra.compose("train", list(overrides))
+        options = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    assert isinstance(options, dict)
+    return options
+
+
+@contextmanager
+def beside_others() -> Iterator[None]:
+    """Let hydra compose while it runs a job, as it does of a command line."""
+    state = GlobalHydra.instance()
+    running = state.hydra
+    state.hydra = None
+    try:
+        yield
+    finally:
+        state.hydra = running
+
+
+@cache
+def default_job() -> Mapping[str, Any]:
+    """The options of the job that no override changes, by dotted names; a table is one option."""
+    return flat(dataclasses.asdict(typed(compose())), set(tables(Config())))
+
+
+def flat(options: Mapping[str, Any], whole: Collection[str] = (), prefix: str = "") -> dict[str, Any]:
+    """Options by dotted names, those of `whole` with what is in them."""
+    found: dict[str, Any] = {}
+    for key, value in options.items():
+        name = f"{prefix}{key}"
+        inside = isinstance(value, Mapping) and value and name not in whole
+        found |= flat(value, whole, f"{name}.") if inside else {name: value}
+    return found
+
+
+def typed(options: Any) -> Config:
+    """The options as a config; raises UserError naming the one at fault."""
+    cfg = build(Config, {**options, "mesh": AUTO} if options["mesh"] == "auto" else options)
+    if cfg.cluster.name == AUTO_CLUSTER.name and (figures := set(options["cluster"]) - {"name", "gpus"}):
+        raise UserError(f"cluster.{min(figures)}", "is of a cluster with a name; set cluster=h100 beside it, say")
+    return cfg

@@ -1,0 +1,82 @@
+"""Options that an earlier commit wrote: those that are gone are passed over, unless stored numbers depend on them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from compiler_trainer.config.options import Unknown, build
+
+T = TypeVar("T")
+# What the numbers in a checkpoint mean.
+MEANING = ("model", "loss", "optim", "data.packing", "train.seed", "train.seq_len", "train.dtype")
+# Options that others took the place of, with the value that a run had and what it is called now; None: what is usual.
+RENAMED: Mapping[tuple[str, Any], tuple[str, Any] | None] = {
+    ("eval.interval", 0): ("eval.interval", None),
+    ("train.replica_check.interval", 0): ("train.replica_check.interval", None),
+    ("run.pace_interval", 0): ("run.pace_interval", None),
+    ("checkpoint.keep_every", 0): ("checkpoint.keep_every", None),
+    ("checkpoint.enabled", False): ("checkpoint.interval", None),
+    ("checkpoint.enabled", True): None,
+    ("passes.segment.enabled", False): ("passes.segment.max_nodes", None),
+    ("passes.segment.enabled", True): None,
+    ("passes.verify", "off"): ("passes.verify", "none"),
+}
+
+
+def understood(cls: type[T], written: Any, where: str) -> T:
+    """What an earlier commit or this one wrote to `where`, as `cls`; raises UserError where it means something else."""
+    options = renamed(copy.deepcopy(written))
+    while True:
+        try:
+            return build(cls, options)
+        except Unknown as error:
+            if is_in(error.where, MEANING) or not taken(options, error.where):
+                raise
+            tell(f"{where}: {error.where} is no option any more, and is passed over")
+
+
+def renamed(options: Any) -> Any:
+    """Options by the names that they have now."""
+    for (name, value), new in RENAMED.items():
+        group, _, last = name.rpartition(".")
+        found = inside(options, group)
+        if isinstance(found, dict) and last in found and found[last] == value and type(found[last]) is type(value):
+            del found[last]
+            if new is not None:
+                to, _, called = new[0].rpartition(".")
+                inside(options, to)[called] = new[1]
+    return options
+
+
+def taken(options: Any, name: str) -> bool:
+    """Take an option out; whether it was there."""
+    group, _, last = name.rpartition(".")
+    found = inside(options, group)
+    if not isinstance(found, dict) or last not in found:
+        return False
+    del found[last]
+    return True
+
+
+def inside(options: Any, group: str) -> Any:
+    """The options in a dotted group."""
+    for part in group.split(".") if group else ():
+        options = options.get(part) if isinstance(options, dict) else None
+    return options
+
+
+def is_in(name: str, groups: tuple[str, ...]) -> bool:
+    """Whether an option is one of those, or in one of those groups."""
+    return any(name == group or name.startswith(f"{group}.") for group in groups)
+
+
+@functools.cache
+def tell(said: str) -> None:
+    """Say a thing once, on one rank."""
+    if os.environ.get("RANK", "0") == "0":
+        print(said, file=sys.stderr, flush=True)

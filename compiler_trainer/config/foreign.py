@@ -1,0 +1,196 @@
+"""What other trainers call their options, and what this one has instead: said where such a name is refused.
+
+Names are as transformers' TrainingArguments, trl, peft, torchtitan, Megatron-LM, Lightning, axolotl and accelerate have
+them. An answer is a whole sentence: the option that does it and a value, or that there is none and what there is.
+"""
+
+from __future__ import annotations
+
+ACCUMULATION = "gradient accumulation is train.microbatches: parts of train.global_batch_size, or auto"
+ROWS = "train.global_batch_size counts the rows of a step on all ranks, train.microbatches accumulates them in parts"
+MIXED = "mixed precision is passes.cast.param_dtype=bfloat16 over float32 master weights (train.dtype)"
+NO_FP16 = "there is no fp16, which needs loss scaling; use passes.cast.param_dtype=bfloat16"
+LENGTH = "a run takes train.steps; it says at its start how many epochs these are"
+LOGGERS = "there is none; metrics go to metrics.jsonl and TensorBoard (events.out.tfevents.*) in the run folder"
+CHECKPOINTING = "activation checkpointing is passes.remat.policy=none|selective|attention|full, or a budget"
+SHARDING = "parameters are sharded over mesh.dp_shard (FSDP, ZeRO-3; ZeRO-2 with passes.remat.regather=false)"
+ATTENTION = "kernels are chosen automatically: SDPA and FlexAttention calls of the model are taken as they are"
+DATA = "text and conversations are data=text data.files=[...], a dataset of the hub data=hf_dataset data.path=NAME"
+MODEL = "model=hf model.path=FOLDER takes what transformers saved, once it is downloaded"
+LORA = "LoRA goes with model=hf: model.lora.rank, alpha, dropout and targets, or recipe=lora"
+STOPPING = "there is no early stopping; checkpoint.keep_best keeps those of the lowest held-out loss"
+EVALUATION = "held-out loss is every eval.interval steps over eval.batches batches"
+VALIDATION = "data.eval_fraction of the text is held out; compiler-trainer eval RUN data=text takes other text"
+NO_PP = "there is no pipeline parallelism; mesh.tp, mesh.cp and mesh.dp_shard divide a model"
+BUILT = "torch.compile is not called: each job is compiled, by lower.backend=inductor or, not compiled, eager"
+
+ANSWERS = {
+    # batch and accumulation
+    "gradient_accumulation_steps": ACCUMULATION,
+    "gradient_accumulation": ACCUMULATION,
+    "accumulate_grad_batches": ACCUMULATION,
+    "accumulation": ACCUMULATION,
+    "micro_batch_size": ROWS,
+    "microbatch_size": ROWS,
+    "per_device_train_batch_size": ROWS,
+    "per_device_batch_size": ROWS,
+    "local_batch_size": ROWS,
+    "train_batch_size": ROWS,
+    "batch_size": ROWS,
+    "per_device_eval_batch_size": "evaluation takes batches as training does: train.global_batch_size rows",
+    # precision
+    "bf16": MIXED,
+    "bfloat16": MIXED,
+    "precision": MIXED,
+    "mixed_precision": MIXED,
+    "mixed_precision_param": MIXED,
+    "autocast": MIXED,
+    "amp": MIXED,
+    "torch_dtype": MIXED,
+    "fp16": NO_FP16,
+    "float16": NO_FP16,
+    "half": NO_FP16,
+    "tf32": "products of float32 are not taken in TF32; use passes.cast.param_dtype=bfloat16",
+    "fp8": "float8 is passes.cast.float8=rowwise or tensorwise",
+    "load_in_8bit": "there is no quantized training; passes.cast.param_dtype=bfloat16 and recipe=lora save memory",
+    "load_in_4bit": "there is no quantized training; passes.cast.param_dtype=bfloat16 and recipe=lora save memory",
+    # length and schedule
+    "epochs": LENGTH,
+    "num_train_epochs": LENGTH,
+    "num_epochs": LENGTH,
+    "max_epochs": LENGTH,
+    "max_steps": "the number of steps is train.steps",
+    "num_steps": "the number of steps is train.steps",
+    "train_iters": "the number of steps is train.steps",
+    "max_iters": "the number of steps is train.steps",
+    "lr": "the learning rate is optim.lr",
+    "learning_rate": "the learning rate is optim.lr",
+    "lr_scheduler": "the schedule is lr_schedule=cosine|linear|wsd|constant",
+    "lr_scheduler_type": "the schedule is lr_schedule=cosine|linear|wsd|constant",
+    "lr_decay_style": "the schedule is lr_schedule=cosine|linear|wsd|constant",
+    "min_lr": "the schedule ends at lr_schedule.min_ratio times optim.lr",
+    "warmup": "linear warm-up is lr_schedule.warmup_steps",
+    "warmup_ratio": "linear warm-up is lr_schedule.warmup_steps",
+    "warmup_iters": "linear warm-up is lr_schedule.warmup_steps",
+    "weight_decay": "weight decay is optim.weight_decay",
+    "adam_beta1": "AdamW's betas are optim.betas=[0.9,0.95]",
+    "adam_beta2": "AdamW's betas are optim.betas=[0.9,0.95]",
+    "adam_epsilon": "AdamW's epsilon is optim.eps",
+    "max_grad_norm": "gradients are clipped to a norm of optim.max_norm",
+    "clip_grad": "gradients are clipped to a norm of optim.max_norm",
+    "gradient_clip_val": "gradients are clipped to a norm of optim.max_norm",
+    "optimizer": "the optimizer is optim=adamw|adamw8bit|adamwfp8|muon|sgd",
+    "early_stopping_patience": STOPPING,
+    "early_stopping": STOPPING,
+    "load_best_model_at_end": "checkpoint.keep_best=1 keeps the best checkpoint beside the latest",
+    # memory
+    "gradient_checkpointing": CHECKPOINTING,
+    "activation_checkpointing": CHECKPOINTING,
+    "activation_checkpoint": CHECKPOINTING,
+    "recompute_granularity": CHECKPOINTING,
+    "remat": CHECKPOINTING,
+    "cpu_offload": "activations go to host memory with passes.remat.policy=offload",
+    # ranks
+    "fsdp": SHARDING,
+    "fsdp_config": SHARDING,
+    "deepspeed": SHARDING,
+    "zero_stage": SHARDING,
+    "zero": SHARDING,
+    "ddp": "parameters are replicated over mesh.dp_replicate",
+    "data_parallel_size": "data parallelism is mesh.dp_shard (sharded) and mesh.dp_replicate (replicated)",
+    "data_parallel_shard_degree": "sharded data parallelism is mesh.dp_shard",
+    "data_parallel_replicate_degree": "replicated data parallelism is mesh.dp_replicate",
+    "tensor_parallel_size": "tensor parallelism is mesh.tp",
+    "tensor_parallel_degree": "tensor parallelism is mesh.tp",
+    "tensor_model_parallel_size": "tensor parallelism is mesh.tp",
+    "context_parallel_size": "context parallelism is mesh.cp",
+    "context_parallel_degree": "context parallelism is mesh.cp",
+    "sequence_parallel": "sequence parallelism comes with mesh.tp, unless passes.shard.sequence_parallel=false",
+    "expert_parallel_size": "expert parallelism is mesh.ep",
+    "expert_parallel_degree": "expert parallelism is mesh.ep",
+    "expert_model_parallel_size": "expert parallelism is mesh.ep",
+    "pipeline_parallel_size": NO_PP,
+    "pipeline_parallel_degree": NO_PP,
+    "pipeline_model_parallel_size": NO_PP,
+    "devices": "torchrun --nproc-per-node N -m compiler_trainer starts N ranks; mesh says what they do",
+    "num_gpus": "torchrun --nproc-per-node N -m compiler_trainer starts N ranks; a plan or dry run is for cluster.gpus",
+    "strategy": "mesh says how ranks divide a model and its data; mesh=auto plans it",
+    # sequences, model, data
+    "context_length": "the length of a row is train.seq_len",
+    "max_seq_length": "the length of a row is train.seq_len",
+    "max_length": "the length of a row is train.seq_len",
+    "sequence_len": "the length of a row is train.seq_len",
+    "seq_length": "the length of a row is train.seq_len",
+    "seq_len": "the length of a row is train.seq_len",
+    "block_size": "the length of a row is train.seq_len",
+    "attn_implementation": ATTENTION,
+    "flash_attention": ATTENTION,
+    "use_flash_attention_2": ATTENTION,
+    "torch_compile": BUILT,
+    "compile": BUILT,
+    "model_name_or_path": MODEL,
+    "base_model": MODEL,
+    "pretrained_model_name_or_path": MODEL,
+    "tokenizer": "the tokenizer is data.tokenizer=FOLDER/tokenizer.json; of model=hf it is the folder's",
+    "tokenizer_name": "the tokenizer is data.tokenizer=FOLDER/tokenizer.json; of model=hf it is the folder's",
+    "lora_r": LORA,
+    "lora_rank": LORA,
+    "lora_alpha": LORA,
+    "lora_dropout": LORA,
+    "lora_target_modules": LORA,
+    "use_peft": LORA,
+    "adapter": LORA,
+    "lora": LORA,
+    "qlora": "there is no quantized LoRA; recipe=lora computes in bfloat16",
+    "dataset": DATA,
+    "datasets": DATA,
+    "dataset_name": DATA,
+    "dataset_path": DATA,
+    "train_file": DATA,
+    "data_path": DATA,
+    "validation_file": VALIDATION,
+    "eval_dataset": VALIDATION,
+    "val_set_size": VALIDATION,
+    "packing": "documents are packed: end to end and cut, or whole with data.packing=fit, as conversations are",
+    "streaming": "text is tokenized once into a cache on disk (data.cache) and read from there",
+    "assistant_only_loss": "with data.chat=true the loss counts what the assistant says, and nothing else",
+    "train_on_inputs": "with data.chat=true the loss counts what the assistant says, and nothing else",
+    "num_workers": "a thread makes the next batch; text is tokenized by all cores",
+    "dataloader_num_workers": "a thread makes the next batch; text is tokenized by all cores",
+    # what is written
+    "eval_steps": EVALUATION,
+    "eval_interval": EVALUATION,
+    "eval_strategy": EVALUATION,
+    "evaluation_strategy": EVALUATION,
+    "save_steps": "a checkpoint is taken every checkpoint.interval steps",
+    "save_interval": "a checkpoint is taken every checkpoint.interval steps",
+    "save_strategy": "a checkpoint is taken every checkpoint.interval steps",
+    "enabled": "null turns it off: checkpoint.interval=null, eval.interval=null, passes.segment.max_nodes=null",
+    "save_total_limit": "the newest checkpoint.keep checkpoints are kept",
+    "output_dir": "the run folder is run.dir",
+    "resume_from_checkpoint": "go on with: compiler-trainer resume RUN, or checkpoint.resume=latest|auto|PATH",
+    "logging_steps": "each step is in metrics.jsonl; the screen shows ten lines of a run, or one that renews itself",
+    "log_interval": "each step is in metrics.jsonl; the screen shows ten lines of a run, or one that renews itself",
+    "wandb": LOGGERS,
+    "report_to": LOGGERS,
+    "logger": LOGGERS,
+    "mlflow": LOGGERS,
+    "comet": LOGGERS,
+    "trackio": LOGGERS,
+    "profile": "run.profile=true writes a trace of three steps, for Perfetto",
+    "profiler": "run.profile=true writes a trace of three steps, for Perfetto",
+    "callbacks": "there are none",
+    "push_to_hub": "there is none: compiler-trainer export RUN FOLDER writes what `hf upload` takes",
+    "hub_model_id": MODEL,
+    "seed": "the seed is train.seed; of the order of data data.seed",
+    "dpo": "there are no pairs of answers: the loss is of one row at a time",
+    "loss_type": "a loss of your own is loss._target_=package.function",
+}
+VALUES = {  # of an option: what to say of a value that is none of its choices
+    "train.dtype": "it is of the master weights; mixed precision is passes.cast.param_dtype=bfloat16 over float32 ones",
+}
+
+
+def answer(name: str) -> str | None:
+    """What to say of an option by another trainer's name, whatever group it is in; None where the name is no such."""
+    return ANSWERS.get(name.rpartition(".")[2].lower().replace("-", "_"))

@@ -1,0 +1,83 @@
+"""What hydra and omegaconf refuse, in one line that names the option and the nearest valid name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import yaml
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+
+from compiler_trainer.config.defaults import defaults
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.options import not_one_of, unknown
+
+OWN = "model._target_"
+INPUT_ERRORS = (UserError, HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError)  # hydra raises the last
+LECTURES = ("See https://hydra.cc", "\n\n")  # where hydra goes on to explain its grammar
+
+
+@contextmanager
+def as_user_errors() -> Iterator[None]:
+    """Composing options inside raises UserError, whatever hydra raises."""
+    try:
+        yield
+    except INPUT_ERRORS as error:
+        raise user_error(error) from error
+
+
+def user_error(error: Exception) -> UserError:
+    """The error that a composing raised, as one line."""
+    if isinstance(error, UserError):
+        return error
+    if isinstance(error, OverrideParseException):
+        return UserError(error.override, unreadable(error))
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
+        group, _, choice = error.missing_cfg_file.rpartition("/")
+        return UserError(group, not_one_of(error.options, choice))
+    cause = error.__cause__ or error
+    if not isinstance(cause, OmegaConfBaseException):
+        return several_values(error) or UserError("config", one_line(str(error)))
+    if isinstance(cause, ConfigAttributeError | ConfigKeyError) and cause.full_key:
+        group, _, key = cause.full_key.rpartition(".")
+        own = "goes with model=custom, beside the arguments of what it names" if cause.full_key == OWN else None
+        return UserError(cause.full_key, own or unknown(key, names_in(group)))
+    if isinstance(cause, MissingMandatoryValue) and cause.full_key:
+        name = cause.full_key
+        return UserError(name, f"must be given, as {name}=VALUE; compiler-trainer --help {name} says what it is")
+    return UserError(cause.full_key or "config", str(cause).partition("\n")[0])
+
+
+def unreadable(error: OverrideParseException) -> str:
+    """Why an override cannot be read."""
+    if "=" not in error.override:
+        return "is no OPTION=VALUE; options alone train a model, and a verb stands first: compiler-trainer --help"
+    said = str(error)
+    for end in LECTURES:
+        said = said.partition(end)[0]
+    return one_line(said)
+
+
+def several_values(error: Exception) -> UserError | None:
+    """What is said of an option with a comma in its value, where hydra gives three ways to write it."""
+    said = str(error)
+    if not said.startswith("Ambiguous value for argument '"):
+        return None
+    name, _, value = said.split("'")[1].partition("=")
+    number = value.replace(",", "")
+    fix = f"write {number} for the number, " if number.isdigit() else f"write [{value}] for a list, "
+    return UserError(name, f"{value} is several values; {fix}or -m to train once with each")
+
+
+def names_in(group: str) -> list[str]:
+    """Names of the options in a dotted group, none if there is no such group; all groups' for an empty name."""
+    options = defaults()
+    found = OmegaConf.select(options, group) if group else options
+    return [str(name) for name in found] if OmegaConf.is_dict(found) else []
+
+
+def one_line(text: str) -> str:
+    """A message on a single line."""
+    return " ".join(text.split())

@@ -1,0 +1,223 @@
+"""What differs between two runs.
+
+Options, the graphs that train, communication, memory and loss. Nodes of two graphs are the same if they compute the
+same: operator, constants, shape, placement and operands, all the way up. Of what is left, nodes of one module, phase
+and operator are paired in order: a pair that differs in itself is changed, one that differs in what comes before it
+is not. The rest is added or removed. Names and lines count for nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from compiler_trainer.inspect.dumps import Node, Run, Stage
+
+FIRST = 5  # nodes shown of each kind of change
+MOST = 20  # rows of operators and modules
+ITS_OWN = ("run.dir", "checkpoint.dir")  # options that every run has for itself
+NAME = re.compile(r"%\w+")
+NUMBER = re.compile(r"\d+")
+
+Rows = list[tuple[str, ...]]
+
+
+# ---- graphs --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Change:
+    """A node that is `added`, `removed` or `changed`, as it is before (empty if added) and after."""
+
+    kind: str
+    before: Node | None
+    after: Node | None
+
+    @property
+    def node(self) -> Node:
+        """The node as it is, or was."""
+        node = self.after or self.before
+        assert node is not None
+        return node
+
+
+def itself(node: Node) -> tuple[str, ...]:
+    """What a node is, apart from what it is computed from: operator, constants, value, placement and where it is."""
+    call = node.text.partition("   # ")[0].partition(" = ")[2]
+    return (NAME.sub("%", call), node.module, node.phase)
+
+
+def role(node: Node) -> tuple[str, ...]:
+    """What makes two nodes that differ one that changed."""
+    return (node.op, node.module, node.phase, node.label)
+
+
+def meanings(stage: Stage) -> dict[str, str]:
+    """A hash of all that each node computes, by name."""
+    found: dict[str, str] = {}
+    for node in stage.by_name.values():
+        parts = (*itself(node), *(found.get(operand, "") for operand in node.operands))
+        found[node.name] = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    return found
+
+
+def compare_graphs(a: Stage, b: Stage) -> list[Change]:
+    """Nodes added, removed and changed from one graph to the other."""
+    hashes = meanings(a), meanings(b)
+    pairs: dict[str, str] = {}  # names in a -> names in b
+    left = list(a.by_name.values()), list(b.by_name.values())
+    for key_a, key_b in (
+        (lambda n: hashes[0][n.name], lambda n: hashes[1][n.name]),
+        (itself, itself),
+        (role, role),
+    ):
+        left = pair(*left, key_a, key_b, pairs)
+    changes = [Change("changed", x, y) for x, y in changed(a, b, pairs)]
+    changes += [Change("removed", node, None) for node in left[0]]
+    return changes + [Change("added", None, node) for node in left[1]]
+
+
+def pair(
+    a: list[Node], b: list[Node], key_a: Callable[[Node], Any], key_b: Callable[[Node], Any], pairs: dict[str, str]
+) -> tuple[list[Node], list[Node]]:
+    """Pair nodes of equal keys in order; returns those left over."""
+    waiting: dict[Any, list[Node]] = defaultdict(list)
+    for node in reversed(b):
+        waiting[key_b(node)].append(node)
+    left = []
+    for node in a:
+        if same := waiting.get(key_a(node)):
+            pairs[node.name] = same.pop().name
+        else:
+            left.append(node)
+    taken = set(pairs.values())
+    return left, [node for node in b if node.name not in taken]
+
+
+def changed(a: Stage, b: Stage, pairs: Mapping[str, str]) -> Iterator[tuple[Node, Node]]:
+    """Pairs that differ in themselves, or read other nodes than each other's."""
+    for name, other in pairs.items():
+        x, y = a.by_name[name], b.by_name[other]
+        if itself(x) != itself(y) or [pairs.get(o) for o in x.operands] != list(y.operands):
+            yield x, y
+
+
+# ---- the rest ------------------------------------------------------------------------------------
+
+
+def flat(options: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """Options by dotted name."""
+    found: dict[str, Any] = {}
+    for key, value in options.items():
+        name = f"{where}.{key}" if where else str(key)
+        found |= flat(value, name) if isinstance(value, Mapping) else {name: value}
+    return found
+
+
+def unequal(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> Iterator[tuple[Any, Any, Any]]:
+    """Keys whose values differ, and both values; None where there is none."""
+    for key in dict.fromkeys([*a, *b]):
+        if a.get(key) != b.get(key):
+            yield key, a.get(key), b.get(key)
+
+
+def traffic(run: Run) -> dict[str, int]:
+    """Calls, and bytes sent, of a step's collectives by kind and axis."""
+    found: Counter[str] = Counter()
+    for stage in run.trained:
+        for part in stage.report["accounting"]["traffic"]:
+            found[f"{part['kind']} over {part['axis']}, calls"] += part["calls"]
+            found[f"{part['kind']} over {part['axis']}, bytes sent"] += part["sent_bytes"]
+    return dict(found)
+
+
+def memory(run: Run) -> dict[str, int]:
+    """Bytes at the peak of the program that needs most, in all and by what they hold."""
+    highest = max((s.report["accounting"] for s in run.trained), key=lambda cost: cost["peak_bytes"])
+    return {"peak": highest["peak_bytes"], **highest["alive"]}
+
+
+def losses(a: Run, b: Run) -> Rows:
+    """The first step whose loss differs, and that of the largest difference."""
+    first, second = ({record["step"]: record["loss"] for record in run.metrics if "loss" in record} for run in (a, b))
+    apart = [(abs(y - x), step, x, y) for step, x, y in unequal(first, second) if x is not None and y is not None]
+    rows: Rows = [("steps", str(len(first)), str(len(second)), "")] if first.keys() != second.keys() else []
+    for what, (by, step, x, y) in (("first", apart[0]), ("largest", max(apart))) if apart else ():
+        rows.append((f"{what} difference, step {step}", f"{x:.9g}", f"{y:.9g}", f"{by:.3g}"))
+    return rows
+
+
+# ---- showing -------------------------------------------------------------------------------------
+
+
+def sections(a: Run, b: Run) -> Iterator[tuple[str, tuple[str, ...], Rows]]:
+    """Title, heads and rows of each table; no rows where nothing differs."""
+    options = unequal(flat(a.config), flat(b.config))
+    yield "options", ("option", "A", "B"), [(k, str(x), str(y)) for k, x, y in options if k not in ITS_OWN]
+    programs = [{stage.program: stage for stage in run.trained} for run in (a, b)]
+    missing = unequal(*(dict.fromkeys(p, "yes") for p in programs))
+    yield "programs", ("program", "in A", "in B"), [(name, x or "no", y or "no") for name, x, y in missing]
+    for name in programs[0]:
+        if name in programs[1]:
+            changes = compare_graphs(programs[0][name], programs[1][name])
+            yield f"graph of {name}", ("operator", "module", "added", "removed", "changed"), counts(changes)
+            yield f"first changes of {name}", ("", "A", "B"), firsts(changes)
+    for name in a.bodies.keys() & b.bodies.keys():
+        called = ({body.name: body.called for body in run.bodies[name]} for run in (a, b))
+        yield f"bodies of {name}", ("body", "calls in A", "B", "B - A"), numbers(*called)
+    yield "communication of a step", ("what", "A", "B", "B - A"), numbers(traffic(a), traffic(b))
+    yield "bytes at the peak of memory", ("what", "A", "B", "B - A"), numbers(memory(a), memory(b))
+    yield "loss", ("", "A", "B", "difference"), losses(a, b)
+
+
+def numbers(a: Mapping[str, int], b: Mapping[str, int]) -> Rows:
+    """Both numbers and their difference, where there is one."""
+    rows = ((name, x or 0, y or 0) for name, x, y in unequal(a, b))
+    return [(name, f"{x:,}", f"{y:,}", f"{y - x:+,}") for name, x, y in rows]
+
+
+def counts(changes: Iterable[Change]) -> Rows:
+    """How many changes by operator and module, layers together, most first."""
+    found: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    for change in changes:
+        found[change.node.op, NUMBER.sub("*", change.node.module)][change.kind] += 1
+    order = sorted(found.items(), key=lambda item: (-item[1].total(), item[0]))
+    rows: Rows = [(*key, *(str(n[kind] or "") for kind in ("added", "removed", "changed"))) for key, n in order[:MOST]]
+    if rest := [n for _, n in order[MOST:]]:
+        kinds = [sum(n[kind] for n in rest) for kind in ("added", "removed", "changed")]
+        rows.append((f"{len(rest)} more", "", *(str(n or "") for n in kinds)))
+    return rows
+
+
+def firsts(changes: Iterable[Change]) -> Rows:
+    """The first few changes of each kind, as their lines."""
+    seen: Counter[str] = Counter()
+    rows = []
+    for change in changes:
+        seen[change.kind] += 1
+        if seen[change.kind] <= FIRST:
+            rows.append((change.kind, *(node.text if node else "" for node in (change.before, change.after))))
+    return rows
+
+
+def show(a: Run, b: Run, out: Console) -> bool:
+    """Print what differs; returns whether anything does."""
+    differs = False
+    for title, heads, rows in sections(a, b):
+        if not rows:
+            continue
+        differs = True
+        table = Table(*heads, title=title, title_justify="left")
+        for row in rows:
+            table.add_row(*row)
+        out.print(table)
+    if not differs:
+        out.print("no difference")
+    return differs

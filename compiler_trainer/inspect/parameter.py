@@ -1,0 +1,209 @@
+"""The life of a parameter, read from a run's dumps.
+
+Where it is stored, when it is gathered, cast and used, gathered again in the backward, over which axes and in which
+dtype its gradient is reduced, and what updates it. Read from the program before `schedule` merges collectives of
+several parameters: there a change of placement is one operator, and its gradient has a way of its own.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from rich.console import Console
+from rich.table import Table
+
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.inspect.dumps import Node, Run, Stage
+
+GATHERS = ("all_gather", "gather_same", "slice", "take", "vary", "unvary")
+REDUCTIONS = ("reduce_scatter", "psum", "place", "only_first")
+CASTS = ("to.dtype", "_to_copy", "prims.convert_element_type")
+# what only rearranges or joins values: a gathered weight is still that weight after these
+REARRANGES = ("getitem", "t", "view", "reshape", "transpose.int", "permute", "slice.Tensor", "narrow", "alias", "cat",
+              "flatten.using_ints", "unflatten.int", "split_with_sizes", "wait_tensor")  # fmt: skip
+ADDS = ("add", "add_")  # gradients of several uses, or microbatches
+AXES = re.compile(r'"([\w.]+)(?::\w+)?"')
+DTYPES = re.compile(r"\b(b?f\d+\w*|[iu]\d+)\b")
+BITS = re.compile(r"\d+")
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happens to a parameter: `what`, over an axis where it communicates, at a node of a stage."""
+
+    what: str
+    node: Node
+    detail: str
+
+
+def parameters(run: Run, pattern: str) -> list[str]:
+    """The names of parameters like a pattern; raises UserError naming the nearest."""
+    names = list(dict.fromkeys(n.label for stage in run.trained for n in stage.nodes if n.op == "parameter"))
+    found = [name for name in names if fnmatchcase(name, pattern)]
+    if not found:
+        near = difflib.get_close_matches(pattern, names, 1, 0)
+        raise UserError(pattern, f"no parameter is named like this; did you mean {near[0]!r}?" if near else "none")
+    return found
+
+
+def life(stage: Stage, name: str) -> list[Event]:
+    """What happens to a parameter in one program, in its order."""
+    source = next((n for n in stage.nodes if n.op == "parameter" and n.label == name), None)
+    if source is None:
+        return []
+    stored = f"{source.spec}, {size_bytes(source):,} bytes a rank"
+    events = [Event("stored", source, stored)]
+    weights = forms(stage, source)
+    for node in uses(stage, weights):
+        events.append(happening(node, weights))
+    gradient = gradient_ends(stage, source)
+    events += reductions(stage, gradient)
+    events += [
+        Event("updated" if n.phase == "optimizer" else "written", n, f"by {n.op}") for n in writers(stage, source)
+    ]
+    return sorted(dict.fromkeys(events), key=lambda e: e.node.line)
+
+
+def forms(stage: Stage, source: Node) -> dict[str, Node]:
+    """The parameter and every node that is it in another placement, dtype or shape, by name; not in the optimizer."""
+    found, stack = {source.name: source}, [source]
+    while stack:
+        for user in stage.users[stack.pop().name]:
+            if user.phase != "optimizer" and user.name not in found and base(user) in (*GATHERS, *CASTS, *REARRANGES):
+                found[user.name] = user
+                stack.append(user)
+    return found
+
+
+def uses(stage: Stage, weights: dict[str, Node]) -> Iterator[Node]:
+    """Forms that communicate or cast, and the operators that compute with one."""
+    for name, weight in weights.items():
+        if base(weight) in (*GATHERS, *CASTS):
+            yield weight
+        for user in stage.users[name]:
+            if user.name not in weights and user.phase != "optimizer":
+                yield user
+
+
+def happening(node: Node, weights: dict[str, Node]) -> Event:
+    """What a form of the parameter, or a use of it, is."""
+    again = "again " if node.recomputed or node.phase == "backward" else ""
+    if base(node) in CASTS:
+        return Event(f"cast {again}".strip(), node, f"to {node.dtype}")
+    if node.name in weights:
+        what = {"all_gather": "gathered", "gather_same": "gathered", "vary": "copied"}.get(base(node), "cut")
+        cast = f"cast to {node.dtype}, " if node.dtype != weights[node.operands[0]].dtype else ""
+        return Event(
+            f"{what} {again}".strip(), node, f"{cast}over {axis_of(node)} to {node.value} {node.spec}".rstrip()
+        )
+    return Event("used in the backward" if again else "used", node, f"by {node.op}")
+
+
+# ---- the gradient --------------------------------------------------------------------------------
+
+
+def gradient_ends(stage: Stage, source: Node) -> list[Node]:
+    """What leaves as the parameter's gradient, or, where the update is in the program, is written into it."""
+    out = [stage.by_name[o.operand] for o in stage.outputs if o.kind == "gradient" and o.name == source.label]
+    accumulators = [n for n in stage.nodes if n.op == "gradient" and n.label == source.label]
+    return out + [w for target in (source, *accumulators) for w in writers(stage, target)]
+
+
+def writers(stage: Stage, target: Node) -> list[Node]:
+    """Operators that write into an input: their name ends in an underscore and it is their first operand."""
+    return [
+        n
+        for n in stage.users[target.name]
+        if n.op.split(".")[0].endswith("_") and n.operands and n.operands[0] == target.name
+    ]
+
+
+def reductions(stage: Stage, ends: list[Node]) -> list[Event]:
+    """The reductions on the way from the operators that make the parameter's gradient to its update.
+
+    Going back from the update, that is all of the optimizer, and of the backward what moves, joins or adds a gradient:
+    what computes one ends the way, for behind it are gradients of activations. Shared ways (the norm that clips) lead
+    to every gradient and do not count.
+    """
+    found, seen, stack = [], set(), list(ends)
+    while stack:
+        node = stack.pop()
+        if node.name in seen or node.is_input:
+            continue
+        seen.add(node.name)
+        if base(node) in REDUCTIONS and math.prod(node.shape or (1,)) > 1:
+            what = "gradient reduced" if base(node) in ("reduce_scatter", "psum") else "gradient moved"
+            found.append(Event(what, node, f"by {node.op} over {axis_of(node)} in {wire_of(node, stage)}"))
+        if node.phase == "optimizer" or base(node) in (*REDUCTIONS, *REARRANGES, *CASTS, *ADDS):
+            stack += [stage.by_name[o] for o in node.operands if o in stage.by_name]
+        elif node.phase == "backward":
+            found.append(Event("gradient computed", node, f"by {node.op}"))
+    own = {n.name for n in ends}
+    return [e for e in found if e.node.phase != "forward" and leads_to_one(stage, e.node, own)]
+
+
+def leads_to_one(stage: Stage, node: Node, ends: set[str]) -> bool:
+    """Whether the value reaches the parameter's ends without passing through a scalar, as a norm is."""
+    stack, seen = [node], set()
+    while stack:
+        here = stack.pop()
+        if here.name in ends:
+            return True
+        if here.name not in seen and (here.shape or here is node or not here.dtype):
+            seen.add(here.name)
+            stack += stage.users[here.name]
+    return False
+
+
+# ---- words ---------------------------------------------------------------------------------------
+
+
+def base(node: Node) -> str:
+    """The operator's name, without an overload where the short name says all."""
+    return node.op if node.op in (*CASTS, *REARRANGES) else node.op.split(".")[0]
+
+
+def axis_of(node: Node) -> str:
+    """The axis that a boundary operator names."""
+    found = AXES.search(node.text)
+    return found[1] if found else "?"
+
+
+def wire_of(node: Node, stage: Stage) -> str:
+    """The dtype in which terms travel: the operator's last argument, else its operand's."""
+    last = node.text.partition(") : ")[0].rsplit(", ", 1)[-1]
+    return last if DTYPES.fullmatch(last) else stage.by_name[node.operands[0]].dtype
+
+
+def size_bytes(node: Node) -> int:
+    """Bytes of a tensor of one rank."""
+    bits = BITS.search(node.dtype)
+    return math.prod(node.shape) * (int(bits[0]) // 8 if bits else 1)
+
+
+def chosen(run: Run) -> list[Stage]:
+    """Of each program that trains, the stage before collectives are merged and written out."""
+    programs = dict.fromkeys(stage.program for stage in run.trained)
+    after = ("schedule", "collectives", "communicators", "overlap")
+    return [[s for s in run.program(p) if s.name not in after][-1] for p in programs]
+
+
+def show(run: Run, name: str, out: Console) -> None:
+    """One parameter as a table."""
+    table = Table("what", "how", "node", "line", "module", title=name, title_justify="left")
+    for stage in chosen(run):
+        for event in life(stage, name):
+            place = f"{stage.title}.txt:{event.node.line}"
+            table.add_row(event.what, event.detail, f"%{event.node.name} {place}", event.node.source, event.node.module)
+    out.print(table)
+
+
+def show_parameters(run: Run, pattern: str, out: Console) -> None:
+    """Every parameter that matches, as a table; raises UserError if none does."""
+    for name in parameters(run, pattern):
+        show(run, name, out)

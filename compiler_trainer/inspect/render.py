@@ -1,0 +1,231 @@
+"""A run as one page: the sources in `page/` with the run's data in them, packed, and nothing fetched.
+
+Texts are packed one by one, so that the page opens as fast for 100,000 nodes as for 100.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import gzip
+import html
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from compiler_trainer.inspect import glance
+from compiler_trainer.inspect.balance import balance
+from compiler_trainer.inspect.course import course, flat
+from compiler_trainer.inspect.dumps import Node, Run, Stage
+from compiler_trainer.inspect.overview import seconds_of, totals
+from compiler_trainer.inspect.words import COUNTS, PASSES
+
+PAGE = Path(__file__).parent / "page"
+TABS = ("course.js", "graph.js", "diff.js", "memory.js", "communication.js", "experts.js", "sharding.js")
+SCRIPTS = ("data.js", "list.js", *TABS, "page.js")
+ALIVE_SHOWN, LINES_SHOWN = 3, 4  # of the largest at the peak, on the first page
+
+
+def page(run: Run) -> str:
+    """The page as text."""
+    title = html.escape(f"{run.folder.name}: {run.config.get('model', {}).get('name', 'run')}")
+    texts = (f'<script type="text/plain" id="text-{stage.number}">{pack(stage.text)}</script>' for stage in run.stages)
+    parts = {
+        "title": title,
+        "css": (PAGE / "page.css").read_text(encoding="utf-8"),
+        "js": "\n".join((PAGE / name).read_text(encoding="utf-8") for name in SCRIPTS),
+        "data": pack(json.dumps(summary(run), separators=(",", ":"))),
+        "texts": "\n".join(texts),
+    }
+    text = (PAGE / "page.html").read_text(encoding="utf-8")
+    return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], text)
+
+
+def pack(text: str) -> str:
+    """Text compressed, in letters that a page may hold; the same text gives the same letters."""
+    return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
+
+
+def summary(run: Run) -> dict[str, Any]:
+    """What the page knows before any text is unpacked."""
+    last = run.trained[-1] if run.trained else run.stages[-1]
+    changes = list(reshards(run))
+    used = balance(run)
+    return {
+        "name": run.folder.name,
+        "course": dataclasses.asdict(course(run)),
+        "config": dict(flat(run.config)),
+        "mesh": last.mesh,
+        "folded": sorted(last.folded),
+        "blocks": last.blocks,
+        "flattened": last.flattened,
+        "stages": [stage_summary(run, stage) for stage in run.stages],
+        "programs": [program(run, stage) for stage in run.trained],
+        "reshards": changes,
+        "parameters": list(parameters(last)),
+        "experts": dataclasses.asdict(used) if used else None,
+        "glance": {
+            "reshard": largest(changes),
+            "peak": peak(run.trained) if run.trained else None,
+            "exposed": exposed(run),
+        },
+    }
+
+
+def stage_summary(run: Run, stage: Stage) -> dict[str, Any]:
+    """A row of the table of passes."""
+    report = stage.report["report"]
+    return {
+        "number": stage.number,
+        "title": title(stage),
+        "does": PASSES.get(stage.name, ""),
+        "seconds": seconds_of(run, stage),
+        **dataclasses.asdict(totals(stage)),
+        "counts": list(told(report["counts"])),
+        "notes": report["notes"],
+    }
+
+
+def title(stage: Stage) -> str:
+    """`06 step: joint`."""
+    return f"{stage.number:02} {stage.program}: {stage.name}"
+
+
+def told(counts: dict[str, int]) -> Iterator[tuple[str, int | None, int]]:
+    """What a pass counted, in words: (what, before, now) with None where there is no before; zeros are left out."""
+    for name, count in counts.items():
+        what, _, when = name.rpartition("_")
+        if when == "before" or not (count or counts.get(f"{what}_before")):
+            continue
+        known, before = (what, counts.get(f"{what}_before")) if when == "after" else (name, None)
+        yield COUNTS.get(known, known.replace("_", " ")), before, count
+
+
+def program(run: Run, stage: Stage) -> dict[str, Any]:
+    """A finished program: memory in columns, its collectives, and the predicted timeline if there is one."""
+    stored = glance.memory(stage)
+    kinds = sorted({s.kind for s in stored})
+    line, most = glance.peak_line(stage)
+    events = [e for e in run.report.get("timeline", []) if e["program"] == stage.program]
+    phases: dict[str, int] = {}
+    for node in stage.by_name.values():
+        if not node.is_input:
+            phases.setdefault(node.phase, node.line)
+    return {
+        "number": stage.number,
+        "title": title(stage),
+        "span": glance.memory_span(stage),
+        "peak": {"line": line, "bytes": most},
+        "phases": list(phases.items()),
+        "kinds": kinds,
+        "memory": {
+            **{key: [getattr(s, key) for s in stored] for key in ("node", "born", "last", "bytes")},
+            "kind": [kinds.index(s.kind) for s in stored],
+        },
+        "traffic": stage.report["accounting"]["traffic"],
+        "collectives": [dataclasses.asdict(sent) for sent in glance.collectives(run, stage)],
+        "timeline": [[e["node"], e["stream"], e["start_ms"], e["end_ms"]] for e in events],
+    }
+
+
+def reshards(run: Run) -> Iterator[dict[str, Any]]:
+    """Reshards by bytes, each with the line that shows it: its collective, or else the value as it was before."""
+    for change in glance.reshards(run):
+        after, before = run.stages[change["stage"]], run.stages[change["stage"] - 1]
+        origin = before.by_name.get(change["node"])
+        sending = [after.by_name[name] for name in change["collectives"] if name in after.by_name]
+        at = sending[0] if sending else after.by_name.get(change["node"])
+        shown = (at, change["stage"]) if at else (origin, change["stage"] - 1)
+        yield {
+            **change,
+            "module": origin.module if origin else "",
+            "of": parameter_of(before, origin) if origin else "",
+            "line": shown[0].line if shown[0] else 0,
+            "stage": shown[1],
+        }
+
+
+def parameter_of(stage: Stage, node: Node) -> str:
+    """The model's name for the parameter that a node is, or is made of alone (cast, viewed); else an empty string."""
+    while len(node.operands) == 1:
+        node = stage.by_name[node.operands[0]]
+    return node.label if node.op == "parameter" else ""
+
+
+def parameters(stage: Stage) -> Iterator[dict[str, Any]]:
+    """Every parameter as it is stored; bytes are those of a rank."""
+    sizes = Counter[str]()
+    for name, _, size, _ in stage.costs["storages"]:
+        sizes[name] += size
+    for node in stage.nodes:
+        if node.op == "parameter":
+            yield {"label": node.label, "value": node.value, "spec": node.spec, "bytes": sizes[node.name]}
+
+
+# ---- at a glance --------------------------------------------------------------------------------------
+
+
+def largest(changes: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The reshard that sends most, and how many send as much."""
+    if not changes or not changes[0]["sent_bytes"]:
+        return None
+    first = changes[0]
+    return {**first, "as_large": sum(c["sent_bytes"] == first["sent_bytes"] for c in changes[1:])}
+
+
+def peak(programs: list[Stage]) -> dict[str, Any]:
+    """Most bytes alive in any program of a step, where, and the largest of what is alive there."""
+    stage = max(programs, key=lambda s: s.report["accounting"]["peak_bytes"])
+    line, most = glance.peak_line(stage)
+    living = glance.alive(stage, line)
+    kinds = Counter[str]()
+    for s in living:
+        kinds[s.kind] += s.bytes
+    at = next((node for node in stage.by_name.values() if node.line == line), None)
+    shown = [(s, stage.by_name[s.node]) for s in living[:ALIVE_SHOWN]]
+    return {
+        "stage": stage.number,
+        "line": line,
+        "bytes": most,
+        "node": at.name if at else "output",
+        "source": at.source if at else "",
+        "module": at.module if at else "",
+        "kinds": kinds.most_common(),
+        "lines": by_line(stage, living)[:LINES_SHOWN],
+        "alive": [
+            {"node": s.node, "line": n.line, "bytes": s.bytes, "kind": s.kind, "source": n.source, "module": n.module}
+            for s, n in shown
+        ],
+    }
+
+
+def by_line(stage: Stage, living: list[glance.Stored]) -> list[tuple[str, int, int]]:
+    """(source line, bytes, how many) of what operators made, largest first."""
+    sizes, counts = Counter[str](), Counter[str]()
+    for s in living:
+        if source := stage.by_name[s.node].source:
+            sizes[source] += s.bytes
+            counts[source] += 1
+    return [(source, n, counts[source]) for source, n in sizes.most_common()]
+
+
+def exposed(run: Run) -> dict[str, Any] | None:
+    """The collective that computation waits for longest, or, unpredicted, the largest with nothing to hide behind."""
+    found = [(stage, sent) for stage in run.trained for sent in glance.collectives(run, stage)]
+    if not found:
+        return None
+    stage, first = min(found, key=lambda pair: glance.bareness(pair[1]))
+    node = stage.by_name[first.node]
+    return {
+        **dataclasses.asdict(first),
+        "stage": stage.number,
+        "source": node.source,
+        "module": node.module,
+        "phase": node.phase,
+        "count": len(found),
+        "bare": sum(sent.between == 0 for _, sent in found),
+        "all_ms": sum(sent.exposed_ms or 0.0 for _, sent in found),
+    }

@@ -1,0 +1,188 @@
+"""A run as tables: every pass, what one pass did, the nodes that match a pattern."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.inspect import glance
+from compiler_trainer.inspect.balance import Balance, balance
+from compiler_trainer.inspect.dumps import Body, Node, Run, Stage, matching
+from compiler_trainer.inspect.overview import seconds_of, totals
+from compiler_trainer.inspect.render import page
+
+ROWS = 50  # of a table of nodes or reshards
+
+
+def write_page(run: Run, file: Path, out: Console) -> None:
+    """Write the page and say where it is."""
+    try:
+        file.write_text(page(run), encoding="utf-8")
+    except OSError as error:
+        raise UserError(str(file), f"cannot be written: {error.strerror}; name another file") from error
+    out.print(f"{file} ({size(file.stat().st_size)}): open it in a browser")
+
+
+def chosen(run: Run, name: str | None) -> list[Stage]:
+    """The stages of a pass, or the last of every program of a training step; raises UserError naming the nearest."""
+    if name is None:
+        return run.trained or run.stages[-1:]
+    found = [s for s in run.stages if name in (s.name, f"{s.program}_{s.name}", s.title, f"{s.number:02d}", s.program)]
+    if not found:
+        known = list(dict.fromkeys(s.name for s in run.stages))
+        nearest = difflib.get_close_matches(name, [*known, *(s.title for s in run.stages)], 1, 0)
+        raise UserError(
+            "--pass", f"no pass is called {name!r}, did you mean {nearest[0]!r}? There are {', '.join(known)}"
+        )
+    return found
+
+
+# ---- tables -------------------------------------------------------------------------------------------
+
+
+def show_run(run: Run, out: Console) -> None:
+    """All passes, then what is sent and the three answers."""
+    heads = "pass|>seconds|>nodes in|>out|>collectives|>sent|>casts|>masks|>FLOPs|>recomputed|>peak"
+    passes = table("", heads)
+    for stage in run.stages:
+        t, seconds = totals(stage), seconds_of(run, stage)
+        took = "" if seconds is None else f"{seconds:.2f}"
+        counts = (t.nodes_before, t.nodes_after, t.collectives)
+        words = [stage.title, took, *(f"{n:,}" for n in counts), size(t.sent_bytes), f"{t.casts:,}", f"{t.masks or ''}"]
+        passes.add_row(*words, flops(t.flops), flops(t.recomputed_flops), size(t.peak_bytes))
+    out.print(passes)
+    if rolled := run.stages[0].rolled:
+        out.print(f"while passes ran, {rolled}; costs are of all layers, nodes of those that stand")
+    for name, bodies in run.bodies.items():
+        out.print(bodies_table(name, bodies))
+    for stage in run.trained:
+        out.print(traffic_table(stage))
+        show_glance(run, stage, out)
+    if used := balance(run):
+        out.print(balance_table(used))
+
+
+def balance_table(used: Balance) -> Table:
+    """How unevenly each layer used its experts, and the metrics beside that."""
+    found = table("experts: rows of the busiest over the mean", "layer|>first|>most|>last")
+    for layer, loads in used.loads.items():
+        found.add_row(layer, *(f"{load:.2f}" for load in (loads[0], max(loads), loads[-1])))
+    for name, values in used.beside.items():
+        found.add_row(Text(name, "dim"), *(f"{value:.4g}" for value in (values[0], max(values), values[-1])))
+    return found
+
+
+def bodies_table(program: str, bodies: list[Body]) -> Table:
+    """What is compiled of a program, and how often it is called."""
+    found = table(f"bodies of {program}", "body|>called|>nodes|first")
+    for body in bodies:
+        found.add_row(body.name, f"{body.called:,}", f"{body.nodes:,}", body.first)
+    return found
+
+
+def show_glance(run: Run, stage: Stage, out: Console) -> None:
+    """The largest reshard, what is alive at the peak, the exposed collective, a line each and a few rows."""
+    if changes := [r for r in glance.reshards(run) if r["sent_bytes"]]:
+        r = changes[0]
+        what = f"{r['before']} -> {r['after']}: {r['reason']}"
+        say(out, "largest reshard", f"%{r['node']} ({r['source']}), {size(r['sent_bytes'])} sent, {what}")
+    line, most = glance.peak_line(stage)
+    at = next((node for node in stage.by_name.values() if node.line == line), None)
+    place = f"%{at.name} ({at.source})" if at else "the end"
+    say(out, "peak", f"{size(most)} at {place}, line {line} of {stage.title}.txt; the largest of what is alive:")
+    living = table("", ">bytes|holds|node|value|source|module")
+    for s in glance.alive(stage, line)[:8]:
+        node = stage.by_name[s.node]
+        living.add_row(size(s.bytes), s.kind, f"%{s.node}", node.value, node.source, node.module)
+    out.print(living)
+    if found := glance.collectives(run, stage):
+        first, node = found[0], stage.by_name[found[0].node]
+        why = (
+            f"{first.between:,} operators until the wait for it"
+            if first.exposed_ms is None
+            else f"{first.exposed_ms:.3f} ms"
+        )
+        what = f"{first.kind} over {first.axis}, {size(first.sent_bytes)} sent"
+        say(out, "most exposed", f"%{first.node} ({node.source}), {what}, {why}")
+
+
+def show_pass(run: Run, stage: Stage, out: Console) -> None:
+    """What one pass counted, noted and resharded, and what its graph sends."""
+    seconds, t = seconds_of(run, stage), totals(stage)
+    took = "" if seconds is None else f", {seconds:.2f} s"
+    say(out, stage.title, f"{t.nodes_before:,} -> {t.nodes_after:,} nodes{took}, peak {size(t.peak_bytes)}")
+    report = stage.report["report"]
+    say(out, "counts", ", ".join(f"{key} {n:,}" for key, n in report["counts"].items()) or "none")
+    if changes := sorted(report["reshards"], key=lambda r: -r["sent_bytes"]):
+        found = table(f"reshards, {len(changes):,} in all", ">sent|node|source|from|to|reason")
+        for r in changes[:ROWS]:
+            found.add_row(size(r["sent_bytes"]), f"%{r['node']}", r["source"], r["before"], r["after"], r["reason"])
+        out.print(found)
+    out.print(traffic_table(stage))
+    resharded = {f"%{r['node']} ({r['source']}): {r['before']}" for r in changes}
+    for note in report["notes"]:
+        if note.partition(" -> ")[0] not in resharded:
+            out.print(Text(note), soft_wrap=True)
+
+
+def show_nodes(stages: Iterable[Stage], name: str | None, module: str | None, line: str | None, out: Console) -> None:
+    """The lines of the nodes that match all patterns; raises UserError if none does."""
+    shown = 0
+    for stage in stages:
+        nodes: list[Node] = stage.nodes
+        for pattern, key in ((name, lambda n: n.name), (module, lambda n: n.module)):
+            nodes = list(matching(nodes, key, pattern)) if pattern else nodes
+        nodes = [node for node in nodes if node.source == line] if line else nodes
+        shown += len(nodes)
+        say(out, stage.title, f"{len(nodes):,} of {len(stage.nodes):,} nodes")
+        for node in nodes:
+            out.print(Text(f"{node.line:6d}  {node.text}"), soft_wrap=True)
+    if not shown:
+        asked = " ".join(f"{k} {v!r}" for k, v in (("--node", name), ("--module", module), ("--line", line)) if v)
+        raise UserError(asked, "matches no node; --pass names another stage, wildcards are * and ?")
+
+
+def traffic_table(stage: Stage) -> Table:
+    """What a rank sends, by kind and axis."""
+    sent = table("", "collective|axis|>calls|>bytes sent")
+    for t in stage.report["accounting"]["traffic"]:
+        sent.add_row(t["kind"], t["axis"], f"{t['calls']:,}", size(t["sent_bytes"]))
+    return sent
+
+
+def table(title: str, heads: str) -> Table:
+    """An empty table of the columns `a|b`; one that starts with > is aligned right."""
+    made = Table(title=title or None, title_justify="left", box=None, header_style="dim", pad_edge=False)
+    for head in heads.split("|"):
+        made.add_column(head.removeprefix(">"), justify="right" if head.startswith(">") else "left", overflow="fold")
+    return made
+
+
+def say(out: Console, label: str, words: Any) -> None:
+    """A line with its label."""
+    out.print(Text.assemble((f"{label}  ", "bold"), str(words)), soft_wrap=True)
+
+
+def size(n: float) -> str:
+    """`1.5 MiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n < 1024:
+            return f"{n:,.0f} B" if unit == "B" else f"{n:.3g} {unit}" if n < 999.5 else f"{n:,.0f} {unit}"
+        n /= 1024
+    return f"{n:,.3g} TiB"
+
+
+def flops(n: float) -> str:
+    """`1.5 T`, empty for none."""
+    for unit in ("", " K", " M", " G", " T", " P"):
+        if n < 1000:
+            return f"{n:.3g}{unit}" if n else ""
+        n /= 1000
+    return f"{n:.3g} E"

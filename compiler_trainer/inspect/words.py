@@ -1,0 +1,44 @@
+"""What passes do and what they count, in words for those who have not read them."""
+
+from __future__ import annotations
+
+PASSES = {
+    "capture": "follows the model: one graph of forward and loss",
+    "cast": "computes in the compute dtype",
+    "intervals": "attention masks as first and last key of each query",
+    "chunk_loss": "head and loss in chunks of tokens",
+    "normalize": "operators rewritten as ones that have a sharding rule",
+    "means": "means divided by the labels of all microbatches",
+    "lay_out": "which tokens each rank of cp holds",
+    "experts": "rows sorted by expert",
+    "place": "a placement for every parameter",
+    "float8": "linear layers in float8",
+    "shard": "the graph of one rank; reshards where placements differ",
+    "joint": "forward and backward in one graph, by number of operators",
+    "simplify": "operators removed or merged that change nothing",
+    "dedupe": "computed or sent once instead of repeatedly",
+    "add_first": "partial sums added, then reduced once",
+    "remat": "activations kept, recomputed or offloaded",
+    "optimize": "gradients reduced and clipped, parameters updated",
+    "accumulate": "gradients of microbatches added",
+    "apply": "gradients reduced and clipped, parameters updated",
+    "schedule": "small collectives merged into larger ones",
+    "collectives": "reshards as collectives of process groups",
+    "communicators": "process groups for gradients alone",
+    "overlap": "collectives started early, waited for late",
+    "segment": "equal layers compiled once",
+    "unroll": "layers that one stood for written out",
+}
+
+COUNTS = {
+    "drop": "without effect",
+    "join_scales": "scales merged",
+    "scale_before_expanding": "scaled before expanding",
+    "attention_by_interval": "attention operators",
+    "parameters_sharded": "parameters sharded",
+    "unknown": "operators without a rule",
+    "apart": "in a group apart",
+    "saved_bytes": "saved for the backward",
+    "offloaded_bytes": "offloaded",
+    "with_products_beside": "with a matrix product beside them",
+}

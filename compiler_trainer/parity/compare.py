@@ -1,0 +1,170 @@
+"""Train a model by eager PyTorch and by a compiled step of all its ranks, and say how the two differ."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.options import build
+from compiler_trainer.config.schema import PassesConfig
+from compiler_trainer.parity import oracle
+from compiler_trainer.parity.oracle import Found
+from compiler_trainer.parity.subject import Settings, Subject
+from compiler_trainer.step.compile import compile_step
+from compiler_trainer.step.step import Step
+from passes.program.spec import unshard
+
+Verdict = Literal["right", "refused", "crash", "wrong"]
+EXACT, ROUNDED = 1e-10, 2e-5  # what may differ: in fp64; with the model, or parts of it, in fp32
+DRIFT = 1e-6  # in fp64, where rounding moved a parameter: 1e-17 over an eps of 1e-6, times 500 in Muon, three steps
+FLOOR = 1e-3  # what is smaller is measured against this
+NAMES_PLACE = re.compile(r"\w\.py:\d+|%\w+")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a model: the worst error with the value that has it, or why it was refused or failed."""
+
+    verdict: Verdict
+    error: float = 0.0
+    value: str = ""
+    why: str = ""
+    trace: str = ""
+    allowed: float = 0.0
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        if self.verdict in ("right", "wrong"):
+            return f"{self.verdict}, off by {self.error:.1e}" + (f" at {self.value}" if self.value else "")
+        return f"{self.verdict}: {self.why}"
+
+
+class Narrow(TorchFunctionMode):
+    """Notices whether anything that has a gradient is computed in less than fp64: constants are the same either way."""
+
+    seen = False
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        parts = result if isinstance(result, (tuple, list)) else (result,)
+        graded = [part for part in parts if isinstance(part, Tensor) and part.requires_grad]
+        self.seen = self.seen or any(part.dtype not in (torch.float64, torch.complex128) for part in graded)
+        return result
+
+
+def compare(subject: Subject, settings: Settings, alone: bool = False) -> Outcome:
+    """Train it both ways; with `alone` against a compiled step of one rank, as what draws random numbers must be."""
+    began = time.perf_counter()
+    try:
+        found = train(subject, settings)
+    except Exception as error:
+        outcome = failed(error)
+    else:
+        wanted = train(subject, replace(settings, mesh={})) if alone else oracle.train(subject, settings)
+        outcome = judged(found, wanted, tolerance(subject, settings))
+        if outcome.verdict == "wrong" and moved_by_rounding(wanted):
+            outcome = judged(found, wanted, max(outcome.allowed, DRIFT))
+    return replace(outcome, seconds=time.perf_counter() - began)
+
+
+def train(subject: Subject, settings: Settings) -> list[Found]:
+    """What each step leaves, by a compiled step of all ranks in this process."""
+    model = copy.deepcopy(subject.model)
+    how: dict[str, Any] = {"mesh": settings.mesh, "optim": settings.optim, "passes": settings.passes}
+    how |= {"microbatches": settings.microbatches, "ranks": "lockstep", "evaluate": False}
+    step = compile_step(model, subject.loss, subject.batches[0], **how)
+    found = []
+    for batch, lr in zip(subject.batches, settings.lrs):
+        metrics = {name: torch.tensor(value, dtype=torch.float64) for name, value in step(batch, lr).items()}
+        found.append(metrics | {name: value.clone() for name, value in wholes(step).items()})
+    return found
+
+
+def wholes(step: Step) -> Found:
+    """Full parameters, buffers and moments of a step."""
+    return {
+        name.removeprefix("model."): unshard(step.runtime.all_locals(local), spec, step.mesh)
+        for name, (spec, local) in step.tensors().items()
+    }
+
+
+def failed(error: Exception) -> Outcome:
+    """Refused, if the error says what is at fault; a crash if it does not."""
+    names = isinstance(error, UserError) and (error.where != "model" or NAMES_PLACE.search(str(error)))
+    first = " ".join(str(error).split())[:400]
+    why = first if isinstance(error, UserError) else f"{type(error).__name__}: {first}"
+    return Outcome("refused" if names else "crash", why=why, trace="" if names else traceback.format_exc()[-6000:])
+
+
+def tolerance(subject: Subject, settings: Settings) -> float:
+    """How far the two may differ, by the precision of what is computed."""
+    cast = build(PassesConfig, settings.passes, "passes").cast
+    if not {cast.param_dtype, cast.reduce_dtype, cast.output_dtype} <= {None, "auto"}:  # auto is none on the CPU
+        return ROUNDED
+    return ROUNDED if rounds(subject) else EXACT
+
+
+def moved_by_rounding(wanted: Sequence[Found]) -> bool:
+    """Whether rounding alone moved a parameter, which then moves all others a little."""
+    return any(bool(value.any()) for step in wanted for name, value in step.items() if name.startswith("chance."))
+
+
+def rounds(subject: Subject) -> bool:
+    """Whether the model computes parts in less than fp64."""
+    with Narrow() as narrow:
+        subject.loss(subject.eager(copy.deepcopy(subject.model)), subject.batches[0])
+    return narrow.seen
+
+
+def draws(subject: Subject) -> bool:
+    """Whether the loss depends on random numbers."""
+    losses = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        losses.append(subject.loss(subject.eager(copy.deepcopy(subject.model)), subject.batches[0]).detach())
+    return not torch.equal(*losses)
+
+
+def judged(found: Sequence[Found], wanted: Sequence[Found], allowed: float) -> Outcome:
+    """How far what steps left is from what was wanted, at worst; a value that one of the two lacks is wrong.
+
+    Entries that rounding moved are not compared; their gradients are, as moments.
+    """
+    worst, where = 0.0, ""
+    for number, (ours, theirs) in enumerate(zip(found, wanted, strict=True), 1):
+        for name, value in theirs.items():
+            if name.startswith("chance."):
+                continue
+            if name not in ours and number == 1 and not name.startswith("optim."):
+                continue  # nothing reads it
+            off = math.inf if name not in ours else difference(ours[name], value, theirs.get(f"chance.{name}"))
+            if off > worst:
+                worst, where = off, f"step {number}: {name}"
+    return Outcome("right" if worst <= allowed else "wrong", worst, where, allowed=allowed)
+
+
+def difference(ours: Tensor, theirs: Tensor, chance: Tensor | None = None) -> float:
+    """The largest difference of two entries over the largest entry wanted; infinite if shapes or infinities differ.
+
+    Entries left to `chance` are not compared.
+    """
+    if ours.shape != theirs.shape:
+        return math.inf
+    if chance is not None and chance.any():
+        ours = torch.where(chance, theirs, ours)
+    if theirs.numel() == 0 or torch.equal(ours.to(theirs.dtype), theirs):
+        return 0.0
+    wide = torch.complex128 if theirs.is_complex() else torch.float64
+    off = ((ours.to(wide) - theirs.to(wide)).abs().max() / (theirs.to(wide).abs().max() + FLOOR)).item()
+    return off if math.isfinite(off) else math.inf

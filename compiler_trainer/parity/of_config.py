@@ -1,0 +1,94 @@
+"""The comparison for the model, mesh and options of a job, on a few random batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from compiler_trainer.capture.returned import parted
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import EIGHT_BITS, Config, MeshConfig
+from compiler_trainer.models.skeleton import fill
+from compiler_trainer.models.subject import Subject as Trained
+from compiler_trainer.models.subject import subject as trained_by
+from compiler_trainer.parity import compare
+from compiler_trainer.parity.compare import Outcome
+from compiler_trainer.parity.one_device import on_one_device
+from compiler_trainer.parity.subject import Batch, Settings, Subject
+
+STEPS = 3
+SMALL = (  # where the command line says nothing else; an epsilon this large hides what rounding makes of no gradient
+    "mesh.dp_shard=1", "train.seq_len=13", "train.global_batch_size=3", "optim.eps=1e-3", "optim.lr=0.05",
+)  # fmt: skip
+OTHER = 257  # as many token ids as bytes and the end of a document, where a model does not tell
+
+
+def check(cfg: Config) -> Outcome:
+    """Whether the job's step is that of eager PyTorch on one device; raises UserError where that cannot be asked."""
+    if cfg.optim.name in EIGHT_BITS:
+        raise UserError("optim", f"{cfg.optim.name} rounds moments, which eager PyTorch does not; use optim=adamw")
+    subject = subject_of(cfg)
+    mesh = {axis: size for axis, size in vars(cfg.mesh).items() if size > 1}
+    settings = Settings(mesh, cfg.optim, cfg.passes, cfg.train.microbatches, (cfg.optim.lr,) * STEPS)
+    try:
+        random = compare.draws(subject)
+    except Exception as error:
+        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise UserError("model", f"eager PyTorch cannot run it in float64 on the CPU ({said})") from error
+    return compare.compare(subject, settings, alone=random)
+
+
+def subject_of(cfg: Config) -> Subject:
+    """The job's model in fp64 with its first weights, and random batches of its sizes."""
+    found = trained_by(cfg)
+    model = fill(found.module, ((name, value[()]) for name, value in found.initial())).double().train()
+    kinds = {kind for group in cfg.optim.groups.values() for kind in group.kinds}
+    head = head_of(model) if "head" in kinds else ""
+
+    def terms(model: nn.Module, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
+        return None, parted(found.loss(model, batch))[0]  # all labels count, so that a mean over them is one over rows
+
+    vocabulary = vocabulary_of(found, model)
+    generators = (torch.Generator().manual_seed(cfg.train.seed + step) for step in range(STEPS))
+    batches = [batch_of(g, cfg.train.global_batch_size, cfg.train.seq_len, vocabulary) for g in generators]
+    return Subject(model, terms, batches, on_one_device, head)
+
+
+def head_of(model: nn.Module) -> str:
+    """The name of the weight of the last product; raises UserError where the model does not tell."""
+    output = getattr(model, "output", None) or getattr(model, "lm_head", None) or getattr(model, "head", None)
+    for name, parameter in model.named_parameters():
+        if output is not None and parameter is output.weight:
+            return name
+    if getattr(model, "output", model) is None:  # tied
+        return ""
+    raise UserError("optim.groups", "have the kind head, and which weight that is cannot be told; give names instead")
+
+
+def vocabulary_of(found: Trained, model: nn.Module) -> int:
+    """How many token ids there are."""
+    tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+    return found.vocab_size or (tables[0] if tables else OTHER)
+
+
+def batch_of(generator: torch.Generator, rows: int, length: int, vocabulary: int) -> Batch:
+    """Random tokens and labels, in rows of several documents."""
+    tokens, labels = (torch.randint(0, vocabulary, (rows, length), generator=generator) for _ in range(2))
+    begins = torch.rand(rows, length, generator=generator) < 0.2
+    begins[:, 0] = True
+    place = torch.arange(length).expand(rows, length)
+    positions = place - torch.where(begins, place, 0).cummax(1).values
+    return {"tokens": tokens, "labels": labels, "positions": positions, "documents": begins.cumsum(1)}
+
+
+def ranks_of(mesh: MeshConfig) -> int:
+    """How many ranks a mesh has whose axes are all stated; raises UserError where one is not."""
+    sizes: Mapping[str, int] = vars(mesh)
+    if left := [axis for axis, size in sizes.items() if size < 1]:
+        raise UserError(f"mesh.{left[0]}", "is what other axes leave of the ranks, and here are none; give it")
+    count = 1
+    for axis, size in sizes.items():
+        count *= 1 if axis == "ep" else size
+    return count

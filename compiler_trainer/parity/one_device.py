@@ -1,0 +1,77 @@
+"""Our decoder as eager PyTorch can train it on a CPU in any dtype.
+
+Experts loop over ordinary products, for grouped ones take no fp64; masks are dense, for FlexAttention has no backward.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, TypeVar
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_mask
+
+from compiler_trainer.models import Llama, attention
+from compiler_trainer.models.experts import Experts, MixtureOfExperts
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class LoopedExperts(nn.Module):
+    """The same sum as `Experts`, of whose parameters it has its own copies by the same names."""
+
+    def __init__(self, experts: Experts):
+        super().__init__()
+        self.w1, self.w2, self.w3 = (nn.Parameter(w.detach().clone()) for w in (experts.w1, experts.w2, experts.w3))
+        self.weighs_input = experts.weighs_input
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """[N, D] of tokens `x` [N, D], experts int64 `ids` [N, k] and their `weights` [N, k]."""
+        out = torch.zeros_like(x)
+        for expert in range(self.w1.shape[0]):
+            tokens, slots = torch.where(ids == expert)
+            rows, weight = x[tokens], weights[tokens, slots, None]
+            if self.weighs_input:
+                rows = rows * weight
+            made = (F.silu(rows @ self.w1[expert]) * (rows @ self.w3[expert])) @ self.w2[expert]
+            out = out.index_add(0, tokens, made if self.weighs_input else made * weight)
+        return out
+
+
+def looped(model: Model) -> Model:
+    """A copy of the model with looped experts in place of grouped ones."""
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        if isinstance(module, MixtureOfExperts):
+            module.experts = LoopedExperts(module.experts)  # type: ignore[assignment]
+    return model
+
+
+def on_one_device(model: Model) -> Model:
+    """A copy of the model that eager PyTorch can train."""
+    model = looped(model)
+    if isinstance(model, Llama) and model.cfg.attention == "documents":
+        forward = model.forward
+
+        def dense(*args: Any) -> Any:
+            with patch.object(attention, "flex_attention", masked_attention):
+                return forward(*args)
+
+        model.forward = dense  # type: ignore[method-assign, assignment]
+    return model
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, enable_gqa: bool) -> Tensor:
+    """What `flex_attention` gives of q [B, H, T, h] over k and v [B, K, T, h]."""
+    rows, size = q.shape[0], q.shape[2]
+    mask = create_mask(block_mask.mask_mod, rows, None, size, size, device=q.device)  # type: ignore[arg-type]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=enable_gqa)
+
+
+def sliced_products(rows: Tensor, w: Tensor, *, offs: Tensor) -> Tensor:
+    """What `F.grouped_mm` gives of rows [M, in], w [E, in, out] and the ends of each expert's rows, in any dtype."""
+    starts = [0, *offs.tolist()[:-1]]
+    return torch.cat([rows[a:b] @ w[e] for e, (a, b) in enumerate(zip(starts, offs.tolist(), strict=True))])

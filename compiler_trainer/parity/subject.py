@@ -1,0 +1,47 @@
+"""What is trained twice, by eager PyTorch and by a compiled step, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from compiler_trainer.config.schema import OptimConfig, PassesConfig
+
+Batch = dict[str, Tensor]
+Terms = Callable[[nn.Module, Batch], tuple[Tensor | None, Tensor | None]]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model in the dtype of the comparison, its loss and a batch for each step.
+
+    The loss is the sum of two terms: a mean over the labels that are not negative, and a mean of another kind.
+    `eager` makes of the model the one that eager PyTorch can run; `head` names the weight of the last product.
+    """
+
+    model: nn.Module
+    terms: Terms
+    batches: Sequence[Batch]
+    eager: Callable[[nn.Module], nn.Module] = lambda model: model
+    head: str = ""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The scalar to minimise, as a user writes it."""
+        over_labels, other = self.terms(model, batch)
+        if over_labels is None or other is None:
+            return over_labels if other is None else other  # type: ignore[return-value]
+        return over_labels + other
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How it is trained: ranks along each axis, the optimizer, options of passes, the learning rate of each step."""
+
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    optim: Mapping[str, Any] | OptimConfig = field(default_factory=lambda: {"name": "sgd"})
+    passes: Mapping[str, Any] | PassesConfig = field(default_factory=dict)
+    microbatches: int = 1
+    lrs: Sequence[float] = (0.05, 0.15, 0.1)

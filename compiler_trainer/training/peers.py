@@ -1,0 +1,101 @@
+"""Name the rank that is gone, where a connection to it closes.
+
+The ranks that wait for one that was killed fail in whatever collective they are in, and no such failure tells whom they
+waited for. So each rank has a thread that answers a call. The first rank that fails calls; who does not answer is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from types import TracebackType
+
+import torch.distributed as dist
+
+from compiler_trainer.step.ranks import another_store, rank
+
+POLL_S, PATIENCE_S = 0.5, 5.0
+SHOWN = 8
+CLOSED = re.compile(  # of gloo, of NCCL, of the store
+    r"Connection (closed|reset) by peer( \[[^\]]*\](:\d+)?)?|Broken pipe|ncclRemoteError|remote process exited"
+    r"|Socket closed|failed to recv, got 0 bytes|Connection refused"
+)
+
+
+class Peers:
+    """Answers for this rank while it is used as a context manager; ends the process in a line where a rank is gone."""
+
+    def __init__(self) -> None:
+        self.store = another_store("peers")
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self.answer, daemon=True, name="peers")
+
+    def answer(self) -> None:
+        """Answer when a rank calls."""
+        while self.store is not None and not self.over.wait(POLL_S):
+            try:
+                if self.store.check(["call"]):
+                    self.store.set(key(rank()), "")
+                    return
+            except RuntimeError:  # the store is gone, which the other thread finds out
+                return
+
+    def gone(self, what: str) -> str:
+        """Who does not answer, where a connection failed for `what`; empty where another rank tells."""
+        assert self.store is not None
+        try:
+            missing = self.call(dist.get_world_size())
+            if self.store.add("told", 1) > 1:
+                return ""
+        except RuntimeError:
+            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            return f"rank 0 or its node is gone: the store at {where} does not answer ({what})"
+        if not missing:
+            return f"a connection between ranks failed, while all of them answer: {what}"
+        named = ", ".join(str(each) for each in missing[:SHOWN]) + (", ..." if len(missing) > SHOWN else "")
+        one = f"rank {named} is gone: it does not answer"
+        return f"{one if len(missing) == 1 else f'ranks {named} are gone: they do not answer'} any more ({what})"
+
+    def call(self, size: int) -> list[int]:
+        """The ranks that do not answer."""
+        assert self.store is not None
+        self.store.set("call", "")
+        self.store.set(key(rank()), "")
+        end = time.monotonic() + PATIENCE_S
+        while not self.store.check([key(each) for each in range(size)]):
+            if time.monotonic() > end:
+                return [each for each in range(size) if not self.store.check([key(each)])]
+            time.sleep(POLL_S / 5)
+        return []
+
+    def __enter__(self) -> Peers:
+        self.thread.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        what = closed(error)
+        if what and self.store is not None:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, to those that are left
+            if said := self.gone(what):
+                print(f"error: {said}", file=sys.stderr, flush=True)
+            os._exit(1)  # to leave groups with a dead rank in them may hang
+        self.over.set()
+
+
+def key(number: int) -> str:
+    """Where a rank answers."""
+    return f"here{number}"
+
+
+def closed(error: BaseException | None) -> str:
+    """What an error says of a connection that closed; empty where it says nothing of the kind."""
+    while error is not None:
+        if isinstance(error, (RuntimeError, OSError)) and (found := CLOSED.search(str(error))):
+            return found[0]
+        error = error.__cause__
+    return ""

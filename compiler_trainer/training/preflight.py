@@ -1,0 +1,154 @@
+"""What is said before anything is compiled: what a run will do, and what of it is hardly meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+from compiler_trainer.config.device import CPU, here
+from compiler_trainer.config.schema import Config, DataConfig, FolderConfig
+from compiler_trainer.models import IGNORED_LABEL
+from compiler_trainer.models.folder import config_of
+from compiler_trainer.models.subject import Subject
+from compiler_trainer.step.programs import mesh_of
+from compiler_trainer.training.speed import peak_flops
+
+LARGE = 500_000_000  # parameters, from which on the settings of the default job are worth a note
+MOST_CPU_S = 3 * 3600  # of a run on CPUs, from which on a smaller trial is proposed
+MOST_LR = 1e-4  # of pretrained weights by AdamW; published ones lie between 1e-6 and 5e-5
+SCHEDULES = {"constant": "constant", "cosine": "cosine decay", "linear": "linear decay", "wsd": "decay at the end"}
+
+
+def named(data: DataConfig) -> str:
+    """What is read."""
+    return ", ".join(", ".join(source.files) or source.path or source.name for source in data.read)
+
+
+# ---- what a run will do -------------------------------------------------------------------------------
+
+
+def described(cfg: Config, trained: Subject, labels: Tensor) -> Iterator[str]:
+    """Lines on model, precision, update, and what a step takes; `labels` are those of a batch."""
+    yield f"model: {trained.name}, {parameters(trained)}; {precision(cfg)}"
+    yield f"update: {update(cfg)}; {cfg.train.steps:,} steps"
+    counted = float((labels != IGNORED_LABEL).float().mean())
+    yield f"a step: {rows(cfg)}; {counted:.1%} of the tokens of the first batch are labels; on {devices(cfg)}"
+
+
+def parameters(trained: Subject) -> str:
+    """How many there are, and how many of them are trained."""
+    sizes = {p: p.numel() for p in trained.module.parameters()}
+    count, own = sum(sizes.values()), sum(size for p, size in sizes.items() if p.requires_grad)
+    return f"{count:,} parameters" if own == count else f"{own:,} of {count:,} parameters trained"
+
+
+def precision(cfg: Config) -> str:
+    """Dtypes of computation, of products and of master weights."""
+    cast, masters = cfg.passes.cast, cfg.train.dtype
+    products = f", linear layers in float8 ({cast.float8})" if cast.float8 else ""
+    if cast.param_dtype in (None, masters):
+        return f"{masters} throughout{products}"
+    return f"computed in {cast.param_dtype}{products}, master weights in {masters}"
+
+
+def update(cfg: Config) -> str:
+    """Optimizer, learning rate and its schedule."""
+    schedule = cfg.lr_schedule
+    steps = schedule.warmup(cfg.train.steps)
+    warmup = f"{steps:,} step{'s' * (steps > 1)} of warm-up, " if steps else ""
+    lowest = "" if schedule.name == "constant" else f" to {schedule.min_ratio * cfg.optim.lr:.3g}"
+    return f"{cfg.optim.name}, learning rate {cfg.optim.lr:.3g}, {warmup}{SCHEDULES[schedule.name]}{lowest}"
+
+
+def rows(cfg: Config) -> str:
+    """Tokens of a step, as rows, and how often gradients are accumulated."""
+    train = cfg.train
+    count = train.global_batch_size * train.seq_len
+    tokens = f"{count:,} tokens ({train.global_batch_size:,} rows of {train.seq_len:,})"
+    parts = f"{train.microbatches} microbatches (gradient accumulation)"
+    return tokens if train.microbatches == 1 else f"{tokens} in {parts}"
+
+
+def devices(cfg: Config) -> str:
+    """Ranks, how the mesh divides them, and what a rank computes on."""
+    mesh = mesh_of(cfg.mesh)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    axes = " x ".join(f"{axis} {size}" for axis, size in mesh.sizes if size > 1)
+    return f"{mesh.world_size:,} ranks ({axes}), {device}" if axes else f"one {device}"
+
+
+# ---- what is hardly meant -----------------------------------------------------------------------------
+
+
+def notes(cfg: Config, trained: Subject) -> Iterator[str]:
+    """A line on each setting that trains, but hardly what was meant."""
+    found = (default_job(cfg, trained), idle(cfg), fast(cfg), stretched(cfg), pure(cfg), endless(cfg, trained))
+    yield from (f"note: {said}" for said in found if said)
+
+
+def default_job(cfg: Config, trained: Subject) -> str:
+    """That a large model is trained on what the default job reads."""
+    count = sum(p.numel() for p in trained.module.parameters())
+    if count < LARGE or cfg.data.name not in ("stdlib", "synthetic"):
+        return ""
+    what = f"{count:,} parameters on data={cfg.data.name} in rows of {cfg.train.seq_len:,} tokens"
+    return f"this trains {what}, as the default job does; recipe=llama3_8b has others"
+
+
+def idle(cfg: Config) -> str:
+    """That some ranks of data compute padding, for rows do not divide among them."""
+    ranks, of_batch = cfg.mesh.dp_replicate * cfg.mesh.dp_shard, cfg.train.global_batch_size
+    of_part = of_batch // cfg.train.microbatches
+    if of_part % ranks == 0:
+        return ""
+    part = "a step" if cfg.train.microbatches == 1 else f"a microbatch ({of_batch} in {cfg.train.microbatches} parts)"
+    lost = 1 - of_part / (-(-of_part // ranks) * ranks)
+    fix = f"set train.global_batch_size to a multiple of {ranks * cfg.train.microbatches}"
+    what = f"the {of_part} rows of {part} do not divide among {ranks} data ranks"
+    return f"{what}: {lost:.0%} of their work is padding; {fix}"
+
+
+def fast(cfg: Config) -> str:
+    """That a learning rate is one for a model without weights."""
+    if not isinstance(cfg.model, FolderConfig) or cfg.model.init != "weights" or cfg.model.lora is not None:
+        return ""
+    if cfg.optim.lr <= MOST_LR or cfg.optim.name == "sgd":
+        return ""
+    usual = "set optim.lr=1e-5, as recipe=finetune has"
+    return f"optim.lr={cfg.optim.lr:g} is for training from scratch, and {cfg.model.path} has trained weights; {usual}"
+
+
+def stretched(cfg: Config) -> str:
+    """That rows reach beyond the positions that a folder's model was trained on."""
+    if not isinstance(cfg.model, FolderConfig):
+        return ""
+    most = getattr(config_of(cfg.model), "max_position_embeddings", None)
+    if not most or cfg.train.seq_len <= most:
+        return ""
+    what = f"train.seq_len={cfg.train.seq_len:,} goes beyond the {most:,} positions of {cfg.model.path}/config.json"
+    return f"{what} (max_position_embeddings), which its weights may not know"
+
+
+def pure(cfg: Config) -> str:
+    """That small updates are lost in bfloat16 weights."""
+    if cfg.train.dtype != "bfloat16" or cfg.optim.stochastic_rounding:
+        return ""
+    usual = "for mixed precision set passes.cast.param_dtype=bfloat16 instead, else optim.stochastic_rounding=true"
+    return f"train.dtype=bfloat16 keeps no float32 master weights and rounds small updates away; {usual}"
+
+
+def endless(cfg: Config, trained: Subject) -> str:
+    """That a run made for GPUs takes days on CPUs, at the FLOP/s that `cluster=cpu` gives a core."""
+    if not here() == cfg.cluster.device == CPU:
+        return ""
+    train, cores = cfg.train, torch.get_num_threads() * mesh_of(cfg.mesh).world_size
+    tokens = train.global_batch_size * train.seq_len
+    step_s = trained.flops_per_token(train.seq_len) * tokens / (cores * peak_flops(cfg))
+    if step_s * train.steps < MOST_CPU_S:
+        return ""
+    step, whole = (timedelta(seconds=round(seconds)) for seconds in (step_s, step_s * train.steps))
+    trial = "train.seq_len=128 train.global_batch_size=8 train.steps=30"
+    return f"on {cores} CPU cores a step takes at least {step} and the run {whole}; for a trial set {trial}"

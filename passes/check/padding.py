@@ -1,0 +1,116 @@
+"""Does padding hold what its record says? Recomputed from rules, node by node, after `shard`.
+
+    %y = mul(%x, %w)       padding of x holds 0: so does y's
+    %z = add(%y, 0.01)     0.01: whoever sums z needs a mask, which sets padding to what the rule `needs`
+    %w = where(%valid, %z, 0)
+
+A gradient's padding is zero everywhere: derivatives are products with the gradient that arrives. What a custom function
+returns as one need not be, and has to be masked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import fx
+
+from passes.check.placements import axes_of, behind, origin_of
+from passes.program import boundary, ir
+from passes.program.functions import function_of
+from passes.program.mesh import Mesh
+from passes.program.spec import Factor, Spec
+from passes.rules import Rule, rule_of, tensor_operands
+from passes.sharding.atoms import Atoms, refine
+
+Finding = tuple[fx.Node | None, str]
+MASK = torch.ops.aten.where.ScalarOther
+CUTS = (boundary.slice_, boundary.take, boundary.reduce_scatter, boundary.all_to_all)  # new padding of theirs is zero
+
+
+def check_padding(whole: ir.Program, local: ir.Program) -> Iterator[Finding]:
+    """Local nodes whose padding may hold something else than is recorded, or than their operator needs."""
+    origins = {node.name: node for node in whole.graph.nodes}
+    for node in local.calls():
+        origin = origins.get(ir.stands_for(node))
+        recorded = ir.spec(node)
+        if origin is None or recorded is None:
+            continue
+        path, sources = behind(node)
+        same = [source for source in sources if ir.stands_for(source) == origin.name]
+        if same:
+            yield from check_conversion(node, same[0], path, local.mesh)
+        elif not function_of(origin_of(origin)[0]):
+            yield from check_operator(node, *origin_of(origin), local.mesh)
+    for node, output in zip(local.results(), local.outputs, strict=True):
+        held = ir.spec(node)
+        if output.kind == "gradient" and output.spec.padded(local.mesh) and (held is None or held.fill != 0):
+            yield node, f"is a gradient whose padding may hold {what(held)}; it has to be 0"
+
+
+def what(spec: Spec | None) -> str:
+    """The number that padding holds, or that it may be any."""
+    return "anything" if spec is None or spec.fill is None else f"{spec.fill:g}"
+
+
+def check_conversion(node: fx.Node, source: fx.Node, path: Sequence[fx.Node], mesh: Mesh) -> Iterator[Finding]:
+    """Conversions keep what padding holds, and pad with zeros."""
+    before, after = ir.spec(source), ir.spec(node)
+    if before is None or after is None or after.fill is None or not after.padded(mesh) or not before.padded(mesh):
+        return
+    if after.fill != before.fill and not (after.fill == 0 and any(step.target in CUTS for step in path)):
+        yield node, f"has padding of {what(after)}, what it is converted from of {what(before)}"
+
+
+def check_operator(node: fx.Node, op: fx.Node, index: int, mesh: Mesh) -> Iterator[Finding]:
+    """An operator's operands hold in padding what its rule needs there, its result what the rule makes of it."""
+    rule, call = rule_of(op), node if op.target is node.target else node.args[0]
+    if rule.emit is not None or not isinstance(call, fx.Node) or call.target is not op.target:
+        return  # written out by hand
+    operands = [nearest(operand) for operand in tensor_operands(call)]
+    held = [spec for operand in operands if (spec := ir.spec(operand)) is not None]
+    if len(held) < len(operands):
+        return
+    atoms = refine(rule, [spec.dims for spec in held], range(len(held)), mesh)
+    axes = axes_of(atoms, mesh)
+    if isinstance(axes, str):
+        return  # `placements` says so
+    padded = {name for name, size in atoms.sizes.items() if Factor(size, axes.get(name, ())).padded(mesh)}
+    for i, (operand, spec) in enumerate(zip(operands, held)):
+        needed = wanted(i, rule, atoms, padded, spec, mesh)
+        if needed is not None and spec.fill != needed and not sets(operand, needed):
+            yield node, f"needs {needed:g} in the padding of operand {i}, %{operand.name}, which may hold {what(spec)}"
+    recorded = ir.spec(node)
+    found = made(rule, atoms, index, padded, [rule.safe.get(i, spec.fill) for i, spec in enumerate(held)])
+    if recorded and recorded.padded(mesh) and recorded.fill is not None and found != recorded.fill:
+        yield node, f"is said to hold {what(recorded)} in padding, its rule makes {found} of its operands' there"
+
+
+def nearest(node: fx.Node) -> fx.Node:
+    """The node, or the one behind it that has a placement: a matrix may be laid out anew for a kernel."""
+    while ir.spec(node) is None and len(node.all_input_nodes) == 1:
+        (node,) = node.all_input_nodes
+    return node
+
+
+def sets(node: fx.Node, number: float) -> bool:
+    """Whether a node is a mask that sets padding, or that along some dims, to a number."""
+    return node.target is MASK and (node.args[2] == number or math.isinf(number))
+
+
+def wanted(i: int, rule: Rule, atoms: Atoms, padded: set[str], spec: Spec, mesh: Mesh) -> float | None:
+    """The number that an operator needs in the padding of operand `i`, if it needs one."""
+    if i in rule.safe and spec.padded(mesh):
+        return rule.safe[i]
+    folded = {name for dim in atoms.operands[i] for name in dim if atoms.origin(name) in rule.reduced}
+    return None if padded.isdisjoint(folded) else rule.needs
+
+
+def made(rule: Rule, atoms: Atoms, index: int, padded: set[str], held: Sequence[float | None]) -> float | None:
+    """What the padding of a result holds, if that is one number along all of its padded dims."""
+    numbers = set()
+    for name in (name for dim in atoms.results[index] for name in dim if name in padded):
+        has = [any(name in dim for dim in operand) for operand in atoms.operands]
+        numbers.add(rule.fills([fill if has_it else math.nan for has_it, fill in zip(has, held)]))
+    return numbers.pop() if len(numbers) == 1 else None

@@ -1,0 +1,11 @@
+"""What the wheel holds: the trainer with the choices of conf/, and the passes; no tools, no tests."""
+
+from setuptools import find_packages, setup
+
+CONF, PAGE = "compiler_trainer.conf", "compiler_trainer.inspect"
+
+setup(
+    packages=[*find_packages(include=["compiler_trainer", "compiler_trainer.*", "passes", "passes.*"]), CONF],
+    package_dir={CONF: "conf"},
+    package_data={CONF: ["*.yaml", "*/*.yaml", "*/*/*.yaml"], PAGE: ["page/*"]},
+)

@@ -1,0 +1,213 @@
+"""Bisection: planted bugs are found to the exact node, and the script written of each shows it and goes quiet."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from commands import call
+from short_runs import options
+from tool_runs import PLAN, case, loss_fn
+
+from compiler_trainer.bisect.find import Finding, bisect
+from compiler_trainer.bisect.script import write
+from compiler_trainer.config.device import passes_on
+from compiler_trainer.config.options import build
+from compiler_trainer.config.schema import OptimConfig, PassesConfig
+from compiler_trainer.pipeline import build_pipeline
+from compiler_trainer.training.nonfinite import Lost
+from compiler_trainer.training.trainer import train
+from passes import rules
+from passes.program import boundary, ir
+from passes.program.printer import op_name
+from passes.program.stages import Stage
+from passes.sharding.convert import _Steps
+from passes.sharding.partition import GraphBuilder
+
+
+def find(**options) -> Finding | None:
+    model, batch = case()
+    return bisect(model, loss_fn, batch, **options)
+
+
+TP = {"mesh": {"tp": 2}, "passes": {"shard": {"plan": PLAN, "sequence_parallel": False}}}
+
+
+def exit_code(path: Path) -> int:
+    with pytest.raises(SystemExit) as done:
+        runpy.run_path(str(path))
+    return done.value.code
+
+
+def found_and_mended(folder: Path, plant: Callable[[pytest.MonkeyPatch], None], **options) -> Finding:
+    """The finding of a planted bug; its script exits with 1 while the bug is there and with 0 once it is gone."""
+    path = folder / "repro.py"
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch)
+        finding = find(**options)
+        assert finding is not None and finding.piece is not None
+        write(finding.piece, path, "what went wrong")
+        assert exit_code(path) == 1
+    assert exit_code(path) == 0
+    return finding
+
+
+def at(finding: Finding) -> tuple[str, str, str, str]:
+    """Kind, pass, operator and module."""
+    return finding.kind, finding.pass_name, op_name(finding.node.target), ir.module_path(finding.node)
+
+
+def nodes_in(finding: Finding) -> int:
+    return sum(node.op == "call_function" for node in finding.piece.sketch.graph.nodes)
+
+
+# ---- planted bugs ----------------------------------------------------------------------------------
+
+
+def test_a_wrong_rule_is_found_at_its_operator(tmp_path):
+    right = rules.RULES["linear"]
+
+    def wrong(node):
+        rule = right(node)
+        return replace(rule, reduced=dict.fromkeys(rule.reduced, "max"))  # terms are to be added
+
+    finding = found_and_mended(tmp_path, lambda patch: patch.setitem(rules.RULES, "linear", wrong), **TP)
+    assert at(finding) == ("differs", "shard", "linear", "down")
+    assert nodes_in(finding) == 1 and finding.mismatch.difference > 0.1
+    assert "max(tp)" in str(finding) and ">" in str(finding) and "tool_runs.py:" in str(finding)
+
+
+def test_a_mask_left_out_is_found_at_the_operator_that_needs_it(tmp_path):
+    def plant(patch):
+        patch.setattr(GraphBuilder, "fill_padding", lambda self, x, spec, fill, dims=None: x)
+
+    finding = found_and_mended(tmp_path, plant, mesh={"dp_shard": 2})  # three rows on two ranks
+    assert at(finding) == ("differs", "shard", "sum.dim_IntList", "")
+    assert nodes_in(finding) == 1
+
+
+@dataclass(frozen=True)
+class DropSum(ir.Pass):
+    """A pass that loses the first reduction, while the bug is planted."""
+
+    name = "drop"
+    takes = (Stage.LOCAL,)
+
+    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+        program = program.copy()
+        for psum in [node for node in program.calls() if node.target is boundary.psum][:drops]:
+            psum.replace_all_uses_with(psum.args[0])
+            program.graph.erase_node(psum)
+        program.module.recompile()
+        return program, ir.Report()
+
+
+drops = 0
+
+
+def test_a_dropped_reduction_is_found_where_its_terms_are_used(tmp_path):
+    masters = {name: p.dtype for name, p in case()[0].named_parameters()}
+    pipeline = build_pipeline(passes_on(build(PassesConfig, TP["passes"]), False), OptimConfig(), masters, 1)
+    pipeline = replace(pipeline, forward=(*pipeline.forward, DropSum()))
+    finding = found_and_mended(
+        tmp_path, lambda patch: patch.setattr(sys.modules[__name__], "drops", 1), mesh={"tp": 2}, passes=pipeline
+    )
+    assert at(finding) == ("differs", "drop", "add.Tensor", "")
+    assert "was      %add_tensor = add.Tensor(%embedding_default, %psum_default)" in str(finding)
+    assert "is       %add_tensor = add.Tensor(%embedding_default, %linear_default_2)" in str(finding)
+    assert nodes_in(finding) == 2  # what yields the terms, and the sum that is dropped
+
+
+def test_a_copy_that_is_not_varied_is_illegal_at_its_use(tmp_path):
+    right = _Steps.vary
+
+    def wrong(self, target):
+        self.has_grad = self.has_grad and "norm" not in self.original.name
+        right(self, target)
+
+    finding = found_and_mended(tmp_path, lambda patch: patch.setattr(_Steps, "vary", wrong), mesh={"dp_replicate": 2})
+    assert at(finding) == ("illegal", "shard", "rms_norm", "norm") and nodes_in(finding) <= 2
+
+
+def test_a_wrong_gradient_of_a_boundary_operator_is_found_at_its_call(tmp_path):
+    right = boundary.reduce_scatter  # which is how `all_gather` is differentiated
+
+    def plant(patch):
+        patch.setattr(boundary, "reduce_scatter", lambda *gradient_and_how: right(*gradient_and_how) / 2)
+
+    finding = found_and_mended(tmp_path, plant, mesh={"dp_shard": 2})
+    assert at(finding) == ("differs", "joint", "all_gather", "down")
+    assert nodes_in(finding) == 4  # it, and what makes a loss of its result
+
+
+# ---- not finite, crash, nothing ----------------------------------------------------------------------
+
+
+def test_a_model_that_is_not_finite_is_told_from_a_wrong_pass():
+    model, batch = case()
+
+    def loss(model, batch):
+        return loss_fn(model, batch) + (model(batch["tokens"]) * 0 - 1.0).sqrt().sum()
+
+    finding = bisect(model, loss, batch)
+    assert at(finding)[:3] == ("not finite", "capture", "sqrt")
+    assert finding.piece is None
+
+
+def test_an_infinite_mask_is_not_taken_for_the_fault():
+    model, batch = case()
+
+    def loss(model, batch):
+        x = model(batch["tokens"])
+        hidden = torch.where(x > 0, x, -torch.inf).softmax(-1)
+        return loss_fn(model, batch) + hidden.sum() * 0 + (x * 0 - 1.0).log().sum()
+
+    finding = bisect(model, loss, batch)
+    assert at(finding)[:3] == ("not finite", "capture", "log")
+
+
+def test_a_crash_names_the_node_and_its_piece_crashes_alike(tmp_path):
+    def broken(node):
+        raise KeyError("no such factor")
+
+    finding = found_and_mended(tmp_path, lambda patch: patch.setitem(rules.RULES, "tanh", broken), **TP)
+    assert finding.kind == "crash" and op_name(finding.node.target) == "tanh"
+    assert nodes_in(finding) == 2 and "no such factor" in finding.message  # it, and a linear layer that asks about it
+
+
+def test_nothing_is_found_where_nothing_is_wrong():
+    assert find(**TP) is None
+
+
+def test_the_command_line_writes_a_script_and_exits_with_1(capsys, tmp_path):
+    def broken(node):
+        raise KeyError("no such factor")
+
+    small = "model.dim=8 model.n_layers=1 model.n_heads=2 model.n_kv_heads=2 train.seq_len=8 train.global_batch_size=2"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(rules.RULES, "rms_norm", broken)
+        assert call("bisect", *small.split(), "mesh.tp=2", f"run.dir={tmp_path}") == 1
+        assert exit_code(tmp_path / "repro.py") == 1
+    assert exit_code(tmp_path / "repro.py") == 0
+    said = capsys.readouterr().out
+    assert "crash: pass" in said and "%rms_norm" in said and f"python {tmp_path / 'repro.py'}" in said
+
+
+def test_the_command_line_refuses_an_option_that_does_not_exist(capsys):
+    assert call("bisect", "model.dimm=8") == 2
+    assert capsys.readouterr().err == "error: model.dimm: no such option; did you mean 'dim'?\n"
+
+
+def test_the_node_at_which_a_run_lost_its_numbers_is_found_from_its_folder(capsys, tmp_path):
+    cfg = options(tmp_path / "run")
+    cfg = replace(cfg, optim=OptimConfig(lr=1e30), checkpoint=replace(cfg.checkpoint, interval=1))
+    with pytest.raises(Lost, match="at step 2"):
+        train(cfg)
+    assert call("bisect", tmp_path / "run") == 1
+    said = capsys.readouterr().out
+    assert "not finite: pass capture of program forward" in said and "at       %" in said

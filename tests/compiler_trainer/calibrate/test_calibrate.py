@@ -1,0 +1,48 @@
+"""A machine measured, and what is measured taken as a cluster."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+from commands import call
+
+from compiler_trainer.calibrate import probes
+from compiler_trainer.calibrate.measure import options_of
+from compiler_trainer.config.options import build
+from compiler_trainer.config.schema import ClusterConfig
+from compiler_trainer.planning.clusters import cluster_of
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Probes of small sizes."""
+    monkeypatch.setattr(probes, "SPELL_S", 1e-4)
+    monkeypatch.setattr(probes, "PRODUCTS", ((8, 8), (16, 16), (32, 32)))
+    monkeypatch.setattr(probes, "LENGTHS", (16, 32))
+    monkeypatch.setattr(probes, "MOVED_MIB", (0.01, 0.02))
+
+
+def test_what_one_rank_measures_is_a_cluster(quick, tmp_path):
+    found = probes.Probes(0, 1, 1, 0).all()
+    options = options_of("here", found, 1)
+    cluster = cluster_of(build(ClusterConfig, yaml.safe_load(yaml.safe_dump(options))))
+    assert 0 < cluster.rates.kernel_s < 1e-2 and not cluster.links.measured
+    gflop, tflops = found["products"]["float32"][-1]
+    assert gflop == pytest.approx(2 * 32**3 / 1e9, rel=1e-3)
+    (curve,) = [c for dtype, c in cluster.rates.products.items() if "float32" in str(dtype)]
+    assert curve.at(1e9 * gflop) == pytest.approx(1e12 * tflops)
+
+
+@pytest.mark.full
+def test_two_ranks_calibrate_this_machine_and_a_dry_run_takes_it(tmp_path, capsys):
+    path = tmp_path / "cluster" / "here.yaml"
+    assert call("calibrate", "--out", path, "--ranks", "2") == 0
+    assert f"{path}: 2 ranks, measured in" in capsys.readouterr().out
+    cluster = cluster_of(build(ClusterConfig, yaml.safe_load(path.read_text())))
+    assert set(cluster.links.measured) == {
+        (kind, 2) for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift")}
+
+
+def test_a_machine_without_ranks_is_refused(capsys, tmp_path):
+    assert call("calibrate", "--out", tmp_path / "x.yaml", "--ranks", "0") == 2
+    assert capsys.readouterr().err.strip() == "error: --ranks, --threads: must be at least 1"

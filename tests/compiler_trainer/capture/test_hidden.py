@@ -1,0 +1,132 @@
+"""What `torch.export` does not see of a model: it trains as on one device, or is refused by its line."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import NO_DECAY, compile_lockstep, perceptron, points, squared_error, trained_alike
+from torch import nn
+
+from compiler_trainer import UserError
+
+MESHES = [{}, {"dp_shard": 2, "tp": 2}]
+
+
+class Between(nn.Module):
+    """Something done between two linear layers, with a weight and a buffer."""
+
+    def __init__(self, doing):
+        super().__init__()
+        self.doing, self.weight = doing, nn.Parameter(torch.linspace(0.5, 1.5, 7))
+        self.register_buffer("seen", torch.ones(7))
+
+    def forward(self, x):
+        return self.doing(self, x)
+
+
+def data_is_read(m, x):
+    return x * m.seen.data + x.data.mean()
+
+
+def data_is_written(m, x):
+    m.seen.data = m.seen.data * 0.5 + x.data.mean(0)
+    return x * m.seen
+
+
+def data_is_written_in_place(m, x):
+    m.seen.data.mul_(0.5).add_(1)
+    return x * m.seen
+
+
+def module_is_moved_to_where_it_is(m, x):
+    return x * m.to(x.device).weight
+
+
+def distribution(m, x):
+    return torch.distributions.Normal(x, F.softplus(m.weight)).log_prob(x.detach() + 1)
+
+
+def vmap(m, x):
+    return torch.vmap(lambda row: torch.tanh(row) * m.weight)(x)
+
+
+def grad(m, x):
+    return torch.func.grad(lambda x: (torch.tanh(x) * m.weight).sum())(x)
+
+
+def grad_in_vmap(m, x):
+    return torch.func.vmap(torch.func.grad(lambda row: (torch.tanh(row) * m.weight).sum()))(x)
+
+
+def grad_of_grad(m, x):
+    inner = torch.func.grad(lambda x: (x**3 * m.weight).sum())
+    return torch.func.grad(lambda x: inner(x).square().sum())(x)
+
+
+def grad_and_value_in_jvp(m, x):
+    function = torch.func.grad_and_value(lambda x: (torch.tanh(x) * m.weight).sum())
+    return torch.func.jvp(lambda x: function(x)[0], (x,), (torch.ones_like(x),))[1]
+
+
+def spectrum(m, x):
+    window = torch.hann_window(4, dtype=x.dtype)
+    spectra = torch.stft(x, 4, 2, window=window, return_complex=True) * m.weight[:3, None]
+    return torch.istft(spectra, 4, 2, window=window, length=7)
+
+
+RIGHT = [data_is_read, data_is_written, data_is_written_in_place, module_is_moved_to_where_it_is, distribution, vmap, grad,
+         grad_in_vmap, grad_of_grad, grad_and_value_in_jvp, spectrum]  # fmt: skip
+
+
+@pytest.mark.parametrize("doing", RIGHT, ids=lambda doing: doing.__name__)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.sample(4)
+def test_it_is_recorded(doing, mesh):
+    trained_alike(perceptron(Between(doing)), squared_error, points(), mesh, NO_DECAY)
+
+
+def parameter_is_written(m, x):
+    m.weight.data.clamp_(-1, 1)
+    return x * m.weight
+
+
+def parameter_is_written_without_gradient(m, x):
+    with torch.no_grad():
+        m.weight.clamp_(-1, 1)
+    return x * m.weight
+
+
+def data_of_another_shape(m, x):
+    m.seen.data = torch.ones(2, 7, dtype=x.dtype)
+    return x * m.seen[0]
+
+
+def module_is_converted(m, x):
+    return x * m.float().weight
+
+
+def gradient(m, x):
+    leaf = x.detach().requires_grad_()
+    (found,) = torch.autograd.grad((torch.tanh(leaf) * m.weight).sum(), leaf)
+    return x * found
+
+
+def vjp(m, x):
+    return torch.func.vjp(lambda x: torch.tanh(x) * m.weight, x)[1](x)[0]
+
+
+REFUSED = [
+    (parameter_is_written, r"test_hidden.py:\d+ writes into the parameter 'between.weight'"),
+    (parameter_is_written_without_gradient, r"writes into the parameter 'between.weight'"),
+    (data_of_another_shape, r"test_hidden.py:\d+ puts torch.float64 \[2, 7\] on cpu into .data of torch.float64 \[7\]"),
+    (module_is_converted, r"test_hidden.py:\d+ converts 'weight' of a Between from torch.float64 on cpu to torch.float32"),
+    (gradient, r"test_hidden.py:\d+ reads a tensor that none of the operators seen makes.*use torch.func.grad"),
+    (vjp, r"test_hidden.py:\d+ takes derivatives by torch.func.vjp; use torch.func.grad"),
+]
+
+
+@pytest.mark.parametrize(("doing", "says"), REFUSED, ids=[doing.__name__ for doing, _ in REFUSED])
+def test_it_is_refused_by_its_line(doing, says):
+    with pytest.raises(UserError, match=says):
+        compile_lockstep(perceptron(Between(doing)), squared_error, points()[0], {}, NO_DECAY)

@@ -1,0 +1,87 @@
+"""`check-model`: a model of one's own against eager PyTorch, on the mesh and with the options given."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from commands import call
+from torch import nn
+
+SMALL = ("check-model", "strangers.Reader", "model.width=6", "model.vocabulary=11", "model.frozen=true")
+
+
+class Counting(nn.Module):
+    """Scales by how often it was called, a number that a compiled step keeps as it was."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head, self.calls = nn.Embedding(7, 4), nn.Linear(4, 7), 1.0
+
+    def forward(self, tokens):
+        self.calls += 0.01
+        return self.head(self.embed(tokens)) * self.calls
+
+
+class OfOneDevice(nn.Module):
+    """Branches on a value."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(7, 4), nn.Linear(4, 7)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        return self.head(x if x.sum() > 0 else -x)
+
+
+def half_precision_only(**_):
+    """A module that no fp64 goes through."""
+
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(7, 4)
+
+        def forward(self, tokens):
+            return self.embed(tokens) @ torch.ones(4, 7, dtype=torch.float16)
+
+    return Half()
+
+
+@pytest.mark.parametrize("options", [("mesh.tp=2", "train.microbatches=3"), ("mesh.dp_shard=2", "loss._target_=strangers.scaled", "loss.by=2.0", "optim=sgd")])
+def test_a_right_model_prints_its_row(options, capsys):
+    assert call(*SMALL, *options) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"model=custom model._target_=strangers.Reader model.width=6 model.vocabulary=11 model.frozen=true {' '.join(options)}: right, off by ")
+    assert shown.endswith(" s)\n")
+
+
+@pytest.mark.full
+def test_a_decoder_with_experts_is_compared_by_options_alone(capsys):
+    small = ("model.dim=8", "model.n_heads=2", "model.n_kv_heads=1", "model.ffn_dim=8", "model.n_layers=2")
+    experts = ("model.experts.count=4", "model.experts.top_k=2", "model.experts.width=6", "model.experts.balance_loss=0")
+    assert call("check-model", "model=moe_debug", *small, *experts, "mesh.dp_shard=2", "mesh.ep=2") == 0
+    assert "right, off by " in capsys.readouterr().out
+
+
+def test_a_wrong_model_names_what_is_off(capsys):
+    assert call("check-model", "test_check_model.Counting", "mesh.tp=2") == 1
+    assert ": wrong, off by " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("test_check_model.OfOneDevice", "mesh.tp=2"), "error: model"),
+        (("strangers.Reader", "model.width=6", "mesh.dp_shard=-1"), "error: mesh.dp_shard: is what other axes leave of the ranks, and here are none; give it\n"),
+        (("strangers.Reader", "model.width=6", "optim=adamw8bit"), "error: optim: adamw8bit rounds moments, which eager PyTorch does not; use optim=adamw\n"),
+        (("test_check_model.half_precision_only", "optim=muon"), "error: optim.groups: have the kind head, and which weight that is cannot be told; give names instead\n"),
+        (("test_check_model.half_precision_only",), "error: model: eager PyTorch cannot run it in float64 on the CPU (RuntimeError: "),
+        (("test_check_model.Nobody",), "error: model._target_: "),
+    ],
+)
+@pytest.mark.sample(2)
+def test_what_cannot_be_compared_is_one_line(arguments, said, capsys):
+    assert call("check-model", *arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.startswith(said) and shown.err.count("\n") == 1, shown.err

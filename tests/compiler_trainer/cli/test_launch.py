@@ -1,0 +1,27 @@
+"""Several ranks by `launch`: what goes to the launcher and what to the ranks, and how a failure ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from compiler_trainer.cli.verbs.launch import split
+
+
+@pytest.mark.parametrize(("given", "flags", "job"), [
+    (["-n", "2", "optim.lr=1", "--cfg", "job"], ["-n", "2"], ["optim.lr=1", "--cfg", "job"]),
+    (["-n", "2", "--nnodes=2", "resume", "RUN"], ["-n", "2", "--nnodes=2"], ["resume", "RUN"]),
+    (["-n", "2"], ["-n", "2"], []),
+])
+def test_flags_are_the_launchers_up_to_the_first_option_or_verb(given, flags, job):
+    assert split(given) == (flags, job)
+
+
+@pytest.mark.full
+def test_a_refusal_is_one_line_and_the_exit_code_that_of_the_ranks():
+    command = [sys.executable, "-m", "compiler_trainer", "launch", "-n", "2", "optim.lrr=1"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "error: optim.lrr: no such option; did you mean 'lr'?\n"

@@ -1,0 +1,71 @@
+"""The command's verbs: how they are listed, found and refused."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import call
+
+from compiler_trainer.cli import command, table, verbs
+
+FILES = {path.stem.replace("_", "-") for path in Path(verbs.__path__[0]).glob("*.py") if path.stem != "__init__"}
+
+
+def test_every_verb_is_a_file_and_listed_under_its_task(capsys):
+    assert set(table.VERBS) == FILES
+    assert all(callable(importlib.import_module(f"{verbs.__name__}.{name.replace('-', '_')}").main) for name in table.VERBS)
+    call("--help")
+    shown = capsys.readouterr().out
+    places = [shown.index(f"\n{title}:") for title in table.TASKS.values()]
+    assert places == sorted(places)
+    for name, verb in table.VERBS.items():
+        section = shown[shown.index(f"\n{table.TASKS[verb.task]}:") :]
+        assert f"\n  {name} {verb.takes} " in section.partition("\n\n")[0]
+
+
+@pytest.mark.parametrize("verb", sorted(table.VERBS))
+def test_a_verb_says_what_it_takes(verb, capsys):
+    assert call(verb, "-h") == 0
+    assert capsys.readouterr().out.startswith(f"usage: compiler-trainer {verb} ")
+
+
+@pytest.mark.parametrize(("word", "said"), [
+    ("train", "error: train: is not a verb: options alone train, as in compiler-trainer optim.lr=1e-4\n"),
+    ("inspekt", "error: inspekt: no such verb (options alone train, as in compiler-trainer optim.lr=1e-4); did you mean 'inspect'?\n"),
+])
+def test_a_word_that_is_no_verb_gets_one_line(word, said, capsys):
+    assert call(word, "optim.lr=1e-4") == 2
+    assert capsys.readouterr() == ("", said)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"]])
+def test_help_and_version_import_neither_torch_nor_hydra(arguments):
+    script = "import sys; from compiler_trainer.cli.command import act; act(sys.argv[1:]); print(sorted({'torch', 'hydra', 'rich', 'numpy'} & {*sys.modules}))"
+    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True)
+    assert done.stdout.endswith("\n[]\n"), done.stderr
+
+
+def test_a_warning_of_ours_is_a_line_and_others_name_their_line(monkeypatch):
+    monkeypatch.setattr(command.warnings, "formatwarning", command.USUAL)
+    call("--version")
+    of_ours = command.warnings.formatwarning(UserWarning("it is built again"), UserWarning, command.__file__, 1)
+    assert of_ours == "warning: it is built again\n"
+    assert command.warnings.formatwarning("old", FutureWarning, "/usr/model.py", 7, "f()").startswith("/usr/model.py:7: FutureWarning: old")
+
+
+@pytest.mark.parametrize(("given", "spins"), [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)])
+def test_waiting_threads_give_up_their_core_unless_the_user_says_otherwise(given, spins, monkeypatch):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(command.sys, "argv", ["compiler-trainer", "--version"])
+    monkeypatch.setattr(command.warnings, "formatwarning", command.USUAL)
+    command.main()
+    assert os.environ.get("GOMP_SPINCOUNT") == spins
+    os.environ.pop("GOMP_SPINCOUNT", None)

@@ -1,0 +1,87 @@
+"""Options that are gone: those that give stored numbers no meaning are passed over, which is said."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import yaml
+
+from compiler_trainer.config import earlier
+from compiler_trainer.config.earlier import tell, understood
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.options import build
+from compiler_trainer.config.schema import Config, ReplicaCheckConfig, SegmentConfig, load, save
+
+
+def written(**changes):
+    options = yaml.safe_load(yaml.safe_dump(plain(dataclasses.asdict(Config()))))
+    for name, value in changes.items():
+        group, _, last = name.rpartition("__")
+        found = options
+        for part in group.split("__") if group else ():
+            found = found[part]
+        found[last] = value
+    return options
+
+
+def plain(value):
+    if isinstance(value, dict):
+        return {key: plain(entry) for key, entry in value.items()}
+    return [plain(entry) for entry in value] if isinstance(value, tuple | list) else value
+
+
+def test_options_without_meaning_for_stored_numbers_are_said_once_and_passed_over(capsys):
+    tell.cache_clear()
+    options = written(plan__headroom=0.1, cluster__hbm_efficiency=0.9, passes__shard__old=1, gone={"a": 1})
+    for _ in range(2):
+        found = understood(Config, options, "config.yaml")
+    assert found == dataclasses.replace(Config(), run=found.run)
+    said = capsys.readouterr().err.splitlines()
+    names = ["plan.headroom", "cluster.hbm_efficiency", "passes.shard.old", "gone"]
+    assert sorted(said) == sorted(f"config.yaml: {name} is no option any more, and is passed over" for name in names)
+
+
+@pytest.mark.parametrize("name", ["model__depth", "optim__epsilon2"])
+def test_an_option_that_may_mean_something_is_refused(name):
+    with pytest.raises(UserError, match="no such option"):
+        understood(Config, written(**{name: 1}), "config.yaml")
+
+
+def test_a_renamed_option_has_its_new_name_and_value(monkeypatch):
+    monkeypatch.setattr(earlier, "RENAMED", {("eval.every", 0): ("eval.interval", 7)})
+    options = written(eval__every=0)
+    assert understood(Config, options, "x").eval.interval == 7 and options["eval"]["every"] == 0
+    monkeypatch.setattr(earlier, "RENAMED", {("eval.interval", 500): ("eval.interval", 7)})
+    assert understood(Config, written(eval__interval=500), "x").eval.interval == 7
+
+
+@pytest.mark.parametrize(("group", "options", "now"), [
+    ("eval", {"interval": 0}, {"interval": None}), ("eval", {"interval": 50}, {"interval": 50}),
+    ("checkpoint", {"enabled": False, "interval": 3, "keep_every": 0}, {"interval": None, "keep_every": None}),
+    ("checkpoint", {"enabled": True, "interval": 3, "keep_every": 10}, {"interval": 3, "keep_every": 10}),
+    ("run", {"pace_interval": 0}, {"pace_interval": None}),
+    ("passes", {"segment": {"enabled": False, "max_nodes": 9}, "verify": "off"}, {"segment": SegmentConfig(None), "verify": "none"}),
+    ("passes", {"segment": {"enabled": True, "max_nodes": 9}}, {"segment": SegmentConfig(9)}),
+    ("train", {"replica_check": {"interval": 0}}, {"replica_check": ReplicaCheckConfig(None)}),
+])
+def test_off_has_one_word_now_and_runs_that_went_before_keep_theirs(group, options, now, capsys):
+    found = getattr(understood(Config, {group: options}, "x"), group)
+    assert {name: getattr(found, name) for name in now} == now and not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["eval.interval", "checkpoint.interval", "checkpoint.keep_every", "run.pace_interval", "train.replica_check.interval"])
+def test_never_is_null_and_not_0(name):
+    *groups, last = name.split(".")
+    options = {last: 0}
+    for group in reversed(groups):
+        options = {group: options}
+    with pytest.raises(UserError, match=f"^{name}: 0 must be at least 1 .null: never.$"):
+        build(Config, options)
+
+
+def test_a_value_that_looks_like_an_interpolation_is_written_and_read_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("SECRET", "hush")
+    cfg = dataclasses.replace(Config(), data=dataclasses.replace(Config().data, document_separator="${x}", tokenizer="${oc.env:SECRET}"))
+    save(cfg, tmp_path / "config.yaml")
+    assert load(tmp_path / "config.yaml") == cfg

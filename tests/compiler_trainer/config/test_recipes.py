@@ -1,0 +1,61 @@
+"""Recipes: what every one of them must say, and that a stranger's command line trains what it names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from compiler_trainer.config.choices import CONF
+from compiler_trainer.config.compose import compose, typed
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import AUTOMATIC, closed, is_open, open_axes
+from compiler_trainer.config.validate import validate
+
+RECIPES = sorted(path.stem for path in Path(CONF, "recipe").glob("*.yaml"))
+TUNING = ("finetune", "lora")
+SHAPED = [name for name in RECIPES if name not in (*TUNING, "pretrain")]
+
+
+def job(name, *overrides):
+    return typed(compose([f"recipe={name}", *(["model.path=somewhere"] if name in TUNING else []), *overrides]))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.sample(2)
+def test_each_computes_as_the_device_can_and_plans_its_accumulation(name):
+    cfg = job(name)
+    assert (cfg.passes.cast.param_dtype, cfg.passes.cast.reduce_dtype) == ("auto", "float32")
+    assert is_open(cfg) and cfg.train.microbatches == AUTOMATIC
+    assert cfg.train.dtype == "float32" and cfg.optim.lr < 1e-3 and 0 < cfg.lr_schedule.warmup(cfg.train.steps) < cfg.train.steps
+
+
+@pytest.mark.parametrize("name", [*SHAPED, "pretrain"])
+@pytest.mark.sample(2)
+def test_pretraining_needs_a_tokenizer_and_a_dry_run_does_not(name):
+    with pytest.raises(UserError, match="^data.tokenizer: is not named, .* set data.tokenizer=FOLDER/tokenizer.json"):
+        validate(closed(job(name)), 8)
+    validate(closed(job(name, "run.dry=true")), 8)
+    validate(closed(job(name, "data=text", "data.files=[books]", "data.tokenizer=TOK")), 8)
+
+
+@pytest.mark.parametrize("name", SHAPED)
+@pytest.mark.sample(2)
+def test_each_has_the_model_of_its_name(name):
+    assert job(name).model.name == name
+
+
+def test_what_is_stated_is_kept_and_the_rest_of_the_mesh_is_planned():
+    assert open_axes(job("llama3_8b", "mesh.tp=2").mesh) == ["dp_replicate", "dp_shard", "cp"]
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(1_200_000, 8000), (3000, 20), (30, 0)])
+def test_warm_up_follows_the_length_of_a_run(steps, warmup):
+    assert job("llama3_8b", f"train.steps={steps}").lr_schedule.warmup(steps) == warmup
+
+
+@pytest.mark.parametrize(("overrides", "lr"), [
+    ([], 1e-5), (["+model.lora.rank=4"], 2e-4), (["model.init=random"], 1e-3), (["optim.lr=3e-5"], 3e-5),
+])
+def test_trained_weights_have_a_learning_rate_of_their_own(overrides, lr):
+    assert typed(compose(["model=hf", "model.path=somewhere", *overrides])).optim.lr == lr

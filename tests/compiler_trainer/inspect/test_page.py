@@ -1,0 +1,253 @@
+"""The page of a run, opened in Chromium without a display: fast, silent, and its answers those of Python."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from browser import CHROMIUM, cut, opened
+from net_runs import EVENTS, write_run
+
+from compiler_trainer.inspect import glance
+from compiler_trainer.inspect.dumps import Run, load
+from compiler_trainer.inspect.render import page, told
+from compiler_trainer.inspect.words import PASSES
+from passes.program.mesh import Mesh
+from passes.program.spec import Factor, Spec, boxes
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Run:
+    return load(write_run(tmp_path_factory.mktemp("run")))
+
+
+def show(browser, run: Run, file: Path, width: int = 1300, scheme: str = "light"):
+    """The page of a run, ready."""
+    file.write_text(page(run), encoding="utf-8")
+    shown = opened(browser, file, width, scheme)
+    shown.wait_for_selector("body[data-ready]")
+    return shown
+
+
+def go(shown, address: str) -> None:
+    shown.evaluate(f"location.hash = {address!r}")
+    shown.wait_for_function(f"document.body.dataset.shown === '#{address}'")
+
+
+def text(shown, place: str) -> str:
+    return shown.locator(place).inner_text()
+
+
+def test_the_run_comes_first(browser, run, tmp_path):
+    metrics = [{"step": i + 1, "loss": 5.0 - i, "lr": 0.5, "tokens": 8 * i, "tokens_per_s": 100.0 + i} for i in range(4)]
+    metrics[-1]["eval_loss"] = 2.25
+    shown = show(browser, replace(run, metrics=metrics, config={"optim": {"name": "sgd"}}), tmp_path / "page.html")
+    assert "at the end 2, held out 2.25" in text(shown, "#loss") and shown.locator("#loss circle").count() == 1
+    assert shown.locator("#loss svg text").all_text_contents() == ["2", "2.5", "3", "3.5", "4", "4.5", "5", "1", "2", "3", "4"]  # both axes
+    assert "101.5" not in text(shown, "#facts") and "102 tokens/s (median)" in text(shown, "#facts")
+    assert "optim.name" in text(shown, "#changed") and shown.locator("#compiled tr").count() > 1
+    assert shown.errors == []
+
+    shown = show(browser, replace(run, metrics=[]), tmp_path / "page.html")
+    assert "has trained nothing" in text(shown, "#run") and shown.errors == []
+
+
+METRICS = [
+    {"step": i + 1, "loss": 5.0 - i / 9, "grad_norm": 1.0 + i, "lr": 3e-4, "mfu": 0.41, "tflops": 1e-4, "step_ms": 1234.5,
+     "peak_mem_bytes": 10**9, "expert_load/layers.0.feed_forward.experts": 1.0 + i}
+    for i in range(30)
+]  # fmt: skip
+
+
+def test_metrics_have_names_and_units(browser, run, tmp_path):
+    shown = show(browser, replace(run, metrics=METRICS), tmp_path / "page.html")
+    cards = dict(zip(shown.locator("#run .card h3").all_text_contents(), shown.locator("#run .card .big").all_text_contents(), strict=True))
+    assert cards["Learning rate"] == "0.0003" and cards["MFU: model FLOPs over the GPU's peak"] == "41 %"
+    assert cards["Time of a step"] == "1.23 s" and cards["Model FLOPs of a rank, without recomputation"] == "100 MFLOP/s"
+    assert cards["Peak memory of a rank"] == "954 MiB"
+
+
+def test_a_single_held_out_loss_is_a_dashed_line(browser, run, tmp_path):
+    metrics = [dict(record) for record in METRICS]
+    for number, record in enumerate((metrics[10], metrics[20])):
+        record["eval_loss"] = 4.0
+        shown = show(browser, replace(run, metrics=metrics), tmp_path / "page.html")
+        assert shown.locator("#loss .alone").count() == (1, 0)[number] and shown.locator("#loss circle").count() == number + 1
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(800, "light"), (800, "dark"), (1400, "dark")])
+def test_nothing_is_cut(browser, run, tmp_path, width, scheme):
+    names = [name for name, *_ in run.trained[-1].costs["collectives"]]
+    events = [{**e, "node": names[0], "program": "step"} for e in EVENTS]
+    whole = replace(run, metrics=METRICS, report=run.report | {"timeline": events})
+    shown = show(browser, whole, tmp_path / "page.html", width, scheme)
+    tabs = shown.evaluate("Object.keys(TABS)")
+    assert len(tabs) == 9
+    for address in (*tabs, f"graph/{run.trained[-1].number}/30"):
+        go(shown, address)
+        assert cut(shown) == [], address
+    assert text(shown, "#theme") == "◐" and shown.errors == []
+
+
+def test_a_window_that_is_made_narrower_cuts_nothing(browser, run, tmp_path):
+    shown = show(browser, replace(run, metrics=METRICS), tmp_path / "page.html", 1400)
+    shown.set_viewport_size({"width": 800, "height": 800})
+    assert cut(shown) == []
+
+
+def test_passes_and_counts_are_in_words(browser, run, tmp_path):
+    shown = show(browser, run, tmp_path / "page.html")
+    go(shown, "overview")
+    for stage, row in zip(run.stages, shown.locator("#passes tbody tr").all_inner_texts(), strict=True):
+        assert f"{stage.program}: {stage.name}" in row and PASSES[stage.name] in row
+    assert list(told({"drop": 3, "masks": 0, "psum_before": 4, "psum_after": 0})) == [("without effect", None, 3), ("psum", 4, 0)]
+
+
+def test_an_answer_that_is_none_takes_a_line_and_no_card(browser, run, tmp_path):
+    shown = show(browser, run, tmp_path / "page.html")
+    for answer in ("reshard", "exposed"):
+        shown.evaluate(f"run.glance.{answer} = null")
+    go(shown, "overview")
+    assert shown.locator("#overview .card").count() == 1
+    assert "No reshards" in text(shown, "#overview") and "No collectives" in text(shown, "#overview")
+
+
+def test_three_answers_are_at_a_glance(browser, run, tmp_path):
+    shown, stage = show(browser, run, tmp_path / "page.html"), run.trained[-1]
+    go(shown, "overview")
+    reshard = glance.reshards(run)[0]
+    card = text(shown, "#glance-reshard")
+    assert f"%{reshard['node']}\n" in card and reshard["source"] in card and reshard["before"] in card
+    assert shown.evaluate("run.glance.reshard.sent_bytes") == reshard["sent_bytes"] == max(
+        r["sent_bytes"] for s in run.stages for r in s.report["report"]["reshards"])
+
+    costs, card = stage.report["accounting"], text(shown, "#glance-peak")
+    assert f"%{costs['peak_node']}" in card
+    assert shown.evaluate("run.glance.peak.bytes") == costs["peak_bytes"]
+    assert dict(shown.evaluate("run.glance.peak.kinds")) == costs["alive"]
+    largest = glance.alive(stage, stage.by_name[costs["peak_node"]].line)[0]
+    assert f"%{largest.node}" in card
+
+    exposed, card = glance.collectives(run, stage)[0], text(shown, "#glance-exposed")
+    assert f"%{exposed.node}\n" in card and f"{exposed.kind} over {exposed.axis}" in card and "nothing hides it" in card
+    assert shown.errors == []
+
+
+def test_every_tab_shows_its_data(browser, run, tmp_path):
+    shown, stage = show(browser, run, tmp_path / "page.html"), run.trained[-1]
+    go(shown, "reshards")
+    assert shown.locator("#reshard-table tbody tr").count() == len(glance.reshards(run))
+    go(shown, "memory")
+    alive = glance.alive(stage, glance.peak_line(stage)[0])
+    assert f"%{alive[0].node}" in text(shown, "#alive tbody tr:first-child")
+    assert shown.locator("#alive tbody tr").count() == min(len(alive), 100) + (len(alive) > 100)
+    go(shown, "communication")
+    assert shown.locator("#by-axis tbody tr").count() == len(stage.report["accounting"]["traffic"])
+    assert shown.locator("#collectives tbody tr").count() == len(stage.costs["collectives"])
+    assert "run.dry=true" in text(shown, "#timeline")
+    shown.locator("#collectives tbody a").first.click()
+    shown.wait_for_function("document.body.dataset.shown.startsWith('#graph/')")
+    assert f"%{glance.collectives(run, stage)[0].node} =" in text(shown, ".row.on")
+    assert shown.errors == []
+
+
+def test_the_load_of_experts_is_drawn(browser, run, tmp_path):
+    metrics = [{"step": i + 1, "expert_load/layers.0": 1.5, "expert_load/layers.1": 1.0 + i, "dropped_rows": 7.0 * i} for i in range(5)]
+    shown = show(browser, replace(run, metrics=metrics), tmp_path / "page.html")
+    go(shown, "experts")
+    assert "5.00" in text(shown, "#experts-legend") and "28" in text(shown, "#experts-beside .big")
+    canvas = shown.locator("#experts-canvas")
+    last = canvas.bounding_box()["width"] - 30
+    for row, said in enumerate(("layers.0, step 5: 1.50 times the mean", "layers.1, step 5: 5.00 times the mean")):
+        canvas.hover(position={"x": last, "y": 22 * row + 11})
+        assert canvas.get_attribute("title") == said
+    assert shown.errors == []
+
+    shown = show(browser, run, tmp_path / "page.html")
+    assert "experts" not in text(shown, "#tabs")
+
+
+def test_a_diff_is_exact(browser, run, tmp_path):
+    shown = show(browser, run, tmp_path / "page.html")
+    before, after = (run.program("step")[i] for i in (0, -1))
+    go(shown, f"diff/{before.number}/{after.number}")
+    counts = dict(reversed(part.split(" ")) for part in text(shown, "#diff-counts").split(", "))
+    old, new = ({line.partition(" = ")[0]: line for line in stage.text.splitlines()} for stage in (before, after))
+    assert int(counts["removed"]) == len(old.keys() - new.keys()) and int(counts["added"]) == len(new.keys() - old.keys())
+    changed = sum(old[key] != new[key] for key in old.keys() & new.keys())
+    assert 0 < int(counts["changed"]) <= changed <= int(counts["changed"]) + int(counts["moved"])
+    assert shown.errors == []
+
+
+def test_slices_are_those_of_the_specs(browser, run, tmp_path):
+    shown = show(browser, run, tmp_path / "page.html")
+    for axis, sizes in (("dp_shard", {"dp_shard": 3, "tp": 2}), ("cp", {"dp_shard": 2, "cp": 3, "tp": 2})):
+        mesh = Mesh(Mesh.of(sizes).sizes, frozenset({axis}))
+        for name, value in (("mesh", dict(mesh.sizes)), ("folded", [axis]), ("blocks", {}), ("flattened", mesh.flattened)):
+            shown.evaluate(f"run.{name} = {json.dumps(value)}")
+        over = mesh.stored_over
+        for dims in ((Factor(13, (axis,)),), (Factor(5, ("tp",)), Factor(4)), (Factor(3), Factor(7, ("tp", over)))):
+            spec = Spec((dims, (Factor(6),)))
+            for place in mesh:
+                drawn = shown.evaluate(f"slices({str(spec)!r}, {json.dumps(place)})")
+                cells = {cell for start, length in drawn[0] for cell in range(start, start + length)}
+                own = {cell for box in boxes(spec, mesh, place) if box.size for cell in range(box.offset[0], box.offset[0] + box.size[0])}
+                assert cells == own, (str(spec), place)
+    assert shown.errors == []
+
+
+def test_a_predicted_timeline_is_drawn(browser, run, tmp_path):
+    names = [name for name, *_ in run.trained[-1].costs["collectives"]]
+    events = [{**e, "node": names[int(e["node"])] if e["stream"] != "compute" else "x", "program": "step"} for e in EVENTS]
+    report = {**run.report, "timeline": events}
+    shown = show(browser, Run(run.folder, run.config, report, run.metrics, run.stages, run.bodies), tmp_path / "page.html")
+    go(shown, "overview")
+    card = text(shown, "#glance-exposed")
+    assert f"%{names[1]}\n" in card and "waits 3.00 ms of 4.00 ms" in card
+    go(shown, "communication")
+    shown.locator("#timeline canvas").hover()
+    shown.mouse.wheel(0, -300)
+    assert shown.evaluate("timeline.to - timeline.from") < 10
+    assert shown.errors == []
+
+
+def grow(folder: Path, run: Run) -> Run:
+    """A run whose last stage has 100,000 nodes: its forward written a thousand times over."""
+    shutil.copytree(run.folder, folder)
+    last = run.trained[-1]
+    lines, nodes = last.text.splitlines(), [n for n in last.nodes if not n.is_input][:100]
+    more = itertools.chain.from_iterable(
+        (n.text.replace(f"%{n.name} ", f"%{n.name}_again_{i} ", 1) for n in nodes) for i in range(100_000 // len(nodes)))
+    (folder / "graphs" / last.path.name).write_text("\n".join([*lines, *more]) + "\n")
+    return load(folder)
+
+
+def test_a_hundred_thousand_nodes(browser, run, tmp_path, record_property):
+    large = grow(tmp_path / "large", run)
+    shown = show(browser, large, tmp_path / "page.html")
+    took = {"open": float(shown.evaluate("document.body.dataset.ready"))}
+    go(shown, f"graph/{large.trained[-1].number}")
+    name = large.trained[-1].nodes[-1].name
+    shown.keyboard.press("/")
+    shown.wait_for_function("document.activeElement.id === 'search'")
+    for query, count in ((name, 1), ("again", len(large.trained[-1].nodes) - len(run.trained[-1].nodes))):
+        shown.locator("#search").fill(query)
+        shown.wait_for_function(f"document.getElementById('found').textContent.startsWith('{count:,} of')")
+        took[f"search, {count:,} found"] = float(shown.evaluate("document.getElementById('found').dataset.ms"))
+    assert shown.locator("#lines .row").count() < 100
+    shown.locator("#search").fill(name)
+    shown.keyboard.press("Enter")
+    shown.wait_for_function("document.body.dataset.shown.split('/').length === 3")
+    assert f"%{name} =" in text(shown, ".row.on") and name in text(shown, "#node h3")
+    assert shown.errors == []
+    record_property("counted", "page of 100,000 nodes, ms: " + ", ".join(f"{what} {ms:.0f}" for what, ms in took.items()))
+
+
+def test_the_page_is_the_same_for_the_same_run(run):
+    assert page(run) == page(load(run.folder))

@@ -1,0 +1,129 @@
+"""What README and docs/ say of options, files and metrics is so."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+from doc_pages import PAGES, ROOT, spans
+from omegaconf import OmegaConf
+
+from compiler_trainer.config.choices import CONF
+from compiler_trainer.config.defaults import defaults
+from compiler_trainer.config.meaning import groups
+from compiler_trainer.config.schema import ExpertsConfig, LatentConfig, LoraConfig, RopeScaling
+
+named = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+
+OPTION = re.compile(r"(?<![\w./-])([a-z][a-z0-9_]*(?:\.[a-z_][a-z0-9_]*)+)(?:=(.*))?$")
+OPEN = ("model.width", "loss.weight", "loss._target_", "model._target_")  # arguments of one's own module or loss
+ENDINGS = (".py", ".md", ".yaml", ".html", ".json", ".jsonl", ".csv", ".safetensors")
+FILE = re.compile(r"^[\w*-]+(?:/[\w*.-]+)*/[\w*.-]*\.(?:py|md|yaml|js|txt)$|^(?:compiler_trainer|passes|tests|tools|conf)/[\w/*.-]*$")
+
+
+@cache
+def options() -> frozenset[str]:
+    """The dotted names of all options and of their groups."""
+    names = {option.name for group in groups() for option in group.options} | {group.name for group in groups()}
+    parts = {"model.lora": LoraConfig, "model.experts": ExpertsConfig, "model.latent": LatentConfig, "model.rope_scaling": RopeScaling}
+    inner = {f"{name}.{field.name}" for name, part in parts.items() for field in dataclasses.fields(part)}
+    return frozenset(names | inner | {"model.path", "model.init", "model.attention", "model.lora", *OPEN})
+
+
+def option_names(text: str) -> list[str]:
+    """The options that a text names between backticks."""
+    first = {name.partition(".")[0] for name in options()}
+    words = [word.strip("',()") for _, code in spans(text) for word in code.split()]
+    found = [match[1] for word in words if (match := OPTION.match(word))]
+    return [name for name in found if name.partition(".")[0] in first and not name.endswith(ENDINGS)]
+
+
+def is_option(name: str) -> bool:
+    """Whether there is such an option, or it is an entry of a table."""
+    owners = {name.rpartition(".")[0], name.rpartition(".")[0].rpartition(".")[0]}
+    return name in options() or bool(owners & {"optim.groups", "optim.groups.no_decay", "hydra.launcher", "hydra.sweeper", "passes.remat.ops"})
+
+
+@named
+def test_options_that_a_page_names_are_there(page):
+    assert [name for name in option_names(page.read_text()) if not is_option(name) and not is_module(name)] == []
+
+
+def is_module(name: str) -> bool:
+    """Whether a dotted name is that of a package or of what it holds."""
+    return (ROOT / name.split(".")[0]).is_dir() or name.split(".")[0] in ("torch",)
+
+
+def test_a_misspelt_option_is_found():
+    assert [name for name in option_names("set `optim.lrr=1` or `mesh.tp`") if not is_option(name)] == ["optim.lrr"]
+
+
+@named
+def test_values_after_an_option_are_its_defaults(page):
+    """`passes.context.block` (128) says that 128 is the default."""
+    kept = " ".join(page.read_text().split())
+    for name, value in re.findall(r"`([a-z_]+(?:\.[a-z_0-9]+)+)` \(([\d.,]+) ?(?:%|s|steps)?\)", kept):
+        if name in options():
+            default = OmegaConf.select(OmegaConf.merge(defaults()), name)
+            wanted = float(value.replace(",", ""))
+            assert default in (wanted, wanted / 100), f"{page.name}: {name} ({value}); the default is {default}"
+
+
+@named
+def test_choices_that_a_page_names_are_there(page):
+    kinds = [path.name for path in CONF.iterdir() if path.is_dir() and path.name != "__pycache__"]
+    for group, choice in re.findall(rf"(?<![\w.=])({'|'.join(kinds)})=([a-z0-9_]+)\b(?![./])", page.read_text()):
+        own = {"desk", "reader", "hf", "decoder", "auto"}
+        assert choice in own or (CONF / group / f"{choice}.yaml").exists(), f"{page.name}: {group}={choice}"
+
+
+@named
+def test_links_lead_somewhere(page):
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = target.partition("#")
+        if "://" in path:
+            continue
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name}: {target}"
+        if anchor:
+            heads = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}, target
+
+
+@named
+def test_files_that_a_page_names_are_there(page):
+    made = ("conf/model/reader.yaml", "notes/*.jsonl", "tests/passes/autograd/test_fold_scales.py", "passes/autograd/fold_scales.py",
+            "mine/cluster/desk.yaml", "systems/*", "perf_recipes/*", "src/graph/*", "runs/*", "graphs/*", "N/plan.yaml", "0/*", "RUN/*")
+    for _, code in spans(page.read_text()):
+        if FILE.match(code) and not any(fnmatch.fnmatch(code, pattern) for pattern in made):
+            assert list(ROOT.glob(code.rstrip("/"))), f"{page.name}: {code}"
+
+
+def test_metrics_of_a_run_are_explained(tmp_path):
+    """Every key that code writes into a record stands on the page."""
+    page = (ROOT / "docs/reference/metrics.md").read_text()
+    known = {key.split("/")[0] for row in re.findall(r"^\| (`[^|]+) \|", page, re.MULTILINE) for key in re.findall(r"`([^`]+)`", row)}
+    from doc_places import furnish, run_of
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        furnish(tmp_path)
+        lines = (run_of("decoder") / "metrics.jsonl").read_text().splitlines()
+    assert {key for line in lines for key in json.loads(line)} <= known
+
+
+def test_words_that_newcomers_search_for_are_there():
+    text = "\n".join(page.read_text() for page in PAGES).lower()
+    words = ("gradient accumulation", "activation checkpointing", "mixed precision", "bf16", "fine-tun", "out of memory", "oom",
+             "troubleshoot", "fsdp", "tensor parallel", "context parallel", "ring attention", "expert parallel", "lora", "packing", "hf download")
+    assert [word for word in words if word not in text] == []
+
+
+def test_pages_have_no_numbers_in_their_names():
+    assert [page for page in (ROOT / "docs").rglob("*.md") if re.match(r"\d", Path(page).name)] == []

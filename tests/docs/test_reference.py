@@ -1,0 +1,42 @@
+"""What is made from the code is current, and what it says of support is so."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+from doc_pages import ROOT
+
+from compiler_trainer.config.compose import compose, typed
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.validate import validate
+from tools import reference
+
+FEATURES = [feature for found in reference.FEATURES.values() for feature in found]
+
+
+def test_the_page_of_options_is_current():
+    assert (ROOT / "docs/reference/options.md").read_text() == reference.options(), "run python -m tools.reference"
+
+
+def test_the_table_of_support_is_current():
+    text = (ROOT / "README.md").read_text()
+    assert reference.support() in text and reference.renewed(text) == text, "run python -m tools.reference"
+
+
+def checked(options: str):
+    cfg = typed(compose(shlex.split(options)))
+    ranks = cfg.mesh.dp_replicate * max(1, cfg.mesh.dp_shard) * cfg.mesh.cp * cfg.mesh.tp * cfg.mesh.ep
+    return validate(cfg, ranks)
+
+
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda f: f.name)
+def test_a_feature_that_is_named_has_options_and_a_test(feature):
+    checked(feature.options)
+    assert "def test_" in (ROOT / feature.test).read_text()
+
+
+@pytest.mark.parametrize("feature", reference.MISSING, ids=lambda f: f.name)
+def test_what_is_not_supported_is_refused(feature):
+    with pytest.raises(UserError):
+        checked(feature.options)

@@ -1,0 +1,317 @@
+"""Every command that README and docs/ show does what the page says: it is composed, dry-run, or run in little."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import io
+import itertools
+import math
+import re
+import shlex
+import shutil
+import tomllib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from commands import call
+from doc_pages import ROOT, Command, commands, commands_of
+from doc_places import RUNS, furnish, run_of, tiny
+from omegaconf import OmegaConf
+
+from compiler_trainer.cli import app
+from compiler_trainer.cli.table import VERBS
+from compiler_trainer.cli.verbs.plan import varied_values
+from compiler_trainer.config import recipes
+from compiler_trainer.config.compose import compose, typed
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import Config, MeshConfig
+from compiler_trainer.models.subject import subject
+from compiler_trainer.planning.auto import asked_of
+from compiler_trainer.planning.dry import dry_run
+from compiler_trainer.planning.search import all_forms, room
+from compiler_trainer.planning.sizes import sizes_of
+from compiler_trainer.planning.space import Left
+from compiler_trainer.training.trainer import train
+
+ALL = commands()
+LARGE = 8  # ranks from which on a page means GPUs
+GIB = 2**30
+
+
+def of_kind(*kinds: str) -> list[Command]:
+    """Commands of some kinds, each once, whichever pages have it."""
+    return list({command.words: command for command in ALL if command.kind in kinds}.values())
+
+
+def named(command: Command) -> str:
+    return f"{command.page}:{command.line}"
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """The folder that all commands of this file are given in."""
+    folder = tmp_path_factory.mktemp("places")
+    with contextlib.chdir(folder):
+        furnish(folder)
+        yield folder
+
+
+def configs(command: Command, scratch: Path) -> list[Config]:
+    """The jobs that a command composes, checked for the ranks it starts."""
+    folder = command.flag("--config-dir")
+    scratch = scratch / "recipes"
+    overrides = recipes.by_name(command.options, scratch)
+    if folder:
+        overrides.append(f"hydra.searchpath=[file://{Path(folder).resolve()}]")
+    if command.kind == "plan":
+        variants = varied_values([w for before, w in itertools.pairwise(command.words) if before == "--vary"])
+        changes = [[f"{name}={value}" for name, value in chosen.items()] for chosen in (variants[0], variants[-1])]
+        return [typed(compose([*overrides, *changed])) for changed in changes[: len(variants)]]
+    if command.kind == "sweep":
+        return [app.checked(OmegaConf.create(compose(point)), command.ranks) for point in points(overrides)]
+    return [app.checked(OmegaConf.create(compose(overrides)), command.ranks)]
+
+
+def points(overrides: list[str]) -> list[list[str]]:
+    """The first and the last point of a sweep, without what a launcher is told."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    lists = []
+    for override in OverridesParser.create().parse_overrides([o for o in overrides if not o.startswith("hydra")]):
+        values = ["1e-3"] if override.is_sweep_override() and not override.is_discrete_sweep() else None
+        values = values or (list(override.sweep_string_iterator()) if override.is_sweep_override() else None)
+        lists.append([f"{override.key_or_group}={v}" for v in values] if values else [override.input_line])
+    every = [list(point) for point in itertools.product(*lists)]
+    return [every[0], every[-1]]
+
+
+# ---- every command is of a kind that is tested ---------------------------------------------------
+
+
+def test_each_command_is_of_a_kind_that_is_tested(record_property):
+    kinds = Counter(command.kind for command in ALL)
+    composed = len(of_kind("job", "plan", "sweep"))
+    small, large = len(SMALL), len([c for c in of_kind("job") if on_gpus(c)])
+    record_property("counted", f"commands of the pages: {sum(kinds.values())} ({dict(kinds.most_common())}); "
+                    f"{composed} different ones composed, {large} and {len(PLANS)} plans fit, "
+                    f"{small} and {len(VERB_LINES)} verbs run in little")
+    assert kinds["job"] > 30 and kinds["verb"] > 30
+
+
+WRONG = {
+    "compiler-trainer optim.lrr=3e-4": "lr",
+    "compiler-trainer optim=muon train.steps=many": "train.steps",
+    "torchrun --nproc-per-node 8 -m compiler_trainer mesh.dp_shard=4": "ranks",
+    "compiler-trainer recipe=llama4_8b": "recipe",
+    "compiler-trainer plan model=llama3_8b cluster=h900": "cluster",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_a_command_that_is_changed_fails(places, tmp_path, line):
+    (command,) = commands_of(f"```sh\n{line}\n```", "page.md")
+    with pytest.raises(UserError, match=WRONG[line]):
+        configs(command, tmp_path)
+
+
+@pytest.mark.parametrize("line", ["compiler_trainer train.steps=1", "docker run trainer", "sudo make train"])
+def test_a_line_that_no_test_knows_fails(line):
+    (command,) = commands_of(f"```sh\n{line}\n```", "page.md")
+    with pytest.raises(ValueError, match="page.md:2"):
+        assert command.kind
+
+
+def test_commands_are_found_wherever_they_stand():
+    text = "Do `make test` now.\n\n    torchrun --nproc-per-node 2 -m compiler_trainer \\\n        a.b=1\n\n```console\n$ compiler-trainer c=2 \\\n    d=3\nout\n```\n"
+    found = list(commands_of(text, "page.md"))
+    assert [(c.line, c.kind, c.options, c.ranks) for c in found] == [
+        (3, "job", ["a.b=1"], 2), (7, "job", ["c=2", "d=3"], 1), (1, "make", [], 1)]
+
+
+# ---- jobs ----------------------------------------------------------------------------------------
+
+
+def on_gpus(command: Command) -> bool:
+    """Whether a page means GPUs."""
+    dry = "run.dry=true" in command.options and "cluster=h100" in command.options
+    return dry or command.ranks >= LARGE
+
+
+@pytest.mark.parametrize("command", of_kind("job", "plan", "sweep"), ids=named)
+def test_composes(places, tmp_path, command):
+    assert configs(command, tmp_path)
+
+
+def asked(cfg: Config, ranks: int) -> Config:
+    """The job on H100s, where no other cluster is named."""
+    h100 = typed(compose(["cluster=h100"])).cluster
+    cluster = cfg.cluster if cfg.cluster.gpus else dataclasses.replace(h100, gpus=ranks)
+    return dataclasses.replace(cfg, cluster=cluster)
+
+
+def ranks_of(command: Command, cfg: Config) -> int:
+    return command.ranks if not cfg.run.dry else cfg.cluster.gpus or math.prod(
+        size for axis, size in dataclasses.asdict(cfg.mesh).items() if axis != "ep")
+
+
+@pytest.mark.parametrize("command", [c for c in of_kind("job") if on_gpus(c)], ids=named)
+def test_fits_by_closed_forms(places, tmp_path, command):
+    (cfg,) = configs(command, tmp_path)
+    wanted = asked_of(asked(cfg, ranks_of(command, cfg)), ranks_of(command, cfg))
+    forms = all_forms(wanted, sizes_of(wanted.cfg, subject(wanted.cfg).module), Left())
+    own = [form for form in forms if agree(cfg.mesh, form.candidate.mesh)]
+    least = min((form.bytes for form in own), default=math.inf)
+    assert least <= 1.05 * room(wanted), f"{command}: {least / GIB:.1f} of {room(wanted) / GIB:.1f} GiB"
+
+
+def agree(stated: MeshConfig, mesh: MeshConfig) -> bool:
+    """Whether a mesh has the sizes that are stated; -1 is any."""
+    return all(size in (-1, getattr(mesh, axis)) for axis, size in dataclasses.asdict(stated).items())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("command", [c for c in of_kind("job") if on_gpus(c)], ids=named)
+def test_fits_when_compiled(places, tmp_path, command):
+    (cfg,) = configs(command, tmp_path)
+    cfg = asked(cfg, ranks_of(command, cfg))
+    cfg = dataclasses.replace(cfg, run=dataclasses.replace(cfg.run, dry=True, dump_graphs=False, dir=str(tmp_path / "dry")))
+    from compiler_trainer.planning.auto import settled
+
+    assert dry_run(settled(cfg))["prediction"]["memory"]["fits"], str(command)
+
+
+PLANS = of_kind("plan")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("command", [c for c in PLANS if c.options], ids=named)
+def test_plans(places, tmp_path, command):
+    varied = [w for pair in itertools.pairwise(command.words) if pair[0] == "--vary" for w in pair]
+    options = [o for o in command.options if not o.startswith("run.dir")]
+    if "cluster=h100" in options:
+        assert call("plan", *options, *varied, "plan.compile=2", f"run.dir={tmp_path / 'plan'}") == 0
+
+
+def first_of_each(commands: list[Command], key, always_full: tuple[str, ...] = ()) -> list:
+    """Commands as parameters of a test: of those alike the first, in `make test-full` all."""
+    seen, found = set(), []
+    for command in commands:
+        late = key(command) in seen or command.arguments[0] in always_full
+        seen.add(key(command))
+        found.append(pytest.param(command, marks=[pytest.mark.full] if late else [], id=named(command)))
+    return found
+
+
+# ---- small jobs train ----------------------------------------------------------------------------
+
+SMALL = [c for c in of_kind("job") if not on_gpus(c) and c.ranks == 1 and not {"--cfg", "--config-dir"} & set(c.words)]
+
+
+def first_group(command: Command) -> str:
+    """The group, or the choice of model or recipe, of a job's first option."""
+    first = next(iter(command.options), "")
+    return first if first.startswith(("model=", "recipe=")) else first.partition("=")[0].partition(".")[0]
+
+
+@pytest.mark.parametrize("command", first_of_each(SMALL, first_group))
+def test_trains_in_little(places, tmp_path, monkeypatch, command):
+    monkeypatch.syspath_prepend(str(places))
+    (places / "my_package.py").write_text(python_of("docs/guides/your-model.md"))
+    (cfg,) = configs(command, tmp_path)
+    assert math.isfinite(train(tiny(cfg, tmp_path / "run")))
+    assert (tmp_path / "run/metrics.jsonl").read_text().count("\n") == 4
+
+
+def python_of(page: str) -> str:
+    """The Python of a page's first two blocks, which belong together."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    return "\n\n".join(blocks[:2])
+
+
+# ---- verbs ---------------------------------------------------------------------------------------
+
+VERB_LINES = [c for c in of_kind("verb") if c.arguments[1:] and c.arguments[0] not in ("calibrate", "sweep")]
+
+
+def use_of(command: Command) -> tuple[str, ...]:
+    """A verb with its flags, and whether options follow."""
+    words = command.arguments
+    return (words[0], *(w for w in words if w.startswith("--")), str(any("=" in w for w in words)))
+
+
+def given(command: Command, tmp_path: Path) -> list[str]:
+    """The arguments of a verb, with runs in little, and files in a folder of this test."""
+    words, verb = list(command.arguments), command.arguments[0]
+    for i, word in enumerate(words[1:], 1):
+        if word in RUNS:
+            run = tmp_path / word.replace("/", "_")
+            kind = "dry" if verb == "inspect" and word == "RUN" else RUNS[word]
+            shutil.copytree(run_of(kind), run, dirs_exist_ok=True)
+            words[i] = str(run)
+        elif word.startswith("train.steps="):
+            words[i] = "train.steps=5"
+        elif verb == "export" and i == 2:
+            words[i] = str(tmp_path / word)
+    return [w for w in words if not w.startswith("run.dir=")]
+
+
+@pytest.mark.parametrize("command", first_of_each(VERB_LINES, use_of, always_full=("bisect",)))
+def test_does_what_the_verb_says(places, tmp_path, command):
+    assert command.arguments[0] in VERBS, str(command)
+    arguments = given(command, tmp_path)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = call(*arguments)
+    assert code == 0, f"{command}: {shlex.join(arguments)}: {said.getvalue()[-2000:]}"
+
+
+def test_verbs_that_are_only_named_are_there():
+    for command in of_kind("verb"):
+        assert command.arguments[0] in VERBS or command.words[0] == "torchrun", str(command)
+
+
+@pytest.mark.parametrize("command", of_kind("--help"), ids=named)
+def test_help_knows_the_word(command, capsys):
+    assert call(*command.arguments) == 0 and capsys.readouterr().out
+
+
+# ---- what is not ours ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", of_kind("tool"), ids=named)
+def test_tools_take_these_flags(command):
+    assert tool_takes(command.words[2]) >= {word for word in command.words[3:] if word.startswith("--")}, str(command)
+    if options := [option for option in command.options if option != command.flag("--case")]:
+        compose(options)
+
+
+def tool_takes(module: str) -> set[str]:
+    """The flags that a tool's source declares."""
+    found = importlib.util.find_spec(module)
+    assert found is not None and found.origin is not None, module
+    path = Path(found.origin)
+    files = path.parent.glob("*.py") if path.name == "__init__.py" else [path]
+    return set(re.findall(r'"(--[a-z-]+)"', "".join(file.read_text() for file in files)))
+
+
+@pytest.mark.parametrize("command", of_kind("make"), ids=named)
+def test_targets_are_in_the_makefile(command):
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert command.words[1] in targets, str(command)
+
+
+@pytest.mark.parametrize("command", of_kind("pip"), ids=named)
+def test_extras_are_in_pyproject(command):
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    asked_for = re.findall(r"(?:\.|compiler-trainer)\[([a-z,]+)\]", " ".join(command.words))
+    assert {extra for group in asked_for for extra in group.split(",")} <= set(extras), str(command)
+
+
+@pytest.mark.parametrize("command", of_kind("pytest"), ids=named)
+def test_test_files_are_there(command):
+    written = "tests/passes/autograd/test_fold_scales.py"  # by the page itself
+    for word in command.words:
+        assert not word.startswith("tests/") or word == written or (ROOT / word).exists(), str(command)

@@ -1,0 +1,24 @@
+"""Transfers of a ring: who waits for one gets it, or an error."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from passes.program.shift import arrive, shift
+
+
+@pytest.mark.parametrize("x", [torch.arange(6.0), torch.empty(0, 3)], ids=["some", "nothing"])
+def test_what_goes_nowhere_arrives(x):
+    assert torch.equal(arrive(shift(x, "cp", 0), x), x)
+
+
+def test_a_copy_of_what_is_on_its_way_is_refused():
+    """A wait for it would end at once, with the numbers of whatever stood in that memory before."""
+    x = torch.arange(6.0)
+    y = shift(x, "cp", 0)
+    with pytest.raises(RuntimeError, match="nothing is on its way"):
+        arrive(y.clone(), x)
+    arrive(y, x)
+    with pytest.raises(RuntimeError, match="nothing is on its way"):
+        arrive(y, x)

@@ -1,0 +1,121 @@
+"""A folder that has what the commands of the pages name, in little: text, conversations, models, runs, a cluster."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import yaml
+from folders import model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from compiler_trainer.config.choices import CONF
+from compiler_trainer.config.compose import compose, typed
+from compiler_trainer.config.schema import (
+    Config,
+    DataConfig,
+    EvalConfig,
+    FolderConfig,
+    LoraConfig,
+    LowerConfig,
+    LrScheduleConfig,
+    MeshConfig,
+    ModelConfig,
+    RunConfig,
+)
+from compiler_trainer.planning.dry import dry_run
+from compiler_trainer.training.trainer import train
+
+SENTENCE = "The fjord is a long, narrow inlet of the sea between steep cliffs. "
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TALK = {"text": SENTENCE, "messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": SENTENCE}]}
+DECODER = ModelConfig(dim=16, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=24)
+QWEN = FolderConfig(path="qwen", attention="causal")
+
+# what a page calls a run -> the run it stands for
+RUNS = {
+    "RUN": "decoder", "RUN_A": "decoder", "RUN_B": "decoder", "runs/first": "decoder", "runs/a": "decoder",
+    "runs/8b": "decoder", "runs/profiled": "decoder", "runs/x": "decoder", "runs/1": "decoder",
+    "runs/dry": "dry", "runs/tuned": "tuned", "runs/lora": "lora",
+}
+
+
+def furnish(folder: Path) -> None:
+    """Make the files that commands read; the current folder is `folder`."""
+    for name in ("books/a.txt", "code/a.txt", "notes.txt", "shared/books/a.txt"):
+        Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
+        Path(folder, name).write_text(SENTENCE * 40)
+    for name in ("chats.jsonl", "test.jsonl", "notes/a.jsonl", "FOLDER/train.jsonl"):
+        Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
+        Path(folder, name).write_text("".join(json.dumps(TALK) + "\n" for _ in range(60)))
+    model("qwen3").save_pretrained(folder / "qwen")
+    tokenizer().save(str(folder / "qwen/tokenizer.json"))
+    (folder / "qwen/chat_template.jinja").write_text(TEMPLATE)
+    shutil.copytree(folder / "qwen", folder / "smol")
+    shutil.copy(folder / "qwen/tokenizer.json", folder / "TOK")
+    cluster = yaml.safe_load((CONF / "cluster/cpu.yaml").read_text())
+    (folder / "mine/cluster").mkdir(parents=True)
+    (folder / "mine/cluster/desk.yaml").write_text(yaml.safe_dump(cluster | {"name": "desk"}))
+    (folder / "runs/plan64").mkdir(parents=True)
+    (folder / "runs/plan64/plan.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - override /model: llama3_8b\n"
+        "train: {seq_len: 8192, global_batch_size: 16, microbatches: 1}\n"
+        "passes: {remat: {policy: selective}, cast: {param_dtype: bfloat16, reduce_dtype: float32}}\n"
+    )
+
+
+def tokenizer() -> Tokenizer:
+    """A token a byte, and those that a conversation has beside."""
+    special = ["<|endoftext|>", "<|end|>", "<|user|>", "<|assistant|>"]
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({token: i for i, token in enumerate([*special, *letters])}, []))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.add_special_tokens(special)
+    return made
+
+
+def run_of(kind: str) -> Path:
+    """A run of four steps in `kept/`, made once; `dry` is the dry run of a mesh."""
+    path = Path("kept", kind)
+    if kind == "dry" and not path.exists():
+        mesh = MeshConfig(dp_shard=2, tp=2)
+        job = tiny(typed(compose(["cluster=h100"])), path)
+        dry_run(replace(job, mesh=mesh, run=RunConfig(dir=str(path), dry=True)))
+    elif not path.exists():
+        lora = replace(QWEN, lora=LoraConfig(rank=2, targets=("q_proj",)))
+        models = {"decoder": DECODER, "tuned": QWEN, "lora": lora}
+        chats = DataConfig(name="text", files=("chats.jsonl",), tokenizer="qwen/tokenizer.json", chat=True)
+        corpus = DataConfig(name="synthetic", documents=40) if kind == "decoder" else chats
+        train(tiny(Config(model=models[kind], data=corpus), path))
+    return path
+
+
+def tiny(cfg: Config, folder: Path) -> Config:
+    """A job in little: its kind of model, data and optimizer, two layers of sixteen features, four steps on one rank."""
+    small = cfg.model
+    if isinstance(small, ModelConfig):
+        vocabulary = 300 if cfg.data.tokenizer != "bytes" else 257
+        experts = small.experts and replace(small.experts, width=8)
+        small = replace(DECODER, vocab_size=vocabulary, attention=small.attention, experts=experts)
+    corpus = replace(cfg.data, cache="kept/tokens", eval_fraction=0.2)
+    if corpus.name == "stdlib":
+        corpus = replace(corpus, name="synthetic", documents=40)
+    remat = replace(cfg.passes.remat, layers={}) if cfg.passes.remat.layers else cfg.passes.remat
+    return replace(
+        cfg,
+        model=small,
+        data=corpus,
+        train=replace(cfg.train, steps=4, seq_len=32, global_batch_size=4, microbatches=1 if cfg.train.microbatches == 1 else 2),
+        lr_schedule=LrScheduleConfig(cfg.lr_schedule.name, warmup_steps=1, min_ratio=0.1),
+        mesh=Config().mesh,
+        passes=replace(cfg.passes, remat=remat),
+        lower=LowerConfig("eager"),
+        checkpoint=replace(cfg.checkpoint, interval=2, keep=2, keep_best=1, dir=None, resume=None),
+        eval=EvalConfig(interval=2, batches=1),
+        run=RunConfig(dir=str(folder), profile=cfg.run.profile),
+    )

@@ -1,0 +1,95 @@
+"""How long the first step takes as models grow deeper: `python -m tools.bench.compile --layers 6,12,24,48`.
+
+Ours against `torch.compile` of the whole model and of each block, each in a process of its own: cold with an empty
+cache, then warm with what that left. The precompiled headers of PyTorch's C++ kernels, which all share, are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markdown import Markdown
+
+from tools.bench.command import CONTENDERS, Found, Job
+
+DEFAULTS = [
+    "model.dim=256", "model.n_heads=16", "model.n_kv_heads=16", "model.ffn_dim=768", "model.vocab_size=2048",
+    "train.global_batch_size=4", "train.seq_len=512", "lr_schedule=constant",
+]  # fmt: skip
+HEADINGS = (
+    "layers", "contender", "cold s", "CPU s", "warm s", "warm CPU s", "bodies compiled", "when warm", "step ms"
+)  # fmt: skip
+
+
+def main() -> None:
+    """Measure and print; a contender that fails is a row with its error."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", default="6,12,24,48")
+    parser.add_argument("--contenders", default="ours,whole,block")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=1, help="timed steps after the first two")
+    parser.add_argument("--timeout-s", type=float, default=1800)
+    parser.add_argument("--out", type=Path, help="a file for what was measured, as JSON")
+    parser.add_argument("overrides", nargs="*", help="options of the trainer, after the defaults of this benchmark")
+    args = parser.parse_args()
+    args.overrides = [*DEFAULTS, *args.overrides]
+    rows = []
+    with tempfile.TemporaryDirectory() as scratch:
+        warm_headers(args, Path(scratch))
+        for layers in map(int, args.layers.split(",")):
+            for name in args.contenders.split(","):
+                rows.append(row(name, layers, args, Path(scratch, f"{name}{layers}")))
+                print(" | ".join(map(str, cells(rows[-1]))), flush=True)
+    Console(width=160).print(Markdown(table(rows)))
+    if args.out:
+        args.out.write_text(json.dumps(rows, indent=1))
+
+
+def warm_headers(args: argparse.Namespace, scratch: Path) -> None:
+    """Let PyTorch precompile its headers, once a machine and not to one contender's account."""
+    run("block", with_layers(args, 1), scratch / "headers")
+
+
+def row(name: str, layers: int, args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    """One contender at one depth, cold and warm."""
+    cold, warm = (run(name, with_layers(args, layers), scratch) for _ in range(2))
+    return {"layers": layers, "contender": name, "cold": cold, "warm": warm}
+
+
+def run(name: str, args: argparse.Namespace, scratch: Path) -> Found:
+    """What a contender's first steps and a round gave."""
+    found: Found = {}
+    for part in Job(name, args.ranks, args, scratch, rounds=1).all():
+        found |= part
+    return found
+
+
+def with_layers(args: argparse.Namespace, layers: int) -> argparse.Namespace:
+    """The arguments for a model of so many layers."""
+    return argparse.Namespace(**vars(args) | {"overrides": [*args.overrides, f"model.n_layers={layers}"]})
+
+
+def cells(found: dict[str, Any]) -> list[Any]:
+    """A row of the table."""
+    cold, warm = found["cold"], found["warm"]
+    head = [found["layers"], CONTENDERS[found["contender"]]]
+    if error := cold.get("error") or warm.get("error"):
+        return [*head, error]
+    times = [f"{run[key]:.1f}" for run in (cold, warm) for key in ("first_s", "first_cpu_s")]
+    bodies = [run["bodies"].get("compiled", 0) if found["contender"] == "ours" else "" for run in (cold, warm)]
+    return [*head, *times, *bodies, f"{warm['step_ms']:.0f}"]
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """All rows, in Markdown."""
+    lines = [" | ".join(HEADINGS), " | ".join("---" for _ in HEADINGS)]
+    return "\n".join(f"| {line} |" for line in (*lines, *(" | ".join(map(str, cells(row))) for row in rows)))
+
+
+if __name__ == "__main__":
+    main()

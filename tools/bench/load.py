@@ -1,0 +1,92 @@
+"""Memory while a folder of transformers is loaded: what each rank holds, and its peak, over what it had before.
+
+    python -m tools.bench.load FOLDER --ranks 4 --mesh dp_shard=2 tp=2
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import torch
+
+from compiler_trainer.config.device import passes_on
+from compiler_trainer.config.schema import Config, FolderConfig, LowerConfig, OptimConfig, PassesConfig
+from compiler_trainer.models.loss import INPUTS
+from compiler_trainer.models.subject import subject
+from compiler_trainer.pipeline import build_pipeline
+from compiler_trainer.step.compile import initial_state
+from compiler_trainer.step.programs import Compilation, mesh_of
+from compiler_trainer.step.ranks import rank, start_ranks, stop_ranks
+from compiler_trainer.step.runtime import ProcessRanks
+
+MIB = 2**20
+PERIOD_S = 0.002
+
+
+class Peak:
+    """The most resident bytes of this process while a block runs, over those at its start."""
+
+    def __enter__(self) -> Peak:
+        gc.collect()
+        self.process, self.done = psutil.Process(), threading.Event()
+        self.before = self.bytes = self.process.memory_info().rss
+        self.thread = threading.Thread(target=self.watch)
+        self.thread.start()
+        return self
+
+    def watch(self) -> None:
+        """Look until it is over."""
+        while not self.done.wait(PERIOD_S):
+            self.bytes = max(self.bytes, self.process.memory_info().rss)
+
+    def __exit__(self, *error: object) -> None:
+        self.done.set()
+        self.thread.join()
+        self.bytes -= self.before
+
+
+def load(folder: str, mesh: dict[str, int]) -> None:
+    """Load the folder on this rank and print what it took."""
+    start_ranks()
+    trained, named = subject(Config(model=FolderConfig(folder))), mesh_of(mesh)
+    batch = {name: torch.zeros(named.world_size, 16, dtype=torch.int64) for name in INPUTS}
+    masters = {name: p.dtype for name, p in trained.module.named_parameters()}
+    pipeline = build_pipeline(passes_on(PassesConfig(), False), OptimConfig(), masters, 1)
+    cpu = torch.device("cpu")
+    work = Compilation(trained.module, trained.loss, batch, named, pipeline, passes_on(PassesConfig(), False), cpu)
+    program = work.programs(evaluate=True)[0]["evaluate"].program
+    runtime = ProcessRanks(named, LowerConfig(), lambda what: None)
+    began = time.perf_counter()
+    with Peak() as peak:
+        state = initial_state([program], runtime, program.mesh, cpu, trained.initial())
+    seconds = time.perf_counter() - began
+    held = sum(tensor.nbytes for stored in state.values() for tensor in stored.local.values())
+    sizes = f"holds {held / MIB:.0f} MiB, peak {peak.bytes / MIB:.0f} MiB, {peak.bytes / held:.2f} of it"
+    print(f"rank {rank()}: {sizes}, {seconds:.1f} s", flush=True)
+    stop_ranks()
+
+
+def main() -> int:
+    """Start the ranks, or be one of them; returns the exit code."""
+    takes = argparse.ArgumentParser("python -m tools.bench.load", description="Memory of loading a model folder.")
+    takes.add_argument("folder", type=Path)
+    takes.add_argument("--ranks", type=int, default=4)
+    takes.add_argument("--mesh", nargs="+", default=["dp_shard=2", "tp=2"], metavar="AXIS=SIZE")
+    given = takes.parse_args()
+    if "RANK" in os.environ:
+        load(str(given.folder), {axis: int(size) for axis, size in (entry.split("=") for entry in given.mesh)})
+        return 0
+    ranks = ["-m", "torch.distributed.run", "--nproc-per-node", str(given.ranks), "-m", "tools.bench.load"]
+    return subprocess.run([sys.executable, *ranks, *sys.argv[1:]], check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""How long a step waits for a checkpoint: the copy that it waits for, beside all of the writing.
+
+    python -m tools.bench.save --mib 300 --ranks 1 2
+
+State is random and sharded over the ranks, which are processes; files are flushed to the disk of `--folder`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from compiler_trainer.checkpoint import Saver, TrainState
+from compiler_trainer.config.schema import CheckpointConfig
+from compiler_trainer.step.ranks import HOST
+from passes.program.mesh import Mesh
+from passes.program.spec import Factor, Spec
+
+TENSORS, ROWS = 24, 1024
+
+
+@dataclass
+class Sharded:
+    """State on one rank of several, its first dim in shards."""
+
+    mesh: Mesh
+    ranks: tuple[int, ...]
+    state: dict[str, tuple[Spec, dict[int, Tensor]]]
+
+    def tensors(self) -> dict[str, tuple[Spec, dict[int, Tensor]]]:
+        """All of it."""
+        return self.state
+
+
+def main() -> None:
+    """Print a line for each number of ranks."""
+    takes = argparse.ArgumentParser("python -m tools.bench.save", description=__doc__)
+    takes.add_argument("--mib", type=int, default=300)
+    takes.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    takes.add_argument("--rounds", type=int, default=5)
+    takes.add_argument("--folder", default=None)
+    given = takes.parse_args()
+    for ranks in given.ranks:
+        with tempfile.TemporaryDirectory(dir=given.folder) as scratch:
+            mp.spawn(measure, (ranks, given.mib, given.rounds, Path(scratch)), nprocs=ranks)
+
+
+def measure(rank: int, ranks: int, mib: int, rounds: int, folder: Path) -> None:
+    """Save some times, waiting for the copy alone and then for the rest; rank 0 prints the medians."""
+    if ranks > 1:
+        dist.init_process_group(HOST, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
+    columns = mib * 2**20 // (TENSORS * ROWS * 4)
+    spec = Spec(((Factor(ROWS, ("dp_shard",) if ranks > 1 else ()),), (Factor(columns),)))
+    names = [f"model.{number}" for number in range(TENSORS)]
+    state = {name: (spec, {rank: torch.randn(ROWS // ranks, columns)}) for name in names}
+    step = Sharded(Mesh.of({"dp_shard": ranks} if ranks > 1 else {}), (rank,), state)
+    blocked, all_of_it = [], []
+    with Saver(step, folder / "checkpoints", CheckpointConfig(keep=1)) as saver:
+        for number in range(rounds):
+            began = time.perf_counter()
+            saver.save(TrainState(step=number, tokens=0, data={}, config={}))
+            blocked.append(1e3 * (time.perf_counter() - began))
+            saver.wait()
+            all_of_it.append(1e3 * (time.perf_counter() - began))
+    if rank == 0:
+        wait, whole = statistics.median(blocked), statistics.median(all_of_it)
+        share = f"{wait:.0f} ms of the {whole:.0f} that saving takes, {wait / whole:.1%}"
+        print(f"{mib} MiB on {ranks} ranks: a step waits {share}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,0 @@
-"""`python -m tools.inspect`."""
-
-from tools.inspect.command import main
-
-main()

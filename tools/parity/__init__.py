@@ -1,0 +1,1 @@
+"""Random models, meshes and options, trained against eager PyTorch."""

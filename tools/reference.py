@@ -1,0 +1,136 @@
+"""What of the documentation is made from the code: the page of options, and the table of what is supported.
+
+    python -m tools.reference        writes docs/reference/options.md and the table in README.md
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from compiler_trainer.config.choices import CONF
+from compiler_trainer.config.meaning import Group, Option, groups
+
+ROOT = Path(__file__).resolve().parents[1]
+OPTIONS, README = ROOT / "docs/reference/options.md", ROOT / "README.md"
+TEXT = "data=text data.files=[a] data.tokenizer=TOK"
+FIRST, LAST = "<!-- support -->", "<!-- end of support -->"
+
+
+class Feature(NamedTuple):
+    """Something that a trainer may do: the options that ask for it, and the test that shows it."""
+
+    name: str
+    options: str
+    test: str
+
+
+class Missing(NamedTuple):
+    """Something that users of other trainers look for in vain, and the options that are refused."""
+
+    name: str
+    options: str
+
+
+FEATURES = {
+    "Parallelism": (
+        Feature("FSDP", "mesh.dp_shard=2", "tests/compiler_trainer/step/test_fsdp.py"),
+        Feature("HSDP", "mesh.dp_replicate=2", "tests/passes/communication/test_communicators.py"),
+        Feature("tensor and sequence parallelism", "mesh.tp=2", "tests/passes/sharding/test_tensor_parallel.py"),
+        Feature("context parallelism (ring attention, Ulysses)", "mesh.cp=2", "tests/passes/context/test_context.py"),
+        Feature("expert parallelism", "model=moe_debug mesh.ep=2", "tests/passes/sharding/test_expert_parallel.py"),
+    ),
+    "Precision": (
+        Feature("mixed precision (bf16)", "passes.cast.param_dtype=bfloat16", "tests/passes/precision/test_cast.py"),
+        Feature("float8", "passes.cast.float8=rowwise", "tests/passes/precision/test_float8.py"),
+    ),
+    "Memory": (
+        Feature("gradient accumulation", "train.microbatches=4", "tests/passes/update/test_means.py"),
+        Feature("activation checkpointing", "passes.remat.policy=full", "tests/passes/memory/test_remat.py"),
+        Feature("offloading", "passes.remat.policy=offload", "tests/passes/memory/test_remat.py"),
+        Feature("loss in chunks", "passes.chunk_loss.chunks=4", "tests/passes/memory/test_chunk_loss.py"),
+        Feature("8-bit moments", "optim=adamw8bit", "tests/passes/update/test_moments.py"),
+    ),
+    "Training": (
+        Feature("models of transformers", "model=hf model.path=FOLDER", "tests/compiler_trainer/models/test_folder.py"),
+        Feature("LoRA", "model=hf model.path=FOLDER model.lora.rank=8", "tests/compiler_trainer/models/test_folder.py"),
+        Feature("chat data with packing", f"{TEXT} data.chat=true", "tests/compiler_trainer/data/test_chat.py"),
+        Feature("mixtures", "data=mixture data.sources=[{files:[a]}]", "tests/compiler_trainer/data/test_mixture.py"),
+        Feature("Muon", "optim=muon", "tests/passes/update/test_muon.py"),
+        Feature("resume on any mesh", "checkpoint.resume=auto", "tests/compiler_trainer/training/test_going_on.py"),
+        Feature("NaN rollback", "train.nonfinite=rollback", "tests/compiler_trainer/training/test_nonfinite.py"),
+        Feature("sweeps", "run.dir=runs/sweep", "tests/compiler_trainer/sweep/test_sweep.py"),
+    ),
+    "Insight": (
+        Feature("dry runs and plans", "run.dry=true", "tests/compiler_trainer/planning/test_plan.py"),
+        Feature("graph pages, diffs", "run.dump_graphs=true", "tests/compiler_trainer/inspect/test_page.py"),
+        Feature("bisection of wrong numbers", "passes.verify=numeric", "tests/compiler_trainer/bisect/test_bisect.py"),
+    ),
+}
+MISSING = (
+    Missing("pipeline parallelism", "mesh.pp=2"),
+    Missing("fp16, MXFP8, NVFP4", "passes.cast.param_dtype=float16"),
+    Missing("QLoRA", "model=hf model.path=FOLDER model.lora.bits=4"),
+    Missing("DPO, RLHF", "loss=dpo"),
+    Missing("wandb, mlflow (there are TensorBoard and JSON lines)", "run.wandb=true"),
+    Missing("optimizers of your own", "optim._target_=my_package.Lion"),
+    Missing("datasets of your own, streaming from object storage", "data._target_=my_package.Data"),
+    Missing("models by hub id (download them first)", "model=hf model.id=gpt2"),
+    Missing("a Trainer API, callbacks", "train.callbacks=[my_package.Callback]"),
+    Missing("early stopping (there is `checkpoint.keep_best`)", "train.early_stopping=3"),
+    Missing("images and video by the command (`compile_step` takes them)", "data=images"),
+)
+
+
+def support() -> str:
+    """The table of what is supported, and the line of what is not."""
+    rows = [f"| {title} | {', '.join(feature.name for feature in found)} |" for title, found in FEATURES.items()]
+    missing = "; ".join(feature.name for feature in MISSING)
+    return "\n".join(["| | |", "|---|---|", *rows, f"| **not supported** | {missing} |"])
+
+
+def options() -> str:
+    """The page of options."""
+    head = (
+        "# Options\n\n`python -m tools.reference` makes this page from the schema. On the command line\n"
+        "`compiler-trainer --help optim` shows a group, `compiler-trainer --cfg job` the values of a job.\n"
+    )
+    return "\n".join([head, *(section(group) for group in groups() if group.options)])
+
+
+def section(group: Group) -> str:
+    """A group: what it is about, its choices, and a row an option."""
+    folder = CONF / group.name
+    choices = sorted(path.stem for path in folder.glob("*.yaml")) if group.name and folder.is_dir() else []
+    named = f"Choices: {', '.join(f'`{group.name}={choice}`' for choice in choices)}.\n\n" if choices else ""
+    rows = "\n".join(f"| `{o.name}` | {cell(o.takes)} | {cell(default(o))} | {o.meaning} |" for o in group.options)
+    about = " ".join(group.about.split())
+    return f"## {group.name or 'loss'}\n\n{about}\n\n{named}| option | takes | default | |\n|---|---|---|---|\n{rows}\n"
+
+
+def default(option: Option) -> str:
+    """An option's default, the same whenever the page is made."""
+    return "runs/DATE_TIME" if option.name == "run.dir" else option.default
+
+
+def cell(text: str) -> str:
+    """A text in a table; long tables of rates are cut."""
+    short = text if len(text) <= 60 else f"{text[:57]}..."
+    return f"`{short}`".replace("|", "\\|") if short else ""
+
+
+def renewed(text: str) -> str:
+    """README with the table between its markers."""
+    return re.sub(f"{FIRST}.*?{LAST}", f"{FIRST}\n{support()}\n{LAST}", text, flags=re.DOTALL)
+
+
+def main() -> None:
+    """Write both."""
+    OPTIONS.write_text(options())
+    README.write_text(renewed(README.read_text()))
+    print(f"{OPTIONS}, {README}")
+
+
+if __name__ == "__main__":
+    main()

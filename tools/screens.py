@@ -1,0 +1,125 @@
+"""The pictures of the documentation, made anew from runs in little: `make pages`.
+
+    python -m tools.screens                  writes docs/pages/*.png
+    python -m tools.screens --keep FOLDER    keeps the runs, and uses them again
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PAGES = Path(__file__).resolve().parents[1] / "docs/pages"
+SIZE = {"width": 1280, "height": 760}
+FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking")
+SMALL = ("model.dim=64", "model.n_layers=2", "model.n_heads=4", "model.n_kv_heads=2", "model.ffn_dim=192",
+         "train.seq_len=64", "lower.backend=eager", "checkpoint.interval=null")
+
+# the runs: folder -> what the command is given
+RUNS: dict[str, tuple[str, ...]] = {
+    "trained": (*SMALL, "train.steps=80", "eval.interval=20"),
+    "dry": ("run.dry=true", "mesh.dp_shard=2", "mesh.cp=2", "mesh.tp=2", "cluster=h100", "train.seq_len=4096"),
+    "plan": ("plan", "model=llama3_8b", "cluster=h100", "cluster.gpus=8", "train.seq_len=8192",
+             "train.global_batch_size=16", "plan.compile=6"),
+    "sweep": ("-m", *SMALL, "train.steps=12", "optim.lr=1e-3,3e-3,1e-2",
+              "passes.remat.policy=none,full"),
+}
+
+
+class Screen(NamedTuple):
+    """A picture: the page, what is done there first (an address, a search), and where it is from."""
+
+    run: str
+    page: str
+    address: str = ""
+    search: str = ""
+
+
+SCREENS = {
+    "run": Screen("trained", "inspect.html", "run"),
+    "overview": Screen("dry", "inspect.html", "overview"),
+    "communication": Screen("dry", "inspect.html", "communication"),
+    "memory": Screen("dry", "inspect.html", "memory"),
+    "graph": Screen("dry", "inspect.html", "graph/9", "all_gather @tp"),
+    "plan": Screen("plan", "plan.html"),
+    "sweep": Screen("sweep", "sweep.html"),
+}
+
+
+def main() -> None:
+    """Make the runs that there are not yet, and take every picture."""
+    parser = argparse.ArgumentParser("tools.screens", description=__doc__)
+    parser.add_argument("--keep", type=Path, help="a folder for the runs")
+    parser.add_argument("--only", nargs="*", choices=SCREENS, help="these pictures")
+    given = parser.parse_args()
+    with folder_of(given.keep) as folder, browser() as chromium:
+        for name in given.only or SCREENS:
+            take(chromium, made(folder, SCREENS[name].run), SCREENS[name], PAGES / f"{name}.png")
+            print(PAGES / f"{name}.png", flush=True)
+
+
+@contextmanager
+def folder_of(kept: Path | None) -> Iterator[Path]:
+    """The folder of the runs, one that goes away unless it is named."""
+    if kept is not None:
+        yield kept
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        yield Path(scratch)
+
+
+def made(folder: Path, name: str) -> Path:
+    """The run of that name, with its page; made if it is not there."""
+    run = folder / name
+    if not run.exists():
+        command(*RUNS[name], f"run.dir={run}")
+    if name in ("trained", "dry"):
+        command("inspect", str(run), "--html")
+    return run
+
+
+def command(*arguments: str) -> None:
+    """Give the trainer's command some arguments; raises CalledProcessError."""
+    subprocess.run([sys.executable, "-m", "compiler_trainer", *arguments], check=True, stdout=subprocess.DEVNULL)
+
+
+@contextmanager
+def browser() -> Iterator[Any]:
+    """Chromium without a display."""
+    from playwright.sync_api import sync_playwright
+
+    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if path is None:
+        raise SystemExit("no Chromium is installed: apt-get install chromium")
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=path, args=FLAGS)
+        yield chromium
+        chromium.close()
+
+
+def take(chromium: Any, run: Path, screen: Screen, file: Path) -> None:
+    """Open a page and take its picture."""
+    shown = chromium.new_page(viewport=SIZE)
+    shown.goto(f"file://{run.resolve() / screen.page}")
+    if screen.page == "inspect.html":
+        shown.wait_for_selector("body[data-ready]")
+        shown.evaluate(f"location.hash = {screen.address!r}")
+        shown.wait_for_function(f"document.body.dataset.shown === '#{screen.address}'")
+    if screen.search:
+        shown.locator("input[type=search]").first.fill(screen.search)
+        if shown.locator("#lines .row").count() == 0:
+            raise SystemExit(f"{file.name}: nothing is found for {screen.search!r}")
+    shown.wait_for_timeout(1500)  # drawings come in
+    shown.screenshot(path=str(file))
+    shown.close()
+
+
+if __name__ == "__main__":
+    main()
