@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -156,6 +157,12 @@ def test_every_room_has_a_floor():
     for package, floors in FLOORS.items():
         rooms = {module_of(path).split(".")[1] for path in SOURCES if module_of(path).startswith(f"{package}.")}
         assert rooms == {room for rooms in floors for room in rooms}
+
+
+def test_no_source_is_ignored_by_git():
+    files = [relative(path) for room in ("compiler_trainer", "passes", "tools", "tests") for path in ROOT.glob(f"{room}/**/*.py")]
+    said = subprocess.run(["git", "check-ignore", "--no-index", "--stdin"], cwd=ROOT, input="\n".join(files), text=True, capture_output=True)
+    assert said.stdout == ""
 
 
 def test_no_arrow_runs_up():

@@ -1,0 +1,187 @@
+"""A run's weights as a folder that others load: transformers and peft, or any reader of safetensors."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers import models as tokenizer_models
+from torch import Tensor, nn
+
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import Config, FolderConfig, ModelConfig
+from compiler_trainer.models.folder import library
+from compiler_trainer.models.weights import ONE_FILE
+from compiler_trainer.runs.saved import trained_model
+
+END = "<|endoftext|>"  # what a byte tokenizer ends a document with
+NAMES = {
+    "tok_embeddings": "model.embed_tokens",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "norm": "model.norm",
+    "output": "lm_head",
+}  # of our parts in transformers' Llama and Qwen3
+
+
+def export(cfg: Config, out: Path, dtype: torch.dtype | None, merge: bool) -> str:
+    """Write the newest checkpoint of a run as a folder; what it is and how it is loaded, in a sentence.
+
+    `dtype` is that of its floating numbers (None: `train.dtype`). Of a model with LoRA the terms alone are written, or,
+    with `merge`, the model with them added to its weights. Raises UserError where a model has no such form.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(str(out), "is there already; name a folder that is not, or an empty one")
+    if isinstance(cfg.model, ModelConfig):
+        check_decoder(cfg.model)
+    if merge and not (isinstance(cfg.model, FolderConfig) and cfg.model.lora):
+        raise UserError("--merge", "is for a model with model.lora, and this one has nothing to merge")
+    _, module = trained_model(cfg)
+    if isinstance(cfg.model, FolderConfig):
+        write_folder(cfg.model, module, out, dtype, merge)
+        if cfg.model.lora and not merge:
+            return f"load it with peft's PeftModel.from_pretrained(model, {str(out)!r})"
+        write_tokenizer(cfg, out)
+        return loaded_by_transformers(out)
+    out.mkdir(parents=True, exist_ok=True)
+    if isinstance(cfg.model, ModelConfig):
+        save(as_transformers(cfg.model, module).to(dtype), out)
+        write_tokenizer(cfg, out)
+        return loaded_by_transformers(out)
+    shutil.copy(Path(cfg.run.dir, "config.yaml"), out / "config.yaml")
+    tensors = {name: converted(value, dtype).contiguous() for name, value in untied(module).items()}
+    save_file(tensors, out / ONE_FILE)
+    return f"load it with model.load_state_dict(safetensors.torch.load_file({str(out / ONE_FILE)!r}))"
+
+
+def save(model: Any, out: Path) -> None:
+    """As transformers or peft write it, without bars of progress."""
+    library("transformers.utils.logging").disable_progress_bar()
+    model.save_pretrained(out)
+
+
+def loaded_by_transformers(out: Path) -> str:
+    """How such a folder is loaded."""
+    return f"load it with transformers' AutoModelForCausalLM.from_pretrained({str(out)!r})"
+
+
+def write_folder(cfg: FolderConfig, module: Any, out: Path, dtype: torch.dtype | None, merge: bool) -> None:
+    """A folder as the one that the model came from; of LoRA the terms alone, or all of the weights with them added."""
+    if cfg.lora:
+        module.peft_config["default"].base_model_name_or_path = str(Path(cfg.path).resolve())
+    model = module.merge_and_unload() if merge else module
+    save(model.to(dtype), out)
+    for pattern in ("*token*", "*.jinja"):
+        for file in sorted(Path(cfg.path).glob(pattern)):
+            shutil.copy(file, out / file.name)
+
+
+def untied(module: nn.Module) -> dict[str, Tensor]:
+    """The state of a module, what has two names under both, each with memory of its own."""
+    seen: set[int] = set()
+    found = {}
+    for name, value in module.state_dict().items():
+        found[name] = value.clone() if value.data_ptr() in seen else value
+        seen.add(value.data_ptr())
+    return found
+
+
+def converted(value: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Floating numbers in another dtype."""
+    return value.to(dtype) if dtype is not None and value.is_floating_point() else value
+
+
+# ---- our decoders as transformers has them ------------------------------------------------------------
+
+
+def check_decoder(cfg: ModelConfig) -> None:
+    """Raise UserError unless transformers' Llama or Qwen3 computes what this decoder does."""
+    beyond = {
+        "model.experts": cfg.experts,
+        "model.latent": cfg.latent,
+        "model.nope_every": cfg.nope_every,
+        "model.qk_norm": cfg.qk_norm if cfg.qk_norm == "plain" else None,
+    }
+    for option, value in beyond.items():
+        if value is not None:
+            raise UserError(option, "is not in transformers' Llama or Qwen3, the forms in which decoders are exported")
+
+
+def as_transformers(cfg: ModelConfig, module: nn.Module) -> Any:
+    """transformers' model of the same sizes, with the same weights: Qwen3 where queries and keys have norms."""
+    transformers = library()
+    kind = "Qwen3" if cfg.qk_norm == "learned" else "Llama"
+    scaling = cfg.rope_scaling
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": cfg.rope_theta}
+    if scaling is not None:
+        rope |= {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_position,
+        }
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=cfg.vocab_size,
+        hidden_size=cfg.dim,
+        intermediate_size=cfg.ffn_dim,
+        num_hidden_layers=cfg.n_layers,
+        num_attention_heads=cfg.n_heads,
+        num_key_value_heads=cfg.n_kv_heads,
+        head_dim=cfg.head_dim or cfg.dim // cfg.n_heads,
+        rms_norm_eps=cfg.norm_eps,
+        rope_parameters=rope,
+        tie_word_embeddings=cfg.tied,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    values = {their_name(name): value for name, value in module.state_dict().items()}
+    if cfg.tied:
+        values["lm_head.weight"] = values["model.embed_tokens.weight"]
+    model.load_state_dict(values)
+    return model
+
+
+def their_name(name: str) -> str:
+    """`layers.3.attention.wq.weight` -> `model.layers.3.self_attn.q_proj.weight`."""
+    owner, _, own = name.rpartition(".")
+    if not owner.startswith("layers."):
+        return f"{NAMES[owner]}.{own}"
+    _, number, part = owner.split(".", 2)
+    return f"model.layers.{number}.{NAMES[part]}.{own}"
+
+
+def write_tokenizer(cfg: Config, out: Path) -> None:
+    """The tokenizer of the run; that of bytes in the form of a tokenizer.json."""
+    if cfg.data.tokenizer != "bytes":
+        if not (out / "tokenizer.json").exists():
+            shutil.copy(cfg.data.tokenizer, out / "tokenizer.json")
+        return
+    symbols = byte_symbols()
+    tokenizer = Tokenizer(tokenizer_models.BPE(vocab={s: i for i, s in enumerate(symbols)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(END, special=True)])
+    tokenizer.save(str(out / "tokenizer.json"))
+
+
+def byte_symbols() -> list[str]:
+    """The character that stands for each byte in a tokenizer.json: itself if it prints, else one from 256 on."""
+    shown = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in shown else next(others)) for byte in range(256)]

@@ -1,0 +1,117 @@
+"""A run folder as a command finds it: its options, some of them given anew, and its newest checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from omegaconf import OmegaConf
+from torch import nn
+
+from compiler_trainer import checkpoint
+from compiler_trainer.checkpoint import Damaged
+from compiler_trainer.config import schema
+from compiler_trainer.config.choices import CONF
+from compiler_trainer.config.compose import compose
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.options import did_you_mean
+from compiler_trainer.config.refusal import as_user_errors
+from compiler_trainer.config.schema import Config
+from compiler_trainer.models.skeleton import fill
+from compiler_trainer.models.subject import Subject, subject
+from compiler_trainer.training.resume import checkpoints_of, first_whole
+
+T = TypeVar("T")
+
+
+def options_of(run: Path, overrides: Sequence[str]) -> Config:
+    """The options of the run in a folder, those of `overrides` given anew.
+
+    `data=text` takes the whole group anew, but for the tokenizer, which is the model's; `data.seed=1` takes one option.
+    Raises UserError naming the override at fault.
+    """
+    if not os.path.lexists(run / "config.yaml"):
+        raise UserError(str(run), "is no run folder: it has no config.yaml")
+    checkpoint.check_format(run / "checkpoints")  # before options, which an older version named otherwise
+    saved = dataclasses.asdict(schema.load(run / "config.yaml"))
+    saved["run"]["dir"] = str(run)
+    saved["checkpoint"] |= {"resume": None, "allow": ()}  # these were for its own start
+    with as_user_errors():
+        return with_overrides(saved, OverridesParser.create().parse_overrides(list(overrides)))
+
+
+def with_overrides(saved: dict[str, Any], given: Sequence[Override]) -> Config:
+    """The options with some given anew; raises UserError naming the override at fault."""
+    for override in given:
+        if override.is_sweep_override() or override.is_delete() or str(override.input_line).startswith("~"):
+            raise UserError(str(override.input_line), "is for a new run; here an override gives one option one value")
+    groups = {str(o.key_or_group) for o in given if (CONF / str(o.key_or_group)).is_dir()}
+    anew = [str(o.input_line) for o in given if str(o.key_or_group).split(".")[0] in groups]
+    composed: Any = compose(["data.tokenizer=bytes", *anew]) if anew else {}
+    if "data" in groups and not any(override.get_key_element() == "data.tokenizer" for override in given):
+        composed["data"]["tokenizer"] = saved["data"]["tokenizer"]
+    options = OmegaConf.create(saved | {group: composed[group] for group in groups})
+    changed = []
+    for override in given:
+        key = override.get_key_element().lstrip("+")
+        if key.split(".")[0] not in options:
+            raise UserError(key, f"no such option{did_you_mean(key, [str(name) for name in options])}")
+        if key.split(".")[0] not in groups:
+            OmegaConf.update(options, key, override.value(), merge=True, force_add=True)
+            changed.append(key)
+    resolved = {key: OmegaConf.select(options, key) for key in changed}  # what was saved is as it is meant
+    for key, value in resolved.items():
+        OmegaConf.update(options, key, value, merge=True, force_add=True)
+    return schema.build(Config, OmegaConf.to_container(options, resolve=False))
+
+
+def at_checkpoint(cfg: Config, which: str | None) -> Config:
+    """The run with the checkpoint to read: `latest` (or None), `best` by held-out loss, or a path."""
+    if which in (None, "latest"):
+        return cfg
+    resume = str(best(checkpoints_of(cfg))) if which == "best" else which
+    return dataclasses.replace(cfg, checkpoint=dataclasses.replace(cfg.checkpoint, resume=resume))
+
+
+def best(folder: Path) -> Path:
+    """The checkpoint of the lowest held-out loss, the newest of several; raises UserError where none was evaluated."""
+    losses: dict[Path, float] = {}
+    for path in checkpoint.complete(folder):
+        try:
+            loss = checkpoint.opened(path).index.eval_loss
+        except Damaged as damage:
+            print(f"{path} is damaged and passed over: {damage}", file=sys.stderr, flush=True)
+            continue
+        losses |= {} if loss is None else {path: loss}
+    if not losses:
+        fix = "evaluate at checkpoints (eval.interval), or name one"
+        raise UserError("--checkpoint", f"best, but no checkpoint in {folder} has a held-out loss; {fix}")
+    return min(losses, key=lambda path: (losses[path], -checkpoint.number_of(path)))
+
+
+def from_newest(cfg: Config, action: Callable[[Path], T]) -> T | None:
+    """What `action` gives for the newest whole checkpoint of a run, or for the one that `checkpoint.resume` names."""
+    result, _ = first_whole(going_on(cfg, "latest"), action)
+    return result
+
+
+def going_on(cfg: Config, resume: str) -> Config:
+    """The run from the checkpoint that it names on; where it names none, from `resume`."""
+    resume = cfg.checkpoint.resume or resume
+    return dataclasses.replace(cfg, checkpoint=dataclasses.replace(cfg.checkpoint, resume=resume))
+
+
+def trained_model(cfg: Config) -> tuple[Subject, nn.Module]:
+    """What was trained, and the module itself with the values of its newest checkpoint, in eval mode, on the CPU."""
+    found = subject(cfg)
+    values = from_newest(cfg, checkpoint.read_model)
+    assert values is not None
+    if any(name not in values for name, _ in found.module.named_parameters()):  # frozen ones, kept elsewhere
+        values = {name: value[()] for name, value in found.initial() if name not in values} | values
+    return found, fill(found.module, values.items()).eval()

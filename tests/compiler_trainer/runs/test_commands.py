@@ -1,0 +1,291 @@
+"""Verbs on a run: going on, measuring, sampling, exporting, each through the command."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+
+import folders
+import numpy as np
+import peft
+import pytest
+import torch
+from commands import call
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from compiler_trainer import checkpoint
+from compiler_trainer.cli.table import VERBS
+from compiler_trainer.cli.verbs import generate
+from compiler_trainer.config import schema
+from compiler_trainer.data.datasets import build_datasets
+from compiler_trainer.models.subject import subject
+from compiler_trainer.runs.generate import ends_answers
+from compiler_trainer.runs.saved import trained_model
+
+FEW = ["lower.backend=eager", "data=synthetic", "data.documents=40", "train.steps=2", "train.seq_len=16",
+       "train.global_batch_size=3", "eval.interval=null", "run.dump_graphs=false"]
+SMALL = ["model.dim=24", "model.n_heads=4", "model.n_kv_heads=2", "model.ffn_dim=40", "model.n_layers=2"]
+KINDS = {
+    "decoder": SMALL,
+    "tied": [*SMALL, "model.tied=true", "model.qk_norm=learned", "train.dtype=bfloat16"],
+    "folder": ["model=hf", f"model.path={folders.folder('qwen3')}", "data.tokenizer=bytes"],
+    "lora": ["model=hf", f"model.path={folders.folder('llama')}", "data.tokenizer=bytes", "model.lora.rank=2",
+             "model.lora.targets=[q_proj,v_proj]", "checkpoint.frozen=false"],
+    "own": ["model=custom", "model._target_=strangers.Reader", "model.width=6", "loss._target_=strangers.scaled",
+            "loss.by=2.0"],
+}
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs the command; what it printed, or its error after exit code 2."""
+    def act(*arguments):
+        capsys.readouterr()
+        code = call(*arguments)
+        assert code in (0, 2)
+        shown, said = capsys.readouterr()
+        return said if code else shown
+    return act
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Run folders by kind, each trained for two steps when it is first asked for."""
+    found = {}
+
+    def of(kind):
+        if kind not in found:
+            path = tmp_path_factory.mktemp(kind) / "run"
+            assert call(*FEW, *KINDS[kind], f"run.dir={path}") == 0
+            found[kind] = path
+        return found[kind]
+    return of
+
+
+def records(path):
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(path):
+    return checkpoint.read_model(checkpoint.complete(path / "checkpoints")[-1])
+
+
+# Going on
+
+
+@pytest.mark.parametrize("kind", ["decoder", "lora", "own"])
+@pytest.mark.sample(1)
+def test_resume_goes_on_as_if_never_stopped(kind, run, trained, tmp_path):
+    run(*FEW, *KINDS[kind], f"run.dir={tmp_path / 'whole'}", "train.steps=4", "checkpoint.interval=2")
+    part = tmp_path / "part"
+    run(*FEW, *KINDS[kind], f"run.dir={part}", "train.steps=4", "checkpoint.interval=2", "checkpoint.keep=5")
+    for file in (part / "checkpoints/step_00000004").iterdir():
+        file.unlink()
+    run("resume", part)
+    assert [r["step"] for r in records(part)] == [1, 2, 3, 4]
+    assert [r["loss"] for r in records(part)] == [r["loss"] for r in records(tmp_path / "whole")]
+    there, here = weights(tmp_path / "whole"), weights(part)
+    assert there.keys() == here.keys() and all(torch.equal(there[name], here[name]) for name in there)
+
+
+def test_resume_takes_options_anew(run, trained, tmp_path):
+    folder = tmp_path / "run"
+    run(*FEW, *KINDS["decoder"], f"run.dir={folder}")
+    run("resume", folder, "train.steps=3", "optim.lr=0", "lr_schedule=constant")
+    assert [r["lr"] for r in records(folder)][2] == 0
+    assert schema.load(folder / "config.yaml").lr_schedule.name == "constant"
+
+
+# What is left out of a checkpoint
+
+
+def test_frozen_weights_need_not_be_stored(trained):
+    stored = weights(trained("lora"))
+    assert stored and all(".lora_" in name for name in stored if not name.endswith("inv_freq"))
+
+
+# Which checkpoint
+
+
+def test_every_verb_reads_the_best_checkpoint_or_one_that_is_named(run, tmp_path):
+    folder = tmp_path / "run"
+    how = ["train.steps=3", "checkpoint.interval=1", "eval.interval=1", "checkpoint.keep=3", "optim.lr=0.5", "optim=sgd"]
+    run(*FEW, *SMALL, *how, f"run.dir={folder}")
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    losses = {record["step"]: record["eval_loss"] for record in records}
+    least = min(losses, key=losses.get)
+    path = folder / f"checkpoints/step_{least:08}"
+    assert run("check", folder, "--checkpoint", "best").startswith(f"{path}: whole") and run("check", folder).count("\n") == 3
+    said = run("eval", folder, "--checkpoint", "best", "eval.batches=4")
+    assert said.startswith("loss ") and said == run("eval", folder, "--checkpoint", path, "eval.batches=4")
+    other = next(step for step in losses if losses[step] != losses[least])
+    assert said != run("eval", folder, "--checkpoint", folder / f"checkpoints/step_{other:08}", "eval.batches=4")
+    for name, which in (("a", "best"), ("b", path)):
+        run("export", folder, tmp_path / name, "--checkpoint", which)
+    one, two = (load_file(next((tmp_path / name).glob("*.safetensors"))) for name in "ab")
+    assert all(torch.equal(one[key], two[key]) for key in one)
+    assert run("generate", folder, "--checkpoint", "best", "--tokens", "3") == run("generate", folder, "--checkpoint", path, "--tokens", "3")
+
+
+def test_without_held_out_losses_there_is_no_best_checkpoint(run, trained):
+    assert "no checkpoint in" in run("export", trained("decoder"), "nowhere", "--checkpoint", "best")
+
+
+# Checking
+
+
+def test_check_reads_every_byte_and_says_a_line_a_checkpoint(run, trained, tmp_path):
+    folder = shutil.copytree(trained("decoder"), tmp_path / "run")
+    path = folder / "checkpoints/step_00000002"
+    assert run("check", folder) == f"{path}: whole, 64 tensors in 1 file, 0.3 MiB\n"
+    file = path / "rank_00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    assert call("check", folder) == 2
+    file.write_bytes(file.read_bytes()[:-1])
+    passed_over, refused = run("export", folder, tmp_path / "out").splitlines()
+    assert passed_over.startswith(f"{path} is damaged and passed over: {file}: has ")
+    assert refused.startswith(f"error: {folder / 'checkpoints'}: holds 1 checkpoints, all of them damaged")
+
+
+# Measuring
+
+
+@pytest.mark.parametrize("kind", ["decoder", "folder"])
+@pytest.mark.sample(1)
+def test_eval_is_the_mean_loss_of_every_held_out_token(kind, run, trained):
+    path = trained(kind)
+    cfg = schema.load(path / "config.yaml")
+    found, model = trained_model(cfg)
+    rows = build_datasets(cfg.data, 16, 3).eval.rows
+    batch = {name: torch.from_numpy(value.copy()) for name, value in rows.batch(np.arange(len(rows))).items()}
+    with torch.no_grad():
+        wanted = float(found.loss(model, batch))
+    printed = dict(part.split(" ") for part in run("eval", path).strip().splitlines()[-1].split(", "))
+    assert float(printed["loss"]) == pytest.approx(wanted, abs=2e-5)
+    assert float(printed["perplexity"]) == pytest.approx(math.exp(wanted), rel=1e-4)
+    assert int(printed["tokens"].replace(",", "")) == int((batch["labels"] >= 0).sum())
+
+
+def test_eval_takes_all_of_other_text(run, trained, tmp_path):
+    (tmp_path / "a.txt").write_text("abcdefgh" * 9)
+    said = run("eval", trained("decoder"), "data=text", f"data.files=[{tmp_path / 'a.txt'}]")
+    assert said.strip().endswith("tokens 72")
+
+
+# Sampling
+
+
+def test_generate_goes_on_with_the_prompt_and_the_seed_decides(run, trained):
+    texts = [run("generate", trained("decoder"), "--prompt", "def f", "--tokens", 12, "--seed", seed) for seed in (0, 0, 1)]
+    assert texts[0] == texts[1] != texts[2] and texts[0].startswith("def f")
+
+
+@pytest.mark.parametrize("kind", ["folder", "own", "lora"])
+@pytest.mark.sample(2)
+def test_the_likeliest_tokens_are_those_of_the_model(kind, run, trained):
+    path = trained(kind)
+    cfg = schema.load(path / "config.yaml")
+    found, model = trained_model(cfg)
+    ids = list(b"ab")
+    for _ in range(5):
+        batch = {"tokens": torch.tensor([ids]), "positions": torch.arange(len(ids))[None]}
+        ids.append(int(found.logits(model, batch)[0, -1].argmax()))
+    said = run("generate", path, "--prompt", "ab", "--tokens", 5, "--temperature", 0)
+    assert said.removesuffix("\n") == "ab" + bytes(i for i in ids[2:] if i < 256).decode(errors="replace")
+
+
+def test_an_answer_ends_where_the_folder_says(run, trained, monkeypatch, tmp_path):
+    assert ends_answers(str(tmp_path)) == set()
+    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
+    assert ends_answers(str(tmp_path)) == {7}
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 9]}')
+    assert ends_answers(str(tmp_path)) == {2, 9}
+    monkeypatch.setattr(generate, "ends_answers", lambda folder: set(range(257)))
+    assert run("generate", trained("folder"), "--prompt", "ab") == "ab\n"
+
+
+# Exporting
+
+
+@pytest.mark.parametrize(("kind", "made"), [("decoder", "LlamaForCausalLM"), ("tied", "Qwen3ForCausalLM"), ("folder", "Qwen3ForCausalLM")])
+@pytest.mark.sample(2)
+def test_transformers_loads_what_is_exported_and_it_comes_back_to_the_bit(kind, made, run, trained, tmp_path):
+    path, out = trained(kind), tmp_path / "out"
+    assert "AutoModelForCausalLM.from_pretrained" in run("export", path, out)
+    cfg = schema.load(path / "config.yaml")
+    found, ours = trained_model(cfg)
+    theirs = AutoModelForCausalLM.from_pretrained(out, dtype=getattr(torch, cfg.train.dtype)).eval()
+    assert type(theirs).__name__ == made
+    tokens = torch.randint(0, 257, (2, 11))
+    positions = torch.arange(11).expand(2, 11)
+    with torch.no_grad():
+        wanted = found.logits(ours, {"tokens": tokens, "positions": positions})
+        got = theirs(tokens).logits
+    close = {"atol": 1e-5, "rtol": 1e-5} if cfg.train.dtype == "float32" else {"atol": 0.05, "rtol": 0.05}
+    torch.testing.assert_close(got, wanted, **close)
+    assert AutoTokenizer.from_pretrained(out).encode("a\n\xe9", add_special_tokens=False) == [97, 10, 0xC3, 0xA9]
+    again = subject(schema.build(schema.Config, {"model": {"path": str(out)}, "train": {"dtype": cfg.train.dtype}}))
+    back = {name: value[()] for name, value in again.initial()}
+    assert all(torch.equal(back[name], value) for name, value in theirs.named_parameters())
+
+
+def test_terms_of_lora_are_exported_alone_or_merged(run, trained, tmp_path):
+    path = trained("lora")
+    run("export", path, tmp_path / "terms")
+    run("export", path, tmp_path / "merged", "--merge")
+    base = folders.loaded(folders.folder("llama"), torch.float32)
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "terms").eval()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    plain = folders.loaded(folders.folder("llama"), torch.float32).eval()
+    tokens = torch.randint(0, 257, (2, 11))
+    with torch.no_grad():
+        one, other, before = adapted(input_ids=tokens).logits, merged(tokens).logits, plain(tokens).logits
+    torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+    assert (one - before).abs().max() > 1e-4
+    assert {p.name for p in (tmp_path / "terms").glob("*.safetensors")} == {"adapter_model.safetensors"}
+
+
+def test_a_module_of_ones_own_is_exported_by_its_names(run, trained, tmp_path):
+    run("export", trained("own"), tmp_path / "out", "--dtype", "bfloat16")
+    found = load_file(tmp_path / "out/model.safetensors")
+    there = weights(trained("own"))
+    assert all(torch.equal(found[name], value.bfloat16()) for name, value in there.items())
+    assert torch.equal(found["head.weight"], found["embed.weight"])
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    (["resume", "/nowhere"], "error: /nowhere: is no run folder: it has no config.yaml\n"),
+    (["resume", "no\nwhere"], "error: no where: is no run folder: it has no config.yaml\n"),
+    (["eval", "RUN", "optim.lrr=1"], "error: optim.lrr: no such option; did you mean 'lr'?\n"),
+    (["eval", "RUN", "optimm.lr=1"], "error: optimm.lr: no such option; did you mean 'optim'?\n"),
+    (["resume", "RUN", "optim.lr=1,2"], "error: optim.lr=1,2: is for a new run; here an override gives one option one value\n"),
+    (["resume", "RUN", "lr_schedule=no"], "error: lr_schedule: 'no' is not one of constant, cosine, linear, wsd\n"),
+    (["export", "RUN", "RUN"], "error: RUN: is there already; name a folder that is not, or an empty one\n"),
+    (["export", "RUN", "OUT", "--merge"], "error: --merge: is for a model with model.lora, and this one has nothing to merge\n"),
+    (["generate", "RUN", "--tokens", "0"], "error: generate: --tokens and --top-k must be at least 1, --temperature 0 or more\n"),
+])
+def test_bad_input_is_refused_in_a_line(arguments, says, run, trained, tmp_path):
+    names = {"RUN": str(trained("decoder")), "OUT": str(tmp_path / "out")}
+    assert run(*(names.get(a, a) for a in arguments)).splitlines()[-1] == says.replace("RUN", names["RUN"]).strip()
+
+
+def test_to_resume_a_run_that_has_all_its_steps_is_no_error(run, trained):
+    where = trained("decoder")
+    said = run("resume", where).splitlines()[-1]
+    assert said == f"{where} has all 2 steps (train.steps), as of {where}/checkpoints/step_00000002; nothing to do"
+
+
+def test_a_decoder_that_transformers_does_not_have_is_not_exported(run, tmp_path):
+    run(*FEW, *SMALL, "model.qk_norm=plain", f"run.dir={tmp_path / 'run'}")
+    assert run("export", tmp_path / "run", tmp_path / "out").startswith("error: model.qk_norm: is not in transformers'")
+    assert not (tmp_path / "out").exists()
+
+
+def test_version_and_help_are_ours(run):
+    assert run("--version").startswith("compiler-trainer 0.1.0, torch 2.")
+    assert all(verb in run("--help") for verb in VERBS)
