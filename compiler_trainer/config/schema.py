@@ -294,7 +294,7 @@ class LrScheduleConfig:
 
     name: Literal["constant", "cosine", "linear", "wsd"] = "constant"  # wsd: warm-up, stable, decay, as 1 - sqrt
     warmup_steps: Count | None = None  # null: warmup_fraction of train.steps
-    min_ratio: Fraction = 0.0  # of optim.lr, what is left at the end
+    min_ratio: Fraction = 0.0  # of optim.lr, where the decay ends, one step after the last
     decay_steps: Count | None = None  # null: decay_fraction of train.steps
     warmup_fraction: Fraction = 0.0
     decay_fraction: Fraction | None = None  # null: all after the warm-up

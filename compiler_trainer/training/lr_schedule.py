@@ -8,12 +8,15 @@ from compiler_trainer.config.schema import LrScheduleConfig
 
 
 def learning_rate(cfg: LrScheduleConfig, base_lr: float, step: int, steps: int) -> float:
-    """The rate of update `step` of `steps`, counted from 1: `base_lr` where the warm-up ends, its least at the last."""
+    """The rate of update `step` of `steps`, counted from 1: `base_lr` where the warm-up ends, its least at the last.
+
+    The decay would be over with the update after the last: one at a rate of 0 would train nothing.
+    """
     warmup, decay = cfg.warmup(steps), cfg.decay(steps)
     if step < warmup:
         return base_lr * step / warmup
     top = max(1, warmup if decay is None else steps - decay)
-    done = max(0, step - top) / max(1, steps - top)
+    done = max(0, step - top) / (steps + 1 - top)
     return base_lr * (cfg.min_ratio + (1 - cfg.min_ratio) * remaining(cfg.name, done))
 
 
