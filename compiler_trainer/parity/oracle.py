@@ -74,7 +74,7 @@ def train(subject: Subject, settings: Settings) -> list[Found]:
         for name, entries in chance.items():
             gradient = trained[name].grad.abs()  # type: ignore[union-attr]
             small = gradient < ROUNDING * largest
-            if (small & (gradient > 0)).any():  # else they are zeros of what takes no part
+            if small.all() or (small & (gradient > 0)).any():  # else they are zeros of rows that take no part
                 entries |= small
         norm = nn.utils.clip_grad_norm_(trained.values(), optim.max_norm or math.inf)
         for optimizer in optimizers:
