@@ -130,7 +130,7 @@ class Joint(ir.Pass):
     takes = (Stage.LOCAL,)
     gives = Stage.JOINT
 
-    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+    def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         if not any(i.kind == "parameter" for i in program.inputs):
             what = "none of its parameters that the loss uses requires a gradient: nothing to train"
             raise ir.Refused("model", None, what)
@@ -143,7 +143,7 @@ class Joint(ir.Pass):
         for node, old in zip(graph.find_nodes(op="placeholder"), program.placeholders()):
             node.meta.update(old.meta)
             node.name = old.name
-        joint = program.with_graph(graph, outputs=program.outputs + gradients, stage=Stage.JOINT)
+        joint = program.with_graph(graph, outputs=program.outputs + gradients)
         drop_detached(joint.graph)
         lost = [node for node in lost if node.users]
         notes = report_lost(lost, _count(joint, "backward"))

@@ -125,7 +125,7 @@ class Simplify(ir.Pass):
     name = "simplify"
     takes = (Stage.JOINT,)
 
-    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+    def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
         counts: dict[str, int] = {}
         with ctx.fake_mode:

@@ -101,7 +101,7 @@ def run_passes(
     def finish(step: str, seconds: float, before: ir.Program, after: ir.Program, report: ir.Report) -> None:
         nonlocal ledger
         with failing_as(step):
-            whole, swept, errors = check(step, before, after)
+            whole, swept, errors = check(step, before, after, report)
             ledger = ledger if ledger and ledger.swept is swept else Ledger(whole, swept)
             accounting = summed(ledger)
         counts = len(before.graph.nodes), len(after.graph.nodes)
@@ -124,10 +124,9 @@ def run_passes(
 
 
 def apply_pass(step: ir.Pass, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
-    """The program after one pass, of the stage that it gives; raises CompileError whatever goes wrong."""
+    """The program after one pass; raises CompileError whatever goes wrong."""
     with failing_as(step.name):
-        after, report = step(program, ctx)
-    return replace(after, stage=program.stage if step.gives is None else step.gives), report
+        return step(program, ctx)
 
 
 @contextmanager
@@ -180,7 +179,9 @@ class _Checker:
         if self.verify == "numeric" and self.results is None:
             self.results = run(before, self.ctx, self.inputs)
 
-    def __call__(self, step: str, before: ir.Program, after: ir.Program) -> tuple[ir.Program, Sweep, dict[str, float]]:
+    def __call__(
+        self, step: str, before: ir.Program, after: ir.Program, report: ir.Report
+    ) -> tuple[ir.Program, Sweep, dict[str, float]]:
         """The program in line, what its nodes yield, and the errors of its results.
 
         Raises CompileError naming the pass.
@@ -196,7 +197,8 @@ class _Checker:
         if self.verify == "none":
             swept = self.known(after) or sweep(after, self.ctx)
         else:
-            swept = verify_spec(after, self.ctx, pass_name=step, before=before, swept=self.known(after))
+            known = self.known(after)
+            swept = verify_spec(after, self.ctx, pass_name=step, before=before, bodies=report.bodies, swept=known)
         self.swept = after, swept
         return after, swept, self.compare(step, before, after) if self.verify == "numeric" else {}
 

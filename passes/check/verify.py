@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -40,12 +40,13 @@ def verify_spec(
     *,
     pass_name: str = "verify",
     before: ir.Program | None = None,
+    bodies: Sequence[tuple[ir.Program, ir.Program]] = (),
     swept: Sweep | None = None,
 ) -> Sweep:
     """Check the graph; returns what its nodes yield, recomputed. Raises CompileError at the first thing wrong.
 
     With the program `before` the pass: no result may be lost, and where a whole program became this local one,
-    placements are recomputed. `swept` is what this very graph yielded when it was checked before, at an earlier stage.
+    placements are recomputed, and those of the `bodies` that the pass reports. `swept` is what this very graph yielded when it was checked before, at an earlier stage.
     """
     _raise_first(pass_name, (finding for check in STRUCTURE for finding in check(program)))
     if swept is None:
@@ -54,8 +55,7 @@ def verify_spec(
     if before is not None:
         _raise_first(pass_name, check_results_kept(before, program))
     if before is not None and before.stage < Stage.LOCAL <= program.stage:
-        pairs = [(before, program), *ctx.bodies]
-        ctx.bodies.clear()
+        pairs = [(before, program), *bodies]
         _raise_first(pass_name, (f for pair in pairs for check in LOCAL for f in check(*pair)))
     return swept
 

@@ -28,7 +28,7 @@ class AddFirst(ir.Pass):
     name = "add_first"
     takes = (Stage.JOINT,)
 
-    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+    def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         if not any(map(reduced_alike, program.calls())):
             return program, ir.Report()
         program = program.copy()

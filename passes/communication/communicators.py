@@ -31,7 +31,7 @@ class Communicators(ir.Pass):
     name = "communicators"
     takes = (Stage.EXPANDED,)
 
-    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+    def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         if not any(map(kind_of, program.calls())):
             return program, ir.Report({"reductions": 0, "apart": 0})
         program = program.copy()

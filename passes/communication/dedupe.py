@@ -34,7 +34,7 @@ class Dedupe(ir.Pass):
     name = "dedupe"
     takes = (Stage.JOINT,)
 
-    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+    def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
         layers = regions(program)
         first: dict[Any, fx.Node] = {}

@@ -69,7 +69,7 @@ class Overlap(ir.Pass):
     takes = (Stage.EXPANDED,)
     after = ("communicators",)  # collectives of one are sent one after another
 
-    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+    def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         if not any(in_flight(program.graph)):
             return program, ir.Report(dict.fromkeys(COUNTS, 0))
         program = program.copy()

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx
@@ -193,7 +193,7 @@ class Schedule(ir.Pass):
     takes = (Stage.JOINT, Stage.STEP)
     gives = Stage.SCHEDULED
 
-    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+    def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         if self.bucket_mib < 0:
             raise ir.CompileError("schedule", None, f"passes.schedule.bucket_mib is {self.bucket_mib}; must be >= 0")
         before = count_collectives(program)
@@ -210,7 +210,7 @@ class Schedule(ir.Pass):
         }
         if self.bucket_mib and not notes:
             notes.append("passes.schedule.bucket_mib: no two collectives can travel together, 0 are merged")
-        return replace(program, stage=Stage.SCHEDULED), ir.Report(counts, tuple(notes))
+        return program, ir.Report(counts, tuple(notes))
 
     def merge_group(self, group: list[fx.Node], emitter: Emitter) -> Iterator[str]:
         """Merge the group's buckets, and say so."""

@@ -44,7 +44,7 @@ class Intervals(ir.Pass):
     takes = (Stage.CAPTURED,)
     after = ("cast",)  # which knows operators by the names that the model gives them
 
-    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+    def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
         given = list(zip(program.placeholders(), program.inputs))
         batch = frozenset(node for node, of in given if of.kind == "batch")

@@ -40,7 +40,7 @@ class LayOut(ir.Pass):
     name = "lay_out"
     takes = (Stage.NORMALIZED,)
 
-    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+    def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         mesh, length = program.mesh, length_of(program)
         if AXIS not in mesh.axes or not length:
             return program, ir.Report({"blocks": 0})

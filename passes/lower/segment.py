@@ -45,7 +45,7 @@ class Segment(ir.Pass):
     takes = (Stage.EXPANDED,)
     gives = Stage.SEGMENTED
 
-    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+    def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         runs = [("", list(program.calls()))] if self.max_nodes is None else list(cut(program, self.max_nodes))
         found = list(pieces(program, runs))
         bodies = bodies_of(found)
@@ -61,7 +61,7 @@ class Segment(ir.Pass):
         calls = Counter(bodies)
         counts = {"calls": len(bodies), "bodies": len(calls)}
         notes = tuple(f"{body.name}: {n} calls, {len(body.graph.nodes)} nodes" for body, n in calls.items())
-        return program.with_graph(graph, stage=Stage.SEGMENTED), ir.Report(counts, notes)
+        return program.with_graph(graph), ir.Report(counts, notes)
 
 
 # ---- where to cut -----------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ class Unroll(ir.Pass):
     name = "unroll"
     takes = (Stage.SEGMENTED,)
 
-    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+    def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         if program.roll is None:
             raise ValueError("the program leaves no layers out")
         whole = Writer(program, program.roll).write()

@@ -248,7 +248,7 @@ class ChunkLoss(ir.Pass):
     takes = (Stage.CAPTURED,)
     after = ("cast",)  # which casts what the chunks are made of
 
-    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+    def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         heads = {n: k for n in heads_of(program) if (k := self.chunks_of(n, program.mesh)) > 1}
         if not heads:
             return program, ir.Report()

@@ -95,7 +95,7 @@ class Remat(ir.Pass):
     takes = (Stage.JOINT,)
     after = ("simplify", "dedupe", "add_first")  # which would merge what is computed again with what it repeats
 
-    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+    def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         if self.policy not in POLICIES:
             raise ir.Refused("remat", None, f"passes.remat.policy: {self.policy!r} is not one of {', '.join(POLICIES)}")
         before, notes = saved_bytes(program), []

@@ -118,7 +118,7 @@ class Cast(ir.Pass):
     name = "cast"
     takes = (Stage.CAPTURED,)
 
-    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+    def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
         own = self.cast_masters(program, ctx) | self.cast_operators(program, ctx)
         inserted = Counter(f"{_dtype(n.args[0])} -> {_dtype(n)}" for n in own)

@@ -101,7 +101,7 @@ class Float8(ir.Pass):
     name = "float8"
     takes = (Stage.PLACED,)
 
-    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+    def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         if self.recipe is None:
             return program, ir.Report()
         program = program.copy()

@@ -156,25 +156,27 @@ class Reshard:
 
 @dataclass(frozen=True)
 class Report:
-    """What a pass did: `counts` of rewrites, one-line `notes` that name nodes and reasons, changes of placement."""
+    """What a pass did: `counts` of rewrites, one-line `notes` that name nodes and reasons, changes of placement.
+
+    `bodies` are those of custom functions, whole and as partitioned: the verifier compares them as it does the program.
+    """
 
     counts: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     reshards: tuple[Reshard, ...] = ()
+    bodies: tuple[tuple[Program, Program], ...] = field(default=(), compare=False, repr=False)
 
 
 @dataclass(frozen=True)
 class Context:
     """What passes may know beside the program: the fake mode its values live in, and what is known of operators.
 
-    `traced` are the graphs that operators were written as; `answers` are what custom ones yield (`sweep.py`);
-    `bodies` are those of custom functions, whole and as partitioned, that are still to be verified.
+    `traced` are the graphs that operators were written as; `answers` are what custom ones yield (`sweep.py`).
     """
 
     fake_mode: Any
     traced: dict[Any, fx.Graph] = field(default_factory=dict, compare=False, repr=False)
     answers: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
-    bodies: list[tuple[Program, Program]] = field(default_factory=list, compare=False, repr=False)
 
 
 class Pass(ABC):
@@ -189,8 +191,14 @@ class Pass(ABC):
     gives: ClassVar[Stage | None] = None
     after: ClassVar[tuple[str, ...]] = ()
 
+    def __call__(self, program: Program, ctx: Context) -> tuple[Program, Report]:
+        """The program after the pass, of the stage that it gives, and what was done."""
+        after, report = self.rewrite(program, ctx)
+        return replace(after, stage=program.stage if self.gives is None else self.gives), report
+
     @abstractmethod
-    def __call__(self, program: Program, ctx: Context) -> tuple[Program, Report]: ...
+    def rewrite(self, program: Program, ctx: Context) -> tuple[Program, Report]:
+        """Rewrite a copy of the program."""
 
 
 class CompileError(Exception):

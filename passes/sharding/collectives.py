@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor, fx
 
@@ -59,7 +59,7 @@ class Expand(ir.Pass):
     takes = (Stage.LOCAL, Stage.JOINT, Stage.STEP, Stage.SCHEDULED)
     gives = Stage.EXPANDED
 
-    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+    def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         if not any(body_of(node) or node.target in DEFINITIONS for node in program.calls()):
             return program, ir.Report()
         program = program.copy()
@@ -71,4 +71,4 @@ class Expand(ir.Pass):
             if definition := DEFINITIONS.get(node.target):
                 inline_alike(node, _contiguous(definition), ctx)
         program.module.recompile()
-        return replace(program, stage=Stage.EXPANDED), ir.Report(dict(counts))
+        return program, ir.Report(dict(counts))

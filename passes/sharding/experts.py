@@ -93,7 +93,7 @@ class Experts(ir.Pass):
     name = "experts"
     takes = (Stage.NORMALIZED,)
 
-    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+    def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
         notes, found, met, lost = [], 0, set[fx.Node](), None
         owners = program.mesh[program.mesh.experts_over] if program.mesh.experts_over else 1

@@ -447,7 +447,7 @@ class Normalize(ir.Pass):
     takes = (Stage.CAPTURED,)
     gives = Stage.NORMALIZED
 
-    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+    def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
         counts: dict[str, int] = {}
         program = key_random(program, ctx)

@@ -44,6 +44,7 @@ class GraphBuilder:
         self.attentions: list[tuple[str, str]] = []  # bounds of which hops are known, row by row
         self.operators: dict[Any, Any] = {}  # local operators made for this program
         self.notes: list[str] = []
+        self.bodies: list[tuple[ir.Program, ir.Program]] = []  # of custom functions, whole and local
 
     def placeholder(self, name: str, val: Tensor, spec: Spec) -> fx.Node:
         """A graph input."""
@@ -330,7 +331,7 @@ class Partitioner:
         inner = Partitioner(program, plan, self.builder.ctx, None, self.propagate, differentiable=False)
         local = inner.run()
         self.builder.one_table |= inner.builder.one_table
-        self.builder.ctx.bodies.append((program, local))
+        self.builder.bodies += [*inner.builder.bodies, (program, local)]
         return local
 
     def padding(self, i: int, x: fx.Node, spec: Spec, decision: Decision, node: fx.Node) -> fx.Node:

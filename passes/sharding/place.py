@@ -77,7 +77,7 @@ class Place(ir.Pass):
     takes = (Stage.NORMALIZED,)
     gives = Stage.PLACED
 
-    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+    def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         unmatched = set() if self.stored else set(self.plan or ())
         inferred = infer(in_line(program, ctx), program.mesh["tp"]) if "tp" in program.mesh.axes else {}
         experts = experts_of(program) if program.mesh.experts else {}
@@ -93,7 +93,7 @@ class Place(ir.Pass):
         notes = tuple(f"{i.name}: {i.spec}" for i in inputs if i.kind in ("parameter", "batch"))
         sharded = sum(bool(i.spec.sharded) for i in inputs if i.kind == "parameter")
         changes = {"parameters_sharded": sharded}
-        program = replace(program, inputs=inputs, stage=Stage.PLACED)
+        program = replace(program, inputs=inputs)
         return program, ir.Report(changes, notes)
 
     def place(

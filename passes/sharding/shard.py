@@ -42,7 +42,7 @@ class Shard(ir.Pass):
     takes = (Stage.PLACED,)
     gives = Stage.LOCAL
 
-    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+    def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         unknown = [
             n
             for n in program.calls()
@@ -64,4 +64,4 @@ class Shard(ir.Pass):
         notes += map(str, reshards := partitioner.reshards)
         notes += [f"%{node.name} ({ir.source(node)}): {why}" for (node, _), why in plan.reasons.items()]
         counts = {"reshards": len(reshards), "masks": partitioner.builder.masks, "unknown": len(unknown)}
-        return local, ir.Report(counts, tuple(notes), tuple(reshards))
+        return local, ir.Report(counts, tuple(notes), tuple(reshards), tuple(partitioner.builder.bodies))

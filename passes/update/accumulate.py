@@ -28,7 +28,7 @@ class Accumulate(ir.Pass):
     takes = (Stage.JOINT,)
     gives = Stage.STEP
 
-    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+    def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
         append = Appender(program, ctx, "optimizer")
         buffers = {i.name: n for n, i in zip(program.placeholders(), program.inputs) if i.kind == "buffer"}
@@ -52,7 +52,7 @@ class Accumulate(ir.Pass):
         program.graph.output_node().args = (tuple(n for n, _ in kept),)
         program.module.recompile()
         inputs = (*program.inputs, *added)
-        program = replace(program, inputs=inputs, outputs=tuple(o for _, o in kept), stage=Stage.STEP)
+        program = replace(program, inputs=inputs, outputs=tuple(o for _, o in kept))
         return program, ir.Report({"accumulators": len(added)})
 
 
@@ -63,7 +63,7 @@ class ApplyOnly(ir.Pass):
     name = "apply"
     takes = (Stage.JOINT,)
 
-    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+    def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         graph = fx.Graph()
         nodes, inputs = [], []
         for old, given in zip(program.placeholders(), program.inputs):

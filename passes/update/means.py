@@ -142,7 +142,7 @@ class Means(ir.Pass):
     name = "means"
     takes = (Stage.NORMALIZED,)
 
-    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+    def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
         batch = {n for n, i in zip(program.placeholders(), program.inputs) if i.kind == "batch"}
         ends = {kind: [n for n, o in zip(program.results(), program.outputs) if o.kind == kind] for kind in KINDS}

@@ -89,7 +89,7 @@ class Optimize(ir.Pass):
     takes = (Stage.JOINT,)
     gives = Stage.STEP
 
-    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+    def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
         append = Appender(program, ctx, "optimizer")
         parameters = {i.name: (n, i) for n, i in zip(program.placeholders(), program.inputs) if i.kind == "parameter"}
@@ -217,4 +217,4 @@ class Optimize(ir.Pass):
         outputs.append(ir.Output("grad_norm", "metric", Spec(())))
         program.graph.output_node().args = (tuple(results),)
         program.module.recompile()
-        return replace(program, inputs=tuple(inputs), outputs=tuple(outputs), stage=Stage.STEP)
+        return replace(program, inputs=tuple(inputs), outputs=tuple(outputs))

@@ -16,8 +16,7 @@ def apply(passes: Sequence[ir.Pass], program: ir.Program, ctx: ir.Context) -> tu
         before = program
         program, report = step(before, ctx)
         if step.name == "shard":
-            bodies = [ctx.bodies.pop() for _ in range(len(ctx.bodies))]
-            wrong = [w for pair in ((before, program), *bodies) for w in check_placements(*pair)]
+            wrong = [w for pair in ((before, program), *report.bodies) for w in check_placements(*pair)]
             assert not wrong, wrong
         if step.name == "joint":
             assert not list(check_copies(program)), list(check_copies(program))

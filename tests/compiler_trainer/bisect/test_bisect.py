@@ -98,7 +98,7 @@ class DropSum(ir.Pass):
     name = "drop"
     takes = (Stage.LOCAL,)
 
-    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+    def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
         for psum in [node for node in program.calls() if node.target is boundary.psum][:drops]:
             psum.replace_all_uses_with(psum.args[0])

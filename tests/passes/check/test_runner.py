@@ -62,7 +62,7 @@ class Fake(ir.Pass):
     takes: tuple[Stage, ...] = tuple(Stage)
     gives: Stage | None = None
 
-    def __call__(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+    def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         return self.rewrite(program), ir.Report()
 
 
