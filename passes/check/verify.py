@@ -46,7 +46,8 @@ def verify_spec(
     """Check the graph; returns what its nodes yield, recomputed. Raises CompileError at the first thing wrong.
 
     With the program `before` the pass: no result may be lost, and where a whole program became this local one,
-    placements are recomputed, and those of the `bodies` that the pass reports. `swept` is what this very graph yielded when it was checked before, at an earlier stage.
+    placements are recomputed, also in the `bodies` that the pass reports. `swept` is what this very graph yielded when
+    it was checked before, at an earlier stage.
     """
     _raise_first(pass_name, (finding for check in STRUCTURE for finding in check(program)))
     if swept is None:

@@ -57,13 +57,13 @@ def captured(**mesh: int) -> tuple[ir.Program, ir.Context, dict[str, Tensor]]:
 class Fake(ir.Pass):
     """A pass that does what it is given."""
 
-    rewrite: Callable[[ir.Program], ir.Program] = lambda program: program
+    does: Callable[[ir.Program], ir.Program] = lambda program: program
     name: str = "fake"
     takes: tuple[Stage, ...] = tuple(Stage)
     gives: Stage | None = None
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
-        return self.rewrite(program), ir.Report()
+        return self.does(program), ir.Report()
 
 
 def refusal(rewrite: Callable[[ir.Program], ir.Program], **options) -> str:
