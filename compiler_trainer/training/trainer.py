@@ -154,6 +154,7 @@ def build_step(
         skip_nonfinite=cfg.train.nonfinite == "skip",
         initial=trained.initial(),
         device=local_device(),
+        evaluate=cfg.eval.interval is not None,
         below={"tokens": datasets.vocab_size, "positions": cfg.train.seq_len},
         observe=observe,
         tell=tell,

@@ -112,6 +112,14 @@ def test_switched_off(fake, tmp_path):
     assert not {"checkpoints", "graphs"} & {p.name for p in (tmp_path / "run").iterdir()}
 
 
+@pytest.mark.parametrize(("interval", "evaluates"), [(4, True), (None, False)])
+def test_evaluation_is_compiled_only_where_the_run_evaluates(interval, evaluates, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(trainer, "compile_step", lambda *args, evaluate, **how: asked.append(evaluate) or FakeStep())
+    trainer.train(options(tmp_path / "run", eval=EvalConfig(interval=interval)))
+    assert asked == [evaluates]
+
+
 # Going on
 
 
