@@ -156,6 +156,19 @@ def test_check_reads_every_byte_and_says_a_line_a_checkpoint(run, trained, tmp_p
     assert refused.startswith(f"error: {folder / 'checkpoints'}: holds 1 checkpoints, all of them damaged")
 
 
+@pytest.mark.parametrize("inside", ["", "checkpoints"])
+def test_check_names_checkpoints_that_were_set_aside(inside, run, trained, tmp_path, capsys):
+    folder = shutil.copytree(trained("decoder"), tmp_path / "run")
+    path = folder / "checkpoints/step_00000002"
+    checkpoint.set_aside(shutil.copytree(path, path.with_name("step_00000001")), "damaged")
+    path.with_name("step_00000003.tmp").mkdir()
+    named, whole = run("check", folder / inside).splitlines()
+    assert named == f"{path.with_name('step_00000001.damaged')}: set aside as damaged, no command reads it"
+    assert whole.startswith(f"{path}: whole, ")
+    checkpoint.set_aside(path, "left")
+    assert call("check", folder / inside) == 2 and f"{path}.left: set aside as left, " in capsys.readouterr().out
+
+
 # Measuring
 
 
