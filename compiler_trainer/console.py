@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 from rich.console import Console
 from rich.progress import Progress, ProgressColumn
@@ -13,9 +13,9 @@ from rich.progress import Progress, ProgressColumn
 WIDTH, WIDEST = 160, 220  # of what is no terminal
 
 
-def say(text: str) -> None:
-    """Print a line at once, in one write: threads' lines do not mix."""
-    print(f"{text}\n", end="", flush=True)
+def say(text: str, to: TextIO | None = None) -> None:
+    """Print a line at once, on standard output or elsewhere, in one write: threads' lines do not mix."""
+    print(f"{text}\n", end="", file=to, flush=True)
 
 
 def wide(width: int = WIDTH, **how: Any) -> Console:
@@ -32,8 +32,8 @@ def tabular() -> Console:
 class Renewed:
     """A line of `columns` that is there while this is used as a context manager, if the console is a terminal."""
 
-    def __init__(self, *columns: ProgressColumn, **options: Any):
-        self.console = Console(file=sys.stdout)
+    def __init__(self, *columns: ProgressColumn, to: TextIO | None = None, **options: Any):
+        self.console = Console(file=to or sys.stdout)
         self.bar = Progress(*columns, console=self.console, **options)
         self.started = self.last_line = time.monotonic()
 

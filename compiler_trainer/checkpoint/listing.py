@@ -64,6 +64,12 @@ def clear(folder: Path) -> None:
         remove(partial)
 
 
+def aside(folder: Path) -> list[Path]:
+    """The checkpoints of a run folder, or of a folder of checkpoints, that were set aside."""
+    found = (*folder.glob("step_*.*"), *folder.glob("checkpoints/step_*.*"))
+    return sorted(path for path in found if path.suffix != ".tmp")
+
+
 def set_aside(path: Path, why: str) -> None:
     """Give a checkpoint a name that ends in `why`, from which nobody goes on."""
     place = path.with_suffix(f".{why}")

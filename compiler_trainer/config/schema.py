@@ -505,7 +505,7 @@ class EvalConfig:
     """Held-out loss over `batches` global batches every `interval` steps and at the end."""
 
     interval: Interval | None = 50  # null: never, and data.eval_fraction may be 0
-    batches: Positive = 4
+    batches: Positive | None = 4  # the same each time; null: every held-out row once
 
 
 @dataclass(frozen=True)

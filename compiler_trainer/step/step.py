@@ -63,6 +63,8 @@ class Step:
         self.device, self.report = device, report
         self.dealt: list[Dealt] = []  # the microbatches of the last step
         compiled = (*train.values(), *([evaluation] if evaluation else []))
+        named = dict.fromkeys(o.name for each in compiled for o in each.program.outputs if o.kind == "metric")
+        self.metrics = tuple(name for name in named if name != "grad_norm")  # what a loss returns beside the loss
         given = (i for each in compiled for i in each.program.inputs)
         self.constants = {i.name: i.value.to(device) for i in given if i.value is not None}
         self.places = {
@@ -121,11 +123,6 @@ class Step:
         parts = self.split(batch)
         scalars = self.scalars(0.0, 0) | self.counts(self.evaluation, parts)
         return together(self.evaluation.program, [self.run(self.evaluation, part, scalars) for part in parts])
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """The names of what the loss function returns beside the loss."""
-        return tuple(o.name for o in self.evaluation.program.outputs if o.kind == "metric")
 
     def split(self, batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         """The microbatches of a global batch: consecutive rows."""

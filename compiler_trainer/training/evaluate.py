@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from compiler_trainer.data.loader import Loader
+from compiler_trainer.data.mixture import Mixture
 from compiler_trainer.models import IGNORED_LABEL
 
 
@@ -17,11 +21,28 @@ class Measures(Protocol):
     def measure(self, batch: dict[str, Tensor], /) -> dict[str, float]: ...
 
 
-def means(step: Measures, batches: Iterable[dict[str, Tensor]]) -> dict[str, float]:
-    """Loss and metrics, means over all labelled tokens of the global `batches`: one of few labels counts for less."""
+def means(step: Measures, batches: Iterable[dict[str, Tensor]]) -> tuple[dict[str, float], int]:
+    """Loss and metrics, means over all labelled tokens of the global `batches`, and how many tokens these are."""
     total, labels = Counter[str](), 0
     for batch in batches:
         labelled = int((batch["labels"] != IGNORED_LABEL).sum())
         total.update({name: value * labelled for name, value in step.measure(batch).items()})
         labels += labelled
-    return {name: value / labels for name, value in total.items()}
+    return {name: value / labels for name, value in total.items()}, labels
+
+
+def held_out(loader: Loader, batches: int | None) -> Iterator[dict[str, Tensor]]:
+    """The first so many global batches, the same each time; with None every row once."""
+    if batches is None:
+        return every_row(loader.rows, loader.batch_size)
+    loader.reset()
+    return (loader.next() for _ in range(batches))
+
+
+def every_row(rows: Mixture, size: int) -> Iterator[dict[str, Tensor]]:
+    """Every row once, in order; what fills the last batch has no labels."""
+    for first in range(0, len(rows), size):
+        numbers = np.arange(first, first + size)
+        batch = rows.batch(np.minimum(numbers, len(rows) - 1))
+        batch["labels"][numbers >= len(rows)] = IGNORED_LABEL
+        yield {name: torch.from_numpy(array) for name, array in batch.items()}

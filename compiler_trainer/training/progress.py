@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from math import nan
 from pathlib import Path
+from typing import TextIO
 
 from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -17,7 +18,7 @@ from compiler_trainer.training.metrics import Record
 
 LINES = 10  # plain ones in a run, if it is quick
 LINE_EVERY_S = 30.0  # if it is not
-WORKING_EVERY_S = 2.0  # at most, while a step is compiled
+WORKING_EVERY_S = 2.0  # at most, while something is made ready
 CONTENTS = {
     "config.yaml": "the options, resolved",
     "metrics.jsonl": "one JSON object a step",
@@ -78,13 +79,15 @@ class Progress(Renewed):
 
 
 class Working(Renewed):
-    """Shows what is being done and for how long, before there are steps; used as a context manager, and called.
+    """Shows what is being done and for how long, where there are no steps; used as a context manager, and called.
 
-    On a terminal one line that renews itself, else a line now and then.
+    On a terminal one line that renews itself, else a line now and then, the later the more seldom.
     """
 
-    def __init__(self) -> None:
-        super().__init__(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), transient=True)
+    def __init__(self, to: TextIO | None = None) -> None:
+        columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+        super().__init__(*columns, to=to, transient=True)
+        self.to = to
         self.task = self.bar.add_task("")
 
     def __call__(self, what: str) -> None:
@@ -92,9 +95,9 @@ class Working(Renewed):
         now = time.monotonic()
         if self.console.is_terminal:
             self.bar.update(self.task, description=what)
-        elif now - self.last_line >= WORKING_EVERY_S:
+        elif now - self.last_line >= max(WORKING_EVERY_S, (now - self.started) / LINES):
             self.last_line = now
-            say(f"  {now - self.started:.0f} s: {what}")
+            say(f"  {now - self.started:.0f} s: {what}", self.to)
 
 
 def announce(text: str) -> None:

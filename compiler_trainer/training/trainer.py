@@ -26,7 +26,7 @@ from compiler_trainer.step.compile import compile_step
 from compiler_trainer.step.ranks import rank, start_ranks, stop_ranks
 from compiler_trainer.step.step import Step
 from compiler_trainer.training import folder, trace
-from compiler_trainer.training.evaluate import means
+from compiler_trainer.training.evaluate import held_out, means
 from compiler_trainer.training.load import unevenness
 from compiler_trainer.training.lr_schedule import learning_rate
 from compiler_trainer.training.meters import Meters
@@ -154,6 +154,7 @@ def build_step(
         skip_nonfinite=cfg.train.nonfinite == "skip",
         initial=trained.initial(),
         device=local_device(),
+        evaluate=cfg.eval.interval is not None,
         below={"tokens": datasets.vocab_size, "positions": cfg.train.seq_len},
         observe=observe,
         tell=tell,
@@ -169,7 +170,7 @@ def run(
     never one too few.
     """
     if start.step == 0 and trained.has_weights and datasets.eval is not None and cfg.eval.interval is not None:
-        before = means(step, held_out(datasets.eval, cfg.eval.batches))
+        before, _ = means(step, held_out(datasets.eval, cfg.eval.batches))
         announce(f"eval loss {before['loss']:.3f} before the first step")
     meters, rollback = Meters(cfg, trained, step), Rollback(cfg, trained, step, start)
     replicas, interval = Replicas(cfg, step), cfg.train.replica_check.interval
@@ -201,7 +202,7 @@ def steps(cfg: Config, step: Step, datasets: Datasets, start: Start, meters: Met
         tokens += datasets.train.filled
         record = {"step": number, "tokens": tokens, **measured}
         if datasets.eval is not None and is_due(number, cfg.eval.interval, cfg.train.steps):
-            found = means(step, held_out(datasets.eval, cfg.eval.batches))
+            found, _ = means(step, held_out(datasets.eval, cfg.eval.batches))
             record |= {f"eval_{name}": value for name, value in found.items()}
         record = judge.finite(record)
         if "loss" in record and (said := spikes.said(number, record["loss"])):
@@ -235,12 +236,6 @@ def peek(loader: Loader) -> dict[str, Tensor]:
     batch = next_batch(loader)
     loader.load_state_dict(state)
     return batch
-
-
-def held_out(loader: Loader, batches: int) -> Iterator[dict[str, Tensor]]:
-    """The first held-out global batches, the same each time."""
-    loader.reset()
-    return (next_batch(loader) for _ in range(batches))
 
 
 def local_device() -> torch.device:

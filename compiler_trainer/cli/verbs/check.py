@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from compiler_trainer.checkpoint import check_all, complete
+from compiler_trainer.checkpoint import aside, check_all, complete
 from compiler_trainer.cli.table import parser
 from compiler_trainer.runs.saved import best
 
@@ -26,6 +26,9 @@ def main(arguments: Sequence[str]) -> int:
     takes.add_argument("folder", type=Path, help="a run folder, a folder of checkpoints, or a checkpoint")
     takes.add_argument("--checkpoint", metavar="best|latest|PATH", help="check one of a run folder, not all")
     given = takes.parse_args(arguments)
+    if given.checkpoint is None:
+        for path in aside(given.folder):
+            print(f"{path}: set aside as {path.suffix[1:]}, no command reads it", flush=True)
     damaged = False
     for path, said, is_whole in check_all(chosen(given.folder, given.checkpoint)):
         print(f"{path}: {'whole' if is_whole else 'damaged'}, {said}", flush=True)

@@ -1,4 +1,4 @@
-"""`eval`: loss and perplexity on what the run held out, or on all of the text that data=... names."""
+"""`eval`: loss and perplexity on the batches that training evaluates, or on the text that data=... names."""
 
 from __future__ import annotations
 
@@ -7,21 +7,32 @@ from collections.abc import Sequence
 
 from compiler_trainer.cli.ends import RANK
 from compiler_trainer.cli.table import run_parser
+from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import MeshConfig
 from compiler_trainer.runs.evaluate import evaluate
 from compiler_trainer.runs.saved import at_checkpoint, options_of
 
 OTHER_TEXT = ("data.files", "data.sources", "data.path", "data.split")
+HOW_MUCH = (
+    "Held-out text is measured as in training, in eval.batches batches; of other text (data=text data.files=[FILE]) "
+    "all is. eval.batches=N takes so many batches, eval.batches=null all text."
+)
 
 
 def main(arguments: Sequence[str]) -> None:
     """Print them on a line."""
-    given = run_parser("eval", overrides=True).parse_intermixed_args(arguments)
+    takes = run_parser("eval", overrides=True)
+    takes.epilog = HOW_MUCH
+    given = takes.parse_intermixed_args(arguments)
     cfg = at_checkpoint(options_of(given.run, given.overrides), given.checkpoint)
     names = [override.lstrip("+").partition("=")[0] for override in given.overrides]
     if not any(name.startswith("mesh.") for name in names):
         cfg = dataclasses.replace(cfg, mesh=MeshConfig())
-    anew = any(name == "data" or name.startswith(OTHER_TEXT) for name in names)
-    result = evaluate(cfg, anew, cfg.eval.batches if "eval.batches" in names else None)
+    other = any(name == "data" or name.startswith(OTHER_TEXT) for name in names)
+    if other and "eval.batches" not in names:
+        cfg = dataclasses.replace(cfg, eval=dataclasses.replace(cfg.eval, batches=None))
+    if not other and cfg.data.eval_fraction == 0:
+        raise UserError("data.eval_fraction", "is 0, so that nothing is held out; name a text, as in data.files=[FILE]")
+    said = evaluate(cfg, other)
     if RANK == 0:
-        print(", ".join(f"{name} {value:{',' if name == 'tokens' else '.6g'}}" for name, value in result.items()))
+        print(said)

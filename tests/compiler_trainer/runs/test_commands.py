@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 
 import folders
@@ -23,6 +24,7 @@ from compiler_trainer.data.datasets import build_datasets
 from compiler_trainer.models.subject import subject
 from compiler_trainer.runs.generate import ends_answers
 from compiler_trainer.runs.saved import trained_model
+from compiler_trainer.training import progress
 
 FEW = ["lower.backend=eager", "data=synthetic", "data.documents=40", "train.steps=2", "train.seq_len=16",
        "train.global_batch_size=3", "eval.interval=null", "run.dump_graphs=false"]
@@ -66,6 +68,11 @@ def trained(tmp_path_factory):
 
 def records(path):
     return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def values(said):
+    """What `eval` measured, by name."""
+    return {name: float(value) for name, value in (part.split(" ") for part in said.partition(", tokens")[0].split(", "))}
 
 
 def weights(path):
@@ -118,10 +125,10 @@ def test_every_verb_reads_the_best_checkpoint_or_one_that_is_named(run, tmp_path
     least = min(losses, key=losses.get)
     path = folder / f"checkpoints/step_{least:08}"
     assert run("check", folder, "--checkpoint", "best").startswith(f"{path}: whole") and run("check", folder).count("\n") == 3
-    said = run("eval", folder, "--checkpoint", "best", "eval.batches=4")
-    assert said.startswith("loss ") and said == run("eval", folder, "--checkpoint", path, "eval.batches=4")
+    said = run("eval", folder, "--checkpoint", "best")
+    assert values(said)["loss"] == pytest.approx(losses[least], rel=1e-5) and said == run("eval", folder, "--checkpoint", path)
     other = next(step for step in losses if losses[step] != losses[least])
-    assert said != run("eval", folder, "--checkpoint", folder / f"checkpoints/step_{other:08}", "eval.batches=4")
+    assert said != run("eval", folder, "--checkpoint", folder / f"checkpoints/step_{other:08}")
     for name, which in (("a", "best"), ("b", path)):
         run("export", folder, tmp_path / name, "--checkpoint", which)
     one, two = (load_file(next((tmp_path / name).glob("*.safetensors"))) for name in "ab")
@@ -149,6 +156,19 @@ def test_check_reads_every_byte_and_says_a_line_a_checkpoint(run, trained, tmp_p
     assert refused.startswith(f"error: {folder / 'checkpoints'}: holds 1 checkpoints, all of them damaged")
 
 
+@pytest.mark.parametrize("inside", ["", "checkpoints"])
+def test_check_names_checkpoints_that_were_set_aside(inside, run, trained, tmp_path, capsys):
+    folder = shutil.copytree(trained("decoder"), tmp_path / "run")
+    path = folder / "checkpoints/step_00000002"
+    checkpoint.set_aside(shutil.copytree(path, path.with_name("step_00000001")), "damaged")
+    path.with_name("step_00000003.tmp").mkdir()
+    named, whole = run("check", folder / inside).splitlines()
+    assert named == f"{path.with_name('step_00000001.damaged')}: set aside as damaged, no command reads it"
+    assert whole.startswith(f"{path}: whole, ")
+    checkpoint.set_aside(path, "left")
+    assert call("check", folder / inside) == 2 and f"{path}.left: set aside as left, " in capsys.readouterr().out
+
+
 # Measuring
 
 
@@ -162,16 +182,31 @@ def test_eval_is_the_mean_loss_of_every_held_out_token(kind, run, trained):
     batch = {name: torch.from_numpy(value.copy()) for name, value in rows.batch(np.arange(len(rows))).items()}
     with torch.no_grad():
         wanted = float(found.loss(model, batch))
-    printed = dict(part.split(" ") for part in run("eval", path).strip().splitlines()[-1].split(", "))
-    assert float(printed["loss"]) == pytest.approx(wanted, abs=2e-5)
-    assert float(printed["perplexity"]) == pytest.approx(math.exp(wanted), rel=1e-4)
-    assert int(printed["tokens"].replace(",", "")) == int((batch["labels"] >= 0).sum())
+    said = run("eval", path, "eval.batches=null")
+    labels = int((batch["labels"] >= 0).sum())
+    assert values(said) == pytest.approx({"loss": wanted, "perplexity": math.exp(wanted)}, rel=1e-4)
+    assert said.endswith(f", tokens {labels:,} in all {len(rows):,} rows\n")
 
 
 def test_eval_takes_all_of_other_text(run, trained, tmp_path):
     (tmp_path / "a.txt").write_text("abcdefgh" * 9)
     said = run("eval", trained("decoder"), "data=text", f"data.files=[{tmp_path / 'a.txt'}]")
-    assert said.strip().endswith("tokens 72")
+    assert said.endswith("tokens 72 in all 5 rows\n")
+
+
+def test_eval_says_how_much_it_read_and_how_far_it_is(trained, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "WORKING_EVERY_S", 0.0)
+    monkeypatch.setattr(progress, "LINES", math.inf)
+    capsys.readouterr()
+    assert call("eval", trained("decoder"), "eval.batches=2") == 0
+    shown, said = capsys.readouterr()
+    assert re.search(r", tokens 96 in 2 x 3 rows; eval.batches=null takes all \d+ rows\n$", shown)
+    assert said.endswith(" s: batch 2 of 2\n")
+
+
+def test_a_run_that_held_nothing_out_has_no_loss_of_it(run, trained):
+    said = run("eval", trained("decoder"), "data.eval_fraction=0")
+    assert said.startswith("error: data.eval_fraction: is 0, so that nothing is held out; name a text")
 
 
 # Sampling

@@ -75,7 +75,7 @@ def test_padding_counts_as_no_token(fake, tmp_path):
 
 def test_evaluation_is_on_the_same_held_out_rows(fake, tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(trainer, "means", lambda step, batches: seen.append(list(batches)) or {"loss": 1.0})
+    monkeypatch.setattr(trainer, "means", lambda step, batches: seen.append(list(batches)) or ({"loss": 1.0}, 1))
     trainer.train(options(tmp_path / "run"))
     first, second = seen
     assert len(first) == 2
@@ -110,6 +110,14 @@ def test_switched_off(fake, tmp_path):
     trainer.train(options(tmp_path / "run", run=RunConfig(str(tmp_path / "run"), dump_graphs=False), **changes))
     assert not any("eval_loss" in record for record in metrics(tmp_path / "run"))
     assert not {"checkpoints", "graphs"} & {p.name for p in (tmp_path / "run").iterdir()}
+
+
+@pytest.mark.parametrize(("interval", "evaluates"), [(4, True), (None, False)])
+def test_evaluation_is_compiled_only_where_the_run_evaluates(interval, evaluates, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(trainer, "compile_step", lambda *args, evaluate, **how: asked.append(evaluate) or FakeStep())
+    trainer.train(options(tmp_path / "run", eval=EvalConfig(interval=interval)))
+    assert asked == [evaluates]
 
 
 # Going on
