@@ -50,8 +50,9 @@ class PassRecord:
     costs: Costs | None = field(default=None, compare=False)
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able, without `results` and `costs`."""
-        plain = asdict(replace(self, results={}, costs=None))
+        """JSON-able, without programs, `results` and `costs`."""
+        plain = asdict(replace(self, report=replace(self.report, bodies=()), results={}, costs=None))
+        del plain["report"]["bodies"]
         return {key: value for key, value in plain.items() if key not in ("results", "costs")}
 
 
@@ -105,6 +106,7 @@ def run_passes(
             ledger = ledger if ledger and ledger.swept is swept else Ledger(whole, swept)
             accounting = summed(ledger)
         counts = len(before.graph.nodes), len(after.graph.nodes)
+        report = replace(report, bodies=())  # verified, and not to be kept
         record = PassRecord(name, step, seconds, *counts, report, accounting, errors, check.results or {})
         records.append(record)
         if observe is not None:

@@ -194,7 +194,8 @@ class Pass(ABC):
     def __call__(self, program: Program, ctx: Context) -> tuple[Program, Report]:
         """The program after the pass, of the stage that it gives, and what was done."""
         after, report = self.rewrite(program, ctx)
-        return replace(after, stage=program.stage if self.gives is None else self.gives), report
+        stage = program.stage if self.gives is None else self.gives
+        return after if after.stage is stage else replace(after, stage=stage), report
 
     @abstractmethod
     def rewrite(self, program: Program, ctx: Context) -> tuple[Program, Report]:
