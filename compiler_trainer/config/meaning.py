@@ -21,6 +21,8 @@ from compiler_trainer.config.compose import default_job
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import Chosen, Must
 
+PLAIN = {"None": "null", "str": "text", "bool": "true | false"}
+
 
 class Option(NamedTuple):
     """One option: its dotted name, what may stand there, its default, and what it means (may be empty)."""
@@ -88,17 +90,41 @@ def words(annotation: ast.expr) -> str:
     """An annotation in the words of a command line: the values themselves where they are listed."""
     if isinstance(annotation, ast.BinOp):
         return f"{words(annotation.left)} | {words(annotation.right)}"
-    text = ast.unparse(annotation)
-    if text.startswith("Literal["):
-        return " | ".join(ast.literal_eval(f"({text[8:-1]},)"))
-    alias = meant(text)
+    if isinstance(annotation, ast.Subscript):
+        inner = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
+        return words_of_several(ast.unparse(annotation.value), inner)
+    return words_of_name(ast.unparse(annotation))
+
+
+def words_of_several(kind: str, inner: list[ast.expr]) -> str:
+    """`Literal["a", "b"]`, `tuple[str, ...]`, `tuple[int, int]` or `dict[str, int]` in words."""
+    if kind == "Literal":
+        return " | ".join(map(ast.literal_eval, inner))
+    if kind == "dict":
+        return f"by name: {words_of_each(inner[1])}"
+    is_open = ast.unparse(inner[-1]) == "..."
+    return f"list of {'' if is_open else f'{len(inner)}, each '}{words_of_each(inner[0])}"
+
+
+def words_of_each(annotation: ast.expr) -> str:
+    """What each of several is, in words: of options that belong together, their names."""
+    group = meant(ast.unparse(annotation))
+    if dataclasses.is_dataclass(group):
+        return f"{{{', '.join(field.name for field in dataclasses.fields(group))}}}"
+    return words(annotation)
+
+
+def words_of_name(name: str) -> str:
+    """What a name in an annotation stands for, in words: `Positive` is `int, at least 1`."""
+    alias = meant(name)
     if get_origin(alias) is Literal:
         return " | ".join(get_args(alias))
-    kind, *musts = get_args(alias) or (None,)
-    if kind in (int, float) and all(isinstance(must, Must) for must in musts):
-        return ", ".join([kind.__name__, *(must.be.removeprefix("be ") for must in musts)])
-    said = [must.words for must in musts if isinstance(must, Chosen) and must.words]
-    return said[0] if said else {"None": "null"}.get(text, text)
+    kind, *marks = get_args(alias) or (None,)
+    said = [mark.words for mark in marks if isinstance(mark, Chosen) and mark.words]
+    said += [mark.be.removeprefix("be ").removeprefix("have ") for mark in marks if isinstance(mark, Must)]
+    if kind in (int, float, str) and not isinstance(marks[0], Chosen):
+        said.insert(0, PLAIN.get(kind.__name__, kind.__name__))
+    return ", ".join(said) or PLAIN.get(name, name)
 
 
 def comments(cls: type) -> dict[str, str]:
