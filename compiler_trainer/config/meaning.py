@@ -6,7 +6,6 @@ import ast
 import dataclasses
 import difflib
 import inspect
-import json
 import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, get_args, get_origin
@@ -19,9 +18,9 @@ from compiler_trainer.config import cluster, foreign, schema
 from compiler_trainer.config.choices import CONF
 from compiler_trainer.config.compose import default_job
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.options import Chosen, Must
+from compiler_trainer.config.options import SCALARS, Chosen, Must, spelled
 
-PLAIN = {"None": "null", "str": "text", "bool": "true | false"}
+PLAIN = {"None": "null", **{kind.__name__: words for kind, words in SCALARS.items()}}
 
 
 class Option(NamedTuple):
@@ -115,7 +114,7 @@ def words_of_each(annotation: ast.expr) -> str:
 
 
 def words_of_name(name: str) -> str:
-    """What a name in an annotation stands for, in words: `Positive` is `int, at least 1`."""
+    """What a name in an annotation stands for, in words: `Positive` is `a whole number, at least 1`."""
     alias = meant(name)
     if get_origin(alias) is Literal:
         return " | ".join(get_args(alias))
@@ -123,7 +122,7 @@ def words_of_name(name: str) -> str:
     said = [mark.words for mark in marks if isinstance(mark, Chosen) and mark.words]
     said += [mark.be.removeprefix("be ").removeprefix("have ") for mark in marks if isinstance(mark, Must)]
     if kind in (int, float, str) and not isinstance(marks[0], Chosen):
-        said.insert(0, PLAIN.get(kind.__name__, kind.__name__))
+        said.insert(0, SCALARS[kind])
     return ", ".join(said) or PLAIN.get(name, name)
 
 
@@ -140,12 +139,10 @@ def comments(cls: type) -> dict[str, str]:
 def shown(field: dataclasses.Field[Any], name: str) -> str:
     """What an option is where it is not given, as one would write it: the default job's value, else the schema's."""
     if name in default_job():
-        value = default_job()[name]
-        return value if isinstance(value, str) else json.dumps(value)
+        return spelled(default_job()[name])
     if field.default is field.default_factory is dataclasses.MISSING:
         return "(required)"
-    value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    return json.dumps(value) if not isinstance(value, str) else value
+    return spelled(field.default if field.default_factory is dataclasses.MISSING else field.default_factory())
 
 
 def explain(asked: str, out: Console) -> None:

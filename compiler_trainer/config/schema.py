@@ -225,7 +225,7 @@ def kind_of_microbatches(given: Any) -> Any:
     return Literal["auto"] if isinstance(given, str) else Positive
 
 
-Microbatches = Annotated[int, Chosen(kind_of_microbatches, "int, at least 1 | auto")]
+Microbatches = Annotated[int, Chosen(kind_of_microbatches, "a whole number, at least 1 | auto")]
 AUTOMATIC: Any = "auto"  # what `train.microbatches` is until it is planned
 
 
