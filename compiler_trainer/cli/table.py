@@ -25,7 +25,7 @@ VERBS = {
     "bisect": Verb("look", "[RUN] [OPTION=VALUE]", "find the pass and graph node where results go wrong"),
     "check-model": Verb("look", "[CLASS] [OPTION=VALUE]", "compare a model's training on a mesh with eager PyTorch's"),
     "sweep": Verb("look", "DIR", "write the table and plots of a sweep again"),
-    "generate": Verb("use", "RUN --prompt TEXT", "sample text from the model"),
+    "generate": Verb("use", "RUN [--chat] --prompt TEXT", "sample text from the model, or its answer in a chat"),
     "eval": Verb("use", "RUN [OPTION=VALUE]", "loss and perplexity on held-out or other text"),
     "export": Verb("use", "RUN OUT", "write a checkpoint as a folder that transformers, peft or safetensors load"),
     "check": Verb("keep", "FOLDER", "read every byte of the checkpoints in a folder, and say which are damaged"),

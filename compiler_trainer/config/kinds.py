@@ -16,6 +16,7 @@ Fraction = Annotated[float, Must("be from 0 to 1", lambda x: 0 <= x <= 1)]
 ShareOfPeak = Annotated[float, Must("be above 0 and at most 1", lambda x: 0 < x <= 1)]
 AtLeastOne = Annotated[float, Must("be 1 or more", lambda x: x >= 1)]
 OpenFraction = Annotated[float, Must("be 0 or more and below 1", lambda x: 0 <= x < 1)]
+Text = Annotated[str, Must("be at least a character", bool)]
 RowLength = Annotated[int, Must("be at least 2, a token and the one it predicts", lambda n: n >= 2)]
 MOST_LAYERS = 10_000  # that are built
 Layers = Annotated[int, Must(f"be from 1 to {MOST_LAYERS:,}", lambda n: 1 <= n <= MOST_LAYERS)]

@@ -6,7 +6,6 @@ import ast
 import dataclasses
 import difflib
 import inspect
-import json
 import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, get_args, get_origin
@@ -19,7 +18,9 @@ from compiler_trainer.config import cluster, foreign, schema
 from compiler_trainer.config.choices import CONF
 from compiler_trainer.config.compose import default_job
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.options import Chosen, Must
+from compiler_trainer.config.options import SCALARS, Chosen, Must, spelled
+
+PLAIN = {"None": "null", **{kind.__name__: words for kind, words in SCALARS.items()}}
 
 
 class Option(NamedTuple):
@@ -88,17 +89,41 @@ def words(annotation: ast.expr) -> str:
     """An annotation in the words of a command line: the values themselves where they are listed."""
     if isinstance(annotation, ast.BinOp):
         return f"{words(annotation.left)} | {words(annotation.right)}"
-    text = ast.unparse(annotation)
-    if text.startswith("Literal["):
-        return " | ".join(ast.literal_eval(f"({text[8:-1]},)"))
-    alias = meant(text)
+    if isinstance(annotation, ast.Subscript):
+        inner = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
+        return words_of_several(ast.unparse(annotation.value), inner)
+    return words_of_name(ast.unparse(annotation))
+
+
+def words_of_several(kind: str, inner: list[ast.expr]) -> str:
+    """`Literal["a", "b"]`, `tuple[str, ...]`, `tuple[int, int]` or `dict[str, int]` in words."""
+    if kind == "Literal":
+        return " | ".join(map(ast.literal_eval, inner))
+    if kind == "dict":
+        return f"by name: {words_of_each(inner[1])}"
+    is_open = ast.unparse(inner[-1]) == "..."
+    return f"list of {'' if is_open else f'{len(inner)}, each '}{words_of_each(inner[0])}"
+
+
+def words_of_each(annotation: ast.expr) -> str:
+    """What each of several is, in words: of options that belong together, their names."""
+    group = meant(ast.unparse(annotation))
+    if dataclasses.is_dataclass(group):
+        return f"{{{', '.join(field.name for field in dataclasses.fields(group))}}}"
+    return words(annotation)
+
+
+def words_of_name(name: str) -> str:
+    """What a name in an annotation stands for, in words: `Positive` is `a whole number, at least 1`."""
+    alias = meant(name)
     if get_origin(alias) is Literal:
         return " | ".join(get_args(alias))
-    kind, *musts = get_args(alias) or (None,)
-    if kind in (int, float) and all(isinstance(must, Must) for must in musts):
-        return ", ".join([kind.__name__, *(must.be.removeprefix("be ") for must in musts)])
-    said = [must.words for must in musts if isinstance(must, Chosen) and must.words]
-    return said[0] if said else {"None": "null"}.get(text, text)
+    kind, *marks = get_args(alias) or (None,)
+    said = [mark.words for mark in marks if isinstance(mark, Chosen) and mark.words]
+    said += [mark.be.removeprefix("be ").removeprefix("have ") for mark in marks if isinstance(mark, Must)]
+    if kind in (int, float, str) and not isinstance(marks[0], Chosen):
+        said.insert(0, SCALARS[kind])
+    return ", ".join(said) or PLAIN.get(name, name)
 
 
 def comments(cls: type) -> dict[str, str]:
@@ -114,12 +139,10 @@ def comments(cls: type) -> dict[str, str]:
 def shown(field: dataclasses.Field[Any], name: str) -> str:
     """What an option is where it is not given, as one would write it: the default job's value, else the schema's."""
     if name in default_job():
-        value = default_job()[name]
-        return value if isinstance(value, str) else json.dumps(value)
+        return spelled(default_job()[name])
     if field.default is field.default_factory is dataclasses.MISSING:
         return "(required)"
-    value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    return json.dumps(value) if not isinstance(value, str) else value
+    return spelled(field.default if field.default_factory is dataclasses.MISSING else field.default_factory())
 
 
 def explain(asked: str, out: Console) -> None:

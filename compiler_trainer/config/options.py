@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -47,6 +48,11 @@ class Chosen:
 
     kind: Callable[[Any], Any]
     words: str = ""
+
+
+def spelled(value: Any) -> str:
+    """An option's value as a command line takes it: null for None, and quotes around no text."""
+    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def build(cls: type[T], mapping: Any, where: str = "") -> T:

@@ -77,4 +77,4 @@ def kind_of_rates(given: Any) -> Any:
     return RatesConfig if isinstance(given, Mapping) else str
 
 
-RatesOrName = Annotated[RatesConfig | str, Chosen(kind_of_rates)]
+RatesOrName = Annotated[RatesConfig | str, Chosen(kind_of_rates, "name | tables")]

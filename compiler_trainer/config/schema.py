@@ -30,6 +30,7 @@ from compiler_trainer.config.kinds import (
     RopeBase,
     RowLength,
     Seed,
+    Text,
 )
 from compiler_trainer.config.options import Chosen, Must, build  # noqa: F401  # build: of what `Config` is in
 from passes.memory.remat import SAVE, Action, OfLayer, Policy
@@ -145,7 +146,7 @@ def kind_of_time(given: Any) -> Any:
     return float | None if isinstance(given, int | float) else str | None
 
 
-TimeLimit = Annotated[str | float | None, Chosen(kind_of_time)]
+TimeLimit = Annotated[str | float | None, Chosen(kind_of_time, "seconds, or 2h30m | null")]
 Own = dict[str, Any]  # `_target_`, the dotted name of what to call, and its arguments
 
 
@@ -173,7 +174,7 @@ class SourceConfig:
 
     name: Literal["stdlib", "text", "synthetic", "hf_dataset", "mixture"] = "text"
     files: tuple[str, ...] = ()
-    document_separator: Annotated[str, Must("be at least a character", bool)] | None = None
+    document_separator: Text | None = None
     text_column: str = "text"
     path: str | None = None  # of hf_dataset: a folder, or the name of a dataset that is cached
     configuration: str | None = None  # of a dataset that has several
@@ -224,7 +225,7 @@ def kind_of_microbatches(given: Any) -> Any:
     return Literal["auto"] if isinstance(given, str) else Positive
 
 
-Microbatches = Annotated[int, Chosen(kind_of_microbatches, "int, at least 1 | auto")]
+Microbatches = Annotated[int, Chosen(kind_of_microbatches, "a whole number, at least 1 | auto")]
 AUTOMATIC: Any = "auto"  # what `train.microbatches` is until it is planned
 
 

@@ -63,7 +63,7 @@ def template_beside(tokenizer: str) -> Template:
         found = {entry["name"]: entry["template"] for entry in found}.get("default")
     source = own.read_text(encoding="utf-8") if own.is_file() else found
     if tokenizer == "bytes" or not isinstance(source, str):
-        fix = "data.chat needs one in the tokenizer_config.json or chat_template.jinja beside the tokenizer.json"
+        fix = "conversations need one in the tokenizer_config.json or chat_template.jinja beside the tokenizer.json"
         raise UserError("data.tokenizer", f"{tokenizer} has no chat template; {fix}")
     special = {name: value for name, value in sorted(config.items()) if name.endswith("_token") and value}
     return Template(source, {name: v["content"] if isinstance(v, dict) else str(v) for name, v in special.items()})

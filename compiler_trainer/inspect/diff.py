@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from compiler_trainer.config.options import spelled
 from compiler_trainer.inspect.dumps import Node, Run, Stage
 
 FIRST = 5  # nodes shown of each kind of change
@@ -159,8 +160,7 @@ def losses(a: Run, b: Run) -> Rows:
 
 def sections(a: Run, b: Run) -> Iterator[tuple[str, tuple[str, ...], Rows]]:
     """Title, heads and rows of each table; no rows where nothing differs."""
-    options = unequal(flat(a.config), flat(b.config))
-    yield "options", ("option", "A", "B"), [(k, str(x), str(y)) for k, x, y in options if k not in ITS_OWN]
+    yield "options", ("option", "A", "B"), options(flat(a.config), flat(b.config))
     programs = [{stage.program: stage for stage in run.trained} for run in (a, b)]
     missing = unequal(*(dict.fromkeys(p, "yes") for p in programs))
     yield "programs", ("program", "in A", "in B"), [(name, x or "no", y or "no") for name, x, y in missing]
@@ -175,6 +175,12 @@ def sections(a: Run, b: Run) -> Iterator[tuple[str, tuple[str, ...], Rows]]:
     yield "communication of a step", ("what", "A", "B", "B - A"), numbers(traffic(a), traffic(b))
     yield "bytes at the peak of memory", ("what", "A", "B", "B - A"), numbers(memory(a), memory(b))
     yield "loss", ("", "A", "B", "difference"), losses(a, b)
+
+
+def options(a: Mapping[str, Any], b: Mapping[str, Any]) -> Rows:
+    """Options that differ, as a command line takes them; empty where a run has no such option."""
+    names = [name for name, _, _ in unequal(a, b) if name not in ITS_OWN]
+    return [(name, *(spelled(run[name]) if name in run else "" for run in (a, b))) for name in names]
 
 
 def numbers(a: Mapping[str, int], b: Mapping[str, int]) -> Rows:

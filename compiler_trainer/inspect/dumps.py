@@ -9,6 +9,7 @@ Texts are parsed when first asked for: a stage of 100,000 nodes takes about a se
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -30,11 +31,12 @@ TENSOR = re.compile(r"^(\w+)\[([\d, ]*)\]$")
 PLACED = re.compile(r"^(\w+\[[^\]]*\]) (\[.*)$")
 OPERAND = re.compile(r'"(?:[^"\\]|\\.)*"|%(\w+)')  # a string may hold anything, so it is passed over
 SECTION = re.compile(r"^# (\w+): (.*)$")
-ROLLED = re.compile(r"^# rolled: (.*)$", re.MULTILINE)
+ROLLED = re.compile(r"^# rolled: (.*\.(\d+) to .*\.(\d+))$", re.MULTILINE)
 CALLS = ("segment", "unroll")  # passes that leave calls of bodies
 BODY = re.compile(r"^# body: (\w+), called (\d+) times$")
 AXIS = re.compile(r"\b(\w+)=(\d+)(?:( \(head and tail\))| \((\d+) blocks\))?")
 COUNT = re.compile(r"[0-9]{1,9}")
+BITS = re.compile(r"[0-9]+")  # of a dtype; a bool has none, and takes a byte
 STAGE = re.compile(r"\d{1,6}_.+_.+\.txt")
 FLATTENED = re.compile(r"\b(\w+)=([a-z]\w*(?:\*\w+)*)")
 # what costs a node, and rows of which kinds have it
@@ -101,6 +103,12 @@ class Node:
     def is_input(self) -> bool:
         """Whether it is given to the program, not computed."""
         return bool(self.label)
+
+    @property
+    def bytes(self) -> int:
+        """How many one tensor has, 0 where it is none."""
+        bits = BITS.search(self.dtype)
+        return math.prod(self.shape) * (int(bits[0]) // 8 if bits else 1) if self.dtype else 0
 
 
 @dataclass(frozen=True)
@@ -170,8 +178,18 @@ class Stage:
     @property
     def rolled(self) -> str:
         """Which layer stands for which, or an empty string; costs are those of all layers."""
-        found = ROLLED.search(self.text[:1000])
+        found = self._rolled
         return found[1] if found else ""
+
+    @property
+    def left_out(self) -> int:
+        """How many layers one stands for beside itself."""
+        found = self._rolled
+        return int(found[3]) - int(found[2]) if found else 0
+
+    @property
+    def _rolled(self) -> re.Match[str] | None:
+        return ROLLED.search(self.text[:1000])
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -235,17 +253,23 @@ class Body:
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder: `config` and `report` as they were written, `metrics` a dict a step, and the `stages` in order.
-
-    `bodies` are those of each program's calls, by the program's name.
-    """
+    """A run folder: `config` and `report` as they were written, `metrics` a dict a step, the stages as `dumped`."""
 
     folder: Path
     config: dict[str, Any]
     report: dict[str, Any]
     metrics: list[dict[str, Any]]
-    stages: list[Stage]
-    bodies: dict[str, list[Body]]
+    dumped: list[Stage]
+
+    @cached_property
+    def stages(self) -> list[Stage]:
+        """The stages in order, up to the calls of bodies."""
+        return [stage for stage in self.dumped if stage.name not in CALLS]
+
+    @cached_property
+    def bodies(self) -> dict[str, list[Body]]:
+        """Those of each program's calls, by the program's name."""
+        return {stage.program: bodies_of(stage) for stage in self.dumped if stage.name in CALLS}
 
     def program(self, name: str) -> list[Stage]:
         """The stages of one program (`forward`, `step`, `evaluate`) in order."""
@@ -269,9 +293,7 @@ def load(folder: str | Path) -> Run:
     check_parts(report, folder / "report.json", REPORT)
     path = folder / metrics.FILE  # a dry run has none
     steps = metrics.read(path) if path.exists() else []
-    stages = load_stages(folder / "graphs")
-    graphs = [stage for stage in stages if stage.name not in CALLS]
-    return Run(folder, options, report, steps, graphs, {s.program: bodies_of(s) for s in stages if s not in graphs})
+    return Run(folder, options, report, steps, load_stages(folder / "graphs"))
 
 
 def load_stages(graphs: str | Path) -> list[Stage]:
@@ -363,7 +385,7 @@ def parse(text: str) -> Parsed:
     for number, line in enumerate(text.splitlines(), 1):
         if head := SECTION.match(line):
             section, heads[head[1]] = head[1], head[2]
-            graph = head[2] if section == "graph" else ""
+            graph = head[2].partition(",")[0] if section in ("graph", "body") else ""
         elif section == "outputs":
             outputs.append(_output(line, number))
         elif not line.startswith("return "):

@@ -16,13 +16,17 @@ WAITS = ("wait_tensor", "arrive")
 
 @dataclass(frozen=True)
 class Stored:
-    """Memory that a node makes: alive from line `born` to line `last` of the stage's text; `kind` is what it holds."""
+    """Memory that a node makes: alive from line `born` to line `last` of the stage's text; `kind` is what it holds.
+
+    Where one layer stands for others it has a row for itself, and one for the layers left out, `times` as large.
+    """
 
     node: str
     born: int
     last: int
     bytes: int
     kind: str
+    times: int
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,14 @@ def memory(stage: Stage) -> list[Stored]:
     for name, last, size, kind in stage.costs["storages"]:
         node, user = stage.by_name[name], stage.by_name.get(last)  # what is returned lives until "output"
         born = first if node.is_input else node.line
-        stored.append(Stored(name, born, user.line if user and not node.is_input else end, size, kind))
+        times = stage.left_out if size == stage.left_out * node.bytes else 1
+        stored.append(Stored(name, born, user.line if user and not node.is_input else end, size, kind, times))
     return stored
+
+
+def held(stored: Stored, node: Node) -> str:
+    """What memory holds, as text: `f32[4, 8]`, of several layers `13 x f32[4, 8]`."""
+    return node.value if stored.times == 1 else f"{stored.times} x {node.value}"
 
 
 def memory_span(stage: Stage) -> tuple[int, int]:

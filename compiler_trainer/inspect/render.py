@@ -32,7 +32,7 @@ ALIVE_SHOWN, LINES_SHOWN = 3, 4  # of the largest at the peak, on the first page
 def page(run: Run) -> str:
     """The page as text."""
     title = html.escape(f"{run.folder.name}: {run.config.get('model', {}).get('name', 'run')}")
-    texts = (f'<script type="text/plain" id="text-{stage.number}">{pack(stage.text)}</script>' for stage in run.stages)
+    texts = (f'<script type="text/plain" id="text-{stage.number}">{pack(stage.text)}</script>' for stage in run.dumped)
     parts = {
         "title": title,
         "css": (PAGE / "page.css").read_text(encoding="utf-8"),
@@ -62,7 +62,8 @@ def summary(run: Run) -> dict[str, Any]:
         "folded": sorted(last.folded),
         "blocks": last.blocks,
         "flattened": last.flattened,
-        "stages": [stage_summary(run, stage) for stage in run.stages],
+        "rolled": run.stages[0].rolled,
+        "stages": [stage_summary(run, stage) for stage in run.dumped],
         "programs": [program(run, stage) for stage in run.trained],
         "reshards": changes,
         "parameters": list(parameters(last)),
@@ -122,7 +123,7 @@ def program(run: Run, stage: Stage) -> dict[str, Any]:
         "phases": list(phases.items()),
         "kinds": kinds,
         "memory": {
-            **{key: [getattr(s, key) for s in stored] for key in ("node", "born", "last", "bytes")},
+            **{key: [getattr(s, key) for s in stored] for key in ("node", "born", "last", "bytes", "times")},
             "kind": [kinds.index(s.kind) for s in stored],
         },
         "traffic": stage.report["accounting"]["traffic"],
@@ -157,12 +158,9 @@ def parameter_of(stage: Stage, node: Node) -> str:
 
 def parameters(stage: Stage) -> Iterator[dict[str, Any]]:
     """Every parameter as it is stored; bytes are those of a rank."""
-    sizes = Counter[str]()
-    for name, _, size, _ in stage.costs["storages"]:
-        sizes[name] += size
     for node in stage.nodes:
         if node.op == "parameter":
-            yield {"label": node.label, "value": node.value, "spec": node.spec, "bytes": sizes[node.name]}
+            yield {"label": node.label, "value": node.value, "spec": node.spec, "bytes": node.bytes}
 
 
 # ---- at a glance --------------------------------------------------------------------------------------
@@ -196,7 +194,8 @@ def peak(programs: list[Stage]) -> dict[str, Any]:
         "kinds": kinds.most_common(),
         "lines": by_line(stage, living)[:LINES_SHOWN],
         "alive": [
-            {"node": s.node, "line": n.line, "bytes": s.bytes, "kind": s.kind, "source": n.source, "module": n.module}
+            {"line": n.line, **{key: getattr(s, key) for key in ("node", "bytes", "kind")}}
+            | {"value": glance.held(s, n), "source": n.source, "module": n.module}
             for s, n in shown
         ],
     }

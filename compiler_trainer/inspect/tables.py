@@ -34,10 +34,10 @@ def chosen(run: Run, name: str | None) -> list[Stage]:
     """The stages of a pass, or the last of every program of a training step; raises UserError naming the nearest."""
     if name is None:
         return run.trained or run.stages[-1:]
-    found = [s for s in run.stages if name in (s.name, f"{s.program}_{s.name}", s.title, f"{s.number:02d}", s.program)]
+    found = [s for s in run.dumped if name in (s.name, f"{s.program}_{s.name}", s.title, f"{s.number:02d}", s.program)]
     if not found:
-        known = list(dict.fromkeys(s.name for s in run.stages))
-        nearest = difflib.get_close_matches(name, [*known, *(s.title for s in run.stages)], 1, 0)
+        known = list(dict.fromkeys(s.name for s in run.dumped))
+        nearest = difflib.get_close_matches(name, [*known, *(s.title for s in run.dumped)], 1, 0)
         raise UserError(
             "--pass", f"no pass is called {name!r}, did you mean {nearest[0]!r}? There are {', '.join(known)}"
         )
@@ -51,7 +51,7 @@ def show_run(run: Run, out: Console) -> None:
     """All passes, then what is sent and the three answers."""
     heads = "pass|>seconds|>nodes in|>out|>collectives|>sent|>casts|>masks|>FLOPs|>recomputed|>peak"
     passes = table("", heads)
-    for stage in run.stages:
+    for stage in run.dumped:
         t, seconds = totals(stage), seconds_of(run, stage)
         took = "" if seconds is None else f"{seconds:.2f}"
         counts = (t.nodes_before, t.nodes_after, t.collectives)
@@ -63,7 +63,7 @@ def show_run(run: Run, out: Console) -> None:
     for name, bodies in run.bodies.items():
         out.print(bodies_table(name, bodies))
     for stage in run.trained:
-        out.print(traffic_table(stage))
+        show_traffic(stage, out)
         show_glance(run, stage, out)
     if used := balance(run):
         out.print(balance_table(used))
@@ -100,7 +100,7 @@ def show_glance(run: Run, stage: Stage, out: Console) -> None:
     living = table("", ">bytes|holds|node|value|source|module")
     for s in glance.alive(stage, line)[:8]:
         node = stage.by_name[s.node]
-        living.add_row(size(s.bytes), s.kind, f"%{s.node}", node.value, node.source, node.module)
+        living.add_row(size(s.bytes), s.kind, f"%{s.node}", glance.held(s, node), node.source, node.module)
     out.print(living)
     if found := glance.collectives(run, stage):
         first, node = found[0], stage.by_name[found[0].node]
@@ -125,7 +125,7 @@ def show_pass(run: Run, stage: Stage, out: Console) -> None:
         for r in changes[:ROWS]:
             found.add_row(size(r["sent_bytes"]), f"%{r['node']}", r["source"], r["before"], r["after"], r["reason"])
         out.print(found)
-    out.print(traffic_table(stage))
+    show_traffic(stage, out)
     resharded = {f"%{r['node']} ({r['source']}): {r['before']}" for r in changes}
     for note in report["notes"]:
         if note.partition(" -> ")[0] not in resharded:
@@ -149,12 +149,14 @@ def show_nodes(stages: Iterable[Stage], name: str | None, module: str | None, li
         raise UserError(asked, "matches no node; --pass names another stage, wildcards are * and ?")
 
 
-def traffic_table(stage: Stage) -> Table:
-    """What a rank sends, by kind and axis."""
+def show_traffic(stage: Stage, out: Console) -> None:
+    """What a rank sends, by kind and axis; nothing where it sends nothing."""
+    if not stage.report["accounting"]["traffic"]:
+        return
     sent = table("", "collective|axis|>calls|>bytes sent")
     for t in stage.report["accounting"]["traffic"]:
         sent.add_row(t["kind"], t["axis"], f"{t['calls']:,}", size(t["sent_bytes"]))
-    return sent
+    out.print(sent)
 
 
 def table(title: str, heads: str) -> Table:

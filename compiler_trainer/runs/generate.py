@@ -10,6 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.data.chat import rendered, template_beside
+from compiler_trainer.data.records import BadRecord
+
 Logits = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
 
 
@@ -38,6 +42,19 @@ def tokens_after(
             chosen = found.argmax()
         ids.append(int(chosen))
         yield ids[-1]
+
+
+def chat_turn(said: str, tokenizer: str) -> tuple[str, str]:
+    """What a user says as the chat template beside a tokenizer writes it, up to the answer, and the token to end that.
+
+    Raises UserError where there is no template, or it refuses.
+    """
+    template = template_beside(tokenizer)
+    try:
+        text = rendered(template, [{"role": "user", "content": said}], add_generation_prompt=True)
+    except BadRecord as refusal:
+        raise UserError("--chat", str(refusal)) from refusal
+    return text, template.tokens.get("eos_token", "")
 
 
 def ends_answers(folder: str) -> set[int]:

@@ -114,9 +114,9 @@ def say_contents(folder: Path) -> None:
             say(f"  {pattern:<22} {what}")
 
 
-def say_next(run: str) -> None:
-    """Print on rank 0 what can be done with a run that has ended."""
+def say_next(run: str, chat: bool) -> None:
+    """Print on rank 0 what can be done with a run that has ended, of chats or of other text."""
     quoted = shlex.quote(run)
-    announce(f"next: compiler-trainer generate {quoted} --prompt TEXT")
+    announce(f"next: compiler-trainer generate {quoted} --prompt TEXT{' --chat' * chat}")
     announce(f"      compiler-trainer eval {quoted}")
     announce(f"      compiler-trainer export {quoted} FOLDER")

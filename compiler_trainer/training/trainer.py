@@ -88,7 +88,7 @@ def train(cfg: Config, remark: Callable[[Config, Subject], str] = lambda cfg, tr
     if measured["step"] < cfg.train.steps:
         end_early(cfg, stop, int(measured["step"]))
     if cfg.checkpoint.saves:
-        say_next(cfg.run.dir)
+        say_next(cfg.run.dir, cfg.data.chat)
     stop_ranks()  # not in a `finally`: a rank that fails must end at once, for the others wait for it
     return measured.get("eval_loss", measured.get("loss", math.nan))
 

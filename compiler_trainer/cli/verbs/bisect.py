@@ -8,6 +8,8 @@ Exit codes: 0 nothing found, 1 found, 2 bad input.
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from compiler_trainer.bisect.case import Case, at_checkpoint, at_start
 from compiler_trainer.bisect.find import Finding, bisect
 from compiler_trainer.bisect.script import Inexpressible, write
 from compiler_trainer.cli.table import parser
+from compiler_trainer.console import say
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -39,11 +42,16 @@ def case_of(first: str | None, overrides: Sequence[str]) -> Case:
 
 
 def found_in(case: Case) -> Finding | None:
-    """The pass and node at fault, None if every pass keeps the numbers."""
+    """The pass and node at fault, None if every pass keeps the numbers; how far it is goes to stderr."""
     cfg = case.cfg
     how = {"mesh": cfg.mesh, "passes": cfg.passes, "optim": cfg.optim}
     ran = {"microbatches": cfg.train.microbatches, "seed": cfg.train.seed}
-    return bisect(case.model, case.trained.loss, case.batch, **how, **ran)  # type: ignore[arg-type]
+    began = time.monotonic()
+
+    def tell(what: str) -> None:
+        say(f"  {time.monotonic() - began:.0f} s: {what}", sys.stderr)
+
+    return bisect(case.model, case.trained.loss, case.batch, **how, **ran, tell=tell)  # type: ignore[arg-type]
 
 
 def script_of(found: Finding, path: Path) -> str:

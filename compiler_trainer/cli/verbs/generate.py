@@ -10,8 +10,8 @@ import torch
 from compiler_trainer.cli.table import run_parser
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import FolderConfig
-from compiler_trainer.data.tokenizers import build_tokenizer
-from compiler_trainer.runs.generate import ends_answers, tokens_after
+from compiler_trainer.data.tokenizers import Tokenizer, build_tokenizer
+from compiler_trainer.runs.generate import chat_turn, ends_answers, tokens_after
 from compiler_trainer.runs.saved import at_checkpoint, options_of, trained_model
 
 
@@ -19,6 +19,7 @@ def main(arguments: Sequence[str]) -> None:
     """Print the text."""
     takes = run_parser("generate")
     takes.add_argument("--prompt", default="", help="where the text begins")
+    takes.add_argument("--chat", action="store_true", help="say the prompt as a user, and print the answer alone")
     takes.add_argument("--tokens", type=int, default=200, help="most tokens to add (default 200)")
     takes.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
     takes.add_argument("--top-k", type=int, help="sample among the K likeliest tokens only")
@@ -29,12 +30,18 @@ def main(arguments: Sequence[str]) -> None:
     cfg = at_checkpoint(options_of(given.run, []), given.checkpoint)
     tokenizer = build_tokenizer(cfg.data.tokenizer)
     found, model = trained_model(cfg)
-    prompt = [int(i) for ids in tokenizer.encode([given.prompt]) for i in ids] or [tokenizer.end_of_document]
+    text, end = chat_turn(given.prompt, cfg.data.tokenizer) if given.chat else (given.prompt, "")
+    prompt = ids_of(text, tokenizer) or [tokenizer.end_of_document]
     draws = torch.Generator().manual_seed(given.seed)
     how = (cfg.train.seq_len, given.temperature, given.top_k, draws)
     drawn = itertools.islice(tokens_after(model, found.logits, prompt, *how), given.tokens)
-    ends = {tokenizer.end_of_document}
+    ends = {tokenizer.end_of_document, *ids_of(end, tokenizer)}
     if isinstance(cfg.model, FolderConfig):
         ends |= ends_answers(cfg.model.path)
     ids = list(itertools.takewhile(lambda i: i not in ends, drawn))
-    print(given.prompt + tokenizer.decode(ids))
+    print(("" if given.chat else given.prompt) + tokenizer.decode(ids))
+
+
+def ids_of(text: str, tokenizer: Tokenizer) -> list[int]:
+    """The token ids of a text."""
+    return [int(i) for i in tokenizer.encode([text])[0]]

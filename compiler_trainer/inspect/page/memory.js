@@ -94,7 +94,7 @@ async function tellAlive() {
   const rows = alive.slice(0, SHOWN).map((i) => {
     const made = parts(text.line(text.definitions.get(m.node[i])));
     return `<tr><td class="n">${bytes(m.bytes[i])}</td><td><b class="dot" style="background:${colour(of.kinds[m.kind[i]])}"></b>${escapeHtml(of.kinds[m.kind[i]])}</td>` +
-      `<td class="node">${nodeLink(of.number, text.definitions.get(m.node[i]), made.name)}</td><td class="mono">${escapeHtml(made.value)}</td>` +
+      `<td class="node">${nodeLink(of.number, text.definitions.get(m.node[i]), made.name)}</td><td class="mono">${m.times[i] > 1 ? `${m.times[i]} x ` : ""}${escapeHtml(made.value)}</td>` +
       `<td>${escapeHtml(made.source)}</td><td class="wrap">${escapeHtml(made.module)}</td><td class="n">until <a href="${stageLink(of.number, m.last[i])}">${m.last[i]}</a></td></tr>`;
   });
   const rest = alive.slice(SHOWN).reduce((sum, i) => sum + m.bytes[i], 0);

@@ -50,7 +50,7 @@ function reshardCard(r) {
 function peakCard(p) {
   const question = "What is alive at the peak of memory?";
   const bar = p.kinds.map(([kind, n]) => `<span title="${escapeHtml(kind)} ${bytes(n)}" style="width:${(100 * n) / p.bytes}%;background:${colour(kind)}"></span>`).join("");
-  const rows = p.alive.map((s) => `<tr><td class="n">${bytes(s.bytes)}</td><td>${nodeLink(p.stage, s.line, s.node)}</td><td class="wrap quiet">${escapeHtml([s.kind, s.source, s.module].filter(Boolean).join(" · "))}</td></tr>`);
+  const rows = p.alive.map((s) => `<tr><td class="n">${bytes(s.bytes)}</td><td>${nodeLink(p.stage, s.line, s.node)}</td><td class="wrap quiet">${escapeHtml([s.kind, s.value, s.source, s.module].filter(Boolean).join(" · "))}</td></tr>`);
   return card("glance-peak", question, bytes(p.bytes), [
     `at ${nodeLink(p.stage, p.line, p.node)} <span class="quiet">${escapeHtml([p.source, p.module].filter(Boolean).join(" · "))}</span>, of which ${p.kinds.slice(0, 3).map(([kind, n]) => `${escapeHtml(kind)} ${bytes(n)}`).join(", ")}`,
     `<span class="stack">${bar}</span>`, `<table>${rows.join("")}</table>`,
@@ -85,7 +85,7 @@ function passesHtml() {
     `<td class="n">${s.seconds === null ? "" : s.seconds.toFixed(2)}</td><td><span class="meter" style="width:${(60 * (s.seconds ?? 0)) / most}px"></span></td>` +
     columns.map(([, key, of]) => `<td class="n">${s[key] ? of(s[key]) : ""}</td>`).join("") + "</tr>");
   const heads = columns.map(([head]) => `<th class="n">${head}</th>`).join("");
-  return `<h2>Passes</h2><p class="quiet">Each pass rewrites the graph of a program (forward, step, evaluate). Bytes and FLOPs are of one rank once the graph is sharded.</p>` +
+  return `<h2>Passes</h2><p class="quiet">Each pass rewrites the graph of a program (forward, step, evaluate). Bytes and FLOPs are of one rank once the graph is sharded.${run.rolled ? ` While passes ran, ${escapeHtml(run.rolled)}; costs are of all layers, nodes of those that stand.` : ""}</p>` +
     `<div class="table"><table id="passes"><thead><tr><th>pass</th><th>what it does, and how often</th><th class="n">seconds</th><th></th>${heads}</tr></thead><tbody>${rows.join("")}</tbody></table></div>`;
 }
 

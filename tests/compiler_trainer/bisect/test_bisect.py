@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import sys
 from collections.abc import Callable
@@ -194,8 +195,13 @@ def test_the_command_line_writes_a_script_and_exits_with_1(capsys, tmp_path):
         assert call("bisect", *small.split(), "mesh.tp=2", f"run.dir={tmp_path}") == 1
         assert exit_code(tmp_path / "repro.py") == 1
     assert exit_code(tmp_path / "repro.py") == 0
-    said = capsys.readouterr().out
+    said, told = capsys.readouterr()
     assert "crash: pass" in said and "%rms_norm" in said and f"python {tmp_path / 'repro.py'}" in said
+    needs, *stages = [line.split(" s: ")[1] for line in told.splitlines()]
+    assert re.fullmatch(r"needs about 0\.0\d GiB: every value of all ranks, before and after a pass", needs)
+    assert [stage.split(": ")[1] for stage in stages[:2]] == ["capture", "forward, cast"] and stages[-1].endswith(": forward, shard")
+    count = int(stages[0].split()[2].rstrip(":"))
+    assert [stage.split(":")[0] for stage in stages] == [f"{i + 1} of {count}" for i in range(len(stages))]
 
 
 def test_the_command_line_refuses_an_option_that_does_not_exist(capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import pytest
 from rich.console import Console
@@ -29,7 +30,23 @@ def test_every_option_is_there_with_its_default():
     assert found["optim.betas"].default == "[0.9, 0.95]" and found["optim.max_norm"].default == "1.0"
     assert found["train.steps"].default == "400" and found["lr_schedule.name"].default == "cosine"
     assert found["passes.remat.policy"].takes.startswith("none | full") and found["optim.state"].takes == "float32 | bfloat16 | null"
-    assert found["train.steps"].takes == "int, at least 1"
+    assert found["train.steps"].takes == "a whole number, at least 1"
+
+
+def test_what_an_option_takes_is_in_words():
+    found = {option.name: option.takes for group in groups() for option in group.options}
+    wanted = {
+        "optim.betas": "list of 2, each a number, 0 or more and below 1",
+        "optim.groups": "by name: {kinds, names, lr, weight_decay, optimizer}",
+        "passes.cast.ops": "by name: float32 | bfloat16",
+        "plan.recompute": "list of none | selective | attention | every_second | full",
+        "data.files": "list of text",
+        "data.document_separator": "text, at least a character | null",
+        "data.chat": "true or false",
+        "run.time_limit": "seconds, or 2h30m | null",
+    }
+    assert {name: found[name] for name in wanted} == wanted
+    assert not [name for name, takes in found.items() if not takes or re.search(r"[A-Z][a-z]+[A-Z]|tuple|dict\[|str\b|bool|None", takes)]
 
 
 def test_a_group_an_option_and_all_of_them():
@@ -74,7 +91,7 @@ def test_another_trainers_word_is_answered(asked, says):
 
 
 def test_an_option_of_training_shows_its_type_default_and_meaning():
-    assert "gradient accumulation" in said("train.microbatches") and "int, at least 1" in said("train.microbatches")
+    assert "gradient accumulation" in said("train.microbatches") and "a whole number, at least 1 | auto" in said("train.microbatches")
     plain = [o.name for g in groups() if g.name in ("train", "optim", "lr_schedule", "mesh") for o in g.options if not o.meaning]
     assert set(plain) <= {"mesh.pp", "lr_schedule.warmup_fraction"}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from compiler_trainer.inspect.balance import SPANS, balance
 from compiler_trainer.inspect.dumps import Run
 
-EMPTY = Run(Path("run"), {}, {}, [], [], {})
+EMPTY = Run(Path("run"), {}, {}, [], [])
 
 
 def records(count: int) -> list[dict]:

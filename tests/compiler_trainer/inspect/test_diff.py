@@ -92,6 +92,20 @@ def test_options_and_losses(other):
     ]
 
 
+def test_options_are_as_a_command_line_takes_them(other):
+    config = yaml.safe_load((other / "config.yaml").read_text())
+    config["optim"] |= {"max_norm": None, "betas": [0.5, 0.95], "stochastic_rounding": True, "new": "bfloat16"}
+    (other / "config.yaml").write_text(yaml.safe_dump(config))
+    assert sorted(differing(run_folder(), other)["options"]) == [
+        ("optim.betas", "[0.9, 0.999]", "[0.5, 0.95]"),
+        ("optim.new", "", "bfloat16"),
+        ("optim.stochastic_rounding", "false", "true"),
+    ]
+    config["optim"]["max_norm"] = 1.0
+    (other / "config.yaml").write_text(yaml.safe_dump(config))
+    assert ("optim.max_norm", "null", "1.0") in differing(run_folder(), other)["options"]
+
+
 def test_a_folder_that_is_no_run_is_refused(monkeypatch, capsys, tmp_path):
     code = call("diff", str(run_folder()), str(tmp_path))
     assert code == 2 and capsys.readouterr().err.startswith("error: ")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 
 import pytest
 from printed_programs import joint, linear_program
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.inspect import dumps
+from compiler_trainer.console import tabular
+from compiler_trainer.inspect import dumps, glance, tables
 from passes.check.runner import Dumper, PassRecord
 from passes.cost.accounting import Accounting
 from passes.cost.costs import Costs
@@ -86,6 +89,22 @@ def test_a_text_that_ends_too_early_is_refused(tmp_path):
 def dump(folder: Path) -> dumps.Stage:
     Dumper(folder)(joint({"tp": 2}), PassRecord("step", "joint", 0.0, 0, 0, Report(), NOTHING, {}, Costs((), (), ())))
     return dumps.load_stages(folder)[0]
+
+
+def test_memory_of_layers_that_one_stands_for_is_so_many_times_its_value(tmp_path):
+    stage = dump(tmp_path)
+    node = next(node for node in stage.nodes if node.op == "parameter")
+    size = {"f64": 8, "f32": 4}[node.dtype] * math.prod(node.shape)
+    stage.path.write_text(stage.text.replace("# inputs", "# rolled: layers.3 stands for layers.3 to layers.7\n# inputs", 1))
+    rows = [[node.name, "output", times * size, "parameters"] for times in (1, 4)]
+    stage.path.with_suffix(".costs.json").write_text(json.dumps({"collectives": [], "flops": [], "storages": rows}))
+    (stage,) = dumps.load_stages(tmp_path)
+    assert [glance.held(stored, node) for stored in glance.memory(stage)] == [node.value, f"4 x {node.value}"]
+
+
+def test_where_nothing_is_sent_there_is_no_table_of_it(tmp_path, capsys):
+    tables.show_traffic(dump(tmp_path), tabular())
+    assert capsys.readouterr().out == ""
 
 
 def test_stages_know_their_users(tmp_path):

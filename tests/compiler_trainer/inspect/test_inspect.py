@@ -19,7 +19,7 @@ def run(tmp_path_factory) -> Run:
 def test_dumps_are_the_same_byte_for_byte(run, tmp_path):
     again = write_run(tmp_path, remat={"policy": "full"})
     files = sorted(p.name for p in (run.folder / "graphs").iterdir())
-    assert files == sorted(p.name for p in (again / "graphs").iterdir()) and len(files) == 3 * (len(run.stages) + len(run.bodies))
+    assert files == sorted(p.name for p in (again / "graphs").iterdir()) and len(files) == 3 * len(run.dumped)
     for name in files:
         assert (run.folder / "graphs" / name).read_bytes() == (again / "graphs" / name).read_bytes(), name
 
@@ -88,7 +88,8 @@ def shown(run: Run, capsys, *arguments: str) -> str:
 
 def test_the_table_of_passes(run, capsys):
     out = shown(run, capsys)
-    for stage in run.stages:
+    assert [stage.number for stage in run.dumped] == list(range(len(run.dumped))) and "segment" in out
+    for stage in run.dumped:
         (row,) = [line.split() for line in out.splitlines() if line.startswith(stage.title)]
         assert f"{stage.report['nodes_after']:,}" in row
     assert f"largest reshard  %{glance.reshards(run)[0]['node']} " in out
@@ -99,6 +100,8 @@ def test_the_table_of_passes(run, capsys):
 def test_one_pass(run, capsys):
     out = shown(run, capsys, "--pass", "shard")
     assert "reshards" in out and all(f"%{r['node']}" in out for r in glance.reshards(run))
+    calls = shown(run, capsys, "--pass", "step_segment")
+    assert f"bodies {len(run.bodies['step'])}" in calls and all(f"{body.name}: {body.called} calls" in calls for body in run.bodies["step"])
 
 
 def test_nodes_by_name_module_and_line(run, capsys):

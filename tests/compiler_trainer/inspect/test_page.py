@@ -104,7 +104,7 @@ def test_a_window_that_is_made_narrower_cuts_nothing(browser, run, tmp_path):
 def test_passes_and_counts_are_in_words(browser, run, tmp_path):
     shown = show(browser, run, tmp_path / "page.html")
     go(shown, "overview")
-    for stage, row in zip(run.stages, shown.locator("#passes tbody tr").all_inner_texts(), strict=True):
+    for stage, row in zip(run.dumped, shown.locator("#passes tbody tr").all_inner_texts(), strict=True):
         assert f"{stage.program}: {stage.name}" in row and PASSES[stage.name] in row
     assert list(told({"drop": 3, "masks": 0, "psum_before": 4, "psum_after": 0})) == [("without effect", None, 3), ("psum", 4, 0)]
 
@@ -147,6 +147,9 @@ def test_every_tab_shows_its_data(browser, run, tmp_path):
     alive = glance.alive(stage, glance.peak_line(stage)[0])
     assert f"%{alive[0].node}" in text(shown, "#alive tbody tr:first-child")
     assert shown.locator("#alive tbody tr").count() == min(len(alive), 100) + (len(alive) > 100)
+    shown.evaluate("main().memory.times.fill(13)")
+    first_row = "showMemory().then(() => document.querySelector('#alive tbody tr:first-child').innerText)"
+    assert f"13 x {stage.by_name[alive[0].node].value}" in shown.evaluate(first_row)
     go(shown, "communication")
     assert shown.locator("#by-axis tbody tr").count() == len(stage.report["accounting"]["traffic"])
     assert shown.locator("#collectives tbody tr").count() == len(stage.costs["collectives"])
@@ -206,7 +209,7 @@ def test_a_predicted_timeline_is_drawn(browser, run, tmp_path):
     names = [name for name, *_ in run.trained[-1].costs["collectives"]]
     events = [{**e, "node": names[int(e["node"])] if e["stream"] != "compute" else "x", "program": "step"} for e in EVENTS]
     report = {**run.report, "timeline": events}
-    shown = show(browser, Run(run.folder, run.config, report, run.metrics, run.stages, run.bodies), tmp_path / "page.html")
+    shown = show(browser, Run(run.folder, run.config, report, run.metrics, run.dumped), tmp_path / "page.html")
     go(shown, "overview")
     card = text(shown, "#glance-exposed")
     assert f"%{names[1]}\n" in card and "waits 3.00 ms of 4.00 ms" in card

@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 
+import doc_places
 import folders
 import numpy as np
 import peft
@@ -239,6 +240,42 @@ def test_an_answer_ends_where_the_folder_says(run, trained, monkeypatch, tmp_pat
     assert ends_answers(str(tmp_path)) == {2, 9}
     monkeypatch.setattr(generate, "ends_answers", lambda folder: set(range(257)))
     assert run("generate", trained("folder"), "--prompt", "ab") == "ab\n"
+
+
+@pytest.fixture
+def chatting(trained, tmp_path):
+    """A run whose tokenizer has a chat template, and that tokenizer."""
+    folder = shutil.copytree(trained("folder"), tmp_path / "chats")
+    places = doc_places.tokenizer()
+    places.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": doc_places.TEMPLATE, "eos_token": "<|end|>"}))
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().replace("tokenizer: bytes", f"tokenizer: {tmp_path / 'tokenizer.json'}"))
+    return folder, places
+
+
+def test_chat_is_one_turn_through_the_template_and_the_answer_alone_is_printed(run, chatting):
+    folder, tokenizer = chatting
+    found, model = trained_model(schema.load(folder / "config.yaml"))
+    ids = tokenizer.encode("<|user|>hi<|end|><|assistant|>").ids
+    answer = []
+    for _ in range(5):
+        tokens = torch.tensor([[*ids, *answer]])
+        answer.append(int(found.logits(model, {"tokens": tokens, "positions": torch.arange(tokens.shape[1])[None]})[0, -1].argmax()))
+    said = run("generate", folder, "--chat", "--prompt", "hi", "--tokens", 5, "--temperature", 0)
+    assert said == tokenizer.decode(answer) + "\n"
+
+
+def test_an_answer_in_a_chat_ends_at_its_end_token(run, chatting, monkeypatch):
+    folder, tokenizer = chatting
+    monkeypatch.setattr(generate, "tokens_after", lambda *how: iter(tokenizer.encode("yes<|end|>no").ids))
+    assert run("generate", folder, "--chat", "--prompt", "hi") == "yes\n"
+    assert run("generate", folder, "--prompt", "hi") == "hiyesno\n"
+
+
+def test_without_a_chat_template_there_is_no_chat(run, trained):
+    said = run("generate", trained("decoder"), "--chat", "--prompt", "hi")
+    assert said == "error: data.tokenizer: bytes has no chat template; conversations need one in the tokenizer_config.json or chat_template.jinja beside the tokenizer.json\n"
 
 
 # Exporting
