@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -100,30 +100,40 @@ class Dumps:
 def graphs_of(cfg: Config) -> Iterator[Dumps | None]:
     """Dumps graphs, which are in the run's `graphs/` in the end unless the block refuses the input; None if not wanted.
 
-    When the block fails in another way the graphs up to there are kept: they tell why.
+    When the block fails in another way, or is interrupted, the graphs up to there are kept, for they tell why, with
+    what `inspect` and `resume` need.
     """
     if not cfg.run.dump_graphs:
         yield None
         return
     with tempfile.TemporaryDirectory() as scratch:
         dumps = Dumps(Path(scratch, "graphs"))
-        is_refused = False
         try:
             yield dumps
         except UserError:
-            is_refused = True
             raise
-        finally:
-            if not is_refused and dumps.is_on:
-                keep(dumps.folder, Path(cfg.run.dir, GRAPHS))
+        except BaseException:
+            keep(dumps, Path(cfg.run.dir, GRAPHS))
+            with suppress(OSError):
+                begin(cfg)
+            raise
+        keep(dumps, Path(cfg.run.dir, GRAPHS))
 
 
-def keep(graphs: Path, place: Path) -> None:
+def begin(cfg: Config) -> None:
+    """Make the folder of a run that was not compiled, where it is not there from an earlier part."""
+    if not os.path.lexists(Path(cfg.run.dir, CONFIG)):
+        create(cfg, {})
+
+
+def keep(dumps: Dumps, place: Path) -> None:
     """Move the dumped graphs to their place, over those of an earlier part of the run; where that fails say so."""
+    if not dumps.is_on:
+        return
     try:
         remove(place)
         place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.move(graphs, place)
+        shutil.move(dumps.folder, place)
     except (OSError, shutil.Error) as error:
         shutil.rmtree(place, ignore_errors=True)  # a part would be taken for the whole
         why = error.strerror if isinstance(error, OSError) and error.strerror else os.strerror(errno.ENOSPC)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from commands import call
 from printed_programs import joint
 from short_runs import MODEL, FakeStep, metrics, no_file_above, options, resuming, timeless
 
@@ -31,6 +32,7 @@ from compiler_trainer.training import prepare, trainer
 from compiler_trainer.training.lr_schedule import learning_rate
 from passes.check.runner import PassRecord
 from passes.cost.accounting import Accounting
+from passes.cost.costs import Costs
 from passes.program.ir import Report
 from passes.program.spec import Spec
 
@@ -225,14 +227,31 @@ def test_what_the_compiler_refuses_leaves_nothing(tmp_path, monkeypatch):
     assert refusal(options(tmp_path / "run")).startswith("passes.shard.plan")
 
 
-def test_a_compilation_that_fails_keeps_its_graphs(tmp_path, monkeypatch):
-    def fail(*args, **kwargs):
-        raise RuntimeError("a pass went wrong")
+@pytest.mark.parametrize("why", [RuntimeError("a pass went wrong"), KeyboardInterrupt()], ids=["failed", "interrupted"])
+def test_a_compilation_that_ends_early_keeps_its_graphs_and_what_reads_them_needs(why, tmp_path, monkeypatch):
+    nothing = Accounting((), {}, 0, 0, 0, "x", "", {})
 
-    monkeypatch.setattr(trainer, "compile_step", fail)
-    with pytest.raises(RuntimeError, match="a pass went wrong"):
-        trainer.train(options(tmp_path / "run"))
-    assert [p.name for p in (tmp_path / "run").iterdir()] == ["graphs"]
+    def fail(*args, observe, **kwargs):
+        observe(joint({"tp": 2}), PassRecord("step", "joint", 0.0, 0, 0, Report(), nothing, costs=Costs((), (), ())))
+        raise why
+
+    cfg = options(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "compile_step", fail)
+        with pytest.raises(type(why)):
+            trainer.train(cfg)
+    assert {p.name for p in (tmp_path / "run").iterdir()} == {"config.yaml", "graphs", "report.json"}
+    assert call("inspect", tmp_path / "run") == 0
+    monkeypatch.setattr(trainer, "compile_step", FakeStep)
+    assert call("resume", tmp_path / "run") == 0 and len(metrics(tmp_path / "run")) == 6
+
+
+def test_a_run_that_goes_on_and_ends_while_it_compiles_keeps_its_options(fake, tmp_path, monkeypatch):
+    trainer.train(options(tmp_path / "run"))
+    monkeypatch.setattr(trainer, "compile_step", lambda *args, **how: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.train(resuming(options(tmp_path / "run", steps=9), "latest"))
+    assert config.load(tmp_path / "run/config.yaml").train.steps == 6
 
 
 def test_a_disk_that_does_not_take_the_graphs_is_one_line(tmp_path, monkeypatch, capsys):
