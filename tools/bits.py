@@ -56,6 +56,7 @@ class Gate:
 
 
 PLAIN, COMPILED = Setting(), Setting(backend="inductor")
+KEPT = Setting({"remat": {"policy": "none"}})
 ONE: tuple[Mapping[str, int], ...] = ({},)
 GATES = (
     Gate("two runs", PLAIN, PLAIN),
@@ -63,8 +64,8 @@ GATES = (
     Gate("segments, and the whole program at once", PLAIN, Setting({"segment": {"max_nodes": None}})),
     Gate("the same, compiled", COMPILED, Setting({"segment": {"max_nodes": None}}, backend="inductor"), meshes=ONE),
     Gate("one layer for those like it in passes, and each by itself", PLAIN, Setting({"roll": False}), layers=12),
-    Gate("everything recomputed, and nothing", *(Setting({"remat": {"policy": p}}) for p in ("full", "none"))),
-    Gate("activations offloaded, and kept", *(Setting({"remat": {"policy": p}}) for p in ("offload", "none"))),
+    Gate("everything recomputed, and nothing", Setting({"remat": {"policy": "full"}}), KEPT),
+    Gate("activations offloaded, and kept", Setting({"remat": {"policy": "offload"}}), KEPT),
     Gate("collectives merged and early, and as they come", PLAIN, Setting({"schedule": {"bucket_mib": 0, "ahead": 0}})),
     Gate("verified in numbers, and not", Setting({"verify": "spec"}), Setting({"verify": "none"})),
     Gate("two microbatches, and in the other order", PLAIN, Setting(reverse=True), meshes=({}, {"dp_shard": 2})),
