@@ -50,6 +50,13 @@ def normal(
     return mean + std * radius * turn.cos()
 
 
+def integers(seed: Tensor, site: int, x: Tensor, *bounds: int) -> Tensor:
+    """Whole numbers in [low, high) of the shape and dtype of x; of one bound, low is 0."""
+    low, high = bounds if len(bounds) == 2 else (0, *bounds)
+    parts = uniform(x, seed, site).double() + uniform(x, seed, -2 - site).double() / 2.0**24  # 48 bits
+    return low + (parts * (high - low)).floor().to(x.dtype)
+
+
 def made(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """`draw` for an operator that is given a size."""
 
@@ -62,10 +69,16 @@ def made(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def like(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """`draw` for an operator that is given a tensor of the size."""
 
-    def of_tensor(seed: Tensor, site: int, x: Tensor, *, dtype=None, **_: Any) -> Tensor:
-        return draw(seed, site, x if dtype is None else x.to(dtype))
+    def of_tensor(seed: Tensor, site: int, x: Tensor, *bounds: int, dtype=None, **_: Any) -> Tensor:
+        return draw(seed, site, x if dtype is None else x.to(dtype), *bounds)
 
     return of_tensor
+
+
+def made_integers(seed: Tensor, site: int, *given: Any, dtype=None, device=None, **_: Any) -> Tensor:
+    """Whole numbers for an operator that is given bounds, then a size."""
+    *bounds, size = given
+    return integers(seed, site, torch.zeros(size, dtype=dtype or torch.int64, device=device), *bounds)
 
 
 def attention(
@@ -101,6 +114,8 @@ WRITTEN: dict[str, Callable[..., Tensor]] = {
     "normal_functional": normal,
     "rand": made(between),
     "rand_like": like(between),
+    "randint": made_integers,
+    "randint_like": like(integers),
     "randn": made(normal),
     "randn_like": like(normal),
     "scaled_dot_product_attention": attention,

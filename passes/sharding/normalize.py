@@ -109,6 +109,12 @@ def copied(over: Tensor, x: Tensor, non_blocking: bool = False) -> Tensor:
     return x.to(over.dtype).expand(over.shape)
 
 
+def slice_of_pairs(x: Tensor, part: Tensor, dim: int = 0, *at: Any) -> Tensor:
+    """A slice of complex numbers written over, as pairs: `aten::slice_scatter` has a derivative for real ones alone."""
+    over, written = (torch.view_as_real(value.resolve_conj()) for value in (x, part))
+    return torch.view_as_complex(aten.slice_scatter.default(over, written, dim % x.dim(), *at))
+
+
 def one_hot(x: Tensor, num_classes: int = -1) -> Tensor:
     """Zeros and a one a row, int64; a row of an id that is no class is zero."""
     return (x.unsqueeze(-1) == torch.arange(num_classes, device=x.device)).to(torch.int64)
@@ -358,6 +364,8 @@ def replacement(node: fx.Node, mesh: Mesh) -> Any:
         return joined
     if name == "one_hot" and node.args[1:] and node.args[1] > 0:  # type: ignore[operator]
         return one_hot
+    if name == "slice_scatter" and ir.example(node).is_complex():
+        return slice_of_pairs
     if name == "index_put" and _by_mask(node):
         return put_where
     if name == "linear" and len(node.args) == 3 and node.args[2] is not None:

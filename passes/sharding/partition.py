@@ -431,7 +431,10 @@ def above(rule: Rule, wanted: Spec, mesh: Mesh) -> tuple[Dim, ...] | None:
         if pieces is None:
             return None
         factors |= dict(zip(names, pieces))
-    return tuple(merge_dim((f for n in names for f in factors[n]), mesh) or (Factor(1),) for names in rule.operands[0])
+    own = {n: factors.pop(n, (Factor(rule.sizes[n]),)) for names in rule.operands[0] for n in names}
+    if any(f.axes for rest in factors.values() for f in rest):  # entries in an order that the operand has no dims for
+        return None
+    return tuple(merge_dim((f for n in names for f in own[n]), mesh) or (Factor(1),) for names in rule.operands[0])
 
 
 def over_names(dim: Dim, sizes: Sequence[int], mesh: Mesh) -> list[Sequence[Factor]] | None:

@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -65,15 +66,21 @@ def subject_of(case: Case) -> Subject:
 def prepared(case: Case, dtype: torch.dtype) -> Case:
     """The case in a dtype, in train mode, without dropout, every parameter moved a little."""
     generator = torch.Generator().manual_seed(0)
-    model = case.model.to(dtype).train()
+    model = case.model.train()
+    model = model.double() if dtype == torch.float64 else model.float()  # complex numbers stay what they are
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(NOISE * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+    return given_in(dtype, replace(case, model=model))
+
+
+def given_in(dtype: torch.dtype, case: Case) -> Case:
+    """The case with what its batches have of floating numbers in a dtype."""
     cast = [{k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()} for batch in case.batches]
-    return Case(model, case.loss, cast)
+    return replace(case, batches=cast)
 
 
 def trained_plainly(case: Case) -> Found:
@@ -108,6 +115,7 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 
 def on_mesh(case: Case, mesh: str, plain: Found, tolerances: Sequence[float]) -> Record:
     """What becomes of the model on the mesh named so."""
+    case = given_in(torch.bfloat16, case) if mesh in PASSES else case
     try:
         with quiet():
             how: dict[str, Any] = {"mesh": MESHES[mesh], "passes": PASSES.get(mesh), "ranks": "lockstep"}

@@ -18,8 +18,9 @@ in fp64.
 
 - right: loss, gradient norm, all parameters and buffers agree after each step to {EXACT:.0e}, absolutely or
   relatively; to {ROUNDED:.0e} where the model itself computes parts in fp32 ("r"), to {SINGLE:.0e} where PyTorch or the
-  model takes no fp64 ("s"). In bf16 (`passes.cast.param_dtype`) loss and gradient norm agree to {HALF:.0e} with those
-  of the plain model. The percentage is the share of its parameters that a rank stores.
+  model takes no fp64 ("s"). In bf16 (`passes.cast.param_dtype`, and what batches have of floating numbers) loss and
+  gradient norm agree to {HALF:.0e} with those of the plain model. The percentage is the share of its parameters that a
+  rank stores.
 - wrong: they do not. refused: an error that names a field, a node or a line of the model. crash: any other. time-out:
   a limit of time was passed. unbuilt: the model or its plain training fails by itself, or its library is missing.
 - gathered: operators for which activations that the ranks of an axis of the data share out are gathered, so that every

@@ -10,6 +10,7 @@ from sweeps import in_turn
 from torch import nn
 
 from compiler_trainer import UserError
+from passes.sharding.draws import integers
 from passes.sharding.random import uniform_at
 
 MESHES = [{"dp_shard": 2}, {"tp": 2}, {"cp": 2}, {"dp_shard": 2, "tp": 2}]
@@ -20,6 +21,9 @@ DRAWS = {  # operator -> (what it draws for x, its mean, its variance)
     "normal": (lambda x: torch.empty_like(x).normal_(1.0, 2.0), 1.0, 4.0),
     "rand": (lambda x: torch.rand(x.shape, dtype=x.dtype), 0.5, 1 / 12),
     "rand_like": (lambda x: torch.rand_like(x), 0.5, 1 / 12),
+    "randint": (lambda x: torch.randint(4, x.shape).to(x.dtype), 1.5, 1.25),
+    "randint_between": (lambda x: torch.randint(-1, 3, x.shape, dtype=x.dtype), 0.5, 1.25),
+    "randint_like": (lambda x: torch.randint_like(x, 1, 4), 2.0, 2 / 3),
     "randn": (lambda x: torch.randn(x.shape, dtype=x.dtype), 0.0, 1.0),
     "randn_like": (lambda x: torch.randn_like(x), 0.0, 1.0),
     "uniform": (lambda x: torch.empty_like(x).uniform_(-1.0, 3.0), 1.0, 16 / 12),
@@ -86,6 +90,11 @@ def test_mean_and_variance_and_two_draws_that_differ(name):
         assert found[0] != found[1] and found == pytest.approx([wanted] * 2, abs=0.04 * max(1.0, variance))
 
 
+def test_whole_numbers_of_a_wide_range_have_all_their_bits():
+    found = integers(torch.zeros((), dtype=torch.int64), 0, torch.zeros(1000, dtype=torch.int64), 1 << 40)
+    assert 400 < int((found % 2).sum()) < 600 and 0 <= int(found.min()) and int(found.max()) < 1 << 40
+
+
 def test_a_step_that_draws_evaluates_without():
     batch = data(5, 7, 6)[0]
     model = Drawing(DRAWS["rand"][0]).double()
@@ -134,8 +143,8 @@ def test_attention_drops_the_same_on_every_mesh():
 
 
 def test_what_is_drawn_otherwise_is_refused_by_name():
-    with pytest.raises(UserError, match=r"normalize: %randint \(test_draws.py:\d+\) aten.randint.low draws random numbers"):
-        losses(lambda x: torch.randint(0, 3, x.shape), {})
+    with pytest.raises(UserError, match=r"normalize: %randperm \(test_draws.py:\d+\) aten.randperm.default draws random numbers"):
+        losses(lambda x: torch.randperm(x.shape[-1]), {})
 
 
 def test_the_first_entry_is_no_exception_in_the_first_step_of_the_first_seed():

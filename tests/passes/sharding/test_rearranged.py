@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 
 import pytest
-from oracle import assert_same, compile_lockstep
+import torch
+from oracle import assert_same, compile_lockstep, trained_alike
 from rearranged import FORMS, MESH, ROWS, example, loss
+from torch import Tensor, nn
 
 from passes.program import ir
 from passes.sharding import partition
@@ -58,3 +60,25 @@ def test_without_the_verifier_that_sum_is_taken_for_complete(monkeypatch):
     model, batch = example("t", "of the second rank")
     step = compile_lockstep(model, loss, batch, MESH, passes={"verify": "none"})
     assert abs(step(batch)["loss"] - loss(model, batch).item()) > 0.1
+
+
+class Turned(nn.Module):
+    """Heads whose bias is stored by entry and head, and read as by head and entry: the dims share no factor."""
+
+    def __init__(self, *stored: int):
+        super().__init__()
+        self.up, self.down = nn.Linear(5, 24), nn.Linear(24, 5)
+        self.bias = nn.Parameter(torch.randn(*stored))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.up(x).unflatten(-1, (4, 6)) * self.bias.view(4, 6)
+        return self.down(heads.flatten(-2))
+
+
+@pytest.mark.parametrize("stored", [(6, 4), (8, 3), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2, "tp": 2}, {"dp_shard": 2, "tp": 3}], ids=str)
+@pytest.mark.sample(2)
+def test_a_weight_is_read_by_dims_that_share_no_factor_with_its_own(stored, mesh):
+    torch.manual_seed(0)
+    batches = [{"x": torch.randn(3, 2, 5).double()} for _ in range(3)]
+    trained_alike(Turned(*stored).double(), lambda model, batch: model(batch["x"]).square().mean(), batches, mesh)

@@ -71,6 +71,19 @@ def test_gradients_of_microbatches_are_added_with_their_imaginary_parts():
     trained_alike(model, squared, data, {"dp_shard": 2}, microbatches=2)
 
 
+def written_over(model: Filter, batch: dict[str, Tensor]) -> Tensor:
+    """A slice of frequencies weighted and written over the others."""
+    given = torch.fft.rfft(model.inside(batch["x"]))
+    kept = model.all * given
+    kept[:, 1:3] = (given * model.own)[:, 1:3].conj()
+    return (model.out(torch.fft.irfft(kept, n=9)) - batch["y"]).square().mean()
+
+
+def test_a_slice_of_complex_numbers_that_is_written_over_is_differentiated():
+    model, data = filters()
+    trained_alike(model, written_over, data, {"dp_shard": 2, "tp": 2})
+
+
 @pytest.mark.parametrize("asked", ["float32", "bfloat16", "int8", "float8"])
 def test_moments_are_complex_where_the_parameter_is(asked):
     held = codec(asked, True, 256, torch.complex64, Spec.whole((64, 256)), Mesh.of({}))
