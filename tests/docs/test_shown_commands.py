@@ -16,6 +16,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from commands import call
 from doc_pages import ROOT, Command, commands, commands_of
 from doc_places import RUNS, furnish, run_of, tiny
@@ -229,6 +230,28 @@ def python_of(page: str) -> str:
     """The Python of a page's first two blocks, which belong together."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     return "\n\n".join(blocks[:2])
+
+
+def test_a_choice_of_ones_own_is_what_its_file_says(places, tmp_path):
+    (command,) = [c for c in of_kind("job") if "model=reader" in c.options]
+    (cfg,) = configs(command, tmp_path)
+    assert cfg.model == {"_target_": "my_package.Reader", "width": 128}
+
+
+def test_every_export_loads_as_its_page_says(places, capsys):
+    for run, *words in (("tuned", "tuned"), ("lora", "merged", "--merge"), ("lora", "adapter")):
+        assert call("export", run_of(run), *words) == 0
+    page = (ROOT / "docs/guides/finetune.md").read_text()
+    chat, merged, adapter = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    capsys.readouterr()
+    exec(chat, {})
+    assert capsys.readouterr().out.endswith("\n")
+    logits = []
+    for block in (merged, adapter):
+        exec(block, made := {})
+        ids = made["tokenizer"].apply_chat_template([{"role": "user", "content": "hi"}], return_tensors="pt", return_dict=True)
+        logits.append(made["model"].eval()(**ids).logits)
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
 
 
 # ---- verbs ---------------------------------------------------------------------------------------

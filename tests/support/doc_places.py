@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import yaml
+from doc_pages import ROOT
 from folders import model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -58,6 +60,8 @@ def furnish(folder: Path) -> None:
     (folder / "qwen/chat_template.jinja").write_text(TEMPLATE)
     shutil.copytree(folder / "qwen", folder / "smol")
     shutil.copy(folder / "qwen/tokenizer.json", folder / "TOK")
+    (folder / "conf/model").mkdir(parents=True)
+    (folder / "conf/model/reader.yaml").write_text(shown_file("docs/guides/your-model.md", "conf/model/reader.yaml"))
     cluster = yaml.safe_load((CONF / "cluster/cpu.yaml").read_text())
     (folder / "mine/cluster").mkdir(parents=True)
     (folder / "mine/cluster/desk.yaml").write_text(yaml.safe_dump(cluster | {"name": "desk"}))
@@ -67,6 +71,12 @@ def furnish(folder: Path) -> None:
         "train: {seq_len: 8192, global_batch_size: 16, microbatches: 1}\n"
         "passes: {remat: {policy: selective}, cast: {param_dtype: bfloat16, reduce_dtype: float32}}\n"
     )
+
+
+def shown_file(page: str, name: str) -> str:
+    """What a page says is in a file, in a block whose first line is its name."""
+    (text,) = re.findall(rf"^```\w+\n# {re.escape(name)}\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    return text
 
 
 def tokenizer() -> Tokenizer:
