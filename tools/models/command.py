@@ -59,7 +59,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--mesh", default="*", metavar="PATTERN", help=f"on meshes named so: {', '.join(MESHES)}")
     parser.add_argument("--again", action="store_true", help="judge these again, known or not")
     parser.add_argument("--limit", type=float, default=240.0, metavar="SECONDS", help="for a model on one mesh")
-    parser.add_argument("--results", type=Path, default=Path("docs/measured/models.jsonl"), help="where results are kept")
+    parser.add_argument("--results", type=Path, default=Path("docs/measured/models.jsonl"), help="where they are kept")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="a table of what is known, in Markdown")
     parser.add_argument("--table", default="tools.models.table", metavar="MODULE", help="whose MODELS are judged")
     return parser.parse_args(arguments)
