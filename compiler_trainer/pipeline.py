@@ -23,6 +23,7 @@ from compiler_trainer.config.schema import (
     GroupConfig,
     OptimConfig,
     PassesConfig,
+    PipelineConfig,
     RematConfig,
 )
 from passes.autograd.joint import Joint
@@ -38,6 +39,8 @@ from passes.lower.segment import Segment
 from passes.lower.unroll import Unroll
 from passes.memory.chunk_loss import ChunkLoss
 from passes.memory.remat import Remat
+from passes.pipeline.assign import Assign
+from passes.pipeline.tables import Table, gpipe, interleaved, one_f_one_b, zbv, zero_bubble
 from passes.precision.cast import Cast
 from passes.precision.float8 import Float8
 from passes.program.ir import Pass, Program
@@ -63,7 +66,8 @@ DTYPES: dict[str | None, Any] = {None: None, "float32": torch.float32, "bfloat16
 class Pipeline:
     """The passes of each program; `train` maps a program's name to its passes, run in order within a step.
 
-    With `rolling`, of many layers alike one stands for others until `unroll`.
+    With `rolling`, of many layers alike one stands for others until `unroll`. With `staged` the programs are tasks of
+    pipeline stages, and `train` is empty.
     """
 
     forward: Passes
@@ -71,6 +75,20 @@ class Pipeline:
     train: Mapping[str, Passes]
     rolling: Rolling | None = None
     unroll: Unroll = Unroll()
+    staged: Staged | None = None
+
+
+@dataclass(frozen=True)
+class Staged:
+    """Passes of pipeline stages: `whole` of a microbatch, up to where it is cut by `table`, and `finish` of each task.
+
+    A stage's update, from the joint program of all stages: `update(stage)`.
+    """
+
+    table: Table
+    whole: Passes
+    finish: Passes
+    update: Callable[[int], Passes]
 
 
 def build_pipeline(
@@ -79,10 +97,12 @@ def build_pipeline(
     masters: Mapping[str, torch.dtype],
     microbatches: int,
     skip_nonfinite: bool = False,
+    pp: int = 1,
 ) -> Pipeline:
     """The passes that a configuration asks for; `masters` are the dtypes of the stored parameters."""
     reduce_dtype = DTYPES[passes.cast.reduce_dtype]
     cast, shard, remat = passes.cast, passes.shard, passes.remat
+    table = build_table(passes.pipeline, pp, microbatches)
     means: Passes = (Means(microbatches),) if microbatches > 1 else ()
     forward: Passes = (
         build_cast(cast, masters),
@@ -95,6 +115,7 @@ def build_pipeline(
         Place(shard.plan, shard.min_shard_elements),
         Float8(cast.float8, cast.float8_skip, cast.float8_min_size, cast.float8_head),
         Shard(shard.sequence_parallel, shard.strict, reduce_dtype, passes.context.method, passes.context.skip_steps),
+        *((Assign(table.stages, passes.pipeline.stages),) if pp > 1 else ()),
     )
     how = (EIGHT_BITS.get(optim.name, optim.state), optim.block, optim.stochastic_rounding)
     rest = build_optimizer(optim, DTYPES[cast.param_dtype])
@@ -104,6 +125,14 @@ def build_pipeline(
     finish = (Schedule(passes.schedule.bucket_mib), Expand(), Communicators(), overlap)
     joint = (Joint(), Simplify(), Dedupe(), AddFirst())
     train: dict[str, Passes]
+    if pp > 1:
+        then = (Accumulate(skip_nonfinite),)
+
+        def update(stage: int) -> Passes:
+            return ApplyOnly(stage), replace(optimize, stage=stage, stages=table.stages)
+
+        staged = Staged(table, (*joint, build_remat(remat, then), *then), (*finish, segment), update)
+        return Pipeline(forward, (Expand(), overlap, segment), {}, None, staged=staged)
     if microbatches == 1:
         then: Passes = (optimize, *finish)
         train = {"step": (*joint, build_remat(remat, then), *then, segment)}
@@ -114,6 +143,14 @@ def build_pipeline(
             "apply": (Joint(), ApplyOnly(), optimize, *finish, segment),
         }
     return Pipeline(forward, (Expand(), overlap, segment), train, build_rolling(passes, optim, masters))
+
+
+def build_table(pipeline: PipelineConfig, pp: int, microbatches: int) -> Table:
+    """The schedule that a configuration asks for."""
+    if pipeline.schedule == "interleaved":
+        return interleaved(pp, microbatches, pipeline.chunks)
+    known = {"gpipe": gpipe, "1f1b": one_f_one_b, "zero_bubble": zero_bubble, "zbv": zbv}
+    return known[pipeline.schedule](pp, microbatches)
 
 
 def build_rolling(passes: PassesConfig, optim: OptimConfig, masters: Mapping[str, torch.dtype]) -> Rolling | None:

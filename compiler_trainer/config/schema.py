@@ -452,6 +452,18 @@ class SegmentConfig:
 
 
 @dataclass(frozen=True)
+class PipelineConfig:
+    """How pipeline stages are cut and scheduled, where `mesh.pp` is more than 1.
+
+    `schedule` is the name of one, or a file with a table. With `interleaved` a rank has `chunks` stages.
+    """
+
+    schedule: str = "1f1b"
+    stages: tuple[int, ...] = ()  # how many layers each stage has; none: as even as can be
+    chunks: Positive = 2  # stages of a rank, of an interleaved schedule
+
+
+@dataclass(frozen=True)
 class PassesConfig:
     """Options of each pass, and how much of its result is verified.
 
@@ -465,6 +477,7 @@ class PassesConfig:
     chunk_loss: ChunkLossConfig = field(default_factory=ChunkLossConfig)
     remat: RematConfig = field(default_factory=RematConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     segment: SegmentConfig = field(default_factory=SegmentConfig)
     roll: bool = True
     verify: Literal["none", "spec", "numeric"] = "spec"

@@ -16,13 +16,15 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import LowerConfig, MeshConfig, OptimConfig, PassesConfig
 from compiler_trainer.pipeline import build_pipeline
-from compiler_trainer.step.programs import Compilation, check_recordable, mesh_of, one_microbatch
+from compiler_trainer.step.programs import EVALUATE, Compilation, check_recordable, mesh_of, one_microbatch
 from compiler_trainer.step.runtime import LockstepRanks, ProcessRanks, Runtime
 from compiler_trainer.step.step import Compiled, State, Step, state_name, stored
 from passes.check.numeric import telling
 from passes.check.runner import Observer
 from passes.lower import inductor
 from passes.lower.heap import keep_freed_memory
+from passes.pipeline.cut import stage_in
+from passes.pipeline.tables import Table
 from passes.program import ir
 from passes.program.bodies import flatten
 from passes.program.frames import roomy
@@ -66,16 +68,17 @@ def compile_step(
     Raises UserError naming what is at fault.
     """
     update, options = _typed(OptimConfig, optim, "optim"), _typed(PassesConfig, passes, "passes")
-    named, device = mesh_of(mesh), torch.device(device)
+    whole_mesh, device = mesh_of(mesh), torch.device(device)
+    stages, named = whole_mesh["pp"], whole_mesh.without("pp")
     options = passes_on(options, device.type == "cuda")
     lower = _typed(LowerConfig, lower or _default_lower(ranks), "lower")
-    runtime = _runtime(ranks, named, lower, device, tell)
+    runtime = _runtime(ranks, whole_mesh, lower, device, tell)
     if ranks == "processes" and device.type == "cpu":
         keep_freed_memory()
         if lower.backend == "inductor":
             inductor.begin()  # beside capture and passes
     batch, masters = one_microbatch(example_batch, microbatches), {n: p.dtype for n, p in model.named_parameters()}
-    pipeline = build_pipeline(options, update, masters, microbatches, skip_nonfinite)
+    pipeline = build_pipeline(options, update, masters, microbatches, skip_nonfinite, stages)
     values: Iterable[tuple[str, Value]] = _initial_values(model, initial)
     scalars = {"lr": torch.tensor(update.lr), "seed": torch.tensor(seed)}
     whole = None
@@ -86,50 +89,73 @@ def compile_step(
     work = Compilation(model, loss_fn, batch, named, pipeline, options, device, observe, tell, whole, below or {})
     programs, report = work.programs(evaluate)
     if lower.cudagraphs:
-        training = {name: program for name, program in programs.items() if name != "evaluate"}
+        training = {name: program for name, program in programs.items() if not name.startswith(EVALUATE)}
         check_recordable(training, lower.backend == "inductor")
+    table = pipeline.staged.table if pipeline.staged else None
+    rank_of = ranks_of(programs, table)
     laid_out = next(iter(programs.values())).program.mesh  # as placement has it; evaluation comes last
-    state = initial_state([c.program for c in programs.values()], runtime, laid_out, device, values)
-    compiled = {name: Compiled(flatten(c.program), partial(runtime.compile, name, *c)) for name, c in programs.items()}
-    evaluation = compiled.pop("evaluate", None)  # lowered when it is first run
+    state = initial_state([(c.program, rank_of[name]) for name, c in programs.items()], runtime, laid_out, device, values)
+    here = {runtime.stage_of(rank) for rank in runtime.ranks}
+    compiled = {
+        name: Compiled(flatten(c.program), partial(runtime.compile, name, *c)) for name, c in programs.items()
+    }
+    evaluation = {name: compiled.pop(name) for name in programs if name.startswith(EVALUATE)}  # lowered when it is run
+    runtime.meet({name: each.program for name, each in compiled.items()})
     for name, each in compiled.items():
-        report.time(f"{name}.lower", partial(getattr, each, "executable"))
-    return Step(runtime, laid_out, compiled, evaluation, state, update.lr, seed, microbatches, device, report.finish())
+        if rank_of[name] in here:
+            report.time(f"{name}.lower", partial(getattr, each, "executable"))
+    parts = (compiled, evaluation, table, state)
+    return Step(runtime, laid_out, *parts, update.lr, seed, microbatches, device, report.finish())
+
+
+def ranks_of(programs: Iterable[str], table: Table | None) -> dict[str, int]:
+    """The pipeline rank that runs each program."""
+    if table is None:
+        return dict.fromkeys(programs, 0)
+    return {name: table.rank_of[stage_in(name)] for name in programs}
 
 
 @torch.no_grad()
 def initial_state(
-    programs: Iterable[ir.Program],
+    programs: Iterable[tuple[ir.Program, int]],
     runtime: Runtime,
     mesh: Mesh,
     device: torch.device,
     values: Iterable[tuple[str, Value]],
 ) -> dict[str, State]:
-    """Local state of the ranks here for every stored input: given values, zero moments and accumulators."""
+    """Local state of the ranks here for every stored input: given values, zero moments and accumulators.
+
+    Programs come with the pipeline rank that runs them.
+    """
     needed: dict[str, tuple[ir.Input, Tensor]] = {}
-    for program in programs:
+    stages: dict[str, set[int]] = {}
+    for program, stage in programs:
         for given, node in zip(program.inputs, program.placeholders()):
             if given.kind in ("parameter", "buffer", "moment", "gradient"):
-                needed.setdefault(state_name(given), (given, ir.example(node)))
+                needed.setdefault(name := state_name(given), (given, ir.example(node)))
+                stages.setdefault(name, set()).add(stage)
+
+    def state_of(name: str, given: ir.Input, like: Tensor, local: Callable[[int], Tensor]) -> State:
+        on = tuple(sorted(stages[name]))
+        here = {rank: local(rank) for rank in runtime.ranks if runtime.stage_of(rank) in on}
+        return State(stored(given), here, on, torch.empty(like.shape, dtype=like.dtype, device="meta"))
+
     state = {}
     for name, full in values:
         if (key := f"model.{name}") in needed:
             given, example = needed.pop(key)
             if tuple(full.shape) != given.spec.shape:
                 raise UserError(name, f"initial value has shape {tuple(full.shape)}, the model has {given.spec.shape}")
-            spec = stored(given)
-            state[key] = State(
-                spec,
-                {
-                    rank: shard(full, spec, mesh, mesh.coordinates(rank), example.dtype, device)
-                    for rank in runtime.ranks
-                },
+            spec, dtype = stored(given), example.dtype
+            state[key] = state_of(
+                key, given, example, lambda rank: shard(full, spec, mesh, mesh.coordinates(rank), dtype, device)
             )
     if missing := [name for name, (given, _) in needed.items() if given.kind in ("parameter", "buffer")]:
         raise UserError(missing[0].removeprefix("model."), "has no initial value; give real weights or `initial`")
     for name, (given, example) in needed.items():
-        zeros = {rank: torch.zeros(example.shape, dtype=example.dtype, device=device) for rank in runtime.ranks}
-        state[name] = State(stored(given), zeros)
+        state[name] = state_of(
+            name, given, example, lambda rank: torch.zeros(example.shape, dtype=example.dtype, device=device)
+        )
     return state
 
 
@@ -156,7 +182,7 @@ def _runtime(
     if lower.cudagraphs and device.type != "cuda":
         raise UserError("lower.cudagraphs", f"is true, but the step runs on {device.type}; use a GPU or leave it false")
     if ranks == "processes":
-        return ProcessRanks(mesh, lower, tell)
+        return ProcessRanks(mesh, lower, device, tell)
     if ranks != "lockstep":
         raise UserError("ranks", f"is {ranks!r}; must be 'processes' or 'lockstep'")
     if lower.cudagraphs:

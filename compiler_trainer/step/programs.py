@@ -15,10 +15,12 @@ from torch import Tensor, fx, nn
 from compiler_trainer.capture.capture import LossFn, capture
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import MeshConfig, PassesConfig
-from compiler_trainer.pipeline import DTYPES, Passes, Pipeline
+from compiler_trainer.pipeline import DTYPES, Passes, Pipeline, Staged
+from passes.autograd.joint import Joint
 from passes.check.numeric import Results
 from passes.check.runner import Observer, PassRecord, run_passes
 from passes.lower.cudagraphs import breaks
+from passes.pipeline.cut import cut, cut_update
 from passes.program import ir
 from passes.program.alone import alone, cone_of
 from passes.program.mesh import Mesh
@@ -28,6 +30,7 @@ from passes.sharding.place import Place
 
 T = TypeVar("T")
 LOOK_UPS = (torch.ops.aten.embedding.default, torch.ops.aten.index.Tensor)
+EVALUATE = "evaluate"  # the program of evaluation, or the beginning of the names of its tasks
 POSITIONS = "positions"  # the entry of a batch that counts tokens from the beginning of their document
 
 
@@ -118,7 +121,7 @@ class Compilation:
         """The programs, each layer as the pipeline has it."""
         single = self.capture() if self.single is None else on_mesh(self.single, self.mesh)
         forward = self.run("forward", self.pipeline.forward, single)
-        return self.train(forward) | ({"evaluate": self.evaluate(single, forward)} if evaluate else {})
+        return self.train(forward) | (self.evaluate(single, forward) if evaluate else {})
 
     def capture(self) -> Captured:
         """The model and its loss on one device."""
@@ -147,10 +150,23 @@ class Compilation:
     def train(self, forward: Captured) -> dict[str, Captured]:
         """The programs of a training step, by name, from the forward that every rank runs."""
         known = self.results["forward"]  # gradients, too, that the forward of a custom function does not tell
+        if self.pipeline.staged is not None:
+            return self.tasks(self.pipeline.staged, forward)
         return {name: self.run(name, steps, forward, known) for name, steps in self.pipeline.train.items()}
 
-    def evaluate(self, single: Captured, forward: Captured) -> Captured:
-        """The program of evaluation: the forward, captured anew where it is another in eval mode.
+    def tasks(self, staged: Staged, forward: Captured) -> dict[str, Captured]:
+        """The programs of all tasks of all pipeline stages."""
+        ctx = forward.ctx
+        joint = self.run("joint", (Joint(),), forward)
+        whole = self.run("microbatch", staged.whole, forward)
+        found = cut(whole.program, staged.table.is_split)
+        for stage in range(staged.table.stages):
+            update = self.run(f"update{stage}", staged.update(stage), joint)
+            found |= cut_update(update.program, stage)
+        return {str(task): self.run(str(task), staged.finish, Captured(each, ctx)) for task, each in found.items()}
+
+    def evaluate(self, single: Captured, forward: Captured) -> dict[str, Captured]:
+        """The program of evaluation, or those of its stages: the forward, captured anew where eval mode has another.
 
         It reads what training stores, where that lies.
         """
@@ -159,7 +175,10 @@ class Compilation:
             steps = (replace(s, stored=stored) if isinstance(s, Place) else s for s in self.pipeline.forward)
             with evaluating(self.model):
                 forward = self.run("forward_eval", tuple(steps), self.capture())
-        return self.run("evaluate", self.pipeline.evaluate, forward)
+        if self.pipeline.staged is None:
+            return {EVALUATE: self.run(EVALUATE, self.pipeline.evaluate, forward)}
+        parts = {f"{EVALUATE}.{task}": each for task, each in cut(forward.program).items()}
+        return {n: self.run(n, self.pipeline.evaluate, Captured(each, forward.ctx)) for n, each in parts.items()}
 
 
 def on_mesh(given: Captured, mesh: Mesh) -> Captured:

@@ -12,7 +12,7 @@ from torch import Tensor
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import LowerConfig
 from compiler_trainer.step.agree import agree
-from compiler_trainer.step.ranks import place_on_node
+from compiler_trainer.step.ranks import gather, place_on_node
 from passes.check.simulate import Lockstep
 from passes.cost.accounting import axis_of, communicator_of
 from passes.lower.backends import BACKENDS
@@ -36,9 +36,28 @@ class Runtime(Protocol):
     def run(self, compiled: Any, inputs: ByRank) -> dict[int, tuple[Tensor, ...]]: ...
     def all_locals(self, local: Mapping[int, Tensor]) -> list[Tensor]: ...
     def send(self, local: Mapping[int, Tensor], source: int, to: Collection[int]) -> None: ...
+    def stage_of(self, rank: int) -> int: ...
+    def meet(self, programs: Mapping[str, Any]) -> None: ...
+    def share(self, found: dict[str, float]) -> dict[str, float]: ...
+    def of_stage(self, local: Mapping[int, Tensor], stage: int, like: Tensor) -> list[Tensor]: ...
 
 
-class LockstepRanks:
+class Staged:
+    """Which pipeline stage ranks are part of."""
+
+    mesh: Mesh
+
+    @property
+    def apart(self) -> int:
+        """How many ranks a stage has: ranks of neighbours that stand alike are so far from each other."""
+        return self.mesh.world_size // self.mesh["pp"]
+
+    def stage_of(self, rank: int) -> int:
+        """The pipeline rank that a rank is part of."""
+        return rank // self.apart
+
+
+class LockstepRanks(Staged):
     """All ranks in this process, interpreted node by node."""
 
     def __init__(self, mesh: Mesh):
@@ -49,13 +68,25 @@ class LockstepRanks:
         return Lockstep(program)
 
     def run(self, compiled: Lockstep, inputs: ByRank) -> dict[int, tuple[Tensor, ...]]:
-        """Every rank's outputs."""
+        """The outputs of the ranks that have inputs: all of them, or those of a pipeline stage."""
+        ranks = sorted(inputs)
         with torch.no_grad():
-            return dict(enumerate(compiled.run([inputs[rank] for rank in self.ranks])))
+            return dict(zip(ranks, compiled.run([inputs[rank] for rank in ranks]), strict=True))
+
+    def of_stage(self, local: Mapping[int, Tensor], stage: int, like: Tensor) -> list[Tensor]:
+        """The local tensors of the ranks of a stage, by rank."""
+        return [local[rank] for rank in self.ranks if self.stage_of(rank) == stage]
+
+    def meet(self, programs: Mapping[str, Any]) -> None:
+        """They are together."""
+
+    def share(self, found: dict[str, float]) -> dict[str, float]:
+        """What ranks found, which all ranks have."""
+        return found
 
     def all_locals(self, local: Mapping[int, Tensor]) -> list[Tensor]:
-        """The local tensors of all ranks, by rank."""
-        return [local[rank] for rank in self.ranks]
+        """The local tensors of all ranks that have one, by rank."""
+        return [local[rank] for rank in sorted(local)]
 
     def send(self, local: Mapping[int, Tensor], source: int, to: Collection[int]) -> None:
         """Give some ranks the local tensor of another, in place."""
@@ -63,11 +94,11 @@ class LockstepRanks:
             local[rank].copy_(local[source])
 
 
-class ProcessRanks:
+class ProcessRanks(Staged):
     """One rank of a job whose process group is up (or the only rank, without one)."""
 
-    def __init__(self, mesh: Mesh, lower: LowerConfig, tell: Callable[[str], None]):
-        self.mesh, self.lower, self.tell = mesh, lower, tell
+    def __init__(self, mesh: Mesh, lower: LowerConfig, device: torch.device, tell: Callable[[str], None]):
+        self.mesh, self.lower, self.device, self.tell = mesh, lower, device, tell
         self.distributed = dist.is_initialized() and dist.get_world_size() > 1
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         if world_size != mesh.world_size:
@@ -125,6 +156,24 @@ class ProcessRanks:
         found = [torch.empty_like(mine) for _ in range(self.mesh.world_size)]
         dist.all_gather(found, mine.contiguous())
         return found
+
+    def of_stage(self, local: Mapping[int, Tensor], stage: int, like: Tensor) -> list[Tensor]:
+        """The local tensors of the ranks of a stage, `like` one, by rank; every rank must call it."""
+        (rank,) = self.ranks
+        mine = local[rank] if rank in local else torch.empty_like(like, device=self.device)
+        return self.all_locals({rank: mine})[stage * self.apart : (stage + 1) * self.apart]
+
+    def meet(self, programs: Mapping[str, ir.Program]) -> None:
+        """Make the process groups of the programs of all stages, in one order; every rank must call it."""
+        if self.distributed and self.mesh["pp"] > 1:
+            for name in sorted(programs):
+                self.make_groups(programs[name])
+
+    def share(self, found: dict[str, float]) -> dict[str, float]:
+        """What the ranks of any stage found; every rank must call it."""
+        if self.mesh["pp"] == 1:
+            return found
+        return {name: value for of_rank in gather(found) for name, value in of_rank.items()}
 
     def send(self, local: Mapping[int, Tensor], source: int, to: Collection[int]) -> None:
         """Give some ranks the local tensor of another, in place; every rank must call it."""

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.step.dealing import Dealt, balance
+from compiler_trainer.step.programs import EVALUATE
 from compiler_trainer.step.runtime import Runtime
+from compiler_trainer.step.turns import Carried, Post, Turn, turns_of_evaluation, turns_of_step
+from passes.pipeline.tables import Table
 from passes.program import ir
 from passes.program.mesh import Mesh
 from passes.program.spec import Spec, shard, unshard
@@ -22,10 +25,15 @@ ByRank = dict[int, Tensor]
 
 @dataclass
 class State:
-    """A stored tensor: its placement, and the local tensor of every rank that lives here."""
+    """A stored tensor: its placement, and the local tensor of every rank that lives here and has it.
+
+    `stages` are the pipeline ranks that have it, `like` (on no device) is its local shape and dtype.
+    """
 
     spec: Spec
     local: ByRank
+    stages: tuple[int, ...] = (0,)
+    like: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,8 @@ class Step:
         runtime: Runtime,
         mesh: Mesh,
         train: Mapping[str, Compiled],
-        evaluation: Compiled | None,
+        evaluation: Mapping[str, Compiled],
+        table: Table | None,
         state: dict[str, State],
         lr: float,
         seed: int,
@@ -58,19 +67,34 @@ class Step:
         report: dict[str, Any],
     ):
         self.runtime, self.mesh, self.ranks = runtime, mesh, runtime.ranks
-        self.train, self._evaluation, self.state = train, evaluation, state
+        self.train, self.evaluation, self.state = train, evaluation, state
         self.lr, self.seed, self.microbatches = lr, seed, microbatches
         self.device, self.report = device, report
         self.dealt: list[Dealt] = []  # the microbatches of the last step
-        compiled = (*train.values(), *([evaluation] if evaluation else []))
+        compiled = (*train.values(), *evaluation.values())
         named = dict.fromkeys(o.name for each in compiled for o in each.program.outputs if o.kind == "metric")
         self.metrics = tuple(name for name in named if name != "grad_norm")  # what a loss returns beside the loss
-        given = (i for each in compiled for i in each.program.inputs)
+        given = [i for each in compiled for i in each.program.inputs]
         self.constants = {i.name: i.value.to(device) for i in given if i.value is not None}
         self.places = {
             rank: {axis: torch.tensor(at, device=device) for axis, at in mesh.coordinates(rank).items()}
             for rank in self.ranks
         }
+        self.counted = {i.name: i.count for i in given if i.count is not None}
+        self.entries = {entry: of for each in compiled for entry, of in entries_of(each.program).items()}
+        self.training = self.turns(turns_of_step(programs_of(train), table, microbatches), train)
+        self.measuring = self.turns(turns_of_evaluation(EVALUATE, table, microbatches), evaluation)
+
+    def turns(self, turns: Sequence[Turn], programs: Mapping[str, Compiled]) -> tuple[list[Turn], Carried]:
+        """Of the turns of all ranks those that are taken here, and what they carry; none without programs."""
+        found = programs_of(programs)
+        turns = [turn for turn in turns if turn.program in found]
+        here = sorted({self.runtime.stage_of(rank) for rank in self.ranks})
+        post = None
+        if self.runtime.mesh["pp"] > 1 and len(self.ranks) == 1:
+            (rank,) = self.ranks
+            post = Post(turns, found, rank, here[0], self.runtime.apart, self.device)
+        return [turn for turn in turns if turn.rank in here], Carried(turns, found, here, post)
 
     def __call__(self, batch: Mapping[str, Tensor], lr: float | None = None) -> dict[str, float]:
         """One optimizer step on a global batch: {"loss": of the whole batch, metrics, "grad_norm": before clipping}.
@@ -81,24 +105,32 @@ class Step:
         """
         rate, self.dealt = self.lr if lr is None else lr, []
         count = int(self.state["optim.step"].local[self.ranks[0]])
-        if self.microbatches == 1:
-            out = self.run(self.train["step"], batch, self.scalars(rate, count))
-            return {name: float(value) for name, value in out.items()}
-        accumulate, parts = self.train["accumulate"], self.split(batch)
-        counts = self.counts(accumulate, parts)
-        outs = [
-            self.run(accumulate, part, self.scalars(rate, count * self.microbatches + i) | counts)
-            for i, part in enumerate(parts)
-        ]
-        norm = self.run(self.train["apply"], {}, self.scalars(rate, count))["grad_norm"]
-        return {**together(accumulate.program, outs), "grad_norm": float(norm)}
+        return self.take(self.training, self.train, batch, rate, count)
 
-    @property
-    def evaluation(self) -> Compiled:
-        """The program of evaluation; raises UserError where none was compiled."""
-        if self._evaluation is None:
-            raise UserError("evaluate", "is false, so that this step can only train; give compile_step(evaluate=True)")
-        return self._evaluation
+    def take(
+        self,
+        taken: tuple[list[Turn], Carried],
+        programs: Mapping[str, Compiled],
+        batch: Mapping[str, Tensor],
+        lr: float,
+        count: int,
+    ) -> dict[str, float]:
+        """Run the turns of a step, the `count`-th, or of an evaluation; what it gives."""
+        turns, carried = taken
+        parts = self.split(batch)
+        counts = self.counts(parts)
+        found: dict[str, list[Tensor]] = {}
+        carried.begin()
+        for turn in turns:
+            compiled, m = programs[turn.program], turn.microbatch
+            number = count if m is None else count * self.microbatches + m
+            scalars = self.scalars(lr, number) | counts
+            for name, value in self.run(turn, compiled, {} if m is None else parts[m], scalars, carried).items():
+                found.setdefault(name, []).append(value)
+        carried.end()
+        outputs = {o.name: o.kind for each in programs.values() for o in each.program.outputs}
+        summed = {name: together(values, outputs[name]) for name, values in found.items()}
+        return self.runtime.share(summed)
 
     def scalars(self, lr: float, count: int) -> dict[str, Tensor]:
         """What is fed as a value: the learning rate, and the seed of a (micro)batch's random numbers."""
@@ -108,11 +140,11 @@ class Step:
             "seed": torch.tensor(seed, dtype=torch.int64, device=self.device),
         }
 
-    def counts(self, compiled: Compiled, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """What a program is fed of all microbatches together: how many labels they have."""
+    def counts(self, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """What programs are fed of all microbatches together: how many labels they have."""
         for part in parts:
-            check_batch(part, compiled.program)
-        return {i.name: i.count.of(parts, self.device) for i in compiled.program.inputs if i.count is not None}
+            check_batch(part, self.entries)
+        return {name: count.of(parts, self.device) for name, count in self.counted.items()}
 
     def evaluate(self, batch: Mapping[str, Tensor]) -> float:
         """The mean loss of a global batch, nothing changed."""
@@ -120,25 +152,45 @@ class Step:
 
     def measure(self, batch: Mapping[str, Tensor]) -> dict[str, float]:
         """The mean loss of a global batch and its metrics, nothing changed."""
-        parts = self.split(batch)
-        scalars = self.scalars(0.0, 0) | self.counts(self.evaluation, parts)
-        return together(self.evaluation.program, [self.run(self.evaluation, part, scalars) for part in parts])
+        if not self.evaluation:
+            what = "is false, so that this step can only train; give compile_step(evaluate=True)"
+            raise UserError("evaluate", what)
+        return self.take(self.measuring, self.evaluation, batch, 0.0, 0)
 
     def split(self, batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         """The microbatches of a global batch: consecutive rows."""
         parts = {key: value.chunk(self.microbatches) for key, value in batch.items()}
         return [{key: chunks[i] for key, chunks in parts.items()} for i in range(self.microbatches)]
 
-    def run(self, compiled: Compiled, batch: Mapping[str, Tensor], scalars: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Run one program for the ranks here; its outputs by name, as the first of them has them."""
-        check_batch(batch, compiled.program)
-        given, dealt = compiled.program.inputs, Dealt(compiled.program, batch)
-        if compiled is not self._evaluation and batch:
+    def run(
+        self,
+        turn: Turn,
+        compiled: Compiled,
+        batch: Mapping[str, Tensor],
+        scalars: Mapping[str, Tensor],
+        carried: Carried,
+    ) -> dict[str, Tensor]:
+        """Take one turn for the ranks here; what it gives by name, as the first of them has it."""
+        program, dealt = compiled.program, Dealt(compiled.program, batch)
+        if turn.program in self.train and batch and turn.rank == self.runtime.stage_of(self.ranks[0]):
             self.dealt.append(dealt)
-        inputs = {rank: [self.value(i, rank, dealt, scalars) for i in given] for rank in self.ranks}
+        ranks = [rank for rank in self.ranks if self.runtime.stage_of(rank) == turn.rank]
+
+        def value(given: ir.Input, rank: int) -> Tensor:
+            if given.kind == "carried":
+                return carried.get((given.name, turn.microbatch), rank, self.runtime.apart)
+            return self.value(given, rank, dealt, scalars)
+
+        inputs = {rank: [value(i, rank) for i in program.inputs] for rank in ranks}
         results = self.runtime.run(compiled.executable, inputs)
-        first = results[self.ranks[0]]
-        return {o.name: value for o, value in zip(compiled.program.outputs, first, strict=True) if o.kind != "buffer"}
+        found = {}
+        for k, output in enumerate(program.outputs):
+            if output.kind == "carried":
+                carried.put((output.name, turn.microbatch), {rank: results[rank][k] for rank in ranks})
+            elif output.kind != "buffer":
+                found[output.name] = results[ranks[0]][k]
+        carried.done(turn)
+        return found
 
     def value(self, given: ir.Input, rank: int, dealt: Dealt, scalars: Mapping[str, Tensor]) -> Tensor:
         """What one input of a program is on one rank."""
@@ -166,17 +218,21 @@ class Step:
     def state_dict(self) -> dict[str, Tensor]:
         """Full parameters and buffers by the model's own names; with processes, every rank must call it."""
         return {
-            name.removeprefix("model."): unshard(self.runtime.all_locals(s.local), s.spec, self.mesh)
+            name.removeprefix("model."): unshard(self.runtime.of_stage(s.local, s.stages[0], s.like), s.spec, self.mesh)
             for name, s in self.state.items()
             if name.startswith("model.")
         }
 
 
-def together(program: ir.Program, outs: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-    """What the microbatches of a program gave, as one: counts added, all else averaged."""
-    counts = {o.name for o in program.outputs if o.kind == "count"}
-    stacked = {name: torch.stack([out[name] for out in outs]) for name in outs[0]}
-    return {name: float(values.sum() if name in counts else values.mean()) for name, values in stacked.items()}
+def together(values: Sequence[Tensor], kind: str) -> float:
+    """What microbatches gave, as one: counts added, all else averaged."""
+    stacked = torch.stack(list(values))
+    return float(stacked.sum() if kind == "count" else stacked.mean())
+
+
+def programs_of(compiled: Mapping[str, Compiled]) -> dict[str, ir.Program]:
+    """Their programs, by the same names."""
+    return {name: each.program for name, each in compiled.items()}
 
 
 def state_name(given: ir.Input) -> str:
@@ -190,22 +246,34 @@ def stored(given: ir.Input) -> Spec:
     return replace(given.spec, varying=())
 
 
-def check_batch(batch: Mapping[str, Tensor], program: ir.Program) -> None:
+class Entry(NamedTuple):
+    """What a program expects of one entry of a batch; with `runs`, equal numbers of a row are neighbours."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    runs: bool
+
+
+def entries_of(program: ir.Program) -> dict[str, Entry]:
+    """The entries of a batch that a program reads."""
+    nodes = zip(program.inputs, program.placeholders(), strict=True)
+    return {i.name: Entry(i.spec.shape, ir.example(n).dtype, i.runs) for i, n in nodes if i.kind == "batch"}
+
+
+def check_batch(batch: Mapping[str, Tensor], wanted: Mapping[str, Entry]) -> None:
     """Raises UserError unless the batch has the entries, shapes and dtypes that were compiled."""
-    nodes = zip(program.inputs, program.placeholders())
-    wanted = {i.name: (i.spec.shape, ir.example(n).dtype) for i, n in nodes if i.kind == "batch"}
     if missing := sorted(wanted.keys() - batch.keys()):
         raise UserError(f"batch[{missing[0]!r}]", f"is missing; the step was compiled for {', '.join(wanted)}")
     for key, value in batch.items():
         if key not in wanted:
             raise UserError(f"batch[{key!r}]", f"is not among the compiled entries {', '.join(wanted)}")
-        shape, dtype = wanted[key]
+        shape, dtype, _ = wanted[key]
         if tuple(value.shape) != shape or value.dtype != dtype:
             raise UserError(
                 f"batch[{key!r}]",
                 f"is {value.dtype}{list(value.shape)}, the step was compiled for {dtype}{list(shape)} a microbatch",
             )
-    for name in (i.name for i in program.inputs if i.runs):
+    for name in (name for name, entry in wanted.items() if entry.runs):
         check_runs(name, batch[name])
 
 

@@ -19,8 +19,10 @@ from passes.program.spec import Spec
 from passes.program.stages import Stage
 from passes.program.torch_private import LazyGraphModule
 
-InputKind = Literal["parameter", "buffer", "constant", "batch", "coordinate", "layout", "moment", "gradient", "scalar"]
-OutputKind = Literal["loss", "gradient", "buffer", "metric", "count"]
+InputKind = Literal[
+    "parameter", "buffer", "constant", "batch", "coordinate", "layout", "moment", "gradient", "scalar", "carried"
+]
+OutputKind = Literal["loss", "gradient", "buffer", "metric", "count", "carried"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Input:
     or makes of Python's numbers. The `roles` of a parameter are what it is used for: `embedding`, `head`. Equal entries
     of a batch input with `runs` must be neighbours along its last dim: documents of a row, say. A scalar
     may bring the `count` that it is fed. A `layout` is made of each batch on the host: which blocks of it ranks hold.
+    What is `carried` is a value of another task of the step. `stages` are the pipeline stages that use a parameter.
     """
 
     name: str
@@ -40,6 +43,7 @@ class Input:
     roles: frozenset[str] = frozenset()
     runs: bool = False
     count: Count | None = field(default=None, compare=False, repr=False)
+    stages: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -317,6 +321,16 @@ def set_parameter(node: fx.Node, name: str) -> None:
     node.meta["parameter"] = name
 
 
+def pipeline_stage(node: fx.Node) -> int | None:
+    """The pipeline stage whose ranks compute the node; None where it is made wherever it is read."""
+    return node.meta.get("stage")
+
+
+def set_pipeline_stage(node: fx.Node, stage: int | None) -> None:
+    """Record the pipeline stage whose ranks compute the node."""
+    node.meta["stage"] = stage
+
+
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _LIBRARY = re.compile(
     r"/torch/(nn|_|functional|utils|fx)|/site-packages/torch/|/compiler_trainer/capture/(capture|functions|hidden)\.py$"
@@ -355,7 +369,7 @@ def set_origin(node: fx.Node, line: str, module: str) -> None:
 
 def copy_origin(new: fx.Node, old: fx.Node) -> None:
     """Let `new` say that it came from where `old` came from (source line, module, phase, recomputed, ...)."""
-    for key in ("stack_trace", "nn_module_stack", "phase", "recomputed", "checkpoint", "parameter"):
+    for key in ("stack_trace", "nn_module_stack", "phase", "recomputed", "checkpoint", "parameter", "stage"):
         if key in old.meta:
             new.meta[key] = old.meta[key]
 

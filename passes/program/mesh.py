@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 BATCH_AXES = ("dp_replicate", "dp_shard", "ep")
@@ -51,6 +51,10 @@ class Mesh:
                 raise ValueError(f"mesh.{axis}: size is {size}, must be at least 1")
         sizes, experts = spread_experts(sizes)
         return Mesh(tuple((axis, sizes[axis]) for axis in AXES if sizes.get(axis, 1) > 1), experts=experts)
+
+    def without(self, axis: str) -> Mesh:
+        """The mesh of the ranks that have one coordinate on an axis."""
+        return replace(self, sizes=tuple(pair for pair in self.sizes if pair[0] != axis))
 
     @property
     def axes(self) -> tuple[str, ...]:

@@ -6,11 +6,13 @@ once is reduced a microbatch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
+from passes.pipeline.assign import own_name
 from passes.program import ir
 from passes.program.stages import Stage
 from passes.update.optimize import Appender
@@ -58,30 +60,70 @@ class Accumulate(ir.Pass):
 
 @dataclass(frozen=True)
 class ApplyOnly(ir.Pass):
-    """From a joint program, the one whose gradients are inputs: accumulated elsewhere, cleared once read."""
+    """From a joint program, the one whose gradients are inputs: accumulated elsewhere, cleared once read.
 
+    With a pipeline `stage` it is that of the parameters that the stage uses; of those that other stages use as well it
+    shares its term of the gradient, and adds theirs.
+    """
+
+    stage: int | None = None
     name = "apply"
     takes = (Stage.JOINT,)
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         graph = fx.Graph()
         nodes, inputs = [], []
-        for old, given in zip(program.placeholders(), program.inputs):
-            if given.kind == "parameter":
-                nodes.append(_input(graph, old.name, ir.example(old), given))
-                inputs.append(given)
-        results: list[fx.Node] = []
-        outputs: list[ir.Output] = []
-        for old, output in zip(program.results(), program.outputs):
-            if output.kind == "gradient":
-                given = ir.Input(output.name, "gradient", output.spec)
-                val = ir.example(old).new_empty(ir.example(old).shape)
-                results.append(_input(graph, f"total_{len(results)}", val, given))
-                inputs.append(given)
-                outputs.append(output)
+        specs = {o.name: (ir.example(n), o) for n, o in zip(program.results(), program.outputs) if o.kind == "gradient"}
+        given = [(n, i) for n, i in zip(program.placeholders(), program.inputs) if i.kind == "parameter"]
+        own = [(n, i) for n, i in given if self.stage is None or ir.pipeline_stage(n) == self.stage]
+        for old, i in own:
+            inputs.append(replace(i, name=own_name(i.name)))
+            nodes.append(_input(graph, old.name, ir.example(old), inputs[-1]))
+        results, outputs = list[fx.Node](), list[ir.Output]()
+        for _, i in own:
+            val, output = specs[i.name]
+            name = own_name(i.name)
+            inputs.append(ir.Input(name, "gradient", output.spec))
+            results.append(_input(graph, f"total_{len(results)}", val.new_empty(val.shape), inputs[-1]))
+            outputs.append(replace(output, name=name))
         graph.output(tuple(results))
         program = program.with_graph(graph, inputs=tuple(inputs), outputs=tuple(outputs))
-        return program, ir.Report({"gradients": len(outputs)})
+        shared = [i for i in inputs if i.kind == "parameter" and len(i.stages) > 1]
+        if shared:
+            program = self.shared(program, ctx, shared)
+        return program, ir.Report({"gradients": len(results)} | ({"shared": len(shared)} if shared else {}))
+
+    def shared(self, program: ir.Program, ctx: ir.Context, parameters: Sequence[ir.Input]) -> ir.Program:
+        """Gradients of parameters that several stages use: the sum of their terms, in the order of the stages."""
+        append = Appender(program, ctx, "optimizer")
+        results = dict(zip((o.name for o in program.outputs), program.results(), strict=True))
+        added, sent = list[ir.Input](), list[tuple[fx.Node, ir.Output]]()
+        for given in parameters:
+            append.parameter, own = given.name, results[given.name]
+            spec = given.spec.gradient()
+            term = append.call("share", torch.clone, own)
+            sent.append((term, ir.Output(term_of(given.name, self.stage), "carried", spec)))
+            terms = []
+            for stage in given.stages:
+                if stage != self.stage:
+                    name = term_of(given.name, stage)
+                    added.append(ir.Input(name, "carried", spec))
+                    val = ir.example(own).new_empty(ir.example(own).shape)
+                    terms.append(append.placeholder(f"term_{len(added)}", val, spec))
+                else:
+                    terms.append(own)
+            for term in terms[1:]:
+                terms[0] = append.call("add", torch.add, terms[0], term)
+            results[given.name] = terms[0]
+        program.graph.output_node().args = ((*results.values(), *(node for node, _ in sent)),)
+        program.module.recompile()
+        outputs = (*program.outputs, *(output for _, output in sent))
+        return replace(program, inputs=(*program.inputs, *added), outputs=outputs)
+
+
+def term_of(name: str, stage: int | None) -> str:
+    """What a stage's term of a parameter's gradient is called."""
+    return f"gradient.{name}@{stage}"
 
 
 def _input(graph: fx.Graph, name: str, val: torch.Tensor, given: ir.Input) -> fx.Node:

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, fx
 
+from passes.pipeline.cut import SQUARE
 from passes.program import boundary, ir
 from passes.program.spec import Spec
 from passes.program.stages import Stage
@@ -43,10 +44,17 @@ def reduce_gradient(
 
 
 def squared_norm(
-    append: Appender, names: Sequence[str], gradients: Sequence[fx.Node], specs: Sequence[Spec]
+    append: Appender,
+    names: Sequence[str],
+    gradients: Sequence[fx.Node],
+    specs: Sequence[Spec],
+    before: fx.Node | None = None,
 ) -> fx.Node:
-    """The square of the norm of all parameters' gradients together, 0-d fp32 or wider, the same on every rank."""
-    sums: dict[tuple[str, ...], fx.Node] = {}
+    """The square of the norm of all parameters' gradients together, 0-d fp32 or wider, the same on every rank.
+
+    It is added to that of the gradients `before`.
+    """
+    sums: dict[tuple[str, ...], fx.Node] = {} if before is None else {(): before}
     for name, gradient, spec in zip(names, gradients, specs, strict=True):
         append.parameter, axes = name, tuple(sorted(spec.sharded))
         if axes not in sums:
@@ -73,7 +81,8 @@ class Optimize(ir.Pass):
     Gradients are reduced in `reduce_dtype` (None: their own), scaled by `scale` and clipped to `max_norm`
     (None: not clipped). Parameters of the first of `groups` that holds them are updated as it says, the others by
     `optimizer`; `state`, `block` and `stochastic` are those of a `Storage`. With `skip_nonfinite` nothing changes in a
-    step whose gradient norm is infinite or not a number.
+    step whose gradient norm is infinite or not a number. The program of one pipeline `stage` of several tells the
+    others the square of its gradients' norm, and adds theirs.
     """
 
     optimizer: Optimizer
@@ -85,6 +94,8 @@ class Optimize(ir.Pass):
     stochastic: bool = False
     groups: tuple[Group, ...] = ()
     skip_nonfinite: bool = False
+    stage: int | None = None
+    stages: int = 1
     name = "optimize"
     takes = (Stage.JOINT,)
     gives = Stage.STEP
@@ -99,7 +110,9 @@ class Optimize(ir.Pass):
         reduced = [
             reduce_gradient(append, name, n, axes, self.reduce_dtype) for (name, n, _), axes in zip(graded, partial)
         ]
-        norm, factor = self.clip(append, names, reduced, [replace(spec, partial=()) for _, _, spec in graded])
+        whole = [replace(spec, partial=()) for _, _, spec in graded]
+        square, told, heard = self.square(append, names, reduced, whole, parameters)
+        norm, factor = self.clip(append, square)
         append.guard = append.call("finite", torch.isfinite, norm) if self.skip_nonfinite else None
         scalars = [self.scalar(append, name, program) for name in ("lr", "step")]
         lr, step = (node for node, _ in scalars)
@@ -110,7 +123,7 @@ class Optimize(ir.Pass):
         matrices = list[Matrix]()
         by_matrix = any(isinstance(group.optimizer, Muon) for _, group in alike)
         places, added = coordinates(program, append) if self.stochastic or by_matrix else ({}, [])
-        added += scalars
+        added += [*scalars, *heard]
         for update, gradient in zip(updates, reduced):
             append.parameter, parameter = update.given.name, parameters[update.given.name][0]
             common = shared[update.wide, update.group]
@@ -127,25 +140,29 @@ class Optimize(ir.Pass):
         append.keep(step, step_now)
         order = {node: k for k, node in enumerate(program.placeholders())}
         inputs = (*program.inputs, *(i for _, i in sorted(added, key=lambda pair: order[pair[0]])))
-        program = self.finish(program, append, inputs, norm)
+        program = self.finish(program, append, inputs, norm, told)
         return program, self.report(updates)
 
     def updates(self, program: ir.Program, parameters: Iterable[tuple[fx.Node, ir.Input]]) -> list[Update]:
         """What becomes of each parameter."""
         storage = Storage(self.state, self.block, self.stochastic)
         return [
-            Update(storage, group_of(i, self.groups, self.optimizer), program.mesh, i, ir.example(n).dtype, site)
-            for site, (n, i) in enumerate(parameters)
+            Update(storage, group_of(i, self.groups, self.optimizer), program.mesh, i, ir.example(n).dtype)
+            for n, i in parameters
         ]
 
-    def report(self, updates: Sequence[Update]) -> ir.Report:
-        """How many parameters and moments there are; refuses what changes nothing, names what is treated otherwise."""
-        notes = []
-        given = [update.given for update in updates]
+    def check_names(self, given: Sequence[ir.Input]) -> None:
+        """Raises Refused where a group names no parameter."""
         for group in self.groups:
             for pattern in group.unmatched(given):
                 fix = f"no parameter that is trained is named like {pattern!r}"
                 raise ir.Refused("optimize", None, f"optim.groups.{group.label}.names: {fix}")
+
+    def report(self, updates: Sequence[Update]) -> ir.Report:
+        """How many parameters and moments there are; refuses what changes nothing, names what is treated otherwise."""
+        notes = []
+        if self.stages == 1:  # those of a stage are not all
+            self.check_names([update.given for update in updates])
         for update in updates:
             if isinstance(update.group.optimizer, Muon) and len(update.spec.shape) not in (2, 3):
                 what = f"{update.given.name} is of shape {list(update.spec.shape)}, and Muon takes matrices or stacks"
@@ -155,12 +172,12 @@ class Optimize(ir.Pass):
             notes += [f"group {label}: {count} parameters" for label, count in held.items()]
         if self.state in ("int8", "float8"):
             wide = [u.given.name for u in updates if any(isinstance(c, Wide) for c in u.codecs)]
-            if len(wide) == len(updates):
+            if len(wide) == len(updates) and self.stages == 1:
                 fix = f"no parameter has rows of whole blocks of {self.block}; use a smaller one, or optim=adamw"
                 raise ir.Refused("optimize", None, f"optim.block: {fix}")
             if wide:
                 notes.append(f"moments stored in fp32, small or their rows are not whole blocks: {', '.join(wide)}")
-        if self.stochastic and all(update.dtype != torch.bfloat16 for update in updates):
+        if self.stochastic and self.stages == 1 and all(update.dtype != torch.bfloat16 for update in updates):
             fix = "no parameter is stored in bfloat16; set train.dtype=bfloat16"
             raise ir.Refused("optimize", None, f"optim.stochastic_rounding: {fix}")
         moments = sum(len(update.group.optimizer.moments) for update in updates)
@@ -174,9 +191,32 @@ class Optimize(ir.Pass):
         parts = (part for u in updates for c in u.codecs for part in c.parts(u.spec, program.mesh))
         return sum(math.prod(shape) * dtype.itemsize for _, shape, dtype, _ in parts)
 
-    def clip(self, append: Appender, names, gradients, specs) -> tuple[fx.Node, fx.Node]:
-        """(norm of the scaled gradients, factor to scale each by), both 0-d."""
-        square = squared_norm(append, names, gradients, specs)
+    def square(
+        self, append: Appender, names, gradients, specs, parameters: Mapping[str, tuple[fx.Node, ir.Input]]
+    ) -> tuple[fx.Node, list[fx.Node], list[tuple[fx.Node, ir.Input]]]:
+        """(the square of the norm, what other stages are told of it, what is heard of them).
+
+        A stage adds to the square of the stages before it; the last tells all. A parameter counts in its first stage.
+        """
+        heard = list[tuple[fx.Node, ir.Input]]()
+
+        def hear(name: str) -> fx.Node:
+            val = square(ir.example(gradients[0])) if gradients else torch.zeros(())
+            heard.append((append.placeholder(name.replace("@", "_"), val, Spec(())), ir.Input(name, "carried", Spec(()))))
+            return heard[-1][0]
+
+        if self.stages == 1:
+            return squared_norm(append, names, gradients, specs), [], []
+        before = [hear(f"{SQUARE}@{self.stage - 1}")] if self.stage else []
+        own = [k for k, name in enumerate(names) if parameters[name][1].stages[0] == self.stage]
+        counted = ([values[k] for k in own] for values in (names, gradients, specs))
+        total = squared_norm(append, *counted, *before)
+        if self.stage == self.stages - 1:
+            return total, [total], heard
+        return hear(SQUARE), [total], heard
+
+    def clip(self, append: Appender, square: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """(norm of the scaled gradients, factor to scale each by), both 0-d, of the square of the norm."""
         norm = append.call("norm", lambda s: s.sqrt() * self.scale, square)
         if self.max_norm is None:
             return norm, append.call("factor", lambda n: torch.full_like(n, self.scale), norm)
@@ -202,7 +242,7 @@ class Optimize(ir.Pass):
         kind = "scalar" if name == "lr" else "moment"
         return append.placeholder(name, val, Spec(())), ir.Input(name, kind, Spec(()))  # type: ignore[arg-type]
 
-    def finish(self, program: ir.Program, append: Appender, inputs, norm: fx.Node) -> ir.Program:
+    def finish(self, program: ir.Program, append: Appender, inputs, norm: fx.Node, told: list[fx.Node]) -> ir.Program:
         """Return the loss, metrics, counts and the norm; new values of buffers are stored in place."""
         given = {i.name: n for n, i in zip(program.placeholders(), inputs) if i.kind == "buffer"}
         results, outputs = [], []
@@ -210,11 +250,15 @@ class Optimize(ir.Pass):
             if output.kind == "buffer":
                 append.parameter = output.name
                 append.keep(given[output.name], node)
-            elif output.kind in ("loss", "metric", "count"):
+            elif output.kind != "gradient":
                 results.append(node)
                 outputs.append(output)
         results.append(norm)
         outputs.append(ir.Output("grad_norm", "metric", Spec(())))
+        is_last = self.stage == self.stages - 1
+        for node in told:
+            results.append(node)
+            outputs.append(ir.Output(SQUARE if is_last else f"{SQUARE}@{self.stage}", "carried", Spec(())))
         program.graph.output_node().args = (tuple(results),)
         program.module.recompile()
         return replace(program, inputs=tuple(inputs), outputs=tuple(outputs))

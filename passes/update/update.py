@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -41,14 +42,18 @@ def round_at_random(x: Tensor, step: Tensor, site: int, index: Tensor) -> Tensor
 
 @dataclass(frozen=True)
 class Update:
-    """The update of one parameter; `site` tells its random numbers from those of others."""
+    """The update of one parameter."""
 
     storage: Storage
     group: Group
     mesh: Mesh
     given: ir.Input
     dtype: torch.dtype
-    site: int = 0
+
+    @property
+    def site(self) -> int:
+        """What tells its random numbers from those of others, whichever program updates it."""
+        return zlib.crc32(self.given.name.encode())
 
     @property
     def spec(self) -> Spec:

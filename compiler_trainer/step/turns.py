@@ -1,0 +1,220 @@
+"""The order in which the programs of a step run, and the values that they carry to each other.
+
+    one rank of the pipeline, 2 microbatches       accumulate 0, accumulate 1, apply
+    two, 1f1b                                      F0 0, F1 0, F0 1, B1 0, F1 1, B0 0, ... R0, R1, U0, U1
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from passes.pipeline.cut import FORWARD, REDUCE, SHARE, UPDATE, Task
+from passes.pipeline.tables import Table, in_order
+from passes.program import ir
+
+AHEAD = 4  # messages of a sender for which room is made before they are asked for
+
+Key = tuple[str, int | None]  # a carried value, and its microbatch
+
+
+class Turn(NamedTuple):
+    """A program that is run, for a microbatch or for all together, by the ranks of a pipeline stage."""
+
+    program: str
+    microbatch: int | None
+    rank: int = 0
+
+
+def turns_of_step(programs: Mapping[str, ir.Program], table: Table | None, microbatches: int) -> tuple[Turn, ...]:
+    """A training step."""
+    if table is None:
+        last = [Turn("apply", None)] if microbatches > 1 else []
+        return (*(Turn("accumulate" if last else "step", m) for m in range(microbatches)), *last)
+    turns = [Turn(str(slot.task), slot.microbatch, table.rank_of[slot.task.stage]) for slot in in_order(table)]
+    for kind in (SHARE, REDUCE, UPDATE):
+        updates = (Turn(str(Task(stage, kind)), None, rank) for stage, rank in enumerate(table.rank_of))
+        turns += [turn for turn in updates if turn.program in programs]
+    return tuple(turns)
+
+
+def turns_of_evaluation(name: str, table: Table | None, microbatches: int) -> tuple[Turn, ...]:
+    """An evaluation."""
+    if table is None:
+        return tuple(Turn(name, m) for m in range(microbatches))
+    stages = list(enumerate(table.rank_of))
+    return tuple(Turn(f"{name}.{Task(s, FORWARD)}", m, rank) for m in range(microbatches) for s, rank in stages)
+
+
+class Carried:
+    """Values on their way between the turns that run here, each kept until its last reader has it.
+
+    `here` are the pipeline ranks of this process; what others make comes by `post`.
+    """
+
+    def __init__(
+        self,
+        turns: Sequence[Turn],
+        programs: Mapping[str, ir.Program],
+        here: Sequence[int] = (0,),
+        post: Post | None = None,
+    ):
+        self.post = post
+        self.read_by = {turn: [(i.name, turn.microbatch) for i in carried(programs[turn.program])] for turn in turns}
+        self.reads = Counter(key for turn, keys in self.read_by.items() if turn.rank in here for key in keys)
+        self.values: dict[Key, dict[int, Tensor]] = {}
+        self.left = Counter[Key]()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.values.clear()
+        self.left = self.reads.copy()
+        if self.post is not None:
+            self.post.begin()
+
+    def put(self, key: Key, made: Mapping[int, Tensor]) -> None:
+        """Keep what ranks have made if a turn here reads it, and send it to those elsewhere that do."""
+        if self.reads[key]:
+            self.values[key] = dict(made)
+        if self.post is not None:
+            self.post.send(key, made)
+
+    def get(self, key: Key, rank: int, apart: int) -> Tensor:
+        """What a rank reads; ranks of different stages that stand alike are multiples of `apart` from each other."""
+        if key not in self.values and self.post is not None:
+            self.values[key] = {rank: self.post.receive(key)}
+        return next(value for made_by, value in self.values[key].items() if (made_by - rank) % apart == 0)
+
+    def done(self, turn: Turn) -> None:
+        """Forget what this turn was the last to read."""
+        for key in self.read_by[turn]:
+            self.left[key] -= 1
+            if not self.left[key]:
+                del self.values[key]
+
+    def end(self) -> None:
+        """A step ends: all that was sent has left."""
+        if self.post is not None:
+            self.post.wait()
+
+
+def carried(program: ir.Program) -> Iterator[ir.Input]:
+    """The inputs that other tasks make."""
+    return (given for given in program.inputs if given.kind == "carried")
+
+
+# ---- between processes -------------------------------------------------------------------------------------
+
+
+class Message(NamedTuple):
+    """A value that one pipeline rank sends another; `number` counts those of the pair."""
+
+    key: Key
+    source: int
+    to: int
+    number: int
+
+
+def messages(turns: Sequence[Turn], programs: Mapping[str, ir.Program]) -> Iterator[Message]:
+    """All that is sent in a step, in the order in which it is made: each value once to each rank that reads it."""
+    readers: dict[Key, dict[int, None]] = {}
+    for turn in turns:
+        for given in programs[turn.program].inputs:
+            if given.kind == "carried":
+                readers.setdefault((given.name, turn.microbatch), {})[turn.rank] = None
+    numbers = Counter[tuple[int, int]]()
+    for turn in turns:
+        for output in programs[turn.program].outputs:
+            key = output.name, turn.microbatch
+            for to in readers.get(key, ()) if output.kind == "carried" else ():
+                if to != turn.rank:
+                    yield Message(key, turn.rank, to, numbers[turn.rank, to])
+                    numbers[turn.rank, to] += 1
+
+
+class Post:
+    """Messages of one process: sent when they are made, with room for those that come made a little ahead.
+
+    `rank` is its own, `stage` its pipeline rank, `apart` how many ranks lie between neighbours.
+    """
+
+    def __init__(
+        self,
+        turns: Sequence[Turn],
+        programs: Mapping[str, ir.Program],
+        rank: int,
+        stage: int,
+        apart: int,
+        device: torch.device,
+    ):
+        self.rank, self.stage, self.apart, self.device = rank, stage, apart, device
+        self.out: dict[Key, list[Message]] = {}
+        self.come: dict[Key, Message] = {}
+        self.queues: dict[int, list[Message]] = {}
+        for message in messages(turns, programs):
+            if message.source == stage:
+                self.out.setdefault(message.key, []).append(message)
+            if message.to == stage:
+                self.come[message.key] = message
+                self.queues.setdefault(message.source, []).append(message)
+        self.like = {
+            given.name: ir.example(node)
+            for name in {turn.program for turn in turns if turn.rank == stage}
+            for node, given in zip(programs[name].placeholders(), programs[name].inputs, strict=True)
+            if given.kind == "carried"
+        }
+        self.sent: list[tuple[dist.Work | None, Tensor]] = []
+        self.room: dict[Key, tuple[dist.Work | None, Tensor]] = {}
+        self.expected = Counter[int]()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.expected.clear()
+
+    def peer(self, other: int) -> int:
+        """The rank of another stage that stands where this one does."""
+        return self.rank + (other - self.stage) * self.apart
+
+    def send(self, key: Key, made: Mapping[int, Tensor]) -> None:
+        """Send a value to those that read it."""
+        for message in self.out.get(key, ()):
+            sent = as_bytes(made[self.rank])
+            self.sent.append((dist.isend(sent, self.peer(message.to), tag=message.number), sent))
+
+    def receive(self, key: Key) -> Tensor:
+        """A value of another stage."""
+        message = self.come[key]
+        queue, source = self.queues[message.source], message.source
+        while self.expected[source] < min(len(queue), message.number + 1 + AHEAD):
+            self.expect(queue[self.expected[source]])
+        work, value = self.room.pop(key)
+        if work is not None:
+            work.wait()
+        return value
+
+    def expect(self, message: Message) -> None:
+        """Make room for a message."""
+        like = self.like[message.key[0]]
+        value = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self.device)
+        work = dist.irecv(as_bytes(value), self.peer(message.source), tag=message.number)
+        self.room[message.key] = work, value
+        self.expected[message.source] += 1
+
+    def wait(self) -> None:
+        """Until all that was sent has left."""
+        for work, _ in self.sent:
+            if work is not None:
+                work.wait()
+        self.sent.clear()
+
+
+def as_bytes(value: Tensor) -> Tensor:
+    """The bytes of a tensor without gaps, in the order in which they lie in memory."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride()))
+    assert span == value.numel(), f"a carried value has gaps: {tuple(value.shape)} {value.stride()}"
+    return torch.as_strided(value, (span,), (1,)).view(torch.uint8)

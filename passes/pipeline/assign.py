@@ -1,0 +1,207 @@
+"""Pipeline stages: the operators of the local forward, each with the stage whose ranks run it.
+
+    embedding, layers 0 1 | layers 2 3 | layers 4 5 | layers 6 7, norm, head, loss
+    stage 0               | stage 1    | stage 2    | stage 3
+
+Layers stay whole and in order; the stage that computes most computes as little as can be, or stages have the numbers
+of layers that are told. What lies outside of layers goes with the layer before it. A value of an earlier stage may be
+read in any later one (a skip, an encoder's output), never the other way round.
+
+A parameter that several stages use is an input for each, `output.weight` and `output.weight@3`: autograd gives each its
+own gradient, a term of the whole. What is computed from it alone, a cast or a gather, is computed in each. What no
+parameter is part of (positions, masks, rotary tables) has no stage: it is made wherever it is read.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from passes.cost.accounting import count_flops
+from passes.program import ir
+from passes.program.regions import regions
+from passes.program.stages import Stage
+from passes.program.sweep import Sweep, sweep
+
+LARGE = 2**20  # entries of a buffer: what is made of it is computed once and sent
+AT = "@"  # between a parameter's name and the stage of its copy
+
+
+@dataclass(frozen=True)
+class Assign(ir.Pass):
+    """Give each operator a pipeline stage, one of `stages`; `layers` are how many each has (none: as even as can be)."""
+
+    stages: int = 1
+    layers: tuple[int, ...] = ()
+    name = "assign"
+    takes = (Stage.LOCAL,)
+
+    def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+        if self.stages == 1:
+            return program, ir.Report()
+        program = program.copy()
+        swept = sweep(program, ctx)
+        free, weights = without_parameters(program, swept), of_parameters(program)
+        work = [node for node in program.calls() if node not in free and node not in weights]
+        units = units_of(program, work)
+        costs = [1 + sum(count_flops(node, swept) for node in unit) for unit in units]
+        counts = self.layers or even(costs, self.stages)
+        self.check(counts, len(units))
+        of_unit = [stage for stage, count in enumerate(counts) for _ in range(count)]
+        for stage, unit in zip(of_unit, units, strict=True):
+            for node in unit:
+                ir.set_pipeline_stage(node, max([stage, *stages_read(node)]))
+        inputs, copies = split_parameters(program, work, weights)
+        notes = tuple(f"stage {k}: {count} of {len(units)} layers" for k, count in enumerate(counts))
+        notes += tuple(f"{name}: used in stages {', '.join(map(str, stages))}" for name, stages in copies.items())
+        return replace(program, inputs=inputs), ir.Report({"stages": self.stages, "copies": len(copies)}, notes)
+
+    def check(self, counts: Sequence[int], layers: int) -> None:
+        """Raises Refused where there are fewer layers than stages, or others than were told."""
+        if layers < self.stages:
+            fix = f"a stage takes a layer at least; use mesh.pp={layers} or less"
+            raise ir.Refused("assign", None, f"mesh.pp: {self.stages} stages, the model has {layers} layers: {fix}")
+        if len(counts) != self.stages or sum(counts) != layers or min(counts) < 1:
+            what = f"{list(counts)} are not {self.stages} numbers of layers, each 1 or more, that add up to {layers}"
+            raise ir.Refused("assign", None, f"passes.pipeline.stages: {what}")
+
+
+def copy_name(name: str, stage: int) -> str:
+    """What a stage's copy of a parameter is called where the stages are one program."""
+    return f"{name}{AT}{stage}"
+
+
+def own_name(name: str) -> str:
+    """What a copy is called in the programs of its own stage: the parameter's name."""
+    return name.partition(AT)[0]
+
+
+# ---- what has a stage ---------------------------------------------------------------------------------
+
+
+def without_parameters(program: ir.Program, swept: Sweep) -> set[fx.Node]:
+    """Operators of which no parameter, product or large buffer is part: they are worth less than to be sent."""
+    given = zip(program.placeholders(), program.inputs, strict=True)
+    bound = {n for n, i in given if i.kind == "parameter" or i.kind == "buffer" and ir.example(n).numel() > LARGE}
+    free = set[fx.Node]()
+    for node in program.calls():
+        if bound.isdisjoint(node.all_input_nodes) and not count_flops(node, swept):
+            free.add(node)
+        else:
+            bound.add(node)
+    return free
+
+
+def of_parameters(program: ir.Program) -> set[fx.Node]:
+    """Operators that read parameters, and neither a batch nor scalars."""
+    kinds = {node: given.kind for node, given in zip(program.placeholders(), program.inputs, strict=True)}
+    fed = {node for node, kind in kinds.items() if kind in ("batch", "scalar", "layout")}
+    reading = {node for node, kind in kinds.items() if kind == "parameter"}
+    for node in program.calls():
+        if not fed.isdisjoint(node.all_input_nodes):
+            fed.add(node)
+        elif not reading.isdisjoint(node.all_input_nodes):
+            reading.add(node)
+    return {node for node in reading if node.op == "call_function"}
+
+
+def units_of(program: ir.Program, work: Iterable[fx.Node]) -> list[list[fx.Node]]:
+    """The operators of each layer, with those after it that are of none; before the first layer, with the first."""
+    layer, units, order = regions(program), list[list[fx.Node]]([[]]), dict[str, int]()
+    for node in work:
+        if name := layer[node]:
+            number = order.setdefault(name, len(order))
+            if number == len(units):
+                units.append([])
+            units[number].append(node)
+        else:
+            units[max(0, len(order) - 1)].append(node)
+    return units
+
+
+def even(costs: Sequence[int], parts: int) -> tuple[int, ...]:
+    """How many neighbours each part takes so that the dearest costs as little as can be, early parts the fewest."""
+    if len(costs) < parts:
+        return (len(costs),)
+    before = [0, *itertools.accumulate(costs)]
+    # best[p][n]: (the dearest part, how many the last takes) where p + 1 parts share the first n
+    best: list[dict[int, tuple[int, int]]] = [{n: (before[n], n) for n in range(1, len(before))}]
+    for part in range(1, parts):
+        best.append(
+            {
+                n: min((max(best[-1][n - k][0], before[n] - before[n - k]), k) for k in range(1, n - part + 1))
+                for n in range(part + 1, len(before))
+            }
+        )
+    counts, left = list[int](), len(costs)
+    for row in reversed(best):
+        counts.append(row[left][1])
+        left -= counts[-1]
+    return tuple(reversed(counts))
+
+
+def stages_read(node: fx.Node) -> Iterable[int]:
+    """The stages of a node's operands."""
+    return (stage for n in node.all_input_nodes if (stage := ir.pipeline_stage(n)) is not None)
+
+
+# ---- parameters -----------------------------------------------------------------------------------------
+
+
+def split_parameters(
+    program: ir.Program, work: Iterable[fx.Node], weights: set[fx.Node]
+) -> tuple[tuple[ir.Input, ...], dict[str, list[int]]]:
+    """Give each stage its own copy of the parameters that it uses, and of what is made of them alone.
+
+    Returns the inputs, and the stages of parameters that have several.
+    """
+    given = dict(zip(program.placeholders(), program.inputs, strict=True))
+    own = dict[tuple[fx.Node, int], fx.Node]()
+    users = dict[str, list[int]]()
+
+    def mine(node: fx.Node, stage: int) -> fx.Node:
+        is_parameter = node.op == "placeholder" and given[node].kind == "parameter"
+        if not is_parameter and node not in weights:
+            return node
+        if (node, stage) not in own:
+            own[node, stage] = parameter(node, stage) if is_parameter else computed(node, stage)
+        return own[node, stage]
+
+    def parameter(node: fx.Node, stage: int) -> fx.Node:
+        users.setdefault(given[node].name, []).append(stage)
+        if ir.pipeline_stage(node) is None:
+            ir.set_pipeline_stage(node, stage)
+            return node
+        with program.graph.inserting_after(node):
+            new = program.graph.placeholder(f"{node.name}_{stage}")
+        new.meta = copy.copy(node.meta)
+        ir.set_pipeline_stage(new, stage)
+        given[new] = replace(given[node], name=copy_name(given[node].name, stage))
+        return new
+
+    def computed(node: fx.Node, stage: int) -> fx.Node:
+        operands = {n: mine(n, stage) for n in node.all_input_nodes}
+        if ir.pipeline_stage(node) is None:
+            ir.set_pipeline_stage(node, stage)
+            for old, new in operands.items():
+                node.replace_input_with(old, new)
+            return node
+        with program.graph.inserting_after(node):
+            again = program.graph.node_copy(node, lambda n: operands.get(n, n))
+        again.meta = copy.copy(node.meta)
+        ir.set_pipeline_stage(again, stage)
+        return again
+
+    for node in work:
+        stage = ir.pipeline_stage(node)
+        assert stage is not None
+        for operand in node.all_input_nodes:
+            node.replace_input_with(operand, mine(operand, stage))
+    program.graph.lint()
+    inputs = (given[node] for node in program.placeholders())
+    inputs = tuple(replace(i, stages=tuple(users.get(own_name(i.name), ()))) for i in inputs)
+    return inputs, {name: stages for name, stages in users.items() if len(stages) > 1}

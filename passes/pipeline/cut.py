@@ -1,0 +1,231 @@
+"""The program of a microbatch cut into tasks: each stage's forward and backward are programs of their own.
+
+    stage 0   F: tokens -> mul_3, ...kept                    B: gradient of mul_3, kept -> accumulators
+    stage 1   F: mul_3 -> loss, ...kept                      B: kept -> gradient of mul_3, accumulators
+
+A backward may be two tasks: I, what gradients of other stages need, and W, the rest, which nobody waits for. A value
+that another task reads is carried: an output of the task that makes it, an input, by the same name, of those that read
+it. Between tasks of one stage it stays where it is; to other stages it is sent, once. What belongs to no stage is made
+anew in each task that reads it, and so are views.
+
+    stage 0   G: accumulators of a parameter that others use   R: reduced gradients, their square   U: what changes
+
+The update of a stage is a task, too, or up to three: others wait for terms of gradients and for the square of the norm.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from torch import fx
+
+from passes.pipeline.assign import own_name
+from passes.program import ir
+from passes.program.bodies import is_view
+from passes.program.spec import Spec
+
+FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"  # of a backward in two: of inputs, then of weights
+SHARE, REDUCE, UPDATE = "G", "R", "U"  # of an update
+SQUARE = "square"  # of a stage's gradients: what their norm is made of
+
+
+class Task(NamedTuple):
+    """What a stage does: forward `F` and backward `B` of a microbatch, or that in two, `I` and `W`; its update."""
+
+    stage: int
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.stage}"
+
+
+def stage_in(name: str) -> int:
+    """The stage of a task by its name, `F3`, or that of a program called by it, `evaluate.F3`."""
+    return int(name.rpartition(".")[2][1:])
+
+
+def cut(program: ir.Program, split: bool = False) -> dict[Task, ir.Program]:
+    """The tasks of a microbatch, from a program whose operators have stages, in an order in which they can run.
+
+    With `split`, a backward is two tasks.
+    """
+    return apart(program, tasks_of(program, split))
+
+
+def cut_update(program: ir.Program, stage: int) -> dict[Task, ir.Program]:
+    """The tasks of a stage's update, in order."""
+    return apart(program, tasks_of_update(program, stage), f"{stage}.")
+
+
+def apart(program: ir.Program, task: Mapping[fx.Node, Task], prefix: str = "") -> dict[Task, ir.Program]:
+    """The program of each task; names of carried values begin with `prefix`."""
+    cuts = {each: Cut(program, each, task, prefix) for each in sorted({*task.values()}, key=order_of)}
+    carried = {node for each in cuts.values() for node in each.carried}
+    return {each: made.finish(carried) for each, made in cuts.items()}
+
+
+def order_of(task: Task) -> tuple[int, int, int]:
+    """Forwards from the first stage to the last, backwards from the last to the first, updates."""
+    kind = "FBIWGRU".index(task.kind)
+    return (0 if kind == 0 else 1 if kind < 4 else 2, -task.stage if 0 < kind < 4 else task.stage, kind)
+
+
+# ---- which task -----------------------------------------------------------------------------------------
+
+
+def tasks_of(program: ir.Program, split: bool) -> dict[fx.Node, Task]:
+    """The task of each operator that belongs to a stage."""
+    stages, late = dict[fx.Node, int](), late_nodes(program)
+    for node in program.calls():
+        stage = stage_of(node, stages)
+        if stage is not None:
+            stages[node] = stage
+    task = {node: Task(stage, BACKWARD if node in late else FORWARD) for node, stage in stages.items()}
+    if split:
+        waited = waited_for(program, stages, late)
+        for node in late & task.keys():
+            task[node] = Task(stages[node], INPUTS if node in waited else WEIGHTS)
+    return task
+
+
+def stage_of(node: fx.Node, stages: Mapping[fx.Node, int]) -> int | None:
+    """The stage of an operator: its own; of what has none, such as a sum of gradients, that of what it reads."""
+    if ir.phase(node) == "forward" and not ir.is_recomputed(node):
+        own = ir.pipeline_stage(node)
+        return stages.get(node.args[0], own) if node.target is operator.getitem else own  # type: ignore[call-overload]
+    read = [stages[n] for n in node.all_input_nodes if n in stages]
+    read += [s for n in node.all_input_nodes if n.op == "placeholder" and (s := ir.pipeline_stage(n)) is not None]
+    if ir.phase(node) == "optimizer":
+        return max(read, default=None)
+    own = ir.pipeline_stage(node)
+    return own if own is not None and read else min(read, default=None)
+
+
+def late_nodes(program: ir.Program) -> set[fx.Node]:
+    """Operators of the backward, and those after it that depend on it."""
+    late = set[fx.Node]()
+    for node in program.calls():
+        if ir.phase(node) == "backward" or not late.isdisjoint(node.all_input_nodes):
+            late.add(node)
+    return late
+
+
+def waited_for(program: ir.Program, stages: Mapping[fx.Node, int], late: set[fx.Node]) -> set[fx.Node]:
+    """Operators of the backward that make what other stages read."""
+    found = set[fx.Node]()
+    for node in reversed(list(program.calls())):
+        if node in late and node in stages:
+            read_by = [user for user in node.users if user in stages]
+            if any(user in found or stages[user] != stages[node] for user in read_by):
+                found.add(node)
+    return found
+
+
+def tasks_of_update(program: ir.Program, stage: int) -> dict[fx.Node, Task]:
+    """The task of each operator of a stage's update: as late as may be, before what is sent to other stages."""
+    kinds = {n: 1 + (i.name == SQUARE) for n, i in ends_of(program) if i.kind == "carried"}
+    earliest = dict[fx.Node, int]()
+    for node in program.calls():
+        earliest[node] = max([0, *(earliest.get(n, kinds.get(n, 0)) for n in node.all_input_nodes)])
+    sent = {n for n, o in zip(program.results(), program.outputs, strict=True) if o.kind == "carried"}
+    latest = dict[fx.Node, int]()
+    for node in reversed(list(program.calls())):
+        after = min((latest[user] for user in node.users if user in latest), default=2)
+        latest[node] = earliest[node] if node in sent else after
+    return {node: Task(stage, (SHARE, REDUCE, UPDATE)[level]) for node, level in latest.items()}
+
+
+def ends_of(program: ir.Program) -> Iterable[tuple[fx.Node, ir.Input]]:
+    """Placeholders with what they are."""
+    return zip(program.placeholders(), program.inputs, strict=True)
+
+
+# ---- one task's program -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Cut:
+    """The program of one task in the making; `carried` are the nodes of others that it reads."""
+
+    whole: ir.Program
+    task: Task
+    tasks: Mapping[fx.Node, Task]
+    prefix: str = ""
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    copies: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    inputs: dict[fx.Node, ir.Input] = field(default_factory=dict)
+    carried: list[fx.Node] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.given = dict(ends_of(self.whole))
+        own = [node for node in self.whole.graph.nodes if self.tasks.get(node) == self.task]
+        need = self.needed(own)
+        if self.task == Task(0, FORWARD):  # it takes the batch as a whole
+            need |= {node for node, given in self.given.items() if given.kind == "batch"}
+        for node in self.whole.graph.nodes:  # inputs first: placeholders lead a graph
+            if node in need and (node in self.given or self.is_carried(node)):
+                self.input(node)
+        for node in self.whole.graph.nodes:
+            if node in need and node not in self.copies:
+                self.compute(node)
+
+    def needed(self, own: Iterable[fx.Node]) -> set[fx.Node]:
+        """The task's own operators, what they read, and what of no stage that is made of."""
+        found, waiting = set[fx.Node](), list(own)
+        while waiting:
+            node = waiting.pop()
+            if node not in found:
+                found.add(node)
+                waiting += [] if self.is_carried(node) else node.all_input_nodes
+        return found
+
+    def is_carried(self, node: fx.Node) -> bool:
+        """Whether a node is another task's; views are made where they are read."""
+        return self.tasks.get(node, self.task) != self.task and not is_view(node)
+
+    def input(self, node: fx.Node) -> None:
+        """An input of the task: one of the whole, or a value carried here."""
+        new = self.copies[node] = self.graph.placeholder(node.name)
+        new.meta.update(node.meta)
+        if node in self.given:
+            given = self.given[node]
+            self.inputs[new] = replace(given, name=own_name(given.name)) if named(given) else given
+            return
+        for key in ("phase", "stack_trace", "nn_module_stack", "recomputed", "parameter"):
+            new.meta.pop(key, None)
+        self.inputs[new] = ir.Input(self.prefix + node.name, "carried", carried_spec(node))
+        self.carried.append(node)
+
+    def compute(self, node: fx.Node) -> None:
+        """An operator of the task, or one of no stage, which a backward computes again."""
+        new = self.copies[node] = ir.copy_node(self.graph, node, self.copies)
+        is_late = self.task.kind in (BACKWARD, INPUTS, WEIGHTS)
+        if self.tasks.get(node) != self.task and is_late and ir.phase(node) == "forward":
+            ir.set_phase(new, "backward")
+            ir.set_recomputed(new)
+
+    def finish(self, carried: set[fx.Node]) -> ir.Program:
+        """The task's program: it returns what the whole returns of it, and what others read."""
+        ends: list[tuple[fx.Node, ir.Output]] = []
+        for node, output in zip(self.whole.results(), self.whole.outputs, strict=True):
+            if self.tasks.get(node) == self.task:
+                ends.append((self.copies[node], output))
+        for node, new in self.copies.items():
+            if node in carried and self.tasks[node] == self.task:
+                ends.append((new, ir.Output(self.prefix + node.name, "carried", carried_spec(node))))
+        self.graph.output(tuple(node for node, _ in ends))
+        inputs = tuple(self.inputs[node] for node in self.graph.find_nodes(op="placeholder"))
+        return self.whole.with_graph(self.graph, inputs=inputs, outputs=tuple(output for _, output in ends))
+
+
+def named(given: ir.Input) -> bool:
+    """Whether an input is named by a parameter."""
+    return given.kind in ("parameter", "gradient")
+
+
+def carried_spec(node: fx.Node) -> Spec:
+    """Where a carried value is known to lie; else its local shape, which may differ on every rank."""
+    return ir.spec(node) or Spec.whole(tuple(ir.example(node).shape))

@@ -1,0 +1,309 @@
+"""Schedules as data: which task each pipeline rank runs when, one row a rank.
+
+    1f1b, 4 ranks, 6 microbatches
+    0  F0 F1 F2 F3 B0 F4 B1 F5 B2 B3 B4 B5
+    1  F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5
+    2  F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 B5
+    3  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5
+
+A rank has one stage or several (chunks). Stage s is of rank s % P (interleaved), or goes forth and back (V): ranks 0 1
+2 3 have stages 0 1 2 3, then 7 6 5 4. Tables are made by list scheduling: whenever a rank is free it runs, of what is
+ready, what its order of preference says. Known schedules are preferences; `auto` knows what each task takes.
+
+Sources: GPipe (arXiv 1811.06965), 1F1B (PipeDream-flush, arXiv 2006.09503), interleaved 1F1B (arXiv 2104.04473), zero
+bubble ZB-H1 and ZBV (arXiv 2401.10241, 2405.15362).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from passes.pipeline.cut import BACKWARD, FORWARD, INPUTS, WEIGHTS, Task
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "auto")
+
+
+class Slot(NamedTuple):
+    """A task for a microbatch."""
+
+    task: Task
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.task.kind}{self.microbatch}.{self.task.stage}"
+
+
+Costs = Callable[[Task], float]
+
+
+@dataclass(frozen=True)
+class Table:
+    """The slots of each pipeline rank, in order; `rank_of` gives each stage's rank."""
+
+    rank_of: tuple[int, ...]
+    rows: tuple[tuple[Slot, ...], ...]
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return len(self.rank_of)
+
+    @property
+    def microbatches(self) -> int:
+        """How many microbatches there are."""
+        return 1 + max(slot.microbatch for row in self.rows for slot in row)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a backward is two tasks."""
+        return any(slot.task.kind == WEIGHTS for row in self.rows for slot in row)
+
+
+def before(slot: Slot, stages: int, split: bool) -> Iterator[Slot]:
+    """What has to be done before a slot: of its own stage, and of the stage that its input comes from."""
+    (stage, kind), m = slot.task, slot.microbatch
+    back = INPUTS if split else BACKWARD
+    if kind == FORWARD:
+        if stage:
+            yield Slot(Task(stage - 1, FORWARD), m)
+    elif kind == WEIGHTS:
+        yield Slot(Task(stage, INPUTS), m)
+    else:
+        yield Slot(Task(stage, FORWARD), m)
+        if stage < stages - 1:
+            yield Slot(Task(stage + 1, back), m)
+
+
+# ---- times ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Timing:
+    """When each slot of a table starts and ends, seconds or whatever its costs are."""
+
+    spans: Mapping[Slot, tuple[float, float]]
+    busy: tuple[float, ...]
+
+    @property
+    def length(self) -> float:
+        """From the first start to the last end."""
+        return max(end for _, end in self.spans.values())
+
+    @property
+    def idle(self) -> float:
+        """The share of all ranks' time in which nothing runs."""
+        return 1 - sum(self.busy) / (len(self.busy) * self.length)
+
+
+def unit(task: Task) -> float:
+    """Costs of which a backward is two forwards."""
+    return 2.0 if task.kind == BACKWARD else 1.0
+
+
+def play(table: Table, costs: Costs = unit, send: float = 0.0) -> Timing:
+    """Run a table on paper; raises ValueError where ranks would wait for each other for ever, or something is missing.
+
+    A value reaches another rank `send` later.
+    """
+    left, clock, spans = [list(row) for row in table.rows], [0.0] * len(table.rows), dict[Slot, tuple[float, float]]()
+    check_complete(table)
+    while any(left):
+        ready = [rank for rank, row in enumerate(left) if row and done_before(table, row[0]) <= spans.keys()]
+        if not ready:
+            raise ValueError(stuck(table, left, spans.keys()))
+        for rank in ready:
+            slot = left[rank].pop(0)
+            arrivals = [
+                spans[b][1] + (send if table.rank_of[b.task.stage] != rank else 0.0) for b in done_before(table, slot)
+            ]
+            start = max([clock[rank], *arrivals])
+            clock[rank] = start + costs(slot.task)
+            spans[slot] = start, clock[rank]
+    busy = tuple(sum(costs(slot.task) for slot in row) for row in table.rows)
+    return Timing(spans, busy)
+
+
+def done_before(table: Table, slot: Slot) -> set[Slot]:
+    """The slots that a slot needs."""
+    return set(before(slot, table.stages, table.is_split))
+
+
+def check_complete(table: Table) -> None:
+    """Raises ValueError unless each rank runs each task of its stages once a microbatch, and no other."""
+    kinds = (FORWARD, INPUTS, WEIGHTS) if table.is_split else (FORWARD, BACKWARD)
+    for rank, row in enumerate(table.rows):
+        stages = [stage for stage, of in enumerate(table.rank_of) if of == rank]
+        wanted = {Slot(Task(s, k), m) for s in stages for k in kinds for m in range(table.microbatches)}
+        if missing := sorted(wanted - set(row)):
+            raise ValueError(f"rank {rank} never runs {missing[0]}")
+        if twice := sorted(slot for slot in set(row) if row.count(slot) > 1):
+            raise ValueError(f"rank {rank} runs {twice[0]} {row.count(twice[0])} times")
+        if foreign := sorted(set(row) - wanted):
+            raise ValueError(f"rank {rank} runs {foreign[0]}, which is not its own: its stages are {stages}")
+
+
+def stuck(table: Table, left: Sequence[Sequence[Slot]], done: Iterable[Slot]) -> str:
+    """What each rank waits for."""
+    waits = []
+    for rank, row in enumerate(left):
+        if row and (missing := sorted(done_before(table, row[0]) - set(done))):
+            waits.append(f"rank {rank} at {row[0]} waits for {missing[0]} of rank {table.rank_of[missing[0].task.stage]}")
+    return f"the table never ends: {'; '.join(waits)}"
+
+
+def in_order(table: Table) -> list[Slot]:
+    """All slots, so that each follows what it needs."""
+    spans = play(table).spans
+    return sorted(spans, key=lambda slot: (spans[slot][0], table.rank_of[slot.task.stage], slot))
+
+
+def most_alive(table: Table) -> list[int]:
+    """How many forwards each rank keeps for their backward at most."""
+    most = []
+    for row in table.rows:
+        alive = peak = 0
+        for slot in row:
+            alive += {FORWARD: 1, BACKWARD: -1, WEIGHTS: -1}.get(slot.task.kind, 0)
+            peak = max(peak, alive)
+        most.append(peak)
+    return most
+
+
+# ---- placements of stages ----------------------------------------------------------------------------------
+
+
+def ranks_in_turn(ranks: int, chunks: int) -> tuple[int, ...]:
+    """Stage s is of rank s % ranks."""
+    return tuple(range(ranks)) * chunks
+
+
+def forth_and_back(ranks: int) -> tuple[int, ...]:
+    """Two stages a rank: the first rank has the first and the last."""
+    return (*range(ranks), *reversed(range(ranks)))
+
+
+# ---- known schedules -----------------------------------------------------------------------------------------
+
+
+def gpipe(ranks: int, microbatches: int) -> Table:
+    """All forwards, then all backwards."""
+    rows = []
+    for stage in range(ranks):
+        forward = [Slot(Task(stage, FORWARD), m) for m in range(microbatches)]
+        rows.append((*forward, *(Slot(Task(stage, BACKWARD), m) for m in range(microbatches))))
+    return Table(ranks_in_turn(ranks, 1), tuple(rows))
+
+
+def one_f_one_b(ranks: int, microbatches: int) -> Table:
+    """As many forwards as there are stages from here, then one backward and one forward in turn."""
+    rows = []
+    for stage in range(ranks):
+        early = min(microbatches, ranks - 1 - stage)
+        rows.append(tuple(alternate(early, forwards([stage], 1, microbatches), backwards([stage], 1, microbatches))))
+    return Table(ranks_in_turn(ranks, 1), tuple(rows))
+
+
+def interleaved(ranks: int, microbatches: int, chunks: int) -> Table:
+    """1F1B over several stages a rank; microbatches go through a chunk in groups of as many as there are ranks."""
+    rows = []
+    for rank in range(ranks):
+        stages = list(range(rank, ranks * chunks, ranks))
+        early = min(microbatches * chunks, (chunks - 1) * min(ranks, microbatches) + 2 * (ranks - 1 - rank))
+        forward, backward = forwards(stages, ranks, microbatches), backwards(stages, ranks, microbatches)
+        rows.append(tuple(alternate(early, forward, backward)))
+    return Table(ranks_in_turn(ranks, chunks), tuple(rows))
+
+
+def forwards(stages: Sequence[int], group: int, microbatches: int) -> list[Slot]:
+    """The forwards of a rank: groups of microbatches through one stage after the other."""
+    starts = range(0, microbatches, group)
+    return [
+        Slot(Task(stage, FORWARD), m)
+        for start in starts
+        for stage in stages
+        for m in range(start, min(start + group, microbatches))
+    ]
+
+
+def backwards(stages: Sequence[int], group: int, microbatches: int) -> list[Slot]:
+    """The backwards of a rank, from its last stage to its first."""
+    found = forwards(list(reversed(stages)), group, microbatches)
+    return [Slot(Task(slot.task.stage, BACKWARD), slot.microbatch) for slot in found]
+
+
+def alternate(early: int, forward: Sequence[Slot], backward: Sequence[Slot]) -> Iterator[Slot]:
+    """Some forwards, then one forward and one backward in turn, then the backwards that are left."""
+    yield from forward[:early]
+    for k, slot in enumerate(forward[early:]):
+        yield slot
+        yield backward[k]
+    yield from backward[len(forward) - early :]
+
+
+def list_schedule(
+    rank_of: Sequence[int],
+    microbatches: int,
+    early: Sequence[int],
+    alive: Sequence[int],
+    costs: Costs,
+    send: float = 0.0,
+) -> Table:
+    """Backwards in two; whenever a rank is free it runs what can start first: I before F before W.
+
+    A rank is at most `early` forwards ahead of I, and keeps at most `alive` until W.
+    """
+    ranks, stages = 1 + max(rank_of), len(rank_of)
+    done, clock, ahead, held = dict[Slot, float](), [0.0] * ranks, [0] * ranks, [0] * ranks
+    rows: list[list[Slot]] = [[] for _ in range(ranks)]
+    left = {Task(s, k): list(range(microbatches)) for s in range(stages) for k in (FORWARD, INPUTS, WEIGHTS)}
+    while any(left.values()):
+        best: tuple[tuple[float, int, int, int], Slot, float] | None = None
+        for task, waiting in left.items():
+            if not waiting:
+                continue
+            rank, slot = rank_of[task.stage], Slot(task, waiting[0])
+            needs = list(before(slot, stages, True))
+            later = sum(of == rank for of in rank_of[task.stage + 1 :])  # stages that need room, too
+            is_full = ahead[rank] + later >= early[rank] or held[rank] + later >= alive[rank]
+            if any(b not in done for b in needs) or task.kind == FORWARD and is_full:
+                continue
+            arrivals = [done[b] + (send if rank_of[b.task.stage] != rank else 0.0) for b in needs]
+            start = max([clock[rank], *arrivals])
+            # of what starts at once: I, F, W; of forwards the later stage, whose backward comes sooner
+            key = (start, (INPUTS, FORWARD, WEIGHTS).index(task.kind), -task.stage, slot.microbatch)
+            if best is None or key < best[0]:
+                best = key, slot, start
+        assert best is not None, "memory for one microbatch in each stage lets every table end"
+        _, slot, start = best
+        rank = rank_of[slot.task.stage]
+        left[slot.task].pop(0)
+        rows[rank].append(slot)
+        clock[rank] = done[slot] = start + costs(slot.task)
+        ahead[rank] += {FORWARD: 1, INPUTS: -1}.get(slot.task.kind, 0)
+        held[rank] += {FORWARD: 1, WEIGHTS: -1}.get(slot.task.kind, 0)
+    return Table(tuple(rank_of), tuple(map(tuple, rows)))
+
+
+def zero_bubble(ranks: int, microbatches: int) -> Table:
+    """ZB-H1: 1F1B whose stage s delays weights' gradients by s microbatches; it keeps as much as 1F1B's first stage."""
+    rows = []
+    for stage in range(ranks):
+        forward = [Slot(Task(stage, FORWARD), m) for m in range(microbatches)]
+        row, left = forward[: ranks - stage], forward[ranks - stage :]
+        for m in range(microbatches):
+            row.append(Slot(Task(stage, INPUTS), m))
+            row += [Slot(Task(stage, WEIGHTS), m - stage)] if m >= stage else []
+            row += left[:1]
+            left = left[1:]
+        row += [Slot(Task(stage, WEIGHTS), m) for m in range(max(0, microbatches - stage), microbatches)]
+        rows.append(tuple(row))
+    return Table(ranks_in_turn(ranks, 1), tuple(rows))
+
+
+def zbv(ranks: int, microbatches: int, costs: Costs = unit, send: float = 0.0) -> Table:
+    """ZBV: two stages a rank, forth and back; each rank keeps as many forwards as 1F1B's first."""
+    alive = [2 * ranks] * ranks
+    return list_schedule(forth_and_back(ranks), microbatches, alive, alive, costs, send)
