@@ -82,7 +82,7 @@ class Pipeline:
 class Staged:
     """Passes of pipeline stages: `whole` of a microbatch, up to where it is cut by `table`, and `finish` of each task.
 
-    A stage's update, from the joint program of all stages: `update(stage)`.
+    Those of the update of a pipeline rank, `update(rank)`, take the joint program of all stages.
     """
 
     table: Table
@@ -128,8 +128,8 @@ def build_pipeline(
     if pp > 1:
         then = (Accumulate(skip_nonfinite),)
 
-        def update(stage: int) -> Passes:
-            return ApplyOnly(stage), replace(optimize, stage=stage, stages=table.stages)
+        def update(rank: int) -> Passes:
+            return ApplyOnly(rank, table.rank_of), replace(optimize, rank=rank, ranks=table.ranks)
 
         staged = Staged(table, (*joint, build_remat(remat, then), *then), (*finish, segment), update)
         return Pipeline(forward, (Expand(), overlap, segment), {}, None, staged=staged)

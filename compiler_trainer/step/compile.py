@@ -23,7 +23,7 @@ from passes.check.numeric import telling
 from passes.check.runner import Observer
 from passes.lower import inductor
 from passes.lower.heap import keep_freed_memory
-from passes.pipeline.cut import stage_in
+from passes.pipeline.cut import task_in
 from passes.pipeline.tables import Table
 from passes.program import ir
 from passes.program.bodies import flatten
@@ -112,7 +112,7 @@ def ranks_of(programs: Iterable[str], table: Table | None) -> dict[str, int]:
     """The pipeline rank that runs each program."""
     if table is None:
         return dict.fromkeys(programs, 0)
-    return {name: table.rank_of[stage_in(name)] for name in programs}
+    return {name: table.rank(task_in(name)) for name in programs}
 
 
 @torch.no_grad()

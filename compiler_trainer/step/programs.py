@@ -160,9 +160,9 @@ class Compilation:
         joint = self.run("joint", (Joint(),), forward)
         whole = self.run("microbatch", staged.whole, forward)
         found = cut(whole.program, staged.table.is_split)
-        for stage in range(staged.table.stages):
-            update = self.run(f"update{stage}", staged.update(stage), joint)
-            found |= cut_update(update.program, stage)
+        for rank in range(staged.table.ranks):
+            update = self.run(f"update{rank}", staged.update(rank), joint)
+            found |= cut_update(update.program, rank)
         return {str(task): self.run(str(task), staged.finish, Captured(each, ctx)) for task, each in found.items()}
 
     def evaluate(self, single: Captured, forward: Captured) -> dict[str, Captured]:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from passes.pipeline.cut import FORWARD, REDUCE, SHARE, UPDATE, Task
+from passes.pipeline.cut import FORWARD, OF_RANKS, Task
 from passes.pipeline.tables import Table, in_order
 from passes.program import ir
 
@@ -37,8 +37,8 @@ def turns_of_step(programs: Mapping[str, ir.Program], table: Table | None, micro
         last = [Turn("apply", None)] if microbatches > 1 else []
         return (*(Turn("accumulate" if last else "step", m) for m in range(microbatches)), *last)
     turns = [Turn(str(slot.task), slot.microbatch, table.rank_of[slot.task.stage]) for slot in in_order(table)]
-    for kind in (SHARE, REDUCE, UPDATE):
-        updates = (Turn(str(Task(stage, kind)), None, rank) for stage, rank in enumerate(table.rank_of))
+    for kind in OF_RANKS:
+        updates = (Turn(str(Task(rank, kind)), None, rank) for rank in range(table.ranks))
         turns += [turn for turn in updates if turn.program in programs]
     return tuple(turns)
 

@@ -8,9 +8,9 @@ that another task reads is carried: an output of the task that makes it, an inpu
 it. Between tasks of one stage it stays where it is; to other stages it is sent, once. What belongs to no stage is made
 anew in each task that reads it, and so are views.
 
-    stage 0   G: accumulators of a parameter that others use   R: reduced gradients, their square   U: what changes
+    rank 0    G: accumulators of a parameter that others use   R: reduced gradients, their square   U: what changes
 
-The update of a stage is a task, too, or up to three: others wait for terms of gradients and for the square of the norm.
+The update of all stages of a rank is up to three tasks: others wait for terms of gradients, and for the norm's square.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from passes.program.spec import Spec
 
 FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"  # of a backward in two: of inputs, then of weights
 SHARE, REDUCE, UPDATE = "G", "R", "U"  # of an update
-SQUARE = "square"  # of a stage's gradients: what their norm is made of
+OF_RANKS = (SHARE, REDUCE, UPDATE)
+SQUARE = "square"  # of gradients: what their norm is made of
 
 
 class Task(NamedTuple):
-    """What a stage does: forward `F` and backward `B` of a microbatch, or that in two, `I` and `W`; its update."""
+    """What is done: forward `F` and backward `B` of a stage, or that in two, `I` and `W`; the update of a rank."""
 
     stage: int
     kind: str
@@ -42,9 +43,10 @@ class Task(NamedTuple):
         return f"{self.kind}{self.stage}"
 
 
-def stage_in(name: str) -> int:
-    """The stage of a task by its name, `F3`, or that of a program called by it, `evaluate.F3`."""
-    return int(name.rpartition(".")[2][1:])
+def task_in(name: str) -> Task:
+    """The task by its name, `F3`, or that of a program called by it, `evaluate.F3`."""
+    kind, stage = (task := name.rpartition(".")[2])[0], int(task[1:])
+    return Task(stage, kind)
 
 
 def cut(program: ir.Program, split: bool = False) -> dict[Task, ir.Program]:
@@ -55,9 +57,9 @@ def cut(program: ir.Program, split: bool = False) -> dict[Task, ir.Program]:
     return apart(program, tasks_of(program, split))
 
 
-def cut_update(program: ir.Program, stage: int) -> dict[Task, ir.Program]:
-    """The tasks of a stage's update, in order."""
-    return apart(program, tasks_of_update(program, stage), f"{stage}.")
+def cut_update(program: ir.Program, rank: int) -> dict[Task, ir.Program]:
+    """The tasks of a pipeline rank's update, in order."""
+    return apart(program, tasks_of_update(program, rank), f"{rank}.")
 
 
 def apart(program: ir.Program, task: Mapping[fx.Node, Task], prefix: str = "") -> dict[Task, ir.Program]:
@@ -124,8 +126,8 @@ def waited_for(program: ir.Program, stages: Mapping[fx.Node, int], late: set[fx.
     return found
 
 
-def tasks_of_update(program: ir.Program, stage: int) -> dict[fx.Node, Task]:
-    """The task of each operator of a stage's update: as late as may be, before what is sent to other stages."""
+def tasks_of_update(program: ir.Program, rank: int) -> dict[fx.Node, Task]:
+    """The task of each operator of a rank's update: as late as may be, before what is sent to other ranks."""
     kinds = {n: 1 + (i.name == SQUARE) for n, i in ends_of(program) if i.kind == "carried"}
     earliest = dict[fx.Node, int]()
     for node in program.calls():
@@ -135,7 +137,7 @@ def tasks_of_update(program: ir.Program, stage: int) -> dict[fx.Node, Task]:
     for node in reversed(list(program.calls())):
         after = min((latest[user] for user in node.users if user in latest), default=2)
         latest[node] = earliest[node] if node in sent else after
-    return {node: Task(stage, (SHARE, REDUCE, UPDATE)[level]) for node, level in latest.items()}
+    return {node: Task(rank, OF_RANKS[level]) for node, level in latest.items()}
 
 
 def ends_of(program: ir.Program) -> Iterable[tuple[fx.Node, ir.Input]]:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from passes.pipeline.cut import BACKWARD, FORWARD, INPUTS, WEIGHTS, Task
+from passes.pipeline.cut import BACKWARD, FORWARD, INPUTS, OF_RANKS, WEIGHTS, Task
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "auto")
 
@@ -50,6 +50,15 @@ class Table:
     def stages(self) -> int:
         """How many stages there are."""
         return len(self.rank_of)
+
+    @property
+    def ranks(self) -> int:
+        """How many pipeline ranks there are."""
+        return len(self.rows)
+
+    def rank(self, task: Task) -> int:
+        """The pipeline rank that does a task: that of the stage, or the one whose update it is."""
+        return task.stage if task.kind in OF_RANKS else self.rank_of[task.stage]
 
     @property
     def microbatches(self) -> int:

@@ -62,11 +62,12 @@ class Accumulate(ir.Pass):
 class ApplyOnly(ir.Pass):
     """From a joint program, the one whose gradients are inputs: accumulated elsewhere, cleared once read.
 
-    With a pipeline `stage` it is that of the parameters that the stage uses; of those that other stages use as well it
-    shares its term of the gradient, and adds theirs.
+    With `rank_of` (each pipeline stage's rank) it is that of the parameters that the stages of a `rank` use; of those
+    that other ranks use as well it shares its term of the gradient, and adds theirs.
     """
 
-    stage: int | None = None
+    rank: int = 0
+    rank_of: tuple[int, ...] = ()
     name = "apply"
     takes = (Stage.JOINT,)
 
@@ -75,14 +76,13 @@ class ApplyOnly(ir.Pass):
         nodes, inputs = [], []
         specs = {o.name: (ir.example(n), o) for n, o in zip(program.results(), program.outputs) if o.kind == "gradient"}
         given = [(n, i) for n, i in zip(program.placeholders(), program.inputs) if i.kind == "parameter"]
-        own = [(n, i) for n, i in given if self.stage is None or ir.pipeline_stage(n) == self.stage]
-        for old, i in own:
-            inputs.append(replace(i, name=own_name(i.name)))
+        own = {own_name(i.name): (n, i) for n, i in reversed(given) if self.uses(n)}
+        for name, (old, i) in reversed(own.items()):
+            inputs.append(replace(i, name=name, stages=self.ranks(i)))
             nodes.append(_input(graph, old.name, ir.example(old), inputs[-1]))
         results, outputs = list[fx.Node](), list[ir.Output]()
-        for _, i in own:
+        for name, (_, i) in reversed(own.items()):
             val, output = specs[i.name]
-            name = own_name(i.name)
             inputs.append(ir.Input(name, "gradient", output.spec))
             results.append(_input(graph, f"total_{len(results)}", val.new_empty(val.shape), inputs[-1]))
             outputs.append(replace(output, name=name))
@@ -93,8 +93,17 @@ class ApplyOnly(ir.Pass):
             program = self.shared(program, ctx, shared)
         return program, ir.Report({"gradients": len(results)} | ({"shared": len(shared)} if shared else {}))
 
+    def uses(self, parameter: fx.Node) -> bool:
+        """Whether a parameter is one of the rank's."""
+        stage = ir.pipeline_stage(parameter)
+        return stage is None or self.rank_of[stage] == self.rank
+
+    def ranks(self, given: ir.Input) -> tuple[int, ...]:
+        """The pipeline ranks that use a parameter."""
+        return tuple(sorted({self.rank_of[stage] for stage in given.stages}))
+
     def shared(self, program: ir.Program, ctx: ir.Context, parameters: Sequence[ir.Input]) -> ir.Program:
-        """Gradients of parameters that several stages use: the sum of their terms, in the order of the stages."""
+        """Gradients of parameters that several ranks use: the sum of their terms, in the order of the ranks."""
         append = Appender(program, ctx, "optimizer")
         results = dict(zip((o.name for o in program.outputs), program.results(), strict=True))
         added, sent = list[ir.Input](), list[tuple[fx.Node, ir.Output]]()
@@ -102,11 +111,11 @@ class ApplyOnly(ir.Pass):
             append.parameter, own = given.name, results[given.name]
             spec = given.spec.gradient()
             term = append.call("share", torch.clone, own)
-            sent.append((term, ir.Output(term_of(given.name, self.stage), "carried", spec)))
+            sent.append((term, ir.Output(term_of(given.name, self.rank), "carried", spec)))
             terms = []
-            for stage in given.stages:
-                if stage != self.stage:
-                    name = term_of(given.name, stage)
+            for rank in given.stages:
+                if rank != self.rank:
+                    name = term_of(given.name, rank)
                     added.append(ir.Input(name, "carried", spec))
                     val = ir.example(own).new_empty(ir.example(own).shape)
                     terms.append(append.placeholder(f"term_{len(added)}", val, spec))
@@ -121,9 +130,9 @@ class ApplyOnly(ir.Pass):
         return replace(program, inputs=(*program.inputs, *added), outputs=outputs)
 
 
-def term_of(name: str, stage: int | None) -> str:
-    """What a stage's term of a parameter's gradient is called."""
-    return f"gradient.{name}@{stage}"
+def term_of(name: str, rank: int) -> str:
+    """What a pipeline rank's term of a parameter's gradient is called."""
+    return f"gradient.{name}@{rank}"
 
 
 def _input(graph: fx.Graph, name: str, val: torch.Tensor, given: ir.Input) -> fx.Node:

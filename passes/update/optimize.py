@@ -81,8 +81,8 @@ class Optimize(ir.Pass):
     Gradients are reduced in `reduce_dtype` (None: their own), scaled by `scale` and clipped to `max_norm`
     (None: not clipped). Parameters of the first of `groups` that holds them are updated as it says, the others by
     `optimizer`; `state`, `block` and `stochastic` are those of a `Storage`. With `skip_nonfinite` nothing changes in a
-    step whose gradient norm is infinite or not a number. The program of one pipeline `stage` of several tells the
-    others the square of its gradients' norm, and adds theirs.
+    step whose gradient norm is infinite or not a number. The program of one of several pipeline `ranks` tells
+    the next the square of its gradients' norm and of those before it, the last tells all.
     """
 
     optimizer: Optimizer
@@ -94,8 +94,8 @@ class Optimize(ir.Pass):
     stochastic: bool = False
     groups: tuple[Group, ...] = ()
     skip_nonfinite: bool = False
-    stage: int | None = None
-    stages: int = 1
+    rank: int = 0
+    ranks: int = 1
     name = "optimize"
     takes = (Stage.JOINT,)
     gives = Stage.STEP
@@ -161,7 +161,7 @@ class Optimize(ir.Pass):
     def report(self, updates: Sequence[Update]) -> ir.Report:
         """How many parameters and moments there are; refuses what changes nothing, names what is treated otherwise."""
         notes = []
-        if self.stages == 1:  # those of a stage are not all
+        if self.ranks == 1:  # those of a rank are not all
             self.check_names([update.given for update in updates])
         for update in updates:
             if isinstance(update.group.optimizer, Muon) and len(update.spec.shape) not in (2, 3):
@@ -172,12 +172,12 @@ class Optimize(ir.Pass):
             notes += [f"group {label}: {count} parameters" for label, count in held.items()]
         if self.state in ("int8", "float8"):
             wide = [u.given.name for u in updates if any(isinstance(c, Wide) for c in u.codecs)]
-            if len(wide) == len(updates) and self.stages == 1:
+            if len(wide) == len(updates) and self.ranks == 1:
                 fix = f"no parameter has rows of whole blocks of {self.block}; use a smaller one, or optim=adamw"
                 raise ir.Refused("optimize", None, f"optim.block: {fix}")
             if wide:
                 notes.append(f"moments stored in fp32, small or their rows are not whole blocks: {', '.join(wide)}")
-        if self.stochastic and self.stages == 1 and all(update.dtype != torch.bfloat16 for update in updates):
+        if self.stochastic and self.ranks == 1 and all(update.dtype != torch.bfloat16 for update in updates):
             fix = "no parameter is stored in bfloat16; set train.dtype=bfloat16"
             raise ir.Refused("optimize", None, f"optim.stochastic_rounding: {fix}")
         moments = sum(len(update.group.optimizer.moments) for update in updates)
@@ -194,9 +194,9 @@ class Optimize(ir.Pass):
     def square(
         self, append: Appender, names, gradients, specs, parameters: Mapping[str, tuple[fx.Node, ir.Input]]
     ) -> tuple[fx.Node, list[fx.Node], list[tuple[fx.Node, ir.Input]]]:
-        """(the square of the norm, what other stages are told of it, what is heard of them).
+        """(the square of the norm, what other pipeline ranks are told of it, what is heard of them).
 
-        A stage adds to the square of the stages before it; the last tells all. A parameter counts in its first stage.
+        A rank adds to the square of the ranks before it; the last tells all. A parameter counts on its first rank.
         """
         heard = list[tuple[fx.Node, ir.Input]]()
 
@@ -205,13 +205,13 @@ class Optimize(ir.Pass):
             heard.append((append.placeholder(name.replace("@", "_"), val, Spec(())), ir.Input(name, "carried", Spec(()))))
             return heard[-1][0]
 
-        if self.stages == 1:
+        if self.ranks == 1:
             return squared_norm(append, names, gradients, specs), [], []
-        before = [hear(f"{SQUARE}@{self.stage - 1}")] if self.stage else []
-        own = [k for k, name in enumerate(names) if parameters[name][1].stages[0] == self.stage]
+        before = [hear(f"{SQUARE}@{self.rank - 1}")] if self.rank else []
+        own = [k for k, name in enumerate(names) if parameters[name][1].stages[0] == self.rank]
         counted = ([values[k] for k in own] for values in (names, gradients, specs))
         total = squared_norm(append, *counted, *before)
-        if self.stage == self.stages - 1:
+        if self.rank == self.ranks - 1:
             return total, [total], heard
         return hear(SQUARE), [total], heard
 
@@ -255,10 +255,10 @@ class Optimize(ir.Pass):
                 outputs.append(output)
         results.append(norm)
         outputs.append(ir.Output("grad_norm", "metric", Spec(())))
-        is_last = self.stage == self.stages - 1
+        is_last = self.rank == self.ranks - 1
         for node in told:
             results.append(node)
-            outputs.append(ir.Output(SQUARE if is_last else f"{SQUARE}@{self.stage}", "carried", Spec(())))
+            outputs.append(ir.Output(SQUARE if is_last else f"{SQUARE}@{self.rank}", "carried", Spec(())))
         program.graph.output_node().args = (tuple(results),)
         program.module.recompile()
         return replace(program, inputs=tuple(inputs), outputs=tuple(outputs))
