@@ -31,7 +31,8 @@ def load(step: Stateful, stored: Checkpoint, may_lack: Set[str] = frozenset()) -
     """
     there = stored.index.tensors
     state = {name: placed for name, placed in state_of(step).items() if name in there or name not in may_lack}
-    check_tensors(kinds(state), there, stored.path)
+    here = {name: full for of_rank in gather(kinds(state)) for name, full in of_rank.items()}
+    check_tensors(here, there, stored.path)
     on_all_ranks(lambda: fill(step, state, stored))
 
 

@@ -64,7 +64,10 @@ class Saver:
     ):
         self.step, self.folder, self.cfg, self.tell = step, folder, cfg, tell
         state = {name: placed for name, placed in state_of(step).items() if name not in without}
-        self.tensors, self.staging = kinds(state), Staging(state, step.mesh)
+        found = gather({name: (full, min(state[name][1])) for name, full in kinds(state).items()})
+        self.tensors = {name: full for of_rank in found for name, (full, _) in of_rank.items()}
+        first = {name: rank for of_rank in reversed(found) for name, (_, rank) in of_rank.items()}
+        self.staging = Staging({name: state[name] for name in self.tensors if name in state}, step.mesh, first)
         self.bytes = sum(math.prod(full.shape) * BY_NAME[full.dtype].itemsize for full in self.tensors.values())
         self.group = host_group()
         self.leads = 0 in step.ranks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -36,15 +37,17 @@ class Source:
 class Staging:
     """The pieces that the ranks of this process write, in memory of their own.
 
-    It is taken once, as much as those pieces have bytes; pinned where state is on a GPU.
+    It is taken once, as much as those pieces have bytes; pinned where state is on a GPU. What ranks of several pipeline
+    stages hold is written by those of the one stage that has the `first` rank.
     """
 
-    def __init__(self, state: Placed, mesh: Mesh):
+    def __init__(self, state: Placed, mesh: Mesh, first: Mapping[str, int] | None = None):
+        first = first or {name: min(local) for name, (_, local) in state.items()}
         ranks = sorted({rank for _, local in state.values() for rank in local})
         self.sources = [
             Source(name, rank, box, state[name][1][rank].dtype)
             for rank in ranks
-            for name, box in written_by(rank, state, mesh)
+            for name, box in written_by(rank, of_stage(rank, state, mesh, first), mesh)
         ]
         for source in self.sources:
             if source.dtype not in DTYPES:
@@ -74,6 +77,12 @@ class Staging:
             copy.copy_(source.box.of_local(state[source.name][1][source.rank]), non_blocking=True)
         if any(tensor.is_cuda for _, local in state.values() for tensor in local.values()):
             torch.cuda.synchronize()
+
+
+def of_stage(rank: int, state: Placed, mesh: Mesh, first: Mapping[str, int]) -> Placed:
+    """What a rank's pipeline stage writes."""
+    stage = rank // mesh.world_size
+    return {name: placed for name, placed in state.items() if first[name] // mesh.world_size == stage}
 
 
 def padded(size: int) -> int:

@@ -24,9 +24,6 @@ from passes.program.mesh import spread_experts
 
 Checks = tuple[tuple[str, Callable[[Any], bool], str], ...]
 LONG = 200  # characters of a path, from which on it is not shown as a whole
-UNSUPPORTED_AXES = {
-    "pp": "pipeline parallelism",
-}
 
 
 def with_experts(holds: Callable[[ExpertsConfig], bool]) -> Callable[[Any], bool]:
@@ -275,9 +272,6 @@ def resolve_mesh(mesh: MeshConfig, world_size: int) -> MeshConfig:
     """`mesh` with its -1 filled in; raises UserError unless its sizes multiply to `world_size`."""
     sizes = dataclasses.asdict(mesh)
     del sizes["ep"]  # a part of others
-    for axis, what in UNSUPPORTED_AXES.items():
-        if sizes[axis] != 1:
-            raise UserError(f"mesh.{axis}", f"{sizes[axis]}, but {what} is not built yet; use 1")
     left = [axis for axis, size in sizes.items() if size == -1]
     if len(left) > 1:
         raise UserError(f"mesh.{left[1]}", f"-1, and so is mesh.{left[0]}; only one axis can take the rest")

@@ -23,7 +23,6 @@ from compiler_trainer.parity.oracle import Found
 from compiler_trainer.parity.subject import Settings, Subject
 from compiler_trainer.step.compile import compile_step
 from compiler_trainer.step.step import Step
-from passes.program.spec import unshard
 
 Verdict = Literal["right", "refused", "crash", "wrong"]
 EXACT, ROUNDED = 1e-10, 2e-5  # what may differ: in fp64; with the model, or parts of it, in fp32
@@ -93,10 +92,7 @@ def train(subject: Subject, settings: Settings) -> list[Found]:
 
 def wholes(step: Step) -> Found:
     """Full parameters, buffers and moments of a step."""
-    return {
-        name.removeprefix("model."): unshard(step.runtime.all_locals(local), spec, step.mesh)
-        for name, (spec, local) in step.tensors().items()
-    }
+    return {name.removeprefix("model."): value for name, value in step.wholes("model.", "optim.").items()}
 
 
 def failed(error: Exception) -> Outcome:

@@ -100,7 +100,7 @@ def compile_step(
         name: Compiled(flatten(c.program), partial(runtime.compile, name, *c)) for name, c in programs.items()
     }
     evaluation = {name: compiled.pop(name) for name in programs if name.startswith(EVALUATE)}  # lowered when it is run
-    runtime.meet({name: each.program for name, each in compiled.items()})
+    runtime.meet({name: each.program for name, each in (compiled | evaluation).items()})
     for name, each in compiled.items():
         if rank_of[name] in here:
             report.time(f"{name}.lower", partial(getattr, each, "executable"))

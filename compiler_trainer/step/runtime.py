@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -35,7 +36,7 @@ class Runtime(Protocol):
     def compile(self, name: str, program: ir.Program, ctx: ir.Context) -> Any: ...
     def run(self, compiled: Any, inputs: ByRank) -> dict[int, tuple[Tensor, ...]]: ...
     def all_locals(self, local: Mapping[int, Tensor]) -> list[Tensor]: ...
-    def send(self, local: Mapping[int, Tensor], source: int, to: Collection[int]) -> None: ...
+    def send(self, local: Mapping[int, Tensor], source: int, to: Collection[int], like: Tensor) -> None: ...
     def stage_of(self, rank: int) -> int: ...
     def meet(self, programs: Mapping[str, Any]) -> None: ...
     def share(self, found: dict[str, float]) -> dict[str, float]: ...
@@ -88,7 +89,7 @@ class LockstepRanks(Staged):
         """The local tensors of all ranks that have one, by rank."""
         return [local[rank] for rank in sorted(local)]
 
-    def send(self, local: Mapping[int, Tensor], source: int, to: Collection[int]) -> None:
+    def send(self, local: Mapping[int, Tensor], source: int, to: Collection[int], like: Tensor) -> None:
         """Give some ranks the local tensor of another, in place."""
         for rank in to:
             local[rank].copy_(local[source])
@@ -105,6 +106,17 @@ class ProcessRanks(Staged):
             raise UserError("mesh", f"{dict(mesh.sizes)} is for {mesh.world_size} ranks, {world_size} are running")
         self.ranks: tuple[int, ...] = (rank,)
         self.groups: dict[str, dist.ProcessGroup] = {}  # of the communicators that programs name
+        self.workers = self.share_out() if self.distributed else None
+
+    def share_out(self) -> Workers:
+        """The ranks of this node that compile the same programs: those of one pipeline stage; every rank must call it."""
+        (rank,), (local, count) = self.ranks, place_on_node()
+        if self.mesh["pp"] == 1:
+            return Workers(local, count, dist.barrier)
+        stages = [list(range(s * self.apart, (s + 1) * self.apart)) for s in range(self.mesh["pp"])]
+        group = [dist.new_group(ranks) for ranks in stages][self.stage_of(rank)]
+        near = [r for r in range(rank - local, rank - local + count) if self.stage_of(r) == self.stage_of(rank)]
+        return Workers(near.index(rank), len(near), partial(dist.barrier, group))
 
     def compile(self, name: str, program: ir.Program, ctx: ir.Context) -> Executable:
         """The ranks of a node share out the bodies among them; every rank must call it."""
@@ -124,10 +136,8 @@ class ProcessRanks(Staged):
 
         if not self.distributed:
             return lower(program, ctx, tell=tell)
-        agree(name, program)
-        self.make_groups(program)
         self.name_groups()
-        return lower(program, ctx, Workers(*place_on_node(), dist.barrier), tell)
+        return lower(program, ctx, self.workers, tell)
 
     def run(self, compiled: Executable, inputs: ByRank) -> dict[int, tuple[Tensor, ...]]:
         """This rank's outputs."""
@@ -164,10 +174,11 @@ class ProcessRanks(Staged):
         return self.all_locals({rank: mine})[stage * self.apart : (stage + 1) * self.apart]
 
     def meet(self, programs: Mapping[str, ir.Program]) -> None:
-        """Make the process groups of the programs of all stages, in one order; every rank must call it."""
-        if self.distributed and self.mesh["pp"] > 1:
-            for name in sorted(programs):
-                self.make_groups(programs[name])
+        """See that all hold the same programs, and make the process groups of all; every rank must call it."""
+        if self.distributed:
+            for name, program in programs.items():
+                agree(name, program)
+                self.make_groups(program)
 
     def share(self, found: dict[str, float]) -> dict[str, float]:
         """What the ranks of any stage found; every rank must call it."""
@@ -175,10 +186,11 @@ class ProcessRanks(Staged):
             return found
         return {name: value for of_rank in gather(found) for name, value in of_rank.items()}
 
-    def send(self, local: Mapping[int, Tensor], source: int, to: Collection[int]) -> None:
-        """Give some ranks the local tensor of another, in place; every rank must call it."""
-        ((rank, mine),) = local.items()
-        sent = mine.detach().clone().reshape(-1).view(torch.uint8)  # of any dtype
+    def send(self, local: Mapping[int, Tensor], source: int, to: Collection[int], like: Tensor) -> None:
+        """Give some ranks the local tensor of another, `like` one, in place; every rank must call it."""
+        (rank,) = self.ranks
+        held = local[rank].detach() if rank in local else torch.empty_like(like, device=self.device)
+        sent = held.clone().reshape(-1).view(torch.uint8)  # of any dtype
         dist.broadcast(sent, source)
         if rank in to:
-            mine.detach().copy_(sent.view(mine.dtype).reshape(mine.shape))
+            held.copy_(sent.view(held.dtype).reshape(held.shape))

@@ -212,15 +212,20 @@ class Step:
         return balance(self.dealt, self.ranks[0])
 
     def tensors(self) -> dict[str, tuple[Spec, ByRank]]:
-        """All state that a checkpoint needs: name -> (placement, local tensor by rank); write in place to restore."""
-        return {name: (s.spec, s.local) for name, s in self.state.items() if not name.startswith("gradient.")}
+        """State of the ranks here, for a checkpoint: name -> (placement, local tensor by rank); write to restore."""
+        state = {name: (s.spec, s.local) for name, s in self.state.items() if not name.startswith("gradient.")}
+        return {name: (spec, local) for name, (spec, local) in state.items() if local}
 
     def state_dict(self) -> dict[str, Tensor]:
         """Full parameters and buffers by the model's own names; with processes, every rank must call it."""
+        return {name.removeprefix("model."): value for name, value in self.wholes("model.").items()}
+
+    def wholes(self, *kinds: str) -> dict[str, Tensor]:
+        """Full tensors of the state whose names begin so; with processes, every rank must call it."""
+        found = {name: state for name, state in self.state.items() if name.startswith(kinds)}
         return {
-            name.removeprefix("model."): unshard(self.runtime.of_stage(s.local, s.stages[0], s.like), s.spec, self.mesh)
-            for name, s in self.state.items()
-            if name.startswith("model.")
+            name: unshard(self.runtime.of_stage(s.local, s.stages[0], s.like), s.spec, self.mesh)
+            for name, s in found.items()
         }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ class Replicas:
 
     def __init__(self, cfg: Config, step: Step):
         self.cfg, self.step = cfg, step
-        self.is_on = cfg.train.replica_check.interval is not None and step.mesh.world_size > 1
+        self.is_on = cfg.train.replica_check.interval is not None and step.runtime.mesh.world_size > 1
 
     def check(self, number: int) -> None:
         """Compare after step `number`; raises RunError where copies differ and are not repaired."""
@@ -60,30 +61,37 @@ class Replicas:
         raise RunError(f"{what}; the last checkpoint is from before, go on with: {how_to_go_on(self.cfg.run.dir)}")
 
 
+class Copies(NamedTuple):
+    """Which ranks hold copies: those of some pipeline stages, in the same place on the axes that tell them apart."""
+
+    apart: tuple[str, ...]
+    stages: tuple[int, ...]
+
+
 def differences(step: Step) -> list[Difference]:
     """The tensors of which ranks that should hold copies do not; every rank must call it."""
-    tensors = step.tensors()
-    axes = [axes_of(spec, step.mesh) for spec, _ in tensors.values()]
-    kinds = sorted(set(axes))
-    factors = torch.arange(1, 2 * len(axes), 2, device=step.device)  # odd: no bit is lost in a product
-    sums = {r: torch.stack([sum_of(local[r]) for _, local in tensors.values()]) for r in step.ranks}
-    members = [torch.tensor([of == kind for of in axes], device=step.device) for kind in kinds]
-    joint = {r: torch.stack([(factors * sums[r])[of].sum() for of in members]) for r in step.ranks}
-    if not any(differing(kinds, step.runtime.all_locals(joint), step.mesh)):
+    state = {name: held for name, held in step.state.items() if not name.startswith("gradient.")}
+    of = [Copies(axes_of(held.spec, step.mesh), held.stages) for held in state.values()]
+    kinds = sorted(set(of))
+    factors = torch.arange(1, 2 * len(of), 2, device=step.device)  # odd: no bit is lost in a product
+    sums = {r: torch.stack([sum_of(held.local.get(r), step.device) for held in state.values()]) for r in step.ranks}
+    members = [torch.tensor([each == kind for each in of], device=step.device) for kind in kinds]
+    joint = {r: torch.stack([(factors * sums[r])[which].sum() for which in members]) for r in step.ranks}
+    if not any(differing(kinds, step.runtime.all_locals(joint), step)):
         return []
-    names = list(tensors)
-    found = differing(axes, step.runtime.all_locals(sums), step.mesh)
-    return [judged(names[number], values) for number, values in found]
+    names = list(state)
+    return [judged(names[number], values) for number, values in differing(of, step.runtime.all_locals(sums), step)]
 
 
-def differing(axes: list[tuple[str, ...]], by_rank: list[Tensor], mesh: Mesh) -> Iterator[tuple[int, dict[int, int]]]:
-    """(column, its value by rank) wherever ranks differ that are in the same place on the axes of a column."""
+def differing(of: list[Copies], by_rank: list[Tensor], step: Step) -> Iterator[tuple[int, dict[int, int]]]:
+    """(column, its value by rank) wherever ranks differ that hold copies of what a column is about."""
     rows = [row.tolist() for row in by_rank]
-    places = list(mesh)
-    for number, of in enumerate(axes):
+    places = [step.mesh.coordinates(rank) for rank in range(len(rows))]
+    for number, (axes, stages) in enumerate(of):
         copies: dict[tuple[int, ...], dict[int, int]] = {}
         for rank, place in enumerate(places):
-            copies.setdefault(tuple(place[axis] for axis in of), {})[rank] = rows[rank][number]
+            if step.runtime.stage_of(rank) in stages:
+                copies.setdefault(tuple(place[axis] for axis in axes), {})[rank] = rows[rank][number]
         yield from ((number, values) for values in copies.values() if len(set(values.values())) > 1)
 
 
@@ -98,10 +106,9 @@ def judged(name: str, values: dict[int, int]) -> Difference:
 
 def repair(step: Step, found: list[Difference]) -> None:
     """Give wrong ranks what a right one holds; every rank must call it."""
-    tensors = step.tensors()
     for each in found:
-        _, local = tensors[each.name]
-        step.runtime.send(local, each.right[0], each.wrong)
+        held = step.state[each.name]
+        step.runtime.send(held.local, each.right[0], each.wrong, held.like)
 
 
 def axes_of(spec: Spec, mesh: Mesh) -> tuple[str, ...]:
@@ -110,8 +117,10 @@ def axes_of(spec: Spec, mesh: Mesh) -> tuple[str, ...]:
     return tuple(axis for axis in mesh.axes if axis in sharded or spec.state(axis) != "same")
 
 
-def sum_of(local: Tensor) -> Tensor:
-    """The sum of a tensor's bits in words of 64, modulo 2^64: no single bit can change without it."""
+def sum_of(local: Tensor | None, device: torch.device) -> Tensor:
+    """The sum of a tensor's bits in words of 64, modulo 2^64: no single bit can change without it; 0 of none."""
+    if local is None:
+        return torch.zeros((), dtype=torch.int64, device=device)
     flat = local.detach().contiguous().reshape(-1).view(torch.uint8)
     if flat.storage_offset() % WORD_BYTES:
         flat = flat.clone()

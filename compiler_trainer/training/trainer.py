@@ -215,7 +215,8 @@ def one_step(cfg: Config, meters: Meters, loader: Loader, number: int) -> Record
     lr, step = learning_rate(cfg.lr_schedule, cfg.optim.lr, number, cfg.train.steps), meters.step
     result, measured = meters.take(number, lambda: (next_batch(loader), loader.filled), lr)
     result |= step.balance()
-    result |= unevenness({name: state.local[step.ranks[0]] for name, state in step.state.items()})
+    rank = step.ranks[0]
+    result |= unevenness({name: state.local[rank] for name, state in step.state.items() if rank in state.local})
     return {**result, "lr": lr, **measured}
 
 
