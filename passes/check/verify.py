@@ -198,8 +198,8 @@ def check_results_kept(before: ir.Program, program: ir.Program) -> Iterator[Find
     """What was returned is still returned, or stored: a buffer in place, a gradient in its parameter or its total."""
     returned = {(output.kind, output.name) for output in program.outputs}
     inputs = {node: (i.kind, i.name) for node, i in zip(program.placeholders(), program.inputs, strict=True)}
-    kinds = {given.kind for given in program.inputs}
-    if "gradient" in kinds and "batch" not in kinds and {o.kind for o in program.outputs} <= {"gradient", "carried"}:
+    reads_batch = any(given.kind == "batch" for given in program.inputs)
+    if not reads_batch and {o.kind for o in program.outputs} <= {"gradient", "carried"}:
         return  # it goes on from the gradients that another program returned and stored
     stored = {inputs[n.args[0]] for n in program.calls() if n.target is COPY and n.args[0] in inputs}  # type: ignore[index]
     for node, output in zip(before.results(), before.outputs, strict=True):

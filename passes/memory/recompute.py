@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.program import boundary, ir
+from passes.program.bodies import is_view
 from passes.program.functions import communicates
 from passes.program.regions import WEIGHT_GATHERS
 from passes.program.torch_private import OpOverload
@@ -58,6 +59,30 @@ def why_once(node: fx.Node, written: set[fx.Node]) -> str:
     if node.target in COMMUNICATION or communicates(node) or node.target.namespace == "_c10d_functional":
         return "communication"
     return "random" if is_random(node) else ""
+
+
+def sent(program: ir.Program) -> set[fx.Node]:
+    """Forward nodes that another pipeline stage reads, itself or a view of it: it keeps what it was sent.
+
+    So are buffers as they were before a forward that changes them.
+    """
+    changed = {output.name for output in program.outputs if output.kind == "buffer"}
+    held = {n for n, i in zip(program.placeholders(), program.inputs) if i.kind == "buffer" and i.name in changed}
+    found = {u for n in held for u in n.users if u.op == "call_function" and ir.pipeline_stage(u) is not None}
+    for node in reversed(list(program.calls())):
+        stage = ir.pipeline_stage(node)
+        if stage is None or ir.phase(node) != "forward":
+            continue
+        readers = [user for user in node.users if user.op == "call_function" and ir.phase(user) == "forward"]
+        elsewhere = any(ir.pipeline_stage(user) not in (None, stage) for user in readers)
+        if elsewhere or any(user in found and does_nothing(user) for user in readers):
+            found.add(node)
+    return found
+
+
+def does_nothing(node: fx.Node) -> bool:
+    """Whether an operator yields its operand as it is."""
+    return is_view(node) or node.target is boundary.vary
 
 
 # ---- the rewrite -----------------------------------------------------------------------------------

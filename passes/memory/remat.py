@@ -33,7 +33,7 @@ from torch import fx
 from passes.cost.accounting import peak_memory
 from passes.memory.budget import fit
 from passes.memory.offload import offload
-from passes.memory.recompute import near_writes, recompute, saved_bytes, saved_nodes, storages, why_once
+from passes.memory.recompute import near_writes, recompute, saved_bytes, saved_nodes, sent, storages, why_once
 from passes.program import ir
 from passes.program.regions import WEIGHT_GATHERS, regions, weight_nodes, within
 from passes.program.rolls import Roll
@@ -151,7 +151,7 @@ class Remat(ir.Pass):
             )
         policy = self.by_layer(list(dict.fromkeys(filter(None, layers.values()))), program.roll)
         region = {n: layers[n] if layers[n] in policy else ir.checkpoint(n) or layers[n] for n in layers}
-        found, matched = {}, set[str]()
+        found, matched, elsewhere = {}, set[str](), sent(program)
         for node in program.calls():
             if ir.phase(node) != "forward":
                 continue
@@ -160,8 +160,8 @@ class Remat(ir.Pass):
             reason = {"save": "asked for", "recompute": "", "offload": OFFLOADED}.get(asked or "", by_policy)
             if reason is None:
                 continue
-            once = why_once(node, written)
-            if reason == OFFLOADED:
+            once = "sent to another stage" if node in elsewhere else why_once(node, written)
+            if reason == OFFLOADED and node not in elsewhere:
                 found[node] = "written in place" if node in written else "" if is_view(node) else OFFLOADED
                 continue
             if once == "communication" and asked == "recompute":

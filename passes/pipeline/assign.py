@@ -4,7 +4,7 @@
     stage 0               | stage 1    | stage 2    | stage 3
 
 Layers stay whole and in order; the stage that computes most computes as little as can be, or stages have the numbers
-of layers that are told. What lies outside of layers goes with the layer before it. A value of an earlier stage may be
+of layers that are told. Of a model with fewer layers than stages modules stay whole, or single operators. What lies outside of layers goes with the layer before it. A value of an earlier stage may be
 read in any later one (a skip, an encoder's output), never the other way round.
 
 A parameter that several stages use is an input for each, `output.weight` and `output.weight@3`: autograd gives each its
@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import fx
 
 from passes.cost.accounting import count_flops
@@ -47,7 +48,7 @@ class Assign(ir.Pass):
         swept = sweep(program, ctx)
         free, weights = without_parameters(program, swept), of_parameters(program)
         work = [node for node in program.calls() if node not in free and node not in weights]
-        units = units_of(program, work)
+        units = next((units for units in finer(program, work) if len(units) >= self.stages), [])
         costs = [1 + sum(count_flops(node, swept) for node in unit) for unit in units]
         counts = self.layers or even(costs, self.stages)
         self.check(counts, len(units))
@@ -55,6 +56,7 @@ class Assign(ir.Pass):
         for stage, unit in zip(of_unit, units, strict=True):
             for node in unit:
                 ir.set_pipeline_stage(node, max([stage, *stages_read(node)]))
+        share_buffers(program)
         inputs, copies = split_parameters(program, work, weights)
         notes = tuple(f"stage {k}: {count} of {len(units)} layers" for k, count in enumerate(counts))
         notes += tuple(f"{name}: used in stages {', '.join(map(str, stages))}" for name, stages in copies.items())
@@ -63,8 +65,8 @@ class Assign(ir.Pass):
     def check(self, counts: Sequence[int], layers: int) -> None:
         """Raises Refused where there are fewer layers than stages, or others than were told."""
         if layers < self.stages:
-            fix = f"a stage takes a layer at least; use mesh.pp={layers} or less"
-            raise ir.Refused("assign", None, f"mesh.pp: {self.stages} stages, the model has {layers} layers: {fix}")
+            what = "the model has fewer operators that parameters are part of; use a smaller mesh.pp"
+            raise ir.Refused("assign", None, f"mesh.pp: {self.stages} stages, {what}")
         if len(counts) != self.stages or sum(counts) != layers or min(counts) < 1:
             what = f"{list(counts)} are not {self.stages} numbers of layers, each 1 or more, that add up to {layers}"
             raise ir.Refused("assign", None, f"passes.pipeline.stages: {what}")
@@ -86,7 +88,12 @@ def own_name(name: str) -> str:
 def without_parameters(program: ir.Program, swept: Sweep) -> set[fx.Node]:
     """Operators of which no parameter, product or large buffer is part: they are worth less than to be sent."""
     given = zip(program.placeholders(), program.inputs, strict=True)
-    bound = {n for n, i in given if i.kind == "parameter" or i.kind == "buffer" and ir.example(n).numel() > LARGE}
+    changed = {output.name for output in program.outputs if output.kind == "buffer"}
+    bound = {
+        node
+        for node, i in given
+        if i.kind == "parameter" or i.kind == "buffer" and (i.name in changed or ir.example(node).numel() > LARGE)
+    }
     free = set[fx.Node]()
     for node in program.calls():
         if bound.isdisjoint(node.all_input_nodes) and not count_flops(node, swept):
@@ -107,6 +114,13 @@ def of_parameters(program: ir.Program) -> set[fx.Node]:
         elif not reading.isdisjoint(node.all_input_nodes):
             reading.add(node)
     return {node for node in reading if node.op == "call_function"}
+
+
+def finer(program: ir.Program, work: Sequence[fx.Node]) -> Iterator[list[list[fx.Node]]]:
+    """The operators as layers, as calls of modules, and one by one."""
+    yield units_of(program, work)
+    yield [list(group) for _, group in itertools.groupby(work, ir.module_path)]
+    yield [[node] for node in work]
 
 
 def units_of(program: ir.Program, work: Iterable[fx.Node]) -> list[list[fx.Node]]:
@@ -147,6 +161,34 @@ def even(costs: Sequence[int], parts: int) -> tuple[int, ...]:
 def stages_read(node: fx.Node) -> Iterable[int]:
     """The stages of a node's operands."""
     return (stage for n in node.all_input_nodes if (stage := ir.pipeline_stage(n)) is not None)
+
+
+# ---- buffers -----------------------------------------------------------------------------------------------
+
+
+def share_buffers(program: ir.Program) -> None:
+    """Let one stage read each buffer that changes, the one that changes it; it keeps what it was, and sends it to others.
+
+    The forward of a microbatch changes it, and may be followed by that of another before its own backward.
+    """
+    buffers = {i.name: n for n, i in zip(program.placeholders(), program.inputs) if i.kind == "buffer"}
+    for new, output in zip(program.results(), program.outputs, strict=True):
+        if output.kind != "buffer" or new.op != "call_function":
+            continue
+        held, stage = buffers[output.name], ir.pipeline_stage(new)
+        readers = [user for user in held.users if user.op != "output"]
+        if not readers:
+            continue
+        if early := [user for user in readers if (s := ir.pipeline_stage(user)) is not None and s < (stage or 0)]:
+            what = f"is read in stage {ir.pipeline_stage(early[0])} and changed in stage {stage}, which comes later"
+            raise ir.Refused("assign", early[0], f"model: buffer {output.name} {what}; cut the model elsewhere")
+        with program.graph.inserting_before(min(readers)):
+            before = program.graph.call_function(torch.ops.aten.clone.default, (held,))
+        ir.set_value(before, ir.example(held).clone())
+        ir.set_spec(before, ir.spec(held))
+        ir.copy_origin(before, new)
+        for user in readers:
+            user.replace_input_with(held, before)
 
 
 # ---- parameters -----------------------------------------------------------------------------------------
@@ -201,6 +243,9 @@ def split_parameters(
         assert stage is not None
         for operand in node.all_input_nodes:
             node.replace_input_with(operand, mine(operand, stage))
+    for node, each in list(given.items()):
+        if each.kind == "parameter" and ir.pipeline_stage(node) is None:  # nobody reads it
+            parameter(node, 0)
     program.graph.lint()
     inputs = (given[node] for node in program.placeholders())
     inputs = tuple(replace(i, stages=tuple(users.get(own_name(i.name), ()))) for i in inputs)

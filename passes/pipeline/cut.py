@@ -23,7 +23,7 @@ from typing import NamedTuple
 from torch import fx
 
 from passes.pipeline.assign import own_name
-from passes.program import ir
+from passes.program import boundary, ir
 from passes.program.bodies import is_view
 from passes.program.spec import Spec
 
@@ -41,6 +41,11 @@ class Task(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind}{self.stage}"
+
+
+def square_of(rank: int) -> str:
+    """What is carried from a pipeline rank to the next: the square of its gradients' norm and of those before it."""
+    return f"{SQUARE}@{rank}"
 
 
 def task_in(name: str) -> Task:
@@ -90,6 +95,9 @@ def tasks_of(program: ir.Program, split: bool) -> dict[fx.Node, Task]:
         waited = waited_for(program, stages, late)
         for node in late & task.keys():
             task[node] = Task(stages[node], INPUTS if node in waited else WEIGHTS)
+    for node in task:
+        if node.target is operator.getitem and node.args[0] in task:  # parts are where the whole is
+            task[node] = task[node.args[0]]
     return task
 
 
@@ -165,8 +173,8 @@ class Cut:
         self.given = dict(ends_of(self.whole))
         own = [node for node in self.whole.graph.nodes if self.tasks.get(node) == self.task]
         need = self.needed(own)
-        if self.task == Task(0, FORWARD):  # it takes the batch as a whole
-            need |= {node for node, given in self.given.items() if given.kind == "batch"}
+        if self.task == Task(0, FORWARD):  # it takes the batch as a whole, and what nobody reads
+            need |= {n for n, i in self.given.items() if i.kind == "batch" or i.kind == "buffer" and not n.users}
         for node in self.whole.graph.nodes:  # inputs first: placeholders lead a graph
             if node in need and (node in self.given or self.is_carried(node)):
                 self.input(node)
@@ -185,8 +193,8 @@ class Cut:
         return found
 
     def is_carried(self, node: fx.Node) -> bool:
-        """Whether a node is another task's; views are made where they are read."""
-        return self.tasks.get(node, self.task) != self.task and not is_view(node)
+        """Whether a node is another task's; what does nothing, as a view, is made where it is read."""
+        return self.tasks.get(node, self.task) != self.task and not is_view(node) and node.target is not boundary.vary
 
     def input(self, node: fx.Node) -> None:
         """An input of the task: one of the whole, or a value carried here."""

@@ -13,9 +13,12 @@ import torch
 from torch import fx
 
 from passes.pipeline.assign import own_name
+from passes.pipeline.cut import SQUARE, square_of
 from passes.program import ir
+from passes.program.spec import Spec
 from passes.program.stages import Stage
-from passes.update.optimize import Appender
+from passes.update.appender import Appender
+from passes.update.optimizers import arithmetic
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,14 @@ class ApplyOnly(ir.Pass):
             inputs.append(ir.Input(name, "gradient", output.spec))
             results.append(_input(graph, f"total_{len(results)}", val.new_empty(val.shape), inputs[-1]))
             outputs.append(replace(output, name=name))
+        if self.rank_of:
+            wide = max((arithmetic(val.dtype) for val, _ in specs.values()), key=lambda dtype: dtype.itemsize)
+            device = next(iter(specs.values()))[0].device
+            for name in squares(self.rank, 1 + max(self.rank_of)):
+                inputs.append(ir.Input(name, "carried", Spec(())))
+                with ctx.fake_mode:
+                    val = torch.zeros((), dtype=wide, device=device)
+                _input(graph, name.replace("@", "_"), val, inputs[-1])
         graph.output(tuple(results))
         program = program.with_graph(graph, inputs=tuple(inputs), outputs=tuple(outputs))
         shared = [i for i in inputs if i.kind == "parameter" and len(i.stages) > 1]
@@ -128,6 +139,11 @@ class ApplyOnly(ir.Pass):
         program.module.recompile()
         outputs = (*program.outputs, *(output for _, output in sent))
         return replace(program, inputs=(*program.inputs, *added), outputs=outputs)
+
+
+def squares(rank: int, ranks: int) -> list[str]:
+    """What a pipeline rank hears of the norm: what is known before it, and the whole."""
+    return [*([square_of(rank - 1)] if rank else []), *([SQUARE] if rank < ranks - 1 else [])]
 
 
 def term_of(name: str, rank: int) -> str:

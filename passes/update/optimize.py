@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, fx
 
-from passes.pipeline.cut import SQUARE
+from passes.pipeline.cut import SQUARE, square_of
 from passes.program import boundary, ir
 from passes.program.spec import Spec
 from passes.program.stages import Stage
@@ -52,7 +52,7 @@ def squared_norm(
 ) -> fx.Node:
     """The square of the norm of all parameters' gradients together, 0-d fp32 or wider, the same on every rank.
 
-    It is added to that of the gradients `before`.
+    It is added to that of the gradients `before`, in its dtype.
     """
     sums: dict[tuple[str, ...], fx.Node] = {} if before is None else {(): before}
     for name, gradient, spec in zip(names, gradients, specs, strict=True):
@@ -111,7 +111,7 @@ class Optimize(ir.Pass):
             reduce_gradient(append, name, n, axes, self.reduce_dtype) for (name, n, _), axes in zip(graded, partial)
         ]
         whole = [replace(spec, partial=()) for _, _, spec in graded]
-        square, told, heard = self.square(append, names, reduced, whole, parameters)
+        square, told = self.square(append, program, names, reduced, whole)
         norm, factor = self.clip(append, square)
         append.guard = append.call("finite", torch.isfinite, norm) if self.skip_nonfinite else None
         scalars = [self.scalar(append, name, program) for name in ("lr", "step")]
@@ -123,7 +123,7 @@ class Optimize(ir.Pass):
         matrices = list[Matrix]()
         by_matrix = any(isinstance(group.optimizer, Muon) for _, group in alike)
         places, added = coordinates(program, append) if self.stochastic or by_matrix else ({}, [])
-        added += [*scalars, *heard]
+        added += scalars
         for update, gradient in zip(updates, reduced):
             append.parameter, parameter = update.given.name, parameters[update.given.name][0]
             common = shared[update.wide, update.group]
@@ -192,28 +192,21 @@ class Optimize(ir.Pass):
         return sum(math.prod(shape) * dtype.itemsize for _, shape, dtype, _ in parts)
 
     def square(
-        self, append: Appender, names, gradients, specs, parameters: Mapping[str, tuple[fx.Node, ir.Input]]
-    ) -> tuple[fx.Node, list[fx.Node], list[tuple[fx.Node, ir.Input]]]:
-        """(the square of the norm, what other pipeline ranks are told of it, what is heard of them).
+        self, append: Appender, program: ir.Program, names, gradients, specs
+    ) -> tuple[fx.Node, list[tuple[fx.Node, ir.Output]]]:
+        """The square of the norm, and what other pipeline ranks are told of it.
 
         A rank adds to the square of the ranks before it; the last tells all. A parameter counts on its first rank.
         """
-        heard = list[tuple[fx.Node, ir.Input]]()
-
-        def hear(name: str) -> fx.Node:
-            val = square(ir.example(gradients[0])) if gradients else torch.zeros(())
-            heard.append((append.placeholder(name.replace("@", "_"), val, Spec(())), ir.Input(name, "carried", Spec(()))))
-            return heard[-1][0]
-
         if self.ranks == 1:
-            return squared_norm(append, names, gradients, specs), [], []
-        before = [hear(f"{SQUARE}@{self.rank - 1}")] if self.rank else []
-        own = [k for k, name in enumerate(names) if parameters[name][1].stages[0] == self.rank]
+            return squared_norm(append, names, gradients, specs), []
+        heard = {i.name: n for n, i in zip(program.placeholders(), program.inputs) if i.kind == "carried"}
+        first = {i.name: i.stages[0] for i in program.inputs if i.kind == "parameter"}
+        own = [k for k, name in enumerate(names) if first[name] == self.rank]
         counted = ([values[k] for k in own] for values in (names, gradients, specs))
-        total = squared_norm(append, *counted, *before)
-        if self.rank == self.ranks - 1:
-            return total, [total], heard
-        return hear(SQUARE), [total], heard
+        total = squared_norm(append, *counted, heard.get(square_of(self.rank - 1)))
+        name = SQUARE if self.rank == self.ranks - 1 else square_of(self.rank)
+        return heard.get(SQUARE, total), [(total, ir.Output(name, "carried", Spec(())))]
 
     def clip(self, append: Appender, square: fx.Node) -> tuple[fx.Node, fx.Node]:
         """(norm of the scaled gradients, factor to scale each by), both 0-d, of the square of the norm."""
@@ -242,7 +235,7 @@ class Optimize(ir.Pass):
         kind = "scalar" if name == "lr" else "moment"
         return append.placeholder(name, val, Spec(())), ir.Input(name, kind, Spec(()))  # type: ignore[arg-type]
 
-    def finish(self, program: ir.Program, append: Appender, inputs, norm: fx.Node, told: list[fx.Node]) -> ir.Program:
+    def finish(self, program: ir.Program, append: Appender, inputs, norm: fx.Node, told) -> ir.Program:
         """Return the loss, metrics, counts and the norm; new values of buffers are stored in place."""
         given = {i.name: n for n, i in zip(program.placeholders(), inputs) if i.kind == "buffer"}
         results, outputs = [], []
@@ -255,10 +248,9 @@ class Optimize(ir.Pass):
                 outputs.append(output)
         results.append(norm)
         outputs.append(ir.Output("grad_norm", "metric", Spec(())))
-        is_last = self.rank == self.ranks - 1
-        for node in told:
+        for node, output in told:
             results.append(node)
-            outputs.append(ir.Output(SQUARE if is_last else f"{SQUARE}@{self.rank}", "carried", Spec(())))
+            outputs.append(output)
         program.graph.output_node().args = (tuple(results),)
         program.module.recompile()
         return replace(program, inputs=tuple(inputs), outputs=tuple(outputs))

@@ -19,8 +19,9 @@ from tools.parity.models import KINDS
 from tools.parity.models.kind import Kind
 
 RANKS = 8
+STAGES = 4  # of a pipeline, at most
 SIZES = (2, 2, 2, 3, 4, 5, 6, 7, 8)
-AXES = ("dp_replicate", "dp_shard", "cp", "tp")
+AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 FAMILIES = {"decoder": 6, "experts": 4, "plain": 5, "others": 2, "functions": 4, "transformers": 2}  # how often
 NO_DECAY = {"kinds": ["vector"], "weight_decay": 0.0}
 OPTIMIZERS: tuple[dict[str, Any], ...] = (
@@ -52,6 +53,7 @@ OF_AXIS: dict[str, dict[str, tuple[Any, ...]]] = {
         "passes.context.block": (1, 2, 3),
         "passes.context.skip_steps": (False,),
     },
+    "pp": {"passes.pipeline.schedule": ("gpipe", "interleaved", "zero_bubble", "zbv")},
     "tp": {"passes.shard.sequence_parallel": (False,)},
     "ep": {"passes.moe.dispatch": ("all_gather", "dropless", "bounded"), "passes.moe.chunks": (2, 3)},
 }
@@ -115,7 +117,7 @@ def mesh_for(kind: Kind, family: str, draw: random.Random) -> dict[str, int]:
     mesh: dict[str, int] = {}
     for axis in draw.sample(axes, min(len(axes), draw.choice((0, 1, 1, 2, 2, 2, 2, 3, 3)))):
         left = RANKS // math.prod(mesh.values())
-        if fitting := [size for size in SIZES if size <= left]:
+        if fitting := [size for size in SIZES if size <= min(left, STAGES if axis == "pp" else left)]:
             mesh[axis] = draw.choice(fitting)
     if family == "experts" and draw.random() < 0.7:
         spread = [ep for ep in range(2, RANKS + 1) if is_mesh(mesh | {"ep": ep})]
