@@ -21,7 +21,7 @@ from torch import Tensor
 from compiler_trainer.config.schema import ContextConfig, DataConfig
 from compiler_trainer.data.datasets import build_datasets
 from passes.context.balance import deal, imbalance, ranks_that_meet, work_of_blocks
-from passes.context.context import METHODS, Call, Pairs
+from passes.context.call import METHODS, Call, Pairs
 from passes.program.mesh import Mesh
 
 RANKS, BLOCK = (2, 4, 8, 16), ContextConfig.block

@@ -20,7 +20,7 @@ from passes.autograd.joint import Joint
 from passes.check.simulate import Lockstep
 from passes.context import kernels
 from passes.context.balance import imbalance, pairs_by_rank
-from passes.context.context import METHODS, Call
+from passes.context.call import METHODS, Call
 from passes.context.kernels import Block, merge
 from passes.cost.accounting import count_traffic
 from passes.memory.recompute import saved_bytes

@@ -34,7 +34,7 @@ from torch import Tensor, fx, nn
 from compiler_trainer.capture.capture import capture as capture_model
 from compiler_trainer.config.errors import UserError
 from passes.context import flex, visible
-from passes.context.context import METHODS
+from passes.context.call import METHODS
 from passes.context.intervals import Intervals
 from passes.context.lay_out import bounds_of as bounds_program
 from passes.context.visible import ROWS, calls, pieces
