@@ -155,7 +155,7 @@ class Call:
         if asked in costs:
             return asked, "asked for"
         if not costs:
-            return "", "; ".join(f"{method} cannot: {why}" for method, why in obstacles.items())
+            return "", "; ".join(f"{method} cannot: {obstacles[method]}" for method in self.forms)
         if asked != "auto" and "all_gather" in costs:
             return "all_gather", f"{asked} cannot: {obstacles[asked]}"
         best = min(costs, key=costs.__getitem__)

@@ -6,9 +6,11 @@ recording. Code outside adds one with `add_attention`.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import fx
@@ -54,6 +56,12 @@ def compiled_for(device: str) -> dict[OpOverload, Callable[..., Any]]:
     return {
         op: fn for k in kernels for op, fn in zip((k.forward, k.backward), k.compiled[device], strict=True) if op
     }
+
+
+def sources_for(device: str) -> str:
+    """The texts of the files that say what operators of attention are compiled as, and of which operators."""
+    found = ((op.name(), inspect.getsourcefile(fn)) for op, fn in compiled_for(device).items())
+    return "".join(f"{name}\n{Path(str(file)).read_text()}" for name, file in found)
 
 
 for _record in RECORDS:

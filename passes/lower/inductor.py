@@ -198,7 +198,8 @@ def decompose(body: Body, ctx: ir.Context) -> tuple[fx.GraphModule, Any]:
 
 def stored_key(body: Body) -> str:
     """What a body's kernels are known by on this machine."""
-    return key_of(f"{body.key} {surroundings()} {torch.get_num_threads()}")
+    elsewhere = operators.sources_for(device_of(body).type)  # records may be of code outside
+    return key_of(f"{body.key} {surroundings()} {elsewhere} {torch.get_num_threads()}")
 
 
 @cache
