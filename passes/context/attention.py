@@ -61,8 +61,8 @@ class Kernel:
 def call_of(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs) -> Call:
     """The call as its rank sees it, if nothing is known of what its queries see."""
     q, k, v = (tuple(ir.example(x).shape) for x in operands[:3])
-    mesh, axis = builder.mesh, SEQUENCE_AXIS
-    return Call(q, k, v, ir.example(operands[0]).dtype, mesh[axis], False, axis in mesh.folded, dealt=mesh.deals(axis))
+    dtype, ranks, order = ir.example(operands[0]).dtype, builder.mesh[SEQUENCE_AXIS], specs[1].order
+    return Call(q, k, v, dtype, ranks, zigzag=order.zigzag, dealt=bool(order.table))
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class Call:
     dtype: torch.dtype
     parts: int
     causal: bool = False
-    folded: bool = False
+    zigzag: bool = False
     mask: Literal["none", "bool", "numbers"] = "none"
     mask_by_head: bool = False
     pairs: Pairs | None = None
@@ -138,8 +138,8 @@ class Call:
             return "a mask of numbers may have a gradient"
         if method in ("ring", "hybrid") and self.dealt:
             return "the sequence is dealt in blocks, and this is no attention by interval"
-        if method in ("ring", "hybrid") and self.causal and not self.folded:
-            return "the sequence is not folded"
+        if method in ("ring", "hybrid") and self.causal and not self.zigzag:
+            return "the sequence does not lie in a zigzag"
         if method == "ulysses" and (h % self.parts or (g % self.parts and self.parts % g)):
             return f"{h} heads, {g} of keys, do not go evenly over {self.parts} ranks"
         if method == "hybrid" and not self.divisors():

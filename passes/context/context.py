@@ -39,7 +39,7 @@ def emit(
     if not method:
         raise ir.Refused("shard", node, f"{node.target} cannot run over mesh.{AXIS}={call.parts}: {why}")
     builder.notes.append(note(node, call, method, why))
-    as_held, runs = record.bounds is not None and builder.mesh.deals(AXIS), None
+    as_held, runs = record.bounds is not None and bool(specs[1].order.table), None
     if as_held and method in ("all_gather", "ulysses"):
         runs = builder.trace(torch.flatten, starts_of(builder, specs[1], 1))
     if method == "all_gather":
@@ -87,11 +87,11 @@ def gather_as_held(builder: Builder, x: fx.Node, spec: Spec) -> fx.Node:
 def starts_of(builder: Builder, spec: Spec, inner: int) -> fx.Node:
     """Where the runs of keys begin that each group of `inner` ranks holds, in its order: i64[P / inner, runs]."""
     mesh, (factor, *_) = builder.mesh, spec.dims[-2]
-    parts, chunk = mesh[AXIS] // inner, factor.local(mesh) // mesh.chunks(AXIS)
-    if mesh.deals(AXIS):
+    parts, chunk = mesh[AXIS] // inner, factor.local(mesh) // factor.order.chunks
+    if factor.order.table:
         return builder.trace(lambda table: (table * chunk).view(parts, -1), builder.places[BLOCKS])
-    folded = AXIS in mesh.folded
-    return builder.trace(lambda at: run_starts(parts, inner * chunk, folded, at.device), builder.places[AXIS])
+    zigzag = factor.order.zigzag
+    return builder.trace(lambda at: run_starts(parts, inner * chunk, zigzag, at.device), builder.places[AXIS])
 
 
 def exchanged(
@@ -112,8 +112,9 @@ def exchanged(
     """
     q, k, v, *rows = operands
     parts, axis = call.parts, AXIS if inner == call.parts else f"{AXIS}.inner{inner}"
-    in_order = as_held or builder.mesh.in_order(AXIS)
-    table = [builder.places[BLOCKS]] if builder.mesh.deals(AXIS) else []
+    order = specs[1].order
+    in_order = as_held or order.is_plain
+    table = [builder.places[BLOCKS]] if order.table else []
 
     def natural(x: fx.Node, spec: Spec, dim: int, held: int) -> fx.Node:
         if as_held:
@@ -167,7 +168,7 @@ def ring_attention(
     """One local operator, in line when the program is finished; across groups of ranks that exchange heads."""
     inner, size = call.exchanging(method), specs[1].dims[-2][0].size
     axis, place = (AXIS if inner == 1 else f"{AXIS}.outer{inner}"), builder.places[AXIS]
-    how = ring.Ring(axis, call.parts // inner, size, call.causal, call.folded, scale, call.steps(inner), score, row)
+    how = ring.Ring(axis, call.parts // inner, size, call.causal, call.zigzag, scale, call.steps(inner), score, row)
     key = (how, len(operands))
     if key not in builder.operators:
         builder.operators[key] = ring.operator(*key)

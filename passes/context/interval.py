@@ -47,7 +47,7 @@ def around(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, call:
     """A ring: bounds stay with their queries, keys come with the positions that they have."""
     scale, score = node.args[-2:]
     inner = call.exchanging(method)
-    row = builder.row_of_hops(node, inner) if call.pairs is None else None
+    row = builder.row_of_hops(bounds(node), inner) if call.pairs is None else None
     given = [*operands, starts_of(builder, specs[1], inner), *([] if row is None else [builder.places[HOPS]])]
     return ring_attention(builder, given, specs, scale, call, method, score, row)  # type: ignore[arg-type]
 
@@ -57,7 +57,8 @@ def call_of(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs) -> C
     call, (first, last) = attention.call_of(builder, node, operands, specs), map(constant, bounds(node))
     pairs = None
     if first is not None and last is not None and not call.dealt:
-        pairs = frozenset((i, j) for i, j in ranks_that_meet(first, last, builder.mesh).nonzero().tolist())
+        meet = ranks_that_meet(first, last, builder.mesh, specs[1].order)
+        pairs = frozenset((i, j) for i, j in meet.nonzero().tolist())
     return replace(call, pairs=pairs, dealt=False)
 
 

@@ -25,6 +25,7 @@ from passes.context.operators import OPERATORS
 from passes.program import ir
 from passes.program.alone import alone, cone_of
 from passes.program.mesh import SEQUENCE_AXIS as AXIS
+from passes.program.order import PLAIN, ZIGZAG, Order
 from passes.program.stages import Stage
 
 Layout = Literal["auto", "head_tail", "blocks", "none"]
@@ -47,12 +48,12 @@ class LayOut(ir.Pass):
         each = 2 * -(-length // (2 * mesh[AXIS] * self.block))
         taken, why = choose(program, each) if self.layout == "auto" else (self.layout, "asked for")
         said = f"the sequence lies as {taken} over {AXIS}: {why}"
-        if taken == "head_tail":
-            mesh = replace(mesh, folded=frozenset({AXIS}))
+        order = ZIGZAG if taken == "head_tail" else PLAIN
         if taken == "blocks":
-            mesh = replace(mesh, table=deal(torch.ones(each * mesh[AXIS]), mesh[AXIS]))  # head and tail
+            order = Order(table=deal(torch.ones(each * mesh[AXIS]), mesh[AXIS]))  # head and tail
             said += f"; {each} blocks a rank, of {-(-length // (each * mesh[AXIS]))} tokens"
-        return replace(program, mesh=mesh), ir.Report({"blocks": each if taken == "blocks" else 0}, (said,))
+        inputs = tuple(replace(i, spec=i.spec.ordered(order)) if i.kind == "batch" else i for i in program.inputs)
+        return replace(program, inputs=inputs), ir.Report({"blocks": each if taken == "blocks" else 0}, (said,))
 
 
 def choose(program: ir.Program, each: int) -> tuple[Layout, str]:

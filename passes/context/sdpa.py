@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from passes.context import attention
 from passes.context.attention import CONTEXT, AttentionOp, Kernel, Nodes, Specs, dims_of, repeat_heads
 from passes.context.call import Call, Pairs
-from passes.context.context import AXIS, gather, ring_attention
+from passes.context.context import gather, ring_attention
 from passes.context.kernels import padded, scale_of
 from passes.program import ir
 from passes.program.builder import Builder
@@ -160,24 +162,23 @@ def around(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, call:
 
 def call_of(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs) -> Call:
     """The call as its rank sees it, with what its mask, that of the whole attention, lets through."""
-    q, k, v, *masks = operands
-    mask, causal = arguments(node).get("attn_mask"), is_causal(node)
+    call, masks, order = attention.call_of(builder, node, operands, specs), operands[3:], specs[1].order
+    mask = arguments(node).get("attn_mask")
     by_head = bool(masks) and ir.example(masks[0]).dim() > 2 and ir.example(masks[0]).shape[-3] > 1
     kind = "none" if mask is None else "numbers" if ir.example(mask).is_floating_point() else "bool"
-    folded, parts, dealt = AXIS in builder.mesh.folded, builder.mesh[AXIS], builder.mesh.deals(AXIS)
-    seen = constant(mask) if mask is not None and kind == "bool" and not dealt else None
-    pairs = None if seen is None else pairs_that_see(seen, specs[0].dims[-2][0], specs[1].dims[-2][0], folded, parts)
-    query, key, value = (tuple(ir.example(x).shape) for x in (q, k, v))
-    return Call(query, key, value, ir.example(q).dtype, parts, causal, folded, kind, by_head, pairs, dealt)  # type: ignore
+    seen = constant(mask) if mask is not None and kind == "bool" and not order.table else None
+    rows, columns = specs[0].dims[-2][0], specs[1].dims[-2][0]
+    pairs = None if seen is None else pairs_that_see(seen, rows, columns, order.zigzag, call.parts)
+    return replace(call, causal=is_causal(node), mask=kind, mask_by_head=by_head, pairs=pairs)
 
 
-def pairs_that_see(mask: Tensor, rows: Factor, columns: Factor, folded: bool, parts: int) -> Pairs:
+def pairs_that_see(mask: Tensor, rows: Factor, columns: Factor, zigzag: bool, parts: int) -> Pairs:
     """(rank of queries, rank of keys) of which any query sees a key."""
     sees = mask.reshape(-1, *mask.shape[-2:]).any(0).expand(rows.size, columns.size)
     for dim in (0, 1):
-        missing = -sees.shape[dim] % (2 * parts if folded else parts)
+        missing = -sees.shape[dim] % (2 * parts if zigzag else parts)
         sees = torch.cat([sees, sees.new_zeros([missing if d == dim else n for d, n in enumerate(sees.shape)])], dim)
-        sees = to_rank_order(sees, dim, parts) if folded else sees
+        sees = to_rank_order(sees, dim, parts) if zigzag else sees
     found = sees.unflatten(1, (parts, -1)).any(2).unflatten(0, (parts, -1)).any(1)
     return frozenset((i, j) for i, j in found.nonzero().tolist())
 

@@ -41,6 +41,7 @@ from passes.context.visible import ROWS, calls, pieces
 from passes.program import ir
 from passes.program.attend import attend, attend_backward, evaluate, interval_attention
 from passes.program.mesh import Mesh
+from passes.program.order import PLAIN, ZIGZAG
 from passes.program.spec import Spec
 
 
@@ -107,14 +108,14 @@ def by_interval(function: Function) -> Function:
 
 
 LAYOUTS = {
-    "none": lambda ranks: Mesh.of({"cp": ranks}),
-    "head_tail": lambda ranks: replace(Mesh.of({"cp": ranks}), folded=frozenset({"cp"})),
+    "none": lambda ranks: PLAIN,
+    "head_tail": lambda ranks: ZIGZAG,
     "blocks": lambda ranks: shuffled(ranks, 3),
 }
 
 
 def run_case(method: str, form: str, heads: str, size: int, ranks: int, layout: str) -> ir.Report:
-    function = on(LAYOUTS[layout](ranks), captured(form, heads, size))
+    function = on(Mesh.of({"cp": ranks}), captured(form, heads, size), LAYOUTS[layout](ranks))
     tensors = function.values[1:]
     placed = {i: sequence(tensors[i]) for i in (0, 1, 2, 4, 5, 6)}
     placed[3] = Spec.whole(tuple(tensors[3].shape)) if form == "prefix" else along_last(tensors[3])

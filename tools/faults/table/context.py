@@ -81,9 +81,9 @@ FAULTS = (
     Fault(
         "interval_tails_forward",
         "passes/program/layout.py",
-        "torch.stack([place, 2 * parts - 1 - place] if folded else [place], 1) * chunk",
-        "torch.stack([place, parts + place] if folded else [place], 1) * chunk",
-        "Tails of a folded sequence are taken to lie in rising order.",
+        "torch.stack([place, 2 * parts - 1 - place] if zigzag else [place], 1) * chunk",
+        "torch.stack([place, parts + place] if zigzag else [place], 1) * chunk",
+        "Tails of a zigzag are taken to lie in rising order.",
     ),
     Fault(
         "interval_ends_early",
