@@ -16,7 +16,7 @@ bubble ZB-H1 and ZBV (arXiv 2401.10241, 2405.15362).
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -216,11 +216,17 @@ def one_f_one_b(ranks: int, microbatches: int) -> Table:
 
 
 def interleaved(ranks: int, microbatches: int, chunks: int) -> Table:
-    """1F1B over several stages a rank; microbatches go through a chunk in groups of as many as there are ranks."""
+    """1F1B over several stages a rank; microbatches go through a chunk in groups of as many as there are ranks.
+
+    Where groups are not whole, a rank keeps as many forwards, in an order in which they can run.
+    """
+    if microbatches % ranks:
+        most = [1 + (chunks - 1) * ranks + 2 * (ranks - 1 - rank) for rank in range(ranks)]
+        return list_schedule(ranks_in_turn(ranks, chunks), microbatches, most, most, unit, split=False)
     rows = []
     for rank in range(ranks):
         stages = list(range(rank, ranks * chunks, ranks))
-        early = min(microbatches * chunks, (chunks - 1) * min(ranks, microbatches) + 2 * (ranks - 1 - rank))
+        early = min(microbatches * chunks, (chunks - 1) * ranks + 2 * (ranks - 1 - rank))
         forward, backward = forwards(stages, ranks, microbatches), backwards(stages, ranks, microbatches)
         rows.append(tuple(alternate(early, forward, backward)))
     return Table(ranks_in_turn(ranks, chunks), tuple(rows))
@@ -259,30 +265,32 @@ def list_schedule(
     alive: Sequence[int],
     costs: Costs,
     send: float = 0.0,
+    split: bool = True,
 ) -> Table:
-    """Backwards in two; whenever a rank is free it runs what can start first: I before F before W.
+    """Whenever a rank is free it runs what can start first: of what can at once, backwards before F before W.
 
-    A rank is at most `early` forwards ahead of I, and keeps at most `alive` until W.
+    A rank is at most `early` forwards ahead of its backwards, and keeps at most `alive` until W. Backwards are two
+    tasks if they are `split`.
     """
+    kinds = (INPUTS, FORWARD, WEIGHTS) if split else (BACKWARD, FORWARD)
     ranks, stages = 1 + max(rank_of), len(rank_of)
     done, clock, ahead, held = dict[Slot, float](), [0.0] * ranks, [0] * ranks, [0] * ranks
     rows: list[list[Slot]] = [[] for _ in range(ranks)]
-    left = {Task(s, k): list(range(microbatches)) for s in range(stages) for k in (FORWARD, INPUTS, WEIGHTS)}
+    left = {Task(s, k): list(range(microbatches)) for s in range(stages) for k in kinds}
     while any(left.values()):
-        best: tuple[tuple[float, int, int, int], Slot, float] | None = None
+        best: tuple[tuple[float, ...], Slot, float] | None = None
         for task, waiting in left.items():
             if not waiting:
                 continue
             rank, slot = rank_of[task.stage], Slot(task, waiting[0])
-            needs = list(before(slot, stages, True))
+            needs = list(before(slot, stages, split))
             later = sum(of == rank for of in rank_of[task.stage + 1 :])  # stages that need room, too
             is_full = ahead[rank] + later >= early[rank] or held[rank] + later >= alive[rank]
             if any(b not in done for b in needs) or task.kind == FORWARD and is_full:
                 continue
             arrivals = [done[b] + (send if rank_of[b.task.stage] != rank else 0.0) for b in needs]
             start = max([clock[rank], *arrivals])
-            # of what starts at once: I, F, W; of forwards the later stage, whose backward comes sooner
-            key = (start, (INPUTS, FORWARD, WEIGHTS).index(task.kind), -task.stage, slot.microbatch)
+            key = (start, kinds.index(task.kind), slot.microbatch, -task.stage)
             if best is None or key < best[0]:
                 best = key, slot, start
         assert best is not None, "memory for one microbatch in each stage lets every table end"
@@ -291,8 +299,8 @@ def list_schedule(
         left[slot.task].pop(0)
         rows[rank].append(slot)
         clock[rank] = done[slot] = start + costs(slot.task)
-        ahead[rank] += {FORWARD: 1, INPUTS: -1}.get(slot.task.kind, 0)
-        held[rank] += {FORWARD: 1, WEIGHTS: -1}.get(slot.task.kind, 0)
+        ahead[rank] += {FORWARD: 1, WEIGHTS: 0}.get(slot.task.kind, -1)
+        held[rank] += {FORWARD: 1, WEIGHTS: -1, BACKWARD: -1}.get(slot.task.kind, 0)
     return Table(tuple(rank_of), tuple(map(tuple, rows)))
 
 
@@ -312,7 +320,47 @@ def zero_bubble(ranks: int, microbatches: int) -> Table:
     return Table(ranks_in_turn(ranks, 1), tuple(rows))
 
 
-def zbv(ranks: int, microbatches: int, costs: Costs = unit, send: float = 0.0) -> Table:
-    """ZBV: two stages a rank, forth and back; each rank keeps as many forwards as 1F1B's first."""
+def zbv(ranks: int, microbatches: int) -> Table:
+    """ZBV: two stages a rank, forth and back; each rank keeps as many forwards as 1F1B's first.
+
+    Of few microbatches the order of the paper waits longer than one that runs whatever it can.
+    """
     alive = [2 * ranks] * ranks
-    return list_schedule(forth_and_back(ranks), microbatches, alive, alive, costs, send)
+    greedy = list_schedule(forth_and_back(ranks), microbatches, alive, alive, unit)
+    if microbatches < 2 * ranks:
+        return greedy
+    paper = Table(forth_and_back(ranks), tuple(tuple(zbv_row(rank, ranks, microbatches)) for rank in range(ranks)))
+    return min(paper, greedy, key=lambda table: play(table).idle)
+
+
+def zbv_row(rank: int, ranks: int, microbatches: int) -> Iterator[Slot]:
+    """What a rank runs, in the paper's order; `forth` is its early stage, `back` its late one."""
+    forth, back = rank, 2 * ranks - 1 - rank
+    numbers = Counter[Task]()
+
+    def run(stage: int, kinds: str) -> Iterator[Slot]:
+        for kind in kinds:
+            task = Task(stage, kind)
+            if numbers[task] < microbatches:
+                yield Slot(task, numbers[task])
+                numbers[task] += 1
+
+    for _ in range(2 * (ranks - rank) - 1):
+        yield from run(forth, "F")
+    for _ in range(rank):
+        yield from run(back, "F")
+        yield from run(forth, "F")
+    for _ in range(ranks - rank):
+        yield from run(back, "FIW")
+    while numbers[Task(back, FORWARD)] < microbatches:
+        yield from run(forth, "FIW")
+        yield from run(back, "FIW")
+    for _ in range(rank):
+        yield from run(forth, "I")
+        yield from run(back, "I")
+    for _ in range(ranks - rank):
+        yield from run(forth, "IW")
+    while numbers[Task(back, WEIGHTS)] < microbatches:
+        yield from run(back, "W")
+    while numbers[Task(forth, WEIGHTS)] < microbatches:
+        yield from run(forth, "W")
