@@ -13,10 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.files import text_of
+from compiler_trainer.config.options import not_one_of
 from compiler_trainer.config.schema import (
     EIGHT_BITS,
     CastConfig,
@@ -40,7 +44,17 @@ from passes.lower.unroll import Unroll
 from passes.memory.chunk_loss import ChunkLoss
 from passes.memory.remat import Remat
 from passes.pipeline.assign import Assign
-from passes.pipeline.tables import Table, gpipe, interleaved, one_f_one_b, zbv, zero_bubble
+from passes.pipeline.tables import (
+    SCHEDULES,
+    Table,
+    auto,
+    from_text,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    zbv,
+    zero_bubble,
+)
 from passes.precision.cast import Cast
 from passes.precision.float8 import Float8
 from passes.program.ir import Pass, Program
@@ -82,10 +96,12 @@ class Pipeline:
 class Staged:
     """Passes of pipeline stages: `whole` of a microbatch, up to where it is cut by `table`, and `finish` of each task.
 
-    Those of the update of a pipeline rank, `update(rank)`, take the joint program of all stages.
+    Those of the update of a pipeline rank, `update(rank)`, take the joint program of all stages. An `ordered` table
+    stays as it is; else its order is found once it is known what each task takes.
     """
 
     table: Table
+    ordered: bool
     whole: Passes
     finish: Passes
     update: Callable[[int], Passes]
@@ -131,7 +147,8 @@ def build_pipeline(
         def update(rank: int) -> Passes:
             return ApplyOnly(rank, table.rank_of), replace(optimize, rank=rank, ranks=table.ranks)
 
-        staged = Staged(table, (*joint, build_remat(remat, then), *then), (*finish, segment), update)
+        ordered = passes.pipeline.schedule != "auto"
+        staged = Staged(table, ordered, (*joint, build_remat(remat, then), *then), (*finish, segment), update)
         return Pipeline(forward, (Expand(), overlap, segment), {}, None, staged=staged)
     if microbatches == 1:
         then: Passes = (optimize, *finish)
@@ -146,11 +163,27 @@ def build_pipeline(
 
 
 def build_table(pipeline: PipelineConfig, pp: int, microbatches: int) -> Table:
-    """The schedule that a configuration asks for."""
+    """The schedule that a configuration asks for; `auto` before it is known what each task takes."""
+    known = {"gpipe": gpipe, "1f1b": one_f_one_b, "zero_bubble": zero_bubble, "zbv": zbv, "auto": auto}
     if pipeline.schedule == "interleaved":
         return interleaved(pp, microbatches, pipeline.chunks)
-    known = {"gpipe": gpipe, "1f1b": one_f_one_b, "zero_bubble": zero_bubble, "zbv": zbv}
-    return known[pipeline.schedule](pp, microbatches)
+    if pipeline.schedule in known:
+        return known[pipeline.schedule](pp, microbatches)
+    return read_table(Path(pipeline.schedule), pp, microbatches)
+
+
+def read_table(path: Path, pp: int, microbatches: int) -> Table:
+    """The schedule in a file; raises UserError naming what is wrong with it."""
+    if not path.exists():
+        raise UserError("passes.pipeline.schedule", f"{not_one_of(SCHEDULES, str(path))}, nor a file")
+    try:
+        table = from_text(text_of(path))
+    except ValueError as error:
+        raise UserError(str(path), f"{error}") from error
+    for option, wanted, found in (("mesh.pp", pp, table.ranks), ("train.microbatches", microbatches, table.microbatches)):
+        if wanted != found:
+            raise UserError(str(path), f"is a table for {option}={found}, not {wanted}")
+    return table
 
 
 def build_rolling(passes: PassesConfig, optim: OptimConfig, masters: Mapping[str, torch.dtype]) -> Rolling | None:

@@ -28,7 +28,7 @@ from compiler_trainer.planning.clusters import cluster_of
 from compiler_trainer.planning.dry_table import show
 from compiler_trainer.planning.playing import kept_beside, play
 from compiler_trainer.planning.stages import PP
-from compiler_trainer.step.programs import Captured, Compilation, check_recordable, mesh_of, one_microbatch
+from compiler_trainer.step.programs import Captured, Compilation, check_recordable, mesh_of, one_microbatch, table_of
 from compiler_trainer.step.step import state_name
 from compiler_trainer.step.turns import Turn, messages, turns_of_step
 from compiler_trainer.training import folder
@@ -57,7 +57,7 @@ def dry_run(cfg: Config) -> dict[str, Any]:
     with folder.graphs_of(cfg) as dumps:
         compiled = compile_dry(cfg, dumps)
     report = compiled.report | predict_step(cfg, compiled)
-    folder.create(cfg, report)
+    folder.create(cfg, report, compiled.table)
     show(cfg, report)
     say_contents(Path(cfg.run.dir))
     return report
@@ -82,7 +82,7 @@ def compile_dry(cfg: Config, observe: Observer | None) -> DryStep:
     trained = subject(cfg)
     work = compilation(cfg, trained, observe)
     programs, report = work.programs(evaluate=False)
-    table = work.pipeline.staged.table if work.pipeline.staged else None
+    table = table_of(work.pipeline, report)
     if cfg.lower.cudagraphs:
         check_recordable(programs, cfg.lower.backend == "inductor")
     flat = {name: Captured(flatten(program), ctx) for name, (program, ctx) in programs.items()}
@@ -124,7 +124,7 @@ def predict_step(cfg: Config, step: DryStep, fused: Fused | None = None) -> dict
     timelines = {name: p.timeline for name, p in found.items()}
     seconds = {name: timeline.step_s for name, timeline in timelines.items()}
     programs, mesh = {name: captured.program for name, captured in step.programs.items()}, mesh_of(cfg.mesh)
-    turns = turns_of_step(programs, step.table, cfg.train.microbatches)
+    turns = [t for t in turns_of_step(programs, step.table, cfg.train.microbatches) if t.program in programs]
     size, sent = stages.sizes_of(programs), list(messages(turns, programs))
     played = play(turns, programs, seconds, partial(stages.send_s, size, mesh, cluster))
     written = {name: p.peak_bytes for name, p in found.items()}

@@ -16,7 +16,7 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import LowerConfig, MeshConfig, OptimConfig, PassesConfig
 from compiler_trainer.pipeline import build_pipeline
-from compiler_trainer.step.programs import EVALUATE, Compilation, check_recordable, mesh_of, one_microbatch
+from compiler_trainer.step.programs import EVALUATE, Compilation, check_recordable, mesh_of, one_microbatch, table_of
 from compiler_trainer.step.runtime import LockstepRanks, ProcessRanks, Runtime
 from compiler_trainer.step.step import Compiled, State, Step, state_name, stored
 from passes.check.numeric import telling
@@ -91,7 +91,7 @@ def compile_step(
     if lower.cudagraphs:
         training = {name: program for name, program in programs.items() if not name.startswith(EVALUATE)}
         check_recordable(training, lower.backend == "inductor")
-    table = pipeline.staged.table if pipeline.staged else None
+    table = table_of(pipeline, report)
     rank_of = ranks_of(programs, table)
     laid_out = next(iter(programs.values())).program.mesh  # as placement has it; evaluation comes last
     state = initial_state([(c.program, rank_of[name]) for name, c in programs.items()], runtime, laid_out, device, values)

@@ -21,6 +21,7 @@ from passes.check.numeric import Results
 from passes.check.runner import Observer, PassRecord, run_passes
 from passes.lower.cudagraphs import breaks
 from passes.pipeline.cut import cut, cut_update
+from passes.pipeline.tables import Table, auto
 from passes.program import ir
 from passes.program.alone import alone, cone_of
 from passes.program.mesh import Mesh
@@ -61,6 +62,11 @@ class Reporter:
         done = work()
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
         return done
+
+    def flops(self, program: str) -> int:
+        """FLOPs of a program as its last pass left it, 0 of one that there is not."""
+        done = [done for done in self.passes if done["program"] == program]
+        return sum(done[-1]["accounting"]["flops"].values()) if done else 0
 
     def finish(self) -> dict[str, Any]:
         """The report: seconds by pass, each pass's counts, notes, communication and memory, and notes on the whole."""
@@ -179,6 +185,14 @@ class Compilation:
             return {EVALUATE: self.run(EVALUATE, self.pipeline.evaluate, forward)}
         parts = {f"{EVALUATE}.{task}": each for task, each in cut(forward.program).items()}
         return {n: self.run(n, self.pipeline.evaluate, Captured(each, forward.ctx)) for n, each in parts.items()}
+
+
+def table_of(pipeline: Pipeline, report: Reporter) -> Table | None:
+    """The order of the tasks of stages, where there are any: that of `auto` follows from their FLOPs."""
+    staged = pipeline.staged
+    if staged is None or staged.ordered:
+        return staged and staged.table
+    return auto(staged.table.ranks, staged.table.microbatches, lambda task: 1 + report.flops(str(task)))
 
 
 def on_mesh(given: Captured, mesh: Mesh) -> Captured:

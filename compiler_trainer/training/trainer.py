@@ -118,7 +118,8 @@ def prepare_step(
     with folder.graphs_of(cfg) as dumps, Working() as tell:
         step = build_step(cfg, trained, datasets, dumps, tell)
         start = restore(cfg, trained, step, datasets, start)
-    owners.restore = partial(folder.create, cfg, {"machine": machine(), "data": datasets.report(), **step.report})
+    report = {"machine": machine(), "data": datasets.report(), **step.report}
+    owners.restore = partial(folder.create, cfg, report, step.table)
     owners.restore()
     for path in start.damaged:
         checkpoint.set_aside(path, "damaged")
