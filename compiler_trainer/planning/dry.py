@@ -143,15 +143,18 @@ def predict_step(cfg: Config, step: DryStep, fused: Fused | None = None) -> dict
         **spent(timelines, runs),
         "longest": [event for name in runs for event in events(name, timelines[name], LONGEST)],
     }
+    drawn = {}
     if step.table is not None:
         made_of["sent_bytes"][PP] = stages.sent_by(busiest, sent, size, mesh, cluster)
         made_of["exposed_ms"][PP] = 1e3 * (played.step_s - played.busy_s(busiest))
         about = programs, played, seconds, memories, sent
         made_of["pipeline"] = stages.pipeline_of(cfg.passes.pipeline.schedule, step.table, *about)
+        drawn = {"pipeline": stages.drawn(cfg.passes.pipeline.schedule, step.table, played)}
     return {
         "predicted": {"peak_mem_bytes": memory["bytes"], **speed(cfg, step.flops_per_token, played.step_s)},
         "prediction": made_of,
         "timeline": [event for name, timeline in timelines.items() for event in events(name, timeline)],
+        **drawn,
     }
 
 

@@ -13,7 +13,7 @@ from passes.pipeline.cut import FORWARD, Task, task_in
 from passes.pipeline.tables import Table, most_alive
 from passes.program import ir
 from passes.program.mesh import Mesh
-from passes.program.regions import regions
+from passes.program.regions import layer_paths, region_of
 
 PP = "pp"
 
@@ -32,19 +32,25 @@ def pipeline_of(
         "schedule": schedule,
         "idle": played.idle(),
         "ranks_of_stages": table.rank_of,
-        "layers": [layers_of(programs[str(Task(stage, FORWARD))]) for stage in range(table.stages)],
+        "layers": layers_of([programs[str(Task(stage, FORWARD))] for stage in range(table.stages)]),
         "task_ms": {name: 1e3 * s for name, s in seconds.items()},
         "busy_ms": [1e3 * played.busy_s(rank) for rank in range(table.ranks)],
         "forwards_kept": most_alive(table),
         "memory": [{key: found[key] for key in ("device_bytes", "bytes", "fits", "kinds")} for found in memory],
         "sent_a_microbatch": borders(sent, sizes_of(programs)),
-        "slots": slots(played, table.ranks),
     }
 
 
-def layers_of(program: ir.Program) -> list[str]:
-    """The layers that a program computes."""
-    return list(dict.fromkeys(filter(None, regions(program).values())))
+def drawn(schedule: str, table: Table, played: Played) -> dict[str, Any]:
+    """The table as a page draws it."""
+    return {"schedule": schedule, "unit": "ms", "idle": played.idle(), "slots": slots(played, table.ranks)}
+
+
+def layers_of(forwards: Sequence[ir.Program]) -> list[list[str]]:
+    """The layers that each of them computes."""
+    paths = [dict.fromkeys(map(ir.module_path, program.calls())) for program in forwards]
+    layers = layer_paths(path for own in paths for path in own)
+    return [list(dict.fromkeys(filter(None, (region_of(path, layers) for path in own)))) for own in paths]
 
 
 def borders(sent: Iterable[Message], size: Mapping[str, int]) -> list[dict[str, Any]]:
@@ -53,7 +59,7 @@ def borders(sent: Iterable[Message], size: Mapping[str, int]) -> list[dict[str, 
     for message in sent:
         name, microbatch = message.key
         if microbatch == 0:
-            new = {"from": message.source, "to": message.to, "bytes": 0, "values": []}
+            new = {"source": message.source, "to": message.to, "bytes": 0, "values": []}
             border = found.setdefault((message.source, message.to), new)
             border["bytes"] += size[name]
             border["values"].append(name)

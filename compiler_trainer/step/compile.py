@@ -24,7 +24,7 @@ from passes.check.runner import Observer
 from passes.lower import inductor
 from passes.lower.heap import keep_freed_memory
 from passes.pipeline.cut import task_in
-from passes.pipeline.tables import Table
+from passes.pipeline.tables import Table, play
 from passes.program import ir
 from passes.program.bodies import flatten
 from passes.program.frames import roomy
@@ -105,7 +105,15 @@ def compile_step(
         if rank_of[name] in here:
             report.time(f"{name}.lower", partial(getattr, each, "executable"))
     parts = (compiled, evaluation, table, state)
-    return Step(runtime, laid_out, *parts, update.lr, seed, microbatches, device, report.finish())
+    shown = {"pipeline": drawn(options.pipeline.schedule, table)} if table else {}
+    return Step(runtime, laid_out, *parts, update.lr, seed, microbatches, device, report.finish() | shown)
+
+
+def drawn(schedule: str, table: Table) -> dict[str, Any]:
+    """The order of tasks as a page draws it: a forward takes 1, a backward 2."""
+    timing = play(table)
+    rows = [[(str(slot), *timing.spans[slot]) for slot in row] for row in table.rows]
+    return {"schedule": schedule, "unit": "forwards", "idle": timing.idle, "slots": rows}
 
 
 def ranks_of(programs: Iterable[str], table: Table | None) -> dict[str, int]:
