@@ -19,8 +19,8 @@ in fp64.
 - right: loss, gradient norm, all parameters and buffers agree after each step to {EXACT:.0e}, absolutely or
   relatively; to {ROUNDED:.0e} where the model itself computes parts in fp32 ("r"), to {SINGLE:.0e} where PyTorch or the
   model takes no fp64 ("s"). In bf16 (`passes.cast.param_dtype`, and what batches have of floating numbers) loss and
-  gradient norm agree to {HALF:.0e} with those of the plain model. The percentage is the share of its parameters that a
-  rank stores.
+  gradient norm agree to {HALF:.0e} with those of the plain model. A percentage stands for right: it is the share of its
+  parameters that a rank stores.
 - wrong: they do not. refused: an error that names a field, a node or a line of the model. crash: any other. time-out:
   a limit of time was passed. unbuilt: the model or its plain training fails by itself, or its library is missing.
 - gathered: operators for which activations that the ranks of an axis of the data share out are gathered, so that every
@@ -70,12 +70,12 @@ def installed(library: str) -> str:
 
 
 def cell(record: Record | None) -> str:
-    """A verdict, and of what trains the share that a rank stores."""
+    """A verdict; of what is right the share that a rank stores."""
     if record is None:
         return ""
     if record["verdict"] != "right":
         return record["verdict"]
-    return f"right, {record['share']:.0%}{ {EXACT: '', ROUNDED: ' r', SINGLE: ' s', HALF: ''}[record['tolerance']]}"
+    return f"{record['share']:.0%}{ {EXACT: '', ROUNDED: ' r', SINGLE: ' s', HALF: ''}[record['tolerance']]}"
 
 
 def operators(entry: Entry, known: Mapping[tuple[str, str], Record]) -> str:
@@ -85,13 +85,13 @@ def operators(entry: Entry, known: Mapping[tuple[str, str], Record]) -> str:
 
 
 def reasons(judged: Sequence[Entry], known: Mapping[tuple[str, str], Record]) -> list[str]:
-    """Why what is not right is not: a line a reason, with the models and meshes."""
-    found: dict[tuple[str, str], list[str]] = {}
+    """Why what is not right is not: a line a reason, with the models."""
+    found: dict[tuple[str, str], dict[str, None]] = {}
     for entry in judged:
         for mesh in entry.meshes:
             record = known.get((entry.name, mesh))
             if record and record["verdict"] != "right":
                 key = record["verdict"], record["why"].replace("|", "\\|")
-                found.setdefault(key, []).append(f"{entry.name} ({mesh})")
-    rows = [f"| {verdict} | {why} | {', '.join(where)} |" for (verdict, why), where in sorted(found.items())]
+                found.setdefault(key, {})[entry.name] = None
+    rows = [f"| {verdict} | {why} | {', '.join(names)} |" for (verdict, why), names in sorted(found.items())]
     return ["", "## Why not", "", "| verdict | reason | where |", "|---|---|---|", *rows] if rows else []
