@@ -27,7 +27,7 @@ def test_the_table_of_support_is_current():
 
 
 def test_the_page_of_commands_has_every_verb():
-    rows = re.findall(r"^\| `([a-z-]+)[ `]", (ROOT / "docs/reference/commands.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `([a-z][a-z-]*)[ `]", (ROOT / "docs/reference/commands.md").read_text(), re.MULTILINE)
     assert sorted(rows) == sorted(VERBS)
 
 

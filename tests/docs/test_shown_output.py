@@ -38,7 +38,7 @@ def printed(command: Command, folder: Path) -> list[str]:
 
 def cells(line: str) -> list[str]:
     """What a row of a table says, column by column."""
-    return [part.strip() for part in re.split(r"│|  +", line) if part.strip()]
+    return [part.strip() for part in re.split(r"[│┃]|  +", line) if part.strip()]
 
 
 def count_of_settings(options: list[str]) -> str:
