@@ -268,11 +268,10 @@ def use_of(command: Command) -> tuple[str, ...]:
 def given(command: Command, tmp_path: Path) -> list[str]:
     """The arguments of a verb, with runs in little, and files in a folder of this test."""
     words, verb = list(command.arguments), command.arguments[0]
-    files = any(word.startswith("data.files=") for word in words)
     for i, word in enumerate(words[1:], 1):
         if word in RUNS:
             run = tmp_path / word.replace("/", "_")
-            kind = "dry" if verb == "inspect" and word == "RUN" else "tuned" if files else RUNS[word]
+            kind = "dry" if verb == "inspect" and word == "RUN" else RUNS[word]
             shutil.copytree(run_of(kind), run, dirs_exist_ok=True)
             words[i] = str(run)
         elif word.startswith("train.steps="):
