@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from tools.models.case import MESHES, Entry
 from tools.models.judge import EXACT, HALF, NOISE, ROUNDED, SINGLE, Record
 
+FEW = 0.1  # of all models; a mesh with fewer has a table of its own
 VERDICTS = ("right", "refused", "wrong", "crash", "time-out", "unbuilt")
 HEAD = f"""# Models of others
 
@@ -37,12 +38,23 @@ def page(table: Sequence[Entry], known: Mapping[tuple[str, str], Record]) -> str
     judged = [entry for entry in table if any((entry.name, mesh) in known for mesh in entry.meshes)]
     names = {entry.name for entry in judged}
     known = {key: record for key, record in known.items() if key[0] in names}
-    lines = [HEAD, *totals(judged, known), "", *libraries(judged), ""]
-    lines += [f"| model | library | {' | '.join(MESHES)} | gathered |", "|---|---|" + "---|" * (len(MESHES) + 1)]
-    for entry in judged:
-        cells = [cell(known.get((entry.name, mesh))) for mesh in MESHES]
-        lines.append(f"| {entry.name} | {entry.library} | {' | '.join(cells)} | {operators(entry, known)} |")
+    count = Counter(mesh for _, mesh in known)
+    usual = [mesh for mesh in MESHES if count[mesh] > FEW * len(judged)]
+    seldom = [mesh for mesh in MESHES if 0 < count[mesh] <= FEW * len(judged)]
+    lines = [HEAD, *totals(judged, known), "", *libraries(judged), "", *verdicts(judged, known, usual)]
+    if seldom:
+        some = [entry for entry in judged if any((entry.name, mesh) in known for mesh in seldom)]
+        lines += ["", "Meshes on which few were run:", "", *verdicts(some, known, seldom)]
     return "\n".join([*lines, *reasons(judged, known)]) + "\n"
+
+
+def verdicts(judged: Sequence[Entry], known: Mapping[tuple[str, str], Record], meshes: Sequence[str]) -> list[str]:
+    """A line a model."""
+    lines = [f"| model | library | {' | '.join(meshes)} | gathered |", "|---|---|" + "---|" * (len(meshes) + 1)]
+    for entry in judged:
+        cells = [cell(known.get((entry.name, mesh))) for mesh in meshes]
+        lines.append(f"| {entry.name} | {entry.library} | {' | '.join(cells)} | {operators(entry, known)} |")
+    return lines
 
 
 def totals(judged: Sequence[Entry], known: Mapping[tuple[str, str], Record]) -> list[str]:
