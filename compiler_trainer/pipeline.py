@@ -80,9 +80,9 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Staged:
-    """Passes of pipeline stages: `whole` of a microbatch, up to where it is cut by `table`, and `finish` of each task.
+    """Passes of pipeline stages, from their joint program on: `whole` up to where it is cut into the tasks of `table`.
 
-    Those of the update of a pipeline rank, `update(rank)`, take the joint program of all stages.
+    `finish` is for each task, `update(rank)` for the update of a pipeline rank.
     """
 
     table: Table
@@ -131,7 +131,7 @@ def build_pipeline(
         def update(rank: int) -> Passes:
             return ApplyOnly(rank, table.rank_of), replace(optimize, rank=rank, ranks=table.ranks)
 
-        staged = Staged(table, (*joint, build_remat(remat, then), *then), (*finish, segment), update)
+        staged = Staged(table, (*joint[1:], build_remat(remat, then), *then), (*finish, segment), update)
         return Pipeline(forward, (Expand(), overlap, segment), {}, None, staged=staged)
     if microbatches == 1:
         then: Passes = (optimize, *finish)

@@ -218,6 +218,21 @@ CHECKS: Checks = (
     ),
     (
         "passes.remat.policy",
+        lambda c: c.mesh.pp == 1 or c.passes.remat.policy != "budget",
+        "budget with mesh.pp={c.mesh.pp}, whose ranks keep several microbatches at once; use another policy",
+    ),
+    (
+        "passes.verify",
+        lambda c: c.mesh.pp == 1 or c.passes.verify != "numeric",
+        "numeric with mesh.pp={c.mesh.pp}, whose programs are parts of a step; use spec",
+    ),
+    (
+        "lower.cudagraphs",
+        lambda c: c.mesh.pp == 1 or not c.lower.cudagraphs,
+        "true with mesh.pp={c.mesh.pp}, whose ranks send values between programs; leave it false",
+    ),
+    (
+        "passes.remat.policy",
         lambda c: not (c.run.dry and "offload" in (c.passes.remat.policy, *c.passes.remat.layers.values())),
         "offload with run.dry=true, which cannot predict copies to host memory; use another policy",
     ),

@@ -33,7 +33,7 @@ def test_the_page_of_commands_has_every_verb():
 
 def checked(options: str):
     cfg = typed(compose(shlex.split(options)))
-    ranks = cfg.mesh.dp_replicate * max(1, cfg.mesh.dp_shard) * cfg.mesh.cp * cfg.mesh.tp * cfg.mesh.ep
+    ranks = cfg.mesh.pp * cfg.mesh.dp_replicate * max(1, cfg.mesh.dp_shard) * cfg.mesh.cp * cfg.mesh.tp * cfg.mesh.ep
     return validate(cfg, ranks)
 
 
