@@ -94,10 +94,10 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Staged:
-    """Passes of pipeline stages: `whole` of a microbatch, up to where it is cut by `table`, and `finish` of each task.
+    """Passes of pipeline stages, from their joint program on: `whole` up to where it is cut into the tasks of `table`.
 
-    Those of the update of a pipeline rank, `update(rank)`, take the joint program of all stages. An `ordered` table
-    stays as it is; else its order is found once it is known what each task takes.
+    `finish` is for each task, `update(rank)` for the update of a pipeline rank. An `ordered` table stays as it is; else
+    its order is found once it is known what each task takes.
     """
 
     table: Table
@@ -148,7 +148,7 @@ def build_pipeline(
             return ApplyOnly(rank, table.rank_of), replace(optimize, rank=rank, ranks=table.ranks)
 
         ordered = passes.pipeline.schedule != "auto"
-        staged = Staged(table, ordered, (*joint, build_remat(remat, then), *then), (*finish, segment), update)
+        staged = Staged(table, ordered, (*joint[1:], build_remat(remat, then), *then), (*finish, segment), update)
         return Pipeline(forward, (Expand(), overlap, segment), {}, None, staged=staged)
     if microbatches == 1:
         then: Passes = (optimize, *finish)

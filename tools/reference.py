@@ -40,6 +40,11 @@ FEATURES = {
         Feature("tensor and sequence parallelism", "mesh.tp=2", "tests/passes/sharding/test_tensor_parallel.py"),
         Feature("context parallelism (ring attention, Ulysses)", "mesh.cp=2", "tests/passes/context/test_context.py"),
         Feature("expert parallelism", "model=moe_debug mesh.ep=2", "tests/passes/sharding/test_expert_parallel.py"),
+        Feature(
+            "pipeline parallelism (1F1B, interleaved, zero bubble)",
+            "mesh.pp=2 train.microbatches=4",
+            "tests/compiler_trainer/step/test_pipeline_stages.py",
+        ),
     ),
     "Precision": (
         Feature("mixed precision (bf16)", "passes.cast.param_dtype=bfloat16", "tests/passes/precision/test_cast.py"),
@@ -69,7 +74,6 @@ FEATURES = {
     ),
 }
 MISSING = (
-    Missing("pipeline parallelism", "mesh.pp=2"),
     Missing("fp16, MXFP8, NVFP4", "passes.cast.param_dtype=float16"),
     Missing("QLoRA", "model=hf model.path=FOLDER model.lora.bits=4"),
     Missing("DPO, RLHF", "loss=dpo"),
@@ -87,7 +91,7 @@ def support() -> str:
     """The table of what is supported, and the line of what is not."""
     rows = [f"| {title} | {', '.join(feature.name for feature in found)} |" for title, found in FEATURES.items()]
     missing = "; ".join(feature.name for feature in MISSING)
-    return "\n".join(["| | |", "|---|---|", *rows, f"| **not supported** | {missing} |"])
+    return "\n".join(["| area | features |", "|---|---|", *rows, f"| **not supported** | {missing} |"])
 
 
 def options() -> str:

@@ -124,7 +124,7 @@ CHECKS: Checks = (
     (
         "data.files",
         lambda c: all(bool(s.files) == (s.name == "text") for s in (c.data, *c.data.sources)),
-        "goes with data=text, which needs at least one; see what data.name, data.files and data.sources are",
+        "{c.data.files} with data={c.data.name}; files go with data=text, which needs some; so do those of a source",
     ),
     (
         "data.path",
@@ -215,6 +215,21 @@ CHECKS: Checks = (
         "eval.interval",
         lambda c: c.eval.interval is None or c.data.eval_fraction > 0,
         "{c.eval.interval}, but data.eval_fraction=0 holds nothing out; set eval.interval=null or a fraction",
+    ),
+    (
+        "passes.remat.policy",
+        lambda c: c.mesh.pp == 1 or c.passes.remat.policy != "budget",
+        "budget with mesh.pp={c.mesh.pp}, whose ranks keep several microbatches at once; use another policy",
+    ),
+    (
+        "passes.verify",
+        lambda c: c.mesh.pp == 1 or c.passes.verify != "numeric",
+        "numeric with mesh.pp={c.mesh.pp}, whose programs are parts of a step; use spec",
+    ),
+    (
+        "lower.cudagraphs",
+        lambda c: c.mesh.pp == 1 or not c.lower.cudagraphs,
+        "true with mesh.pp={c.mesh.pp}, whose ranks send values between programs; leave it false",
     ),
     (
         "passes.remat.policy",

@@ -31,7 +31,7 @@ TENSOR = re.compile(r"^(\w+)\[([\d, ]*)\]$")
 PLACED = re.compile(r"^(\w+\[[^\]]*\]) (\[.*)$")
 OPERAND = re.compile(r'"(?:[^"\\]|\\.)*"|%(\w+)')  # a string may hold anything, so it is passed over
 SECTION = re.compile(r"^# (\w+): (.*)$")
-SECTIONS = ("mesh", "stage", "rolled", "inputs", "outputs", "nodes")  # of the program; others are graphs of their own
+OWN = ("mesh", "stage", "rolled", "inputs", "outputs", "nodes")  # of the program itself; other sections are graphs beside it
 ROLLED = re.compile(r"^# rolled: (.*\.(\d+) to .*\.(\d+))$", re.MULTILINE)
 CALLS = ("segment", "unroll")  # passes that leave calls of bodies
 BODY = re.compile(r"^# body: (\w+), called (\d+) times$")
@@ -438,8 +438,7 @@ def parse(text: str) -> Parsed:
     for number, line in enumerate(text.splitlines(), 1):
         if head := SECTION.match(line):
             section, heads[head[1]] = head[1], head[2]
-            called = head[2].partition(",")[0] if section in ("graph", "body") else section
-            graph = "" if section in SECTIONS else called
+            graph = head[2].partition(",")[0] if section in ("graph", "body") else "" if section in OWN else section
         elif section == "outputs":
             outputs.append(_output(line, number))
         elif not line.startswith("return "):

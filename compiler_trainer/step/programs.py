@@ -164,7 +164,7 @@ class Compilation:
         """The programs of all tasks of all pipeline stages."""
         ctx = forward.ctx
         joint = self.run("joint", (Joint(),), forward)
-        whole = self.run("microbatch", staged.whole, forward)
+        whole = self.run("microbatch", staged.whole, joint)
         found = cut(whole.program, staged.table.is_split)
         for rank in range(staged.table.ranks):
             update = self.run(f"update{rank}", staged.update(rank), joint)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 
 import pytest
 from doc_pages import ROOT
 
+from compiler_trainer.cli.table import VERBS
 from compiler_trainer.config.compose import compose, typed
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.validate import validate
@@ -24,9 +26,14 @@ def test_the_table_of_support_is_current():
     assert reference.support() in text and reference.renewed(text) == text, "run python -m tools.reference"
 
 
+def test_the_page_of_commands_has_every_verb():
+    rows = re.findall(r"^\| `([a-z][a-z-]*)[ `]", (ROOT / "docs/reference/commands.md").read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted(VERBS)
+
+
 def checked(options: str):
     cfg = typed(compose(shlex.split(options)))
-    ranks = cfg.mesh.dp_replicate * max(1, cfg.mesh.dp_shard) * cfg.mesh.cp * cfg.mesh.tp * cfg.mesh.ep
+    ranks = cfg.mesh.pp * cfg.mesh.dp_replicate * max(1, cfg.mesh.dp_shard) * cfg.mesh.cp * cfg.mesh.tp * cfg.mesh.ep
     return validate(cfg, ranks)
 
 

@@ -53,8 +53,8 @@ def outcome(ranks: int, folder: Path, *checks: str, deadline_s: float = DEADLINE
 
 
 JOBS = {  # name -> ranks, and the checks that one job runs
-    "two": (2, ("shard2", "inductor2", "disagree", "flipped")),
-    "four": (4, ("hybrid4", "context4")),
+    "two": (2, ("shard2", "inductor2", "stages2", "disagree", "flipped")),
+    "four": (4, ("hybrid4", "context4", "stages4")),
     "two more": (2, ("replicate2",)),
     "four more": (4, ("shard4", "ring4", "disagree")),
 }
@@ -114,6 +114,29 @@ def test_four_processes_are_lockstep_but_for_the_order_of_sums(jobs, job, check,
         assert set(found["groups"]) == groups and found["differences"] == []
     assert all(found["metrics"] == ranks[0]["metrics"] for found in ranks)
     assert len({tuple(found["groups"]) for found in ranks}) == 1  # made in one order
+
+
+def of_stages(mesh: dict[str, int], schedule: str, layers: int, **model: object) -> SimpleNamespace:
+    """A step of pipeline stages with all ranks in this process."""
+    data, passes = batches(rows=6), {"pipeline": {"schedule": schedule}}
+    model = llama(layers, dtype=torch.float32, **model)
+    options = {"microbatches": 3, "passes": passes, "evaluate": True}
+    step = compile_lockstep(model, llama_loss, data[0], mesh, NO_DECAY, **options)
+    metrics = train_step(step, data)
+    return SimpleNamespace(metrics=metrics, evaluation=step.evaluate(data[0]), state=step.state_dict())
+
+
+def test_pipeline_stages_are_lockstep_bit_for_bit(jobs):
+    for found in jobs("two")["stages2"]:
+        assert_equal(found, of_stages({"pp": 2}, "zbv", 4, tied=True), 0)
+        assert found["differences"] == []
+
+
+@pytest.mark.full
+def test_sharded_pipeline_stages_are_lockstep(jobs):
+    for found in jobs("four")["stages4"]:
+        assert_equal(found, of_stages({"pp": 2, "dp_shard": 2}, "zero_bubble", 2), 1e-6)
+        assert found["differences"] == []
 
 
 def test_a_flipped_bit_of_a_replica_is_found_and_gone_once_the_other_is_sent(jobs):

@@ -24,11 +24,12 @@ from passes.lower import inductor  # noqa: E402
 F32 = torch.float32
 
 
-def train(mesh, model=None, loss_fn=llama_loss, data=None, backend="eager"):
+def train(mesh, model=None, loss_fn=llama_loss, data=None, backend="eager", schedule="1f1b", **options):
     """Metrics of each step and the final full parameters, of all ranks together."""
     model, data = model or llama(dtype=F32), data or batches(rows=6)
     step = compile_step(model, loss_fn, data[0], mesh=mesh, optim=NO_DECAY, lower={"backend": backend},
-                        passes={"verify": "none", "context": {"method": "ring"}})
+                        passes={"verify": "none", "context": {"method": "ring"}, "pipeline": {"schedule": schedule}},
+                        **options)
     metrics = train_step(step, data)
     return {"metrics": metrics, "evaluation": step.evaluate(data[0]), "state": step.state_dict(),
             "bodies": dict(inductor.counts), "groups": list(step.runtime.groups),
@@ -65,7 +66,7 @@ def flipped():
     if dist.get_rank() == last:
         local[last].detach().view(torch.int32)[0, 0] ^= 1 << 26
     found = differences(step)
-    step.runtime.send(local, 0, (last,))
+    step.runtime.send(local, 0, (last,), step.state[name].like)
     return name, [(each.name, each.right, each.wrong) for each in found], len(differences(step))
 
 
@@ -108,6 +109,8 @@ CHECKS = {
     "ring4": lambda: train({"cp": 4}),
     "hybrid4": lambda: train({"dp_replicate": 2, "dp_shard": 2}),
     "context4": lambda: train({"dp_shard": 2, "cp": 2}),
+    "stages2": lambda: train({"pp": 2}, llama(4, tied=True, dtype=F32), schedule="zbv", microbatches=3),
+    "stages4": lambda: train({"pp": 2, "dp_shard": 2}, llama(2, dtype=F32), schedule="zero_bubble", microbatches=3),
     "disagree": disagree,
     "raise": raise_on_rank_1,
 }

@@ -1,7 +1,7 @@
 // Pipeline stages: which task each rank runs when, and what the ranks take, keep and send.
 
 const SLOT_ROW = 30, SLOT_LEFT = 70; // pixels: a rank's row, the names at the left
-const SLOTS = { F: ["forward", "#5b8fd9"], B: ["backward", "#5fa777"], I: ["backward of inputs", "#5fb3a1"], W: ["of weights", "#e0a04a"], U: ["update", "#9aa5b1"] };
+const SLOTS = { F: ["forward", "#5b8fd9"], B: ["backward", "#5fa777"], I: ["backward of inputs", "#5fb3a1"], W: ["backward of weights", "#e0a04a"], U: ["update", "#9aa5b1"] };
 
 function startPipeline() {
   if (!run.pipeline) return void delete TABS.pipeline;

@@ -23,7 +23,7 @@ from compiler_trainer.config.schema import (
     load,
     save,
 )
-from compiler_trainer.config.validate import UNSUPPORTED_AXES, resolve_mesh, validate
+from compiler_trainer.config.validate import resolve_mesh, validate
 
 MODELS = Path(__file__).parents[3] / "conf" / "model"
 EXPERTS = {"count": 8, "top_k": 2, "width": 16}
@@ -218,12 +218,6 @@ def test_a_mesh_that_does_not_fit_is_refused(mesh, message):
     with pytest.raises(UserError) as caught:
         resolve_mesh(build(MeshConfig, mesh, "mesh"), world_size=2)
     assert str(caught.value).startswith(message)
-
-
-@pytest.mark.parametrize("axis", UNSUPPORTED_AXES)
-def test_an_axis_that_is_not_built_is_refused_by_name(axis):
-    with pytest.raises(UserError, match=f"mesh.{axis}: 2, but .* is not built yet; use 1"):
-        resolve_mesh(MeshConfig(**{axis: 2}), world_size=2)
 
 
 @pytest.mark.parametrize(

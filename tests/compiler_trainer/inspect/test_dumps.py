@@ -48,6 +48,22 @@ def test_every_node_comes_back():
         assert text.splitlines()[read.line - 1] == read.text
 
 
+def test_what_counts_labels_of_all_microbatches_is_told_apart():
+    text = """# inputs: 2
+%y = batch "y" : i64[4] [4]
+%count_0 = scalar "count_0" : i64[] []
+# count_0: the sum of 2 microbatches' results of
+%y = placeholder(y) : i64[4]   # forward
+%sum_1 = sum(%y) : i64[]   # forward
+return [%sum_1]
+# nodes: 1
+%sum_1 = add(%count_0, %y) : i64[4]   # forward
+"""
+    nodes = dumps.parse(text).nodes
+    dumps.check_order(nodes)
+    assert [n.graph for n in nodes] == ["", "", "count_0", "count_0", ""]
+
+
 def test_strings_may_hold_anything():
     (node,) = dumps.parse('# nodes: 1\n%a = f(%b, "%c ) : #", x=%d) : (f32[2], i64[])   # a.py:3 m.n backward\n').nodes
     assert (node.operands, node.value, node.shape, node.module) == (("b", "d"), "(f32[2], i64[])", (), "m.n")

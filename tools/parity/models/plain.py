@@ -288,6 +288,25 @@ class Memory(nn.Module):
         return self.head(torch.cat((read, shown.masked_fill((positions == 1)[..., None], 0.5)), -1))
 
 
+class Skips(nn.Module):
+    """Layers of a first half whose outputs go on to their mirror images in the second, as in a U-Net."""
+
+    def __init__(self, layers: int, **_: Any):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x, held = self.tokens(tokens) + (positions % 3)[..., None], []
+        for number, layer in enumerate(self.layers):
+            if number >= len(self.layers) - len(self.layers) // 2:
+                x = x + held.pop()
+            x = x + torch.tanh(layer(x))
+            if number < len(self.layers) // 2:
+                held.append(x)
+        return self.head(x)
+
+
 def lm(build: Any, **space: tuple[Any, ...]) -> Kind:
     """A model of tokens whose loss is over labels."""
     return Kind("plain", build, terms, labelled, space | LABELS)
@@ -305,4 +324,5 @@ KINDS = {
     "mixer": Kind("plain", Mixer, two_terms, labelled, {"labels": LABELS["labels"]}),
     "teacher": Kind("plain", Teacher, distilled, features),
     "memory": lm(Memory),
+    "skips": lm(Skips, layers=(4, 3, 5)),
 }

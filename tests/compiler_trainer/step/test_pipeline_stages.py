@@ -1,0 +1,97 @@
+"""Pipeline stages train as eager PyTorch on one device does, in fp64, whatever is cut and whatever else shards it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import ModelConfig
+from compiler_trainer.models.llama import Llama
+from compiler_trainer.models.loss import loss_fn
+from compiler_trainer.step.compile import compile_step
+from tests.support.sweeps import in_turn
+from tools.parity.case import Case
+from tools.parity.record import judged
+
+STAGES = (2, 3, 4, 8)
+BESIDE = (
+    "",
+    "mesh.dp_shard=2",
+    "mesh.tp=2",
+    "mesh.cp=2",
+    "mesh.dp_replicate=2",
+    "mesh.dp_shard=2 mesh.tp=2",
+    "mesh.dp_shard=2 mesh.ep=2",
+)
+SCHEDULES = ("1f1b", "interleaved", "zero_bubble", "zbv")
+WHAT = {
+    "plain": "decoder layers={even}",
+    "tied": "decoder layers={even} tied=true",
+    "skips": "skips layers={even}",
+    "experts": "experts layers={even} balance_loss=0.1",
+    "uneven labels": "decoder layers={even} labels=uneven",
+    "microbatches": "decoder layers={even} train.microbatches=5",
+    "layers that do not divide": "decoder layers={odd}",
+}
+COMMON = "optim.name=sgd optim.momentum=0.8 optim.max_norm=0.3 length=7"
+
+
+@pytest.mark.parametrize(("stages", "beside", "schedule", "what"), in_turn(STAGES, BESIDE, SCHEDULES, WHAT))
+def test_stages_train_as_one_device(stages, beside, schedule, what):
+    if "ep" in beside and what != "experts":
+        what, model = "experts", WHAT["experts"]
+    else:
+        model = WHAT[what]
+    chunks = 1 if schedule in ("1f1b", "zero_bubble") else 2
+    microbatches = 5 if what == "microbatches" else 3
+    model = model.format(even=stages * chunks, odd=stages * chunks + 1)
+    options = f"mesh.pp={stages} {beside} passes.pipeline.schedule={schedule} {COMMON} rows={2 * microbatches}"
+    options += "" if "microbatches" in model else f" train.microbatches={microbatches}"
+    outcome = judged(Case.parse(f"{model} {options}")).outcome
+    assert outcome.verdict == "right", f"{model} {options}: {outcome}"
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
+def test_stages_alone_are_the_step_to_the_bit(schedule):
+    losses = {pp: step_losses(pp, schedule) for pp in (1, 4)}
+    assert losses[4] == losses[1]
+
+
+def step_losses(pp: int, schedule: str):
+    step, batch = decoder(pp, {"schedule": schedule})
+    found = [step(batch) for _ in range(3)]
+    return found, {name: value.tolist() for name, value in step.state_dict().items()}, step.evaluate(batch)
+
+
+def decoder(pp: int, pipeline: dict):
+    torch.manual_seed(0)
+    model = Llama(ModelConfig(dim=32, n_layers=5, n_heads=4, n_kv_heads=2, ffn_dim=48))
+    batch = {key: torch.randint(0, 250, (8, 12)) for key in ("tokens", "labels")}
+    batch["positions"] = torch.arange(12).expand(8, 12).contiguous()
+    batch["documents"] = torch.zeros_like(batch["positions"])
+    passes = {"pipeline": pipeline, "roll": False}
+    how = {"mesh": {"pp": pp}, "microbatches": 4, "optim": {"max_norm": 0.1}, "passes": passes}
+    return compile_step(model, loss_fn, batch, ranks="lockstep", **how), batch
+
+
+def test_stages_have_the_layers_that_are_told():
+    step, _ = decoder(2, {"stages": [1, 4]})
+    held = {name for name, state in step.state.items() if state.stages == (1,)}
+    assert {f"model.layers.{n}.attention.wq.weight" for n in (1, 2, 3, 4)} <= held
+    assert step.state["model.layers.0.attention.wq.weight"].stages == (0,)
+    with pytest.raises(UserError, match=r"passes.pipeline.stages: \[2, 2\] are not 2 numbers of layers.*add up to 5"):
+        decoder(2, {"stages": [2, 2]})
+
+
+def test_more_stages_than_operators_are_refused():
+    with pytest.raises(UserError, match="mesh.pp: 8 stages, the model has fewer operators"):
+        compile_step(
+            torch.nn.Linear(3, 1, bias=False), lambda m, b: m(b["x"]).sum(), {"x": torch.ones(2, 3)}, mesh={"pp": 8},
+            ranks="lockstep", passes={"pipeline": {"schedule": "gpipe"}},
+        )  # fmt: skip
+
+
+def test_a_buffer_that_a_later_stage_changes_is_refused():
+    outcome = judged(Case.parse("teacher rows=3 mesh.pp=4")).outcome
+    assert outcome.verdict == "refused" and "which comes later" in str(outcome)
