@@ -209,15 +209,15 @@ def test_auto_is_no_slower_than_zero_bubble_in_its_memory(slow, ranks, microbatc
 
 
 def test_auto_knows_what_tasks_take(tmp_path):
-    pipeline = PipelineConfig("auto", stages=(1, 1, 2))  # the last stage has most layers
-    cfg = job(tmp_path, mesh=MeshConfig(pp=3, dp_shard=1), passes=replace(PLAIN, pipeline=pipeline))
-    step = compile_dry(cfg, None)
+    pipeline, train = PipelineConfig("auto", stages=(1, 2, 1, 1)), TrainConfig(seq_len=LENGTH, global_batch_size=8, microbatches=8)
+    changes = {"model": replace(MODEL, n_layers=5), "passes": replace(PLAIN, pipeline=pipeline), "train": train}
+    step = compile_dry(job(tmp_path, mesh=MeshConfig(pp=4, dp_shard=1), **changes), None)
 
     def flops(task: Task) -> int:
         return sum(step.costs(str(task))["flops"].values()) if str(task) in step.programs else 0
 
     assert "I0" not in step.programs  # nobody waits for gradients of the first stage
-    found, known = (tables.play(t, flops).length for t in (step.table, tables.auto(3, MICROBATCHES)))
+    found, known = (tables.play(t, flops).length for t in (step.table, tables.auto(4, 8)))
     assert step.table.is_split and found < known
 
 
