@@ -190,8 +190,10 @@ class Compilation:
 def table_of(pipeline: Pipeline, report: Reporter) -> Table | None:
     """The order of the tasks of stages, where there are any: that of `auto` follows from their FLOPs."""
     staged = pipeline.staged
-    if staged is None or staged.ordered:
-        return staged and staged.table
+    if staged is None:
+        return None
+    if staged.ordered:
+        return staged.table
     return auto(staged.table.ranks, staged.table.microbatches, lambda task: 1 + report.flops(str(task)))
 
 

@@ -184,7 +184,7 @@ def most_alive(table: Table) -> list[int]:
 
 # ---- as text ------------------------------------------------------------------------------------------------
 
-HEAD = "# a line a rank, in order: F forward, B backward, or that as I inputs and W weights; F0.2: microbatch 0, stage 2"
+HEAD = "# a line a rank: F forward, B backward, or that as I of inputs and W of weights; F0.2: microbatch 0, stage 2"
 WRITTEN = re.compile(r"([FBIW])(\d{1,6})\.(\d{1,6})")
 
 
