@@ -117,7 +117,9 @@ def copy_nodes(
         elif node in inside:
             args, kwargs = fx.map_arg((node.args, node.kwargs), made.__getitem__)
             origin = {"source": ir.source(node), "module": ir.module_path(node), "phase": ir.phase(node)}
-            made[node] = sketch.call(node.name, node.target, args, kwargs, spec=ir.spec(node), **origin)
+            made[node] = sketch.call(
+                node.name, node.target, args, kwargs, spec=ir.spec(node), layer=ir.layer(node), **origin
+            )
     return made
 
 

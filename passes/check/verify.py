@@ -123,6 +123,19 @@ def check_phases(program: ir.Program) -> Iterator[Finding]:
             yield node, f"is of no phase; one of {', '.join(ir.PHASES)} has to be recorded with it"
 
 
+def check_layers(program: ir.Program) -> Iterator[Finding]:
+    """Every operator says which layer it is of, or of none; between operators of the forward of one it is of that."""
+    for node in program.calls():
+        if ir.has_no_layer(node):
+            yield node, "does not say which layer it is of, which has to be recorded with it, be it none"
+    for node in program.calls():
+        if ir.phase(node) == "forward" and ir.layer(node) is None:
+            read = {ir.layer(n) for n in node.all_input_nodes}
+            users = {ir.layer(n) if ir.phase(n) == "forward" else None for n in node.users}
+            if len(users) == 1 and None not in users and users <= read:
+                yield node, f"is of no layer, between operators of {users.pop()}"
+
+
 def check_ends(program: ir.Program) -> Iterator[Finding]:
     """Placeholders and results are as many, and of the shapes, that `inputs` and `outputs` say."""
     placeholders, results = program.placeholders(), program.results()
@@ -160,7 +173,7 @@ def check_parts(program: ir.Program) -> Iterator[Finding]:
             yield node, "drops the imaginary parts of complex numbers; take x.real where that is meant"
 
 
-STRUCTURE = (check_lint, check_values, check_phases, check_ends, check_parts)
+STRUCTURE = (check_lint, check_values, check_phases, check_layers, check_ends, check_parts)
 
 
 # ---- what is recorded ----------------------------------------------------------------------------

@@ -23,10 +23,11 @@ from itertools import takewhile
 
 from torch import fx
 
-from passes.communication.borders import begins_of, kernels_of, places_aside
+from passes.communication.borders import Place, begins_of, kernels_of, places_aside
 from passes.communication.overlap import in_flight
 from passes.program import ir
 from passes.program.bodies import Body, Piece, base_of, cut_out, insert_call, is_site, is_view, key_of, text_of
+from passes.program.layer import Layer
 from passes.program.stages import Stage
 from passes.program.torch_private import OpOverload
 from passes.rules import name_of
@@ -46,7 +47,7 @@ class Segment(ir.Pass):
     gives = Stage.SEGMENTED
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
-        runs = [("", list(program.calls()))] if self.max_nodes is None else list(cut(program, self.max_nodes))
+        runs = [(None, list(program.calls()))] if self.max_nodes is None else list(cut(program, self.max_nodes))
         found = list(pieces(program, runs))
         bodies = bodies_of(found)
         graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -67,7 +68,7 @@ class Segment(ir.Pass):
 # ---- where to cut -----------------------------------------------------------------------------------
 
 
-Run = tuple[str, list[fx.Node]]  # operators in a row, and the layer or parameter whose work they are
+Run = tuple[Layer | None, list[fx.Node]]  # operators in a row, and the layer whose work they are
 
 
 def cut(program: ir.Program, max_nodes: int) -> Iterator[Run]:
@@ -75,13 +76,14 @@ def cut(program: ir.Program, max_nodes: int) -> Iterator[Run]:
     kernels = kernels_of(program)
     begins, aside, update = (f(program, kernels) for f in (begins_of, places_aside, update_of))
     run: list[fx.Node] = []
-    here = layer = ("", "")
+    here: tuple = ("", None)
+    layer: Place = ("", None)
     for node in program.calls():
         if is_site(node):
             continue
         layer = begins.get(node, layer)
         if node in update:
-            place = ("optimizer", ir.parameter(node)) if ir.phase(node) == "optimizer" else here
+            place = ("optimizer", ir.layer(node), ir.parameter(node)) if ir.phase(node) == "optimizer" else here
         else:
             place = aside.get(node, layer)
         if place != here or node in begins or node in kernels and len(run) >= max_nodes:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from passes.program.layer import Layer
+
 
 @dataclass(frozen=True)
 class Roll:
@@ -28,6 +30,10 @@ class Roll:
         first, last = (f"{self.stack}.{n}" for n in (self.number, self.number + self.left_out))
         return f"{first} stands for {first} to {last}"
 
+    def number_of(self, layer: Layer | None) -> int | None:
+        """The number of a layer of the stack; None of another."""
+        return layer.number if layer is not None and layer.stack == self.stack else None
+
     def names(self) -> list[str]:
         """The layers that are left out."""
         return [f"{self.stack}.{n}" for n in range(self.number + 1, self.number + self.left_out + 1)]
@@ -36,6 +42,18 @@ class Roll:
         """Whether a name is of a layer that is left out."""
         number = number_in(name, self.stack)
         return number is not None and self.number < number <= self.number + self.left_out
+
+    def meta_of_copy(self, meta: Mapping[str, Any], copy: int) -> dict[str, Any]:
+        """What a node carries, as that of the same node so many layers on."""
+        other, number = dict(meta), self.number + copy
+        if modules := meta.get("nn_module_stack"):
+            renamed = {k: (renumbered(path, self.stack, number), kind) for k, (path, kind) in modules.items()}
+            other["nn_module_stack"] = renamed
+        if (own := self.number_of(meta.get("layer"))) is not None:
+            other["layer"] = Layer(self.stack, own + copy)
+        if parameter := meta.get("parameter"):
+            other["parameter"] = renumbered(parameter, self.stack, number)
+        return other
 
 
 @dataclass(frozen=True)
@@ -67,13 +85,3 @@ def renumbered(name: str, stack: str, number: int) -> str:
 @cache
 def _pattern(stack: str) -> re.Pattern[str]:
     return re.compile(rf"((?:^|\.)){re.escape(stack)}\.(\d+)(?![^.])")
-
-
-def meta_of_layer(meta: Mapping[str, Any], stack: str, number: int) -> dict[str, Any]:
-    """What a node of one layer carries, as that of the same node in another."""
-    other = dict(meta)
-    if modules := meta.get("nn_module_stack"):
-        other["nn_module_stack"] = {k: (renumbered(p, stack, number), kind) for k, (p, kind) in modules.items()}
-    if parameter := meta.get("parameter"):
-        other["parameter"] = renumbered(parameter, stack, number)
-    return other

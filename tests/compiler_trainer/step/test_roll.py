@@ -24,6 +24,7 @@ from passes.lower import unroll
 from passes.lower.unroll import Unroll
 from passes.program import ir
 from passes.program.bodies import Body, calls_of
+from passes.program.layer import Layer
 from passes.program.rolls import Roll, number_in, renumbered
 from passes.program.stages import Stage
 
@@ -299,7 +300,7 @@ def rolled_up():
 
 
 def call_of_layer(program, number):
-    return next(n for body, c in calls_of(program).items() for n in c if n.meta["layer"] == f"layers.{number}")
+    return next(n for body, c in calls_of(program).items() for n in c if ir.layer(n) == Layer("layers", number))
 
 
 @pytest.mark.full

@@ -13,8 +13,9 @@ from torch import fx
 
 from passes.autograd.joint import Joint
 from passes.check.numeric import run, verify_numeric
-from passes.check.verify import neighbours, verify_spec
+from passes.check.verify import check_layers, neighbours, verify_spec
 from passes.program import boundary, ir
+from passes.program.layer import Layer
 from passes.program.spec import Spec
 from passes.program.stages import Stage
 from passes.program.torch_private import c10d
@@ -88,6 +89,36 @@ def test_an_operator_of_no_phase_is_found(phase):
     where, ctx = program()
     next(n for n in where.calls() if n.target is aten.mul.Tensor).meta["phase"] = phase
     assert "is of no phase; one of forward, backward, optimizer has to be recorded with it" in message(where, ctx)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_an_operator_that_does_not_say_its_layer_is_found(phase):
+    """A rewrite that makes a node and gives it a phase alone would have it stand outside of layers."""
+    where, ctx = program()
+    wrong = next(n for n in where.calls() if n.target is aten.mul.Tensor)
+    ir.set_phase(wrong, phase)
+    del wrong.meta["layer"]
+    assert "does not say which layer it is of" in message(where, ctx)
+
+
+def within_a_layer(lost: Layer | None, phase: str = "forward", another: Layer | None = None) -> str:
+    """What is found of three operators of a layer in a row, the second without it, the last read by `another`, too."""
+    small, layer = Small(), Layer("layers", 3)
+    x = small.input("x", cut((2,)))
+    for each in (layer, lost, layer):
+        x = small.call(aten.neg.default, x, spec=cut((2,)), phase=phase)
+        ir.set_layer(x, each)
+    if another:
+        ir.set_layer(small.call(aten.exp.default, x.args[0], spec=cut((2,))), another)
+    where = small.program([("metric", "m", x, cut((2,)))])
+    return next((f"%{node} {text}" for node, text in check_layers(where)), "")
+
+
+def test_an_operator_that_lost_its_layer_is_found():
+    assert "%neg_default_1 is of no layer, between operators of layers.3" in within_a_layer(None)
+    assert not within_a_layer(Layer("layers", 3))
+    assert not within_a_layer(None, phase="backward")  # sums of gradients of several layers are of none
+    assert not within_a_layer(None, another=Layer("layers", 4))  # it leaves the layer
 
 
 def test_neighbours_are_five_before_and_five_after():

@@ -29,6 +29,7 @@ from passes.lower.segment import Segment
 from passes.lower.store import Store
 from passes.program import ir
 from passes.program.bodies import calls_of
+from passes.program.layer import Layer
 from passes.program.stages import Stage
 from passes.program.torch_private import LOWERING, build_cpp_header, choose_instruction_set, without_lowering
 
@@ -45,7 +46,7 @@ def chain(layers=3, side=4, constant=2.0):
         product = small.call(aten.mm.default, x, w)
         x = small.call(aten.mul.Tensor, product, constant)
         for node in (product, x):
-            ir.set_origin(node, "m.py:1", f"layers.{layer}")
+            ir.set_layer(node, Layer("layers", layer))
     program = small.program([("loss", "l", x, cut((side, side)))], Stage.EXPANDED)
     return Segment()(program, small.ctx)[0], small.ctx
 
@@ -151,7 +152,7 @@ def test_results_keep_their_strides_across_bodies():
     turned = small.call(aten.clone.default, small.call(aten.t.default, x), memory_format=torch.preserve_format)
     product = small.call(aten.mm.default, x, turned)
     for node, layer in ((turned, 0), (product, 1)):
-        ir.set_origin(node, "m.py:1", f"layers.{layer}")
+        ir.set_layer(node, Layer("layers", layer))
     program = small.program([("loss", "l", product, cut((4, 4)))], Stage.EXPANDED)
     program, _ = Segment()(program, small.ctx)
     value = torch.randn(4, 6)
