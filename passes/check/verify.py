@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,13 +19,15 @@ from torch import fx
 from passes.check.copies import COPY, check_copies
 from passes.check.padding import check_padding
 from passes.check.placements import TRANSITIONS, check_placements
-from passes.cost.accounting import GRADIENTS, axis_of, bind, communicator_of
+from passes.cost.accounting import GRADIENTS, axis_of, bind, communicator_of, formula_of
 from passes.program import boundary, ir
+from passes.program.layer import KINDS
 from passes.program.printer import format_node, format_value
 from passes.program.spec import Spec, validate
 from passes.program.stages import Stage
 from passes.program.sweep import Sweep, Value, sweep
 from passes.program.torch_private import OpOverload, c10d
+from passes.program.weights import weight_nodes
 
 STORED_IN = {"buffer": ("buffer",), "gradient": ("parameter", "gradient")}  # result -> inputs that may take it
 CAST = torch.ops.aten._to_copy.default
@@ -303,6 +305,8 @@ def check_stage(program: ir.Program) -> Iterator[Finding]:
         yield from check_copies(program)
     if program.stage >= Stage.EXPANDED:
         yield from check_expanded(program)
+    if program.stage >= Stage.ORDERED:
+        yield from check_roles(program)
 
 
 def check_columns(program: ir.Program) -> Iterator[Finding]:
@@ -322,6 +326,47 @@ def check_expanded(program: ir.Program) -> Iterator[Finding]:
             for dtype in dtypes:
                 if dtype.is_floating_point and dtype.itemsize == 1:
                     yield node, f"sends {dtype}, which backends do not; send its bytes as uint8"
+
+
+def check_roles(program: ir.Program) -> Iterator[Finding]:
+    """Every operator is something to the layers, and nothing that it plainly is not."""
+    weights = set(weight_nodes(program))
+    for node in program.calls():
+        if ir.has_no_role(node):
+            yield node, f"has no role; one of {', '.join(KINDS)} has to be recorded with it"
+        elif plainly_not := PLAINLY_NOT[ir.role(node).kind](node, weights):
+            yield node, f"is {plainly_not}, its role is {ir.role(node).kind}"
+
+
+def not_prefetched(node: fx.Node, weights: Container[fx.Node]) -> str:
+    """Why a node gathers no parameters ahead of their use."""
+    return "" if node in weights else f"{'a product' if is_product(node) else 'made'} of more than parameters"
+
+
+def not_late(node: fx.Node, weights: Container[fx.Node]) -> str:
+    """Why nothing is left to do with what a node makes but to send it and to update by it."""
+    if is_product(node) or ir.phase(node) == "forward":
+        return "a product" if is_product(node) else "of the forward"
+    product = next((user for user in node.users if is_product(user) and ir.phase(user) == "backward"), None)
+    return f"read by %{product}, a product" if product else ""
+
+
+def not_update(node: fx.Node, weights: Container[fx.Node]) -> str:
+    """Why a node is differentiated or part of the backward."""
+    return f"a product of the {ir.phase(node)}" if is_product(node) and ir.phase(node) != "optimizer" else ""
+
+
+def is_product(node: fx.Node) -> bool:
+    """Whether a node is a matrix product, a convolution or an attention."""
+    return isinstance(node.target, OpOverload) and formula_of(node.target) is not None
+
+
+PLAINLY_NOT: dict[str, Callable[[fx.Node, Container[fx.Node]], str]] = {
+    "own": lambda node, weights: "",
+    "prefetch": not_prefetched,
+    "late": not_late,
+    "update": not_update,
+}
 
 
 def check_gradients(program: ir.Program) -> Iterator[Finding]:

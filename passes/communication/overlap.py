@@ -23,8 +23,9 @@
   earlier. Another gets, in the backward, products of gradients of weights from before its start. Both reach back one
   layer at most.
 
-The operators stay the same, and so do results, to the bit: only the order changes. Collectives of a communicator
-keep one order on all ranks, for all ranks run one program.
+The operators stay the same, and so do results, to the bit: only the order changes, and each says in the end what it is
+to the layers (`Role` in `passes/program/layer.py`). Collectives of a communicator keep one order on all ranks, for all
+ranks run one program.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from passes.communication.borders import (
     leaves,
     place_of,
     products_of,
+    roles_of,
 )
 from passes.communication.schedule import writes_input
 from passes.cost.accounting import communicator_of, kind_of, sent_bytes, started
@@ -67,24 +69,26 @@ class Overlap(ir.Pass):
     ahead: int = 1
     name = "overlap"
     takes = (Stage.EXPANDED,)
-    after = ("communicators",)  # collectives of one are sent one after another
+    gives = Stage.ORDERED
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
-        if not any(in_flight(program.graph)):
-            return program, ir.Report(dict.fromkeys(COUNTS, 0))
         program = program.copy()
-        products = products_of(program.graph)
-        kernels = kernels_of(program)
-        tails = gradient_tails(program, kernels)
+        products, kernels = products_of(program.graph), kernels_of(program)
         before = count_beside(program.graph, products)
-        if self.ahead:
-            begins = begins_of(program, kernels)
-            wait_late(program, self.ahead, tails, kernels.union(begins))
-            start_early(program, self.ahead, begins)
-            fill(program, products, tails)
+        if self.ahead and any(in_flight(program.graph)):
+            self.order(program, products, kernels)
+        for node, role in roles_of(program, kernels):
+            ir.set_role(node, role)
         program.module.recompile()
         counts = sum(1 for _ in in_flight(program.graph)), before, count_beside(program.graph, products)
         return program, ir.Report(dict(zip(COUNTS, counts)))
+
+    def order(self, program: ir.Program, products: Mapping[fx.Node, int], kernels: set[fx.Node]) -> None:
+        """Move what travels, and what only follows it; changes the graph."""
+        tails, begins = gradient_tails(program, kernels), begins_of(program, kernels)
+        wait_late(program, self.ahead, tails, kernels.union(begins))
+        start_early(program, self.ahead, begins)
+        fill(program, products, tails)
 
 
 # ---- what is in flight ------------------------------------------------------------------------------

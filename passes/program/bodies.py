@@ -139,7 +139,7 @@ def flatten(program: ir.Program) -> ir.Program:
         for node in program.graph.nodes:
             inline.put(node)
         _flattened[program.module] = inline.graph
-    return program.with_graph(_flattened[program.module], stage=min(program.stage, Stage.EXPANDED))
+    return program.with_graph(_flattened[program.module], stage=min(program.stage, Stage.ORDERED))
 
 
 _flattened: WeakKeyDictionary[fx.GraphModule, fx.Graph] = WeakKeyDictionary()  # several ask for the same one

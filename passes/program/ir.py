@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, fx
 
-from passes.program.layer import Layer
+from passes.program.layer import Layer, Role
 from passes.program.mesh import Mesh
 from passes.program.rolls import Roll
 from passes.program.spec import Spec
@@ -304,6 +304,21 @@ def layer(node: fx.Node) -> Layer | None:
 def set_layer(node: fx.Node, of: Layer | None) -> None:
     """Record the layer that the node belongs to."""
     node.meta["layer"] = of
+
+
+def has_no_role(node: fx.Node) -> bool:
+    """Whether it is not recorded what the operator is to the layers."""
+    return node.op == "call_function" and "role" not in node.meta
+
+
+def role(node: fx.Node) -> Role:
+    """What an operator is to the layers; known from `overlap` on."""
+    return node.meta["role"]
+
+
+def set_role(node: fx.Node, to: Role) -> None:
+    """Record what the operator is to the layers."""
+    node.meta["role"] = to
 
 
 def is_recomputed(node: fx.Node) -> bool:

@@ -13,6 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Literal, get_args
+
+Kind = Literal["own", "prefetch", "late", "update"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True, order=True)
@@ -30,6 +34,22 @@ class Layer:
         """The layer of that name."""
         stack, _, number = name.rpartition(".")
         return Layer(stack, int(number))
+
+
+@dataclass(frozen=True)
+class Role:
+    """What an operator is to the layers, once operators stand in the order in which they run, and whose work it is.
+
+    own        work of the layer that it stands in; what stands outside of layers is, too
+    prefetch   what parameters of another layer are gathered by
+    late       what becomes of gradients of another layer's parameters: sent, waited for, laid out
+    update     of a parameter, after all that is differentiated
+    """
+
+    kind: Kind
+    phase: str
+    layer: Layer | None
+    parameter: str = ""
 
 
 def layer_names(paths: Iterable[str]) -> set[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -49,11 +49,18 @@ class Roll:
         if modules := meta.get("nn_module_stack"):
             renamed = {k: (renumbered(path, self.stack, number), kind) for k, (path, kind) in modules.items()}
             other["nn_module_stack"] = renamed
-        if (own := self.number_of(meta.get("layer"))) is not None:
-            other["layer"] = Layer(self.stack, own + copy)
+        if "layer" in meta:
+            other["layer"] = self.further(meta["layer"], copy)
         if parameter := meta.get("parameter"):
             other["parameter"] = renumbered(parameter, self.stack, number)
+        if role := meta.get("role"):
+            layer, parameter = self.further(role.layer, copy), renumbered(role.parameter, self.stack, number)
+            other["role"] = replace(role, layer=layer, parameter=parameter)
         return other
+
+    def further(self, layer: Layer | None, copy: int) -> Layer | None:
+        """The layer so many on, if it is of the stack."""
+        return layer if layer is None or layer.stack != self.stack else Layer(layer.stack, layer.number + copy)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from passes.communication.overlap import Overlap
 from passes.program import ir
 from passes.program.mesh import Mesh
 from passes.program.spec import Factor, Spec
@@ -51,6 +52,11 @@ class Small:
         module = fx.GraphModule(nn.Module(), self.builder.graph)
         ends = tuple(ir.Output(name, kind, spec) for kind, name, _, spec in outputs)
         return ir.Program(module, tuple(self.inputs), ends, self.mesh, stage)
+
+
+def ordered(program: ir.Program, ctx: ir.Context) -> ir.Program:
+    """The program in its own order, in which `segment` takes it."""
+    return Overlap(ahead=0)(program, ctx)[0]
 
 
 def cut(shape: Iterable[int], **dims: int) -> Spec:

@@ -13,9 +13,9 @@ from torch import fx
 
 from passes.autograd.joint import Joint
 from passes.check.numeric import run, verify_numeric
-from passes.check.verify import check_layers, neighbours, verify_spec
+from passes.check.verify import check_layers, check_roles, neighbours, verify_spec
 from passes.program import boundary, ir
-from passes.program.layer import Layer
+from passes.program.layer import Layer, Role
 from passes.program.spec import Spec
 from passes.program.stages import Stage
 from passes.program.torch_private import c10d
@@ -313,6 +313,34 @@ def return_before_wait(where: ir.Program) -> ir.Program:
 )
 def test_defects_of_expanded_collectives_are_found(plant, name, text):
     found(plant, expanded(), name, text)
+
+
+def of_role(role: Role | None, target=aten.mul.Tensor, phase: str = "forward") -> str:
+    """What is found where an operator of a parameter and the batch has the role."""
+    small = Small()
+    w, x = small.input("w", cut((2, 2))), small.input("x", cut((2, 2)), "batch")
+    y = small.call(target, w, x, spec=cut((2, 2)), phase=phase)
+    if role:
+        ir.set_role(y, role)
+    where = small.program([("metric", "m", y, cut((2, 2)))], Stage.ORDERED)
+    return next((text for _, text in check_roles(where)), "")
+
+
+@pytest.mark.parametrize(("kind", "target", "phase", "text"), [
+    ("prefetch", aten.mul.Tensor, "forward", "is made of more than parameters, its role is prefetch"),
+    ("prefetch", aten.mm.default, "forward", "is a product of more than parameters, its role is prefetch"),
+    ("late", aten.mul.Tensor, "forward", "is of the forward, its role is late"),
+    ("late", aten.mm.default, "backward", "is a product, its role is late"),
+    ("update", aten.mm.default, "backward", "is a product of the backward, its role is update"),
+    ("update", aten.mm.default, "optimizer", ""),
+    ("own", aten.mm.default, "backward", ""),
+])
+def test_roles_that_operators_plainly_do_not_have_are_found(kind, target, phase, text):
+    assert of_role(Role(kind, phase, Layer("layers", 0)), target, phase) == text
+
+
+def test_an_operator_without_a_role_is_found():
+    assert of_role(None) == "has no role; one of own, prefetch, late, update has to be recorded with it"
 
 
 def test_a_boundary_operator_left_after_expansion_is_found():

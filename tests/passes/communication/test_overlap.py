@@ -292,7 +292,7 @@ def test_a_step_with_an_optimizer_keeps_its_bits():
         program, _ = step(program, ctx)
     moved, _ = Overlap()(program, ctx)
     verify_spec(moved, ctx)
-    assert moved.stage is program.stage
+    assert moved.stage is Stage.ORDERED
     assert equal(run(moved, ctx), run(program, ctx))
 
 

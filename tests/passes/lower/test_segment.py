@@ -9,7 +9,7 @@ import pytest
 import torch
 from joint_programs import equal, joint, run
 from oracle import ADAMW, assert_same, batches, compile_lockstep, llama, llama_loss, train_step
-from small_programs import Small, cut
+from small_programs import Small, cut, ordered
 from sweeps import in_turn, quick
 
 from passes.check.composed import verify_composed
@@ -178,7 +178,7 @@ def test_a_body_that_returns_more_than_a_call_needs_serves_it():
     earlier = next(n for n in program.calls() if n.target is aten.mm.default)
     program.graph.output_node().args = ((returned, earlier),)
     program = replace(program, outputs=(*program.outputs, ir.Output("b", "metric", cut((4, 4)))))
-    after, report = Segment()(program, small.ctx)
+    after, report = Segment()(ordered(program, small.ctx), small.ctx)
     assert report.counts == {"calls": 3, "bodies": 1}
     verify_composed("segment", program, after)
 
@@ -215,7 +215,7 @@ def test_what_is_flat(make, flat):
     result = make(small, x, y)
     spec = cut(tuple(ir.example(result).shape))
     program = small.program([("loss", "l", result, spec)], Stage.EXPANDED)
-    after, _ = Segment()(program, small.ctx)
+    after, _ = Segment()(ordered(program, small.ctx), small.ctx)
     assert [body.flat for body in calls_of(after)] == [flat]
 
 
@@ -241,7 +241,7 @@ def test_what_a_collective_sends_is_alive_until_it_is_waited_for():
     for node, layer in ((sent, 0), (start, 0), (between, 1), (wait, 2), (last, 2)):
         ir.set_layer(node, Layer("layers", layer))
     program = small.program([("loss", "l", last, cut((4, 4)))], Stage.EXPANDED)
-    after, _ = Segment()(program, small.ctx)
+    after, _ = Segment()(ordered(program, small.ctx), small.ctx)
     calls = list(filter(body_of_call, after.calls()))
     assert len(calls) == 3
     assert len(list(in_flight(program.graph))) == 1
@@ -261,7 +261,7 @@ def test_what_arrives_from_a_neighbour_is_no_view():
     for node, layer in ((sent, 0), (start, 0), (there, 1), (last, 1)):
         ir.set_layer(node, Layer("layers", layer))
     program = small.program([("loss", "l", last, cut((4, 4)))], Stage.EXPANDED)
-    after, report = Segment()(program, small.ctx)
+    after, report = Segment()(ordered(program, small.ctx), small.ctx)
     assert report.counts["calls"] == 2
     assert sum(n.target is arrive for body in calls_of(after) for n in body.graph.nodes) == 1
     verify_composed("segment", program, after)
@@ -273,8 +273,8 @@ def test_what_does_not_repeat_is_cut_by_size():
     for _ in range(12):
         x = small.call(aten.sin.default, small.call(aten.mm.default, x, x))
     program = small.program([("loss", "l", x, cut((4, 4)))], Stage.EXPANDED)
-    _, whole = Segment()(program, small.ctx)
-    _, pieces = Segment(max_nodes=6)(program, small.ctx)
+    _, whole = Segment()(ordered(program, small.ctx), small.ctx)
+    _, pieces = Segment(max_nodes=6)(ordered(program, small.ctx), small.ctx)
     _, one = Segment(max_nodes=None)(program, small.ctx)
     assert whole.counts["calls"] == one.counts["calls"] == 1
     assert pieces.counts == {"calls": 4, "bodies": 1}
@@ -286,7 +286,7 @@ def test_a_constant_that_has_no_text_of_its_own_is_refused():
     program = small.program([("loss", "l", node, cut((4, 4)))], Stage.EXPANDED)
     node.kwargs = {"out": object()}
     with pytest.raises(ir.CompileError, match="constant of type object"):
-        Segment()(program, small.ctx)
+        Segment()(ordered(program, small.ctx), small.ctx)
 
 
 # ---- dropout ------------------------------------------------------------------------------------------
