@@ -1,6 +1,7 @@
 """Say once, of a captured graph, which layer each operator is of: what passes do by layer asks for nothing else.
 
-A layer is a numbered module (`passes/program/layer.py`), whatever it calls. With it go:
+A layer is a numbered module (`passes/program/layer.py`), whatever it calls; or, where modules tell none, a part of the
+graph that repeats the one before (`repeats.py`). With it go:
 
     cast(weight)            what is computed from parameters alone, by no module, and read by one layer
     add(x, attention(x))    what stands between modules of one layer: of a model whose modules are the layers' parts
@@ -10,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from functools import cache
+from itertools import count, takewhile
 
 from torch import fx
 
+from compiler_trainer.capture.repeats import repeats
 from passes.program.layer import Layer, layer_names, layer_of
 
 Found = dict[fx.Node, Layer | None]
@@ -22,9 +25,10 @@ MARK = "layer"  # among the tracer's marks, which outlive the rewrite as a funct
 def mark_layers(graph: fx.Graph, batch: Collection[fx.Node]) -> None:
     """Mark every operator with its layer, or with None; `batch` are the placeholders that differ from step to step."""
     paths = {node: called(node) for node in graph.nodes if node.op == "call_function"}
-    found = by_module(paths)
+    found, data = by_module(paths), through(paths, batch)
+    mark_repeats(found, paths, data)
     fill_between(found)
-    adopt_weights(found, paths, batch)
+    adopt_weights(found, paths, data)
     for node, layer in found.items():
         node.meta["custom"] = {**(node.meta.get("custom") or {}), MARK: layer}
 
@@ -47,12 +51,56 @@ def by_module(paths: Mapping[fx.Node, list[str]]) -> Found:
     return {node: next(filter(None, map(layer, calls)), None) for node, calls in paths.items()}
 
 
-def adopt_weights(found: Found, paths: Mapping[fx.Node, list[str]], batch: Collection[fx.Node]) -> None:
-    """Let what no module made and nothing of a batch is in be of the layer that reads it, if that is one."""
+def through(nodes: Iterable[fx.Node], batch: Collection[fx.Node]) -> set[fx.Node]:
+    """The operators that something of a batch goes through."""
     data = set(batch)
-    for node in found:
+    for node in nodes:
         if not data.isdisjoint(node.all_input_nodes):
             data.add(node)
+    return data
+
+
+def mark_repeats(found: Found, paths: Mapping[fx.Node, list[str]], data: Collection[fx.Node]) -> None:
+    """Number parts of the graph that repeat: where no module is numbered, or numbers are not of layers."""
+    orders = orders_of(found)
+    again = {stack for stack, order in orders.items() if len(set(order)) < len(order)}
+    if len(orders) == 1 and not again:
+        return  # as most models are: one stack, run through once
+    names = set(orders)
+    for parts in repeats([node for node in found if node in data], data):
+        inside = [{layer.stack for node in part if (layer := found[node])} for part in parts]
+        stacks = set().union(*inside)
+        if any(stack not in again and sum(stack in part for part in inside) > 1 for stack in stacks):
+            continue  # numbered modules are parts in a row, each of them a layer
+        found |= {node: None for node, layer in found.items() if layer and layer.stack in stacks}
+        name = unused(common([paths[node][-1] for part in parts for node in part if paths[node]]), names - stacks)
+        names.add(name)
+        found |= {node: Layer(name, number) for number, part in enumerate(parts) for node in part}
+
+
+def orders_of(found: Found) -> dict[str, list[int]]:
+    """In which order the layers of each stack are run through: `[0, 1, 0, 1]` if twice."""
+    orders: dict[str, list[int]] = {}
+    for layer in filter(None, found.values()):
+        order = orders.setdefault(layer.stack, [])
+        if order[-1:] != [layer.number]:
+            order.append(layer.number)
+    return orders
+
+
+def common(paths: Iterable[str]) -> str:
+    """The module that all are in, `repeat` if that is the model."""
+    parts = takewhile(lambda level: len(set(level)) == 1, zip(*(path.split(".") for path in paths if path)))
+    return ".".join(level[0] for level in parts) or "repeat"
+
+
+def unused(name: str, names: Collection[str]) -> str:
+    """The name, with a number if it is taken."""
+    return next(each for i in count(1) if (each := name if i == 1 else f"{name}{i}") not in names)
+
+
+def adopt_weights(found: Found, paths: Mapping[fx.Node, list[str]], data: Collection[fx.Node]) -> None:
+    """Let what no module made and nothing of a batch is in be of the layer that reads it, if that is one."""
     for node in reversed(found):
         users = {found.get(user) for user in node.users}
         if node not in data and not any(paths[node]) and len(users) == 1:

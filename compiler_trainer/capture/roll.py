@@ -98,8 +98,8 @@ def text_of(
 ) -> Any:
     """What a layer computes, in words that another like it has as well; None for what stands alone."""
     layer = layers[i]
-    if layer.number < 0:
-        return None
+    if {number_in(path_of(node), layer.stack) for node in layer.nodes} - {None} != {layer.number}:
+        return None  # it has no name of its own, by which its parameters are known
     words = {node: name for node, name in names.items()}
     own = {n: renumbered(w, layer.stack, 0) for n, w in names.items() if number_in(w, layer.stack) == layer.number}
     words |= {node: f"own {name}" for node, name in own.items()}  # not what layer 0 has under that name
