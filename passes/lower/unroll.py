@@ -53,7 +53,7 @@ def layers_of(program: ir.Program, roll: Roll) -> dict[fx.Node, int | None]:
     for node in reversed(program.graph.nodes):
         if node in layers:
             number = roll.number_of(layers[node])
-            following = number if number is None or number <= roll.number else number - roll.left_out
+            following = None if number is None else roll.counted(number)
         found[node] = following
     for node in program.calls():
         if is_result(node):
@@ -203,17 +203,20 @@ class Writer:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.operand(n, reader, copy))
         target = name if node.op == "placeholder" else node.target
         new = env[node] = self.graph.create_node(node.op, target, args, kwargs, name=name)
-        new.meta = self.meta(node, copy) if copy else node.meta
+        new.meta = node.meta if reader is None else self.meta(node, self.missing(reader, copy), copy)
         if given := self.given.get(node):
             layer, name = Layer(self.roll.stack, number), renumbered(given.name, self.roll.stack, number)
             self.inputs.append(replace(given, name=name, layer=layer) if copy else given)
 
-    def meta(self, node: fx.Node, copy: int) -> dict[str, Any]:
-        """What the copy carries; a call also for the nodes that it stands for."""
-        number = self.roll.number + copy
-        meta = self.roll.meta_of_copy(node.meta, copy)
+    def missing(self, reader: int, copy: int) -> int:
+        """How many of the layers before it were left out where a layer, or its copy, reads."""
+        return copy if reader <= self.roll.number else self.roll.left_out
+
+    def meta(self, node: fx.Node, missing: int, copy: int) -> dict[str, Any]:
+        """What the node, or its copy, carries in the whole program; a call also for the nodes that it stands for."""
+        meta, end = self.roll.meta_in_whole(node.meta, missing), f"_{self.roll.number + copy}" if copy else ""
         if body_of_call(node):
-            meta["pieces"] = tuple((f"{n}_{number}", self.roll.meta_of_copy(m, copy)) for n, m in meta["pieces"])
+            meta["pieces"] = tuple((n + end, self.roll.meta_in_whole(m, missing)) for n, m in meta["pieces"])
         return meta
 
     def operand(self, node: fx.Node, reader: int | None, copy: int) -> fx.Node:
@@ -227,7 +230,7 @@ class Writer:
             return self.env[node]
         if not copy and (reader <= at) == (layer <= at):
             return self.env[node]
-        number = layer + (copy if reader <= at else left_out)  # all layers counted
+        number = layer + self.missing(reader, copy)  # all layers counted
         if at <= number <= at + left_out and node in self.template:
             return self.copies[number - at][self.template[node]]
         found = self.lies.get((self.template.get(node), number if number < at else number - left_out))

@@ -43,24 +43,33 @@ class Roll:
         number = number_in(name, self.stack)
         return number is not None and self.number < number <= self.number + self.left_out
 
-    def meta_of_copy(self, meta: Mapping[str, Any], copy: int) -> dict[str, Any]:
-        """What a node carries, as that of the same node so many layers on."""
-        other, number = dict(meta), self.number + copy
+    def counted(self, number: int) -> int:
+        """The number of a layer if those left out are not counted."""
+        return number if number <= self.number else number - self.left_out
+
+    def meta_in_whole(self, meta: Mapping[str, Any], missing: int) -> dict[str, Any]:
+        """What a node carries where so many of the layers before it were left out."""
+        other = dict(meta)
         if modules := meta.get("nn_module_stack"):
-            renamed = {k: (renumbered(path, self.stack, number), kind) for k, (path, kind) in modules.items()}
-            other["nn_module_stack"] = renamed
+            other["nn_module_stack"] = {k: (self.name_in_whole(p, missing), kind) for k, (p, kind) in modules.items()}
         if "layer" in meta:
-            other["layer"] = self.further(meta["layer"], copy)
+            other["layer"] = self.layer_in_whole(meta["layer"], missing)
         if parameter := meta.get("parameter"):
-            other["parameter"] = renumbered(parameter, self.stack, number)
+            other["parameter"] = self.name_in_whole(parameter, missing)
         if role := meta.get("role"):
-            layer, parameter = self.further(role.layer, copy), renumbered(role.parameter, self.stack, number)
+            layer, parameter = self.layer_in_whole(role.layer, missing), self.name_in_whole(role.parameter, missing)
             other["role"] = replace(role, layer=layer, parameter=parameter)
         return other
 
-    def further(self, layer: Layer | None, copy: int) -> Layer | None:
-        """The layer so many on, if it is of the stack."""
-        return layer if layer is None or layer.stack != self.stack else Layer(layer.stack, layer.number + copy)
+    def layer_in_whole(self, layer: Layer | None, missing: int) -> Layer | None:
+        """The layer that one is where so many before it were left out."""
+        number = self.number_of(layer)
+        return layer if number is None else Layer(self.stack, self.counted(number) + missing)
+
+    def name_in_whole(self, name: str, missing: int) -> str:
+        """The name of the same thing in that layer."""
+        number = number_in(name, self.stack)
+        return name if number is None else renumbered(name, self.stack, self.counted(number) + missing)
 
 
 @dataclass(frozen=True)
