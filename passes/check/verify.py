@@ -21,7 +21,7 @@ from passes.check.padding import check_padding
 from passes.check.placements import TRANSITIONS, check_placements
 from passes.cost.accounting import GRADIENTS, axis_of, bind, communicator_of, formula_of
 from passes.program import boundary, ir
-from passes.program.layer import KINDS
+from passes.program.layer import KINDS, Layer
 from passes.program.mesh import SEQUENCE_AXIS, Mesh
 from passes.program.order import Order
 from passes.program.printer import format_node, format_value
@@ -60,6 +60,7 @@ def verify_spec(
     if before is not None:
         _raise_first(pass_name, check_results_kept(before, program))
     if before is not None and before.stage < Stage.LOCAL <= program.stage:
+        _raise_first(pass_name, check_layers_kept(before, program))
         pairs = [(before, program), *bodies]
         _raise_first(pass_name, (f for pair in pairs for check in LOCAL for f in check(*pair)))
     return swept
@@ -128,16 +129,20 @@ def check_phases(program: ir.Program) -> Iterator[Finding]:
 
 
 def check_layers(program: ir.Program) -> Iterator[Finding]:
-    """Every operator says which layer it is of, or of none; between operators of the forward of one it is of that."""
+    """Every operator says which layer it is of, or of none; what a layer's forward alone reads of itself is of it."""
     for node in program.calls():
         if ir.has_no_layer(node):
             yield node, "does not say which layer it is of, which has to be recorded with it, be it none"
-    for node in program.calls():
-        if ir.phase(node) == "forward" and ir.layer(node) is None:
-            read = {ir.layer(n) for n in node.all_input_nodes}
-            users = {ir.layer(n) if ir.phase(n) == "forward" else None for n in node.users}
-            if len(users) == 1 and None not in users and users <= read:
-                yield node, f"is of no layer, between operators of {users.pop()}"
+            return
+    forward = {node for node in program.calls() if ir.phase(node) == "forward"}
+    outside = [node for node in forward if ir.layer(node) is None]
+    before, after = dict[fx.Node, set[Layer | None]](), dict[fx.Node, set[Layer | None]]()  # through others of none
+    for node in sorted(outside):
+        before[node] = set().union(*(before.get(n, {ir.layer(n)}) for n in node.all_input_nodes))
+    for node in sorted(outside, reverse=True):
+        after[node] = set().union(*(after.get(n, {ir.layer(n) if n in forward else None}) for n in node.users))
+        if len(after[node]) == 1 and after[node] <= before[node] - {None}:
+            yield node, f"is of no layer, between operators of {next(iter(after[node]))}"
 
 
 def check_ends(program: ir.Program) -> Iterator[Finding]:
@@ -223,6 +228,16 @@ def check_results_kept(before: ir.Program, program: ir.Program) -> Iterator[Find
         places = [(kind, output.name) for kind in STORED_IN.get(output.kind, ())]
         if (output.kind, output.name) not in returned and not stored.intersection(places):
             yield None, f"{output.kind} {output.name!r}, which %{node.name} was, is neither returned nor stored"
+
+
+def check_layers_kept(before: ir.Program, program: ir.Program) -> Iterator[Finding]:
+    """What stands for operators of a layer is of it, where it is not an operand as it was."""
+    whole = {node.name: layer for node in before.calls() if (layer := ir.layer(node))}
+    standing = {node: layer for node in program.calls() if (layer := whole.get(ir.stands_for(node)))}
+    kept = set(map(ir.layer, standing))
+    for node, layer in standing.items():
+        if layer not in kept:
+            yield node, f"and all others that stand for operators of {layer} are not of it"
 
 
 def check_specs(program: ir.Program) -> Iterator[Finding]:

@@ -101,11 +101,11 @@ def test_an_operator_that_does_not_say_its_layer_is_found(phase):
     assert "does not say which layer it is of" in message(where, ctx)
 
 
-def within_a_layer(lost: Layer | None, phase: str = "forward", another: Layer | None = None) -> str:
-    """What is found of three operators of a layer in a row, the second without it, the last read by `another`, too."""
+def within_a_layer(*lost: Layer | None, phase: str = "forward", another: Layer | None = None) -> str:
+    """What is found of operators of a layer in a row, those within without it, the last read by `another`, too."""
     small, layer = Small(), Layer("layers", 3)
     x = small.input("x", cut((2,)))
-    for each in (layer, lost, layer):
+    for each in (layer, *lost, layer):
         x = small.call(aten.neg.default, x, spec=cut((2,)), phase=phase)
         ir.set_layer(x, each)
     if another:
@@ -116,6 +116,7 @@ def within_a_layer(lost: Layer | None, phase: str = "forward", another: Layer | 
 
 def test_an_operator_that_lost_its_layer_is_found():
     assert "%neg_default_1 is of no layer, between operators of layers.3" in within_a_layer(None)
+    assert "%neg_default_3 is of no layer, between operators of layers.3" in within_a_layer(None, None, None)
     assert not within_a_layer(Layer("layers", 3))
     assert not within_a_layer(None, phase="backward")  # sums of gradients of several layers are of none
     assert not within_a_layer(None, another=Layer("layers", 4))  # it leaves the layer
@@ -313,6 +314,21 @@ def return_before_wait(where: ir.Program) -> ir.Program:
 )
 def test_defects_of_expanded_collectives_are_found(plant, name, text):
     found(plant, expanded(), name, text)
+
+
+def test_a_layer_that_is_lost_when_a_program_becomes_local_is_found():
+    small, layer = Small(), Layer("layers", 3)
+    x = small.call(aten.neg.default, small.input("x", cut((2,))), spec=cut((2,)))
+    ir.set_layer(x, layer)
+    whole = small.program([("metric", "m", x, cut((2,)))], Stage.PLACED)
+    local = replace(whole.copy(), stage=Stage.LOCAL)
+    (y,) = local.calls()
+    ir.set_stands_for(y, x.name)
+    ir.set_stands_for(local.placeholders()[0], "x")
+    verify_spec(local, small.ctx, before=whole)
+    ir.set_layer(y, None)
+    with pytest.raises(ir.CompileError, match="all others that stand for operators of layers.3 are not of it"):
+        verify_spec(local, small.ctx, before=whole)
 
 
 def of_role(role: Role | None, target=aten.mul.Tensor, phase: str = "forward") -> str:
