@@ -41,7 +41,7 @@ from passes.memory.remat import Remat
 from passes.precision.cast import Cast
 from passes.precision.float8 import Float8
 from passes.program.ir import Pass, Program
-from passes.program.regions import within
+from passes.program.layer import within
 from passes.program.rolls import Rolling
 from passes.sharding.collectives import Expand
 from passes.sharding.experts import Experts

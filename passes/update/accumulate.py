@@ -43,7 +43,7 @@ class Accumulate(ir.Pass):
                 total = append.placeholder(
                     f"total_{len(added)}", ir.example(node).new_empty(ir.example(node).shape), output.spec
                 )
-                added.append(ir.Input(output.name, "gradient", output.spec))
+                added.append(ir.Input(output.name, "gradient", output.spec, layer=append.layers[output.name]))
                 append.write(total, append.call("add", torch.add, total, node))
             elif output.kind == "buffer":
                 append.keep(buffers[output.name], node)
@@ -65,7 +65,7 @@ class ApplyOnly(ir.Pass):
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         graph = fx.Graph()
-        nodes, inputs = [], []
+        nodes, inputs, layers = [], [], {given.name: given.layer for given in program.inputs}
         for old, given in zip(program.placeholders(), program.inputs):
             if given.kind == "parameter":
                 nodes.append(_input(graph, old.name, ir.example(old), given))
@@ -74,7 +74,7 @@ class ApplyOnly(ir.Pass):
         outputs: list[ir.Output] = []
         for old, output in zip(program.results(), program.outputs):
             if output.kind == "gradient":
-                given = ir.Input(output.name, "gradient", output.spec)
+                given = ir.Input(output.name, "gradient", output.spec, layer=layers[output.name])
                 val = ir.example(old).new_empty(ir.example(old).shape)
                 results.append(_input(graph, f"total_{len(results)}", val, given))
                 inputs.append(given)
