@@ -44,7 +44,7 @@ from passes.pipeline.tables import Table, gpipe, interleaved, one_f_one_b, zbv, 
 from passes.precision.cast import Cast
 from passes.precision.float8 import Float8
 from passes.program.ir import Pass, Program
-from passes.program.regions import within
+from passes.program.layer import within
 from passes.program.rolls import Rolling
 from passes.sharding.collectives import Expand
 from passes.sharding.experts import Experts
@@ -126,12 +126,12 @@ def build_pipeline(
     joint = (Joint(), Simplify(), Dedupe(), AddFirst())
     train: dict[str, Passes]
     if pp > 1:
-        then = (Accumulate(skip_nonfinite),)
+        total = Accumulate(skip_nonfinite)
 
         def update(rank: int) -> Passes:
             return ApplyOnly(rank, table.rank_of), replace(optimize, rank=rank, ranks=table.ranks)
 
-        staged = Staged(table, (*joint[1:], build_remat(remat, then), *then), (*finish, segment), update)
+        staged = Staged(table, (*joint[1:], build_remat(remat, (total,)), total), (*finish, segment), update)
         return Pipeline(forward, (Expand(), overlap, segment), {}, None, staged=staged)
     if microbatches == 1:
         then: Passes = (optimize, *finish)

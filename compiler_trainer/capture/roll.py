@@ -14,11 +14,14 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
+from compiler_trainer.capture.layers import called, marked
 from passes.program import ir
 from passes.program.bodies import describe_layout, describe_operand
-from passes.program.regions import layer_paths, region_of
+from passes.program.layer import Layer
 from passes.program.rolls import Roll, Rolling, number_in, renumbered
 from passes.sharding.normalize import draws, drops, is_dropout
+
+NO_LAYER = Layer("", -1)
 
 
 class Held(NamedTuple):
@@ -29,8 +32,8 @@ class Held(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layer:
-    """The nodes of one layer, with those up to the next that are of none; of no stack before the first one."""
+class Section:
+    """The nodes of one layer, with those up to the next that are of none; of no layer before the first one."""
 
     stack: str
     number: int
@@ -62,25 +65,18 @@ def roll_up(module: fx.GraphModule, held: Mapping[fx.Node, Held], how: Rolling) 
 
 
 def path_of(node: fx.Node) -> str:
-    """The module that made a node, as the model knows it: in capture the model is a part of a module with its loss."""
-    return ir.module_path(node).removeprefix("model").removeprefix(".")
+    """The module that made a node, as the model knows it."""
+    return next(reversed(called(node)), "")
 
 
-def layers_in_order(graph: fx.Graph) -> list[Layer]:
+def layers_in_order(graph: fx.Graph) -> list[Section]:
     """The graph's operators, cut where a layer begins."""
-    nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
-    paths = {node: path_of(node) for node in nodes}
-    numbered = layer_paths(set(paths.values()))
-    regions = {path: region_of(path, numbered) for path in set(paths.values())}
-    here, labels = "", []
+    here, labels, nodes = NO_LAYER, [], [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     for node in nodes:
-        here = regions[paths[node]] or here
+        here = marked(node) or here
         labels.append(here)
-    found = []
-    for label, group in groupby(zip(labels, nodes), key=lambda pair: pair[0]):
-        stack, _, number = label.rpartition(".")
-        found.append(Layer(stack, int(number or -1), tuple(node for _, node in group)))
-    return found
+    grouped = groupby(zip(labels, nodes), key=lambda pair: pair[0])
+    return [Section(at.stack, at.number, tuple(node for _, node in group)) for at, group in grouped]
 
 
 def inputs_by_layer(held: Mapping[fx.Node, Held], alike: Callable[[str], Hashable]) -> Callable[[str, int], Any]:
@@ -94,7 +90,7 @@ def inputs_by_layer(held: Mapping[fx.Node, Held], alike: Callable[[str], Hashabl
 
 
 def text_of(
-    layers: Sequence[Layer],
+    layers: Sequence[Section],
     i: int,
     names: Mapping[fx.Node, str],
     alike: Callable[[str], Hashable],
@@ -102,8 +98,8 @@ def text_of(
 ) -> Any:
     """What a layer computes, in words that another like it has as well; None for what stands alone."""
     layer = layers[i]
-    if layer.number < 0:
-        return None
+    if {number_in(path_of(node), layer.stack) for node in layer.nodes} - {None} != {layer.number}:
+        return None  # it has no name of its own, by which its parameters are known
     words = {node: name for node, name in names.items()}
     own = {n: renumbered(w, layer.stack, 0) for n, w in names.items() if number_in(w, layer.stack) == layer.number}
     words |= {node: f"own {name}" for node, name in own.items()}  # not what layer 0 has under that name
@@ -140,7 +136,7 @@ def _value(node: fx.Node) -> str:
     return describe_layout(node.meta.get("val"))
 
 
-def longest_run(layers: Sequence[Layer], texts: Sequence[Any]) -> tuple[int, int]:
+def longest_run(layers: Sequence[Section], texts: Sequence[Any]) -> tuple[int, int]:
     """Where the most layers in a row are alike and numbered in order: the first of them, and the one after the last."""
     found = (0, 0)
     first = 0
@@ -154,7 +150,7 @@ def longest_run(layers: Sequence[Layer], texts: Sequence[Any]) -> tuple[int, int
     return found if len(set(numbers)) == len(numbers) else (0, 0)  # a layer that is called twice
 
 
-def escapes(layers: Sequence[Layer], i: int, names: Mapping[fx.Node, str]) -> bool:
+def escapes(layers: Sequence[Section], i: int, names: Mapping[fx.Node, str]) -> bool:
     """Whether anything but the layer and the next one reads what it computes, or anything but it what it is given."""
     layer, around = layers[i], {*layers[i].nodes, *layers[i + 1].nodes}
     own = (node for node, name in names.items() if number_in(name, layer.stack) == layer.number)

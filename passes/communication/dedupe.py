@@ -22,7 +22,6 @@ from passes.communication.schedule import writes_input
 from passes.cost.accounting import kind_of
 from passes.program import ir
 from passes.program.printer import op_name
-from passes.program.regions import regions
 from passes.program.stages import Stage
 from passes.program.torch_private import OpOverload
 
@@ -36,14 +35,13 @@ class Dedupe(ir.Pass):
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
-        layers = regions(program)
         first: dict[Any, fx.Node] = {}
         counts: Counter[str] = Counter()
         notes = []
         for node in takewhile(lambda node: not writes_input(node), list(program.calls())):
             if not is_pure(node):
                 continue
-            key = node.target, layers[node], ir.phase(node), signature(node.args), signature(node.kwargs)
+            key = node.target, ir.layer(node), ir.phase(node), signature(node.args), signature(node.kwargs)
             earlier = first.setdefault(key, node)
             if earlier is not node:
                 if kind_of(node):

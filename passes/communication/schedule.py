@@ -27,10 +27,11 @@ from torch import Tensor, fx
 
 from passes.communication.bucket import Emitter, gather_together, max_together, scatter_together, sum_together
 from passes.program import boundary, ir
-from passes.program.regions import layer_paths, region_of, regions, weight_nodes
+from passes.program.layer import Layer
 from passes.program.rewrite import move_after, move_before
 from passes.program.stages import Stage
 from passes.program.torch_private import OpOverload
+from passes.program.weights import weight_nodes
 
 KINDS = {
     boundary.all_gather: "all_gather",
@@ -75,12 +76,13 @@ def gradient_nodes(program: ir.Program) -> set[fx.Node]:
     return found
 
 
-def stretches(program: ir.Program) -> dict[fx.Node, str]:
-    """The layer of each node; outside of layers, the layer that it comes after."""
-    found, last = {}, ""
-    for node, region in regions(program).items():
-        last = region or last
-        found[node] = region or f"after {last or 'the inputs'}"
+def places(program: ir.Program) -> dict[fx.Node, tuple[str, Layer | None]]:
+    """The layer that each node is in; outside of layers, the layer of the model that it comes after."""
+    found, last = dict[fx.Node, tuple[str, Layer | None]](), None
+    for node in program.calls():
+        layer = ir.layer(node)
+        last = last if ir.phase(node) == "optimizer" else layer or last
+        found[node] = ("in", layer) if layer else ("after", last)
     return found
 
 
@@ -94,23 +96,16 @@ def depths(program: ir.Program, members: set[fx.Node]) -> dict[fx.Node, int]:
 
 def groups(program: ir.Program) -> dict[tuple, list[fx.Node]]:
     """Collectives that may travel together, by what they must have in common."""
-    members, where = mergeable(program), stretches(program)
-    layers = layer_paths(i.name for i in program.inputs if i.kind == "parameter")
+    members, place = mergeable(program), places(program)
     found: dict[tuple, list[fx.Node]] = {}
     for kinds in ({boundary.all_gather}, {boundary.pmax}, REDUCTIONS):
         own = [node for node in members if node.target in kinds]
         depth = depths(program, set(own))
         for node in sorted(own, key=depth.__getitem__):
-            place = layer_of_update(node, layers) or where[node]
             arrives = None if node.target is boundary.all_gather else ir.example(node.args[0]).dtype  # type: ignore
-            key = (node.target, depth[node], ir.phase(node), place, arrives, *shared_options(node))
+            key = (node.target, depth[node], ir.phase(node), place[node], arrives, *shared_options(node))
             found.setdefault(key, []).append(node)
     return found
-
-
-def layer_of_update(node: fx.Node, layers: set[str]) -> str:
-    """The layer of the parameter whose update a node is part of, or an empty string."""
-    return region_of(ir.parameter(node), layers)
 
 
 def shared_options(node: fx.Node) -> tuple:

@@ -21,7 +21,6 @@ from torch.utils.flop_counter import flop_registry
 from passes.context import operators
 from passes.program import ir, routed
 from passes.program.mesh import Mesh
-from passes.program.regions import numbers_of
 from passes.program.rolls import Roll
 from passes.program.shift import SHIFTS
 from passes.program.sweep import Sweep, Value, map_values, tensors
@@ -104,8 +103,11 @@ class Ledger:
     @cached_property
     def layers(self) -> dict[fx.Node, int | None]:
         """The number of the layer of each node, in the stack in which one layer stands for others."""
-        assert self.program.roll is not None
-        return numbers_of(self.program, self.program.roll)
+        roll = self.program.roll
+        assert roll is not None
+        inputs = dict(zip(self.program.placeholders(), self.program.inputs, strict=True))
+        layers = {n: inputs[n].layer if n in inputs else ir.layer(n) for n in self.program.graph.nodes}
+        return {node: roll.number_of(layer) for node, layer in layers.items()}
 
     def times(self, node: fx.Node) -> int:
         """For how many nodes of the whole program a node stands."""

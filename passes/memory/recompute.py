@@ -22,8 +22,8 @@ from torch import Tensor, fx
 from passes.program import boundary, ir
 from passes.program.bodies import is_view
 from passes.program.functions import communicates
-from passes.program.regions import WEIGHT_GATHERS
 from passes.program.torch_private import OpOverload
+from passes.program.weights import WEIGHT_GATHERS
 
 COMMUNICATION = WEIGHT_GATHERS | {boundary.reduce_scatter, boundary.psum, boundary.pmax, boundary.all_to_all}
 

@@ -26,8 +26,8 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
 from passes.program import ir
+from passes.program.layer import within
 from passes.program.printer import format_dtype
-from passes.program.regions import within
 from passes.program.rewrite import inline
 from passes.program.stages import Stage
 from passes.rules import name_of
@@ -139,6 +139,7 @@ class Cast(ir.Pass):
                 cast = program.graph.call_function(COPY, (node,), {"dtype": used})
             ir.set_value(cast, ir.example(node))
             ir.set_phase(cast, "forward")
+            ir.set_layer(cast, given.layer)
             with ctx.fake_mode:
                 ir.set_value(node, torch.empty_like(ir.example(cast), dtype=stored))
             node.replace_all_uses_with(cast, delete_user_cb=lambda user, cast=cast: user is not cast)

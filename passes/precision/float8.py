@@ -25,7 +25,7 @@ from torch import Tensor, fx
 
 from passes.program import ir, routed
 from passes.program.functions import Function, define, record
-from passes.program.regions import within
+from passes.program.layer import within
 from passes.program.stages import Stage
 from passes.rules import name_of
 from passes.rules.losses import LINEAR_CROSS_ENTROPY

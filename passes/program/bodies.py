@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.program import ir
+from passes.program.layer import Layer
 from passes.program.stages import Stage
 from passes.program.torch_private import OpOverload
 
@@ -74,14 +75,14 @@ class Piece:
     """A run of nodes: the values that it reads, in order of use, and those of its own that others read.
 
     Views may be among its nodes though they stand before the run: they are made where they are read. `views` are made
-    outside, before the call. `layer` is the path of the layer, or the name of the parameter, whose work it is.
+    outside, before the call. `layer` is the one whose work it is.
     """
 
     nodes: tuple[fx.Node, ...]
     reads: tuple[fx.Node, ...]
     results: tuple[fx.Node, ...]
     views: tuple[fx.Node, ...] = ()
-    layer: str = ""
+    layer: Layer | None = None
 
     def positions(self) -> tuple[int, ...]:
         """Which of its nodes are results."""
@@ -120,8 +121,8 @@ def insert_call(graph: fx.Graph, body: Body, piece: Piece, env: dict[fx.Node, An
     call = graph.call_function(body, tuple(env[operand] for operand in piece.reads))
     call.meta = {"val": tuple(piece.nodes[i].meta.get("val") for i in body.results)}
     call.meta["pieces"] = tuple((node.name, node.meta) for node in piece.nodes)
-    call.meta["layer"] = piece.layer
     ir.copy_origin(call, piece.nodes[-1])
+    ir.set_layer(call, piece.layer)
     for node in piece.results:
         index = body.results.index(piece.nodes.index(node))
         env[node] = graph.create_node("call_function", operator.getitem, (call, index), name=node.name)
@@ -138,7 +139,7 @@ def flatten(program: ir.Program) -> ir.Program:
         for node in program.graph.nodes:
             inline.put(node)
         _flattened[program.module] = inline.graph
-    return program.with_graph(_flattened[program.module], stage=min(program.stage, Stage.EXPANDED))
+    return program.with_graph(_flattened[program.module], stage=min(program.stage, Stage.ORDERED))
 
 
 _flattened: WeakKeyDictionary[fx.GraphModule, fx.Graph] = WeakKeyDictionary()  # several ask for the same one

@@ -96,14 +96,14 @@ def _bodies(program: ir.Program) -> Iterator[str]:
 def format_node(node: fx.Node) -> str:
     """`%name = op(operands) : dtype[shape] placement   # file.py:line module.path phase [recomputed]`.
 
-    A node of an update has the parameter's name in the place of the module's path.
+    A node of an update has the parameter's name in the place of the module's path, one of no module its layer.
     """
     if node.op == "output":
         return f"return {format_operand(node.args[0])}"
     spec = ir.spec(node)
     words = [f"%{node.name} =", _call(node), ":", format_value(node.meta.get("val"))]
     words += [str(spec)] if spec is not None else []
-    where = ir.module_path(node) or ir.parameter(node)
+    where = ir.module_path(node) or ir.parameter(node) or ("" if ir.has_no_layer(node) else str(ir.layer(node) or ""))
     phase = "no-phase" if ir.has_no_phase(node) else ir.phase(node)
     origin = (ir.source(node), where, phase, "recomputed" if ir.is_recomputed(node) else "")
     return " ".join(words) + "   # " + " ".join(filter(None, origin))

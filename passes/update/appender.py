@@ -24,6 +24,7 @@ class Appender:
         self.graph, self.ctx, self.phase = program.graph, ctx, phase
         self.last = program.placeholders()[-1]
         self.traced: dict[Any, fx.Graph] = {}
+        self.layers = {given.name: given.layer for given in program.inputs}
         self.parameter = ""  # whose update is being appended
         self.guard: fx.Node | None = None  # bool, 0-d: where it is false, what is kept stays as it was
 
@@ -45,6 +46,7 @@ class Appender:
         """Say where a node comes from."""
         ir.set_phase(node, self.phase)
         ir.set_parameter(node, self.parameter)
+        ir.set_layer(node, self.layers.get(self.parameter))
 
     def keep(self, target: fx.Node, new: fx.Node) -> None:
         """Store a value into an input that outlives the step, in place, if the guard lets it."""

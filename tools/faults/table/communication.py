@@ -37,8 +37,8 @@ FAULTS = (
     Fault(
         "dedupe_across_phases",
         "passes/communication/dedupe.py",
-        "layers[node], ir.phase(node), signature",
-        "layers[node], signature",
+        "ir.layer(node), ir.phase(node), signature",
+        "ir.layer(node), signature",
         "The backward uses what the forward computed, which then is kept.",
     ),
     # add_first.py
