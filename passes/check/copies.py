@@ -13,16 +13,16 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from passes.cost.accounting import axis_of, kind_of
-from passes.program import boundary, ir
+from passes.program import ir
+from passes.program.boundary import BOUNDARY_OPS
 from passes.program.mesh import Mesh
+from passes.program.operators import axis_of, kind_of
 
 Finding = tuple[fx.Node | None, str]
 Axes = frozenset[str]
 COPY = torch.ops.aten.copy_.default
 UNITES = ("all_gather", "all_reduce")  # afterwards every rank of the axis has the same
-KEEPS = {boundary.vary, boundary.unvary}  # give back their first operand; the coordinate is for the gradient
-DIVIDES = {boundary.slice_, boundary.take, boundary.place_, boundary.only_first}
+COPIES = ("same", "varying")
 
 
 def check_copies(program: ir.Program) -> Iterator[Finding]:
@@ -35,7 +35,7 @@ def check_copies(program: ir.Program) -> Iterator[Finding]:
         differs[node] = frozenset(own.union(apart_on))
         copies[node] = f"{given.kind} {given.name!r}", frozenset(program.mesh.axes) - own
     for node in program.calls():
-        read = node.all_input_nodes[:1] if node.target in KEEPS else node.all_input_nodes
+        read = node.all_input_nodes[:1] if keeps(node) else node.all_input_nodes
         differs[node] = after(node, frozenset().union(*(differs[n] for n in read)), program.mesh)
         target = node.args[0] if node.args else None
         if writes(node) and target in copies:
@@ -54,8 +54,13 @@ def after(node: fx.Node, before: Axes, mesh: Mesh) -> Axes:
     _, inner, outer = mesh.part(axis)
     if kind_of(node) in UNITES:
         return before.difference(mesh.over(axis)) if inner == outer == 1 else before
-    divides = node.target in DIVIDES or kind_of(node) in ("reduce_scatter", "all_to_all", "shift")
-    return before.union(mesh.over(axis)) if divides else before
+    return before if keeps(node) else before.union(mesh.over(axis))
+
+
+def keeps(node: fx.Node) -> bool:
+    """Whether a node gives back its first operand; the rank's coordinate is for the gradient."""
+    record = BOUNDARY_OPS.get(node.target)
+    return record is not None and record.kind is None and record.gives in COPIES
 
 
 def writes(node: fx.Node) -> bool:

@@ -18,9 +18,10 @@ from torch import fx
 
 from passes.check.copies import COPY, check_copies
 from passes.check.padding import check_padding
-from passes.check.placements import TRANSITIONS, check_placements
-from passes.cost.accounting import GRADIENTS, axis_of, bind, communicator_of
-from passes.program import boundary, ir
+from passes.check.placements import check_placements
+from passes.program import ir
+from passes.program.boundary import BOUNDARY_OPS
+from passes.program.operators import GRADIENTS, axis_of, bind, communicator_of
 from passes.program.printer import format_node, format_value
 from passes.program.spec import Spec, validate
 from passes.program.stages import Stage
@@ -302,7 +303,7 @@ def check_columns(program: ir.Program) -> Iterator[Finding]:
 def check_expanded(program: ir.Program) -> Iterator[Finding]:
     """No boundary operator is left, and float8 travels as bytes, which every backend sends."""
     for node in program.calls():
-        if node.target in boundary.BOUNDARY_OPS:
+        if node.target in BOUNDARY_OPS:
             yield node, "is a boundary operator, which `collectives` should have expanded"
         if isinstance(node.target, OpOverload) and node.target.namespace == "_c10d_functional":
             dtypes = {x.dtype for x in map(ir.value, node.all_input_nodes) if isinstance(x, torch.Tensor)}
@@ -327,15 +328,14 @@ def check_gradients(program: ir.Program) -> Iterator[Finding]:
 def check_transitions(program: ir.Program) -> Iterator[Finding]:
     """A boundary operator takes its operand from and to what it is for, where both placements are known."""
     for node in program.calls():
-        if node.target not in TRANSITIONS:
+        if (op := BOUNDARY_OPS.get(node.target)) is None:
             continue
-        takes, gives = TRANSITIONS[node.target]
         before, after = ir.spec(node.args[0]), ir.spec(node)  # type: ignore[arg-type]
-        for axis in program.mesh.over(str(bind(node)["axis"])):
-            if before is not None and before.state(axis) not in takes:
-                yield node, f"takes {' or '.join(takes)} on {axis!r}, its operand is {before.state(axis)}: {before}"
-            if after is not None and after.state(axis) != gives:
-                yield node, f"gives {gives} on {axis!r}, it is placed {after}"
+        for axis in program.mesh.over(axis_of(node) or ""):
+            if before is not None and before.state(axis) not in op.takes:
+                yield node, f"takes {' or '.join(op.takes)} on {axis!r}, its operand is {before.state(axis)}: {before}"
+            if after is not None and after.state(axis) != op.gives:
+                yield node, f"gives {op.gives} on {axis!r}, it is placed {after}"
 
 
 def check_varying(program: ir.Program) -> Iterator[Finding]:
@@ -347,7 +347,7 @@ def check_varying(program: ir.Program) -> Iterator[Finding]:
         operands = [n for n in node.all_input_nodes if ir.is_tensor(n) and kinds.get(n) != "layout"]
         if _passes_gradient(node) and graded.intersection(node.all_input_nodes):
             graded.add(node)
-        if node.target in TRANSITIONS:
+        if node.target in BOUNDARY_OPS:
             continue
         known = [(n, spec) for n in operands if (spec := ir.spec(n)) is not None]
         for axis in program.mesh.axes:

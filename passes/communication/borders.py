@@ -16,10 +16,11 @@ from itertools import takewhile
 
 from torch import fx
 
-from passes.cost.accounting import count_flops, kind_of
+from passes.cost.accounting import count_flops
 from passes.cost.fusion import ALONE, WAITS
 from passes.program import ir
 from passes.program.bodies import is_view
+from passes.program.operators import kind_of
 from passes.program.regions import layer_paths, region_of, regions, weight_nodes
 from passes.program.sweep import recorded
 from passes.program.torch_private import OpOverload

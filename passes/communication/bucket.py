@@ -7,7 +7,7 @@ last shard is padding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,13 +86,13 @@ class Emitter:
         self,
         fn: Callable[..., list[Tensor]],
         inputs: Sequence[fx.Node],
-        options: tuple,
+        options: Mapping[str, Any],
         before: fx.Node,
         origin: fx.Node,
     ) -> list[fx.Node]:
-        """Nodes that compute `fn(inputs, *options)`, put before a node, as if they came from where `origin` did."""
+        """Nodes that compute `fn(inputs, **options)`, put before a node, as if they came from where `origin` did."""
         values = [ir.example(node) for node in inputs]
-        key = (fn, options, tuple((v.shape, v.stride(), v.dtype, v.device) for v in values))
+        key = (fn, *options.items(), *((v.shape, v.stride(), v.dtype, v.device) for v in values))
         if key not in self.traced:
             self.traced[key] = self._trace(fn, values, options)
         with before.graph.inserting_before(before):
@@ -101,10 +101,10 @@ class Emitter:
             ir.copy_origin(node, origin)
         return results
 
-    def _trace(self, fn: Callable[..., list[Tensor]], values: Sequence[Tensor], options: tuple) -> fx.Graph:
+    def _trace(self, fn: Callable[..., list[Tensor]], values: Sequence[Tensor], options: Mapping[str, Any]) -> fx.Graph:
         # values of their own: one tensor given twice would become one placeholder
         with torch.no_grad(), self.ctx.fake_mode:
             fresh: list[Any] = [
                 torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values
             ]
-        return trace(lambda *xs: fn(xs, *options), fresh, self.ctx)
+        return trace(lambda *xs: fn(xs, **options), fresh, self.ctx)

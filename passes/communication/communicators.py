@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from torch import fx
 
 from passes.communication.borders import gradient_tails, kernels_of
-from passes.cost.accounting import GRADIENTS, axis_of, kind_of
 from passes.program import ir
+from passes.program.operators import GRADIENTS, axis_of, kind_of
 from passes.program.stages import Stage
-from passes.program.torch_private import c10d
 
-REDUCTIONS = (c10d.reduce_scatter_tensor.default, c10d.all_reduce.default)
+REDUCTIONS = ("reduce_scatter", "all_reduce")
 
 
 @dataclass(frozen=True)
@@ -60,5 +59,5 @@ def gradient_reductions(program: ir.Program, collectives: list[fx.Node]) -> list
     return [
         node
         for node in collectives
-        if node.target in REDUCTIONS and (node in tails or ir.phase(node) == "optimizer")
+        if kind_of(node) in REDUCTIONS and (node in tails or ir.phase(node) == "optimizer")
     ]

@@ -19,8 +19,8 @@ import torch
 from torch import fx
 
 from passes.communication.schedule import writes_input
-from passes.cost.accounting import kind_of
 from passes.program import ir
+from passes.program.operators import kind_of
 from passes.program.printer import op_name
 from passes.program.regions import regions
 from passes.program.stages import Stage

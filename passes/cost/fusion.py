@@ -19,8 +19,9 @@ from typing import Literal
 import torch
 from torch import fx
 
-from passes.cost.accounting import count_flops, kind_of
+from passes.cost.accounting import count_flops
 from passes.program import ir
+from passes.program.operators import kind_of
 from passes.program.shift import arrive
 from passes.program.sweep import Sweep, tensors
 from passes.program.torch_private import OpOverload, c10d

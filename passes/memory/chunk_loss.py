@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.cost.accounting import bind
 from passes.memory.chunked import linear_cross_entropy, name_of_dtype
 from passes.program import ir
 from passes.program.mesh import DATA_AXES, WEIGHT_AXES, Mesh
+from passes.program.operators import bind
 from passes.program.rewrite import inline
 from passes.program.stages import Stage
 from passes.rules import name_of

@@ -19,13 +19,10 @@ import operator
 import torch
 from torch import Tensor, fx
 
-from passes.program import boundary, ir
+from passes.program import ir
 from passes.program.functions import communicates
-from passes.program.regions import WEIGHT_GATHERS
+from passes.program.operators import kind_of
 from passes.program.torch_private import OpOverload
-
-COMMUNICATION = WEIGHT_GATHERS | {boundary.reduce_scatter, boundary.psum, boundary.pmax, boundary.all_to_all}
-
 
 # ---- what may run twice --------------------------------------------------------------------------
 
@@ -55,7 +52,7 @@ def why_once(node: fx.Node, written: set[fx.Node]) -> str:
         return why_once(node.args[0], written)  # type: ignore[arg-type]
     if not isinstance(node.target, OpOverload):
         return "not an operator"
-    if node.target in COMMUNICATION or communicates(node) or node.target.namespace == "_c10d_functional":
+    if kind_of(node) or communicates(node) or node.target.namespace == "_c10d_functional":
         return "communication"
     return "random" if is_random(node) else ""
 

@@ -35,7 +35,8 @@ from passes.memory.budget import fit
 from passes.memory.offload import offload
 from passes.memory.recompute import near_writes, recompute, saved_bytes, saved_nodes, storages, why_once
 from passes.program import ir
-from passes.program.regions import WEIGHT_GATHERS, regions, weight_nodes, within
+from passes.program.operators import kind_of
+from passes.program.regions import regions, weight_nodes, within
 from passes.program.rolls import Roll
 from passes.program.stages import Stage
 from passes.program.sweep import sweep
@@ -60,7 +61,7 @@ def weights_to_regather(program: ir.Program) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for node in weight_nodes(program):
         follows = any(n in found for n in node.all_input_nodes) and not why_once(node, written)
-        if ir.phase(node) == "forward" and (node.target in WEIGHT_GATHERS or follows):
+        if ir.phase(node) == "forward" and (kind_of(node) == "all_gather" or follows):
             found.add(node)
     return found
 
@@ -117,7 +118,7 @@ class Remat(ir.Pass):
         notes += [f"kept of what is recomputed, {reason}: {count}" for reason, count in sorted(kept.items())]
         if self.policy == "selective" and not any(regions(program).values()):
             notes.append("passes.remat.policy=selective recomputes nothing: the model has no repeated layers")
-        repeated = sum(node.target in WEIGHT_GATHERS for node in clones)
+        repeated = sum(kind_of(node) == "all_gather" for node in clones)
         if self.regather and not repeated:
             notes.append("passes.remat.regather: the backward needs no gathered parameter, 0 gathers are repeated")
         counts = {

@@ -15,10 +15,8 @@ from fnmatch import fnmatchcase
 
 from torch import fx
 
-from passes.program import boundary, ir
+from passes.program import ir
 from passes.program.rolls import Roll, number_in
-
-WEIGHT_GATHERS = frozenset({boundary.all_gather, boundary.gather_same})
 
 
 def layer_paths(paths: Iterable[str]) -> set[str]:

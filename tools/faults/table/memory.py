@@ -30,8 +30,8 @@ FAULTS = (
     Fault(
         "sums_twice",
         "passes/memory/recompute.py",
-        "WEIGHT_GATHERS | {boundary.reduce_scatter, boundary.psum, boundary.pmax, boundary.all_to_all}",
-        "WEIGHT_GATHERS | {boundary.reduce_scatter, boundary.pmax, boundary.all_to_all}",
+        "if kind_of(node) or communicates(node) or",
+        'if kind_of(node) not in (None, "all_reduce") or communicates(node) or',
         "Sums over ranks travel again in the backward.",
     ),
     # remat.py
