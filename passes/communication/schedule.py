@@ -27,11 +27,10 @@ from torch import Tensor, fx
 
 from passes.communication.bucket import Emitter, gather_together, max_together, scatter_together, sum_together
 from passes.program import boundary, ir
-from passes.program.operators import bind
+from passes.program.operators import bind, is_mutable
 from passes.program.regions import layer_paths, region_of, regions, weight_nodes
 from passes.program.rewrite import move_after, move_before
 from passes.program.stages import Stage
-from passes.program.torch_private import OpOverload
 
 TOGETHER: dict[Any, Callable[..., list[Tensor]]] = {
     boundary.all_gather: gather_together,
@@ -62,8 +61,7 @@ def mergeable(program: ir.Program) -> list[fx.Node]:
 
 def writes_input(node: fx.Node) -> bool:
     """Whether the operator may change an input of the program in place."""
-    is_mutable = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
-    return is_mutable and any(n.op == "placeholder" for n in node.all_input_nodes)
+    return is_mutable(node) and any(n.op == "placeholder" for n in node.all_input_nodes)
 
 
 def gradient_nodes(program: ir.Program) -> set[fx.Node]:

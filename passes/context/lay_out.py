@@ -25,6 +25,7 @@ from passes.program import ir
 from passes.program.alone import alone, cone_of
 from passes.program.attend import interval_attention
 from passes.program.mesh import SEQUENCE_AXIS as AXIS
+from passes.program.operators import argument
 from passes.program.stages import Stage
 
 SDPA = torch.ops.aten.scaled_dot_product_attention.default
@@ -59,7 +60,7 @@ class LayOut(ir.Pass):
 def choose(program: ir.Program, each: int) -> tuple[Layout, str]:
     """What `auto` takes, where a rank would have so many blocks, and why."""
     plain = [node for node in program.calls() if node.target is SDPA]
-    causal = any(len(n.args) > 5 and n.args[5] or n.kwargs.get("is_causal") for n in plain)
+    causal = any(argument(n, "is_causal") for n in plain)
     by_interval = any(node.target is interval_attention for node in program.calls())
     if not causal and not by_interval:
         return "none", "all queries have as much to do"

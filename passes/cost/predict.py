@@ -21,9 +21,8 @@ from passes.cost.cluster import Cluster, Reach, between_nodes, collective_second
 from passes.cost.fusion import Fused, Kernel, fuse
 from passes.cost.timeline import Cost, Timeline, play
 from passes.program import ir, routed
-from passes.program.operators import axis_of, bind, kind_of
+from passes.program.operators import axis_of, bind, kind_of, name_of
 from passes.program.sweep import Sweep, sweep, tensors
-from passes.rules import name_of
 
 GROUPED = (routed.grouped_mm, routed.grouped_outer)
 

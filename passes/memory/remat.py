@@ -35,12 +35,11 @@ from passes.memory.budget import fit
 from passes.memory.offload import offload
 from passes.memory.recompute import near_writes, recompute, saved_bytes, saved_nodes, storages, why_once
 from passes.program import ir
-from passes.program.operators import kind_of
+from passes.program.operators import kind_of, name_of
 from passes.program.regions import regions, weight_nodes, within
 from passes.program.rolls import Roll
 from passes.program.stages import Stage
 from passes.program.sweep import sweep
-from passes.rules import name_of
 
 Action = Literal["save", "recompute", "offload"]
 OfLayer = Literal["none", "full", "attention", "selective", "offload"]

@@ -6,7 +6,7 @@ import re
 
 from torch import fx
 
-from passes.program.printer import namespace_of
+from passes.program.operators import name_of
 from passes.rules import (
     attention,
     contractions,
@@ -34,16 +34,9 @@ for _family in FAMILIES:
 OURS = frozenset(RULES)
 
 
-def name_of(node: fx.Node) -> str:
-    """The operator's name in the table: `linear` for `aten.linear.default`, `my::op` outside aten."""
-    name = node.target._schema.name.partition("::")[2]  # type: ignore[union-attr]
-    packet = namespace_of(node.target)  # type: ignore[arg-type]
-    return name if packet == "aten" else f"{packet}::{name}"
-
-
 def has_rule(node: fx.Node) -> bool:
     """Whether the table has a rule for the node's operator."""
-    return hasattr(node.target, "_schema") and name_of(node) in RULES
+    return name_of(node) in RULES
 
 
 def is_ours(node: fx.Node) -> bool:
@@ -63,4 +56,4 @@ def add_rule(name: str, rule: RuleMaker | str) -> None:
     RULES[name] = from_text(rule) if isinstance(rule, str) else rule
 
 
-__all__ = ["RULES", "Rule", "add_rule", "has_rule", "is_ours", "name_of", "opaque", "rule_of", "tensor_operands"]
+__all__ = ["RULES", "Rule", "add_rule", "has_rule", "is_ours", "opaque", "rule_of", "tensor_operands"]

@@ -6,6 +6,7 @@ from torch import fx
 
 from passes.program import ir
 from passes.program.mesh import SEQUENCE_AXIS
+from passes.program.operators import argument
 from passes.rules.base import Names, Rule, RuleMaker, bind_sizes, emit_of, result_shapes, tensor_operands
 
 CONTEXT = frozenset({SEQUENCE_AXIS})
@@ -32,8 +33,7 @@ def scaled_dot_product_attention(node: fx.Node) -> Rule:
     sizes = bind_sizes([q_dims, k_dims, v_dims], [[n for n in s] for s in shapes]) | {"k": shapes[1][-2]}
     masks_dims = [_mask_dims(tuple(ir.example(m).shape), (*q_dims[:-1], ("k",)), sizes) for m in masks]
     assert result_shapes(node)[0][-1] == sizes["f"]
-    drops = len(node.args) > 4 and node.args[4] or node.kwargs.get("dropout_p")
-    is_causal = len(node.args) > 5 and node.args[5] or node.kwargs.get("is_causal")
+    drops, is_causal = argument(node, "dropout_p"), argument(node, "is_causal")
     numbered = {query} if drops or (is_causal and not itself) else set()
     return Rule(
         (q_dims, k_dims, v_dims, *masks_dims),

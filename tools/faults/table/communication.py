@@ -30,8 +30,8 @@ FAULTS = (
     Fault(
         "dedupe_draws_once",
         "passes/communication/dedupe.py",
-        "return not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags",
-        "return not node.target._schema.is_mutable",
+        "return not is_mutable(node) and not is_random(node)",
+        "return not is_mutable(node)",
         "Random operators on the same operands draw once.",
     ),
     Fault(
