@@ -36,7 +36,11 @@ def check_copies(program: ir.Program) -> Iterator[Finding]:
         copies[node] = f"{given.kind} {given.name!r}", frozenset(program.mesh.axes) - own
     for node in program.calls():
         read = node.all_input_nodes[:1] if keeps(node) else node.all_input_nodes
-        differs[node] = after(node, frozenset().union(*(differs[n] for n in read)), program.mesh)
+        before = frozenset().union(*(differs[n] for n in read))
+        differs[node] = after(node, before, program.mesh)
+        record = BOUNDARY_OPS.get(node.target)
+        if record is not None and record.reduces == "sum" and (once := set(over(node, program.mesh)) - before):
+            yield node, f"adds up over {', '.join(sorted(once))} what is the same on all ranks there"
         target = node.args[0] if node.args else None
         if writes(node) and target in copies:
             what, same = copies[target]  # type: ignore[index]
@@ -55,6 +59,11 @@ def after(node: fx.Node, before: Axes, mesh: Mesh) -> Axes:
     if kind_of(node) in UNITES:
         return before.difference(mesh.over(axis)) if inner == outer == 1 else before
     return before if keeps(node) else before.union(mesh.over(axis))
+
+
+def over(node: fx.Node, mesh: Mesh) -> tuple[str, ...]:
+    """The axes that an operator communicates over."""
+    return mesh.over(axis_of(node) or "")
 
 
 def keeps(node: fx.Node) -> bool:

@@ -19,9 +19,11 @@ from torch import fx
 from passes.check.copies import COPY, check_copies
 from passes.check.padding import check_padding
 from passes.check.placements import check_placements
+from passes.check.values import Numbers, check_kept
 from passes.program import ir
+from passes.program.bodies import base_of
 from passes.program.boundary import BOUNDARY_OPS
-from passes.program.operators import GRADIENTS, axis_of, bind, communicator_of
+from passes.program.operators import GRADIENTS, axis_of, bind, communicator_of, is_mutable, started
 from passes.program.printer import format_node, format_value
 from passes.program.spec import Spec, validate
 from passes.program.stages import Stage
@@ -60,6 +62,11 @@ def verify_spec(
         pairs = [(before, program), *bodies]
         _raise_first(pass_name, (f for pair in pairs for check in LOCAL for f in check(*pair)))
     return swept
+
+
+def verify_kept(before: Numbers, after: Numbers, *, pass_name: str = "verify") -> None:
+    """Raise CompileError if the program after a pass that is to keep values returns or stores others."""
+    _raise_first(pass_name, check_kept(before, after))
 
 
 LOCAL = (check_placements, check_padding)
@@ -272,6 +279,19 @@ def check_waits(program: ir.Program) -> Iterator[Finding]:
                     yield user, f"uses %{result.name} before it is waited on"
 
 
+def check_in_flight(program: ir.Program) -> Iterator[Finding]:
+    """What a collective sends is not written before it is waited for."""
+    writes: dict[fx.Node, fx.Node] = {}  # what was written, by its last write
+    for node in program.calls():
+        if is_mutable(node):
+            writes[base_of(node.args[0])] = node  # type: ignore[arg-type]
+        for sent in started(node).all_input_nodes if writes and _is_wait(node) else ():
+            write = writes.get(base_of(sent))
+            if write is not None and started(node) < write:
+                sending = f"%{started(node).name}, which sends %{sent.name}"
+                yield node, f"waits for {sending}: %{write.name} has written into that meanwhile"
+
+
 def _is_wait(node: fx.Node) -> bool:
     return node.target is c10d.wait_tensor.default
 
@@ -365,4 +385,4 @@ def _passes_gradient(node: fx.Node) -> bool:
     return is_float and node.target is not torch.ops.aten.detach.default
 
 
-MEANING = (check_specs, check_collectives, check_waits, check_stage)
+MEANING = (check_specs, check_collectives, check_waits, check_in_flight, check_stage)

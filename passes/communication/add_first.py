@@ -27,6 +27,7 @@ class AddFirst(ir.Pass):
 
     name = "add_first"
     takes = (Stage.JOINT,)
+    keeps = True
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         if not any(map(reduced_alike, program.calls())):

@@ -29,6 +29,7 @@ class Communicators(ir.Pass):
 
     name = "communicators"
     takes = (Stage.EXPANDED,)
+    keeps = True
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         if not any(map(kind_of, program.calls())):

@@ -31,6 +31,7 @@ class Dedupe(ir.Pass):
 
     name = "dedupe"
     takes = (Stage.JOINT,)
+    keeps = True
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()

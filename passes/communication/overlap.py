@@ -67,6 +67,7 @@ class Overlap(ir.Pass):
     ahead: int = 1
     name = "overlap"
     takes = (Stage.EXPANDED,)
+    keeps = True
     after = ("communicators",)  # collectives of one are sent one after another
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:

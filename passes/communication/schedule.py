@@ -172,6 +172,7 @@ class Schedule(ir.Pass):
     name = "schedule"
     takes = (Stage.JOINT, Stage.STEP)
     gives = Stage.SCHEDULED
+    keeps = True
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         if self.bucket_mib < 0:

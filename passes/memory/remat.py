@@ -93,6 +93,7 @@ class Remat(ir.Pass):
     reserved: Callable[[ir.Program], int] = lambda program: 0
     name = "remat"
     takes = (Stage.JOINT,)
+    keeps = True
     after = ("simplify", "dedupe", "add_first")  # which would merge what is computed again with what it repeats
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
