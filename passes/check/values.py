@@ -232,13 +232,13 @@ class Moved:
         entry = Entry(self.node, [number_of(k, d, n) % n for d, n in enumerate(shape)], {})
         while entry.node in self.numbers.followed:
             here = entry.node
-            if not self.step(k, entry):
-                return "padding"
+            if end := self.step(k, entry):
+                return end
         number = self.numbers.read_by[here, entry.node]
         return number, tuple(entry.index), tuple(sorted(entry.ranks.items())), tuple(entry.done)
 
-    def step(self, k: int, entry: Entry) -> bool:
-        """From a node's entry to that of an operand; whether there is one."""
+    def step(self, k: int, entry: Entry) -> str:
+        """From a node's entry to that of an operand, or what it is if it comes from none."""
         node, name = entry.node, name_of(entry.node)
         if node.target in BOUNDARY_OPS:
             return self.over_ranks(k, entry)
@@ -255,16 +255,16 @@ class Moved:
             at = sum(i * s for i, s in zip(entry.index, rows(made.shape)))
             entry.index = located(at, given.shape, rows(given.shape))
         else:
-            raise ir.CompileError("verify", node, "is neither a collective nor moves entries; a bucket has no other")
+            return f"made by %{node.name}"
         entry.done += [made.dtype] if made.dtype != given.dtype else []
-        return True
+        return ""
 
     def source(self, node: fx.Node) -> fx.Node:
         """The operand that a node takes entries of; of a part of several, that of their operator."""
         source: Any = node.args[0]
         return source if isinstance(self.numbers.swept.values[source], Value) else source.args[0]
 
-    def over_ranks(self, k: int, entry: Entry) -> bool:
+    def over_ranks(self, k: int, entry: Entry) -> str:
         """Through a collective."""
         record = BOUNDARY_OPS[entry.node.target]
         source, *rest = entry.node.args
@@ -273,35 +273,36 @@ class Moved:
         if record.kind == "all_gather":
             entry.ranks[a.axis], entry.index[a.dim] = divmod(entry.index[a.dim], shape[a.dim])
             entry.done += [a.dtype] if a.dtype != self.numbers.layout(entry.node).dtype else []
-            return True
+            return ""
         if record.kind == "reduce_scatter":
             own = entry.ranks.get(a.axis, number_of(k, a.axis) % parts)
             entry.index[a.dim] += int(own) * -(-shape[a.dim] // parts)
         entry.ranks[a.axis] = "all"
         entry.done.append((record.reduces, a.axis, getattr(a, "dtype", None), getattr(a, "wire", None)))
-        return record.kind != "reduce_scatter" or entry.index[a.dim] < shape[a.dim]
+        return PADDING if record.kind == "reduce_scatter" and entry.index[a.dim] >= shape[a.dim] else ""
 
-    def piece(self, entry: Entry) -> bool:
+    def piece(self, entry: Entry) -> str:
         """Through a concatenation."""
         parts: Any = entry.node.args[0]
         dim = argument(entry.node, "dim") % len(entry.index)
         for part in parts:
             entry.node, size = part, self.numbers.layout(part).shape[dim]
             if entry.index[dim] < size:
-                return True
+                return ""
             entry.index[dim] -= size
         raise AssertionError("a concatenation is as long as its parts")
 
-    def unpadded(self, entry: Entry) -> bool:
-        """Through padding, which is no operand's entry."""
+    def unpadded(self, entry: Entry) -> str:
+        """Through an operator that pads."""
         source, widths = entry.node.args[:2]
         entry.node = source  # type: ignore[assignment]
         shape = self.numbers.layout(entry.node).shape
         for d, before in zip(reversed(range(len(shape))), widths[::2]):  # type: ignore[index,arg-type]
             entry.index[d] -= before
-        return all(0 <= i < n for i, n in zip(entry.index, shape))
+        return "" if all(0 <= i < n for i, n in zip(entry.index, shape)) else PADDING
 
 
+PADDING = "padding"
 COPIES = frozenset({"clone", "contiguous", "reshape", "_to_copy", "to", "_unsafe_view"})
 
 

@@ -14,6 +14,16 @@ FAULTS = (
         "What is computed again is computed from values that should not be kept.",
     ),
     Fault(
+        "clones_of_operands",
+        "passes/memory/recompute.py",
+        "            clones[node] = clone(node, user, clones)\n",
+        "            clones[node] = clone(node, user, clones)\n"
+        "            first = clones[node].all_input_nodes[:1]\n"
+        "            if first and str(ir.value(first[0])) == str(ir.value(node)):\n"
+        "                clones[node] = first[0]\n",
+        "In place of what is computed again stands its operand, where both are of one shape.",
+    ),
+    Fault(
         "random_twice",
         "passes/memory/recompute.py",
         'return "random" if is_random(node) else ""',
