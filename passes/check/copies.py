@@ -3,7 +3,8 @@
 A value may differ by rank on an axis if it is computed from shards, partial sums or the rank's own coordinate there;
 gathering or reducing it over the axis makes it one value again. What a program stores or returns as a full copy must
 be one: a gradient that is not reduced, or a norm that leaves out an axis, lets the copies of a parameter drift apart.
-That a sum is complete, and was completed once, this does not tell: the values on all ranks are then alike, and wrong.
+A sum over ranks adds what may differ there: one of what is the same on all of them was complete before.
+That terms are those of the sum, this does not tell.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ COPIES = ("same", "varying")
 
 
 def check_copies(program: ir.Program) -> Iterator[Finding]:
-    """Full copies, stored or returned, that may differ between the ranks of an axis."""
+    """Full copies, stored or returned, that may differ between the ranks of an axis; sums over ranks of one value."""
     differs: dict[fx.Node, Axes] = {}
     copies: dict[fx.Node, tuple[str, Axes]] = {}  # inputs that are stored into: what they are, where they are copies
     for node, given in zip(program.placeholders(), program.inputs, strict=True):
