@@ -25,11 +25,11 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from passes.communication.bucket import Emitter, gather_together, max_together, scatter_together, sum_together
+from passes.communication.bucket import gather_together, max_together, scatter_together, sum_together
 from passes.program import boundary, ir
 from passes.program.operators import bind, is_mutable
 from passes.program.regions import layer_paths, region_of, regions, weight_nodes
-from passes.program.rewrite import move_after, move_before
+from passes.program.rewrite import Editor, move_after, move_before
 from passes.program.stages import Stage
 
 TOGETHER: dict[Any, Callable[..., list[Tensor]]] = {
@@ -139,7 +139,7 @@ def split_by_bytes(nodes: Sequence[fx.Node], limit_bytes: float) -> Iterator[lis
     yield bucket
 
 
-def merge(bucket: list[fx.Node], emitter: Emitter) -> None:
+def merge(bucket: list[fx.Node], editor: Editor) -> None:
     """Replace collectives by one; what it reads comes before it and what uses it after."""
     operands: list[Any] = [node.args[0] for node in bucket]
     if bucket[0].target in OF_WEIGHTS:
@@ -151,8 +151,9 @@ def merge(bucket: list[fx.Node], emitter: Emitter) -> None:
         while before.op == "placeholder":
             before = before.next
     own = {f"{name}s": tuple(bind(node)[name] for node in bucket) for name in OWN if name in bind(bucket[0])}
-    options = own | shared_options(bucket[0])
-    results = emitter.emit(TOGETHER[bucket[0].target], operands, options, before, bucket[0])
+    options, together = own | shared_options(bucket[0]), TOGETHER[bucket[0].target]
+    key, mark = (together, *options.items()), lambda new: ir.copy_origin(new, bucket[0])
+    results = editor.put(before, key, lambda *xs: together(xs, **options), operands, mark)
     for node, result in zip(bucket, results, strict=True):
         ir.set_spec(result, ir.spec(node))
         node.replace_all_uses_with(result)
@@ -180,8 +181,8 @@ class Schedule(ir.Pass):
         before = count_collectives(program)
         notes: list[str] = []
         if before.total():
-            program, emitter = program.copy(), Emitter(ctx)
-            notes = [note for group in groups(program).values() for note in self.merge_group(group, emitter)]
+            program, editor = program.copy(), Editor(ctx)
+            notes = [note for group in groups(program).values() for note in self.merge_group(group, editor)]
             program.module.recompile()
         after = count_collectives(program)
         counts = {
@@ -193,7 +194,7 @@ class Schedule(ir.Pass):
             notes.append("passes.schedule.bucket_mib: no two collectives can travel together, 0 are merged")
         return program, ir.Report(counts, tuple(notes))
 
-    def merge_group(self, group: list[fx.Node], emitter: Emitter) -> Iterator[str]:
+    def merge_group(self, group: list[fx.Node], editor: Editor) -> Iterator[str]:
         """Merge the group's buckets, and say so."""
         if group[0].target in REDUCTIONS:
             group = sorted(group, key=lambda node: node.args[0])  # type: ignore[arg-type,return-value]
@@ -202,7 +203,7 @@ class Schedule(ir.Pass):
                 first, size_bytes = bucket[0], sum(map(full_bytes, bucket))
                 place = ir.source(first) or ir.phase(first)
                 yield f"%{first.name} ({place}): {len(bucket)} {name_of(first.target)} as one, {size_bytes} bytes"
-                merge(bucket, emitter)
+                merge(bucket, editor)
 
 
 def count_collectives(program: ir.Program) -> Counter[str]:
