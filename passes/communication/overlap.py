@@ -47,10 +47,10 @@ from passes.communication.borders import (
 )
 from passes.communication.schedule import writes_input
 from passes.cost.accounting import sent_bytes
-from passes.cost.cluster import FLOPS_PER_BYTE
 from passes.cost.fusion import WAITS
 from passes.program import ir
 from passes.program.bodies import base_of
+from passes.program.machine import FLOPS_PER_BYTE
 from passes.program.operators import communicator_of, is_mutable, kind_of, started
 from passes.program.regions import regions, weight_nodes
 from passes.program.rewrite import move_after, move_before

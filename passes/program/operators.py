@@ -43,8 +43,8 @@ def is_operator(node: fx.Node) -> bool:
 
 
 def name_of(node: fx.Node) -> str:
-    """`linear` for `aten.linear.default`, `my::op` outside aten; empty of what is no operator."""
-    return _name_of(node.target) if isinstance(node.target, OpOverload) else ""
+    """The name of the operator that a node calls; empty of what is none."""
+    return key_of(node.target) if isinstance(node.target, OpOverload) else ""
 
 
 def namespace_of(op: OpOverload) -> str:
@@ -54,7 +54,8 @@ def namespace_of(op: OpOverload) -> str:
 
 
 @functools.cache
-def _name_of(op: OpOverload) -> str:
+def key_of(op: OpOverload) -> str:
+    """An operator's name: `linear` for `aten.linear.default`, `my::op` outside aten."""
     name, space = op._schema.name.partition("::")[2], namespace_of(op)
     return name if space == "aten" else f"{space}::{name}"
 

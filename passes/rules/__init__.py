@@ -8,7 +8,6 @@ from torch import fx
 
 from passes.program.operators import name_of
 from passes.rules import (
-    attention,
     contractions,
     factories,
     indexing,
@@ -24,7 +23,7 @@ from passes.rules.base import Rule, RuleMaker, from_text, opaque, tensor_operand
 
 RULES: dict[str, RuleMaker] = {}
 FAMILIES = (
-    attention, contractions, factories, indexing, losses, pointwise, recurrent, reductions, routed, spatial, views
+    contractions, factories, indexing, losses, pointwise, recurrent, reductions, routed, spatial, views
 )  # fmt: skip
 for _family in FAMILIES:
     _rules = _family.rules()

@@ -19,8 +19,8 @@ from passes.communication.schedule import Schedule
 from passes.lower.segment import Segment
 from passes.memory.remat import Remat
 from passes.program import ir
-from passes.program.bodies import body_of_call, calls_of, flatten, is_view
-from passes.program.operators import kind_of
+from passes.program.bodies import body_of_call, calls_of, flatten
+from passes.program.operators import is_view, kind_of
 from passes.program.printer import print_program
 from passes.program.shift import arrive, shift
 from passes.program.spec import Spec
