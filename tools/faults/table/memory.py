@@ -19,7 +19,7 @@ FAULTS = (
         "            clones[node] = clone(node, user, clones)\n",
         "            clones[node] = clone(node, user, clones)\n"
         "            first = clones[node].all_input_nodes[:1]\n"
-        "            if first and str(ir.value(first[0])) == str(ir.value(node)):\n"
+        "            if first and repr(ir.value(first[0])) == repr(ir.value(node)):\n"
         "                clones[node] = first[0]\n",
         "In place of what is computed again stands its operand, where both are of one shape.",
     ),
