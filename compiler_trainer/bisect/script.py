@@ -15,7 +15,7 @@ from torch import fx
 
 from compiler_trainer.bisect.piece import Piece, gist
 from passes.program import ir
-from passes.program.printer import namespace_of
+from passes.program.operators import namespace_of
 from passes.program.torch_private import OpOverload
 
 

@@ -18,8 +18,9 @@ from compiler_trainer.capture.layers import called, marked
 from passes.program import ir
 from passes.program.bodies import describe_layout, describe_operand
 from passes.program.layer import Layer
+from passes.program.operators import is_random
 from passes.program.rolls import Roll, Rolling, number_in, renumbered
-from passes.sharding.normalize import draws, drops, is_dropout
+from passes.sharding.normalize import drops, is_dropout
 
 NO_LAYER = Layer("", -1)
 
@@ -108,7 +109,7 @@ def text_of(
     marks = {mark: f"before {k}" for k, mark in enumerate(dict.fromkeys(map(mark_of, before)))}
     lines = []
     for node in layer.nodes:
-        if node.op != "call_function" or is_random(node):
+        if node.op != "call_function" or draws(node):
             return None
         used = {operand: words.get(operand, operand.name) for operand in node.all_input_nodes}
         mark = mark_of(node)
@@ -122,9 +123,9 @@ def text_of(
     return inputs(layer.stack, layer.number), lines
 
 
-def is_random(node: fx.Node) -> bool:
+def draws(node: fx.Node) -> bool:
     """Whether an operator draws numbers, which each layer has its own of; dropout that is off does not."""
-    return drops(node) if is_dropout(node) else draws(node)
+    return drops(node) if is_dropout(node) else is_random(node)
 
 
 def mark_of(node: fx.Node) -> str:

@@ -15,7 +15,6 @@ from compiler_trainer.config.schema import LowerConfig
 from compiler_trainer.step.agree import agree
 from compiler_trainer.step.ranks import gather, place_on_node
 from passes.check.simulate import Lockstep
-from passes.cost.accounting import axis_of, communicator_of
 from passes.lower.backends import BACKENDS
 from passes.lower.calls import Executable
 from passes.lower.cudagraphs import Replayed
@@ -23,6 +22,7 @@ from passes.lower.inductor import ALONE, Workers
 from passes.program import ir
 from passes.program.bodies import flatten
 from passes.program.mesh import Mesh
+from passes.program.operators import axis_of, communicator_of
 from passes.program.torch_private import register_axis_group
 
 ByRank = Mapping[int, Sequence[Tensor]]

@@ -18,11 +18,15 @@ from torch import fx
 
 from passes.check.copies import COPY, check_copies
 from passes.check.padding import check_padding
-from passes.check.placements import TRANSITIONS, check_placements
-from passes.cost.accounting import GRADIENTS, axis_of, bind, communicator_of, formula_of
-from passes.program import boundary, ir
+from passes.check.placements import check_placements
+from passes.check.values import Numbers, check_kept
+from passes.cost.accounting import formula_of
+from passes.program import ir
+from passes.program.bodies import base_of
+from passes.program.boundary import BOUNDARY_OPS
 from passes.program.layer import KINDS, Layer
 from passes.program.mesh import SEQUENCE_AXIS, Mesh
+from passes.program.operators import GRADIENTS, axis_of, bind, communicator_of, is_mutable, started
 from passes.program.order import Order
 from passes.program.printer import format_node, format_value
 from passes.program.spec import Spec, validate
@@ -64,6 +68,11 @@ def verify_spec(
         pairs = [(before, program), *bodies]
         _raise_first(pass_name, (f for pair in pairs for check in LOCAL for f in check(*pair)))
     return swept
+
+
+def verify_kept(before: Numbers, after: Numbers, *, pass_name: str = "verify") -> None:
+    """Raise CompileError if the program after a pass that is to keep values returns or stores others."""
+    _raise_first(pass_name, check_kept(before, after))
 
 
 LOCAL = (check_placements, check_padding)
@@ -305,6 +314,19 @@ def check_waits(program: ir.Program) -> Iterator[Finding]:
                     yield user, f"uses %{result.name} before it is waited on"
 
 
+def check_in_flight(program: ir.Program) -> Iterator[Finding]:
+    """What a collective sends is not written before it is waited for."""
+    writes: dict[fx.Node, fx.Node] = {}  # what was written, by its last write
+    for node in program.calls():
+        if is_mutable(node):
+            writes[base_of(node.args[0])] = node  # type: ignore[arg-type]
+        for sent in started(node).all_input_nodes if writes and _is_wait(node) else ():
+            write = writes.get(base_of(sent))
+            if write is not None and started(node) < write:
+                sending = f"%{started(node).name}, which sends %{sent.name}"
+                yield node, f"waits for {sending}: %{write.name} has written into that meanwhile"
+
+
 def _is_wait(node: fx.Node) -> bool:
     return node.target is c10d.wait_tensor.default
 
@@ -338,7 +360,7 @@ def check_columns(program: ir.Program) -> Iterator[Finding]:
 def check_expanded(program: ir.Program) -> Iterator[Finding]:
     """No boundary operator is left, and float8 travels as bytes, which every backend sends."""
     for node in program.calls():
-        if node.target in boundary.BOUNDARY_OPS:
+        if node.target in BOUNDARY_OPS:
             yield node, "is a boundary operator, which `collectives` should have expanded"
         if isinstance(node.target, OpOverload) and node.target.namespace == "_c10d_functional":
             dtypes = {x.dtype for x in map(ir.value, node.all_input_nodes) if isinstance(x, torch.Tensor)}
@@ -404,15 +426,14 @@ def check_gradients(program: ir.Program) -> Iterator[Finding]:
 def check_transitions(program: ir.Program) -> Iterator[Finding]:
     """A boundary operator takes its operand from and to what it is for, where both placements are known."""
     for node in program.calls():
-        if node.target not in TRANSITIONS:
+        if (op := BOUNDARY_OPS.get(node.target)) is None:
             continue
-        takes, gives = TRANSITIONS[node.target]
         before, after = ir.spec(node.args[0]), ir.spec(node)  # type: ignore[arg-type]
-        for axis in program.mesh.over(str(bind(node)["axis"])):
-            if before is not None and before.state(axis) not in takes:
-                yield node, f"takes {' or '.join(takes)} on {axis!r}, its operand is {before.state(axis)}: {before}"
-            if after is not None and after.state(axis) != gives:
-                yield node, f"gives {gives} on {axis!r}, it is placed {after}"
+        for axis in program.mesh.over(axis_of(node) or ""):
+            if before is not None and before.state(axis) not in op.takes:
+                yield node, f"takes {' or '.join(op.takes)} on {axis!r}, its operand is {before.state(axis)}: {before}"
+            if after is not None and after.state(axis) != op.gives:
+                yield node, f"gives {op.gives} on {axis!r}, it is placed {after}"
 
 
 def check_varying(program: ir.Program) -> Iterator[Finding]:
@@ -424,7 +445,7 @@ def check_varying(program: ir.Program) -> Iterator[Finding]:
         operands = [n for n in node.all_input_nodes if ir.is_tensor(n) and kinds.get(n) != "layout"]
         if _passes_gradient(node) and graded.intersection(node.all_input_nodes):
             graded.add(node)
-        if node.target in TRANSITIONS:
+        if node.target in BOUNDARY_OPS:
             continue
         known = [(n, spec) for n in operands if (spec := ir.spec(n)) is not None]
         for axis in program.mesh.axes:
@@ -442,4 +463,4 @@ def _passes_gradient(node: fx.Node) -> bool:
     return is_float and node.target is not torch.ops.aten.detach.default
 
 
-MEANING = (check_specs, check_collectives, check_waits, check_stage)
+MEANING = (check_specs, check_collectives, check_waits, check_in_flight, check_stage)

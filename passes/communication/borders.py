@@ -16,17 +16,15 @@ from itertools import takewhile
 
 from torch import fx
 
-from passes.cost.accounting import count_flops, kind_of
+from passes.cost.accounting import count_flops
 from passes.cost.fusion import ALONE, WAITS
 from passes.program import ir
-from passes.program.bodies import is_view
 from passes.program.layer import Layer, Role
+from passes.program.operators import is_operator, is_view, kind_of, may_alias, name_of
 from passes.program.sweep import recorded
-from passes.program.torch_private import OpOverload
 from passes.program.weights import weight_nodes
-from passes.rules import name_of
 
-COPIES = frozenset({"aten::clone", "aten::_to_copy"})
+COPIES = frozenset({"clone", "_to_copy"})
 Place = tuple[str, Layer | None]  # a phase, and a layer or none
 
 
@@ -38,7 +36,7 @@ def products_of(graph: fx.Graph) -> dict[fx.Node, int]:
 
 def kernels_of(program: ir.Program) -> set[fx.Node]:
     """Operators that run as a kernel of their own: products, attentions, sorts, scatters."""
-    alone = (n for n in program.calls() if isinstance(n.target, OpOverload) and name_of(n) in ALONE)
+    alone = (n for n in program.calls() if name_of(n) in ALONE)
     return {*products_of(program.graph), *alone}
 
 
@@ -135,11 +133,7 @@ def after_waits(program: ir.Program, tails: Container[fx.Node]) -> set[fx.Node]:
 
 def lays_out(node: fx.Node) -> bool:
     """Whether an operator yields its operand's entries, in its memory or in a copy."""
-    if not isinstance(node.target, OpOverload):
-        return True  # operator.getitem
-    schema = node.target._schema
-    views = any(result.alias_info is not None for result in schema.returns)
-    return not schema.is_mutable and (views or schema.name in COPIES)
+    return not is_operator(node) or may_alias(node) or name_of(node) in COPIES  # or a part of a tuple
 
 
 # ---- all of it --------------------------------------------------------------------------------------

@@ -48,15 +48,15 @@ from passes.communication.borders import (
     roles_of,
 )
 from passes.communication.schedule import writes_input
-from passes.cost.accounting import communicator_of, kind_of, sent_bytes, started
+from passes.cost.accounting import sent_bytes
 from passes.cost.fusion import WAITS
 from passes.program import ir
 from passes.program.bodies import base_of
 from passes.program.machine import FLOPS_PER_BYTE
+from passes.program.operators import communicator_of, is_mutable, kind_of, started
 from passes.program.rewrite import move_after, move_before
 from passes.program.stages import Stage
 from passes.program.sweep import recorded
-from passes.program.torch_private import OpOverload
 from passes.program.weights import weight_nodes
 
 COUNTS = ("collectives", "with_products_beside_before", "with_products_beside_after")
@@ -70,6 +70,8 @@ class Overlap(ir.Pass):
     name = "overlap"
     takes = (Stage.EXPANDED,)
     gives = Stage.ORDERED
+    keeps = True
+    after = ("communicators",)  # collectives of one are sent one after another
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
@@ -164,7 +166,7 @@ def wait_late(program: ir.Program, ahead: int, tails: set[fx.Node], ends: set[fx
     stops = ends.union(sending, (n for n in following - tails if n.target in WAITS))
     end, written = program.graph.output_node(), dict[fx.Node, fx.Node]()  # inputs, and where they are written first
     for node in reversed(list(program.calls())):
-        if is_write(node):
+        if is_mutable(node):
             written[node.args[0]] = node  # type: ignore[index]
         if node in sending and (stop := next((n for n in after(node) if n in stops), None)):
             min(stop, *node.users).prepend(node)
@@ -192,11 +194,6 @@ def latest_places(
             if (node.target in WAITS or kind_of(node)) and due[node] < len(runs):
                 found[node] = runs[due[node]][0]
     return found
-
-
-def is_write(node: fx.Node) -> bool:
-    """Whether an operator changes an operand."""
-    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 # ---- products beside collectives --------------------------------------------------------------------

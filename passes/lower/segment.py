@@ -27,11 +27,10 @@ from torch import fx
 from passes.communication.borders import kernels_of
 from passes.communication.overlap import in_flight
 from passes.program import ir
-from passes.program.bodies import Body, Piece, base_of, cut_out, insert_call, is_site, is_view, key_of, text_of
+from passes.program.bodies import Body, Piece, base_of, cut_out, insert_call, is_site, key_of, text_of
 from passes.program.layer import Layer
+from passes.program.operators import is_view, name_of
 from passes.program.stages import Stage
-from passes.program.torch_private import OpOverload
-from passes.rules import name_of
 from passes.rules.pointwise import rules as pointwise_rules
 
 LONGEST_LINE = 2**31  # entries: kernels of flat bodies count with 32 bits
@@ -173,14 +172,9 @@ def is_flat(piece: Piece) -> bool:
             return False
     if len(shapes) != 1 or math.prod(*shapes) >= LONGEST_LINE:
         return False
-    return all(operator_name(node) in ELEMENTWISE or is_whole_sum(node) for node in piece.nodes)
+    return all(name_of(node) in ELEMENTWISE or is_whole_sum(node) for node in piece.nodes)
 
 
 def is_whole_sum(node: fx.Node) -> bool:
     """Whether an operator adds up all entries of a tensor."""
-    return operator_name(node) == "sum" and not ir.example(node).dim() and len(node.args) == 1
-
-
-def operator_name(node: fx.Node) -> str:
-    """The operator's name in the table of rules, empty for what is none."""
-    return name_of(node) if isinstance(node.target, OpOverload) else ""
+    return name_of(node) == "sum" and not ir.example(node).dim() and len(node.args) == 1

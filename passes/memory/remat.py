@@ -37,11 +37,11 @@ from passes.memory.offload import offload
 from passes.memory.recompute import near_writes, recompute, saved_bytes, saved_nodes, sent, storages, why_once
 from passes.program import ir
 from passes.program.layer import Layer, within
+from passes.program.operators import kind_of, name_of
 from passes.program.rolls import Roll
 from passes.program.stages import Stage
 from passes.program.sweep import sweep
-from passes.program.weights import WEIGHT_GATHERS, weight_nodes
-from passes.rules import name_of
+from passes.program.weights import weight_nodes
 
 Action = Literal["save", "recompute", "offload"]
 OfLayer = Literal["none", "full", "attention", "selective", "offload"]
@@ -63,7 +63,7 @@ def weights_to_regather(program: ir.Program) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for node in weight_nodes(program):
         follows = any(n in found for n in node.all_input_nodes) and not why_once(node, written)
-        if ir.phase(node) == "forward" and (node.target in WEIGHT_GATHERS or follows):
+        if ir.phase(node) == "forward" and (kind_of(node) == "all_gather" or follows):
             found.add(node)
     return found
 
@@ -104,6 +104,7 @@ class Remat(ir.Pass):
     reserved: Callable[[ir.Program], int] = lambda program: 0
     name = "remat"
     takes = (Stage.JOINT,)
+    keeps = True
     after = ("simplify", "dedupe", "add_first")  # which would merge what is computed again with what it repeats
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
@@ -128,7 +129,7 @@ class Remat(ir.Pass):
         notes += [f"kept of what is recomputed, {reason}: {count}" for reason, count in sorted(kept.items())]
         if self.policy == "selective" and not any(map(ir.layer, program.calls())):
             notes.append("passes.remat.policy=selective recomputes nothing: the model has no repeated layers")
-        repeated = sum(node.target in WEIGHT_GATHERS for node in clones)
+        repeated = sum(kind_of(node) == "all_gather" for node in clones)
         if self.regather and not repeated:
             notes.append("passes.remat.regather: the backward needs no gathered parameter, 0 gathers are repeated")
         counts = {

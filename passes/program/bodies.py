@@ -26,6 +26,7 @@ from torch import Tensor, fx
 
 from passes.program import ir
 from passes.program.layer import Layer
+from passes.program.operators import is_view
 from passes.program.stages import Stage
 from passes.program.torch_private import OpOverload
 
@@ -193,24 +194,6 @@ class _Inline:
         return new
 
 
-def is_view(node: fx.Node) -> bool:
-    """Whether an operator yields its operand's memory and nothing else happens: a view, or a part of several."""
-    if node.target is operator.getitem:
-        return is_view(node.args[0])  # type: ignore[arg-type]
-    if not isinstance(node.target, OpOverload) or not may_alias(node.target):
-        return False
-    if node.is_impure():  # the wait for what arrives yields what travelled
-        return False
-    return node.target._schema.name not in PERHAPS_COPIES or is_same_line(node)
-
-
-@functools.cache
-def may_alias(target: OpOverload) -> bool:
-    """Whether an operator, by its schema, may yield its operand's memory as it found it."""
-    schema = target._schema
-    return not schema.is_mutable and any(result.alias_info is not None for result in schema.returns)
-
-
 def is_site(node: fx.Node) -> bool:
     """Whether an operator yields the number of a place in the model, which dropout keys its random numbers with.
 
@@ -227,15 +210,6 @@ def base_of(node: fx.Node) -> fx.Node:
     while is_view(node):
         node = node.all_input_nodes[0]
     return node
-
-
-PERHAPS_COPIES = frozenset({"aten::to", "aten::contiguous", "aten::reshape"})
-
-
-def is_same_line(node: fx.Node) -> bool:
-    """Whether one of these operators yields its operand's entries as they lie."""
-    given, made = (ir.example(n) for n in (node.args[0], node))  # type: ignore[arg-type]
-    return given.is_contiguous() and made.is_contiguous() and (given.dtype, given.device) == (made.dtype, made.device)
 
 
 # ---- the text that a body is known by ---------------------------------------------------------------

@@ -198,13 +198,14 @@ class Pass(ABC):
     """A rewrite: pure, it returns a new program and says what it did.
 
     It takes programs of some stages, and gives one of another (None: of the same). Passes named in `after` may not come
-    later.
+    later. If it `keeps` values, all that a program returns or stores is what it was, up to algebra: that is verified.
     """
 
     name: ClassVar[str]
     takes: ClassVar[tuple[Stage, ...]]
     gives: ClassVar[Stage | None] = None
     after: ClassVar[tuple[str, ...]] = ()
+    keeps: ClassVar[bool] = False
 
     def __call__(self, program: Program, ctx: Context) -> tuple[Program, Report]:
         """The program after the pass, of the stage that it gives, and what was done."""

@@ -31,6 +31,7 @@ from torch import Tensor, fx
 from passes.program import ir
 from passes.program.bodies import calls_of
 from passes.program.mesh import SEQUENCE_AXIS
+from passes.program.operators import namespace_of
 from passes.program.torch_private import OpOverload
 
 LONGEST = 8  # entries of a constant list, and eights of characters of a string, that are printed
@@ -120,12 +121,6 @@ def _call(node: fx.Node) -> str:
 def op_name(target: Any) -> str:
     """`linear`, `add.Tensor`, `psum`, `prims.iota`: the overload unless default, the namespace unless well known."""
     return _op_name(target) if isinstance(target, OpOverload) else target.__name__
-
-
-def namespace_of(op: OpOverload) -> str:
-    """`aten`, `ct`, ...; `fn` or `local` of what was made for a program, whichever it was."""
-    space = op.namespace.rstrip("0123456789")
-    return space if space in ("fn", "local") else op.namespace
 
 
 @functools.cache

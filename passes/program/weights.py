@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from passes.program import boundary, ir
-
-WEIGHT_GATHERS = frozenset({boundary.all_gather, boundary.gather_same})
+from passes.program import ir
 
 
 def weight_nodes(program: ir.Program) -> list[fx.Node]:

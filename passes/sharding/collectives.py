@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from passes.program import ir
-from passes.program.boundary import EXPANSIONS
+from passes.program.boundary import BOUNDARY_OPS
 from passes.program.functions import body_of, results_of
 from passes.program.layer import Layer
 from passes.program.rewrite import inline_alike
 from passes.program.routed import EXPANSIONS as ROUTED
 from passes.program.stages import Stage
 
-DEFINITIONS = {**EXPANSIONS, **ROUTED}
+DEFINITIONS = {**{op: record.body for op, record in BOUNDARY_OPS.items()}, **ROUTED}
 
 
 def _contiguous(body: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -67,8 +67,8 @@ class Expand(ir.Pass):
         counts: Counter[str] = Counter()
         put_in_line(program, ctx)
         for node in list(program.calls()):
-            if node.target in EXPANSIONS:
-                counts[node.target._opname] += 1
+            if node.target in BOUNDARY_OPS:
+                counts[BOUNDARY_OPS[node.target].name] += 1
             if definition := DEFINITIONS.get(node.target):
                 inline_alike(node, _contiguous(definition), ctx)
         program.module.recompile()

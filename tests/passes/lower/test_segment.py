@@ -16,12 +16,12 @@ from passes.check.composed import verify_composed
 from passes.communication.borders import products_of
 from passes.communication.overlap import Overlap, in_flight
 from passes.communication.schedule import Schedule
-from passes.cost.accounting import kind_of
 from passes.lower.segment import Segment
 from passes.memory.remat import Remat
 from passes.program import ir
-from passes.program.bodies import body_of_call, calls_of, flatten, is_view
+from passes.program.bodies import body_of_call, calls_of, flatten
 from passes.program.layer import Layer
+from passes.program.operators import is_view, kind_of
 from passes.program.printer import print_program
 from passes.program.shift import arrive, shift
 from passes.program.spec import Spec

@@ -12,10 +12,11 @@ from joint_programs import Tiny, body, count, equal, joint, plain, run
 from oracle import LRS, NO_DECAY, trained_alike
 
 from passes.cost.accounting import peak_memory
-from passes.memory.recompute import COMMUNICATION, is_random, saved_nodes
+from passes.memory.recompute import saved_nodes
 from passes.memory.remat import Remat, operator_name
 from passes.program import boundary, ir
 from passes.program.attend import attend
+from passes.program.operators import is_random, kind_of
 from passes.program.printer import print_program
 from passes.program.spec import Spec
 from passes.program.sweep import sweep
@@ -188,7 +189,7 @@ def test_of_a_layer_only_its_output_and_communication_are_kept(mesh):
         block = ir.module_path(node).split(".")[:2]
         leaves = any(ir.module_path(user).split(".")[:2] != block for user in node.users if ir.phase(user) == "forward")
         in_place = any(operand in written or operand.target is aten.add_.Scalar for operand in node.all_input_nodes)
-        assert block[0] != "blocks" or leaves or in_place or node.target in COMMUNICATION, node
+        assert block[0] != "blocks" or leaves or in_place or kind_of(node), node
 
 
 def test_a_layer_keeps_less_than_a_third():
