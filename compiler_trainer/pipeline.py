@@ -58,7 +58,7 @@ from passes.pipeline.tables import (
 from passes.precision.cast import Cast
 from passes.precision.float8 import Float8
 from passes.program.ir import Pass, Program
-from passes.program.regions import within
+from passes.program.layer import within
 from passes.program.rolls import Rolling
 from passes.sharding.collectives import Expand
 from passes.sharding.experts import Experts
@@ -142,13 +142,13 @@ def build_pipeline(
     joint = (Joint(), Simplify(), Dedupe(), AddFirst())
     train: dict[str, Passes]
     if pp > 1:
-        then = (Accumulate(skip_nonfinite),)
+        total = Accumulate(skip_nonfinite)
 
         def update(rank: int) -> Passes:
             return ApplyOnly(rank, table.rank_of), replace(optimize, rank=rank, ranks=table.ranks)
 
-        ordered = passes.pipeline.schedule != "auto"
-        staged = Staged(table, ordered, (*joint[1:], build_remat(remat, then), *then), (*finish, segment), update)
+        whole, ordered = (*joint[1:], build_remat(remat, (total,)), total), passes.pipeline.schedule != "auto"
+        staged = Staged(table, ordered, whole, (*finish, segment), update)
         return Pipeline(forward, (Expand(), overlap, segment), {}, None, staged=staged)
     if microbatches == 1:
         then: Passes = (optimize, *finish)
@@ -180,7 +180,8 @@ def read_table(path: Path, pp: int, microbatches: int) -> Table:
         table = from_text(text_of(path))
     except ValueError as error:
         raise UserError(str(path), f"{error}") from error
-    for option, wanted, found in (("mesh.pp", pp, table.ranks), ("train.microbatches", microbatches, table.microbatches)):
+    sizes = {"mesh.pp": (pp, table.ranks), "train.microbatches": (microbatches, table.microbatches)}
+    for option, (wanted, found) in sizes.items():
         if wanted != found:
             raise UserError(str(path), f"is a table for {option}={found}, not {wanted}")
     return table

@@ -22,7 +22,7 @@ FLOORS = {
         ("rules",),
         ("context",),
         ("precision", "cost"),
-        ("communication", "memory"),
+        ("communication", "memory", "pipeline"),
         ("sharding",),
         ("update", "autograd", "lower"),
         ("check",),

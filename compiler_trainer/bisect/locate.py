@@ -22,9 +22,9 @@ from compiler_trainer.bisect.values import (
     total_gradient,
 )
 from passes.program import ir
+from passes.program.operators import is_mutable
 from passes.program.printer import format_node
 from passes.program.stages import Stage
-from passes.program.torch_private import OpOverload
 
 
 @dataclass(frozen=True)
@@ -192,13 +192,8 @@ def ancestors(ends: Iterable[fx.Node]) -> set[fx.Node]:
         if node not in found:
             found.add(node)
             stack += node.all_input_nodes
-            stack += [u for u in node.users if node.op == "placeholder" and writes(u) and u.args[0] is node]
+            stack += [u for u in node.users if node.op == "placeholder" and is_mutable(u) and u.args[0] is node]
     return found
-
-
-def writes(node: fx.Node) -> bool:
-    """Whether an operator writes into its first operand."""
-    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def is_local(recorded: Recorded) -> bool:

@@ -18,6 +18,7 @@ from passes.check.numeric import run as run_program
 from passes.check.runner import apply_pass
 from passes.check.verify import verify_spec
 from passes.program import ir
+from passes.program.layer import Layer, Role
 from passes.program.mesh import Mesh
 from passes.program.spec import Spec
 from passes.program.stages import Stage
@@ -59,6 +60,8 @@ class Sketch:
         source: str = "",
         module: str = "",
         phase: str = "forward",
+        layer: Layer | None = None,
+        role: Role | None = None,
     ) -> fx.Node:
         """An operator."""
         node = self.graph.create_node("call_function", target, args, kwargs or {}, name)
@@ -68,6 +71,9 @@ class Sketch:
         ir.set_spec(node, spec)
         ir.set_origin(node, source, module)
         ir.set_phase(node, phase)
+        ir.set_layer(node, layer)
+        if role is not None:
+            ir.set_role(node, role)
         return node
 
     def output(self, name: str, kind: ir.OutputKind, spec: Spec, node: fx.Node) -> None:

@@ -15,7 +15,7 @@ from torch import fx
 
 from compiler_trainer.bisect.piece import Piece, gist
 from passes.program import ir
-from passes.program.printer import namespace_of
+from passes.program.operators import namespace_of
 from passes.program.torch_private import OpOverload
 
 
@@ -44,7 +44,8 @@ def script(piece: Piece, about: str) -> str:
             body.append(f"{node.name} = sketch.input({', '.join(map(text.of, words))})")
         else:
             words = (node.name, node.target, node.args, dict(node.kwargs))
-            origin = {"spec": ir.spec(node), "source": ir.source(node), "module": ir.module_path(node)}
+            origin: dict[str, Any] = {"source": ir.source(node), "module": ir.module_path(node)}
+            origin |= {"spec": ir.spec(node), "layer": ir.layer(node), "role": node.meta.get("role")}
             more = [f", {key}={text.of(value)}" for key, value in origin.items() if value]
             more += [f", phase={text.of(ir.phase(node))}"] if ir.phase(node) != "forward" else []
             body.append(f"{node.name} = sketch.call({', '.join(map(text.of, words))}{''.join(more)})")

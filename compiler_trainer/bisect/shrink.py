@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -116,8 +117,9 @@ def copy_nodes(
             made[node] = sketch.input(node.name, given.name, kind, given.spec, ir.example(node).dtype)
         elif node in inside:
             args, kwargs = fx.map_arg((node.args, node.kwargs), made.__getitem__)
-            origin = {"source": ir.source(node), "module": ir.module_path(node), "phase": ir.phase(node)}
-            made[node] = sketch.call(node.name, node.target, args, kwargs, spec=ir.spec(node), **origin)
+            told: dict[str, Any] = {"source": ir.source(node), "module": ir.module_path(node), "phase": ir.phase(node)}
+            told |= {"spec": ir.spec(node), "layer": ir.layer(node), "role": node.meta.get("role")}
+            made[node] = sketch.call(node.name, node.target, args, kwargs, **told)
     return made
 
 

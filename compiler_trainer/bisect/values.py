@@ -17,7 +17,6 @@ from passes.check.numeric import (
     Results,
     collect,
     differentiate,
-    draws,
     on_one_device,
     place_inputs,
     with_authors_backward,
@@ -26,6 +25,7 @@ from passes.check.simulate import Lockstep
 from passes.program import ir
 from passes.program.functions import body_of
 from passes.program.mesh import Mesh
+from passes.program.operators import is_random
 from passes.program.spec import Spec, boxes, unshard
 from passes.program.stages import Stage
 from passes.sharding.collectives import Expand
@@ -106,7 +106,7 @@ def record(program: ir.Program, ctx: ir.Context, inputs: Mapping[str, Tensor]) -
     """
     is_local = program.stage >= Stage.LOCAL
     found = Recorded(program, program.mesh if is_local else Mesh())
-    if any(draws(node) for node in program.calls()):
+    if any(map(is_random, program.calls())):
         return found
     differentiable = not program.has_backward and not any(body_of(node) for node in program.calls())
     ready = tapped(program)

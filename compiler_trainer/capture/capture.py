@@ -8,6 +8,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,12 +22,14 @@ from compiler_trainer.capture.functions import functions_as_operators
 from compiler_trainer.capture.grouped import any_dtype
 from compiler_trainer.capture.hidden import hidden_as_operators, line
 from compiler_trainer.capture.hints import checkpoints_as_marks, read_marks
+from compiler_trainer.capture.layers import mark_layers
 from compiler_trainer.capture.registered import as_functions
 from compiler_trainer.capture.returned import parted
 from compiler_trainer.capture.roll import Held, roll_up
 from compiler_trainer.config.errors import UserError
 from passes.program import ir
 from passes.program.frames import roomy
+from passes.program.layer import Layer, layer_names, layer_of
 from passes.program.rolls import Roll, Rolling
 from passes.program.spec import Spec
 from passes.program.torch_private import (
@@ -119,8 +122,11 @@ def capture(
         exported = _export(module, values)
         inline_regions(exported.graph_module)
         share_constants(exported)
+        mark_layers(exported.graph, batch_of(exported))
         roll = roll_up(exported.graph_module, state_of(exported, model), rolling) if rolling else None
         exported = _functional(exported)
+        for node in exported.graph.nodes:
+            read_marks(node)
         write_out(exported.graph_module)
     program = _to_program(exported, keys, tuple(metrics), model, roll)
     check_products(program)
@@ -224,6 +230,13 @@ def inline_regions(module: torch.fx.GraphModule) -> None:
     module.recompile()
 
 
+def batch_of(exported: ExportedProgram) -> list[torch.fx.Node]:
+    """The placeholders of the batch."""
+    placeholders = (n for n in exported.graph.nodes if n.op == "placeholder")
+    given = zip(placeholders, exported.graph_signature.input_specs, strict=True)
+    return [node for node, spec in given if spec.kind is InputKind.USER_INPUT]
+
+
 def share_constants(exported: ExportedProgram) -> None:
     """Let equal constants be one: layers that make the same one are then alike."""
     first: dict[str, torch.fx.Node] = {}
@@ -307,7 +320,6 @@ def _to_program(
             outputs.append(ir.Output(spec.target.removeprefix("model."), "buffer", placement))
     for node in list(exported.graph.nodes):
         _trim_module_stack(node)
-        read_marks(node)
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             exported.graph.erase_node(node)  # a check that shapes and dtypes are those of the capture: they are
         if getattr(node.target, "overloadpacket", None) is torch.ops.aten._assert_async:
@@ -317,7 +329,22 @@ def _to_program(
         for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
             ir.set_phase(node, "forward")
     module = torch.fx.GraphModule(torch.nn.Module(), exported.graph)
-    return ir.Program(module, tuple(inputs), tuple(outputs), roll=roll)
+    return ir.Program(module, tuple(with_layers(inputs, nodes)), tuple(outputs), roll=roll)
+
+
+def with_layers(inputs: list[ir.Input], nodes: Mapping[str, torch.fx.Node]) -> Iterator[ir.Input]:
+    """The inputs, of those that the model holds each with its layer; `nodes` are the placeholders of these by name."""
+    state = {given.name for given in inputs if given.kind in ("parameter", "buffer")}
+    names = layer_names(state)
+    for given in inputs:
+        held = given.name in state
+        yield replace(given, layer=layer_of_state(nodes[given.name], given.name, names)) if held else given
+
+
+def layer_of_state(node: torch.fx.Node, name: str, names: set[str]) -> Layer | None:
+    """The one layer that reads a parameter or a buffer; of one that none reads, the layer that it is named in."""
+    readers = {ir.layer(user) for user in node.users} or {layer_of(name, names)}
+    return readers.pop() if len(readers) == 1 else None
 
 
 def check_products(program: ir.Program) -> None:

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from torch import fx
 from torch.fx import traceback as fx_traceback
 
+from compiler_trainer.capture.layers import marked
 from passes.program import ir
 from passes.program.torch_private import checkpoints_inside
 
@@ -39,7 +40,8 @@ def checkpoints_as_marks() -> AbstractContextManager[None]:
 
 
 def read_marks(node: fx.Node) -> None:
-    """Turn the tracer's mark into the program's own."""
+    """Turn the tracer's marks into the program's own."""
+    ir.set_layer(node, marked(node))
     region = (node.meta.pop("custom", None) or {}).get("checkpoint")
     if region:
         ir.set_checkpoint(node, region)

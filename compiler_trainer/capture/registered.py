@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, fx
 
 from passes.program import functions, ir
+from passes.program.operators import name_of
 from passes.program.torch_private import OpOverload, has_autograd_kernel
-from passes.rules import is_ours, name_of
+from passes.rules import is_ours
 from passes.sharding.experts import PRODUCTS
 
 

@@ -14,11 +14,15 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
+from compiler_trainer.capture.layers import called, marked
 from passes.program import ir
 from passes.program.bodies import describe_layout, describe_operand
-from passes.program.regions import layer_paths, region_of
+from passes.program.layer import Layer
+from passes.program.operators import is_random
 from passes.program.rolls import Roll, Rolling, number_in, renumbered
-from passes.sharding.normalize import draws, drops, is_dropout
+from passes.sharding.normalize import drops, is_dropout
+
+NO_LAYER = Layer("", -1)
 
 
 class Held(NamedTuple):
@@ -29,8 +33,8 @@ class Held(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layer:
-    """The nodes of one layer, with those up to the next that are of none; of no stack before the first one."""
+class Section:
+    """The nodes of one layer, with those up to the next that are of none; of no layer before the first one."""
 
     stack: str
     number: int
@@ -62,25 +66,18 @@ def roll_up(module: fx.GraphModule, held: Mapping[fx.Node, Held], how: Rolling) 
 
 
 def path_of(node: fx.Node) -> str:
-    """The module that made a node, as the model knows it: in capture the model is a part of a module with its loss."""
-    return ir.module_path(node).removeprefix("model").removeprefix(".")
+    """The module that made a node, as the model knows it."""
+    return next(reversed(called(node)), "")
 
 
-def layers_in_order(graph: fx.Graph) -> list[Layer]:
+def layers_in_order(graph: fx.Graph) -> list[Section]:
     """The graph's operators, cut where a layer begins."""
-    nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
-    paths = {node: path_of(node) for node in nodes}
-    numbered = layer_paths(set(paths.values()))
-    regions = {path: region_of(path, numbered) for path in set(paths.values())}
-    here, labels = "", []
+    here, labels, nodes = NO_LAYER, [], [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     for node in nodes:
-        here = regions[paths[node]] or here
+        here = marked(node) or here
         labels.append(here)
-    found = []
-    for label, group in groupby(zip(labels, nodes), key=lambda pair: pair[0]):
-        stack, _, number = label.rpartition(".")
-        found.append(Layer(stack, int(number or -1), tuple(node for _, node in group)))
-    return found
+    grouped = groupby(zip(labels, nodes), key=lambda pair: pair[0])
+    return [Section(at.stack, at.number, tuple(node for _, node in group)) for at, group in grouped]
 
 
 def inputs_by_layer(held: Mapping[fx.Node, Held], alike: Callable[[str], Hashable]) -> Callable[[str, int], Any]:
@@ -94,7 +91,7 @@ def inputs_by_layer(held: Mapping[fx.Node, Held], alike: Callable[[str], Hashabl
 
 
 def text_of(
-    layers: Sequence[Layer],
+    layers: Sequence[Section],
     i: int,
     names: Mapping[fx.Node, str],
     alike: Callable[[str], Hashable],
@@ -102,8 +99,8 @@ def text_of(
 ) -> Any:
     """What a layer computes, in words that another like it has as well; None for what stands alone."""
     layer = layers[i]
-    if layer.number < 0:
-        return None
+    if {number_in(path_of(node), layer.stack) for node in layer.nodes} - {None} != {layer.number}:
+        return None  # it has no name of its own, by which its parameters are known
     words = {node: name for node, name in names.items()}
     own = {n: renumbered(w, layer.stack, 0) for n, w in names.items() if number_in(w, layer.stack) == layer.number}
     words |= {node: f"own {name}" for node, name in own.items()}  # not what layer 0 has under that name
@@ -112,7 +109,7 @@ def text_of(
     marks = {mark: f"before {k}" for k, mark in enumerate(dict.fromkeys(map(mark_of, before)))}
     lines = []
     for node in layer.nodes:
-        if node.op != "call_function" or is_random(node):
+        if node.op != "call_function" or draws(node):
             return None
         used = {operand: words.get(operand, operand.name) for operand in node.all_input_nodes}
         mark = mark_of(node)
@@ -126,9 +123,9 @@ def text_of(
     return inputs(layer.stack, layer.number), lines
 
 
-def is_random(node: fx.Node) -> bool:
+def draws(node: fx.Node) -> bool:
     """Whether an operator draws numbers, which each layer has its own of; dropout that is off does not."""
-    return drops(node) if is_dropout(node) else draws(node)
+    return drops(node) if is_dropout(node) else is_random(node)
 
 
 def mark_of(node: fx.Node) -> str:
@@ -140,7 +137,7 @@ def _value(node: fx.Node) -> str:
     return describe_layout(node.meta.get("val"))
 
 
-def longest_run(layers: Sequence[Layer], texts: Sequence[Any]) -> tuple[int, int]:
+def longest_run(layers: Sequence[Section], texts: Sequence[Any]) -> tuple[int, int]:
     """Where the most layers in a row are alike and numbered in order: the first of them, and the one after the last."""
     found = (0, 0)
     first = 0
@@ -154,7 +151,7 @@ def longest_run(layers: Sequence[Layer], texts: Sequence[Any]) -> tuple[int, int
     return found if len(set(numbers)) == len(numbers) else (0, 0)  # a layer that is called twice
 
 
-def escapes(layers: Sequence[Layer], i: int, names: Mapping[fx.Node, str]) -> bool:
+def escapes(layers: Sequence[Section], i: int, names: Mapping[fx.Node, str]) -> bool:
     """Whether anything but the layer and the next one reads what it computes, or anything but it what it is given."""
     layer, around = layers[i], {*layers[i].nodes, *layers[i + 1].nodes}
     own = (node for node, name in names.items() if number_in(name, layer.stack) == layer.number)

@@ -31,7 +31,7 @@ TENSOR = re.compile(r"^(\w+)\[([\d, ]*)\]$")
 PLACED = re.compile(r"^(\w+\[[^\]]*\]) (\[.*)$")
 OPERAND = re.compile(r'"(?:[^"\\]|\\.)*"|%(\w+)')  # a string may hold anything, so it is passed over
 SECTION = re.compile(r"^# (\w+): (.*)$")
-OWN = ("mesh", "stage", "rolled", "inputs", "outputs", "nodes")  # of the program itself; other sections are graphs beside it
+OWN = ("mesh", "stage", "rolled", "inputs", "outputs", "nodes")  # sections of the program itself
 ROLLED = re.compile(r"^# rolled: (.*\.(\d+) to .*\.(\d+))$", re.MULTILINE)
 CALLS = ("segment", "unroll")  # passes that leave calls of bodies
 BODY = re.compile(r"^# body: (\w+), called (\d+) times$")
@@ -58,7 +58,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A table of pipeline stages: of each rank (task, from, to) in `unit`s, and the share of time in which none runs."""
+    """A table of pipeline stages: of each rank (task, from, to) in `unit`s, and the share of time that is idle."""
 
     schedule: str
     unit: Literal["ms", "forwards"]

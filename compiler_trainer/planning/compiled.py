@@ -27,7 +27,7 @@ from passes.cost.accounting import Ledger
 from passes.cost.cluster import Cluster
 from passes.cost.predict import Timeline, predict
 from passes.program import ir
-from passes.program.regions import regions
+from passes.program.layer import Layer
 from passes.program.stages import Stage
 from passes.program.sweep import sweep
 
@@ -181,14 +181,14 @@ def peaks(captured: Captured) -> dict[tuple[str, str], dict[str, int]]:
 
 def places(program: ir.Program, nodes: list[fx.Node]) -> list[tuple[str, str] | None]:
     """The phase and the layer of each node; None within layers that lie between the first and the last."""
-    layer = regions(program)
+    layer = {node: None if ir.phase(node) == "optimizer" else ir.layer(node) for node in program.calls()}
     order = list(dict.fromkeys(filter(None, layer.values())))
-    names: dict[str, str | None] = dict.fromkeys(order) | {"": "outside of layers"}
+    names: dict[Layer | None, str | None] = {**dict.fromkeys(order), None: "outside of layers"}
     if order:
         names |= {order[0]: "first layer", order[-1]: "last layer"}
     found: list[tuple[str, str] | None] = []
     for node in nodes:
-        name = names[layer.get(node, "")]
+        name = names[layer.get(node)]
         found.append(None if name is None or node.op != "call_function" else (ir.phase(node), name))
     return found
 

@@ -11,7 +11,7 @@ from torch import nn
 from compiler_trainer.config.schema import Config, FolderConfig, ModelConfig
 from compiler_trainer.models.attention import head_dims
 from compiler_trainer.models.folder import config_of
-from passes.program.regions import layer_paths, region_of
+from passes.program.layer import layer_names, layer_of
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,10 @@ def sizes_of(cfg: Config, module: nn.Module) -> Sizes:
     """The sizes of what `cfg` trains."""
     tables = [m.weight for m in module.modules() if isinstance(m, nn.Embedding)]
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
-    layers = layer_paths(name.rpartition(".")[0] for name in shapes)
-    inside = {name: shape for name, shape in shapes.items() if region_of(name, layers)}
-    names = tuple(dict.fromkeys(region_of(name, layers) for name in inside))
+    known = layer_names(name.rpartition(".")[0] for name in shapes)
+    layers = {name: str(layer) for name in shapes if (layer := layer_of(name, known))}
+    inside = {name: shapes[name] for name in layers}
+    names = tuple(dict.fromkeys(layers.values()))
     count = max(1, len(names))
     routed = routed_rows(cfg)
     total, last = totals(inside, layers, routed)
@@ -94,7 +95,7 @@ def sizes_of(cfg: Config, module: nn.Module) -> Sizes:
 
 
 def totals(
-    inside: Mapping[str, tuple[int, ...]], layers: set[str], routed: float
+    inside: Mapping[str, tuple[int, ...]], layers: Mapping[str, str], routed: float
 ) -> tuple[dict[str, float], float]:
     """Sums over all layers, and over layers the entries that a token uses of the last matrix of each."""
     total = dict.fromkeys(("used", "dense", "experts", "made", "read"), 0.0)
@@ -111,7 +112,7 @@ def totals(
         total["used"] += rows * made * read
         total["made"] += rows * made
         total["read"] += rows * read
-        last[region_of(name, layers)] = rows * made * read
+        last[layers[name]] = rows * made * read
     return total, sum(last.values())
 
 

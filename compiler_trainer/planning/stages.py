@@ -13,7 +13,6 @@ from passes.pipeline.cut import FORWARD, Task, task_in
 from passes.pipeline.tables import Table, most_alive
 from passes.program import ir
 from passes.program.mesh import Mesh
-from passes.program.regions import layer_paths, region_of
 
 PP = "pp"
 
@@ -32,7 +31,7 @@ def pipeline_of(
         "schedule": schedule,
         "idle": played.idle(),
         "ranks_of_stages": table.rank_of,
-        "layers": layers_of([programs[str(Task(stage, FORWARD))] for stage in range(table.stages)]),
+        "layers": [layers_of(programs[str(Task(stage, FORWARD))]) for stage in range(table.stages)],
         "task_ms": {name: 1e3 * s for name, s in seconds.items()},
         "busy_ms": [1e3 * played.busy_s(rank) for rank in range(table.ranks)],
         "forwards_kept": most_alive(table),
@@ -46,11 +45,9 @@ def drawn(schedule: str, table: Table, played: Played) -> dict[str, Any]:
     return {"schedule": schedule, "unit": "ms", "idle": played.idle(), "slots": slots(played, table.ranks)}
 
 
-def layers_of(forwards: Sequence[ir.Program]) -> list[list[str]]:
-    """The layers that each of them computes."""
-    paths = [dict.fromkeys(map(ir.module_path, program.calls())) for program in forwards]
-    layers = layer_paths(path for own in paths for path in own)
-    return [list(dict.fromkeys(filter(None, (region_of(path, layers) for path in own)))) for own in paths]
+def layers_of(program: ir.Program) -> list[str]:
+    """The layers that a program computes."""
+    return list(dict.fromkeys(str(layer) for node in program.calls() if (layer := ir.layer(node))))
 
 
 def borders(sent: Iterable[Message], size: Mapping[str, int]) -> list[dict[str, Any]]:

@@ -94,11 +94,10 @@ def compile_step(
     table = table_of(pipeline, report)
     rank_of = ranks_of(programs, table)
     laid_out = next(iter(programs.values())).program.mesh  # as placement has it; evaluation comes last
-    state = initial_state([(c.program, rank_of[name]) for name, c in programs.items()], runtime, laid_out, device, values)
+    placed = [(captured.program, rank_of[name]) for name, captured in programs.items()]
+    state = initial_state(placed, runtime, laid_out, device, values)
     here = {runtime.stage_of(rank) for rank in runtime.ranks}
-    compiled = {
-        name: Compiled(flatten(c.program), partial(runtime.compile, name, *c)) for name, c in programs.items()
-    }
+    compiled = {name: Compiled(flatten(c.program), partial(runtime.compile, name, *c)) for name, c in programs.items()}
     evaluation = {name: compiled.pop(name) for name in programs if name.startswith(EVALUATE)}  # lowered when it is run
     runtime.meet({name: each.program for name, each in (compiled | evaluation).items()})
     for name, each in compiled.items():
@@ -146,24 +145,25 @@ def initial_state(
     def state_of(name: str, given: ir.Input, like: Tensor, local: Callable[[int], Tensor]) -> State:
         on = tuple(sorted(stages[name]))
         here = {rank: local(rank) for rank in runtime.ranks if runtime.stage_of(rank) in on}
-        return State(stored(given), here, on, torch.empty(like.shape, dtype=like.dtype, device="meta"))
+        return State(stored(given), here, torch.empty(like.shape, dtype=like.dtype, device="meta"), on)
+
+    def part(full: Value, given: ir.Input, like: Tensor, rank: int) -> Tensor:
+        return shard(full, stored(given), mesh, mesh.coordinates(rank), like.dtype, device)
+
+    def zeros(like: Tensor, rank: int) -> Tensor:
+        return torch.zeros(like.shape, dtype=like.dtype, device=device)
 
     state = {}
     for name, full in values:
         if (key := f"model.{name}") in needed:
-            given, example = needed.pop(key)
+            given, like = needed.pop(key)
             if tuple(full.shape) != given.spec.shape:
                 raise UserError(name, f"initial value has shape {tuple(full.shape)}, the model has {given.spec.shape}")
-            spec, dtype = stored(given), example.dtype
-            state[key] = state_of(
-                key, given, example, lambda rank: shard(full, spec, mesh, mesh.coordinates(rank), dtype, device)
-            )
+            state[key] = state_of(key, given, like, partial(part, full, given, like))
     if missing := [name for name, (given, _) in needed.items() if given.kind in ("parameter", "buffer")]:
         raise UserError(missing[0].removeprefix("model."), "has no initial value; give real weights or `initial`")
-    for name, (given, example) in needed.items():
-        state[name] = state_of(
-            name, given, example, lambda rank: torch.zeros(example.shape, dtype=example.dtype, device=device)
-        )
+    for name, (given, like) in needed.items():
+        state[name] = state_of(name, given, like, partial(zeros, like))
     return state
 
 

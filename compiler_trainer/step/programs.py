@@ -25,8 +25,9 @@ from passes.pipeline.tables import Table, auto
 from passes.program import ir
 from passes.program.alone import alone, cone_of
 from passes.program.mesh import Mesh
+from passes.program.operators import is_random
 from passes.program.stages import Stage
-from passes.sharding.normalize import draws, drops, is_dropout
+from passes.sharding.normalize import drops, is_dropout
 from passes.sharding.place import Place
 
 T = TypeVar("T")
@@ -255,7 +256,7 @@ def last_position(program: ir.Program, entries: fx.Node, below: Mapping[str, int
 def depends_on_mode(program: ir.Program) -> bool:
     """Whether the captured forward may be another in eval mode: it draws random numbers, or changes buffers."""
     changes = any(o.kind == "buffer" for o in program.outputs)
-    return changes or any(drops(n) or draws(n) and not is_dropout(n) for n in program.calls())
+    return changes or any(drops(n) or is_random(n) and not is_dropout(n) for n in program.calls())
 
 
 @contextmanager

@@ -15,14 +15,14 @@ from compiler_trainer.config.schema import LowerConfig
 from compiler_trainer.step.agree import agree
 from compiler_trainer.step.ranks import gather, place_on_node
 from passes.check.simulate import Lockstep
-from passes.cost.accounting import axis_of, communicator_of
 from passes.lower.backends import BACKENDS
 from passes.lower.calls import Executable
 from passes.lower.cudagraphs import Replayed
-from passes.lower.inductor import Workers
+from passes.lower.inductor import ALONE, Workers
 from passes.program import ir
 from passes.program.bodies import flatten
 from passes.program.mesh import Mesh
+from passes.program.operators import axis_of, communicator_of
 from passes.program.torch_private import register_axis_group
 
 ByRank = Mapping[int, Sequence[Tensor]]
@@ -31,8 +31,11 @@ ByRank = Mapping[int, Sequence[Tensor]]
 class Runtime(Protocol):
     """Compiles a program and runs it for the ranks that live here."""
 
+    mesh: Mesh
     ranks: tuple[int, ...]
 
+    @property
+    def apart(self) -> int: ...
     def compile(self, name: str, program: ir.Program, ctx: ir.Context) -> Any: ...
     def run(self, compiled: Any, inputs: ByRank) -> dict[int, tuple[Tensor, ...]]: ...
     def all_locals(self, local: Mapping[int, Tensor]) -> list[Tensor]: ...
@@ -106,10 +109,10 @@ class ProcessRanks(Staged):
             raise UserError("mesh", f"{dict(mesh.sizes)} is for {mesh.world_size} ranks, {world_size} are running")
         self.ranks: tuple[int, ...] = (rank,)
         self.groups: dict[str, dist.ProcessGroup] = {}  # of the communicators that programs name
-        self.workers = self.share_out() if self.distributed else None
+        self.workers = self.share_out() if self.distributed else ALONE
 
     def share_out(self) -> Workers:
-        """The ranks of this node that compile the same programs: those of one pipeline stage; every rank must call it."""
+        """The ranks of this node and pipeline stage, which compile the same programs; every rank must call it."""
         (rank,), (local, count) = self.ranks, place_on_node()
         if self.mesh["pp"] == 1:
             return Workers(local, count, dist.barrier)
@@ -134,9 +137,8 @@ class ProcessRanks(Staged):
         def tell(what: str) -> None:
             self.tell(f"{name}: {what}")
 
-        if not self.distributed:
-            return lower(program, ctx, tell=tell)
-        self.name_groups()
+        if self.distributed:
+            self.name_groups()
         return lower(program, ctx, self.workers, tell)
 
     def run(self, compiled: Executable, inputs: ByRank) -> dict[int, tuple[Tensor, ...]]:

@@ -32,8 +32,8 @@ class State:
 
     spec: Spec
     local: ByRank
+    like: Tensor
     stages: tuple[int, ...] = (0,)
-    like: Tensor | None = None
 
 
 @dataclass(frozen=True)

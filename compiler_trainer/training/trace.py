@@ -23,8 +23,8 @@ from compiler_trainer.config.schema import Config
 from compiler_trainer.console import say
 from compiler_trainer.step.ranks import rank
 from compiler_trainer.step.step import Step
-from passes.cost.accounting import axis_of, kind_of
 from passes.program import ir
+from passes.program.operators import axis_of, kind_of
 from passes.program.torch_private import OpOverload
 
 FILE = "trace.json.gz"

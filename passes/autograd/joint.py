@@ -23,11 +23,11 @@ from torch import Tensor, fx
 
 from passes.program import ir
 from passes.program.functions import communicates, inline_functions
+from passes.program.operators import is_mutable, name_of
 from passes.program.record import Recorder, Tape
 from passes.program.rewrite import inline
 from passes.program.stages import Stage
 from passes.program.torch_private import decomposition, step_by_step
-from passes.rules import name_of
 from passes.rules.recurrent import RECURRENT
 
 MAY_BE_LOST = 0.05  # of the backward's nodes: without origins, what works by layer would silently do nothing
@@ -108,18 +108,13 @@ def differentiate(program: ir.Program) -> tuple[fx.Graph, list[fx.Node]]:
 
 def unrolled(program: ir.Program, ctx: ir.Context) -> ir.Program:
     """The program with recurrent networks written out over time: PyTorch has no gradient of theirs for every device."""
-    if not any(map(is_recurrent, program.calls())):
+    if not any(name_of(n) in RECURRENT for n in program.calls()):
         return program
     program = program.copy()
     with step_by_step():
-        for node in filter(is_recurrent, list(program.calls())):
+        for node in [n for n in program.calls() if name_of(n) in RECURRENT]:
             inline(node, decomposition(node.target), ctx)
     return program
-
-
-def is_recurrent(node: fx.Node) -> bool:
-    """Whether an operator goes along a sequence step by step."""
-    return hasattr(node.target, "_schema") and name_of(node) in RECURRENT
 
 
 @dataclass(frozen=True)
@@ -192,7 +187,7 @@ def functionalize(graph: fx.Graph) -> None:
     holders: dict[torch.UntypedStorage, list[fx.Node]] = collections.defaultdict(list)
     for node in list(graph.nodes):
         target = node.target
-        if node.op != "call_function" or not hasattr(target, "_schema") or not target._schema.is_mutable:
+        if not is_mutable(node):
             if ir.is_tensor(node):
                 holders[ir.example(node).untyped_storage()].append(node)
             continue

@@ -124,6 +124,7 @@ class Simplify(ir.Pass):
 
     name = "simplify"
     takes = (Stage.JOINT,)
+    keeps = True
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()

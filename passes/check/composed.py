@@ -8,7 +8,8 @@ from itertools import zip_longest
 from torch import fx
 
 from passes.program import ir
-from passes.program.bodies import flatten, is_site, is_view
+from passes.program.bodies import flatten, is_site
+from passes.program.operators import is_view
 from passes.program.printer import format_node
 
 

@@ -3,7 +3,8 @@
 A value may differ by rank on an axis if it is computed from shards, partial sums or the rank's own coordinate there;
 gathering or reducing it over the axis makes it one value again. What a program stores or returns as a full copy must
 be one: a gradient that is not reduced, or a norm that leaves out an axis, lets the copies of a parameter drift apart.
-That a sum is complete, and was completed once, this does not tell: the values on all ranks are then alike, and wrong.
+A sum over ranks adds what may differ there: one of what is the same on all of them was complete before.
+That terms are those of the sum, this does not tell.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from passes.cost.accounting import axis_of, kind_of
-from passes.program import boundary, ir
+from passes.program import ir
+from passes.program.boundary import BOUNDARY_OPS
 from passes.program.mesh import Mesh
+from passes.program.operators import axis_of, kind_of
 
 Finding = tuple[fx.Node | None, str]
 Axes = frozenset[str]
 COPY = torch.ops.aten.copy_.default
 UNITES = ("all_gather", "all_reduce")  # afterwards every rank of the axis has the same
-KEEPS = {boundary.vary, boundary.unvary}  # give back their first operand; the coordinate is for the gradient
-DIVIDES = {boundary.slice_, boundary.take, boundary.place_, boundary.only_first}
+COPIES = ("same", "varying")
 
 
 def check_copies(program: ir.Program) -> Iterator[Finding]:
-    """Full copies, stored or returned, that may differ between the ranks of an axis."""
+    """Full copies, stored or returned, that may differ between the ranks of an axis; sums over ranks of one value."""
     differs: dict[fx.Node, Axes] = {}
     copies: dict[fx.Node, tuple[str, Axes]] = {}  # inputs that are stored into: what they are, where they are copies
     for node, given in zip(program.placeholders(), program.inputs, strict=True):
@@ -35,8 +36,12 @@ def check_copies(program: ir.Program) -> Iterator[Finding]:
         differs[node] = frozenset(own.union(apart_on))
         copies[node] = f"{given.kind} {given.name!r}", frozenset(program.mesh.axes) - own
     for node in program.calls():
-        read = node.all_input_nodes[:1] if node.target in KEEPS else node.all_input_nodes
-        differs[node] = after(node, frozenset().union(*(differs[n] for n in read)), program.mesh)
+        read = node.all_input_nodes[:1] if keeps(node) else node.all_input_nodes
+        before = frozenset().union(*(differs[n] for n in read))
+        differs[node] = after(node, before, program.mesh)
+        record = BOUNDARY_OPS.get(node.target)
+        if record is not None and record.reduces == "sum" and (once := set(over(node, program.mesh)) - before):
+            yield node, f"adds up over {', '.join(sorted(once))} what is the same on all ranks there"
         target = node.args[0] if node.args else None
         if writes(node) and target in copies:
             what, same = copies[target]  # type: ignore[index]
@@ -54,8 +59,18 @@ def after(node: fx.Node, before: Axes, mesh: Mesh) -> Axes:
     _, inner, outer = mesh.part(axis)
     if kind_of(node) in UNITES:
         return before.difference(mesh.over(axis)) if inner == outer == 1 else before
-    divides = node.target in DIVIDES or kind_of(node) in ("reduce_scatter", "all_to_all", "shift")
-    return before.union(mesh.over(axis)) if divides else before
+    return before if keeps(node) else before.union(mesh.over(axis))
+
+
+def over(node: fx.Node, mesh: Mesh) -> tuple[str, ...]:
+    """The axes that an operator communicates over."""
+    return mesh.over(axis_of(node) or "")
+
+
+def keeps(node: fx.Node) -> bool:
+    """Whether a node gives back its first operand; the rank's coordinate is for the gradient."""
+    record = BOUNDARY_OPS.get(node.target)
+    return record is not None and record.kind is None and record.gives in COPIES
 
 
 def writes(node: fx.Node) -> bool:

@@ -20,13 +20,12 @@ from torch import Tensor, fx
 
 from passes.check.simulate import Lockstep, places
 from passes.check.verify import failure
-from passes.memory.recompute import is_random
 from passes.program import ir
 from passes.program.functions import Function, body_of, function_of
 from passes.program.mesh import Mesh
+from passes.program.operators import is_mutable, is_random
 from passes.program.spec import Spec, boxes, shard, unshard
 from passes.program.stages import Stage
-from passes.program.torch_private import OpOverload
 from passes.sharding.collectives import Expand
 
 ZERO_AT_FIRST = ("moment", "gradient")  # kinds of inputs that start at zero if no value is given
@@ -103,7 +102,7 @@ def coarsest(program: ir.Program) -> float:
 
 def run(program: ir.Program, ctx: ir.Context, inputs: Mapping[str, Tensor]) -> Results:
     """The program's results on whole inputs; gradients of its loss are added if it has none yet."""
-    if any(draws(node) for node in program.calls()):
+    if any(map(is_random, program.calls())):
         return {}
     differentiable = not program.has_backward and not any(body_of(node) for node in program.calls())
     if program.stage < Stage.LOCAL:
@@ -117,11 +116,6 @@ def run(program: ir.Program, ctx: ir.Context, inputs: Mapping[str, Tensor]) -> R
     with torch.set_grad_enabled(differentiable):
         results = collect(program, Lockstep(program).run(given), given)
     return results | differentiate(program, results, given) if differentiable else results
-
-
-def draws(node: fx.Node) -> bool:
-    """Whether an operator takes numbers from PyTorch's generator."""
-    return isinstance(node.target, OpOverload) and is_random(node)
 
 
 def on_one_device(program: ir.Program) -> ir.Program:
@@ -228,15 +222,11 @@ def collect(program: ir.Program, outputs: Sequence[tuple[Any, ...]], given: Sequ
         if node.op != "placeholder":
             whole = unshard([values[k] for values in outputs], output.spec, program.mesh)
             results[output.kind, output.name] = Result(whole, node)
-    written = {node.args[0] for node in program.calls() if _is_mutable(node)}
+    written = {node.args[0] for node in program.calls() if is_mutable(node)}
     for k, (node, i) in enumerate(zip(program.placeholders(), program.inputs, strict=True)):
         if node in written:
             results[i.kind, i.name] = Result(unshard([values[k] for values in given], i.spec, program.mesh), node)
     return results
-
-
-def _is_mutable(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def differentiate(program: ir.Program, results: Results, given: Sequence[Sequence[Tensor]]) -> Results:

@@ -17,7 +17,8 @@ import torch
 from torch import fx
 
 from passes.check.placements import axes_of, behind, origin_of
-from passes.program import boundary, ir
+from passes.program import ir
+from passes.program.boundary import BOUNDARY_OPS
 from passes.program.functions import function_of
 from passes.program.mesh import Mesh
 from passes.program.spec import Factor, Spec
@@ -26,7 +27,7 @@ from passes.sharding.atoms import Atoms, refine
 
 Finding = tuple[fx.Node | None, str]
 MASK = torch.ops.aten.where.ScalarOther
-CUTS = (boundary.slice_, boundary.take, boundary.reduce_scatter, boundary.all_to_all)  # new padding of theirs is zero
+CUTS = {op for op, record in BOUNDARY_OPS.items() if record.gives == "shard"}  # new padding of theirs is zero
 
 
 def check_padding(whole: ir.Program, local: ir.Program) -> Iterator[Finding]:

@@ -20,9 +20,11 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from passes.program import boundary, ir
+from passes.program import ir
+from passes.program.boundary import BOUNDARY_OPS
 from passes.program.functions import function_of
 from passes.program.mesh import Mesh
+from passes.program.operators import axis_of
 from passes.program.routed import IN_ANY_ORDER, order, pack, sends, unpack
 from passes.program.spec import Dim, Factor, Spec
 from passes.rules import Rule, rule_of, tensor_operands
@@ -30,24 +32,8 @@ from passes.sharding.atoms import Atoms, borne, merge_dim, refine, ride
 
 Finding = tuple[fx.Node | None, str]
 
-# boundary operator -> what its operand may be on its axis, what its result is
-TRANSITIONS: dict[object, tuple[tuple[str, ...], str]] = {
-    boundary.all_gather: (("shard",), "varying"),
-    boundary.reduce_scatter: (("partial",), "shard"),
-    boundary.psum: (("partial",), "same"),
-    boundary.pmax: (("partial",), "same"),
-    boundary.vary: (("same",), "varying"),
-    boundary.slice_: (("same", "varying"), "shard"),
-    boundary.gather_same: (("shard",), "same"),
-    boundary.take: (("varying",), "shard"),
-    boundary.place_: (("shard",), "partial"),
-    boundary.unvary: (("varying",), "same"),
-    boundary.only_first: (("same", "varying"), "partial"),  # varying: in a body that nothing differentiates
-    boundary.all_to_all: (("shard",), "shard"),
-}
 CAST = torch.ops.aten._to_copy.default
 DETACH = torch.ops.aten.detach.default
-REDUCES = {boundary.reduce_scatter: "sum", boundary.psum: "sum", boundary.pmax: "max"}
 
 
 def check_placements(whole: ir.Program, local: ir.Program) -> Iterator[Finding]:
@@ -65,7 +51,7 @@ def check_placements(whole: ir.Program, local: ir.Program) -> Iterator[Finding]:
             continue
         path, sources = behind(node)
         names = {origin.name}
-        if any(step.target in TRANSITIONS for step in path):
+        if any(step.target in BOUNDARY_OPS for step in path):
             names.update(below_cast(origin))
         same = [source for source in sources if ir.stands_for(source) in names]
         if same:
@@ -298,24 +284,17 @@ def check_conversion(node: fx.Node, source: fx.Node, path: Sequence[fx.Node], me
     states = {axis: before.state(axis) for axis in mesh.axes}
     hows = dict(before.partial)
     for step in path:
-        if step.target not in TRANSITIONS:
-            continue
-        takes, gives = TRANSITIONS[step.target]
-        for axis in axes_over(step, mesh):
-            if states[axis] not in takes:
-                yield step, f"takes {' or '.join(takes)} on {axis!r}, it gets {states[axis]}: %{source.name} {before}"
-            elif hows.get(axis) != REDUCES.get(step.target, hows.get(axis)):
-                yield step, f"completes a {REDUCES[step.target]} over {axis!r}, its operand is a {hows[axis]}"
-            states[axis] = gives
+        op = BOUNDARY_OPS.get(step.target)
+        for axis in mesh.over(axis_of(step) or "") if op else ():
+            if states[axis] not in op.takes:
+                got = f"it gets {states[axis]}: %{source.name} {before}"
+                yield step, f"takes {' or '.join(op.takes)} on {axis!r}, {got}"
+            elif op.reduces and hows.get(axis) != op.reduces:
+                yield step, f"completes a {op.reduces} over {axis!r}, its operand is a {hows[axis]}"
+            states[axis] = op.gives
     for axis in mesh.axes:
         if not may_be_called(states[axis], after.state(axis)):
             yield node, f"is placed {after}, {states[axis]} over {axis} on its way from %{source.name} {before}"
-
-
-def axes_over(step: fx.Node, mesh: Mesh) -> tuple[str, ...]:
-    """The axes over which a boundary operator communicates."""
-    names = [argument.name for argument in step.target._schema.arguments]  # type: ignore[union-attr]
-    return mesh.over(str(step.args[names.index("axis")]))
 
 
 def may_be_called(state: str, claim: str) -> bool:

@@ -16,7 +16,8 @@ from torch import Tensor, fx
 
 from passes.check.composed import verify_composed
 from passes.check.numeric import Results, coarsest, compare, run
-from passes.check.verify import verify_spec
+from passes.check.values import Numbers
+from passes.check.verify import verify_kept, verify_spec
 from passes.cost.accounting import Accounting, Ledger, summed
 from passes.cost.costs import Costs, costs
 from passes.program import ir
@@ -99,10 +100,12 @@ def run_passes(
     records: list[PassRecord] = []
     ledger: Ledger | None = None
 
-    def finish(step: str, seconds: float, before: ir.Program, after: ir.Program, report: ir.Report) -> None:
+    def finish(
+        step: str, seconds: float, before: ir.Program, after: ir.Program, report: ir.Report, keeps: bool = False
+    ) -> None:
         nonlocal ledger
         with failing_as(step):
-            whole, swept, errors = check(step, before, after, report)
+            whole, swept, errors = check(step, before, after, report, keeps)
             ledger = ledger if ledger and ledger.swept is swept else Ledger(whole, swept)
             accounting = summed(ledger)
         counts = len(before.graph.nodes), len(after.graph.nodes)
@@ -121,7 +124,7 @@ def run_passes(
         check.remember(before)
         started = time.perf_counter()
         program, report = apply_pass(step, before, ctx)
-        finish(step.name, time.perf_counter() - started, before, program, report)
+        finish(step.name, time.perf_counter() - started, before, program, report, step.keeps)
     return program, records
 
 
@@ -172,6 +175,7 @@ class _Checker:
         self.verify, self.ctx, self.inputs = verify, ctx, inputs or {}
         self.seen: list[Any] = []
         self.results: Results | None = known or None
+        self.numbers: Numbers | None = None  # of the program last seen
         self.swept: tuple[ir.Program, Sweep] | None = None  # the program last seen in line, and what its nodes yield
 
     def remember(self, before: ir.Program) -> None:
@@ -182,9 +186,9 @@ class _Checker:
             self.results = run(before, self.ctx, self.inputs)
 
     def __call__(
-        self, step: str, before: ir.Program, after: ir.Program, report: ir.Report
+        self, step: str, before: ir.Program, after: ir.Program, report: ir.Report, keeps: bool
     ) -> tuple[ir.Program, Sweep, dict[str, float]]:
-        """The program in line, what its nodes yield, and the errors of its results.
+        """The program in line, what its nodes yield, and the errors of its results, which a pass that `keeps` keeps.
 
         Raises CompileError naming the pass.
         """
@@ -199,10 +203,19 @@ class _Checker:
         if self.verify == "none":
             swept = self.known(after) or sweep(after, self.ctx)
         else:
-            known = self.known(after)
+            known, numbers = self.known(after), self.numbers_of(before) if keeps else None
             swept = verify_spec(after, self.ctx, pass_name=step, before=before, bodies=report.bodies, swept=known)
+            if numbers is not None and known is None:
+                self.numbers = Numbers(after, swept)
+                verify_kept(numbers, self.numbers, pass_name=step)
         self.swept = after, swept
         return after, swept, self.compare(step, before, after) if self.verify == "numeric" else {}
+
+    def numbers_of(self, before: ir.Program) -> Numbers:
+        """The numbers that values of a program are known by."""
+        if self.numbers is not None and self.numbers.program.graph is before.graph:
+            return self.numbers
+        return Numbers(before, self.known(before) or sweep(before, self.ctx))
 
     def known(self, program: ir.Program) -> Sweep | None:
         """What the nodes yield, if the program is the last one but for its stage: a pass that found nothing to do."""

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.cost.accounting import axis_of
 from passes.program import ir
 from passes.program.bodies import flatten
 from passes.program.mesh import BLOCKS, Mesh
+from passes.program.operators import axis_of
 from passes.program.order import PLAIN, Order
 from passes.program.shift import arrive, hops_at, shift, shift_by
 from passes.program.sweep import laid_out

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,16 +18,22 @@ from torch import fx
 
 from passes.check.copies import COPY, check_copies
 from passes.check.padding import check_padding
-from passes.check.placements import TRANSITIONS, check_placements
-from passes.cost.accounting import GRADIENTS, axis_of, bind, communicator_of
-from passes.program import boundary, ir
+from passes.check.placements import check_placements
+from passes.check.values import Numbers, check_kept
+from passes.cost.accounting import formula_of
+from passes.program import ir
+from passes.program.bodies import base_of
+from passes.program.boundary import BOUNDARY_OPS
+from passes.program.layer import KINDS, Layer
 from passes.program.mesh import SEQUENCE_AXIS, Mesh
+from passes.program.operators import GRADIENTS, axis_of, bind, communicator_of, is_mutable, started
 from passes.program.order import Order
 from passes.program.printer import format_node, format_value
 from passes.program.spec import Spec, validate
 from passes.program.stages import Stage
 from passes.program.sweep import Sweep, Value, sweep
 from passes.program.torch_private import OpOverload, c10d
+from passes.program.weights import weight_nodes
 
 STORED_IN = {"buffer": ("buffer",), "gradient": ("parameter", "gradient")}  # result -> inputs that may take it
 CAST = torch.ops.aten._to_copy.default
@@ -58,9 +64,15 @@ def verify_spec(
     if before is not None:
         _raise_first(pass_name, check_results_kept(before, program))
     if before is not None and before.stage < Stage.LOCAL <= program.stage:
+        _raise_first(pass_name, check_layers_kept(before, program))
         pairs = [(before, program), *bodies]
         _raise_first(pass_name, (f for pair in pairs for check in LOCAL for f in check(*pair)))
     return swept
+
+
+def verify_kept(before: Numbers, after: Numbers, *, pass_name: str = "verify") -> None:
+    """Raise CompileError if the program after a pass that is to keep values returns or stores others."""
+    _raise_first(pass_name, check_kept(before, after))
 
 
 LOCAL = (check_placements, check_padding)
@@ -125,6 +137,23 @@ def check_phases(program: ir.Program) -> Iterator[Finding]:
             yield node, f"is of no phase; one of {', '.join(ir.PHASES)} has to be recorded with it"
 
 
+def check_layers(program: ir.Program) -> Iterator[Finding]:
+    """Every operator says which layer it is of, or of none; what a layer's forward alone reads of itself is of it."""
+    for node in program.calls():
+        if ir.has_no_layer(node):
+            yield node, "does not say which layer it is of, which has to be recorded with it, be it none"
+            return
+    forward = {node for node in program.calls() if ir.phase(node) == "forward"}
+    outside = [node for node in forward if ir.layer(node) is None]
+    before, after = dict[fx.Node, set[Layer | None]](), dict[fx.Node, set[Layer | None]]()  # through others of none
+    for node in sorted(outside):
+        before[node] = set().union(*(before.get(n, {ir.layer(n)}) for n in node.all_input_nodes))
+    for node in sorted(outside, reverse=True):
+        after[node] = set().union(*(after.get(n, {ir.layer(n) if n in forward else None}) for n in node.users))
+        if len(after[node]) == 1 and after[node] <= before[node] - {None}:
+            yield node, f"is of no layer, between operators of {next(iter(after[node]))}"
+
+
 def check_ends(program: ir.Program) -> Iterator[Finding]:
     """Placeholders and results are as many, and of the shapes, that `inputs` and `outputs` say."""
     placeholders, results = program.placeholders(), program.results()
@@ -162,7 +191,7 @@ def check_parts(program: ir.Program) -> Iterator[Finding]:
             yield node, "drops the imaginary parts of complex numbers; take x.real where that is meant"
 
 
-STRUCTURE = (check_lint, check_values, check_phases, check_ends, check_parts)
+STRUCTURE = (check_lint, check_values, check_phases, check_layers, check_ends, check_parts)
 
 
 # ---- what is recorded ----------------------------------------------------------------------------
@@ -208,6 +237,16 @@ def check_results_kept(before: ir.Program, program: ir.Program) -> Iterator[Find
         places = [(kind, output.name) for kind in STORED_IN.get(output.kind, ())]
         if (output.kind, output.name) not in returned and not stored.intersection(places):
             yield None, f"{output.kind} {output.name!r}, which %{node.name} was, is neither returned nor stored"
+
+
+def check_layers_kept(before: ir.Program, program: ir.Program) -> Iterator[Finding]:
+    """What stands for operators of a layer is of it, where it is not an operand as it was."""
+    whole = {node.name: layer for node in before.calls() if (layer := ir.layer(node))}
+    standing = {node: layer for node in program.calls() if (layer := whole.get(ir.stands_for(node)))}
+    kept = set(map(ir.layer, standing))
+    for node, layer in standing.items():
+        if layer not in kept:
+            yield node, f"and all others that stand for operators of {layer} are not of it"
 
 
 def check_specs(program: ir.Program) -> Iterator[Finding]:
@@ -275,6 +314,19 @@ def check_waits(program: ir.Program) -> Iterator[Finding]:
                     yield user, f"uses %{result.name} before it is waited on"
 
 
+def check_in_flight(program: ir.Program) -> Iterator[Finding]:
+    """What a collective sends is not written before it is waited for."""
+    writes: dict[fx.Node, fx.Node] = {}  # what was written, by its last write
+    for node in program.calls():
+        if is_mutable(node):
+            writes[base_of(node.args[0])] = node  # type: ignore[arg-type]
+        for sent in started(node).all_input_nodes if writes and _is_wait(node) else ():
+            write = writes.get(base_of(sent))
+            if write is not None and started(node) < write:
+                sending = f"%{started(node).name}, which sends %{sent.name}"
+                yield node, f"waits for {sending}: %{write.name} has written into that meanwhile"
+
+
 def _is_wait(node: fx.Node) -> bool:
     return node.target is c10d.wait_tensor.default
 
@@ -294,6 +346,8 @@ def check_stage(program: ir.Program) -> Iterator[Finding]:
         yield from check_copies(program)
     if program.stage >= Stage.EXPANDED:
         yield from check_expanded(program)
+    if program.stage >= Stage.ORDERED:
+        yield from check_roles(program)
 
 
 def check_columns(program: ir.Program) -> Iterator[Finding]:
@@ -306,13 +360,54 @@ def check_columns(program: ir.Program) -> Iterator[Finding]:
 def check_expanded(program: ir.Program) -> Iterator[Finding]:
     """No boundary operator is left, and float8 travels as bytes, which every backend sends."""
     for node in program.calls():
-        if node.target in boundary.BOUNDARY_OPS:
+        if node.target in BOUNDARY_OPS:
             yield node, "is a boundary operator, which `collectives` should have expanded"
         if isinstance(node.target, OpOverload) and node.target.namespace == "_c10d_functional":
             dtypes = {x.dtype for x in map(ir.value, node.all_input_nodes) if isinstance(x, torch.Tensor)}
             for dtype in dtypes:
                 if dtype.is_floating_point and dtype.itemsize == 1:
                     yield node, f"sends {dtype}, which backends do not; send its bytes as uint8"
+
+
+def check_roles(program: ir.Program) -> Iterator[Finding]:
+    """Every operator is something to the layers, and nothing that it plainly is not."""
+    weights = set(weight_nodes(program))
+    for node in program.calls():
+        if ir.has_no_role(node):
+            yield node, f"has no role; one of {', '.join(KINDS)} has to be recorded with it"
+        elif plainly_not := PLAINLY_NOT[ir.role(node).kind](node, weights):
+            yield node, f"is {plainly_not}, its role is {ir.role(node).kind}"
+
+
+def not_prefetched(node: fx.Node, weights: Container[fx.Node]) -> str:
+    """Why a node gathers no parameters ahead of their use."""
+    return "" if node in weights else f"{'a product' if is_product(node) else 'made'} of more than parameters"
+
+
+def not_late(node: fx.Node, weights: Container[fx.Node]) -> str:
+    """Why nothing is left to do with what a node makes but to send it and to update by it."""
+    if is_product(node) or ir.phase(node) == "forward":
+        return "a product" if is_product(node) else "of the forward"
+    product = next((user for user in node.users if is_product(user) and ir.phase(user) == "backward"), None)
+    return f"read by %{product}, a product" if product else ""
+
+
+def not_update(node: fx.Node, weights: Container[fx.Node]) -> str:
+    """Why a node is differentiated or part of the backward."""
+    return f"a product of the {ir.phase(node)}" if is_product(node) and ir.phase(node) != "optimizer" else ""
+
+
+def is_product(node: fx.Node) -> bool:
+    """Whether a node is a matrix product, a convolution or an attention."""
+    return isinstance(node.target, OpOverload) and formula_of(node.target) is not None
+
+
+PLAINLY_NOT: dict[str, Callable[[fx.Node, Container[fx.Node]], str]] = {
+    "own": lambda node, weights: "",
+    "prefetch": not_prefetched,
+    "late": not_late,
+    "update": not_update,
+}
 
 
 def check_gradients(program: ir.Program) -> Iterator[Finding]:
@@ -331,15 +426,14 @@ def check_gradients(program: ir.Program) -> Iterator[Finding]:
 def check_transitions(program: ir.Program) -> Iterator[Finding]:
     """A boundary operator takes its operand from and to what it is for, where both placements are known."""
     for node in program.calls():
-        if node.target not in TRANSITIONS:
+        if (op := BOUNDARY_OPS.get(node.target)) is None:
             continue
-        takes, gives = TRANSITIONS[node.target]
         before, after = ir.spec(node.args[0]), ir.spec(node)  # type: ignore[arg-type]
-        for axis in program.mesh.over(str(bind(node)["axis"])):
-            if before is not None and before.state(axis) not in takes:
-                yield node, f"takes {' or '.join(takes)} on {axis!r}, its operand is {before.state(axis)}: {before}"
-            if after is not None and after.state(axis) != gives:
-                yield node, f"gives {gives} on {axis!r}, it is placed {after}"
+        for axis in program.mesh.over(axis_of(node) or ""):
+            if before is not None and before.state(axis) not in op.takes:
+                yield node, f"takes {' or '.join(op.takes)} on {axis!r}, its operand is {before.state(axis)}: {before}"
+            if after is not None and after.state(axis) != op.gives:
+                yield node, f"gives {op.gives} on {axis!r}, it is placed {after}"
 
 
 def check_varying(program: ir.Program) -> Iterator[Finding]:
@@ -351,7 +445,7 @@ def check_varying(program: ir.Program) -> Iterator[Finding]:
         operands = [n for n in node.all_input_nodes if ir.is_tensor(n) and kinds.get(n) != "layout"]
         if _passes_gradient(node) and graded.intersection(node.all_input_nodes):
             graded.add(node)
-        if node.target in TRANSITIONS:
+        if node.target in BOUNDARY_OPS:
             continue
         known = [(n, spec) for n in operands if (spec := ir.spec(n)) is not None]
         for axis in program.mesh.axes:
@@ -369,4 +463,4 @@ def _passes_gradient(node: fx.Node) -> bool:
     return is_float and node.target is not torch.ops.aten.detach.default
 
 
-MEANING = (check_specs, check_collectives, check_waits, check_stage)
+MEANING = (check_specs, check_collectives, check_waits, check_in_flight, check_stage)

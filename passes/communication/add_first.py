@@ -18,7 +18,7 @@ from torch import fx
 from passes.program import boundary, ir
 from passes.program.stages import Stage
 
-REDUCTIONS = (boundary.reduce_scatter, boundary.psum)
+SUMS = {op for op, record in boundary.BOUNDARY_OPS.items() if record.reduces == "sum"}
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class AddFirst(ir.Pass):
 
     name = "add_first"
     takes = (Stage.JOINT,)
+    keeps = True
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         if not any(map(reduced_alike, program.calls())):
@@ -35,7 +36,7 @@ class AddFirst(ir.Pass):
         counts: Counter[str] = Counter()
         for node in list(program.calls()):
             if reductions := reduced_alike(node):
-                counts[reductions[0].target._opname] += 1  # type: ignore[union-attr]
+                counts[boundary.BOUNDARY_OPS[reductions[0].target].name] += 1
                 reduce_sum(node, reductions, ctx)
         program.module.recompile()
         return program, ir.Report(dict(counts))
@@ -46,7 +47,7 @@ def reduced_alike(node: fx.Node) -> list[fx.Node]:
     if node.target is not torch.ops.aten.add.Tensor or node.kwargs or len(set(node.all_input_nodes)) != 2:
         return []
     a, b = node.all_input_nodes
-    alike = a.target is b.target and a.target in REDUCTIONS and a.args[1:] == b.args[1:]
+    alike = a.target is b.target and a.target in SUMS and a.args[1:] == b.args[1:]
     if not alike or len(a.users) > 1 or len(b.users) > 1:
         return []
     x, y = (ir.example(r.args[0]) for r in (a, b))  # type: ignore[arg-type]

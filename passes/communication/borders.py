@@ -5,28 +5,27 @@
     norm, wait for gather of layer 1   layer 1: its parameters are gathered, so it begins at its first operator
     mm                                 without that it begins here, and its norm runs in one kernel with layer 0's sum
 
-What is aside is no part of the layer that it stands in: `overlap` puts it where layers begin, `segment` writes it as
-pieces of its own. So layers are alike, whatever starts or arrives while they are computed.
+What is aside is no part of the layer that it stands in: `overlap` puts it where layers begin and records its role,
+`segment` writes it as pieces of its own. So layers are alike, whatever starts or arrives while they are computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from itertools import takewhile
 
 from torch import fx
 
-from passes.cost.accounting import count_flops, kind_of
+from passes.cost.accounting import count_flops
 from passes.cost.fusion import ALONE, WAITS
 from passes.program import ir
-from passes.program.bodies import is_view
-from passes.program.regions import layer_paths, region_of, regions, weight_nodes
+from passes.program.layer import Layer, Role
+from passes.program.operators import is_operator, is_view, kind_of, may_alias, name_of
 from passes.program.sweep import recorded
-from passes.program.torch_private import OpOverload
-from passes.rules import name_of
+from passes.program.weights import weight_nodes
 
-COPIES = frozenset({"aten::clone", "aten::_to_copy"})
-Place = tuple[str, str]  # a phase, and a layer or none
+COPIES = frozenset({"clone", "_to_copy"})
+Place = tuple[str, Layer | None]  # a phase, and a layer or none
 
 
 def products_of(graph: fx.Graph) -> dict[fx.Node, int]:
@@ -37,14 +36,8 @@ def products_of(graph: fx.Graph) -> dict[fx.Node, int]:
 
 def kernels_of(program: ir.Program) -> set[fx.Node]:
     """Operators that run as a kernel of their own: products, attentions, sorts, scatters."""
-    alone = (n for n in program.calls() if isinstance(n.target, OpOverload) and name_of(n) in ALONE)
+    alone = (n for n in program.calls() if name_of(n) in ALONE)
     return {*products_of(program.graph), *alone}
-
-
-def layers_of_work(program: ir.Program) -> dict[fx.Node, str]:
-    """The layer of each operator; of what updates a parameter, that of the parameter."""
-    layers = layer_paths(given.name for given in program.inputs if given.kind == "parameter")
-    return {node: region_of(ir.parameter(node), layers) or region for node, region in regions(program).items()}
 
 
 # ---- where layers begin -----------------------------------------------------------------------------
@@ -52,15 +45,16 @@ def layers_of_work(program: ir.Program) -> dict[fx.Node, str]:
 
 def begins_of(program: ir.Program, kernels: Container[fx.Node]) -> dict[fx.Node, Place]:
     """The first node of each layer in each phase, and of what comes after layers."""
-    layers, weights, aside = regions(program), set(weight_nodes(program)), places_aside(program, kernels)
+    weights, aside = set(weight_nodes(program)), roles_aside(program, kernels)
     found: dict[fx.Node, Place] = {}
-    seen, here = set[Place](), ("", "")
+    seen = set[Place]()
+    here: Place = "", None
     stretch: list[fx.Node] = []  # since the last kernel
     for node in program.calls():
         if node in kernels and ir.phase(node) != "optimizer":
-            place = (ir.phase(node), layers[node])
+            place = place_of(node)
             if place not in seen or place != here and not place[1]:
-                own = [n for n in stretch if (ir.phase(n), layers[n]) == place and n not in aside and not is_view(n)]
+                own = [n for n in stretch if place_of(n) == place and n not in aside and not is_view(n)]
                 tied = any(travels(n) and (n in weights or place[0] == "backward") for n in own)
                 first = next((n for n in own if n not in weights), own[0]) if tied else computed_again(stretch, node)
                 found[first] = here = place
@@ -69,6 +63,11 @@ def begins_of(program: ir.Program, kernels: Container[fx.Node]) -> dict[fx.Node,
         else:
             stretch.append(node)
     return found
+
+
+def place_of(node: fx.Node) -> Place:
+    """Where an operator is at work."""
+    return ir.phase(node), ir.layer(node)
 
 
 def computed_again(stretch: Sequence[fx.Node], kernel: fx.Node) -> fx.Node:
@@ -85,23 +84,23 @@ def travels(node: fx.Node) -> bool:
 # ---- what is aside ----------------------------------------------------------------------------------
 
 
-def places_aside(program: ir.Program, kernels: Container[fx.Node]) -> dict[fx.Node, Place]:
+def roles_aside(program: ir.Program, kernels: Container[fx.Node]) -> dict[fx.Node, Role]:
     """What gathers of parameters send and their starts, starts of reductions of gradients, and what follows these.
 
     What of it stands before a kernel of its own layer is not aside.
     """
-    layers, found = layers_of_work(program), dict[fx.Node, Place]()
+    found = dict[fx.Node, Role]()
     for node in reversed(weight_nodes(program)):
         if kind_of(node) or any(user in found for user in node.users):
-            found[node] = (ir.phase(node), layers[node])
+            found[node] = Role("prefetch", *place_of(node))
     tails = gradient_tails(program, kernels)
     arrived = after_waits(program, tails)
-    following = ""  # the layer of the next kernel
+    following = None  # the layer of the next kernel
     for node in reversed(list(program.calls())):
         if node in kernels:
-            following = layers[node]
-        elif node in tails and (node in arrived or kind_of(node)) and layers[node] != following:
-            found[node] = ("gradients", layers[node])
+            following = ir.layer(node)
+        elif node in tails and (node in arrived or kind_of(node)) and ir.layer(node) != following:
+            found[node] = Role("late", "backward", ir.layer(node))
     return found
 
 
@@ -134,8 +133,27 @@ def after_waits(program: ir.Program, tails: Container[fx.Node]) -> set[fx.Node]:
 
 def lays_out(node: fx.Node) -> bool:
     """Whether an operator yields its operand's entries, in its memory or in a copy."""
-    if not isinstance(node.target, OpOverload):
-        return True  # operator.getitem
-    schema = node.target._schema
-    views = any(result.alias_info is not None for result in schema.returns)
-    return not schema.is_mutable and (views or schema.name in COPIES)
+    return not is_operator(node) or may_alias(node) or name_of(node) in COPIES  # or a part of a tuple
+
+
+# ---- all of it --------------------------------------------------------------------------------------
+
+
+def roles_of(program: ir.Program, kernels: Container[fx.Node]) -> Iterator[tuple[fx.Node, Role]]:
+    """Each operator with what it is to the layers, as they stand in order."""
+    begins, aside, last = begins_of(program, kernels), roles_aside(program, kernels), after_products(program, kernels)
+    own = role = Role("own", "forward", None)
+    for node in program.calls():
+        own = Role("own", *begins[node]) if node in begins else own
+        if node in last:
+            is_update = ir.phase(node) == "optimizer"
+            role = Role("update", *place_of(node), ir.parameter(node)) if is_update else role
+        else:
+            other = aside.get(node, own)
+            role = own if (other.kind, other.phase, other.layer) == ("prefetch", own.phase, own.layer) else other
+        yield node, role
+
+
+def after_products(program: ir.Program, kernels: Container[fx.Node]) -> set[fx.Node]:
+    """The operators after the last kernel of forward and backward."""
+    return set(takewhile(lambda n: n not in kernels or ir.phase(n) == "optimizer", reversed(list(program.calls()))))

@@ -7,16 +7,13 @@ last shard is padding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import Tensor
 
-from passes.program import boundary, ir
-from passes.program.record import trace
-from passes.program.rewrite import graft
+from passes.program import boundary
 
 
 def gather_together(
@@ -73,38 +70,3 @@ def _move(x: Tensor, source: int, target: int) -> Tensor:
 def _pad_rows(x: Tensor, parts: int) -> Tensor:
     missing = -x.shape[0] % parts
     return F.pad(x, [0, 0] * (x.dim() - 1) + [0, missing]) if missing else x
-
-
-class Emitter:
-    """Puts the operators of a Python function into a graph; layers alike are traced once."""
-
-    def __init__(self, ctx: ir.Context):
-        self.ctx = ctx
-        self.traced: dict[Hashable, fx.Graph] = {}
-
-    def emit(
-        self,
-        fn: Callable[..., list[Tensor]],
-        inputs: Sequence[fx.Node],
-        options: tuple,
-        before: fx.Node,
-        origin: fx.Node,
-    ) -> list[fx.Node]:
-        """Nodes that compute `fn(inputs, *options)`, put before a node, as if they came from where `origin` did."""
-        values = [ir.example(node) for node in inputs]
-        key = (fn, options, tuple((v.shape, v.stride(), v.dtype, v.device) for v in values))
-        if key not in self.traced:
-            self.traced[key] = self._trace(fn, values, options)
-        with before.graph.inserting_before(before):
-            new, results = graft(before.graph, self.traced[key], list(inputs))
-        for node in new:
-            ir.copy_origin(node, origin)
-        return results
-
-    def _trace(self, fn: Callable[..., list[Tensor]], values: Sequence[Tensor], options: tuple) -> fx.Graph:
-        # values of their own: one tensor given twice would become one placeholder
-        with torch.no_grad(), self.ctx.fake_mode:
-            fresh: list[Any] = [
-                torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values
-            ]
-        return trace(lambda *xs: fn(xs, *options), fresh, self.ctx)

@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from torch import fx
 
 from passes.communication.borders import gradient_tails, kernels_of
-from passes.cost.accounting import GRADIENTS, axis_of, kind_of
 from passes.program import ir
+from passes.program.operators import GRADIENTS, axis_of, kind_of
 from passes.program.stages import Stage
-from passes.program.torch_private import c10d
 
-REDUCTIONS = (c10d.reduce_scatter_tensor.default, c10d.all_reduce.default)
+REDUCTIONS = ("reduce_scatter", "all_reduce")
 
 
 @dataclass(frozen=True)
@@ -30,6 +29,7 @@ class Communicators(ir.Pass):
 
     name = "communicators"
     takes = (Stage.EXPANDED,)
+    keeps = True
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         if not any(map(kind_of, program.calls())):
@@ -60,5 +60,5 @@ def gradient_reductions(program: ir.Program, collectives: list[fx.Node]) -> list
     return [
         node
         for node in collectives
-        if node.target in REDUCTIONS and (node in tails or ir.phase(node) == "optimizer")
+        if kind_of(node) in REDUCTIONS and (node in tails or ir.phase(node) == "optimizer")
     ]

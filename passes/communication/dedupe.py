@@ -15,16 +15,13 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-import torch
 from torch import fx
 
 from passes.communication.schedule import writes_input
-from passes.cost.accounting import kind_of
 from passes.program import ir
+from passes.program.operators import is_mutable, is_random, kind_of
 from passes.program.printer import op_name
-from passes.program.regions import regions
 from passes.program.stages import Stage
-from passes.program.torch_private import OpOverload
 
 
 @dataclass(frozen=True)
@@ -33,17 +30,17 @@ class Dedupe(ir.Pass):
 
     name = "dedupe"
     takes = (Stage.JOINT,)
+    keeps = True
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
-        layers = regions(program)
         first: dict[Any, fx.Node] = {}
         counts: Counter[str] = Counter()
         notes = []
         for node in takewhile(lambda node: not writes_input(node), list(program.calls())):
             if not is_pure(node):
                 continue
-            key = node.target, layers[node], ir.phase(node), signature(node.args), signature(node.kwargs)
+            key = node.target, ir.layer(node), ir.phase(node), signature(node.args), signature(node.kwargs)
             earlier = first.setdefault(key, node)
             if earlier is not node:
                 if kind_of(node):
@@ -57,9 +54,7 @@ class Dedupe(ir.Pass):
 
 def is_pure(node: fx.Node) -> bool:
     """Whether an operator on the same operands yields the same again, and does nothing else."""
-    if not isinstance(node.target, OpOverload):
-        return True  # operator.getitem
-    return not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags
+    return not is_mutable(node) and not is_random(node)
 
 
 def signature(tree: Any) -> Any:

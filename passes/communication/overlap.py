@@ -23,8 +23,9 @@
   earlier. Another gets, in the backward, products of gradients of weights from before its start. Both reach back one
   layer at most.
 
-The operators stay the same, and so do results, to the bit: only the order changes. Collectives of a communicator
-keep one order on all ranks, for all ranks run one program.
+The operators stay the same, and so do results, to the bit: only the order changes, and each says in the end what it is
+to the layers (`Role` in `passes/program/layer.py`). Collectives of a communicator keep one order on all ranks, for all
+ranks run one program.
 """
 
 from __future__ import annotations
@@ -41,21 +42,22 @@ from passes.communication.borders import (
     begins_of,
     gradient_tails,
     kernels_of,
-    layers_of_work,
     leaves,
+    place_of,
     products_of,
+    roles_of,
 )
 from passes.communication.schedule import writes_input
-from passes.cost.accounting import communicator_of, kind_of, sent_bytes, started
+from passes.cost.accounting import sent_bytes
 from passes.cost.fusion import WAITS
 from passes.program import ir
 from passes.program.bodies import base_of
 from passes.program.machine import FLOPS_PER_BYTE
-from passes.program.regions import regions, weight_nodes
+from passes.program.operators import communicator_of, is_mutable, kind_of, started
 from passes.program.rewrite import move_after, move_before
 from passes.program.stages import Stage
 from passes.program.sweep import recorded
-from passes.program.torch_private import OpOverload
+from passes.program.weights import weight_nodes
 
 COUNTS = ("collectives", "with_products_beside_before", "with_products_beside_after")
 
@@ -67,24 +69,28 @@ class Overlap(ir.Pass):
     ahead: int = 1
     name = "overlap"
     takes = (Stage.EXPANDED,)
+    gives = Stage.ORDERED
+    keeps = True
     after = ("communicators",)  # collectives of one are sent one after another
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
-        if not any(in_flight(program.graph)):
-            return program, ir.Report(dict.fromkeys(COUNTS, 0))
         program = program.copy()
-        products, layers = products_of(program.graph), regions(program)
-        kernels = kernels_of(program)
-        tails = gradient_tails(program, kernels)
+        products, kernels = products_of(program.graph), kernels_of(program)
         before = count_beside(program.graph, products)
-        if self.ahead:
-            begins = begins_of(program, kernels)
-            wait_late(program, self.ahead, tails, kernels.union(begins))
-            start_early(program, self.ahead, layers, begins)
-            fill(program, products, tails, layers)
+        if self.ahead and any(in_flight(program.graph)):
+            self.order(program, products, kernels)
+        for node, role in roles_of(program, kernels):
+            ir.set_role(node, role)
         program.module.recompile()
         counts = sum(1 for _ in in_flight(program.graph)), before, count_beside(program.graph, products)
         return program, ir.Report(dict(zip(COUNTS, counts)))
+
+    def order(self, program: ir.Program, products: Mapping[fx.Node, int], kernels: set[fx.Node]) -> None:
+        """Move what travels, and what only follows it; changes the graph."""
+        tails, begins = gradient_tails(program, kernels), begins_of(program, kernels)
+        wait_late(program, self.ahead, tails, kernels.union(begins))
+        start_early(program, self.ahead, begins)
+        fill(program, products, tails)
 
 
 # ---- what is in flight ------------------------------------------------------------------------------
@@ -133,15 +139,13 @@ def products_to_wait_for(graph: fx.Graph, products: Container[fx.Node]) -> dict[
 # ---- early starts, late waits -----------------------------------------------------------------------
 
 
-def start_early(
-    program: ir.Program, ahead: int, layers: Mapping[fx.Node, str], begins: Mapping[fx.Node, Place]
-) -> None:
+def start_early(program: ir.Program, ahead: int, begins: Mapping[fx.Node, Place]) -> None:
     """Start the gathers of a layer where the layer `ahead` places before it begins, their maxima one before."""
     weights = set(weight_nodes(program))
     unwritten = takewhile(lambda node: not writes_input(node), program.calls())
     early = [node for node in unwritten if node in weights and kind_of(node) in ("all_gather", "all_reduce")]
     gathers = [node for node in early if kind_of(node) == "all_gather"]
-    runs = [(place, list(run)) for place, run in groupby(gathers, lambda n: (ir.phase(n), layers[n]))]
+    runs = [(place, list(run)) for place, run in groupby(gathers, place_of)]
     first = {place: node for node, place in begins.items() if place[1]}
     places = [first.get(place, run[0].next) for place, run in runs]
     number = {place: i for i, (place, _) in enumerate(runs) if place[1]}
@@ -149,20 +153,20 @@ def start_early(
         for start in run:
             move_before(start, places[max(0, i - ahead)])
     for start in early:
-        place = (ir.phase(start), layers[start])
+        place = place_of(start)
         if kind_of(start) == "all_reduce" and place in number:
             move_before(start, places[max(0, number[place] - ahead - 1)])
 
 
 def wait_late(program: ir.Program, ahead: int, tails: set[fx.Node], ends: set[fx.Node]) -> None:
     """Put waits, and what only follows them, right before what needs them; send gradients at a kernel's end."""
-    following, layers = after_waits(program, tails), layers_of_work(program)
+    following = after_waits(program, tails)
     sending = {node for node in tails - following if kind_of(node)}
-    latest = latest_places(program, ahead, sending, following, layers)
+    latest = latest_places(program, ahead, sending, following)
     stops = ends.union(sending, (n for n in following - tails if n.target in WAITS))
     end, written = program.graph.output_node(), dict[fx.Node, fx.Node]()  # inputs, and where they are written first
     for node in reversed(list(program.calls())):
-        if is_write(node):
+        if is_mutable(node):
             written[node.args[0]] = node  # type: ignore[index]
         if node in sending and (stop := next((n for n in after(node) if n in stops), None)):
             min(stop, *node.users).prepend(node)
@@ -173,14 +177,14 @@ def wait_late(program: ir.Program, ahead: int, tails: set[fx.Node], ends: set[fx
 
 
 def latest_places(
-    program: ir.Program, ahead: int, sending: set[fx.Node], following: set[fx.Node], layers: Mapping[fx.Node, str]
+    program: ir.Program, ahead: int, sending: set[fx.Node], following: set[fx.Node]
 ) -> dict[fx.Node, fx.Node]:
     """Before which collective gradients are waited for: the first one `ahead` layers on.
 
     One that is reduced over one axis after another is sent on there, and waited for as much later again.
     """
     sends = [node for node in program.calls() if node in sending]
-    runs = [list(run) for _, run in groupby(sends, layers.__getitem__)]
+    runs = [list(run) for _, run in groupby(sends, ir.layer)]
     due = {start: i for i, run in enumerate(runs) for start in run}  # at the first collective of which run
     found = {}
     for node in program.calls():
@@ -192,17 +196,10 @@ def latest_places(
     return found
 
 
-def is_write(node: fx.Node) -> bool:
-    """Whether an operator changes an operand."""
-    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
-
-
 # ---- products beside collectives --------------------------------------------------------------------
 
 
-def fill(
-    program: ir.Program, products: Mapping[fx.Node, int], tails: set[fx.Node], layers: Mapping[fx.Node, str]
-) -> None:
+def fill(program: ir.Program, products: Mapping[fx.Node, int], tails: set[fx.Node]) -> None:
     """See that collectives have as many products beside them as they take time."""
     sizes = recorded()
     pairs, busy = list(in_flight(program.graph)), set[fx.Node]()
@@ -221,7 +218,7 @@ def fill(
         missing = sent_bytes(start, sizes, program.mesh) * FLOPS_PER_BYTE - sum(map(products.__getitem__, beside))
         if missing <= 0:
             continue
-        near = products_before(start, products, layers)
+        near = products_before(start, products)
         around = flying.union(waited[node] for node in inside if node in waited)
         others = {s for s in around if s < start and communicator_of(s) == communicator_of(start)}
         if place := earlier(start, missing, near, others, products):
@@ -234,12 +231,12 @@ def fill(
                 missing -= products[product]
 
 
-def products_before(start: fx.Node, products: Mapping[fx.Node, int], layers: Mapping[fx.Node, str]) -> list[fx.Node]:
+def products_before(start: fx.Node, products: Mapping[fx.Node, int]) -> list[fx.Node]:
     """Products of its phase before a collective, of its layer and of one more, the nearest first."""
-    found, seen = [], {layers[start]}
+    found, seen = [], {ir.layer(start)}
     for node in before(start):
         if node in products:
-            seen.add(layers[node])
+            seen.add(ir.layer(node))
             if len(seen) > 2 or ir.phase(node) != ir.phase(start):
                 break
             found.append(node)

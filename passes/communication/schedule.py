@@ -19,27 +19,29 @@ operators: refuses a program whose collectives are written out already.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx
 
-from passes.communication.bucket import Emitter, gather_together, max_together, scatter_together, sum_together
+from passes.communication.bucket import gather_together, max_together, scatter_together, sum_together
 from passes.program import boundary, ir
-from passes.program.regions import layer_paths, region_of, regions, weight_nodes
-from passes.program.rewrite import move_after, move_before
+from passes.program.layer import Layer
+from passes.program.operators import bind, is_mutable
+from passes.program.rewrite import Editor, move_after, move_before
 from passes.program.stages import Stage
-from passes.program.torch_private import OpOverload
+from passes.program.weights import weight_nodes
 
-KINDS = {
-    boundary.all_gather: "all_gather",
-    boundary.reduce_scatter: "reduce_scatter",
-    boundary.psum: "psum",
-    boundary.pmax: "pmax",
+TOGETHER: dict[Any, Callable[..., list[Tensor]]] = {
+    boundary.all_gather: gather_together,
+    boundary.reduce_scatter: scatter_together,
+    boundary.psum: sum_together,
+    boundary.pmax: max_together,
 }
-OF_WEIGHTS = frozenset({boundary.all_gather, boundary.pmax})
-REDUCTIONS = frozenset({boundary.reduce_scatter, boundary.psum})
+REDUCTIONS = frozenset(op for op in TOGETHER if boundary.BOUNDARY_OPS[op].reduces == "sum")
+OF_WEIGHTS = frozenset(TOGETHER) - REDUCTIONS
+OWN = ("dim", "size")  # arguments that tensors in a bucket have each their own of
 MIB = 2**20
 
 
@@ -60,8 +62,7 @@ def mergeable(program: ir.Program) -> list[fx.Node]:
 
 def writes_input(node: fx.Node) -> bool:
     """Whether the operator may change an input of the program in place."""
-    is_mutable = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
-    return is_mutable and any(n.op == "placeholder" for n in node.all_input_nodes)
+    return is_mutable(node) and any(n.op == "placeholder" for n in node.all_input_nodes)
 
 
 def gradient_nodes(program: ir.Program) -> set[fx.Node]:
@@ -75,13 +76,20 @@ def gradient_nodes(program: ir.Program) -> set[fx.Node]:
     return found
 
 
-def stretches(program: ir.Program) -> dict[fx.Node, str]:
-    """The layer of each node; outside of layers, the layer that it comes after."""
-    found, last = {}, ""
-    for node, region in regions(program).items():
-        last = region or last
-        found[node] = region or f"after {last or 'the inputs'}"
+def places(program: ir.Program) -> dict[fx.Node, tuple[str, Layer | None]]:
+    """The layer that each node is in; outside of layers, the layer of the model that it comes after."""
+    found, last = dict[fx.Node, tuple[str, Layer | None]](), None
+    for node in program.calls():
+        layer = ir.layer(node)
+        last = last if ir.phase(node) == "optimizer" else layer or last
+        found[node] = ("in", layer) if layer else ("after", last)
     return found
+
+
+def shared_options(node: fx.Node) -> dict[str, Any]:
+    """The options that all tensors in a bucket must share; of a gather not `wire`, which its gradient had."""
+    unshared = ("x", *OWN, *(() if node.target in REDUCTIONS else ("wire",)))
+    return {name: given for name, given in bind(node).items() if name not in unshared}
 
 
 def depths(program: ir.Program, members: set[fx.Node]) -> dict[fx.Node, int]:
@@ -94,37 +102,16 @@ def depths(program: ir.Program, members: set[fx.Node]) -> dict[fx.Node, int]:
 
 def groups(program: ir.Program) -> dict[tuple, list[fx.Node]]:
     """Collectives that may travel together, by what they must have in common."""
-    members, where = mergeable(program), stretches(program)
-    layers = layer_paths(i.name for i in program.inputs if i.kind == "parameter")
+    members, place = mergeable(program), places(program)
     found: dict[tuple, list[fx.Node]] = {}
     for kinds in ({boundary.all_gather}, {boundary.pmax}, REDUCTIONS):
         own = [node for node in members if node.target in kinds]
         depth = depths(program, set(own))
         for node in sorted(own, key=depth.__getitem__):
-            place = layer_of_update(node, layers) or where[node]
             arrives = None if node.target is boundary.all_gather else ir.example(node.args[0]).dtype  # type: ignore
-            key = (node.target, depth[node], ir.phase(node), place, arrives, *shared_options(node))
+            key = (node.target, depth[node], ir.phase(node), place[node], arrives, *shared_options(node).values())
             found.setdefault(key, []).append(node)
     return found
-
-
-def layer_of_update(node: fx.Node, layers: set[str]) -> str:
-    """The layer of the parameter whose update a node is part of, or an empty string."""
-    return region_of(ir.parameter(node), layers)
-
-
-def shared_options(node: fx.Node) -> tuple:
-    """The options of a collective that all tensors in its bucket must share."""
-    if node.target is boundary.all_gather:
-        _, _, axis, parts, _, dtype, _ = node.args
-        return axis, parts, dtype
-    if node.target is boundary.reduce_scatter:
-        _, _, axis, parts, dtype, wire = node.args
-        return axis, parts, dtype, wire
-    if node.target is boundary.pmax:
-        return (node.args[1],)
-    _, axis, dtype, wire = node.args
-    return axis, dtype, wire
 
 
 # ---- buckets ---------------------------------------------------------------------------------------
@@ -147,7 +134,7 @@ def split_by_bytes(nodes: Sequence[fx.Node], limit_bytes: float) -> Iterator[lis
     yield bucket
 
 
-def merge(bucket: list[fx.Node], emitter: Emitter) -> None:
+def merge(bucket: list[fx.Node], editor: Editor) -> None:
     """Replace collectives by one; what it reads comes before it and what uses it after."""
     operands: list[Any] = [node.args[0] for node in bucket]
     if bucket[0].target in OF_WEIGHTS:
@@ -158,27 +145,16 @@ def merge(bucket: list[fx.Node], emitter: Emitter) -> None:
         before = max(operands).next
         while before.op == "placeholder":
             before = before.next
-    fn, options = together(bucket)
-    results = emitter.emit(fn, operands, options, before, bucket[0])
+    own = {f"{name}s": tuple(bind(node)[name] for node in bucket) for name in OWN if name in bind(bucket[0])}
+    options, together = own | shared_options(bucket[0]), TOGETHER[bucket[0].target]
+    key, mark = (together, *options.items()), lambda new: ir.copy_origin(new, bucket[0])
+    results = editor.put(before, key, lambda *xs: together(xs, **options), operands, mark)
     for node, result in zip(bucket, results, strict=True):
         ir.set_spec(result, ir.spec(node))
         node.replace_all_uses_with(result)
         node.graph.erase_node(node)
         for user in list(result.users):
             move_after(user, result)
-
-
-def together(bucket: list[fx.Node]) -> tuple[Any, tuple]:
-    """The function that does the bucket's work at once, and its options."""
-    shared = shared_options(bucket[0])
-    if bucket[0].target is boundary.psum:
-        return sum_together, shared
-    if bucket[0].target is boundary.pmax:
-        return max_together, shared
-    dims = tuple(node.args[1] for node in bucket)
-    if bucket[0].target is boundary.reduce_scatter:
-        return scatter_together, (dims, *shared)
-    return gather_together, (dims, tuple(node.args[4] for node in bucket), *shared)
 
 
 # ---- the pass --------------------------------------------------------------------------------------
@@ -192,6 +168,7 @@ class Schedule(ir.Pass):
     name = "schedule"
     takes = (Stage.JOINT, Stage.STEP)
     gives = Stage.SCHEDULED
+    keeps = True
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         if self.bucket_mib < 0:
@@ -199,20 +176,20 @@ class Schedule(ir.Pass):
         before = count_collectives(program)
         notes: list[str] = []
         if before.total():
-            program, emitter = program.copy(), Emitter(ctx)
-            notes = [note for group in groups(program).values() for note in self.merge_group(group, emitter)]
+            program, editor = program.copy(), Editor(ctx)
+            notes = [note for group in groups(program).values() for note in self.merge_group(group, editor)]
             program.module.recompile()
         after = count_collectives(program)
         counts = {
             f"{kind}_{when}": found[kind]
-            for kind in KINDS.values()
+            for kind in map(name_of, TOGETHER)
             for when, found in (("before", before), ("after", after))
         }
         if self.bucket_mib and not notes:
             notes.append("passes.schedule.bucket_mib: no two collectives can travel together, 0 are merged")
         return program, ir.Report(counts, tuple(notes))
 
-    def merge_group(self, group: list[fx.Node], emitter: Emitter) -> Iterator[str]:
+    def merge_group(self, group: list[fx.Node], editor: Editor) -> Iterator[str]:
         """Merge the group's buckets, and say so."""
         if group[0].target in REDUCTIONS:
             group = sorted(group, key=lambda node: node.args[0])  # type: ignore[arg-type,return-value]
@@ -220,10 +197,15 @@ class Schedule(ir.Pass):
             if len(bucket) > 1:
                 first, size_bytes = bucket[0], sum(map(full_bytes, bucket))
                 place = ir.source(first) or ir.phase(first)
-                yield f"%{first.name} ({place}): {len(bucket)} {KINDS[first.target]} as one, {size_bytes} bytes"
-                merge(bucket, emitter)
+                yield f"%{first.name} ({place}): {len(bucket)} {name_of(first.target)} as one, {size_bytes} bytes"
+                merge(bucket, editor)
 
 
 def count_collectives(program: ir.Program) -> Counter[str]:
     """How many of each kind the program calls."""
-    return Counter(KINDS[node.target] for node in program.calls() if node.target in KINDS)
+    return Counter(name_of(node.target) for node in program.calls() if node.target in TOGETHER)
+
+
+def name_of(op: Any) -> str:
+    """What reports call a collective."""
+    return boundary.BOUNDARY_OPS[op].name

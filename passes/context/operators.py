@@ -18,8 +18,9 @@ from torch import fx
 from passes.context import interval, sdpa
 from passes.context.attention import AttentionOp, Kernel
 from passes.context.context import emit
+from passes.program.operators import key_of
 from passes.program.torch_private import OpOverload
-from passes.rules import RULES, key_of
+from passes.rules import RULES
 
 RECORDS = (sdpa.RECORD, interval.RECORD)
 OPERATORS: dict[OpOverload, AttentionOp] = {}

@@ -20,33 +20,15 @@ from torch.utils.flop_counter import flop_registry
 
 from passes.context import operators
 from passes.program import ir, routed
+from passes.program.boundary import BOUNDARY_OPS
 from passes.program.mesh import Mesh
-from passes.program.regions import numbers_of
+from passes.program.operators import axis_of, kind_of, started
 from passes.program.rolls import Roll
 from passes.program.shift import SHIFTS
 from passes.program.sweep import Sweep, Value, map_values, tensors
 from passes.program.torch_private import OpOverload, ao, c10d
 
 aten = torch.ops.aten
-
-# operator -> what travels; boundary operators first, then the functional collectives they become
-KINDS = {
-    "ct::all_gather": "all_gather",
-    "ct::gather_same": "all_gather",
-    "ct::reduce_scatter": "reduce_scatter",
-    "ct::psum": "all_reduce",
-    "ct::pmax": "all_reduce",
-    "ct::all_to_all": "all_to_all",
-    "_c10d_functional::all_gather_into_tensor": "all_gather",
-    "_c10d_functional::all_gather_into_tensor_coalesced": "all_gather",
-    "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
-    "_c10d_functional::reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "_c10d_functional::all_reduce": "all_reduce",
-    "_c10d_functional::all_reduce_coalesced": "all_reduce",
-    "_c10d_functional::all_to_all_single": "all_to_all",
-    "ct::shift": "shift",
-    "ct::shift_by": "shift",  # as if every step were needed
-}
 
 # kind -> bytes that a rank sends, of its own n bytes and p ranks, by the ring algorithms
 SENT: dict[str, Callable[[int, int], int]] = {
@@ -104,8 +86,11 @@ class Ledger:
     @cached_property
     def layers(self) -> dict[fx.Node, int | None]:
         """The number of the layer of each node, in the stack in which one layer stands for others."""
-        assert self.program.roll is not None
-        return numbers_of(self.program, self.program.roll)
+        roll = self.program.roll
+        assert roll is not None
+        inputs = dict(zip(self.program.placeholders(), self.program.inputs, strict=True))
+        layers = {n: inputs[n].layer if n in inputs else ir.layer(n) for n in self.program.graph.nodes}
+        return {node: roll.number_of(layer) for node, layer in layers.items()}
 
     def times(self, node: fx.Node) -> int:
         """For how many nodes of the whole program a node stands."""
@@ -178,40 +163,6 @@ def summed(ledger: Ledger) -> Accounting:
 # ---- collectives --------------------------------------------------------------------------------
 
 
-def bind(node: fx.Node) -> dict[str, Any]:
-    """The operator's arguments by name, those left at their defaults aside."""
-    names = (argument.name for argument in node.target._schema.arguments)  # type: ignore[union-attr]
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-
-
-GRADIENTS = "gradients"  # whose a communicator is, where an axis has one for them and one for the rest
-
-
-def axis_of(node: fx.Node) -> str | None:
-    """The mesh axis that an operator communicates over, or None."""
-    communicator = communicator_of(node)
-    return communicator and communicator.partition(":")[0]
-
-
-def communicator_of(node: fx.Node) -> str | None:
-    """What an operator names to communicate, or None: the mesh axis, or with several on it "axis:gradients"."""
-    if not isinstance(node.target, OpOverload) or node.target.namespace not in ("ct", "_c10d_functional"):
-        return None
-    bound = bind(node)
-    return bound.get("axis", bound.get("group_name"))
-
-
-def kind_of(node: fx.Node) -> str | None:
-    """`all_gather`, `reduce_scatter`, `all_reduce` or `all_to_all`, or None where nothing travels."""
-    return KINDS.get(node.target._schema.name) if isinstance(node.target, OpOverload) else None
-
-
-def started(wait: fx.Node) -> fx.Node:
-    """The collective that a wait is for; in a body, what it was given if that began in another."""
-    node = wait.all_input_nodes[0]
-    return node if kind_of(node) or node.op == "placeholder" else node.all_input_nodes[0]  # of several tensors, one
-
-
 def collectives(program: ir.Program, swept: Sweep) -> Iterator[tuple[fx.Node, tuple[str, str, int]]]:
     """Each collective with its kind, its axis and the bytes that a rank sends."""
     for node in program.calls():
@@ -240,25 +191,16 @@ def sent_bytes(node: fx.Node, swept: Sweep, mesh: Mesh) -> int:
     """Bytes that a rank sends in a collective."""
     kind, axis = kind_of(node), axis_of(node)
     assert kind is not None and axis is not None
-    return SENT[kind](payload_bytes(node, swept, mesh), mesh[axis])
+    return SENT[kind](payload_bytes(node, swept), mesh[axis])
 
 
-def payload_bytes(node: fx.Node, swept: Sweep, mesh: Mesh) -> int:
+def payload_bytes(node: fx.Node, swept: Sweep) -> int:
     """Bytes that a rank brings to a collective, in the dtype that travels, padding included."""
-    bound = bind(node)
     operands = [v.layout for v in tensors([swept.values[n] for n in node.all_input_nodes])]
-    if node.target in SHIFTS:
-        return operands[0].size_bytes
-    if node.target.namespace != "ct":  # type: ignore[union-attr]
-        return sum(layout.size_bytes for layout in operands)
-    shape, dtype = list(operands[0].shape), operands[0].dtype
-    kind = kind_of(node)
-    if kind == "all_gather":
-        return math.prod(shape) * bound.get("dtype", dtype).itemsize
-    if kind != "all_reduce":
-        dim, parts = bound["split_dim" if kind == "all_to_all" else "dim"], mesh[bound["axis"]]
-        shape[dim] = -(-shape[dim] // parts) * parts
-    return math.prod(shape) * (bound.get("wire") or dtype).itemsize
+    record = BOUNDARY_OPS.get(node.target)
+    if record is not None and record.sends is not None:
+        return record.sends(operands[0], record.named(node.args[1:]))
+    return operands[0].size_bytes if node.target in SHIFTS else sum(layout.size_bytes for layout in operands)
 
 
 # ---- FLOPs --------------------------------------------------------------------------------------

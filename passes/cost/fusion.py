@@ -19,12 +19,12 @@ from typing import Literal
 import torch
 from torch import fx
 
-from passes.cost.accounting import count_flops, kind_of
+from passes.cost.accounting import count_flops
 from passes.program import ir
+from passes.program.operators import is_mutable, kind_of, name_of
 from passes.program.shift import arrive
 from passes.program.sweep import Sweep, tensors
-from passes.program.torch_private import OpOverload, c10d
-from passes.rules import name_of
+from passes.program.torch_private import c10d
 
 ROW = 65536
 WAITS = frozenset({c10d.wait_tensor.default, arrive})
@@ -82,7 +82,7 @@ def kind_of_kernel(node: fx.Node, swept: Sweep) -> Kind:
         return "wait"
     if kind_of(node) is not None:
         return "collective"
-    if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
+    if is_mutable(node):
         return "loop"
     yielded = swept.storages(node)
     if yielded <= set().union(*(swept.storages(n) for n in node.all_input_nodes)):
@@ -144,7 +144,7 @@ class Fusion:
             if self.kinds.get(user) == "view":
                 return self.is_read_by_loops(user, phase)
             is_loop = self.kinds.get(user) in ("loop", "copy") and ir.phase(user) == phase
-            return is_loop and user not in self.single and not user.target._schema.is_mutable  # type: ignore[union-attr]
+            return is_loop and user not in self.single and not is_mutable(user)
 
         return all(map(is_fine, node.users))
 

@@ -17,11 +17,12 @@ import torch
 from torch import fx
 
 from passes.context.operators import is_backward, kernel_of
-from passes.cost.accounting import SENT, axis_of, bind, count_flops, kind_of, lifetimes, payload_bytes
+from passes.cost.accounting import SENT, count_flops, lifetimes, payload_bytes
 from passes.cost.cluster import Cluster, Reach, between_nodes, collective_seconds, reach, within_nodes
 from passes.cost.fusion import Fused, Kernel, fuse
 from passes.cost.timeline import Cost, Timeline, play
 from passes.program import ir, routed
+from passes.program.operators import axis_of, bind, kind_of
 from passes.program.sweep import Sweep, sweep, tensors
 
 GROUPED = (routed.grouped_mm, routed.grouped_outer)
@@ -131,7 +132,7 @@ class Costs:
         (node,) = kernel.nodes
         kind, axis = kind_of(node), axis_of(node)
         assert kind is not None and axis is not None
-        sent = SENT[kind](payload_bytes(node, self.swept, self.program.mesh), self.program.mesh[axis])
+        sent = SENT[kind](payload_bytes(node, self.swept), self.program.mesh[axis])
         return kind, sent, reach(self.program.mesh, axis, self.cluster.gpus_per_node)
 
     def sent(self, kernels: Iterable[Kernel]) -> dict[tuple[str, str], float]:

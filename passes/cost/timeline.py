@@ -12,9 +12,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from passes.cost.accounting import axis_of
 from passes.cost.cluster import Beside
 from passes.cost.fusion import Kernel
+from passes.program.operators import axis_of
 
 COMPUTE = "compute"
 NOTHING_S = 1e-15  # what rounding leaves of a collective that is done

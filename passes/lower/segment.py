@@ -3,9 +3,10 @@
     embedding | layer 0 | layer 1 | head, loss | layer 1 | layer 0 | norm ... | update w0 | update w1 ...
     start     | block   | block   | head       | block'  | block'  | square   | adamw     | adamw
 
-Where layers begin says `passes/communication/borders.py`. What stands there for other layers, starts of gathers and
-reductions and waits for them, is a piece of its own, so that all layers are alike. The update of each parameter is a
-piece. Where layers do not repeat, pieces end at the product before which they would grow beyond `max_nodes`.
+Operators in a row that have one role, which `overlap` gave them, are a piece: what stands in a layer for others, starts
+of gathers and reductions and waits for them, is one of its own, so that all layers are alike. The update of each
+parameter is a piece. Where layers do not repeat, pieces end at the product before which they would grow beyond
+`max_nodes`.
 
 Views cross no border: they are made where they are read, so that no two values share memory. Nor do the numbers by
 which dropout tells one place from another: they are made before all else and given to bodies. What a collective sends
@@ -19,17 +20,17 @@ import operator
 from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import groupby
 
 from torch import fx
 
-from passes.communication.borders import begins_of, kernels_of, places_aside
+from passes.communication.borders import kernels_of
 from passes.communication.overlap import in_flight
 from passes.program import ir
-from passes.program.bodies import Body, Piece, base_of, cut_out, insert_call, is_site, is_view, key_of, text_of
+from passes.program.bodies import Body, Piece, base_of, cut_out, insert_call, is_site, key_of, text_of
+from passes.program.layer import Layer
+from passes.program.operators import is_view, name_of
 from passes.program.stages import Stage
-from passes.program.torch_private import OpOverload
-from passes.rules import name_of
 from passes.rules.pointwise import rules as pointwise_rules
 
 LONGEST_LINE = 2**31  # entries: kernels of flat bodies count with 32 bits
@@ -42,11 +43,11 @@ class Segment(ir.Pass):
 
     max_nodes: int | None = 1000
     name = "segment"
-    takes = (Stage.EXPANDED,)
+    takes = (Stage.ORDERED,)
     gives = Stage.SEGMENTED
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
-        runs = [("", list(program.calls()))] if self.max_nodes is None else list(cut(program, self.max_nodes))
+        runs = [(None, list(program.calls()))] if self.max_nodes is None else list(cut(program, self.max_nodes))
         found = list(pieces(program, runs))
         bodies = bodies_of(found)
         graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -67,33 +68,21 @@ class Segment(ir.Pass):
 # ---- where to cut -----------------------------------------------------------------------------------
 
 
-Run = tuple[str, list[fx.Node]]  # operators in a row, and the layer or parameter whose work they are
+Run = tuple[Layer | None, list[fx.Node]]  # operators in a row, and the layer whose work they are
 
 
 def cut(program: ir.Program, max_nodes: int) -> Iterator[Run]:
-    """The operators in order, as runs of one place each: a layer, what is aside of another, or a parameter's update."""
+    """The operators in order, as runs of one role each: in a layer, aside of one, or in a parameter's update."""
     kernels = kernels_of(program)
-    begins, aside, update = (f(program, kernels) for f in (begins_of, places_aside, update_of))
-    run: list[fx.Node] = []
-    here = layer = ("", "")
-    for node in program.calls():
-        if is_site(node):
-            continue
-        layer = begins.get(node, layer)
-        if node in update:
-            place = ("optimizer", ir.parameter(node)) if ir.phase(node) == "optimizer" else here
-        else:
-            place = aside.get(node, layer)
-        if place != here or node in begins or node in kernels and len(run) >= max_nodes:
-            yield here[1], run
-            run, here = [], place
-        run.append(node)
-    yield here[1], run
-
-
-def update_of(program: ir.Program, kernels: Container[fx.Node]) -> set[fx.Node]:
-    """The operators after the last kernel of forward and backward."""
-    return set(takewhile(lambda n: n not in kernels or ir.phase(n) == "optimizer", reversed(list(program.calls()))))
+    operators = [node for node in program.calls() if not is_site(node)]
+    for role, nodes in groupby(operators, ir.role):
+        run: list[fx.Node] = []
+        for node in nodes:
+            if node in kernels and len(run) >= max_nodes:
+                yield role.layer, run
+                run = []
+            run.append(node)
+        yield role.layer, run
 
 
 # ---- pieces -----------------------------------------------------------------------------------------
@@ -183,14 +172,9 @@ def is_flat(piece: Piece) -> bool:
             return False
     if len(shapes) != 1 or math.prod(*shapes) >= LONGEST_LINE:
         return False
-    return all(operator_name(node) in ELEMENTWISE or is_whole_sum(node) for node in piece.nodes)
+    return all(name_of(node) in ELEMENTWISE or is_whole_sum(node) for node in piece.nodes)
 
 
 def is_whole_sum(node: fx.Node) -> bool:
     """Whether an operator adds up all entries of a tensor."""
-    return operator_name(node) == "sum" and not ir.example(node).dim() and len(node.args) == 1
-
-
-def operator_name(node: fx.Node) -> str:
-    """The operator's name in the table of rules, empty for what is none."""
-    return name_of(node) if isinstance(node.target, OpOverload) else ""
+    return name_of(node) == "sum" and not ir.example(node).dim() and len(node.args) == 1

@@ -23,7 +23,8 @@ from torch import fx
 from passes.lower.calls import is_result
 from passes.program import ir
 from passes.program.bodies import body_of_call, describe_layout
-from passes.program.rolls import Roll, meta_of_layer, number_in, renumbered
+from passes.program.layer import Layer
+from passes.program.rolls import Roll, renumbered
 from passes.program.stages import Stage
 
 Visit = tuple[fx.Node, ...]  # nodes in a row that are of one layer
@@ -45,14 +46,14 @@ class Unroll(ir.Pass):
 
 def layers_of(program: ir.Program, roll: Roll) -> dict[fx.Node, int | None]:
     """The layer of each node, counted without those left out, None outside of the stack; views go with the next."""
-    names = {node: given.name for node, given in zip(program.placeholders(), program.inputs, strict=True)}
+    layers = {node: given.layer for node, given in zip(program.placeholders(), program.inputs, strict=True)}
+    layers |= {node: ir.layer(node) for node in program.calls() if body_of_call(node)}
     found: dict[fx.Node, int | None] = {}
     following = None
     for node in reversed(program.graph.nodes):
-        name = names.get(node, node.meta.get("layer"))
-        if name is not None:
-            number = number_in(name, roll.stack)
-            following = number if number is None or number <= roll.number else number - roll.left_out
+        if node in layers:
+            number = roll.number_of(layers[node])
+            following = None if number is None else roll.counted(number)
         found[node] = following
     for node in program.calls():
         if is_result(node):
@@ -197,22 +198,25 @@ class Writer:
 
     def put(self, node: fx.Node, copy: int, env: dict[fx.Node, fx.Node]) -> None:
         """Append the node, or its copy for a later layer."""
-        layer, number = self.layer[node], self.roll.number + copy
+        reader, number = self.layer[node], self.roll.number + copy
         name = f"{node.name}_{number}" if copy else node.name
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.operand(n, layer, copy))
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.operand(n, reader, copy))
         target = name if node.op == "placeholder" else node.target
         new = env[node] = self.graph.create_node(node.op, target, args, kwargs, name=name)
-        new.meta = self.meta(node, number) if copy else node.meta
+        new.meta = node.meta if reader is None else self.meta(node, self.missing(reader, copy), copy)
         if given := self.given.get(node):
-            self.inputs.append(replace(given, name=renumbered(given.name, self.roll.stack, number)) if copy else given)
+            layer, name = Layer(self.roll.stack, number), renumbered(given.name, self.roll.stack, number)
+            self.inputs.append(replace(given, name=name, layer=layer) if copy else given)
 
-    def meta(self, node: fx.Node, number: int) -> dict[str, Any]:
-        """What the copy carries; a call also for the nodes that it stands for."""
-        stack = self.roll.stack
-        meta = meta_of_layer(node.meta, stack, number)
+    def missing(self, reader: int, copy: int) -> int:
+        """How many of the layers before it were left out where a layer, or its copy, reads."""
+        return copy if reader <= self.roll.number else self.roll.left_out
+
+    def meta(self, node: fx.Node, missing: int, copy: int) -> dict[str, Any]:
+        """What the node, or its copy, carries in the whole program; a call also for the nodes that it stands for."""
+        meta, end = self.roll.meta_in_whole(node.meta, missing), f"_{self.roll.number + copy}" if copy else ""
         if body_of_call(node):
-            meta["layer"] = renumbered(meta["layer"], stack, number)
-            meta["pieces"] = tuple((f"{n}_{number}", meta_of_layer(m, stack, number)) for n, m in meta["pieces"])
+            meta["pieces"] = tuple((n + end, self.roll.meta_in_whole(m, missing)) for n, m in meta["pieces"])
         return meta
 
     def operand(self, node: fx.Node, reader: int | None, copy: int) -> fx.Node:
@@ -226,7 +230,7 @@ class Writer:
             return self.env[node]
         if not copy and (reader <= at) == (layer <= at):
             return self.env[node]
-        number = layer + (copy if reader <= at else left_out)  # all layers counted
+        number = layer + self.missing(reader, copy)  # all layers counted
         if at <= number <= at + left_out and node in self.template:
             return self.copies[number - at][self.template[node]]
         found = self.lies.get((self.template.get(node), number if number < at else number - left_out))

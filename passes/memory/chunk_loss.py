@@ -23,13 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.cost.accounting import bind
 from passes.memory.chunked import linear_cross_entropy, name_of_dtype
 from passes.program import ir
 from passes.program.mesh import DATA_AXES, WEIGHT_AXES, Mesh
+from passes.program.operators import bind, is_operator, name_of
 from passes.program.rewrite import inline
 from passes.program.stages import Stage
-from passes.rules import name_of
 from passes.rules.losses import SUM
 from passes.rules.roles import PRODUCTS, last_of
 
@@ -123,7 +122,7 @@ def take_bias(found: Found, bias: Any) -> bool:
 
 def step(found: Found, node: fx.Node, before: fx.Node) -> bool:
     """Take in what a node does to the logits, if it may stand before the loss or is it."""
-    if not hasattr(node.target, "_schema"):
+    if not is_operator(node):
         return False
     name, value = name_of(node), ir.value(node)
     if name in LOSSES:
@@ -282,6 +281,6 @@ class ChunkLoss(ir.Pass):
 
 def heads_of(program: ir.Program) -> list[fx.Node]:
     """Products that no other product follows, in order."""
-    products = [n for n in program.calls() if hasattr(n.target, "_schema") and name_of(n) in (*PRODUCTS, "addmm")]
+    products = [n for n in program.calls() if name_of(n) in (*PRODUCTS, "addmm")]
     last = last_of(program, products)
     return [n for n in products if n in last]

@@ -22,7 +22,7 @@ from torch import fx
 
 from passes.memory.recompute import saved_nodes, storages
 from passes.program import ir
-from passes.program.regions import regions
+from passes.program.layer import Layer
 from passes.program.torch_private import ao
 
 aten = torch.ops.aten
@@ -48,41 +48,40 @@ def first_use(node: fx.Node) -> fx.Node:
 
 @dataclass(frozen=True)
 class Timetable:
-    """Who reads each memory in the forward, the layer of each node, and where layers begin, in order."""
+    """Who reads each memory in the forward, and where layers begin, in order."""
 
     readers: dict[int, list[fx.Node]]  # by memory: nodes of the forward that yield or read it
-    layer: dict[fx.Node, str]
-    forward: dict[str, fx.Node]
-    backward: dict[str, fx.Node]
+    forward: dict[Layer, fx.Node]
+    backward: dict[Layer, fx.Node]
     middle: fx.Node  # the first node after the forward
 
     @staticmethod
     def of(program: ir.Program) -> Timetable:
         """From a program's graph, before anything is moved."""
         readers: dict[int, list[fx.Node]] = {}
-        layer, begins = regions(program), {"forward": dict[str, fx.Node](), "backward": dict[str, fx.Node]()}
+        begins = {"forward": dict[Layer, fx.Node](), "backward": dict[Layer, fx.Node]()}
         middle = program.graph.output_node()
         for node in program.calls():
-            if layer[node] and ir.phase(node) in begins:
-                begins[ir.phase(node)].setdefault(layer[node], node)
+            if (layer := ir.layer(node)) and ir.phase(node) in begins:
+                begins[ir.phase(node)].setdefault(layer, node)
             if ir.phase(node) == "forward":
                 middle = node.next
                 for storage in {id(s) for n in (node, *node.all_input_nodes) for s in storages(n)}:
                     readers.setdefault(storage, []).append(node)
-        return Timetable(readers, layer, **begins, middle=middle)
+        return Timetable(readers, **begins, middle=middle)
 
     def after_next(self, node: fx.Node) -> fx.Node:
         """Where in the forward the layer after the next one begins: by then a copy out is done."""
         layers = list(self.forward)
-        place = layers.index(self.layer[node]) + 2 if self.layer[node] in layers else len(layers)
+        place = layers.index(ir.layer(node)) + 2 if ir.layer(node) in layers else len(layers)
         return self.forward[layers[place]] if place < len(layers) else self.middle
 
     def ahead_of(self, user: fx.Node) -> fx.Node:
         """Where the layer before the user's begins in the backward; the user itself outside of layers."""
-        layers = list(self.backward)
-        if self.layer[user] not in layers:
+        layers, layer = list(self.backward), ir.layer(user)
+        if layer not in layers:
             return user
-        return min(user, self.backward[layers[max(layers.index(self.layer[user]) - 1, 0)]])
+        return min(user, self.backward[layers[max(layers.index(layer) - 1, 0)]])
 
 
 @dataclass(frozen=True)

@@ -20,29 +20,15 @@ import torch
 from torch import Tensor, fx
 
 from passes.program import boundary, ir
-from passes.program.bodies import is_view
 from passes.program.functions import communicates
-from passes.program.regions import WEIGHT_GATHERS
-from passes.program.torch_private import OpOverload
-
-COMMUNICATION = WEIGHT_GATHERS | {boundary.reduce_scatter, boundary.psum, boundary.pmax, boundary.all_to_all}
-
+from passes.program.operators import is_mutable, is_operator, is_random, is_view, kind_of
 
 # ---- what may run twice --------------------------------------------------------------------------
 
 
-def is_random(node: fx.Node) -> bool:
-    """Whether an operator draws random numbers; attention without dropout does not, though it is marked so."""
-    if torch.Tag.nondeterministic_seeded not in node.target.tags:  # type: ignore[union-attr]
-        return False
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs  # defaults are left out
-    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
-
-
 def near_writes(program: ir.Program) -> set[fx.Node]:
     """Nodes whose memory an operator that writes in place may touch, and those that read them."""
-    writers = [n for n in program.calls() if isinstance(n.target, OpOverload) and n.target._schema.is_mutable]
+    writers = filter(is_mutable, program.calls())
     written = {id(s) for writer in writers for node in writer.all_input_nodes for s in storages(node)}
     holders = {node for node in program.graph.nodes if any(id(s) in written for s in storages(node))}
     return holders | {user for node in holders for user in node.users}
@@ -54,9 +40,9 @@ def why_once(node: fx.Node, written: set[fx.Node]) -> str:
         return "written in place"
     if node.target is operator.getitem:
         return why_once(node.args[0], written)  # type: ignore[arg-type]
-    if not isinstance(node.target, OpOverload):
+    if not is_operator(node):
         return "not an operator"
-    if node.target in COMMUNICATION or communicates(node) or node.target.namespace == "_c10d_functional":
+    if kind_of(node) or communicates(node) or node.target.namespace == "_c10d_functional":
         return "communication"
     return "random" if is_random(node) else ""
 

@@ -9,7 +9,7 @@
     offload     keep of each layer what `none` keeps, in host memory (`passes/memory/offload.py`)
     budget      of each layer keep what costs most to compute again, within `budget_bytes` (`passes/memory/budget.py`)
 
-Layers are found in the module paths that nodes carry; `layers` maps patterns of them to another policy than the rest
+`layers` maps patterns of layers to another policy than the rest
 has. Whatever the policy: calls of `torch.utils.checkpoint` in the
 model are recomputed; results of communication (repeated only where `ops` asks for it) and of random operators (they
 would draw again) are kept, and so is what is near a write in place. `modules` and `ops` map patterns of module paths
@@ -36,11 +36,12 @@ from passes.memory.budget import fit
 from passes.memory.offload import offload
 from passes.memory.recompute import near_writes, recompute, saved_bytes, saved_nodes, sent, storages, why_once
 from passes.program import ir
-from passes.program.regions import WEIGHT_GATHERS, regions, weight_nodes, within
+from passes.program.layer import Layer, within
+from passes.program.operators import kind_of, name_of
 from passes.program.rolls import Roll
 from passes.program.stages import Stage
 from passes.program.sweep import sweep
-from passes.rules import name_of
+from passes.program.weights import weight_nodes
 
 Action = Literal["save", "recompute", "offload"]
 OfLayer = Literal["none", "full", "attention", "selective", "offload"]
@@ -48,6 +49,7 @@ Policy = Literal[OfLayer, "every_n", "budget"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 OFFLOADED = "offloaded"  # the reason of what is kept in host memory
 SELECTED = "selected"
+Region = Layer | str | None  # a layer, or what the model marked for recomputation
 # Products and attention: the most time for the bytes of their results.
 PRODUCTS = ("linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "_scaled_mm", "grouped_mm", "convolution")
 ATTENTION = "attention"  # stands for all kernels of it
@@ -61,7 +63,7 @@ def weights_to_regather(program: ir.Program) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for node in weight_nodes(program):
         follows = any(n in found for n in node.all_input_nodes) and not why_once(node, written)
-        if ir.phase(node) == "forward" and (node.target in WEIGHT_GATHERS or follows):
+        if ir.phase(node) == "forward" and (kind_of(node) == "all_gather" or follows):
             found.add(node)
     return found
 
@@ -102,6 +104,7 @@ class Remat(ir.Pass):
     reserved: Callable[[ir.Program], int] = lambda program: 0
     name = "remat"
     takes = (Stage.JOINT,)
+    keeps = True
     after = ("simplify", "dedupe", "add_first")  # which would merge what is computed again with what it repeats
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
@@ -124,9 +127,9 @@ class Remat(ir.Pass):
         saved = set(saved_nodes(program))
         kept = Counter(reason for node, reason in reasons.items() if copies[node] in saved)
         notes += [f"kept of what is recomputed, {reason}: {count}" for reason, count in sorted(kept.items())]
-        if self.policy == "selective" and not any(regions(program).values()):
+        if self.policy == "selective" and not any(map(ir.layer, program.calls())):
             notes.append("passes.remat.policy=selective recomputes nothing: the model has no repeated layers")
-        repeated = sum(node.target in WEIGHT_GATHERS for node in clones)
+        repeated = sum(kind_of(node) == "all_gather" for node in clones)
         if self.regather and not repeated:
             notes.append("passes.remat.regather: the backward needs no gathered parameter, 0 gathers are repeated")
         counts = {
@@ -150,22 +153,24 @@ class Remat(ir.Pass):
 
     def reasons(self, program: ir.Program) -> dict[fx.Node, str]:
         """Every forward node that may be recomputed, with the reason to keep it (an empty string: recompute it)."""
-        layers, written = regions(program), near_writes(program)
-        if self.policy not in ("none", "selective") and not any(layers.values()):
+        layers, written = list(dict.fromkeys(filter(None, map(ir.layer, program.calls())))), near_writes(program)
+        if self.policy not in ("none", "selective") and not layers:
             raise ir.Refused(
                 "remat",
                 None,
                 f"passes.remat.policy={self.policy} recomputes repeated layers (layers.0, layers.1, ...), "
                 "the model has none; set passes.remat.policy=none",
             )
-        policy = self.by_layer(list(dict.fromkeys(filter(None, layers.values()))), program.roll)
-        region = {n: layers[n] if layers[n] in policy else ir.checkpoint(n) or layers[n] for n in layers}
+        policy = self.by_layer(layers, program.roll)
+        region: dict[fx.Node, Region] = {
+            n: layer if (layer := ir.layer(n)) in policy else ir.checkpoint(n) or layer for n in program.calls()
+        }
         found, matched, elsewhere = {}, set[str](), sent(program)
         for node in program.calls():
             if ir.phase(node) != "forward":
                 continue
             asked = self.override(node, matched)
-            by_policy = self.kept(node, policy.get(layers[node]))
+            by_policy = self.kept(node, policy.get(ir.layer(node)))
             reason = {"save": "asked for", "recompute": "", "offload": OFFLOADED}.get(asked or "", by_policy)
             if reason is None:
                 continue
@@ -193,10 +198,10 @@ class Remat(ir.Pass):
             return self.modules[by_module[0]]
         return self.ops[by_op[0]] if by_op else None
 
-    def by_layer(self, layers: list[str], roll: Roll | None) -> dict[str, Policy]:
+    def by_layer(self, layers: list[Layer], roll: Roll | None) -> dict[Layer | None, Policy]:
         """The policy of each layer that does not keep everything."""
-        known = layers + (roll.names() if roll else [])
-        every: dict[str, Policy] = dict.fromkeys(layers, self.policy)
+        known = [*map(str, layers), *(roll.names() if roll else [])]
+        every: dict[Layer, Policy] = dict.fromkeys(layers, self.policy)
         if self.policy == "every_n":
             every = {layer: "none" if i % self.every_n else "full" for i, layer in enumerate(layers)}
         for pattern, policy in reversed(self.layers.items()):
@@ -204,7 +209,7 @@ class Remat(ir.Pass):
                 where = f"from {layers[0]} to {layers[-1]}" if layers else "but this model has none"
                 what = f"passes.remat.layers: no layer is named like {pattern!r}; they are named {where}"
                 raise ir.Refused("remat", None, what)
-            every |= {layer: policy for layer in layers if within(layer, pattern)}
+            every |= {layer: policy for layer in layers if within(str(layer), pattern)}
         return {layer: policy for layer, policy in every.items() if policy != "none"}
 
     def kept(self, node: fx.Node, policy: Policy | None) -> str | None:
@@ -242,7 +247,7 @@ def is_view(node: fx.Node) -> bool:
     return why_once(node, set()) == "" and any(id(s) in operands for s in storages(node))
 
 
-def leaves(node: fx.Node, region: Mapping[fx.Node, str]) -> bool:
+def leaves(node: fx.Node, region: Mapping[fx.Node, Region]) -> bool:
     """Whether the forward uses the node outside of its region."""
     return any(
         user.op == "output" or ir.phase(user) == "forward" and region[user] != region[node] for user in node.users

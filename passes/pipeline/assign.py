@@ -4,8 +4,9 @@
     stage 0               | stage 1    | stage 2    | stage 3
 
 Layers stay whole and in order; the stage that computes most computes as little as can be, or stages have the numbers
-of layers that are told. Of a model with fewer layers than stages modules stay whole, or single operators. What lies outside of layers goes with the layer before it. A value of an earlier stage may be
-read in any later one (a skip, an encoder's output), never the other way round.
+of layers that are told. Of a model with fewer layers than stages modules stay whole, or single operators. What lies
+outside of layers goes with the layer before it. A value of an earlier stage may be read in any later one (a skip, an
+encoder's output), never the other way round.
 
 A parameter that several stages use is an input for each, `output.weight` and `output.weight@3`: autograd gives each its
 own gradient, a term of the whole. What is computed from it alone, a cast or a gather, is computed in each. What no
@@ -24,7 +25,7 @@ from torch import fx
 
 from passes.cost.accounting import count_flops
 from passes.program import ir
-from passes.program.regions import regions
+from passes.program.layer import Layer
 from passes.program.stages import Stage
 from passes.program.sweep import Sweep, sweep
 
@@ -34,7 +35,10 @@ AT = "@"  # between a parameter's name and the stage of its copy
 
 @dataclass(frozen=True)
 class Assign(ir.Pass):
-    """Give each operator a pipeline stage, one of `stages`; `layers` are how many each has (none: as even as can be)."""
+    """Give each operator a pipeline stage, one of `stages`.
+
+    `layers` are how many each has; without, the stage that computes most computes as little as can be.
+    """
 
     stages: int = 1
     layers: tuple[int, ...] = ()
@@ -125,10 +129,10 @@ def finer(program: ir.Program, work: Sequence[fx.Node]) -> Iterator[list[list[fx
 
 def units_of(program: ir.Program, work: Iterable[fx.Node]) -> list[list[fx.Node]]:
     """The operators of each layer, with those after it that are of none; before the first layer, with the first."""
-    layer, units, order = regions(program), list[list[fx.Node]]([[]]), dict[str, int]()
+    units, order = list[list[fx.Node]]([[]]), dict[Layer, int]()
     for node in work:
-        if name := layer[node]:
-            number = order.setdefault(name, len(order))
+        if layer := ir.layer(node):
+            number = order.setdefault(layer, len(order))
             if number == len(units):
                 units.append([])
             units[number].append(node)
@@ -167,7 +171,7 @@ def stages_read(node: fx.Node) -> Iterable[int]:
 
 
 def share_buffers(program: ir.Program) -> None:
-    """Let one stage read each buffer that changes, the one that changes it; it keeps what it was, and sends it to others.
+    """Let one stage read each buffer that changes, the one that changes it; it sends others what it was.
 
     The forward of a microbatch changes it, and may be followed by that of another before its own backward.
     """
@@ -247,6 +251,6 @@ def split_parameters(
         if each.kind == "parameter" and ir.pipeline_stage(node) is None:  # nobody reads it
             parameter(node, 0)
     program.graph.lint()
-    inputs = (given[node] for node in program.placeholders())
-    inputs = tuple(replace(i, stages=tuple(users.get(own_name(i.name), ()))) for i in inputs)
+    found = (given[node] for node in program.placeholders())
+    inputs = tuple(replace(i, stages=tuple(users.get(own_name(i.name), ()))) for i in found)
     return inputs, {name: stages for name, stages in users.items() if len(stages) > 1}

@@ -24,7 +24,7 @@ from torch import fx
 
 from passes.pipeline.assign import own_name
 from passes.program import boundary, ir
-from passes.program.bodies import is_view
+from passes.program.operators import is_view
 from passes.program.spec import Spec
 
 FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"  # of a backward in two: of inputs, then of weights

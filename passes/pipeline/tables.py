@@ -160,7 +160,8 @@ def stuck(table: Table, left: Sequence[Sequence[Slot]], done: Iterable[Slot]) ->
     waits = []
     for rank, row in enumerate(left):
         if row and (missing := sorted(done_before(table, row[0]) - set(done))):
-            waits.append(f"rank {rank} at {row[0]} waits for {missing[0]} of rank {table.rank_of[missing[0].task.stage]}")
+            made_by = table.rank_of[missing[0].task.stage]
+            waits.append(f"rank {rank} at {row[0]} waits for {missing[0]} of rank {made_by}")
     return f"the table never ends: {'; '.join(waits)}"
 
 

@@ -26,11 +26,11 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
 from passes.program import ir
+from passes.program.layer import within
+from passes.program.operators import is_operator, name_of
 from passes.program.printer import format_dtype
-from passes.program.regions import within
 from passes.program.rewrite import inline
 from passes.program.stages import Stage
-from passes.rules import name_of
 
 aten = torch.ops.aten
 COPY = aten._to_copy.default
@@ -139,6 +139,7 @@ class Cast(ir.Pass):
                 cast = program.graph.call_function(COPY, (node,), {"dtype": used})
             ir.set_value(cast, ir.example(node))
             ir.set_phase(cast, "forward")
+            ir.set_layer(cast, given.layer)
             with ctx.fake_mode:
                 ir.set_value(node, torch.empty_like(ir.example(cast), dtype=stored))
             node.replace_all_uses_with(cast, delete_user_cb=lambda user, cast=cast: user is not cast)
@@ -165,7 +166,7 @@ class Cast(ir.Pass):
 
     def wanted(self, node: fx.Node, matched: set[str]) -> torch.dtype | None:
         """The dtype that the node is to compute in, if that is another than it does."""
-        if not hasattr(node.target, "_schema") or node.target is COPY or not ir.is_tensor(node):
+        if not is_operator(node) or node.target is COPY or not ir.is_tensor(node):
             return None
         dtypes = {ir.example(n).dtype for n in node.all_input_nodes if ir.is_tensor(n)}
         floating = {d for d in dtypes if d.is_floating_point}
@@ -199,7 +200,7 @@ def dtype_table(program: ir.Program) -> tuple[str, ...]:
     found = Counter(
         (name_of(n), _dtype(n.args[0]))
         for n in program.calls()
-        if hasattr(n.target, "_schema")
+        if is_operator(n)
         and n.target is not COPY
         and n.args
         and ir.is_tensor(n.args[0])

@@ -25,6 +25,8 @@ import torch
 from torch import Tensor, fx
 
 from passes.program import ir
+from passes.program.layer import Layer
+from passes.program.operators import is_view
 from passes.program.stages import Stage
 from passes.program.torch_private import OpOverload
 
@@ -74,14 +76,14 @@ class Piece:
     """A run of nodes: the values that it reads, in order of use, and those of its own that others read.
 
     Views may be among its nodes though they stand before the run: they are made where they are read. `views` are made
-    outside, before the call. `layer` is the path of the layer, or the name of the parameter, whose work it is.
+    outside, before the call. `layer` is the one whose work it is.
     """
 
     nodes: tuple[fx.Node, ...]
     reads: tuple[fx.Node, ...]
     results: tuple[fx.Node, ...]
     views: tuple[fx.Node, ...] = ()
-    layer: str = ""
+    layer: Layer | None = None
 
     def positions(self) -> tuple[int, ...]:
         """Which of its nodes are results."""
@@ -120,8 +122,8 @@ def insert_call(graph: fx.Graph, body: Body, piece: Piece, env: dict[fx.Node, An
     call = graph.call_function(body, tuple(env[operand] for operand in piece.reads))
     call.meta = {"val": tuple(piece.nodes[i].meta.get("val") for i in body.results)}
     call.meta["pieces"] = tuple((node.name, node.meta) for node in piece.nodes)
-    call.meta["layer"] = piece.layer
     ir.copy_origin(call, piece.nodes[-1])
+    ir.set_layer(call, piece.layer)
     for node in piece.results:
         index = body.results.index(piece.nodes.index(node))
         env[node] = graph.create_node("call_function", operator.getitem, (call, index), name=node.name)
@@ -138,7 +140,7 @@ def flatten(program: ir.Program) -> ir.Program:
         for node in program.graph.nodes:
             inline.put(node)
         _flattened[program.module] = inline.graph
-    return program.with_graph(_flattened[program.module], stage=min(program.stage, Stage.EXPANDED))
+    return program.with_graph(_flattened[program.module], stage=min(program.stage, Stage.ORDERED))
 
 
 _flattened: WeakKeyDictionary[fx.GraphModule, fx.Graph] = WeakKeyDictionary()  # several ask for the same one
@@ -192,24 +194,6 @@ class _Inline:
         return new
 
 
-def is_view(node: fx.Node) -> bool:
-    """Whether an operator yields its operand's memory and nothing else happens: a view, or a part of several."""
-    if node.target is operator.getitem:
-        return is_view(node.args[0])  # type: ignore[arg-type]
-    if not isinstance(node.target, OpOverload) or not may_alias(node.target):
-        return False
-    if node.is_impure():  # the wait for what arrives yields what travelled
-        return False
-    return node.target._schema.name not in PERHAPS_COPIES or is_same_line(node)
-
-
-@functools.cache
-def may_alias(target: OpOverload) -> bool:
-    """Whether an operator, by its schema, may yield its operand's memory as it found it."""
-    schema = target._schema
-    return not schema.is_mutable and any(result.alias_info is not None for result in schema.returns)
-
-
 def is_site(node: fx.Node) -> bool:
     """Whether an operator yields the number of a place in the model, which dropout keys its random numbers with.
 
@@ -226,15 +210,6 @@ def base_of(node: fx.Node) -> fx.Node:
     while is_view(node):
         node = node.all_input_nodes[0]
     return node
-
-
-PERHAPS_COPIES = frozenset({"aten::to", "aten::contiguous", "aten::reshape"})
-
-
-def is_same_line(node: fx.Node) -> bool:
-    """Whether one of these operators yields its operand's entries as they lie."""
-    given, made = (ir.example(n) for n in (node.args[0], node))  # type: ignore[arg-type]
-    return given.is_contiguous() and made.is_contiguous() and (given.dtype, given.device) == (made.dtype, made.device)
 
 
 # ---- the text that a body is known by ---------------------------------------------------------------

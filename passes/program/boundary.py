@@ -18,14 +18,20 @@
 `parts` is the size of the axis, `size` the logical extent of `dim` before or after the split into
 `ceil(size / parts)`, `place` the rank's coordinate on the axis (a 0-d int64 tensor, so that every rank
 runs the same graph), `wire` the dtype in which terms are added (None: their own).
-Process groups are registered under the axis name. Each operator is defined once, in terms of functional
-collectives: `EXPANSIONS` holds the definitions, which `passes.collectives` puts into the graph.
+Process groups are registered under the axis name. Each operator is one record in `BOUNDARY_OPS`: what it takes and
+gives, its gradient, the collective that it is, and its definition in terms of functional collectives, which
+`passes.collectives` puts into the graph. Whoever asks something of these operators asks the record.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +39,50 @@ from torch import Tensor
 
 from passes.program.torch_private import c10d
 
-EXPANSIONS: dict[Any, Callable[..., Tensor]] = {}
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift"]
+
+
+class Like(NamedTuple):
+    """The shape and dtype of an operand, kept for its gradient."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class BoundaryOp:
+    """An operator at a boundary of placements; `a` are its arguments after the tensor `x`, by name.
+
+    On its axis it takes what is one of `takes` and gives what is `gives`. `body(x, *a)` is its definition,
+    `shape(x, a)` that of its result, `gradient(g, x, a)` the gradient of `x`, of which shape and dtype are kept.
+    It is a collective of this `kind` (None: ranks send nothing), to which a rank brings `sends(x, a)` bytes, and
+    which completes a sum or maximum if it `reduces`.
+    """
+
+    name: str
+    body: Callable[..., Tensor]
+    takes: tuple[str, ...]
+    gives: str
+    gradient: Callable[[Tensor, Like, Any], Tensor] | None
+    shape: Callable[[Any, Any], Sequence[int]]
+    kind: Kind | None = None
+    reduces: Literal["sum", "max"] | None = None
+    sends: Callable[[Any, Any], int] | None = None
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The names of the arguments after the tensor."""
+        return list(inspect.signature(self.body).parameters)[1:]
+
+    def named(self, rest: Sequence[Any]) -> SimpleNamespace:
+        """The arguments after the tensor, by name."""
+        return SimpleNamespace(**dict(zip(self.names, rest, strict=True)))
+
+
+BOUNDARY_OPS: dict[Any, BoundaryOp] = {}
+
+
+# ---- definitions -----------------------------------------------------------------------------------
 
 
 def _all_gather(
@@ -130,105 +179,124 @@ def _pad(x: Tensor, dim: int, parts: int) -> Tensor:
     return F.pad(x, widths)
 
 
-def _with(x: Tensor, **dims: int) -> list[int]:
-    """The shape of `x` with some dims of another size, as `_with(x, d0=3)`."""
-    shape = list(x.shape)
-    for dim, size in dims.items():
-        shape[int(dim[1:])] = size
-    return shape
+# ---- sizes, written out: a graph of a deep model has thousands of these, and tracing a body is slow ----------------
 
 
-def _cut(x: Tensor, dim: int, parts: int) -> list[int]:
-    return _with(x, **{f"d{dim}": -(-x.shape[dim] // parts)})
+def _alike(x: Any, a: Any) -> Sequence[int]:
+    return x.shape
 
 
-def _sized(x: Tensor, dim: int, size: int) -> list[int]:
-    return _with(x, **{f"d{dim}": size})
+def _whole(x: Any, a: Any) -> Sequence[int]:
+    return _sized(x.shape, a.dim, a.size)
 
 
-# shape of the result, written out: a graph of a deep model has thousands of these, and tracing a body is slow
-SHAPES: dict[str, Callable[..., list[int]]] = {
-    "all_gather": lambda x, dim, axis, parts, size, dtype, wire: _sized(x, dim, size),
-    "reduce_scatter": lambda x, dim, axis, parts, dtype, wire: _cut(x, dim, parts),
-    "slice": lambda x, place, dim, axis, parts: _cut(x, dim, parts),
-    "gather_same": lambda x, place, dim, axis, parts, size: _sized(x, dim, size),
-    "take": lambda x, place, dim, axis, parts: _cut(x, dim, parts),
-    "place": lambda x, place, dim, axis, parts, size: _sized(x, dim, size),
-    "all_to_all": lambda x, split, concat, size, axis, parts: _with(
-        x, **{f"d{split}": -(-x.shape[split] // parts), f"d{concat}": size}
-    ),
-}
+def _shard(x: Any, a: Any) -> Sequence[int]:
+    return _sized(x.shape, a.dim, -(-x.shape[a.dim] // a.parts))
 
 
-def _define(name: str, body: Callable[..., Tensor]) -> Any:
-    """Register `ct::name`; its own kernel must return fresh memory, its expansion in a graph need not."""
+def _exchanged(x: Any, a: Any) -> Sequence[int]:
+    shard = _sized(x.shape, a.split_dim, -(-x.shape[a.split_dim] // a.parts))
+    return _sized(shard, a.concat_dim, a.concat_size)
 
-    def kernel(x: Tensor, *args: Any) -> Tensor:
-        out = body(x, *args)
+
+def _sized(shape: Sequence[int], dim: int, size: int) -> list[int]:
+    return [*shape[:dim], size, *shape[dim + 1 :]]
+
+
+def _padded_bytes(x: Any, dim: int, parts: int, dtype: torch.dtype | None = None) -> int:
+    return math.prod(_sized(x.shape, dim, -(-x.shape[dim] // parts) * parts)) * (dtype or x.dtype).itemsize
+
+
+def _bytes(x: Any, dtype: torch.dtype | None = None) -> int:
+    return math.prod(x.shape) * (dtype or x.dtype).itemsize
+
+
+# ---- the records -----------------------------------------------------------------------------------
+
+
+def _define(name: str, body: Callable[..., Tensor], takes: tuple[str, ...], gives: str, **facts: Any) -> Any:
+    """Register `ct::name`; its own kernel must return fresh memory, its definition in a graph need not."""
+    record = BoundaryOp(name, body, takes, gives, **facts)
+
+    def kernel(x: Tensor, *rest: Any) -> Tensor:
+        out = body(x, *rest)
         return out.clone() if out.is_contiguous() else out.contiguous()
 
-    def fake(x: Tensor, *args: Any) -> Tensor:
-        dtype = next((a for a in args if isinstance(a, torch.dtype)), x.dtype)  # of the result; `wire` comes after it
-        shape = SHAPES[name](x, *args) if name in SHAPES else list(x.shape)
-        return x.new_empty(shape, dtype=x.dtype if name == "vary" else dtype)
+    def fake(x: Tensor, *rest: Any) -> Tensor:
+        a = record.named(rest)
+        return x.new_empty(record.shape(x, a), dtype=getattr(a, "dtype", x.dtype))
+
+    def keep(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        x, *rest = inputs  # of which the rank's coordinate is the only tensor, and the first
+        ctx.save_for_backward(*(a for a in rest if isinstance(a, Tensor)))
+        ctx.rest, ctx.like = [a for a in rest if not isinstance(a, Tensor)], Like(tuple(x.shape), x.dtype)
+
+    def backward(ctx: Any, g: Tensor) -> tuple:
+        rest = [*ctx.saved_tensors, *ctx.rest]
+        return record.gradient(g, ctx.like, record.named(rest)), *[None] * len(rest)  # type: ignore[misc]
 
     schema = torch.library.infer_schema(body, mutates_args=())
     op = torch.library.custom_op(f"ct::{name}", kernel, mutates_args=(), schema=schema)
     op.register_fake(fake)
+    if record.gradient:
+        op.register_autograd(backward, setup_context=keep)
     overload = getattr(torch.ops.ct, name).default
-    EXPANSIONS[overload] = body
+    BOUNDARY_OPS[overload] = record
     return overload
 
 
-all_gather = _define("all_gather", _all_gather)
-reduce_scatter = _define("reduce_scatter", _reduce_scatter)
-psum = _define("psum", _psum)
-vary = _define("vary", _vary)
-slice_ = _define("slice", _slice)
-gather_same = _define("gather_same", _gather_same)
-take = _define("take", _take)
-place_ = _define("place", _place)
-unvary = _define("unvary", _unvary)
-only_first = _define("only_first", _only_first)
-all_to_all = _define("all_to_all", _all_to_all)
-pmax = _define("pmax", _pmax)
-
-BOUNDARY_OPS = frozenset(EXPANSIONS)
-
-
-def _gradient(op: Any, backward: Callable[..., Tensor]) -> None:
-    """Register `backward(gradient, inputs, x) -> gradient of x`, where x is the first input's shape and dtype."""
-
-    def setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        x, *rest = inputs
-        ctx.tensors = [a for a in rest if isinstance(a, Tensor)]
-        ctx.save_for_backward(*ctx.tensors)
-        ctx.rest = [None if isinstance(a, Tensor) else a for a in rest]
-        ctx.like = (tuple(x.shape), x.dtype)
-
-    def run(ctx: Any, gradient: Tensor) -> tuple:
-        saved = iter(ctx.saved_tensors)
-        rest = [next(saved) if a is None and i == 0 and ctx.tensors else a for i, a in enumerate(ctx.rest)]
-        return backward(gradient, ctx.like, *rest), *[None] * len(rest)
-
-    torch.library.register_autograd(op.name().replace(".default", ""), run, setup_context=setup)
-
-
-_gradient(all_gather, lambda g, x, dim, axis, parts, size, dtype, wire: reduce_scatter(g, dim, axis, parts, x[1], wire))
-_gradient(
-    reduce_scatter, lambda g, x, dim, axis, parts, dtype, wire: all_gather(g, dim, axis, parts, x[0][dim], x[1], wire)
+# fmt: off
+all_gather: Any = _define(
+    "all_gather", _all_gather, ("shard",), "varying", shape=_whole,
+    gradient=lambda g, x, a: reduce_scatter(g, a.dim, a.axis, a.parts, x.dtype, a.wire),
+    kind="all_gather", sends=lambda x, a: _bytes(x, a.dtype),
 )
-_gradient(psum, lambda g, x, axis, dtype, wire: g.to(x[1]))
-_gradient(vary, lambda g, x, axis, wire: psum(g, axis, x[1], wire))
-_gradient(slice_, lambda g, x, place, dim, axis, parts: gather_same(g, place, dim, axis, parts, x[0][dim]))
-_gradient(gather_same, lambda g, x, place, dim, axis, parts, size: slice_(g, place, dim, axis, parts))
-_gradient(take, lambda g, x, place, dim, axis, parts: place_(g, place, dim, axis, parts, x[0][dim]))
-_gradient(place_, lambda g, x, place, dim, axis, parts, size: take(g, place, dim, axis, parts))
-_gradient(unvary, lambda g, x, place, axis: only_first(g, place, axis))
-_gradient(only_first, lambda g, x, place, axis: g)
-_gradient(
-    all_to_all,
-    lambda g, x, split_dim, concat_dim, concat_size, axis, parts: all_to_all(
-        g, concat_dim, split_dim, x[0][split_dim], axis, parts
-    ),
+reduce_scatter: Any = _define(
+    "reduce_scatter", _reduce_scatter, ("partial",), "shard", shape=_shard,
+    gradient=lambda g, x, a: all_gather(g, a.dim, a.axis, a.parts, x.shape[a.dim], x.dtype, a.wire),
+    kind="reduce_scatter", reduces="sum", sends=lambda x, a: _padded_bytes(x, a.dim, a.parts, a.wire),
 )
+psum: Any = _define(
+    "psum", _psum, ("partial",), "same", shape=_alike,
+    gradient=lambda g, x, a: g.to(x.dtype),
+    kind="all_reduce", reduces="sum", sends=lambda x, a: _bytes(x, a.wire),
+)
+vary: Any = _define(
+    "vary", _vary, ("same",), "varying", shape=_alike,
+    gradient=lambda g, x, a: psum(g, a.axis, x.dtype, a.wire),
+)
+slice_: Any = _define(
+    "slice", _slice, ("same", "varying"), "shard", shape=_shard,
+    gradient=lambda g, x, a: gather_same(g, a.place, a.dim, a.axis, a.parts, x.shape[a.dim]),
+)
+gather_same: Any = _define(
+    "gather_same", _gather_same, ("shard",), "same", shape=_whole,
+    gradient=lambda g, x, a: slice_(g, a.place, a.dim, a.axis, a.parts),
+    kind="all_gather", sends=lambda x, a: _bytes(x),
+)
+take: Any = _define(
+    "take", _take, ("varying",), "shard", shape=_shard,
+    gradient=lambda g, x, a: place_(g, a.place, a.dim, a.axis, a.parts, x.shape[a.dim]),
+)
+place_: Any = _define(
+    "place", _place, ("shard",), "partial", shape=_whole,
+    gradient=lambda g, x, a: take(g, a.place, a.dim, a.axis, a.parts),
+)
+unvary: Any = _define(
+    "unvary", _unvary, ("varying",), "same", shape=_alike,
+    gradient=lambda g, x, a: only_first(g, a.place, a.axis),
+)
+only_first: Any = _define(  # of varying copies in a body that nothing differentiates
+    "only_first", _only_first, ("same", "varying"), "partial", shape=_alike,
+    gradient=lambda g, x, a: g,
+)
+all_to_all: Any = _define(
+    "all_to_all", _all_to_all, ("shard",), "shard", shape=_exchanged,
+    gradient=lambda g, x, a: all_to_all(g, a.concat_dim, a.split_dim, x.shape[a.split_dim], a.axis, a.parts),
+    kind="all_to_all", sends=lambda x, a: _padded_bytes(x, a.split_dim, a.parts),
+)
+pmax: Any = _define(
+    "pmax", _pmax, ("partial",), "same", shape=_alike, gradient=None,
+    kind="all_reduce", reduces="max", sends=lambda x, a: _bytes(x),
+)
+# fmt: on

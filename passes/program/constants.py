@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.program import ir
+from passes.program.operators import is_random
 
 LARGEST = 2**28  # entries that are worth computing at compile time
 
@@ -16,7 +17,7 @@ def constant(node: fx.Node) -> Tensor | None:
     stack = [node]
     while stack:
         found = stack.pop()
-        if found.op != "call_function" or torch.Tag.nondeterministic_seeded in getattr(found.target, "tags", ()):
+        if found.op != "call_function" or is_random(found):
             return None
         if ir.is_tensor(found) and ir.example(found).numel() > LARGEST:
             return None

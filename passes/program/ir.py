@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, fx
 
+from passes.program.layer import Layer, Role
 from passes.program.mesh import Mesh
 from passes.program.order import PLAIN, Order
 from passes.program.rolls import Roll
@@ -34,7 +35,9 @@ class Input:
     or makes of Python's numbers. The `roles` of a parameter are what it is used for: `embedding`, `head`. Equal entries
     of a batch input with `runs` must be neighbours along its last dim: documents of a row, say. A scalar
     may bring the `count` that it is fed. A `layout` is made of each batch on the host: which blocks of it ranks hold.
-    What is `carried` is a value of another task of the step. `stages` are the pipeline stages that use a parameter.
+    `layer` is the one that a parameter or buffer is of, with its moments and total, None where it is of none or of
+    several. What is `carried` is a value of another task of the step. `stages` are
+    the pipeline stages that use a parameter.
     """
 
     name: str
@@ -44,6 +47,7 @@ class Input:
     roles: frozenset[str] = frozenset()
     runs: bool = False
     count: Count | None = field(default=None, compare=False, repr=False)
+    layer: Layer | None = None
     stages: tuple[int, ...] = ()
 
 
@@ -194,13 +198,14 @@ class Pass(ABC):
     """A rewrite: pure, it returns a new program and says what it did.
 
     It takes programs of some stages, and gives one of another (None: of the same). Passes named in `after` may not come
-    later.
+    later. If it `keeps` values, all that a program returns or stores is what it was, up to algebra: that is verified.
     """
 
     name: ClassVar[str]
     takes: ClassVar[tuple[Stage, ...]]
     gives: ClassVar[Stage | None] = None
     after: ClassVar[tuple[str, ...]] = ()
+    keeps: ClassVar[bool] = False
 
     def __call__(self, program: Program, ctx: Context) -> tuple[Program, Report]:
         """The program after the pass, of the stage that it gives, and what was done."""
@@ -298,6 +303,36 @@ def set_phase(node: fx.Node, name: str) -> None:
     node.meta["phase"] = name
 
 
+def has_no_layer(node: fx.Node) -> bool:
+    """Whether it is not recorded which layer the node belongs to, or that it belongs to none."""
+    return node.op == "call_function" and "layer" not in node.meta
+
+
+def layer(node: fx.Node) -> Layer | None:
+    """The layer that an operator is of, of an update that of the parameter; None outside of layers."""
+    return node.meta["layer"] if node.op == "call_function" else None
+
+
+def set_layer(node: fx.Node, of: Layer | None) -> None:
+    """Record the layer that the node belongs to."""
+    node.meta["layer"] = of
+
+
+def has_no_role(node: fx.Node) -> bool:
+    """Whether it is not recorded what the operator is to the layers."""
+    return node.op == "call_function" and "role" not in node.meta
+
+
+def role(node: fx.Node) -> Role:
+    """What an operator is to the layers; known from `overlap` on."""
+    return node.meta["role"]
+
+
+def set_role(node: fx.Node, to: Role) -> None:
+    """Record what the operator is to the layers."""
+    node.meta["role"] = to
+
+
 def is_recomputed(node: fx.Node) -> bool:
     """Whether the backward computes here again what the forward did not keep."""
     return node.meta.get("recomputed", False)
@@ -375,8 +410,8 @@ def set_origin(node: fx.Node, line: str, module: str) -> None:
 
 
 def copy_origin(new: fx.Node, old: fx.Node) -> None:
-    """Let `new` say that it came from where `old` came from (source line, module, phase, recomputed, ...)."""
-    for key in ("stack_trace", "nn_module_stack", "phase", "recomputed", "checkpoint", "parameter", "stage"):
+    """Let `new` say that it came from where `old` came from (source line, module, phase, layer, recomputed, ...)."""
+    for key in ("stack_trace", "nn_module_stack", "phase", "layer", "recomputed", "checkpoint", "parameter", "stage"):
         if key in old.meta:
             new.meta[key] = old.meta[key]
 

@@ -31,6 +31,7 @@ from torch import Tensor, fx
 from passes.program import ir
 from passes.program.bodies import calls_of
 from passes.program.mesh import SEQUENCE_AXIS
+from passes.program.operators import namespace_of
 from passes.program.torch_private import OpOverload
 
 LONGEST = 8  # entries of a constant list, and eights of characters of a string, that are printed
@@ -96,14 +97,14 @@ def _bodies(program: ir.Program) -> Iterator[str]:
 def format_node(node: fx.Node) -> str:
     """`%name = op(operands) : dtype[shape] placement   # file.py:line module.path phase [recomputed]`.
 
-    A node of an update has the parameter's name in the place of the module's path.
+    A node of an update has the parameter's name in the place of the module's path, one of no module its layer.
     """
     if node.op == "output":
         return f"return {format_operand(node.args[0])}"
     spec = ir.spec(node)
     words = [f"%{node.name} =", _call(node), ":", format_value(node.meta.get("val"))]
     words += [str(spec)] if spec is not None else []
-    where = ir.module_path(node) or ir.parameter(node)
+    where = ir.module_path(node) or ir.parameter(node) or ("" if ir.has_no_layer(node) else str(ir.layer(node) or ""))
     phase = "no-phase" if ir.has_no_phase(node) else ir.phase(node)
     origin = (ir.source(node), where, phase, "recomputed" if ir.is_recomputed(node) else "")
     return " ".join(words) + "   # " + " ".join(filter(None, origin))
@@ -120,12 +121,6 @@ def _call(node: fx.Node) -> str:
 def op_name(target: Any) -> str:
     """`linear`, `add.Tensor`, `psum`, `prims.iota`: the overload unless default, the namespace unless well known."""
     return _op_name(target) if isinstance(target, OpOverload) else target.__name__
-
-
-def namespace_of(op: OpOverload) -> str:
-    """`aten`, `ct`, ...; `fn` or `local` of what was made for a program, whichever it was."""
-    space = op.namespace.rstrip("0123456789")
-    return space if space in ("fn", "local") else op.namespace
 
 
 @functools.cache

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, fx
 
 from passes.program import ir
+from passes.program.operators import is_mutable
 from passes.program.torch_private import (
     FakeTensor,
-    OpOverload,
     TorchDispatchMode,
     composite_operators,
     number_in,
@@ -133,7 +133,7 @@ def trace(fn: Callable[..., Any], args: Sequence[Tensor], ctx: ir.Context) -> fx
         tape.input(value)
     with torch.no_grad(), ctx.fake_mode, composite_operators(tape.call):
         graph = tape.output(fn(*args))
-    return functional(graph, args, ctx) if any(map(writes, graph.nodes)) else graph
+    return functional(graph, args, ctx) if any(map(is_mutable, graph.nodes)) else graph
 
 
 def functional(graph: fx.Graph, args: Sequence[Tensor], ctx: ir.Context) -> fx.Graph:
@@ -146,8 +146,3 @@ def functional(graph: fx.Graph, args: Sequence[Tensor], ctx: ir.Context) -> fx.G
         found = tape.output(torch.func.functionalize(run, remove="mutations")(*args))
     found.eliminate_dead_code()
     return found
-
-
-def writes(node: fx.Node) -> bool:
-    """Whether the node's operator writes into an operand."""
-    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable

@@ -31,23 +31,46 @@ def inline_alike(node: fx.Node, fn: Callable[..., Any], ctx: ir.Context) -> list
     return splice(node, ctx.traced[key], inputs)
 
 
+class Editor:
+    """Puts the operators of Python functions into graphs; those of one key are traced once a layout of their operands.
+
+    What is traced lies in memory of its own: one value given twice would become one operand.
+    """
+
+    def __init__(self, ctx: ir.Context):
+        self.ctx, self.traced = ctx, dict[Any, fx.Graph]()
+
+    def put(
+        self,
+        before: fx.Node,
+        key: Any,
+        fn: Callable[..., Any],
+        inputs: Sequence[fx.Node],
+        mark: Callable[[fx.Node], None],
+    ) -> Any:
+        """Put the operators of `fn` on the nodes' values before a node, each marked; returns what `fn` returns."""
+        values = [ir.example(n) for n in inputs]
+        signature = key, *map(layout, values)
+        if signature not in self.traced:
+            with self.ctx.fake_mode, torch.no_grad():
+                fresh = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
+            self.traced[signature] = trace(fn, fresh, self.ctx)
+        with before.graph.inserting_before(before):
+            new, result = graft(before.graph, self.traced[signature], list(inputs))
+        for node in new:
+            mark(node)
+        return result
+
+
 def before(node: fx.Node, body: Callable[..., Any], args: Sequence[Any], ctx: ir.Context) -> Any:
     """Put the operators of `body(*args)` before a node, as if they came from it; returns what it returns."""
     inputs = list(dict.fromkeys(a for a in args if isinstance(a, fx.Node)))
-    with ctx.fake_mode, torch.no_grad():
-        examples = map(ir.example, inputs)
-        fresh = [torch.empty_strided(e.shape, e.stride(), dtype=e.dtype, device=e.device) for e in examples]
 
     def on(*values: torch.Tensor) -> Any:
         given = dict(zip(inputs, values))
         return body(*(given[a] if isinstance(a, fx.Node) else a for a in args))
 
-    graph = trace(on, fresh, ctx)
-    with node.graph.inserting_before(node):
-        new, result = graft(node.graph, graph, inputs)
-    for inner in new:
-        ir.copy_origin(inner, node)
-    return result
+    return Editor(ctx).put(node, body, on, inputs, lambda new: ir.copy_origin(new, node))
 
 
 def laid_out_as(like: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
+
+from passes.program.layer import Layer
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,10 @@ class Roll:
         first, last = (f"{self.stack}.{n}" for n in (self.number, self.number + self.left_out))
         return f"{first} stands for {first} to {last}"
 
+    def number_of(self, layer: Layer | None) -> int | None:
+        """The number of a layer of the stack; None of another."""
+        return layer.number if layer is not None and layer.stack == self.stack else None
+
     def names(self) -> list[str]:
         """The layers that are left out."""
         return [f"{self.stack}.{n}" for n in range(self.number + 1, self.number + self.left_out + 1)]
@@ -36,6 +42,34 @@ class Roll:
         """Whether a name is of a layer that is left out."""
         number = number_in(name, self.stack)
         return number is not None and self.number < number <= self.number + self.left_out
+
+    def counted(self, number: int) -> int:
+        """The number of a layer if those left out are not counted."""
+        return number if number <= self.number else number - self.left_out
+
+    def meta_in_whole(self, meta: Mapping[str, Any], missing: int) -> dict[str, Any]:
+        """What a node carries where so many of the layers before it were left out."""
+        other = dict(meta)
+        if modules := meta.get("nn_module_stack"):
+            other["nn_module_stack"] = {k: (self.name_in_whole(p, missing), kind) for k, (p, kind) in modules.items()}
+        if "layer" in meta:
+            other["layer"] = self.layer_in_whole(meta["layer"], missing)
+        if parameter := meta.get("parameter"):
+            other["parameter"] = self.name_in_whole(parameter, missing)
+        if role := meta.get("role"):
+            layer, parameter = self.layer_in_whole(role.layer, missing), self.name_in_whole(role.parameter, missing)
+            other["role"] = replace(role, layer=layer, parameter=parameter)
+        return other
+
+    def layer_in_whole(self, layer: Layer | None, missing: int) -> Layer | None:
+        """The layer that one is where so many before it were left out."""
+        number = self.number_of(layer)
+        return layer if number is None else Layer(self.stack, self.counted(number) + missing)
+
+    def name_in_whole(self, name: str, missing: int) -> str:
+        """The name of the same thing in that layer."""
+        number = number_in(name, self.stack)
+        return name if number is None else renumbered(name, self.stack, self.counted(number) + missing)
 
 
 @dataclass(frozen=True)
@@ -67,13 +101,3 @@ def renumbered(name: str, stack: str, number: int) -> str:
 @cache
 def _pattern(stack: str) -> re.Pattern[str]:
     return re.compile(rf"((?:^|\.)){re.escape(stack)}\.(\d+)(?![^.])")
-
-
-def meta_of_layer(meta: Mapping[str, Any], stack: str, number: int) -> dict[str, Any]:
-    """What a node of one layer carries, as that of the same node in another."""
-    other = dict(meta)
-    if modules := meta.get("nn_module_stack"):
-        other["nn_module_stack"] = {k: (renumbered(p, stack, number), kind) for k, (p, kind) in modules.items()}
-    if parameter := meta.get("parameter"):
-        other["parameter"] = renumbered(parameter, stack, number)
-    return other

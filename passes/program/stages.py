@@ -1,6 +1,6 @@
 """How far a program has come from the captured model to what ranks run; `check/verify.py` says what each may hold.
 
-    captured -> normalized -> placed -> local -> joint -> step -> scheduled -> expanded -> segmented
+    captured -> normalized -> placed -> local -> joint -> step -> scheduled -> expanded -> ordered -> segmented
 
 An evaluation goes from local to expanded: it has no backward.
 """
@@ -21,7 +21,8 @@ class Stage(IntEnum):
     STEP = 5  # which an update or an accumulator has consumed
     SCHEDULED = 6  # collectives stand where they are sent, those that travel together as one
     EXPANDED = 7  # boundary operators are functional collectives and plain arithmetic
-    SEGMENTED = 8  # calls of bodies, each compiled once
+    ORDERED = 8  # operators stand in the order in which they run, and say what they are to the layers
+    SEGMENTED = 9  # calls of bodies, each compiled once
 
     def __str__(self) -> str:
         return self.name.lower()

@@ -6,8 +6,7 @@ import re
 
 from torch import fx
 
-from passes.program.printer import namespace_of
-from passes.program.torch_private import OpOverload
+from passes.program.operators import name_of
 from passes.rules import (
     contractions,
     factories,
@@ -34,21 +33,9 @@ for _family in FAMILIES:
 OURS = frozenset(RULES)
 
 
-def name_of(node: fx.Node) -> str:
-    """The name in the table of the operator that a node calls."""
-    return key_of(node.target)  # type: ignore[arg-type]
-
-
-def key_of(op: OpOverload) -> str:
-    """An operator's name in the table: `linear` for `aten.linear.default`, `my::op` outside aten."""
-    name = op._schema.name.partition("::")[2]
-    packet = namespace_of(op)
-    return name if packet == "aten" else f"{packet}::{name}"
-
-
 def has_rule(node: fx.Node) -> bool:
     """Whether the table has a rule for the node's operator."""
-    return hasattr(node.target, "_schema") and name_of(node) in RULES
+    return name_of(node) in RULES
 
 
 def is_ours(node: fx.Node) -> bool:
@@ -68,6 +55,4 @@ def add_rule(name: str, rule: RuleMaker | str) -> None:
     RULES[name] = from_text(rule) if isinstance(rule, str) else rule
 
 
-__all__ = [
-    "RULES", "Rule", "add_rule", "has_rule", "is_ours", "key_of", "name_of", "opaque", "rule_of", "tensor_operands"
-]  # fmt: skip
+__all__ = ["RULES", "Rule", "add_rule", "has_rule", "is_ours", "opaque", "rule_of", "tensor_operands"]

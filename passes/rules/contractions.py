@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from torch import fx
@@ -69,12 +68,6 @@ def distances(node: fx.Node) -> Rule:
     sizes = {f"d{i}": n for i, n in enumerate(out[:-2])} | {"m": out[-2], "n": out[-1], "k": shapes[0][-1]}
     dims = (*left, ("m",), ("k",)), (*right, ("n",), ("k",))
     return Rule(dims, ((*lead, ("m",), ("n",)),), sizes, whole=frozenset("k"))
-
-
-def flops(node: fx.Node) -> int:
-    """Multiply-adds times two of a contraction node, from its rule."""
-    rule = rules()[node.target._opname](node)  # type: ignore[union-attr]
-    return 2 * math.prod(rule.sizes.values())
 
 
 def rules() -> dict[str, RuleMaker]:

@@ -8,6 +8,7 @@ from torch import Tensor, fx
 from passes.program import ir
 from passes.program.builder import Builder
 from passes.program.layout import locate
+from passes.program.operators import argument
 from passes.program.spec import Factor, Spec
 from passes.rules.base import Names, Rule, RuleMaker, result_shapes, same_fill, tensor_operands
 
@@ -16,7 +17,7 @@ aten = torch.ops.aten
 
 def embedding(node: fx.Node) -> Rule:
     """weight[v, d] looked up by ids[...]: sharded v leaves the rows of other ranks zero, a partial sum."""
-    by_frequency = len(node.args) > 3 and bool(node.args[3])
+    by_frequency = argument(node, "scale_grad_by_freq")
     (_, d), ids = (tuple(ir.example(n).shape) for n in tensor_operands(node))
     dims = tuple((f"i{k}",) if n != 1 else () for k, n in enumerate(ids))
     weight = tensor_operands(node)[0]
@@ -192,7 +193,7 @@ def slice_scatter(node: fx.Node) -> Rule:
     """x with a slice of one dim written over: that dim must be whole."""
     x, _ = tensor_operands(node)
     shape = tuple(ir.example(x).shape)
-    dim = (node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)) % len(shape)  # type: ignore[operator]
+    dim = argument(node, "dim") % len(shape)
     names = tuple((f"d{d}",) for d in range(len(shape)))
     over = tuple(("s",) if d == dim else n for d, n in enumerate(names))
     return Rule(

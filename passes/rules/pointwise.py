@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from passes.program import ir
+from passes.program.operators import argument, name_of
 from passes.rules.base import Rule, RuleMaker, result_shapes, tensor_operands
 
 UNARY = """abs acos asin atan bitwise_not ceil clamp clone contiguous cos cosh elu
@@ -101,13 +102,13 @@ def _fills(node: fx.Node, name: str) -> Callable[[list[float | None]], float | N
 
 def rule(node: fx.Node) -> Rule:
     """The rule of a pointwise node."""
-    name = node.target._opname  # type: ignore[union-attr]
+    name = name_of(node)
     operands = tensor_operands(node)
     (out,) = result_shapes(node)
     dims = broadcast_dims([tuple(ir.example(n).shape) for n in operands], out)
     result = tuple((f"d{i}",) if n != 1 else () for i, n in enumerate(out))
     linear = [frozenset(s) for s in LINEAR.get(name, []) if max(s) < len(operands)]
-    if node.kwargs.get("rounding_mode"):
+    if argument(node, "rounding_mode"):
         linear = []  # what is rounded is no sum of its rounded terms
     return Rule(
         tuple(dims),

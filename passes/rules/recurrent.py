@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import fx
 
 from passes.program import ir
+from passes.program.operators import name_of
 from passes.rules.base import Names, Rule, RuleMaker, opaque, result_shapes, tensor_operands
 
 RECURRENT = ("gru", "lstm", "rnn_relu", "rnn_tanh")
@@ -17,7 +18,7 @@ def recurrent(node: fx.Node) -> Rule:
     """x[t, b, i] (or x[b, t, i]), states[l, b, h] and weights -> y[t, b, o] and states; of packed rows all whole."""
     if node.target._overloadname != "input":  # type: ignore[union-attr]
         return opaque(node)
-    states = 2 if node.target._opname == "lstm" else 1  # type: ignore[union-attr]
+    states = 2 if name_of(node) == "lstm" else 1
     shapes = [tuple(ir.example(n).shape) for n in tensor_operands(node)]
     outs = result_shapes(node)
     rows = [0 if node.args[-1] else 1, *[1] * states]  # the dim of the batch, in operands and results

@@ -7,22 +7,15 @@ from collections.abc import Sequence
 from torch import fx
 
 from passes.program import ir
+from passes.program.operators import argument, name_of
 from passes.rules import pointwise
 from passes.rules.base import Names, Rule, RuleMaker, needs_gradient, result_shapes, tensor_operands
 
 FOLDS = {"sum": ("sum", 0.0), "amax": ("max", float("-inf")), "any": ("max", 0.0), "count_nonzero": ("sum", 0.0)}
 
 
-def _argument(node: fx.Node, name: str, default=None):
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
-    for i, argument in enumerate(schema):
-        if argument.name == name:
-            return node.args[i] if i < len(node.args) else node.kwargs.get(name, argument.default_value)
-    return default
-
-
 def _folded(node: fx.Node, rank: int) -> set[int]:
-    dims = _argument(node, "dim")
+    dims = argument(node, "dim")
     if dims is None or dims == []:
         return set(range(rank))
     return {d % rank for d in (dims if isinstance(dims, (list, tuple)) else [dims])} if rank else set()
@@ -40,11 +33,11 @@ def _fold_dims(node: fx.Node) -> tuple[tuple[Names, ...], tuple[Names, ...], dic
 def fold(node: fx.Node) -> Rule:
     """sum, amax, any: a sharded folded dim leaves the result partial."""
     names, result, sizes, folded = _fold_dims(node)
-    if node.target._opname == "amax" and needs_gradient(tensor_operands(node)[0]):  # type: ignore[union-attr]
+    if name_of(node) == "amax" and needs_gradient(tensor_operands(node)[0]):
         return whole_fold(node)  # tied maxima on several ranks share the gradient
-    how, needs = FOLDS[node.target._opname]  # type: ignore[union-attr]
+    how, needs = FOLDS[name_of(node)]
     reduced = {n: how for i in folded for n in names[i]}
-    linear = frozenset([frozenset([0])]) if node.target._opname == "sum" else frozenset()  # type: ignore[union-attr]
+    linear = frozenset([frozenset([0])]) if name_of(node) == "sum" else frozenset()
     return Rule((names,), (result,), sizes, reduced, linear=linear, needs=needs)
 
 
@@ -77,7 +70,7 @@ def normalize(node: fx.Node) -> Rule:
 
 def _norm_fills(weights: int, node: fx.Node):
     def fills(held: Sequence[float | None]) -> float | None:
-        return 0.0 if node.target._opname == "rms_norm" and held[0] == 0 else None  # type: ignore[union-attr]
+        return 0.0 if name_of(node) == "rms_norm" and held[0] == 0 else None
 
     return fills
 

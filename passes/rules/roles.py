@@ -8,7 +8,8 @@ import torch
 from torch import fx
 
 from passes.program import ir
-from passes.rules import name_of, rule_of, tensor_operands
+from passes.program.operators import is_operator, name_of
+from passes.rules import rule_of, tensor_operands
 from passes.rules.losses import LINEAR_CROSS_ENTROPY
 
 PRODUCTS = ("linear", "mm", "matmul")
@@ -26,7 +27,7 @@ def keeps_dims(node: fx.Node) -> bool:
 def root(node: fx.Node, parameters: Collection[fx.Node]) -> fx.Node | None:
     """The parameter of which the node is a transpose, a cast or a view with its dims, if it is."""
     while node not in parameters:
-        if not hasattr(node.target, "_schema") or len(tensor_operands(node)) != 1 or not keeps_dims(node):
+        if not is_operator(node) or len(tensor_operands(node)) != 1 or not keeps_dims(node):
             return None
         node = node.args[0]  # type: ignore[assignment]
     return node
@@ -45,7 +46,7 @@ def roles(program: ir.Program) -> Mapping[str, frozenset[str]]:
     """Parameter name -> `embedding`, `head` or both; the others have none."""
     names = {n: i.name for n, i in zip(program.placeholders(), program.inputs) if i.kind == "parameter"}
     named = (*PRODUCTS, LINEAR_CROSS_ENTROPY)
-    products = [n for n in program.calls() if hasattr(n.target, "_schema") and name_of(n) in named]
+    products = [n for n in program.calls() if name_of(n) in named]
     uses = [("head", operand) for node in last_of(program, products) for operand in tensor_operands(node)[:2]]
     lookups = (n for n in program.calls() if n.target is torch.ops.aten.embedding.default)
     uses += [("embedding", tensor_operands(node)[0]) for node in lookups]

@@ -10,6 +10,7 @@ from torch import fx
 
 from passes.program import ir
 from passes.program.builder import Builder
+from passes.program.operators import argument, name_of
 from passes.program.spec import Spec
 from passes.rules.base import Names, Rule, RuleMaker, result_shapes, same_fill, tensor_operands, zero_if_zero
 
@@ -115,14 +116,14 @@ def cut(node: fx.Node) -> Rule:
     (x,) = tensor_operands(node)
     shape, outs = tuple(ir.example(x).shape), result_shapes(node)
     removed = len(shape) - len(outs[0])
-    dim = next((a for a in (node.kwargs.get("dim"), *_dim_argument(node)) if a is not None), 0) % len(shape)
+    dim = argument(node, "dim") % len(shape)
     names: list[Names] = [(f"d{i}",) if n != 1 or i == dim else () for i, n in enumerate(shape)]
     sizes = {f"d{i}": n for i, n in enumerate(shape) if names[i]}
     results, whole = [], set()
     for k, out in enumerate(outs):
         if removed:
             results.append(tuple(n for i, n in enumerate(names) if i != dim))
-        elif out[dim] == shape[dim] and node.target._opname == "slice":  # type: ignore[union-attr]
+        elif out[dim] == shape[dim] and name_of(node) == "slice":
             return _moving(names, names, sizes, resize=_keep_whole_slice)
         else:
             sizes[f"o{k}"] = out[dim]
@@ -144,16 +145,11 @@ def _keep_whole_slice(args: tuple, shape: tuple[int, ...]) -> tuple:
     return (*args[:2], 0, 2**63 - 1, *args[4:]) if len(args) > 2 else args
 
 
-def _dim_argument(node: fx.Node) -> tuple:
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
-    return tuple(node.args[i] for i, a in enumerate(schema) if a.name == "dim" and i < len(node.args))
-
-
 def join(node: fx.Node) -> Rule:
     """cat and stack: the joined dim must be whole."""
     operands, (out,) = tensor_operands(node), result_shapes(node)
     rank = len(out)
-    dim = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % rank  # type: ignore[operator]
+    dim = argument(node, "dim") % rank
     stacked = ir.example(operands[0]).dim() < rank
     sizes = {f"d{i}": n for i, n in enumerate(out) if i != dim and n != 1} | {"j": out[dim]}
     names: list[Names] = [("j",) if i == dim else (f"d{i}",) if n != 1 else () for i, n in enumerate(out)]
@@ -179,13 +175,8 @@ def along_dim(node: fx.Node) -> Rule:
     """cumsum, softmax, sort, roll, fft...: an operator along one dim, which must be whole; the others are free."""
     operands = tensor_operands(node)
     shape = tuple(ir.example(operands[0]).shape)
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
-    dims = [
-        node.args[i] if i < len(node.args) else node.kwargs.get(a.name, a.default_value)
-        for i, a in enumerate(schema)
-        if a.name in ("dim", "dims")
-    ]
-    along = {d % len(shape) for d in (dims[0] if isinstance(dims[0], (list, tuple)) else dims)}
+    dims = argument(node, "dim", argument(node, "dims"))
+    along = {d % len(shape) for d in (dims if isinstance(dims, (list, tuple)) else [dims])}
     along = along or set(range(len(shape)))  # roll without dims goes through all of them
     names = tuple((f"d{i}",) for i in range(len(shape)))
     sizes = {f"d{i}": n for i, n in enumerate(shape)}

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from passes.program import ir
-from passes.program.boundary import EXPANSIONS
+from passes.program.boundary import BOUNDARY_OPS
 from passes.program.functions import body_of, results_of
+from passes.program.layer import Layer
 from passes.program.rewrite import inline_alike
 from passes.program.routed import EXPANSIONS as ROUTED
 from passes.program.stages import Stage
 
-DEFINITIONS = {**EXPANSIONS, **ROUTED}
+DEFINITIONS = {**{op: record.body for op, record in BOUNDARY_OPS.items()}, **ROUTED}
 
 
 def _contiguous(body: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -32,7 +33,7 @@ def _contiguous(body: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def put_in_line(program: ir.Program, ctx: ir.Context) -> None:
     """Write bodies in place of the operators that stand for them, without what nobody reads of their results.
 
-    What a body calls in turn, chunk after chunk, are layers to later passes: `NAME.0`, `NAME.1`, and so on.
+    What a body calls in turn, chunk after chunk, are layers: `NAME.0`, `NAME.1`, and so on.
     """
     made, numbers = set[fx.Node](), Counter[str]()
     waiting = [node for node in program.calls() if body_of(node)]
@@ -42,7 +43,7 @@ def put_in_line(program: ir.Program, ctx: ir.Context) -> None:
         inner = [n for n in new if body_of(n)]
         for call in inner:
             name = call.target._opname.rpartition("_")[0]  # type: ignore[union-attr]
-            ir.set_origin(call, ir.source(call), f"{name}.{numbers[name]}")
+            ir.set_layer(call, Layer(name, numbers[name]))
             numbers[name] += 1
         made.update(new)
         waiting = inner + waiting
@@ -66,8 +67,8 @@ class Expand(ir.Pass):
         counts: Counter[str] = Counter()
         put_in_line(program, ctx)
         for node in list(program.calls()):
-            if node.target in EXPANSIONS:
-                counts[node.target._opname] += 1
+            if node.target in BOUNDARY_OPS:
+                counts[BOUNDARY_OPS[node.target].name] += 1
             if definition := DEFINITIONS.get(node.target):
                 inline_alike(node, _contiguous(definition), ctx)
         program.module.recompile()

@@ -19,7 +19,8 @@ from passes.program import ir
 from passes.program.builder import Builder
 from passes.program.functions import Function, define, function_of, remember
 from passes.program.mesh import BLOCKS, Mesh
-from passes.program.record import Unknown, trace, writes
+from passes.program.operators import is_mutable
+from passes.program.record import Unknown, trace
 from passes.program.rewrite import splice
 from passes.program.spec import Spec
 from passes.program.torch_private import LazyGraphModule
@@ -40,7 +41,7 @@ def body_graph(name: str, fn: Callable[..., Any], examples: list[Tensor], ctx: i
         graph = trace(lambda *t: tuple(fn(*t)), fresh, ctx)
     except Unknown as error:
         raise ir.Refused("shard", None, f"{name} uses {error}; make it an argument of the function") from error
-    for node in [n for n in graph.nodes if writes(n)]:  # those into what the body makes itself are gone
+    for node in [n for n in graph.nodes if is_mutable(n)]:  # those into what the body makes itself are gone
         if not own:
             fix = "call ctx.mark_dirty, or clone it first"
             raise ir.Refused("shard", None, f"{name} writes into what it is given; {fix}")

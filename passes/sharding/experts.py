@@ -26,9 +26,10 @@ import torch
 from torch import fx
 
 from passes.program import ir, routed
+from passes.program.operators import argument, is_operator, name_of
 from passes.program.spec import Spec
 from passes.program.stages import Stage
-from passes.rules import name_of, rule_of, tensor_operands
+from passes.rules import rule_of, tensor_operands
 from passes.sharding.dispatch import Part, Routed, Way, Writer, choose, dropped
 from passes.sharding.infer import experts_of
 from passes.sharding.normalize import drops
@@ -130,7 +131,7 @@ class Experts(ir.Pass):
 
 def refuse_unspread(program: ir.Program, found: int, notes: list[str]) -> None:
     """Raises Refused where experts are to be spread and there are none, or some whose rows mind their order."""
-    left = [n for n in program.calls() if name_of_operator(n) in PRODUCTS and n.args[2].target is not routed.ends]  # type: ignore[union-attr]
+    left = [n for n in program.calls() if name_of(n) in PRODUCTS and n.args[2].target is not routed.ends]  # type: ignore[union-attr]
     if left:
         why = "; ".join(notes) or "nothing sorts its rows by expert"
         raise ir.Refused("experts", left[0], f"mesh.ep: these experts cannot be spread: {why}")
@@ -146,22 +147,11 @@ def with_count(program: ir.Program, name: str, value: fx.Node) -> ir.Program:
 
 def is_sort_of_ids(node: fx.Node) -> bool:
     """Whether a node sorts integers in a row, upwards, and the permutation is used."""
-    if not hasattr(node.target, "_schema") or name_of(node) != "sort":
+    if name_of(node) != "sort":
         return False
     ids, down = ir.example(node.args[0]), argument(node, "descending", False)  # type: ignore[arg-type]
     used = any(user.target is operator.getitem and user.args[1] == 1 and user.users for user in node.users)
     return ids.dim() == 1 and not ids.is_floating_point() and not down and used
-
-
-def name_of_operator(node: fx.Node) -> str:
-    """The name of an operator, empty of what is none (a part of a tuple)."""
-    return name_of(node) if hasattr(node.target, "_schema") else ""
-
-
-def argument(node: fx.Node, name: str, default: Any = None) -> Any:
-    """An argument of an operator by its name."""
-    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
-    return (dict(zip(names, node.args)) | node.kwargs).get(name, default)
 
 
 # ---- what follows a sort -------------------------------------------------------------------------------------
@@ -185,7 +175,7 @@ def follow(sort: fx.Node) -> Region:
 def classify(region: Region, node: fx.Node) -> None:
     """Say what a node is that reads something of the region, and what it becomes; raises Minds."""
     kinds = [region.kind(n) for n in node.all_input_nodes]
-    name = name_of_operator(node)
+    name = name_of(node)
     first = region.kind(node.args[0])
     if name in SHAPED and first != "rows":
         return
@@ -303,11 +293,11 @@ def put(region: Region, node: fx.Node) -> None:
 
 def counts_up(node: fx.Node) -> bool:
     """Whether a node is 0, 1, 2, ... in one row."""
-    while hasattr(node.target, "_schema") and name_of(node) in ("unsqueeze", "view", "reshape", *SAME):
+    while name_of(node) in ("unsqueeze", "view", "reshape", *SAME):
         if ir.example(node).numel() != max(ir.example(node).shape[-1:], default=0):
             return False
         node = node.args[0]  # type: ignore[assignment]
-    if not hasattr(node.target, "_schema") or name_of(node) != "arange":
+    if name_of(node) != "arange":
         return False
     return (argument(node, "start", 0), argument(node, "step", 1)) == (0, 1)
 
@@ -316,7 +306,7 @@ def by_row(region: Region, node: fx.Node) -> bool:
     """Whether, by its rule, an operator computes each row from the same row of its operands."""
     if node.target is operator.getitem:
         return True  # of an operator that does
-    if not hasattr(node.target, "_schema") or drops(node):
+    if not is_operator(node) or drops(node):
         return False
     rule, operands = rule_of(node), tensor_operands(node)
     names = {dims[0] for n, dims in zip(operands, rule.operands) if region.kind(n)}
@@ -377,7 +367,7 @@ def written(
             return write.call(routed.of_group, looked_up(node)[0], part.ends, part.order)
     with write.place.graph.inserting_before(write.place):
         copy = ir.copy_node(write.place.graph, node, {n: copied.get(n, n) for n in node.all_input_nodes})
-    if name_of_operator(node) in AT_SIZE:
+    if name_of(node) in AT_SIZE:
         rows = ir.example(copy.args[0]).shape[0]  # type: ignore[arg-type]
         copy.args = (copy.args[0], [rows, *ir.example(node).shape[1:]], *copy.args[2:])
     return write.written(copy)

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from passes.program import ir
-from passes.rules import Rule, name_of, rule_of, tensor_operands
+from passes.program.operators import is_operator, name_of
+from passes.rules import Rule, rule_of, tensor_operands
 from passes.rules.losses import LINEAR_CROSS_ENTROPY
 from passes.rules.roles import root
 
@@ -73,7 +74,7 @@ def infer(program: ir.Program, parts: int) -> Plan:
     finder = _Finder(program, parts)
     with depth_of(program):
         for node in program.calls():
-            if hasattr(node.target, "_schema"):
+            if is_operator(node):
                 finder.visit(node)
     names = {node: given.name for node, given in zip(program.placeholders(), program.inputs)}
     return {names[node]: blocks for node, blocks in sorted(finder.found.items(), key=lambda item: names[item[0]])}
@@ -136,7 +137,7 @@ class _Finder:
 
     def by_expert(self, node: fx.Node) -> list[tuple[fx.Node, int]]:
         """(operand, its dim that counts experts) of an operator that uses weights by expert."""
-        name = name_of(node) if hasattr(node.target, "_schema") else ""
+        name = name_of(node)
         if name in ("ct::grouped_mm", "ct::of_group"):
             rule = rule_of(node)
             pairs = zip(tensor_operands(node), rule.operands)
@@ -163,7 +164,7 @@ class _Finder:
     def from_batch(self, node: fx.Node) -> bool:
         """Whether ids come straight from the batch, not from positions or constants."""
         while node not in self.batch:
-            operands = tensor_operands(node) if hasattr(node.target, "_schema") else []
+            operands = tensor_operands(node) if is_operator(node) else []
             if len(operands) != 1:
                 return False
             node = operands[0]
@@ -216,7 +217,7 @@ class _Finder:
 
     def through(self, user: fx.Node, node: fx.Node, blocks: Blocks, seen: dict) -> Trail | None:
         """What becomes of the blocks in one use: of several ways to go on, the first that ends well."""
-        if not hasattr(user.target, "_schema"):
+        if not is_operator(user):
             return self.follow(user, blocks, seen)  # a part of a tuple
         rule, operands = rule_of(user), tensor_operands(user)
         trail = Trail((1, blocks.size, 1))

@@ -25,11 +25,12 @@ from passes.context.attention import AttentionOp, heads_repeated
 from passes.context.operators import OPERATORS
 from passes.program import ir
 from passes.program.mesh import WEIGHT_AXES, Mesh
+from passes.program.operators import argument, is_operator, is_random, name_of
 from passes.program.rewrite import inline, replace_uses
 from passes.program.spec import Spec
 from passes.program.stages import Stage
 from passes.program.torch_private import decomposition
-from passes.rules import has_rule, name_of, tensor_operands
+from passes.rules import has_rule, tensor_operands
 from passes.sharding import draws as drawing
 from passes.sharding import norms
 from passes.sharding.random import dropout
@@ -254,7 +255,7 @@ def _looks_up_own_rows(node: fx.Node) -> bool:
 
 def _counts(node: fx.Node) -> bool:
     """Whether a node's entries, in their order, are 0, 1, 2, ..."""
-    while hasattr(node.target, "_schema") and name_of(node) in KEEPS_ORDER:
+    while name_of(node) in KEEPS_ORDER:
         (given,) = tensor_operands(node)
         if ir.example(node).numel() != ir.example(given).numel():
             return False
@@ -277,9 +278,8 @@ def _equal_split(node: fx.Node) -> bool:
 
 def _divides_by_zero(node: fx.Node) -> bool:
     """Whether a norm of a row of zeros, which padding is, would be infinite or NaN."""
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    eps = dict(zip(names, node.args)).get("eps", node.kwargs.get("eps"))
-    return eps is not None and eps <= 0  # type: ignore[operator]
+    eps = argument(node, "eps")
+    return eps is not None and eps <= 0
 
 
 def attention_written(node: fx.Node, record: AttentionOp, parts: int) -> Any:
@@ -355,23 +355,12 @@ def drops(node: fx.Node) -> bool:
 
 def is_dropout(node: fx.Node) -> bool:
     """Whether the node is a dropout, on or off."""
-    return hasattr(node.target, "_schema") and name_of(node) in ("dropout", "native_dropout")
-
-
-def draws(node: fx.Node) -> bool:
-    """Whether an operator draws random numbers; attention and recurrent networks do only with dropout."""
-    if not hasattr(node.target, "_schema") or torch.Tag.nondeterministic_seeded not in node.target.tags:
-        return False
-    names = [argument.name for argument in node.target._schema.arguments]
-    given = dict(zip(names, node.args)) | node.kwargs
-    if "dropout" in names:
-        return bool(given["train"]) and given["dropout"] != 0.0
-    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
+    return name_of(node) in ("dropout", "native_dropout")
 
 
 def key_random(program: ir.Program, ctx: ir.Context) -> ir.Program:
     """What draws random numbers as a function of a `seed` input and each entry's index; raises Refused for others."""
-    sites = [node for node in program.calls() if is_dropout(node) or draws(node)]
+    sites = [node for node in program.calls() if is_dropout(node) or is_random(node)]
     for node in sites:
         if not is_dropout(node) and drawing.written(node) is None:
             raise ir.Refused(
@@ -431,7 +420,7 @@ class Normalize(ir.Pass):
         queue = list(program.calls())
         while queue:
             node = queue.pop(0)
-            if not hasattr(node.target, "_schema") or node.target in final:
+            if not is_operator(node) or node.target in final:
                 continue
             fn = replacement(node, program.mesh)
             if fn is None:

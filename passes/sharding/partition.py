@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.cost.accounting import kind_of, sent_bytes
+from passes.cost.accounting import sent_bytes
 from passes.program import boundary, ir
 from passes.program.layout import entries
 from passes.program.mesh import BATCH_AXES, BLOCKS, HOPS, SEQUENCE_AXIS, Mesh
+from passes.program.operators import kind_of
 from passes.program.record import trace
 from passes.program.rewrite import graft
 from passes.program.shift import divisors

@@ -19,8 +19,9 @@ import torch
 from passes.context.call import Method
 from passes.program import ir
 from passes.program.functions import function_of
+from passes.program.operators import is_operator, name_of
 from passes.program.stages import Stage
-from passes.rules import has_rule, name_of, tensor_operands
+from passes.rules import has_rule, tensor_operands
 from passes.sharding.partition import Partitioner
 from passes.sharding.propagate import propagate
 
@@ -46,7 +47,7 @@ class Shard(ir.Pass):
         unknown = [
             n
             for n in program.calls()
-            if hasattr(n.target, "_schema") and tensor_operands(n) and not has_rule(n) and not function_of(n)
+            if is_operator(n) and tensor_operands(n) and not has_rule(n) and not function_of(n)
         ]
         if unknown and self.strict:
             raise ir.Refused(

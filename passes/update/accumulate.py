@@ -48,7 +48,7 @@ class Accumulate(ir.Pass):
                 total = append.placeholder(
                     f"total_{len(added)}", ir.example(node).new_empty(ir.example(node).shape), output.spec
                 )
-                added.append(ir.Input(output.name, "gradient", output.spec))
+                added.append(ir.Input(output.name, "gradient", output.spec, layer=append.layers[output.name]))
                 append.write(total, append.call("add", torch.add, total, node))
             elif output.kind == "buffer":
                 append.keep(buffers[output.name], node)
@@ -86,7 +86,7 @@ class ApplyOnly(ir.Pass):
         results, outputs = list[fx.Node](), list[ir.Output]()
         for name, (_, i) in reversed(own.items()):
             val, output = specs[i.name]
-            inputs.append(ir.Input(name, "gradient", output.spec))
+            inputs.append(ir.Input(name, "gradient", output.spec, layer=i.layer))
             results.append(_input(graph, f"total_{len(results)}", val.new_empty(val.shape), inputs[-1]))
             outputs.append(replace(output, name=name))
         if self.rank_of:

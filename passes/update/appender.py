@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.program import ir
-from passes.program.record import trace
-from passes.program.rewrite import graft
+from passes.program.rewrite import Editor
 from passes.program.spec import Spec
 
 aten = torch.ops.aten
@@ -23,28 +22,20 @@ class Appender:
     def __init__(self, program: ir.Program, ctx: ir.Context, phase: str):
         self.graph, self.ctx, self.phase = program.graph, ctx, phase
         self.last = program.placeholders()[-1]
-        self.traced: dict[Any, fx.Graph] = {}
+        self.editor = Editor(ctx)
+        self.layers = {given.name: given.layer for given in program.inputs}
         self.parameter = ""  # whose update is being appended
         self.guard: fx.Node | None = None  # bool, 0-d: where it is false, what is kept stays as it was
 
     def call(self, key: Any, fn: Callable[..., Any], *inputs: fx.Node) -> Any:
         """The result of `fn` on the nodes' values; `key` tells functions of the same input shapes apart."""
-        values = [ir.example(n) for n in inputs]
-        signature = (key, tuple((tuple(v.shape), v.dtype, v.stride()) for v in values))
-        if signature not in self.traced:
-            with torch.no_grad(), self.ctx.fake_mode:
-                fresh = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
-            self.traced[signature] = trace(fn, fresh, self.ctx)
-        with self.graph.inserting_before(self.graph.output_node()):
-            new, result = graft(self.graph, self.traced[signature], list(inputs))
-        for node in new:
-            self.mark(node)
-        return result
+        return self.editor.put(self.graph.output_node(), key, fn, inputs, self.mark)
 
     def mark(self, node: fx.Node) -> None:
         """Say where a node comes from."""
         ir.set_phase(node, self.phase)
         ir.set_parameter(node, self.parameter)
+        ir.set_layer(node, self.layers.get(self.parameter))
 
     def keep(self, target: fx.Node, new: fx.Node) -> None:
         """Store a value into an input that outlives the step, in place, if the guard lets it."""

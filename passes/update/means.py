@@ -21,10 +21,11 @@ from torch import fx
 
 from passes.program import ir
 from passes.program.alone import alone, cone_of
+from passes.program.operators import name_of
 from passes.program.rewrite import inline
 from passes.program.spec import Spec
 from passes.program.stages import Stage
-from passes.rules import has_rule, name_of, rule_of, tensor_operands
+from passes.rules import has_rule, rule_of, tensor_operands
 from passes.rules.pointwise import rules as pointwise_rules
 
 aten = torch.ops.aten
@@ -66,7 +67,7 @@ def as_mean(term: fx.Node, batch: Set[fx.Node]) -> Mean | None:
 
 def first_of(divisor: fx.Node) -> fx.Node:
     """What a divisor is made of by casts, bounds and alike."""
-    while is_named(divisor, POINTWISE) and len(tensor_operands(divisor)) == 1:
+    while name_of(divisor) in POINTWISE and len(tensor_operands(divisor)) == 1:
         (divisor,) = tensor_operands(divisor)
     return divisor
 
@@ -80,21 +81,16 @@ def counts_rows(counted: fx.Node, batch: Set[fx.Node]) -> bool:
 def keeps_rows(node: fx.Node) -> bool:
     """Whether each row of the result is made of the same row of what it is made of."""
     operands, shape = tensor_operands(node), ir.example(node).shape
-    if is_named(node, POINTWISE):
+    if name_of(node) in POINTWISE:
         return bool(operands) and all(ir.example(n).shape == shape for n in operands)
-    if is_named(node, CUTS):
+    if name_of(node) in CUTS:
         return ir.example(operands[0]).shape[0] == shape[0]
-    return is_named(node, RESHAPES)
+    return name_of(node) in RESHAPES
 
 
 def is_sum(node: fx.Node) -> bool:
     """Whether a node adds up all entries of a tensor."""
-    return is_named(node, SUMS) and not ir.example(node).dim()
-
-
-def is_named(node: fx.Node, names: frozenset[str]) -> bool:
-    """Whether a node calls one of some operators."""
-    return hasattr(node.target, "_schema") and name_of(node) in names
+    return name_of(node) in SUMS and not ir.example(node).dim()
 
 
 def count_of(program: ir.Program, counted: fx.Node, microbatches: int) -> ir.Count:

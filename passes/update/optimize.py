@@ -203,8 +203,8 @@ class Optimize(ir.Pass):
         heard = {i.name: n for n, i in zip(program.placeholders(), program.inputs) if i.kind == "carried"}
         first = {i.name: i.stages[0] for i in program.inputs if i.kind == "parameter"}
         own = [k for k, name in enumerate(names) if first[name] == self.rank]
-        counted = ([values[k] for k in own] for values in (names, gradients, specs))
-        total = squared_norm(append, *counted, heard.get(square_of(self.rank - 1)))
+        names, gradients, specs = ([values[k] for k in own] for values in (names, gradients, specs))
+        total = squared_norm(append, names, gradients, specs, heard.get(square_of(self.rank - 1)))
         name = SQUARE if self.rank == self.ranks - 1 else square_of(self.rank)
         return heard.get(SQUARE, total), [(total, ir.Output(name, "carried", Spec(())))]
 

@@ -143,5 +143,6 @@ class Update:
         for suffix, shape, dtype, spec in how.parts(self.spec, self.mesh):
             val = ir.example(parameter).new_empty(shape, dtype=dtype)
             node = append.placeholder(f"{moment}{suffix.replace('.', '_')}_{parameter.name}", val, spec)
-            found.append((node, ir.Input(f"{moment}{suffix}.{self.given.name}", "moment", spec)))
+            name = f"{moment}{suffix}.{self.given.name}"
+            found.append((node, ir.Input(name, "moment", spec, layer=self.given.layer)))
         return found

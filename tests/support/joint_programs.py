@@ -14,6 +14,7 @@ from compiler_trainer.capture.capture import capture
 from passes.autograd.joint import Joint
 from passes.check.simulate import Lockstep
 from passes.program import ir
+from passes.program.layer import layer_of, prefixes
 from passes.program.mesh import Mesh
 from passes.program.printer import op_name, print_program
 from passes.program.spec import Spec, shard
@@ -126,12 +127,13 @@ class Tiny:
         return node
 
     def call(self, target: Any, *args: Any, phase: str = "forward", module: str = "", **kwargs: Any) -> fx.Node:
-        """An operator of a phase and a module."""
+        """An operator of a phase and a module, whose outermost number is that of its layer."""
         node = self.graph.create_node("call_function", target, args, kwargs, op_name(target).split(".")[0])
         values, named = fx.map_arg((args, kwargs), ir.value)
         with self.ctx.fake_mode:
             ir.set_value(node, target(*values, **named))
         ir.set_phase(node, phase)
+        ir.set_layer(node, layer_of(module, {path for path in prefixes(module) if path[-1:].isdigit()}))
         node.meta["nn_module_stack"] = {module: (module, "")} if module else {}
         return node
 

@@ -18,11 +18,11 @@ from passes.context.balance import hops_of, ranks_that_meet
 from passes.context.lay_out import bounds_in
 from passes.program import ir
 from passes.program.mesh import HOPS, Mesh
+from passes.program.operators import name_of
 from passes.program.order import PLAIN, Order
 from passes.program.spec import Spec, boxes, shard, unshard
 from passes.program.stages import Stage
 from passes.program.torch_private import FakeTensorMode, OpOverload
-from passes.rules import name_of
 from passes.sharding.collectives import Expand
 from passes.sharding.custom import PLACES
 from passes.sharding.normalize import Normalize

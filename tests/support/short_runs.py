@@ -58,7 +58,7 @@ class FakeStep:
 
     def __init__(self, *args, **kwargs):
         self.mesh, self.ranks, self.device, self.report = Mesh.of({}), (0,), torch.device("cpu"), {"seconds": {}}
-        self.state = {"model.w": State(Spec.whole((3,)), {0: torch.ones(3)})}
+        self.state = {"model.w": State(Spec.whole((3,)), {0: torch.ones(3)}, torch.ones(3))}
 
     def tensors(self):
         return {name: (state.spec, state.local) for name, state in self.state.items()}

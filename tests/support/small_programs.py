@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from passes.communication.overlap import Overlap
 from passes.program import ir
 from passes.program.mesh import Mesh
 from passes.program.spec import Factor, Spec
@@ -41,6 +42,7 @@ class Small:
         node = self.builder.call(target, args, kwargs)
         ir.set_spec(node, spec)
         ir.set_phase(node, phase)
+        ir.set_layer(node, None)
         return node
 
     def program(self, outputs: Iterable[tuple[ir.OutputKind, str, fx.Node, Spec]], stage: Stage = Stage.LOCAL) -> ir.Program:
@@ -50,6 +52,11 @@ class Small:
         module = fx.GraphModule(nn.Module(), self.builder.graph)
         ends = tuple(ir.Output(name, kind, spec) for kind, name, _, spec in outputs)
         return ir.Program(module, tuple(self.inputs), ends, self.mesh, stage)
+
+
+def ordered(program: ir.Program, ctx: ir.Context) -> ir.Program:
+    """The program in its own order, in which `segment` takes it."""
+    return Overlap(ahead=0)(program, ctx)[0]
 
 
 def cut(shape: Iterable[int], **dims: int) -> Spec:

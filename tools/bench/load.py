@@ -63,10 +63,10 @@ def load(folder: str, mesh: dict[str, int]) -> None:
     cpu = torch.device("cpu")
     work = Compilation(trained.module, trained.loss, batch, named, pipeline, passes_on(PassesConfig(), False), cpu)
     program = work.programs(evaluate=True)[0]["evaluate"].program
-    runtime = ProcessRanks(named, LowerConfig(), lambda what: None)
+    runtime = ProcessRanks(named, LowerConfig(), cpu, lambda what: None)
     began = time.perf_counter()
     with Peak() as peak:
-        state = initial_state([program], runtime, program.mesh, cpu, trained.initial())
+        state = initial_state([(program, 0)], runtime, program.mesh, cpu, trained.initial())
     seconds = time.perf_counter() - began
     held = sum(tensor.nbytes for stored in state.values() for tensor in stored.local.values())
     sizes = f"holds {held / MIB:.0f} MiB, peak {peak.bytes / MIB:.0f} MiB, {peak.bytes / held:.2f} of it"

@@ -39,7 +39,7 @@ from compiler_trainer.planning.search import all_forms, one, room, search
 from compiler_trainer.planning.sizes import sizes_of
 from compiler_trainer.planning.space import POLICIES, Asked, Candidate, First, Left, candidates, replaced
 from compiler_trainer.step.programs import Compilation
-from passes.program.regions import within
+from passes.program.layer import within
 
 SMALL = ModelConfig(dim=512, n_layers=4, n_heads=8, n_kv_heads=4, ffn_dim=1408, vocab_size=8192)
 JOB = Config(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 from itertools import groupby
 
 import pytest
@@ -23,7 +24,8 @@ from passes.check.runner import Dumper
 from passes.lower import unroll
 from passes.lower.unroll import Unroll
 from passes.program import ir
-from passes.program.bodies import Body, calls_of
+from passes.program.bodies import Body, calls_of, flatten, is_view
+from passes.program.layer import Layer
 from passes.program.rolls import Roll, number_in, renumbered
 from passes.program.stages import Stage
 
@@ -50,6 +52,12 @@ def calls(program):
     keys = {node: node.target.key if isinstance(node.target, Body) else str(node.target) for node in program.calls()}
     operands = (fx.map_arg((n.args, n.kwargs), lambda m: f"%{number[m]}") for n in program.graph.nodes)
     return [(n.op, keys.get(n), str(o), n.meta.get("layer")) for n, o in zip(program.graph.nodes, operands)]
+
+
+def origins(program):
+    """Of every operator but views, which pieces make again, how often its like has its layer, role and module."""
+    nodes = [node for node in flatten(program).calls() if not is_view(node)]
+    return Counter((str(n.target), ir.layer(n), ir.role(n), ir.module_path(n), ir.parameter(n)) for n in nodes)
 
 
 DTYPE = {"param_dtype": "bfloat16"}
@@ -94,6 +102,7 @@ def test_the_program_is_that_of_all_layers(case):
     for name, program in whole.items():
         assert rolled[name].inputs == program.inputs and rolled[name].outputs == program.outputs
         assert calls(rolled[name]) == calls(program)
+        assert origins(rolled[name]) == origins(program)
         assert rolled[name].roll is None
 
 
@@ -299,7 +308,7 @@ def rolled_up():
 
 
 def call_of_layer(program, number):
-    return next(n for body, c in calls_of(program).items() for n in c if n.meta["layer"] == f"layers.{number}")
+    return next(n for body, c in calls_of(program).items() for n in c if ir.layer(n) == Layer("layers", number))
 
 
 @pytest.mark.full

@@ -201,7 +201,7 @@ def test_a_checkpoint_of_another_model_leaves_nothing(fake, tmp_path, monkeypatc
     class Bigger(FakeStep):
         def __init__(self, *args, **kwargs):
             super().__init__()
-            self.state = {"model.w": State(Spec.whole((4,)), {0: torch.ones(4)})}
+            self.state = {"model.w": State(Spec.whole((4,)), {0: torch.ones(4)}, torch.ones(4))}
 
     monkeypatch.setattr(trainer, "compile_step", Bigger)
     cfg = resuming(options(tmp_path / "run", steps=9), tmp_path / "first/checkpoints/step_00000006")

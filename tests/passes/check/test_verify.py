@@ -13,8 +13,9 @@ from torch import fx
 
 from passes.autograd.joint import Joint
 from passes.check.numeric import run, verify_numeric
-from passes.check.verify import neighbours, verify_spec
+from passes.check.verify import check_layers, check_roles, neighbours, verify_spec
 from passes.program import boundary, ir
+from passes.program.layer import Layer, Role
 from passes.program.spec import Spec
 from passes.program.stages import Stage
 from passes.program.torch_private import c10d
@@ -88,6 +89,37 @@ def test_an_operator_of_no_phase_is_found(phase):
     where, ctx = program()
     next(n for n in where.calls() if n.target is aten.mul.Tensor).meta["phase"] = phase
     assert "is of no phase; one of forward, backward, optimizer has to be recorded with it" in message(where, ctx)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_an_operator_that_does_not_say_its_layer_is_found(phase):
+    """A rewrite that makes a node and gives it a phase alone would have it stand outside of layers."""
+    where, ctx = program()
+    wrong = next(n for n in where.calls() if n.target is aten.mul.Tensor)
+    ir.set_phase(wrong, phase)
+    del wrong.meta["layer"]
+    assert "does not say which layer it is of" in message(where, ctx)
+
+
+def within_a_layer(*lost: Layer | None, phase: str = "forward", another: Layer | None = None) -> str:
+    """What is found of operators of a layer in a row, those within without it, the last read by `another`, too."""
+    small, layer = Small(), Layer("layers", 3)
+    x = small.input("x", cut((2,)))
+    for each in (layer, *lost, layer):
+        x = small.call(aten.neg.default, x, spec=cut((2,)), phase=phase)
+        ir.set_layer(x, each)
+    if another:
+        ir.set_layer(small.call(aten.exp.default, x.args[0], spec=cut((2,))), another)
+    where = small.program([("metric", "m", x, cut((2,)))])
+    return next((f"%{node} {text}" for node, text in check_layers(where)), "")
+
+
+def test_an_operator_that_lost_its_layer_is_found():
+    assert "%neg_default_1 is of no layer, between operators of layers.3" in within_a_layer(None)
+    assert "%neg_default_3 is of no layer, between operators of layers.3" in within_a_layer(None, None, None)
+    assert not within_a_layer(Layer("layers", 3))
+    assert not within_a_layer(None, phase="backward")  # sums of gradients of several layers are of none
+    assert not within_a_layer(None, another=Layer("layers", 4))  # it leaves the layer
 
 
 def test_neighbours_are_five_before_and_five_after():
@@ -282,6 +314,49 @@ def return_before_wait(where: ir.Program) -> ir.Program:
 )
 def test_defects_of_expanded_collectives_are_found(plant, name, text):
     found(plant, expanded(), name, text)
+
+
+def test_a_layer_that_is_lost_when_a_program_becomes_local_is_found():
+    small, layer = Small(), Layer("layers", 3)
+    x = small.call(aten.neg.default, small.input("x", cut((2,))), spec=cut((2,)))
+    ir.set_layer(x, layer)
+    whole = small.program([("metric", "m", x, cut((2,)))], Stage.PLACED)
+    local = replace(whole.copy(), stage=Stage.LOCAL)
+    (y,) = local.calls()
+    ir.set_stands_for(y, x.name)
+    ir.set_stands_for(local.placeholders()[0], "x")
+    verify_spec(local, small.ctx, before=whole)
+    ir.set_layer(y, None)
+    with pytest.raises(ir.CompileError, match="all others that stand for operators of layers.3 are not of it"):
+        verify_spec(local, small.ctx, before=whole)
+
+
+def of_role(role: Role | None, target=aten.mul.Tensor, phase: str = "forward") -> str:
+    """What is found where an operator of a parameter and the batch has the role."""
+    small = Small()
+    w, x = small.input("w", cut((2, 2))), small.input("x", cut((2, 2)), "batch")
+    y = small.call(target, w, x, spec=cut((2, 2)), phase=phase)
+    if role:
+        ir.set_role(y, role)
+    where = small.program([("metric", "m", y, cut((2, 2)))], Stage.ORDERED)
+    return next((text for _, text in check_roles(where)), "")
+
+
+@pytest.mark.parametrize(("kind", "target", "phase", "text"), [
+    ("prefetch", aten.mul.Tensor, "forward", "is made of more than parameters, its role is prefetch"),
+    ("prefetch", aten.mm.default, "forward", "is a product of more than parameters, its role is prefetch"),
+    ("late", aten.mul.Tensor, "forward", "is of the forward, its role is late"),
+    ("late", aten.mm.default, "backward", "is a product, its role is late"),
+    ("update", aten.mm.default, "backward", "is a product of the backward, its role is update"),
+    ("update", aten.mm.default, "optimizer", ""),
+    ("own", aten.mm.default, "backward", ""),
+])
+def test_roles_that_operators_plainly_do_not_have_are_found(kind, target, phase, text):
+    assert of_role(Role(kind, phase, Layer("layers", 0)), target, phase) == text
+
+
+def test_an_operator_without_a_role_is_found():
+    assert of_role(None) == "has no role; one of own, prefetch, late, update has to be recorded with it"
 
 
 def test_a_boundary_operator_left_after_expansion_is_found():

@@ -14,9 +14,10 @@ from sweeps import quick
 from passes.check.verify import verify_spec
 from passes.communication.communicators import Communicators
 from passes.communication.schedule import Schedule
-from passes.cost.accounting import axis_of, communicator_of, count_traffic, kind_of
+from passes.cost.accounting import count_traffic
 from passes.memory.remat import Remat
 from passes.program import ir
+from passes.program.operators import axis_of, communicator_of, kind_of
 from passes.program.printer import print_program
 from passes.program.stages import Stage
 from passes.program.sweep import sweep

@@ -14,8 +14,8 @@ from compiler_trainer.planning.dry import compile_dry
 from passes.check.verify import verify_spec
 from passes.communication.add_first import AddFirst
 from passes.communication.dedupe import Dedupe
-from passes.cost.accounting import kind_of
 from passes.program import boundary, ir
+from passes.program.operators import kind_of
 from passes.program.printer import print_program
 from passes.program.spec import Factor, Spec
 

@@ -22,6 +22,7 @@ from passes.communication.schedule import Schedule
 from passes.lower.backends import lower_inductor
 from passes.memory.remat import Remat
 from passes.program import ir
+from passes.program.layer import Layer
 from passes.program.printer import print_program
 from passes.program.shift import arrive, shift
 from passes.program.stages import Stage
@@ -44,7 +45,7 @@ class Steps(Small):
 
     def do(self, label: str, target, *args, phase: str = "backward", layer: int = 0):
         node = self.call(target, *args, phase=phase)
-        ir.set_origin(node, "model.py:1", f"layers.{layer}.wq")
+        ir.set_layer(node, Layer("layers", layer))
         self.labels[node.name] = label
         return node
 
@@ -108,13 +109,13 @@ def test_what_comes_after_layers_is_gathered_after_them():
     """Its parameters and those before the layers are of no layer, and still two runs."""
     steps = Steps(dp_shard=2)
     x = steps.square("x")
-    for i, layer in enumerate(["embed", "layers.0.w", "layers.1.w", "head"]):
+    for i, layer in enumerate([None, Layer("layers", 0), Layer("layers", 1), None]):
         shard = steps.input(f"w{i}", cut((SIDE, SIDE), dp_shard=0), "parameter", F32)
         start = steps.do(f"gather {i}", c10d.all_gather_into_tensor.default, shard, 2, "dp_shard", phase="forward")
         wait = steps.wait(str(i), start, phase="forward")
         x = steps.mm(f"mm {i}", x, wait, phase="forward")
         for node in (start, wait, x):
-            ir.set_origin(node, "model.py:1", layer)
+            ir.set_layer(node, layer)
     assert ", ".join(steps.order(x)) == (
         "gather 0, gather 1, wait 0, mm 0, gather 2, wait 1, mm 1, gather 3, wait 2, mm 2, wait 3, mm 3")
 
@@ -175,10 +176,8 @@ def test_gradients_reduced_over_two_axes_are_sent_on_a_layer_later():
 
 
 def test_gradients_summed_over_replicas_in_the_update_are_sent_on_a_layer_later():
-    """What sums replicas is of the optimizer and of no module, but of a parameter: it parts no two layers."""
+    """What sums replicas is of the optimizer, and of the layer of its parameter: it parts no two layers."""
     steps = Steps(dp_replicate=2, dp_shard=2)
-    for i in range(4):
-        steps.input(f"layers.{i}.wq", cut((SIDE, SIDE)), "parameter", F32)
     x, results = steps.square("x"), []
     for i in (3, 2, 1, 0):
         x = steps.mm(f"mm {i}", x, x, layer=i)
@@ -187,7 +186,7 @@ def test_gradients_summed_over_replicas_in_the_update_are_sent_on_a_layer_later(
         again = steps.call(c10d.all_reduce.default, both, "sum", "dp_replicate", phase="optimizer")
         results.append(steps.call(c10d.wait_tensor.default, again, phase="optimizer"))
         for node, label in zip((both, again, results[-1]), ("cat", "start again", "wait again")):
-            ir.set_parameter(node, f"layers.{i}.wq")
+            ir.set_layer(node, Layer("layers", i))
             steps.labels[node.name] = f"{label} {i}"
     updates = [steps.call(aten.neg.default, result, phase="optimizer") for result in results]
     assert steps.order(*updates)[:14] == [
@@ -293,7 +292,7 @@ def test_a_step_with_an_optimizer_keeps_its_bits():
         program, _ = step(program, ctx)
     moved, _ = Overlap()(program, ctx)
     verify_spec(moved, ctx)
-    assert moved.stage is program.stage
+    assert moved.stage is Stage.ORDERED
     assert equal(run(moved, ctx), run(program, ctx))
 
 

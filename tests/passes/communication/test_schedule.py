@@ -9,7 +9,7 @@ import torch
 from joint_programs import Tiny, body, count, equal, joint, plain, run, run_on
 from torch import fx
 
-from passes.communication.schedule import KINDS, MIB, Schedule
+from passes.communication.schedule import MIB, TOGETHER, Schedule
 from passes.memory.remat import Remat
 from passes.program import boundary, ir
 from passes.program.printer import print_program
@@ -86,7 +86,7 @@ def test_any_dim_remainder_and_dtype_give_the_same_bits(parts, dtype):
     merged, report = Schedule()(program, tiny.ctx)
     assert equal(run_on(merged, tiny.ctx, values), run_on(program, tiny.ctx, values))
     times = (("before", 4), ("after", 1))
-    assert report.counts == {f"{kind}_{when}": n for kind in KINDS.values() for when, n in times}
+    assert report.counts == {f"{kind}_{when}": n for kind in ("all_gather", "reduce_scatter", "psum", "pmax") for when, n in times}
     for old, new in zip(program.results(), merged.results(), strict=True):
         assert ir.example(old).shape == ir.example(new).shape and ir.example(new).is_contiguous()
 
@@ -171,7 +171,7 @@ def test_activations_are_left_alone():
     merged, _ = Schedule()(program, ctx)
 
     def on_tp(p: ir.Program) -> Counter:
-        return Counter(n.target for n in p.calls() if n.target in KINDS and "tp" in n.args)
+        return Counter(n.target for n in p.calls() if n.target in TOGETHER and "tp" in n.args)
 
     assert on_tp(merged) == on_tp(program) and on_tp(program)[boundary.reduce_scatter] > 0
 

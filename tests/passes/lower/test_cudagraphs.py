@@ -8,7 +8,7 @@ import operator
 import pytest
 import torch
 from oracle import NO_DECAY, perceptron, points, squared_error
-from small_programs import Small, cut
+from small_programs import Small, cut, ordered
 from sweeps import quick
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -25,6 +25,7 @@ from passes.lower.segment import Segment
 from passes.program import ir
 from passes.program.attend import attend
 from passes.program.bodies import calls_of
+from passes.program.layer import Layer
 from passes.program.stages import Stage
 from passes.program.torch_private import FakeTensor, ao
 
@@ -57,9 +58,12 @@ def planted(target, *others, of=fake):
     ir.set_value(host, fake(small, "cpu", ()))
     for node, line, layer in ((first, 1, 0), (found, 41, 0), (second, 3, 1)):
         ir.set_origin(node, f"model.py:{line}", f"layers.{layer}")
+        ir.set_layer(node, Layer("layers", layer))
         ir.set_phase(node, "forward")
     outputs = [("loss", "l", second, cut((4, 4))), ("metric", "m", found, cut((4, 4)))]
-    program, _ = Segment()(small.program(outputs, Stage.EXPANDED), small.ctx)
+    given = ordered(small.program(outputs, Stage.EXPANDED), small.ctx)
+    found = next(node for node in given.calls() if node.name == found.name)
+    program, _ = Segment()(given, small.ctx)
     ir.set_value(found, of(small))  # only now: no pass takes a shape that it does not know
     assert any(node.target is target for body in calls_of(program) for node in body.graph.nodes)
     return program

@@ -16,7 +16,7 @@ import pytest
 import torch
 from oracle import NO_DECAY, assert_same, llama, llama_loss, train_step
 from oracle import batches as rows_of
-from small_programs import Small, cut
+from small_programs import Small, cut, ordered
 from torch._inductor import cpu_vec_isa
 from torch._inductor.async_compile import AsyncCompile
 
@@ -29,6 +29,7 @@ from passes.lower.segment import Segment
 from passes.lower.store import Store
 from passes.program import ir
 from passes.program.bodies import calls_of
+from passes.program.layer import Layer
 from passes.program.stages import Stage
 from passes.program.torch_private import LOWERING, build_cpp_header, choose_instruction_set, without_lowering
 
@@ -45,9 +46,9 @@ def chain(layers=3, side=4, constant=2.0):
         product = small.call(aten.mm.default, x, w)
         x = small.call(aten.mul.Tensor, product, constant)
         for node in (product, x):
-            ir.set_origin(node, "m.py:1", f"layers.{layer}")
+            ir.set_layer(node, Layer("layers", layer))
     program = small.program([("loss", "l", x, cut((side, side)))], Stage.EXPANDED)
-    return Segment()(program, small.ctx)[0], small.ctx
+    return Segment()(ordered(program, small.ctx), small.ctx)[0], small.ctx
 
 
 @pytest.fixture
@@ -151,9 +152,9 @@ def test_results_keep_their_strides_across_bodies():
     turned = small.call(aten.clone.default, small.call(aten.t.default, x), memory_format=torch.preserve_format)
     product = small.call(aten.mm.default, x, turned)
     for node, layer in ((turned, 0), (product, 1)):
-        ir.set_origin(node, "m.py:1", f"layers.{layer}")
+        ir.set_layer(node, Layer("layers", layer))
     program = small.program([("loss", "l", product, cut((4, 4)))], Stage.EXPANDED)
-    program, _ = Segment()(program, small.ctx)
+    program, _ = Segment()(ordered(program, small.ctx), small.ctx)
     value = torch.randn(4, 6)
     torch.testing.assert_close(lower_inductor(program, small.ctx)([value])[0], value @ value.t())
 
@@ -168,7 +169,7 @@ def test_parts_that_are_taken_outside_of_bodies():
     for node, name in zip(squares, ("a", "b")):
         ir.set_parameter(node, name)
     ends = [("metric", f"m{i}", node, cut(tuple(ir.example(node).shape))) for i, node in enumerate(squares)]
-    program, report = Segment()(small.program(ends, Stage.EXPANDED), small.ctx)
+    program, report = Segment()(ordered(small.program(ends, Stage.EXPANDED), small.ctx), small.ctx)
     assert report.counts == {"calls": 2, "bodies": 1}
     value = torch.randn(12)
     found = lower_inductor(replace(program, stage=Stage.SEGMENTED), small.ctx)([value])

@@ -9,18 +9,19 @@ import pytest
 import torch
 from joint_programs import equal, joint, run
 from oracle import ADAMW, assert_same, batches, compile_lockstep, llama, llama_loss, train_step
-from small_programs import Small, cut
+from small_programs import Small, cut, ordered
 from sweeps import in_turn, quick
 
 from passes.check.composed import verify_composed
 from passes.communication.borders import products_of
 from passes.communication.overlap import Overlap, in_flight
 from passes.communication.schedule import Schedule
-from passes.cost.accounting import kind_of
 from passes.lower.segment import Segment
 from passes.memory.remat import Remat
 from passes.program import ir
-from passes.program.bodies import body_of_call, calls_of, flatten, is_view
+from passes.program.bodies import body_of_call, calls_of, flatten
+from passes.program.layer import Layer
+from passes.program.operators import is_view, kind_of
 from passes.program.printer import print_program
 from passes.program.shift import arrive, shift
 from passes.program.spec import Spec
@@ -136,8 +137,8 @@ def has_product(body):
 def test_layers_are_one_body_a_phase_whatever_travels_beside_them(mesh, policy):
     """What starts for other layers, or arrives, is apart; so are the first layer, the last, and those between alike."""
     program, _ = segmented(mesh, policy=policy)
-    bodies = {body: calls for body, calls in calls_of(program).items() if "blocks" in calls[0].meta["layer"]}
-    products = [sorted(call.meta["layer"] for call in calls) for body, calls in bodies.items() if has_product(body)]
+    bodies = {body: calls for body, calls in calls_of(program).items() if "blocks" in str(ir.layer(calls[0]))}
+    products = [sorted(str(ir.layer(call)) for call in calls) for body, calls in bodies.items() if has_product(body)]
     assert products == [[f"blocks.{i}" for i in range(4)]] * 2
     apart = {kind_of(node) for body in bodies if not has_product(body) for node in body.graph.nodes}
     assert apart > {"all_gather", "reduce_scatter"} if ("dp_shard", 2) in mesh else "all_reduce" in apart
@@ -150,9 +151,9 @@ def test_layers_of_a_model_are_one_body_a_phase(mesh):
     programs = []
     compile_lockstep(model, llama_loss, batch, mesh, passes={"remat": {"policy": "selective"}},
                      observe=lambda program, record: programs.append(program) if record.program == "step" else None)
-    found = [[c.meta["layer"] for c in calls] for body, calls in calls_of(programs[-1]).items() if has_product(body)]
+    found = [[ir.layer(c) for c in calls] for body, calls in calls_of(programs[-1]).items() if has_product(body)]
     of_layers = [sorted(layers) for layers in found if any(layers)]
-    assert of_layers == [[f"layers.{i}" for i in range(5)]] * 2
+    assert of_layers == [[Layer("layers", i) for i in range(5)]] * 2
 
 
 def test_names_of_layers_and_values_are_not_in_a_bodys_text():
@@ -171,13 +172,13 @@ def test_a_body_that_returns_more_than_a_call_needs_serves_it():
         product = small.call(aten.mm.default, x, x)
         x = small.call(aten.sin.default, product)
         for node in (product, x):
-            ir.set_origin(node, "m.py:1", f"layers.{layer}")
+            ir.set_layer(node, Layer("layers", layer))
     program = small.program([("loss", "a", x, cut((4, 4)))], Stage.EXPANDED)
     returned = program.results()[0]
     earlier = next(n for n in program.calls() if n.target is aten.mm.default)
     program.graph.output_node().args = ((returned, earlier),)
     program = replace(program, outputs=(*program.outputs, ir.Output("b", "metric", cut((4, 4)))))
-    after, report = Segment()(program, small.ctx)
+    after, report = Segment()(ordered(program, small.ctx), small.ctx)
     assert report.counts == {"calls": 3, "bodies": 1}
     verify_composed("segment", program, after)
 
@@ -214,7 +215,7 @@ def test_what_is_flat(make, flat):
     result = make(small, x, y)
     spec = cut(tuple(ir.example(result).shape))
     program = small.program([("loss", "l", result, spec)], Stage.EXPANDED)
-    after, _ = Segment()(program, small.ctx)
+    after, _ = Segment()(ordered(program, small.ctx), small.ctx)
     assert [body.flat for body in calls_of(after)] == [flat]
 
 
@@ -238,9 +239,9 @@ def test_what_a_collective_sends_is_alive_until_it_is_waited_for():
     wait = small.call(c10d.wait_tensor.default, start)
     last = small.call(aten.mm.default, between, wait)
     for node, layer in ((sent, 0), (start, 0), (between, 1), (wait, 2), (last, 2)):
-        ir.set_origin(node, "m.py:1", f"layers.{layer}")
+        ir.set_layer(node, Layer("layers", layer))
     program = small.program([("loss", "l", last, cut((4, 4)))], Stage.EXPANDED)
-    after, _ = Segment()(program, small.ctx)
+    after, _ = Segment()(ordered(program, small.ctx), small.ctx)
     calls = list(filter(body_of_call, after.calls()))
     assert len(calls) == 3
     assert len(list(in_flight(program.graph))) == 1
@@ -258,9 +259,9 @@ def test_what_arrives_from_a_neighbour_is_no_view():
     there = small.call(arrive, start, sent)
     last = small.call(aten.mm.default, there, x)
     for node, layer in ((sent, 0), (start, 0), (there, 1), (last, 1)):
-        ir.set_origin(node, "m.py:1", f"layers.{layer}")
+        ir.set_layer(node, Layer("layers", layer))
     program = small.program([("loss", "l", last, cut((4, 4)))], Stage.EXPANDED)
-    after, report = Segment()(program, small.ctx)
+    after, report = Segment()(ordered(program, small.ctx), small.ctx)
     assert report.counts["calls"] == 2
     assert sum(n.target is arrive for body in calls_of(after) for n in body.graph.nodes) == 1
     verify_composed("segment", program, after)
@@ -272,8 +273,8 @@ def test_what_does_not_repeat_is_cut_by_size():
     for _ in range(12):
         x = small.call(aten.sin.default, small.call(aten.mm.default, x, x))
     program = small.program([("loss", "l", x, cut((4, 4)))], Stage.EXPANDED)
-    _, whole = Segment()(program, small.ctx)
-    _, pieces = Segment(max_nodes=6)(program, small.ctx)
+    _, whole = Segment()(ordered(program, small.ctx), small.ctx)
+    _, pieces = Segment(max_nodes=6)(ordered(program, small.ctx), small.ctx)
     _, one = Segment(max_nodes=None)(program, small.ctx)
     assert whole.counts["calls"] == one.counts["calls"] == 1
     assert pieces.counts == {"calls": 4, "bodies": 1}
@@ -285,7 +286,7 @@ def test_a_constant_that_has_no_text_of_its_own_is_refused():
     program = small.program([("loss", "l", node, cut((4, 4)))], Stage.EXPANDED)
     node.kwargs = {"out": object()}
     with pytest.raises(ir.CompileError, match="constant of type object"):
-        Segment()(program, small.ctx)
+        Segment()(ordered(program, small.ctx), small.ctx)
 
 
 # ---- dropout ------------------------------------------------------------------------------------------

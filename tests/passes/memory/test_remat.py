@@ -12,12 +12,12 @@ from joint_programs import Tiny, body, count, equal, joint, plain, run
 from oracle import LRS, NO_DECAY, trained_alike
 
 from passes.cost.accounting import peak_memory
-from passes.memory.recompute import COMMUNICATION, is_random, saved_nodes
+from passes.memory.recompute import saved_nodes
 from passes.memory.remat import Remat, operator_name
 from passes.program import boundary, ir
 from passes.program.attend import attend
+from passes.program.operators import is_random, kind_of
 from passes.program.printer import print_program
-from passes.program.regions import layer_paths, region_of, regions
 from passes.program.spec import Spec
 from passes.program.sweep import sweep
 from passes.program.torch_private import ao
@@ -28,41 +28,9 @@ MESHES = [(), FSDP, (("dp_shard", 2), ("tp", 2))]
 WHOLE = Spec.whole((4, 4))
 
 
-# ---- regions ---------------------------------------------------------------------------------------
-
-PATHS = ["", "norm", "layers.0.wq", "layers.1.wq", "layers.1.experts.0", "layers.1.experts.1", "head.0"]
-
-
-@pytest.mark.parametrize(
-    ("path", "region"),
-    [
-        ("", ""),
-        ("head.0", ""),  # a number without siblings
-        ("layers", ""),
-        ("layers.0.wq", "layers.0"),
-        ("layers.1.experts.0", "layers.1"),  # the outermost counts
-        ("layers.2.wq", ""),
-    ],
-)
-def test_a_layer_is_a_numbered_child_with_siblings(path, region):
-    assert region_of(path, layer_paths(PATHS)) == region
-
-
-def test_a_weight_without_a_module_belongs_where_it_is_used():
-    tiny = Tiny()
-    w, x = tiny.input("w", WHOLE), tiny.input("x", WHOLE, "batch")
-    cast = tiny.call(aten._to_copy.default, w, dtype=torch.float64)
-    y = tiny.call(aten.mm.default, x, x, module="layers.0")
-    z = tiny.call(aten.mm.default, cast, cast, module="layers.1")
-    found = regions(tiny.program(y, z))
-    assert {node.name: region for node, region in found.items()} == {
-        "_to_copy": "layers.1", "mm": "layers.0", "mm_1": "layers.1"}
-
-
 def test_backward_nodes_lie_in_the_layer_they_differentiate():
     program, _ = joint(FSDP)
-    found = regions(program)
-    scatters = [found[n] for n in program.calls() if n.target is boundary.reduce_scatter]
+    scatters = [str(ir.layer(n) or "") for n in program.calls() if n.target is boundary.reduce_scatter]
     assert sorted(scatters) == [""] * 3 + ["blocks.0"] * 4 + ["blocks.1"] * 4
 
 
@@ -177,7 +145,7 @@ def test_values_written_in_place_are_kept_with_their_readers():
 
 def test_a_model_without_layers_is_refused():
     tiny = Tiny()
-    program = tiny.program(tiny.call(aten.silu.default, tiny.input("x", WHOLE), module="net.0"))
+    program = tiny.program(tiny.call(aten.silu.default, tiny.input("x", WHOLE), module="net"))
     with pytest.raises(ir.CompileError, match="the model has none; set passes.remat.policy=none"):
         Remat("full")(program, tiny.ctx)
 
@@ -221,7 +189,7 @@ def test_of_a_layer_only_its_output_and_communication_are_kept(mesh):
         block = ir.module_path(node).split(".")[:2]
         leaves = any(ir.module_path(user).split(".")[:2] != block for user in node.users if ir.phase(user) == "forward")
         in_place = any(operand in written or operand.target is aten.add_.Scalar for operand in node.all_input_nodes)
-        assert block[0] != "blocks" or leaves or in_place or node.target in COMMUNICATION, node
+        assert block[0] != "blocks" or leaves or in_place or kind_of(node), node
 
 
 def test_a_layer_keeps_less_than_a_third():
@@ -304,7 +272,7 @@ def test_offloaded_values_leave_after_the_forward_and_return_a_layer_ahead():
         assert not any(ir.phase(u) == "backward" for u in source.users)  # the value itself dies with the forward
         uses = [n for n in source.users if ir.phase(n) == "forward" and n is not host]
         assert all(nodes.index(u) < nodes.index(host) for u in uses)
-    block = regions(program)
+    block = {node: str(ir.layer(node) or "") for node in program.calls()}
     returned = {block[n] for n in copies}
     assert returned == {"blocks.0", "blocks.1", "blocks.2"}
     first = next(n for n in program.calls() if ir.phase(n) == "backward" and block[n] == "blocks.2")

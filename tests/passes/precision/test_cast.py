@@ -16,7 +16,7 @@ from compiler_trainer.config.schema import ModelConfig
 from compiler_trainer.models import Llama
 from passes.precision.cast import COPY, OPS, Cast, is_cast
 from passes.program import boundary, ir
-from passes.rules import name_of
+from passes.program.operators import name_of
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 CPU = torch.device("cpu")

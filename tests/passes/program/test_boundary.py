@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
@@ -102,7 +103,17 @@ def inner(a: list[Tensor], b: list[Tensor], spec: Spec, mesh: Mesh) -> float:
 
 
 def test_every_operator_is_covered():
-    assert set(CASES) == boundary.BOUNDARY_OPS
+    assert set(CASES) == set(boundary.BOUNDARY_OPS)
+
+
+def test_the_table_of_the_docs_says_what_the_records_say():
+    rows = re.findall(r"^\| `(\w+)` \| (.*) -> (.*) \| (.*) \|$", boundary.__doc__, re.M)
+    names = {"Shard": "shard", "Partial": "partial", "Partial max": "partial", "same copy": "same",
+             "varying copy": "varying", "Shard of another dim": "shard"}  # fmt: skip
+    said = {name: (names[takes], names[gives]) for name, takes, gives, _ in rows}
+    assert said == {r.name: (r.takes[0], r.gives) for r in boundary.BOUNDARY_OPS.values()}
+    assert {name for name, *_, gradient in rows if gradient.startswith("none")} == {
+        r.name for r in boundary.BOUNDARY_OPS.values() if r.gradient is None}  # fmt: skip
 
 
 @pytest.mark.parametrize("op", CASES, ids=lambda op: op._opname)

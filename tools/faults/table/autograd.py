@@ -36,6 +36,13 @@ FAULTS = (
         "A factor taken from one operand of a product divides the other.",
     ),
     Fault(
+        "scale_lost",
+        "passes/autograd/simplify.py",
+        "one.update_arg(1, one.args[1] / other.args[1])\n",
+        "pass\n",
+        "A factor taken from one operand of a product is not given to the other.",
+    ),
+    Fault(
         "any_scale_joined",
         "passes/autograd/simplify.py",
         "is_alone(other, aten.mul.Scalar) and is_power_of_two(other.args[1])",

@@ -14,6 +14,13 @@ FAULTS = (
         "What is read after a write in place is taken for what was read before.",
     ),
     Fault(
+        "dedupe_ignores_arguments",
+        "passes/communication/dedupe.py",
+        "signature(node.args), signature(node.kwargs)",
+        "tuple(node.all_input_nodes), tuple(ir.example(node).shape) if ir.is_tensor(node) else node",
+        "Operators on the same operands that differ in another argument are taken for the same.",
+    ),
+    Fault(
         "dedupe_ignores_keywords",
         "passes/communication/dedupe.py",
         "signature(node.args), signature(node.kwargs)",
@@ -30,15 +37,15 @@ FAULTS = (
     Fault(
         "dedupe_draws_once",
         "passes/communication/dedupe.py",
-        "return not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags",
-        "return not node.target._schema.is_mutable",
+        "return not is_mutable(node) and not is_random(node)",
+        "return not is_mutable(node)",
         "Random operators on the same operands draw once.",
     ),
     Fault(
         "dedupe_across_phases",
         "passes/communication/dedupe.py",
-        "layers[node], ir.phase(node), signature",
-        "layers[node], signature",
+        "ir.layer(node), ir.phase(node), signature",
+        "ir.layer(node), signature",
         "The backward uses what the forward computed, which then is kept.",
     ),
     # add_first.py
@@ -94,6 +101,13 @@ FAULTS = (
         "flat = torch.cat([x.reshape(parts, -1) for x in full], 1).view(-1)",
         "flat = torch.cat([x.reshape(-1) for x in full])",
         "Ranks get whole gradients instead of their share of each.",
+    ),
+    Fault(
+        "bucket_cut_early",
+        "passes/communication/bucket.py",
+        "pieces = local.split([x.numel() // parts for x in full])",
+        "pieces = local.roll(1).split([x.numel() // parts for x in full])",
+        "What gradients summed together become is cut apart an entry too early.",
     ),
     # overlap.py
     Fault(

@@ -24,9 +24,16 @@ FAULTS = (
     Fault(
         "repeated_layers_read_one",
         "passes/lower/unroll.py",
-        "number = layer + (copy if reader <= at else left_out)",
-        "number = layer + (0 if reader <= at else left_out)",
+        "return copy if reader <= self.roll.number else self.roll.left_out",
+        "return 0 if reader <= self.roll.number else self.roll.left_out",
         "Layers that one stood for read what that one reads.",
+    ),
+    Fault(
+        "repeated_layers_are_one",
+        "passes/program/rolls.py",
+        "else Layer(self.stack, self.counted(number) + missing)",
+        "else Layer(self.stack, number)",
+        "Layers that one stood for all bear its number.",
     ),
     Fault(
         "repeated_without_a_look",

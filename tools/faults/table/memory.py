@@ -14,6 +14,16 @@ FAULTS = (
         "What is computed again is computed from values that should not be kept.",
     ),
     Fault(
+        "clones_of_operands",
+        "passes/memory/recompute.py",
+        "            clones[node] = clone(node, user, clones)\n",
+        "            clones[node] = clone(node, user, clones)\n"
+        "            first = clones[node].all_input_nodes[:1]\n"
+        "            if first and repr(ir.value(first[0])) == repr(ir.value(node)):\n"
+        "                clones[node] = first[0]\n",
+        "In place of what is computed again stands its operand, where both are of one shape.",
+    ),
+    Fault(
         "random_twice",
         "passes/memory/recompute.py",
         'return "random" if is_random(node) else ""',
@@ -30,8 +40,8 @@ FAULTS = (
     Fault(
         "sums_twice",
         "passes/memory/recompute.py",
-        "WEIGHT_GATHERS | {boundary.reduce_scatter, boundary.psum, boundary.pmax, boundary.all_to_all}",
-        "WEIGHT_GATHERS | {boundary.reduce_scatter, boundary.pmax, boundary.all_to_all}",
+        "if kind_of(node) or communicates(node) or",
+        'if kind_of(node) not in (None, "all_reduce") or communicates(node) or',
         "Sums over ranks travel again in the backward.",
     ),
     # remat.py

@@ -16,29 +16,29 @@ FAULTS = (
     Fault(
         "psum_gradient_summed",
         "passes/program/boundary.py",
-        "_gradient(psum, lambda g, x, axis, dtype, wire: g.to(x[1]))",
-        "_gradient(psum, lambda g, x, axis, dtype, wire: psum(g, axis, x[1], wire))",
+        "gradient=lambda g, x, a: g.to(x.dtype),",
+        "gradient=lambda g, x, a: psum(g, a.axis, x.dtype, a.wire).to(x.dtype),",
         "The gradient of a sum is summed once more.",
     ),
     Fault(
         "vary_gradient_kept",
         "passes/program/boundary.py",
-        "_gradient(vary, lambda g, x, axis, wire: psum(g, axis, x[1], wire))",
-        "_gradient(vary, lambda g, x, axis, wire: g.to(x[1]))",
+        "gradient=lambda g, x, a: psum(g, a.axis, x.dtype, a.wire),",
+        "gradient=lambda g, x, a: g,",
         "The gradient of a varying copy lacks the other ranks' terms.",
     ),
     Fault(
         "unvary_gradient_everywhere",
         "passes/program/boundary.py",
-        "_gradient(unvary, lambda g, x, place, axis: only_first(g, place, axis))",
-        "_gradient(unvary, lambda g, x, place, axis: g)",
+        "gradient=lambda g, x, a: only_first(g, a.place, a.axis),",
+        "gradient=lambda g, x, a: g.clone(),",
         "Every rank has the gradient that only the first should count.",
     ),
     Fault(
         "only_first_gradient_masked",
         "passes/program/boundary.py",
-        "_gradient(only_first, lambda g, x, place, axis: g)",
-        "_gradient(only_first, lambda g, x, place, axis: only_first(g, place, axis))",
+        "gradient=lambda g, x, a: g,",
+        "gradient=lambda g, x, a: only_first(g, a.place, a.axis),",
         "The gradient of a term of a sum is zero on all ranks but the first.",
     ),
     Fault(
@@ -66,8 +66,8 @@ FAULTS = (
     Fault(
         "all_to_all_gradient_same_way",
         "passes/program/boundary.py",
-        "g, concat_dim, split_dim, x[0][split_dim], axis, parts",
-        "g, split_dim, concat_dim, x[0][concat_dim], axis, parts",
+        "all_to_all(g, a.concat_dim, a.split_dim, x.shape[a.split_dim],",
+        "all_to_all(g, a.split_dim, a.concat_dim, x.shape[a.concat_dim],",
         "The gradient of an exchange goes the same way as its value.",
     ),
     Fault(

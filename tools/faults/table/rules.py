@@ -117,15 +117,15 @@ FAULTS = (
     Fault(
         "amax_linear",
         "passes/rules/reductions.py",
-        'linear = frozenset([frozenset([0])]) if node.target._opname == "sum" else frozenset()',
+        'linear = frozenset([frozenset([0])]) if name_of(node) == "sum" else frozenset()',
         "linear = frozenset([frozenset([0])])",
         "The maximum of a partial sum is passed on as a partial sum.",
     ),
     Fault(
         "amax_sharded_with_gradient",
         "passes/rules/reductions.py",
-        'if node.target._opname == "amax" and needs_gradient(tensor_operands(node)[0]):',
-        'if node.target._opname == "amin" and needs_gradient(tensor_operands(node)[0]):',
+        'if name_of(node) == "amax" and needs_gradient(tensor_operands(node)[0]):',
+        'if name_of(node) == "amin" and needs_gradient(tensor_operands(node)[0]):',
         "A maximum with a gradient may be sharded, though its exchange has none.",
     ),
     Fault(
@@ -138,7 +138,7 @@ FAULTS = (
     Fault(
         "layer_norm_fill_zero",
         "passes/rules/reductions.py",
-        'return 0.0 if node.target._opname == "rms_norm" and held[0] == 0 else None',
+        'return 0.0 if name_of(node) == "rms_norm" and held[0] == 0 else None',
         "return 0.0 if held[0] == 0 else None",
         "Padding after a layer norm is taken for zero, which its bias is not.",
     ),

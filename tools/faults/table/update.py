@@ -14,6 +14,13 @@ FAULTS = (
         "Gradients are summed over the first of their axes only.",
     ),
     Fault(
+        "gradients_summed_twice",
+        "passes/update/optimize.py",
+        "    for axis in axes:\n        gradient",
+        "    for axis in (*axes, *axes):\n        gradient",
+        "Gradients are summed over their axes once more.",
+    ),
+    Fault(
         "norm_lacks_an_axis",
         "passes/update/optimize.py",
         "        for axis in axes:",

@@ -297,7 +297,7 @@ class Skips(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        x, held = self.tokens(tokens) + (positions % 3)[..., None], []
+        x, held = self.tokens(tokens) + (positions % 3)[..., None], list[Tensor]()
         for number, layer in enumerate(self.layers):
             if number >= len(self.layers) - len(self.layers) // 2:
                 x = x + held.pop()

@@ -1,0 +1,319 @@
+"""Does a pass keep every value? What a program returns and stores, evaluated once in numbers modulo a prime.
+
+    add(psum(a, "tp"), psum(b, "tp"))     a * r + b * r      r is the number of psum over tp, which is linear
+    psum(add(a, b), "tp")                 (a + b) * r        the same number: add_first kept the value
+
+Inputs are random numbers. Operators that add, scale and multiply do so with them, a sum over ranks multiplies by a
+number of its own, and any other operator is a random function of its operands and arguments. So two expressions have
+the same number if algebra makes one of the other, and else but for a chance of 2^-60, whatever order they are computed
+in, how often, and under which name. Reading an input after it was written gives another number than before; every draw
+of random numbers is another.
+
+Where collectives are merged, what they and their bucket carry is followed entry by entry, for a few entries of each
+(`Moved`): which entry of which value, of which rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.program import ir
+from passes.program.bodies import base_of
+from passes.program.boundary import BOUNDARY_OPS
+from passes.program.operators import argument, is_mutable, is_random, is_view, kind_of, name_of
+from passes.program.stages import Stage
+from passes.program.sweep import Layout, Sweep, Value
+
+aten = torch.ops.aten
+Finding = tuple[fx.Node | None, str]
+PRIME = 2**61 - 1
+ENTRIES = 8  # that are followed of each value which a bucket carries
+KEEP = frozenset({"clone", "ao::offload", "ao::reload", "ao::wait_tensor"})  # give back their first operand
+CASTS = frozenset({"_to_copy", "to"})
+SWAPS = frozenset({"t", "transpose"})  # undo themselves
+
+
+def check_kept(before: Numbers, after: Numbers) -> Iterator[Finding]:
+    """What both programs return or store, and what has another value in the second."""
+    if before.program.stage < Stage.SCHEDULED <= after.program.stage:
+        before, after = before.but_for(after), after.but_for(before)
+    for (what, *end), number in before.results().items():
+        found = after.results().get((what, *end), number)
+        if found != number:
+            yield after.first_apart(before), f"makes another value of {' '.join(map(repr, end))}, which is {what}"
+
+
+def number_of(*parts: Any) -> int:
+    """A number that is another for other parts."""
+    return hash(parts) % PRIME
+
+
+def rational(x: Any) -> int | None:
+    """A Python number modulo the prime, if it is finite."""
+    if isinstance(x, bool) or not isinstance(x, (int, float)) or not math.isfinite(x):
+        return None
+    exact = Fraction(x)
+    return exact.numerator * pow(exact.denominator, -1, PRIME) % PRIME
+
+
+@dataclass
+class Numbers:
+    """The number of each node of a program; nodes that are `followed` only move entries."""
+
+    program: ir.Program
+    swept: Sweep
+    followed: Collection[fx.Node] = frozenset()
+    of: dict[fx.Node, int] = field(default_factory=dict)
+    written: dict[fx.Node, int] = field(default_factory=dict)  # of what was written into: what it holds since
+    read_by: dict[tuple[fx.Node, fx.Node], int] = field(default_factory=dict)  # (followed node, operand) -> number
+    draws: Counter[int] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        for node, given in zip(self.program.placeholders(), self.program.inputs, strict=True):
+            self.of[node] = number_of("input", given.kind, given.name)
+        for node in self.program.graph.nodes:
+            if node.op == "get_attr":
+                self.of[node] = number_of("attribute", node.target)
+            elif node in self.followed:
+                self.read_by |= {(node, n): self.read(n) for n in node.all_input_nodes if n not in self.followed}
+            elif node.op == "call_function":
+                self.of[node] = self.call(node)
+
+    def but_for(self, other: Numbers) -> Numbers:
+        """The numbers where nodes that another program lacks are followed."""
+        known = {node.name for node in other.program.graph.nodes}
+        return Numbers(self.program, self.swept, {node for node in self.program.calls() if node.name not in known})
+
+    def results(self) -> dict[tuple[str, str, str], int]:
+        """The numbers of what is returned and of what inputs hold in the end, by kind and name."""
+        ends = zip(self.program.results(), self.program.outputs, strict=True)
+        inputs = zip(self.program.placeholders(), self.program.inputs, strict=True)
+        found = {("returned", o.kind, o.name): self.read(n) for n, o in ends}
+        return found | {("stored", i.kind, i.name): self.written[n] for n, i in inputs if n in self.written}
+
+    def first_apart(self, other: Numbers) -> fx.Node | None:
+        """The first node that has another number than the one of its name in another program."""
+        known = {node.name: number for node, number in other.of.items()}
+        return next((n for n, number in self.of.items() if known.get(n.name, number) != number), None)
+
+    def read(self, node: fx.Node) -> int:
+        """The number of a node where it is read now."""
+        if node in self.followed and node not in self.of:
+            self.of[node] = Moved(self, node).number()
+        base = base_of(node) if self.written else node
+        return number_of("since", self.of[node], self.written[base]) if base in self.written else self.of[node]
+
+    def call(self, node: fx.Node) -> int:
+        """The number of what an operator yields."""
+        if is_mutable(node):
+            return self.write(node)
+        found = self.by_algebra(node)
+        if found is None:
+            found = number_of(node.target, self.signature(node, node.args), self.signature(node, node.kwargs))
+        if is_random(node):
+            self.draws[found] += 1
+            return number_of(found, self.draws[found])
+        return found
+
+    def write(self, node: fx.Node) -> int:
+        """The number of what is written into the first operand, which holds it from now on."""
+        target: Any = node.args[0]
+        whole = node.target is aten.copy_.default and ir.example(target).dtype == ir.example(node.args[1]).dtype  # type: ignore
+        made = self.read(node.args[1]) if whole else number_of(node.target, self.signature(node, node.args))  # type: ignore
+        base = base_of(target)
+        part = number_of("part", self.of[target], made, self.written.get(base))
+        self.written[base] = made if base is target else part
+        return made
+
+    def operand(self, node: fx.Node, operand: Any) -> int:
+        """The number of an operand; a view shows what its base will hold."""
+        return self.of[operand] if is_view(node) and operand in self.of else self.read(operand)
+
+    def signature(self, node: fx.Node, tree: Any) -> Any:
+        """An operator's arguments in a hashable form, 1 apart from 1.0 and True, and numbers for nodes."""
+        if isinstance(tree, fx.Node):
+            return "%", self.operand(node, tree)
+        if isinstance(tree, (tuple, list)):
+            return tuple(self.signature(node, part) for part in tree)
+        if isinstance(tree, dict):
+            return tuple((key, self.signature(node, part)) for key, part in tree.items())
+        if isinstance(tree, slice):
+            return self.signature(node, ("slice", tree.start, tree.stop, tree.step))
+        if isinstance(tree, str) and kind_of(node):
+            return tree.partition(":")[0]  # whichever communicator of the axis
+        return type(tree), tree
+
+    def by_algebra(self, node: fx.Node) -> int | None:
+        """The number of what algebra knows; None for other operators."""
+        name, record = name_of(node), BOUNDARY_OPS.get(node.target)
+        if name in KEEP or name in CASTS and self.layout(node).entries == self.layout(node.args[0]).entries:  # type: ignore
+            return self.operand(node, node.args[0])
+        if name in SWAPS and self.undoes(node):
+            return self.of[node.args[0].args[0]]  # type: ignore[union-attr,index]
+        if record is not None and record.reduces == "sum" or name == "expand":
+            factor = number_of(node.target, self.signature(node, node.args[1:]))
+            return self.operand(node, node.args[0]) * factor % PRIME
+        if name in ARITHMETIC and node.kwargs.keys() <= {"alpha"} and self.layout(node).dtype != torch.bool:
+            terms = [self.read(a) if isinstance(a, fx.Node) else rational(a) for a in node.args]
+            scale = rational(argument(node, "alpha", 1))
+            return None if None in terms or scale is None else ARITHMETIC[name](scale, *terms)
+        return None
+
+    def undoes(self, node: fx.Node) -> bool:
+        """Whether an operator swaps two dims that its operand, the same operator, has swapped."""
+        x: Any = node.args[0]
+        if x.target is not node.target or x in self.followed:
+            return False
+        rank = len(self.layout(node).shape)
+        return {d % rank for d in node.args[1:]} == {d % rank for d in x.args[1:]}  # type: ignore[operator]
+
+    def layout(self, node: fx.Node) -> Layout:
+        """How the tensor lies that a node yields."""
+        found = self.swept.values[node]
+        assert isinstance(found, Value)
+        return found.layout
+
+
+def _power(scale: int, x: int, exponent: int) -> int | None:
+    return x if exponent == 1 else None
+
+
+def _quotient(scale: int, x: int, y: int) -> int | None:
+    return x * pow(y, -1, PRIME) % PRIME if y else None
+
+
+ARITHMETIC: dict[str, Any] = {
+    "add": lambda scale, x, y: (x + scale * y) % PRIME,
+    "sub": lambda scale, x, y: (x - scale * y) % PRIME,
+    "mul": lambda scale, x, y: x * y % PRIME,
+    "div": _quotient,
+    "neg": lambda scale, x: -x % PRIME,
+    "pow": _power,
+}
+
+
+# ---- entries of what a bucket carries ----------------------------------------------------------------
+
+
+@dataclass
+class Entry:
+    """One entry of what a node yields; `ranks` are those whose it is, where not one's own or those of all."""
+
+    node: fx.Node
+    index: list[int]
+    ranks: dict[str, int | str]
+    done: list[Any] = field(default_factory=list)  # casts and reductions on its way
+
+
+@dataclass
+class Moved:
+    """What a node yields that got there by followed nodes alone."""
+
+    numbers: Numbers
+    node: fx.Node
+
+    def number(self) -> int:
+        """The same for whatever else yields the same entries."""
+        shape = self.numbers.layout(self.node).shape
+        return number_of(shape, tuple(self.origin(k, shape) for k in range(ENTRIES)))
+
+    def origin(self, k: int, shape: tuple[int, ...]) -> Any:
+        """Where the k-th of the entries looked at comes from, and what was done to it."""
+        if not math.prod(shape):
+            return ()
+        entry = Entry(self.node, [number_of(k, d, n) % n for d, n in enumerate(shape)], {})
+        while entry.node in self.numbers.followed:
+            here = entry.node
+            if end := self.step(k, entry):
+                return end
+        number = self.numbers.read_by[here, entry.node]
+        return number, tuple(entry.index), tuple(sorted(entry.ranks.items())), tuple(entry.done)
+
+    def step(self, k: int, entry: Entry) -> str:
+        """From a node's entry to that of an operand, or what it is if it comes from none."""
+        node, name = entry.node, name_of(entry.node)
+        if node.target in BOUNDARY_OPS:
+            return self.over_ranks(k, entry)
+        if name == "cat":
+            return self.piece(entry)
+        if name in ("pad", "constant_pad_nd"):
+            return self.unpadded(entry)
+        entry.node = source = self.source(node)
+        given, made = self.numbers.layout(source), self.numbers.layout(node)
+        if self.numbers.swept.storages(node) <= self.numbers.swept.storages(source):
+            at = made.offset - given.offset + sum(i * s for i, s in zip(entry.index, made.stride))
+            entry.index = located(at, given.shape, given.stride)
+        elif name in COPIES:
+            at = sum(i * s for i, s in zip(entry.index, rows(made.shape)))
+            entry.index = located(at, given.shape, rows(given.shape))
+        else:
+            return f"made by %{node.name}"
+        entry.done += [made.dtype] if made.dtype != given.dtype else []
+        return ""
+
+    def source(self, node: fx.Node) -> fx.Node:
+        """The operand that a node takes entries of; of a part of several, that of their operator."""
+        source: Any = node.args[0]
+        return source if isinstance(self.numbers.swept.values[source], Value) else source.args[0]
+
+    def over_ranks(self, k: int, entry: Entry) -> str:
+        """Through a collective."""
+        record = BOUNDARY_OPS[entry.node.target]
+        source, *rest = entry.node.args
+        a, entry.node = record.named(rest), source  # type: ignore[assignment]
+        shape, parts = self.numbers.layout(entry.node).shape, self.numbers.program.mesh[a.axis]
+        if record.kind == "all_gather":
+            entry.ranks[a.axis], entry.index[a.dim] = divmod(entry.index[a.dim], shape[a.dim])
+            entry.done += [a.dtype] if a.dtype != self.numbers.layout(entry.node).dtype else []
+            return ""
+        if record.kind == "reduce_scatter":
+            own = entry.ranks.get(a.axis, number_of(k, a.axis) % parts)
+            entry.index[a.dim] += int(own) * -(-shape[a.dim] // parts)
+        entry.ranks[a.axis] = "all"
+        entry.done.append((record.reduces, a.axis, getattr(a, "dtype", None), getattr(a, "wire", None)))
+        return PADDING if record.kind == "reduce_scatter" and entry.index[a.dim] >= shape[a.dim] else ""
+
+    def piece(self, entry: Entry) -> str:
+        """Through a concatenation."""
+        parts: Any = entry.node.args[0]
+        dim = argument(entry.node, "dim") % len(entry.index)
+        for part in parts:
+            entry.node, size = part, self.numbers.layout(part).shape[dim]
+            if entry.index[dim] < size:
+                return ""
+            entry.index[dim] -= size
+        raise AssertionError("a concatenation is as long as its parts")
+
+    def unpadded(self, entry: Entry) -> str:
+        """Through an operator that pads."""
+        source, widths = entry.node.args[:2]
+        entry.node = source  # type: ignore[assignment]
+        shape = self.numbers.layout(entry.node).shape
+        for d, before in zip(reversed(range(len(shape))), widths[::2]):  # type: ignore[index,arg-type]
+            entry.index[d] -= before
+        return "" if all(0 <= i < n for i, n in zip(entry.index, shape)) else PADDING
+
+
+PADDING = "padding"
+COPIES = frozenset({"clone", "contiguous", "reshape", "_to_copy", "to", "_unsafe_view"})
+
+
+def rows(shape: tuple[int, ...]) -> list[int]:
+    """The strides of a contiguous tensor."""
+    return [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+
+
+def located(at: int, shape: tuple[int, ...], stride: Any) -> list[int]:
+    """The entry that lies at a place of a tensor's memory."""
+    index = [0] * len(shape)
+    for d in sorted((d for d, n in enumerate(shape) if n > 1), key=lambda d: -stride[d]):
+        index[d], at = divmod(at, stride[d])
+    return index
