@@ -67,6 +67,7 @@ __all__ = [
     "conversions_as",
     "decomposition",
     "derivatives_as_operators",
+    "described",
     "flex_attention",
     "flex_attention_backward",
     "flex_with_gradients",
@@ -184,6 +185,34 @@ def checkpoints_inside(region: Callable[[], AbstractContextManager]) -> Iterator
     generator = generator + "_impl" if hasattr(checkpoint, generator + "_impl") else generator
     with patch.object(checkpoint.CheckpointFunction, "apply", reentrant), patch.object(checkpoint, generator, around):
         yield
+
+
+class Described(Tensor):
+    """How a tensor lies, without one: to make a fake mode takes seconds of imports."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
+        raise TypeError(f"{func} was called on what only describes a tensor")
+
+
+def described(
+    shape: Sequence[int],
+    stride: Sequence[int],
+    offset: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    storage_bytes: int,
+) -> Tensor:
+    """What tells shape, strides, offset, dtype, device and the size of the storage of a tensor, and no more."""
+    return Tensor._make_wrapper_subclass(
+        Described,
+        shape,
+        strides=stride,
+        storage_offset=offset,
+        dtype=dtype,
+        device=device,
+        storage_size=storage_bytes,
+    )
 
 
 def lazy_graph_modules() -> AbstractContextManager:
