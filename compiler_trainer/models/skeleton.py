@@ -10,13 +10,21 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 M = TypeVar("M", bound=nn.Module)
+NAMES = ("uniform_", "normal_", "trunc_normal_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_")
+DRAWS = {Tensor.normal_, Tensor.uniform_, *(getattr(nn.init, name) for name in NAMES)}
 
 
 class EmptyOnMeta(TorchFunctionMode):
-    """What `torch.empty` makes, as modules make their weights, lies on the meta device; what is computed is real."""
+    """What `torch.empty` makes, as modules make their weights, lies on the meta device; what is computed is real.
+
+    Nothing is drawn there: PyTorch would import its compiler to do so.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        given = kwargs["tensor"] if "tensor" in kwargs else args[0] if args else None
+        if isinstance(given, Tensor) and given.is_meta and func in DRAWS:
+            return given
         return func(*args, **(kwargs | {"device": "meta"} if func is torch.empty else kwargs))
 
 

@@ -16,8 +16,10 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import LowerConfig, MeshConfig, OptimConfig, PassesConfig
 from compiler_trainer.pipeline import build_pipeline
+from compiler_trainer.step.made_of import made_of, options_of
 from compiler_trainer.step.programs import Compilation, check_recordable, mesh_of, one_microbatch
 from compiler_trainer.step.runtime import LockstepRanks, ProcessRanks, Runtime
+from compiler_trainer.step.shelf import Shelf, stored_or_made
 from compiler_trainer.step.step import Compiled, State, Step, state_name, stored
 from passes.check.numeric import telling
 from passes.check.runner import Observer
@@ -52,6 +54,7 @@ def compile_step(
     evaluate: bool = True,
     below: Mapping[str, int] | None = None,
     observe: Observer | None = None,
+    shelf: Shelf | None = None,
     tell: Callable[[str], None] = lambda what: None,
 ) -> Step:
     """Compile forward, loss, backward, clip and optimizer of a plain model into one step over a mesh.
@@ -63,6 +66,7 @@ def compile_step(
     With "processes" torch.distributed is up and this process is one rank; with "lockstep" all ranks are interpreted
     here. Without `train` the step can only evaluate, without `evaluate` only train (it stores nothing that evaluation
     alone reads). Numbers of batch entries are `below` those given. `tell` is called with what begins: a pass, a body.
+    With a `shelf`, programs that an earlier start made of the very same are read, and passes do not run.
     Raises UserError naming what is at fault.
     """
     update, options = _typed(OptimConfig, optim, "optim"), _typed(PassesConfig, passes, "passes")
@@ -84,7 +88,11 @@ def compile_step(
         values, whole = full.items(), {name: telling(value) for name, value in full.items()} | batch | scalars
     pipeline = pipeline if train else replace(pipeline, train={})
     work = Compilation(model, loss_fn, batch, named, pipeline, options, device, observe, tell, whole, below or {})
-    programs, report = work.programs(evaluate)
+    further = {"parts": (train, evaluate), "microbatches": microbatches, "skip": skip_nonfinite, "below": dict(below or {})}
+    what = partial(made_of, model, loss_fn, batch, options_of(options, update, named, device, **further))
+    programs, report = stored_or_made(
+        shelf if whole is None else None, what, partial(work.programs, evaluate), lower.check_stored
+    )
     if lower.cudagraphs:
         training = {name: program for name, program in programs.items() if name != "evaluate"}
         check_recordable(training, lower.backend == "inductor")

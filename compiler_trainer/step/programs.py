@@ -38,13 +38,18 @@ class Captured(NamedTuple):
     ctx: ir.Context
 
 
+@dataclass
 class Reporter:
-    """Collects what every pass did and how long compilation took."""
+    """Collects what every pass did and how long compilation took; `key` is what the programs are stored under.
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self.passes: list[dict[str, Any]] = []
-        self.notes: list[str] = []
+    Programs that were read (`is_read`) were compiled by an earlier start.
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    passes: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    key: str = ""
+    is_read: bool = False
 
     def add(self, stage: str, records: Iterable[PassRecord]) -> None:
         """Record the passes of one program."""
@@ -62,7 +67,8 @@ class Reporter:
     def finish(self) -> dict[str, Any]:
         """The report: seconds by pass, each pass's counts, notes, communication and memory, and notes on the whole."""
         seconds = {name: round(s, 4) for name, s in self.seconds.items()}
-        return {"seconds": seconds, "passes": self.passes, "notes": self.notes}
+        stored = {"stored_as": self.key, "read": self.is_read}
+        return {"seconds": seconds, "program": stored, "passes": self.passes, "notes": self.notes}
 
 
 @dataclass(frozen=True)

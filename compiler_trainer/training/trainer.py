@@ -24,6 +24,7 @@ from compiler_trainer.data.loader import Loader
 from compiler_trainer.models.subject import Subject, subject
 from compiler_trainer.step.compile import compile_step
 from compiler_trainer.step.ranks import rank, start_ranks, stop_ranks
+from compiler_trainer.step.shelf import Shelf
 from compiler_trainer.step.step import Step
 from compiler_trainer.training import folder, trace
 from compiler_trainer.training.evaluate import held_out, means
@@ -45,7 +46,6 @@ from compiler_trainer.training.speed import machine
 from compiler_trainer.training.spikes import Spikes
 from compiler_trainer.training.stop import Stop, end_early
 from compiler_trainer.training.watch import Watch
-from passes.check.runner import Observer
 
 
 def train(cfg: Config, remark: Callable[[Config, Subject], str] = lambda cfg, trained: "") -> float:
@@ -138,7 +138,7 @@ def restore(cfg: Config, trained: Subject, step: Step, datasets: Datasets, start
 
 
 def build_step(
-    cfg: Config, trained: Subject, datasets: Datasets, observe: Observer | None, tell: Callable[[str], None]
+    cfg: Config, trained: Subject, datasets: Datasets, observe: folder.Dumps | None, tell: Callable[[str], None]
 ) -> Step:
     """The compiled step with its initial weights; `observe` sees its graph after each pass."""
     return compile_step(
@@ -157,6 +157,7 @@ def build_step(
         evaluate=cfg.eval.interval is not None,
         below={"tokens": datasets.vocab_size, "positions": cfg.train.seq_len},
         observe=observe,
+        shelf=Shelf(observe.folder if observe else None),
         tell=tell,
     )
 

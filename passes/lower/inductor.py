@@ -32,6 +32,7 @@ from passes.program.bodies import Body, key_of
 from passes.program.signals import undisturbed
 from passes.program.sweep import Layout
 from passes.program.torch_private import (
+    FakeTensorMode,
     build_cpp_header,
     choose_instruction_set,
     compile_inner,
@@ -178,6 +179,7 @@ def compile_body(body: Body, ctx: ir.Context, store: Store) -> Kernels:
 def decompose(body: Body, ctx: ir.Context) -> tuple[fx.GraphModule, Any]:
     """The body in the operators that Inductor takes, over values of its own, and their fake mode."""
     given = [ir.example(node) for node in body.graph.nodes if node.op == "placeholder"]
+    ctx = ctx if ctx.fake_mode else ir.Context(FakeTensorMode())  # of a program that was read
     interpreter = fx.Interpreter(fx.GraphModule(torch.nn.Module(), body.graph))
     if body.flat:
         mode, length = line_mode()

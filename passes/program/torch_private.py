@@ -26,7 +26,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch._activation_offloading import offload_ops  # noqa: F401, registers ao::offload and its kin
 from torch._guards import TracingContext, tracing
 from torch._logging import trace_structured
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # generates code when first called
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
@@ -50,6 +50,7 @@ __all__ = [
     "LOWERING",
     "LazyGraphModule",
     "OpOverload",
+    "OpOverloadPacket",
     "TorchDispatchMode",
     "ao",
     "binding_of",
