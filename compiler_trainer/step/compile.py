@@ -17,7 +17,7 @@ from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import LowerConfig, MeshConfig, OptimConfig, PassesConfig
 from compiler_trainer.pipeline import build_pipeline
 from compiler_trainer.step.made_of import made_of, options_of
-from compiler_trainer.step.programs import Compilation, check_recordable, mesh_of, one_microbatch
+from compiler_trainer.step.programs import Captured, Compilation, Reporter, check_recordable, mesh_of, one_microbatch
 from compiler_trainer.step.runtime import LockstepRanks, ProcessRanks, Runtime
 from compiler_trainer.step.shelf import Shelf, stored_or_made
 from compiler_trainer.step.step import Compiled, State, Step, state_name, stored
@@ -76,8 +76,6 @@ def compile_step(
     runtime = _runtime(ranks, named, lower, device, tell)
     if ranks == "processes" and device.type == "cpu":
         keep_freed_memory()
-        if lower.backend == "inductor":
-            inductor.begin()  # beside capture and passes
     batch, masters = one_microbatch(example_batch, microbatches), {n: p.dtype for n, p in model.named_parameters()}
     pipeline = build_pipeline(options, update, masters, microbatches, skip_nonfinite)
     values: Iterable[tuple[str, Value]] = _initial_values(model, initial)
@@ -90,9 +88,13 @@ def compile_step(
     work = Compilation(model, loss_fn, batch, named, pipeline, options, device, observe, tell, whole, below or {})
     further = {"parts": (train, evaluate), "microbatches": microbatches, "skip": skip_nonfinite, "below": dict(below or {})}
     what = partial(made_of, model, loss_fn, batch, options_of(options, update, named, device, **further))
-    programs, report = stored_or_made(
-        shelf if whole is None else None, what, partial(work.programs, evaluate), lower.check_stored
-    )
+
+    def make() -> tuple[dict[str, Captured], Reporter]:
+        if ranks == "processes" and device.type == "cpu" and lower.backend == "inductor":
+            inductor.begin()  # beside capture and passes
+        return work.programs(evaluate)
+
+    programs, report = stored_or_made(shelf if whole is None else None, what, make, lower.check_stored)
     if lower.cudagraphs:
         training = {name: program for name, program in programs.items() if name != "evaluate"}
         check_recordable(training, lower.backend == "inductor")

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import copy
 import functools
+import getpass
+import importlib.util
 import itertools
 import logging
 import os
 import pickle
 import re
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -77,7 +81,9 @@ __all__ = [
     "grouped_products_as",
     "execute_only",
     "import_loader",
+    "is_code_alone",
     "inductor_decompositions",
+    "inductor_options",
     "instruction_tests",
     "keep_after",
     "kernels_later",
@@ -85,6 +91,7 @@ __all__ = [
     "lazy_graph_modules",
     "line_mode",
     "load_compiled",
+    "load_library",
     "number_in",
     "quiet_failures",
     "register_axis_group",
@@ -279,8 +286,8 @@ def without_lowering(source: str) -> str:
     return source.replace(LOWERING, "import torch as extern_kernels")
 
 
-def load_compiled(saved: bytes) -> Callable:
-    """What `save_compiled` saved, ready to be called."""
+def load_compiled(saved: bytes) -> Any:
+    """What `save_compiled` saved, as `compile_inner` returned it."""
     from torch._inductor.codecache import PyCodeCache
     from torch._inductor.output_code import CompiledFxGraphConstants
 
@@ -288,12 +295,17 @@ def load_compiled(saved: bytes) -> Callable:
     PyCodeCache.write(compiled.source_code)  # unless it is there as it was
     compiled.after_deserialization(constants)
     compiled.post_compile((), constants, compiled.fx_kwargs)
-    return kernels_of(compiled)
+    return compiled
 
 
 def kernels_of(compiled: Any) -> Callable:
     """What runs of a compiled graph: the graph itself, when called, adds a mark for profilers that names nothing."""
     return compiled.current_callable
+
+
+def is_code_alone(compiled: Any) -> bool:
+    """Whether nothing but its code, on the CPU, runs of a compiled graph: no constants, and inputs as they come."""
+    return set(compiled.device_types) <= {"cpu"} and not compiled.constants and not compiled.inputs_to_check
 
 
 def import_loader() -> None:
@@ -405,10 +417,33 @@ def line_mode() -> tuple[FakeTensorMode, Any]:
 
 
 def compiler_folder() -> Path:
-    """Where Inductor keeps what it compiles."""
-    from torch._inductor.codecache import cache_dir
+    """Where Inductor keeps what it compiles; found without its import, by the same rules."""
+    if folder := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        return Path(os.path.abspath(folder))
+    try:
+        user = getpass.getuser()
+    except (KeyError, ModuleNotFoundError, OSError):
+        user = f"uid_{os.getuid()}"
+    return Path(tempfile.gettempdir(), "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
 
-    return Path(cache_dir())
+
+def inductor_options() -> str:
+    """Inductor's options as they are."""
+    from torch._inductor import config
+
+    return repr(config.save_config_portable())
+
+
+def load_library(path: str) -> ModuleType:
+    """A library of kernels, `kernels`, that Inductor built."""
+    os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(
+        torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
+    )
+    spec = importlib.util.spec_from_file_location(f"{Path(path).stem}.kernels", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def compiler_state() -> str:
