@@ -40,7 +40,6 @@ from torch.fx.experimental.proxy_tensor import (
     make_fx,
     snapshot_fake,
 )
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -50,7 +49,6 @@ __all__ = [
     "BatchNorm",
     "FakeTensor",
     "FakeTensorMode",
-    "GuardOnDataDependentSymNode",
     "LOWERING",
     "LazyGraphModule",
     "OpOverload",
@@ -70,6 +68,7 @@ __all__ = [
     "composites_of",
     "context_parallel_internals",
     "conversions_as",
+    "data_dependent",
     "decomposition",
     "derivatives_as_operators",
     "described",
@@ -193,6 +192,13 @@ def checkpoints_inside(region: Callable[[], AbstractContextManager]) -> Iterator
     generator = generator + "_impl" if hasattr(checkpoint, generator + "_impl") else generator
     with patch.object(checkpoint.CheckpointFunction, "apply", reentrant), patch.object(checkpoint, generator, around):
         yield
+
+
+def data_dependent() -> type[Exception]:
+    """What is raised where Python code asks for a number that is known at run time only."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # imports sympy
+
+    return GuardOnDataDependentSymNode
 
 
 class Described(Tensor):
