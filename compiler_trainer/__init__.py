@@ -1,7 +1,10 @@
 """A compiler-first trainer for large language models: `compile_step` is the Python face."""
 
+import time
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+BEGAN = time.perf_counter()  # when this process began to import the package
 
 from compiler_trainer.config.errors import UserError
 

@@ -55,7 +55,7 @@ def skeleton(build: Callable[[], M], dtype: torch.dtype | None = None) -> M:
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
             if id(parameter) not in made:
                 kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-                empty = torch.empty_like(parameter, device="meta", dtype=kind)
+                empty = torch.empty_strided(parameter.shape, parameter.stride(), device="meta", dtype=kind)
                 made[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
             setattr(owner, name, made[id(parameter)])
     return module
