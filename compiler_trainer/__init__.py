@@ -4,13 +4,12 @@ import time
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-BEGAN = time.perf_counter()  # when this process began to import the package
-
 from compiler_trainer.config.errors import UserError
 
 if TYPE_CHECKING:
     from compiler_trainer.step.compile import compile_step
 
+BEGAN = time.perf_counter()  # when this process began to import the package
 __all__ = ["UserError", "compile_step"]
 
 

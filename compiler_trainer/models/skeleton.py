@@ -10,8 +10,17 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 M = TypeVar("M", bound=nn.Module)
-NAMES = ("uniform_", "normal_", "trunc_normal_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_")
-DRAWS = {Tensor.normal_, Tensor.uniform_, *(getattr(nn.init, name) for name in NAMES)}
+DRAWS = {
+    Tensor.normal_,
+    Tensor.uniform_,
+    nn.init.normal_,
+    nn.init.uniform_,
+    nn.init.trunc_normal_,
+    nn.init.xavier_normal_,
+    nn.init.xavier_uniform_,
+    nn.init.kaiming_normal_,
+    nn.init.kaiming_uniform_,
+}
 
 
 class EmptyOnMeta(TorchFunctionMode):

@@ -5,31 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from compiler_trainer.capture.capture import LossFn
 from compiler_trainer.config.device import passes_on
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import LowerConfig, MeshConfig, OptimConfig, PassesConfig
-from compiler_trainer.pipeline import build_pipeline
+from compiler_trainer.step.given import check_recordable, mesh_of, one_microbatch
 from compiler_trainer.step.made_of import made_of, options_of
-from compiler_trainer.step.programs import Captured, Compilation, Reporter, check_recordable, mesh_of, one_microbatch
 from compiler_trainer.step.runtime import LockstepRanks, ProcessRanks, Runtime
-from compiler_trainer.step.shelf import Shelf, stored_or_made
+from compiler_trainer.step.shelf import Made, Shelf, stored_or_made
 from compiler_trainer.step.step import Compiled, State, Step, state_name, stored
-from passes.check.numeric import telling
-from passes.check.runner import Observer
 from passes.lower import inductor
 from passes.lower.heap import keep_freed_memory
 from passes.program import ir
-from passes.program.bodies import flatten
 from passes.program.frames import roomy
 from passes.program.mesh import Mesh
 from passes.program.spec import Value, shard
+
+if TYPE_CHECKING:
+    from compiler_trainer.capture.capture import LossFn
+    from passes.check.runner import Observer
 
 T = TypeVar("T")
 
@@ -76,31 +75,32 @@ def compile_step(
     runtime = _runtime(ranks, named, lower, device, tell)
     if ranks == "processes" and device.type == "cpu":
         keep_freed_memory()
-    batch, masters = one_microbatch(example_batch, microbatches), {n: p.dtype for n, p in model.named_parameters()}
-    pipeline = build_pipeline(options, update, masters, microbatches, skip_nonfinite)
+    batch = one_microbatch(example_batch, microbatches)
     values: Iterable[tuple[str, Value]] = _initial_values(model, initial)
-    scalars = {"lr": torch.tensor(update.lr), "seed": torch.tensor(seed)}
-    whole = None
+    full = None
     if options.verify == "numeric":
         full = {name: value[()] for name, value in values}  # all at once: for small models
-        values, whole = full.items(), {name: telling(value) for name, value in full.items()} | batch | scalars
-    pipeline = pipeline if train else replace(pipeline, train={})
-    work = Compilation(model, loss_fn, batch, named, pipeline, options, device, observe, tell, whole, below or {})
-    further = {"parts": (train, evaluate), "microbatches": microbatches, "skip": skip_nonfinite, "below": dict(below or {})}
-    what = partial(made_of, model, loss_fn, batch, options_of(options, update, named, device, **further))
+        values, shelf = full.items(), None
 
-    def make() -> tuple[dict[str, Captured], Reporter]:
+    def make() -> Made:
         if ranks == "processes" and device.type == "cpu" and lower.backend == "inductor":
             inductor.begin()  # beside capture and passes
-        return work.programs(evaluate)
+        from compiler_trainer.step.programs import compilation
 
-    programs, report = stored_or_made(shelf if whole is None else None, what, make, lower.check_stored)
+        given = model, loss_fn, batch, named, options, update, device
+        work = compilation(*given, microbatches, skip_nonfinite, train, full, seed)
+        return replace(work, observe=observe, tell=tell, below=below or {}).programs(evaluate)
+
+    further = {"train": train, "evaluate": evaluate, "microbatches": microbatches, "skip": skip_nonfinite}
+    wanted = options_of(options, update, named, device, below=dict(below or {}), **further)
+    what = partial(made_of, model, loss_fn, batch, wanted)
+    programs, report = stored_or_made(shelf, what, make, lower.check_stored)
     if lower.cudagraphs:
         training = {name: program for name, program in programs.items() if name != "evaluate"}
         check_recordable(training, lower.backend == "inductor")
     laid_out = next(iter(programs.values())).program.mesh  # as placement has it; evaluation comes last
     state = initial_state([c.program for c in programs.values()], runtime, laid_out, device, values)
-    compiled = {name: Compiled(flatten(c.program), partial(runtime.compile, name, *c)) for name, c in programs.items()}
+    compiled = {name: Compiled(c.program, partial(runtime.compile, name, *c)) for name, c in programs.items()}
     evaluation = compiled.pop("evaluate", None)  # lowered when it is first run
     for name, each in compiled.items():
         report.time(f"{name}.lower", partial(getattr, each, "executable"))

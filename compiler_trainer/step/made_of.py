@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from compiler_trainer.config.schema import OptimConfig, PassesConfig
 from compiler_trainer.step.sources import Sources, Unkeyed, is_installed, is_ours, is_torch, ours, top
 from passes.program.mesh import Mesh
+from passes.program.saved import bytes_of
 from passes.program.torch_private import OpOverload, OpOverloadPacket
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
@@ -99,7 +100,7 @@ class Text:
         return f"{module}.{name}"
 
     def of_class(self, kind: type) -> str:
-        """A class that is found under its name in its module, with those that it is derived from; else raises Unkeyed."""
+        """A class that is found under its name in its module, with its bases; raises Unkeyed for any other."""
         name = f"{kind.__module__}.{kind.__qualname__}"
         if name in self.code:
             return name
@@ -138,12 +139,14 @@ class Text:
     def of_object(self, value: Any) -> str:
         """An object by its class and its attributes; raises Unkeyed for one that holds more than these."""
         kind = self.of_class(type(value))
-        if not all(base is object or base.__flags__ & HEAP_TYPE or base in MAPPINGS + SEQUENCES for base in type(value).__mro__):
+        known = (object, *MAPPINGS, *SEQUENCES)
+        if not all(base in known or base.__flags__ & HEAP_TYPE for base in type(value).__mro__):
             raise Unkeyed(f"an object of {kind}")
         slots = [name for base in type(value).__mro__ for name in slots_of(base) if hasattr(value, name)]
         parts = {name: getattr(value, name) for name in slots} | getattr(value, "__dict__", {})
-        content = list(value.items()) if isinstance(value, dict) else list(value) if isinstance(value, list | tuple) else []
-        return f"{kind}({self.of(parts)}{self.of(content) if content else ''})"
+        content: Any = list(value.items()) if isinstance(value, dict) else None
+        content = list(value) if isinstance(value, list | tuple) else content
+        return f"{kind}({self.of(parts)}, {self.of(content)})"
 
     def globals(self) -> Iterator[str]:
         """Plain values that modules of one's own hold now, whatever their text says."""
@@ -166,8 +169,9 @@ def is_plain(value: Any) -> bool:
 
 def is_operator(function: Any) -> bool:
     """Whether a function is one of PyTorch's or of Python's own in C, known by its name."""
-    owner = getattr(function, "__self__", None)
-    return isinstance(function, types.BuiltinFunctionType) and (owner is None or isinstance(owner, types.ModuleType | type))
+    if not isinstance(function, types.BuiltinFunctionType):
+        return False
+    return function.__self__ is None or isinstance(function.__self__, types.ModuleType | type)
 
 
 def slots_of(kind: type) -> tuple[str, ...]:
@@ -178,7 +182,8 @@ def slots_of(kind: type) -> tuple[str, ...]:
 
 def of_code(code: types.CodeType) -> Iterator[str]:
     """What a function does, and the functions inside it."""
-    yield f"{code.co_name} {code.co_firstlineno} {code.co_names} {code.co_varnames} {code.co_freevars} {code.co_code.hex()}"
+    yield f"{code.co_name} {code.co_firstlineno} {code.co_names} {code.co_varnames} {code.co_freevars}"
+    yield code.co_code.hex()
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from of_code(constant)
@@ -190,11 +195,11 @@ def of_tensor(value: Tensor) -> str:
     """A tensor by its layout and, unless it is a parameter or has none, its values; raises Unkeyed for other kinds."""
     if type(value) not in TENSORS or value.layout is not torch.strided:
         raise Unkeyed(f"a tensor of {type(value).__name__}")
-    layout = f"{type(value).__name__} {value.dtype} {value.device} {tuple(value.shape)} {value.stride()} {value.requires_grad}"
+    layout = f"{type(value).__name__} {value.dtype} {value.device} {tuple(value.shape)} {value.stride()}"
+    layout += f" {value.requires_grad}"
     if isinstance(value, nn.Parameter) or value.is_meta:
         return layout
-    plain = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return f"{layout} {hashlib.sha256(memoryview(plain.numpy())).hexdigest()}"
+    return f"{layout} {hashlib.sha256(bytes_of(value)).hexdigest()}"
 
 
 def digest(text: str) -> str:
@@ -253,8 +258,11 @@ def device_of(device: torch.device) -> str:
     return f"{known.name} {known.major}.{known.minor} {known.total_memory} {known.multi_processor_count}"
 
 
-def options_of(passes: PassesConfig, optim: OptimConfig, mesh: Mesh, device: torch.device, **further: Any) -> dict[str, Any]:
+def options_of(
+    passes: PassesConfig, optim: OptimConfig, mesh: Mesh, device: torch.device, **further: Any
+) -> dict[str, Any]:
     """The options that a program is made with; the learning rate is fed to it."""
     update = dataclasses.asdict(optim)
     del update["lr"]
-    return {"passes": dataclasses.asdict(passes), "optim": update, "mesh": str(mesh), "device": device_of(device), **further}
+    where = {"mesh": str(mesh), "device": device_of(device)}
+    return {"passes": dataclasses.asdict(passes), "optim": update, **where, **further}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, fx
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import LowerConfig
@@ -20,7 +20,7 @@ from passes.lower.calls import Executable
 from passes.lower.cudagraphs import Replayed
 from passes.lower.inductor import Workers
 from passes.program import ir
-from passes.program.bodies import flatten
+from passes.program.bodies import body_of_call
 from passes.program.mesh import Mesh
 from passes.program.torch_private import register_axis_group
 
@@ -36,6 +36,13 @@ class Runtime(Protocol):
     def run(self, compiled: Any, inputs: ByRank) -> dict[int, tuple[Tensor, ...]]: ...
     def all_locals(self, local: Mapping[int, Tensor]) -> list[Tensor]: ...
     def send(self, local: Mapping[int, Tensor], source: int, to: Collection[int]) -> None: ...
+
+
+def all_calls(program: ir.Program) -> Iterator[fx.Node]:
+    """The operators of a program in order, those of a body at each of its calls."""
+    for node in program.calls():
+        body = body_of_call(node)
+        yield from (n for n in body.graph.nodes if n.op == "call_function") if body else (node,)
 
 
 class LockstepRanks:
@@ -107,7 +114,7 @@ class ProcessRanks:
     def make_groups(self, program: ir.Program) -> None:
         """Make the process groups that a program names first, by communicator; every rank makes all, in its order."""
         (rank,) = self.ranks
-        for name, axis in {communicator_of(node): axis_of(node) for node in flatten(program).calls()}.items():
+        for name, axis in {communicator_of(node): axis_of(node) for node in all_calls(program)}.items():
             if name is not None and axis is not None and name not in self.groups:
                 made = [(members, dist.new_group(members)) for members in self.mesh.groups(axis)]
                 self.groups[name] = next(group for members, group in made if rank in members)

@@ -13,11 +13,10 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from compiler_trainer.step.agree import difference
+from compiler_trainer.step.given import Captured, Reporter
 from compiler_trainer.step.made_of import MadeOf, digest
-from compiler_trainer.step.programs import Captured, Reporter
 from compiler_trainer.step.ranks import gather, is_first_of_machine
 from compiler_trainer.step.sources import Unkeyed
 from passes.lower.store import Store
@@ -89,7 +88,7 @@ def stored_or_made(shelf: Shelf | None, what: Callable[[], MadeOf], make: Callab
         return make()
     began = time.perf_counter()
     made_of, why = keyed(what)
-    found = shelf.find(made_of and made_of.key)
+    found = shelf.find(made_of.key if made_of else None)
     if found and not check:
         found[1].seconds["program"] = time.perf_counter() - began
         return found
@@ -111,7 +110,7 @@ def keyed(what: Callable[[], MadeOf]) -> tuple[MadeOf | None, str]:
         return None, str(error)
 
 
-def keep(shelf: Shelf, made_of: MadeOf, programs: Mapping[str, Captured], report: Reporter) -> str:
+def keep(shelf: Shelf, made_of: MadeOf, programs: dict[str, Captured], report: Reporter) -> str:
     """Put programs on the shelf; why not, if they cannot be."""
     spaces = {op.namespace for op in operators_in(captured.program for captured in programs.values())}
     if strange := sorted(space for space in spaces - OF_TORCH if not made_of.sources.defines(space)):
@@ -128,5 +127,5 @@ def check_same(key: str, stored: Mapping[str, Captured], fresh: Mapping[str, Cap
     for name, (program, _) in fresh.items():
         texts = [print_program(each) for each in (program, stored[name].program)]
         if texts[0] != texts[1]:
-            shown = difference(*texts, "made now", "stored")
+            shown = difference(texts[0], texts[1], "made now", "stored")
             raise RuntimeError(f"{name}: the program stored as {key} is not what is made now\n{shown}")

@@ -25,7 +25,7 @@ OURS = ("passes", "compiler_trainer")
 HOME = Path(__file__).parents[2]  # of our packages
 INSTALLED = tuple(os.path.realpath(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
 STANDARD = os.path.realpath(sysconfig.get_path("stdlib"))
-VARIABLES = re.compile(r"(TORCH|PYTORCH|TRITON|ATEN|CUDA|CUBLAS|NVIDIA|HF|TRANSFORMERS)(_|INDUCTOR|DYNAMO)")  # of libraries
+VARIABLES = re.compile(r"(TORCH|PYTORCH|TRITON|ATEN|CUDA|CUBLAS|NVIDIA|HF|TRANSFORMERS)(_|INDUCTOR|DYNAMO)")
 NO_MATTER = frozenset({"TORCHINDUCTOR_CACHE_DIR", "CUDA_VISIBLE_DEVICES"})
 NAMED = re.compile(r"""(?:environ(?:\.\w+)?|getenv)\s*[\[(]\s*["'](\w+)["']""")
 UNKNOWN = re.compile(
@@ -67,7 +67,7 @@ class Sources:
     def add_file(self, name: str, path: str) -> None:
         """A file by a name; raises Unkeyed."""
         path = os.path.realpath(path)
-        if path in self.read_files or path.startswith(STANDARD + os.sep) and not is_installed(path) or is_ours(path) or is_torch(path):
+        if path in self.read_files or is_known(path):
             return
         self.read_files.add(path)
         try:
@@ -88,7 +88,8 @@ class Sources:
             return
         if found := UNKNOWN.search(text):
             line = text[: found.start()].count("\n") + 1 + found[0].startswith("\n")
-            raise Unkeyed(f"{Path(path).name}:{line} has {found[0].strip()!r}, which may read what its text does not tell")
+            where = f"{Path(path).name}:{line} has {found[0].strip()!r}"
+            raise Unkeyed(f"{where}, which may read what its text does not tell")
         self.texts.append(text)
         for module in imports_of(text, name, path):
             self.add_module(module)
@@ -116,7 +117,7 @@ def parents(name: str) -> Iterator[str]:
 
 
 def file_of(name: str) -> str | None:
-    """The file of a module, imported or not; an empty folder's is the folder itself, None if there is no such module."""
+    """The file of a module, imported or not; None if there is no such module."""
     module = sys.modules.get(name)
     path = getattr(module, "__file__", None)
     if path is None and name != "__main__":
@@ -130,6 +131,11 @@ def file_of(name: str) -> str | None:
     if path is None and module is not None:
         raise Unkeyed(f"{name} has no file")
     return path and os.path.realpath(path)
+
+
+def is_known(path: str) -> bool:
+    """Whether a file is of what is known as a whole: Python's own library, PyTorch, and this package."""
+    return path.startswith(STANDARD + os.sep) and not is_installed(path) or is_ours(path) or is_torch(path)
 
 
 def is_installed(path: str) -> bool:

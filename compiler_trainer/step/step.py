@@ -14,6 +14,7 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.step.dealing import Dealt, balance
 from compiler_trainer.step.runtime import Runtime
 from passes.program import ir
+from passes.program.bodies import flatten
 from passes.program.mesh import Mesh
 from passes.program.spec import Spec, shard, unshard
 
@@ -30,10 +31,15 @@ class State:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A program, one flat graph, with what runs it, made when it is first asked for."""
+    """A finished program with what runs it, made when it is first asked for."""
 
-    program: ir.Program
+    finished: ir.Program
     lower: Callable[[], Any]
+
+    @cached_property
+    def program(self) -> ir.Program:
+        """The program as one flat graph."""
+        return flatten(self.finished)
 
     @cached_property
     def executable(self) -> Any:
@@ -63,9 +69,9 @@ class Step:
         self.device, self.report = device, report
         self.dealt: list[Dealt] = []  # the microbatches of the last step
         compiled = (*train.values(), *([evaluation] if evaluation else []))
-        named = dict.fromkeys(o.name for each in compiled for o in each.program.outputs if o.kind == "metric")
+        named = dict.fromkeys(o.name for each in compiled for o in each.finished.outputs if o.kind == "metric")
         self.metrics = tuple(name for name in named if name != "grad_norm")  # what a loss returns beside the loss
-        given = (i for each in compiled for i in each.program.inputs)
+        given = (i for each in compiled for i in each.finished.inputs)
         self.constants = {i.name: i.value.to(device) for i in given if i.value is not None}
         self.places = {
             rank: {axis: torch.tensor(at, device=device) for axis, at in mesh.coordinates(rank).items()}
@@ -91,7 +97,7 @@ class Step:
             for i, part in enumerate(parts)
         ]
         norm = self.run(self.train["apply"], {}, self.scalars(rate, count))["grad_norm"]
-        return {**together(accumulate.program, outs), "grad_norm": float(norm)}
+        return {**together(accumulate.finished, outs), "grad_norm": float(norm)}
 
     @property
     def evaluation(self) -> Compiled:
@@ -111,8 +117,8 @@ class Step:
     def counts(self, compiled: Compiled, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """What a program is fed of all microbatches together: how many labels they have."""
         for part in parts:
-            check_batch(part, compiled.program)
-        return {i.name: i.count.of(parts, self.device) for i in compiled.program.inputs if i.count is not None}
+            check_batch(part, compiled.finished)
+        return {i.name: i.count.of(parts, self.device) for i in compiled.finished.inputs if i.count is not None}
 
     def evaluate(self, batch: Mapping[str, Tensor]) -> float:
         """The mean loss of a global batch, nothing changed."""
@@ -122,7 +128,7 @@ class Step:
         """The mean loss of a global batch and its metrics, nothing changed."""
         parts = self.split(batch)
         scalars = self.scalars(0.0, 0) | self.counts(self.evaluation, parts)
-        return together(self.evaluation.program, [self.run(self.evaluation, part, scalars) for part in parts])
+        return together(self.evaluation.finished, [self.run(self.evaluation, part, scalars) for part in parts])
 
     def split(self, batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         """The microbatches of a global batch: consecutive rows."""
@@ -131,14 +137,14 @@ class Step:
 
     def run(self, compiled: Compiled, batch: Mapping[str, Tensor], scalars: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Run one program for the ranks here; its outputs by name, as the first of them has them."""
-        check_batch(batch, compiled.program)
-        given, dealt = compiled.program.inputs, Dealt(compiled.program, batch)
+        check_batch(batch, compiled.finished)
+        given, dealt = compiled.finished.inputs, Dealt(compiled.finished, batch)
         if compiled is not self._evaluation and batch:
             self.dealt.append(dealt)
         inputs = {rank: [self.value(i, rank, dealt, scalars) for i in given] for rank in self.ranks}
         results = self.runtime.run(compiled.executable, inputs)
         first = results[self.ranks[0]]
-        return {o.name: value for o, value in zip(compiled.program.outputs, first, strict=True) if o.kind != "buffer"}
+        return {o.name: value for o, value in zip(compiled.finished.outputs, first, strict=True) if o.kind != "buffer"}
 
     def value(self, given: ir.Input, rank: int, dealt: Dealt, scalars: Mapping[str, Tensor]) -> Tensor:
         """What one input of a program is on one rank."""

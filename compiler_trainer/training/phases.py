@@ -29,6 +29,10 @@ class Phases:
         rest = max(0.0, self.end("weights") - kernels - programs)
         self.seconds |= {"program": programs, "kernels": kernels, "weights": rest}
 
+    def rounded(self) -> dict[str, float]:
+        """Seconds by phase, for a report."""
+        return {name: round(s, 4) for name, s in self.seconds.items()}
+
     def __str__(self) -> str:
         """`6.1 s: import 2.9, program 0.4, kernels 0.8`, what took no time left out."""
         shown = (f"{name} {s:.1f}" for name, s in self.seconds.items() if s >= 0.05)

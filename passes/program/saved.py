@@ -115,7 +115,9 @@ class Writer:
     def input(self, given: ir.Input) -> dict[str, Any]:
         """An input, with its value if it is a constant."""
         count = given.count and [self.program(given.count.program), given.count.microbatches]
-        value = None if given.value is None else [self.value(given.value), bytes_of(given.value)]
+        value = None
+        if given.value is not None:
+            value = [self.value(given.value), base64.b64encode(bytes_of(given.value)).decode()]
         head = {"name": given.name, "kind": given.kind, "spec": self.spec(given.spec)}
         return head | {"value": value, "roles": sorted(given.roles), "runs": given.runs, "count": count}
 
@@ -203,10 +205,9 @@ def layout_of(value: Tensor) -> list[Any]:
     return [list(value.shape), list(value.stride()), value.storage_offset(), *where, storage]
 
 
-def bytes_of(value: Tensor) -> str:
+def bytes_of(value: Tensor) -> bytes:
     """The entries of a real tensor, in order."""
-    flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return base64.b64encode(memoryview(flat.numpy())).decode()
+    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 # ---- reading ----------------------------------------------------------------------------------------
