@@ -52,6 +52,7 @@ from passes.program.torch_private import (
     load_compiled,
     save_compiled,
     step_by_step,
+    without_lowering,
 )
 
 
@@ -127,7 +128,7 @@ def made(bodies: Sequence[Body], ctx: ir.Context, ready: Ready, tell: Tell) -> d
             begin()[1].result()
     for body, compiled in found.items():
         if is_code_alone(compiled):
-            ready.keep(body, compiled.source_code, libraries.place_of)
+            ready.keep(body, without_lowering(compiled.source_code), libraries.place_of)
     return {body: kernels_of(compiled) for body, compiled in found.items()}
 
 

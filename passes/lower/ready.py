@@ -69,7 +69,7 @@ class Ready:
         return getattr(getattr(self.libraries[path], name), name)
 
     def keep(self, body: Body, source: str, place: Callable[[Kernel], tuple[str, str] | None]) -> None:
-        """Store the code of a body, if it needs no compiler; `place` gives the library of a kernel and its name there."""
+        """Store the code of a body, if it needs no compiler; `place` gives the library and the name of a kernel."""
         found = without_compiler(source)
         if found is None:
             return
