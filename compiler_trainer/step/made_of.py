@@ -33,7 +33,6 @@ NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, range)
 SEQUENCES = (list, tuple, torch.Size)
 MAPPINGS = (dict, OrderedDict, defaultdict, types.MappingProxyType)
 TENSORS = (Tensor, nn.Parameter, nn.Buffer)
-HEAP_TYPE = 1 << 9  # a class that was made by Python code
 LARGEST_GLOBAL = 1000  # entries
 
 
@@ -139,8 +138,7 @@ class Text:
     def of_object(self, value: Any) -> str:
         """An object by its class and its attributes; raises Unkeyed for one that holds more than these."""
         kind = self.of_class(type(value))
-        known = (object, *MAPPINGS, *SEQUENCES)
-        if not all(base in known or base.__flags__ & HEAP_TYPE for base in type(value).__mro__):
+        if not isinstance(value, dict | list | tuple) and not is_told_by_attributes(value):
             raise Unkeyed(f"an object of {kind}")
         slots = [name for base in type(value).__mro__ for name in slots_of(base) if hasattr(value, name)]
         parts = {name: getattr(value, name) for name in slots} | getattr(value, "__dict__", {})
@@ -172,6 +170,18 @@ def is_operator(function: Any) -> bool:
     if not isinstance(function, types.BuiltinFunctionType):
         return False
     return function.__self__ is None or isinstance(function.__self__, types.ModuleType | type)
+
+
+def is_told_by_attributes(value: Any) -> bool:
+    """Whether an object is no more than its attributes: those of classes in C may hold more, which copies would lose."""
+    kind = type(value)
+    if kind.__reduce__ is not object.__reduce__ or kind.__reduce_ex__ is not object.__reduce_ex__:
+        return False
+    try:
+        value.__reduce_ex__(2)
+    except TypeError:
+        return False
+    return True
 
 
 def slots_of(kind: type) -> tuple[str, ...]:
