@@ -173,7 +173,7 @@ def is_operator(function: Any) -> bool:
 
 
 def is_told_by_attributes(value: Any) -> bool:
-    """Whether an object is no more than its attributes: those of classes in C may hold more, which copies would lose."""
+    """Whether an object is no more than its attributes: one of a class in C may be."""
     kind = type(value)
     if kind.__reduce__ is not object.__reduce__ or kind.__reduce_ex__ is not object.__reduce_ex__:
         return False

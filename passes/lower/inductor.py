@@ -104,7 +104,7 @@ def built(
     """
     ready = Ready(kept(), our_sources())
     found = {body: run for body in bodies if (run := ready.load(body)) is not None}
-    counts["loaded"] += len(found)
+    counts.update("loaded" for _ in found)
     found |= made([body for body in bodies[workers.number :: workers.count] if body not in found], ctx, ready, tell)
     if workers.count > 1:
         tell("bodies of other ranks")
