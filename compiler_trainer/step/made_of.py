@@ -36,6 +36,9 @@ TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 LARGEST_GLOBAL = 1000  # entries
 
 
+OF_PROCESS = "_original_object_hash"  # of transformers' GenerationConfig: hashes of texts differ by process
+
+
 @dataclass
 class Text:
     """What was written down so far, and the code that it came from."""
@@ -117,7 +120,8 @@ class Text:
         if top(kind.__module__) in ("torch", *sys.stdlib_module_names) and kind.__module__ != "__main__":
             return ""
         self.sources.add_module(kind.__module__)
-        return "".join(f"\n  {name} = {self.of_member(kind, each)}" for name, each in sorted(vars(kind).items()))
+        members = ((name, each) for name, each in sorted(vars(kind).items()) if callable(each) or not is_pythons(name))
+        return "".join(f"\n  {name} = {self.of_member(kind, each)}" for name, each in members)
 
     def of_member(self, kind: type, value: Any) -> str:
         """A function of a class by its code, a plain value in full, and what else there is by its type."""
@@ -142,6 +146,7 @@ class Text:
             raise Unkeyed(f"an object of {kind}")
         slots = [name for base in type(value).__mro__ for name in slots_of(base) if hasattr(value, name)]
         parts = {name: getattr(value, name) for name in slots} | getattr(value, "__dict__", {})
+        parts = {name: part for name, part in parts.items() if name != OF_PROCESS}
         content: Any = list(value.items()) if isinstance(value, dict) else None
         content = list(value) if isinstance(value, list | tuple) else content
         return f"{kind}({self.of(parts)}, {self.of(content)})"
@@ -163,6 +168,11 @@ def is_plain(value: Any) -> bool:
     if type(value) is dict:
         return len(value) < LARGEST_GLOBAL and all(map(is_plain, (*value, *value.values())))
     return type(value) in PLAIN
+
+
+def is_pythons(name: str) -> bool:
+    """Whether a name is one of Python's own, as `__slotnames__`, which comes when an object is first pickled."""
+    return name.startswith("__") and name.endswith("__")
 
 
 def is_operator(function: Any) -> bool:
