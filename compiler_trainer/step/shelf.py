@@ -12,6 +12,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 
 from compiler_trainer.step.agree import difference
@@ -27,7 +28,7 @@ from passes.program.sweep import LASTING
 from passes.program.torch_private import compiler_folder
 
 GRAPHS = ".graphs"  # the entry with the dumps of a job's programs
-OF_TORCH = LASTING | {"ao", "prim", "quantized", "inductor", "higher_order", "rngprims"}
+OF_TORCH = LASTING - {"ct"} | {"ao", "prim", "quantized", "inductor", "higher_order", "rngprims"}
 Made = tuple[dict[str, Captured], Reporter]
 
 
@@ -60,7 +61,8 @@ class Shelf:
         report.key = key
         if not is_first_of_machine():
             return
-        kept = {"key": key, "programs": text, "passes": report.passes, "notes": report.notes}
+        spaces = sorted({op.namespace for op in operators_in(each.program for each in programs.values())})
+        kept = {"key": key, "spaces": spaces, "programs": text, "passes": report.passes, "notes": report.notes}
         if self.graphs and self.graphs.is_dir():
             dumps = {path.name: path.read_text() for path in sorted(self.graphs.iterdir())}
             self.store.put(key + GRAPHS, zlib.compress(json.dumps(dumps).encode()))
@@ -70,6 +72,8 @@ class Shelf:
 def unpacked(packed: bytes) -> Made | None:
     """The programs of an entry, None, and a word of it, where they cannot be read in this process."""
     kept = json.loads(zlib.decompress(packed))
+    if not OF_TORCH.issuperset(kept["spaces"]):
+        import_module("compiler_trainer.pipeline")  # whose files hold our operators and their kernels
     try:
         programs = read(kept["programs"])
     except Unreadable as error:
@@ -113,7 +117,7 @@ def keyed(what: Callable[[], MadeOf]) -> tuple[MadeOf | None, str]:
 def keep(shelf: Shelf, made_of: MadeOf, programs: dict[str, Captured], report: Reporter) -> str:
     """Put programs on the shelf; why not, if they cannot be."""
     spaces = {op.namespace for op in operators_in(captured.program for captured in programs.values())}
-    if strange := sorted(space for space in spaces - OF_TORCH if not made_of.sources.defines(space)):
+    if strange := sorted(space for space in spaces - OF_TORCH - {"ct"} if not made_of.sources.defines(space)):
         return f"operators of {', '.join(strange)} are not defined in the files of the model"
     try:
         shelf.put(made_of.key, (programs, report))
