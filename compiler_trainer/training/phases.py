@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from compiler_trainer import BEGAN
 
@@ -29,9 +31,10 @@ class Phases:
         rest = max(0.0, self.end("weights") - kernels - programs)
         self.seconds |= {"program": programs, "kernels": kernels, "weights": rest}
 
-    def rounded(self) -> dict[str, float]:
-        """Seconds by phase, for a report."""
-        return {name: round(s, 4) for name, s in self.seconds.items()}
+    def report(self) -> dict[str, Any]:
+        """Seconds by phase, and those of all cores, compilers' too."""
+        rounded = {name: round(s, 4) for name, s in self.seconds.items()}
+        return {"start": rounded, "start_cpu_s": round(sum(os.times()[:4]), 2)}
 
     def __str__(self) -> str:
         """`6.1 s: import 2.9, program 0.4, kernels 0.8`, what took no time left out."""

@@ -124,7 +124,7 @@ def prepare_step(
         phases.end_compiling(step.report["seconds"])
         start = restore(cfg, trained, step, datasets, start)
     phases.end("checkpoint")
-    report = {"machine": machine(), "data": datasets.report(), "start": phases.rounded(), **step.report}
+    report = {"machine": machine(), "data": datasets.report(), **phases.report(), **step.report}
     owners.restore = partial(folder.create, cfg, report)
     owners.restore()
     for path in start.damaged:
