@@ -20,8 +20,9 @@ FLOORS = {
     "passes": (
         ("program",),
         ("rules",),
+        ("context",),
         ("precision", "cost"),
-        ("communication", "memory", "context"),
+        ("communication", "memory"),
         ("sharding",),
         ("update", "autograd", "lower"),
         ("check",),

@@ -87,7 +87,7 @@ def support() -> str:
     """The table of what is supported, and the line of what is not."""
     rows = [f"| {title} | {', '.join(feature.name for feature in found)} |" for title, found in FEATURES.items()]
     missing = "; ".join(feature.name for feature in MISSING)
-    return "\n".join(["| | |", "|---|---|", *rows, f"| **not supported** | {missing} |"])
+    return "\n".join(["| area | features |", "|---|---|", *rows, f"| **not supported** | {missing} |"])
 
 
 def options() -> str:

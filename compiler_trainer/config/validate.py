@@ -127,7 +127,7 @@ CHECKS: Checks = (
     (
         "data.files",
         lambda c: all(bool(s.files) == (s.name == "text") for s in (c.data, *c.data.sources)),
-        "goes with data=text, which needs at least one; see what data.name, data.files and data.sources are",
+        "{c.data.files} with data={c.data.name}; files go with data=text, which needs some; so do those of a source",
     ),
     (
         "data.path",

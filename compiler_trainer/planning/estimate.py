@@ -139,6 +139,7 @@ def kept(rank: Rank, candidate: Candidate, policy: str) -> float:
     gathered = 2 * rank.tokens * sizes.dim * used if tp > 1 and not candidate.collectives else 0.0
     if candidate.method == "all_gather" and rank.axes.cp > 1:
         gathered += rank.tokens * rank.axes.cp * heads.keys / tp * 2 * heads.key_dim * used
+    gathered += rank.expert_rows
     exchanged = attended if rank.axes.cp > 1 and candidate.method in EXCHANGES else 0.0
     if policy == "selective":
         return made + attended + exchanged + gathered

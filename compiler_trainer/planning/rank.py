@@ -236,6 +236,13 @@ class Rank:
         return {"parameters": self.master * self.local, "optimizer": moments * self.local}
 
     @cached_property
+    def expert_rows(self) -> float:
+        """Rows of a layer that arrive from other ranks in buffers of `bounded` shares."""
+        moe, others = self.cfg.passes.moe, 1 - 1 / self.axes.ep
+        shares = moe.capacity_factor if moe.dispatch == "bounded" else 0.0
+        return shares * others * self.tokens * self.sizes.routed * self.sizes.dim * self.used
+
+    @cached_property
     def logits(self) -> float:
         """Logits and what is made of them, in chunks where they are large."""
         weight = self.sizes.head / self.axes.tp * (4 + self.used) if self.chunk[1] > 1 else 0.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -12,8 +11,9 @@ from torch import Tensor
 from passes.context.balance import deal, hops_of, pairs_by_rank, ranks_that_meet, work_of_blocks
 from passes.context.lay_out import bounds_in
 from passes.program import ir
-from passes.program.mesh import BLOCKS, Mesh
+from passes.program.mesh import BLOCKS
 from passes.program.mesh import SEQUENCE_AXIS as AXIS
+from passes.program.order import ZIGZAG, Order
 from passes.sharding.place import place_batch
 
 
@@ -22,7 +22,7 @@ class Dealt:
 
     def __init__(self, program: ir.Program, batch: Mapping[str, Tensor]):
         self.program, self.batch = program, batch
-        self.meshes: dict[tuple[int, ...], Mesh] = {}  # by the rows that they are for
+        self.orders: dict[tuple[int, ...], Order] = {}  # by the rows that they are for
 
     @cached_property
     def bounds(self) -> list[tuple[Tensor, Tensor]]:
@@ -39,16 +39,15 @@ class Dealt:
         runs = place_batch((count, 2), mesh).dims[0][0].runs(mesh, mesh.coordinates(rank))
         return tuple(row for start, _, n in runs for row in range(start, start + n))
 
-    def mesh(self, rank: int) -> Mesh:
-        """The program's mesh with the table that a rank shares with those along `cp`."""
-        mesh = self.program.mesh
-        if not mesh.table or not self.bounds:
-            return mesh
+    def order(self, rank: int) -> Order:
+        """The order of the sequence, with the table that a rank shares with those along `cp`."""
+        order, ranks = self.program.order, self.program.mesh[AXIS]
+        if not order.table or not self.bounds:
+            return order
         rows = self.rows(rank)
-        if rows not in self.meshes:
-            work = work_of_blocks(self.seen_in(rows), mesh[AXIS] * mesh.chunks(AXIS))
-            self.meshes[rows] = replace(mesh, table=deal(work, mesh[AXIS]))
-        return self.meshes[rows]
+        if rows not in self.orders:
+            self.orders[rows] = Order(table=deal(work_of_blocks(self.seen_in(rows), ranks * order.chunks), ranks))
+        return self.orders[rows]
 
     def seen_in(self, rows: tuple[int, ...]) -> list[Tensor]:
         """Keys that each query of some rows sees."""
@@ -56,17 +55,18 @@ class Dealt:
 
     def value(self, given: ir.Input, rank: int, device: torch.device) -> Tensor:
         """Its table of blocks, on the device, or how far keys travel (`hops_of`), i64[rows, P], on the host."""
-        mesh = self.mesh(rank)
+        order = self.order(rank)
         if given.name == BLOCKS:
-            return torch.tensor(mesh.table, device=device)
-        rows = list(self.rows(rank))
-        return torch.cat([hops_of(ranks_that_meet(first[rows], last[rows], mesh)) for first, last in self.bounds])
+            return torch.tensor(order.table, device=device)
+        mesh, rows = self.program.mesh, list(self.rows(rank))
+        meet = (ranks_that_meet(first[rows], last[rows], mesh, order) for first, last in self.bounds)
+        return torch.cat([*map(hops_of, meet)])
 
     def work(self, rank: int) -> tuple[Tensor, ...]:
         """Pairs that each rank along `cp` computes with this one, as they lie, and head and tail: i64[P], i64[P]."""
-        seen, mesh = self.seen_in(self.rows(rank)), self.mesh(rank)
-        meshes = mesh, replace(mesh, table=(), folded=frozenset({AXIS}))
-        return tuple(torch.stack([pairs_by_rank(x, each) for x in seen]).sum(0) for each in meshes)
+        seen, mesh = self.seen_in(self.rows(rank)), self.program.mesh
+        orders = self.order(rank), ZIGZAG
+        return tuple(torch.stack([pairs_by_rank(x, mesh, order) for x in seen]).sum(0) for order in orders)
 
 
 def balance(parts: Sequence[Dealt], rank: int) -> dict[str, float]:

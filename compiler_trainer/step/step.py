@@ -149,8 +149,8 @@ class Step:
     def value(self, given: ir.Input, rank: int, dealt: Dealt, scalars: Mapping[str, Tensor]) -> Tensor:
         """What one input of a program is on one rank."""
         if given.kind == "batch":
-            whole, mesh = dealt.batch[given.name].to(self.device), dealt.mesh(rank)
-            return shard(whole, given.spec, mesh, mesh.coordinates(rank))
+            whole, spec = dealt.batch[given.name].to(self.device), given.spec.ordered(dealt.order(rank))
+            return shard(whole, spec, self.mesh, self.mesh.coordinates(rank))
         if given.kind == "layout":
             return dealt.value(given, rank, self.device)
         if given.kind == "coordinate":

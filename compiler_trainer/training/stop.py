@@ -93,11 +93,12 @@ def end_at_once(number: int) -> NoReturn:
 
 
 def end_early(cfg: Config, stop: Stop, number: int) -> NoReturn:
-    """Say on rank 0 why a run ended after a step, and how it goes on; exits with 3."""
+    """Say on rank 0 why a run ended after a step, and how it goes on; exits with 3, or 0 under `--max-restarts`."""
     saved = f"go on with: {how_to_go_on(cfg.run.dir)}" if cfg.checkpoint.saves else "nothing was saved"
     announce(f"stopped after step {number} of {cfg.train.steps}, for {stop}; {saved}")
     stop_ranks()
-    raise SystemExit(EXIT_CODE)
+    restarted = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0  # torchrun would start the ranks again
+    raise SystemExit(0 if restarted else EXIT_CODE)
 
 
 def how_to_go_on(run: str) -> str:

@@ -175,7 +175,7 @@ def place_inputs(program: ir.Program, inputs: Mapping[str, Tensor]) -> list[list
     ]
     return [
         [
-            places(program.mesh, rank, i) if v is None else _part(v, i.spec, program.mesh, place)
+            places(program.mesh, rank, i, program.order) if v is None else _part(v, i.spec, program.mesh, place)
             for i, v in zip(program.inputs, whole, strict=True)
         ]
         for rank, place in enumerate(program.mesh)

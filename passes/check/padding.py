@@ -76,7 +76,8 @@ def check_operator(node: fx.Node, op: fx.Node, index: int, mesh: Mesh) -> Iterat
     axes = axes_of(atoms, mesh)
     if isinstance(axes, str):
         return  # `placements` says so
-    padded = {name for name, size in atoms.sizes.items() if Factor(size, axes.get(name, ())).padded(mesh)}
+    factors = {name: Factor(size, axes.get(name, ()), order=atoms.order) for name, size in atoms.sizes.items()}
+    padded = {name for name, factor in factors.items() if factor.padded(mesh)}
     for i, (operand, spec) in enumerate(zip(operands, held)):
         needed = wanted(i, rule, atoms, padded, spec, mesh)
         if needed is not None and spec.fill != needed and not sets(operand, needed):

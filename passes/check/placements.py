@@ -259,7 +259,8 @@ def placed(
 ) -> Spec:
     """The placement with the atoms' axes, and on the other axes of a kind each."""
     shape = tuple(
-        merge_dim((Factor(atoms.sizes[n], axes.get(n, ())) for n in names), mesh) or (Factor(1),) for names in dims
+        merge_dim((Factor(atoms.sizes[n], axes.get(n, ()), order=atoms.order) for n in names), mesh) or (Factor(1),)
+        for names in dims
     )
     partial = tuple((axis, kind) for axis, kind in kinds.items() if kind in ("sum", "max"))
     return Spec(shape, partial, tuple(axis for axis, kind in kinds.items() if kind == "varying"))

@@ -12,6 +12,7 @@ from passes.cost.accounting import axis_of
 from passes.program import ir
 from passes.program.bodies import flatten
 from passes.program.mesh import BLOCKS, Mesh
+from passes.program.order import PLAIN, Order
 from passes.program.shift import arrive, hops_at, shift, shift_by
 from passes.program.sweep import laid_out
 from passes.program.torch_private import c10d
@@ -133,8 +134,8 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return last
 
 
-def places(mesh: Mesh, rank: int, given: ir.Input) -> Tensor:
-    """A rank's coordinate on an axis, 0-d int64, the table of its mesh, or hops that leave nothing out."""
+def places(mesh: Mesh, rank: int, given: ir.Input, order: Order = PLAIN) -> Tensor:
+    """A rank's coordinate on an axis, 0-d int64, the table of an order, or hops that leave nothing out."""
     if given.kind == "coordinate":
         return torch.tensor(mesh.coordinates(rank)[given.name])
-    return torch.tensor(mesh.table) if given.name == BLOCKS else torch.ones(given.spec.shape, dtype=torch.int64)
+    return torch.tensor(order.table) if given.name == BLOCKS else torch.ones(given.spec.shape, dtype=torch.int64)

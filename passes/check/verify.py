@@ -21,6 +21,8 @@ from passes.check.padding import check_padding
 from passes.check.placements import TRANSITIONS, check_placements
 from passes.cost.accounting import GRADIENTS, axis_of, bind, communicator_of
 from passes.program import boundary, ir
+from passes.program.mesh import SEQUENCE_AXIS, Mesh
+from passes.program.order import Order
 from passes.program.printer import format_node, format_value
 from passes.program.spec import Spec, validate
 from passes.program.stages import Stage
@@ -210,8 +212,9 @@ def check_results_kept(before: ir.Program, program: ir.Program) -> Iterator[Find
 
 def check_specs(program: ir.Program) -> Iterator[Finding]:
     """Placements use axes of the mesh once each, agree with the ends' and with the local shapes."""
+    order = program.order
     for node, end in _ends(program):
-        if message := _illegal(end.spec, program):
+        if message := _illegal(end.spec, program.mesh, order):
             yield node, f"{end.kind} {end.name!r}: {message}"
         if program.stage >= Stage.LOCAL and ir.spec(node) not in (None, end.spec):
             yield node, f"is placed {ir.spec(node)}, {end.kind} {end.name!r} is placed {end.spec}"
@@ -219,7 +222,7 @@ def check_specs(program: ir.Program) -> Iterator[Finding]:
         spec = ir.spec(node)
         if spec is None or not ir.is_tensor(node):
             continue
-        if message := _illegal(spec, program):
+        if message := _illegal(spec, program.mesh, order):
             yield node, message
         elif tuple(ir.example(node).shape) != spec.local_shape(program.mesh):
             yield (
@@ -231,12 +234,13 @@ def check_specs(program: ir.Program) -> Iterator[Finding]:
             )
 
 
-def _illegal(spec: Spec, program: ir.Program) -> str:
+def _illegal(spec: Spec, mesh: Mesh, order: Order) -> str:
     try:
-        validate(spec, program.mesh)
+        validate(spec, mesh)
     except ValueError as error:
         return str(error)
-    return ""
+    others = {f.order for dim in spec.dims for f in dim if SEQUENCE_AXIS in f.axes} - {order}
+    return f"spec {spec} is in another order over {SEQUENCE_AXIS} than the batch" if others else ""
 
 
 def check_collectives(program: ir.Program) -> Iterator[Finding]:

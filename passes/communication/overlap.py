@@ -47,10 +47,10 @@ from passes.communication.borders import (
 )
 from passes.communication.schedule import writes_input
 from passes.cost.accounting import communicator_of, kind_of, sent_bytes, started
-from passes.cost.cluster import FLOPS_PER_BYTE
 from passes.cost.fusion import WAITS
 from passes.program import ir
 from passes.program.bodies import base_of
+from passes.program.machine import FLOPS_PER_BYTE
 from passes.program.regions import regions, weight_nodes
 from passes.program.rewrite import move_after, move_before
 from passes.program.stages import Stage

@@ -15,33 +15,33 @@ from torch import Tensor
 
 from passes.program.mesh import SEQUENCE_AXIS as AXIS
 from passes.program.mesh import Mesh
+from passes.program.order import Order, Table
 from passes.program.shift import divisors
-from passes.program.spec import Factor, pieces
+from passes.program.spec import Factor
 
-Table = tuple[tuple[int, ...], ...]
 EVEN = 1.02  # the most that a rank does over the mean, from which on blocks stay where they are
 
 
-def pairs_by_rank(seen: Tensor, mesh: Mesh) -> Tensor:
+def pairs_by_rank(seen: Tensor, mesh: Mesh, order: Order) -> Tensor:
     """Keys seen by all queries of each rank of `cp`, i64[P]."""
-    factor, before = Factor(seen.shape[-1], (AXIS,)), F.pad(seen.sum(0).cumsum(0), [1, 0])
+    factor, before = Factor(seen.shape[-1], (AXIS,), order=order), F.pad(seen.sum(0).cumsum(0), [1, 0])
     runs = (factor.runs(mesh, {AXIS: rank}) for rank in range(mesh[AXIS]))
     return torch.tensor([sum(int(before[start + n] - before[start]) for start, _, n in held) for held in runs])
 
 
-def imbalance(seen: Sequence[Tensor], mesh: Mesh) -> float:
+def imbalance(seen: Sequence[Tensor], mesh: Mesh, order: Order) -> float:
     """The most that a rank of `cp` has to do over the mean: 1 if all do the same."""
-    work = torch.stack([pairs_by_rank(each, mesh) for each in seen]).sum(0).double()
+    work = torch.stack([pairs_by_rank(each, mesh, order) for each in seen]).sum(0).double()
     return float(work.max() / work.mean())
 
 
-def ranks_that_meet(first: Tensor, last: Tensor, mesh: Mesh) -> Tensor:
+def ranks_that_meet(first: Tensor, last: Tensor, mesh: Mesh, order: Order) -> Tensor:
     """Which ranks' queries see any of which ranks' keys, bool[P, P], by bounds of all queries, i64[b, s]."""
     first, last = torch.broadcast_tensors(first.cpu(), last.cpu())
-    ranks, chunks = mesh[AXIS], pieces(AXIS, mesh)
+    ranks, chunks = mesh[AXIS], mesh[AXIS] * order.chunks
     size, owner = -(-first.shape[-1] // chunks), torch.zeros(chunks, dtype=torch.int64)
     for rank in range(ranks):
-        owner[list(mesh.held(AXIS, rank))] = rank
+        owner[list(order.held(rank, ranks))] = rank
     sees = last > first
     queries = owner[torch.arange(first.shape[-1]) // size].expand_as(first)[sees]
     edges = torch.zeros(ranks, chunks + 1, dtype=torch.int64)

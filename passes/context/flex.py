@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from passes.program.attend import attend, attend_backward, evaluate
+from passes.program.attend import evaluate
 from passes.program.torch_private import flex_attention, flex_attention_backward, gradients_inside, graph_of
 
 BLOCK, BLOCKS = 128, 1024  # positions of a block, doubled until a sequence has no more blocks than these
@@ -195,6 +195,3 @@ def backward(
     tensors = [filled(q, wide), filled(k, wide), filled(v, value), filled(out, value), lse, filled(gradient, value)]
     found = flex_attention_backward(tensors, change, gradient_of(change, read, q), mask, given[4], read, bounds)
     return tuple(new[..., : x.shape[-1]].contiguous() for new, x in zip(found, (q, k, v)))
-
-
-DECOMPOSITIONS = {attend: forward, attend_backward: backward}

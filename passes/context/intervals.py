@@ -19,18 +19,16 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, fx
 
-from passes.context import flex, visible  # noqa: F401, the kernels
+from passes.context import flex
 from passes.context.kernels import wide
 from passes.context.masks import RANK, Given, Interval, Reader, Row, Unknown
+from passes.context.sdpa import NAMES, SDPA, arguments
 from passes.context.written import SOFTMAX, Attention, Scores, single_heads, written_attention
 from passes.program import ir
 from passes.program.attend import interval_attention
 from passes.program.rewrite import before, laid_out_as
 from passes.program.stages import Stage
 
-aten = torch.ops.aten
-SDPA = aten.scaled_dot_product_attention.default
-NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 DEFAULTS = dict(zip(NAMES, (None, None, None, None, 0.0, False, None, False)))
 Masks = tuple[tuple[fx.Node, bool], ...]
 Bounds = tuple[fx.Node, fx.Node]
@@ -72,7 +70,7 @@ def attention_at(node: fx.Node, differentiable: frozenset[fx.Node]) -> Attention
         return written_attention(node, differentiable)
     if node.target is not SDPA:
         return None
-    given = DEFAULTS | dict(zip(NAMES, node.args)) | node.kwargs
+    given = DEFAULTS | arguments(node)
     q, k, v, mask = (given[name] for name in NAMES[:4])
     if mask is None:
         return None

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, fx
 
 from passes.context.balance import deal
+from passes.context.operators import OPERATORS
 from passes.program import ir
 from passes.program.alone import alone, cone_of
-from passes.program.attend import interval_attention
 from passes.program.mesh import SEQUENCE_AXIS as AXIS
+from passes.program.order import PLAIN, ZIGZAG, Order
 from passes.program.stages import Stage
 
-SDPA = torch.ops.aten.scaled_dot_product_attention.default
 Layout = Literal["auto", "head_tail", "blocks", "none"]
 
 
@@ -48,20 +48,19 @@ class LayOut(ir.Pass):
         each = 2 * -(-length // (2 * mesh[AXIS] * self.block))
         taken, why = choose(program, each) if self.layout == "auto" else (self.layout, "asked for")
         said = f"the sequence lies as {taken} over {AXIS}: {why}"
-        if taken == "head_tail":
-            mesh = replace(mesh, folded=frozenset({AXIS}))
+        order = ZIGZAG if taken == "head_tail" else PLAIN
         if taken == "blocks":
-            mesh = replace(mesh, table=deal(torch.ones(each * mesh[AXIS]), mesh[AXIS]))  # head and tail
+            order = Order(table=deal(torch.ones(each * mesh[AXIS]), mesh[AXIS]))  # head and tail
             said += f"; {each} blocks a rank, of {-(-length // (each * mesh[AXIS]))} tokens"
-        return replace(program, mesh=mesh), ir.Report({"blocks": each if taken == "blocks" else 0}, (said,))
+        inputs = tuple(replace(i, spec=i.spec.ordered(order)) if i.kind == "batch" else i for i in program.inputs)
+        return replace(program, inputs=inputs), ir.Report({"blocks": each if taken == "blocks" else 0}, (said,))
 
 
 def choose(program: ir.Program, each: int) -> tuple[Layout, str]:
     """What `auto` takes, where a rank would have so many blocks, and why."""
-    plain = [node for node in program.calls() if node.target is SDPA]
-    causal = any(len(n.args) > 5 and n.args[5] or n.kwargs.get("is_causal") for n in plain)
-    by_interval = any(node.target is interval_attention for node in program.calls())
-    if not causal and not by_interval:
+    calls = {node: OPERATORS[node.target] for node in program.calls() if node.target in OPERATORS}  # type: ignore[index]
+    plain = [node for node, record in calls.items() if record.bounds is None]
+    if len(plain) == len(calls) and not any(calls[node].causal(node) for node in plain):
         return "none", "all queries have as much to do"
     if program.bounds is None:
         return "head_tail", "what attention sees is the same in all batches"
@@ -82,8 +81,8 @@ def bounds_of(program: ir.Program) -> ir.Program | None:
     """What computes the bounds of all attention by interval from a batch, on the host; None if no batch decides."""
     given = dict(zip(program.placeholders(), program.inputs))
     ends = {node: i for node, i in given.items() if i.kind in ("batch", "constant")}
-    pairs = dict.fromkeys(node.args[3:5] for node in program.calls() if node.target is interval_attention)
-    bounds: list[fx.Node] = [bound for pair in pairs for bound in pair]  # type: ignore[misc]
+    pairs = dict.fromkeys(filter(None, map(bounds_at, program.calls())))
+    bounds = [bound for pair in pairs for bound in pair]
     read = set[fx.Node]().union(*(cone_of(node, ends.keys()) for node in bounds)) & given.keys()
     if not read <= ends.keys() or not any(given[node].kind == "batch" for node in read):
         return None
@@ -92,6 +91,12 @@ def bounds_of(program: ir.Program) -> ir.Program | None:
         if "device" in node.kwargs:
             node.update_kwarg("device", torch.device("cpu"))
     return found
+
+
+def bounds_at(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """First and last of the keys that queries of a call of attention by interval see; None of another node."""
+    record = OPERATORS.get(node.target)  # type: ignore[arg-type]
+    return record.bounds(node) if record is not None and record.bounds is not None else None
 
 
 def bounds_in(bounds: ir.Program, batch: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:

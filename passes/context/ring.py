@@ -1,8 +1,8 @@
 """Ring attention: queries stay, keys and values travel, results are merged by their log-sum-exp.
 
 Liu et al., arXiv 2310.01889; the backward takes the merged result and log-sum-exp, and gradients of keys and values
-travel home with them, in fp32. Under a causal mask the sequence is folded, rank r holding chunks (r, 2P-1-r) of 2P
-(Zhu's zig-zag). At step s > 0 rank r meets the chunks (k0, k1) of rank r-s: its tail q1 sees all of k0, and beyond that
+travel home with them, in fp32. Under a causal mask the sequence lies in a zigzag (Zhu), rank r holding chunks r and
+2P-1-r of 2P. At step s > 0 rank r meets the chunks (k0, k1) of rank r-s: its tail q1 sees all of k0, and beyond that
 either the head q0 sees k0 (they come from a lower rank) or q1 sees k1. So each step is two full blocks, which ones is
 chosen by the coordinate, and the program is the same on every rank. Keys that are padding lie behind every query.
 """
@@ -34,7 +34,7 @@ def halves(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Ring:
-    """Attention over `parts` ranks of an axis of a sequence of `size`; causal ones are folded.
+    """Attention over `parts` ranks of an axis of a sequence of `size`, which for causal ones lies in a zigzag.
 
     At step s a rank meets what stood s places before it; `steps` are those at which any rank sees anything, 0 first.
     With a `score`, "" for none, each query has an interval of keys and what that function takes (`attend.py`); where
@@ -46,7 +46,7 @@ class Ring:
     parts: int
     size: int
     causal: bool
-    folded: bool
+    zigzag: bool
     scale: float | None
     steps: tuple[int, ...]
     score: str | None = None
@@ -156,7 +156,7 @@ class Ring:
         mask = mask.reshape([1] * (4 - mask.dim()) + list(mask.shape))
         mask = mask.expand(*mask.shape[:2], rows, self.size)
         full, last = F.pad(mask, [0, padding], value=-math.inf), 3
-        by_rank = to_rank_order(full, last, self.parts) if self.folded else full
+        by_rank = to_rank_order(full, last, self.parts) if self.zigzag else full
         by_rank = by_rank.unflatten(last, (self.parts, -1))
 
         def at(step: int) -> Tensor:

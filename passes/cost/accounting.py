@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count
+from torch.utils.flop_counter import flop_registry
 
+from passes.context import operators
 from passes.program import ir, routed
-from passes.program.attend import attend, attend_backward
 from passes.program.mesh import Mesh
 from passes.program.regions import numbers_of
 from passes.program.rolls import Roll
@@ -268,14 +268,6 @@ def _product(a: tuple, b: tuple, *rest: Any, out_val: Any = None, **named: Any) 
     return 2 * math.prod(out_val) * a[-1]
 
 
-def _attention(q: tuple, k: tuple, v: tuple, *rest: Any, **named: Any) -> int:
-    return 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
-
-
-def _attention_backward(gradient: tuple, q: tuple, k: tuple, v: tuple, *rest: Any, **named: Any) -> int:
-    return sdpa_backward_flop_count(gradient, q, k, v)
-
-
 def _grouped_product(rows: tuple, weight: tuple, ends: tuple, among: float = 1.0, **named: Any) -> int:
     return int(2 * math.prod(rows) * weight[2] / among)
 
@@ -284,17 +276,12 @@ def _grouped_outer(rows: tuple, gradient: tuple, ends: tuple, groups: int, among
     return int(2 * math.prod(rows) * gradient[1] / among)
 
 
-# what PyTorch's own registry lacks, of the operators that a graph has before they are decomposed
+# what neither PyTorch's registry has nor a record of attention, of operators before they are decomposed
 FLOPS: dict[Any, Callable[..., int]] = {
     aten.linear: _product,
     aten.matmul: _product,
-    aten.scaled_dot_product_attention: _attention,
-    attend.overloadpacket: _attention,
-    attend_backward.overloadpacket: _attention_backward,
     routed.grouped_mm.overloadpacket: _grouped_product,
     routed.grouped_outer.overloadpacket: _grouped_outer,
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
 
 
@@ -314,7 +301,7 @@ def count_flops(node: fx.Node, swept: Sweep) -> int:
 @functools.cache
 def formula_of(op: OpOverload) -> Callable[..., int] | None:
     """The FLOPs of an operator as a function of its operands' and its result's shapes, or None if it has none."""
-    return FLOPS.get(op.overloadpacket) or flop_registry.get(op.overloadpacket)
+    return operators.formula_of(op) or FLOPS.get(op.overloadpacket) or flop_registry.get(op.overloadpacket)
 
 
 @functools.lru_cache(maxsize=1 << 12)  # layers alike have the same shapes

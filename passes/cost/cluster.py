@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from passes.cost.rates import Curve, Rates
 from passes.program.mesh import Mesh
 
-FLOPS_PER_BYTE = 2200  # computed while a byte is sent: an H100's 989 TFLOP/s in bf16 against NVLink's 450 GB/s each way
 TREE_SHARE = 0.92  # of a ring's bandwidth, in NCCL's model
 
 

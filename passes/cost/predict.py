@@ -16,13 +16,13 @@ from itertools import accumulate
 import torch
 from torch import fx
 
+from passes.context.operators import is_backward, kernel_of
 from passes.cost.accounting import SENT, axis_of, bind, count_flops, kind_of, lifetimes, payload_bytes
 from passes.cost.cluster import Cluster, Reach, between_nodes, collective_seconds, reach, within_nodes
 from passes.cost.fusion import Fused, Kernel, fuse
 from passes.cost.timeline import Cost, Timeline, play
 from passes.program import ir, routed
 from passes.program.sweep import Sweep, sweep, tensors
-from passes.rules import name_of
 
 GROUPED = (routed.grouped_mm, routed.grouped_outer)
 
@@ -109,15 +109,15 @@ class Costs:
         counted = count_flops(node, self.swept)
         if counted and node.target in GROUPED:
             return counted * min(self.cluster.expert_load, bind(node).get("among", 1.0))
-        return counted / 2 if counted and is_attention(node) and bind(node).get("is_causal") else counted
+        return counted / 2 if counted and kernel_of(node) and bind(node).get("is_causal") else counted
 
     def rate(self, node: fx.Node, flops: float) -> float:
         """FLOPs a second of a product or an attention."""
         rates = self.cluster.rates
-        if is_attention(node):
-            is_backward = "backward" in name_of(node)
-            keys = next(tensors(self.swept.values[node.args[2 if is_backward else 1]])).layout
-            return (rates.attention_backward if is_backward else rates.attention).at(keys.shape[-2])
+        if kernel_of(node):
+            behind = is_backward(node)
+            keys = next(tensors(self.swept.values[node.args[2 if behind else 1]])).layout
+            return (rates.attention_backward if behind else rates.attention).at(keys.shape[-2])
         if node.target in GROUPED:
             return rates.grouped.at(flops / groups(node, self.swept))
         first = next(tensors(self.swept.values[node.all_input_nodes[0]])).layout
@@ -143,12 +143,6 @@ class Costs:
                 found[str(axis), "intra"] += within_nodes(*transfer)  # type: ignore[assignment]
                 found[str(axis), "inter"] += between_nodes(*transfer)  # type: ignore[assignment]
         return dict(found)
-
-
-def is_attention(node: fx.Node) -> bool:
-    """Whether a node is an attention kernel."""
-    name = name_of(node)
-    return "attention" in name or name.startswith("attend")
 
 
 def groups(node: fx.Node, swept: Sweep) -> int:

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from passes.context.operators import kernel_of
 from passes.lower.calls import Executable
 from passes.program import ir
-from passes.program.attend import attend, attend_backward
 from passes.program.bodies import flatten
 from passes.program.shift import shift_by
 from passes.program.torch_private import OpOverload
@@ -28,7 +28,6 @@ aten = torch.ops.aten
 WARM_UP = 2  # runs before a program is recorded
 FED = ("batch", "layout", "scalar")  # inputs that are new at every run; others are where they were, changed in place
 MASKED = frozenset({aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._unsafe_index_put.default})
-BY_INTERVAL = frozenset({attend, attend_backward})
 ASSERTS = frozenset({aten._assert_async.default, aten._assert_async.msg, aten._assert_scalar.default})
 
 
@@ -45,8 +44,8 @@ def why_not(node: fx.Node, compiled: bool = True) -> str:
     """Why a CUDA graph cannot record a node, run as it is or compiled, empty if it can."""
     if node.op == "output":
         return ""
-    if node.target in BY_INTERVAL and not compiled:
-        return "reads its bounds on the host where it is not compiled; use lower.backend=inductor"
+    if (kernel := kernel_of(node)) and kernel.on_host and not compiled:
+        return kernel.on_host
     if node.target is shift_by:
         return "sends as far as a batch says: a replay would as the first one did; set passes.context.skip_steps=false"
     tags = node.target.tags if isinstance(node.target, OpOverload) else ()

@@ -23,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from passes.communication.borders import products_of
 from passes.communication.overlap import products_to_wait_for
-from passes.context import flex
+from passes.context import operators
 from passes.lower.calls import Kernels
 from passes.lower.kernels import Libraries
 from passes.lower.ready import Ready, as_imported, untouched
@@ -205,14 +205,15 @@ def decompose(body: Body, ctx: ir.Context) -> tuple[fx.GraphModule, Any]:
     def run(*values: Tensor) -> tuple[Tensor, ...]:
         return tuple(interpreter.run(*values, enable_io_processing=False))
 
-    table = inductor_decompositions() | (flex.DECOMPOSITIONS if device_of(body).type == "cuda" else {})
+    table = inductor_decompositions() | operators.compiled_for(device_of(body).type)
     with torch.no_grad(), ctx.fake_mode, lazy_graph_modules(), step_by_step():
         return make_fx(run, table)(*values), ctx.fake_mode
 
 
 def stored_key(body: Body) -> str:
     """What a body's kernels are known by on this machine."""
-    return key_of(f"{body.key} {surroundings()} {torch.get_num_threads()}")
+    elsewhere = operators.sources_for(device_of(body).type)  # records may be of code outside
+    return key_of(f"{body.key} {surroundings()} {elsewhere} {torch.get_num_threads()}")
 
 
 @cache

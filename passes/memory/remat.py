@@ -30,6 +30,7 @@ from typing import Literal, get_args
 import torch
 from torch import fx
 
+from passes.context.operators import kernel_of
 from passes.cost.accounting import peak_memory
 from passes.memory.budget import fit
 from passes.memory.offload import offload
@@ -49,8 +50,8 @@ OFFLOADED = "offloaded"  # the reason of what is kept in host memory
 SELECTED = "selected"
 # Products and attention: the most time for the bytes of their results.
 PRODUCTS = ("linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "_scaled_mm", "grouped_mm", "convolution")
-ATTENTION = ("*attention*", "attend")
-SAVE = (*PRODUCTS, *ATTENTION)
+ATTENTION = "attention"  # stands for all kernels of it
+SAVE = (*PRODUCTS, ATTENTION)
 ADD, SCALE = torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor
 
 
@@ -65,11 +66,19 @@ def weights_to_regather(program: ir.Program) -> set[fx.Node]:
     return found
 
 
+def whole(node: fx.Node) -> fx.Node:
+    """The node, or what made the tuple that it is a part of."""
+    return whole(node.args[0]) if node.target is operator.getitem else node  # type: ignore[arg-type]
+
+
 def operator_name(node: fx.Node) -> str:
     """The operator's name, `mm` or `all_gather`; for a part of a tuple that of the operator that made the tuple."""
-    if node.target is operator.getitem:
-        return operator_name(node.args[0])  # type: ignore[arg-type]
-    return name_of(node).split("::")[-1]
+    return name_of(whole(node)).split("::")[-1]
+
+
+def is_called(node: fx.Node, pattern: str) -> bool:
+    """Whether a pattern is of the operator's name, or stands for attention and the node is a part of it."""
+    return fnmatchcase(operator_name(node), pattern) or pattern == ATTENTION and kernel_of(whole(node)) is not None
 
 
 @dataclass(frozen=True)
@@ -176,9 +185,9 @@ class Remat(ir.Pass):
 
     def override(self, node: fx.Node, matched: set[str]) -> Action | None:
         """What `modules` or `ops` say of the node; patterns that say something are added to `matched`."""
-        path, name = ir.module_path(node), operator_name(node)
+        path = ir.module_path(node)
         by_module = [p for p in self.modules if within(path, p)]
-        by_op = [p for p in self.ops if fnmatchcase(name, p)]
+        by_op = [p for p in self.ops if is_called(node, p)]
         matched.update(by_module, by_op)
         if by_module:
             return self.modules[by_module[0]]
@@ -204,8 +213,8 @@ class Remat(ir.Pass):
             return "" if ir.checkpoint(node) else None
         if policy == "offload":
             return OFFLOADED
-        patterns = {"selective": self.save, "attention": ATTENTION}.get(policy, ())
-        return SELECTED if any(fnmatchcase(operator_name(node), pattern) for pattern in patterns) else ""
+        patterns = {"selective": self.save, "attention": (ATTENTION,)}.get(policy, ())
+        return SELECTED if any(is_called(node, pattern) for pattern in patterns) else ""
 
 
 def sums_for_terms(reasons: Mapping[fx.Node, str]) -> dict[fx.Node, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -44,8 +44,8 @@ class Builder(Protocol):
     def at(self, factor: Factor) -> dict[str, fx.Node]:
         """Where the rank's share of a factor lies: its coordinates on the axes that shard it, and a table."""
 
-    def row_of_hops(self, node: fx.Node, inner: int) -> int | None:
-        """Which row of hops, among the inputs, is of an attention by interval and of a ring across groups of `inner`.
+    def row_of_hops(self, bounds: Iterable[fx.Node], inner: int) -> int | None:
+        """Which row of hops, among the inputs, is of an attention with bounds and of a ring across groups of `inner`.
 
         None if every step is always sent.
         """

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.program.mesh import Mesh
+from passes.program.order import PLAIN, Order
 from passes.program.rolls import Roll
 from passes.program.spec import Spec
 from passes.program.stages import Stage
@@ -75,6 +76,12 @@ class Program:
     def graph(self) -> fx.Graph:
         """The FX graph."""
         return self.module.graph
+
+    @property
+    def order(self) -> Order:
+        """In which order the ranks of `cp` hold the sequence of the batch."""
+        orders = (given.spec.order for given in self.inputs)
+        return next((order for order in orders if not order.is_plain), PLAIN)
 
     def placeholders(self) -> list[fx.Node]:
         """Placeholder nodes, in the order of `inputs`."""

@@ -1,11 +1,7 @@
 """Where the entries of a sharded factor lie, as functions of the rank's coordinates: the same graph on every rank.
 
-An axis cuts a factor into equal runs, one a rank, or, where the mesh folds the axis, into two a rank: chunk r and
-chunk 2P-1-r of 2P, head and tail. Under a causal mask the work of every such pair is the same. Where the mesh deals out
-the sequence, it is cut into more blocks, as many a rank, and which are whose a table says that comes with each batch.
-
-    folded, P = 2:                       entries 0 1 2 3 4 5 6 7   ->   rank 0 holds 0 1 6 7, rank 1 holds 2 3 4 5
-    dealt, P = 2, table 0 2 | 1 3:       entries 0 1 2 3 4 5 6 7   ->   rank 0 holds 0 1 4 5, rank 1 holds 2 3 6 7
+An axis cuts a factor into equal chunks, as many a rank as its order says (`order.py`); where that is a table, one comes
+with each batch.
 """
 
 from __future__ import annotations
@@ -17,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from passes.program.mesh import BLOCKS, Mesh
-from passes.program.spec import Factor, pieces, share
+from passes.program.spec import Factor
 
 Places = Mapping[str, Tensor]  # the rank's coordinates, 0-d int64, and the table of a dealt sequence, i64[P, blocks]
 
@@ -27,12 +23,12 @@ def entries(factor: Factor, mesh: Mesh, places: Places, device: torch.device) ->
     index = torch.arange(factor.local(mesh), device=device)
     valid = torch.ones_like(index, dtype=torch.bool)
     for axis, size in reversed(list(factor.shards(mesh))):
-        held, place = share(size, axis, mesh), places[axis]
-        if mesh.deals(axis):
-            block = held // mesh.chunks(axis)
+        held, place, order = factor.share(size, axis, mesh), places[axis], factor.order_over(axis)
+        if order.table:
+            block = held // order.chunks
             number = own_blocks(places, axis).index_select(0, index // block)
             index = number * block + index % block
-        elif axis in mesh.folded:
+        elif order.zigzag:
             half = held // 2
             tail = index >= half
             chunk = torch.where(tail, 2 * mesh[axis] - 1 - place, place)
@@ -47,15 +43,15 @@ def locate(index: Tensor, factor: Factor, mesh: Mesh, places: Places) -> tuple[T
     """(local index, clamped into the shard; whether the rank has the entry) of each index of the full factor."""
     mine = (index >= 0) & (index < factor.size)
     for axis, size in factor.shards(mesh):
-        held, place = share(size, axis, mesh), places[axis]
-        if mesh.deals(axis):
-            block, blocks = held // mesh.chunks(axis), pieces(axis, mesh)
-            own, ordered = own_blocks(places, axis), torch.arange(mesh.chunks(axis), device=index.device)
+        held, place, order = factor.share(size, axis, mesh), places[axis], factor.order_over(axis)
+        if order.table:
+            block, blocks = held // order.chunks, factor.pieces(axis, mesh)
+            own, ordered = own_blocks(places, axis), torch.arange(order.chunks, device=index.device)
             slots = torch.full((blocks,), -1, device=index.device).scatter(0, own, ordered)
             slot = slots[(index // block).clamp(0, blocks - 1)]
             mine = mine & (slot >= 0)
             index = slot.clamp(min=0) * block + index % block
-        elif axis in mesh.folded:
+        elif order.zigzag:
             half = held // 2
             tail = index >= mesh[axis] * half
             chunk = torch.where(tail, 2 * mesh[axis] - 1 - place, place)
@@ -76,7 +72,7 @@ def own_blocks(places: Places, axis: str) -> Tensor:
 def to_rank_order(x: Tensor, dim: int, parts: int, table: Tensor | None = None) -> Tensor:
     """A whole dim padded with zeros, and its chunks in the order in which the ranks of an axis hold them.
 
-    Of a folded axis those are 2 P; of a dealt one as many as the table has.
+    Of a zigzag those are 2 P; of blocks as many as the table has.
     """
     chunks = 2 * parts if table is None else table.numel()
     missing = -x.shape[dim] % chunks
@@ -97,7 +93,7 @@ def to_natural_order(x: Tensor, dim: int, parts: int, size: int, table: Tensor |
     return torch.stack([heads, tails.flip(dim)], dim).flatten(dim, dim + 2).narrow(dim, 0, size)
 
 
-def run_starts(parts: int, chunk: int, folded: bool, device: torch.device) -> Tensor:
-    """Where the chunks that each rank of an axis holds, folded or not, begin: i64[P, chunks]."""
+def run_starts(parts: int, chunk: int, zigzag: bool, device: torch.device) -> Tensor:
+    """Where the chunks that each rank of an axis holds, in a zigzag or plainly, begin: i64[P, chunks]."""
     place = torch.arange(parts, device=device)
-    return torch.stack([place, 2 * parts - 1 - place] if folded else [place], 1) * chunk
+    return torch.stack([place, 2 * parts - 1 - place] if zigzag else [place], 1) * chunk

@@ -24,19 +24,14 @@ class Mesh:
     """Axis sizes in the order of `AXES`, the first axis outermost: rank = ((pp * P1 + dp_replicate) * P2 + ...).
 
     Parameters are stored over `dp_shard`, `ep` and `cp` together, which have a common name as one axis, `fsdp`: of 6
-    ranks with `dp_shard` of 2 and `cp` of 3. What is sharded over it is never folded.
+    ranks with `dp_shard` of 2 and `cp` of 3.
     `ep` are those of `dp_shard` among which experts are spread, with all of `cp` (and, if `experts` says so, of `tp`).
-    A rank of a `folded` axis holds two chunks of what the axis shards, head and tail (`passes/program/layout.py`).
-    With a `table`, a row a rank, `cp` deals out blocks: rank r holds those of row r, in that order. Every batch comes
-    with a table of its own, of this one's shape, which programs read as an input; this one is the host's.
     Of any axis neighbours alone may communicate, or ranks that stand alike among theirs: with `cp` of 8, "cp.inner2"
     are 4 groups of 2 neighbours and "cp.outer2" 2 groups of 4, one rank of each 2.
     """
 
     sizes: tuple[tuple[str, int], ...] = ()
-    folded: frozenset[str] = frozenset()
     experts: tuple[str, ...] = ()  # the axes that experts are spread over
-    table: tuple[tuple[int, ...], ...] = ()
 
     @staticmethod
     def of(sizes: dict[str, int]) -> Mesh:
@@ -109,30 +104,6 @@ class Mesh:
         for axis in (a for a in self.axes if a in held):
             names[self.experts_over if axis in self.experts and held >= set(self.experts) else axis] = None  # type: ignore[index]
         return tuple(names)
-
-    # -- what a rank holds of what an axis shards ---------------------------------------------------
-
-    def deals(self, axis: str) -> bool:
-        """Whether a table says which blocks the ranks of an axis hold."""
-        return bool(self.table) and axis == SEQUENCE_AXIS
-
-    def in_order(self, axis: str) -> bool:
-        """Whether the shards of an axis, one rank's after the other's, are the whole in its own order."""
-        return axis not in self.folded and not self.deals(axis)
-
-    def chunks(self, axis: str) -> int:
-        """How many chunks each rank of an axis holds."""
-        return len(self.table[0]) if self.deals(axis) else 2 if axis in self.folded else 1
-
-    def held(self, axis: str, place: int) -> tuple[int, ...]:
-        """The numbers of the chunks that a rank holds, in its order."""
-        if self.deals(axis):
-            return self.table[place]
-        return (place, 2 * self[axis] - 1 - place) if axis in self.folded else (place,)
-
-    def reads(self, axis: str) -> tuple[str, ...]:
-        """The inputs of a program that tell where a rank's share of what an axis shards lies."""
-        return (axis, BLOCKS) if self.deals(axis) else (axis,)
 
     # -- ranks --------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from torch import Tensor, fx
 
 from passes.program import ir
 from passes.program.bodies import calls_of
-from passes.program.mesh import Mesh
+from passes.program.mesh import SEQUENCE_AXIS
 from passes.program.torch_private import OpOverload
 
 LONGEST = 8  # entries of a constant list, and eights of characters of a string, that are printed
@@ -40,7 +40,7 @@ DTYPES = {"bfloat": "bf", "float": "f", "complex": "c", "uint": "u", "int": "i"}
 
 def print_program(program: ir.Program) -> str:
     """The program as text, a line a node; the graphs that its operators call follow under their names."""
-    sizes = [f"{axis}={size}{_order(program.mesh, axis)}" for axis, size in program.mesh.sizes]
+    sizes = [f"{axis}={size}{_order(program, axis)}" for axis, size in program.mesh.sizes]
     mesh = " ".join([*sizes, *(f"{name}={'*'.join(axes)}" for name, axes in program.mesh.flattened.items())])
     nodes = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
     lines = [f"# mesh: {mesh or 'one device'}", f"# stage: {program.stage}"]
@@ -53,9 +53,9 @@ def print_program(program: ir.Program) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _order(mesh: Mesh, axis: str) -> str:
+def _order(program: ir.Program, axis: str) -> str:
     """How the ranks of an axis hold what it shards, if not in its own order."""
-    return f" ({mesh.chunks(axis)} blocks)" if mesh.deals(axis) else " (head and tail)" if axis in mesh.folded else ""
+    return f" ({program.order})" if axis == SEQUENCE_AXIS and not program.order.is_plain else ""
 
 
 def _inputs(program: ir.Program) -> Iterator[str]:

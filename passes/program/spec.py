@@ -21,42 +21,63 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from passes.program.mesh import FLATTENED, Mesh
+from passes.program.mesh import BLOCKS, FLATTENED, SEQUENCE_AXIS, Mesh
+from passes.program.order import PLAIN, Order
 
 
 @dataclass(frozen=True)
 class Factor:
-    """`size` logical entries split over `axes` in order; `label` names what they mean (batch, sequence)."""
+    """`size` logical entries split over `axes` in order; `label` names what they mean (batch, sequence).
+
+    `order` says which chunks of it the ranks of `cp` hold; in one program it is the same of all that `cp` shards.
+    """
 
     size: int
     axes: tuple[str, ...] = ()
     label: str = field(default="", compare=False)
+    order: Order = field(default=PLAIN, compare=False)
+
+    def order_over(self, axis: str) -> Order:
+        """Which chunks the ranks of an axis hold."""
+        return self.order if axis == SEQUENCE_AXIS else PLAIN
+
+    def pieces(self, axis: str, mesh: Mesh) -> int:
+        """Into how many equal chunks an axis cuts it."""
+        return mesh[axis] * self.order_over(axis).chunks
+
+    def share(self, size: int, axis: str, mesh: Mesh) -> int:
+        """Entries on each rank of `size` of it that an axis shards, padding included."""
+        return -(-size // self.pieces(axis, mesh)) * self.order_over(axis).chunks
+
+    def reads(self) -> tuple[str, ...]:
+        """The inputs of a program that tell where a rank's share of it lies."""
+        return (*self.axes, *([BLOCKS] if SEQUENCE_AXIS in self.axes and self.order.table else []))
 
     def shards(self, mesh: Mesh) -> Iterator[tuple[str, int]]:
         """(axis, size before the split), outermost first."""
         size = self.size
         for axis in self.axes:
             yield axis, size
-            size = share(size, axis, mesh)
+            size = self.share(size, axis, mesh)
 
     def local(self, mesh: Mesh) -> int:
         """Entries on each rank, padding included."""
         size = self.size
         for axis in self.axes:
-            size = share(size, axis, mesh)
+            size = self.share(size, axis, mesh)
         return size
 
     def padded(self, mesh: Mesh) -> bool:
         """Whether some rank holds entries beyond the logical end."""
-        return any(size % pieces(axis, mesh) for axis, size in self.shards(mesh))
+        return any(size % self.pieces(axis, mesh) for axis, size in self.shards(mesh))
 
     def runs(self, mesh: Mesh, place: dict[str, int]) -> list[tuple[int, int, int]]:
         """(first logical index, first local index, length) of the rank's runs of valid entries."""
         runs = [(0, 0, self.size)]
         for axis, size in self.shards(mesh):
-            chunk, local = -(-size // pieces(axis, mesh)), 0
+            chunk, local = -(-size // self.pieces(axis, mesh)), 0
             cut = []
-            for number in mesh.held(axis, place[axis]):
+            for number in self.order_over(axis).held(place[axis], mesh[axis]):
                 for start, at, length in runs:
                     first, last = max(at, number * chunk), min(at + length, (number + 1) * chunk)
                     if first < last:
@@ -70,16 +91,6 @@ class Factor:
 
 
 Dim = tuple[Factor, ...]
-
-
-def pieces(axis: str, mesh: Mesh) -> int:
-    """Into how many equal chunks an axis cuts what it shards."""
-    return mesh[axis] * mesh.chunks(axis)
-
-
-def share(size: int, axis: str, mesh: Mesh) -> int:
-    """Entries on each rank of `size` that an axis shards, padding included."""
-    return -(-size // pieces(axis, mesh)) * mesh.chunks(axis)
 
 
 @dataclass(frozen=True)
@@ -96,6 +107,15 @@ class Spec:
         """The same full copy on every rank, of the given logical shape."""
         names = [*labels, *[""] * len(shape)]
         return Spec(tuple((Factor(int(size), (), name),) for size, name in zip(shape, names)), fill=0.0)
+
+    def ordered(self, order: Order) -> Spec:
+        """The placement in which `cp` holds what it shards in an order."""
+        return replace(self, dims=tuple(tuple(replace(f, order=order) for f in dim) for dim in self.dims))
+
+    @property
+    def order(self) -> Order:
+        """In which order `cp` holds what it shards, or would."""
+        return next((f.order for dim in self.dims for f in dim if not f.order.is_plain), PLAIN)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -7,8 +7,8 @@ import re
 from torch import fx
 
 from passes.program.printer import namespace_of
+from passes.program.torch_private import OpOverload
 from passes.rules import (
-    attention,
     contractions,
     factories,
     indexing,
@@ -24,7 +24,7 @@ from passes.rules.base import Rule, RuleMaker, from_text, opaque, tensor_operand
 
 RULES: dict[str, RuleMaker] = {}
 FAMILIES = (
-    attention, contractions, factories, indexing, losses, pointwise, recurrent, reductions, routed, spatial, views
+    contractions, factories, indexing, losses, pointwise, recurrent, reductions, routed, spatial, views
 )  # fmt: skip
 for _family in FAMILIES:
     _rules = _family.rules()
@@ -35,9 +35,14 @@ OURS = frozenset(RULES)
 
 
 def name_of(node: fx.Node) -> str:
-    """The operator's name in the table: `linear` for `aten.linear.default`, `my::op` outside aten."""
-    name = node.target._schema.name.partition("::")[2]  # type: ignore[union-attr]
-    packet = namespace_of(node.target)  # type: ignore[arg-type]
+    """The name in the table of the operator that a node calls."""
+    return key_of(node.target)  # type: ignore[arg-type]
+
+
+def key_of(op: OpOverload) -> str:
+    """An operator's name in the table: `linear` for `aten.linear.default`, `my::op` outside aten."""
+    name = op._schema.name.partition("::")[2]
+    packet = namespace_of(op)
     return name if packet == "aten" else f"{packet}::{name}"
 
 
@@ -63,4 +68,6 @@ def add_rule(name: str, rule: RuleMaker | str) -> None:
     RULES[name] = from_text(rule) if isinstance(rule, str) else rule
 
 
-__all__ = ["RULES", "Rule", "add_rule", "has_rule", "is_ours", "name_of", "opaque", "rule_of", "tensor_operands"]
+__all__ = [
+    "RULES", "Rule", "add_rule", "has_rule", "is_ours", "key_of", "name_of", "opaque", "rule_of", "tensor_operands"
+]  # fmt: skip

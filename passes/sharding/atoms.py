@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from passes.program.mesh import Mesh
+from passes.program.order import PLAIN, Order
 from passes.program.spec import Dim, Factor
-from passes.program.spec import pieces as cuts
 from passes.rules.base import Names, Rule
 
 
@@ -38,10 +38,10 @@ def split_factor(factor: Factor, sizes: Sequence[int], mesh: Mesh) -> list[Facto
     pieces, axes = [], list(factor.axes)
     for size in sizes:
         taken, rest = [], size
-        while axes and rest % cuts(axes[0], mesh) == 0 and rest > 1:
+        while axes and rest % factor.pieces(axes[0], mesh) == 0 and rest > 1:
             rest //= mesh[axes[0]]
             taken.append(axes.pop(0))
-        pieces.append(Factor(size, tuple(taken)))
+        pieces.append(replace(factor, size=size, axes=tuple(taken), label=""))
         if axes and rest > 1:
             return None
     if axes:
@@ -72,7 +72,7 @@ def merge_dim(dim: Iterable[Factor], mesh: Mesh) -> Dim:
     for factor in dim:
         last = merged[-1] if merged else None
         if last and not factor.axes and not factor.label and not last.padded(mesh) and not last.label:
-            merged[-1] = Factor(last.size * factor.size, last.axes)
+            merged[-1] = replace(last, size=last.size * factor.size)
         elif last and not last.axes and not last.label and last.size == 1:
             merged[-1] = factor
         elif factor.size > 1 or not merged:
@@ -93,6 +93,12 @@ class Atoms:
     results: tuple[tuple[Names, ...], ...]
     sizes: Mapping[str, int]
     held: tuple[tuple[tuple[Factor, ...] | None, ...], ...]
+
+    @property
+    def order(self) -> Order:
+        """In which order `cp` holds what it shards of the operands."""
+        factors = (f for dims in self.held for held in dims for f in held or ())
+        return next((f.order for f in factors if not f.order.is_plain), PLAIN)
 
     def origin(self, atom: str) -> str:
         """The rule's factor of which the atom is a part."""

@@ -14,7 +14,8 @@ from passes.program import boundary, ir
 from passes.program.builder import Builder
 from passes.program.layout import to_natural_order, to_rank_order
 from passes.program.mesh import BATCH_AXES, BLOCKS
-from passes.program.spec import Dim, Factor, Spec, pieces
+from passes.program.order import PLAIN, Order
+from passes.program.spec import Dim, Factor, Spec
 from passes.sharding.atoms import common_sizes, merge_dim, split_dim
 
 aten = torch.ops.aten
@@ -24,6 +25,8 @@ def convert(
     builder: Builder, value: fx.Node, before: Spec, after: Spec, has_grad: bool, wire: torch.dtype | None
 ) -> fx.Node:
     """The local value placed as `after`; `wire` is the dtype in which its gradient is reduced (None: its own)."""
+    order = next((spec.order for spec in (before, after) if not spec.order.is_plain), PLAIN)
+    before, after = before.ordered(order), after.ordered(order)
     steps = _Steps(builder, value, before, has_grad, wire)
     target = steps.align(after)
     steps.reduce(target)
@@ -91,7 +94,7 @@ class _Steps:
                 self.gather_last(k, same=True)
         self.fold_dims()
         whole = math.prod(f.size for f in self.groups[d])
-        self.groups[d] = [Factor(whole)]
+        self.groups[d] = [replace(self.groups[d][0], size=whole, axes=())]
 
     def spread_dims(self) -> None:
         """View the value with one dim a factor."""
@@ -130,7 +133,7 @@ class _Steps:
             if how == "max":
                 self.call(boundary.pmax, axis, axis)
             elif i >= 0 and self.flat[k].axes == target["factors"][k].axes[:i]:
-                self.fold(k, axis)
+                self.to_ranks(k, axis)
                 self.call(boundary.reduce_scatter, axis, k, axis, self.mesh[axis], dtype, None)
                 self.pad_with(0.0, k, axis)
             else:
@@ -173,7 +176,7 @@ class _Steps:
                     continue
                 if len(states) > 1:
                     self.vary_on(a for a in over if self.state(a) == "same")
-                self.fold(k, axis)
+                self.to_ranks(k, axis)
                 op = boundary.take if "varying" in states and self.has_grad else boundary.slice_
                 self.call(op, axis, self.builder.places[axis], k, axis, self.mesh[axis])
                 self.varying.difference_update(over)
@@ -183,7 +186,7 @@ class _Steps:
         """Factor `k` was cut on the axis, new padding holding `fill`."""
         before = self.flat[k]
         self.set_axes(k, (*before.axes, axis))
-        if before.local(self.mesh) % pieces(axis, self.mesh) and self.fill != fill:
+        if before.local(self.mesh) % before.pieces(axis, self.mesh) and self.fill != fill:
             self.fill = None if any(f.padded(self.mesh) for j, f in enumerate(self.flat) if j != k) else fill
 
     def gather(self, target: dict[str, Any]) -> None:
@@ -204,14 +207,14 @@ class _Steps:
         axis = factor.axes[-1]
         size = replace(factor, axes=factor.axes[:-1]).local(self.mesh)
         parts = self.mesh[axis]
-        held = size if self.mesh.in_order(axis) else parts * factor.local(self.mesh)
+        held = size if factor.order_over(axis).is_plain else parts * factor.local(self.mesh)
         if same:
             self.call(boundary.gather_same, axis, self.builder.places[axis], k, axis, parts, held)
         else:
             self.value, dtype = self.before_cast()
             self.call(boundary.all_gather, axis, k, axis, parts, held, dtype, self.wire)
             self.varying.update(self.mesh.over(axis))
-        self.unfold(k, axis, size)
+        self.from_ranks(k, axis, size)
         self.set_axes(k, factor.axes[:-1])
 
     def before_cast(self) -> tuple[fx.Node, torch.dtype]:
@@ -221,28 +224,28 @@ class _Steps:
         same_device = is_cast and set(self.value.kwargs) <= {"dtype"}
         return (self.value.args[0], dtype) if same_device and self.has_grad else (self.value, dtype)
 
-    def fold(self, k: int, axis: str) -> None:
+    def to_ranks(self, k: int, axis: str) -> None:
         """Put factor `k`, whole on an axis, into the order in which its ranks hold it."""
-        if not self.mesh.in_order(axis):
+        if not (order := self.flat[k].order_over(axis)).is_plain:
             self.value = self.builder.trace(
-                lambda x, *table: to_rank_order(x, k, self.mesh[axis], *table), self.value, *self.table(axis)
+                lambda x, *table: to_rank_order(x, k, self.mesh[axis], *table), self.value, *self.table(order)
             )
 
-    def unfold(self, k: int, axis: str, size: int) -> None:
+    def from_ranks(self, k: int, axis: str, size: int) -> None:
         """Put factor `k`, gathered over an axis, into its own order."""
-        if not self.mesh.in_order(axis):
+        if not (order := self.flat[k].order_over(axis)).is_plain:
             self.value = self.builder.trace(
-                lambda x, *table: to_natural_order(x, k, self.mesh[axis], size, *table), self.value, *self.table(axis)
+                lambda x, *table: to_natural_order(x, k, self.mesh[axis], size, *table), self.value, *self.table(order)
             )
 
-    def table(self, axis: str) -> list[fx.Node]:
-        """The table of an axis that is dealt."""
-        return [self.builder.places[BLOCKS]] if self.mesh.deals(axis) else []
+    def table(self, order: Order) -> list[fx.Node]:
+        """The table of an order, if it is one."""
+        return [self.builder.places[BLOCKS]] if order.table else []
 
     def call(self, op: Any, axis: str, *args: Any) -> None:
         """Exchange the value over an axis; ranks that hold rows of their own must then hold the same blocks of them."""
-        held = (a for f in self.flat for a in f.axes)
-        if not set(BATCH_AXES).isdisjoint(self.mesh.over(axis)) and any(map(self.mesh.deals, held)):
+        by_table = any(f.order_over(a).table for f in self.flat for a in f.axes)
+        if not set(BATCH_AXES).isdisjoint(self.mesh.over(axis)) and by_table:
             self.builder.one_table = True
         self.value = self.builder.call(op, (self.value, *args))
 
@@ -251,10 +254,10 @@ class _Steps:
         factor = self.flat[k]
         axis = factor.axes[-1]
         size = replace(factor, axes=factor.axes[:-1]).local(self.mesh)
-        self.fold(j, axis)
-        held = size if self.mesh.in_order(axis) else self.mesh[axis] * factor.local(self.mesh)
+        self.to_ranks(j, axis)
+        held = size if factor.order_over(axis).is_plain else self.mesh[axis] * factor.local(self.mesh)
         self.call(boundary.all_to_all, axis, j, k, held, axis, self.mesh[axis])
-        self.unfold(k, axis, size)
+        self.from_ranks(k, axis, size)
         self.set_axes(k, factor.axes[:-1])
         self.pad_with(0.0, j, axis)
 

@@ -133,7 +133,8 @@ def placed_tokens(program: ir.Program, tokens: int) -> Spec | None:
 
     Where experts are spread over `tp`, positions are too.
     """
-    specs = (place_batch(given.spec.shape[:2], program.mesh) for given in program.inputs if given.kind == "batch")
+    placed = (place_batch(given.spec.shape[:2], program.mesh) for given in program.inputs if given.kind == "batch")
+    specs = (spec.ordered(program.order) for spec in placed)
     found = next((spec for spec in specs if math.prod(spec.shape) == tokens and len(spec.shape) == 2), None)
     return found and (split_dim(found, 1, "tp") if "tp" in program.mesh.experts else found)
 

@@ -2,7 +2,7 @@
 
     bernoulli(x, 0.9)                      ->   uniform(x, seed, 3) < 0.9
     randn([4, 6])                          ->   sqrt(-2 log(1 - uniform(x, seed, 3))) * cos(2 pi uniform(x, seed, -5))
-    attention(q, k, v, dropout_p=0.1)      ->   dropout(softmax(q k^T), 0.1, seed, 3) v
+    attention(q, k, v, dropout_p=0.1)      ->   dropout(softmax(q k^T), 0.1, seed, 3) v      as its record says
 
 The numbers are not those of PyTorch's generator. `WRITTEN` maps an operator to a function of the seed, the site (which
 counts the random operators of a graph) and the operator's own arguments.
@@ -15,8 +15,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
+from passes.context.operators import OPERATORS
+from passes.rules import key_of, name_of
 from passes.sharding.random import dropout, uniform
 
 
@@ -81,33 +83,6 @@ def made_integers(seed: Tensor, site: int, *given: Any, dtype=None, device=None,
     return integers(seed, site, torch.zeros(size, dtype=dtype or torch.int64, device=device), *bounds)
 
 
-def attention(
-    seed: Tensor,
-    site: int,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Attention written out, q[..., t, d] over k[..., s, d]: its weights drop out; a row that sees nothing is zero."""
-    if enable_gqa:
-        groups = q.shape[-3] // k.shape[-3]
-        k, v = (x.unsqueeze(-3).expand(*x.shape[:-2], groups, *x.shape[-2:]).flatten(-4, -3) for x in (k, v))
-    scores = q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if is_causal:
-        row, column = (torch.arange(n, device=q.device) for n in scores.shape[-2:])
-        mask = row[:, None] >= column
-    if mask is None or mask.is_floating_point():
-        return dropout((scores if mask is None else scores + mask).softmax(-1), dropout_p, seed, site) @ v
-    weights = torch.where(mask, scores, torch.finfo(scores.dtype).min).softmax(-1)
-    return dropout(torch.where(mask, weights, 0.0), dropout_p, seed, site) @ v
-
-
 WRITTEN: dict[str, Callable[..., Tensor]] = {
     "bernoulli": bernoulli,
     "exponential": exponential,
@@ -118,6 +93,23 @@ WRITTEN: dict[str, Callable[..., Tensor]] = {
     "randint_like": like(integers),
     "randn": made(normal),
     "randn_like": like(normal),
-    "scaled_dot_product_attention": attention,
     "uniform": between,
 }
+
+
+def written(node: fx.Node) -> Callable[..., Tensor] | None:
+    """The function of a seed, a site and its arguments that an operator is written as, None if there is none."""
+    record = OPERATORS.get(node.target)  # type: ignore[arg-type]
+    if record is None or record.dropping is None:
+        return WRITTEN.get(name_of(node))
+    dropping = record.dropping
+
+    def attention(seed: Tensor, site: int, *given: Any, **options: Any) -> Tensor:
+        return dropping(lambda weights, p: dropout(weights, p, seed, site), *given, **options)
+
+    return attention
+
+
+def names() -> list[str]:
+    """The operators that are written so."""
+    return sorted([*WRITTEN, *(key_of(op) for op, record in OPERATORS.items() if record.dropping)])

@@ -21,16 +21,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from passes.context.attention import AttentionOp, heads_repeated
+from passes.context.operators import OPERATORS
 from passes.program import ir
-from passes.program.attend import interval_attention
 from passes.program.mesh import WEIGHT_AXES, Mesh
 from passes.program.rewrite import inline, replace_uses
 from passes.program.spec import Spec
 from passes.program.stages import Stage
 from passes.program.torch_private import decomposition
 from passes.rules import has_rule, name_of, tensor_operands
+from passes.sharding import draws as drawing
 from passes.sharding import norms
-from passes.sharding.draws import WRITTEN as WRITTEN_DRAWS
 from passes.sharding.random import dropout
 
 aten = torch.ops.aten
@@ -209,37 +210,6 @@ def split_as_select(x: Tensor, size: int, dim: int = 0) -> tuple[Tensor, ...]:
     return tuple(x.unflatten(dim, (parts, size)).select(dim % x.dim(), i) for i in range(parts))
 
 
-def attention_repeated(q: Tensor, k: Tensor, v: Tensor, *rest, **options) -> Tensor:
-    """Grouped attention with every key and value head repeated for its group of query heads."""
-    groups = q.shape[-3] // k.shape[-3]
-    options["enable_gqa"] = False
-    return F.scaled_dot_product_attention(q, repeat_heads(k, groups), repeat_heads(v, groups), *rest, **options)
-
-
-def interval_attention_repeated(q: Tensor, k: Tensor, v: Tensor, *rest) -> Tensor:
-    """The same of attention by interval."""
-    groups = q.shape[1] // k.shape[1]
-    return interval_attention(q, repeat_heads(k, groups), repeat_heads(v, groups), *rest)
-
-
-def attention_of_four(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *rest, **options) -> Tensor:
-    """Attention over q[n, h, s, e]: leading dims that are missing are of size one, those that are too many are one."""
-    lead = q.shape[:-3]
-
-    def four(x: Tensor) -> Tensor:
-        return x.expand(*lead, *x.shape[-3:]).flatten(0, -4) if lead else x.view(*[1] * (4 - x.dim()), *x.shape)
-
-    mask = mask if mask is None or mask.dim() < 4 else four(mask)
-    out = F.scaled_dot_product_attention(four(q), four(k), four(v), mask, *rest, **options)
-    return out.view(*q.shape[:-1], v.shape[-1])
-
-
-def repeat_heads(x: Tensor, groups: int) -> Tensor:
-    """[..., g, t, d] -> [..., g * groups, t, d]."""
-    *lead, heads, rows, width = x.shape
-    return x.unsqueeze(-3).expand(*lead, heads, groups, rows, width).flatten(-4, -3)
-
-
 def _plain_cross_entropy(node: fx.Node) -> bool:
     logits, target, *rest = node.args
     return (
@@ -312,9 +282,11 @@ def _divides_by_zero(node: fx.Node) -> bool:
     return eps is not None and eps <= 0  # type: ignore[operator]
 
 
-def _few_heads(node: fx.Node, parts: int) -> bool:
+def attention_written(node: fx.Node, record: AttentionOp, parts: int) -> Any:
+    """How a call of attention is to be written: as its record says, and with heads of keys enough for the ranks."""
     q, k = (ir.example(n) for n in node.args[:2])
-    return q.dim() > 2 and k.shape[-3] < min(parts, q.shape[-3])
+    few = q.dim() > 2 and k.shape[-3] < min(parts, q.shape[-3])
+    return record.written(node) or (heads_repeated(record.op) if few else None)
 
 
 # operators that are always written as these functions
@@ -342,12 +314,8 @@ def replacement(node: fx.Node, mesh: Mesh) -> Any:
     split_vocabulary = any(axis in mesh.axes for axis in WEIGHT_AXES)
     if name == "split" and mesh["tp"] > 1 and _equal_split(node):
         return split_as_select
-    if name == "scaled_dot_product_attention" and ir.example(node.args[0]).dim() != 4:
-        return attention_of_four
-    if name == "scaled_dot_product_attention" and _few_heads(node, mesh["tp"]):
-        return attention_repeated
-    if name == "ct::interval_attention" and _few_heads(node, mesh["tp"]):
-        return interval_attention_repeated
+    if node.target in OPERATORS:
+        return attention_written(node, OPERATORS[node.target], mesh["tp"])
     if name == "pad" and node.args[2:] and node.args[2] == "circular":
         return circular_pad
     if name in ("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d") and set(node.args[1]) == {1}:  # type: ignore[arg-type]
@@ -405,12 +373,12 @@ def key_random(program: ir.Program, ctx: ir.Context) -> ir.Program:
     """What draws random numbers as a function of a `seed` input and each entry's index; raises Refused for others."""
     sites = [node for node in program.calls() if is_dropout(node) or draws(node)]
     for node in sites:
-        if not is_dropout(node) and name_of(node) not in WRITTEN_DRAWS:
+        if not is_dropout(node) and drawing.written(node) is None:
             raise ir.Refused(
                 "normalize",
                 node,
                 f"{node.target} draws random numbers that would differ by mesh; "
-                f"use dropout outside of it, draw in the data, or by one of {', '.join(WRITTEN_DRAWS)}",
+                f"use dropout outside of it, draw in the data, or by one of {', '.join(drawing.names())}",
             )
     seed = seed_input(program, ctx) if any(drops(node) or not is_dropout(node) for node in sites) else None
     for site, node in enumerate(sites):
@@ -431,7 +399,7 @@ def keyed(node: fx.Node, seed: fx.Node, site: int) -> fx.Node:
         if is_dropout(node):
             drawn = node.graph.call_function(dropout, (*node.args[:2], seed, site))
         else:
-            drawn = node.graph.call_function(WRITTEN_DRAWS[name_of(node)], (seed, site, *node.args), node.kwargs)
+            drawn = node.graph.call_function(drawing.written(node), (seed, site, *node.args), node.kwargs)
     ir.set_value(drawn, ir.value(node.args[0]) if is_dropout(node) else ir.value(node))
     ir.copy_origin(drawn, node)
     return drawn

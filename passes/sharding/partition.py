@@ -72,13 +72,13 @@ class GraphBuilder:
                 ir.copy_origin(node, self.origin)
         return result
 
-    def row_of_hops(self, node: fx.Node, inner: int) -> int | None:
-        """Which row of hops, among the inputs, is of an attention by interval and of a ring across groups of `inner`.
+    def row_of_hops(self, bounds: Iterable[fx.Node], inner: int) -> int | None:
+        """Which row of hops, among the inputs, is of an attention with bounds and of a ring across groups of `inner`.
 
         None if every step is always sent.
         """
-        bounds, groups = tuple(str(bound) for bound in node.args[3:5]), divisors(self.mesh[SEQUENCE_AXIS])
-        return self.attentions.index(bounds) * len(groups) + groups.index(inner) if bounds in self.attentions else None
+        names, groups = tuple(bound.name for bound in bounds), divisors(self.mesh[SEQUENCE_AXIS])
+        return self.attentions.index(names) * len(groups) + groups.index(inner) if names in self.attentions else None
 
     def convert(
         self, x: fx.Node, before: Spec, after: Spec, has_grad: bool = True, wire: torch.dtype | None = None
@@ -88,7 +88,7 @@ class GraphBuilder:
 
     def at(self, factor: Factor) -> dict[str, fx.Node]:
         """Where the rank's share of a factor lies: its coordinates on the axes that shard it, and a table."""
-        return {name: self.places[name] for axis in factor.axes for name in self.mesh.reads(axis)}
+        return {name: self.places[name] for name in factor.reads()}
 
     def fill_padding(self, x: fx.Node, spec: Spec, fill: float, dims: Collection[int] | None = None) -> fx.Node:
         """The tensor with padding (along `dims`; None: all) set to `fill`; its gradient there is zero."""
@@ -208,12 +208,12 @@ class Partitioner:
 
     def place_layout(self) -> Iterator[ir.Input]:
         """What each group of ranks along `cp` knows of a batch: a table of blocks, or how far keys travel in rings."""
-        mesh, bounds = self.program.mesh, self.program.bounds
+        mesh, bounds, order = self.program.mesh, self.program.bounds, self.program.order
         rows = {axis for given in self.program.inputs if given.kind == "batch" for axis in given.spec.sharded}
         varying = tuple(axis for axis in BATCH_AXES if axis in rows)
         given: dict[str, tuple[int, int, torch.device]] = {}
-        if mesh.table:
-            given[BLOCKS] = mesh[SEQUENCE_AXIS], mesh.chunks(SEQUENCE_AXIS), self.device()
+        if order.table:
+            given[BLOCKS] = mesh[SEQUENCE_AXIS], order.chunks, self.device()
         if bounds is not None and self.skip_steps:
             names = [output.name for output in bounds.outputs]
             self.builder.attentions = list(zip(names[::2], names[1::2]))

@@ -106,7 +106,7 @@ class Place(ir.Pass):
     ) -> ir.Input:
         """One input with its placement."""
         if given.kind == "batch":
-            return replace(given, spec=place_batch(given.spec.shape, mesh))
+            return replace(given, spec=place_batch(given.spec.shape, mesh).ordered(given.spec.order))
         if given.kind != "parameter":
             return given
         if given.name in self.stored:

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from passes.program import ir
 from passes.program.functions import Function, function_of
 from passes.program.mesh import WEIGHT_AXES, Mesh
+from passes.program.order import Order
 from passes.program.rewrite import layout
 from passes.program.spec import Factor, Spec
 from passes.rules import Rule, opaque, rule_of, tensor_operands
@@ -57,7 +58,7 @@ class Plan:
 def propagate(program: ir.Program, sequence_parallel: bool, ctx: ir.Context) -> Plan:
     """The placements of every tensor of a captured program whose inputs have theirs."""
     plan = Plan()
-    sweep = _Sweep(plan, program.mesh, sequence_parallel, ctx)
+    sweep = _Sweep(plan, program.mesh, program.order, sequence_parallel, ctx)
     experts = experts_of(program) if program.mesh.experts else {}
     for node, given in zip(program.placeholders(), program.inputs, strict=True):
         plan.produced[node] = given.spec
@@ -73,8 +74,9 @@ def propagate(program: ir.Program, sequence_parallel: bool, ctx: ir.Context) -> 
 
 
 class _Sweep:
-    def __init__(self, plan: Plan, mesh: Mesh, sequence_parallel: bool, ctx: ir.Context):
-        self.plan, self.mesh, self.sequence_parallel, self.ctx = plan, mesh, sequence_parallel, ctx
+    def __init__(self, plan: Plan, mesh: Mesh, order: Order, sequence_parallel: bool, ctx: ir.Context):
+        self.plan, self.mesh, self.order, self.ctx = plan, mesh, order, ctx
+        self.sequence_parallel = sequence_parallel
         self.placed: dict[Any, Placed] = {}  # bodies of custom functions
 
     def visit(self, node: fx.Node) -> None:
@@ -226,7 +228,8 @@ class _Sweep:
         for d, (names, factors) in enumerate(zip(atoms.operands[operand], atoms.held[operand])):
             if atom in names and factors is not None:
                 k = names.index(atom)
-                new = [*factors[:k], replace(factors[k], axes=(*factors[k].axes, axis)), *factors[k + 1 :]]
+                more = replace(factors[k], axes=(*factors[k].axes, axis), order=self.order)
+                new = [*factors[:k], more, *factors[k + 1 :]]
                 dims[d], done = merge_dim(new, self.mesh), True
         partial = tuple(p for p in before.partial if p[0] != axis)
         fill = 0.0 if done and before.fill == 0 else before.fill
@@ -267,7 +270,7 @@ class _Sweep:
 
     def result_fill(self, dims, atoms: Atoms, axes, held: Sequence[float | None]) -> float | None:
         """What a result's padding holds: what the rule says along each padded atom, where it says the same of all."""
-        padded = [n for dim in dims for n in dim if Factor(atoms.sizes[n], axes.get(n, ())).padded(self.mesh)]
+        padded = [n for dim in dims for n in dim if self.factor(n, atoms, axes).padded(self.mesh)]
         lacks = [{n for dim in operand for n in dim}.isdisjoint for operand in atoms.operands]
         found = {
             atoms.rule.fills([math.nan if lacking([n]) else fill for lacking, fill in zip(lacks, held)]) for n in padded
@@ -337,10 +340,13 @@ class _Sweep:
 
     def dims(self, dims, atoms: Atoms, axes, labels):
         return tuple(
-            merge_dim((Factor(atoms.sizes[n], axes.get(n, ()), labels.get(n, "")) for n in names), self.mesh)
-            or (Factor(1),)
+            merge_dim((self.factor(n, atoms, axes, labels.get(n, "")) for n in names), self.mesh) or (Factor(1),)
             for names in dims
         )
+
+    def factor(self, atom: str, atoms: Atoms, axes: Mapping[str, tuple[str, ...]], label: str = "") -> Factor:
+        """An atom over its axes."""
+        return Factor(atoms.sizes[atom], axes.get(atom, ()), label, self.order)
 
     def deliver(self, node: fx.Node, output: ir.Output) -> None:
         """Outputs leave as `output.spec` asks; partial ones are reduced."""

@@ -67,7 +67,7 @@ def _emit(builder: Builder, node: fx.Node, operands: list[fx.Node], specs: list[
     """The rank's own entries: hashes of their indices in the full tensor."""
     _, seed = operands
     sharded = (axis for axis in builder.mesh.names if axis in specs[0].sharded)
-    names = [name for axis in sharded for name in builder.mesh.reads(axis)]
+    names = dict.fromkeys([*sharded, *(name for dim in specs[0].dims for f in dim for name in f.reads())])
 
     def draw(seed: Tensor, *places: Tensor) -> Tensor:
         index = global_index(specs[0], builder.mesh, dict(zip(names, places)), seed.device)

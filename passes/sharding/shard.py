@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 
-from passes.context.context import Method
+from passes.context.call import Method
 from passes.program import ir
 from passes.program.functions import function_of
 from passes.program.stages import Stage

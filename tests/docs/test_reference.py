@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 
 import pytest
 from doc_pages import ROOT
 
+from compiler_trainer.cli.table import VERBS
 from compiler_trainer.config.compose import compose, typed
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.validate import validate
@@ -22,6 +24,11 @@ def test_the_page_of_options_is_current():
 def test_the_table_of_support_is_current():
     text = (ROOT / "README.md").read_text()
     assert reference.support() in text and reference.renewed(text) == text, "run python -m tools.reference"
+
+
+def test_the_page_of_commands_has_every_verb():
+    rows = re.findall(r"^\| `([a-z][a-z-]*)[ `]", (ROOT / "docs/reference/commands.md").read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted(VERBS)
 
 
 def checked(options: str):

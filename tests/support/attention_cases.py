@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from rule_harness import sharded
 from torch import Tensor
 
-from passes.program.mesh import Mesh
+from passes.program.order import Order
 from passes.program.spec import Spec
 
 F64 = torch.float64
@@ -23,10 +21,10 @@ def random(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=F64)
 
 
-def shuffled(ranks: int, each: int) -> Mesh:
-    """A mesh whose `cp` deals out so many blocks a rank, in any order."""
+def shuffled(ranks: int, each: int) -> Order:
+    """So many blocks a rank, in any order."""
     blocks = torch.randperm(ranks * each, generator=torch.Generator().manual_seed(ranks)).view(ranks, each)
-    return replace(Mesh.of({"cp": ranks}), table=tuple(map(tuple, blocks.tolist())))
+    return Order(table=tuple(map(tuple, blocks.tolist())))
 
 
 def grids(size: int) -> tuple[Tensor, Tensor]:

@@ -122,10 +122,11 @@ def tiny(cfg: Config, folder: Path) -> Config:
         data=corpus,
         train=replace(cfg.train, steps=4, seq_len=32, global_batch_size=4, microbatches=1 if cfg.train.microbatches == 1 else 2),
         lr_schedule=LrScheduleConfig(cfg.lr_schedule.name, warmup_steps=1, min_ratio=0.1),
+        optim=replace(cfg.optim, block=8),
         mesh=Config().mesh,
         passes=replace(cfg.passes, remat=remat),
         lower=LowerConfig("eager"),
         checkpoint=replace(cfg.checkpoint, interval=2, keep=2, keep_best=1, dir=None, resume=None),
-        eval=EvalConfig(interval=2, batches=1),
+        eval=EvalConfig(interval=1, batches=1),
         run=RunConfig(dir=str(folder), profile=cfg.run.profile),
     )

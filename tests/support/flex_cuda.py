@@ -30,7 +30,7 @@ from torch._inductor.runtime.triton_heuristics import GridExpr
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from passes.context import flex, visible  # noqa: F401, the kernel of the CPU
+from passes.context import operators
 from passes.program.attend import attend, attend_backward
 from passes.program.torch_private import compile_inner, inductor_decompositions
 
@@ -70,7 +70,7 @@ def compiled(case: Case) -> Any:
     with FakeTensorMode() as mode:
         given = [torch.empty(x.shape, dtype=x.dtype, device="cuda:0") for x in values]
         with torch.no_grad():
-            module = make_fx(both, inductor_decompositions() | flex.DECOMPOSITIONS)(*given)
+            module = make_fx(both, inductor_decompositions() | operators.compiled_for("cuda"))(*given)
     with torch.no_grad():
         return compile_inner(module, given, mode)
 

@@ -18,6 +18,7 @@ from passes.context.balance import hops_of, ranks_that_meet
 from passes.context.lay_out import bounds_in
 from passes.program import ir
 from passes.program.mesh import HOPS, Mesh
+from passes.program.order import PLAIN, Order
 from passes.program.spec import Spec, boxes, shard, unshard
 from passes.program.stages import Stage
 from passes.program.torch_private import FakeTensorMode, OpOverload
@@ -44,6 +45,7 @@ class Function:
     values: tuple[Tensor, ...]  # of the program's inputs
     wanted: tuple[Tensor, ...]  # of the program's outputs, then of the gradients of its parameters
     operators: frozenset[str]  # of the table, before and after they are normalized
+    order: Order = PLAIN  # in which `cp` holds what it shards
 
 
 def capture(fn: Callable[..., Any], tensors: Sequence[Tensor], mesh: Mesh, weights: Sequence[int] = ()) -> Function:
@@ -85,9 +87,9 @@ def capture(fn: Callable[..., Any], tensors: Sequence[Tensor], mesh: Mesh, weigh
                     before | _operators(program))
 
 
-def on(mesh: Mesh, function: Function) -> Function:
-    """The function on another mesh: what was captured does not depend on it."""
-    return replace(function, program=replace(function.program, mesh=mesh))
+def on(mesh: Mesh, function: Function, order: Order = PLAIN) -> Function:
+    """The function on another mesh, which holds a sequence in an order: what was captured does not depend on it."""
+    return replace(function, program=replace(function.program, mesh=mesh), order=order)
 
 
 def _leaves(outputs: Any) -> list[Tensor]:
@@ -137,7 +139,8 @@ def check(function: Function, specs: Mapping[int, Spec], tolerance: float = TOLE
     gradients replaces some by others.
     """
     program, ctx = function.program, function.ctx
-    inputs = tuple(replace(given, spec=specs.get(i - 1, given.spec)) for i, given in enumerate(program.inputs))
+    inputs = tuple(replace(given, spec=specs.get(i - 1, given.spec).ordered(function.order))
+                   for i, given in enumerate(program.inputs))
     program = replace(program, inputs=inputs, stage=Stage.PLACED)
     program, report = apply([Shard(sequence_parallel, context=context)], program, ctx)
     if gradients and any(o.kind == "loss" for o in program.outputs):
@@ -217,13 +220,13 @@ def _infinite(x: Tensor) -> bool:
 
 def _local_inputs(program: ir.Program, full: Mapping[str, Tensor]) -> list[list[Tensor]]:
     mesh = program.mesh
-    return [[hops(program, full) if i.name == HOPS else places(mesh, rank, i) if i.kind in PLACES
+    return [[hops(program, full) if i.name == HOPS else places(mesh, rank, i, program.order) if i.kind in PLACES
              else _local(full[i.name], i.spec, mesh, place) for i in program.inputs] for rank, place in enumerate(mesh)]
 
 
 def hops(program: ir.Program, full: Mapping[str, Tensor]) -> Tensor:
     """Those of the rings of a program."""
-    return torch.cat([hops_of(ranks_that_meet(*pair, program.mesh)) for pair in bounds_in(program.bounds, full)])
+    return torch.cat([hops_of(ranks_that_meet(*pair, program.mesh, program.order)) for pair in bounds_in(program.bounds, full)])
 
 
 def _local(full: Tensor, spec: Spec, mesh: Mesh, place: dict[str, int]) -> Tensor:

@@ -21,8 +21,9 @@ from torch import Tensor
 from compiler_trainer.config.schema import ContextConfig, DataConfig
 from compiler_trainer.data.datasets import build_datasets
 from passes.context.balance import deal, imbalance, ranks_that_meet, work_of_blocks
-from passes.context.context import METHODS, Call, Pairs
+from passes.context.call import METHODS, Call, Pairs
 from passes.program.mesh import Mesh
+from passes.program.order import PLAIN, ZIGZAG, Order
 
 RANKS, BLOCK = (2, 4, 8, 16), ContextConfig.block
 
@@ -47,7 +48,7 @@ def methods(tokens: int) -> Table:
         table.add_column(column, justify="right")
     for ranks in RANKS:
         query, key = (1, 32, tokens // ranks, 128), (1, 8, tokens // ranks, 128)
-        call = Call(query, key, key, torch.bfloat16, ranks, causal=True, folded=True)
+        call = Call(query, key, key, torch.bfloat16, ranks, causal=True, zigzag=True)
         cells = []
         for method in METHODS:
             why = call.obstacle(method)
@@ -63,9 +64,10 @@ def balance(tokens: int, corpus: Tensor) -> Table:
         table.add_column(column, justify="right")
     causal = torch.arange(tokens)[None] + 1
     for ranks in RANKS:
-        cells = [f"{imbalance([causal], lay_out(causal, ranks)):.4f}" for lay_out in LAYOUTS.values()]
+        mesh = Mesh.of({"cp": ranks})
+        cells = [f"{imbalance([causal], mesh, lay_out(causal, ranks)):.4f}" for lay_out in LAYOUTS.values()]
         for lay_out in LAYOUTS.values():
-            each = [imbalance([row], lay_out(row, ranks)) for row in (corpus + 1)[:, None]]
+            each = [imbalance([row], mesh, lay_out(row, ranks)) for row in (corpus + 1)[:, None]]
             cells.append(f"{mean(each):.3f}, {max(each):.3f}")
         table.add_row(str(ranks), *cells)
     return table
@@ -82,28 +84,29 @@ def rings(tokens: int, corpus: Tensor) -> Table:
         call, cells = Call(query, key, key, torch.bfloat16, ranks), []
         for positions in rows.values():
             for layout in ("none", "head_tail"):
-                needed = [steps_of(row, LAYOUTS[layout](row, ranks)) for row in positions[:, None]]
+                needed = [steps_of(row, ranks, LAYOUTS[layout](row, ranks)) for row in positions[:, None]]
                 sent = mean(replace(call, pairs=pairs).sent_bytes("ring") for pairs in needed)
                 cells.append(f"{sent / 2**20:.1f} of {mib(call.sent_bytes('ring'))}")
         table.add_row(str(ranks), *cells)
     return table
 
 
-def steps_of(positions: Tensor, mesh: Mesh) -> Pairs:
+def steps_of(positions: Tensor, ranks: int, order: Order) -> Pairs:
     """Which ranks meet which, of a row of documents."""
     last = torch.arange(1, positions.shape[-1] + 1)[None]
-    return frozenset((i, j) for i, j in ranks_that_meet(last - 1 - positions, last, mesh).nonzero().tolist())
+    meet = ranks_that_meet(last - 1 - positions, last, Mesh.of({"cp": ranks}), order)
+    return frozenset((i, j) for i, j in meet.nonzero().tolist())
 
 
-def in_blocks(seen: Tensor, ranks: int) -> Mesh:
-    """The mesh with blocks of a row dealt by what its queries see."""
+def in_blocks(seen: Tensor, ranks: int) -> Order:
+    """The order with blocks of a row dealt by what its queries see."""
     count = 2 * ranks * -(-seen.shape[-1] // (2 * ranks * BLOCK))
-    return replace(Mesh.of({"cp": ranks}), table=deal(work_of_blocks([seen], count), ranks))
+    return Order(table=deal(work_of_blocks([seen], count), ranks))
 
 
-LAYOUTS: dict[str, Callable[[Tensor, int], Mesh]] = {
-    "none": lambda seen, ranks: Mesh.of({"cp": ranks}),
-    "head_tail": lambda seen, ranks: replace(Mesh.of({"cp": ranks}), folded=frozenset({"cp"})),
+LAYOUTS: dict[str, Callable[[Tensor, int], Order]] = {
+    "none": lambda seen, ranks: PLAIN,
+    "head_tail": lambda seen, ranks: ZIGZAG,
     "blocks": in_blocks,
 }
 

@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from tools.models.case import MESHES, Entry
 from tools.models.judge import EXACT, HALF, NOISE, ROUNDED, SINGLE, Record
 
+FEW = 0.1  # of all models; a mesh with fewer has a table of its own
 VERDICTS = ("right", "refused", "wrong", "crash", "time-out", "unbuilt")
 HEAD = f"""# Models of others
 
@@ -19,8 +20,8 @@ in fp64.
 - right: loss, gradient norm, all parameters and buffers agree after each step to {EXACT:.0e}, absolutely or
   relatively; to {ROUNDED:.0e} where the model itself computes parts in fp32 ("r"), to {SINGLE:.0e} where PyTorch or the
   model takes no fp64 ("s"). In bf16 (`passes.cast.param_dtype`, and what batches have of floating numbers) loss and
-  gradient norm agree to {HALF:.0e} with those of the plain model. The percentage is the share of its parameters that a
-  rank stores.
+  gradient norm agree to {HALF:.0e} with those of the plain model. A percentage stands for right: it is the share of its
+  parameters that a rank stores.
 - wrong: they do not. refused: an error that names a field, a node or a line of the model. crash: any other. time-out:
   a limit of time was passed. unbuilt: the model or its plain training fails by itself, or its library is missing.
 - gathered: operators for which activations that the ranks of an axis of the data share out are gathered, so that every
@@ -37,12 +38,23 @@ def page(table: Sequence[Entry], known: Mapping[tuple[str, str], Record]) -> str
     judged = [entry for entry in table if any((entry.name, mesh) in known for mesh in entry.meshes)]
     names = {entry.name for entry in judged}
     known = {key: record for key, record in known.items() if key[0] in names}
-    lines = [HEAD, *totals(judged, known), "", *libraries(judged), ""]
-    lines += [f"| model | library | {' | '.join(MESHES)} | gathered |", "|---|---|" + "---|" * (len(MESHES) + 1)]
-    for entry in judged:
-        cells = [cell(known.get((entry.name, mesh))) for mesh in MESHES]
-        lines.append(f"| {entry.name} | {entry.library} | {' | '.join(cells)} | {operators(entry, known)} |")
+    count = Counter(mesh for _, mesh in known)
+    usual = [mesh for mesh in MESHES if count[mesh] > FEW * len(judged)]
+    seldom = [mesh for mesh in MESHES if 0 < count[mesh] <= FEW * len(judged)]
+    lines = [HEAD, *totals(judged, known), "", *libraries(judged), "", *verdicts(judged, known, usual)]
+    if seldom:
+        some = [entry for entry in judged if any((entry.name, mesh) in known for mesh in seldom)]
+        lines += ["", "Meshes on which few were run:", "", *verdicts(some, known, seldom)]
     return "\n".join([*lines, *reasons(judged, known)]) + "\n"
+
+
+def verdicts(judged: Sequence[Entry], known: Mapping[tuple[str, str], Record], meshes: Sequence[str]) -> list[str]:
+    """A line a model."""
+    lines = [f"| model | library | {' | '.join(meshes)} | gathered |", "|---|---|" + "---|" * (len(meshes) + 1)]
+    for entry in judged:
+        cells = [cell(known.get((entry.name, mesh))) for mesh in meshes]
+        lines.append(f"| {entry.name} | {entry.library} | {' | '.join(cells)} | {operators(entry, known)} |")
+    return lines
 
 
 def totals(judged: Sequence[Entry], known: Mapping[tuple[str, str], Record]) -> list[str]:
@@ -70,12 +82,12 @@ def installed(library: str) -> str:
 
 
 def cell(record: Record | None) -> str:
-    """A verdict, and of what trains the share that a rank stores."""
+    """A verdict; of what is right the share that a rank stores."""
     if record is None:
         return ""
     if record["verdict"] != "right":
         return record["verdict"]
-    return f"right, {record['share']:.0%}{ {EXACT: '', ROUNDED: ' r', SINGLE: ' s', HALF: ''}[record['tolerance']]}"
+    return f"{record['share']:.0%}{ {EXACT: '', ROUNDED: ' r', SINGLE: ' s', HALF: ''}[record['tolerance']]}"
 
 
 def operators(entry: Entry, known: Mapping[tuple[str, str], Record]) -> str:
@@ -85,13 +97,13 @@ def operators(entry: Entry, known: Mapping[tuple[str, str], Record]) -> str:
 
 
 def reasons(judged: Sequence[Entry], known: Mapping[tuple[str, str], Record]) -> list[str]:
-    """Why what is not right is not: a line a reason, with the models and meshes."""
-    found: dict[tuple[str, str], list[str]] = {}
+    """Why what is not right is not: a line a reason, with the models."""
+    found: dict[tuple[str, str], dict[str, None]] = {}
     for entry in judged:
         for mesh in entry.meshes:
             record = known.get((entry.name, mesh))
             if record and record["verdict"] != "right":
                 key = record["verdict"], record["why"].replace("|", "\\|")
-                found.setdefault(key, []).append(f"{entry.name} ({mesh})")
-    rows = [f"| {verdict} | {why} | {', '.join(where)} |" for (verdict, why), where in sorted(found.items())]
+                found.setdefault(key, {})[entry.name] = None
+    rows = [f"| {verdict} | {why} | {', '.join(names)} |" for (verdict, why), names in sorted(found.items())]
     return ["", "## Why not", "", "| verdict | reason | where |", "|---|---|---|", *rows] if rows else []

@@ -35,10 +35,11 @@ def lines(records: Sequence[Record]) -> Iterator[str]:
     ) + "."
     yield "\n## By axis, model and option\n"
     yield "Worst error: of right cases in fp64, the largest difference of two entries over the value's largest entry.\n"
-    yield "| with | cases | right | refused | wrong | crash | worst error |\n|---|---|---|---|---|---|---|"
+    verdicts = [verdict for verdict in VERDICTS if counts[verdict]]
+    yield f"| with | cases | {' | '.join(verdicts)} | worst error |\n|---|---|{'---|' * len(verdicts)}---|"
     names = sorted({name for found in known.values() for name in found}, key=order)
     for name in names:
-        yield row(name, [record for record in records if name in known[record]])
+        yield row(name, [record for record in records if name in known[record]], verdicts)
     yield "\n## By pair of an axis and anything else\n"
     yield "Right cases of all that are not refused; `-` where there is none, `refused` where all are.\n"
     axes = [axis for axis in AXES if axis in names]
@@ -62,12 +63,12 @@ def order(name: str) -> tuple[int, str]:
     return (AXES.index(name), "") if name in AXES else (len(AXES), name)
 
 
-def row(name: str, of: Sequence[Record]) -> str:
+def row(name: str, of: Sequence[Record], verdicts: Sequence[Verdict]) -> str:
     """A line of the first table."""
     counts = Counter(record.outcome.verdict for record in of)
     exact = [r.outcome.error for r in of if r.outcome.verdict == "right" and r.outcome.allowed < 1e-6]
     worst = f"{max(exact):.0e}" if exact else ""
-    return f"| {name} | {len(of)} | {' | '.join(str(counts[verdict]) for verdict in VERDICTS)} | {worst} |"
+    return f"| {name} | {len(of)} | {' | '.join(str(counts[verdict]) for verdict in verdicts)} | {worst} |"
 
 
 def cell(of: Sequence[Record]) -> str:

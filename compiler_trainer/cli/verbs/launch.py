@@ -13,7 +13,6 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from compiler_trainer.cli.table import VERBS, parser
 
 SAVING_S = 600  # that ranks may take to save once they are told to stop; torchrun kills them after 30
-CHATTY = "torch.distributed"  # its launcher logs what the ranks have said
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -37,7 +36,7 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def started(arguments: Sequence[str]) -> int:
     """The exit code of what torchrun's launcher starts."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with a warning
-    logging.getLogger(CHATTY).setLevel(logging.CRITICAL)
+    logging.disable(logging.ERROR)  # torch logs what the ranks have said
     try:
         run.run(run.parse_args(list(arguments)))
     except ChildFailedError as error:

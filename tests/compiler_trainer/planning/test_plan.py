@@ -29,9 +29,12 @@ from compiler_trainer.config.schema import (
 )
 from compiler_trainer.models.subject import subject
 from compiler_trainer.planning import answer, auto, compiled, plan_page
+from compiler_trainer.planning.clusters import cluster_of
 from compiler_trainer.planning.dry import dry_run
+from compiler_trainer.planning.estimate import kept
 from compiler_trainer.planning.mix import mixtures
 from compiler_trainer.planning.plan import by_program
+from compiler_trainer.planning.rank import Rank
 from compiler_trainer.planning.search import all_forms, one, room, search
 from compiler_trainer.planning.sizes import sizes_of
 from compiler_trainer.planning.space import POLICIES, Asked, Candidate, First, Left, candidates, replaced
@@ -114,6 +117,18 @@ def test_float8_is_for_who_allows_it_and_experts_spread():
     assert {c.float8 for c in every(Asked(replaced(cfg, {"passes": {"cast": {"param_dtype": None}}})))} == {False}
     mixture = replace(JOB, model=replace(SMALL, experts=ExpertsConfig(count=4, top_k=2, width=64)))
     assert {c.mesh.ep for c in every(Asked(mixture)) if c.mesh.tp == c.mesh.cp == 1} == {1, 2, 4}
+
+
+def test_rows_that_bounded_experts_are_sent_are_kept_by_each_layer():
+    mesh = MeshConfig(dp_shard=8, ep=4)
+    mixture = replace(JOB, model=replace(SMALL, experts=ExpertsConfig(count=4, top_k=2, width=64)))
+    held = []
+    for dispatch in ("all_gather", "bounded"):
+        cfg = replaced(mixture, {"passes": {"moe": {"dispatch": dispatch}}})
+        rank = Rank(cfg, sizes(cfg), cluster_of(cfg.cluster), mesh, 1, False)
+        held.append(kept(rank, Candidate(mesh, 1, "full"), "full"))
+    tokens, choices, features, others = 2048, 2, 512, 3 / 4
+    assert held[1] - held[0] == 1.25 * others * tokens * choices * features * 2
 
 
 def test_a_setting_sets_what_it_says():

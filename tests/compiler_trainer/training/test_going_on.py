@@ -88,6 +88,14 @@ def test_it_is_told_when_checkpoints_are_taken(fake, tmp_path, capsys, interval,
     assert f"\ncheckpoints {when}, through " in capsys.readouterr().out
 
 
+def test_torchrun_does_not_restart_a_run_that_was_stopped(fake, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    during(monkeypatch, KILLED, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit) as ended:
+        trainer.train(options(tmp_path / "run"))
+    assert ended.value.code == 0
+
+
 def test_a_signal_in_the_last_step_ends_a_run_that_is_done(fake, tmp_path, monkeypatch):
     during(monkeypatch, 6, lambda: os.kill(os.getpid(), signal.SIGTERM))
     trainer.train(options(tmp_path / "run"))

@@ -18,14 +18,16 @@ from torch import Tensor
 
 from passes.autograd.joint import Joint
 from passes.check.simulate import Lockstep
+from passes.check.verify import check_specs
 from passes.context import kernels
 from passes.context.balance import imbalance, pairs_by_rank
-from passes.context.context import METHODS, Call
+from passes.context.call import METHODS, Call
 from passes.context.kernels import Block, merge
 from passes.cost.accounting import count_traffic
 from passes.memory.recompute import saved_bytes
 from passes.program import ir
 from passes.program.mesh import Mesh
+from passes.program.order import PLAIN, ZIGZAG
 from passes.program.shift import shift
 from passes.program.spec import Factor, Spec, shard, unshard
 from passes.program.stages import Stage
@@ -73,10 +75,8 @@ def captured(form: str, heads: str, size: int, ranks: int):
     mask = mask_of(form, size)
     inputs = [random(2, h, size, WIDTH), random(2, g, size, WIDTH), random(2, g, size, WIDTH + (heads == "MQA"))]
     options = {"is_causal": form == "causal", "enable_gqa": h != g, "scale": 0.3}
-    mesh = Mesh.of({"cp": ranks})
-    if form == "causal":
-        mesh = replace(mesh, folded=frozenset({"cp"}))
-    return attention(inputs, mesh, mask, **options)
+    function = attention(inputs, Mesh.of({"cp": ranks}), mask, **options)
+    return replace(function, order=ZIGZAG) if form == "causal" else function
 
 
 def run_case(method: str, form: str, heads: str, size: int, ranks: int):
@@ -217,14 +217,15 @@ def test_a_mask_with_a_gradient_has_it():
 @pytest.mark.parametrize(("method", "cp"), [*zip(METHODS, (2, 2, 2, 4))])
 @pytest.mark.sample(2)
 def test_batch_heads_and_sequence_shard_together(method, cp):
-    mesh = replace(Mesh.of({"dp_shard": 2, "cp": cp, "tp": 2}), folded=frozenset({"cp"}))
+    mesh = Mesh.of({"dp_shard": 2, "cp": cp, "tp": 2})
     q, k = random(3, 8, 11, 4), random(3, 2, 11, 4)
     heads = {8: (Factor(2, ("tp",)), Factor(4)), 2: (Factor(2, ("tp",)),)}
 
     def place(x: Tensor) -> Spec:
         return Spec(((Factor(3, ("dp_shard",)),), heads[x.shape[1]], (Factor(11, ("cp",)),), (Factor(4),)), fill=None)
 
-    report = run(attention([q, k, k + 1], mesh, is_causal=True, enable_gqa=True), place, context=method)
+    function = replace(attention([q, k, k + 1], mesh, is_causal=True, enable_gqa=True), order=ZIGZAG)
+    report = run(function, place, context=method)
     assert any(f"{method} over cp, asked for" in note for note in report.notes)
 
 
@@ -249,7 +250,7 @@ def test_a_ring_of_a_sliding_window_ends_early(method, ranks, steps, size):
 
 # ---- the choice --------------------------------------------------------------------------------------
 
-SEEN = {"causal": True, "folded": True}
+SEEN = {"causal": True, "zigzag": True}
 NEIGHBOURS = frozenset((i, j) for i in range(8) for j in (i, i - 1) if j >= 0)
 CHOICES = [  # heads, heads of keys, queries of a rank, ranks, what is masked -> the cheapest
     (32, 32, 1024, 2, SEEN, "ulysses"),  # queries are no more than keys
@@ -278,16 +279,25 @@ def test_auto_takes_the_cheapest(h, g, length, parts, seen, wanted):
 
 def partitioned(method: str, ranks: int, size: int = 64, dtype: torch.dtype = torch.float32) -> tuple[ir.Program, ir.Context]:
     """Causal attention of 8 heads, 2 of keys, forward and backward, collectives written out."""
-    mesh = replace(Mesh.of({"cp": ranks}), folded=frozenset({"cp"}))
+    mesh = Mesh.of({"cp": ranks})
     inputs = [random(2, 8, size, 8).to(dtype), *(random(2, 2, size, 8).to(dtype) for _ in "kv")]
     function = attention(inputs, mesh, is_causal=True, enable_gqa=True)
     tensors = function.values[1:]
-    placed = {i: sequence(tensors[i]) for i in (0, 1, 2, 3, 4, 5)}
+    placed = {i: sequence(tensors[i]).ordered(ZIGZAG) for i in (0, 1, 2, 3, 4, 5)}
     given = tuple(replace(g, spec=placed.get(i - 1, g.spec)) for i, g in enumerate(function.program.inputs))
     program = replace(function.program, inputs=given, stage=Stage.PLACED)
     for step in (Shard(context=method), Joint(), Expand()):
         program, _ = step(program, function.ctx)
     return program, function.ctx
+
+
+def test_a_value_in_another_order_than_the_batch_is_found():
+    program, _ = partitioned("ring", 2)
+    assert not list(check_specs(program))
+    node = next(n for n in program.calls() if (spec := ir.spec(n)) and "cp" in spec.sharded)
+    ir.set_spec(node, ir.spec(node).ordered(PLAIN))
+    ((found, message),) = check_specs(program)
+    assert found is node and message.endswith("is in another order over cp than the batch")
 
 
 @pytest.mark.parametrize(("method", "ranks"), [*itertools.product(METHODS[:3], (2, 4)), ("hybrid", 4), ("hybrid", 8)])
@@ -404,19 +414,17 @@ def test_remat_takes_a_ring_as_one_operator():
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_head_and_tail_share_causal_work_evenly(ranks):
-    runs = Mesh.of({"cp": ranks})
-    folded = replace(runs, folded=frozenset({"cp"}))
-    causal = torch.arange(4096)[None] + 1
-    assert imbalance([causal], folded) < 1.01
-    assert imbalance([causal], runs) == pytest.approx((2 * ranks - 1) / ranks, rel=0.01)  # the last rank's
+    mesh, causal = Mesh.of({"cp": ranks}), torch.arange(4096)[None] + 1
+    assert imbalance([causal], mesh, ZIGZAG) < 1.01
+    assert imbalance([causal], mesh, PLAIN) == pytest.approx((2 * ranks - 1) / ranks, rel=0.01)  # the last rank's
 
 
 def test_work_within_documents_is_that_of_a_mask():
     """Pairs counted from positions, rank by rank, are the entries of the mask that each rank's queries have."""
-    size, mesh = 37, replace(Mesh.of({"cp": 4}), folded=frozenset({"cp"}))
+    size, mesh = 37, Mesh.of({"cp": 4})
     ids = documents(size)
     position = torch.stack([torch.arange(size) - torch.searchsorted(row, row) for row in ids])
     mask = mask_of("document", size).sum((1, 3))  # keys seen, by row and query
-    spec = sharded(mask.shape, 1, "cp", 0)
+    spec = sharded(mask.shape, 1, "cp", 0).ordered(ZIGZAG)
     by_rank = [shard(mask, spec, mesh, place).sum() for place in mesh]
-    assert pairs_by_rank(position + 1, mesh).tolist() == torch.stack(by_rank).tolist()
+    assert pairs_by_rank(position + 1, mesh, ZIGZAG).tolist() == torch.stack(by_rank).tolist()

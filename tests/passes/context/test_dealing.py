@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from attention_cases import shuffled
@@ -13,14 +11,16 @@ from packed_models import SIZE, batches, loss_of, packed
 from passes.context.balance import deal, imbalance, work_of_blocks
 from passes.program.layout import entries, locate, to_natural_order, to_rank_order
 from passes.program.mesh import BLOCKS, Mesh
+from passes.program.order import Order
 from passes.program.spec import Factor, Spec, shard, unshard
 
 
 @pytest.mark.parametrize(("ranks", "each"), [(2, 1), (2, 5), (3, 4), (4, 3), (8, 8)])
 def test_all_functions_of_a_layout_agree(ranks, each):
     """Entries, where they are looked up, what the host cuts, and both orders of a gathered dim, for one table."""
-    mesh, factor, full = shuffled(ranks, each), Factor(SIZE, ("cp",)), torch.arange(SIZE) + 100
-    spec, table = Spec(((factor,),), fill=0.0), torch.tensor(mesh.table)
+    mesh, order, full = Mesh.of({"cp": ranks}), shuffled(ranks, each), torch.arange(SIZE) + 100
+    factor, table = Factor(SIZE, ("cp",), order=order), torch.tensor(order.table)
+    spec = Spec(((factor,),), fill=0.0)
     locals_ = [shard(full, spec, mesh, place) for place in mesh]
     assert torch.equal(torch.cat(locals_), to_rank_order(full, 0, ranks, table))
     assert torch.equal(to_natural_order(torch.cat(locals_), 0, ranks, SIZE, table), full)
@@ -53,7 +53,7 @@ def test_documents_of_any_length_are_dealt_evenly(ranks):
         table = deal(work_of_blocks([seen], 16 * ranks), ranks)
         assert sorted(block for row in table for block in row) == list(range(16 * ranks))
         assert {len(row) for row in table} == {16} and all(row == tuple(sorted(row)) for row in table)
-        assert imbalance([seen], replace(Mesh.of({"cp": ranks}), table=table)) < 1.1
+        assert imbalance([seen], Mesh.of({"cp": ranks}), Order(table=table)) < 1.1
 
 
 @pytest.mark.parametrize(("mesh", "passes", "options"), [
@@ -77,7 +77,7 @@ def test_a_model_trains_as_on_one_device(mesh, passes, options, causal):
     assert_same(step.state_dict(), state, 1e-10)
     balance = step.balance()
     assert balance == {} if causal else balance["cp_imbalance"] <= balance["cp_imbalance_head_tail"]
-    assert step.mesh.chunks("cp") == 2 * -(-SIZE // (6 * mesh["cp"]))
+    assert step.train[next(iter(step.train))].program.order.chunks == 2 * -(-SIZE // (6 * mesh["cp"]))
 
 
 @pytest.mark.parametrize("learned", [False, True])
@@ -88,7 +88,7 @@ def test_rows_have_tables_of_their_own_unless_ranks_exchange_among_rows(learned)
     step = trained_alike(model, loss_of, batches(), mesh, NO_DECAY, passes=passes)
     (table,) = (i for i in step.train["step"].program.inputs if i.name == BLOCKS)
     assert table.spec.varying == (() if learned else ("dp_shard",))
-    tables = [step.dealt[0].mesh(rank).table for rank in range(4)]
+    tables = [step.dealt[0].order(rank).table for rank in range(4)]
     assert tables[0] == tables[1] and tables[2] == tables[3]
     assert (tables[0] == tables[2]) == learned
 

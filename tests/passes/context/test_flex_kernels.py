@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from passes.context import flex
+from passes.context import flex, operators
 from passes.context.intervals import why_no_kernel
 from passes.program.attend import attend, attend_backward
 from passes.program.torch_private import inductor_decompositions
@@ -152,7 +152,7 @@ def test_the_graph_has_the_operator_and_no_mask():
         q, k, v, gradient = (torch.empty(2, n, SIZE, 16, dtype=torch.bfloat16) for n in (4, 2, 2, 4))
         bounds = [torch.empty(2, SIZE, dtype=torch.int64) for _ in range(2)]
         runs = torch.empty(2, dtype=torch.int64)
-        module = make_fx(both, inductor_decompositions() | flex.DECOMPOSITIONS)(q, k, v, gradient, *bounds, runs)
+        module = make_fx(both, inductor_decompositions() | operators.compiled_for("cuda"))(q, k, v, gradient, *bounds, runs)
     called = [str(node.target) for node in module.graph.nodes if node.op == "call_function"]
     assert called.count("flex_attention") == called.count("flex_attention_backward") == 1
     assert not [name for name in called if name.startswith("ct.")]

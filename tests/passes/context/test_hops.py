@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -15,12 +14,13 @@ from passes.check import simulate
 from passes.context.balance import hops_of, ranks_that_meet
 from passes.lower.cudagraphs import breaks
 from passes.program.mesh import Mesh
+from passes.program.order import PLAIN, ZIGZAG
 from passes.program.shift import hops_at, shift_by
 
 SHORT = torch.arange(21)[None].expand(4, 21) // 4  # documents of four tokens
 LAYOUTS = {
-    "none": Mesh.of({"cp": 4}),
-    "head_tail": replace(Mesh.of({"cp": 4}), folded=frozenset({"cp"})),
+    "none": PLAIN,
+    "head_tail": ZIGZAG,
     "blocks": shuffled(4, 3),
 }
 
@@ -28,12 +28,12 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_who_meets_whom_is_what_a_mask_says(layout):
     """Bounds of any length, with queries that see nothing, in a sequence that nothing divides."""
-    mesh, generator = LAYOUTS[layout], torch.Generator().manual_seed(5)
+    order, generator = LAYOUTS[layout], torch.Generator().manual_seed(5)
     size, (i, j) = 37, grids(37)
     owner = torch.zeros(size, dtype=torch.int64)
     for rank in range(4):
-        for number in mesh.held("cp", rank):
-            length = -(-size // (4 * mesh.chunks("cp")))
+        for number in order.held(rank, 4):
+            length = -(-size // (4 * order.chunks))
             owner[number * length : (number + 1) * length] = rank
     for _ in range(20):
         first = torch.randint(0, size, (2, size), generator=generator)
@@ -41,7 +41,7 @@ def test_who_meets_whom_is_what_a_mask_says(layout):
         sees = ((j >= first[:, :, None]) & (j < last[:, :, None])).any(0)
         wanted = torch.zeros(4, 4, dtype=torch.bool)
         wanted[owner[i.expand(size, size)[sees]], owner[j.expand(size, size)[sees]]] = True
-        assert torch.equal(ranks_that_meet(first, last, mesh), wanted)
+        assert torch.equal(ranks_that_meet(first, last, Mesh.of({"cp": 4}), order), wanted)
 
 
 def test_hops_go_from_one_needed_step_to_the_next_and_home():

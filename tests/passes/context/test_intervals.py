@@ -34,13 +34,14 @@ from torch import Tensor, fx, nn
 from compiler_trainer.capture.capture import capture as capture_model
 from compiler_trainer.config.errors import UserError
 from passes.context import flex, visible
-from passes.context.context import METHODS
+from passes.context.call import METHODS
 from passes.context.intervals import Intervals
 from passes.context.lay_out import bounds_of as bounds_program
 from passes.context.visible import ROWS, calls, pieces
 from passes.program import ir
 from passes.program.attend import attend, attend_backward, evaluate, interval_attention
 from passes.program.mesh import Mesh
+from passes.program.order import PLAIN, ZIGZAG
 from passes.program.spec import Spec
 
 
@@ -107,14 +108,14 @@ def by_interval(function: Function) -> Function:
 
 
 LAYOUTS = {
-    "none": lambda ranks: Mesh.of({"cp": ranks}),
-    "head_tail": lambda ranks: replace(Mesh.of({"cp": ranks}), folded=frozenset({"cp"})),
+    "none": lambda ranks: PLAIN,
+    "head_tail": lambda ranks: ZIGZAG,
     "blocks": lambda ranks: shuffled(ranks, 3),
 }
 
 
 def run_case(method: str, form: str, heads: str, size: int, ranks: int, layout: str) -> ir.Report:
-    function = on(LAYOUTS[layout](ranks), captured(form, heads, size))
+    function = on(Mesh.of({"cp": ranks}), captured(form, heads, size), LAYOUTS[layout](ranks))
     tensors = function.values[1:]
     placed = {i: sequence(tensors[i]) for i in (0, 1, 2, 4, 5, 6)}
     placed[3] = Spec.whole(tuple(tensors[3].shape)) if form == "prefix" else along_last(tensors[3])

@@ -12,6 +12,8 @@ from small_programs import Small, cut
 from torch import fx
 
 from passes.program import boundary, ir
+from passes.program.mesh import Mesh
+from passes.program.order import ZIGZAG
 from passes.program.printer import format_constant, format_dtype, format_node, format_operand, op_name, print_program
 from passes.program.torch_private import c10d
 
@@ -121,7 +123,9 @@ return %add
 """
 
 
-def test_a_folded_axis_is_said():
+def test_the_order_of_a_sequence_is_said():
     _, program = linear_program()
-    folded = replace(program, mesh=replace(program.mesh, folded=frozenset({"dp_shard"})))
-    assert print_program(folded).startswith("# mesh: dp_shard=2 (head and tail)\n")
+    first, *rest = program.inputs
+    inputs = (replace(first, spec=first.spec.ordered(ZIGZAG)), *rest)
+    zigzag = replace(program, mesh=Mesh.of({"dp_shard": 2, "cp": 2}), inputs=inputs)
+    assert print_program(zigzag).startswith("# mesh: dp_shard=2 cp=2 (head and tail) ")

@@ -15,6 +15,7 @@ from small_programs import cut
 
 from passes.program import layout
 from passes.program.mesh import Mesh
+from passes.program.order import PLAIN, ZIGZAG
 from passes.program.spec import Factor, Spec, boxes, shard, unshard, validate
 
 AXES = ("dp_shard", "cp", "tp")
@@ -24,7 +25,7 @@ AXES = ("dp_shard", "cp", "tp")
 def placements(draw, states=("same", "varying", "sum")):
     """A mesh of up to three axes, and a spec of up to three dims, some of several factors; sizes need not divide."""
     mesh = Mesh.of({axis: draw(st.integers(1, 3)) for axis in AXES})
-    mesh = replace(mesh, folded=frozenset({"cp"} & set(mesh.axes)) if draw(st.booleans()) else frozenset())
+    order = ZIGZAG if draw(st.booleans()) else PLAIN
     dims = [[draw(st.integers(1, 5)) for _ in range(draw(st.integers(0, 2)))] for _ in range(draw(st.integers(0, 3)))]
     slots = [(d, f) for d, sizes in enumerate(dims) for f in range(len(sizes))]
     axes = mesh.flatten(mesh.axes) if draw(st.booleans()) else mesh.axes
@@ -34,17 +35,18 @@ def placements(draw, states=("same", "varying", "sum")):
                           for f, size in enumerate(sizes)) for d, sizes in enumerate(dims))
     partial = tuple((axis, state) for axis, state in rest.items() if state in ("sum", "max"))
     varying = tuple(axis for axis, state in rest.items() if state == "varying")
-    return mesh, Spec(factors, partial, varying, fill=draw(st.sampled_from([0.0, -1.0])))
+    return mesh, Spec(factors, partial, varying, fill=draw(st.sampled_from([0.0, -1.0]))).ordered(order)
 
 
-def owner(index: int, size: int, axes: tuple[str, ...], mesh: Mesh) -> tuple[dict[str, int], int]:
+def owner(index: int, factor: Factor, mesh: Mesh) -> tuple[dict[str, int], int]:
     """The coordinates that own an entry of a factor and where it lies there: `ceil(n / p)` a rank, axis by axis.
 
-    On a folded axis rank r owns `ceil(n / 2p)` entries at r and as many at 2p - 1 - r.
+    Over `cp`, in a zigzag, rank r owns `ceil(n / 2p)` entries at r and as many at 2p - 1 - r.
     """
     place: dict[str, int] = {}
-    for axis in axes:
-        if axis in mesh.folded:
+    size = factor.size
+    for axis in factor.axes:
+        if axis == "cp" and factor.order.zigzag:
             chunk = math.ceil(size / (2 * mesh[axis]))
             number, index = divmod(index, chunk)
             is_tail = number >= mesh[axis]
@@ -64,7 +66,7 @@ def owner_of_entry(entry: tuple[int, ...], spec: Spec, mesh: Mesh) -> tuple[dict
         at = 0
         indices = [i // math.prod(f.size for f in dim[k + 1:]) % f.size for k, f in enumerate(dim)]
         for index, factor in zip(indices, dim, strict=True):
-            mine, inner = owner(index, factor.size, factor.axes, mesh)
+            mine, inner = owner(index, factor, mesh)
             place |= mine
             at = at * factor.local(mesh) + inner
         local.append(at)
@@ -145,18 +147,18 @@ def test_a_factor_is_padded_if_and_only_if_its_shards_hold_more_than_it(placemen
     (5, [[0, 1, -1, -1], [2, 3, 4, -1]]),
     (1, [[0, -1], [-1, -1]]),
 ])
-def test_a_folded_axis_gives_each_rank_head_and_tail(size, held):
-    mesh = replace(Mesh.of({"cp": 2}), folded=frozenset({"cp"}))
-    spec = Spec(((Factor(size, ("cp",)),),), fill=-1)
+def test_a_zigzag_gives_each_rank_head_and_tail(size, held):
+    mesh, factor = Mesh.of({"cp": 2}), Factor(size, ("cp",), order=ZIGZAG)
+    spec = Spec(((factor,),), fill=-1)
     full = torch.arange(size)
     locals_by_rank = [shard(full, spec, mesh, place) for place in mesh]
     assert [x.tolist() for x in locals_by_rank] == held
     assert torch.equal(unshard(locals_by_rank, spec, mesh), full)
     for place, local in zip(mesh, locals_by_rank):
         at = {axis: torch.tensor(p) for axis, p in place.items()}
-        index, valid = layout.entries(Factor(size, ("cp",)), mesh, at, full.device)
+        index, valid = layout.entries(factor, mesh, at, full.device)
         assert torch.equal(torch.where(valid, index, -1), local)
-        where, mine = layout.locate(full, Factor(size, ("cp",)), mesh, at)
+        where, mine = layout.locate(full, factor, mesh, at)
         assert torch.equal(local[where][mine], full[mine]) and int(mine.sum()) == int((local >= 0).sum())
     ranks = layout.to_rank_order(full + 1, 0, 2) - 1
     assert torch.equal(ranks, torch.cat(locals_by_rank))

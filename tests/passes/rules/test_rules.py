@@ -12,6 +12,7 @@ from sweeps import in_turn
 
 from passes.program import ir
 from passes.program.mesh import Mesh
+from passes.program.order import ZIGZAG
 from passes.program.spec import Factor, Spec
 from passes.rules import RULES
 
@@ -58,25 +59,25 @@ def test_single_dim_on_2_3_and_4_ranks(name: str):
     check_single_dims(name, every_run=True)
 
 
-def check_on_folded_axis(name: str) -> None:
+def check_in_a_zigzag(name: str) -> None:
     """Each dim of each operand in turn, on ranks that hold its head and tail chunks."""
     fn, tensors = CASES[name][0]
     for ranks, fill in ((2, None), (3, 0.0)):
-        function = capture(fn, tensors, replace(Mesh.of({"tp": ranks}), folded=frozenset({"tp"})))
+        function = replace(capture(fn, tensors, Mesh.of({"cp": ranks})), order=ZIGZAG)
         for i, dim in placements(tensors):
-            check(function, {i: sharded(tensors[i].shape, dim, fill=fill)})
+            check(function, {i: sharded(tensors[i].shape, dim, "cp", fill)})
 
 
 @pytest.mark.parametrize("name", ("cat", "cumsum", "gather", "layer_norm", "linear", "scaled_dot_product_attention", "slice", "view"))
 @pytest.mark.sample(2)
-def test_on_a_folded_axis(name: str):
-    check_on_folded_axis(name)
+def test_in_a_zigzag(name: str):
+    check_in_a_zigzag(name)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", sorted(CASES))
-def test_every_rule_on_a_folded_axis(name: str):
-    check_on_folded_axis(name)
+def test_every_rule_in_a_zigzag(name: str):
+    check_in_a_zigzag(name)
 
 
 PAIRS = ("add", "addcmul", "bmm", "cat", "embedding", "gather", "linear", "matmul", "mm", "mul", "scaled_dot_product_attention",
@@ -103,13 +104,13 @@ def check_over_two_axes(name: str, every: int) -> None:
     Of all these placements, in order, each one that `every` divides.
     """
     fn, tensors = CASES[name][0]
-    mesh = replace(Mesh.of({"dp_shard": 2, "cp": 2}), folded=frozenset({"cp"}))
+    mesh = Mesh.of({"dp_shard": 2, "cp": 2})
     first = Spec.whole(tuple(tensors[0].shape))
     stored = [b for b, n in enumerate(tensors[1].shape) if n > 1]
     cuts = [{}, *({axis: d} for axis in ("fsdp", "dp_shard", "cp") for d in range(len(first.dims))),
             *({"dp_shard": a, "cp": b} for a, b in itertools.product(range(len(first.dims)), repeat=2))]
     for weights in ((1,), (0, 1)):
-        function = capture(fn, tensors, mesh, weights)
+        function = replace(capture(fn, tensors, mesh, weights), order=ZIGZAG)
         for cut, b in list(itertools.product(cuts, stored))[::every]:
             dims = tuple((replace(f, axes=tuple(a for a in cut if cut[a] == d)),) for d, (f,) in enumerate(first.dims))
             check(function, {0: replace(first, dims=dims, fill=None), 1: sharded(tensors[1].shape, b, "fsdp")})

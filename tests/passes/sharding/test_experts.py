@@ -15,6 +15,7 @@ from torch import nn
 
 from passes.program import boundary, ir, routed
 from passes.program.mesh import Mesh
+from passes.program.order import ZIGZAG
 from passes.program.spec import Factor, Spec
 from passes.rules import rule_of
 from passes.sharding.propagate import _Sweep
@@ -69,8 +70,7 @@ def test_each_dim_of_each_operand_sharded(axis, ranks):
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(s, generator=generator, dtype=torch.float64) for s in ((7, 3), (14,), (4, 3, 5), (4, 5))]
     tensors.append(torch.randint(0, 4, (14,), generator=generator))
-    mesh = Mesh(Mesh.of({axis: ranks}).sizes, frozenset({axis} & {"cp"}))
-    function = capture(layer, tensors, mesh, weights=(2, 3))
+    function = replace(capture(layer, tensors, Mesh.of({axis: ranks}), weights=(2, 3)), order=ZIGZAG)
     for i, tensor in enumerate(tensors):
         for dim in range(tensor.dim()):
             check(function, {i: sharded(tensor.shape, dim, axis, fill=None)})

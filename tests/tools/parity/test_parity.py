@@ -160,7 +160,7 @@ def test_the_page_counts_cases_pairs_gaps_and_reasons():
         record("reader mesh.cp=3 optim.name=muon", "refused", why="a: %c is 4.5"),
     ]))  # fmt: skip
     assert "4 cases, 0 minutes of one process: 1 right, 2 refused, 1 wrong, 0 crash." in text
-    assert "| tp | 2 | 1 | 0 | 1 | 0 | 3e-15 |" in text
+    assert "| tp | 2 | 1 | 0 | 1 | 3e-15 |" in text
     assert "| cp |  | **0 of 1** |" in text and "| muon | refused | - |" in text
     assert "- cp: tp (1), muon (2), plain (3), sgd" in text and "- tp: muon" in text
     assert "| 2 | a: %b_1 is 3 | `reader mesh.cp=2 optim.name=muon` |" in text

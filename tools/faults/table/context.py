@@ -81,9 +81,9 @@ FAULTS = (
     Fault(
         "interval_tails_forward",
         "passes/program/layout.py",
-        "torch.stack([place, 2 * parts - 1 - place] if folded else [place], 1) * chunk",
-        "torch.stack([place, parts + place] if folded else [place], 1) * chunk",
-        "Tails of a folded sequence are taken to lie in rising order.",
+        "torch.stack([place, 2 * parts - 1 - place] if zigzag else [place], 1) * chunk",
+        "torch.stack([place, parts + place] if zigzag else [place], 1) * chunk",
+        "Tails of a zigzag are taken to lie in rising order.",
     ),
     Fault(
         "interval_ends_early",
@@ -136,26 +136,62 @@ FAULTS = (
         "needed = sorted({0, *((j // inner - i // inner) % places for i, j in meet.nonzero().tolist())})",
         "A ring skips steps that it would not need the other way round.",
     ),
-    # context.py
+    # sdpa.py, call.py
     Fault(
         "gathered_mask_strict",
-        "passes/context/context.py",
+        "passes/context/sdpa.py",
         "return index[:, None] >= torch.arange(factor.size, device=device)",
         "return index[:, None] > torch.arange(factor.size, device=device)",
         "Under gathered attention no query sees its own key.",
     ),
     Fault(
         "steps_the_other_way",
-        "passes/context/context.py",
+        "passes/context/call.py",
         "(i // inner - j // inner) % parts for i, j in self.pairs",
         "(j // inner - i // inner) % parts for i, j in self.pairs",
         "The steps left out of a ring are those of the other way round.",
     ),
     Fault(
         "steps_of_first_pair",
-        "passes/context/context.py",
+        "passes/context/call.py",
         "return tuple(sorted({0, *apart}))",
         "return (0, *sorted(apart)[:1])",
         "A ring stops after the first step at which anything is seen.",
+    ),
+    # rules: sdpa.py, attention.py, interval.py
+    Fault(
+        "heads_minor_first",
+        "passes/context/sdpa.py",
+        'heads: Names = ("g", "r") if rank',
+        'heads: Names = ("r", "g") if rank',
+        "Query heads are taken to repeat in turn, not in groups.",
+    ),
+    Fault(
+        "interval_heads_minor_first",
+        "passes/context/attention.py",
+        'heads: Names = ("g", "r") if h',
+        'heads: Names = ("r", "g") if h',
+        "Query heads of attention by interval are taken to repeat in turn, not in groups.",
+    ),
+    Fault(
+        "interval_padding_sees",
+        "passes/context/interval.py",
+        ", safe={3: 0.0, 4: 0.0})",
+        ")",
+        "Queries that are padding see keys, as their bounds are of any content.",
+    ),
+    Fault(
+        "heads_repeated_in_turn",
+        "passes/context/attention.py",
+        "return x.unsqueeze(-3).expand(*lead, heads, groups, rows, width)",
+        "return x.unsqueeze(-4).expand(*lead, groups, heads, rows, width)",
+        "Key heads are repeated in turn, not in groups.",
+    ),
+    Fault(
+        "blind_rows_see_all",
+        "passes/context/sdpa.py",
+        "return drop(torch.where(mask, weights, 0.0), dropout_p) @ v",
+        "return drop(weights, dropout_p) @ v",
+        "A row that may see nothing sees all keys alike where attention drops out.",
     ),
 )

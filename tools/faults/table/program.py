@@ -92,7 +92,7 @@ FAULTS = (
         "            index = chunk * half + index",
         "            chunk = torch.where(tail, 2 * mesh[axis] - 2 - place, place)\n"
         "            index = chunk * half + index",
-        "The tail of a folded axis is taken for the chunk before it.",
+        "The tail of a zigzag is taken for the chunk before it.",
     ),
     Fault(
         "entries_end_is_valid",
@@ -113,14 +113,14 @@ FAULTS = (
         "passes/program/layout.py",
         "return torch.stack([heads, tails.flip(dim)], dim + 1).flatten(dim, dim + 2)",
         "return torch.stack([heads, tails], dim + 1).flatten(dim, dim + 2)",
-        "Ranks of a folded axis get their tails in rising order.",
+        "Ranks of a zigzag get their tails in rising order.",
     ),
     Fault(
         "natural_order_tails_forward",
         "passes/program/layout.py",
         "return torch.stack([heads, tails.flip(dim)], dim).flatten(dim, dim + 2).narrow(dim, 0, size)",
         "return torch.stack([heads, tails], dim).flatten(dim, dim + 2).narrow(dim, 0, size)",
-        "Tails gathered over a folded axis stay in the ranks' order.",
+        "Tails gathered of a zigzag stay in the ranks' order.",
     ),
     Fault(
         "entries_of_the_first_rank",
@@ -136,10 +136,10 @@ FAULTS = (
         "order = table.flatten()",
         "Blocks are gathered into the order that the table has, not into the inverse.",
     ),
-    # mesh.py
+    # order.py
     Fault(
         "table_of_the_rank_before",
-        "passes/program/mesh.py",
+        "passes/program/order.py",
         "return self.table[place]",
         "return self.table[place - 1]",
         "Ranks are fed the blocks of another than the program takes them to have.",
@@ -170,14 +170,14 @@ FAULTS = (
     Fault(
         "share_rounds_down",
         "passes/program/spec.py",
-        "return -(-size // pieces(axis, mesh)) * mesh.chunks(axis)",
-        "return size // pieces(axis, mesh) * mesh.chunks(axis)",
+        "return -(-size // self.pieces(axis, mesh)) * self.order_over(axis).chunks",
+        "return size // self.pieces(axis, mesh) * self.order_over(axis).chunks",
         "Shards of an uneven dim lack its last entries.",
     ),
     Fault(
         "padded_ignores_folds",
         "passes/program/spec.py",
-        "return any(size % pieces(axis, mesh) for axis, size in self.shards(mesh))",
+        "return any(size % self.pieces(axis, mesh) for axis, size in self.shards(mesh))",
         "return any(size % mesh[axis] for axis, size in self.shards(mesh))",
         "A dim that divides by the ranks but not by their chunks seems to have no padding.",
     ),

@@ -237,28 +237,6 @@ FAULTS = (
         '{"n": "max"},',
         "The losses of the ranks are joined by their maximum.",
     ),
-    # attention.py
-    Fault(
-        "heads_minor_first",
-        "passes/rules/attention.py",
-        'heads: Names = ("g", "r") if rank',
-        'heads: Names = ("r", "g") if rank',
-        "Query heads are taken to repeat in turn, not in groups.",
-    ),
-    Fault(
-        "interval_heads_minor_first",
-        "passes/rules/attention.py",
-        'heads: Names = ("g", "r") if h',
-        'heads: Names = ("r", "g") if h',
-        "Query heads of attention by interval are taken to repeat in turn, not in groups.",
-    ),
-    Fault(
-        "interval_padding_sees",
-        "passes/rules/attention.py",
-        "safe={3: 0.0, 4: 0.0},",
-        "",
-        "Queries that are padding see keys, as their bounds are of any content.",
-    ),
     # routed.py
     Fault(
         "padding_goes_to_an_expert",

@@ -245,13 +245,6 @@ FAULTS = (
         "Label smoothing gives each class the share of all.",
     ),
     Fault(
-        "heads_repeated_in_turn",
-        "passes/sharding/normalize.py",
-        "return x.unsqueeze(-3).expand(*lead, heads, groups, rows, width)",
-        "return x.unsqueeze(-4).expand(*lead, groups, heads, rows, width)",
-        "Key heads are repeated in turn, not in groups.",
-    ),
-    Fault(
         "one_site",
         "passes/sharding/normalize.py",
         "(*node.args[:2], seed, site)",
@@ -361,13 +354,6 @@ FAULTS = (
         "drawn(x, seed, -2 - site)",
         "drawn(x, seed, site)",
         "Both numbers that make a normal one are the same.",
-    ),
-    Fault(
-        "blind_rows_see_all",
-        "passes/sharding/draws.py",
-        "return dropout(torch.where(mask, weights, 0.0), dropout_p, seed, site) @ v",
-        "return dropout(weights, dropout_p, seed, site) @ v",
-        "A row that may see nothing sees all keys alike where attention drops out.",
     ),
     # infer.py
     Fault(

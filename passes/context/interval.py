@@ -1,0 +1,87 @@
+"""`ct::interval_attention`, in which each query sees an interval of keys: its record."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+from functools import partial
+
+from torch import fx
+
+from passes.context import attention, flex, visible  # noqa: F401, the kernel of the CPU
+from passes.context.attention import AttentionOp, Kernel, Nodes, Specs, attention_rule
+from passes.context.balance import ranks_that_meet
+from passes.context.call import Call
+from passes.context.context import gather, gather_as_held, ring_attention, starts_of
+from passes.program.attend import attend, attend_backward, interval_attention
+from passes.program.builder import Builder
+from passes.program.constants import constant
+from passes.program.mesh import HOPS
+from passes.rules.base import Rule, tensor_operands
+
+
+def rule(node: fx.Node) -> Rule:
+    """first[b, s], last[b, s] beside queries, keys and values; terms of a score function have the dims of scores.
+
+    Each of them or one, but for keys.
+    """
+    terms = len(tensor_operands(node)) - 5
+    return attention_rule(node, "bs", "bs", *["bhs1"] * terms, safe={3: 0.0, 4: 0.0})
+
+
+def local(builder: Builder, node: fx.Node, operands: Nodes, runs: fx.Node | None) -> fx.Node:
+    """Attention of queries with their bounds, and keys where `runs` say."""
+    q, k, v, first, last, *terms = operands
+    found = builder.call(attend, (q, k, v, first, last, runs, terms, *node.args[-2:]))
+    return builder.call(operator.getitem, (found, 0))
+
+
+def gathered(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, runs: fx.Node | None) -> fx.Node:
+    """Keys and values gathered, as ranks hold them if it is known where they lie."""
+    q, k, v, *rows = operands
+    together = gather if runs is None else gather_as_held
+    return local(builder, node, [q, *map(partial(together, builder), (k, v), specs[1:3]), *rows], runs)
+
+
+def around(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, call: Call, method: str) -> fx.Node:
+    """A ring: bounds stay with their queries, keys come with the positions that they have."""
+    scale, score = node.args[-2:]
+    inner = call.exchanging(method)
+    row = builder.row_of_hops(bounds(node), inner) if call.pairs is None else None
+    given = [*operands, starts_of(builder, specs[1], inner), *([] if row is None else [builder.places[HOPS]])]
+    return ring_attention(builder, given, specs, scale, call, method, score, row)  # type: ignore[arg-type]
+
+
+def call_of(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs) -> Call:
+    """The call as its rank sees it, with the ranks that meet if its bounds are those of every batch."""
+    call, (first, last) = attention.call_of(builder, node, operands, specs), map(constant, bounds(node))
+    pairs = None
+    if first is not None and last is not None and not call.dealt:
+        meet = ranks_that_meet(first, last, builder.mesh, specs[1].order)
+        pairs = frozenset((i, j) for i, j in meet.nonzero().tolist())
+    return replace(call, pairs=pairs, dealt=False)
+
+
+def bounds(node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """First and last of the keys that queries of a call see."""
+    first, last = node.args[3:5]
+    return first, last  # type: ignore[return-value]
+
+
+RECORD = AttentionOp(
+    interval_attention,
+    rule,
+    local,
+    kernels=(
+        Kernel(
+            attend,
+            attend_backward,
+            compiled={"cuda": (flex.forward, flex.backward)},
+            on_host="reads its bounds on the host where it is not compiled; use lower.backend=inductor",
+        ),
+    ),
+    bounds=bounds,
+    call=call_of,
+    gathered=gathered,
+    ring=around,
+)

@@ -1,0 +1,212 @@
+"""`scaled_dot_product_attention`, as PyTorch has it: its record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from passes.context import attention
+from passes.context.attention import CONTEXT, AttentionOp, Kernel, Nodes, Specs, dims_of, repeat_heads
+from passes.context.call import Call, Pairs
+from passes.context.context import gather, ring_attention
+from passes.context.kernels import padded, scale_of
+from passes.program import ir
+from passes.program.builder import Builder
+from passes.program.constants import constant
+from passes.program.layout import entries, to_rank_order
+from passes.program.spec import Factor
+from passes.rules.base import Names, Rule, bind_sizes, result_shapes, tensor_operands
+
+aten = torch.ops.aten
+SDPA = aten.scaled_dot_product_attention.default
+NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """What a call is given, by name; defaults are left out."""
+    return dict(zip(NAMES, node.args)) | node.kwargs
+
+
+def is_causal(node: fx.Node) -> bool:
+    """Whether the call hides keys beyond a query's own."""
+    return bool(arguments(node).get("is_causal", False))
+
+
+# ---- how it is written ------------------------------------------------------------------------------
+
+
+def scaled_dot_product_attention(node: fx.Node) -> Rule:
+    """q[..., (g r), s, e], k[..., g, s, e], v[..., g, s, f], mask -> [..., (g r), s, f]; r > 1 under GQA.
+
+    Where keys are not as many as queries, they are whole, and queries free unless a causal mask numbers them.
+    """
+    q, k, v, *masks = tensor_operands(node)
+    shapes = [tuple(ir.example(n).shape) for n in (q, k, v)]
+    rank = len(shapes[0])
+    lead = tuple((f"b{i}",) if n != 1 else () for i, n in enumerate(shapes[0][: rank - 3]))
+    heads: Names = ("g", "r") if rank >= 4 and shapes[0][-3] != shapes[1][-3] else ("g",)
+    itself = rank == 4 and shapes[0][-2] == shapes[1][-2]
+    query, key = ("s", "s") if itself else ("q", "k")
+    q_dims = (*lead, *([heads] if rank >= 3 else []), (query,), ("e",))
+    k_dims = (*lead, *([("g",)] if rank >= 3 else []), (key,), ("e",))
+    v_dims = (*k_dims[:-1], ("f",))
+    out_dims = (*q_dims[:-1], ("f",))
+    sizes = bind_sizes([q_dims, k_dims, v_dims], [[n for n in s] for s in shapes]) | {"k": shapes[1][-2]}
+    masks_dims = [dims_of(mask, (*q_dims[:-1], ("k",))) for mask in masks]
+    assert result_shapes(node)[0][-1] == sizes["f"]
+    numbered = {query} if arguments(node).get("dropout_p") or (is_causal(node) and not itself) else set()
+    return Rule(
+        (q_dims, k_dims, v_dims, *masks_dims),
+        (out_dims,),
+        sizes,
+        whole=frozenset({"k", "e", "f"} | numbered),
+        only={query: CONTEXT},
+    )
+
+
+def attention_of_four(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *rest, **options) -> Tensor:
+    """Attention over q[n, h, s, e]: leading dims that are missing are of size one, those that are too many are one."""
+    lead = q.shape[:-3]
+
+    def four(x: Tensor) -> Tensor:
+        return x.expand(*lead, *x.shape[-3:]).flatten(0, -4) if lead else x.view(*[1] * (4 - x.dim()), *x.shape)
+
+    mask = mask if mask is None or mask.dim() < 4 else four(mask)
+    out = F.scaled_dot_product_attention(four(q), four(k), four(v), mask, *rest, **options)
+    return out.view(*q.shape[:-1], v.shape[-1])
+
+
+def dropping(
+    drop: Callable[[Tensor, float], Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention written out, q[..., t, d] over k[..., s, d]: its weights drop out; a row that sees nothing is zero."""
+    if enable_gqa:
+        k, v = (repeat_heads(x, q.shape[-3] // k.shape[-3]) for x in (k, v))
+    scores = q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        row, column = (torch.arange(n, device=q.device) for n in scores.shape[-2:])
+        mask = row[:, None] >= column
+    if mask is None or mask.is_floating_point():
+        return drop((scores if mask is None else scores + mask).softmax(-1), dropout_p) @ v
+    weights = torch.where(mask, scores, torch.finfo(scores.dtype).min).softmax(-1)
+    return drop(torch.where(mask, weights, 0.0), dropout_p) @ v
+
+
+# ---- local forms ------------------------------------------------------------------------------------
+
+
+def local(builder: Builder, node: fx.Node, operands: Nodes, runs: fx.Node | None) -> fx.Node:
+    """PyTorch's attention over all keys of the rank's queries."""
+    q, k, v, *masks = operands
+    given = arguments(node)
+    values = q, k, v, masks[0] if masks else None, given.get("dropout_p", 0.0), is_causal(node)
+    return sdpa(builder, values, options_of(node))
+
+
+def options_of(node: fx.Node) -> dict[str, Any]:
+    """What a call says of scores and heads."""
+    return {name: given for name, given in arguments(node).items() if name in ("scale", "enable_gqa")}
+
+
+def sdpa(builder: Builder, values: tuple[Any, ...], options: dict[str, Any]) -> fx.Node:
+    """PyTorch's attention; on the CPU, whose flash kernel takes one width, of queries, keys and values as wide alike.
+
+    It would have the scores of all pairs in memory otherwise (latent attention: keys of 192, values of 128).
+    """
+    q, k, v, *rest = values
+    width, given = ir.example(v).shape[-1], ir.example(q)
+    if width == given.shape[-1] or given.device.type != "cpu":
+        return builder.call(aten.scaled_dot_product_attention.default, values, options)
+    widest = max(width, given.shape[-1])
+    alike = [builder.trace(lambda x: padded(x, widest), x) for x in (q, k, v)]
+    stated = options | {"scale": scale_of(given, options.get("scale"))}
+    found = builder.call(aten.scaled_dot_product_attention.default, (*alike, *rest), stated)
+    return found if width == widest else builder.trace(lambda x: x.narrow(-1, 0, width).contiguous(), found)
+
+
+def gathered(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, runs: fx.Node | None) -> fx.Node:
+    """Keys and values gathered, their gradients scattered; a causal mask spelled out for the rank's queries."""
+    q, k, v, *masks = operands
+    factor = specs[0].dims[-2][0]
+    whole = [gather(builder, x, spec) for x, spec in zip((k, v), specs[1:3])]
+    mask = masks[0] if masks else None
+    if is_causal(node):
+        device, at = ir.example(q).device, builder.at(factor)
+
+        def sees(*places: Tensor) -> Tensor:
+            index, _ = entries(factor, builder.mesh, dict(zip(at, places)), device)
+            return index[:, None] >= torch.arange(factor.size, device=device)
+
+        mask = builder.trace(sees, *at.values())
+    return sdpa(builder, (q, *whole, mask, 0.0, False), options_of(node))
+
+
+def around(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, call: Call, method: str) -> fx.Node:
+    """A ring."""
+    return ring_attention(builder, operands, specs, arguments(node).get("scale"), call, method)
+
+
+def call_of(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs) -> Call:
+    """The call as its rank sees it, with what its mask, that of the whole attention, lets through."""
+    call, masks, order = attention.call_of(builder, node, operands, specs), operands[3:], specs[1].order
+    mask = arguments(node).get("attn_mask")
+    by_head = bool(masks) and ir.example(masks[0]).dim() > 2 and ir.example(masks[0]).shape[-3] > 1
+    kind = "none" if mask is None else "numbers" if ir.example(mask).is_floating_point() else "bool"
+    seen = constant(mask) if mask is not None and kind == "bool" and not order.table else None
+    rows, columns = specs[0].dims[-2][0], specs[1].dims[-2][0]
+    pairs = None if seen is None else pairs_that_see(seen, rows, columns, order.zigzag, call.parts)
+    return replace(call, causal=is_causal(node), mask=kind, mask_by_head=by_head, pairs=pairs)
+
+
+def pairs_that_see(mask: Tensor, rows: Factor, columns: Factor, zigzag: bool, parts: int) -> Pairs:
+    """(rank of queries, rank of keys) of which any query sees a key."""
+    sees = mask.reshape(-1, *mask.shape[-2:]).any(0).expand(rows.size, columns.size)
+    for dim in (0, 1):
+        missing = -sees.shape[dim] % (2 * parts if zigzag else parts)
+        sees = torch.cat([sees, sees.new_zeros([missing if d == dim else n for d, n in enumerate(sees.shape)])], dim)
+        sees = to_rank_order(sees, dim, parts) if zigzag else sees
+    found = sees.unflatten(1, (parts, -1)).any(2).unflatten(0, (parts, -1)).any(1)
+    return frozenset((i, j) for i, j in found.nonzero().tolist())
+
+
+# ---- the record -------------------------------------------------------------------------------------
+
+
+def flash(name: str) -> Kernel:
+    """One of PyTorch's own kernels, by its name."""
+    return Kernel(getattr(aten, name).default, getattr(aten, f"{name}_backward").default)
+
+
+RECORD = AttentionOp(
+    SDPA,
+    scaled_dot_product_attention,
+    local,
+    kernels=(
+        Kernel(SDPA),
+        flash("_scaled_dot_product_flash_attention_for_cpu"),
+        flash("_scaled_dot_product_flash_attention"),
+        flash("_scaled_dot_product_efficient_attention"),
+        flash("_scaled_dot_product_cudnn_attention"),
+        flash("_scaled_dot_product_fused_attention_overrideable"),
+    ),
+    written=lambda node: None if ir.example(node.args[0]).dim() == 4 else attention_of_four,
+    dropping=dropping,
+    causal=is_causal,
+    call=call_of,
+    gathered=gathered,
+    ring=around,
+)

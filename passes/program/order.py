@@ -1,0 +1,47 @@
+"""In which order the ranks of `cp` hold a sequence: said of the factor that is the sequence (`Factor.order`).
+
+    plain                    entries 0 1 2 3 4 5 6 7   ->   rank 0 holds 0 1 2 3, rank 1 holds 4 5 6 7
+    zigzag                   entries 0 1 2 3 4 5 6 7   ->   rank 0 holds 0 1 6 7, rank 1 holds 2 3 4 5
+    a table, 0 2 | 1 3       entries 0 1 2 3 4 5 6 7   ->   rank 0 holds 0 1 4 5, rank 1 holds 2 3 6 7
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Table = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Order:
+    """Which of the chunks that an axis cuts a factor into each rank holds, as many on each.
+
+    `zigzag`: rank r of P holds chunks r and 2P-1-r of 2P, head and tail: under a causal mask all pairs have as much to
+    do. With a `table`, a row a rank, rank r holds the blocks of row r, in that order: every batch comes with a table of
+    its own, of this one's shape, which programs read as an input; this one is the host's.
+    """
+
+    zigzag: bool = False
+    table: Table = ()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether what ranks hold, one after the other, is the whole in its own order."""
+        return not self.zigzag and not self.table
+
+    @property
+    def chunks(self) -> int:
+        """How many chunks each rank holds."""
+        return len(self.table[0]) if self.table else 1 + self.zigzag
+
+    def held(self, place: int, ranks: int) -> tuple[int, ...]:
+        """The numbers of the chunks that a rank holds, in its order."""
+        if self.table:
+            return self.table[place]
+        return (place, 2 * ranks - 1 - place) if self.zigzag else (place,)
+
+    def __str__(self) -> str:
+        return f"{self.chunks} blocks" if self.table else "head and tail" if self.zigzag else ""
+
+
+PLAIN, ZIGZAG = Order(), Order(zigzag=True)

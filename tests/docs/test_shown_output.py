@@ -1,0 +1,81 @@
+"""What README and the guides show as printed is what the command prints."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from doc_pages import ROOT, Command, commands
+
+from compiler_trainer.cli.verbs.plan import question
+from compiler_trainer.models.subject import subject
+from compiler_trainer.planning.search import all_forms
+from compiler_trainer.planning.sizes import sizes_of
+from compiler_trainer.planning.space import Left
+
+README, PLANNER = (ROOT / "README.md").read_text(), (ROOT / "docs/internals/planner.md").read_text()
+PLAN, RUN = [c for c in commands() if c.page == "README.md" and c.words[0] == "compiler-trainer"][:2]
+(TUNE,) = [c for c in commands() if "model.path=smol" in c.words]
+
+
+def shown(command: Command) -> list[str]:
+    """The lines that a page shows below a command."""
+    lines = (ROOT / command.page).read_text().splitlines()[command.line - 1 :]
+    below = itertools.islice(itertools.dropwhile(lambda line: line.endswith("\\"), lines), 1, None)
+    return list(itertools.takewhile(lambda line: not line.startswith(("```", "$ ")), below))
+
+
+def printed(command: Command, folder: Path) -> list[str]:
+    """The lines that a command prints."""
+    words = [sys.executable, "-m", "compiler_trainer", *command.words[1:], f"run.dir={folder / 'run'}"]
+    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def cells(line: str) -> list[str]:
+    """What a row of a table says, column by column."""
+    return [part.strip() for part in re.split(r"[│┃]|  +", line) if part.strip()]
+
+
+def count_of_settings(options: list[str]) -> str:
+    """How many settings `plan` looks at."""
+    asked = question(options, options, {}).asked
+    return f"{len(all_forms(asked, sizes_of(asked.cfg, subject(asked.cfg).module), Left())):,}"
+
+
+def test_the_number_of_settings_is_that_of_the_plan():
+    count = count_of_settings(PLAN.options)
+    assert shown(PLAN)[-1].startswith(f"{count} settings in closed form")
+    assert f"{count} for 8B on 8 GPUs" in PLANNER
+
+
+@pytest.mark.full
+def test_the_number_of_settings_of_a_large_plan():
+    large = ["model=llama3_405b", "cluster=h100", "cluster.gpus=1024", "train.seq_len=8192", "train.global_batch_size=512"]
+    assert f"{count_of_settings(large)} for 405B on 1,024" in PLANNER
+
+
+@pytest.mark.full
+def test_readme_shows_what_plan_prints(tmp_path):
+    rows = [cells(line) for line in printed(PLAN, tmp_path)]
+    for line in shown(PLAN):
+        found = [cell for cell in cells(line) if cell != "..."]
+        assert any(found == row[: len(found)] for row in rows), line
+
+
+@pytest.mark.full
+def test_readme_and_guide_show_what_a_run_prints(tmp_path):
+    lines = printed(RUN, tmp_path)
+    said, steps = lines[: lines.index("compiling (inductor)") + 1], {shape(line) for line in lines}
+    for line in shown(RUN):
+        assert line == "..." or line in said or line.startswith("step ") and shape(line) in steps, line
+    assert {shape(line) for line in shown(TUNE) if line.startswith("step ")} <= steps
+
+
+def shape(line: str) -> str:
+    """A line without its numbers."""
+    return re.sub(r"[\d.,:e+-]*\d", "#", line)
