@@ -12,7 +12,7 @@ import base64
 import json
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -21,11 +21,13 @@ from torch import Tensor, fx
 from passes.program import ir
 from passes.program.bodies import Body
 from passes.program.mesh import Mesh
+from passes.program.order import Order
 from passes.program.spec import Factor, Spec
 from passes.program.stages import Stage
 from passes.program.torch_private import LazyGraphModule, OpOverload, described
 
 FUNCTIONS = {name: getattr(operator, name) for name in ("getitem", "add", "sub", "mul", "floordiv", "mod", "neg")}
+RECORDS: dict[str, Any] = {kind.__name__: kind for kind in (Mesh, Spec, Factor, Order)}
 CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 PLAIN = (bool, int, float, str, type(None))
 OF_A_PROCESS = ("fn", "local")  # namespaces of operators that are made for one program
@@ -94,6 +96,7 @@ class Writer:
     origins: Table = field(default_factory=Table)
     bodies: list[Any] = field(default_factory=list)
     known: dict[Body, int] = field(default_factory=dict)
+    placed: dict[int, int] = field(default_factory=dict)  # of placements by identity
 
     def tables(self) -> dict[str, list[Any]]:
         """What programs refer to by number."""
@@ -106,7 +109,7 @@ class Writer:
         return {
             "inputs": [self.input(given) for given in program.inputs],
             "outputs": [[o.name, o.kind, self.spec(o.spec)] for o in program.outputs],
-            "mesh": [program.mesh.sizes, sorted(program.mesh.folded), program.mesh.experts, program.mesh.table],
+            "mesh": record(program.mesh),
             "stage": int(program.stage),
             "bounds": program.bounds and self.program(program.bounds),
             "nodes": self.graph(program.graph),
@@ -171,8 +174,9 @@ class Writer:
 
     def spec(self, spec: Spec) -> int:
         """The number of a placement."""
-        dims = [[[f.size, f.axes, f.label] for f in dim] for dim in spec.dims]
-        return self.specs.number([dims, spec.partial, spec.varying, spec.fill])
+        if id(spec) not in self.placed:  # which the program keeps alive
+            self.placed[id(spec)] = self.specs.number(record(spec))
+        return self.placed[id(spec)]
 
     def value(self, value: Any, numbers: Mapping[fx.Node, int] | None = None) -> Any:
         """An operand, or what a node yields; raises Unwritable."""
@@ -194,6 +198,26 @@ class Writer:
         if type(value) in PLAIN:
             return value
         raise Unwritable(f"a {type(value).__name__} is among its constants or values")
+
+
+def record(value: Any) -> Any:
+    """A placement or a mesh by its fields; raises Unwritable."""
+    if type(value) in RECORDS.values():
+        return {"of": type(value).__name__} | {f.name: record(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, tuple):
+        return [record(part) for part in value]
+    if type(value) in PLAIN:
+        return value
+    raise Unwritable(f"a placement has a {type(value).__name__}")
+
+
+def recorded(given: Any) -> Any:
+    """What `record` wrote."""
+    if isinstance(given, list):
+        return tuple(recorded(part) for part in given)
+    if not isinstance(given, dict):
+        return given
+    return RECORDS[given["of"]](**{name: recorded(part) for name, part in given.items() if name != "of"})
 
 
 def layout_of(value: Tensor) -> list[Any]:
@@ -218,18 +242,17 @@ class Reader:
 
     def __init__(self, tables: Mapping[str, Sequence[Any]], bodies: Sequence[Any]):
         self.layouts = [tensor_of(entry) for entry in tables["layouts"]]
-        self.specs = [spec_of(entry) for entry in tables["specs"]]
+        self.specs = [recorded(entry) for entry in tables["specs"]]
         self.origins = [self.origin(*entry) for entry in tables["origins"]]
         self.bodies = [self.body(*entry) for entry in bodies]
 
     def program(self, part: Mapping[str, Any]) -> ir.Program:
         """A program, with those that compute its counts and bounds."""
-        sizes, folded, experts, table = part["mesh"]
         return ir.Program(
             LazyGraphModule(torch.nn.Module(), self.graph(part["nodes"])),
             tuple(self.input(**given) for given in part["inputs"]),
             tuple(ir.Output(name, kind, self.specs[spec]) for name, kind, spec in part["outputs"]),
-            Mesh(deep_tuple(sizes), frozenset(folded), tuple(experts), deep_tuple(table)),
+            recorded(part["mesh"]),
             Stage(part["stage"]),
             bounds=part["bounds"] and self.program(part["bounds"]),
         )
@@ -319,15 +342,3 @@ def tensor_from(layout: Tensor, entries: str) -> Tensor:
     flat = torch.frombuffer(bytearray(base64.b64decode(entries)), dtype=torch.uint8) if entries else torch.empty(0)
     made = torch.empty_strided(layout.shape, layout.stride(), dtype=layout.dtype)
     return made.copy_(flat.view(layout.dtype).view(layout.shape)).to(layout.device)
-
-
-def spec_of(entry: Sequence[Any]) -> Spec:
-    """A placement."""
-    dims, partial, varying, fill = entry
-    made = tuple(tuple(Factor(size, tuple(axes), label) for size, axes, label in dim) for dim in dims)
-    return Spec(made, deep_tuple(partial), tuple(varying), fill)
-
-
-def deep_tuple(value: Any) -> Any:
-    """Lists in lists as tuples in tuples."""
-    return tuple(map(deep_tuple, value)) if isinstance(value, list) else value
