@@ -23,7 +23,6 @@ from compiler_trainer.config.schema import (
     GroupConfig,
     OptimConfig,
     PassesConfig,
-    PipelineConfig,
     RematConfig,
 )
 from passes.autograd.joint import Joint
@@ -40,7 +39,7 @@ from passes.lower.unroll import Unroll
 from passes.memory.chunk_loss import ChunkLoss
 from passes.memory.remat import Remat
 from passes.pipeline.assign import Assign
-from passes.pipeline.tables import Table, gpipe, interleaved, one_f_one_b, zbv, zero_bubble
+from passes.pipeline.tables import Table, table_of
 from passes.precision.cast import Cast
 from passes.precision.float8 import Float8
 from passes.program.ir import Pass, Program
@@ -76,6 +75,7 @@ class Pipeline:
     rolling: Rolling | None = None
     unroll: Unroll = Unroll()
     staged: Staged | None = None
+    trains: bool = True
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def build_pipeline(
     """The passes that a configuration asks for; `masters` are the dtypes of the stored parameters."""
     reduce_dtype = DTYPES[passes.cast.reduce_dtype]
     cast, shard, remat = passes.cast, passes.shard, passes.remat
-    table = build_table(passes.pipeline, pp, microbatches)
+    table = table_of(passes.pipeline.schedule, pp, microbatches, passes.pipeline.chunks)
     means: Passes = (Means(microbatches),) if microbatches > 1 else ()
     forward: Passes = (
         build_cast(cast, masters),
@@ -143,14 +143,6 @@ def build_pipeline(
             "apply": (Joint(), ApplyOnly(), optimize, *finish, segment),
         }
     return Pipeline(forward, (Expand(), overlap, segment), train, build_rolling(passes, optim, masters))
-
-
-def build_table(pipeline: PipelineConfig, pp: int, microbatches: int) -> Table:
-    """The schedule that a configuration asks for."""
-    if pipeline.schedule == "interleaved":
-        return interleaved(pp, microbatches, pipeline.chunks)
-    known = {"gpipe": gpipe, "1f1b": one_f_one_b, "zero_bubble": zero_bubble, "zbv": zbv}
-    return known[pipeline.schedule](pp, microbatches)
 
 
 def build_rolling(passes: PassesConfig, optim: OptimConfig, masters: Mapping[str, torch.dtype]) -> Rolling | None:

@@ -24,7 +24,8 @@ from compiler_trainer.models.subject import Subject, named, subject
 from compiler_trainer.pipeline import build_pipeline
 from compiler_trainer.planning.clusters import cluster_of
 from compiler_trainer.planning.dry_table import show
-from compiler_trainer.step.programs import Captured, Compilation, check_recordable, mesh_of, one_microbatch
+from compiler_trainer.step.given import Captured, check_recordable, mesh_of, one_microbatch
+from compiler_trainer.step.programs import Compilation
 from compiler_trainer.step.step import state_name
 from compiler_trainer.training import folder
 from compiler_trainer.training.progress import say_contents

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, fx
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import LowerConfig
 from compiler_trainer.step.agree import agree
+from compiler_trainer.step.given import EVALUATE
 from compiler_trainer.step.ranks import gather, place_on_node
 from passes.check.simulate import Lockstep
 from passes.lower.backends import BACKENDS
@@ -20,7 +21,7 @@ from passes.lower.calls import Executable
 from passes.lower.cudagraphs import Replayed
 from passes.lower.inductor import ALONE, Workers
 from passes.program import ir
-from passes.program.bodies import flatten
+from passes.program.bodies import body_of_call
 from passes.program.mesh import Mesh
 from passes.program.operators import axis_of, communicator_of
 from passes.program.torch_private import register_axis_group
@@ -59,6 +60,13 @@ class Staged:
     def stage_of(self, rank: int) -> int:
         """The pipeline rank that a rank is part of."""
         return rank // self.apart
+
+
+def all_calls(program: ir.Program) -> Iterator[fx.Node]:
+    """The operators of a program in order, those of a body at each of its calls."""
+    for node in program.calls():
+        body = body_of_call(node)
+        yield from (n for n in body.graph.nodes if n.op == "call_function") if body else (node,)
 
 
 class LockstepRanks(Staged):
@@ -127,7 +135,7 @@ class ProcessRanks(Staged):
             run = self.start(name, program, ctx)
         except ir.Refused as error:
             raise UserError(*str(error).split(": ", 1)) from error
-        training = name != "evaluate"  # evaluation runs too rarely to hold memory of its own
+        training = not name.startswith(EVALUATE)  # evaluation runs too rarely to hold memory of its own
         return Replayed(run, program.inputs) if self.lower.cudagraphs and training else run
 
     def start(self, name: str, program: ir.Program, ctx: ir.Context) -> Executable:
@@ -150,7 +158,7 @@ class ProcessRanks(Staged):
     def make_groups(self, program: ir.Program) -> None:
         """Make the process groups that a program names first, by communicator; every rank makes all, in its order."""
         (rank,) = self.ranks
-        for name, axis in {communicator_of(node): axis_of(node) for node in flatten(program).calls()}.items():
+        for name, axis in {communicator_of(node): axis_of(node) for node in all_calls(program)}.items():
             if name is not None and axis is not None and name not in self.groups:
                 made = [(members, dist.new_group(members)) for members in self.mesh.groups(axis)]
                 self.groups[name] = next(group for members, group in made if rank in members)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from passes.pipeline.cut import BACKWARD, FORWARD, INPUTS, OF_RANKS, WEIGHTS, Task
+from passes.pipeline.tasks import BACKWARD, FORWARD, INPUTS, OF_RANKS, WEIGHTS, Task
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "auto")
 
@@ -365,3 +365,13 @@ def zbv_row(rank: int, ranks: int, microbatches: int) -> Iterator[Slot]:
         yield from run(back, "W")
     while numbers[Task(forth, WEIGHTS)] < microbatches:
         yield from run(forth, "W")
+
+
+# ---- by name -----------------------------------------------------------------------------------------------
+
+
+def table_of(schedule: str, ranks: int, microbatches: int, chunks: int) -> Table:
+    """The table of a schedule by its name."""
+    if schedule == "interleaved":
+        return interleaved(ranks, microbatches, chunks)
+    return {"gpipe": gpipe, "1f1b": one_f_one_b, "zero_bubble": zero_bubble, "zbv": zbv}[schedule](ranks, microbatches)

@@ -39,7 +39,8 @@ from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import Config, LowerConfig
 from compiler_trainer.config.validate import dry_world_size, validate
 from compiler_trainer.pipeline import DTYPES, build_pipeline
-from compiler_trainer.step.programs import Captured, Compilation, mesh_of
+from compiler_trainer.step.given import Captured, mesh_of
+from compiler_trainer.step.programs import Compilation
 from compiler_trainer.step.runtime import ProcessRanks
 from passes.lower.cudagraphs import breaks
 from passes.lower.inductor import compile_body
