@@ -338,7 +338,9 @@ def closure():
 
 
 @pytest.mark.parametrize(
-    "loss", [closure(), functools.partial(closure(), 1), nn.Linear, types.SimpleNamespace(), random.Random(1)], ids=repr
+    "loss",
+    [closure(), functools.partial(closure(), 1), nn.Linear, types.SimpleNamespace(), random.Random(1)],
+    ids=["closure", "partial", "class", "namespace", "object"],
 )
 def test_what_has_no_text_is_made_anew(place, loss):
     with pytest.raises(Unkeyed):
