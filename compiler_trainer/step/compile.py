@@ -110,6 +110,7 @@ def compile_step(
     compiled = {name: Compiled(c.program, partial(runtime.compile, name, *c)) for name, c in programs.items()}
     evaluation = {name: compiled.pop(name) for name in programs if name.startswith(EVALUATE)}  # lowered when it is run
     runtime.meet({name: each.finished for name, each in (compiled | evaluation).items()})
+    runtime.build((each.finished for each in compiled.values()), next(iter(programs.values())).ctx)
     for name, each in compiled.items():
         if rank_of[name] in here:
             report.time(f"{name}.lower", partial(getattr, each, "executable"))

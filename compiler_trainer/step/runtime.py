@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,12 +16,13 @@ from compiler_trainer.step.agree import agree
 from compiler_trainer.step.given import EVALUATE
 from compiler_trainer.step.ranks import gather, place_on_node
 from passes.check.simulate import Lockstep
+from passes.lower import inductor
 from passes.lower.backends import BACKENDS
 from passes.lower.calls import Executable
 from passes.lower.cudagraphs import Replayed
 from passes.lower.inductor import ALONE, Workers
 from passes.program import ir
-from passes.program.bodies import body_of_call
+from passes.program.bodies import body_of_call, calls_of
 from passes.program.mesh import Mesh
 from passes.program.operators import axis_of, communicator_of
 from passes.program.torch_private import register_axis_group
@@ -43,6 +44,7 @@ class Runtime(Protocol):
     def send(self, local: Mapping[int, Tensor], source: int, to: Collection[int], like: Tensor) -> None: ...
     def stage_of(self, rank: int) -> int: ...
     def meet(self, programs: Mapping[str, Any]) -> None: ...
+    def build(self, programs: Iterable[ir.Program], ctx: ir.Context) -> None: ...
     def share(self, found: dict[str, float]) -> dict[str, float]: ...
     def of_stage(self, local: Mapping[int, Tensor], stage: int, like: Tensor) -> list[Tensor]: ...
 
@@ -91,6 +93,9 @@ class LockstepRanks(Staged):
 
     def meet(self, programs: Mapping[str, Any]) -> None:
         """They are together."""
+
+    def build(self, programs: Iterable[ir.Program], ctx: ir.Context) -> None:
+        """Nothing is compiled."""
 
     def share(self, found: dict[str, float]) -> dict[str, float]:
         """What ranks found, which all ranks have."""
@@ -189,6 +194,12 @@ class ProcessRanks(Staged):
             for name, program in programs.items():
                 agree(name, program)
                 self.make_groups(program)
+
+    def build(self, programs: Iterable[ir.Program], ctx: ir.Context) -> None:
+        """Compile what programs of several stages call, each body once on a machine; every rank must call it."""
+        if self.distributed and self.mesh["pp"] > 1 and self.lower.backend == "inductor":
+            bodies = dict.fromkeys(body for program in programs for body in calls_of(program))
+            inductor.compile_share(list(bodies), ctx, Workers(*place_on_node(), dist.barrier), self.tell)
 
     def share(self, found: dict[str, float]) -> dict[str, float]:
         """What the ranks of any stage found; every rank must call it."""

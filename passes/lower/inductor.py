@@ -95,6 +95,15 @@ def compile_bodies(
 
 
 @undisturbed
+def compile_share(bodies: Sequence[Body], ctx: ir.Context, workers: Workers, tell: Tell = silent) -> None:
+    """Compile this worker's share of bodies; when it returns, all are stored."""
+    ready = Ready(kept(), our_sources())
+    made([body for body in bodies[workers.number :: workers.count] if ready.load(body) is None], ctx, ready, tell)
+    tell("bodies of other ranks")
+    workers.meet()
+
+
+@undisturbed
 def built(
     bodies: Sequence[Body], ctx: ir.Context, workers: Workers = ALONE, tell: Tell = silent
 ) -> Mapping[Body, Kernels]:

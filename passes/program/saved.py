@@ -20,6 +20,7 @@ from torch import Tensor, fx
 
 from passes.program import ir
 from passes.program.bodies import Body
+from passes.program.layer import Layer, Role
 from passes.program.mesh import Mesh
 from passes.program.order import Order
 from passes.program.spec import Factor, Spec
@@ -27,11 +28,11 @@ from passes.program.stages import Stage
 from passes.program.torch_private import LazyGraphModule, OpOverload, described
 
 FUNCTIONS = {name: getattr(operator, name) for name in ("getitem", "add", "sub", "mul", "floordiv", "mod", "neg")}
-RECORDS: dict[str, Any] = {kind.__name__: kind for kind in (Mesh, Spec, Factor, Order)}
+RECORDS: dict[str, Any] = {kind.__name__: kind for kind in (Mesh, Spec, Factor, Order, Layer, Role)}
 CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 PLAIN = (bool, int, float, str, type(None))
 OF_A_PROCESS = ("fn", "local")  # namespaces of operators that are made for one program
-ORIGIN = ("phase", "recomputed", "checkpoint", "parameter", "stands_for")
+ORIGIN = ("phase", "recomputed", "checkpoint", "parameter", "stands_for", "layer", "role", "stage")
 
 
 class Unwritable(Exception):
@@ -122,7 +123,8 @@ class Writer:
         if given.value is not None:
             value = [self.value(given.value), base64.b64encode(bytes_of(given.value)).decode()]
         head = {"name": given.name, "kind": given.kind, "spec": self.spec(given.spec)}
-        return head | {"value": value, "roles": sorted(given.roles), "runs": given.runs, "count": count}
+        where = {"layer": record(given.layer), "stages": list(given.stages)}
+        return head | where | {"value": value, "roles": sorted(given.roles), "runs": given.runs, "count": count}
 
     def graph(self, graph: fx.Graph) -> list[Any]:
         """The nodes of a graph in order: name, operator, target, operands, and what they carry."""
@@ -162,7 +164,7 @@ class Writer:
         """Origin, value and, of a call, the pieces that it stands for."""
         pieces = node.meta.get("pieces")
         parts = pieces and [[name, self.origin(meta), self.value(meta.get("val"))] for name, meta in pieces]
-        return self.origin(node.meta), self.value(node.meta.get("val")), [node.meta["layer"], parts] if pieces else None
+        return self.origin(node.meta), self.value(node.meta.get("val")), parts or None
 
     def origin(self, meta: Mapping[str, Any]) -> int:
         """The number of all that a node carries but its value."""
@@ -170,7 +172,7 @@ class Writer:
         line = ir.line_of(meta)
         module = list(stack.values())[-1][0] if stack else ""
         spec = self.spec(meta["spec"]) if meta.get("spec") is not None else None
-        return self.origins.number([line, module, spec, {key: meta[key] for key in ORIGIN if key in meta}])
+        return self.origins.number([line, module, spec, {key: record(meta[key]) for key in ORIGIN if key in meta}])
 
     def spec(self, spec: Spec) -> int:
         """The number of a placement."""
@@ -257,11 +259,14 @@ class Reader:
             bounds=part["bounds"] and self.program(part["bounds"]),
         )
 
-    def input(self, name: str, kind: Any, spec: int, value: Any, roles: Any, runs: bool, count: Any) -> ir.Input:
+    def input(
+        self, name: str, kind: Any, spec: int, value: Any, roles: Any, runs: bool, count: Any, layer: Any, stages: Any
+    ) -> ir.Input:
         """An input, with its value if it is a constant."""
         number = count and ir.Count(self.program(count[0]), count[1])
         real = None if value is None else tensor_from(self.value(value[0], ()), value[1])
-        return ir.Input(name, kind, self.specs[spec], real, frozenset(roles), runs, number)
+        of = recorded(layer)
+        return ir.Input(name, kind, self.specs[spec], real, frozenset(roles), runs, number, of, tuple(stages))
 
     def graph(self, nodes: Sequence[Any]) -> fx.Graph:
         """A graph of nodes in order."""
@@ -293,13 +298,11 @@ class Reader:
         meta = self.origins[origin] | {"val": self.value(val, ())}
         if call is None:
             return meta
-        layer, parts = call
-        pieces = tuple((name, self.carried(where, value, None)) for name, where, value in parts)
-        return meta | {"layer": layer, "pieces": pieces}
+        return meta | {"pieces": tuple((name, self.carried(where, value, None)) for name, where, value in call)}
 
     def origin(self, line: str, module: str, spec: int | None, further: Mapping[str, Any]) -> dict[str, Any]:
         """All that a node carries but its value."""
-        meta = {**ir.origin_of(line, module), **further}
+        meta = {**ir.origin_of(line, module), **{key: recorded(value) for key, value in further.items()}}
         return meta if spec is None else meta | {"spec": self.specs[spec]}
 
     def value(self, given: Any, made: Sequence[fx.Node]) -> Any:

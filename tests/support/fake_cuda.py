@@ -124,7 +124,7 @@ def programs_of(cfg: Config) -> dict[str, Captured]:
     work = Compilation(model, models.loss_fn, batch, mesh, pipeline, passes, torch.device("cuda"))
     programs = work.train(work.run("forward", pipeline.forward, work.capture()))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=mesh.world_size)
-    ranks = ProcessRanks(mesh, LowerConfig(), lambda what: None)
+    ranks = ProcessRanks(mesh, LowerConfig(), torch.device("cuda"), lambda what: None)
     for program, _ in programs.values():
         ranks.make_groups(program)
     ranks.name_groups()

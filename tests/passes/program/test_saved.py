@@ -33,7 +33,7 @@ def programs(job):
     changes, mesh, microbatches = JOBS[job]
     model = Llama(ModelConfig(**vars(SMALL) | changes))
     step = compile_step(model, loss_fn, BATCH, mesh=mesh, microbatches=microbatches, ranks="lockstep")
-    return {name: each.finished for name, each in step.train.items()} | {"evaluate": step.evaluation.finished}
+    return {name: each.finished for name, each in (step.train | step.evaluation).items()}
 
 
 @pytest.mark.parametrize("job", JOBS)
