@@ -1,5 +1,6 @@
 """A compiler-first trainer for large language models: `compile_step` is the Python face."""
 
+import time
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -8,6 +9,7 @@ from compiler_trainer.config.errors import UserError
 if TYPE_CHECKING:
     from compiler_trainer.step.compile import compile_step
 
+BEGAN = time.perf_counter()  # when this process began to import the package
 __all__ = ["UserError", "compile_step"]
 
 

@@ -13,21 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.files import text_of
-from compiler_trainer.config.options import not_one_of
+from compiler_trainer.config.schedules import asked_table
 from compiler_trainer.config.schema import (
     EIGHT_BITS,
     CastConfig,
     GroupConfig,
     OptimConfig,
     PassesConfig,
-    PipelineConfig,
     RematConfig,
 )
 from passes.autograd.joint import Joint
@@ -44,17 +40,7 @@ from passes.lower.unroll import Unroll
 from passes.memory.chunk_loss import ChunkLoss
 from passes.memory.remat import Remat
 from passes.pipeline.assign import Assign
-from passes.pipeline.tables import (
-    SCHEDULES,
-    Table,
-    auto,
-    from_text,
-    gpipe,
-    interleaved,
-    one_f_one_b,
-    zbv,
-    zero_bubble,
-)
+from passes.pipeline.tables import Table
 from passes.precision.cast import Cast
 from passes.precision.float8 import Float8
 from passes.program.ir import Pass, Program
@@ -90,18 +76,17 @@ class Pipeline:
     rolling: Rolling | None = None
     unroll: Unroll = Unroll()
     staged: Staged | None = None
+    trains: bool = True
 
 
 @dataclass(frozen=True)
 class Staged:
     """Passes of pipeline stages, from their joint program on: `whole` up to where it is cut into the tasks of `table`.
 
-    `finish` is for each task, `update(rank)` for the update of a pipeline rank. An `ordered` table stays as it is; else
-    its order is found once it is known what each task takes.
+    `finish` is for each task, `update(rank)` for the update of a pipeline rank.
     """
 
     table: Table
-    ordered: bool
     whole: Passes
     finish: Passes
     update: Callable[[int], Passes]
@@ -118,7 +103,7 @@ def build_pipeline(
     """The passes that a configuration asks for; `masters` are the dtypes of the stored parameters."""
     reduce_dtype = DTYPES[passes.cast.reduce_dtype]
     cast, shard, remat = passes.cast, passes.shard, passes.remat
-    table = build_table(passes.pipeline, pp, microbatches)
+    table = asked_table(passes.pipeline, pp, microbatches)
     means: Passes = (Means(microbatches),) if microbatches > 1 else ()
     forward: Passes = (
         build_cast(cast, masters),
@@ -147,8 +132,7 @@ def build_pipeline(
         def update(rank: int) -> Passes:
             return ApplyOnly(rank, table.rank_of), replace(optimize, rank=rank, ranks=table.ranks)
 
-        whole, ordered = (*joint[1:], build_remat(remat, (total,)), total), passes.pipeline.schedule != "auto"
-        staged = Staged(table, ordered, whole, (*finish, segment), update)
+        staged = Staged(table, (*joint[1:], build_remat(remat, (total,)), total), (*finish, segment), update)
         return Pipeline(forward, (Expand(), overlap, segment), {}, None, staged=staged)
     if microbatches == 1:
         then: Passes = (optimize, *finish)
@@ -160,31 +144,6 @@ def build_pipeline(
             "apply": (Joint(), ApplyOnly(), optimize, *finish, segment),
         }
     return Pipeline(forward, (Expand(), overlap, segment), train, build_rolling(passes, optim, masters))
-
-
-def build_table(pipeline: PipelineConfig, pp: int, microbatches: int) -> Table:
-    """The schedule that a configuration asks for; `auto` before it is known what each task takes."""
-    known = {"gpipe": gpipe, "1f1b": one_f_one_b, "zero_bubble": zero_bubble, "zbv": zbv, "auto": auto}
-    if pipeline.schedule == "interleaved":
-        return interleaved(pp, microbatches, pipeline.chunks)
-    if pipeline.schedule in known:
-        return known[pipeline.schedule](pp, microbatches)
-    return read_table(Path(pipeline.schedule), pp, microbatches)
-
-
-def read_table(path: Path, pp: int, microbatches: int) -> Table:
-    """The schedule in a file; raises UserError naming what is wrong with it."""
-    if not path.exists():
-        raise UserError("passes.pipeline.schedule", f"{not_one_of(SCHEDULES, str(path))}, nor a file")
-    try:
-        table = from_text(text_of(path))
-    except ValueError as error:
-        raise UserError(str(path), f"{error}") from error
-    sizes = {"mesh.pp": (pp, table.ranks), "train.microbatches": (microbatches, table.microbatches)}
-    for option, (wanted, found) in sizes.items():
-        if wanted != found:
-            raise UserError(str(path), f"is a table for {option}={found}, not {wanted}")
-    return table
 
 
 def build_rolling(passes: PassesConfig, optim: OptimConfig, masters: Mapping[str, torch.dtype]) -> Rolling | None:

@@ -39,11 +39,13 @@ FLOORS = {
         ("__main__", "train"),
     ),
 }
-# Imported when needed, or for types only: torch, Inductor and SciPy are slow to import, submitit is an extra. What a
+# Imported when needed, or for types only: torch, Inductor, SciPy and all passes are slow to import, submitit is an extra. What a
 # command line needs is known once it is read, so the files of cli/ import late.
 LATE_IMPORTS = {
     *(str(path.relative_to(ROOT)) for path in ROOT.glob("compiler_trainer/cli/*.py")),
     "compiler_trainer/__init__.py",
+    "compiler_trainer/step/compile.py",
+    "compiler_trainer/step/given.py",
     "compiler_trainer/sweep/point.py",
     "passes/memory/budget.py",
     "passes/program/torch_private.py",

@@ -35,8 +35,8 @@ from passes.program.spec import Spec
 from passes.program.torch_private import (
     FakeTensor,
     FakeTensorMode,
-    GuardOnDataDependentSymNode,
     composites_of,
+    data_dependent,
     flex_with_gradients,
     lazy_graph_modules,
     quiet_failures,
@@ -151,7 +151,7 @@ def _export(module: _WithLoss, values: tuple[Tensor, ...]) -> ExportedProgram:
             exported = export(module, values, strict=False)
     except UserError:
         raise
-    except GuardOnDataDependentSymNode as error:
+    except data_dependent() as error:
         raise UserError(
             "model",
             f"{line(error)}branches on a value; one graph must hold for all data: use torch.where, or leave out a "

@@ -485,10 +485,15 @@ class PassesConfig:
 
 @dataclass(frozen=True)
 class LowerConfig:
-    """What runs the final graph; with `cudagraphs` its launches are recorded once, on CUDA, and replayed."""
+    """What runs the final graph; with `cudagraphs` its launches are recorded once, on CUDA, and replayed.
+
+    A start reads the programs that an earlier one made of the same model, options and versions. With `check_stored`
+    it makes them all the same, and ends with an error where they differ.
+    """
 
     backend: Literal["inductor", "eager"] = "inductor"
     cudagraphs: bool = False
+    check_stored: bool = False
 
 
 @dataclass(frozen=True)

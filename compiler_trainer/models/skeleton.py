@@ -10,13 +10,30 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 M = TypeVar("M", bound=nn.Module)
+DRAWS = {
+    Tensor.normal_,
+    Tensor.uniform_,
+    nn.init.normal_,
+    nn.init.uniform_,
+    nn.init.trunc_normal_,
+    nn.init.xavier_normal_,
+    nn.init.xavier_uniform_,
+    nn.init.kaiming_normal_,
+    nn.init.kaiming_uniform_,
+}
 
 
 class EmptyOnMeta(TorchFunctionMode):
-    """What `torch.empty` makes, as modules make their weights, lies on the meta device; what is computed is real."""
+    """What `torch.empty` makes, as modules make their weights, lies on the meta device; what is computed is real.
+
+    Nothing is drawn there: PyTorch would import its compiler to do so.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        given = kwargs["tensor"] if "tensor" in kwargs else args[0] if args else None
+        if isinstance(given, Tensor) and given.is_meta and func in DRAWS:
+            return given
         return func(*args, **(kwargs | {"device": "meta"} if func is torch.empty else kwargs))
 
 
@@ -47,7 +64,7 @@ def skeleton(build: Callable[[], M], dtype: torch.dtype | None = None) -> M:
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
             if id(parameter) not in made:
                 kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-                empty = torch.empty_like(parameter, device="meta", dtype=kind)
+                empty = torch.empty_strided(parameter.shape, parameter.stride(), device="meta", dtype=kind)
                 made[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
             setattr(owner, name, made[id(parameter)])
     return module

@@ -18,7 +18,7 @@ from compiler_trainer.planning import answer
 from compiler_trainer.planning.search import GIB, Found, Plan, all_forms, one, room, search
 from compiler_trainer.planning.sizes import sizes_of
 from compiler_trainer.planning.space import Asked, Candidate, Left, replaced
-from compiler_trainer.step.programs import mesh_of
+from compiler_trainer.step.given import mesh_of
 from compiler_trainer.step.ranks import from_rank_0, gather, rank, start_ranks
 from compiler_trainer.training.compare import leaves
 from compiler_trainer.training.progress import announce

@@ -21,7 +21,8 @@ from compiler_trainer.planning.clusters import cluster_of
 from compiler_trainer.planning.dry import compilation, sent_bytes, stored_bytes
 from compiler_trainer.planning.estimate import Estimate
 from compiler_trainer.planning.space import Candidate, depth_pattern, replaced
-from compiler_trainer.step.programs import Captured, on_mesh
+from compiler_trainer.step.given import Captured
+from compiler_trainer.step.programs import on_mesh
 from passes.check.runner import apply_pass
 from passes.cost.accounting import Ledger
 from passes.cost.cluster import Cluster

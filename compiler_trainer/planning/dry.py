@@ -28,7 +28,8 @@ from compiler_trainer.planning.clusters import cluster_of
 from compiler_trainer.planning.dry_table import show
 from compiler_trainer.planning.playing import kept_beside, play
 from compiler_trainer.planning.stages import PP
-from compiler_trainer.step.programs import Captured, Compilation, check_recordable, mesh_of, one_microbatch, table_of
+from compiler_trainer.step.given import Captured, check_recordable, mesh_of, one_microbatch, order_of
+from compiler_trainer.step.programs import Compilation
 from compiler_trainer.step.step import state_name
 from compiler_trainer.step.turns import Turn, messages, turns_of_step
 from compiler_trainer.training import folder
@@ -82,7 +83,8 @@ def compile_dry(cfg: Config, observe: Observer | None) -> DryStep:
     trained = subject(cfg)
     work = compilation(cfg, trained, observe)
     programs, report = work.programs(evaluate=False)
-    table = table_of(work.pipeline, report)
+    staged = work.pipeline.staged
+    table = order_of(cfg.passes.pipeline.schedule, staged.table, report) if staged else None
     if cfg.lower.cudagraphs:
         check_recordable(programs, cfg.lower.backend == "inductor")
     flat = {name: Captured(flatten(program), ctx) for name, (program, ctx) in programs.items()}

@@ -19,6 +19,7 @@ from compiler_trainer.models.subject import subject
 from compiler_trainer.runs.saved import from_newest
 from compiler_trainer.step.compile import compile_step
 from compiler_trainer.step.ranks import rank, start_ranks, stop_ranks
+from compiler_trainer.step.shelf import Shelf
 from compiler_trainer.training.evaluate import held_out, means
 from compiler_trainer.training.prepare import read_data
 from compiler_trainer.training.progress import Working
@@ -50,6 +51,7 @@ def evaluate(cfg: Config, other: bool) -> str:
             device=local_device(),
             below={"tokens": datasets.vocab_size, "positions": cfg.train.seq_len},
             train=False,
+            shelf=Shelf(),
             tell=tell,
         )
         from_newest(cfg, lambda path: checkpoint.load_model(step, path))

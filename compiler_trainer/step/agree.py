@@ -24,10 +24,11 @@ def agree(name: str, program: ir.Program) -> None:
     texts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(texts, text)
     other = next(rank for rank, d in enumerate(digests) if d != digests[0])
-    raise RuntimeError(f"{name}: ranks disagree on the program\n{difference(texts[0], texts[other], other)}")
+    shown = difference(texts[0], texts[other], "rank 0", f"rank {other}")
+    raise RuntimeError(f"{name}: ranks disagree on the program\n{shown}")
 
 
-def difference(first: str, second: str, rank: int) -> str:
+def difference(first: str, second: str, here: str, there: str) -> str:
     """The first lines in which two program texts differ."""
-    lines = difflib.unified_diff(first.splitlines(), second.splitlines(), "rank 0", f"rank {rank}", n=1, lineterm="")
+    lines = difflib.unified_diff(first.splitlines(), second.splitlines(), here, there, n=1, lineterm="")
     return "\n".join(list(lines)[:SHOWN])

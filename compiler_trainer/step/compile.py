@@ -5,31 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from compiler_trainer.capture.capture import LossFn
 from compiler_trainer.config.device import passes_on
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
+from compiler_trainer.config.schedules import asked_table
 from compiler_trainer.config.schema import LowerConfig, MeshConfig, OptimConfig, PassesConfig
-from compiler_trainer.pipeline import build_pipeline
-from compiler_trainer.step.programs import EVALUATE, Compilation, check_recordable, mesh_of, one_microbatch, table_of
+from compiler_trainer.step.given import EVALUATE, check_recordable, mesh_of, one_microbatch, order_of
+from compiler_trainer.step.made_of import made_of, options_of
 from compiler_trainer.step.runtime import LockstepRanks, ProcessRanks, Runtime
+from compiler_trainer.step.shelf import Made, Shelf, stored_or_made
 from compiler_trainer.step.step import Compiled, State, Step, state_name, stored
-from passes.check.numeric import telling
-from passes.check.runner import Observer
 from passes.lower import inductor
 from passes.lower.heap import keep_freed_memory
-from passes.pipeline.cut import task_in
 from passes.pipeline.tables import Table, play
+from passes.pipeline.tasks import task_in
 from passes.program import ir
-from passes.program.bodies import flatten
 from passes.program.frames import roomy
 from passes.program.mesh import Mesh
 from passes.program.spec import Value, shard
+
+if TYPE_CHECKING:
+    from compiler_trainer.capture.capture import LossFn
+    from passes.check.runner import Observer
 
 T = TypeVar("T")
 
@@ -54,6 +56,7 @@ def compile_step(
     evaluate: bool = True,
     below: Mapping[str, int] | None = None,
     observe: Observer | None = None,
+    shelf: Shelf | None = None,
     tell: Callable[[str], None] = lambda what: None,
 ) -> Step:
     """Compile forward, loss, backward, clip and optimizer of a plain model into one step over a mesh.
@@ -65,6 +68,7 @@ def compile_step(
     With "processes" torch.distributed is up and this process is one rank; with "lockstep" all ranks are interpreted
     here. Without `train` the step can only evaluate, without `evaluate` only train (it stores nothing that evaluation
     alone reads). Numbers of batch entries are `below` those given. `tell` is called with what begins: a pass, a body.
+    With a `shelf`, programs that an earlier start made of the very same are read, and passes do not run.
     Raises UserError naming what is at fault.
     """
     update, options = _typed(OptimConfig, optim, "optim"), _typed(PassesConfig, passes, "passes")
@@ -75,31 +79,43 @@ def compile_step(
     runtime = _runtime(ranks, whole_mesh, lower, device, tell)
     if ranks == "processes" and device.type == "cpu":
         keep_freed_memory()
-        if lower.backend == "inductor":
-            inductor.begin()  # beside capture and passes
-    batch, masters = one_microbatch(example_batch, microbatches), {n: p.dtype for n, p in model.named_parameters()}
-    pipeline = build_pipeline(options, update, masters, microbatches, skip_nonfinite, stages)
+    batch = one_microbatch(example_batch, microbatches)
+    asked = asked_table(options.pipeline, stages, microbatches) if stages > 1 else None
     values: Iterable[tuple[str, Value]] = _initial_values(model, initial)
-    scalars = {"lr": torch.tensor(update.lr), "seed": torch.tensor(seed)}
-    whole = None
+    full = None
     if options.verify == "numeric":
         full = {name: value[()] for name, value in values}  # all at once: for small models
-        values, whole = full.items(), {name: telling(value) for name, value in full.items()} | batch | scalars
-    pipeline = pipeline if train else replace(pipeline, train={})
-    work = Compilation(model, loss_fn, batch, named, pipeline, options, device, observe, tell, whole, below or {})
-    programs, report = work.programs(evaluate)
+        values, shelf = full.items(), None
+
+    def make() -> Made:
+        if ranks == "processes" and device.type == "cpu" and lower.backend == "inductor":
+            inductor.begin()  # beside capture and passes
+        from compiler_trainer.step.programs import compilation
+
+        given = model, loss_fn, batch, named, options, update, device
+        work = compilation(*given, microbatches, skip_nonfinite, train, full, seed, stages)
+        return replace(work, observe=observe, tell=tell, below=below or {}).programs(evaluate)
+
+    further: dict[str, Any] = {"train": train, "evaluate": evaluate}
+    further |= {"microbatches": microbatches, "skip": skip_nonfinite}
+    if asked:
+        further["table"] = asked.rank_of, asked.is_split  # of one in a file
+    wanted = options_of(options, update, whole_mesh, device, below=dict(below or {}), **further)
+    what = partial(made_of, model, loss_fn, batch, wanted)
+    programs, report = stored_or_made(shelf, what, make, lower.check_stored)
     if lower.cudagraphs:
         training = {name: program for name, program in programs.items() if not name.startswith(EVALUATE)}
         check_recordable(training, lower.backend == "inductor")
-    table = table_of(pipeline, report)
+    table = order_of(options.pipeline.schedule, asked, report) if asked else None
     rank_of = ranks_of(programs, table)
     laid_out = next(iter(programs.values())).program.mesh  # as placement has it; evaluation comes last
     placed = [(captured.program, rank_of[name]) for name, captured in programs.items()]
     state = initial_state(placed, runtime, laid_out, device, values)
     here = {runtime.stage_of(rank) for rank in runtime.ranks}
-    compiled = {name: Compiled(flatten(c.program), partial(runtime.compile, name, *c)) for name, c in programs.items()}
+    compiled = {name: Compiled(c.program, partial(runtime.compile, name, *c)) for name, c in programs.items()}
     evaluation = {name: compiled.pop(name) for name in programs if name.startswith(EVALUATE)}  # lowered when it is run
-    runtime.meet({name: each.program for name, each in (compiled | evaluation).items()})
+    runtime.meet({name: each.finished for name, each in (compiled | evaluation).items()})
+    runtime.build((each.finished for each in compiled.values()), next(iter(programs.values())).ctx)
     for name, each in compiled.items():
         if rank_of[name] in here:
             report.time(f"{name}.lower", partial(getattr, each, "executable"))

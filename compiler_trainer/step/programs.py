@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from compiler_trainer.capture.capture import LossFn, capture
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import MeshConfig, PassesConfig
-from compiler_trainer.pipeline import DTYPES, Passes, Pipeline, Staged
+from compiler_trainer.config.schema import OptimConfig, PassesConfig
+from compiler_trainer.pipeline import DTYPES, Passes, Pipeline, Staged, build_pipeline
+from compiler_trainer.step.given import EVALUATE, Captured, Reporter
 from passes.autograd.joint import Joint
-from passes.check.numeric import Results
+from passes.check.numeric import Results, telling
 from passes.check.runner import Observer, PassRecord, run_passes
-from passes.lower.cudagraphs import breaks
 from passes.pipeline.cut import cut, cut_update
-from passes.pipeline.tables import Table, auto
 from passes.program import ir
 from passes.program.alone import alone, cone_of
 from passes.program.mesh import Mesh
@@ -30,49 +27,8 @@ from passes.program.stages import Stage
 from passes.sharding.normalize import drops, is_dropout
 from passes.sharding.place import Place
 
-T = TypeVar("T")
 LOOK_UPS = (torch.ops.aten.embedding.default, torch.ops.aten.index.Tensor)
-EVALUATE = "evaluate"  # the program of evaluation, or the beginning of the names of its tasks
 POSITIONS = "positions"  # the entry of a batch that counts tokens from the beginning of their document
-
-
-class Captured(NamedTuple):
-    """A program and the context its values live in."""
-
-    program: ir.Program
-    ctx: ir.Context
-
-
-class Reporter:
-    """Collects what every pass did and how long compilation took."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self.passes: list[dict[str, Any]] = []
-        self.notes: list[str] = []
-
-    def add(self, stage: str, records: Iterable[PassRecord]) -> None:
-        """Record the passes of one program."""
-        for record in records:
-            self.seconds[f"{stage}.{record.name}"] = record.seconds
-            self.passes.append({"program": stage, **record.as_dict()})
-
-    def time(self, name: str, work: Callable[[], T]) -> T:
-        """Do something and record how long it took."""
-        started = time.perf_counter()
-        done = work()
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
-        return done
-
-    def flops(self, program: str) -> int:
-        """FLOPs of a program as its last pass left it, 0 of one that there is not."""
-        done = [done for done in self.passes if done["program"] == program]
-        return sum(done[-1]["accounting"]["flops"].values()) if done else 0
-
-    def finish(self) -> dict[str, Any]:
-        """The report: seconds by pass, each pass's counts, notes, communication and memory, and notes on the whole."""
-        seconds = {name: round(s, 4) for name, s in self.seconds.items()}
-        return {"seconds": seconds, "passes": self.passes, "notes": self.notes}
 
 
 @dataclass(frozen=True)
@@ -157,7 +113,7 @@ class Compilation:
     def train(self, forward: Captured) -> dict[str, Captured]:
         """The programs of a training step, by name, from the forward that every rank runs."""
         known = self.results["forward"]  # gradients, too, that the forward of a custom function does not tell
-        if self.pipeline.staged is not None:
+        if self.pipeline.staged is not None and self.pipeline.trains:
             return self.tasks(self.pipeline.staged, forward)
         return {name: self.run(name, steps, forward, known) for name, steps in self.pipeline.train.items()}
 
@@ -188,26 +144,9 @@ class Compilation:
         return {n: self.run(n, self.pipeline.evaluate, Captured(each, forward.ctx)) for n, each in parts.items()}
 
 
-def table_of(pipeline: Pipeline, report: Reporter) -> Table | None:
-    """The order of the tasks of stages, where there are any: that of `auto` follows from their FLOPs."""
-    staged = pipeline.staged
-    if staged is None:
-        return None
-    if staged.ordered:
-        return staged.table
-    return auto(staged.table.ranks, staged.table.microbatches, lambda task: 1 + report.flops(str(task)))
-
-
 def on_mesh(given: Captured, mesh: Mesh) -> Captured:
     """A program for the ranks of a mesh, as yet the same as for one device."""
     return Captured(replace(given.program, mesh=mesh), given.ctx)
-
-
-def check_recordable(programs: Mapping[str, Captured], compiled: bool = True) -> None:
-    """Raises UserError naming each node, with its source line, that a CUDA graph cannot record."""
-    found = [f"{name}: {what}" for name, (program, _) in programs.items() for what in breaks(program, compiled)]
-    if found:
-        raise UserError("lower.cudagraphs", f"cannot record {'; '.join(found)}")
 
 
 def check_look_ups(program: ir.Program, below: Mapping[str, int]) -> None:
@@ -271,22 +210,27 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def mesh_of(given: Mapping[str, int] | MeshConfig | None) -> Mesh:
-    """The mesh of a configuration; raises UserError on an axis or a size that there is not."""
-    sizes = dataclasses.asdict(given) if isinstance(given, MeshConfig) else dict(given or {})
-    try:
-        return Mesh.of(sizes)
-    except ValueError as error:
-        raise UserError(*str(error).split(": ", 1)) from error
-
-
-def one_microbatch(batch: Mapping[str, Tensor], microbatches: int) -> dict[str, Tensor]:
-    """The first rows of a batch: its shapes are those that are compiled."""
-    if microbatches < 1:
-        raise UserError("microbatches", f"is {microbatches}; must be at least 1")
-    for key, value in batch.items():
-        if value.shape[0] % microbatches:
-            raise UserError(
-                "microbatches", f"{microbatches} does not divide the {value.shape[0]} rows of batch[{key!r}]"
-            )
-    return {key: value[: value.shape[0] // microbatches] for key, value in batch.items()}
+def compilation(
+    model: nn.Module,
+    loss_fn: LossFn,
+    batch: Mapping[str, Tensor],
+    mesh: Mesh,
+    options: PassesConfig,
+    update: OptimConfig,
+    device: torch.device,
+    microbatches: int,
+    skip_nonfinite: bool,
+    train: bool,
+    full: Mapping[str, Tensor] | None,
+    seed: int,
+    stages: int = 1,
+) -> Compilation:
+    """A model on its way through the passes that options ask for; `full` values are there to verify numbers with."""
+    masters = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    pipeline = build_pipeline(options, update, masters, microbatches, skip_nonfinite, stages)
+    pipeline = pipeline if train else replace(pipeline, train={}, trains=False)
+    whole = None
+    if full is not None:
+        scalars = {"lr": torch.tensor(update.lr), "seed": torch.tensor(seed)}
+        whole = {name: telling(value) for name, value in full.items()} | dict(batch) | scalars
+    return Compilation(model, loss_fn, batch, mesh, pipeline, options, device, whole=whole)

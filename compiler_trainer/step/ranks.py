@@ -59,6 +59,11 @@ def place_on_node() -> tuple[int, int]:
     return int(os.environ.get("LOCAL_RANK", rank())), int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 
 
+def is_first_of_machine() -> bool:
+    """Whether this process stands for all ranks of its machine."""
+    return not dist.is_initialized() or place_on_node()[0] == 0
+
+
 def from_rank_0(value: Callable[[], T]) -> T:
     """What `value()` is on rank 0, the only one to call it."""
     if not dist.is_initialized():

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, fx
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import LowerConfig
 from compiler_trainer.step.agree import agree
+from compiler_trainer.step.given import EVALUATE
 from compiler_trainer.step.ranks import gather, place_on_node
 from passes.check.simulate import Lockstep
+from passes.lower import inductor
 from passes.lower.backends import BACKENDS
 from passes.lower.calls import Executable
 from passes.lower.cudagraphs import Replayed
 from passes.lower.inductor import ALONE, Workers
 from passes.program import ir
-from passes.program.bodies import flatten
+from passes.program.bodies import body_of_call, calls_of
 from passes.program.mesh import Mesh
 from passes.program.operators import axis_of, communicator_of
 from passes.program.torch_private import register_axis_group
@@ -42,6 +44,7 @@ class Runtime(Protocol):
     def send(self, local: Mapping[int, Tensor], source: int, to: Collection[int], like: Tensor) -> None: ...
     def stage_of(self, rank: int) -> int: ...
     def meet(self, programs: Mapping[str, Any]) -> None: ...
+    def build(self, programs: Iterable[ir.Program], ctx: ir.Context) -> None: ...
     def share(self, found: dict[str, float]) -> dict[str, float]: ...
     def of_stage(self, local: Mapping[int, Tensor], stage: int, like: Tensor) -> list[Tensor]: ...
 
@@ -59,6 +62,13 @@ class Staged:
     def stage_of(self, rank: int) -> int:
         """The pipeline rank that a rank is part of."""
         return rank // self.apart
+
+
+def all_calls(program: ir.Program) -> Iterator[fx.Node]:
+    """The operators of a program in order, those of a body at each of its calls."""
+    for node in program.calls():
+        body = body_of_call(node)
+        yield from (n for n in body.graph.nodes if n.op == "call_function") if body else (node,)
 
 
 class LockstepRanks(Staged):
@@ -83,6 +93,9 @@ class LockstepRanks(Staged):
 
     def meet(self, programs: Mapping[str, Any]) -> None:
         """They are together."""
+
+    def build(self, programs: Iterable[ir.Program], ctx: ir.Context) -> None:
+        """Nothing is compiled."""
 
     def share(self, found: dict[str, float]) -> dict[str, float]:
         """What ranks found, which all ranks have."""
@@ -127,7 +140,7 @@ class ProcessRanks(Staged):
             run = self.start(name, program, ctx)
         except ir.Refused as error:
             raise UserError(*str(error).split(": ", 1)) from error
-        training = name != "evaluate"  # evaluation runs too rarely to hold memory of its own
+        training = not name.startswith(EVALUATE)  # evaluation runs too rarely to hold memory of its own
         return Replayed(run, program.inputs) if self.lower.cudagraphs and training else run
 
     def start(self, name: str, program: ir.Program, ctx: ir.Context) -> Executable:
@@ -150,7 +163,7 @@ class ProcessRanks(Staged):
     def make_groups(self, program: ir.Program) -> None:
         """Make the process groups that a program names first, by communicator; every rank makes all, in its order."""
         (rank,) = self.ranks
-        for name, axis in {communicator_of(node): axis_of(node) for node in flatten(program).calls()}.items():
+        for name, axis in {communicator_of(node): axis_of(node) for node in all_calls(program)}.items():
             if name is not None and axis is not None and name not in self.groups:
                 made = [(members, dist.new_group(members)) for members in self.mesh.groups(axis)]
                 self.groups[name] = next(group for members, group in made if rank in members)
@@ -181,6 +194,12 @@ class ProcessRanks(Staged):
             for name, program in programs.items():
                 agree(name, program)
                 self.make_groups(program)
+
+    def build(self, programs: Iterable[ir.Program], ctx: ir.Context) -> None:
+        """Compile what programs of several stages call, each body once on a machine; every rank must call it."""
+        if self.distributed and self.mesh["pp"] > 1 and self.lower.backend == "inductor":
+            bodies = dict.fromkeys(body for program in programs for body in calls_of(program))
+            inductor.compile_share(list(bodies), ctx, Workers(*place_on_node(), dist.barrier), self.tell)
 
     def share(self, found: dict[str, float]) -> dict[str, float]:
         """What the ranks of any stage found; every rank must call it."""

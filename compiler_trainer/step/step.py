@@ -12,11 +12,12 @@ from torch import Tensor
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.step.dealing import Dealt, balance
-from compiler_trainer.step.programs import EVALUATE
+from compiler_trainer.step.given import EVALUATE
 from compiler_trainer.step.runtime import Runtime
 from compiler_trainer.step.turns import Carried, Post, Turn, turns_of_evaluation, turns_of_step
 from passes.pipeline.tables import Table
 from passes.program import ir
+from passes.program.bodies import flatten
 from passes.program.mesh import Mesh
 from passes.program.spec import Spec, shard, unshard
 
@@ -38,10 +39,15 @@ class State:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A program, one flat graph, with what runs it, made when it is first asked for."""
+    """A finished program with what runs it, made when it is first asked for."""
 
-    program: ir.Program
+    finished: ir.Program
     lower: Callable[[], Any]
+
+    @cached_property
+    def program(self) -> ir.Program:
+        """The program as one flat graph."""
+        return flatten(self.finished)
 
     @cached_property
     def executable(self) -> Any:
@@ -72,16 +78,16 @@ class Step:
         self.device, self.report = device, report
         self.dealt: list[Dealt] = []  # the microbatches of the last step
         compiled = (*train.values(), *evaluation.values())
-        named = dict.fromkeys(o.name for each in compiled for o in each.program.outputs if o.kind == "metric")
+        named = dict.fromkeys(o.name for each in compiled for o in each.finished.outputs if o.kind == "metric")
         self.metrics = tuple(name for name in named if name != "grad_norm")  # what a loss returns beside the loss
-        given = [i for each in compiled for i in each.program.inputs]
+        given = [i for each in compiled for i in each.finished.inputs]
         self.constants = {i.name: i.value.to(device) for i in given if i.value is not None}
         self.places = {
             rank: {axis: torch.tensor(at, device=device) for axis, at in mesh.coordinates(rank).items()}
             for rank in self.ranks
         }
         self.counted = {i.name: i.count for i in given if i.count is not None}
-        self.entries = {entry: of for each in compiled for entry, of in entries_of(each.program).items()}
+        self.entries = {entry: of for each in compiled for entry, of in entries_of(each.finished).items()}
         self.training = self.turns(turns_of_step(programs_of(train), table, microbatches), train)
         self.measuring = self.turns(turns_of_evaluation(EVALUATE, table, microbatches), evaluation)
 
@@ -128,7 +134,7 @@ class Step:
             for name, value in self.run(turn, compiled, {} if m is None else parts[m], scalars, carried).items():
                 found.setdefault(name, []).append(value)
         carried.end()
-        outputs = {o.name: o.kind for each in programs.values() for o in each.program.outputs}
+        outputs = {o.name: o.kind for each in programs.values() for o in each.finished.outputs}
         summed = {name: together(values, outputs[name]) for name, values in found.items()}
         return self.runtime.share(summed)
 
@@ -171,7 +177,7 @@ class Step:
         carried: Carried,
     ) -> dict[str, Tensor]:
         """Take one turn for the ranks here; what it gives by name, as the first of them has it."""
-        program, dealt = compiled.program, Dealt(compiled.program, batch)
+        program, dealt = compiled.finished, Dealt(compiled.finished, batch)
         if turn.program in self.train and batch and turn.rank == self.runtime.stage_of(self.ranks[0]):
             self.dealt.append(dealt)
         ranks = [rank for rank in self.ranks if self.runtime.stage_of(rank) == turn.rank]
@@ -237,7 +243,7 @@ def together(values: Sequence[Tensor], kind: str) -> float:
 
 def programs_of(compiled: Mapping[str, Compiled]) -> dict[str, ir.Program]:
     """Their programs, by the same names."""
-    return {name: each.program for name, each in compiled.items()}
+    return {name: each.finished for name, each in compiled.items()}
 
 
 def state_name(given: ir.Input) -> str:

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from passes.pipeline.cut import FORWARD, OF_RANKS, Task
 from passes.pipeline.tables import Table, in_order
+from passes.pipeline.tasks import FORWARD, OF_RANKS, Task
 from passes.program import ir
 
 AHEAD = 4  # messages of a sender for which room is made before they are asked for

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler import profile  # that of torch.profiler imports the compiler
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ class PeakMemory:
 def cpu_peak(run: Callable[[], T]) -> tuple[T, int]:
     """The result of `run`, and the most bytes of CPU tensors alive at once that were allocated in it."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # below it, the profiler announces itself on stderr
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(profile_memory=True) as profiler:
         result = run()
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder, "trace.json")

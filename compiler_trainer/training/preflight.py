@@ -13,7 +13,7 @@ from compiler_trainer.config.schema import Config, DataConfig, FolderConfig
 from compiler_trainer.models import IGNORED_LABEL
 from compiler_trainer.models.folder import config_of
 from compiler_trainer.models.subject import Subject
-from compiler_trainer.step.programs import mesh_of
+from compiler_trainer.step.given import mesh_of
 from compiler_trainer.training.speed import peak_flops
 
 LARGE = 500_000_000  # parameters, from which on the settings of the default job are worth a note

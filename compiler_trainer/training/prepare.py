@@ -37,7 +37,8 @@ def make_reproducible(cfg: TrainConfig) -> None:
     """Seed what draws at run time, and choose kernels that give the same bits each time if asked to."""
     torch.manual_seed(cfg.seed)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
-    torch.use_deterministic_algorithms(cfg.deterministic)
+    if cfg.deterministic != torch.are_deterministic_algorithms_enabled():  # to say so imports Inductor, in a second
+        torch.use_deterministic_algorithms(cfg.deterministic)
 
 
 def read_data(cfg: Config) -> Datasets:

@@ -9,7 +9,7 @@ import torch
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config
 from compiler_trainer.models.subject import Subject
-from compiler_trainer.step.programs import mesh_of
+from compiler_trainer.step.given import mesh_of
 
 BATCH_ENTRIES, BATCH_BYTES = 4, 8  # of a token: tokens, labels, positions, documents, int64
 

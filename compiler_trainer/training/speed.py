@@ -10,7 +10,7 @@ import torch
 
 from compiler_trainer.config.device import CPU, here
 from compiler_trainer.config.schema import Config
-from compiler_trainer.step.programs import mesh_of
+from compiler_trainer.step.given import mesh_of
 from compiler_trainer.training.metrics import Record
 
 

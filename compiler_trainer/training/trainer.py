@@ -24,6 +24,7 @@ from compiler_trainer.data.loader import Loader
 from compiler_trainer.models.subject import Subject, subject
 from compiler_trainer.step.compile import compile_step
 from compiler_trainer.step.ranks import rank, start_ranks, stop_ranks
+from compiler_trainer.step.shelf import Shelf
 from compiler_trainer.step.step import Step
 from compiler_trainer.training import folder, trace
 from compiler_trainer.training.evaluate import held_out, means
@@ -34,6 +35,7 @@ from compiler_trainer.training.metrics import Metrics, Record
 from compiler_trainer.training.nonfinite import Judge, Lost, Rollback
 from compiler_trainer.training.owner import Owners, owning
 from compiler_trainer.training.peers import Peers
+from compiler_trainer.training.phases import Phases
 from compiler_trainer.training.preflight import described, named, notes
 from compiler_trainer.training.prepare import Start, find_start, make_reproducible, read_data, same_on_all_ranks
 from compiler_trainer.training.progress import Progress, Working, announce, say_contents, say_next
@@ -45,7 +47,6 @@ from compiler_trainer.training.speed import machine
 from compiler_trainer.training.spikes import Spikes
 from compiler_trainer.training.stop import Stop, end_early
 from compiler_trainer.training.watch import Watch
-from passes.check.runner import Observer
 
 
 def train(cfg: Config, remark: Callable[[Config, Subject], str] = lambda cfg, trained: "") -> float:
@@ -55,12 +56,15 @@ def train(cfg: Config, remark: Callable[[Config, Subject], str] = lambda cfg, tr
 
     Raises UserError, with nothing written, on bad input, and SystemExit where a signal or `run.time_limit` ended it.
     """
-    began = time.monotonic()
+    began, phases = time.monotonic(), Phases()
+    phases.end("import")
     ranks = start_ranks()  # each on its GPU
+    phases.end("ranks")
     cfg = validate(for_running(cfg), ranks)
     make_reproducible(cfg.train)
     announce(f"reading {named(cfg.data)}")
     datasets = read_data(cfg)
+    phases.end("data")
     trained = subject(cfg)
     check_vocabulary(datasets, trained.vocab_size)
     check_room(cfg, trained)
@@ -73,7 +77,8 @@ def train(cfg: Config, remark: Callable[[Config, Subject], str] = lambda cfg, tr
         for said in (*notes(cfg, trained), remark(cfg, trained)):
             if said:
                 announce(said)
-        step, start = prepare_step(cfg, trained, datasets, start, owners)
+        phases.end("model")
+        step, start = prepare_step(cfg, trained, datasets, start, owners, phases)
         if start.stored is not None:
             announce(f"going on after step {start.step:,}, from {start.stored.path}")
         with (
@@ -104,7 +109,7 @@ def all_done(cfg: Config, start: Start) -> float:
 
 
 def prepare_step(
-    cfg: Config, trained: Subject, datasets: Datasets, start: Start, owners: Owners
+    cfg: Config, trained: Subject, datasets: Datasets, start: Start, owners: Owners, phases: Phases
 ) -> tuple[Step, Start]:
     """The compiled step as it starts, and where that is; on rank 0 also the run folder, once nothing was refused."""
     if rank() != 0:
@@ -114,16 +119,18 @@ def prepare_step(
     for line in described(cfg, trained, peek(datasets.train)["labels"]):
         say(line)
     say(f"compiling ({cfg.lower.backend})")
-    began = time.perf_counter()
     with folder.graphs_of(cfg) as dumps, Working() as tell:
         step = build_step(cfg, trained, datasets, dumps, tell)
+        phases.end_compiling(step.report["seconds"])
         start = restore(cfg, trained, step, datasets, start)
-    report = {"machine": machine(), "data": datasets.report(), **step.report}
+    phases.end("checkpoint")
+    report = {"machine": machine(), "data": datasets.report(), **phases.report(), **step.report}
     owners.restore = partial(folder.create, cfg, report, step.table)
     owners.restore()
     for path in start.damaged:
         checkpoint.set_aside(path, "damaged")
-    say(f"compiled in {time.perf_counter() - began:.1f} s; the run folder is {cfg.run.dir}")
+    say(f"{'restarted' if 'program' in step.report['seconds'] else 'started'} in {phases}")
+    say(f"the run folder is {cfg.run.dir}")
     return step, start
 
 
@@ -139,7 +146,7 @@ def restore(cfg: Config, trained: Subject, step: Step, datasets: Datasets, start
 
 
 def build_step(
-    cfg: Config, trained: Subject, datasets: Datasets, observe: Observer | None, tell: Callable[[str], None]
+    cfg: Config, trained: Subject, datasets: Datasets, observe: folder.Dumps | None, tell: Callable[[str], None]
 ) -> Step:
     """The compiled step with its initial weights; `observe` sees its graph after each pass."""
     return compile_step(
@@ -158,6 +165,7 @@ def build_step(
         evaluate=cfg.eval.interval is not None,
         below={"tokens": datasets.vocab_size, "positions": cfg.train.seq_len},
         observe=observe,
+        shelf=Shelf(observe.folder if observe else None),
         tell=tell,
     )
 

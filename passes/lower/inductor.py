@@ -26,12 +26,14 @@ from passes.communication.overlap import products_to_wait_for
 from passes.context import operators
 from passes.lower.calls import Kernels
 from passes.lower.kernels import Libraries
+from passes.lower.ready import Ready, as_imported, untouched
 from passes.lower.store import Store, bound, replace
 from passes.program import ir
 from passes.program.bodies import Body, key_of
 from passes.program.signals import undisturbed
 from passes.program.sweep import Layout
 from passes.program.torch_private import (
+    FakeTensorMode,
     build_cpp_header,
     choose_instruction_set,
     compile_inner,
@@ -41,6 +43,7 @@ from passes.program.torch_private import (
     import_loader,
     inductor_decompositions,
     instruction_tests,
+    is_code_alone,
     keep_after,
     kernels_later,
     kernels_of,
@@ -49,6 +52,7 @@ from passes.program.torch_private import (
     load_compiled,
     save_compiled,
     step_by_step,
+    without_lowering,
 )
 
 
@@ -91,6 +95,15 @@ def compile_bodies(
 
 
 @undisturbed
+def compile_share(bodies: Sequence[Body], ctx: ir.Context, workers: Workers, tell: Tell = silent) -> None:
+    """Compile this worker's share of bodies; when it returns, all are stored."""
+    ready = Ready(kept(), our_sources())
+    made([body for body in bodies[workers.number :: workers.count] if ready.load(body) is None], ctx, ready, tell)
+    tell("bodies of other ranks")
+    workers.meet()
+
+
+@undisturbed
 def built(
     bodies: Sequence[Body], ctx: ir.Context, workers: Workers = ALONE, tell: Tell = silent
 ) -> Mapping[Body, Kernels]:
@@ -98,33 +111,42 @@ def built(
 
     `tell` is called with what begins.
     """
-    store = kept()
-    found: dict[Body, Kernels] = {}
-    if in_cpp := any(device_of(body).type == "cpu" for body in bodies):
-        begin()[0].result()
-    libraries = Libraries(store, surroundings())
-    with kernels_later(libraries.ask, libraries.build):
-        share = bodies[workers.number :: workers.count]
-        for i, body in enumerate(share):
-            tell(f"{body.name}, {i + 1} of {len(share)} bodies")
-            found[body] = load(body, store) or compile_body(body, ctx, store)
-        tell("kernels")
-        if in_cpp:
-            begin()[1].result()
+    ready = Ready(kept(), our_sources())
+    found = {body: run for body in bodies if (run := ready.load(body)) is not None}
+    counts.update("loaded" for _ in found)
+    found |= made([body for body in bodies[workers.number :: workers.count] if body not in found], ctx, ready, tell)
     if workers.count > 1:
         tell("bodies of other ranks")
         workers.meet()
+    return found | made([body for body in bodies if body not in found], ctx, ready, tell)
+
+
+def made(bodies: Sequence[Body], ctx: ir.Context, ready: Ready, tell: Tell) -> dict[Body, Kernels]:
+    """Bodies that the compiler loads or makes, stored so that later starts do without it where they can."""
+    if not bodies:
+        return {}
+    if in_cpp := any(device_of(body).type == "cpu" for body in bodies):
+        begin()[0].result()
+    libraries, found = Libraries(ready.store, surroundings()), dict[Body, Any]()
     with kernels_later(libraries.ask, libraries.build):
-        for body in bodies:
-            if body not in found:
-                found[body] = load(body, store) or compile_body(body, ctx, store)
-    return found
+        for i, body in enumerate(bodies):
+            tell(f"{body.name}, {i + 1} of {len(bodies)} bodies")
+            found[body] = load(body, ready.store) or compile_body(body, ctx, ready.store)
+        tell("kernels")
+        if in_cpp:
+            begin()[1].result()
+    for body, compiled in found.items():
+        if is_code_alone(compiled):
+            ready.keep(body, without_lowering(compiled.source_code), libraries.place_of)
+    return {body: kernels_of(compiled) for body, compiled in found.items()}
 
 
 @cache
 def begin() -> tuple[Future[None], Future[None]]:
     """Get ready for C++ kernels in a thread, once a process: what to lower waits for, and what kernels wait for."""
+    untouched()
     import_loader()
+    as_imported()
     thread = ThreadPoolExecutor(1, "ready for C++")
     return thread.submit(know_the_machine), thread.submit(build_cpp_header)
 
@@ -154,8 +176,8 @@ def device_of(body: Body) -> torch.device:
     return next(ir.example(node).device for node in body.graph.nodes if ir.is_tensor(node))
 
 
-def load(body: Body, store: Store) -> Kernels | None:
-    """The body's kernels from the store, None if it has none."""
+def load(body: Body, store: Store) -> Any:
+    """The body as it was compiled, from the store; None if it has none."""
     packed = store.get(stored_key(body))
     if packed is None:
         return None
@@ -163,7 +185,7 @@ def load(body: Body, store: Store) -> Kernels | None:
     return load_compiled(packed)
 
 
-def compile_body(body: Body, ctx: ir.Context, store: Store) -> Kernels:
+def compile_body(body: Body, ctx: ir.Context, store: Store) -> Any:
     """The body compiled, and stored."""
     module, mode = decompose(body, ctx)
     # fusion moves a wait to where the first operator of the kernel that needs it stood; with nothing beside it, it may
@@ -172,12 +194,13 @@ def compile_body(body: Body, ctx: ir.Context, store: Store) -> Kernels:
     compiled = compile_inner(module, values, mode)
     store.put(stored_key(body), save_compiled(compiled))
     counts["compiled"] += 1
-    return kernels_of(compiled)
+    return compiled
 
 
 def decompose(body: Body, ctx: ir.Context) -> tuple[fx.GraphModule, Any]:
     """The body in the operators that Inductor takes, over values of its own, and their fake mode."""
     given = [ir.example(node) for node in body.graph.nodes if node.op == "placeholder"]
+    ctx = ctx if ctx.fake_mode else ir.Context(FakeTensorMode())  # of a program that was read
     interpreter = fx.Interpreter(fx.GraphModule(torch.nn.Module(), body.graph))
     if body.flat:
         mode, length = line_mode()
@@ -205,7 +228,13 @@ def stored_key(body: Body) -> str:
 @cache
 def surroundings() -> str:
     """A digest of what kernels depend on beside their body: the compiler's state, and all of our passes."""
-    return key_of(compiler_state() + sources_of(Path(__file__).parents[1]))
+    return key_of(compiler_state() + our_sources())
+
+
+@cache
+def our_sources() -> str:
+    """All of our passes."""
+    return sources_of(Path(__file__).parents[1])
 
 
 def sources_of(folder: Path) -> str:

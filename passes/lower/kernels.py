@@ -45,16 +45,26 @@ class Libraries:
     waiting: dict[str, Kernel] = field(default_factory=dict)
     loads: dict[str, Load] = field(default_factory=dict)
     libraries: dict[str, Load] = field(default_factory=dict)
+    places: dict[str, tuple[str, str]] = field(default_factory=dict)  # of a kernel: its library, and its name there
 
     def ask(self, argtypes: Sequence[str], source: str) -> Load:
         """What gives the kernel, once all are built."""
         kernel = Kernel(tuple(argtypes), source)
-        key = key_of(f"{kernel.argtypes} {kernel.source} {self.surroundings}")
+        key = self.key(kernel)
         if key not in self.loads and key not in self.waiting and not self.stored(key):
             self.waiting[key] = kernel
             if len(self.waiting) == TOGETHER:
                 self.build()
         return lambda: self.loads[key]()
+
+    def key(self, kernel: Kernel) -> str:
+        """What the store knows a kernel by."""
+        return key_of(f"{kernel.argtypes} {kernel.source} {self.surroundings}")
+
+    def place_of(self, kernel: tuple[tuple[str, ...], str]) -> tuple[str, str] | None:
+        """The file of the library that a kernel was loaded from, and its name there; None if it was not."""
+        library, name = self.places.get(self.key(Kernel(*kernel)), ("", ""))
+        return (self.libraries[library]().__file__, name) if library else None
 
     def stored(self, key: str) -> bool:
         """Whether the store has a library with the kernel."""
@@ -64,8 +74,12 @@ class Libraries:
         if source is not None:
             self.libraries[library] = build_library(source.decode())
         if library in self.libraries:
-            self.loads[key] = part_of(self.libraries[library], name)
+            self.put_in(library, key, name)
         return key in self.loads
+
+    def put_in(self, library: str, key: str, name: str) -> None:
+        """Know a kernel as part of a library."""
+        self.loads[key], self.places[key] = part_of(self.libraries[library], name), (library, name)
 
     def build(self) -> None:
         """Begin to build a library of what waits."""
@@ -77,7 +91,7 @@ class Libraries:
         self.libraries[library] = build_library(source)
         self.store.put(library, source.encode())
         for key, name in names.items():
-            self.loads[key] = part_of(self.libraries[library], name)
+            self.put_in(library, key, name)
             self.store.put(key, f"{library} {name}".encode())
         self.waiting.clear()
 

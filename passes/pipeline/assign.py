@@ -24,13 +24,13 @@ import torch
 from torch import fx
 
 from passes.cost.accounting import count_flops
+from passes.pipeline.tasks import copy_name, own_name
 from passes.program import ir
 from passes.program.layer import Layer
 from passes.program.stages import Stage
 from passes.program.sweep import Sweep, sweep
 
 LARGE = 2**20  # entries of a buffer: what is made of it is computed once and sent
-AT = "@"  # between a parameter's name and the stage of its copy
 
 
 @dataclass(frozen=True)
@@ -74,16 +74,6 @@ class Assign(ir.Pass):
         if len(counts) != self.stages or sum(counts) != layers or min(counts) < 1:
             what = f"{list(counts)} are not {self.stages} numbers of layers, each 1 or more, that add up to {layers}"
             raise ir.Refused("assign", None, f"passes.pipeline.stages: {what}")
-
-
-def copy_name(name: str, stage: int) -> str:
-    """What a stage's copy of a parameter is called where the stages are one program."""
-    return f"{name}{AT}{stage}"
-
-
-def own_name(name: str) -> str:
-    """What a copy is called in the programs of its own stage: the parameter's name."""
-    return name.partition(AT)[0]
 
 
 # ---- what has a stage ---------------------------------------------------------------------------------

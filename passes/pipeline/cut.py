@@ -18,40 +18,22 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from torch import fx
 
-from passes.pipeline.assign import own_name
+from passes.pipeline.tasks import (
+    BACKWARD,
+    FORWARD,
+    INPUTS,
+    OF_RANKS,
+    SQUARE,
+    WEIGHTS,
+    Task,
+    own_name,
+)
 from passes.program import boundary, ir
 from passes.program.operators import is_view
 from passes.program.spec import Spec
-
-FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"  # of a backward in two: of inputs, then of weights
-SHARE, REDUCE, UPDATE = "G", "R", "U"  # of an update
-OF_RANKS = (SHARE, REDUCE, UPDATE)
-SQUARE = "square"  # of gradients: what their norm is made of
-
-
-class Task(NamedTuple):
-    """What is done: forward `F` and backward `B` of a stage, or that in two, `I` and `W`; the update of a rank."""
-
-    stage: int
-    kind: str
-
-    def __str__(self) -> str:
-        return f"{self.kind}{self.stage}"
-
-
-def square_of(rank: int) -> str:
-    """What is carried from a pipeline rank to the next: the square of its gradients' norm and of those before it."""
-    return f"{SQUARE}@{rank}"
-
-
-def task_in(name: str) -> Task:
-    """The task by its name, `F3`, or that of a program called by it, `evaluate.F3`."""
-    kind, stage = (task := name.rpartition(".")[2])[0], int(task[1:])
-    return Task(stage, kind)
 
 
 def cut(program: ir.Program, split: bool = False) -> dict[Task, ir.Program]:

@@ -386,7 +386,12 @@ def is_library(file: str) -> bool:
 
 def source(node: fx.Node) -> str:
     """`file.py:line` of the innermost frame outside PyTorch, or an empty string."""
-    return _innermost(node.meta.get("stack_trace") or "")
+    return line_of(node.meta)
+
+
+def line_of(meta: Mapping[str, Any]) -> str:
+    """The same of what a node carries."""
+    return _innermost(meta.get("stack_trace") or "")
 
 
 @functools.lru_cache(maxsize=1 << 12)  # layers alike have the same frames
@@ -404,9 +409,14 @@ def module_path(node: fx.Node) -> str:
 
 def set_origin(node: fx.Node, line: str, module: str) -> None:
     """Record where a node comes from: `file.py:line` and the dotted path of a module."""
+    node.meta.update(origin_of(line, module))
+
+
+def origin_of(line: str, module: str) -> dict[str, Any]:
+    """The same as what a node carries."""
     file, _, number = line.rpartition(":")
-    node.meta["stack_trace"] = f'File "{file}", line {number}' if file else ""
-    node.meta["nn_module_stack"] = {module: (module, None)} if module else {}
+    trace = f'File "{file}", line {number}' if file else ""
+    return {"stack_trace": trace, "nn_module_stack": {module: (module, None)} if module else {}}
 
 
 def copy_origin(new: fx.Node, old: fx.Node) -> None:

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import copy
 import functools
+import getpass
+import importlib.util
 import itertools
 import logging
 import os
 import pickle
 import re
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -26,7 +30,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch._activation_offloading import offload_ops  # noqa: F401, registers ao::offload and its kin
 from torch._guards import TracingContext, tracing
 from torch._logging import trace_structured
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # generates code when first called
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
@@ -36,7 +40,6 @@ from torch.fx.experimental.proxy_tensor import (
     make_fx,
     snapshot_fake,
 )
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -46,10 +49,10 @@ __all__ = [
     "BatchNorm",
     "FakeTensor",
     "FakeTensorMode",
-    "GuardOnDataDependentSymNode",
     "LOWERING",
     "LazyGraphModule",
     "OpOverload",
+    "OpOverloadPacket",
     "TorchDispatchMode",
     "ao",
     "binding_of",
@@ -65,8 +68,10 @@ __all__ = [
     "composites_of",
     "context_parallel_internals",
     "conversions_as",
+    "data_dependent",
     "decomposition",
     "derivatives_as_operators",
+    "described",
     "flex_attention",
     "flex_attention_backward",
     "flex_with_gradients",
@@ -75,7 +80,9 @@ __all__ = [
     "grouped_products_as",
     "execute_only",
     "import_loader",
+    "is_code_alone",
     "inductor_decompositions",
+    "inductor_options",
     "instruction_tests",
     "keep_after",
     "kernels_later",
@@ -83,6 +90,7 @@ __all__ = [
     "lazy_graph_modules",
     "line_mode",
     "load_compiled",
+    "load_library",
     "number_in",
     "quiet_failures",
     "register_axis_group",
@@ -186,6 +194,41 @@ def checkpoints_inside(region: Callable[[], AbstractContextManager]) -> Iterator
         yield
 
 
+def data_dependent() -> type[Exception]:
+    """What is raised where Python code asks for a number that is known at run time only."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # imports sympy
+
+    return GuardOnDataDependentSymNode
+
+
+class Described(Tensor):
+    """How a tensor lies, without one: to make a fake mode takes seconds of imports."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
+        raise TypeError(f"{func} was called on what only describes a tensor")
+
+
+def described(
+    shape: Sequence[int],
+    stride: Sequence[int],
+    offset: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    storage_bytes: int,
+) -> Tensor:
+    """What tells shape, strides, offset, dtype, device and the size of the storage of a tensor, and no more."""
+    return Tensor._make_wrapper_subclass(
+        Described,
+        shape,
+        strides=stride,
+        storage_offset=offset,
+        dtype=dtype,
+        device=device,
+        storage_size=storage_bytes,
+    )
+
+
 def lazy_graph_modules() -> AbstractContextManager:
     """While on, what is traced becomes a graph module whose code is generated when it is first called, if ever."""
     return _use_lazy_graph_module(True)
@@ -241,6 +284,8 @@ def without_lowering(source: str) -> str:
 
     Inductor's own namespace of them is filled by all of its lowering, which takes a second to import.
     """
+    if LOWERING not in source:
+        return source
     from torch._inductor.select_algorithm import extern_kernels
 
     called = set(re.findall(r"\bextern_kernels\.(\w+)", source))
@@ -249,8 +294,8 @@ def without_lowering(source: str) -> str:
     return source.replace(LOWERING, "import torch as extern_kernels")
 
 
-def load_compiled(saved: bytes) -> Callable:
-    """What `save_compiled` saved, ready to be called."""
+def load_compiled(saved: bytes) -> Any:
+    """What `save_compiled` saved, as `compile_inner` returned it."""
     from torch._inductor.codecache import PyCodeCache
     from torch._inductor.output_code import CompiledFxGraphConstants
 
@@ -258,12 +303,17 @@ def load_compiled(saved: bytes) -> Callable:
     PyCodeCache.write(compiled.source_code)  # unless it is there as it was
     compiled.after_deserialization(constants)
     compiled.post_compile((), constants, compiled.fx_kwargs)
-    return kernels_of(compiled)
+    return compiled
 
 
 def kernels_of(compiled: Any) -> Callable:
     """What runs of a compiled graph: the graph itself, when called, adds a mark for profilers that names nothing."""
     return compiled.current_callable
+
+
+def is_code_alone(compiled: Any) -> bool:
+    """Whether nothing but its code, on the CPU, runs of a compiled graph: no constants, and inputs as they come."""
+    return set(compiled.device_types) <= {"cpu"} and not compiled.constants and not compiled.inputs_to_check
 
 
 def import_loader() -> None:
@@ -375,10 +425,33 @@ def line_mode() -> tuple[FakeTensorMode, Any]:
 
 
 def compiler_folder() -> Path:
-    """Where Inductor keeps what it compiles."""
-    from torch._inductor.codecache import cache_dir
+    """Where Inductor keeps what it compiles; found without its import, by the same rules."""
+    if folder := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        return Path(os.path.abspath(folder))
+    try:
+        user = getpass.getuser()
+    except (KeyError, ModuleNotFoundError, OSError):
+        user = f"uid_{os.getuid()}"
+    return Path(tempfile.gettempdir(), "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
 
-    return Path(cache_dir())
+
+def inductor_options() -> str:
+    """Inductor's options as they are."""
+    from torch._inductor import config
+
+    return repr(config.save_config_portable())
+
+
+def load_library(path: str) -> ModuleType:
+    """A library of kernels, `kernels`, that Inductor built."""
+    os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(
+        torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
+    )
+    spec = importlib.util.spec_from_file_location(f"{Path(path).stem}.kernels", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def compiler_state() -> str:

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from passes.pipeline.assign import own_name
-from passes.pipeline.cut import SQUARE, square_of
+from passes.pipeline.tasks import SQUARE, own_name, square_of, term_of
 from passes.program import ir
 from passes.program.spec import Spec
 from passes.program.stages import Stage
@@ -144,11 +143,6 @@ class ApplyOnly(ir.Pass):
 def squares(rank: int, ranks: int) -> list[str]:
     """What a pipeline rank hears of the norm: what is known before it, and the whole."""
     return [*([square_of(rank - 1)] if rank else []), *([SQUARE] if rank < ranks - 1 else [])]
-
-
-def term_of(name: str, rank: int) -> str:
-    """What a pipeline rank's term of a parameter's gradient is called."""
-    return f"gradient.{name}@{rank}"
 
 
 def _input(graph: fx.Graph, name: str, val: torch.Tensor, given: ir.Input) -> fx.Node:

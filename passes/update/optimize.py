@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, fx
 
-from passes.pipeline.cut import SQUARE, square_of
+from passes.pipeline.tasks import SQUARE, square_of
 from passes.program import boundary, ir
 from passes.program.spec import Spec
 from passes.program.stages import Stage

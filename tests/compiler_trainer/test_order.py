@@ -11,7 +11,7 @@ from oracle import batches, llama, llama_loss, trained_alike
 
 from compiler_trainer.config.schema import CastConfig, OptimConfig, PassesConfig
 from compiler_trainer.pipeline import Passes, Pipeline, build_pipeline
-from compiler_trainer.step import compile as compiling
+from compiler_trainer.step import programs as compiling
 from passes.check.runner import check_order
 from passes.program.stages import Stage
 

@@ -39,7 +39,8 @@ from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import Config, LowerConfig
 from compiler_trainer.config.validate import dry_world_size, validate
 from compiler_trainer.pipeline import DTYPES, build_pipeline
-from compiler_trainer.step.programs import Captured, Compilation, mesh_of
+from compiler_trainer.step.given import Captured, mesh_of
+from compiler_trainer.step.programs import Compilation
 from compiler_trainer.step.runtime import ProcessRanks
 from passes.lower.cudagraphs import breaks
 from passes.lower.inductor import compile_body
@@ -123,7 +124,7 @@ def programs_of(cfg: Config) -> dict[str, Captured]:
     work = Compilation(model, models.loss_fn, batch, mesh, pipeline, passes, torch.device("cuda"))
     programs = work.train(work.run("forward", pipeline.forward, work.capture()))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=mesh.world_size)
-    ranks = ProcessRanks(mesh, LowerConfig(), lambda what: None)
+    ranks = ProcessRanks(mesh, LowerConfig(), torch.device("cuda"), lambda what: None)
     for program, _ in programs.values():
         ranks.make_groups(program)
     ranks.name_groups()

@@ -23,7 +23,8 @@ from compiler_trainer.models.loss import INPUTS
 from compiler_trainer.models.subject import subject
 from compiler_trainer.pipeline import build_pipeline
 from compiler_trainer.step.compile import initial_state
-from compiler_trainer.step.programs import Compilation, mesh_of
+from compiler_trainer.step.given import mesh_of
+from compiler_trainer.step.programs import Compilation
 from compiler_trainer.step.ranks import rank, start_ranks, stop_ranks
 from compiler_trainer.step.runtime import ProcessRanks
 

@@ -19,7 +19,8 @@ from compiler_trainer.config.schema import OptimConfig, PassesConfig
 from compiler_trainer.inspect.dumps import CALLS, load_stages
 from compiler_trainer.inspect.glance import peak_line
 from compiler_trainer.pipeline import build_pipeline
-from compiler_trainer.step.programs import Compilation, mesh_of
+from compiler_trainer.step.given import mesh_of
+from compiler_trainer.step.programs import Compilation
 from passes.check.runner import Dumper
 from passes.lower import unroll
 from passes.lower.unroll import Unroll

@@ -18,8 +18,8 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import Config
 from compiler_trainer.planning.dry import compile_dry
-from compiler_trainer.step import programs
-from compiler_trainer.step.programs import Captured, check_recordable
+from compiler_trainer.step import given as programs
+from compiler_trainer.step.given import Captured, check_recordable
 from passes.lower.cudagraphs import Replayed, breaks
 from passes.lower.segment import Segment
 from passes.program import ir

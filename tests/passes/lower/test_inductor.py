@@ -295,8 +295,8 @@ def test_a_stored_body_is_of_the_passes_as_they_are(tmp_path, monkeypatch):
         file.write("# changed\n")
     changed = inductor.sources_of(tmp_path / "passes")
     monkeypatch.setattr(inductor, "sources_of", lambda folder: changed)
-    inductor.surroundings.cache_clear()
+    inductor.our_sources.cache_clear(), inductor.surroundings.cache_clear()
     try:
         assert stored_key(body) != before
     finally:
-        inductor.surroundings.cache_clear()
+        inductor.our_sources.cache_clear(), inductor.surroundings.cache_clear()

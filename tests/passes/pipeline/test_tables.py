@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.pipelining import schedules
 
-from passes.pipeline.cut import BACKWARD, FORWARD, INPUTS, WEIGHTS, Task
 from passes.pipeline.tables import (
     Slot,
     Table,
@@ -22,6 +21,7 @@ from passes.pipeline.tables import (
     zbv,
     zero_bubble,
 )
+from passes.pipeline.tasks import BACKWARD, FORWARD, INPUTS, WEIGHTS, Task
 
 SIZES = [(2, 2), (2, 5), (3, 5), (4, 8), (8, 16)]
 

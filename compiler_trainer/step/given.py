@@ -1,0 +1,104 @@
+"""What a compilation is given, and what it gives: apart from the passes, which a restart does not import."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import MeshConfig
+from passes.lower.cudagraphs import breaks
+from passes.pipeline.tables import Table, auto
+from passes.program import ir
+from passes.program.mesh import Mesh
+
+if TYPE_CHECKING:
+    from passes.check.runner import PassRecord
+
+T = TypeVar("T")
+EVALUATE = "evaluate"  # the program of evaluation, or the beginning of the names of its tasks
+
+
+class Captured(NamedTuple):
+    """A program and the context its values live in."""
+
+    program: ir.Program
+    ctx: ir.Context
+
+
+@dataclass
+class Reporter:
+    """Collects what every pass did and how long compilation took; `key` is what the programs are stored under.
+
+    Programs that were read (`is_read`) were compiled by an earlier start.
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    passes: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    key: str = ""
+    is_read: bool = False
+
+    def add(self, stage: str, records: Iterable[PassRecord]) -> None:
+        """Record the passes of one program."""
+        for record in records:
+            self.seconds[f"{stage}.{record.name}"] = record.seconds
+            self.passes.append({"program": stage, **record.as_dict()})
+
+    def time(self, name: str, work: Callable[[], T]) -> T:
+        """Do something and record how long it took."""
+        started = time.perf_counter()
+        done = work()
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+        return done
+
+    def flops(self, program: str) -> int:
+        """FLOPs of a program as its last pass left it, 0 of one that there is not."""
+        done = [done for done in self.passes if done["program"] == program]
+        return sum(done[-1]["accounting"]["flops"].values()) if done else 0
+
+    def finish(self) -> dict[str, Any]:
+        """The report: seconds by pass, each pass's counts, notes, communication and memory, and notes on the whole."""
+        seconds = {name: round(s, 4) for name, s in self.seconds.items()}
+        stored = {"stored_as": self.key, "read": self.is_read}
+        return {"seconds": seconds, "program": stored, "passes": self.passes, "notes": self.notes}
+
+
+def order_of(schedule: str, asked: Table, report: Reporter) -> Table:
+    """The order of the tasks of stages: that of `auto` follows from their FLOPs, once they are compiled."""
+    if schedule != "auto":
+        return asked
+    return auto(asked.ranks, asked.microbatches, lambda task: 1 + report.flops(str(task)))
+
+
+def check_recordable(programs: Mapping[str, Captured], compiled: bool = True) -> None:
+    """Raises UserError naming each node, with its source line, that a CUDA graph cannot record."""
+    found = [f"{name}: {what}" for name, (program, _) in programs.items() for what in breaks(program, compiled)]
+    if found:
+        raise UserError("lower.cudagraphs", f"cannot record {'; '.join(found)}")
+
+
+def mesh_of(given: Mapping[str, int] | MeshConfig | None) -> Mesh:
+    """The mesh of a configuration; raises UserError on an axis or a size that there is not."""
+    sizes = dataclasses.asdict(given) if isinstance(given, MeshConfig) else dict(given or {})
+    try:
+        return Mesh.of(sizes)
+    except ValueError as error:
+        raise UserError(*str(error).split(": ", 1)) from error
+
+
+def one_microbatch(batch: Mapping[str, Tensor], microbatches: int) -> dict[str, Tensor]:
+    """The first rows of a batch: its shapes are those that are compiled."""
+    if microbatches < 1:
+        raise UserError("microbatches", f"is {microbatches}; must be at least 1")
+    for key, value in batch.items():
+        if value.shape[0] % microbatches:
+            raise UserError(
+                "microbatches", f"{microbatches} does not divide the {value.shape[0]} rows of batch[{key!r}]"
+            )
+    return {key: value[: value.shape[0] // microbatches] for key, value in batch.items()}

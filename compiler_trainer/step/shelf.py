@@ -1,0 +1,135 @@
+"""Programs that earlier starts made: read where all that they were made of is as it was, made anew where it is not.
+
+They lie in `programs` of the compiler's cache, a file for the programs of a job and one for its graph dumps, under the
+digest of `made_of.py`. What a file holds is text, read as such.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+
+from compiler_trainer.step.agree import difference
+from compiler_trainer.step.given import Captured, Reporter
+from compiler_trainer.step.made_of import MadeOf, digest
+from compiler_trainer.step.ranks import gather, is_first_of_machine
+from compiler_trainer.step.sources import Unkeyed
+from passes.lower.store import Store
+from passes.program import ir
+from passes.program.printer import print_program
+from passes.program.saved import Unreadable, Unwritable, operators_in, read, written
+from passes.program.sweep import LASTING
+from passes.program.torch_private import compiler_folder
+
+GRAPHS = ".graphs"  # the entry with the dumps of a job's programs
+OF_TORCH = LASTING - {"ct"} | {"ao", "prim", "quantized", "inductor", "higher_order", "rngprims"}
+Made = tuple[dict[str, Captured], Reporter]
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """Where programs are kept; `graphs` is the folder into which passes dump theirs, None where they dump none.
+
+    The ranks of a job all read, or none does.
+    """
+
+    graphs: Path | None = None
+    store: Store = field(default_factory=lambda: Store(compiler_folder() / "programs"))
+
+    def find(self, key: str | None) -> Made | None:
+        """The programs under a key, None where a rank has none or others."""
+        packed = self.store.get(key) if key else None
+        dumps = self.store.get(f"{key}{GRAPHS}") if packed and self.graphs else b""
+        found = None if packed is None or dumps is None else unpacked(packed)
+        if len(set(gather(digest(packed.decode("latin1")) if found and packed else ""))) > 1:
+            return None
+        if found and self.graphs and dumps:
+            for name, text in json.loads(zlib.decompress(dumps)).items():
+                (self.graphs / name).write_text(text)
+        return found
+
+    def put(self, key: str, made: Made) -> None:
+        """Keep programs, one rank of a machine for all; raises Unwritable."""
+        programs, report = made
+        text = written({name: captured.program for name, captured in programs.items()})
+        report.key = key
+        if not is_first_of_machine():
+            return
+        spaces = sorted({op.namespace for op in operators_in(each.program for each in programs.values())})
+        kept = {"key": key, "spaces": spaces, "programs": text, "passes": report.passes, "notes": report.notes}
+        if self.graphs and self.graphs.is_dir():
+            dumps = {path.name: path.read_text() for path in sorted(self.graphs.iterdir())}
+            self.store.put(key + GRAPHS, zlib.compress(json.dumps(dumps).encode()))
+        self.store.put(key, zlib.compress(json.dumps(kept).encode()))
+
+
+def unpacked(packed: bytes) -> Made | None:
+    """The programs of an entry, None, and a word of it, where they cannot be read in this process."""
+    kept = json.loads(zlib.decompress(packed))
+    if not OF_TORCH.issuperset(kept["spaces"]):
+        import_module("compiler_trainer.pipeline")  # whose files hold our operators and their kernels
+    try:
+        programs = read(kept["programs"])
+    except Unreadable as error:
+        warnings.warn(f"a stored program cannot be read ({error}); it is made anew", stacklevel=2)
+        return None
+    report = Reporter(passes=kept["passes"], notes=kept["notes"], key=kept["key"], is_read=True)
+    return {name: Captured(program, ir.Context(None)) for name, program in programs.items()}, report
+
+
+def stored_or_made(shelf: Shelf | None, what: Callable[[], MadeOf], make: Callable[[], Made], check: bool) -> Made:
+    """The programs from the shelf, or made and put there; with `check` they are made, and compared with those there.
+
+    Raises RuntimeError where they differ.
+    """
+    if shelf is None:
+        return make()
+    began = time.perf_counter()
+    made_of, why = keyed(what)
+    found = shelf.find(made_of.key if made_of else None)
+    if found and not check:
+        found[1].seconds["program"] = time.perf_counter() - began
+        return found
+    programs, report = make()
+    if made_of and found:
+        check_same(made_of.key, found[0], programs)
+    elif made_of:
+        why = keep(shelf, made_of, programs, report)
+    if why:
+        report.notes.append(f"the program is not stored: {why}")
+    return programs, report
+
+
+def keyed(what: Callable[[], MadeOf]) -> tuple[MadeOf | None, str]:
+    """What a program is made of, or why that cannot be told."""
+    try:
+        return what(), ""
+    except Unkeyed as error:
+        return None, str(error)
+
+
+def keep(shelf: Shelf, made_of: MadeOf, programs: dict[str, Captured], report: Reporter) -> str:
+    """Put programs on the shelf; why not, if they cannot be."""
+    spaces = {op.namespace for op in operators_in(captured.program for captured in programs.values())}
+    if strange := sorted(space for space in spaces - OF_TORCH - {"ct"} if not made_of.sources.defines(space)):
+        return f"operators of {', '.join(strange)} are not defined in the files of the model"
+    try:
+        shelf.put(made_of.key, (programs, report))
+    except Unwritable as error:
+        return str(error)
+    return ""
+
+
+def check_same(key: str, stored: Mapping[str, Captured], fresh: Mapping[str, Captured]) -> None:
+    """Raises RuntimeError with the first lines in which a stored program differs from one that was made now."""
+    for name, (program, _) in fresh.items():
+        texts = [print_program(each) for each in (program, stored[name].program)]
+        if texts[0] != texts[1]:
+            shown = difference(texts[0], texts[1], "made now", "stored")
+            raise RuntimeError(f"{name}: the program stored as {key} is not what is made now\n{shown}")

@@ -1,0 +1,347 @@
+"""Finished programs as text, and back: a restart reads what an earlier start made.
+
+    written({"step": program}) -> one JSON text        read(text) -> {"step": the same program}
+
+What many nodes carry alike (layouts, placements, origins) is written once and numbered. A program that was read prints
+as the one that was written, in line as well. Of its values it knows layouts only (`Described`).
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from passes.program import ir
+from passes.program.bodies import Body
+from passes.program.layer import Layer, Role
+from passes.program.mesh import Mesh
+from passes.program.order import Order
+from passes.program.spec import Factor, Spec
+from passes.program.stages import Stage
+from passes.program.torch_private import LazyGraphModule, OpOverload, described
+
+FUNCTIONS = {name: getattr(operator, name) for name in ("getitem", "add", "sub", "mul", "floordiv", "mod", "neg")}
+RECORDS: dict[str, Any] = {kind.__name__: kind for kind in (Mesh, Spec, Factor, Order, Layer, Role)}
+CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
+PLAIN = (bool, int, float, str, type(None))
+OF_A_PROCESS = ("fn", "local")  # namespaces of operators that are made for one program
+ORIGIN = ("phase", "recomputed", "checkpoint", "parameter", "stands_for", "layer", "role", "stage")
+
+
+class Unwritable(Exception):
+    """A program that holds what text does not tell: it has to be made anew in each process."""
+
+
+class Unreadable(Exception):
+    """A text that is no program here: of another version, or of operators that this process has not."""
+
+
+def written(programs: Mapping[str, ir.Program]) -> str:
+    """The programs by name as one text; raises Unwritable."""
+    into = Writer()
+    parts = {name: into.program(program) for name, program in programs.items()}
+    return json.dumps({"tables": into.tables(), "bodies": into.bodies, "programs": parts})
+
+
+def read(text: str) -> dict[str, ir.Program]:
+    """The programs by name; raises Unreadable."""
+    try:
+        found = json.loads(text)
+        given = Reader(found["tables"], found["bodies"])
+        return {name: given.program(part) for name, part in found["programs"].items()}
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
+        raise Unreadable(f"{type(error).__name__}: {error}") from error
+
+
+def operators_in(programs: Iterable[ir.Program]) -> set[OpOverload]:
+    """All operators that programs call, in their bodies too."""
+    found: set[OpOverload] = set()
+    for program in programs:
+        for node in program.calls():
+            called = [node] if not isinstance(node.target, Body) else list(node.target.graph.nodes)
+            found |= {each.target for each in called if isinstance(each.target, OpOverload)}
+    return found
+
+
+# ---- writing ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Table:
+    """Entries by number, each once."""
+
+    entries: list[Any] = field(default_factory=list)
+    numbers: dict[str, int] = field(default_factory=dict)
+
+    def number(self, entry: Any) -> int:
+        """The number of an entry, which is added if it is new."""
+        number = self.numbers.setdefault(json.dumps(entry), len(self.entries))
+        if number == len(self.entries):
+            self.entries.append(entry)
+        return number
+
+
+@dataclass
+class Writer:
+    """Programs as JSON, what they share in tables."""
+
+    layouts: Table = field(default_factory=Table)
+    specs: Table = field(default_factory=Table)
+    origins: Table = field(default_factory=Table)
+    bodies: list[Any] = field(default_factory=list)
+    known: dict[Body, int] = field(default_factory=dict)
+    placed: dict[int, int] = field(default_factory=dict)  # of placements by identity
+
+    def tables(self) -> dict[str, list[Any]]:
+        """What programs refer to by number."""
+        return {"layouts": self.layouts.entries, "specs": self.specs.entries, "origins": self.origins.entries}
+
+    def program(self, program: ir.Program) -> dict[str, Any]:
+        """A program, with those that compute its counts and bounds."""
+        if program.roll or any(True for _ in program.module.named_children()):
+            raise Unwritable("it is rolled up, or an operator calls a graph")
+        return {
+            "inputs": [self.input(given) for given in program.inputs],
+            "outputs": [[o.name, o.kind, self.spec(o.spec)] for o in program.outputs],
+            "mesh": record(program.mesh),
+            "stage": int(program.stage),
+            "bounds": program.bounds and self.program(program.bounds),
+            "nodes": self.graph(program.graph),
+        }
+
+    def input(self, given: ir.Input) -> dict[str, Any]:
+        """An input, with its value if it is a constant."""
+        count = given.count and [self.program(given.count.program), given.count.microbatches]
+        value = None
+        if given.value is not None:
+            value = [self.value(given.value), base64.b64encode(bytes_of(given.value)).decode()]
+        head = {"name": given.name, "kind": given.kind, "spec": self.spec(given.spec)}
+        where = {"layer": record(given.layer), "stages": list(given.stages)}
+        return head | where | {"value": value, "roles": sorted(given.roles), "runs": given.runs, "count": count}
+
+    def graph(self, graph: fx.Graph) -> list[Any]:
+        """The nodes of a graph in order: name, operator, target, operands, and what they carry."""
+        numbers = {node: i for i, node in enumerate(graph.nodes)}
+        return [
+            [node.name, node.op, self.target(node), *self.operands(node, numbers), *self.carried(node)]
+            for node in graph.nodes
+        ]
+
+    def target(self, node: fx.Node) -> Any:
+        """What a node calls."""
+        target = node.target
+        if node.op in ("placeholder", "output"):
+            return str(target)
+        if isinstance(target, Body):
+            return self.body(target)
+        if isinstance(target, OpOverload) and target.namespace.rstrip("0123456789") not in OF_A_PROCESS:
+            return str(target)
+        name = getattr(target, "__name__", "")
+        if FUNCTIONS.get(name) is not target:
+            raise Unwritable(f"%{node.name} calls {target}, which is made anew in each process")
+        return f"operator.{name}"
+
+    def body(self, body: Body) -> int:
+        """The number of a body."""
+        if body not in self.known:
+            nodes = self.graph(body.graph)
+            self.known[body] = len(self.bodies)
+            self.bodies.append([body.name, body.key, body.results, body.flat, nodes])
+        return self.known[body]
+
+    def operands(self, node: fx.Node, numbers: Mapping[fx.Node, int]) -> tuple[Any, Any]:
+        """What a node is given, by place and by name."""
+        return self.value(node.args, numbers)["t"], {k: self.value(v, numbers) for k, v in node.kwargs.items()}
+
+    def carried(self, node: fx.Node) -> tuple[int, Any, Any]:
+        """Origin, value and, of a call, the pieces that it stands for."""
+        pieces = node.meta.get("pieces")
+        parts = pieces and [[name, self.origin(meta), self.value(meta.get("val"))] for name, meta in pieces]
+        return self.origin(node.meta), self.value(node.meta.get("val")), parts or None
+
+    def origin(self, meta: Mapping[str, Any]) -> int:
+        """The number of all that a node carries but its value."""
+        stack = meta.get("nn_module_stack")
+        line = ir.line_of(meta)
+        module = list(stack.values())[-1][0] if stack else ""
+        spec = self.spec(meta["spec"]) if meta.get("spec") is not None else None
+        return self.origins.number([line, module, spec, {key: record(meta[key]) for key in ORIGIN if key in meta}])
+
+    def spec(self, spec: Spec) -> int:
+        """The number of a placement."""
+        if id(spec) not in self.placed:  # which the program keeps alive
+            self.placed[id(spec)] = self.specs.number(record(spec))
+        return self.placed[id(spec)]
+
+    def value(self, value: Any, numbers: Mapping[fx.Node, int] | None = None) -> Any:
+        """An operand, or what a node yields; raises Unwritable."""
+        if isinstance(value, fx.Node):
+            return {"n": numbers[value]}  # type: ignore[index]
+        if isinstance(value, Tensor):
+            return {"v": self.layouts.number(layout_of(value))}
+        if isinstance(value, tuple | list):
+            parts = [self.value(part, numbers) for part in value]
+            return {"t": parts} if isinstance(value, tuple) else parts
+        if isinstance(value, slice):
+            return {"s": [self.value(part, numbers) for part in (value.start, value.stop, value.step)]}
+        if isinstance(value, torch.device):
+            return {"d": str(value)}
+        if isinstance(value, CONSTANTS):
+            return {"c": str(value).removeprefix("torch.")}
+        if isinstance(value, complex):
+            return {"z": [value.real, value.imag]}
+        if type(value) in PLAIN:
+            return value
+        raise Unwritable(f"a {type(value).__name__} is among its constants or values")
+
+
+def record(value: Any) -> Any:
+    """A placement or a mesh by its fields; raises Unwritable."""
+    if type(value) in RECORDS.values():
+        return {"of": type(value).__name__} | {f.name: record(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, tuple):
+        return [record(part) for part in value]
+    if type(value) in PLAIN:
+        return value
+    raise Unwritable(f"a placement has a {type(value).__name__}")
+
+
+def recorded(given: Any) -> Any:
+    """What `record` wrote."""
+    if isinstance(given, list):
+        return tuple(recorded(part) for part in given)
+    if not isinstance(given, dict):
+        return given
+    return RECORDS[given["of"]](**{name: recorded(part) for name, part in given.items() if name != "of"})
+
+
+def layout_of(value: Tensor) -> list[Any]:
+    """Shape, strides, offset, dtype and device of a tensor, and the bytes of its storage."""
+    if not all(type(size) is int for size in (*value.shape, *value.stride())):
+        raise Unwritable("a size is known only at run time")
+    where = str(value.dtype).removeprefix("torch."), str(value.device)
+    storage = value.untyped_storage().nbytes()
+    return [list(value.shape), list(value.stride()), value.storage_offset(), *where, storage]
+
+
+def bytes_of(value: Tensor) -> bytes:
+    """The entries of a real tensor, in order."""
+    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+# ---- reading ----------------------------------------------------------------------------------------
+
+
+class Reader:
+    """Programs from JSON, over tables of what they share."""
+
+    def __init__(self, tables: Mapping[str, Sequence[Any]], bodies: Sequence[Any]):
+        self.layouts = [tensor_of(entry) for entry in tables["layouts"]]
+        self.specs = [recorded(entry) for entry in tables["specs"]]
+        self.origins = [self.origin(*entry) for entry in tables["origins"]]
+        self.bodies = [self.body(*entry) for entry in bodies]
+
+    def program(self, part: Mapping[str, Any]) -> ir.Program:
+        """A program, with those that compute its counts and bounds."""
+        return ir.Program(
+            LazyGraphModule(torch.nn.Module(), self.graph(part["nodes"])),
+            tuple(self.input(**given) for given in part["inputs"]),
+            tuple(ir.Output(name, kind, self.specs[spec]) for name, kind, spec in part["outputs"]),
+            recorded(part["mesh"]),
+            Stage(part["stage"]),
+            bounds=part["bounds"] and self.program(part["bounds"]),
+        )
+
+    def input(
+        self, name: str, kind: Any, spec: int, value: Any, roles: Any, runs: bool, count: Any, layer: Any, stages: Any
+    ) -> ir.Input:
+        """An input, with its value if it is a constant."""
+        number = count and ir.Count(self.program(count[0]), count[1])
+        real = None if value is None else tensor_from(self.value(value[0], ()), value[1])
+        of = recorded(layer)
+        return ir.Input(name, kind, self.specs[spec], real, frozenset(roles), runs, number, of, tuple(stages))
+
+    def graph(self, nodes: Sequence[Any]) -> fx.Graph:
+        """A graph of nodes in order."""
+        graph, made = fx.Graph(), list[fx.Node]()
+        for name, op, target, args, kwargs, origin, val, call in nodes:
+            node = graph.create_node(op, self.target(op, target), name=name)
+            node.args = tuple([self.value(arg, made) for arg in args])
+            if kwargs:
+                node.kwargs = {key: self.value(arg, made) for key, arg in kwargs.items()}
+            node.meta.update(self.carried(origin, val, call))
+            made.append(node)
+        return graph
+
+    def target(self, op: str, target: Any) -> Any:
+        """What a node calls."""
+        if op != "call_function":
+            return target
+        if isinstance(target, int):
+            return self.bodies[target]
+        space, name, overload = (*target.split("."), "")[:3]
+        return FUNCTIONS[name] if space == "operator" else getattr(getattr(getattr(torch.ops, space), name), overload)
+
+    def body(self, name: str, key: str, results: Sequence[int], flat: bool, nodes: Sequence[Any]) -> Body:
+        """A body."""
+        return Body(name, self.graph(nodes), key, tuple(results), flat)
+
+    def carried(self, origin: int, val: Any, call: Any) -> dict[str, Any]:
+        """What a node carries."""
+        meta = self.origins[origin] | {"val": self.value(val, ())}
+        if call is None:
+            return meta
+        return meta | {"pieces": tuple((name, self.carried(where, value, None)) for name, where, value in call)}
+
+    def origin(self, line: str, module: str, spec: int | None, further: Mapping[str, Any]) -> dict[str, Any]:
+        """All that a node carries but its value."""
+        meta = {**ir.origin_of(line, module), **{key: recorded(value) for key, value in further.items()}}
+        return meta if spec is None else meta | {"spec": self.specs[spec]}
+
+    def value(self, given: Any, made: Sequence[fx.Node]) -> Any:
+        """An operand, or what a node yields."""
+        if isinstance(given, list):
+            return [self.value(part, made) for part in given]
+        if not isinstance(given, dict):
+            return given
+        ((kind, inner),) = given.items()
+        if kind == "n":
+            return made[inner]
+        if kind == "v":
+            return self.layouts[inner]
+        if kind == "c":
+            return constant_of(inner)
+        if kind == "d":
+            return torch.device(inner)
+        if kind == "z":
+            return complex(*inner)
+        parts = [self.value(part, made) for part in inner]
+        return tuple(parts) if kind == "t" else slice(*parts)
+
+
+def constant_of(name: str) -> Any:
+    """A dtype, a layout or a memory format by its name; raises ValueError for all else that PyTorch has."""
+    found = getattr(torch, name)
+    if not isinstance(found, CONSTANTS):
+        raise ValueError(f"{name} is no constant")
+    return found
+
+
+def tensor_of(layout: Sequence[Any]) -> Tensor:
+    """What describes a tensor."""
+    shape, stride, offset, dtype, device, storage_bytes = layout
+    return described(shape, stride, offset, constant_of(dtype), torch.device(device), storage_bytes)
+
+
+def tensor_from(layout: Tensor, entries: str) -> Tensor:
+    """A real tensor of a layout, of its entries in order."""
+    flat = torch.frombuffer(bytearray(base64.b64decode(entries)), dtype=torch.uint8) if entries else torch.empty(0)
+    made = torch.empty_strided(layout.shape, layout.stride(), dtype=layout.dtype)
+    return made.copy_(flat.view(layout.dtype).view(layout.shape)).to(layout.device)

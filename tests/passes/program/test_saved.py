@@ -1,0 +1,107 @@
+"""Programs as text: what is read prints, and lies, as what was written."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from compiler_trainer.config.schema import ExpertsConfig, ModelConfig
+from compiler_trainer.models.llama import Llama
+from compiler_trainer.models.loss import loss_fn
+from compiler_trainer.step.compile import compile_step
+from passes.program.bodies import flatten
+from passes.program.printer import print_program
+from passes.program.saved import Unreadable, Unwritable, operators_in, read, written
+from passes.program.sweep import Layout
+from passes.program.torch_private import OpOverload
+
+SMALL = ModelConfig(dim=16, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=24, vocab_size=32)
+ROWS = torch.zeros(4, 16, dtype=torch.int64)
+BATCH = {"tokens": ROWS, "labels": ROWS, "positions": torch.arange(16).expand(4, 16).contiguous(), "documents": ROWS}
+JOBS = {
+    "one rank": ({}, {}, 1),
+    "fsdp x tp": ({}, {"dp_shard": 2, "tp": 2}, 1),
+    "documents over cp, counted": ({"attention": "documents"}, {"cp": 2}, 2),
+    "experts": ({"experts": ExpertsConfig(count=4, top_k=2, width=8)}, {"dp_shard": 2, "ep": 2}, 1),
+}
+
+
+def programs(job):
+    changes, mesh, microbatches = JOBS[job]
+    model = Llama(ModelConfig(**vars(SMALL) | changes))
+    step = compile_step(model, loss_fn, BATCH, mesh=mesh, microbatches=microbatches, ranks="lockstep")
+    return {name: each.finished for name, each in (step.train | step.evaluation).items()}
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_what_is_read_is_what_was_written(job):
+    before = programs(job)
+    text = written(before)
+    after = read(text)
+    assert list(after) == list(before) and written(after) == text
+    for name, program in before.items():
+        assert print_program(after[name]) == print_program(program)
+        assert print_program(flatten(after[name])) == print_program(flatten(program))
+        for old, new in zip(program.placeholders(), after[name].placeholders(), strict=True):
+            assert Layout.of(old.meta["val"]) == Layout.of(new.meta["val"])
+        assert [(i.kind, i.roles, i.runs, i.value is None) for i in after[name].inputs] == [
+            (i.kind, i.roles, i.runs, i.value is None) for i in program.inputs
+        ]
+    assert operators_in(after.values()) == operators_in(before.values())
+
+
+class Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.abs() * 0.5
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 3.0
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.look = nn.Embedding(32, 8)
+        self.table = torch.arange(6.0).reshape(2, 3).t()[:, 1]
+
+    def forward(self, tokens):
+        return Halved.apply(self.look(tokens)) * self.table.sum()
+
+
+def test_constants_keep_their_values():
+    step = compile_step(Net(), lambda model, batch: model(batch["tokens"]).mean(), {"tokens": ROWS}, ranks="lockstep")
+    try:
+        after = read(written({"step": step.train["step"].finished}))["step"]
+    except Unwritable as error:
+        assert "made anew in each process" in str(error)
+        return
+    for old, new in zip(step.train["step"].finished.inputs, after.inputs, strict=True):
+        assert (old.value is None) == (new.value is None)
+        assert old.value is None or torch.equal(old.value, new.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("aten.mm.default", "aten.mm.nothing"), ("aten.mm.default", "os.system.x"), ("operator.getitem", "operator.call")],
+)
+def test_a_text_of_what_there_is_not_is_refused(old, new):
+    text = written(programs("one rank"))
+    assert old in text
+    with pytest.raises(Unreadable):
+        read(text.replace(old, new))
+
+
+def test_what_is_read_is_never_run():
+    """Names lead to operators, functions of a list, dtypes and layouts alone."""
+    text = json.loads(written(programs("one rank")))
+    targets = {node[2] for body in text["bodies"] for node in body[4] if node[1] == "call_function"}
+    assert targets and all(isinstance(target, str) for target in targets)
+    assert all(isinstance(op, OpOverload) for op in operators_in(read(json.dumps(text)).values()))
+    text["tables"]["layouts"][0][3] = "load"
+    with pytest.raises(Unreadable, match="no constant"):
+        read(json.dumps(text))
