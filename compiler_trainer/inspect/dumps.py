@@ -17,12 +17,12 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from compiler_trainer.config import yamls
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.files import json_of, text_of
-from compiler_trainer.config.options import convert
+from compiler_trainer.config.options import Must, convert
 from compiler_trainer.training import metrics
 from passes.cost.accounting import Accounting
 from passes.program import ir
@@ -40,6 +40,7 @@ COUNT = re.compile(r"[0-9]{1,9}")
 BITS = re.compile(r"[0-9]+")  # of a dtype; a bool has none, and takes a byte
 STAGE = re.compile(r"\d{1,6}_.+_.+\.txt")
 FLATTENED = re.compile(r"\b(\w+)=([a-z]\w*(?:\*\w+)*)")
+SLOT = Must("be a task, F0.2 or U1", lambda name: re.fullmatch(r"[A-Z]\d{1,6}(\.\d{1,6})?", name) is not None)
 # what costs a node, and rows of which kinds have it
 COSTS = {"collectives": (str, str, str, int), "flops": (str, int), "storages": (str, str, int, str)}
 
@@ -53,6 +54,51 @@ class Event:
     stream: str
     start_ms: float
     end_ms: float
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A table of pipeline stages: of each rank (task, from, to) in `unit`s, and the share of time that is idle."""
+
+    schedule: str
+    unit: Literal["ms", "forwards"]
+    idle: float
+    slots: tuple[tuple[tuple[Annotated[str, SLOT], float, float], ...], ...]
+
+
+@dataclass(frozen=True)
+class Border:
+    """What one pipeline rank sends another for a microbatch."""
+
+    source: int
+    to: int
+    bytes: int
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of a pipeline rank at its peak."""
+
+    device_bytes: int
+    bytes: int
+    fits: bool
+    kinds: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What was predicted of pipeline stages; lists are by stage or by rank."""
+
+    schedule: str
+    idle: float
+    ranks_of_stages: tuple[int, ...]
+    layers: tuple[tuple[str, ...], ...]
+    task_ms: dict[str, float]
+    busy_ms: tuple[float, ...]
+    forwards_kept: tuple[int, ...]
+    memory: tuple[RankMemory, ...]
+    sent_a_microbatch: tuple[Border, ...]
 
 
 @dataclass(frozen=True)
@@ -70,7 +116,13 @@ class Dumped:
 
 # what tools compute with, in the two files that hold more
 CONFIG = {"model": dict[str, Any], "train.global_batch_size": int, "train.seq_len": int, "train.steps": int}
-REPORT = {"seconds": dict[str, float], "machine": dict[str, Any], "timeline": tuple[Event, ...]}
+REPORT = {
+    "seconds": dict[str, float],
+    "machine": dict[str, Any],
+    "timeline": tuple[Event, ...],
+    "pipeline": Drawn,
+    "prediction.pipeline": Stages,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from compiler_trainer.inspect.overview import seconds_of, totals
 from compiler_trainer.inspect.words import COUNTS, PASSES
 
 PAGE = Path(__file__).parent / "page"
-TABS = ("course.js", "graph.js", "diff.js", "memory.js", "communication.js", "experts.js", "sharding.js")
+TABS = ("course.js", "graph.js", "diff.js", "memory.js", "communication.js", "pipeline.js", "experts.js", "sharding.js")
 SCRIPTS = ("data.js", "list.js", *TABS, "page.js")
 ALIVE_SHOWN, LINES_SHOWN = 3, 4  # of the largest at the peak, on the first page
 
@@ -68,6 +68,8 @@ def summary(run: Run) -> dict[str, Any]:
         "reshards": changes,
         "parameters": list(parameters(last)),
         "experts": dataclasses.asdict(used) if used else None,
+        "pipeline": run.report.get("pipeline"),
+        "stages_of_ranks": run.report.get("prediction", {}).get("pipeline"),
         "glance": {
             "reshard": largest(changes),
             "peak": peak(run.trained) if run.trained else None,
@@ -117,6 +119,7 @@ def program(run: Run, stage: Stage) -> dict[str, Any]:
             phases.setdefault(node.phase, node.line)
     return {
         "number": stage.number,
+        "program": stage.program,
         "title": title(stage),
         "span": glance.memory_span(stage),
         "peak": {"line": line, "bytes": most},

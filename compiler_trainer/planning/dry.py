@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,20 @@ import torch
 from compiler_trainer import models
 from compiler_trainer.config.device import for_predicting
 from compiler_trainer.config.schema import CheckpointConfig, Config
+from compiler_trainer.config.tables import build_table
 from compiler_trainer.config.validate import dry_world_size, validate
 from compiler_trainer.console import say
 from compiler_trainer.models.subject import Subject, named, subject
 from compiler_trainer.pipeline import build_pipeline
+from compiler_trainer.planning import stages
 from compiler_trainer.planning.clusters import cluster_of
 from compiler_trainer.planning.dry_table import show
+from compiler_trainer.planning.playing import kept_beside, play
+from compiler_trainer.planning.stages import PP
 from compiler_trainer.step.given import Captured, check_recordable, mesh_of, one_microbatch
 from compiler_trainer.step.programs import Compilation
 from compiler_trainer.step.step import state_name
+from compiler_trainer.step.turns import Turn, messages, turns_of_step
 from compiler_trainer.training import folder
 from compiler_trainer.training.progress import say_contents
 from compiler_trainer.training.speed import computes_in, peak_flops
@@ -34,6 +40,7 @@ from passes.check.runner import Observer
 from passes.cost.fusion import Fused
 from passes.cost.predict import Prediction, predict
 from passes.cost.timeline import Timeline, longest
+from passes.pipeline.tables import Table
 from passes.program.bodies import flatten
 
 STORED = ("parameter", "buffer", "moment", "gradient")
@@ -52,7 +59,7 @@ def dry_run(cfg: Config) -> dict[str, Any]:
     with folder.graphs_of(cfg) as dumps:
         compiled = compile_dry(cfg, dumps)
     report = compiled.report | predict_step(cfg, compiled)
-    folder.create(cfg, report)
+    folder.create(cfg, report, compiled.table)
     show(cfg, report)
     say_contents(Path(cfg.run.dir))
     return report
@@ -65,6 +72,7 @@ class DryStep:
     programs: Mapping[str, Captured]
     report: dict[str, Any]
     flops_per_token: int
+    table: Table | None = None
 
     def costs(self, name: str) -> dict[str, Any]:
         """What the last pass of a program left it to cost (`passes.cost.accounting.Accounting`)."""
@@ -74,11 +82,14 @@ class DryStep:
 def compile_dry(cfg: Config, observe: Observer | None) -> DryStep:
     """The programs that training would lower."""
     trained = subject(cfg)
-    programs, report = compilation(cfg, trained, observe).programs(evaluate=False)
+    work = compilation(cfg, trained, observe)
+    programs, report = work.programs(evaluate=False)
+    pp = cfg.mesh.pp
+    table = build_table(cfg.passes.pipeline, pp, cfg.train.microbatches, report.cost) if pp > 1 else None
     if cfg.lower.cudagraphs:
         check_recordable(programs, cfg.lower.backend == "inductor")
     flat = {name: Captured(flatten(program), ctx) for name, (program, ctx) in programs.items()}
-    return DryStep(flat, report.finish(), trained.flops_per_token(cfg.train.seq_len))
+    return DryStep(flat, report.finish(), trained.flops_per_token(cfg.train.seq_len), table)
 
 
 def compilation(cfg: Config, trained: Subject, observe: Observer | None = None) -> Compilation:
@@ -87,12 +98,13 @@ def compilation(cfg: Config, trained: Subject, observe: Observer | None = None) 
     rows, length = cfg.train.global_batch_size, cfg.train.seq_len
     batch = {key: torch.empty(rows, length, dtype=torch.int64, device="meta") for key in models.INPUTS}
     masters = {name: p.dtype for name, p in model.named_parameters()}
+    mesh, skip = mesh_of(cfg.mesh), cfg.train.nonfinite == "skip"
     return Compilation(
         model,
         trained.loss,
         one_microbatch(batch, cfg.train.microbatches),
-        mesh_of(cfg.mesh),
-        build_pipeline(cfg.passes, cfg.optim, masters, cfg.train.microbatches, cfg.train.nonfinite == "skip"),
+        mesh.without("pp"),
+        build_pipeline(cfg.passes, cfg.optim, masters, cfg.train.microbatches, skip, mesh["pp"]),
         cfg.passes,
         torch.device("cpu"),  # kernels of other devices cannot be traced where they are not; shapes are the same
         observe,
@@ -112,23 +124,40 @@ def predict_step(cfg: Config, step: DryStep, fused: Fused | None = None) -> dict
     interpreted = cfg.lower.backend == "eager"
     fused = fused or (lambda node: not interpreted)
     found = {name: predict(*captured, cluster, fused, interpreted) for name, captured in step.programs.items()}
-    runs = {name: cfg.train.microbatches if name == "accumulate" else 1 for name in found}
     timelines = {name: p.timeline for name, p in found.items()}
-    step_s = sum(runs[name] * timeline.step_s for name, timeline in timelines.items())
-    memory = on_device(cfg, peak_memory(step), {name: p.peak_bytes for name, p in found.items()})
+    seconds = {name: timeline.step_s for name, timeline in timelines.items()}
+    programs, mesh = {name: captured.program for name, captured in step.programs.items()}, mesh_of(cfg.mesh)
+    turns = [t for t in turns_of_step(programs, step.table, cfg.train.microbatches) if t.program in programs]
+    size, sent = stages.sizes_of(programs), list(messages(turns, programs))
+    played = play(turns, programs, seconds, partial(stages.send_s, size, mesh, cluster))
+    written = {name: p.peak_bytes for name, p in found.items()}
+    ranks = sorted({turn.rank for turn in turns})
+    memories = [on_device(cfg, peak_memory(step, turns, rank, size, written)) for rank in ranks]
+    memory = max(memories, key=lambda each: each["device_bytes"])
+    busiest = max(ranks, key=played.busy_s)
+    runs = Counter(turn.program for turn in turns if turn.rank == busiest)
+    made_of = {
+        "cluster": dataclasses.asdict(cfg.cluster),
+        "ranks": mesh.world_size,
+        "memory": memory,
+        "flops": added((step.costs(name)["flops"], times) for name, times in runs.items()),
+        "model_flops_per_token": step.flops_per_token,
+        "sent_bytes": sent_bytes(found, runs),
+        **spent(timelines, runs),
+        "longest": [event for name in runs for event in events(name, timelines[name], LONGEST)],
+    }
+    drawn = {}
+    if step.table is not None:
+        made_of["sent_bytes"][PP] = stages.sent_by(busiest, sent, size, mesh, cluster)
+        made_of["exposed_ms"][PP] = 1e3 * (played.step_s - played.busy_s(busiest))
+        about = programs, played, seconds, memories, sent
+        made_of["pipeline"] = stages.pipeline_of(cfg.passes.pipeline.schedule, step.table, *about)
+        drawn = {"pipeline": stages.drawn(cfg.passes.pipeline.schedule, step.table, played)}
     return {
-        "predicted": {"peak_mem_bytes": memory["bytes"], **speed(cfg, step.flops_per_token, step_s)},
-        "prediction": {
-            "cluster": dataclasses.asdict(cfg.cluster),
-            "ranks": mesh_of(cfg.mesh).world_size,
-            "memory": memory,
-            "flops": added((step.costs(name)["flops"], runs[name]) for name in found),
-            "model_flops_per_token": step.flops_per_token,
-            "sent_bytes": sent_bytes(found, runs),
-            **spent(timelines, runs),
-            "longest": [event for name, timeline in timelines.items() for event in events(name, timeline, LONGEST)],
-        },
+        "predicted": {"peak_mem_bytes": memory["bytes"], **speed(cfg, step.flops_per_token, played.step_s)},
+        "prediction": made_of,
         "timeline": [event for name, timeline in timelines.items() for event in events(name, timeline)],
+        **drawn,
     }
 
 
@@ -139,25 +168,37 @@ def speed(cfg: Config, flops_per_token: int, step_s: float) -> dict[str, float]:
     return {"step_ms": 1e3 * step_s, "tokens_per_s_per_gpu": tokens / step_s, "mfu": mfu}
 
 
-def peak_memory(step: DryStep) -> dict[str, Any]:
-    """Most bytes alive on a rank, where and what: in the program that needs most, state of the others beside it."""
-    state = {name: stored_bytes(captured) for name, captured in step.programs.items()}
+def peak_memory(
+    step: DryStep, turns: Sequence[Turn], rank: int, size: Mapping[str, int], written: Mapping[str, int]
+) -> dict[str, Any]:
+    """Most bytes alive on a pipeline rank, where and what, with the state of its other programs and what they carry.
+
+    `written` are most bytes of each program that are written at all, `size` is that of carried values.
+    """
+    programs = {name: captured.program for name, captured in step.programs.items()}
+    kept: dict[str, int] = {}
+    for turn, beside in kept_beside(turns, programs, rank, size):
+        kept[turn.program] = max(beside, kept.get(turn.program, 0))
+    state = {name: stored_bytes(step.programs[name]) for name in kept}
     everything = {key: size for own in state.values() for key, size in own.items()}
 
     def needed(name: str) -> dict[str, Any]:
         costs = step.costs(name)
-        beside = sum(size for key, size in everything.items() if key not in state[name])
-        kinds = costs["alive"] | ({"state of other programs": beside} if beside else {})
+        others = sum(size for key, size in everything.items() if key not in state[name])
+        beside = {"state of other programs": others, "kept for other programs": kept[name]}
+        kinds = costs["alive"] | {kind: size for kind, size in beside.items() if size}
         at = {"program": name, "node": costs["peak_node"], "line": costs["peak_line"]}
-        return {"bytes": costs["peak_bytes"] + beside, **at, "kinds": kinds}
+        most = {"bytes": costs["peak_bytes"], "written_bytes": written[name]}
+        return {key: peak + others + kept[name] for key, peak in most.items()} | at | {"kinds": kinds}
 
-    return max(map(needed, step.programs), key=lambda found: found["bytes"])
+    found = list(map(needed, kept))
+    most = max(found, key=lambda each: each["bytes"])
+    return most | {"written_bytes": max(each["written_bytes"] for each in found)}
 
 
-def on_device(cfg: Config, memory: dict[str, Any], written: Mapping[str, int]) -> dict[str, Any]:
+def on_device(cfg: Config, memory: dict[str, Any]) -> dict[str, Any]:
     """What of the peak is never written, and what the device holds beside it, as the cluster states it; if it fits."""
-    cluster, kinds = cfg.cluster, memory["kinds"]
-    alive = max(written.values(), default=0) + kinds.get("state of other programs", 0)
+    cluster, alive = cfg.cluster, memory["written_bytes"]
     beside = {
         "fused away": min(0, alive - memory["bytes"]),
         "allocator": round(cluster.allocator_loss * alive),
@@ -165,7 +206,7 @@ def on_device(cfg: Config, memory: dict[str, Any], written: Mapping[str, int]) -
         "communicators": round(2**30 * cluster.communicator_gib) if mesh_of(cfg.mesh).world_size > 1 else 0,
     }
     device = memory["bytes"] + sum(beside.values())
-    sums = {"beside": beside, "written_bytes": alive, "reserved_bytes": alive + beside["allocator"]}
+    sums = {"beside": beside, "reserved_bytes": alive + beside["allocator"]}
     return memory | sums | {"device_bytes": device, "fits": device <= cluster.hbm_gib * 2**30}
 
 

@@ -17,6 +17,17 @@ def show(cfg: Config, report: dict[str, Any]) -> None:
     console = Console(file=sys.stdout)
     for table in (speed(report), memory(cfg, report), communication(report), stated(cfg)):
         console.print(table)
+    if "pipeline" in report["prediction"]:
+        console.print(stages(report["prediction"]["pipeline"]))
+
+
+def stages(found: dict[str, Any]) -> str:
+    """The pipeline in a line."""
+    busy, held = found["busy_ms"], [each["device_bytes"] for each in found["memory"]]
+    busiest, largest = busy.index(max(busy)), held.index(max(held))
+    most = f"busiest rank {busiest}, {busy[busiest]:,.1f} ms; largest rank {largest}, {held[largest] / 2**30:,.2f} GiB"
+    stages = len(found["ranks_of_stages"])
+    return f"pipeline: {found['schedule']}, {stages} stages on {len(busy)} ranks, idle {found['idle']:.1%}; {most}"
 
 
 def speed(report: dict[str, Any]) -> Table:

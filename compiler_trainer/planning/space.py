@@ -149,8 +149,11 @@ def candidates(asked: Asked, sizes: Sizes, left: Left) -> Iterator[Candidate]:
 
 
 def meshes(asked: Asked, sizes: Sizes) -> Iterator[MeshConfig]:
-    """Every factorization of the ranks that keeps the axes that are stated."""
+    """Every factorization of the ranks that keeps the axes that are stated; raises UserError for stages."""
     given = asked.cfg.mesh
+    if given.pp > 1 and asked.fixed("mesh.pp"):
+        fix = "state all axes of the mesh, and train.microbatches"
+        raise UserError("mesh.pp", f"is {given.pp}, and what is planned has no pipeline stages; {fix}")
     wholly = "mesh" in asked.given
     known = {
         axis: getattr(given, axis)
@@ -163,7 +166,7 @@ def meshes(asked: Asked, sizes: Sizes) -> Iterator[MeshConfig]:
                 replicate = asked.gpus // tp // cp // shard
                 if known.get("dp_replicate", replicate) == replicate:
                     for ep in spreads(asked, sizes, shard, cp, tp):
-                        yield MeshConfig(given.pp, replicate, shard, cp, tp, ep)
+                        yield MeshConfig(1, replicate, shard, cp, tp, ep)
 
 
 def choices(known: Mapping[str, int], axis: str, ranks: int) -> list[int]:

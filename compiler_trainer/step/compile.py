@@ -14,6 +14,7 @@ from compiler_trainer.config.device import passes_on
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import LowerConfig, MeshConfig, OptimConfig, PassesConfig
+from compiler_trainer.config.tables import build_table
 from compiler_trainer.step.given import EVALUATE, check_recordable, mesh_of, one_microbatch
 from compiler_trainer.step.made_of import made_of, options_of
 from compiler_trainer.step.runtime import LockstepRanks, ProcessRanks, Runtime
@@ -21,7 +22,7 @@ from compiler_trainer.step.shelf import Made, Shelf, stored_or_made
 from compiler_trainer.step.step import Compiled, State, Step, state_name, stored
 from passes.lower import inductor
 from passes.lower.heap import keep_freed_memory
-from passes.pipeline.tables import Table, table_of
+from passes.pipeline.tables import Table, play
 from passes.pipeline.tasks import task_in
 from passes.program import ir
 from passes.program.frames import roomy
@@ -101,7 +102,7 @@ def compile_step(
     if lower.cudagraphs:
         training = {name: program for name, program in programs.items() if not name.startswith(EVALUATE)}
         check_recordable(training, lower.backend == "inductor")
-    table = table_of(options.pipeline.schedule, stages, microbatches, options.pipeline.chunks) if stages > 1 else None
+    table = build_table(options.pipeline, stages, microbatches, report.cost) if stages > 1 else None
     rank_of = ranks_of(programs, table)
     laid_out = next(iter(programs.values())).program.mesh  # as placement has it; evaluation comes last
     placed = [(captured.program, rank_of[name]) for name, captured in programs.items()]
@@ -115,7 +116,15 @@ def compile_step(
         if rank_of[name] in here:
             report.time(f"{name}.lower", partial(getattr, each, "executable"))
     parts = (compiled, evaluation, table, state)
-    return Step(runtime, laid_out, *parts, update.lr, seed, microbatches, device, report.finish())
+    shown = {"pipeline": drawn(options.pipeline.schedule, table)} if table else {}
+    return Step(runtime, laid_out, *parts, update.lr, seed, microbatches, device, report.finish() | shown)
+
+
+def drawn(schedule: str, table: Table) -> dict[str, Any]:
+    """The order of tasks as a page draws it: a forward takes 1, a backward 2."""
+    timing = play(table)
+    rows = [[(str(slot), *timing.spans[slot]) for slot in row] for row in table.rows]
+    return {"schedule": schedule, "unit": "forwards", "idle": timing.idle, "slots": rows}
 
 
 def ranks_of(programs: Iterable[str], table: Table | None) -> dict[str, int]:

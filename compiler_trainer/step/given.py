@@ -13,6 +13,7 @@ from torch import Tensor
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import MeshConfig
 from passes.lower.cudagraphs import breaks
+from passes.pipeline.tasks import Task
 from passes.program import ir
 from passes.program.mesh import Mesh
 
@@ -55,6 +56,15 @@ class Reporter:
         done = work()
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
         return done
+
+    def flops(self, program: str) -> int:
+        """FLOPs of a program as its last pass left it, 0 of one that there is not."""
+        done = [done for done in self.passes if done["program"] == program]
+        return sum(done[-1]["accounting"]["flops"].values()) if done else 0
+
+    def cost(self, task: Task) -> float:
+        """What a task of a pipeline stage costs beside others."""
+        return 1.0 + self.flops(str(task))
 
     def finish(self) -> dict[str, Any]:
         """The report: seconds by pass, each pass's counts, notes, communication and memory, and notes on the whole."""

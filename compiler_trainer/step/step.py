@@ -74,7 +74,7 @@ class Step:
     ):
         self.runtime, self.mesh, self.ranks = runtime, mesh, runtime.ranks
         self.train, self.evaluation, self.state = train, evaluation, state
-        self.lr, self.seed, self.microbatches = lr, seed, microbatches
+        self.lr, self.seed, self.microbatches, self.table = lr, seed, microbatches, table
         self.device, self.report = device, report
         self.dealt: list[Dealt] = []  # the microbatches of the last step
         compiled = (*train.values(), *evaluation.values())

@@ -22,10 +22,11 @@ from compiler_trainer.console import say
 from compiler_trainer.training import metrics
 from compiler_trainer.training.resume import BY_NAME, checkpoints_of
 from passes.check.runner import Dumper, PassRecord
+from passes.pipeline.tables import Table, as_text
 from passes.program import ir
 
 NOTHING_YET = "begin it anew with checkpoint.resume=auto: it has no checkpoint yet"
-CONFIG, REPORT, GRAPHS = "config.yaml", "report.json", "graphs"
+CONFIG, REPORT, GRAPHS, PIPELINE = "config.yaml", "report.json", "graphs", "pipeline.txt"
 
 
 def check(cfg: Config, resumed: Path | None, done: int) -> None:
@@ -52,7 +53,7 @@ def check(cfg: Config, resumed: Path | None, done: int) -> None:
 
 def check_places(folder: Path) -> None:
     """Raise UserError where what a run writes has something else in its place: a pipe, a folder, a broken link."""
-    for name in (CONFIG, REPORT, metrics.FILE):
+    for name in (CONFIG, REPORT, PIPELINE, metrics.FILE):
         if os.path.lexists(folder / name) and not (folder / name).is_file():
             raise UserError(str(folder / name), "is not a file; move it away")
     if os.path.lexists(folder / GRAPHS) and not (folder / GRAPHS).is_dir():
@@ -69,12 +70,14 @@ def check_writable(option: str, folder: Path) -> None:
         raise UserError(option, f"{folder} cannot be written: {error.strerror}; choose another") from error
 
 
-def create(cfg: Config, report: dict[str, Any]) -> None:
-    """Make the folder, with the config and the report of the compilation."""
+def create(cfg: Config, report: dict[str, Any], table: Table | None = None) -> None:
+    """Make the folder, with the config, the report of the compilation, and the schedule of pipeline stages if any."""
     folder = Path(cfg.run.dir)
     folder.mkdir(parents=True, exist_ok=True)
     config.save(cfg, folder / CONFIG)
     put(folder / REPORT, json.dumps(report, indent=1) + "\n")
+    if table is not None:
+        put(folder / PIPELINE, as_text(table))
 
 
 class Dumps:

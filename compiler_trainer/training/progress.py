@@ -25,6 +25,7 @@ CONTENTS = {
     "events.out.tfevents.*": "the same for TensorBoard",
     "graphs/": "the graph after each pass, and the pass's report",
     "checkpoints/": "parameters, moments, step and data state",
+    "pipeline.txt": "which task each pipeline rank runs when; edited, for passes.pipeline.schedule",
     "report.json": "compile times, communication and memory; of a dry run the prediction",
     "trace.json.gz": "steps of rank 0, for Perfetto",
     "plan.yaml": "the recipe that trains the best of a plan",

@@ -335,6 +335,7 @@ KINDS_OF_INPUT = {
     "gradient": "gradients",
     "buffer": "buffers",
     "constant": "buffers",
+    "carried": "carried",
 }
 KINDS_BY_PHASE = {"forward": "activations", "backward": "backward", "optimizer": "update"}
 

@@ -84,7 +84,12 @@ def tasks_of(program: ir.Program, split: bool) -> dict[fx.Node, Task]:
 
 
 def stage_of(node: fx.Node, stages: Mapping[fx.Node, int]) -> int | None:
-    """The stage of an operator: its own; of what has none, such as a sum of gradients, that of what it reads."""
+    """The stage of an operator: its own; of what has none, such as a sum of gradients, that of what it reads.
+
+    What reads nothing has none: stages that need the same constant each make it.
+    """
+    if not node.all_input_nodes:
+        return None
     if ir.phase(node) == "forward" and not ir.is_recomputed(node):
         own = ir.pipeline_stage(node)
         return stages.get(node.args[0], own) if node.target is operator.getitem else own  # type: ignore[call-overload]

@@ -16,6 +16,7 @@ bubble ZB-H1 and ZBV (arXiv 2401.10241, 2405.15362).
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -180,6 +181,37 @@ def most_alive(table: Table) -> list[int]:
             peak = max(peak, alive)
         most.append(peak)
     return most
+
+
+# ---- as text ------------------------------------------------------------------------------------------------
+
+HEAD = "# a line a rank: F forward, B backward, or that as I of inputs and W of weights; F0.2: microbatch 0, stage 2"
+WRITTEN = re.compile(r"([FBIW])(\d{1,6})\.(\d{1,6})")
+
+
+def as_text(table: Table) -> str:
+    """A line a rank, which `from_text` reads."""
+    return "\n".join([HEAD, *(" ".join(map(str, row)) for row in table.rows)]) + "\n"
+
+
+def from_text(text: str) -> Table:
+    """The table that a text has; raises ValueError naming rank and slot where it is none that ends."""
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    rows = tuple(tuple(slot_of(rank, word) for word in line.split()) for rank, line in enumerate(lines))
+    ranks = {slot.task.stage: rank for rank, row in reversed([*enumerate(rows)]) for slot in row}
+    if missing := sorted({*range(1 + max(ranks, default=0))} - ranks.keys()):
+        raise ValueError(f"no rank runs stage {missing[0]}")
+    table = Table(tuple(ranks[stage] for stage in sorted(ranks)), rows)
+    play(table)
+    return table
+
+
+def slot_of(rank: int, word: str) -> Slot:
+    """A slot of a rank as it is written."""
+    found = WRITTEN.fullmatch(word)
+    if found is None:
+        raise ValueError(f"rank {rank} runs {word!r}; write F0.2 for the forward of microbatch 0 in stage 2")
+    return Slot(Task(int(found[3]), found[1]), int(found[2]))
 
 
 # ---- placements of stages ----------------------------------------------------------------------------------
@@ -367,11 +399,9 @@ def zbv_row(rank: int, ranks: int, microbatches: int) -> Iterator[Slot]:
         yield from run(forth, "W")
 
 
-# ---- by name -----------------------------------------------------------------------------------------------
-
-
-def table_of(schedule: str, ranks: int, microbatches: int, chunks: int) -> Table:
-    """The table of a schedule by its name."""
-    if schedule == "interleaved":
-        return interleaved(ranks, microbatches, chunks)
-    return {"gpipe": gpipe, "1f1b": one_f_one_b, "zero_bubble": zero_bubble, "zbv": zbv}[schedule](ranks, microbatches)
+def auto(ranks: int, microbatches: int, costs: Costs = unit) -> Table:
+    """Backwards in two, in the order that ends first among some that keep no more than 1F1B's first stage."""
+    alive, rank_of = [ranks] * ranks, ranks_in_turn(ranks, 1)
+    as_1f1b = [ranks - rank for rank in range(ranks)]
+    listed = [list_schedule(rank_of, microbatches, early, alive, costs) for early in (alive, as_1f1b)]
+    return min([zero_bubble(ranks, microbatches), *listed], key=lambda table: play(table, costs).length)

@@ -1,6 +1,6 @@
 // The frame: tabs, addresses (#graph/10/2345), the first page.
 
-const TABS = { run: showRun, overview: showOverview, graph: showGraph, diff: showDiff, reshards: showReshards, memory: showMemory, communication: showCommunication, experts: showExperts, sharding: showSharding };
+const TABS = { run: showRun, overview: showOverview, graph: showGraph, diff: showDiff, reshards: showReshards, memory: showMemory, communication: showCommunication, pipeline: showPipeline, experts: showExperts, sharding: showSharding };
 const main = () => run.programs[run.programs.length - 1] ?? run.stages[run.stages.length - 1];
 
 /** Let a select hold stages. */
@@ -135,9 +135,10 @@ async function start() {
   document.documentElement.dataset.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
   run = JSON.parse(await unpack("data"));
   document.getElementById("title").textContent = run.name;
-  document.getElementById("mesh").textContent = Object.entries(run.mesh).map(([axis, n]) => `${axis} ${n}${run.folded.includes(axis) ? " (head and tail)" : axis in run.blocks ? ` (${run.blocks[axis]} blocks)` : ""}`).join(" × ") || "one device";
+  const stages = run.pipeline ? [["pp", run.pipeline.slots.length]] : [];
+  document.getElementById("mesh").textContent = [...stages, ...Object.entries(run.mesh)].map(([axis, n]) => `${axis} ${n}${run.folded.includes(axis) ? " (head and tail)" : axis in run.blocks ? ` (${run.blocks[axis]} blocks)` : ""}`).join(" × ") || "one device";
   document.getElementById("theme").onclick = switchTheme;
-  for (const begin of [startRun, startGraph, startDiff, startMemory, startCommunication, startExperts, startSharding, startKeys]) begin();
+  for (const begin of [startRun, startGraph, startDiff, startMemory, startCommunication, startPipeline, startExperts, startSharding, startKeys]) begin();
   addEventListener("hashchange", route);
   await route();
   document.body.dataset.ready = performance.now();

@@ -59,6 +59,36 @@ def test_the_run_comes_first(browser, run, tmp_path):
     assert "has trained nothing" in text(shown, "#run") and shown.errors == []
 
 
+SLOTS = [[("F0.0", 0.0, 1.0), ("F1.0", 1.0, 2.0), ("B0.0", 4.0, 6.0), ("B1.0", 7.0, 9.0), ("U0", 9.0, 9.5)],
+         [("F0.1", 1.0, 2.0), ("B0.1", 2.0, 4.0), ("F1.1", 4.0, 5.0), ("B1.1", 5.0, 7.0)]]  # fmt: skip
+STAGES = {
+    "schedule": "1f1b", "idle": 0.25, "ranks_of_stages": [0, 1], "layers": [["layers.0", "layers.1"], ["layers.2"]], "task_ms": {"F0": 1.0},
+    "busy_ms": [6.5, 6.0], "forwards_kept": [2, 1],
+    "memory": [{"device_bytes": 2**30, "bytes": 2**29, "fits": n == 0, "kinds": {"parameters": 2**29}} for n in range(2)],
+    "sent_a_microbatch": [{"source": 0, "to": 1, "bytes": 2**20, "values": ["add"]}],
+}  # fmt: skip
+
+
+def test_the_table_of_pipeline_stages_is_a_picture(browser, run, tmp_path):
+    drawn = {"schedule": "1f1b", "unit": "ms", "idle": 0.25, "slots": SLOTS}
+    report = run.report | {"pipeline": drawn, "prediction": {"pipeline": STAGES}}
+    shown = show(browser, replace(run, report=report), tmp_path / "page.html")
+    go(shown, "pipeline")
+    assert "1f1b on 2 pipeline ranks: idle 25.0 %" in text(shown, "#pipeline h2 >> nth=0") and "pp 2" in text(shown, "#mesh")
+    assert shown.locator("#slots rect[fill]").count() == sum(map(len, SLOTS))
+    assert shown.locator("#slots text.slot").all_text_contents() == ["0", "1", "0", "1", "0", "0", "1", "1"]
+    said = shown.locator("#slots rect[fill] title").all_text_contents()
+    assert said[0] == "F0.0: forward of microbatch 0 in stage 0, 1.00 ms from 0.00 µs on" and said[4].startswith("U0: update, 500 µs")
+    boxes = [shown.locator("#slots rect[fill]").nth(i).bounding_box() for i in (2, 3)]
+    assert boxes[0]["width"] == pytest.approx(boxes[1]["width"], abs=1) and boxes[1]["x"] > boxes[0]["x"] + 1.4 * boxes[0]["width"]
+    assert "layers.0 to layers.1 (2)" in text(shown, "#ranks") and "does not fit" in text(shown, "#ranks tr >> nth=2")
+    assert "1.00 MiB to 1" in text(shown, "#ranks tr >> nth=1") and shown.errors == []
+
+    shown = show(browser, replace(run, report=run.report | {"pipeline": drawn | {"unit": "forwards"}}), tmp_path / "page.html")
+    go(shown, "pipeline")
+    assert "a dry run" in text(shown, "#pipeline") and shown.locator("#ranks").count() == 0 and shown.errors == []
+
+
 METRICS = [
     {"step": i + 1, "loss": 5.0 - i / 9, "grad_norm": 1.0 + i, "lr": 3e-4, "mfu": 0.41, "tflops": 1e-4, "step_ms": 1234.5,
      "peak_mem_bytes": 10**9, "expert_load/layers.0.feed_forward.experts": 1.0 + i}

@@ -1,0 +1,50 @@
+"""The schedule of pipeline stages that a configuration asks for: one by its name, or a table in a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.files import text_of
+from compiler_trainer.config.options import not_one_of
+from compiler_trainer.config.schema import PipelineConfig
+from passes.pipeline.tables import (
+    SCHEDULES,
+    Costs,
+    Table,
+    auto,
+    from_text,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    unit,
+    zbv,
+    zero_bubble,
+)
+
+
+def build_table(pipeline: PipelineConfig, pp: int, microbatches: int, costs: Costs = unit) -> Table:
+    """The schedule that a configuration asks for; that of `auto` follows from what each task costs."""
+    known = {"gpipe": gpipe, "1f1b": one_f_one_b, "zero_bubble": zero_bubble, "zbv": zbv}
+    if pipeline.schedule == "auto":
+        return auto(pp, microbatches, costs)
+    if pipeline.schedule == "interleaved":
+        return interleaved(pp, microbatches, pipeline.chunks)
+    if pipeline.schedule in known:
+        return known[pipeline.schedule](pp, microbatches)
+    return read_table(Path(pipeline.schedule), pp, microbatches)
+
+
+def read_table(path: Path, pp: int, microbatches: int) -> Table:
+    """The schedule in a file; raises UserError naming what is wrong with it."""
+    if not path.exists():
+        raise UserError("passes.pipeline.schedule", f"{not_one_of(SCHEDULES, str(path))}, nor a file")
+    try:
+        table = from_text(text_of(path))
+    except ValueError as error:
+        raise UserError(str(path), f"{error}") from error
+    sizes = {"mesh.pp": (pp, table.ranks), "train.microbatches": (microbatches, table.microbatches)}
+    for option, (wanted, found) in sizes.items():
+        if wanted != found:
+            raise UserError(str(path), f"is a table for {option}={found}, not {wanted}")
+    return table

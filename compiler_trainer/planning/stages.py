@@ -1,0 +1,116 @@
+"""What a dry run says of pipeline stages: the layers and seconds of each, who waits, what is sent and kept."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from compiler_trainer.planning.playing import Played
+from compiler_trainer.step.turns import Message, Turn
+from passes.cost.cluster import Cluster, Reach, collective_seconds
+from passes.pipeline.tables import Table, most_alive
+from passes.pipeline.tasks import FORWARD, Task, task_in
+from passes.program import ir
+from passes.program.mesh import Mesh
+
+PP = "pp"
+
+
+def pipeline_of(
+    schedule: str,
+    table: Table,
+    programs: Mapping[str, ir.Program],
+    played: Played,
+    seconds: Mapping[str, float],
+    memory: Sequence[Mapping[str, Any]],
+    sent: Iterable[Message],
+) -> dict[str, Any]:
+    """The report; `memory` is that of each pipeline rank, `sent` are the messages of a step."""
+    return {
+        "schedule": schedule,
+        "idle": played.idle(),
+        "ranks_of_stages": table.rank_of,
+        "layers": [layers_of(programs[str(Task(stage, FORWARD))]) for stage in range(table.stages)],
+        "task_ms": {name: 1e3 * s for name, s in seconds.items()},
+        "busy_ms": [1e3 * played.busy_s(rank) for rank in range(table.ranks)],
+        "forwards_kept": most_alive(table),
+        "memory": [{key: found[key] for key in ("device_bytes", "bytes", "fits", "kinds")} for found in memory],
+        "sent_a_microbatch": borders(sent, sizes_of(programs)),
+    }
+
+
+def drawn(schedule: str, table: Table, played: Played) -> dict[str, Any]:
+    """The table as a page draws it."""
+    return {"schedule": schedule, "unit": "ms", "idle": played.idle(), "slots": slots(played, table.ranks)}
+
+
+def layers_of(program: ir.Program) -> list[str]:
+    """The layers that a program computes."""
+    return list(dict.fromkeys(str(layer) for node in program.calls() if (layer := ir.layer(node))))
+
+
+def borders(sent: Iterable[Message], size: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Bytes of the first microbatch from one rank to another, and of which values."""
+    found: dict[tuple[int, int], dict[str, Any]] = {}
+    for message in sent:
+        name, microbatch = message.key
+        if microbatch == 0:
+            new = {"source": message.source, "to": message.to, "bytes": 0, "values": []}
+            border = found.setdefault((message.source, message.to), new)
+            border["bytes"] += size[name]
+            border["values"].append(name)
+    return [found[pair] for pair in sorted(found)]
+
+
+def slots(played: Played, ranks: int) -> list[list[tuple[str, float, float]]]:
+    """A row a rank: what it does, from when to when, in milliseconds."""
+    rows: list[list[tuple[str, float, float]]] = [[] for _ in range(ranks)]
+    for turn, (start, end) in played.spans.items():
+        rows[turn.rank].append((label(turn), round(1e3 * start, 4), round(1e3 * end, 4)))
+    return rows
+
+
+def label(turn: Turn) -> str:
+    """`F0.2`: the forward of microbatch 0 in stage 2; `U1`: the update of rank 1."""
+    task = task_in(turn.program)
+    return str(task) if turn.microbatch is None else f"{task.kind}{turn.microbatch}.{task.stage}"
+
+
+def sizes_of(programs: Mapping[str, ir.Program]) -> dict[str, int]:
+    """Bytes of carried values, by name."""
+    return {
+        given.name: ir.example(node).nbytes
+        for program in programs.values()
+        for given, node in zip(program.inputs, program.placeholders(), strict=True)
+        if given.kind == "carried"
+    }
+
+
+# ---- links ------------------------------------------------------------------------------------------------
+
+
+def link(mesh: Mesh, message: Message, gpus_per_node: int) -> Reach:
+    """Two ranks in a node, or in two; those beside them send as well, so that the farthest pair counts."""
+    first, last = sorted((message.source, message.to))
+    apart = mesh.stride(PP)
+    together = first * apart // gpus_per_node == ((last + 1) * apart - 1) // gpus_per_node
+    return Reach(1, 2) if together else Reach(2, 1)
+
+
+def send_s(size: Mapping[str, int], mesh: Mesh, cluster: Cluster, message: Message) -> float:
+    """How long a message travels."""
+    between = link(mesh, message, cluster.gpus_per_node)
+    return collective_seconds("shift", size[message.key[0]], between, cluster.links)
+
+
+def sent_by(
+    rank: int, sent: Iterable[Message], size: Mapping[str, int], mesh: Mesh, cluster: Cluster
+) -> dict[str, int]:
+    """Bytes that a pipeline rank sends in a step to others, by link."""
+    total = Counter(intra=0, inter=0)
+    for message in sent:
+        if message.source == rank:
+            between = link(mesh, message, cluster.gpus_per_node)
+            total["intra" if between.nodes == 1 else "inter"] += size[message.key[0]]
+    return dict(total)

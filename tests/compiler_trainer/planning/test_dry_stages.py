@@ -1,0 +1,232 @@
+"""Dry runs with pipeline stages: turns on paper, memory and bytes by rank, tables given back, what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import (
+    CastConfig,
+    ClusterConfig,
+    Config,
+    MeshConfig,
+    ModelConfig,
+    PassesConfig,
+    PipelineConfig,
+    PlanConfig,
+    RunConfig,
+    TrainConfig,
+)
+from compiler_trainer.planning.auto import settled
+from compiler_trainer.planning.dry import compile_dry, dry_run, predict_step
+from compiler_trainer.planning.playing import kept_beside, play
+from compiler_trainer.step.turns import turns_of_step
+from passes.pipeline import tables
+from passes.pipeline.tasks import Task
+
+ROWS, LENGTH, DIM, PP, MICROBATCHES = 8, 32, 32, 2, 4
+MODEL = ModelConfig(dim=DIM, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=64)
+PLAIN = PassesConfig(CastConfig(None), verify="none")
+
+
+def job(folder: Path | str, schedule: str = "1f1b", **changes) -> Config:
+    cfg = Config(
+        model=MODEL,
+        train=TrainConfig(seq_len=LENGTH, global_batch_size=ROWS, microbatches=MICROBATCHES),
+        mesh=MeshConfig(pp=PP, dp_shard=1, tp=2),
+        passes=replace(PLAIN, pipeline=PipelineConfig(schedule)),
+        cluster=ClusterConfig(),
+        run=RunConfig(dir=str(folder), dry=True, dump_graphs=False),
+    )
+    return replace(cfg, **changes)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> tuple[Path, dict]:
+    """The folder and the report of a dry run on two pipeline ranks."""
+    folder = tmp_path_factory.mktemp("dry") / "run"
+    dry_run(job(folder))
+    return folder, json.loads((folder / "report.json").read_text())
+
+
+# ---- turns on paper -----------------------------------------------------------------------------------------
+
+
+def programs_like(table: tables.Table) -> dict:
+    """Programs that carry what stages do: an activation on, its gradient back, and of each stage what it keeps."""
+    last, split = table.stages - 1, table.is_split
+
+    def program(reads: list[str], makes: list[str]) -> SimpleNamespace:
+        both = ([SimpleNamespace(name=name, kind="carried") for name in names if name] for names in (reads, makes))
+        return SimpleNamespace(**dict(zip(("inputs", "outputs"), both, strict=True)))
+
+    programs = {}
+    for s in range(table.stages):
+        x, y, kept, dy, dx = s and f"x{s - 1}", s < last and f"x{s}", f"kept{s}", s < last and f"d{s}", s and f"d{s - 1}"
+        programs[f"F{s}"] = program([x], [y, kept])
+        programs[f"{'I' if split else 'B'}{s}"] = program([dy, kept], [dx, f"late{s}" if split else ""])
+        if split:
+            programs[f"W{s}"] = program([f"late{s}", kept], [])
+    return programs
+
+
+TABLES = [tables.gpipe(3, 5), tables.one_f_one_b(4, 8), tables.interleaved(2, 4, 2), tables.zero_bubble(4, 6), tables.zbv(3, 6)]
+
+
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("send", [0.0, 0.25])
+def test_turns_end_when_their_table_does(table, send):
+    programs, cost = programs_like(table), lambda task: tables.unit(task) + task.stage / 8
+    seconds = {name: cost(Task(int(name[1:]), name[0])) for name in programs}
+    turns = turns_of_step(programs, table, table.microbatches)
+    known = tables.play(table, cost, send)
+    played = play(turns, programs, seconds, lambda message: send)
+    assert played.step_s == pytest.approx(known.length) and played.idle() == pytest.approx(known.idle)
+    assert [played.busy_s(rank) for rank in range(table.ranks)] == pytest.approx(known.busy)
+
+
+def test_messages_of_a_pair_follow_each_other():
+    programs = programs_like(table := tables.gpipe(2, 3))
+    played = play(turns_of_step(programs, table, 3), programs, dict.fromkeys(programs, 1.0), lambda message: 5.0)
+    starts = [start for turn, (start, _) in played.spans.items() if turn.program == "F1"]
+    assert starts == [6.0, 11.0, 16.0]  # made at 1, 2 and 3
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_a_rank_keeps_what_its_forwards_left(table):
+    programs = programs_like(table)
+    size = {o.name: 1 if o.name.startswith("kept") else 0 for p in programs.values() for o in p.outputs}
+    turns = turns_of_step(programs, table, table.microbatches)
+    most = [max(beside for turn, beside in kept_beside(turns, programs, rank, size)) for rank in range(table.ranks)]
+    assert most == [count - 1 for count in tables.most_alive(table)]  # one is read, or just made
+
+
+# ---- the report ---------------------------------------------------------------------------------------------
+
+
+def test_the_step_is_the_table_and_the_updates(found):
+    _, report = found
+    made_of, pipeline = report["prediction"], report["prediction"]["pipeline"]
+    assert pipeline["schedule"] == "1f1b" and pipeline["ranks_of_stages"] == [0, 1] and pipeline["forwards_kept"] == [2, 1]
+    assert pipeline["layers"] == [["layers.0", "layers.1"], ["layers.2", "layers.3"]]
+    ends = [row[-1][2] for row in report["pipeline"]["slots"]]
+    assert max(ends) == pytest.approx(report["predicted"]["step_ms"], abs=1e-3)
+    assert [row[-1][0] for row in report["pipeline"]["slots"]] == ["U0", "U1"]
+    spent = made_of["compute_ms"] + made_of["launch_ms"] + sum(made_of["exposed_ms"].values())
+    assert spent == pytest.approx(report["predicted"]["step_ms"], rel=1e-3)
+    for rank, row in enumerate(report["pipeline"]["slots"]):
+        lasts = sum(pipeline["task_ms"][name[0] + name.rpartition(".")[2].lstrip("UGR")] for name, *_ in row)
+        assert lasts == pytest.approx(pipeline["busy_ms"][rank]) == pytest.approx(sum(e - s for _, s, e in row), abs=1e-2)
+    tokens = report["predicted"]["tokens_per_s_per_gpu"] * report["predicted"]["step_ms"] / 1e3
+    assert tokens == pytest.approx(ROWS * LENGTH / 4)
+
+
+def test_the_residual_stream_alone_is_sent(found):
+    size = ROWS // MICROBATCHES * LENGTH * DIM * 4 // 2  # in fp32, the sequence over tp
+    sent = found[1]["prediction"]["pipeline"]["sent_a_microbatch"]
+    assert [(s["source"], s["to"], s["bytes"], len(s["values"])) for s in sent] == [(0, 1, size, 1), (1, 0, size, 1)]
+    square = 4  # what the norm is made of
+    assert found[1]["prediction"]["sent_bytes"]["pp"]["intra"] - MICROBATCHES * size in (0, square)
+
+
+def test_the_ranks_together_hold_what_one_stage_does(found, tmp_path):
+    def state(kinds: dict) -> int:
+        return sum(kinds.get(kind, 0) for kind in ("parameters", "gradients", "state of other programs"))
+
+    memory = found[1]["prediction"]["pipeline"]["memory"]
+    whole = predict_step(cfg := job(tmp_path, mesh=MeshConfig(dp_shard=1, tp=2)), compile_dry(cfg, None))
+    parts, one = sum(state(each["kinds"]) for each in memory), state(whole["prediction"]["memory"]["kinds"])
+    assert parts == pytest.approx(one, rel=0.2)  # gradients on their way are counted as such
+    assert memory[0]["kinds"]["kept for other programs"] > 0 and "kept for other programs" not in memory[1]["kinds"]
+    largest = max(each["device_bytes"] for each in memory)
+    assert found[1]["prediction"]["memory"]["device_bytes"] == largest
+
+
+# ---- tables as files ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_a_table_is_read_as_it_was_written(table):
+    assert tables.from_text(tables.as_text(table)) == table
+
+
+def test_a_table_is_written_edited_and_given_back(found, tmp_path):
+    folder, report = found
+    written = (folder / "pipeline.txt").read_text()
+    assert written.splitlines()[1:] == ["F0.0 F1.0 B0.0 F2.0 B1.0 F3.0 B2.0 B3.0", "F0.1 B0.1 F1.1 B1.1 F2.1 B2.1 F3.1 B3.1"]
+    edited = tmp_path / "mine.txt"
+    edited.write_text(written.replace("F0.0 F1.0 B0.0 F2.0", "F0.0 B0.0 F1.0 F2.0"))
+    again = dry_run(job(tmp_path / "run", str(edited)))
+    assert [name for name, *_ in again["pipeline"]["slots"][0]][:4] == ["F0.0", "B0.0", "F1.0", "F2.0"]
+    assert again["predicted"]["step_ms"] > report["predicted"]["step_ms"]  # the second rank waits for F1
+    assert (tmp_path / "run" / "pipeline.txt").read_text() == edited.read_text()
+
+
+GOOD = ["F0.0 F1.0 B0.0 F2.0 B1.0 F3.0 B2.0 B3.0", "F0.1 B0.1 F1.1 B1.1 F2.1 B2.1 F3.1 B3.1"]
+BAD = {
+    "no slot": (GOOD[0].replace("F3.0", "F3"), GOOD[1], "rank 0 runs 'F3'; write F0.2 for"),
+    "missing": (GOOD[0], GOOD[1].replace("B2.1 ", ""), "rank 1 never runs B2.1"),
+    "twice": (f"{GOOD[0]} B3.0", GOOD[1], "rank 0 runs B3.0 2 times"),
+    "another's": (f"{GOOD[0]} F1.1", GOOD[1], "rank 1 runs B0.1, which is not its own|rank 0 never runs"),
+    "deadlock": ("B0.0 F0.0 F1.0 F2.0 B1.0 F3.0 B2.0 B3.0", GOOD[1], "rank 0 at B0.0 waits for F0.0 of rank 0"),
+    "a stage": (GOOD[0], GOOD[1].replace(".1", ".2"), "no rank runs stage 1"),
+    "ranks": ("F0.0 B0.0 F1.0 B1.0 F2.0 B2.0 F3.0 B3.0", "", "is a table for mesh.pp=1, not 2"),
+    "microbatches": ("F0.0 B0.0", "F0.1 B0.1", "is a table for train.microbatches=1, not 4"),
+}
+
+
+@pytest.mark.parametrize("why", BAD)
+def test_tables_that_never_end_are_refused(tmp_path, why):
+    first, second, message = BAD[why]
+    (file := tmp_path / "table.txt").write_text(f"# mine\n{first}\n{second}\n")
+    with pytest.raises(UserError, match=f"{file}: .*({message})"):
+        dry_run(job(tmp_path / "run", str(file)))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_schedule_that_there_is_not_is_refused(tmp_path):
+    with pytest.raises(UserError, match="passes.pipeline.schedule: '1f1c' is not one of gpipe, 1f1b.*, nor a file"):
+        dry_run(job(tmp_path, "1f1c"))
+
+
+# ---- schedules that are found -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slow", [None, 0, 2, 3])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(4, 8), (4, 4), (8, 16)])
+def test_auto_is_no_slower_than_zero_bubble_in_its_memory(slow, ranks, microbatches):
+    def cost(task: Task) -> float:
+        return tables.unit(task) * (1.7 if task.stage == slow else 1.0) * {"I": 1.2, "W": 0.8}.get(task.kind, 1.0)
+
+    found, known = tables.auto(ranks, microbatches, cost), tables.zero_bubble(ranks, microbatches)
+    assert tables.play(found, cost).length <= tables.play(known, cost).length
+    assert max(tables.most_alive(found)) <= ranks
+
+
+def test_auto_knows_what_tasks_take(tmp_path):
+    pipeline, train = PipelineConfig("auto", stages=(1, 2, 1, 1)), TrainConfig(seq_len=LENGTH, global_batch_size=8, microbatches=8)
+    changes = {"model": replace(MODEL, n_layers=5), "passes": replace(PLAIN, pipeline=pipeline), "train": train}
+    step = compile_dry(job(tmp_path, mesh=MeshConfig(pp=4, dp_shard=1), **changes), None)
+
+    def flops(task: Task) -> int:
+        return sum(step.costs(str(task))["flops"].values()) if str(task) in step.programs else 0
+
+    assert "I0" not in step.programs  # nobody waits for gradients of the first stage
+    found, known = (tables.play(t, flops).length for t in (step.table, tables.auto(4, 8)))
+    assert step.table.is_split and found < known
+
+
+# ---- what is planned ----------------------------------------------------------------------------------------
+
+
+def test_a_mesh_is_planned_without_stages():
+    cfg = job("runs/x", mesh=MeshConfig(dp_replicate=-1, dp_shard=-1, cp=-1, tp=-1), plan=PlanConfig(compile=1))
+    cfg = replace(cfg, cluster=replace(cfg.cluster, gpus=4))
+    assert settled(cfg).mesh.pp == 1
+    with pytest.raises(UserError, match="mesh.pp: is 2, and what is planned has no pipeline stages"):
+        settled(replace(cfg, mesh=replace(cfg.mesh, pp=2)))
