@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from compiler_trainer.config.schedules import asked_table
 from compiler_trainer.config.schema import (
     EIGHT_BITS,
     CastConfig,
@@ -26,6 +25,7 @@ from compiler_trainer.config.schema import (
     PassesConfig,
     RematConfig,
 )
+from compiler_trainer.config.tables import build_table
 from passes.autograd.joint import Joint
 from passes.autograd.simplify import Simplify
 from passes.communication.add_first import AddFirst
@@ -103,7 +103,7 @@ def build_pipeline(
     """The passes that a configuration asks for; `masters` are the dtypes of the stored parameters."""
     reduce_dtype = DTYPES[passes.cast.reduce_dtype]
     cast, shard, remat = passes.cast, passes.shard, passes.remat
-    table = asked_table(passes.pipeline, pp, microbatches)
+    table = build_table(passes.pipeline, pp, microbatches)
     means: Passes = (Means(microbatches),) if microbatches > 1 else ()
     forward: Passes = (
         build_cast(cast, masters),
@@ -132,7 +132,8 @@ def build_pipeline(
         def update(rank: int) -> Passes:
             return ApplyOnly(rank, table.rank_of), replace(optimize, rank=rank, ranks=table.ranks)
 
-        staged = Staged(table, (*joint[1:], build_remat(remat, (total,)), total), (*finish, segment), update)
+        whole = (*joint[1:], build_remat(remat, (total,)), total)
+        staged = Staged(table, whole, (*finish, segment), update)
         return Pipeline(forward, (Expand(), overlap, segment), {}, None, staged=staged)
     if microbatches == 1:
         then: Passes = (optimize, *finish)

@@ -19,6 +19,7 @@ import torch
 from compiler_trainer import models
 from compiler_trainer.config.device import for_predicting
 from compiler_trainer.config.schema import CheckpointConfig, Config
+from compiler_trainer.config.tables import build_table
 from compiler_trainer.config.validate import dry_world_size, validate
 from compiler_trainer.console import say
 from compiler_trainer.models.subject import Subject, named, subject
@@ -28,7 +29,7 @@ from compiler_trainer.planning.clusters import cluster_of
 from compiler_trainer.planning.dry_table import show
 from compiler_trainer.planning.playing import kept_beside, play
 from compiler_trainer.planning.stages import PP
-from compiler_trainer.step.given import Captured, check_recordable, mesh_of, one_microbatch, order_of
+from compiler_trainer.step.given import Captured, check_recordable, mesh_of, one_microbatch
 from compiler_trainer.step.programs import Compilation
 from compiler_trainer.step.step import state_name
 from compiler_trainer.step.turns import Turn, messages, turns_of_step
@@ -83,8 +84,8 @@ def compile_dry(cfg: Config, observe: Observer | None) -> DryStep:
     trained = subject(cfg)
     work = compilation(cfg, trained, observe)
     programs, report = work.programs(evaluate=False)
-    staged = work.pipeline.staged
-    table = order_of(cfg.passes.pipeline.schedule, staged.table, report) if staged else None
+    pp = cfg.mesh.pp
+    table = build_table(cfg.passes.pipeline, pp, cfg.train.microbatches, report.cost) if pp > 1 else None
     if cfg.lower.cudagraphs:
         check_recordable(programs, cfg.lower.backend == "inductor")
     flat = {name: Captured(flatten(program), ctx) for name, (program, ctx) in programs.items()}

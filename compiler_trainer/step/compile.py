@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from compiler_trainer.config.device import passes_on
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
-from compiler_trainer.config.schedules import asked_table
 from compiler_trainer.config.schema import LowerConfig, MeshConfig, OptimConfig, PassesConfig
-from compiler_trainer.step.given import EVALUATE, check_recordable, mesh_of, one_microbatch, order_of
+from compiler_trainer.config.tables import build_table
+from compiler_trainer.step.given import EVALUATE, check_recordable, mesh_of, one_microbatch
 from compiler_trainer.step.made_of import made_of, options_of
 from compiler_trainer.step.runtime import LockstepRanks, ProcessRanks, Runtime
 from compiler_trainer.step.shelf import Made, Shelf, stored_or_made
@@ -80,7 +80,6 @@ def compile_step(
     if ranks == "processes" and device.type == "cpu":
         keep_freed_memory()
     batch = one_microbatch(example_batch, microbatches)
-    asked = asked_table(options.pipeline, stages, microbatches) if stages > 1 else None
     values: Iterable[tuple[str, Value]] = _initial_values(model, initial)
     full = None
     if options.verify == "numeric":
@@ -98,15 +97,14 @@ def compile_step(
 
     further: dict[str, Any] = {"train": train, "evaluate": evaluate}
     further |= {"microbatches": microbatches, "skip": skip_nonfinite}
-    if asked:
-        further["table"] = asked.rank_of, asked.is_split  # of one in a file
+    further["tasks"] = tasks_of(build_table(options.pipeline, stages, microbatches)) if stages > 1 else None
     wanted = options_of(options, update, whole_mesh, device, below=dict(below or {}), **further)
     what = partial(made_of, model, loss_fn, batch, wanted)
     programs, report = stored_or_made(shelf, what, make, lower.check_stored)
     if lower.cudagraphs:
         training = {name: program for name, program in programs.items() if not name.startswith(EVALUATE)}
         check_recordable(training, lower.backend == "inductor")
-    table = order_of(options.pipeline.schedule, asked, report) if asked else None
+    table = build_table(options.pipeline, stages, microbatches, report.cost) if stages > 1 else None
     rank_of = ranks_of(programs, table)
     laid_out = next(iter(programs.values())).program.mesh  # as placement has it; evaluation comes last
     placed = [(captured.program, rank_of[name]) for name, captured in programs.items()]
@@ -122,6 +120,11 @@ def compile_step(
     parts = (compiled, evaluation, table, state)
     shown = {"pipeline": drawn(options.pipeline.schedule, table)} if table else {}
     return Step(runtime, laid_out, *parts, update.lr, seed, microbatches, device, report.finish() | shown)
+
+
+def tasks_of(table: Table) -> Any:
+    """What programs are made for, whatever the order: the ranks of stages, and whether backwards are in two."""
+    return table.rank_of, table.is_split
 
 
 def drawn(schedule: str, table: Table) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import MeshConfig
 from passes.lower.cudagraphs import breaks
-from passes.pipeline.tables import Table, auto
+from passes.pipeline.tasks import Task
 from passes.program import ir
 from passes.program.mesh import Mesh
 
@@ -62,18 +62,15 @@ class Reporter:
         done = [done for done in self.passes if done["program"] == program]
         return sum(done[-1]["accounting"]["flops"].values()) if done else 0
 
+    def cost(self, task: Task) -> float:
+        """What a task of a pipeline stage costs beside others."""
+        return 1.0 + self.flops(str(task))
+
     def finish(self) -> dict[str, Any]:
         """The report: seconds by pass, each pass's counts, notes, communication and memory, and notes on the whole."""
         seconds = {name: round(s, 4) for name, s in self.seconds.items()}
         stored = {"stored_as": self.key, "read": self.is_read}
         return {"seconds": seconds, "program": stored, "passes": self.passes, "notes": self.notes}
-
-
-def order_of(schedule: str, asked: Table, report: Reporter) -> Table:
-    """The order of the tasks of stages: that of `auto` follows from their FLOPs, once they are compiled."""
-    if schedule != "auto":
-        return asked
-    return auto(asked.ranks, asked.microbatches, lambda task: 1 + report.flops(str(task)))
 
 
 def check_recordable(programs: Mapping[str, Captured], compiled: bool = True) -> None:

@@ -405,14 +405,3 @@ def auto(ranks: int, microbatches: int, costs: Costs = unit) -> Table:
     as_1f1b = [ranks - rank for rank in range(ranks)]
     listed = [list_schedule(rank_of, microbatches, early, alive, costs) for early in (alive, as_1f1b)]
     return min([zero_bubble(ranks, microbatches), *listed], key=lambda table: play(table, costs).length)
-
-
-# ---- by name -----------------------------------------------------------------------------------------------
-
-
-def table_of(schedule: str, ranks: int, microbatches: int, chunks: int) -> Table:
-    """The table of a schedule by its name; `auto` as if all stages took the same."""
-    if schedule == "interleaved":
-        return interleaved(ranks, microbatches, chunks)
-    known = {"gpipe": gpipe, "1f1b": one_f_one_b, "zero_bubble": zero_bubble, "zbv": zbv, "auto": auto}
-    return known[schedule](ranks, microbatches)

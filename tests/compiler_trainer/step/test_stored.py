@@ -27,6 +27,7 @@ from compiler_trainer.step.made_of import made_of, options_of
 from compiler_trainer.step.shelf import Shelf
 from compiler_trainer.step.sources import Unkeyed
 from passes.lower.store import Store
+from passes.pipeline.tables import Table, as_text, gpipe, one_f_one_b, zero_bubble
 from passes.program.mesh import Mesh
 
 FILES = {
@@ -469,3 +470,17 @@ def test_another_operator_s_program_is_not_read(place, tmp_path):
     with pytest.warns(UserWarning, match="cannot be read"):
         assert shelf.find(name) is None
     assert math.isfinite(start(place, shelf)[0][0])
+
+
+def test_a_schedule_in_a_file_is_read_anew(place, tmp_path):
+    shelf, file = Shelf(store=Store(tmp_path / "programs")), tmp_path / "table.txt"
+
+    def started(table: Table) -> tuple[list[float], bool]:
+        file.write_text(as_text(table))
+        pipeline = {"pipeline": {"schedule": str(file)}}
+        losses, report = start(place, shelf, mesh={"pp": 2}, microbatches=2, passes=pipeline)
+        return losses, report["program"]["read"]
+
+    first, again, split = started(one_f_one_b(2, 2)), started(gpipe(2, 2)), started(zero_bubble(2, 2))
+    assert [is_read for _, is_read in (first, again, split)] == [False, True, False]  # the order alone changes no program
+    assert first[0] == again[0] == pytest.approx(split[0])

@@ -1,4 +1,4 @@
-"""Schedules of pipeline stages that options ask for: by their name, or as a file with a table."""
+"""The schedule of pipeline stages that a configuration asks for: one by its name, or a table in a file."""
 
 from __future__ import annotations
 
@@ -8,13 +8,30 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.files import text_of
 from compiler_trainer.config.options import not_one_of
 from compiler_trainer.config.schema import PipelineConfig
-from passes.pipeline.tables import SCHEDULES, Table, from_text, table_of
+from passes.pipeline.tables import (
+    SCHEDULES,
+    Costs,
+    Table,
+    auto,
+    from_text,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    unit,
+    zbv,
+    zero_bubble,
+)
 
 
-def asked_table(pipeline: PipelineConfig, pp: int, microbatches: int) -> Table:
-    """The schedule that a configuration asks for; `auto` before it is known what each task takes."""
-    if pipeline.schedule in SCHEDULES:
-        return table_of(pipeline.schedule, pp, microbatches, pipeline.chunks)
+def build_table(pipeline: PipelineConfig, pp: int, microbatches: int, costs: Costs = unit) -> Table:
+    """The schedule that a configuration asks for; that of `auto` follows from what each task costs."""
+    known = {"gpipe": gpipe, "1f1b": one_f_one_b, "zero_bubble": zero_bubble, "zbv": zbv}
+    if pipeline.schedule == "auto":
+        return auto(pp, microbatches, costs)
+    if pipeline.schedule == "interleaved":
+        return interleaved(pp, microbatches, pipeline.chunks)
+    if pipeline.schedule in known:
+        return known[pipeline.schedule](pp, microbatches)
     return read_table(Path(pipeline.schedule), pp, microbatches)
 
 
