@@ -21,6 +21,7 @@ from compiler_trainer.config.schema import (
     RunConfig,
     TrainConfig,
 )
+from compiler_trainer.step.runtime import LockstepRanks
 from compiler_trainer.step.step import State
 from compiler_trainer.training.metrics import read
 from compiler_trainer.training.pace import RANKS
@@ -66,7 +67,7 @@ class FakeStep:
     def balance(self):
         return {}
 
-    metrics = ()
+    metrics, table, runtime = (), None, LockstepRanks(Mesh.of({}))
 
     def measure(self, batch):
         assert sorted(batch) == ["documents", "labels", "positions", "tokens"]

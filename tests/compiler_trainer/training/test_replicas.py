@@ -85,10 +85,10 @@ def test_zero_turns_it_off(tmp_path):
 def test_each_bit_counts_whatever_the_dtype_and_place(dtype):
     bytes_ = torch.zeros(64, dtype=torch.uint8)
     local = bytes_.view(dtype)[1:-1] if dtype != torch.bool else bytes_.view(dtype)[:13]
-    whole, size = sum_of(local), local.element_size()
+    whole, size = sum_of(local, local.device), local.element_size()
     first = 0 if dtype == torch.bool else size
     for at in range(first, first + len(local) * size):
         for bit in range(8 if dtype != torch.bool else 1):
             bytes_[at] = 1 << bit
-            assert sum_of(local) != whole
+            assert sum_of(local, local.device) != whole
         bytes_[at] = 0

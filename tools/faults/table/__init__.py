@@ -9,6 +9,7 @@ from tools.faults.table import (
     context,
     lower,
     memory,
+    pipeline,
     precision,
     program,
     rules,
@@ -16,7 +17,7 @@ from tools.faults.table import (
     update,
 )
 
-ROOMS = (program, rules, precision, sharding, context, autograd, memory, update, communication, lower)
+ROOMS = (program, rules, precision, sharding, context, autograd, memory, update, communication, pipeline, lower)
 FAULTS = tuple(fault for room in ROOMS for fault in room.FAULTS)
 
 __all__ = ["FAULTS", "Fault"]
