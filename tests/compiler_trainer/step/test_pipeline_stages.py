@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 
@@ -10,6 +12,9 @@ from compiler_trainer.config.schema import ModelConfig
 from compiler_trainer.models.llama import Llama
 from compiler_trainer.models.loss import loss_fn
 from compiler_trainer.step.compile import compile_step
+from compiler_trainer.step.step import programs_of
+from compiler_trainer.step.turns import messages, turns_of_step
+from passes.program import ir
 from tests.support.sweeps import in_turn
 from tools.parity.case import Case
 from tools.parity.record import judged
@@ -73,6 +78,19 @@ def decoder(pp: int, pipeline: dict):
     passes = {"pipeline": pipeline, "roll": False}
     how = {"mesh": {"pp": pp}, "microbatches": 4, "optim": {"max_norm": 0.1}, "passes": passes}
     return compile_step(model, loss_fn, batch, ranks="lockstep", **how), batch
+
+
+def test_only_the_residual_stream_its_gradient_and_the_norm_are_sent():
+    step, _ = decoder(4, {})
+    programs = programs_of(step.train)
+    sent = list(messages(turns_of_step(programs, step.table, 4), programs))
+    of_batch = [message for message in sent if message.key[1] is not None]
+    there, back = [(s, s + 1) for s in range(3)], [(s + 1, s) for s in range(3)]
+    assert Counter((m.source, m.to) for m in of_batch) == dict.fromkeys(there + back, 4)
+    like = {i.name: ir.example(n) for p in programs.values() for n, i in zip(p.placeholders(), p.inputs)}
+    assert {tuple(like[m.key[0]].shape) for m in of_batch} == {(2, 12, 32)}
+    rest = [(m.source, m.to, m.key[0]) for m in sent if m.key[1] is None]
+    assert rest == [(s, s + 1, f"square@{s}") for s in range(3)] + [(3, rank, "square") for rank in range(3)]
 
 
 def test_stages_have_the_layers_that_are_told():
