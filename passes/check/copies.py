@@ -3,7 +3,7 @@
 A value may differ by rank on an axis if it is computed from shards, partial sums or the rank's own coordinate there;
 gathering or reducing it over the axis makes it one value again. What a program stores or returns as a full copy must
 be one: a gradient that is not reduced, or a norm that leaves out an axis, lets the copies of a parameter drift apart.
-A sum over ranks adds what may differ there: one of what is the same on all of them was complete before.
+A sum over ranks of a sum over them was complete before. (What is the same on all of them may well be a share of each.)
 That terms are those of the sum, this does not tell.
 """
 
@@ -17,13 +17,23 @@ from torch import fx
 from passes.program import ir
 from passes.program.boundary import BOUNDARY_OPS
 from passes.program.mesh import Mesh
-from passes.program.operators import axis_of, kind_of
+from passes.program.operators import axis_of, is_view, kind_of
 
 Finding = tuple[fx.Node | None, str]
 Axes = frozenset[str]
 COPY = torch.ops.aten.copy_.default
 UNITES = ("all_gather", "all_reduce")  # afterwards every rank of the axis has the same
 COPIES = ("same", "varying")
+
+
+def summed(node: fx.Node, mesh: Mesh) -> set[str]:
+    """The axes over which a sum is taken of what is itself a sum over them, or a view of one."""
+    operand = node.args[0]
+    while isinstance(operand, fx.Node) and is_view(operand):
+        operand = operand.args[0]
+    record = BOUNDARY_OPS.get(operand.target) if isinstance(operand, fx.Node) else None
+    is_sum = record is not None and record.reduces == "sum"
+    return set(over(operand, mesh)) & set(over(node, mesh)) if is_sum else set()  # type: ignore[arg-type]
 
 
 def check_copies(program: ir.Program) -> Iterator[Finding]:
@@ -40,8 +50,8 @@ def check_copies(program: ir.Program) -> Iterator[Finding]:
         before = frozenset().union(*(differs[n] for n in read))
         differs[node] = after(node, before, program.mesh)
         record = BOUNDARY_OPS.get(node.target)
-        if record is not None and record.reduces == "sum" and (once := set(over(node, program.mesh)) - before):
-            yield node, f"adds up over {', '.join(sorted(once))} what is the same on all ranks there"
+        if record is not None and record.reduces == "sum" and (twice := summed(node, program.mesh) - before):
+            yield node, f"adds up over {', '.join(sorted(twice))} what is the same on all ranks there: a sum over them"
         target = node.args[0] if node.args else None
         if writes(node) and target in copies:
             what, same = copies[target]  # type: ignore[index]

@@ -84,20 +84,19 @@ def tasks_of(program: ir.Program, split: bool) -> dict[fx.Node, Task]:
 
 
 def stage_of(node: fx.Node, stages: Mapping[fx.Node, int]) -> int | None:
-    """The stage of an operator: its own; of what has none, such as a sum of gradients, that of what it reads.
+    """The stage of an operator: where what it reads is stored, though a gradient may be that of another, too.
 
-    What reads nothing has none: stages that need the same constant each make it.
+    Else its own; of what has none, such as a sum of gradients, that of what it reads.
     """
-    if not node.all_input_nodes:
-        return None
+    own = ir.pipeline_stage(node)
     if ir.phase(node) == "forward" and not ir.is_recomputed(node):
-        own = ir.pipeline_stage(node)
         return stages.get(node.args[0], own) if node.target is operator.getitem else own  # type: ignore[call-overload]
+    held = [s for n in node.all_input_nodes if n.op == "placeholder" and (s := ir.pipeline_stage(n)) is not None]
     read = [stages[n] for n in node.all_input_nodes if n in stages]
-    read += [s for n in node.all_input_nodes if n.op == "placeholder" and (s := ir.pipeline_stage(n)) is not None]
+    if held:
+        return max(held)
     if ir.phase(node) == "optimizer":
         return max(read, default=None)
-    own = ir.pipeline_stage(node)
     return own if own is not None and read else min(read, default=None)
 
 
@@ -160,8 +159,10 @@ class Cut:
         self.given = dict(ends_of(self.whole))
         own = [node for node in self.whole.graph.nodes if self.tasks.get(node) == self.task]
         need = self.needed(own)
-        if self.task == Task(0, FORWARD):  # it takes the batch as a whole, and what nobody reads
-            need |= {n for n, i in self.given.items() if i.kind == "batch" or i.kind == "buffer" and not n.users}
+        if self.task == Task(0, FORWARD):  # it takes what nobody reads
+            need |= {n for n, i in self.given.items() if i.kind in ("batch", "buffer") and not n.users}
+        if self.task == Task(0, FORWARD) or not self.whole.order.is_plain:  # which the batch alone tells
+            need |= {n for n, i in self.given.items() if i.kind == "batch"}
         for node in self.whole.graph.nodes:  # inputs first: placeholders lead a graph
             if node in need and (node in self.given or self.is_carried(node)):
                 self.input(node)
@@ -187,6 +188,7 @@ class Cut:
         """An input of the task: one of the whole, or a value carried here."""
         new = self.copies[node] = self.graph.placeholder(node.name)
         new.meta.update(node.meta)
+        self.check(node)
         if node in self.given:
             given = self.given[node]
             self.inputs[new] = replace(given, name=own_name(given.name)) if named(given) else given
@@ -195,6 +197,13 @@ class Cut:
             new.meta.pop(key, None)
         self.inputs[new] = ir.Input(self.prefix + node.name, "carried", carried_spec(node))
         self.carried.append(node)
+
+    def check(self, node: fx.Node) -> None:
+        """Raises CompileError where the task reads what ranks of another stage store."""
+        stage = ir.pipeline_stage(node)
+        if node in self.given and stage is not None and stage != self.task.stage and self.task.kind not in OF_RANKS:
+            given = self.given[node]
+            raise ir.CompileError("cut", node, f"{given.kind} {given.name!r} is of stage {stage}, {self.task} reads it")
 
     def compute(self, node: fx.Node) -> None:
         """An operator of the task, or one of no stage, which a backward computes again."""

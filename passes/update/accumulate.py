@@ -39,6 +39,7 @@ class Accumulate(ir.Pass):
         if self.skip_nonfinite and buffers:
             loss = next(n for n, o in zip(program.results(), program.outputs) if o.kind == "loss")
             append.guard = append.call("finite", torch.isfinite, loss)
+        stages = {i.name: ir.pipeline_stage(n) for n, i in zip(program.placeholders(), program.inputs)}
         added: list[ir.Input] = []
         kept = []
         for node, output in zip(program.results(), program.outputs, strict=True):
@@ -47,6 +48,7 @@ class Accumulate(ir.Pass):
                 total = append.placeholder(
                     f"total_{len(added)}", ir.example(node).new_empty(ir.example(node).shape), output.spec
                 )
+                ir.set_pipeline_stage(total, stages.get(output.name))
                 added.append(ir.Input(output.name, "gradient", output.spec, layer=append.layers[output.name]))
                 append.write(total, append.call("add", torch.add, total, node))
             elif output.kind == "buffer":

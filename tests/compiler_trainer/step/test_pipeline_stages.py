@@ -113,3 +113,10 @@ def test_more_stages_than_operators_are_refused():
 def test_a_buffer_that_a_later_stage_changes_is_refused():
     outcome = judged(Case.parse("teacher rows=3 mesh.pp=4")).outcome
     assert outcome.verdict == "refused" and "which comes later" in str(outcome)
+
+
+def test_a_gradient_that_parameters_of_two_stages_share_reaches_both():
+    """Biases of a parallel residual have one gradient: attention's is of the first stage, the MLP's of the second."""
+    options = "mesh.pp=2 mesh.tp=2 optim.name=sgd passes.shard.sequence_parallel=false"
+    outcome = judged(Case.parse(f"gpt_neox seed=374 length=5 {options}")).outcome
+    assert outcome.verdict == "right", outcome
