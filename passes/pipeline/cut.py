@@ -86,8 +86,11 @@ def tasks_of(program: ir.Program, split: bool) -> dict[fx.Node, Task]:
 def stage_of(node: fx.Node, stages: Mapping[fx.Node, int]) -> int | None:
     """The stage of an operator: where what it reads is stored, though a gradient may be that of another, too.
 
-    Else its own; of what has none, such as a sum of gradients, that of what it reads.
+    Else its own; of what has none, such as a sum of gradients, that of what it reads. What reads nothing has no stage:
+    those that need the same constant each make it.
     """
+    if not node.all_input_nodes:
+        return None
     own = ir.pipeline_stage(node)
     if ir.phase(node) == "forward" and not ir.is_recomputed(node):
         return stages.get(node.args[0], own) if node.target is operator.getitem else own  # type: ignore[call-overload]
