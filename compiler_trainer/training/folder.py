@@ -78,6 +78,8 @@ def create(cfg: Config, report: dict[str, Any], table: Table | None = None) -> N
     put(folder / REPORT, json.dumps(report, indent=1) + "\n")
     if table is not None:
         put(folder / PIPELINE, as_text(table))
+    else:  # of a run that goes on without stages
+        (folder / PIPELINE).unlink(missing_ok=True)
 
 
 class Dumps:

@@ -393,10 +393,9 @@ def zbv_row(rank: int, ranks: int, microbatches: int) -> Iterator[Slot]:
         yield from run(back, "I")
     for _ in range(ranks - rank):
         yield from run(forth, "IW")
-    while numbers[Task(back, WEIGHTS)] < microbatches:
-        yield from run(back, "W")
-    while numbers[Task(forth, WEIGHTS)] < microbatches:
-        yield from run(forth, "W")
+    for stage in (back, forth):
+        while numbers[Task(stage, WEIGHTS)] < microbatches:
+            yield from run(stage, "W")
 
 
 def auto(ranks: int, microbatches: int, costs: Costs = unit) -> Table:
