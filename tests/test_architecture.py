@@ -46,6 +46,7 @@ LATE_IMPORTS = {
     "compiler_trainer/__init__.py",
     "compiler_trainer/step/compile.py",
     "compiler_trainer/step/given.py",
+    "compiler_trainer/step/job.py",
     "compiler_trainer/sweep/point.py",
     "passes/memory/budget.py",
     "passes/program/torch_private.py",

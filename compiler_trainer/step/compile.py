@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -14,13 +13,11 @@ from compiler_trainer.config.device import passes_on
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import LowerConfig, MeshConfig, OptimConfig, PassesConfig
-from compiler_trainer.config.tables import build_table
-from compiler_trainer.step.given import EVALUATE, check_recordable, mesh_of, one_microbatch
-from compiler_trainer.step.made_of import made_of, options_of
+from compiler_trainer.step.given import EVALUATE, Captured, Reporter, check_recordable, mesh_of, one_microbatch
+from compiler_trainer.step.job import Job
 from compiler_trainer.step.runtime import LockstepRanks, ProcessRanks, Runtime
-from compiler_trainer.step.shelf import Made, Shelf, stored_or_made
+from compiler_trainer.step.shelf import Shelf
 from compiler_trainer.step.step import Compiled, State, Step, state_name, stored
-from passes.lower import inductor
 from passes.lower.heap import keep_freed_memory
 from passes.pipeline.tables import Table, play
 from passes.pipeline.tasks import task_in
@@ -72,59 +69,49 @@ def compile_step(
     Raises UserError naming what is at fault.
     """
     update, options = _typed(OptimConfig, optim, "optim"), _typed(PassesConfig, passes, "passes")
-    whole_mesh, device = mesh_of(mesh), torch.device(device)
-    stages, named = whole_mesh["pp"], whole_mesh.without("pp")
+    named, device = mesh_of(mesh), torch.device(device)
     options = passes_on(options, device.type == "cuda")
     lower = _typed(LowerConfig, lower or _default_lower(ranks), "lower")
-    runtime = _runtime(ranks, whole_mesh, lower, device, tell)
-    if ranks == "processes" and device.type == "cpu":
+    runtime = _runtime(ranks, named, lower, device, tell)
+    on_cpu = ranks == "processes" and device.type == "cpu"
+    if on_cpu:
         keep_freed_memory()
-    batch = one_microbatch(example_batch, microbatches)
     values: Iterable[tuple[str, Value]] = _initial_values(model, initial)
     full = None
     if options.verify == "numeric":
         full = {name: value[()] for name, value in values}  # all at once: for small models
-        values, shelf = full.items(), None
-
-    def make() -> Made:
-        if ranks == "processes" and device.type == "cpu" and lower.backend == "inductor":
-            inductor.begin()  # beside capture and passes
-        from compiler_trainer.step.programs import compilation
-
-        given = model, loss_fn, batch, named, options, update, device
-        work = compilation(*given, microbatches, skip_nonfinite, train, full, seed, stages)
-        return replace(work, observe=observe, tell=tell, below=below or {}).programs(evaluate)
-
-    further: dict[str, Any] = {"train": train, "evaluate": evaluate}
-    further |= {"microbatches": microbatches, "skip": skip_nonfinite}
-    further["tasks"] = tasks_of(build_table(options.pipeline, stages, microbatches)) if stages > 1 else None
-    wanted = options_of(options, update, whole_mesh, device, below=dict(below or {}), **further)
-    what = partial(made_of, model, loss_fn, batch, wanted)
-    programs, report = stored_or_made(shelf, what, make, lower.check_stored)
+        values = full.items()
+    batch = one_microbatch(example_batch, microbatches)
+    how = microbatches, skip_nonfinite, train, evaluate, below or {}, full, seed
+    job = Job(model, loss_fn, batch, named, options, update, device, *how)
+    compiles = on_cpu and lower.backend == "inductor"
+    (programs, report), table = job.programs(shelf, lower.check_stored, compiles, observe, tell)
     if lower.cudagraphs:
         training = {name: program for name, program in programs.items() if not name.startswith(EVALUATE)}
         check_recordable(training, lower.backend == "inductor")
-    table = build_table(options.pipeline, stages, microbatches, report.cost) if stages > 1 else None
-    rank_of = ranks_of(programs, table)
     laid_out = next(iter(programs.values())).program.mesh  # as placement has it; evaluation comes last
+    rank_of = ranks_of(programs, table)
     placed = [(captured.program, rank_of[name]) for name, captured in programs.items()]
     state = initial_state(placed, runtime, laid_out, device, values)
-    here = {runtime.stage_of(rank) for rank in runtime.ranks}
-    compiled = {name: Compiled(c.program, partial(runtime.compile, name, *c)) for name, c in programs.items()}
-    evaluation = {name: compiled.pop(name) for name in programs if name.startswith(EVALUATE)}  # lowered when it is run
-    runtime.meet({name: each.finished for name, each in (compiled | evaluation).items()})
-    runtime.build((each.finished for each in compiled.values()), next(iter(programs.values())).ctx)
-    for name, each in compiled.items():
-        if rank_of[name] in here:
-            report.time(f"{name}.lower", partial(getattr, each, "executable"))
-    parts = (compiled, evaluation, table, state)
+    compiled, evaluation = lowered(programs, rank_of, runtime, report)
     shown = {"pipeline": drawn(options.pipeline.schedule, table)} if table else {}
+    parts = (compiled, evaluation, table, state)
     return Step(runtime, laid_out, *parts, update.lr, seed, microbatches, device, report.finish() | shown)
 
 
-def tasks_of(table: Table) -> Any:
-    """What programs are made for, whatever the order: the ranks of stages, and whether backwards are in two."""
-    return table.rank_of, table.is_split
+def lowered(
+    programs: Mapping[str, Captured], rank_of: Mapping[str, int], runtime: Runtime, report: Reporter
+) -> tuple[dict[str, Compiled], dict[str, Compiled]]:
+    """What trains, lowered where it is of a stage here, and what evaluates, lowered when it is first run."""
+    compiled = {name: Compiled(c.program, partial(runtime.compile, name, *c)) for name, c in programs.items()}
+    runtime.meet({name: each.finished for name, each in compiled.items()})
+    evaluation = {name: compiled.pop(name) for name in programs if name.startswith(EVALUATE)}
+    runtime.build((each.finished for each in compiled.values()), next(iter(programs.values())).ctx)
+    here = {runtime.stage_of(rank) for rank in runtime.ranks}
+    for name, each in compiled.items():
+        if rank_of[name] in here:
+            report.time(f"{name}.lower", partial(getattr, each, "executable"))
+    return compiled, evaluation
 
 
 def drawn(schedule: str, table: Table) -> dict[str, Any]:
