@@ -101,6 +101,9 @@ def bisect(
         options = passes_on(options, on_gpu=False)
         dtype, pipeline = DTYPES[options.cast.param_dtype], build_pipeline(options, update, masters, microbatches)
     sizes = dataclasses.asdict(mesh) if isinstance(mesh, MeshConfig) else dict(mesh or {})
+    if sizes.get("pp", 1) > 1:
+        what = f"is {sizes['pp']}, and bisect follows one program from pass to pass; set mesh.pp=1"
+        raise UserError("mesh.pp", what)
     part = {key: value[: len(value) // microbatches] for key, value in batch.items()}
     program, ctx = capture(model, loss_fn, part, torch.device("cpu"), dtype)
     try:

@@ -18,6 +18,7 @@ from tool_runs import PLAN, case, loss_fn
 from compiler_trainer.bisect.find import Finding, bisect
 from compiler_trainer.bisect.script import write
 from compiler_trainer.config.device import passes_on
+from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import OptimConfig, PassesConfig
 from compiler_trainer.pipeline import build_pipeline
@@ -203,6 +204,11 @@ def test_the_command_line_writes_a_script_and_exits_with_1(capsys, tmp_path):
     assert [stage.split(": ")[1] for stage in stages[:2]] == ["capture", "forward, cast"] and stages[-1].endswith(": forward, shard")
     count = int(stages[0].split()[2].rstrip(":"))
     assert [stage.split(":")[0] for stage in stages] == [f"{i + 1} of {count}" for i in range(len(stages))]
+
+
+def test_pipeline_stages_are_refused():
+    with pytest.raises(UserError, match="mesh.pp: is 2, and bisect follows one program"):
+        bisect(torch.nn.Linear(2, 2), lambda m, b: m(b["x"]).sum(), {"x": torch.ones(2, 2)}, mesh={"pp": 2})
 
 
 def test_the_command_line_refuses_an_option_that_does_not_exist(capsys):
