@@ -52,6 +52,7 @@ from passes.sharding.normalize import Normalize
 from passes.sharding.place import Place
 from passes.sharding.shard import Shard
 from passes.update.accumulate import Accumulate, ApplyOnly
+from passes.update.defer import Defer
 from passes.update.groups import Group
 from passes.update.means import Means
 from passes.update.muon import Muon
@@ -66,30 +67,37 @@ DTYPES: dict[str | None, Any] = {None: None, "float32": torch.float32, "bfloat16
 class Pipeline:
     """The passes of each program; `train` maps a program's name to its passes, run in order within a step.
 
-    With `rolling`, of many layers alike one stands for others until `unroll`. With `staged` the programs are tasks of
-    pipeline stages, and `train` is empty.
+    Several programs begin with what `joint` makes of the forward. With `rolling`, of many layers alike one stands for
+    others until `unroll`. With `staged` the programs are cut from one, and `train` is empty.
     """
 
     forward: Passes
     evaluate: Passes
     train: Mapping[str, Passes]
+    joint: Passes = ()
     rolling: Rolling | None = None
     unroll: Unroll = Unroll()
     staged: Staged | None = None
     trains: bool = True
 
+    def branches(self) -> dict[str, Passes]:
+        """The passes of each program of a step, from the forward on."""
+        return {name: (*self.joint, *steps) for name, steps in self.train.items()}
+
 
 @dataclass(frozen=True)
 class Staged:
-    """Passes of pipeline stages, from their joint program on: `whole` up to where it is cut into the tasks of `table`.
+    """Passes of programs that are cut from one, from their joint program on: `whole` up to the cut.
 
-    `finish` is for each task, `update(rank)` for the update of a pipeline rank.
+    They are the tasks of pipeline stages that a `table` has, and with `gathers` those of the gathers of parameters.
+    `finish` is for each, `update(rank)` for the update of a pipeline rank.
     """
 
-    table: Table
+    table: Table | None
     whole: Passes
     finish: Passes
     update: Callable[[int], Passes]
+    gathers: bool
 
 
 def build_pipeline(
@@ -124,27 +132,36 @@ def build_pipeline(
     optimize = Optimize(rest, optim.max_norm, reduce_dtype, 1 / microbatches, *how, groups, skip_nonfinite)
     overlap, segment = Overlap(passes.schedule.ahead), Segment(passes.segment.max_nodes)
     finish = (Schedule(passes.schedule.bucket_mib), Expand(), Communicators(), overlap)
-    joint = (Joint(), Simplify(), Dedupe(), AddFirst())
-    train: dict[str, Passes]
-    if pp > 1:
-        total = Accumulate(skip_nonfinite)
+    evaluate = (Expand(), overlap, segment)
+    joint: Passes = (Joint(), Simplify(), Dedupe(), AddFirst())
+    if microbatches == pp == 1:
+        then: Passes = (optimize, *finish)
+        step = (*joint, build_remat(remat, then), *then, segment)
+        return Pipeline(forward, evaluate, {"step": step}, rolling=build_rolling(passes, optim, masters))
+    joint += (Defer(),) if once(passes.accumulate.reduce, pp) else ()
+    gathers = once(passes.accumulate.gather, pp)
+    remat = replace(remat, regather=remat.regather and not gathers)
+    total, apply = Accumulate(skip_nonfinite), ApplyOnly(wire=reduce_dtype)
+    if pp > 1 or gathers:
 
         def update(rank: int) -> Passes:
-            return ApplyOnly(rank, table.rank_of), replace(optimize, rank=rank, ranks=table.ranks)
+            own = replace(apply, rank=rank, rank_of=table.rank_of) if pp > 1 else apply
+            return own, replace(optimize, rank=rank, ranks=pp)
 
-        whole = (*joint[1:], build_remat(remat, (total,)), total)
-        staged = Staged(table, whole, (*finish, segment), update)
-        return Pipeline(forward, (Expand(), overlap, segment), {}, None, staged=staged)
-    if microbatches == 1:
-        then: Passes = (optimize, *finish)
-        train = {"step": (*joint, build_remat(remat, then), *then, segment)}
-    else:
-        then = (Accumulate(skip_nonfinite), *finish)
-        train = {
-            "accumulate": (*joint, build_remat(remat, then, optimize.state_bytes), *then, segment),
-            "apply": (Joint(), ApplyOnly(), optimize, *finish, segment),
-        }
-    return Pipeline(forward, (Expand(), overlap, segment), train, build_rolling(passes, optim, masters))
+        whole = (build_remat(remat, (total,)), total)
+        staged = Staged(table if pp > 1 else None, whole, (*finish, segment), update, gathers)
+        return Pipeline(forward, evaluate, {}, joint, staged=staged)
+    then = (total, *finish)
+    train = {
+        "accumulate": (build_remat(remat, then, optimize.state_bytes), *then, segment),
+        "apply": (apply, optimize, *finish, segment),
+    }
+    return Pipeline(forward, evaluate, train, joint, build_rolling(passes, optim, masters))
+
+
+def once(when: str, pp: int) -> bool:
+    """Whether something is done once a step, not for each microbatch."""
+    return when == "step" or when == "auto" and pp > 1
 
 
 def build_rolling(passes: PassesConfig, optim: OptimConfig, masters: Mapping[str, torch.dtype]) -> Rolling | None:

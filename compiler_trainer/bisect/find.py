@@ -104,6 +104,9 @@ def bisect(
     if sizes.get("pp", 1) > 1:
         what = f"is {sizes['pp']}, and bisect follows one program from pass to pass; set mesh.pp=1"
         raise UserError("mesh.pp", what)
+    if pipeline.staged is not None:
+        what = "bisect follows one program from pass to pass; set it to microbatch"
+        raise UserError("passes.accumulate.gather", what)
     part = {key: value[: len(value) // microbatches] for key, value in batch.items()}
     program, ctx = capture(model, loss_fn, part, torch.device("cpu"), dtype)
     try:
@@ -132,7 +135,7 @@ class Search:
 
     def through(self, program: ir.Program, pipeline: Pipeline) -> Finding | None:
         """The first fault of the forward passes and of those of each training program."""
-        branches = {"forward": pipeline.forward} | dict(pipeline.train)
+        branches = {"forward": pipeline.forward} | pipeline.branches()
         number, last = itertools.count(1), 1 + sum(map(len, branches.values()))
         self.tell(f"{next(number)} of {last}: capture")
         captured = self.start(program)

@@ -452,6 +452,18 @@ class SegmentConfig:
 
 
 @dataclass(frozen=True)
+class AccumulateConfig:
+    """What a step in microbatches does once, or for each: gather sharded parameters, reduce gradients.
+
+    Once costs less communication and keeps weights, or gradients, whole in memory as long as a step; auto: once where
+    `mesh.pp` is more than 1.
+    """
+
+    gather: Literal["auto", "step", "microbatch"] = "auto"
+    reduce: Literal["auto", "step", "microbatch"] = "auto"
+
+
+@dataclass(frozen=True)
 class PipelineConfig:
     """How pipeline stages are cut and scheduled, where `mesh.pp` is more than 1.
 
@@ -477,6 +489,7 @@ class PassesConfig:
     chunk_loss: ChunkLossConfig = field(default_factory=ChunkLossConfig)
     remat: RematConfig = field(default_factory=RematConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    accumulate: AccumulateConfig = field(default_factory=AccumulateConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     segment: SegmentConfig = field(default_factory=SegmentConfig)
     roll: bool = True

@@ -123,6 +123,8 @@ def programs_of(cfg: Config) -> dict[str, Captured]:
     The model is captured once for settings that share the shapes of a microbatch. Nothing is verified: the run does so.
     """
     work = compilation(cfg, subject(cfg))
+    if work.pipeline.staged is not None:
+        raise UserError("passes.accumulate.gather", "plans know gathers of each microbatch alone; set it to microbatch")
     rows = cfg.train.global_batch_size // cfg.train.microbatches
     key = repr((cfg.model, cfg.loss, rows, cfg.train.seq_len, cfg.train.dtype, cfg.passes.cast.param_dtype))
     if key not in captures:
@@ -132,7 +134,7 @@ def programs_of(cfg: Config) -> dict[str, Captured]:
         del captures[next(iter(captures))]
     try:
         forward = through(work.pipeline.forward, on_mesh(captured, work.mesh))
-        return {name: through(passes, forward) for name, passes in work.pipeline.train.items()}
+        return {name: through(passes, forward) for name, passes in work.pipeline.branches().items()}
     except ir.Refused as error:
         raise UserError(*str(error).split(": ", 1)) from error
 

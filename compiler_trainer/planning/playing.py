@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from compiler_trainer.step.turns import Key, Message, Turn, carried, messages
+from compiler_trainer.step.turns import Key, Message, Turn, keys_of, messages
 from passes.program import ir
 
 
@@ -44,14 +44,15 @@ def play(
 ) -> Played:
     """Let each turn begin when its rank is free and what it reads is there; messages of a pair follow each other."""
     free, sending, there = Counter[int](), Counter[tuple[int, int]](), dict[tuple[Key, int], float]()
+    reads, makes = keys_of(turns, programs)
     sent, spans = defaultdict[Key, list[Message]](list), dict[Turn, tuple[float, float]]()
     for message in messages(turns, programs):
         sent[message.key].append(message)
     for turn in turns:
-        start = max([free[turn.rank], *(there[key, turn.rank] for key in read(turn, programs))])
+        start = max([free[turn.rank], *(there[key, turn.rank] for key in reads[turn].values())])
         end = start + seconds[turn.program]
         spans[turn], free[turn.rank] = (start, end), end  # type: ignore[assignment]
-        for key in made(turn, programs):
+        for key in makes[turn].values():
             there[key, turn.rank] = end
             for message in sent[key]:
                 pair = message.source, message.to
@@ -64,24 +65,15 @@ def kept_beside(
     turns: Sequence[Turn], programs: Mapping[str, ir.Program], rank: int, size: Mapping[str, int]
 ) -> Iterator[tuple[Turn, int]]:
     """Each turn of a rank with the bytes that are kept for later ones while it runs; `size` is that of a value."""
+    reads, makes = keys_of(turns, programs)
     turns = [turn for turn in turns if turn.rank == rank]
-    left = Counter(key for turn in turns for key in read(turn, programs))
+    left = Counter(key for turn in turns for key in reads[turn].values())
     kept = dict[Key, int]()
     for turn in turns:
-        own = read(turn, programs)
+        own = list(reads[turn].values())
         yield turn, sum(kept.values()) - sum(kept.get(key, 0) for key in own)
         left.subtract(own)
-        kept |= {key: size[key[0]] for key in (*own, *made(turn, programs)) if left[key]}
+        kept |= {key: size[key[0]] for key in (*own, *makes[turn].values()) if left[key]}
         for key in own:
             if not left[key]:
                 kept.pop(key, None)
-
-
-def read(turn: Turn, programs: Mapping[str, ir.Program]) -> list[Key]:
-    """What a turn reads that others have made."""
-    return [(given.name, turn.microbatch) for given in carried(programs[turn.program])]
-
-
-def made(turn: Turn, programs: Mapping[str, ir.Program]) -> list[Key]:
-    """What a turn makes for others."""
-    return [(o.name, turn.microbatch) for o in programs[turn.program].outputs if o.kind == "carried"]

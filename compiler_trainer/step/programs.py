@@ -15,10 +15,9 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import OptimConfig, PassesConfig
 from compiler_trainer.pipeline import DTYPES, Passes, Pipeline, Staged, build_pipeline
 from compiler_trainer.step.given import EVALUATE, Captured, Reporter
-from passes.autograd.joint import Joint
 from passes.check.numeric import Results, telling
 from passes.check.runner import Observer, PassRecord, run_passes
-from passes.pipeline.cut import cut, cut_update
+from passes.pipeline.cut import cut, cut_gathers, cut_update
 from passes.program import ir
 from passes.program.alone import alone, cone_of
 from passes.program.mesh import Mesh
@@ -113,20 +112,28 @@ class Compilation:
     def train(self, forward: Captured) -> dict[str, Captured]:
         """The programs of a training step, by name, from the forward that every rank runs."""
         known = self.results["forward"]  # gradients, too, that the forward of a custom function does not tell
-        if self.pipeline.staged is not None and self.pipeline.trains:
+        if not self.pipeline.trains:
+            return {}
+        if self.pipeline.joint:
+            forward = self.run("joint", self.pipeline.joint, forward, known)
+            known = self.results["joint"]
+        if self.pipeline.staged is not None:
             return self.tasks(self.pipeline.staged, forward)
         return {name: self.run(name, steps, forward, known) for name, steps in self.pipeline.train.items()}
 
-    def tasks(self, staged: Staged, forward: Captured) -> dict[str, Captured]:
-        """The programs of all tasks of all pipeline stages."""
-        ctx = forward.ctx
-        joint = self.run("joint", (Joint(),), forward)
-        whole = self.run("microbatch", staged.whole, joint)
-        found = cut(whole.program, staged.table.is_split)
-        for rank in range(staged.table.ranks):
-            update = self.run(f"update{rank}", staged.update(rank), joint)
-            found |= cut_update(update.program, rank)
-        return {str(task): self.run(str(task), staged.finish, Captured(each, ctx)) for task, each in found.items()}
+    def tasks(self, staged: Staged, joint: Captured) -> dict[str, Captured]:
+        """The programs that are cut from one: all tasks of all pipeline stages, or gathers of parameters apart."""
+        whole = self.run("microbatch", staged.whole, joint).program
+        if staged.table is None:
+            gathers, rest = cut_gathers(whole)
+            update = self.run("update", staged.update(0), joint).program
+            found = {"gather": gathers, "accumulate": rest, "apply": update}
+        else:
+            tasks = cut(whole, staged.table.is_split, staged.gathers)
+            for rank in range(staged.table.ranks):
+                tasks |= cut_update(self.run(f"update{rank}", staged.update(rank), joint).program, rank)
+            found = {str(task): program for task, program in tasks.items()}
+        return {name: self.run(name, staged.finish, Captured(each, joint.ctx)) for name, each in found.items()}
 
     def evaluate(self, single: Captured, forward: Captured) -> dict[str, Captured]:
         """The program of evaluation, or those of its stages: the forward, captured anew where eval mode has another.

@@ -184,7 +184,7 @@ class Step:
 
         def value(given: ir.Input, rank: int) -> Tensor:
             if given.kind == "carried":
-                return carried.get((given.name, turn.microbatch), rank, self.runtime.apart)
+                return carried.get(turn, given.name, rank, self.runtime.apart)
             return self.value(given, rank, dealt, scalars)
 
         inputs = {rank: [value(i, rank) for i in program.inputs] for rank in ranks}
@@ -192,7 +192,7 @@ class Step:
         found = {}
         for k, output in enumerate(program.outputs):
             if output.kind == "carried":
-                carried.put((output.name, turn.microbatch), {rank: results[rank][k] for rank in ranks})
+                carried.put(turn, output.name, {rank: results[rank][k] for rank in ranks})
             elif output.kind != "buffer":
                 found[output.name] = results[ranks[0]][k]
         carried.done(turn)

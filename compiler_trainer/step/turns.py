@@ -1,7 +1,7 @@
 """The order in which the programs of a step run, and the values that they carry to each other.
 
     one rank of the pipeline, 2 microbatches       accumulate 0, accumulate 1, apply
-    two, 1f1b                                      F0 0, F1 0, F0 1, B1 0, F1 1, B0 0, ... R0, R1, U0, U1
+    two, 1f1b                                      A0, A1, F0 0, F1 0, F0 1, B1 0, F1 1, B0 0, ... R0, R1, U0, U1
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from passes.pipeline.tables import Table, in_order
-from passes.pipeline.tasks import FORWARD, OF_RANKS, Task
+from passes.pipeline.tasks import FORWARD, GATHER, OF_RANKS, Task
 from passes.program import ir
 
 AHEAD = 4  # messages of a sender for which room is made before they are asked for
 
-Key = tuple[str, int | None]  # a carried value, and its microbatch
+Key = tuple[str, int | None]  # a carried value, and its microbatch; None: it is the same for all
 
 
 class Turn(NamedTuple):
@@ -34,12 +34,16 @@ class Turn(NamedTuple):
 def turns_of_step(programs: Mapping[str, ir.Program], table: Table | None, microbatches: int) -> tuple[Turn, ...]:
     """A training step."""
     if table is None:
-        last = [Turn("apply", None)] if microbatches > 1 else []
-        return (*(Turn("accumulate" if last else "step", m) for m in range(microbatches)), *last)
-    turns = [Turn(str(slot.task), slot.microbatch, table.rank_of[slot.task.stage]) for slot in in_order(table)]
+        if microbatches == 1:
+            return (Turn("step", 0),)
+        gather = [Turn("gather", None)] if "gather" in programs else []
+        return (*gather, *(Turn("accumulate", m) for m in range(microbatches)), Turn("apply", None))
+    first = (Turn(str(Task(stage, GATHER)), None, rank) for stage, rank in enumerate(table.rank_of))
+    turns = [turn for turn in first if turn.program in programs]
+    turns += [Turn(str(slot.task), slot.microbatch, table.rank_of[slot.task.stage]) for slot in in_order(table)]
     for kind in OF_RANKS:
-        updates = (Turn(str(Task(rank, kind)), None, rank) for rank in range(table.ranks))
-        turns += [turn for turn in updates if turn.program in programs]
+        last = (Turn(str(Task(rank, kind)), None, rank) for rank in range(table.ranks))
+        turns += [turn for turn in last if turn.program in programs]
     return tuple(turns)
 
 
@@ -49,6 +53,24 @@ def turns_of_evaluation(name: str, table: Table | None, microbatches: int) -> tu
         return tuple(Turn(name, m) for m in range(microbatches))
     stages = list(enumerate(table.rank_of))
     return tuple(Turn(f"{name}.{Task(s, FORWARD)}", m, rank) for m in range(microbatches) for s, rank in stages)
+
+
+Keys = dict[Turn, dict[str, Key]]
+
+
+def keys_of(turns: Sequence[Turn], programs: Mapping[str, ir.Program]) -> tuple[Keys, Keys]:
+    """The values that each turn reads of others, and those that it makes for them, by name."""
+    makes = {
+        turn: {o.name: (o.name, turn.microbatch) for o in programs[turn.program].outputs if o.kind == "carried"}
+        for turn in turns
+    }
+    made = {key for found in makes.values() for key in found.values()}
+
+    def read(name: str, microbatch: int | None) -> Key:
+        return (name, microbatch) if (name, microbatch) in made else (name, None)
+
+    reads = {turn: {i.name: read(i.name, turn.microbatch) for i in carried(programs[turn.program])} for turn in turns}
+    return reads, makes
 
 
 class Carried:
@@ -65,8 +87,8 @@ class Carried:
         post: Post | None = None,
     ):
         self.post = post
-        self.read_by = {turn: [(i.name, turn.microbatch) for i in carried(programs[turn.program])] for turn in turns}
-        self.reads = Counter(key for turn, keys in self.read_by.items() if turn.rank in here for key in keys)
+        self.read_by, self.made_by = keys_of(turns, programs)
+        self.reads = Counter(key for turn, keys in self.read_by.items() if turn.rank in here for key in keys.values())
         self.values: dict[Key, dict[int, Tensor]] = {}
         self.left = Counter[Key]()
 
@@ -77,22 +99,24 @@ class Carried:
         if self.post is not None:
             self.post.begin()
 
-    def put(self, key: Key, made: Mapping[int, Tensor]) -> None:
+    def put(self, turn: Turn, name: str, made: Mapping[int, Tensor]) -> None:
         """Keep what ranks have made if a turn here reads it, and send it to those elsewhere that do."""
+        key = self.made_by[turn][name]
         if self.reads[key]:
             self.values[key] = dict(made)
         if self.post is not None:
             self.post.send(key, made)
 
-    def get(self, key: Key, rank: int, apart: int) -> Tensor:
+    def get(self, turn: Turn, name: str, rank: int, apart: int) -> Tensor:
         """What a rank reads; ranks of different stages that stand alike are multiples of `apart` from each other."""
+        key = self.read_by[turn][name]
         if key not in self.values and self.post is not None:
             self.values[key] = {rank: self.post.receive(key)}
         return next(value for made_by, value in self.values[key].items() if (made_by - rank) % apart == 0)
 
     def done(self, turn: Turn) -> None:
         """Forget what this turn was the last to read."""
-        for key in self.read_by[turn]:
+        for key in self.read_by[turn].values():
             self.left[key] -= 1
             if not self.left[key]:
                 del self.values[key]
@@ -122,16 +146,15 @@ class Message(NamedTuple):
 
 def messages(turns: Sequence[Turn], programs: Mapping[str, ir.Program]) -> Iterator[Message]:
     """All that is sent in a step, in the order in which it is made: each value once to each rank that reads it."""
+    reads, makes = keys_of(turns, programs)
     readers: dict[Key, dict[int, None]] = {}
     for turn in turns:
-        for given in programs[turn.program].inputs:
-            if given.kind == "carried":
-                readers.setdefault((given.name, turn.microbatch), {})[turn.rank] = None
+        for key in reads[turn].values():
+            readers.setdefault(key, {})[turn.rank] = None
     numbers = Counter[tuple[int, int]]()
     for turn in turns:
-        for output in programs[turn.program].outputs:
-            key = output.name, turn.microbatch
-            for to in readers.get(key, ()) if output.kind == "carried" else ():
+        for key in makes[turn].values():
+            for to in readers.get(key, ()):
                 if to != turn.rank:
                     yield Message(key, turn.rank, to, numbers[turn.rank, to])
                     numbers[turn.rank, to] += 1

@@ -411,7 +411,7 @@ PLAINLY_NOT: dict[str, Callable[[fx.Node, Container[fx.Node]], str]] = {
 
 
 def check_gradients(program: ir.Program) -> Iterator[Finding]:
-    """Each parameter has one gradient, of its own layout, none once a pass has consumed them."""
+    """Each parameter has one gradient, of its own layout or its terms, none once a pass has consumed them."""
     found = Counter(o.name for o in program.outputs if o.kind == "gradient")
     wanted = {Stage.JOINT: 1, Stage.STEP: 0}.get(program.stage)
     for node, given in zip(program.placeholders(), program.inputs, strict=True):
@@ -419,8 +419,16 @@ def check_gradients(program: ir.Program) -> Iterator[Finding]:
             yield node, f"parameter {given.name!r} has {found[given.name]} gradients among the outputs"
     specs = {i.name: i.spec for i in program.inputs if i.kind == "parameter"}
     for node, output in zip(program.results(), program.outputs, strict=True):
-        if output.kind == "gradient" and output.spec.dims != specs[output.name].dims:
+        if output.kind == "gradient" and not is_gradient(output.spec, specs[output.name], program.mesh):
             yield node, f"gradient of {output.name!r} is placed {output.spec}, the parameter {specs[output.name]}"
+
+
+def is_gradient(spec: Spec, parameter: Spec, mesh: Mesh) -> bool:
+    """Whether it lies as the parameter, or is whole, a sum, on inner axes that shard that."""
+    pairs = [(f.axes, g.axes) for dim, wanted in zip(spec.dims, parameter.dims) for f, g in zip(dim, wanted)]
+    sizes = [[f.size for f in dim] for dim in spec.dims] == [[f.size for f in dim] for dim in parameter.dims]
+    whole = {axis for mine, wanted in pairs for name in wanted[len(mine) :] for axis in mesh.over(name)}
+    return sizes and whole <= set(spec.partial_axes) and all(wanted[: len(mine)] == mine for mine, wanted in pairs)
 
 
 def check_transitions(program: ir.Program) -> Iterator[Finding]:

@@ -24,6 +24,7 @@ from torch import fx
 from passes.pipeline.tasks import (
     BACKWARD,
     FORWARD,
+    GATHER,
     INPUTS,
     OF_RANKS,
     SQUARE,
@@ -32,21 +33,33 @@ from passes.pipeline.tasks import (
     own_name,
 )
 from passes.program import boundary, ir
-from passes.program.operators import is_view
+from passes.program.operators import is_view, kind_of
 from passes.program.spec import Spec
+from passes.program.weights import weight_nodes
 
 
-def cut(program: ir.Program, split: bool = False) -> dict[Task, ir.Program]:
+def cut(program: ir.Program, split: bool = False, gathers: bool = False) -> dict[Task, ir.Program]:
     """The tasks of a microbatch, from a program whose operators have stages, in an order in which they can run.
 
-    With `split`, a backward is two tasks.
+    With `split`, a backward is two tasks; with `gathers`, those of parameters are a task of the step.
     """
-    return apart(program, tasks_of(program, split))
+    task = tasks_of(program, split)
+    if gathers:
+        task |= {node: Task(task[node].stage, GATHER) for node in gathered(program) if node in task}
+    return apart(program, task)
 
 
 def cut_update(program: ir.Program, rank: int) -> dict[Task, ir.Program]:
     """The tasks of a pipeline rank's update, in order."""
     return apart(program, tasks_of_update(program, rank), f"{rank}.")
+
+
+def cut_gathers(program: ir.Program) -> tuple[ir.Program, ir.Program]:
+    """Of a microbatch that no stages share: the gathers of parameters, and the rest."""
+    once = gathered(program)
+    task = {node: Task(0, GATHER if node in once else FORWARD) for node in program.calls()}
+    found = apart(program, task)
+    return found[Task(0, GATHER)], found[Task(0, FORWARD)]
 
 
 def apart(program: ir.Program, task: Mapping[fx.Node, Task], prefix: str = "") -> dict[Task, ir.Program]:
@@ -57,9 +70,9 @@ def apart(program: ir.Program, task: Mapping[fx.Node, Task], prefix: str = "") -
 
 
 def order_of(task: Task) -> tuple[int, int, int]:
-    """Forwards from the first stage to the last, backwards from the last to the first, updates."""
-    kind = "FBIWGRU".index(task.kind)
-    return (0 if kind == 0 else 1 if kind < 4 else 2, -task.stage if 0 < kind < 4 else task.stage, kind)
+    """Gathers and forwards from the first stage to the last, backwards from the last to the first, updates."""
+    kind = "AFBIWGRU".index(task.kind)
+    return (0 if kind < 2 else 1 if kind < 5 else 2, -task.stage if 1 < kind < 5 else task.stage, kind)
 
 
 # ---- which task -----------------------------------------------------------------------------------------
@@ -101,6 +114,15 @@ def stage_of(node: fx.Node, stages: Mapping[fx.Node, int]) -> int | None:
     if ir.phase(node) == "optimizer":
         return max(read, default=None)
     return own if own is not None and read else min(read, default=None)
+
+
+def gathered(program: ir.Program) -> set[fx.Node]:
+    """Gathers of parameters, and what is computed from parameters for them: the same for every microbatch."""
+    weights, found = weight_nodes(program), set[fx.Node]()
+    for node in reversed(weights):
+        if kind_of(node) == "all_gather" or any(user in found for user in node.users):
+            found.add(node)
+    return found
 
 
 def late_nodes(program: ir.Program) -> set[fx.Node]:
@@ -164,7 +186,8 @@ class Cut:
         need = self.needed(own)
         if self.task == Task(0, FORWARD):  # it takes what nobody reads
             need |= {n for n, i in self.given.items() if i.kind in ("batch", "buffer") and not n.users}
-        if self.task == Task(0, FORWARD) or not self.whole.order.is_plain:  # which the batch alone tells
+        is_dealt = not self.whole.order.is_plain and self.task.kind != GATHER
+        if self.task == Task(0, FORWARD) or is_dealt:  # as the batch alone tells
             need |= {n for n, i in self.given.items() if i.kind == "batch"}
         for node in self.whole.graph.nodes:  # inputs first: placeholders lead a graph
             if node in need and (node in self.given or self.is_carried(node)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 FORWARD, BACKWARD, INPUTS, WEIGHTS = "F", "B", "I", "W"  # of a backward in two: of inputs, then of weights
+GATHER = "A"  # of a step: parameters gathered once
 SHARE, REDUCE, UPDATE = "G", "R", "U"  # of an update
 OF_RANKS = (SHARE, REDUCE, UPDATE)
 AT = "@"  # between a name and the number of a stage or rank
@@ -12,7 +13,10 @@ SQUARE = "square"  # of gradients: what their norm is made of
 
 
 class Task(NamedTuple):
-    """What is done: forward `F` and backward `B` of a stage, or that in two, `I` and `W`; the update of a rank."""
+    """What is done: forward `F` and backward `B` of a stage, or that in two, `I` and `W`; what comes before and after.
+
+    `A` gathers the parameters of a stage, `G`, `R` and `U` are the update of a rank.
+    """
 
     stage: int
     kind: str

@@ -300,3 +300,5 @@ pmax: Any = _define(
     kind="all_reduce", reduces="max", sends=lambda x, a: _bytes(x),
 )
 # fmt: on
+
+SUMS = frozenset(op for op, record in BOUNDARY_OPS.items() if record.reduces == "sum")

@@ -17,6 +17,7 @@ from passes.program import ir
 from passes.program.spec import Spec
 from passes.program.stages import Stage
 from passes.update.appender import Appender
+from passes.update.defer import complete
 from passes.update.optimizers import arithmetic
 
 
@@ -66,12 +67,14 @@ class Accumulate(ir.Pass):
 class ApplyOnly(ir.Pass):
     """From a joint program, the one whose gradients are inputs: accumulated elsewhere, cleared once read.
 
+    Sums over ranks that the joint program left to the update are completed, terms sent as `wire` (None: as they are).
     With `rank_of` (each pipeline stage's rank) it is that of the parameters that the stages of a `rank` use; of those
     that other ranks use as well it shares its term of the gradient, and adds theirs.
     """
 
     rank: int = 0
     rank_of: tuple[int, ...] = ()
+    wire: torch.dtype | None = None
     name = "apply"
     takes = (Stage.JOINT,)
 
@@ -89,7 +92,7 @@ class ApplyOnly(ir.Pass):
             val, output = specs[i.name]
             inputs.append(ir.Input(name, "gradient", output.spec, layer=i.layer))
             results.append(_input(graph, f"total_{len(results)}", val.new_empty(val.shape), inputs[-1]))
-            outputs.append(replace(output, name=name))
+            outputs.append(replace(output, name=name, spec=i.spec.gradient()))
         if self.rank_of:
             wide = max((arithmetic(val.dtype) for val, _ in specs.values()), key=lambda dtype: dtype.itemsize)
             device = next(iter(specs.values()))[0].device
@@ -100,10 +103,22 @@ class ApplyOnly(ir.Pass):
                 _input(graph, name.replace("@", "_"), val, inputs[-1])
         graph.output(tuple(results))
         program = program.with_graph(graph, inputs=tuple(inputs), outputs=tuple(outputs))
+        self.complete(program, ctx)
         shared = [i for i in inputs if i.kind == "parameter" and len(i.stages) > 1]
         if shared:
             program = self.shared(program, ctx, shared)
         return program, ir.Report({"gradients": len(results)} | ({"shared": len(shared)} if shared else {}))
+
+    def complete(self, program: ir.Program, ctx: ir.Context) -> None:
+        """Return gradients whose sums over ranks are as the parameters' placements say."""
+        append = Appender(program, ctx, "optimizer")
+        totals = [i for i in program.inputs if i.kind == "gradient"]
+        results = []
+        for total, given, output in zip(program.results(), totals, program.outputs, strict=True):
+            append.parameter = output.name
+            results.append(complete(append, total, given.spec, output.spec, program.mesh, self.wire))
+        program.graph.output_node().args = (tuple(results),)
+        program.module.recompile()
 
     def uses(self, parameter: fx.Node) -> bool:
         """Whether a parameter is one of the rank's."""

@@ -1,0 +1,117 @@
+"""Reduce gradients once a step, not once a microbatch: what is added up are the terms that ranks have of them.
+
+    g = reduce_scatter(mm(...), "dp_shard")       g   w's placement
+becomes
+    g = mm(...)                                   g   whole, partial over dp_shard
+
+A sum of microbatches and a sum over ranks may change places: the accumulator holds a rank's own terms, in the dtype of
+the gradient, and the update completes it (`ApplyOnly`). It is as large as the gathered parameter; each gradient is sent
+once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.program import boundary, ir
+from passes.program.mesh import Mesh
+from passes.program.rewrite import Editor
+from passes.program.spec import Spec
+from passes.program.stages import Stage
+from passes.update.appender import Appender
+
+aten = torch.ops.aten
+CASTS = (aten._to_copy.default, aten.to.dtype)
+
+
+@dataclass(frozen=True)
+class Defer(ir.Pass):
+    """Give each gradient as it is before the last sums over ranks."""
+
+    name = "defer"
+    takes = (Stage.JOINT,)
+    after = ("simplify", "dedupe", "add_first")  # which leave one reduction of a gradient
+
+    def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+        program = program.copy()
+        editor, results, outputs, deferred = Editor(ctx), list[fx.Node](), list[ir.Output](), 0
+        for node, output in zip(program.results(), program.outputs, strict=True):
+            steps = list(reductions(node)) if output.kind == "gradient" else []
+            term, spec = terms(node, output.spec, steps, program.mesh)
+            if term is not node:
+                term, deferred = in_dtype(editor, term, node), deferred + 1
+                ir.set_spec(term, spec)
+            results.append(term)
+            outputs.append(replace(output, spec=spec))
+        program.graph.output_node().args = (tuple(results),)
+        program.graph.eliminate_dead_code()
+        program.module.recompile()
+        return replace(program, outputs=tuple(outputs)), ir.Report({"deferred": deferred})
+
+
+def reductions(gradient: fx.Node) -> Iterator[fx.Node]:
+    """The casts and sums over ranks that end in a gradient, the last first."""
+    node = gradient
+    while len(node.users) == 1 and (node.target in CASTS or node.target in boundary.SUMS):
+        yield node
+        node = node.args[0]  # type: ignore[assignment]
+
+
+def terms(gradient: fx.Node, spec: Spec, steps: Sequence[fx.Node], mesh: Mesh) -> tuple[fx.Node, Spec]:
+    """What is summed in these steps, and its placement."""
+    node = gradient
+    for step in steps:
+        if step.target in boundary.SUMS:
+            before = summed(step, spec, mesh)
+            if before is None:
+                break
+            node, spec = step.args[0], before  # type: ignore[assignment]
+    return node, spec
+
+
+def summed(node: fx.Node, after: Spec, mesh: Mesh) -> Spec | None:
+    """The placement of what is summed to a value placed as `after`; None where it is not known."""
+    a = boundary.BOUNDARY_OPS[node.target].named(node.args[1:])
+    if a.axis not in mesh.names:
+        return None
+    partial = (*((axis, "sum") for axis in mesh.over(a.axis)), *after.partial)
+    if node.target is boundary.psum:
+        return replace(after, partial=partial)
+    factors = after.dims[a.dim]
+    found = [f for f in factors if f.axes[-1:] == (a.axis,)]
+    if len(factors) != 1 or not found:
+        return None
+    whole = (replace(found[0], axes=found[0].axes[:-1]),)
+    return replace(after, dims=(*after.dims[: a.dim], whole, *after.dims[a.dim + 1 :]), partial=partial)
+
+
+def in_dtype(editor: Editor, term: fx.Node, gradient: fx.Node) -> fx.Node:
+    """The term in the dtype of its gradient."""
+    dtype = ir.example(gradient).dtype
+    if ir.example(term).dtype == dtype:
+        return term
+    output = gradient.graph.output_node()
+    return editor.put(output, ("to", dtype), lambda x: x.to(dtype), (term,), lambda n: ir.copy_origin(n, gradient))
+
+
+def complete(
+    append: Appender, total: fx.Node, before: Spec, after: Spec, mesh: Mesh, wire: torch.dtype | None
+) -> fx.Node:
+    """The sum over ranks that was deferred, placed as `after`; terms are sent as `wire` (None: as they are)."""
+    dtype, left = ir.example(total).dtype, [axis for axis in before.partial_axes if axis not in after.partial_axes]
+
+    def put(op: Any, *args: Any) -> fx.Node:
+        return append.call((op, *args), lambda x: op(x, *args, dtype, wire), total)
+
+    for dim, (old, new) in enumerate(zip(before.dims, after.dims, strict=True)):
+        for axis in (axis for factor in new for axis in factor.axes if not any(axis in f.axes for f in old)):
+            total = put(boundary.reduce_scatter, dim, axis, mesh[axis])
+            left = [other for other in left if other not in mesh.over(axis)]
+    for axis in mesh.flatten(left):
+        total = put(boundary.psum, axis)
+    return total
