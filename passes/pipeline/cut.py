@@ -8,7 +8,7 @@ that another task reads is carried: an output of the task that makes it, an inpu
 it. Between tasks of one stage it stays where it is; to other stages it is sent, once. What belongs to no stage is made
 anew in each task that reads it, and so are views.
 
-    rank 0    G: accumulators of a parameter that others use   R: reduced gradients, their square   U: what changes
+    rank 0    G: reduced gradients, terms that others need   R: the norm's square so far   U: what changes
 
 The update of all stages of a rank is up to three tasks: others wait for terms of gradients, and for the norm's square.
 """
@@ -146,17 +146,20 @@ def waited_for(program: ir.Program, stages: Mapping[fx.Node, int], late: set[fx.
 
 
 def tasks_of_update(program: ir.Program, rank: int) -> dict[fx.Node, Task]:
-    """The task of each operator of a rank's update: as late as may be, before what is sent to other ranks."""
+    """The task of each operator of a rank's update: as early as may be what is sent to other ranks, all else late."""
     kinds = {n: 1 + (i.name == SQUARE) for n, i in ends_of(program) if i.kind == "carried"}
     earliest = dict[fx.Node, int]()
     for node in program.calls():
         earliest[node] = max([0, *(earliest.get(n, kinds.get(n, 0)) for n in node.all_input_nodes)])
-    sent = {n for n, o in zip(program.results(), program.outputs, strict=True) if o.kind == "carried"}
-    latest = dict[fx.Node, int]()
+    needed = {n for n, o in zip(program.results(), program.outputs, strict=True) if o.kind == "carried"}
+    level = dict[fx.Node, int]()
     for node in reversed(list(program.calls())):
-        after = min((latest[user] for user in node.users if user in latest), default=2)
-        latest[node] = earliest[node] if node in sent else after
-    return {node: Task(rank, OF_RANKS[level]) for node, level in latest.items()}
+        if node in needed:
+            needed.update(node.all_input_nodes)
+            level[node] = earliest[node]
+        else:
+            level[node] = min((level[user] for user in node.users if user in level), default=2)
+    return {node: Task(rank, OF_RANKS[at]) for node, at in level.items()}
 
 
 def ends_of(program: ir.Program) -> Iterable[tuple[fx.Node, ir.Input]]:

@@ -14,16 +14,17 @@ from torch import fx
 
 from passes.pipeline.tasks import SQUARE, own_name, square_of, term_of
 from passes.program import ir
+from passes.program.operators import kind_of
 from passes.program.spec import Spec
 from passes.program.stages import Stage
 from passes.update.appender import Appender
-from passes.update.defer import complete
+from passes.update.defer import CASTS, complete
 from passes.update.optimizers import arithmetic
 
 
 @dataclass(frozen=True)
 class Accumulate(ir.Pass):
-    """Add each gradient to an accumulator in place; outputs keep the loss and metrics.
+    """Add each gradient to an accumulator in place, as soon as it is there; outputs keep the loss and metrics.
 
     With `skip_nonfinite` buffers stay as they were where the loss is infinite or not a number.
     """
@@ -45,12 +46,15 @@ class Accumulate(ir.Pass):
         kept = []
         for node, output in zip(program.results(), program.outputs, strict=True):
             append.parameter = output.name
+            append.before, append.phase = program.graph.output_node(), "optimizer"
             if output.kind == "gradient":
                 total = append.placeholder(
                     f"total_{len(added)}", ir.example(node).new_empty(ir.example(node).shape), output.spec
                 )
                 ir.set_pipeline_stage(total, stages.get(output.name))
                 added.append(ir.Input(output.name, "gradient", output.spec, layer=append.layers[output.name]))
+                if not is_sent(node):
+                    append.before, append.phase = node.next, "backward"
                 append.write(total, append.call("add", torch.add, total, node))
             elif output.kind == "buffer":
                 append.keep(buffers[output.name], node)
@@ -61,6 +65,13 @@ class Accumulate(ir.Pass):
         inputs = (*program.inputs, *added)
         program = replace(program, inputs=inputs, outputs=tuple(o for _, o in kept))
         return program, ir.Report({"accumulators": len(added)})
+
+
+def is_sent(gradient: fx.Node) -> bool:
+    """Whether a gradient comes from other ranks, which nothing waits for before the end."""
+    while gradient.target in CASTS:
+        gradient = gradient.args[0]  # type: ignore[assignment]
+    return kind_of(gradient) is not None
 
 
 @dataclass(frozen=True)

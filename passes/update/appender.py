@@ -17,7 +17,7 @@ EIGHT_BIT_FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class Appender:
-    """Appends traced functions to a graph, before its output; a function is traced once a signature."""
+    """Appends traced functions to a graph, by default before its output; a function is traced once a signature."""
 
     def __init__(self, program: ir.Program, ctx: ir.Context, phase: str):
         self.graph, self.ctx, self.phase = program.graph, ctx, phase
@@ -25,11 +25,12 @@ class Appender:
         self.editor = Editor(ctx)
         self.layers = {given.name: given.layer for given in program.inputs}
         self.parameter = ""  # whose update is being appended
+        self.before = program.graph.output_node()  # what is appended comes before it
         self.guard: fx.Node | None = None  # bool, 0-d: where it is false, what is kept stays as it was
 
     def call(self, key: Any, fn: Callable[..., Any], *inputs: fx.Node) -> Any:
         """The result of `fn` on the nodes' values; `key` tells functions of the same input shapes apart."""
-        return self.editor.put(self.graph.output_node(), key, fn, inputs, self.mark)
+        return self.editor.put(self.before, key, fn, inputs, self.mark)
 
     def mark(self, node: fx.Node) -> None:
         """Say where a node comes from."""
@@ -45,7 +46,7 @@ class Appender:
 
     def write(self, target: fx.Node, new: fx.Node) -> None:
         """Store a value into an input, in place."""
-        with self.graph.inserting_before(self.graph.output_node()):
+        with self.graph.inserting_before(self.before):
             node = self.graph.call_function(aten.copy_.default, (target, new))
         ir.set_value(node, ir.example(target))
         self.mark(node)
