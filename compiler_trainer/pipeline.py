@@ -140,7 +140,6 @@ def build_pipeline(
         return Pipeline(forward, evaluate, {"step": step}, rolling=build_rolling(passes, optim, masters))
     joint += (Defer(),) if once(passes.accumulate.reduce, pp) else ()
     gathers = once(passes.accumulate.gather, pp)
-    remat = replace(remat, regather=remat.regather and not gathers)
     total, apply = Accumulate(skip_nonfinite), ApplyOnly(wire=reduce_dtype)
     if pp > 1 or gathers:
 
@@ -148,7 +147,7 @@ def build_pipeline(
             own = replace(apply, rank=rank, rank_of=table.rank_of) if pp > 1 else apply
             return own, replace(optimize, rank=rank, ranks=pp)
 
-        whole = (build_remat(remat, (total,)), total)
+        whole = (replace(build_remat(remat, (total,)), gathers_once=gathers), total)
         staged = Staged(table if pp > 1 else None, whole, (*finish, segment), update, gathers)
         return Pipeline(forward, evaluate, {}, joint, staged=staged)
     then = (total, *finish)

@@ -14,7 +14,8 @@ has. Whatever the policy: calls of `torch.utils.checkpoint` in the
 model are recomputed; results of communication (repeated only where `ops` asks for it) and of random operators (they
 would draw again) are kept, and so is what is near a write in place. `modules` and `ops` map patterns of module paths
 and operator names to `save`, `recompute` or `offload` and prevail over the policy, modules over operators.
-`regather` repeats the gathers of sharded parameters (ZeRO-3; without it gathered weights are kept, ZeRO-2).
+`regather` repeats the gathers of sharded parameters (ZeRO-3; without it gathered weights are kept, ZeRO-2). Those of
+a step in microbatches that gathers once are kept.
 """
 
 from __future__ import annotations
@@ -102,6 +103,7 @@ class Remat(ir.Pass):
     ops: Mapping[str, Action] = field(default_factory=dict)
     following: tuple[ir.Pass, ...] = ()
     reserved: Callable[[ir.Program], int] = lambda program: 0
+    gathers_once: bool = False
     name = "remat"
     takes = (Stage.JOINT,)
     keeps = True
@@ -111,8 +113,11 @@ class Remat(ir.Pass):
         if self.policy not in POLICIES:
             raise ir.Refused("remat", None, f"passes.remat.policy: {self.policy!r} is not one of {', '.join(POLICIES)}")
         before, notes = saved_bytes(program), []
-        gathers = weights_to_regather(program) if self.regather else set()
+        gathered = weights_to_regather(program)
+        gathers = gathered if self.regather and not self.gathers_once else set()
         reasons = self.reasons(program)
+        if self.gathers_once:
+            reasons |= {node: "gathered once a step" for node in gathered & reasons.keys() if not is_view(node)}
         chosen = {node for node, reason in reasons.items() if not reason}
         if self.policy == "budget":
             if self.budget_bytes is None:
@@ -130,7 +135,7 @@ class Remat(ir.Pass):
         if self.policy == "selective" and not any(map(ir.layer, program.calls())):
             notes.append("passes.remat.policy=selective recomputes nothing: the model has no repeated layers")
         repeated = sum(kind_of(node) == "all_gather" for node in clones)
-        if self.regather and not repeated:
+        if self.regather and not self.gathers_once and not repeated:
             notes.append("passes.remat.regather: the backward needs no gathered parameter, 0 gathers are repeated")
         counts = {
             "recomputed": len(clones),
