@@ -53,6 +53,7 @@ OF_AXIS: dict[str, dict[str, tuple[Any, ...]]] = {
         "passes.context.block": (1, 2, 3),
         "passes.context.skip_steps": (False,),
     },
+    "dp_shard": {f"passes.accumulate.{what}": ("step", "microbatch") for what in ("gather", "reduce")},
     "pp": {"passes.pipeline.schedule": ("gpipe", "interleaved", "zero_bubble", "zbv")},
     "tp": {"passes.shard.sequence_parallel": (False,)},
     "ep": {"passes.moe.dispatch": ("all_gather", "dropless", "bounded"), "passes.moe.chunks": (2, 3)},

@@ -99,6 +99,21 @@ FAULTS = (
         "pass",
         "New values of buffers are thrown away where there are microbatches.",
     ),
+    # defer.py
+    Fault(
+        "one_axis_completed",
+        "passes/update/defer.py",
+        "for axis in mesh.flatten(left):",
+        "for axis in mesh.flatten(left)[1:]:",
+        "One of the sums that were left to the update is never taken.",
+    ),
+    Fault(
+        "terms_in_their_own_dtype",
+        "passes/update/defer.py",
+        "if ir.example(term).dtype == dtype:",
+        "if True:",
+        "Terms of a gradient are added up in the dtype in which they were computed.",
+    ),
     # appender.py
     Fault(
         "guard_is_turned",

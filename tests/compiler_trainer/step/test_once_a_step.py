@@ -1,0 +1,68 @@
+"""A step in microbatches that gathers parameters or reduces gradients once trains as one that does so for each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from compiler_trainer.config.schema import ModelConfig
+from compiler_trainer.models.llama import Llama
+from compiler_trainer.models.loss import loss_fn
+from compiler_trainer.step.compile import compile_step
+from passes.program import ir
+from passes.program.operators import kind_of
+from tools.parity.case import Case
+from tools.parity.record import judged
+
+COMMON = "layers=2 rows=6 length=7 train.microbatches=3 optim.max_norm=0.3"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "decoder mesh.dp_shard=3 mesh.tp=2 tied=true passes.accumulate.gather=step passes.accumulate.reduce=step",
+        "decoder mesh.dp_replicate=2 mesh.dp_shard=2 mesh.cp=2 passes.accumulate.reduce=step",
+        "experts mesh.dp_shard=2 mesh.ep=2 balance_loss=0.1 passes.accumulate.gather=step passes.accumulate.reduce=step",
+        "decoder mesh.pp=2 mesh.dp_shard=2 mesh.tp=2 tied=true passes.accumulate.reduce=microbatch",
+        "decoder mesh.pp=2 mesh.dp_shard=2 passes.accumulate.gather=microbatch",
+    ],
+)
+def test_what_is_done_once_trains_as_one_device(case):
+    outcome = judged(Case.parse(f"{case} {COMMON}")).outcome
+    assert outcome.verdict == "right", f"{case}: {outcome}"
+
+
+def test_parameters_are_gathered_and_gradients_reduced_once():
+    often, once = programs("microbatch"), programs("step")
+    assert collectives(often["accumulate"]) == {"all_gather", "reduce_scatter"}
+    assert collectives(once["accumulate"]) == set()
+    assert collectives(once["gather"]) == {"all_gather"}
+    assert "reduce_scatter" in collectives(once["apply"])
+
+
+def test_an_accumulator_holds_the_terms_of_a_rank():
+    once = programs("step")["accumulate"]
+    specs = {i.name: i.spec for i in once.inputs if i.kind == "gradient"}
+    assert {spec.partial for spec in specs.values()} == {(("dp_shard", "sum"),)}
+    assert not any(spec.sharded for spec in specs.values())
+
+
+def programs(when: str) -> dict[str, ir.Program]:
+    """The programs of a small decoder on two ranks, as they are scheduled."""
+    model = Llama(ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48))
+    batch = {key: torch.zeros(4, 12, dtype=torch.int64) for key in ("tokens", "labels", "positions", "documents")}
+    found = {}
+
+    def observe(program, record):
+        if record.name == "schedule":
+            found[record.program] = program
+
+    passes = {"accumulate": {"gather": when, "reduce": when}, "roll": False}
+    how = {"mesh": {"dp_shard": 2}, "microbatches": 2, "passes": passes, "evaluate": False}
+    compile_step(model, loss_fn, batch, ranks="lockstep", observe=observe, **how)
+    return found
+
+
+def collectives(program: ir.Program) -> set[str]:
+    """The kinds of communication of weights and gradients, the loss's sums aside."""
+    return {kind for node in program.calls() if (kind := kind_of(node)) and ir.example(node).dim()}
