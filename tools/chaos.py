@@ -40,6 +40,7 @@ from compiler_trainer.config.schema import (
     DataConfig,
     EvalConfig,
     LowerConfig,
+    MeshConfig,
     ModelConfig,
     OptimConfig,
     PassesConfig,
@@ -74,24 +75,26 @@ def main() -> None:
     takes = argparse.ArgumentParser("python -m tools.chaos", description=__doc__)
     takes.add_argument("--trials", type=int, default=10)
     takes.add_argument("--ranks", type=int, default=2)
+    takes.add_argument("--stages", type=int, default=1, help="of a pipeline, among which the ranks are divided")
     takes.add_argument("--seed", type=int, default=0, help="of the moments")
     given = takes.parse_args()
     draw, tally = random.Random(given.seed), Tally()
     with tempfile.TemporaryDirectory() as scratch:
         whole = Path(scratch, "whole")
-        processes = start(job(whole), given.ranks, whole)
+        processes = start(job(whole, given.stages), given.ranks, whole)
         wait_for_steps(whole, processes)
         began = time.monotonic()
         finish(processes, whole)
         took = time.monotonic() - began
         print(f"undisturbed: {STEPS} steps on {given.ranks} ranks in {took:.1f} s", flush=True)
         for number in range(given.trials):
-            seen = trial(Path(scratch, str(number)), given.ranks, took, draw, tally)
-            wrong = [*filter(None, seen.values()), *differences(whole, Path(scratch, str(number)))]
+            folder = Path(scratch, str(number))
+            seen = trial(job(folder, given.stages), folder, given.ranks, took, draw, tally)
+            wrong = [*filter(None, seen.values()), *differences(whole, folder)]
             tally.wrong += bool(wrong)
             print(f"trial {number}, {', '.join(seen)}: {'; '.join(wrong) or 'the same bits'}", flush=True)
             if wrong:
-                said = (last_words(Path(scratch, str(number)), r) for r in range(given.ranks))
+                said = (last_words(folder, r) for r in range(given.ranks))
                 print(*said, sep="\n----\n", flush=True)
     counts = ", ".join(f"{count} {what}" for what, count in tally.happened.items())
     counts = f"{counts}; {tally.in_a_save} in a save, {tally.stops} times all ranks saved and stopped"
@@ -99,12 +102,13 @@ def main() -> None:
     sys.exit(1 if tally.wrong else 0)
 
 
-def job(folder: Path) -> Config:
+def job(folder: Path, stages: int = 1) -> Config:
     """A small run with a checkpoint after each step."""
     return Config(
-        model=ModelConfig(dim=256, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=512),
+        model=ModelConfig(dim=256, n_layers=stages, n_heads=2, n_kv_heads=1, ffn_dim=512),
         data=DataConfig(name="synthetic", documents=40, cache=str(folder.parent / "tokens")),
-        train=TrainConfig(steps=STEPS, seq_len=16, global_batch_size=4),
+        mesh=MeshConfig(pp=stages),
+        train=TrainConfig(steps=STEPS, seq_len=16, global_batch_size=4, microbatches=min(2, stages)),
         optim=OptimConfig(lr=1e-2),
         lower=LowerConfig("eager"),
         passes=PassesConfig(roll=False, verify="none"),
@@ -114,11 +118,11 @@ def job(folder: Path) -> Config:
     )
 
 
-def trial(folder: Path, ranks: int, took: float, draw: random.Random, tally: Tally) -> dict[str, str]:
+def trial(cfg: Config, folder: Path, ranks: int, took: float, draw: random.Random, tally: Tally) -> dict[str, str]:
     """Start, disturb, and start again until it may end: what happened, and what was wrong at once, empty if nothing."""
     seen = {}
     for _ in range(draw.choice((1, 2))):
-        processes = start(job(folder), ranks, folder)
+        processes = start(cfg, ranks, folder)
         if draw.random() < 0.9:  # else before the first step
             wait_for_steps(folder, processes)
         time.sleep(draw.uniform(0.0, 1.0) * took)
@@ -133,7 +137,7 @@ def trial(folder: Path, ranks: int, took: float, draw: random.Random, tally: Tal
         if draw.random() < 0.3:
             seen["a byte of the token cache"] = alter(folder.parent / "tokens", draw)
     if not is_done(folder):
-        finish(start(job(folder), ranks, folder), folder)
+        finish(start(cfg, ranks, folder), folder)
     return seen
 
 
@@ -253,7 +257,7 @@ def run(cfg: Config, rank: int, ranks: int, port: int, folder: Path, patience_s:
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"}
     try:
-        train(replace(cfg, mesh=replace(cfg.mesh, dp_shard=ranks)))
+        train(replace(cfg, mesh=replace(cfg.mesh, dp_shard=ranks // cfg.mesh.pp)))
     except UserError as error:
         refuse(error)
 

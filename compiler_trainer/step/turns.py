@@ -30,6 +30,9 @@ class Turn(NamedTuple):
     microbatch: int | None
     rank: int = 0
 
+    def __str__(self) -> str:
+        return self.program if self.microbatch is None else f"{self.program} of microbatch {self.microbatch}"
+
 
 def turns_of_step(programs: Mapping[str, ir.Program], table: Table | None, microbatches: int) -> tuple[Turn, ...]:
     """A training step."""

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from compiler_trainer.step.ranks import another_store, rank
+from compiler_trainer.step.step import Step
 
 LOOKS = 10  # in the time after which a rank counts as hung
 LONGEST_S = 30.0  # between two looks
@@ -72,8 +73,10 @@ class Watch:
         while frame is not None:
             frames.append(frame)
             frame = frame.f_back
-        place = (self.step, *((id(f.f_code), f.f_lasti) for f in frames))
-        return place, doing_of(frames[0]) if frames else "nothing"
+        turn = next((f.f_locals.get("turn") for f in frames if f.f_code is Step.take.__code__), None)
+        place = (self.step, turn, *((id(f.f_code), f.f_lasti) for f in frames))
+        doing = doing_of(frames[0]) if frames else "nothing"
+        return place, f"{turn}, {doing}" if turn else doing
 
     def end(self, mine: Beat, place: Place) -> None:
         """Say on one rank who hangs, and end this one; nothing where it moves on after all."""

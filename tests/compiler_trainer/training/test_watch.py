@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -30,6 +31,24 @@ with Watch(0.5) as watch:
     for watch.step in range(15):
         time.sleep(0.1)
 print("done")
+"""
+
+
+WAITS = """
+import time
+from compiler_trainer.step.step import Step
+from compiler_trainer.step.turns import Turn
+from compiler_trainer.training.watch import Watch
+
+step = object.__new__(Step)
+step.microbatches = 4
+step.split = lambda batch: [{}] * 4
+step.counts = lambda parts: {}
+step.scalars = lambda *how: {}
+step.run = lambda *how: time.sleep(60)
+carried = type("Carried", (), {"begin": lambda self: None})()
+with Watch(0.5) as watch:
+    step.take(([Turn("F1", 2)], carried), {"F1": None}, {}, 0.0, 0)
 """
 
 
@@ -70,8 +89,8 @@ def test_a_line_of_generated_code_is_told_by_its_nodes(tmp_path):
 
 def test_a_stopped_rank_of_two_is_named(tmp_path):
     options = "data=synthetic data.documents=200 train.steps=100000 train.seq_len=16 train.global_batch_size=4 eval.interval=null".split()
-    small = "model.dim=16 model.n_layers=1 model.n_heads=2 model.n_kv_heads=1 model.ffn_dim=24 run.dump_graphs=false".split()
-    how = [f"run.dir={tmp_path}/run", "run.timeout_s=3", "lower.backend=eager", "checkpoint.interval=null", "mesh.dp_shard=2"]
+    small = "model.dim=16 model.n_layers=2 model.n_heads=2 model.n_kv_heads=1 model.ffn_dim=24 run.dump_graphs=false".split()
+    how = [f"run.dir={tmp_path}/run", "run.timeout_s=3", "lower.backend=eager", "checkpoint.interval=null", "mesh.pp=2", "train.microbatches=2"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "compiler_trainer"]
     metrics = Path(tmp_path, "run/metrics.jsonl")
     with subprocess.Popen([*command, *options, *small, *how], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True) as job:
@@ -87,8 +106,13 @@ def test_a_stopped_rank_of_two_is_named(tmp_path):
             for process in stopped:  # in a session of its own
                 os.kill(process, signal.SIGKILL)
             os.killpg(job.pid, signal.SIGKILL)
-    assert "run.timeout_s): rank 1 does not answer, it was last in" in said and "after step" in said
+    assert re.search(r"rank 1 does not answer, it was last in ([FBGRU]1( of microbatch [01])?, )?.* after step", said)
     assert json.loads(metrics.read_text().splitlines()[0])["step"] == 1
+
+
+def test_a_rank_that_waits_in_a_task_names_it_and_its_microbatch():
+    ended = run(WAITS)
+    assert "rank 0 is in F1 of microbatch 2, <string>:" in ended.stderr
 
 
 def second_rank(launcher: int) -> int:
