@@ -17,6 +17,7 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import ClusterConfig, Config, ModelConfig
 from compiler_trainer.models.subject import subject
 from compiler_trainer.pipeline import Passes
+from compiler_trainer.planning import piped
 from compiler_trainer.planning.clusters import cluster_of
 from compiler_trainer.planning.dry import compilation, sent_bytes, stored_bytes
 from compiler_trainer.planning.estimate import Estimate
@@ -50,6 +51,8 @@ def depths(cfg: Config) -> tuple[tuple[int, ...], int]:
 
 def estimate(cfg: Config, candidate: Candidate, clusters: Sequence[ClusterConfig]) -> tuple[Estimate, ...]:
     """What a job takes in a setting on each cluster, from compiled programs; raises UserError where it is refused."""
+    if candidate.mesh.pp > 1:
+        return piped.estimates(cfg, candidate, clusters)
     cfg = candidate.applied(cfg)
     few, layers = depths(cfg)
     found = [figures(replaced(cfg, {"model": {"n_layers": n}}), clusters) for n in few] or [figures(cfg, clusters)]
@@ -61,6 +64,8 @@ def estimate(cfg: Config, candidate: Candidate, clusters: Sequence[ClusterConfig
 
 def timeline(cfg: Config, candidate: Candidate) -> tuple[int | None, dict[str, Timeline]]:
     """(layers, the timeline of each program) of a setting, compiled with few layers where it has many."""
+    if candidate.mesh.pp > 1:
+        return piped.timelines(candidate.applied(cfg))
     few, layers = depths(cfg)
     if few and candidate.first:
         count = max(1, candidate.first.layers * few[-1] // layers)

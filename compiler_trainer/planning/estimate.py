@@ -58,7 +58,9 @@ def estimates(rank: Rank, candidates: list[Candidate]) -> Iterator[Estimate]:
 
 def seconds(rank: Rank, candidate: Candidate) -> tuple[float, dict[str, float]]:
     """Seconds of a step that are computed, and that each axis keeps waiting."""
-    times, layers, axes = candidate.microbatches, rank.sizes.layers, rank.axes
+    times, layers, axes = candidate.microbatches, rank.layers, rank.axes
+    if axes.pp > 1:
+        return piped_seconds(rank, candidate)
     forward, backward = of_layer(rank, candidate)
     moved = UPDATE_BYTES + (ACCUMULATE_BYTES * times if times > 1 else 0)
     updating = rank.local * moved / rank.memory_bytes_per_s
@@ -74,6 +76,25 @@ def seconds(rank: Rank, candidate: Candidate) -> tuple[float, dict[str, float]]:
         "cp": times * layers * rank.context_s[candidate.method] if axes.cp > 1 else 0.0,
         "ep": times * layers * rank.dispatch_s if axes.ep > 1 else 0.0,
     }
+
+
+def piped_seconds(rank: Rank, candidate: Candidate) -> tuple[float, dict[str, float]]:
+    """The same of a rank of a pipeline: parameters are gathered and gradients reduced once, beside nothing."""
+    times, layers, axes = candidate.microbatches, rank.layers, rank.axes
+    computing = layers * sum(of_layer(rank, candidate)) + rank.head_s / axes.pp
+    moved = UPDATE_BYTES * rank.local + ACCUMULATE_BYTES * times * rank.local * rank.stored_over
+    along_tp = layers * (11 if candidate.collectives else 8) + 6 / axes.pp
+    inside = {
+        "tp": along_tp * rank.sequence_s,
+        "cp": layers * rank.context_s[candidate.method] if axes.cp > 1 else 0.0,
+        "ep": layers * rank.dispatch_s if axes.ep > 1 else 0.0,
+    }
+    bubble = (axes.pp - 1) / (candidate.chunks or 1) * (computing + sum(inside.values()))
+    return times * computing + moved / rank.memory_bytes_per_s, {
+        "fsdp": layers * (rank.gather_s + rank.reduce_s) + rank.tables_s / axes.pp,
+        "dp_replicate": layers * rank.sum_s + rank.sum_tables_s / axes.pp,
+        "pp": bubble,
+    } | {axis: times * s for axis, s in inside.items()}
 
 
 def of_layer(rank: Rank, candidate: Candidate) -> tuple[float, float]:
@@ -111,6 +132,8 @@ def policy_of(rank: Rank, candidate: Candidate) -> str:
 
 def bytes_of(rank: Rank, candidate: Candidate) -> dict[str, float]:
     """Bytes of a rank at the peak: where forward and backward end, after the head's own, or in the update."""
+    if rank.axes.pp > 1:
+        return piped_bytes(rank, candidate)
     sizes, layer, is_stored = rank.sizes, rank.layer, rank.stored_over > 1
     gradients = {"gradients": rank.master * rank.local}
     table = max(sizes.head, sizes.looked_up) / rank.axes.tp
@@ -128,6 +151,20 @@ def bytes_of(rank: Rank, candidate: Candidate) -> dict[str, float]:
     backward = end | {"communication": travel, "activations": kept(rank, candidate, "none")}
     update = end | {"update": 6 * rank.master * table / rank.stored_over}
     return max((forward, turning, backward, update), key=lambda at: sum(at.values()))
+
+
+def piped_bytes(rank: Rank, candidate: Candidate) -> dict[str, float]:
+    """The same of the first rank of a pipeline, which keeps most microbatches; weights and gradients are whole."""
+    pp, chunks = rank.axes.pp, candidate.chunks or 1
+    whole = rank.layers * rank.layer + rank.sizes.looked_up / rank.axes.tp
+    most = min(candidate.microbatches * chunks, (chunks - 1) * pp + 2 * pp - 1 if chunks > 1 else pp)
+    layers = rank.layers * kept(rank, candidate, policy_of(rank, candidate))
+    return {
+        **rank.state,
+        "gradients": rank.master * whole,
+        "gathered weights": rank.used * whole if rank.stored_over > 1 else 0.0,
+        "activations": most / chunks * layers + kept(rank, candidate, "none"),
+    }
 
 
 def kept(rank: Rank, candidate: Candidate, policy: str) -> float:

@@ -28,7 +28,8 @@ def mixtures(found: Iterable[Estimate], limit: float, names: Sequence[str]) -> l
     """The fastest that fits between the settings of each kind, fastest first; `names` are the layers in order."""
     kinds: dict[Candidate, list[Estimate]] = {}
     for one in found:
-        if one.candidate.recompute in POLICIES and one.candidate.first is None:
+        even = one.candidate.first is None and one.candidate.mesh.pp == 1  # else the first layers are of one stage
+        if one.candidate.recompute in POLICIES and even:
             kinds.setdefault(replace(one.candidate, recompute=""), []).append(one)
     best = []
     for alike in kinds.values():

@@ -75,9 +75,14 @@ class Rank:
         return self.axes.dp_shard * self.axes.cp
 
     @cached_property
+    def layers(self) -> float:
+        """Of those that there are, the share of a rank of the pipeline."""
+        return self.sizes.layers / self.axes.pp
+
+    @cached_property
     def local(self) -> float:
         """Numbers that a rank stores of the parameters."""
-        return self.sizes.entries / (self.axes.tp * self.stored_over)
+        return self.sizes.entries / (self.axes.pp * self.axes.tp * self.stored_over)
 
     @cached_property
     def layer(self) -> float:

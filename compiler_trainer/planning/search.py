@@ -227,7 +227,8 @@ def correct(forms: list[Estimate], known: dict[Candidate, Estimate]) -> list[Est
 
 def kind_of(candidate: Candidate) -> tuple[str, ...]:
     """Settings that closed forms are off by alike."""
-    axes = "".join(axis for axis in ("dp_replicate", "dp_shard", "cp", "tp") if getattr(candidate.mesh, axis) > 1)
+    parallel = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+    axes = "".join(axis for axis in parallel if getattr(candidate.mesh, axis) > 1)
     return candidate.recompute, str(candidate.regather), str(candidate.collectives), candidate.method, axes
 
 

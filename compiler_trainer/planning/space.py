@@ -24,6 +24,7 @@ POLICIES: Mapping[str, dict[str, Any]] = {
     "full": {"policy": "full"},
 }
 REPEATED = {"all_gather": "recompute", "reduce_scatter": "recompute"}
+CHUNKS = (1, 2, 4)
 METHODS = ("ring", "all_gather", "ulysses", "hybrid")
 
 
@@ -63,7 +64,10 @@ class First(NamedTuple):
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run a job. `recompute` is a name of `POLICIES`; with `collectives`, those of `tp` are repeated too."""
+    """One way to run a job. `recompute` is a name of `POLICIES`; with `collectives`, those of `tp` are repeated too.
+
+    A rank of the pipeline has `chunks` stages; with None they are as the options say.
+    """
 
     mesh: MeshConfig
     microbatches: int = 1
@@ -73,6 +77,7 @@ class Candidate:
     method: str = "auto"
     float8: bool = False
     first: First | None = None
+    chunks: int | None = None
 
     def options(self) -> dict[str, Any]:
         """The options that it sets, by group."""
@@ -84,6 +89,9 @@ class Candidate:
         if self.method != "auto":
             passes["context"] = {"method": self.method}
         passes |= {"cast": {"float8": "tensorwise"}} if self.float8 else {}
+        if self.chunks is not None:
+            schedule = "1f1b" if self.chunks == 1 else "interleaved"
+            passes["pipeline"] = {"schedule": schedule, "chunks": max(2, self.chunks)}
         train = {"microbatches": self.microbatches}
         return {"mesh": dataclasses.asdict(self.mesh), "train": train} | ({"passes": passes} if passes else {})
 
@@ -94,7 +102,8 @@ class Candidate:
     def axes(self) -> str:
         """`dp_shard 4 x tp 2`."""
         sizes = dataclasses.asdict(self.mesh)
-        return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "1 rank"
+        named = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "1 rank"
+        return f"{named} in {self.chunks} chunks" if (self.chunks or 1) > 1 else named
 
     def recomputes(self) -> str:
         """Its recomputation in words."""
@@ -141,32 +150,50 @@ def candidates(asked: Asked, sizes: Sizes, left: Left) -> Iterator[Candidate]:
             left.out("more ranks than chunks of the sequence, or than heads")
             continue
         for count in microbatches(asked, rows // data):
+            if count < mesh.pp:
+                left.out("fewer microbatches than pipeline stages")
+                continue
             for rest in itertools.product(
-                recomputations(asked, mesh), methods(asked, sizes, mesh), products(asked)
+                recomputations(asked, mesh), methods(asked, sizes, mesh), products(asked), chunks(asked, sizes, mesh)
             ):
-                (recompute, collectives, regather), method, float8 = rest
-                yield Candidate(mesh, count, recompute, collectives, regather, method, float8)
+                (recompute, collectives, regather), method, float8, parts = rest
+                yield Candidate(mesh, count, recompute, collectives, regather, method, float8, None, parts)
 
 
 def meshes(asked: Asked, sizes: Sizes) -> Iterator[MeshConfig]:
-    """Every factorization of the ranks that keeps the axes that are stated; raises UserError for stages."""
+    """Every factorization of the ranks that keeps the axes that are stated."""
     given = asked.cfg.mesh
-    if given.pp > 1 and asked.fixed("mesh.pp"):
-        fix = "state all axes of the mesh, and train.microbatches"
-        raise UserError("mesh.pp", f"is {given.pp}, and what is planned has no pipeline stages; {fix}")
     wholly = "mesh" in asked.given
     known = {
         axis: getattr(given, axis)
         for axis in ("dp_replicate", "dp_shard", "cp", "tp")
         if (wholly or f"mesh.{axis}" in asked.given) and getattr(given, axis) != -1
     }
-    for tp in choices(known, "tp", asked.gpus):
-        for cp in choices(known, "cp", asked.gpus // tp):
-            for shard in choices(known, "dp_shard", asked.gpus // tp // cp):
-                replicate = asked.gpus // tp // cp // shard
-                if known.get("dp_replicate", replicate) == replicate:
-                    for ep in spreads(asked, sizes, shard, cp, tp):
-                        yield MeshConfig(1, replicate, shard, cp, tp, ep)
+    for pp in pipelines(asked, sizes):
+        inside = asked.gpus // pp
+        for tp in choices(known, "tp", inside):
+            for cp in choices(known, "cp", inside // tp):
+                for shard in choices(known, "dp_shard", inside // tp // cp):
+                    replicate = inside // tp // cp // shard
+                    if known.get("dp_replicate", replicate) == replicate:
+                        for ep in spreads(asked, sizes, shard, cp, tp):
+                            yield MeshConfig(pp, replicate, shard, cp, tp, ep)
+
+
+def pipelines(asked: Asked, sizes: Sizes) -> list[int]:
+    """How many stages a pipeline may have: what is stated, else one, or as many nodes as have a layer each."""
+    if asked.fixed("mesh.pp"):
+        return [asked.cfg.mesh.pp]
+    nodes = asked.gpus // asked.cfg.cluster.gpus_per_node
+    whole = asked.gpus % asked.cfg.cluster.gpus_per_node == 0
+    return [n for n in divisors(nodes) if n <= sizes.layers] if nodes and whole else [1]
+
+
+def chunks(asked: Asked, sizes: Sizes, mesh: MeshConfig) -> list[int | None]:
+    """How many stages a rank of the pipeline may have."""
+    if mesh.pp == 1 or asked.fixed("passes.pipeline"):
+        return [None]
+    return [n for n in CHUNKS if mesh.pp * n <= sizes.layers]
 
 
 def choices(known: Mapping[str, int], axis: str, ranks: int) -> list[int]:
@@ -202,7 +229,7 @@ def recomputations(asked: Asked, mesh: MeshConfig) -> list[tuple[str, bool, bool
     if asked.fixed("passes.remat"):
         return [("as given", False, asked.cfg.passes.remat.regather)]
     names = [name for name in RECOMPUTE if name in asked.cfg.plan.recompute]
-    gathers = (True, False) if mesh.dp_shard * mesh.cp > 1 else (True,)
+    gathers = (True, False) if mesh.dp_shard * mesh.cp > 1 and mesh.pp == 1 else (True,)
     both = [(name, again) for name in names for again in ((False, True) if repeats(name, mesh) else (False,))]
     return [(name, again, regather) for name, again in both for regather in gathers]
 

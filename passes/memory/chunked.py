@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from passes.program import boundary, ir
 from passes.program.builder import Builder
@@ -211,7 +212,14 @@ def local_operator(head: Head, biased: bool) -> Any:
         return hidden, weight, None, None, *bias
 
     torch.library.register_autograd(op.name().replace(".default", ""), differentiate, setup_context=setup)
+    if op.overloadpacket not in flop_registry:
+        register_flop_formula(op.overloadpacket)(flops)
     return op
+
+
+def flops(hidden: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:
+    """Of the head's forward; those of its gradient are counted with that of the rest, once it is written out."""
+    return 2 * math.prod(hidden) * weight[0]
 
 
 def emit(

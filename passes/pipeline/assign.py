@@ -15,6 +15,7 @@ parameter is part of (positions, masks, rotary tables) has no stage: it is made 
 
 from __future__ import annotations
 
+import bisect
 import copy
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -132,24 +133,50 @@ def units_of(program: ir.Program, work: Iterable[fx.Node]) -> list[list[fx.Node]
 
 
 def even(costs: Sequence[int], parts: int) -> tuple[int, ...]:
-    """How many neighbours each part takes so that the dearest costs as little as can be, early parts the fewest."""
+    """How many neighbours each part takes: the dearest costs as little as can be, the others are as even as can be.
+
+    Early parts have the fewest.
+    """
     if len(costs) < parts:
         return (len(costs),)
     before = [0, *itertools.accumulate(costs)]
-    # best[p][n]: (the dearest part, how many the last takes) where p + 1 parts share the first n
-    best: list[dict[int, tuple[int, int]]] = [{n: (before[n], n) for n in range(1, len(before))}]
-    for part in range(1, parts):
-        best.append(
-            {
-                n: min((max(best[-1][n - k][0], before[n] - before[n - k]), k) for k in range(1, n - part + 1))
-                for n in range(part + 1, len(before))
-            }
-        )
+    limit = least_limit(before, parts)
+    # best[p][n]: (squares of what parts cost, how many the last takes, negative) where p parts share the first n
+    best: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
+    for part in range(1, parts + 1):
+        row = dict[int, tuple[int, int]]()
+        for n in range(part, len(before)):
+            within = itertools.takewhile(lambda k, n=n: before[n] - before[n - k] <= limit, range(1, n + 1))
+            found = ((best[-1][n - k][0] + (before[n] - before[n - k]) ** 2, -k) for k in within if n - k in best[-1])
+            if (least := min(found, default=None)) is not None:
+                row[n] = least
+        best.append(row)
     counts, left = list[int](), len(costs)
-    for row in reversed(best):
-        counts.append(row[left][1])
+    for row in reversed(best[1:]):
+        counts.append(-row[left][1])
         left -= counts[-1]
     return tuple(reversed(counts))
+
+
+def least_limit(before: Sequence[int], parts: int) -> int:
+    """What the dearest of so many parts costs at least; `before` are sums of costs."""
+    low, high = max(b - a for a, b in itertools.pairwise(before)), before[-1]
+    while low < high:
+        middle = (low + high) // 2
+        if fewest_parts(before, middle) <= parts:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def fewest_parts(before: Sequence[int], limit: int) -> int:
+    """Into how few parts all can be divided of which none costs more than a limit."""
+    count, start = 0, 0
+    while start < len(before) - 1:
+        start = bisect.bisect_right(before, before[start] + limit) - 1
+        count += 1
+    return count
 
 
 def stages_read(node: fx.Node) -> Iterable[int]:
