@@ -118,7 +118,7 @@ class Piped:
     def of_stage(self, step: DryStep, stage: int) -> Figures:
         """Seconds, bytes sent, bytes that the stage's rank keeps, and what its tasks need beside, by task."""
         found: Figures = {}
-        kept, held, read, own = 0, 0, carried_sizes(step, stage), dict[str, int]()
+        read, own = carried_sizes(step, stage), dict[str, int]()
         for kind in KINDS:
             name = str(Task(stage, kind))
             if name not in step.programs:
@@ -129,16 +129,18 @@ class Piped:
             found |= {(kind, "seconds"): timeline.step_s, (kind, "compute"): timeline.compute_s}
             found |= {(kind, "exposed", axis): s for axis, s in timeline.exposed_s.items()}
             found |= {(kind, "sent", *key): float(size) for key, size in prediction.sent_bytes.items()}
-            made = sum(read.get(o.name, 0) for o in captured.program.outputs if o.kind == "carried")
-            given = sum(read.get(i.name, 0) for i in captured.program.inputs if i.kind == "carried")
+            for output in captured.program.outputs:
+                if output.kind == "carried" and output.name in read:
+                    size, until = read[output.name]
+                    found[kind, "until", until] = found.get((kind, "until", until), 0.0) + size
+            given = sum(read[i.name][0] for i in captured.program.inputs if i.name in read and i.kind == "carried")
             mine = stored_bytes(captured)
             own |= mine
-            kept, held = (made if kind == FORWARD else kept), (made if kind == GATHER else held)
             found[kind, "beside"] = float(costs["peak_bytes"] - given - sum(mine.values()))
         for name, size in own.items():
             key = ("state", OF_STATE[name.partition(".")[0]])
             found[key] = found.get(key, 0.0) + size
-        return found | {("kept",): float(kept), ("held",): float(held)}
+        return found
 
     def of(self, stage: int) -> Figures:
         """The figures of a stage with all its layers."""
@@ -198,7 +200,7 @@ class Piped:
         found: dict[str, float] = {}
         for stage in own:
             for key, size in self.of(stage).items():
-                if key[0] in ("state", "held"):
+                if key[0] == "state" or key[:2] == (GATHER, "until"):
                     kind = key[1] if key[0] == "state" else "gathered weights"
                     found[kind] = found.get(kind, 0.0) + size
         once = [(Task(stage, kind), 0.0) for stage in own for kind in (GATHER, SHARE, UPDATE)]
@@ -210,11 +212,13 @@ class Piped:
         return self.of(task.stage).get((task.kind, "beside"), 0.0)
 
     def kept_beside(self, rank: int) -> Iterator[tuple[Task, float]]:
-        """Each task of a rank, with the bytes that its forwards have kept by then; a backward reads its own."""
-        alive = dict.fromkeys(range(self.table.stages), 0)
+        """Each task of a rank, with the bytes that others have made for later ones by then."""
+        kept = 0.0
         for (stage, kind), _ in self.table.rows[rank]:
-            yield Task(stage, kind), sum(count * self.of(s)[("kept",)] for s, count in alive.items() if count)
-            alive[stage] += {FORWARD: 1, BACKWARD: -1, WEIGHTS: -1}.get(kind, 0)
+            yield Task(stage, kind), kept
+            for key, size in self.of(stage).items():
+                if key[1:2] == ("until",) and key[0] != GATHER:
+                    kept += size * ((key[0] == kind) - (key[2] == kind))
 
     def send_s(self) -> float:
         """How long what a stage gives the next one travels."""
@@ -226,7 +230,7 @@ class Piped:
         """What is sent between the first two stages that were compiled."""
         _, step = self.steps[0]
         programs = {name: captured.program for name, captured in step.programs.items()}
-        turns = turns_of_step(programs, step.table, 1)
+        turns = [turn for turn in turns_of_step(programs, step.table, 1) if turn.program in programs]
         return stages.borders(messages(turns, programs), stages.sizes_of(programs))[:1]
 
 
@@ -242,9 +246,10 @@ def flops(step: DryStep, stage: int, kinds: str = FORWARD) -> int:
     return sum(sum(step.costs(name)["flops"].values()) for name in names)
 
 
-def carried_sizes(step: DryStep, stage: int) -> Mapping[str, int]:
-    """Bytes of what tasks of a stage read of each other, by name."""
+def carried_sizes(step: DryStep, stage: int) -> Mapping[str, tuple[int, str]]:
+    """What tasks of a stage read of each other, by name: bytes, and the last that reads it."""
     names = [name for kind in KINDS if (name := str(Task(stage, kind))) in step.programs]
     programs = {name: step.programs[name].program for name in names}
     own = {output.name for program in programs.values() for output in program.outputs}
-    return {name: size for name, size in stages.sizes_of(programs).items() if name in own}
+    last = {given.name: name[0] for name, program in programs.items() for given in program.inputs}
+    return {name: (size, last[name]) for name, size in stages.sizes_of(programs).items() if name in own}

@@ -18,11 +18,9 @@ from compiler_trainer.config.schema import (
     ModelConfig,
     PassesConfig,
     PipelineConfig,
-    PlanConfig,
     RunConfig,
     TrainConfig,
 )
-from compiler_trainer.planning.auto import settled
 from compiler_trainer.planning.dry import compile_dry, dry_run, predict_step
 from compiler_trainer.planning.playing import kept_beside, play
 from compiler_trainer.step.turns import turns_of_step
@@ -219,14 +217,3 @@ def test_auto_knows_what_tasks_take(tmp_path):
     assert "I0" not in step.programs  # nobody waits for gradients of the first stage
     found, known = (tables.play(t, flops).length for t in (step.table, tables.auto(4, 8)))
     assert step.table.is_split and found < known
-
-
-# ---- what is planned ----------------------------------------------------------------------------------------
-
-
-def test_a_mesh_is_planned_without_stages():
-    cfg = job("runs/x", mesh=MeshConfig(dp_replicate=-1, dp_shard=-1, cp=-1, tp=-1), plan=PlanConfig(compile=1))
-    cfg = replace(cfg, cluster=replace(cfg.cluster, gpus=4))
-    assert settled(cfg).mesh.pp == 1
-    with pytest.raises(UserError, match="mesh.pp: is 2, and what is planned has no pipeline stages"):
-        settled(replace(cfg, mesh=replace(cfg.mesh, pp=2)))
