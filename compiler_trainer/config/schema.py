@@ -167,13 +167,15 @@ Loss = Annotated[Own, Must("have a _target_, the dotted name of a function of (m
 
 @dataclass(frozen=True)
 class SourceConfig:
-    """Where documents come from. `files` are paths, folders and globs of .txt, .jsonl (also .gz, .zst) and .parquet.
+    """Where documents come from. `files` are paths, folders and globs of .txt, .jsonl (.gz, .zst), .parquet and .arrow.
 
-    A `.txt` is one document, or several between `document_separator`s; a record has its text in `text_column`.
+    A `.txt` is one document, or several between `document_separator`s; a record has its text, or the ids of its tokens,
+    in `text_column`. A `.bin`, with Megatron's `.idx` or alone, and a `.npy` hold ids.
     """
 
-    name: Literal["stdlib", "text", "synthetic", "hf_dataset", "mixture"] = "text"
+    name: Literal["stdlib", "text", "synthetic", "hf_dataset", "tokens", "mixture"] = "text"
     files: tuple[str, ...] = ()
+    tokens: str | None = None  # of name=tokens: a folder that `compiler-trainer tokenize` wrote
     document_separator: Text | None = None
     text_column: str = "text"
     path: str | None = None  # of hf_dataset: a folder, or the name of a dataset that is cached
@@ -199,7 +201,7 @@ class DataConfig(SourceConfig):
     tokenizer's chat template writes them, and the loss counts what the assistant says.
     """
 
-    name: Literal["stdlib", "text", "synthetic", "hf_dataset", "mixture"] = "stdlib"
+    name: Literal["stdlib", "text", "synthetic", "hf_dataset", "tokens", "mixture"] = "stdlib"
     sources: tuple[WeightedSource, ...] = ()
     tokenizer: str = "bytes"
     chat: bool = False

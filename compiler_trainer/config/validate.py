@@ -13,6 +13,7 @@ from compiler_trainer.config.schema import (
     EIGHT_BITS,
     PLAIN_HEADS,
     Config,
+    DataConfig,
     ExpertsConfig,
     MeshConfig,
     ModelConfig,
@@ -132,8 +133,14 @@ CHECKS: Checks = (
         "goes with data=hf_dataset, which needs one; see what data.name, data.path and data.sources are",
     ),
     (
+        "data.tokens",
+        lambda c: all((s.tokens is not None) == (s.name == "tokens") for s in (c.data, *c.data.sources)),
+        "{c.data.tokens} with data={c.data.name}; tokens go with data=tokens, which needs their folder; so do those of a "
+        "source",
+    ),
+    (
         "data.chat",
-        lambda c: not c.data.chat or names(c.data.read) <= {"text", "hf_dataset"},
+        lambda c: not c.data.chat or names(c.data.read) <= {"text", "hf_dataset", "tokens"},
         "conversations are read with data=text and data=hf_dataset; set it to false",
     ),
     (
@@ -241,9 +248,7 @@ CHECKS: Checks = (
 
 def validate(cfg: Config, world_size: int) -> Config:
     """`cfg` with the mesh resolved for `world_size` ranks; raises UserError where two options cannot hold together."""
-    for where, holds, message in (*CHECKS, *(DECODER_CHECKS if isinstance(cfg.model, ModelConfig) else ())):
-        if not holds(cfg):
-            raise UserError(where, message.format(c=cfg))
+    check(cfg, (*CHECKS, *(DECODER_CHECKS if isinstance(cfg.model, ModelConfig) else ())))
     for where, path in (
         ("run.dir", cfg.run.dir),
         ("checkpoint.dir", cfg.checkpoint.dir),
@@ -251,6 +256,19 @@ def validate(cfg: Config, world_size: int) -> Config:
     ):
         check_path(where, path or "")
     return dataclasses.replace(cfg, mesh=resolve_mesh(cfg.mesh, world_size))
+
+
+def validate_data(cfg: Config) -> DataConfig:
+    """What is to be read; raises UserError where two options of `data` cannot hold together."""
+    check(cfg, tuple(each for each in CHECKS if each[0].startswith("data.")))
+    return cfg.data
+
+
+def check(cfg: Config, checks: Checks) -> None:
+    """Raise UserError where something does not hold."""
+    for where, holds, message in checks:
+        if not holds(cfg):
+            raise UserError(where, message.format(c=cfg))
 
 
 def check_path(where: str, path: str) -> None:

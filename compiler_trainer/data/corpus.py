@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import mmap
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.data.cache import Stored
-from compiler_trainer.data.shard import dtype_of
-from compiler_trainer.data.tokenizers import Tokenizer
+from compiler_trainer.data.kept import Kept
+from compiler_trainer.data.shard import Summary
+from compiler_trainer.data.tokenizers import Tokenizer, dtype_of
 
 Ids = NDArray[np.int64]
+DOCUMENTS_AT_ONCE = 2**22
 
 
 @dataclass(frozen=True)
@@ -39,28 +38,19 @@ class Corpus:
         return self.offsets[documents + 1] - self.offsets[documents]
 
 
-def mapped(stored: Stored, tokenizer: Tokenizer, is_chat: bool) -> Corpus:
-    """A corpus on disk, mapped into memory."""
+def mapped(volume: Kept, tokenizer: Tokenizer, is_chat: bool) -> Corpus:
+    """The documents of a volume on disk."""
     return Corpus(
-        looked_up(stored.folder / "tokens.bin", dtype_of(tokenizer.vocab_size)),
-        np.asarray(np.memmap(stored.folder / "offsets.bin", np.int64, mode="r")),
+        volume.array("tokens", dtype_of(tokenizer.vocab_size)),
+        np.asarray(np.memmap(volume.folder / "offsets.bin", np.int64, mode="r")),
         tokenizer.end_of_document,
-        stored.holds.digest,
-        looked_up(stored.folder / "counted.bin", np.dtype(bool)) if is_chat else None,
+        Summary(*volume.holds).digest,
+        volume.array("counted", bool) if is_chat else None,
     )
 
 
-def looked_up(path: Path, dtype: np.dtype) -> NDArray:
-    """The array that a file is, mapped to be read here and there."""
-    with open(path, "rb") as file:
-        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    # A row is of documents that lie anywhere: to read on behind each would read hundreds of times what is asked for.
-    content.madvise(mmap.MADV_RANDOM)
-    return np.frombuffer(content, dtype)
-
-
-def split(corpus: Corpus, eval_fraction: float) -> tuple[Corpus, Ids, Ids]:
-    """The corpus, the documents to train on and those held out, each ascending.
+def split(corpus: Corpus, eval_fraction: float, before: int = 0) -> tuple[Corpus, Ids, Ids]:
+    """The corpus, the documents to train on and those held out, each ascending; `before` it there are so many others.
 
     A document is held out where the hash of its index falls below `eval_fraction`, so the choice outlives a new seed
     and a longer corpus. Where a handful of documents makes that no tokens or far too many, the end of the longest one
@@ -68,13 +58,23 @@ def split(corpus: Corpus, eval_fraction: float) -> tuple[Corpus, Ids, Ids]:
     """
     if eval_fraction == 0:
         return corpus, np.arange(len(corpus)), np.arange(0)
-    held_out = unit_hash(np.arange(len(corpus))) < eval_fraction
-    share = np.diff(corpus.offsets)[held_out].sum() / len(corpus.tokens)
+    is_held_out = drawn(len(corpus), eval_fraction, before)
+    trained, held_out = np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)
+    share = corpus.lengths(held_out).sum() / len(corpus.tokens)
     if 0 < share < (1 + eval_fraction) / 2:
-        return corpus, np.flatnonzero(~held_out), np.flatnonzero(held_out)
+        return corpus, trained, held_out
     corpus, tail = cut_tail(corpus, eval_fraction)
     indices = np.arange(len(corpus))
     return corpus, indices[indices != tail], indices[indices == tail]
+
+
+def drawn(count: int, fraction: float, before: int) -> NDArray[np.bool_]:
+    """Which of so many documents are held out."""
+    found = np.empty(count, bool)
+    for start in range(0, count, DOCUMENTS_AT_ONCE):
+        end = min(start + DOCUMENTS_AT_ONCE, count)
+        found[start:end] = unit_hash(np.arange(before + start, before + end)) < fraction
+    return found
 
 
 def cut_tail(corpus: Corpus, eval_fraction: float) -> tuple[Corpus, int]:

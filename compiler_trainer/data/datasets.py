@@ -4,49 +4,53 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.filesize import decimal
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import DataConfig, SourceConfig
-from compiler_trainer.data.cache import Stored, stored
-from compiler_trainer.data.chat import template_beside
-from compiler_trainer.data.corpus import Corpus, mapped, split
+from compiler_trainer.data import ahead
+from compiler_trainer.data.cache import cache_of
+from compiler_trainer.data.corpus import mapped
+from compiler_trainer.data.laid import Laid, Wanted, laid
 from compiler_trainer.data.loader import Loader
-from compiler_trainer.data.mixture import Mixture
-from compiler_trainer.data.packing import PackedRows
+from compiler_trainer.data.mixture import Joined, Mixture
+from compiler_trainer.data.packing import PackedRows, Rows
 from compiler_trainer.data.sources import source_of
+from compiler_trainer.data.stored import Tokens, stored
 from compiler_trainer.data.tokenizers import Tokenizer, build_tokenizer
-from compiler_trainer.data.worker import Recipe
+from compiler_trainer.data.worker import recipe_for
 
 FAR_LARGER = 4  # times the tokens that there are: a vocabulary that was made for another tokenizer
 
 
 @dataclass(frozen=True)
 class Part:
-    """One source: its tokens on disk, and the rows to train on and those held out, None where none are."""
+    """One source: its tokens on disk, and the rows to train on and those held out, None where none are.
+
+    With `is_cut`, these are the end of its longest document.
+    """
 
     name: str
-    stored: Stored
-    corpus: Corpus
-    train: PackedRows
-    held_out: PackedRows | None
+    tokens: Tokens
+    train: Rows
+    held_out: Rows | None
+    is_cut: bool
 
     def describe(self, tokenizer: str) -> Iterator[str]:
         """Documents, tokens and rows, where they are, and what was left out."""
-        holds = self.stored.holds
+        holds = self.tokens.holds
         empty = f" ({holds.empty:,} empty)" if holds.empty else ""
         facts = [f"{holds.documents:,} documents{empty}, {holds.tokens:,} tokens ({tokenizer})"]
         facts.append(f"train {describe_rows(self.train)}")
-        is_cut = len(self.corpus) > holds.documents - holds.empty
-        origin = "end of the longest document, " if is_cut else ""
+        origin = "end of the longest document, " if self.is_cut else ""
         facts.append(f"held out {origin}{describe_rows(self.held_out)}" if self.held_out else "nothing held out")
         yield f"{self.name}: {'; '.join(facts)}"
         if holds.skipped:
             yield f"{self.name}: {holds.skipped:,} bad records are skipped, the first is {holds.first_skipped}"
-        yield f"{self.name}: tokens are kept in {self.stored.folder}, {decimal(self.stored.size_bytes)}"
+        yield f"{self.name}: tokens are kept in {self.tokens.where}, {decimal(self.tokens.size_bytes)}"
 
 
 @dataclass(frozen=True)
@@ -82,31 +86,47 @@ def build_datasets(cfg: DataConfig, seq_len: int, global_batch_size: int) -> Dat
 
     Every rank builds the same datasets from the same config. Raises UserError on bad input.
     """
-    tokenizer = build_tokenizer(cfg.tokenizer)
-    parts = [part_of(cfg, number, tokenizer, seq_len) for number in range(len(cfg.read))]
+    tokenizer, cache = build_tokenizer(cfg.tokenizer), cache_of(cfg.cache)
+    parts = [part_of(cfg, number, tokenizer, seq_len, cache) for number in range(len(cfg.read))]
     weights = [getattr(source, "weight", 1.0) for source in cfg.read]
-    train = Loader(Mixture([part.train for part in parts], weights), global_batch_size, cfg.seed)
+    train = Loader(Mixture([part.train for part in parts], weights), global_batch_size, cfg.seed, cache)
     held_out = [(part.held_out, weight) for part, weight in zip(parts, weights) if part.held_out]
     evaluation = Loader(Mixture(*zip(*held_out)), global_batch_size, seed=None) if held_out else None
     return Datasets(cfg, parts, tokenizer.vocab_size, train, evaluation)
 
 
-def part_of(cfg: DataConfig, number: int, tokenizer: Tokenizer, seq_len: int) -> Part:
+def part_of(cfg: DataConfig, number: int, tokenizer: Tokenizer, seq_len: int, cache: Path) -> Part:
     """The rows of one of the sources."""
     source = cfg.read[number]
-    template = template_beside(cfg.tokenizer) if cfg.chat else None
-    recipe = Recipe(cfg.tokenizer, source.text_column, source.document_separator, template, cfg.bad_records == "skip")
-    kept = stored(source_of(source, cfg.seed), recipe, tokenizer.digest, cfg.cache)
-    corpus, trained, held_out = split(mapped(kept, tokenizer, cfg.chat), cfg.eval_fraction)
-    shuffled = np.random.default_rng([cfg.seed, number]).permutation(trained)
-    name = name_of(source)
-    train = labelled(PackedRows(corpus, shuffled, seq_len, cfg.packs), name)
-    rest = labelled(PackedRows(corpus, held_out, seq_len, cfg.packs), name) if len(held_out) else None
-    return Part(name, kept, corpus, train, rest)
+    tokens, name = tokens_of(cfg, source, tokenizer, cache), name_of(source)
+    found = list(rows_of(cfg, number, tokens, tokenizer, seq_len, cache))
+    train = joined([each.train for each in found if each.train], name)
+    held_out = [each.held_out for each in found if each.held_out]
+    return Part(name, tokens, train, joined(held_out, name) if held_out else None, any(each.is_cut for each in found))
 
 
-def labelled(rows: PackedRows, name: str) -> PackedRows:
-    """Rows, of which there must be some; raises UserError else."""
+def tokens_of(cfg: DataConfig, source: SourceConfig, tokenizer: Tokenizer, cache: Path) -> Tokens:
+    """The tokens of a source, made if need be."""
+    if source.tokens is not None:
+        return ahead.opened(Path(source.tokens).expanduser(), tokenizer, cfg)
+    return stored(source_of(source, cfg.seed), recipe_for(cfg, source), tokenizer.digest, cache)
+
+
+def rows_of(
+    cfg: DataConfig, number: int, tokens: Tokens, tokenizer: Tokenizer, seq_len: int, cache: Path
+) -> Iterator[Laid]:
+    """The rows of each volume of a source."""
+    before = 0
+    for at, volume in enumerate(tokens.volumes):
+        corpus = mapped(volume, tokenizer, cfg.chat)
+        seed = [cfg.seed, number, *([at] if at else [])]
+        yield laid(corpus, Wanted(seed, before, cfg.eval_fraction, seq_len, cfg.packs), cache)
+        before += len(corpus)
+
+
+def joined(parts: list[PackedRows], name: str) -> Rows:
+    """The rows of all volumes, of which there must be some; raises UserError else."""
+    rows = parts[0] if len(parts) == 1 else Joined(parts) if parts else ()
     if not len(rows):
         raise UserError(name, "no row holds a label; give it more text, or set data.eval_fraction=0")
     return rows
@@ -116,7 +136,7 @@ def name_of(source: SourceConfig) -> str:
     """What to call a source."""
     if source.name == "hf_dataset":
         return f"{source.path} ({source.split})"
-    return ", ".join(source.files) or source.name
+    return ", ".join(source.files) or source.tokens or source.name
 
 
 def check_vocabulary(datasets: Datasets, vocab_size: int | None) -> None:
@@ -132,14 +152,14 @@ def check_vocabulary(datasets: Datasets, vocab_size: int | None) -> None:
         raise UserError("data.tokenizer", f"{what}; {fix}")
 
 
-def crossing(rows: PackedRows, packing: str) -> str:
+def crossing(rows: Rows, packing: str) -> str:
     """How many conversations lie in several rows, and what keeps them whole."""
     if packing == "cut":
         return f"{rows.cut:.1%} of conversations are cut; data.packing=fit keeps answers with their questions"
     return f"{rows.cut:.1%} of conversations are longer than train.seq_len={rows.seq_len:,} and cut; set longer rows"
 
 
-def describe_rows(rows: PackedRows) -> str:
+def describe_rows(rows: Rows) -> str:
     """How much a packed part holds, and how well."""
     packed = f"{rows.padding:.2%} padding, {rows.cut:.1%} of documents cut"
-    return f"{rows.tokens:,} tokens in {len(rows):,} rows of {rows.seq_len}, {packed}"
+    return f"{rows.facts.tokens:,} tokens in {len(rows):,} rows of {rows.seq_len}, {packed}"

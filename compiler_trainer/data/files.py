@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.data.ids import index_beside
 
-ENDINGS = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+ENDINGS = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow", ".npy", ".bin")
 
 
 def ending(path: str) -> str | None:
@@ -54,8 +55,8 @@ def expand_glob(pattern: str) -> list[str]:
 
 
 def files_below(folder: str) -> list[str]:
-    """Sorted files with a known ending below a folder."""
-    found = sorted(path for path in walk(folder) if ending(path))
+    """Sorted files with a known ending below a folder; a .bin may be anything, but for one with an index."""
+    found = sorted(path for path in walk(folder) if ending(path) and (index_beside(path) or not path.endswith(".bin")))
     if not found:
         raise UserError(folder, f"no file below it ends in {', '.join(ENDINGS)}")
     return [checked(path, os.stat(path).st_mode) for path in found]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
+from pathlib import Path
 from typing import NamedTuple, TypedDict
 
 import numpy as np
@@ -13,7 +14,9 @@ from torch import Tensor
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.data.corpus import Ids
+from compiler_trainer.data.laid import shuffled
 from compiler_trainer.data.mixture import Mixture
+from compiler_trainer.data.packing import EVERY, Chosen
 
 Batch = dict[str, Tensor]
 MOST_TAKEN = 2**62  # rows of a source, with room to count on
@@ -39,11 +42,12 @@ class Loader:
     """Endless batches of `batch_size` rows, in a new permutation each epoch, or in file order where `seed` is None.
 
     A source that reaches the end of an epoch goes on with the first rows of the next. A thread makes the batch to come
-    while one is used.
+    while one is used. Long permutations are kept in `cache`, one copy a machine.
     """
 
-    def __init__(self, rows: Mixture, batch_size: int, seed: int | None):
-        self.rows, self.batch_size, self.seed = rows, batch_size, seed
+    def __init__(self, rows: Mixture, batch_size: int, seed: int | None, cache: Path | None = None):
+        self.rows, self.batch_size, self.seed, self.cache = rows, batch_size, seed, cache
+        self.read: Chosen = EVERY
         self.thread = ThreadPoolExecutor(1, "next-batch")
         self.ahead: tuple[tuple[int, ...], Future[Made]] | None = None  # made for so many rows taken
         self.orders = lru_cache(2 * len(rows.parts))(self._order)
@@ -53,6 +57,12 @@ class Loader:
         """Go back to the first row of every source."""
         self.taken = (0,) * len(self.rows.parts)
         self.filled = 0  # tokens of the last batch that are of documents
+
+    def read_only(self, rows: Ids) -> None:
+        """From the next batch on, read tokens of these of its rows alone; of the others make what `Rows.batch` says."""
+        self.read = np.zeros(self.batch_size, bool)
+        self.read[rows] = True
+        self.ahead = None
 
     def next(self) -> Batch:
         """The next global batch, int64 [batch_size, seq_len]."""
@@ -88,7 +98,7 @@ class Loader:
         rows = np.empty(self.batch_size, np.int64)
         for part, (start, count) in enumerate(zip(taken, counts)):
             rows[turns == part] = self._rows(part, np.arange(start, start + count))
-        batch = {name: torch.from_numpy(array) for name, array in self.rows.batch(rows).items()}
+        batch = {name: torch.from_numpy(array) for name, array in self.rows.batch(rows, self.read).items()}
         return Made(batch, int(self.rows.filled(rows).sum()), tuple((np.array(taken) + counts).tolist()))
 
     def _rows(self, part: int, numbers: Ids) -> Ids:
@@ -101,5 +111,5 @@ class Loader:
 
     def _order(self, part: int, epoch: int) -> Ids:
         """The order of a part's rows in an epoch."""
-        rows = np.arange(len(self.rows.parts[part]))
-        return rows if self.seed is None else np.random.default_rng([self.seed, part, epoch]).permutation(rows)
+        count = len(self.rows.parts[part])
+        return np.arange(count) if self.seed is None else shuffled(count, [self.seed, part, epoch], self.cache)

@@ -1,4 +1,4 @@
-"""Rows of several sources, each drawn by its weight."""
+"""Rows of several parts: joined, as those of a source's volumes, or drawn by weights, as those of several sources."""
 
 from __future__ import annotations
 
@@ -8,26 +8,64 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compiler_trainer.data.corpus import Ids, hash_arrays
-from compiler_trainer.data.packing import PackedRows
+from compiler_trainer.data.packing import EVERY, Chosen, Facts, Rows
 
 
-class Mixture:
-    """The rows of `parts`, numbered one part after the other, and drawn by weights.
+class Joined(Rows):
+    """The rows of `parts`, numbered one part after the other."""
+
+    def __init__(self, parts: Sequence[Rows]):
+        self.parts = tuple(parts)
+        self.firsts = np.cumsum([0, *map(len, self.parts)])  # of each part, and the number of all rows
+        self.seq_len = self.parts[0].seq_len
+        *counts, prints = zip(*(part.facts for part in self.parts))
+        self.facts = Facts(*map(sum, counts), self.named(prints))
+
+    def __len__(self) -> int:
+        return int(self.firsts[-1])
+
+    def named(self, prints: Sequence[str]) -> str:
+        """The fingerprint of all parts, by that of each."""
+        return hash_arrays(np.frombuffer("+".join(prints).encode(), np.uint8))
+
+    def filled(self, rows: Ids) -> Ids:
+        """How many tokens of each row are of documents, of rows of any parts."""
+        found = np.empty_like(rows)
+        for part, mine, numbers in self._by_part(rows):
+            found[mine] = part.filled(numbers)
+        return found
+
+    def batch(self, rows: Ids, read: Chosen = EVERY) -> dict[str, Ids]:
+        """`tokens`, `labels`, `positions` and `documents` of rows of any parts."""
+        is_read = np.zeros(len(rows), bool)
+        is_read[read] = True
+        found = {}
+        for part, mine, numbers in self._by_part(rows):
+            for name, array in part.batch(numbers, is_read[mine]).items():
+                found.setdefault(name, np.empty((len(rows), self.seq_len), np.int64))[mine] = array
+        return found
+
+    def _by_part(self, rows: Ids) -> Iterator[tuple[Rows, NDArray[np.bool_], Ids]]:
+        """Each part that has some of the rows, which of them, and their numbers in it."""
+        owners = np.searchsorted(self.firsts, rows, side="right") - 1
+        for owner in np.unique(owners):
+            mine = owners == owner
+            yield self.parts[owner], mine, rows[mine] - self.firsts[owner]
+
+
+class Mixture(Joined):
+    """The rows of `parts`, drawn by weights.
 
     Of the first n rows drawn, whatever n is, a part gives n times its share of the weights to within one row.
     """
 
-    def __init__(self, parts: Sequence[PackedRows], weights: Sequence[float] = (1.0,)):
-        self.parts = tuple(parts)
+    def __init__(self, parts: Sequence[Rows], weights: Sequence[float] = (1.0,)):
         self.weights = np.array(weights) / sum(weights)
-        self.firsts = np.cumsum([0, *map(len, self.parts)])  # of each part, and the number of all rows
-        self.seq_len = self.parts[0].seq_len
-        self.fingerprint = "+".join(part.fingerprint for part in self.parts)
-        if len(self.parts) > 1:  # other weights would draw what is behind them until it is not
-            self.fingerprint += f" by {hash_arrays(self.weights)}"
+        super().__init__(parts)
 
-    def __len__(self) -> int:
-        return int(self.firsts[-1])
+    def named(self, prints: Sequence[str]) -> str:
+        """The fingerprint of a single part is its own; other weights would draw what is behind them until it is not."""
+        return prints[0] if len(prints) == 1 else f"{'+'.join(prints)} by {hash_arrays(self.weights)}"
 
     def draw(self, taken: Ids, count: int) -> NDArray[np.intp]:
         """Which part gives each of the next `count` rows, where `taken` were taken of each, whatever the seed.
@@ -42,25 +80,3 @@ class Mixture:
             turns[i] = np.where(behind, (taken + 1) / self.weights, np.inf).argmin()
             taken[turns[i]] += 1
         return turns
-
-    def filled(self, rows: Ids) -> Ids:
-        """How many tokens of each row are of documents, as `PackedRows.filled`, of rows of any parts."""
-        found = np.empty_like(rows)
-        for part, mine, numbers in self._by_part(rows):
-            found[mine] = part.filled(numbers)
-        return found
-
-    def batch(self, rows: Ids) -> dict[str, Ids]:
-        """`tokens`, `labels`, `positions` and `documents` as `PackedRows.batch`, of rows of any parts."""
-        found: dict[str, Ids] = {}
-        for part, mine, numbers in self._by_part(rows):
-            for name, array in part.batch(numbers).items():
-                found.setdefault(name, np.empty((len(rows), self.seq_len), np.int64))[mine] = array
-        return found
-
-    def _by_part(self, rows: Ids) -> Iterator[tuple[PackedRows, NDArray[np.bool_], Ids]]:
-        """Each part that has some of the rows, which of them, and their numbers in it."""
-        owners = np.searchsorted(self.firsts, rows, side="right") - 1
-        for owner in np.unique(owners):
-            mine = owners == owner
-            yield self.parts[owner], mine, rows[mine] - self.firsts[owner]

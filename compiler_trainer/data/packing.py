@@ -2,42 +2,78 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from typing import NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from compiler_trainer.data.corpus import Corpus, Ids, hash_arrays
-from compiler_trainer.data.layouts import LAYOUTS, PADDING
+from compiler_trainer.data.layouts import LAYOUTS, PADDING, Layout
 from compiler_trainer.models import IGNORED_LABEL
 
 
-class PackedRows:
-    """Rows of `seq_len` tokens of the documents `order`, packed as `packing` says; no token is an input of two.
+class Facts(NamedTuple):
+    """What packing made of some documents: of `cut` ones the labels are in several rows, `filled` tokens are theirs."""
+
+    documents: int
+    tokens: int
+    cut: int
+    filled: int
+    fingerprint: str
+
+
+Chosen = NDArray[np.bool_] | slice
+EVERY = slice(None)
+
+
+class Rows(Protocol):
+    """Rows of `seq_len` tokens, made on demand."""
+
+    seq_len: int
+    facts: Facts
+
+    def __len__(self) -> int: ...
+
+    def filled(self, rows: Ids) -> Ids:
+        """How many tokens of each row are of documents."""
+
+    def batch(self, rows: Ids, read: Chosen = EVERY) -> dict[str, Ids]:
+        """`tokens`, `labels`, `positions` and `documents`, int64 [len(rows), seq_len], of the rows numbered `rows`.
+
+        Positions count from 0 at each document's first token in the row; documents are numbered from 0 in the row, and
+        padding counts as one more document. Of rows that are not to be `read`, bool [len(rows)], tokens are
+        end-of-document ones, and labels are 0 where there are any.
+        """
+
+    @property
+    def fingerprint(self) -> str:
+        """Sixteen hex digits, or several such, that depend on every row."""
+        return self.facts.fingerprint
+
+    @property
+    def padding(self) -> float:
+        """The share of all rows that no document fills."""
+        return 1 - self.facts.filled / (len(self) * self.seq_len)
+
+    @property
+    def cut(self) -> float:
+        """The share of documents whose labels are in several rows."""
+        return self.facts.cut / self.facts.documents
+
+
+class PackedRows(Rows):
+    """Rows of `seq_len` tokens of a corpus, as a layout says; no token is an input of two.
 
     Each token that counts is the label of exactly one position, except the first of each document: nothing of its own
     document stands before it, so the position before it is labelled -100. What no document fills holds end-of-document
     tokens labelled -100. A row without any label is left out.
     """
 
-    def __init__(self, corpus: Corpus, order: Ids, seq_len: int, packing: str = "cut"):
-        self.corpus, self.seq_len = corpus, seq_len
-        self.documents, self.tokens = len(order), int(corpus.lengths(order).sum())
-        self.layout = LAYOUTS[packing](corpus, order, seq_len)
-        laid = order if packing == "cut" else self.layout.sources
-        self.fingerprint = hash_arrays(np.array([seq_len]), laid, np.frombuffer(corpus.fingerprint.encode(), np.uint8))
+    def __init__(self, corpus: Corpus, layout: Layout, seq_len: int, facts: Facts):
+        self.corpus, self.layout, self.seq_len, self.facts = corpus, layout, seq_len, facts
 
     def __len__(self) -> int:
         return len(self.layout.rows)
-
-    @cached_property
-    def padding(self) -> float:
-        """The share of all rows that no document fills."""
-        return 1 - float(self.filled(np.arange(len(self))).mean()) / self.seq_len
-
-    @property
-    def cut(self) -> float:
-        """The share of documents whose labels are in several rows."""
-        return self.layout.cut / self.documents
 
     def filled(self, rows: Ids) -> Ids:
         """How many tokens of each row are of documents."""
@@ -45,25 +81,24 @@ class PackedRows:
         last = self._pieces(ends - 1)
         return np.where(self.layout.sources[last] == PADDING, self.layout.starts[last], ends) - ends + self.seq_len
 
-    def batch(self, rows: Ids) -> dict[str, Ids]:
-        """`tokens`, `labels`, `positions` and `documents`, int64 [len(rows), seq_len], of the rows numbered `rows`.
-
-        Positions count from 0 at each document's first token in the row; documents are numbered from 0 in the row, and
-        padding counts as one more document.
-        """
-        layout = self.layout
-        row_starts = layout.rows[rows][:, None] * self.seq_len
-        at = row_starts + np.arange(self.seq_len)
-        piece = self._pieces(at)
+    def batch(self, rows: Ids, read: Chosen = EVERY) -> dict[str, Ids]:
+        """`tokens`, `labels`, `positions` and `documents` of some rows."""
+        layout, row_starts = self.layout, self.layout.rows[rows] * self.seq_len
+        piece = self._pieces_of(row_starts)
+        at = row_starts[:, None] + np.arange(self.seq_len)
         source = at - layout.starts[piece] + layout.sources[piece]
         is_padding = layout.sources[piece] == PADDING
         has_label = ~is_padding & ((at + 1 < layout.starts[piece + 1]) | layout.continues[piece])
         if self.corpus.counted is not None:
             has_label &= self.corpus.counted.take(source + 1, mode="clip")
+        tokens = np.full_like(at, self.corpus.end_of_document)
+        tokens[read] = np.where(is_padding[read], self.corpus.end_of_document, self._tokens(source[read]))
+        labels = np.where(has_label, 0, IGNORED_LABEL)
+        labels[read] = np.where(has_label[read], self._tokens(source[read] + 1), IGNORED_LABEL)
         return {
-            "tokens": np.where(is_padding, self.corpus.end_of_document, self._tokens(source)),
-            "labels": np.where(has_label, self._tokens(source + 1), IGNORED_LABEL),
-            "positions": at - np.maximum(layout.starts[piece], row_starts),
+            "tokens": tokens,
+            "labels": labels,
+            "positions": at - np.maximum(layout.starts[piece], row_starts[:, None]),
             "documents": piece - piece[:, :1],
         }
 
@@ -71,6 +106,33 @@ class PackedRows:
         """The pieces that lie at some places of the stream."""
         return np.searchsorted(self.layout.starts, at, side="right") - 1
 
+    def _pieces_of(self, row_starts: Ids) -> Ids:
+        """The piece that each token of some rows is of, [len(row_starts), seq_len]."""
+        first, last = self._pieces(row_starts), self._pieces(row_starts + self.seq_len - 1)
+        counts = last - first + 1
+        row = np.repeat(np.arange(len(counts)), counts)
+        piece = first[row] + np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
+        begins = np.maximum(self.layout.starts[piece], row_starts[row])
+        ends = np.minimum(self.layout.starts[piece + 1], row_starts[row] + self.seq_len)
+        return np.repeat(piece, ends - begins).reshape(-1, self.seq_len)
+
     def _tokens(self, source: Ids) -> Ids:
         """Tokens of the corpus; beyond its ends anything."""
         return self.corpus.tokens.take(source, mode="clip").astype(np.int64)
+
+
+def packed(corpus: Corpus, order: Ids, seq_len: int, packing: str = "cut") -> PackedRows:
+    """Rows of the documents `order`, packed as `packing` says, laid out in memory."""
+    layout = LAYOUTS[packing](corpus, order, seq_len)
+    laid = order if packing == "cut" else layout.sources
+    fingerprint = hash_arrays(np.array([seq_len]), laid, np.frombuffer(corpus.fingerprint.encode(), np.uint8))
+    filled = len(layout.rows) * seq_len - padding_of(layout, seq_len)
+    facts = Facts(len(order), int(corpus.lengths(order).sum()), layout.cut, filled, fingerprint)
+    return PackedRows(corpus, layout, seq_len, facts)
+
+
+def padding_of(layout: Layout, seq_len: int) -> int:
+    """How many tokens of all rows no document fills."""
+    pads = np.flatnonzero(layout.sources == PADDING)
+    sizes = layout.starts[pads + 1] - layout.starts[pads]
+    return int(sizes[np.isin(layout.starts[pads] // seq_len, layout.rows)].sum())

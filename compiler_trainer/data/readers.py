@@ -13,14 +13,17 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.data import hub
-from compiler_trainer.data.cutting import Encode, next_cut
+from compiler_trainer.data import hub, ids
+from compiler_trainer.data.cutting import next_cut
 from compiler_trainer.data.records import BadRecord, Document, Record, columns_of, decoded, from_json, from_row
 from compiler_trainer.data.synthetic import walks
+from compiler_trainer.data.tokenizers import Tokenizer, dtype_of
 
 ROWS_AT_ONCE = 1000
 
@@ -40,7 +43,7 @@ class Asked(NamedTuple):
 
     column: str | None
     separator: str | None
-    encode: Encode
+    tokenizer: Tokenizer
 
 
 Found = Iterator[Record]
@@ -52,7 +55,7 @@ Found = Iterator[Record]
 def read_text(span: Span, asked: Asked) -> Found:
     """A file as one document, of which a span holds what lies between two cuts."""
     content = mapped(span.path)
-    start, end = (next_cut(content, at, asked.encode) if at else 0 for at in (span.start, span.end))
+    start, end = (next_cut(content, at, asked.tokenizer.encode) if at else 0 for at in (span.start, span.end))
     if start < end or not content:
         yield Record(lambda: span.path, partial(text_between, span.path, content, start, end))
 
@@ -155,7 +158,9 @@ def read_table(span: Span, asked: Asked) -> Found:
 
 def rows_of(batch: pa.RecordBatch, path: str, first: int, column: str | None) -> Found:
     """Records of rows, numbered from `first`."""
-    for number, row in enumerate(batch.to_pylist(), first):
+    kind = batch.schema.field(column).type if column is not None else None
+    rows = [{column: found} for found in ids_in(batch.column(column))] if holds_ids(kind) else batch.to_pylist()
+    for number, row in enumerate(rows, first):
         yield Record(partial("{}: row {}".format, path, number), partial(from_row, row, column))
 
 
@@ -165,8 +170,8 @@ def checked_columns(schema: pa.Schema, path: str, column: str | None) -> list[st
     for name in columns:
         if schema.names.count(name) != 1:
             raise UserError(path, f'needs one column "{name}"; it has {", ".join(schema.names)}')
-    if column is not None and not holds_text(kind := schema.field(column).type):
-        raise UserError(path, f'column "{column}" is {kind}, not string')
+    if column is not None and not (holds_text(kind := schema.field(column).type) or holds_ids(kind)):
+        raise UserError(path, f'column "{column}" is {kind}, neither string nor lists of token ids')
     return columns
 
 
@@ -175,10 +180,57 @@ def holds_text(kind: pa.DataType) -> bool:
     return kind in TEXT_TYPES or pa.types.is_dictionary(kind) and kind.value_type in TEXT_TYPES
 
 
+def holds_ids(kind: pa.DataType | None) -> bool:
+    """Whether a column's values are lists of whole numbers."""
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    return is_list and pa.types.is_integer(kind.value_type)
+
+
+def ids_in(column: pa.Array) -> Iterator[NDArray[np.generic] | None]:
+    """The lists of a column."""
+    for value in column:
+        yield value.values.to_numpy(zero_copy_only=False) if value.is_valid else None
+
+
+def read_arrow(span: Span, asked: Asked) -> Found:
+    """One document a row of some record batches of an Arrow file."""
+    batches = batches_of(span.path)
+    row = sum(map(len, batches[: span.start]))
+    for batch in batches[span.start : span.end]:
+        columns = checked_columns(batch.schema, span.path, asked.column)
+        yield from rows_of(batch.select(columns), span.path, row, asked.column)
+        row += len(batch)
+
+
+def batches_of(path: str) -> list[pa.RecordBatch]:
+    """The record batches of an Arrow file or stream, mapped."""
+    content = pa.memory_map(path)
+    try:
+        table = pa.ipc.open_file(content)
+        return [table.get_batch(number) for number in range(table.num_record_batches)]
+    except pa.ArrowInvalid:
+        content.seek(0)
+    try:
+        return list(pa.ipc.open_stream(content))
+    except (pa.ArrowInvalid, OSError) as error:
+        raise UserError(path, f"is not readable Arrow: {one_line(error)}") from error
+
+
 def read_dataset(span: Span, asked: Asked) -> Found:
     """One document a row of a dataset."""
     for number, row in hub.rows(span.path, span.start, span.end, asked.column):
         yield Record(partial("{}: row {}".format, span.path, number), partial(from_row, row, asked.column))
+
+
+def read_indexed(span: Span, asked: Asked) -> Found:
+    """The documents of a .bin, as its index has them."""
+    return ids.read_indexed(span.path, span.start, span.end)
+
+
+def read_array(span: Span, asked: Asked) -> Found:
+    """The documents between end-of-document tokens; ids alone are of the dtype that ours have."""
+    tokenizer = asked.tokenizer
+    return ids.read_array(span.path, span.start, span.end, dtype_of(tokenizer.vocab_size), tokenizer.end_of_document)
 
 
 def read_synthetic(span: Span, asked: Asked) -> Found:
@@ -201,6 +253,9 @@ READERS: dict[str, Callable[[Span, Asked], Found]] = {
     "lines": read_lines,
     "packed lines": read_packed_lines,
     "table": read_table,
+    "arrow": read_arrow,
     "dataset": read_dataset,
+    "indexed": read_indexed,
+    "array": read_array,
     "synthetic": read_synthetic,
 }

@@ -6,14 +6,20 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 BYTE_ORDER_MARK = "\ufeff"
 Message = dict[str, Any]
 
 
-class Document(NamedTuple):
-    """A text or messages; of a text in several parts some do not begin or end it."""
+Ids = NDArray[np.integer]
 
-    content: str | list[Message]
+
+class Document(NamedTuple):
+    """A text, messages, or token ids; of a text in several parts some do not begin or end it."""
+
+    content: str | list[Message] | Ids
     begins: bool = True
     ends: bool = True
 
@@ -69,7 +75,8 @@ def from_row(row: Mapping[str, Any], column: str | None) -> Document:
         return Document(conversation(row))
     if column not in row:
         raise BadRecord(f'has no field "{column}"; each record must have one, or set data.text_column')
-    return Document(text_of(row[column], column))
+    value = row[column]
+    return Document(ids_of(value, column) if isinstance(value, list | np.ndarray) else text_of(value, column))
 
 
 def conversation(row: Mapping[str, Any]) -> list[Message]:
@@ -80,6 +87,14 @@ def conversation(row: Mapping[str, Any]) -> list[Message]:
         raise BadRecord('has neither "messages" nor "prompt" and "completion"')
     prompt, completion = (text_of(row[field], field) for field in ("prompt", "completion"))
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+
+
+def ids_of(value: list[Any] | Ids, field: str) -> Ids:
+    """The token ids in a field."""
+    found = np.asarray(value, None if len(value) else np.int64)
+    if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
+        raise BadRecord(f'field "{field}" is a list, but not of token ids')
+    return found
 
 
 def text_of(value: Any, field: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from compiler_trainer.data.tokenizers import Tokenizer
+from compiler_trainer.data.tokenizers import Tokenizer, dtype_of
 
 # Ids; where documents end, int64; of conversations which ids count, bool. And what they are once they are joined.
 ARRAYS = {"tokens": "tokens.bin", "ends": "offsets.bin", "counted": "counted.bin"}
@@ -101,11 +101,6 @@ class Shard:
 def stem(folder: Path, number: int) -> str:
     """How the names of a shard's files begin."""
     return str(folder / f"{number:07d}")
-
-
-def dtype_of(vocab_size: int) -> np.dtype[Any]:
-    """What ids are stored as: uint16 where the vocabulary allows, else uint32."""
-    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
 
 
 def summary_of(folder: Path, number: int) -> Summary | None:

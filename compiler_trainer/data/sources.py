@@ -6,9 +6,11 @@ import json
 import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -16,9 +18,11 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import SourceConfig
 from compiler_trainer.data import hub
 from compiler_trainer.data.files import ending, expand_files
-from compiler_trainer.data.readers import Span, one_line
+from compiler_trainer.data.ids import array_of, index_beside, index_of
+from compiler_trainer.data.readers import Span, batches_of, one_line
 
 PIECE_BYTES = 8 * 2**20  # what a process tokenizes at a time
+VOLUME_BYTES = 64 * 2**30  # what is kept, shuffled and laid in rows for itself
 STDLIB_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 STDLIB_SIZE_MAX_BYTES = 16 * 2**20
 SYNTHETIC_MEAN_BYTES = 544
@@ -46,15 +50,30 @@ class Source(NamedTuple):
 
     def pieces(self) -> list[list[Span]]:
         """The spans in runs of about 8 MiB."""
-        found: list[list[Span]] = []
-        room = 0
-        for span in self.spans:
-            if not found or span.size_bytes > room:
-                found.append([])
-                room = PIECE_BYTES
-            found[-1].append(span)
-            room -= span.size_bytes
-        return found
+        return runs(self.spans, PIECE_BYTES)
+
+    def volumes(self) -> list[Source]:
+        """The source in parts of about 64 GiB, each with the files that it reads; few are more than one."""
+        parts = runs(self.spans, VOLUME_BYTES)
+        return [self] if len(parts) < 2 else [self._replace(spans=spans, files=self.read_by(spans)) for spans in parts]
+
+    def read_by(self, spans: list[Span]) -> list[Stamp]:
+        """The files that some spans are of."""
+        paths = {span.path for span in spans}
+        return [file for file in self.files if file.path in paths] or self.files
+
+
+def runs(spans: list[Span], size_bytes: int) -> list[list[Span]]:
+    """Neighbouring spans that have about so many bytes together."""
+    found: list[list[Span]] = []
+    room = 0
+    for span in spans:
+        if not found or span.size_bytes > room:
+            found.append([])
+            room = size_bytes
+        found[-1].append(span)
+        room -= span.size_bytes
+    return found
 
 
 def source_of(cfg: SourceConfig, seed: int) -> Source:
@@ -84,15 +103,18 @@ def stdlib_files(root: Path) -> list[Path]:
 
 def of_files(cfg: SourceConfig, seed: int) -> Source:
     """The documents of files, in the order listed."""
-    readers = {".txt": "text" if cfg.document_separator is None else "separated", ".jsonl": "lines"}
+    return of_paths(", ".join(cfg.files), expand_files(cfg.files), partial(spans_of, cfg.document_separator))
 
-    def spans(path: str, size: int) -> Iterable[Span]:
-        kind = ending(path)
-        if kind == ".parquet":
-            return row_groups(path)
-        return bytes_of(readers[kind], path, size) if kind in readers else [Span("packed lines", path, 0, 1, size)]
 
-    return of_paths(", ".join(cfg.files), expand_files(cfg.files), spans)
+def spans_of(separator: str | None, path: str, size: int) -> Iterable[Span]:
+    """A file in spans, as its ending says."""
+    kind = ending(path)
+    if kind in SPANS:
+        return SPANS[kind](path)
+    if kind in (".txt", ".jsonl"):
+        reader = "lines" if kind == ".jsonl" else "text" if separator is None else "separated"
+        return bytes_of(reader, path, size)
+    return [Span("packed lines", path, 0, 1, size)]
 
 
 def of_paths(where: str, paths: list[str], spans: Callable[[str, int], Iterable[Span]]) -> Source:
@@ -127,15 +149,37 @@ def row_groups(path: str) -> list[Span]:
     return [Span("table", path, i, i + 1, group.total_byte_size) for i, group in enumerate(groups)]
 
 
+def batches(path: str) -> list[Span]:
+    """An Arrow file, a span a record batch."""
+    return [Span("arrow", path, i, i + 1, batch.nbytes) for i, batch in enumerate(batches_of(path))]
+
+
+def array_or_indexed(path: str) -> list[Span]:
+    """A .bin in spans of documents as its index has them; without one, as ids alone, in spans of bytes."""
+    if index_beside(path) is None:
+        return list(bytes_of("array", path, os.path.getsize(path)))
+    documents = len(index_of(path).documents) - 1
+    return in_steps("indexed", path, documents, os.path.getsize(path))
+
+
+def array(path: str) -> list[Span]:
+    """A .npy in spans of bytes of its ids."""
+    return list(bytes_of("array", path, array_of(path, np.int64).nbytes))
+
+
+def in_steps(reader: str, name: str, count: int, size: int) -> list[Span]:
+    """So many documents that have a size together, in spans of about 8 MiB."""
+    step = max(1, count * PIECE_BYTES // max(size, 1))
+    starts = range(0, count, step)
+    return [Span(reader, name, at, min(at + step, count), size * min(step, count - at) // count) for at in starts]
+
+
 def of_dataset(cfg: SourceConfig, seed: int) -> Source:
     """The rows of a dataset's split."""
     name = json.dumps([cfg.path, cfg.configuration, cfg.split])
     dataset = hub.loaded(name)
     files = [entry["filename"] for entry in dataset.cache_files]
-    size, rows = sum(map(os.path.getsize, files)), len(dataset)
-    step = max(1, rows * PIECE_BYTES // max(size, 1))
-    starts = range(0, rows, step)
-    spans = [Span("dataset", name, at, min(at + step, rows), size * min(step, rows - at) // rows) for at in starts]
+    spans = in_steps("dataset", name, len(dataset), sum(map(os.path.getsize, files)))
     return Source(f"{cfg.path} ({cfg.split})", spans, list(map(stamp, files)))
 
 
@@ -149,6 +193,7 @@ def of_generator(cfg: SourceConfig, seed: int) -> Source:
     return Source("data=synthetic", spans, [])
 
 
+SPANS = {".parquet": row_groups, ".arrow": batches, ".bin": array_or_indexed, ".npy": array}
 SOURCES: dict[str, Callable[[SourceConfig, int], Source]] = {
     "stdlib": of_stdlib,
     "text": of_files,

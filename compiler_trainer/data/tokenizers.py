@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,3 +116,8 @@ def build_tokenizer(name: str) -> Tokenizer:
     if not name:
         raise UserError("data.tokenizer", 'is empty; give "bytes" or the path of a tokenizer.json')
     return ByteTokenizer() if name == "bytes" else FileTokenizer(name)
+
+
+def dtype_of(vocab_size: int) -> np.dtype[Any]:
+    """What ids are stored as: uint16 where the vocabulary allows, else uint32."""
+    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)

@@ -15,15 +15,19 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import DataConfig, SourceConfig
 from compiler_trainer.data import chat
 from compiler_trainer.data.cutting import PART_BYTES, parts
 from compiler_trainer.data.readers import READERS, Asked, Span
-from compiler_trainer.data.records import BadRecord, Document
+from compiler_trainer.data.records import BadRecord, Document, Ids
 from compiler_trainer.data.shard import Encoded, Shard
 from compiler_trainer.data.tokenizers import Tokenizer, build_tokenizer
 
 DOCUMENTS_AT_ONCE = 1000
+IDS_AT_ONCE = 2**17
 
 
 class Recipe(NamedTuple):
@@ -36,12 +40,23 @@ class Recipe(NamedTuple):
     skip_bad: bool
 
 
+def recipe_for(cfg: DataConfig, source: SourceConfig) -> Recipe:
+    """How the records of a source become tokens."""
+    template = chat.template_beside(cfg.tokenizer) if cfg.chat else None
+    return Recipe(cfg.tokenizer, source.text_column, source.document_separator, template, cfg.bad_records == "skip")
+
+
 class Part(NamedTuple):
     """A document or part of one: a text, or ids and which of them count as labels."""
 
     content: str | Encoded
     begins: bool
     ends: bool
+
+    @property
+    def size(self) -> int:
+        """How many characters or ids it has."""
+        return len(self.content if isinstance(self.content, str) else self.content[0])
 
 
 class Worker:
@@ -64,7 +79,7 @@ class Worker:
     def read(self, spans: Iterable[Span], shard: Shard) -> Iterator[Part]:
         """What the spans hold, in parts that a tokenizer takes; the shard counts what is skipped."""
         column = None if self.recipe.template else self.recipe.column
-        asked = Asked(column, self.recipe.separator, self.tokenizer.encode)
+        asked = Asked(column, self.recipe.separator, self.tokenizer)
         for span in spans:
             for record in READERS[span.reader](span, asked):
                 try:
@@ -79,12 +94,26 @@ class Worker:
     def prepared(self, document: Document) -> list[Part]:
         """A text in parts of bounded length; the tokens of a conversation."""
         content, begins, ends = document
+        if isinstance(content, np.ndarray):
+            return self.given(content)
         if isinstance(content, list):
             assert self.recipe.template
             return [Part(chat.encode(content, self.recipe.template, self.tokenizer), begins, ends)]
         found = list(parts(content, self.tokenizer.encode))
         last = len(found) - 1
         return [Part(text, begins and not i, ends and i == last) for i, text in enumerate(found)]
+
+    def given(self, ids: Ids) -> list[Part]:
+        """A document of ids in parts; what ends it is left out, for a shard adds it."""
+        if self.recipe.template:
+            raise BadRecord("holds token ids, and no conversation; set data.chat=false")
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self.tokenizer.vocab_size:
+            wrong = ids.min() if ids.min() < 0 else ids.max()
+            raise BadRecord(f"holds id {wrong:,}, and the tokenizer has {self.tokenizer.vocab_size:,}; name its own")
+        if len(ids) and ids[-1] == self.tokenizer.end_of_document:
+            ids = ids[:-1]
+        starts = range(0, len(ids) or 1, IDS_AT_ONCE)
+        return [Part((ids[at : at + IDS_AT_ONCE], None), at == 0, at == starts[-1]) for at in starts]
 
     def encode(self, batch: list[Part]) -> list[Encoded]:
         """Ids of each part and which of them count."""
@@ -99,7 +128,7 @@ def batches(found: Iterable[Part]) -> Iterator[list[Part]]:
     size = 0
     for part in found:
         batch.append(part)
-        size += len(part.content)
+        size += part.size
         if size >= PART_BYTES or len(batch) == DOCUMENTS_AT_ONCE:
             yield batch
             batch, size = [], 0

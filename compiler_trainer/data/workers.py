@@ -29,16 +29,23 @@ class Failed(NamedTuple):
 
 
 def tokenize(
-    recipe: Recipe, folder: Path, pieces: Mapping[int, Sequence[Span]], done: Callable[[Sequence[Span]], None]
+    recipe: Recipe,
+    folder: Path,
+    pieces: Mapping[int, Sequence[Span]],
+    done: Callable[[Sequence[Span]], None],
+    most: int | None = None,
 ) -> None:
-    """Make a shard of each piece by its number, and tell what is `done`; raises the UserError of the first bad one."""
+    """Make a shard of each piece by its number, and tell what is `done`; raises the UserError of the first bad one.
+
+    That takes at most so many processes, without a number one a core.
+    """
     if len(pieces) <= ALONE:
         worker = Worker(recipe, folder)
         for number, spans in pieces.items():
             worker.tokenize(number, spans)
             done(spans)
         return
-    with processes(min(len(pieces), len(os.sched_getaffinity(0))), recipe, folder) as idle:
+    with processes(min(len(pieces), most or len(os.sched_getaffinity(0))), recipe, folder) as idle:
         share(pieces, idle, done)
 
 

@@ -24,7 +24,7 @@ SCHEDULES = {"constant": "constant", "cosine": "cosine decay", "linear": "linear
 
 def named(data: DataConfig) -> str:
     """What is read."""
-    return ", ".join(", ".join(source.files) or source.path or source.name for source in data.read)
+    return ", ".join(", ".join(source.files) or source.path or source.tokens or source.name for source in data.read)
 
 
 # ---- what a run will do -------------------------------------------------------------------------------

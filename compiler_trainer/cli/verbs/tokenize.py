@@ -1,0 +1,45 @@
+"""`tokenize`: make the tokens of a job's data ahead of it, on any machine, by as many processes and nodes as there are."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from compiler_trainer.cli.table import parser
+from compiler_trainer.config import recipes
+from compiler_trainer.config.compose import compose, typed
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.validate import validate_data
+from compiler_trainer.data.ahead import FILE, write
+from compiler_trainer.data.stored import Share
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Tokenize what the options name, and say what to train with."""
+    takes = parser("tokenize")
+    takes.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="the data and its tokenizer, as in training")
+    takes.add_argument("--out", type=Path, required=True, metavar="DIR", help="where tokens go; a later start goes on")
+    takes.add_argument("--shard", default="0/1", metavar="I/N", help="the share of node I, from 0, of N nodes")
+    takes.add_argument("--processes", type=int, metavar="COUNT", help="how many tokenize here (one a core)")
+    given = takes.parse_intermixed_args(arguments)
+    with tempfile.TemporaryDirectory() as scratch:
+        cfg = validate_data(typed(compose(recipes.by_name(given.overrides, Path(scratch)))))
+    tokens = write(cfg, given.out, share_of(given.shard, given.processes))
+    if tokens is None:
+        print(f"share {given.shard} is done; the last share that ends joins all, and writes {given.out / FILE}")
+        return
+    holds = tokens.holds
+    said = f", {holds.skipped:,} bad records skipped, the first is {holds.first_skipped}" if holds.skipped else ""
+    print(f"{holds.tokens:,} tokens of {holds.documents:,} documents in {given.out}, digest {holds.digest}{said}")
+    print(f"train with: compiler-trainer data=tokens data.tokens={given.out} data.tokenizer={cfg.tokenizer}")
+
+
+def share_of(shard: str, processes: int | None) -> Share:
+    """What `--shard` and `--processes` say; raises UserError."""
+    if not re.fullmatch(r"\d{1,6}/\d{1,6}", shard) or not (found := Share(*map(int, shard.split("/")))).is_one:
+        raise UserError("--shard", f"{shard} is no share; give I/N, I from 0 to N - 1, as 0/4")
+    if processes is not None and processes < 1:
+        raise UserError("--processes", f"{processes} must be at least 1")
+    return found._replace(processes=processes)

@@ -1,0 +1,110 @@
+"""Tokens made ahead of a run: a folder with the volumes that a run would make, and a manifest of them.
+
+    <DIR>/  tokens.json  <volume>/ ...
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.files import json_of, put
+from compiler_trainer.config.options import build
+from compiler_trainer.config.schema import DataConfig
+from compiler_trainer.data.kept import Kept, found
+from compiler_trainer.data.sources import source_of
+from compiler_trainer.data.stored import Share, Tokens, folders_of, make_share, summary
+from compiler_trainer.data.tokenizers import Tokenizer, build_tokenizer
+from compiler_trainer.data.worker import recipe_for
+
+FILE = "tokens.json"
+
+
+@dataclass(frozen=True)
+class Volume:
+    """A volume: the name of its folder, and what it holds."""
+
+    folder: str
+    tokens: int
+    documents: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What has to be known of tokens to train on them; `digest` depends on each of them."""
+
+    tokens: int
+    documents: int
+    digest: str
+    tokenizer: str
+    tokenizer_digest: str
+    chat: bool
+    volumes: tuple[Volume, ...]
+
+
+def write(cfg: DataConfig, out: Path, share: Share) -> Tokens | None:
+    """Tokenize a share of the only source of `cfg` into `out`; its tokens, None while other shares are missing.
+
+    Raises UserError.
+    """
+    if cfg.sources:
+        fix = "tokenize each into a folder of its own, and name these: {name: tokens, tokens: DIR, weight: 0.7}"
+        raise UserError("data.sources", f"are several; {fix}")
+    if cfg.tokens is not None:
+        raise UserError("data.tokens", "are tokens already; name the data that they are to be made of")
+    tokenizer, source, recipe = build_tokenizer(cfg.tokenizer), source_of(cfg, cfg.seed), recipe_for(cfg, cfg)
+    check_free(out, folders_of(source, recipe, tokenizer.digest, out))
+    tokens = make_share(source, recipe, tokenizer.digest, out, share)
+    if tokens is not None:
+        put(out / FILE, json.dumps(dataclasses.asdict(manifest_of(cfg, tokens, tokenizer)), indent=1))
+    return tokens
+
+
+def check_free(out: Path, volumes: list[Path]) -> None:
+    """Raise UserError where a folder has a manifest of other volumes."""
+    if (out / FILE).exists() and [volume.folder for volume in read(out).volumes] != [v.name for v in volumes]:
+        fix = "name another folder, or delete it"
+        raise UserError("--out", f"{out} holds the tokens of other data, options, or of files as they were; {fix}")
+
+
+def manifest_of(cfg: DataConfig, tokens: Tokens, tokenizer: Tokenizer) -> Manifest:
+    """The manifest of tokens that are whole."""
+    summaries = [(volume.folder.name, summary(volume)) for volume in tokens.volumes]
+    volumes = tuple(Volume(name, held.tokens, held.documents, held.digest) for name, held in summaries)
+    whole = tokens.holds
+    return Manifest(
+        whole.tokens, whole.documents, whole.digest, cfg.tokenizer, tokenizer.digest, cfg.chat, volumes
+    )
+
+
+def opened(folder: Path, tokenizer: Tokenizer, cfg: DataConfig) -> Tokens:
+    """The tokens of a folder, which may have moved; raises UserError where they are not whole, or made otherwise."""
+    manifest = read(folder)
+    if manifest.tokenizer_digest != tokenizer.digest:
+        what = f"is {cfg.tokenizer}, but {folder} was made with {manifest.tokenizer}"
+        raise UserError("data.tokenizer", f"{what}, which differs from it; name that one")
+    if manifest.chat != cfg.chat:
+        yes, no = ("true", "false") if manifest.chat else ("false", "true")
+        raise UserError("data.chat", f"is {no}, but {folder} was made with {yes}; set it to {yes}")
+    return Tokens(folder, [volume_of(folder, volume) for volume in manifest.volumes])
+
+
+def volume_of(folder: Path, volume: Volume) -> Kept:
+    """A volume that a manifest names; raises UserError where it is not what it was."""
+    there = found(folder / volume.folder, moved=True)
+    if there is None or summary(there).digest != volume.digest:
+        fix = "copy it again, or run compiler-trainer tokenize again"
+        raise UserError(str(folder / volume.folder), f"is missing, cut or altered; {fix}")
+    return there
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest of a folder; raises UserError where there is none."""
+    if not (folder / FILE).exists():
+        how = "compiler-trainer tokenize --out writes it once all is tokenized"
+        raise UserError("data.tokens", f"{folder} has no {FILE}; {how}")
+    return build(Manifest, json_of(folder / FILE, Manifest))

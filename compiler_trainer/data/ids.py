@@ -1,0 +1,105 @@
+"""Token ids that other tools made: Megatron's .bin with its .idx, arrays of numpy, and ids alone, as a memory map has.
+
+Without an index a document is what lies between end-of-document tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.data.records import Document, Record
+
+MAGIC, HEADER = b"MMIDIDX\x00\x00", struct.Struct("<9sQBQQ")  # and version, dtype, sequences, documents + 1
+DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # megatron/core/datasets/indexed_dataset.py
+IDS_AT_ONCE = 2**20
+
+
+class Index(NamedTuple):
+    """Documents of a .bin: number i is of the sequences from `documents[i]` on, each with its size and first byte."""
+
+    dtype: np.dtype[Any]
+    sizes: NDArray[np.int32]
+    pointers: NDArray[np.int64]
+    documents: NDArray[np.int64]
+
+
+def index_beside(path: str) -> str | None:
+    """The index of a .bin, None where there is none."""
+    found = str(Path(path).with_suffix(".idx"))
+    return found if path.endswith(".bin") and os.path.exists(found) else None
+
+
+def index_of(path: str) -> Index:
+    """What Megatron wrote beside a .bin; raises UserError."""
+    name = index_beside(path) or path
+    try:
+        content = np.memmap(name, np.uint8, mode="r")
+        magic, version, code, sequences, bounds = HEADER.unpack(content[: HEADER.size].tobytes())
+        if magic != MAGIC or version != 1 or code not in DTYPES:
+            raise ValueError(f"{magic!r}, version {version}, dtype {code}")
+        places = np.cumsum([HEADER.size, 4 * sequences, 8 * sequences, 8 * bounds])
+        arrays = [content[a:b] for a, b in zip(places, places[1:])]
+        index = Index(np.dtype(DTYPES[code]), *(a.view(kind) for a, kind in zip(arrays, ("<i4", "<i8", "<i8"))))
+        if len(index.documents) != bounds or index.documents[-1] != sequences:
+            raise ValueError(f"its documents do not end with its {sequences:,} sequences")
+    except (OSError, ValueError, struct.error, IndexError) as error:
+        raise UserError(name, f"is no index of Megatron's: {error}") from error
+    return index
+
+
+def read_indexed(path: str, start: int, end: int) -> Iterator[Record]:
+    """The documents from number `start` to before `end` of a .bin."""
+    index = index_of(path)
+    content = np.memmap(path, np.uint8, mode="r")
+    for number in range(start, end):
+        yield Record(partial("{}: document {}".format, path, number), partial(of_index, content, index, number))
+
+
+def of_index(content: NDArray[np.uint8], index: Index, number: int) -> Document:
+    """A document of a .bin."""
+    sequences = range(index.documents[number], index.documents[number + 1])
+    size = index.dtype.itemsize
+    parts = [content[at : at + size * n] for at, n in ((index.pointers[s], int(index.sizes[s])) for s in sequences)]
+    return Document(np.concatenate(parts or [content[:0]]).view(index.dtype))
+
+
+def array_of(path: str, dtype: DTypeLike) -> NDArray[np.integer]:
+    """The ids of a file, mapped: of a .npy as it says, else of a dtype; raises UserError."""
+    try:
+        if path.endswith(".npy"):
+            ids = np.load(path, mmap_mode="r", allow_pickle=False)
+        elif os.path.getsize(path):
+            ids = np.memmap(path, dtype, mode="r")
+        else:
+            ids = np.empty(0, dtype)
+    except (OSError, ValueError) as error:
+        raise UserError(path, f"cannot be read as {np.dtype(dtype)} ids: {error}") from error
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        raise UserError(path, f"is {ids.dtype}{list(ids.shape)}; ids are whole numbers in one dim")
+    return np.asarray(ids)
+
+
+def read_array(path: str, start: int, end: int, dtype: DTypeLike, closing: int) -> Iterator[Record]:
+    """The documents that begin from byte `start` to before `end` of the ids of a file."""
+    ids = array_of(path, dtype)
+    at, last = (next(ends(ids, place // ids.itemsize, len(ids), closing)) if place else 0 for place in (start, end))
+    for after in ends(ids, at, last, closing):
+        if after > at:
+            yield Record(partial("{}: token {}".format, path, at), partial(Document, ids[at:after]))
+        at = after
+
+
+def ends(ids: NDArray[np.integer], start: int, last: int, closing: int) -> Iterator[int]:
+    """Where documents end from token `start` to `last`, which ends one, too."""
+    for at in range(start, last, IDS_AT_ONCE):
+        yield from (at + 1 + np.flatnonzero(ids[at : min(at + IDS_AT_ONCE, last)] == closing)).tolist()
+    yield last

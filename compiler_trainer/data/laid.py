@@ -1,0 +1,88 @@
+"""How the documents of a volume are laid in rows, made once a machine: kept on disk, mapped by each of its ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from compiler_trainer.data.cache import in_cache
+from compiler_trainer.data.corpus import Corpus, Ids, split
+from compiler_trainer.data.kept import Kept
+from compiler_trainer.data.layouts import Layout
+from compiler_trainer.data.packing import Facts, PackedRows, packed
+
+FORMAT = 1  # of what is kept, and of what it depends on
+DTYPES = {"starts": np.int64, "sources": np.int64, "continues": np.bool_, "rows": np.int64}
+IN_MEMORY = 2**22  # rows, up to which an order is sooner made than kept
+
+
+class Wanted(NamedTuple):
+    """What rows follow from, beside the documents: `seed` is of their order, `before` counts those of other volumes."""
+
+    seed: list[int]
+    before: int
+    eval_fraction: float
+    seq_len: int
+    packing: str
+
+
+class Laid(NamedTuple):
+    """Rows to train on and those held out, None where no document is; `is_cut`: these are the end of one document."""
+
+    train: PackedRows | None
+    held_out: PackedRows | None
+    is_cut: bool
+
+
+def laid(corpus: Corpus, wanted: Wanted, cache: Path) -> Laid:
+    """The rows of a volume."""
+    key = [FORMAT, "rows", corpus.fingerprint, corpus.end_of_document, wanted]
+    kept = in_cache(cache, key, lambda folder: lay(folder, corpus, wanted))
+    train, held_out = (rows_of(kept, half, corpus, wanted.seq_len) for half in ("train", "held_out"))
+    return Laid(train, held_out, kept.holds["is_cut"])
+
+
+def lay(folder: Path, corpus: Corpus, wanted: Wanted) -> dict[str, Any]:
+    """Write both layouts of a volume, and say what they hold."""
+    whole, trained, held_out = split(corpus, wanted.eval_fraction, wanted.before)
+    np.random.default_rng(wanted.seed).shuffle(trained)
+    holds = {half: write(folder, half, whole, order, wanted) for half, order in named_halves(trained, held_out)}
+    return {**holds, "is_cut": len(whole) > len(corpus)}
+
+
+def named_halves(trained: Ids, held_out: Ids) -> list[tuple[str, Ids]]:
+    """The halves that have documents."""
+    return [(half, order) for half, order in (("train", trained), ("held_out", held_out)) if len(order)]
+
+
+def write(folder: Path, half: str, corpus: Corpus, order: Ids, wanted: Wanted) -> Facts:
+    """Write one layout."""
+    rows = packed(corpus, order, wanted.seq_len, wanted.packing)
+    for name in DTYPES:
+        getattr(rows.layout, name).tofile(folder / f"{half}.{name}.bin")
+    return rows.facts
+
+
+def rows_of(kept: Kept, half: str, corpus: Corpus, seq_len: int) -> PackedRows | None:
+    """The rows of a layout that is kept."""
+    if half not in kept.holds:
+        return None
+    facts = Facts(*kept.holds[half])
+    arrays = {name: kept.array(f"{half}.{name}", dtype) for name, dtype in DTYPES.items()}
+    return PackedRows(corpus, Layout(**arrays, cut=facts.cut), seq_len, facts)
+
+
+def shuffled(count: int, seed: list[int], cache: Path | None) -> Ids:
+    """The numbers below `count` in an order that a seed gives, kept where they are many."""
+    if cache is None or count <= IN_MEMORY:
+        return np.random.default_rng(seed).permutation(np.arange(count))
+    dtype = np.dtype(np.uint32 if count < 2**32 else np.int64)
+
+    def make(folder: Path) -> None:
+        order = np.arange(count, dtype=dtype)
+        np.random.default_rng(seed).shuffle(order)
+        order.tofile(folder / "order.bin")
+
+    return in_cache(cache, [FORMAT, "order", count, seed], make).array("order", dtype)

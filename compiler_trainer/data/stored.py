@@ -1,0 +1,139 @@
+"""Tokens on disk: those of a source, in volumes of 64 GiB of text, each made of pieces by as many processes as there are.
+
+    <volume>/  tokens.bin  offsets.bin  counted.bin  kept.json
+
+A volume's name depends on each file's path, size and time of change, on the tokenizer and on the options. It is made
+where it will lie, piece by piece, and pieces that are whole are kept when its making is interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from pathlib import Path
+from typing import NamedTuple
+
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.data.bar import Bar
+from compiler_trainer.data.cache import in_cache, named, writable
+from compiler_trainer.data.kept import Kept, alone, found, made, part_of
+from compiler_trainer.data.readers import Span
+from compiler_trainer.data.shard import Summary, join, sum_of, summary_of
+from compiler_trainer.data.sources import Source, stamp
+from compiler_trainer.data.worker import Recipe
+from compiler_trainer.data.workers import tokenize
+
+FORMAT = 4  # of what is stored, and of what it depends on
+
+
+class Share(NamedTuple):
+    """Of the pieces of a source every `of`-th is made here, from number `number` on, by so many processes."""
+
+    number: int = 0
+    of: int = 1
+    processes: int | None = None  # None: one a core
+
+    @property
+    def is_one(self) -> bool:
+        """Whether there is such a share."""
+        return self.number < self.of
+
+
+ALL = Share()
+
+
+class Tokens(NamedTuple):
+    """The tokens of a source: where they lie, and their volumes."""
+
+    where: Path
+    volumes: list[Kept]
+
+    @property
+    def holds(self) -> Summary:
+        """What all volumes hold."""
+        return reduce(sum_of, map(summary, self.volumes))
+
+    @property
+    def size_bytes(self) -> int:
+        """What they take on disk."""
+        return sum(volume.size_bytes for volume in self.volumes)
+
+
+def summary(volume: Kept) -> Summary:
+    """What a volume holds."""
+    return Summary(*volume.holds)
+
+
+def stored(source: Source, recipe: Recipe, digest: str, cache: Path) -> Tokens:
+    """The tokens of a source, made where the cache has none; `digest` is the tokenizer's. Raises UserError."""
+    volumes = [
+        in_cache(cache, key_of(volume, recipe, digest), lambda folder, volume=volume: tokenized(folder, volume, recipe))
+        for volume in source.volumes()
+    ]
+    return Tokens(volumes[0].folder if len(volumes) == 1 else cache, volumes)
+
+
+def make_share(source: Source, recipe: Recipe, digest: str, out: Path, share: Share) -> Tokens | None:
+    """Make a share of the tokens of a source in the folder `out`; all of them, None while other shares are missing."""
+    with writable("--out", out):
+        for volume, folder in zip(source.volumes(), folders_of(source, recipe, digest, out)):
+            if found(folder) is None:
+                make_share_of_volume(volume, recipe, folder, share)
+    whole = [found(folder) for folder in folders_of(source, recipe, digest, out)]
+    return Tokens(out, [there for there in whole if there]) if all(whole) else None
+
+
+def folders_of(source: Source, recipe: Recipe, digest: str, out: Path) -> list[Path]:
+    """The folders of its volumes."""
+    return [out / named(key_of(volume, recipe, digest)) for volume in source.volumes()]
+
+
+def make_share_of_volume(source: Source, recipe: Recipe, folder: Path, share: Share) -> None:
+    """Make a share of the pieces of a volume, and join all pieces where they are there."""
+    partial = part_of(folder)
+    if share.of > 1:
+        with alone(partial / "lock", shared=True), alone(partial / f"lock-{share.number}-of-{share.of}"):
+            if found(folder) is None:
+                make_pieces(partial, source, recipe, share)
+    if share.of == 1 or is_to_join(partial, source):
+        made(folder, lambda folder: tokenized(folder, source, recipe, share._replace(number=0, of=1)))
+
+
+def is_to_join(partial: Path, source: Source) -> bool:
+    """Whether all pieces of a volume are there."""
+    return all(summary_of(partial, number) is not None for number in range(len(source.pieces())))
+
+
+def key_of(source: Source, recipe: Recipe, digest: str) -> list[object]:
+    """What the tokens of a source depend on."""
+    return [FORMAT, digest, recipe._replace(tokenizer=""), source.files, source.spans]
+
+
+def tokenized(folder: Path, source: Source, recipe: Recipe, share: Share = ALL) -> Summary:
+    """Make what is missing of a volume in a folder; raises UserError where there are no tokens in all of it."""
+    make_pieces(folder, source, recipe, share)
+    holds = join(folder, len(source.pieces()))
+    if not holds.tokens:
+        skipped = f", {holds.skipped} bad ones skipped" if holds.skipped else ""
+        raise UserError(source.where, f"the corpus is empty: {holds.documents} documents, none with a token{skipped}")
+    return holds
+
+
+def make_pieces(folder: Path, source: Source, recipe: Recipe, share: Share) -> None:
+    """Make what is missing of a share of the pieces in a folder."""
+    pieces = {n: spans for n, spans in enumerate(source.pieces()) if n % share.of == share.number}
+    left = {number: spans for number, spans in pieces.items() if summary_of(folder, number) is None}
+    if len(left) < len(pieces):
+        print(f"going on with {folder}: {len(pieces) - len(left)} of {len(pieces)} pieces are there", flush=True)
+    size = size_of(pieces.values())
+    with Bar(size, size - size_of(left.values())) as bar:
+        tokenize(recipe, folder, left, lambda spans: bar.add(size_of([spans])), share.processes)
+    for file in source.files:
+        if not os.path.exists(file.path) or stamp(file.path) != file:
+            raise UserError(file.path, "has changed while it was read; start again")
+
+
+def size_of(pieces: Iterable[Sequence[Span]]) -> int:
+    """Bytes to read of some pieces."""
+    return sum(span.size_bytes for spans in pieces for span in spans)
