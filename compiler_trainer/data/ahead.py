@@ -1,6 +1,6 @@
 """Tokens made ahead of a run: a folder with the volumes that a run would make, and a manifest of them.
 
-    <DIR>/  tokens.json  <volume>/ ...
+<DIR>/  tokens.json  <volume>/ ...
 """
 
 from __future__ import annotations
@@ -76,9 +76,7 @@ def manifest_of(cfg: DataConfig, tokens: Tokens, tokenizer: Tokenizer) -> Manife
     summaries = [(volume.folder.name, summary(volume)) for volume in tokens.volumes]
     volumes = tuple(Volume(name, held.tokens, held.documents, held.digest) for name, held in summaries)
     whole = tokens.holds
-    return Manifest(
-        whole.tokens, whole.documents, whole.digest, cfg.tokenizer, tokenizer.digest, cfg.chat, volumes
-    )
+    return Manifest(whole.tokens, whole.documents, whole.digest, cfg.tokenizer, tokenizer.digest, cfg.chat, volumes)
 
 
 def opened(folder: Path, tokenizer: Tokenizer, cfg: DataConfig) -> Tokens:

@@ -126,10 +126,9 @@ def rows_of(
 
 def joined(parts: list[PackedRows], name: str) -> Rows:
     """The rows of all volumes, of which there must be some; raises UserError else."""
-    rows = parts[0] if len(parts) == 1 else Joined(parts) if parts else ()
-    if not len(rows):
+    if not any(map(len, parts)):
         raise UserError(name, "no row holds a label; give it more text, or set data.eval_fraction=0")
-    return rows
+    return parts[0] if len(parts) == 1 else Joined(parts)
 
 
 def name_of(source: SourceConfig) -> str:

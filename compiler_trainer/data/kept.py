@@ -42,7 +42,7 @@ class Kept(NamedTuple):
             return np.empty(0, dtype)
         with open(path, "rb") as file:
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        # A row is of documents that lie anywhere: to read on behind each would read hundreds of times what is asked for.
+        # A row is of documents that lie anywhere: to read on behind each would read hundreds of times what is asked.
         content.madvise(mmap.MADV_RANDOM)
         return np.frombuffer(content, dtype)
 
@@ -116,7 +116,7 @@ def made(folder: Path, make: Callable[[Path], Any]) -> Kept:
             shutil.rmtree(folder)
         close(partial, holds)
         os.rename(partial, folder)
-        return Kept(folder, holds)
+        return Kept(folder, json.loads((folder / FILE).read_text())["holds"])
 
 
 def part_of(folder: Path) -> Path:

@@ -18,8 +18,8 @@ class Joined(Rows):
         self.parts = tuple(parts)
         self.firsts = np.cumsum([0, *map(len, self.parts)])  # of each part, and the number of all rows
         self.seq_len = self.parts[0].seq_len
-        *counts, prints = zip(*(part.facts for part in self.parts))
-        self.facts = Facts(*map(sum, counts), self.named(prints))
+        documents, tokens, cut, filled = (sum(counts) for counts in zip(*(part.facts[:4] for part in self.parts)))
+        self.facts = Facts(documents, tokens, cut, filled, self.named([part.fingerprint for part in self.parts]))
 
     def __len__(self) -> int:
         return int(self.firsts[-1])
@@ -39,7 +39,7 @@ class Joined(Rows):
         """`tokens`, `labels`, `positions` and `documents` of rows of any parts."""
         is_read = np.zeros(len(rows), bool)
         is_read[read] = True
-        found = {}
+        found: dict[str, Ids] = {}
         for part, mine, numbers in self._by_part(rows):
             for name, array in part.batch(numbers, is_read[mine]).items():
                 found.setdefault(name, np.empty((len(rows), self.seq_len), np.int64))[mine] = array

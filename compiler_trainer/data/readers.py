@@ -158,8 +158,8 @@ def read_table(span: Span, asked: Asked) -> Found:
 
 def rows_of(batch: pa.RecordBatch, path: str, first: int, column: str | None) -> Found:
     """Records of rows, numbered from `first`."""
-    kind = batch.schema.field(column).type if column is not None else None
-    rows = [{column: found} for found in ids_in(batch.column(column))] if holds_ids(kind) else batch.to_pylist()
+    is_ids = column is not None and holds_ids(batch.schema.field(column).type)
+    rows = [{column: found} for found in ids_in(batch.column(column))] if is_ids else batch.to_pylist()
     for number, row in enumerate(rows, first):
         yield Record(partial("{}: row {}".format, path, number), partial(from_row, row, column))
 
@@ -180,7 +180,7 @@ def holds_text(kind: pa.DataType) -> bool:
     return kind in TEXT_TYPES or pa.types.is_dictionary(kind) and kind.value_type in TEXT_TYPES
 
 
-def holds_ids(kind: pa.DataType | None) -> bool:
+def holds_ids(kind: pa.DataType) -> bool:
     """Whether a column's values are lists of whole numbers."""
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     return is_list and pa.types.is_integer(kind.value_type)

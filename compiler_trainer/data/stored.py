@@ -1,4 +1,4 @@
-"""Tokens on disk: those of a source, in volumes of 64 GiB of text, each made of pieces by as many processes as there are.
+"""The tokens of a source on disk, in volumes of 64 GiB of text, each made of pieces by several processes.
 
     <volume>/  tokens.bin  offsets.bin  counted.bin  kept.json
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,7 +68,7 @@ def summary(volume: Kept) -> Summary:
 def stored(source: Source, recipe: Recipe, digest: str, cache: Path) -> Tokens:
     """The tokens of a source, made where the cache has none; `digest` is the tokenizer's. Raises UserError."""
     volumes = [
-        in_cache(cache, key_of(volume, recipe, digest), lambda folder, volume=volume: tokenized(folder, volume, recipe))
+        in_cache(cache, key_of(volume, recipe, digest), partial(tokenized, source=volume, recipe=recipe))
         for volume in source.volumes()
     ]
     return Tokens(volumes[0].folder if len(volumes) == 1 else cache, volumes)
@@ -91,18 +91,19 @@ def folders_of(source: Source, recipe: Recipe, digest: str, out: Path) -> list[P
 
 def make_share_of_volume(source: Source, recipe: Recipe, folder: Path, share: Share) -> None:
     """Make a share of the pieces of a volume, and join all pieces where they are there."""
-    partial = part_of(folder)
+    unfinished = part_of(folder)
     if share.of > 1:
-        with alone(partial / "lock", shared=True), alone(partial / f"lock-{share.number}-of-{share.of}"):
+        with alone(unfinished / "lock", shared=True), alone(unfinished / f"lock-{share.number}-of-{share.of}"):
             if found(folder) is None:
-                make_pieces(partial, source, recipe, share)
-    if share.of == 1 or is_to_join(partial, source):
-        made(folder, lambda folder: tokenized(folder, source, recipe, share._replace(number=0, of=1)))
+                make_pieces(unfinished, source, recipe, share)
+    if share.of == 1 or is_to_join(unfinished, source):
+        whole = share._replace(number=0, of=1)
+        made(folder, partial(tokenized, source=source, recipe=recipe, share=whole))
 
 
-def is_to_join(partial: Path, source: Source) -> bool:
+def is_to_join(folder: Path, source: Source) -> bool:
     """Whether all pieces of a volume are there."""
-    return all(summary_of(partial, number) is not None for number in range(len(source.pieces())))
+    return all(summary_of(folder, number) is not None for number in range(len(source.pieces())))
 
 
 def key_of(source: Source, recipe: Recipe, digest: str) -> list[object]:

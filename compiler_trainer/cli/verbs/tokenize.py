@@ -19,7 +19,9 @@ from compiler_trainer.data.stored import Share
 def main(arguments: Sequence[str]) -> None:
     """Tokenize what the options name, and say what to train with."""
     takes = parser("tokenize")
-    takes.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="the data and its tokenizer, as in training")
+    takes.add_argument(
+        "overrides", nargs="*", metavar="OPTION=VALUE", help="the data and its tokenizer, as in training"
+    )
     takes.add_argument("--out", type=Path, required=True, metavar="DIR", help="where tokens go; a later start goes on")
     takes.add_argument("--shard", default="0/1", metavar="I/N", help="the share of node I, from 0, of N nodes")
     takes.add_argument("--processes", type=int, metavar="COUNT", help="how many tokenize here (one a core)")

@@ -88,7 +88,7 @@ def test_prompt_and_completion_are_a_question_and_its_answer(tokenizer, tmp_path
 def test_messages_of_a_table_are_those_of_lines(tokenizer, tmp_path):
     pq.write_table(pa.table({"messages": [MESSAGES]}), tmp_path / "a.parquet")
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": MESSAGES}))
-    table, lines = (datasets(tmp_path / name, tokenizer).parts[0].corpus for name in ("a.parquet", "a.jsonl"))
+    table, lines = (datasets(tmp_path / name, tokenizer).parts[0].train.corpus for name in ("a.parquet", "a.jsonl"))
     assert table.tokens.tolist() == lines.tokens.tolist() and table.counted.tolist() == lines.counted.tolist()
 
 
@@ -97,7 +97,7 @@ def test_the_tokens_are_those_of_transformers(template, tokenizer, tmp_path):
     write_template(tmp_path, template)
     theirs = PreTrainedTokenizerFast(tokenizer_file=tokenizer, chat_template=template, bos_token="<|endoftext|>")
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": MESSAGES}))
-    corpus = datasets(tmp_path / "a.jsonl", tokenizer).parts[0].corpus
+    corpus = datasets(tmp_path / "a.jsonl", tokenizer).parts[0].train.corpus
     expected = theirs.apply_chat_template(MESSAGES, return_dict=True, return_assistant_tokens_mask=template == MARKED)
     assert corpus.tokens[:-1].tolist() == expected["input_ids"]
     if template == MARKED:
@@ -131,7 +131,7 @@ def test_rows_without_a_label_are_left_out(tokenizer, tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [question, {"role": "assistant", "content": "short"}]}) * 1)
     rows = datasets(tmp_path / "a.jsonl", tokenizer, seq_len=8).train.rows
     labels = rows.batch(np.arange(len(rows)))["labels"]
-    assert len(rows) <= 2 < rows.parts[0].tokens / 8 and (labels != -100).any(axis=1).all()
+    assert len(rows) <= 2 < rows.facts.tokens / 8 and (labels != -100).any(axis=1).all()
     assert (labels != -100).sum() == len("short") + 1 + len("\n")
 
 

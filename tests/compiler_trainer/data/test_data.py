@@ -30,7 +30,7 @@ from compiler_trainer.data.corpus import Corpus, hash_arrays, split
 from compiler_trainer.data.datasets import build_datasets, check_vocabulary
 from compiler_trainer.data.loader import Loader
 from compiler_trainer.data.mixture import Mixture
-from compiler_trainer.data.packing import PackedRows
+from compiler_trainer.data.packing import packed
 from compiler_trainer.data.readers import READERS, Asked, Span, read_table
 from compiler_trainer.data.sources import source_of
 from compiler_trainer.data.tokenizers import ByteTokenizer, FileTokenizer
@@ -53,13 +53,13 @@ def corpus_of(texts):
 
 def documents(cfg):
     """Every document of the only source of a config."""
-    asked = Asked(cfg.text_column, cfg.document_separator, ByteTokenizer().encode)
+    asked = Asked(cfg.text_column, cfg.document_separator, ByteTokenizer())
     for span in source_of(cfg, cfg.seed).spans:
         yield from (record.read().content for record in READERS[span.reader](span, asked))
 
 
 def all_rows(texts, seq_len, order=None):
-    rows = PackedRows(corpus_of(texts), np.arange(len(texts)) if order is None else order, seq_len)
+    rows = packed(corpus_of(texts), np.arange(len(texts)) if order is None else order, seq_len)
     return rows.batch(np.arange(len(rows)))
 
 
@@ -70,7 +70,7 @@ def text_config(*files, **changes):
 def numbered_loader(rows, batch_size, seed):
     """A loader whose row i starts with token 2 * i."""
     corpus = Corpus(np.arange(2 * rows + 1, dtype=np.uint16), np.array([0, 2 * rows + 1]), EOD, str(rows))
-    return Loader(Mixture([PackedRows(corpus, np.arange(1), seq_len=2)]), batch_size, seed)
+    return Loader(Mixture([packed(corpus, np.arange(1), seq_len=2)]), batch_size, seed)
 
 
 def row_numbers(batch):
@@ -121,7 +121,7 @@ def test_a_row_by_hand():
 
 @pytest.mark.parametrize(("seq_len", "filled", "cut"), [(6, [6, 3], 0), (5, [5, 4], 0), (2, [2, 2, 2, 2], 1 / 3)])
 def test_what_is_padding_and_which_documents_are_cut_by_hand(seq_len, filled, cut):
-    rows = PackedRows(corpus_of(["abc", "d", "ef"]), np.arange(3), seq_len)
+    rows = packed(corpus_of(["abc", "d", "ef"]), np.arange(3), seq_len)
     assert rows.filled(np.arange(len(rows))).tolist() == filled and rows.cut == cut
     assert rows.padding == 1 - sum(filled) / seq_len / len(filled)
 
@@ -226,7 +226,7 @@ def test_evaluation_keeps_its_order_and_starts_again():
 def test_nothing_is_held_out_at_zero():
     datasets = build_datasets(DataConfig("synthetic", documents=3, eval_fraction=0.0), 32, 4)
     assert datasets.describe(8).startswith("synthetic: 3 documents, ")
-    assert datasets.eval is None and datasets.parts[0].train.tokens == len(datasets.parts[0].corpus.tokens)
+    assert datasets.eval is None and datasets.parts[0].train.facts.tokens == datasets.parts[0].tokens.holds.tokens
     assert datasets.describe(8).splitlines()[0].endswith("nothing held out")
 
 
@@ -276,7 +276,7 @@ def test_files_and_globs_give_their_documents_in_order(library):
 def test_the_description_counts_what_was_read_and_left_out(library):
     folder, _ = library
     datasets = build_datasets(text_config(folder / "*.*", folder / "sub" / "*", eval_fraction=0.001), 8, 2)
-    name, kept = f"{folder}/*.*, {folder}/sub/*", datasets.parts[0].stored.folder
+    name, kept = f"{folder}/*.*, {folder}/sub/*", datasets.parts[0].tokens.where
     assert datasets.describe(12).splitlines() == [
         f"{name}: 5 documents (1 empty), 41 tokens (bytes); train 39 tokens in 5 rows of 8, 2.50% padding, "
         "75.0% of documents cut; held out end of the longest document, 2 tokens in 1 rows of 8, 75.00% padding, "
@@ -303,7 +303,7 @@ def test_a_column_of_text_is_read_whatever_its_encoding(kind, columns, tmp_path)
     values = pa.array(["é", "b", "é"]).cast(kind.value_type if pa.types.is_dictionary(kind) else kind)
     values = values.dictionary_encode().cast(kind) if pa.types.is_dictionary(kind) else values
     pq.write_table(pa.table({name: values for name in columns}), tmp_path / "a.parquet")
-    span, asked = Span("table", str(tmp_path / "a.parquet"), 0, 1, 1), Asked("text" if columns == ("text",) else None, None, len)
+    span, asked = Span("table", str(tmp_path / "a.parquet"), 0, 1, 1), Asked("text" if columns == ("text",) else None, None, ByteTokenizer())
     found = [record.read().content for record in read_table(span, asked)]
     texts = [[m["content"] for m in content] if isinstance(content, list) else [content] for content in found]
     assert texts == [[text] * len(columns) for text in ("é", "b", "é")]
@@ -336,7 +336,7 @@ def test_a_bad_file_is_named_in_one_line(tmp_path, name, content, message):
 
 BAD_TABLES = {
     "no column": ({"body": ["a"]}, ': needs one column "text"; it has body'),
-    "numbers": ({"text": [1]}, ': column "text" is int64, not string'),
+    "numbers": ({"text": [1]}, ': column "text" is int64, neither string nor lists of token ids'),
     "latin-1": ({"text": [b"caf\xe9"]}, ": row 0: is not UTF-8: byte 0xe9 at offset 3 (unexpected end of data); convert the file first"),
     "null": ({"text": ["a", None]}, ': row 1: field "text" is null'),
 }
@@ -357,7 +357,7 @@ def test_bad_paths_are_named(tmp_path):
     cases = {
         (tmp_path / "b.txt",): "b.txt: no such file (data.files)",
         (tmp_path / "*.jsonl",): "*.jsonl: the glob matches no file (data.files)",
-        (tmp_path / "empty",): "empty: no file below it ends in .txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet",
+        (tmp_path / "empty",): "empty: no file below it ends in .txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet, .arrow, .npy, .bin",
         (tmp_path / "empty" / "fifo",): "fifo: is not a regular file; copy what it gives into one",
         ("/dev/zero",): "/dev/zero: is not a regular file",
         ("",): "data.files: holds an empty name; name a file, a folder or a glob",
@@ -408,7 +408,7 @@ def test_a_tokenizer_file_gives_whole_documents(tokenizer_file, tmp_path):
     (tmp_path / "a.txt").write_text("hello world hello there")
     datasets = build_datasets(text_config(tmp_path / "a.txt", tokenizer=str(tokenizer_file)), 8, 1)
     end = Tokenizer.from_file(str(tokenizer_file)).token_to_id("<|endoftext|>")
-    assert datasets.parts[0].corpus.tokens.tolist() == [1, 7, 1, 0, end]
+    assert datasets.parts[0].train.corpus.tokens.tolist() == [1, 7, 1, 0, end]
     assert datasets.vocab_size == max(end, 7) + 1
 
 
@@ -418,7 +418,7 @@ def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path):
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "a.jsonl").write_text('{"text": "high"}\n' * 600)
     cfg = text_config(tmp_path / "a.jsonl", tokenizer=str(tmp_path / "tokenizer.json"))
-    corpus = build_datasets(cfg, 8, 1).parts[0].corpus
+    corpus = build_datasets(cfg, 8, 1).parts[0].train.corpus
     assert corpus.tokens.dtype == np.uint32
     assert corpus.tokens.reshape(600, 2).tolist() == [[100_000, corpus.end_of_document]] * 600
 

@@ -32,7 +32,7 @@ def dataset(tmp_path, monkeypatch):
 
 def tokens(path, **options):
     cfg = DataConfig(name="hf_dataset", path=str(path), eval_fraction=0.0, **options)
-    return build_datasets(cfg, 8, 1).parts[0].corpus.tokens
+    return build_datasets(cfg, 8, 1).parts[0].train.corpus.tokens
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
