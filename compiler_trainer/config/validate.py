@@ -58,10 +58,8 @@ DECODER_CHECKS: Checks = (
     ),
     (
         "model.rope_scaling.low_freq_factor",
-        lambda c: (
-            c.model.rope_scaling is None
-            or c.model.rope_scaling.low_freq_factor <= c.model.rope_scaling.high_freq_factor
-        ),
+        lambda c: c.model.rope_scaling is None
+        or c.model.rope_scaling.low_freq_factor <= c.model.rope_scaling.high_freq_factor,
         "{c.model.rope_scaling.low_freq_factor} must be at most "
         "model.rope_scaling.high_freq_factor={c.model.rope_scaling.high_freq_factor}; change either",
     ),
@@ -137,8 +135,7 @@ CHECKS: Checks = (
     (
         "data.tokens",
         lambda c: all((s.tokens is not None) == (s.name == "tokens") for s in (c.data, *c.data.sources)),
-        "{c.data.tokens} with data={c.data.name}; tokens go with data=tokens, which needs their folder; so do those of a "
-        "source",
+        "{c.data.tokens} with data={c.data.name}; they go with data=tokens, which needs some; so do those of a source",
     ),
     (
         "data.chat",

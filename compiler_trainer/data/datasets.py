@@ -13,7 +13,7 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import DataConfig, SourceConfig
 from compiler_trainer.data import ahead
 from compiler_trainer.data.cache import cache_of
-from compiler_trainer.data.corpus import mapped
+from compiler_trainer.data.corpus import Ids, mapped
 from compiler_trainer.data.laid import Laid, Wanted, laid
 from compiler_trainer.data.loader import Loader
 from compiler_trainer.data.mixture import Joined, Mixture
@@ -72,6 +72,11 @@ class Datasets:
             if self.cfg.chat and part.train.cut:
                 lines.append(f"note: {part.name}: {crossing(part.train, self.cfg.packs)}")
         return "\n".join(lines)
+
+    def read_only(self, rows: Ids) -> None:
+        """Read tokens of these rows of each global batch alone: those that this process computes."""
+        for loader in filter(None, (self.train, self.eval)):
+            loader.read_only(rows)
 
     def report(self) -> list[dict[str, Any]]:
         """Of each source how many rows to train on there are, and how well they are packed."""

@@ -23,6 +23,7 @@ from compiler_trainer.step.shelf import Shelf
 from compiler_trainer.training.evaluate import held_out, means
 from compiler_trainer.training.prepare import read_data
 from compiler_trainer.training.progress import Working
+from compiler_trainer.training.rows import own_rows
 from compiler_trainer.training.trainer import local_device, peek
 
 
@@ -54,6 +55,8 @@ def evaluate(cfg: Config, other: bool) -> str:
             shelf=Shelf(),
             tell=tell,
         )
+        if not cfg.loss:
+            datasets.read_only(own_rows(step, step.ranks))
         from_newest(cfg, lambda path: checkpoint.load_model(step, path))
         measured, tokens = means(step, told(loader, cfg.eval.batches, tell))
     stop_ranks()

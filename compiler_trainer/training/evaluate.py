@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from compiler_trainer.data.loader import Loader
-from compiler_trainer.data.mixture import Mixture
 from compiler_trainer.models import IGNORED_LABEL
 
 
@@ -34,15 +33,16 @@ def means(step: Measures, batches: Iterable[dict[str, Tensor]]) -> tuple[dict[st
 def held_out(loader: Loader, batches: int | None) -> Iterator[dict[str, Tensor]]:
     """The first so many global batches, the same each time; with None every row once."""
     if batches is None:
-        return every_row(loader.rows, loader.batch_size)
+        return every_row(loader)
     loader.reset()
     return (loader.next() for _ in range(batches))
 
 
-def every_row(rows: Mixture, size: int) -> Iterator[dict[str, Tensor]]:
+def every_row(loader: Loader) -> Iterator[dict[str, Tensor]]:
     """Every row once, in order; what fills the last batch has no labels."""
+    rows, size = loader.rows, loader.batch_size
     for first in range(0, len(rows), size):
         numbers = np.arange(first, first + size)
-        batch = rows.batch(np.minimum(numbers, len(rows) - 1))
+        batch = rows.batch(np.minimum(numbers, len(rows) - 1), loader.read)
         batch["labels"][numbers >= len(rows)] = IGNORED_LABEL
         yield {name: torch.from_numpy(array) for name, array in batch.items()}

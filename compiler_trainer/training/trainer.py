@@ -42,6 +42,7 @@ from compiler_trainer.training.progress import Progress, Working, announce, say_
 from compiler_trainer.training.replicas import Replicas
 from compiler_trainer.training.resume import pass_over
 from compiler_trainer.training.room import check_room
+from compiler_trainer.training.rows import own_rows
 from compiler_trainer.training.saving import saving
 from compiler_trainer.training.speed import machine
 from compiler_trainer.training.spikes import Spikes
@@ -149,7 +150,7 @@ def build_step(
     cfg: Config, trained: Subject, datasets: Datasets, observe: folder.Dumps | None, tell: Callable[[str], None]
 ) -> Step:
     """The compiled step with its initial weights; `observe` sees its graph after each pass."""
-    return compile_step(
+    step = compile_step(
         trained.module,
         trained.loss,
         peek(datasets.train),
@@ -168,6 +169,9 @@ def build_step(
         shelf=Shelf(observe.folder if observe else None),
         tell=tell,
     )
+    if not cfg.loss:  # one's own may count more of all rows than which of their tokens have labels
+        datasets.read_only(own_rows(step, step.ranks))
+    return step
 
 
 def run(

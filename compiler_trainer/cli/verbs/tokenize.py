@@ -1,4 +1,4 @@
-"""`tokenize`: make the tokens of a job's data ahead of it, on any machine, by as many processes and nodes as there are."""
+"""`tokenize`: make the tokens of a job's data ahead of it, on any machine, by several processes and nodes."""
 
 from __future__ import annotations
 
