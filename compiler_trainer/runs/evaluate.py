@@ -55,7 +55,7 @@ def evaluate(cfg: Config, other: bool) -> str:
             shelf=Shelf(),
             tell=tell,
         )
-        if not cfg.loss:
+        if not cfg.loss and step.mesh.world_size > 1:
             datasets.read_only(own_rows(step, step.ranks))
         from_newest(cfg, lambda path: checkpoint.load_model(step, path))
         measured, tokens = means(step, told(loader, cfg.eval.batches, tell))

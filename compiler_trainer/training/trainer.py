@@ -169,7 +169,8 @@ def build_step(
         shelf=Shelf(observe.folder if observe else None),
         tell=tell,
     )
-    if not cfg.loss:  # one's own may count more of all rows than which of their tokens have labels
+    # A loss of one's own may count more of all rows than which of their tokens have labels.
+    if not cfg.loss and step.mesh.world_size > 1:
         datasets.read_only(own_rows(step, step.ranks))
     return step
 
