@@ -41,7 +41,7 @@ def laid(corpus: Corpus, wanted: Wanted, cache: Path) -> Laid:
     """The rows of a volume."""
     key = [FORMAT, "rows", corpus.fingerprint, corpus.end_of_document, wanted]
     kept = in_cache(cache, key, lambda folder: lay(folder, corpus, wanted))
-    corpus = replace(corpus, offsets=corpus.offsets[:0].copy())  # a layout has them, and a mapping that was read is let go
+    corpus = replace(corpus, offsets=corpus.offsets[:0].copy())  # a layout has them: what was mapped is let go
     train, held_out = (rows_of(kept, half, corpus, wanted.seq_len) for half in ("train", "held_out"))
     return Laid(train, held_out, kept.holds["is_cut"])
 

@@ -27,6 +27,8 @@ from compiler_trainer.config.schema import (
     ModelConfig,
     RunConfig,
 )
+from compiler_trainer.data import ahead
+from compiler_trainer.data.stored import ALL
 from compiler_trainer.planning.dry import dry_run
 from compiler_trainer.training.trainer import train
 
@@ -60,6 +62,8 @@ def furnish(folder: Path) -> None:
     (folder / "qwen/chat_template.jinja").write_text(TEMPLATE)
     shutil.copytree(folder / "qwen", folder / "smol")
     shutil.copy(folder / "qwen/tokenizer.json", folder / "TOK")
+    for out, files in (("tokens", "books"), ("tokens/books", "books"), ("tokens/code", "code")):
+        ahead.write(DataConfig(name="text", files=(files,), tokenizer="TOK"), folder / out, ALL)
     (folder / "conf/model").mkdir(parents=True)
     (folder / "conf/model/reader.yaml").write_text(shown_file("docs/guides/your-model.md", "conf/model/reader.yaml"))
     cluster = yaml.safe_load((CONF / "cluster/cpu.yaml").read_text())

@@ -80,6 +80,7 @@ def test_every_choice_trains_under_its_own_name(command, group, choice):
         "text": "data.files=[a.txt]",
         "mixture": "data.sources=[{files:[a.txt],weight:2},{files:[b.txt]}]",
         "hf_dataset": "data.path=folder",
+        "tokens": "data.tokens=folder",
         "hf": "model.path=folder",
         "custom": "model._target_=my.Model",
     }
