@@ -32,6 +32,7 @@ from compiler_trainer.config.kinds import (
     Seed,
     Text,
 )
+from compiler_trainer.config.lengths import is_length
 from compiler_trainer.config.options import Chosen, Must, build  # noqa: F401  # build: of what `Config` is in
 from passes.memory.remat import SAVE, Action, OfLayer, Policy
 from passes.precision.cast import OPS
@@ -203,11 +204,12 @@ class DataConfig(SourceConfig):
 
     name: Literal["stdlib", "text", "synthetic", "hf_dataset", "tokens", "mixture"] = "stdlib"
     sources: tuple[WeightedSource, ...] = ()
+    validation: tuple[WeightedSource, ...] = ()  # what to evaluate on; nothing else is held out then
     tokenizer: str = "bytes"
     chat: bool = False
     packing: Literal["auto", "cut", "fit"] = "auto"  # documents end to end, cut; or whole ones, padded: with `chat`
     bad_records: Literal["stop", "skip"] = "stop"
-    eval_fraction: OpenFraction = 0.05  # of each source's documents, held out
+    eval_fraction: OpenFraction = 0.05  # of each source's documents, held out where there is no validation set
     seed: Seed = 0
     cache: str | None = None  # where tokens are kept; null: compiler-trainer/tokens in $XDG_CACHE_HOME or ~/.cache
 
@@ -218,8 +220,18 @@ class DataConfig(SourceConfig):
 
     @property
     def read(self) -> tuple[SourceConfig, ...]:
-        """The sources that documents are read from."""
+        """The sources that documents to train on are read from."""
         return self.sources or (self,)
+
+    @property
+    def listed(self) -> tuple[SourceConfig, ...]:
+        """Every source that is stated."""
+        return (self, *self.sources, *self.validation)
+
+    @property
+    def held_out(self) -> float:
+        """The share of documents to train on that is held out."""
+        return 0.0 if self.validation else self.eval_fraction
 
 
 def kind_of_microbatches(given: Any) -> Any:
@@ -229,6 +241,23 @@ def kind_of_microbatches(given: Any) -> Any:
 
 Microbatches = Annotated[int, Chosen(kind_of_microbatches, "a whole number, at least 1 | auto")]
 AUTOMATIC: Any = "auto"  # what `train.microbatches` is until it is planned
+
+
+Length = Annotated[str, Must("be a number of steps, or epochs or tokens as 3epochs or 20Btokens", is_length)]
+
+
+def kind_of_steps(given: Any) -> Any:
+    """What a length of training is given as."""
+    return Length if isinstance(given, str) else Positive
+
+
+Steps = Annotated[int, Chosen(kind_of_steps, "a whole number, at least 1 | 3epochs | 20Btokens")]
+LONGEST = 2**62  # steps that stand for epochs or tokens until the data are read
+
+
+def lasting(cfg: Config, steps: int) -> Config:
+    """`cfg` with so many steps."""
+    return dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, steps=steps))
 
 
 @dataclass(frozen=True)
@@ -249,7 +278,7 @@ class TrainConfig:
     `microbatches` is the number of steps of gradient accumulation; with `auto` it is as small as memory allows.
     """
 
-    steps: Positive = 80  # optimizer steps; there are no epochs
+    steps: Steps = 80  # optimizer steps, or what epochs or tokens come to: 3epochs, 20Btokens
     seq_len: RowLength = 256  # tokens a row
     global_batch_size: Positive = 16  # sequences a step, all ranks together
     microbatches: Microbatches = 1  # parts of a step's rows, in turn: gradient accumulation; auto: planned
@@ -540,6 +569,7 @@ class EvalConfig:
 
     interval: Interval | None = 50  # null: never, and data.eval_fraction may be 0
     batches: Positive | None = 4  # the same each time; null: every held-out row once
+    patience: Positive | None = None  # early stopping: end after so many evaluations without a lower loss; null: never
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import (
     EIGHT_BITS,
+    LONGEST,
     PLAIN_HEADS,
     Config,
     DataConfig,
@@ -18,6 +19,7 @@ from compiler_trainer.config.schema import (
     MeshConfig,
     ModelConfig,
     SourceConfig,
+    lasting,
     open_axes,
 )
 from compiler_trainer.config.times import is_time
@@ -119,27 +121,27 @@ CHECKS: Checks = (
     ("checkpoint.dir", lambda c: c.checkpoint.dir is None or c.checkpoint.dir.strip() != "", "is empty; name a folder"),
     (
         "data.sources",
-        lambda c: bool(c.data.sources) == (c.data.name == "mixture") and "mixture" not in names(c.data.sources),
+        lambda c: bool(c.data.sources) == (c.data.name == "mixture") and "mixture" not in names(c.data.listed[1:]),
         "{c.data.sources} with data={c.data.name}; they go with data=mixture, which needs some, none a mixture",
     ),
     (
         "data.files",
-        lambda c: all(bool(s.files) == (s.name == "text") for s in (c.data, *c.data.sources)),
+        lambda c: all(bool(s.files) == (s.name == "text") for s in c.data.listed),
         "{c.data.files} with data={c.data.name}; files go with data=text, which needs some; so do those of a source",
     ),
     (
         "data.path",
-        lambda c: all(bool(s.path) == (s.name == "hf_dataset") for s in (c.data, *c.data.sources)),
+        lambda c: all(bool(s.path) == (s.name == "hf_dataset") for s in c.data.listed),
         "goes with data=hf_dataset, which needs one; see what data.name, data.path and data.sources are",
     ),
     (
         "data.tokens",
-        lambda c: all((s.tokens is not None) == (s.name == "tokens") for s in (c.data, *c.data.sources)),
+        lambda c: all((s.tokens is not None) == (s.name == "tokens") for s in c.data.listed),
         "{c.data.tokens} with data={c.data.name}; they go with data=tokens, which needs some; so do those of a source",
     ),
     (
         "data.chat",
-        lambda c: not c.data.chat or names(c.data.read) <= {"text", "hf_dataset", "tokens"},
+        lambda c: not c.data.chat or names((*c.data.read, *c.data.validation)) <= {"text", "hf_dataset", "tokens"},
         "conversations are read with data=text and data=hf_dataset; set it to false",
     ),
     (
@@ -219,8 +221,14 @@ CHECKS: Checks = (
     ),
     (
         "eval.interval",
-        lambda c: c.eval.interval is None or c.data.eval_fraction > 0,
-        "{c.eval.interval}, but data.eval_fraction=0 holds nothing out; set eval.interval=null or a fraction",
+        lambda c: c.eval.interval is None or c.data.eval_fraction > 0 or bool(c.data.validation),
+        "{c.eval.interval}, but data.eval_fraction=0 holds nothing out; set eval.interval=null, a fraction, or "
+        "data.validation",
+    ),
+    (
+        "eval.patience",
+        lambda c: c.eval.patience is None or c.eval.interval is not None,
+        "{c.eval.patience} counts evaluations, and eval.interval=null has none; set either",
     ),
     (
         "passes.remat.policy",
@@ -247,7 +255,8 @@ CHECKS: Checks = (
 
 def validate(cfg: Config, world_size: int) -> Config:
     """`cfg` with the mesh resolved for `world_size` ranks; raises UserError where two options cannot hold together."""
-    check(cfg, (*CHECKS, *(DECODER_CHECKS if isinstance(cfg.model, ModelConfig) else ())))
+    known = cfg if isinstance(cfg.train.steps, int) else lasting(cfg, LONGEST)
+    check(known, (*CHECKS, *(DECODER_CHECKS if isinstance(cfg.model, ModelConfig) else ())))
     for where, path in (
         ("run.dir", cfg.run.dir),
         ("checkpoint.dir", cfg.checkpoint.dir),

@@ -56,8 +56,9 @@ def split(corpus: Corpus, eval_fraction: float, before: int = 0) -> tuple[Corpus
     and a longer corpus. Where a handful of documents makes that no tokens or far too many, the end of the longest one
     is cut off instead and becomes the held-out document.
     """
-    if eval_fraction == 0:
-        return corpus, np.arange(len(corpus)), np.arange(0)
+    if eval_fraction in (0, 1):
+        every, none = np.arange(len(corpus)), np.arange(0)
+        return corpus, *((none, every) if eval_fraction else (every, none))
     is_held_out = drawn(len(corpus), eval_fraction, before)
     trained, held_out = np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)
     share = corpus.lengths(held_out).sum() / len(corpus.tokens)

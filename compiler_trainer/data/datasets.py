@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from compiler_trainer.config.schema import DataConfig, SourceConfig
 from compiler_trainer.data import ahead
 from compiler_trainer.data.cache import cache_of
 from compiler_trainer.data.corpus import Ids, mapped
-from compiler_trainer.data.laid import Laid, Wanted, laid
+from compiler_trainer.data.laid import Wanted, laid
 from compiler_trainer.data.loader import Loader
 from compiler_trainer.data.mixture import Joined, Mixture
 from compiler_trainer.data.packing import PackedRows, Rows
@@ -28,14 +29,14 @@ FAR_LARGER = 4  # times the tokens that there are: a vocabulary that was made fo
 
 @dataclass(frozen=True)
 class Part:
-    """One source: its tokens on disk, and the rows to train on and those held out, None where none are.
+    """One source: its tokens on disk, and rows to train on and held out, None where there are none.
 
     With `is_cut`, these are the end of its longest document.
     """
 
     name: str
     tokens: Tokens
-    train: Rows
+    train: Rows | None
     held_out: Rows | None
     is_cut: bool
 
@@ -44,7 +45,7 @@ class Part:
         holds = self.tokens.holds
         empty = f" ({holds.empty:,} empty)" if holds.empty else ""
         facts = [f"{holds.documents:,} documents{empty}, {holds.tokens:,} tokens ({tokenizer})"]
-        facts.append(f"train {describe_rows(self.train)}")
+        facts += [f"train {describe_rows(self.train)}"] if self.train else []
         origin = "end of the longest document, " if self.is_cut else ""
         facts.append(f"held out {origin}{describe_rows(self.held_out)}" if self.held_out else "nothing held out")
         yield f"{self.name}: {'; '.join(facts)}"
@@ -65,12 +66,14 @@ class Datasets:
 
     def describe(self, left: int) -> str:
         """Lines about each source, and how often a run with so many rows left sees it."""
-        lines = []
-        for part, weight, taken in zip(self.parts, self.train.rows.weights, self.train.taken):
-            epochs = (taken + left * weight) / len(part.train)
-            lines += [*part.describe(self.cfg.tokenizer), f"{part.name}: {epochs:,.3g} epochs when the run ends"]
-            if self.cfg.chat and part.train.cut:
-                lines.append(f"note: {part.name}: {crossing(part.train, self.cfg.packs)}")
+        lines: list[str] = []
+        mixture = self.train.rows
+        for part in self.parts:
+            lines += part.describe(self.cfg.tokenizer)
+        for name, rows, weight, taken in zip(mixture.names, mixture.parts, mixture.weights, self.train.taken):
+            lines.append(f"{name}: {(taken + left * weight) / len(rows):,.3g} epochs when the run ends")
+            if self.cfg.chat and rows.cut:
+                lines.append(f"note: {name}: {crossing(rows, self.cfg.packs)}")
         return "\n".join(lines)
 
     def read_only(self, rows: Ids) -> None:
@@ -80,10 +83,8 @@ class Datasets:
 
     def report(self) -> list[dict[str, Any]]:
         """Of each source how many rows to train on there are, and how well they are packed."""
-        return [
-            {"source": part.name, "rows": len(part.train), "padding": part.train.padding, "cut": part.train.cut}
-            for part in self.parts
-        ]
+        trained = zip(self.train.rows.names, self.train.rows.parts)
+        return [{"source": name, "rows": len(rows), "padding": rows.padding, "cut": rows.cut} for name, rows in trained]
 
 
 def build_datasets(cfg: DataConfig, seq_len: int, global_batch_size: int) -> Datasets:
@@ -92,22 +93,44 @@ def build_datasets(cfg: DataConfig, seq_len: int, global_batch_size: int) -> Dat
     Every rank builds the same datasets from the same config. Raises UserError on bad input.
     """
     tokenizer, cache = build_tokenizer(cfg.tokenizer), cache_of(cfg.cache)
-    parts = [part_of(cfg, number, tokenizer, seq_len, cache) for number in range(len(cfg.read))]
-    weights = [getattr(source, "weight", 1.0) for source in cfg.read]
-    train = Loader(Mixture([part.train for part in parts], weights), global_batch_size, cfg.seed, cache)
-    held_out = [(part.held_out, weight) for part, weight in zip(parts, weights) if part.held_out]
-    evaluation = Loader(Mixture(*zip(*held_out)), global_batch_size, seed=None) if held_out else None
-    return Datasets(cfg, parts, tokenizer.vocab_size, train, evaluation)
+    read = partial(part_of, cfg, tokenizer=tokenizer, seq_len=seq_len, cache=cache)
+    parts = [read(source, number, cfg.held_out) for number, source in enumerate(cfg.read)]
+    own = [read(source, number, 1.0) for number, source in enumerate(cfg.validation)]
+    train = mixed([(part.train, source, part.name) for part, source in zip(parts, cfg.read)])
+    evaluated = [(part.held_out, source, part.name) for part, source in zip(own or parts, cfg.validation or cfg.read)]
+    return Datasets(
+        cfg,
+        [*parts, *own],
+        tokenizer.vocab_size,
+        Loader(train, global_batch_size, cfg.seed, cache),
+        Loader(mixed(evaluated), global_batch_size, seed=None) if any(rows for rows, *_ in evaluated) else None,
+    )
 
 
-def part_of(cfg: DataConfig, number: int, tokenizer: Tokenizer, seq_len: int, cache: Path) -> Part:
-    """The rows of one of the sources."""
-    source = cfg.read[number]
-    tokens, name = tokens_of(cfg, source, tokenizer, cache), name_of(source)
-    found = list(rows_of(cfg, number, tokens, tokenizer, seq_len, cache))
-    train = joined([each.train for each in found if each.train], name)
-    held_out = [each.held_out for each in found if each.held_out]
-    return Part(name, tokens, train, joined(held_out, name) if held_out else None, any(each.is_cut for each in found))
+def mixed(parts: Iterable[tuple[Rows | None, SourceConfig, str]]) -> Mixture:
+    """The rows of sources that have some, by weight."""
+    found = [(rows, getattr(source, "weight", 1.0), name) for rows, source, name in parts if rows]
+    return Mixture(*zip(*found))
+
+
+def part_of(
+    cfg: DataConfig,
+    source: SourceConfig,
+    number: int,
+    eval_fraction: float,
+    tokenizer: Tokenizer,
+    seq_len: int,
+    cache: Path,
+) -> Part:
+    """The rows of one of the sources, of which a share is held out."""
+    tokens, name, before, found = tokens_of(cfg, source, tokenizer, cache), name_of(source), 0, []
+    for at, volume in enumerate(tokens.volumes):
+        corpus = mapped(volume, tokenizer, cfg.chat)
+        seed = [cfg.seed, number, *([at] if at else [])]
+        found.append(laid(corpus, Wanted(seed, before, eval_fraction, seq_len, cfg.packs), cache))
+        before += len(corpus)
+    train, held_out = ([half for half in halves if half] for halves in zip(*(each[:2] for each in found)))
+    return Part(name, tokens, joined(train, name), joined(held_out, name), any(each.is_cut for each in found))
 
 
 def tokens_of(cfg: DataConfig, source: SourceConfig, tokenizer: Tokenizer, cache: Path) -> Tokens:
@@ -117,20 +140,10 @@ def tokens_of(cfg: DataConfig, source: SourceConfig, tokenizer: Tokenizer, cache
     return stored(source_of(source, cfg.seed), recipe_for(cfg, source), tokenizer.digest, cache)
 
 
-def rows_of(
-    cfg: DataConfig, number: int, tokens: Tokens, tokenizer: Tokenizer, seq_len: int, cache: Path
-) -> Iterator[Laid]:
-    """The rows of each volume of a source."""
-    before = 0
-    for at, volume in enumerate(tokens.volumes):
-        corpus = mapped(volume, tokenizer, cfg.chat)
-        seed = [cfg.seed, number, *([at] if at else [])]
-        yield laid(corpus, Wanted(seed, before, cfg.eval_fraction, seq_len, cfg.packs), cache)
-        before += len(corpus)
-
-
-def joined(parts: list[PackedRows], name: str) -> Rows:
-    """The rows of all volumes, of which there must be some; raises UserError else."""
+def joined(parts: list[PackedRows], name: str) -> Rows | None:
+    """The rows of all volumes, None without documents; raises UserError where these give none."""
+    if not parts:
+        return None
     if not any(map(len, parts)):
         raise UserError(name, "no row holds a label; give it more text, or set data.eval_fraction=0")
     return parts[0] if len(parts) == 1 else Joined(parts)

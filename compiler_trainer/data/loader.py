@@ -92,12 +92,17 @@ class Loader:
             raise ValueError(f"taken has to be whole numbers of rows, from 0 to {MOST_TAKEN:,}")
         self.taken = tuple(taken)
 
-    def _make(self, taken: tuple[int, ...]) -> Made:
-        turns = self.rows.draw(np.array(taken), self.batch_size)
+    def draw(self, taken: tuple[int, ...], size: int) -> tuple[Ids, Ids]:
+        """The next rows where so many of each source are taken, and how many of each these are."""
+        turns = self.rows.draw(np.array(taken), size)
         counts = np.bincount(turns, minlength=len(taken))
-        rows = np.empty(self.batch_size, np.int64)
+        rows = np.empty(size, np.int64)
         for part, (start, count) in enumerate(zip(taken, counts)):
             rows[turns == part] = self._rows(part, np.arange(start, start + count))
+        return rows, counts
+
+    def _make(self, taken: tuple[int, ...]) -> Made:
+        rows, counts = self.draw(taken, self.batch_size)
         batch = {name: torch.from_numpy(array) for name, array in self.rows.batch(rows, self.read).items()}
         return Made(batch, int(self.rows.filled(rows).sum()), tuple((np.array(taken) + counts).tolist()))
 

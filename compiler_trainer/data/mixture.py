@@ -54,13 +54,13 @@ class Joined(Rows):
 
 
 class Mixture(Joined):
-    """The rows of `parts`, drawn by weights.
+    """The rows of `parts`, which have `names`, drawn by weights.
 
     Of the first n rows drawn, whatever n is, a part gives n times its share of the weights to within one row.
     """
 
-    def __init__(self, parts: Sequence[Rows], weights: Sequence[float] = (1.0,)):
-        self.weights = np.array(weights) / sum(weights)
+    def __init__(self, parts: Sequence[Rows], weights: Sequence[float] = (1.0,), names: Sequence[str] = ()):
+        self.weights, self.names = np.array(weights) / sum(weights), tuple(names) or ("",) * len(parts)
         super().__init__(parts)
 
     def named(self, prints: Sequence[str]) -> str:

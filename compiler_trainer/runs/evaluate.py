@@ -8,19 +8,17 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
-from torch import Tensor
-
 from compiler_trainer import checkpoint
 from compiler_trainer.config.schema import Config
 from compiler_trainer.config.validate import validate
 from compiler_trainer.data.datasets import check_vocabulary
-from compiler_trainer.data.loader import Loader
+from compiler_trainer.data.loader import Batch, Loader
 from compiler_trainer.models.subject import subject
 from compiler_trainer.runs.saved import from_newest
 from compiler_trainer.step.compile import compile_step
 from compiler_trainer.step.ranks import rank, start_ranks, stop_ranks
 from compiler_trainer.step.shelf import Shelf
-from compiler_trainer.training.evaluate import held_out, means
+from compiler_trainer.training.evaluate import by_source, held_out, means
 from compiler_trainer.training.prepare import read_data
 from compiler_trainer.training.progress import Working
 from compiler_trainer.training.rows import own_rows
@@ -35,7 +33,7 @@ def evaluate(cfg: Config, other: bool) -> str:
     """
     cfg = validate(cfg, start_ranks())
     if other:
-        cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, eval_fraction=0.0))
+        cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, eval_fraction=0.0, validation=()))
     datasets, trained = read_data(cfg), subject(cfg)
     check_vocabulary(datasets, trained.vocab_size)
     loader = datasets.eval or datasets.train
@@ -66,9 +64,9 @@ def evaluate(cfg: Config, other: bool) -> str:
     return f"{shown}, tokens {tokens:,} in {taken(loader, cfg.eval.batches)}"
 
 
-def told(loader: Loader, batches: int | None, tell: Callable[[str], None]) -> Iterator[dict[str, Tensor]]:
+def told(loader: Loader, batches: int | None, tell: Callable[[str], None]) -> Iterator[tuple[str, Batch]]:
     """The batches to evaluate, each of which is told of."""
-    count = math.ceil(len(loader.rows) / loader.batch_size) if batches is None else batches
+    count = len(by_source(loader, batches))
     for number, batch in enumerate(held_out(loader, batches), 1):
         tell(f"batch {number:,} of {count:,}")
         yield batch

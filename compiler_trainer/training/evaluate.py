@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from compiler_trainer.data.loader import Loader
+from compiler_trainer.data.loader import Batch, Loader
 from compiler_trainer.models import IGNORED_LABEL
 
 
@@ -20,29 +21,42 @@ class Measures(Protocol):
     def measure(self, batch: dict[str, Tensor], /) -> dict[str, float]: ...
 
 
-def means(step: Measures, batches: Iterable[dict[str, Tensor]]) -> tuple[dict[str, float], int]:
-    """Loss and metrics, means over all labelled tokens of the global `batches`, and how many tokens these are."""
-    total, labels = Counter[str](), 0
-    for batch in batches:
+def means(step: Measures, batches: Iterable[tuple[str, Batch]]) -> tuple[dict[str, float], int]:
+    """Loss and metrics, means over all labelled tokens of global batches, and how many tokens these are.
+
+    Of several sources, whose names come with the batches, also the loss of each, as `loss/NAME`.
+    """
+    total, labels = defaultdict[str, float](float), Counter[str]()
+    for source, batch in batches:
         labelled = int((batch["labels"] != IGNORED_LABEL).sum())
-        total.update({name: value * labelled for name, value in step.measure(batch).items()})
-        labels += labelled
-    return {name: value / labels for name, value in total.items()}, labels
+        measured, name = step.measure(batch), f"loss/{source}"
+        for metric, value in (*measured.items(), (name, measured["loss"])):
+            total[metric] += value * labelled
+        labels[name] += labelled
+    count = labels.total()
+    own = [name for name in total if name not in labels]
+    by_source = {name: total[name] / labels[name] for name in labels if len(labels) > 1}
+    return {name: total[name] / count for name in own} | by_source, count
 
 
-def held_out(loader: Loader, batches: int | None) -> Iterator[dict[str, Tensor]]:
-    """The first so many global batches, the same each time; with None every row once."""
-    if batches is None:
-        return every_row(loader)
-    loader.reset()
-    return (loader.next() for _ in range(batches))
+def held_out(loader: Loader, batches: int | None) -> Iterator[tuple[str, Batch]]:
+    """The rows of the first so many global batches, the same each time, or with None every row once: by source."""
+    return ((name, filled_up(loader, numbers)) for name, numbers in by_source(loader, batches))
 
 
-def every_row(loader: Loader) -> Iterator[dict[str, Tensor]]:
-    """Every row once, in order; what fills the last batch has no labels."""
+def by_source(loader: Loader, batches: int | None) -> list[tuple[str, NDArray[np.int64]]]:
+    """What to evaluate: names of sources, and rows of each for a global batch, or fewer for its last."""
     rows, size = loader.rows, loader.batch_size
-    for first in range(0, len(rows), size):
-        numbers = np.arange(first, first + size)
-        batch = rows.batch(np.minimum(numbers, len(rows) - 1), loader.read)
-        batch["labels"][numbers >= len(rows)] = IGNORED_LABEL
-        yield {name: torch.from_numpy(array) for name, array in batch.items()}
+    none = (0,) * len(rows.parts)
+    numbers = np.arange(len(rows)) if batches is None else loader.draw(none, batches * size)[0]
+    owners = np.searchsorted(rows.firsts, numbers, side="right") - 1
+    parts = [(name, numbers[owners == owner]) for owner, name in enumerate(rows.names)]
+    return [(name, own[first : first + size]) for name, own in parts for first in range(0, len(own), size)]
+
+
+def filled_up(loader: Loader, numbers: NDArray[np.int64]) -> Batch:
+    """A global batch of rows; where these are too few, what fills it has no labels."""
+    missing = loader.batch_size - len(numbers)
+    batch = loader.rows.batch(np.pad(numbers, (0, missing), mode="edge"), loader.read)
+    batch["labels"][len(numbers) :] = IGNORED_LABEL
+    return {name: torch.from_numpy(array) for name, array in batch.items()}

@@ -15,11 +15,14 @@ from compiler_trainer import checkpoint
 from compiler_trainer.checkpoint import Checkpoint, on_all_ranks
 from compiler_trainer.config.earlier import is_in
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import Config, TrainConfig
+from compiler_trainer.config.lengths import steps_of
+from compiler_trainer.config.schema import Config, TrainConfig, lasting
+from compiler_trainer.config.validate import validate
 from compiler_trainer.data.datasets import Datasets, build_datasets
 from compiler_trainer.step.ranks import first_of_each_machine_first, rank
 from compiler_trainer.training import folder
 from compiler_trainer.training.compare import check_meaning
+from compiler_trainer.training.progress import announce
 from compiler_trainer.training.resume import first_whole
 
 
@@ -44,6 +47,16 @@ def make_reproducible(cfg: TrainConfig) -> None:
 def read_data(cfg: Config) -> Datasets:
     """What `cfg` trains on; one rank of each machine tokenizes it where that was not done before."""
     return first_of_each_machine_first(lambda: build_datasets(cfg.data, cfg.train.seq_len, cfg.train.global_batch_size))
+
+
+def with_steps(cfg: Config, datasets: Datasets, ranks: int) -> Config:
+    """`cfg` with the steps that its epochs or tokens come to, validated with these; padding counts as no token."""
+    length, rows, batch = cfg.train.steps, datasets.train.rows, cfg.train.global_batch_size
+    if isinstance(length, int):
+        return cfg
+    steps = steps_of(length, len(rows), batch, cfg.train.seq_len * (1 - rows.padding))
+    announce(f"train.steps={length} are {steps:,} steps")
+    return validate(lasting(cfg, steps), ranks)
 
 
 def same_on_all_ranks(cfg: Config, datasets: Datasets) -> Config:

@@ -34,10 +34,18 @@ from compiler_trainer.training.meters import Meters
 from compiler_trainer.training.metrics import Metrics, Record
 from compiler_trainer.training.nonfinite import Judge, Lost, Rollback
 from compiler_trainer.training.owner import Owners, owning
+from compiler_trainer.training.patience import Patience
 from compiler_trainer.training.peers import Peers
 from compiler_trainer.training.phases import Phases
 from compiler_trainer.training.preflight import described, named, notes
-from compiler_trainer.training.prepare import Start, find_start, make_reproducible, read_data, same_on_all_ranks
+from compiler_trainer.training.prepare import (
+    Start,
+    find_start,
+    make_reproducible,
+    read_data,
+    same_on_all_ranks,
+    with_steps,
+)
 from compiler_trainer.training.progress import Progress, Working, announce, say_contents, say_next
 from compiler_trainer.training.replicas import Replicas
 from compiler_trainer.training.resume import pass_over
@@ -65,6 +73,7 @@ def train(cfg: Config, remark: Callable[[Config, Subject], str] = lambda cfg, tr
     make_reproducible(cfg.train)
     announce(f"reading {named(cfg.data)}")
     datasets = read_data(cfg)
+    cfg = with_steps(cfg, datasets, ranks)
     phases.end("data")
     trained = subject(cfg)
     check_vocabulary(datasets, trained.vocab_size)
@@ -87,11 +96,15 @@ def train(cfg: Config, remark: Callable[[Config, Subject], str] = lambda cfg, tr
             Stop(began, None if cfg.run.time_limit is None else seconds(cfg.run.time_limit)) as stop,
             recording(cfg, start, step.metrics) as record,
         ):
-            for measured in run(cfg, trained, step, datasets, start, stop):
+            patience = Patience(cfg, start.step)
+            for measured in run(cfg, trained, step, datasets, start, stop, patience):
                 owners.check()
                 record(measured)
                 watch.step = int(measured["step"])
-    if measured["step"] < cfg.train.steps:
+    if patience.is_over:
+        lowest = f"its held-out loss has not fallen for eval.patience={cfg.eval.patience} evaluations"
+        announce(f"ended after step {int(measured['step']):,} of {cfg.train.steps:,}: {lowest}")
+    elif measured["step"] < cfg.train.steps:
         end_early(cfg, stop, int(measured["step"]))
     if cfg.checkpoint.saves:
         say_next(cfg.run.dir, cfg.data.chat)
@@ -176,9 +189,9 @@ def build_step(
 
 
 def run(
-    cfg: Config, trained: Subject, step: Step, datasets: Datasets, start: Start, stop: Stop
+    cfg: Config, trained: Subject, step: Step, datasets: Datasets, start: Start, stop: Stop, patience: Patience
 ) -> Iterator[Record]:
-    """Train from `start` to `train.steps`, or until it is time to stop; what each step measured.
+    """Train from `start` to `train.steps`, or until it is time to stop or patience is over; what each step measured.
 
     It is handed out before its checkpoint is taken: an interruption leaves a record too many, which resuming drops,
     never one too few.
@@ -193,7 +206,9 @@ def run(
             try:
                 for record in steps(cfg, step, datasets, start, meters):
                     yield record
-                    number, ends = int(record["step"]), stop.now() or record["step"] == cfg.train.steps
+                    patience.add(record)
+                    number = int(record["step"])
+                    ends = stop.now() or number == cfg.train.steps or patience.is_over
                     is_well = "skipped" not in record  # else it might take the place of a checkpoint that is
                     saves = ends or is_well and is_due(number, cfg.checkpoint.interval, cfg.train.steps)
                     if saves or is_due(number, interval, cfg.train.steps):

@@ -149,7 +149,7 @@ class Given:
 def test_a_batch_weighs_as_much_as_it_has_labels():
     few = {"loss": torch.tensor(8.0), "labels": torch.tensor([[1, -100, -100, -100]])}
     many = {"loss": torch.tensor(2.0), "labels": torch.tensor([[1, 2, 3, -100]])}
-    assert means(Given(), [few, many]) == ({"loss": (8.0 * 1 + 2.0 * 3) / 4}, 4)
+    assert means(Given(), [("a", few), ("a", many)]) == ({"loss": (8.0 * 1 + 2.0 * 3) / 4}, 4)
 
 
 # Console

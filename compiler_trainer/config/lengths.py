@@ -1,0 +1,25 @@
+"""Lengths of training as they are written in options: steps, epochs or tokens."""
+
+from __future__ import annotations
+
+import math
+import re
+
+PATTERN = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)([KMBT]?tokens|epochs?)")
+SIZES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def is_length(given: str) -> bool:
+    """Whether it is a number above 0 of epochs or tokens, as `3epochs` or `1.5Btokens`."""
+    found = PATTERN.fullmatch(given)
+    return found is not None and float(found[1]) > 0
+
+
+def steps_of(given: str, rows: int, rows_a_step: int, tokens_a_row: float) -> int:
+    """The least number of steps in which so many epochs of `rows`, or so many tokens, are trained on."""
+    number, unit = PATTERN.fullmatch(given).groups()  # type: ignore[union-attr]
+    if unit.startswith("epoch"):
+        wanted = float(number) * rows
+    else:
+        wanted = float(number) * SIZES[unit.removesuffix("tokens")] / tokens_a_row
+    return max(1, math.ceil(round(wanted / rows_a_step, 9)))

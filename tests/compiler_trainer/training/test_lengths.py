@@ -1,0 +1,163 @@
+"""How long a run is, by steps, epochs, tokens or patience, and on what it is evaluated, by source."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from short_runs import FakeStep, metrics, options, resuming
+
+from compiler_trainer.config.compose import compose, typed
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.lengths import steps_of
+from compiler_trainer.config.schema import Config, DataConfig, EvalConfig, TrainConfig, WeightedSource
+from compiler_trainer.config.validate import validate
+from compiler_trainer.data.datasets import build_datasets
+from compiler_trainer.models import IGNORED_LABEL
+from compiler_trainer.training import trainer
+from compiler_trainer.training.evaluate import held_out, means
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """Runs that compile nothing."""
+    monkeypatch.setattr(trainer, "compile_step", FakeStep)
+
+
+# Lengths
+
+
+@pytest.mark.parametrize(("length", "steps"), [
+    ("1epoch", 25), ("2epochs", 50), ("0.5epochs", 13), ("0.001epochs", 1), ("800tokens", 10), ("801tokens", 11), ("1.6Ktokens", 20), ("2Mtokens", 25_000)])
+def test_lengths_by_hand(length, steps):
+    assert steps_of(length, rows=100, rows_a_step=4, tokens_a_row=20.0) == steps
+
+
+@pytest.mark.parametrize("given", ["many", "0epochs", "-1epochs", "1e9tokens", "3 epochs", "2Xtokens", "12"])
+def test_what_is_no_length_is_refused(given):
+    with pytest.raises(UserError, match=f"^train.steps: {given} must be a number of steps, or epochs or tokens as 3epochs or 20Btokens"):
+        typed(compose([f"train.steps='{given}'"]))
+
+
+def test_epochs_take_each_row_so_often(fake, tmp_path):
+    train = TrainConfig(steps="2epochs", seq_len=16, global_batch_size=1)
+    cfg, seen = options(tmp_path / "run", train=train, eval=EvalConfig(interval=None)), []
+    rows = len(build_datasets(cfg.data, 16, 1).train.rows)
+    original = trainer.next_batch
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "next_batch", lambda loader: seen.append(loader.taken) or original(loader))
+        trainer.train(cfg)
+    assert [record["step"] for record in metrics(tmp_path / "run")][-1] == 2 * rows and seen[-1] == (2 * rows - 1,)
+
+
+@pytest.mark.parametrize("packing", ["cut", "fit"])
+def test_a_budget_of_tokens_is_reached_and_by_less_than_two_steps(packing, fake, tmp_path, capsys):
+    train, data = TrainConfig(steps="3Ktokens", seq_len=16, global_batch_size=4), DataConfig("synthetic", documents=40, packing=packing)
+    trainer.train(options(tmp_path / "run", train=train, data=data))
+    last = metrics(tmp_path / "run")[-1]
+    assert 3000 - 64 < last["tokens"] < 3000 + 64
+    assert f"train.steps=3Ktokens are {last['step']:,} steps\n" in capsys.readouterr().out
+    assert f"  steps: {last['step']}\n" in (tmp_path / "run/config.yaml").read_text()
+
+
+def test_what_depends_on_steps_is_checked_once_they_are_known(fake, tmp_path):
+    cfg = options(tmp_path / "run", train=TrainConfig(steps="10tokens", seq_len=16, global_batch_size=4))
+    with pytest.raises(UserError, match="^lr_schedule.warmup_steps: 2 is more than train.steps=1; change either"):
+        trainer.train(cfg)
+
+
+# What is evaluated
+
+
+def written(folder, **texts):
+    for name, text in texts.items():
+        (folder / f"{name}.txt").write_text(text)
+    return [WeightedSource(files=(str(folder / f"{name}.txt"),)) for name in texts]
+
+
+def test_a_validation_set_of_ones_own_is_all_that_is_held_out(tmp_path):
+    trained, own = written(tmp_path, a="a" * 900, v="v" * 100)
+    cfg = DataConfig(name="text", files=trained.files, validation=(own,))
+    found = build_datasets(cfg, 10, 4)
+    batches = [batch for _, batch in held_out(found.eval, None)]
+    tokens = np.concatenate([batch["tokens"][(batch["labels"] != IGNORED_LABEL).any(1)].numpy() for batch in batches])
+    assert set(tokens.flatten().tolist()) == {ord("v")} and (tokens == ord("v")).sum() == 100
+    assert found.parts[0].train.facts.tokens == 901 and found.parts[0].held_out is None
+    assert f"{own.files[0]}: 1 documents, 101 tokens (bytes); held out 101 tokens in 10 rows of 10, " in found.describe(1)
+    assert [part["source"] for part in found.report()] == [trained.files[0]]
+
+
+class ByLetter:
+    """The loss of a batch is the mean of its labels."""
+
+    def measure(self, batch):
+        labels = batch["labels"][batch["labels"] != IGNORED_LABEL]
+        return {"loss": float(labels.double().mean()), "share": 1.0}
+
+
+@pytest.mark.parametrize("batches", [1, 3, None])
+def test_the_loss_of_each_source_is_that_of_its_rows_and_all_make_the_whole(batches, tmp_path):
+    sources = written(tmp_path, a="a" * 1000, b="b" * 500)
+    cfg = DataConfig("mixture", sources=tuple(sources), eval_fraction=0.5)
+    loader = build_datasets(cfg, 10, 8).eval
+    found, labels = means(ByLetter(), held_out(loader, batches))
+    names = [f"loss/{source.files[0]}" for source in sources]
+    assert set(found) == {"loss", "share", *names} and found["share"] == 1.0
+    if batches is None:
+        expected = [build_datasets(DataConfig(name="text", files=s.files, eval_fraction=0.5), 10, 8).eval for s in sources]
+        alone = [means(ByLetter(), held_out(own, None)) for own in expected]
+        assert [found[name] for name in names] == pytest.approx([loss["loss"] for loss, _ in alone])
+        assert labels == sum(count for _, count in alone)
+        assert found["loss"] == pytest.approx(sum(loss["loss"] * count for loss, count in alone) / labels)
+    else:  # the rows that a mixture draws
+        loader.reset()
+        drawn = [loader.next() for _ in range(batches)]
+        whole = [labels for batch in drawn for labels in batch["labels"].flatten().tolist() if labels != IGNORED_LABEL]
+        assert labels == len(whole) and found["loss"] == pytest.approx(sum(whole) / len(whole))
+
+
+def test_the_loss_of_a_single_source_has_no_second_name(tmp_path):
+    (source,) = written(tmp_path, a="a" * 1000)
+    loader = build_datasets(DataConfig(name="text", files=source.files), 10, 8).eval
+    assert set(means(ByLetter(), held_out(loader, 2))[0]) == {"loss", "share"}
+
+
+def test_losses_by_source_are_recorded(fake, tmp_path):
+    sources = written(tmp_path, a="a" * 1000, b="b" * 1000)
+    trainer.train(options(tmp_path / "run", data=DataConfig("mixture", sources=tuple(sources), eval_fraction=0.2)))
+    last = metrics(tmp_path / "run")[-1]
+    assert {name for name in last if name.startswith("eval_")} == {"eval_loss", *(f"eval_loss/{s.files[0]}" for s in sources)}
+
+
+# Early stopping
+
+
+def losses(monkeypatch, *values):
+    """What each evaluation finds."""
+    left = iter(values)
+    monkeypatch.setattr(trainer, "means", lambda step, batches: ({"loss": next(left)}, 1))
+
+
+PATIENT = EvalConfig(interval=1, batches=1, patience=2)
+
+
+def test_a_run_ends_where_its_loss_has_not_fallen_for_so_many_evaluations(fake, tmp_path, monkeypatch, capsys):
+    losses(monkeypatch, 5.0, 4.0, 4.5, 3.9, 3.9, 4.1, 1.0)
+    assert trainer.train(options(tmp_path / "run", steps=20, eval=PATIENT)) == 4.1
+    assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+    assert "ended after step 6 of 20: its held-out loss has not fallen for eval.patience=2 evaluations\n" in capsys.readouterr().out
+    assert max(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == "step_00000006"
+
+
+def test_a_run_that_goes_on_counts_on(fake, tmp_path, monkeypatch):
+    losses(monkeypatch, 5.0, 4.0, 4.5, 6.0, 1.0)
+    cfg = options(tmp_path / "run", steps=3, eval=PATIENT)
+    trainer.train(cfg)
+    trainer.train(resuming(replace(cfg, train=replace(cfg.train, steps=20)), tmp_path / "run/checkpoints/step_00000003"))
+    assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+def test_patience_without_evaluations_is_refused():
+    with pytest.raises(UserError, match="^eval.patience: 3 counts evaluations, and eval.interval=null has none; set either"):
+        validate(Config(eval=EvalConfig(interval=None, patience=3)), 1)
