@@ -35,7 +35,8 @@ def main(arguments: Sequence[str]) -> None:
     holds = tokens.holds
     said = f", {holds.skipped:,} bad records skipped, the first is {holds.first_skipped}" if holds.skipped else ""
     print(f"{holds.tokens:,} tokens of {holds.documents:,} documents in {given.out}, digest {holds.digest}{said}")
-    print(f"train with: compiler-trainer data=tokens data.tokens={given.out} data.tokenizer={cfg.tokenizer}")
+    chat = " data.chat=true" if cfg.chat else ""
+    print(f"train with: compiler-trainer data=tokens data.tokens={given.out} data.tokenizer={cfg.tokenizer}{chat}")
 
 
 def share_of(shard: str, processes: int | None) -> Share:

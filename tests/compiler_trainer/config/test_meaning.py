@@ -30,7 +30,7 @@ def test_every_option_is_there_with_its_default():
     assert found["optim.betas"].default == "[0.9, 0.95]" and found["optim.max_norm"].default == "1.0"
     assert found["train.steps"].default == "400" and found["lr_schedule.name"].default == "cosine"
     assert found["passes.remat.policy"].takes.startswith("none | full") and found["optim.state"].takes == "float32 | bfloat16 | null"
-    assert found["train.steps"].takes == "a whole number, at least 1"
+    assert found["train.steps"].takes == "a whole number, at least 1 | 3epochs | 20Btokens"
 
 
 def test_what_an_option_takes_is_in_words():

@@ -41,9 +41,9 @@ def test_what_is_no_length_is_refused(given):
 
 
 def test_epochs_take_each_row_so_often(fake, tmp_path):
-    train = TrainConfig(steps="2epochs", seq_len=16, global_batch_size=1)
-    cfg, seen = options(tmp_path / "run", train=train, eval=EvalConfig(interval=None)), []
-    rows = len(build_datasets(cfg.data, 16, 1).train.rows)
+    train, data = TrainConfig(steps="2epochs", seq_len=64, global_batch_size=1), DataConfig("synthetic", documents=5, eval_fraction=0.0)
+    cfg, seen = options(tmp_path / "run", train=train, data=data, eval=EvalConfig(interval=None)), []
+    rows = len(build_datasets(cfg.data, 64, 1).train.rows)
     original = trainer.next_batch
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "next_batch", lambda loader: seen.append(loader.taken) or original(loader))
