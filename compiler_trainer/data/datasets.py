@@ -109,7 +109,7 @@ def build_datasets(cfg: DataConfig, seq_len: int, global_batch_size: int) -> Dat
 
 def mixed(parts: Iterable[tuple[Rows | None, SourceConfig, str]]) -> Mixture:
     """The rows of sources that have some, by weight."""
-    found = [(rows, getattr(source, "weight", 1.0), name) for rows, source, name in parts if rows]
+    found = [(rows, getattr(source, "weight", 1.0), name) for rows, source, name in parts if rows is not None]
     return Mixture(*zip(*found))
 
 
@@ -129,7 +129,7 @@ def part_of(
         seed = [cfg.seed, number, *([at] if at else [])]
         found.append(laid(corpus, Wanted(seed, before, eval_fraction, seq_len, cfg.packs), cache))
         before += len(corpus)
-    train, held_out = ([half for half in halves if half] for halves in zip(*(each[:2] for each in found)))
+    train, held_out = ([half for half in halves if half is not None] for halves in zip(*(each[:2] for each in found)))
     return Part(name, tokens, joined(train, name), joined(held_out, name), any(each.is_cut for each in found))
 
 

@@ -31,7 +31,8 @@ class Layout(NamedTuple):
 
 def cut(corpus: Corpus, order: Ids, seq_len: int) -> Layout:
     """Documents end to end: each begins where the one before ends, and goes on in the next row."""
-    lengths = corpus.lengths(order)
+    sources = corpus.offsets[order]
+    lengths = corpus.offsets[order + 1] - sources
     padding = -lengths.sum() % seq_len
     starts = np.concatenate(([0], np.cumsum(np.append(lengths, padding))))
     first, tokens = starts[:-2], int(starts[-2])
@@ -39,8 +40,7 @@ def cut(corpus: Corpus, order: Ids, seq_len: int) -> Layout:
     if corpus.counted is not None:
         rows = np.flatnonzero(with_label(corpus, order, first, starts[-1] // seq_len, seq_len))
     is_cut = first // seq_len != (first + np.maximum(lengths - 2, 0)) // seq_len
-    sources = np.append(corpus.offsets[order], PADDING)
-    return Layout(starts, sources, np.zeros(len(sources), bool), rows, int(is_cut.sum()))
+    return Layout(starts, np.append(sources, PADDING), np.zeros(len(order) + 1, bool), rows, int(is_cut.sum()))
 
 
 def fit(corpus: Corpus, order: Ids, seq_len: int) -> Layout:
