@@ -23,6 +23,7 @@ from compiler_trainer.config import yamls
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.files import json_of, text_of
 from compiler_trainer.config.options import Must, convert
+from compiler_trainer.config.schema import Steps
 from compiler_trainer.training import metrics
 from passes.cost.accounting import Accounting
 from passes.program import ir
@@ -115,7 +116,7 @@ class Dumped:
 
 
 # what tools compute with, in the two files that hold more
-CONFIG = {"model": dict[str, Any], "train.global_batch_size": int, "train.seq_len": int, "train.steps": int}
+CONFIG = {"model": dict[str, Any], "train.global_batch_size": int, "train.seq_len": int, "train.steps": Steps}
 REPORT = {
     "seconds": dict[str, float],
     "machine": dict[str, Any],
