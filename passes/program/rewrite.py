@@ -162,15 +162,19 @@ def replace_uses(node: fx.Node, result: Any) -> None:
 
 def move_before(node: fx.Node, target: fx.Node) -> None:
     """Move a node that comes after the target, and with it what it reads, to right before the target."""
-    if target < node:
-        target.prepend(node)
-        for operand in node.all_input_nodes:
-            move_before(operand, node)
+    waiting = [(node, target)]  # a stack of our own: chains are as long as programs are
+    while waiting:
+        node, target = waiting.pop()
+        if target < node:
+            target.prepend(node)
+            waiting += [(operand, node) for operand in reversed(node.all_input_nodes)]
 
 
 def move_after(node: fx.Node, target: fx.Node) -> None:
     """Move a node that comes before the target, and with it its users, to right after the target."""
-    if node < target:
-        target.append(node)
-        for user in list(node.users):
-            move_after(user, node)
+    waiting = [(node, target)]
+    while waiting:
+        node, target = waiting.pop()
+        if node < target:
+            target.append(node)
+            waiting += [(user, node) for user in reversed(node.users)]

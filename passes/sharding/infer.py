@@ -12,10 +12,9 @@ entries of the batch are split by vocabulary. Shards follow what views say a dim
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Generator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import fx
 
@@ -24,8 +23,6 @@ from passes.program.operators import is_operator, name_of
 from passes.rules import Rule, rule_of, tensor_operands
 from passes.rules.losses import LINEAR_CROSS_ENTROPY
 from passes.rules.roles import root
-
-FRAMES = 12  # of Python's stack for one operator that a dim is followed through
 
 
 @dataclass(frozen=True)
@@ -67,28 +64,30 @@ class Trail:
 
 
 Plan = dict[str, Blocks]
+Search = Generator[Any, Any, Trail | None]  # yields the searches whose results it needs, and is sent them
 
 
 def infer(program: ir.Program, parts: int) -> Plan:
     """Parameter name -> the dim to split over `parts` ranks, in which blocks; the others stay whole."""
     finder = _Finder(program, parts)
-    with depth_of(program):
-        for node in program.calls():
-            if is_operator(node):
-                finder.visit(node)
+    for node in program.calls():
+        if is_operator(node):
+            finder.visit(node)
     names = {node: given.name for node, given in zip(program.placeholders(), program.inputs)}
     return {names[node]: blocks for node, blocks in sorted(finder.found.items(), key=lambda item: names[item[0]])}
 
 
-@contextmanager
-def depth_of(program: ir.Program) -> Iterator[None]:
-    """Let a dim be followed as deep as the program is: a recurrence written out goes through thousands of operators."""
-    before = sys.getrecursionlimit()
-    sys.setrecursionlimit(before + FRAMES * len(program.graph.nodes))
-    try:
-        yield
-    finally:
-        sys.setrecursionlimit(before)
+def result_of(search: Search) -> Trail | None:
+    """What a search finds: on a stack of our own, for a recurrence written out goes through thousands of operators."""
+    stack, found = [search], None
+    while stack:
+        try:
+            stack.append(stack[-1].send(found))
+            found = None
+        except StopIteration as end:
+            stack.pop()
+            found = end.value
+    return found
 
 
 def experts_of(program: ir.Program) -> dict[str, int]:
@@ -144,7 +143,7 @@ class _Finder:
             return [(x, d) for x, dims in pairs for d, names in enumerate(dims) if set(names) & rule.rides.keys()]
         if name != "bmm" or sum(self.root(x) is not None for x in tensor_operands(node)) != 1:
             return []
-        trail = self.follow(node, Blocks(0, 1, ir.example(node).shape[0], 1), {})
+        trail = result_of(self.follow(node, Blocks(0, 1, ir.example(node).shape[0], 1), {}))
         summed = trail is not None and trail.folded and not trail.contracted and trail.part[0] == trail.part[2] == 1
         return [(x, 0) for x in tensor_operands(node) if self.root(x) is not None] if summed else []
 
@@ -181,7 +180,7 @@ class _Finder:
             node, name = product
             rule = rule_of(node)
             out, names = next((d, names) for d, names in enumerate(rule.results[0]) if name in names)
-            trail = self.follow(node, blocks_of(rule, names, name, out, (1, start.size, 1)), {})
+            trail = result_of(self.follow(node, blocks_of(rule, names, name, out, (1, start.size, 1)), {}))
         if trail is None or trail.contracted == trail.folded or trail.part[1] < self.parts:
             return
         for operand, blocks in {**trail.weights, weight: start.refine(trail.part)}.items():
@@ -199,7 +198,7 @@ class _Finder:
 
     # -- following a dim ------------------------------------------------------------------------------
 
-    def follow(self, node: fx.Node, blocks: Blocks, seen: dict) -> Trail | None:
+    def follow(self, node: fx.Node, blocks: Blocks, seen: dict) -> Search:
         """All that becomes of the blocks of a value; None where some use needs them whole."""
         key = (node, blocks)
         if key in seen:
@@ -208,36 +207,35 @@ class _Finder:
         for user in node.users:
             if user.op == "output" and node in self.state:
                 continue  # gathered as it leaves
-            found = self.through(user, node, blocks, seen) if user.op != "output" else None
+            found = (yield self.through(user, node, blocks, seen)) if user.op != "output" else None
             if found is None:
                 seen[key] = None
                 return None
             trail.join(found)
         return trail
 
-    def through(self, user: fx.Node, node: fx.Node, blocks: Blocks, seen: dict) -> Trail | None:
+    def through(self, user: fx.Node, node: fx.Node, blocks: Blocks, seen: dict) -> Search:
         """What becomes of the blocks in one use: of several ways to go on, the first that ends well."""
         if not is_operator(user):
-            return self.follow(user, blocks, seen)  # a part of a tuple
+            return (yield self.follow(user, blocks, seen))  # a part of a tuple
         rule, operands = rule_of(user), tensor_operands(user)
         trail = Trail((1, blocks.size, 1))
         for i in (i for i, n in enumerate(operands) if n is node):
-            ways = (self.use(user, operands, rule, *candidate, seen) for candidate in candidates(rule, i, blocks))
-            best = next((way for way in ways if way is not None), None)
-            if best is None:
+            ways = [self.use(user, operands, rule, *candidate, seen) for candidate in candidates(rule, i, blocks)]
+            if (best := (yield first_of(ways))) is None:
                 return None
             trail.join(best)
         return trail
 
     def use(
         self, user: fx.Node, operands: list[fx.Node], rule: Rule, name: str, cut: Part, part: Part, seen: dict
-    ) -> Trail | None:
+    ) -> Search:
         """The operator with a factor split: weights that have it are split too, then its results are followed."""
         if name in rule.whole:
             return None
         trail = Trail((1, cut[1], 1))
         for d, names in ((d, names) for dims in rule.results for d, names in enumerate(dims) if name in names):
-            further = self.follow(user, blocks_of(rule, names, name, d, cut), seen)
+            further = yield self.follow(user, blocks_of(rule, names, name, d, cut), seen)
             if further is None:
                 return None
             trail.join(further)
@@ -248,6 +246,14 @@ class _Finder:
         if name in rule.reduced:
             trail.contracted, trail.folded = bool(trail.weights), not trail.weights
         return trail.within(part)
+
+
+def first_of(ways: list[Search]) -> Search:
+    """The first that ends well."""
+    for way in ways:
+        if (found := (yield way)) is not None:
+            return found
+    return None
 
 
 def candidates(rule: Rule, i: int, blocks: Blocks) -> list[tuple[str, Part, Part]]:

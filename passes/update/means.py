@@ -46,14 +46,16 @@ class Mean(NamedTuple):
 
 def terms(node: fx.Node) -> Iterator[fx.Node]:
     """What a scalar is a weighted sum of; a value that has other users is not taken apart."""
-    operands = tensor_operands(node) if has_rule(node) else []
-    together = frozenset(range(len(operands)))
-    is_linear = bool(operands) and (name_of(node) in CASTS or together in rule_of(node).linear)
-    if not is_linear or len(node.users) > 1 or any(ir.example(n).dim() for n in operands):
-        yield node
-        return
-    for operand in operands:
-        yield from terms(operand)
+    waiting = [node]  # a stack of our own: each layer may add one
+    while waiting:
+        node = waiting.pop()
+        operands = tensor_operands(node) if has_rule(node) else []
+        together = frozenset(range(len(operands)))
+        is_linear = bool(operands) and (name_of(node) in CASTS or together in rule_of(node).linear)
+        if not is_linear or len(node.users) > 1 or any(ir.example(n).dim() for n in operands):
+            yield node
+        else:
+            waiting += reversed(operands)
 
 
 def as_mean(term: fx.Node, batch: Set[fx.Node]) -> Mean | None:
