@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@url=$(TORCH_INDEX); extra=; \
 	if [ -n "$$url" ] && $(BIN)/python -c "import urllib.request as r; r.urlopen('$$url/torch/', timeout=10)" 2>/dev/null; \
 	then extra="--extra-index-url $$url"; fi; \
-	grep -vE '^(torch|triton)==' constraints.txt > $(VENV)/constraints.txt; \
+	grep -vE '^(torch|triton|setuptools)==' constraints.txt > $(VENV)/constraints.txt; \
 	set -x; $(BIN)/pip install -c $(VENV)/constraints.txt $$extra $(TORCH)
 	$(BIN)/pip install -c $(VENV)/constraints.txt -e .[dev] $(TORCH)
 	touch $@

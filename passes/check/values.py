@@ -36,7 +36,7 @@ aten = torch.ops.aten
 Finding = tuple[fx.Node | None, str]
 PRIME = 2**61 - 1
 ENTRIES = 8  # that are followed of each value which a bucket carries
-KEEP = frozenset({"clone", "ao::offload", "ao::reload", "ao::wait_tensor"})  # give back their first operand
+KEEP = frozenset({"clone", "ct::offload", "ct::reload", "ct::there"})  # give back their first operand
 CASTS = frozenset({"_to_copy", "to"})
 SWAPS = frozenset({"t", "transpose"})  # undo themselves
 

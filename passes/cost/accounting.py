@@ -21,12 +21,13 @@ from torch.utils.flop_counter import flop_registry
 from passes.context import operators
 from passes.program import ir, routed
 from passes.program.boundary import BOUNDARY_OPS
+from passes.program.host import offload
 from passes.program.mesh import Mesh
 from passes.program.operators import axis_of, kind_of, started
 from passes.program.rolls import Roll
 from passes.program.shift import SHIFTS
 from passes.program.sweep import Sweep, Value, map_values, tensors
-from passes.program.torch_private import OpOverload, ao, c10d
+from passes.program.torch_private import OpOverload, c10d
 
 aten = torch.ops.aten
 
@@ -312,7 +313,7 @@ def lives_left_out(ledger: Ledger, roll: Roll) -> Iterator[Life]:
 
 def lifetimes(program: ir.Program, swept: Sweep) -> dict[int, tuple[int, int]]:
     """The first and the last node, by index, at which each storage on the device is alive."""
-    hosted = set().union(*(swept.storages(n) for n in program.calls() if n.target is ao.offload.default))
+    hosted = set().union(*(swept.storages(n) for n in program.calls() if n.target is offload))
     end = len(program.graph.nodes) - 1
     lives = {s: (0, end) for node in program.placeholders() for s in swept.storages(node)}
     given = lives.keys() | hosted

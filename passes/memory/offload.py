@@ -7,7 +7,7 @@
                                     back = from_host(host)   a layer ahead of the first use in the backward
                                     dw = mm(t(back), dz)
 
-On CUDA these are PyTorch's `ao::offload` and `ao::reload`, copies on a stream of their own, each with a wait: the
+On CUDA these are the operators of `passes/program/host.py`, copies on a stream of their own, each with a wait: the
 memory is free once the copy out is done, and the copy back runs beside the layer before. On the CPU they are clones.
 """
 
@@ -21,9 +21,9 @@ import torch
 from torch import fx
 
 from passes.memory.recompute import saved_nodes, storages
+from passes.program import host as host_copies
 from passes.program import ir
 from passes.program.layer import Layer
-from passes.program.torch_private import ao
 
 aten = torch.ops.aten
 
@@ -104,10 +104,10 @@ class Move:
             back = self.call(ahead, "backward", aten.clone.default, host)
         else:
             layout = (value.device, list(value.shape), list(value.stride()))
-            start = self.call(last.next, "forward", ao.offload.default, self.node)
-            host = self.call(self.timetable.after_next(last), "forward", ao.wait_tensor.default, start, self.node)
-            start = self.call(ahead, "backward", ao.reload.default, host, *layout)
-            back = self.call(first, "backward", ao.wait_tensor.default, start, host)
+            start = self.call(last.next, "forward", host_copies.offload, self.node)
+            host = self.call(self.timetable.after_next(last), "forward", host_copies.there, start, self.node)
+            start = self.call(ahead, "backward", host_copies.reload, host, *layout)
+            back = self.call(first, "backward", host_copies.there, start, host)
         for user in users:
             user.replace_input_with(self.node, back)
 

@@ -1,6 +1,6 @@
-"""Every use of PyTorch's private API, all of it checked on torch 2.13.0, 2.14.1 and 2.15.0.
+"""Every use of PyTorch's private API, all of it checked on torch 2.11.0, 2.12.1, 2.13.0, 2.14.1 and 2.15.0.
 
-Only `checkpoints_inside` differs between them.
+What differs between them asks for `VERSION`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, fx
 from torch._decomp import core_aten_decompositions
+from torch._decomp.decompositions import one_layer_lstm as _one_layer_lstm
 from torch._dispatch.python import enable_python_dispatcher
-from torch._functorch._activation_offloading import offload_ops  # noqa: F401, registers ao::offload and its kin
 from torch._guards import TracingContext, tracing
 from torch._logging import trace_structured
 from torch._ops import OpOverload, OpOverloadPacket
@@ -54,7 +54,6 @@ __all__ = [
     "OpOverload",
     "OpOverloadPacket",
     "TorchDispatchMode",
-    "ao",
     "binding_of",
     "build_cpp_header",
     "build_library",
@@ -103,8 +102,8 @@ __all__ = [
     "without_lowering",
 ]
 
-ao = torch.ops.ao
 c10d = torch.ops._c10d_functional
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 @functools.cache
@@ -188,8 +187,8 @@ def checkpoints_inside(region: Callable[[], AbstractContextManager]) -> Iterator
 
     from torch.utils import checkpoint
 
-    generator = "_checkpoint_without_reentrant_generator"  # of 2.13; from 2.14 on it is for callers outside of PyTorch
-    generator = generator + "_impl" if hasattr(checkpoint, generator + "_impl") else generator
+    generator = "_checkpoint_without_reentrant_generator"  # from 2.14 on that is for callers outside of PyTorch
+    generator = generator + "_impl" if VERSION >= (2, 14) else generator
     with patch.object(checkpoint.CheckpointFunction, "apply", reentrant), patch.object(checkpoint, generator, around):
         yield
 
@@ -246,7 +245,18 @@ def keep_after(graph: fx.Graph, earlier: Mapping[fx.Node, fx.Node]) -> None:
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
     from torch.utils._ordered_set import OrderedSet
 
+    _let_order_be_run()
     preserve_node_ordering(graph, {node: OrderedSet([before]) for node, before in earlier.items()})
+
+
+@functools.cache
+def _let_order_be_run() -> None:
+    """Give the operator of `keep_after` the kernels that it lacks in 2.11."""
+    from torch._inductor.fx_passes.control_dependencies import control_deps
+
+    for key in (torch._C.DispatchKey.CompositeExplicitAutograd, torch._C.DispatchKey.Autograd):
+        if key not in control_deps.py_kernels:
+            control_deps.py_impl(key)(lambda earlier, graph, *args, **kwargs: graph(*args, **kwargs))
 
 
 def compile_inner(module: fx.GraphModule, values: Sequence[Tensor], mode: FakeTensorMode) -> Any:
@@ -398,7 +408,8 @@ def build_library(source: str) -> Callable[[], Any]:
     def submit(work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return pool.submit(undisturbed(work), *args, **kwargs)
 
-    begun = submit(Library.load_async, source, submit_fn=submit, needs_vec_isa=True)
+    vectors = {"needs_vec_isa": True} if VERSION >= (2, 13) else {}  # as all have before
+    begun = submit(Library.load_async, source, submit_fn=submit, **vectors)
     return lambda: begun.result()()
 
 
@@ -534,9 +545,16 @@ def step_by_step() -> Iterator[None]:
     enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
-        yield
+        with patch("torch._decomp.decompositions.one_layer_lstm", _lstm_of_one_layer):
+            yield
     finally:
         torch._C._set_mkldnn_enabled(enabled)
+
+
+def _lstm_of_one_layer(x: Tensor, state: Sequence[Tensor], *args: Any, **kwargs: Any) -> tuple[Tensor, tuple]:
+    """PyTorch's, with its last state in the shape of the first, which 2.11 and 2.12 return with a dim more."""
+    out, last = _one_layer_lstm(x, state, *args, **kwargs)
+    return out, tuple(new.reshape(old.shape) for new, old in zip(last, state))
 
 
 @contextmanager

@@ -412,7 +412,7 @@ class Partitioner:
 
     def record(self, node: fx.Node, value: fx.Node, before: Spec, after: Spec, reason: str) -> fx.Node:
         """Convert a value and note it as a reshard."""
-        is_weight, last = node in self.plan.weights, next(reversed(self.builder.graph.nodes), None)
+        is_weight, last = node in self.plan.weights, next(iter(reversed(self.builder.graph.nodes)), None)
         new = self.builder.convert(value, before, after, node in self.grads, self.wire if is_weight else None)
         if new is not value:
             ir.set_stands_for(new, node.name)

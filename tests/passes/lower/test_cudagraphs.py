@@ -25,9 +25,10 @@ from passes.lower.segment import Segment
 from passes.program import ir
 from passes.program.attend import attend
 from passes.program.bodies import calls_of
+from passes.program.host import offload
 from passes.program.layer import Layer
 from passes.program.stages import Stage
-from passes.program.torch_private import FakeTensor, ao
+from passes.program.torch_private import FakeTensor
 
 aten = torch.ops.aten
 F32 = torch.float32
@@ -83,7 +84,7 @@ BREAKS = {
     "an assertion": (planted(aten._assert_async.default, of=lambda _: None), "tests a value"),
     "a number given": (planted(aten.mul.Tensor, "host"), "is of cpu and cuda"),
     "a copy": (planted(aten._to_copy.default, of=lambda small: fake(small, "cpu")), "is of cpu and cuda"),
-    "offloading": (planted(ao.offload.default, of=lambda small: fake(small, "cpu")), "is of cpu and cuda"),
+    "offloading": (planted(offload, of=lambda small: fake(small, "cpu")), "is of cpu and cuda"),
 }
 
 

@@ -16,11 +16,11 @@ from passes.memory.recompute import saved_nodes
 from passes.memory.remat import Remat, operator_name
 from passes.program import boundary, ir
 from passes.program.attend import attend
+from passes.program.host import offload, reload, there
 from passes.program.operators import is_random, kind_of
 from passes.program.printer import print_program
 from passes.program.spec import Spec
 from passes.program.sweep import sweep
-from passes.program.torch_private import ao
 
 aten = torch.ops.aten
 FSDP = (("dp_shard", 2),)
@@ -284,10 +284,10 @@ def test_on_cuda_copies_run_on_a_stream_of_their_own():
     program, ctx = two_layers(device="cuda")
     program, _ = Remat("offload", regather=False)(program, ctx)
     silu = next(n for n in program.calls() if n.name == "silu")
-    out = next(n for n in silu.users if n.target is ao.offload.default)
-    host = next(n for n in out.users if n.target is ao.wait_tensor.default)
-    back = next(n for n in host.users if n.target is ao.reload.default)
-    value = next(n for n in back.users if n.target is ao.wait_tensor.default)
+    out = next(n for n in silu.users if n.target is offload)
+    host = next(n for n in out.users if n.target is there)
+    back = next(n for n in host.users if n.target is reload)
+    value = next(n for n in back.users if n.target is there)
     assert host.args[1] is silu and value.args[1] is host  # whose memory is free then
     names = [n.name for n in (out, host, back, value)]
     wanted = ["matmul", names[0], "matmul_1", names[1], "ones_like", names[2], "mul", names[3], "mul_1"]
