@@ -25,8 +25,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx
-from torch._decomp import core_aten_decompositions
-from torch._decomp.decompositions import one_layer_lstm as _one_layer_lstm
+from torch._decomp import core_aten_decompositions, decompositions
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext, tracing
 from torch._logging import trace_structured
@@ -545,16 +544,23 @@ def step_by_step() -> Iterator[None]:
     enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
-        with patch("torch._decomp.decompositions.one_layer_lstm", _lstm_of_one_layer):
-            yield
+        yield
     finally:
         torch._C._set_mkldnn_enabled(enabled)
 
 
-def _lstm_of_one_layer(x: Tensor, state: Sequence[Tensor], *args: Any, **kwargs: Any) -> tuple[Tensor, tuple]:
-    """PyTorch's, with its last state in the shape of the first, which 2.11 and 2.12 return with a dim more."""
-    out, last = _one_layer_lstm(x, state, *args, **kwargs)
-    return out, tuple(new.reshape(old.shape) for new, old in zip(last, state))
+def _with_states_alike(layer: Callable[..., tuple[Tensor, tuple]]) -> Callable[..., tuple[Tensor, tuple]]:
+    """A layer of an LSTM whose last state has the shape of its first."""
+
+    def called(x: Tensor, state: Sequence[Tensor], *args: Any, **kwargs: Any) -> tuple[Tensor, tuple]:
+        out, last = layer(x, state, *args, **kwargs)
+        return out, tuple(new.reshape(old.shape) for new, old in zip(last, state))
+
+    return called
+
+
+if VERSION < (2, 13):  # squeezes the wrong dim, so that states have one more
+    decompositions.one_layer_lstm = _with_states_alike(decompositions.one_layer_lstm)
 
 
 @contextmanager

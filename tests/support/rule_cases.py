@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from versions import needs_scales_by_row
 
 aten = torch.ops.aten
 Case = tuple[Callable[..., Any], tuple[Tensor, ...]]  # the call, and its tensor operands
@@ -49,6 +50,7 @@ def call(name: str, overload: str = "default") -> Callable[..., Any]:
 
 def scaled(a: Tensor, b: Tensor) -> Tensor:
     """a b^T of small integers, exact in float8, with a scale a row of each."""
+    needs_scales_by_row()
     rows, cols = (torch.arange(1, n + 1, dtype=torch.float32) for n in (a.shape[0], b.shape[0]))
     a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
     return aten._scaled_mm.default(a8, b8.t(), rows[:, None], cols[None, :], None, None, torch.float32)

@@ -62,7 +62,7 @@ def test_the_folder_is_that_of_inductor(monkeypatch):
             monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
         ours = compiler_folder()
         monkeypatch.setattr(os, "makedirs", lambda *args, **how: None)
-        assert ours == Path(cache_dir())
+        assert ours == Path(cache_dir()).absolute()
 
 
 class NoBody:

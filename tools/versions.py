@@ -1,0 +1,176 @@
+"""Test and train with other versions of PyTorch and Python, each pair in an environment of its own.
+
+    python -m tools.versions 2.11.0:python3.12 2.15.0:python3.13                # a row a pair
+    python -m tools.versions 2.11.0:python3.12 --write docs/measured/versions.md # which the page then has
+
+`make venv` makes the environments, `.venv-TORCH-PYTHON`, gigabytes each. Exit codes: 0 all tests passed, 1 some failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+BEGIN, END = "<!-- versions -->", "<!-- end of versions -->"
+# of each folder something, and all that touches what PyTorch keeps to itself: capture, tracing, Inductor, FlexAttention
+TESTS = tuple(
+    f"tests/{path}"
+    for path in (
+        "compiler_trainer/capture",
+        "compiler_trainer/checkpoint/test_saving.py",
+        "compiler_trainer/cli/test_verbs.py",
+        "compiler_trainer/config/test_config.py",
+        "compiler_trainer/data/test_fitting.py",
+        "compiler_trainer/inspect/test_dumps.py",
+        "compiler_trainer/models/test_models.py",
+        "compiler_trainer/step/test_compile_step.py",
+        "compiler_trainer/step/test_fsdp.py",
+        "multirank/test_processes.py::test_two_processes_are_lockstep_bit_for_bit",
+        "passes/autograd",
+        "passes/check/test_verify.py",
+        "passes/communication/test_overlap.py",
+        "passes/context/test_context.py",
+        "passes/context/test_flex_kernels.py",
+        "passes/cost/test_accounting.py",
+        "passes/lower/test_backends.py",
+        "passes/lower/test_damaged.py",
+        "passes/lower/test_inductor.py",
+        "passes/lower/test_kernels.py",
+        "passes/lower/test_ready.py",
+        "passes/memory/test_remat.py",
+        "passes/pipeline",
+        "passes/precision",
+        "passes/program/test_boundary.py",
+        "passes/program/test_printer.py",
+        "passes/program/test_sharing.py",
+        "passes/program/test_shift.py",
+        "passes/program/test_spec.py",
+        "passes/rules/test_rules.py",
+        "passes/sharding/test_deep.py",
+        "passes/sharding/test_recurrent.py",
+        "passes/sharding/test_tensor_parallel.py",
+        "passes/update/test_optimize.py",
+    )
+)
+STEPS = 20
+JOB = ("data=synthetic", f"train.steps={STEPS}")  # the default one reads the interpreter's own library, another in each
+HEAD = ("torch", "Python", "passed", "failed", "skipped", "minutes", "loss, step 1", f"step {STEPS}", "eval loss", "")
+Row = tuple[str, ...]
+
+
+class Pair(NamedTuple):
+    """A PyTorch, and the command of a Python."""
+
+    torch: str
+    python: str
+
+    @staticmethod
+    def parse(text: str) -> Pair:
+        """Of `TORCH:PYTHON`; raises ArgumentTypeError."""
+        torch, _, python = text.partition(":")
+        if not torch or not python:
+            raise argparse.ArgumentTypeError(f"{text}: give TORCH:PYTHON, as in 2.11.0:python3.12")
+        return Pair(torch, python)
+
+    def installed(self) -> Path:
+        """The interpreter of its environment, made if it is not there."""
+        venv = ROOT / f".venv-{self.torch}-{Path(self.python).name}"
+        options = f"TORCH=torch=={self.torch}", f"PYTHON={self.python}", f"VENV={venv}"
+        subprocess.run(["make", "venv", *options], cwd=ROOT, check=True)
+        return venv / "bin/python"
+
+
+def row(pair: Pair, jobs: int) -> Row:
+    """What the tests and the job came to."""
+    python = pair.installed()
+    with tempfile.TemporaryDirectory(prefix="versions-") as scratch:
+        version = subprocess.run([python, "-c", VERSION], check=True, capture_output=True, text=True).stdout.strip()
+        return (pair.torch, version, *tested(python, Path(scratch), jobs), *trained(python, Path(scratch)))
+
+
+VERSION = "import platform; print(platform.python_version())"
+
+
+def tested(python: Path, scratch: Path, jobs: int) -> Row:
+    """How many tests passed, failed, were skipped, in how many minutes; the rest of a row names those that failed."""
+    report = scratch / "tests.xml"
+    subprocess.run([python, "-m", "pytest", f"-n{jobs}", "--dist=worksteal", f"--junitxml={report}", *TESTS], cwd=ROOT)
+    return counted(ElementTree.parse(report).getroot())
+
+
+def counted(report: ElementTree.Element) -> Row:
+    """Of a JUnit report: how many passed, which failed, how many were skipped, minutes."""
+    (suite,) = report.iter("testsuite")
+    cases = list(suite.iter("testcase"))
+    failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    skipped = [case for case in cases if case.find("skipped") is not None]
+    names = "<br>".join(f"`{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}`" for case in failed)
+    passed = len(cases) - len(failed) - len(skipped)
+    return str(passed), names or "0", str(len(skipped)), f"{float(suite.get('time', 0)) / 60:.1f}"
+
+
+def trained(python: Path, scratch: Path) -> Row:
+    """The job's first, last and held-out loss, and nothing; where it failed what it ended with."""
+    run = scratch / "run"
+    own = {"TORCHINDUCTOR_CACHE_DIR": str(scratch / "kernels"), "XDG_CACHE_HOME": str(scratch / "tokens")}
+    command = [python, "-m", "compiler_trainer", *JOB, f"run.dir={run}"]
+    job = subprocess.run(command, cwd=ROOT, env=os.environ | own, capture_output=True, text=True)
+    if job.returncode:
+        return "", "", "", job.stderr.strip().splitlines()[-1]
+    return (*losses([json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]), "")
+
+
+def losses(steps: Sequence[Mapping[str, float]]) -> Row:
+    """Of a run's metrics."""
+    return f"{steps[0]['loss']:.5f}", f"{steps[-1]['loss']:.5f}", f"{steps[-1]['eval_loss']:.5f}"
+
+
+def renewed(page: str, rows: Sequence[Row]) -> str:
+    """The page with these rows instead of those of the same versions."""
+    before, _, rest = page.partition(BEGIN)
+    old, _, after = rest.partition(END)
+    kept = [cells for line in old.splitlines() if (cells := cells_of(line))]
+    found = {cells[:2]: cells for cells in [*kept, *rows]}
+    lines = [HEAD, ("---",) * len(HEAD), *(found[key] for key in sorted(found, key=numbers))]
+    table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+
+
+def cells_of(line: str) -> Row:
+    """Of a table's line, nothing if it is of its head."""
+    cells = tuple(cell.strip() for cell in line.split("|")[1:-1])
+    return cells if cells and cells[0][:1].isdigit() else ()
+
+
+def numbers(versions: Row) -> list[list[int]]:
+    """What versions are sorted by."""
+    return [[int(part) for part in version.split(".")] for version in versions]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Try each pair, show and write; the exit code."""
+    takes = argparse.ArgumentParser("python -m tools.versions", description=(__doc__ or "").splitlines()[0])
+    takes.add_argument("pairs", nargs="+", type=Pair.parse, metavar="TORCH:PYTHON", help="such as 2.11.0:python3.12")
+    takes.add_argument("--write", type=Path, help="the page whose rows are renewed")
+    takes.add_argument("--jobs", type=int, default=2, help="tests at once")
+    given = takes.parse_args(arguments)
+    rows = []
+    for pair in given.pairs:
+        rows.append(row(pair, given.jobs))
+        print(" | ".join(rows[-1]), flush=True)
+        if given.write:
+            given.write.write_text(renewed(given.write.read_text(encoding="utf-8"), rows), encoding="utf-8")
+    return 1 if any(cells[3] != "0" or cells[-1] for cells in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
