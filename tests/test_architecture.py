@@ -33,7 +33,7 @@ FLOORS = {
         ("data", "step"),
         ("checkpoint",),
         ("training", "parity"),
-        ("planning", "runs", "inspect", "sweep", "calibrate"),
+        ("planning", "runs", "inspect", "sweep", "calibrate", "doctor"),
         ("bisect",),
         ("cli",),
         ("__main__", "train"),

@@ -122,7 +122,7 @@ def trained(python: Path, scratch: Path) -> Row:
     """The job's first, last and held-out loss, and nothing; where it failed what it ended with."""
     run = scratch / "run"
     own = {"TORCHINDUCTOR_CACHE_DIR": str(scratch / "kernels"), "XDG_CACHE_HOME": str(scratch / "tokens")}
-    command = [python, "-m", "compiler_trainer", *JOB, f"run.dir={run}"]
+    command = [str(python), "-m", "compiler_trainer", *JOB, f"run.dir={run}"]
     job = subprocess.run(command, cwd=ROOT, env=os.environ | own, capture_output=True, text=True)
     if job.returncode:
         return "", "", "", job.stderr.strip().splitlines()[-1]

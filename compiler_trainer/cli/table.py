@@ -16,6 +16,7 @@ class Verb(NamedTuple):
 
 
 VERBS = {
+    "doctor": Verb("begin", "[--ranks N]", "what this machine is, and whether each feature works on it"),
     "launch": Verb("train", "[-n RANKS] ...", "start several ranks, as torchrun does, without its tracebacks"),
     "resume": Verb("train", "RUN [OPTION=VALUE]", "continue a run from its newest checkpoint"),
     "tokenize": Verb("train", "--out DIR [OPTION=VALUE]", "make the tokens of a job's data ahead of it"),
@@ -32,6 +33,7 @@ VERBS = {
     "check": Verb("keep", "FOLDER", "read every byte of the checkpoints in a folder, and say which are damaged"),
 }
 TASKS = {
+    "begin": "Begin",
     "train": "Train",
     "plan": "Plan and predict",
     "look": "Look into runs",

@@ -6,6 +6,7 @@ Experts loop over ordinary products, for grouped ones take no fp64; masks are de
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any, TypeVar
 from unittest.mock import patch
 
@@ -56,9 +57,10 @@ def on_one_device(model: Model) -> Model:
     if isinstance(model, Llama) and model.cfg.attention == "documents":
         forward = model.forward
 
-        def dense(*args: Any) -> Any:
+        @functools.wraps(forward)  # who calls it looks for the names of its arguments
+        def dense(*args: Any, **kwargs: Any) -> Any:
             with patch.object(attention, "flex_attention", masked_attention):
-                return forward(*args)
+                return forward(*args, **kwargs)
 
         model.forward = dense  # type: ignore[method-assign, assignment]
     return model

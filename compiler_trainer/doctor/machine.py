@@ -1,0 +1,153 @@
+"""What this machine is, a line each, and what to do about what looks wrong."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from compiler_trainer.training.speed import machine
+from passes.program.torch_private import compiler_folder
+
+GIB = 2**30
+PACKAGES = ("compiler-trainer", "torch", "triton", "transformers", "torchao")
+CACHE_GIB, SHARED_GIB, FREE_SHARE, HOST_SHARE = 1, 0.25, 0.9, 0.5  # less is worth a word
+QUERY = "driver_version,clocks.sm,clocks.max.sm,power.limit,temperature.gpu"
+
+
+class Fact(NamedTuple):
+    """Something about the machine; `fix` says what to do where it looks wrong."""
+
+    name: str
+    said: str
+    fix: str = ""
+
+
+def facts() -> Iterator[Fact]:
+    """All that a report of a bug needs; a fact that cannot be read says why."""
+    for name, read in FACTS.items():
+        try:
+            yield from read()
+        except Exception as error:
+            yield Fact(name, f"{type(error).__name__}: {error}", "this could not be read")
+
+
+def versions() -> Iterator[Fact]:
+    """Of what counts, and of Python."""
+    yield Fact("versions", ", ".join((*map(installed, PACKAGES), machine()["versions"].split(", ", 1)[1])))
+
+
+def installed(package: str) -> str:
+    """Its version."""
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:
+        return f"no {package}"
+
+
+def host() -> Iterator[Fact]:
+    """Processor, load, what processes may share and open."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    busy = "other work takes the cores: times mean little" if load > 2 * cores else ""
+    yield Fact("processor", f"{machine()['processor']}, load {load:.1f}", busy)
+    total, free = memory()
+    taken = "other processes hold the rest: ps aux --sort=-rss" if free < HOST_SHARE * total else ""
+    yield Fact("memory", f"{free:.1f} of {total:.1f} GiB free", taken)
+    files, locked = (resource.getrlimit(which)[0] for which in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
+    few = "raise it: ulimit -n 65536" if 0 < files < 1024 else ""
+    yield Fact("limits", f"open files {files}, locked memory {'unlimited' if locked < 0 else locked}", few)
+    if (shared := Path("/dev/shm")).exists():
+        yield room("shared memory", shared, SHARED_GIB, "NCCL and workers need it: docker run --shm-size=8g")
+
+
+def memory() -> tuple[float, float]:
+    """GiB of the host, and those that are free or hold files that can be read again."""
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    total, free = (int(lines[name].split()[0]) / 2**20 for name in ("MemTotal", "MemAvailable"))
+    return total, free
+
+
+def room(name: str, folder: Path, least_gib: float, fix: str) -> Fact:
+    """What is free where a folder lies, or will."""
+    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    free = shutil.disk_usage(there).free / GIB
+    can = os.access(there, os.W_OK)
+    said = f"{folder}, {free:,.1f} GiB free" + ("" if can else ", not writable")
+    return Fact(name, said, "" if can and free >= least_gib else fix)
+
+
+def caches() -> Iterator[Fact]:
+    """Where compiled kernels and temporary files go."""
+    fix = "make room, or set TORCHINDUCTOR_CACHE_DIR"
+    yield room("kernels", compiler_folder(), CACHE_GIB, fix)
+    yield room("temporary files", Path(tempfile.gettempdir()), CACHE_GIB, "make room, or set TMPDIR")
+
+
+def compiler() -> Iterator[Fact]:
+    """What builds C++ kernels, and the wrapper of those of a GPU."""
+    name = os.environ.get("CXX", "g++")
+    if shutil.which(name) is None:
+        yield Fact("C++ compiler", f"no {name}", "apt-get install g++, or set CXX; lower.backend=eager needs none")
+        return
+    said = subprocess.run([name, "--version"], capture_output=True, text=True, timeout=20)
+    yield Fact(
+        "C++ compiler", said.stdout.partition("\n")[0] or said.stderr, "it does not start" if said.returncode else ""
+    )
+
+
+def network() -> Iterator[Fact]:
+    """Whether ranks of this machine can talk, over which interfaces."""
+    named = os.environ.get("NCCL_SOCKET_IFNAME") or os.environ.get("GLOO_SOCKET_IFNAME")
+    names = [name for _, name in socket.if_nameindex()]
+    missing = (
+        f"{named} is not among them: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME" if named and named not in names else ""
+    )
+    yield Fact("interfaces", ", ".join(names), missing)
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=5).close()
+        yield Fact("loopback", "works")
+    except OSError as error:
+        yield Fact("loopback", str(error), "ranks cannot meet: ip link set lo up")
+
+
+def gpus() -> Iterator[Fact]:
+    """GPUs, what is free of them, how they are linked, and what drives them."""
+    if not torch.cuda.is_available():
+        there = shutil.which("nvidia-smi") is not None
+        fix = f"this PyTorch ({torch.__version__}) does not use them: its build, or the driver" if there else ""
+        yield Fact("GPUs", "none" if not there else "nvidia-smi is there, but PyTorch sees none", fix)
+        return
+    count = torch.cuda.device_count()
+    yield Fact("GPUs", f"{machine()['GPU']}, CUDA {torch.version.cuda}, NCCL {torch.cuda.nccl.version()}")
+    for each in range(count):
+        free, total = torch.cuda.mem_get_info(each)
+        taken = "other processes hold the rest: nvidia-smi" if free < FREE_SHARE * total else ""
+        yield Fact(f"GPU {each}", f"{free / GIB:.1f} of {total / GIB:.1f} GiB free", taken)
+    linked = all(torch.cuda.can_device_access_peer(a, b) for a in range(count) for b in range(count) if a != b)
+    if count > 1:
+        fix = "collectives go through the host: nvidia-smi topo -m"
+        yield Fact("links", "each GPU reaches each" if linked else "not each GPU reaches each", "" if linked else fix)
+    said = subprocess.run(
+        ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv"], capture_output=True, text=True, timeout=20
+    )
+    yield Fact("driver, clocks", "; ".join(said.stdout.strip().splitlines()))
+
+
+FACTS: dict[str, Callable[[], Iterator[Fact]]] = {
+    "versions": versions,
+    "processor": host,
+    "C++ compiler": compiler,
+    "GPUs": gpus,
+    "kernels": caches,
+    "network": network,
+}

@@ -1,0 +1,119 @@
+"""One small step a feature on this machine, against eager PyTorch in fp64 on the CPU.
+
+A feature is options of a job, so what fails here fails with `compiler-trainer` and the same options.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from compiler_trainer.config.compose import compose, typed
+from compiler_trainer.config.device import settled
+from compiler_trainer.config.schema import Config
+from compiler_trainer.config.validate import validate
+from compiler_trainer.parity import oracle
+from compiler_trainer.parity.compare import difference, wholes
+from compiler_trainer.parity.of_config import subject_of
+from compiler_trainer.parity.subject import Settings
+from compiler_trainer.step.compile import compile_step
+
+FP32, BF16, FLOAT8 = 1e-4, 5e-2, 0.5  # of a value's largest entry, gradients among them
+LR = 0.1
+SMALL = (
+    "model.dim=64", "model.n_layers=2", "model.ffn_dim=192", "train.seq_len=64",
+    "train.dtype=float32", "passes.cast.param_dtype=null", "optim=sgd",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A feature: the options that ask for it, how far off it may be, and what to do where it fails."""
+
+    name: str
+    options: tuple[str, ...]
+    fix: str
+    allowed: float = FP32
+    mesh: bool = False  # whether it is of several ranks
+    gpu: bool = False  # whether it is of GPUs alone
+
+
+EAGER = "lower.backend=eager trains without"
+BF16_OPTIONS = ("passes.cast.param_dtype=bfloat16",)
+PROBES = (
+    Probe("eager", ("lower.backend=eager",), "PyTorch itself does not run here: install it anew"),
+    Probe("compiled", (), f"Inductor needs a C++ compiler, or Triton on a GPU; {EAGER}"),
+    Probe("bfloat16, flash attention", BF16_OPTIONS, "train in passes.cast.param_dtype=null", BF16),
+    Probe("packed documents, FlexAttention on a GPU", ("model.attention=documents",), "use model.attention=causal"),
+    Probe("float8", (*BF16_OPTIONS, "passes.cast.float8=tensorwise"), "needs an H100 or newer, or a CPU", FLOAT8),
+    Probe("experts", ("model=moe_debug",), f"grouped products need Triton on a GPU; {EAGER}"),
+    Probe("recomputation", ("passes.remat.policy=full",), "use passes.remat.policy=none, and report it"),
+    Probe("offloading", ("passes.remat.policy=offload",), "needs pinned memory (ulimit -l); use policy=selective"),
+    Probe("CUDA graphs", ("lower.cudagraphs=true",), "leave lower.cudagraphs=false", gpu=True),
+    Probe("FSDP", ("mesh.dp_shard=-1",), "NCCL_DEBUG=INFO says which link fails", mesh=True),
+    Probe("tensor parallelism", ("mesh.tp=-1", "mesh.dp_shard=1"), "as FSDP", mesh=True),
+    Probe("context parallelism", ("mesh.cp=-1", "mesh.dp_shard=1"), "as FSDP", mesh=True),
+    Probe("expert parallelism", ("model=moe_debug", "mesh.ep=2"), "leave mesh.ep=1", mesh=True),
+    Probe("pipeline stages", ("mesh.pp=2", "train.microbatches=4"), "leave mesh.pp=1", mesh=True),
+)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What became of a probe: seconds, the worst error or infinity, and why it failed."""
+
+    probe: Probe
+    seconds: float
+    error: float
+    why: str = ""
+
+    @property
+    def works(self) -> bool:
+        return not self.why and self.error <= self.probe.allowed
+
+
+def probes(ranks: int) -> Iterator[Probe]:
+    """Those that this machine can be asked."""
+    for probe in PROBES:
+        if probe.mesh == (ranks > 1) and (torch.cuda.is_available() or not probe.gpu):
+            yield probe
+
+
+def tried(probe: Probe, ranks: int) -> Tried:
+    """The probe's first step; on several ranks an error is raised, for the others would wait for this one."""
+    began = time.perf_counter()
+    try:
+        error = worst_error(job(probe, ranks))
+    except Exception as failure:
+        if ranks > 1:
+            raise
+        said = " ".join(str(failure).split())[:300]
+        return Tried(probe, time.perf_counter() - began, float("inf"), f"{type(failure).__name__}: {said}")
+    return Tried(probe, time.perf_counter() - began, error)
+
+
+def job(probe: Probe, ranks: int) -> Config:
+    """Its small job."""
+    cfg = settled(
+        typed(compose([*SMALL, f"train.global_batch_size={4 * ranks}", *probe.options])), torch.cuda.is_available()
+    )
+    return validate(cfg, ranks)
+
+
+def worst_error(cfg: Config) -> float:
+    """The largest difference of what a step leaves, over the largest entry of each value: moments are gradients."""
+    subject, few = subject_of(cfg), cfg.train.microbatches
+    (wanted,) = oracle.train(subject, Settings(optim=cfg.optim, microbatches=few, lrs=(LR,)))
+    model, device = copy.deepcopy(subject.model).float(), torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    how = {"mesh": cfg.mesh, "optim": cfg.optim, "passes": cfg.passes, "lower": cfg.lower}
+    batch = subject.batches[0]
+    step = compile_step(model, subject.loss, batch, **how, device=device, microbatches=few, evaluate=False)  # type: ignore[arg-type]
+    metrics = step(batch, LR)
+    found = {name: torch.tensor(value) for name, value in metrics.items()} | dict(wholes(step))
+    return max(difference(found[name].cpu(), value) for name, value in wanted.items() if not name.startswith("chance."))
