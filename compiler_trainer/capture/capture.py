@@ -19,7 +19,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from compiler_trainer.capture.averages import cumulative_averages
 from compiler_trainer.capture.flex import write_out
 from compiler_trainer.capture.functions import functions_as_operators
-from compiler_trainer.capture.grouped import any_dtype
+from compiler_trainer.capture.grouped import any_dtype, with_one_product
 from compiler_trainer.capture.hidden import hidden_as_operators, line
 from compiler_trainer.capture.hints import checkpoints_as_marks, read_marks
 from compiler_trainer.capture.layers import mark_layers
@@ -121,6 +121,7 @@ def capture(
     ):
         exported = _export(module, values)
         inline_regions(exported.graph_module)
+        with_one_product(exported.graph)
         share_constants(exported)
         mark_layers(exported.graph, batch_of(exported))
         roll = roll_up(exported.graph_module, state_of(exported, model), rolling) if rolling else None

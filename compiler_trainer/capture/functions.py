@@ -11,6 +11,7 @@ from torch import Tensor
 
 from compiler_trainer.config.errors import UserError
 from passes.program import functions
+from passes.program.torch_private import functions_as
 
 
 class Saved:
@@ -38,24 +39,10 @@ class Saved:
 
 @contextmanager
 def functions_as_operators() -> Iterator[None]:
-    """While on, a call of a custom `autograd.Function` is recorded as an operator of its own, with both bodies.
-
-    `Function.apply` may have been kept under another name long before (`swish = Swish.apply`): what it calls is
-    replaced.
-    """
-    called_by_apply = torch.autograd.Function.__mro__[1]
+    """While on, a call of a custom `autograd.Function` is recorded as an operator of its own, with both bodies."""
     functions.restart()
-
-    def apply(cls: Any, *args: Any) -> Any:
-        if cls.__module__.startswith("torch."):
-            return super(called_by_apply, cls).apply(*args)  # type: ignore[arg-type]
-        return record(cls, args)
-
-    called_by_apply.apply = classmethod(apply)  # type: ignore[attr-defined]
-    try:
+    with functions_as(record):
         yield
-    finally:
-        del called_by_apply.apply  # type: ignore[attr-defined]
 
 
 def record(cls: Any, args: tuple) -> Any:

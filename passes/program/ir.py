@@ -376,11 +376,12 @@ def set_pipeline_stage(node: fx.Node, stage: int | None) -> None:
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _LIBRARY = re.compile(
     r"/torch/(nn|_|functional|utils|fx)|/site-packages/torch/|/compiler_trainer/capture/(capture|functions|hidden)\.py$"
+    r"|/passes/program/torch_private\.py$"
 )
 
 
 def is_library(file: str) -> bool:
-    """Whether a frame is of PyTorch or of the capture (generated code has no file), not of the user's model or loss."""
+    """Whether a frame is of PyTorch, of what stands for it or of the capture (generated code has no file), not of the user's model or loss."""
     return file.startswith("<") or bool(_LIBRARY.search(file))
 
 

@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -73,6 +74,7 @@ __all__ = [
     "flex_attention",
     "flex_attention_backward",
     "flex_with_gradients",
+    "functions_as",
     "gloo_of_one_thread",
     "graph_of",
     "grouped_products_as",
@@ -649,6 +651,43 @@ def quiet_failures() -> Iterator[None]:
         for log in talking:
             stack.enter_context(patch.object(log, "disabled", True))
         yield
+
+
+@contextmanager
+def functions_as(instead: Callable[[type, tuple], Any]) -> Iterator[None]:
+    """While on, a call of a custom `autograd.Function` runs `instead(cls, args)` for its forward, and saves nothing.
+
+    `Function.apply` may have been kept under another name long before, and is C from 2.14 on. But what it does is to
+    look up `_backward_cls`, then `forward`, then `setup_context` if that is the function's own: these are replaced.
+    """
+    kind, base = type(torch.autograd.Function), torch.autograd.Function.setup_context
+    begun: type | None = None
+    ended: type | None = None
+
+    def look_up(cls: type, name: str) -> Any:
+        nonlocal begun, ended
+        found = type.__getattribute__(cls, name)
+        if name == "_backward_cls" and not cls.__module__.startswith("torch."):
+            begun = cls
+        elif name == "forward" and begun is cls:
+            begun = None
+            return partial(forward, cls, type.__getattribute__(cls, "setup_context") is base)
+        elif name == "setup_context" and ended is cls:
+            ended = None
+            return lambda *args: None
+        return found
+
+    def forward(cls: type, has_context: bool, *args: Any) -> Any:
+        nonlocal ended
+        result = instead(cls, args[has_context:])
+        ended = None if has_context else cls
+        return result
+
+    kind.__getattribute__ = look_up  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del kind.__getattribute__
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from passes.sharding.normalize import drops
 
 aten = torch.ops.aten
 DROPPED = "dropped_rows"  # the count of rows which found no room
-PRODUCTS = ("_grouped_mm", "transformers::grouped_mm_fallback", "ct::grouped_mm")
+PRODUCTS = ("_grouped_mm", "ct::grouped_mm")
 SHAPED = ("empty_like", "zeros_like", "new_empty", "new_zeros")  # take no more than the shape
 SAME = ("_to_copy", "alias", "detach", "clone")
 
