@@ -381,7 +381,7 @@ _LIBRARY = re.compile(
 
 
 def is_library(file: str) -> bool:
-    """Whether a frame is of PyTorch, of what stands for it or of the capture (generated code has no file), not of the user's model or loss."""
+    """Whether a frame is of PyTorch, of its private API or of the capture (code made has no file), not a user's."""
     return file.startswith("<") or bool(_LIBRARY.search(file))
 
 

@@ -7,14 +7,16 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from joint_programs import Tiny
 from oracle import assert_same, batches, compile_lockstep, llama, llama_loss, train_plainly, train_step
 from sweeps import in_turn
 from torch import nn
 
 from compiler_trainer.capture.capture import capture
 from passes.program.printer import print_program
+from passes.program.spec import Spec
 from passes.sharding.normalize import Normalize
-from passes.update.means import Means
+from passes.update.means import Means, terms
 
 MESHES = [{"dp_shard": 2}, {"dp_shard": 2, "tp": 2}, {"cp": 2}, {"dp_replicate": 2, "dp_shard": 2}]
 PLAIN = {"name": "sgd"}
@@ -232,3 +234,11 @@ def test_the_text_of_a_count():
     assert report.counts == {"means": 1} and not report.notes
     lines = [line.partition("   #")[0] for line in print_program(after).splitlines()[2:]]
     assert lines == TEXT.splitlines()
+
+
+def test_a_sum_of_more_terms_than_python_has_frames_is_taken_apart():
+    tiny = Tiny()
+    total = x = tiny.input("x", Spec.whole(()))
+    for _ in range(1500):  # a term of each layer
+        total = tiny.call(torch.ops.aten.add.Tensor, total, x)
+    assert list(terms(total)) == [x] * 1501
