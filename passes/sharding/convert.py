@@ -50,6 +50,7 @@ class _Steps:
         self.groups: list[list[Factor]] = [list(dim) for dim in before.dims]
         self.partial, self.varying = dict(before.partial), set(before.varying)
         self.original = value
+        self.cast: torch.dtype | None = None  # that is still to be made
         self.spread = False
 
     # -- dims as factors ----------------------------------------------------------------------------
@@ -157,6 +158,8 @@ class _Steps:
         """Mark a value, the same on the axes, as a varying copy there."""
         for axis in self.mesh.flatten(axes):
             if self.has_grad:
+                if self.wire is not None and self.is_cast:
+                    self.value, self.cast = self.before_cast()
                 self.call(boundary.vary, axis, axis, self.wire)
             self.varying.update(self.mesh.over(axis))
 
@@ -217,12 +220,16 @@ class _Steps:
         self.from_ranks(k, axis, size)
         self.set_axes(k, factor.axes[:-1])
 
-    def before_cast(self) -> tuple[fx.Node, torch.dtype]:
-        """What to gather and in which dtype: a cast weight is cast by the gather, its gradient reduced uncast."""
-        dtype = ir.example(self.value).dtype
+    @property
+    def is_cast(self) -> bool:
+        """Whether the value is, as it was given, a cast alone of another."""
         is_cast = self.value is self.original and self.value.target is aten._to_copy.default
-        same_device = is_cast and set(self.value.kwargs) <= {"dtype"}
-        return (self.value.args[0], dtype) if same_device and self.has_grad else (self.value, dtype)
+        return is_cast and self.has_grad and set(self.value.kwargs) <= {"dtype"}
+
+    def before_cast(self) -> tuple[fx.Node, torch.dtype]:
+        """What to exchange and the dtype to cast it to after that: so the gradient of a cast is reduced uncast."""
+        dtype, self.cast = self.cast or ir.example(self.value).dtype, None
+        return (self.value.args[0], dtype) if self.is_cast else (self.value, dtype)  # type: ignore[return-value]
 
     def to_ranks(self, k: int, axis: str) -> None:
         """Put factor `k`, whole on an axis, into the order in which its ranks hold it."""
@@ -279,6 +286,8 @@ class _Steps:
     def finish(self, after: Spec) -> fx.Node:
         """Fold the factors back into dims and record the placement."""
         self.fold_dims()
+        if self.cast is not None:
+            self.value = self.builder.trace(lambda x, dtype=self.cast: x.to(dtype), self.value)
         if self.value is not self.original:
             ir.set_spec(self.value, replace(after, fill=self.fill))
         return self.value

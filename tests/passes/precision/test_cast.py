@@ -190,6 +190,19 @@ def test_gradients_of_gathered_weights_are_added_in_the_reduce_dtype():
     assert {n.args[-1] for n in reduced} == {torch.float32}
 
 
+@pytest.mark.parametrize("mesh", [{"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 2, "tp": 2}])
+def test_sums_over_several_axes_are_not_rounded_in_between(mesh):
+    seen = {}
+    compile_lockstep(llama(dtype=torch.float32), llama_loss, batches()[0], mesh,
+                     passes={"cast": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}},
+                     observe=lambda program, record: seen.setdefault(record.name, program))
+    program = seen["add_first"]
+    for node, output in zip(program.results(), program.outputs, strict=True):
+        if output.kind == "gradient":
+            assert ir.example(node).dtype == F32 and node.target is boundary.reduce_scatter, output.name
+    assert any(o.spec.partial for o in program.outputs if o.kind == "gradient")  # the other axis: once, in the update
+
+
 def test_a_tensor_has_one_dtype_and_the_graph_holds_it():
     """A parameter cannot be bf16 in memory and fp32 in its description: state, program and report read one thing."""
     step = compile_lockstep(llama(1, F32), llama_loss, batches()[0], {"dp_shard": 2},
