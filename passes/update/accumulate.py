@@ -88,6 +88,7 @@ class ApplyOnly(ir.Pass):
     wire: torch.dtype | None = None
     name = "apply"
     takes = (Stage.JOINT,)
+    after = ("add_first", "defer")  # which say what is left to it
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         graph = fx.Graph()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from oracle import batches, llama, llama_loss, trained_alike
 
-from compiler_trainer.config.schema import CastConfig, OptimConfig, PassesConfig
+from compiler_trainer.config.schema import AccumulateConfig, CastConfig, OptimConfig, PassesConfig
 from compiler_trainer.pipeline import Passes, Pipeline, build_pipeline
 from compiler_trainer.step import programs as compiling
 from passes.check.runner import check_order
@@ -26,12 +26,17 @@ Order = tuple[Passes, Passes]  # of the forward, and of what follows
 
 
 def programs(pipeline: Pipeline) -> dict[str, Order]:
-    return {name: (pipeline.forward, steps) for name, steps in {**pipeline.train, "evaluate": pipeline.evaluate}.items()}
+    found = {**pipeline.branches(), "evaluate": pipeline.evaluate}
+    if (parts := pipeline.staged) is not None:
+        found |= {"microbatch": (*pipeline.joint, *parts.whole, *parts.finish)}
+        found |= {"update": (*pipeline.joint, *parts.update(0), *parts.finish)}
+    return {name: (pipeline.forward, steps) for name, steps in found.items()}
 
 
 def pipelines() -> Iterator[tuple[str, Order]]:
-    for microbatches in (1, 3):
-        made = build_pipeline(PassesConfig(CastConfig(None)), OptimConfig(), {"w": torch.float32}, microbatches)
+    for microbatches, pp, once in ((1, 1, "auto"), (3, 1, "auto"), (3, 1, "step"), (4, 2, "auto")):
+        passes = PassesConfig(CastConfig(None), accumulate=AccumulateConfig(once, once))
+        made = build_pipeline(passes, OptimConfig(), {"w": torch.float32}, microbatches, pp=pp)
         yield from programs(made).items()
 
 

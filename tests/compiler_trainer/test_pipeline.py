@@ -22,7 +22,7 @@ def named(steps):
 def test_every_program_is_in_an_order_that_holds(microbatches):
     pipeline = build_pipeline(PassesConfig(CastConfig(None)), OptimConfig(), MASTERS, microbatches)
     check_order(pipeline.forward, Stage.CAPTURED)
-    for steps in (pipeline.evaluate, *pipeline.train.values()):
+    for steps in (pipeline.evaluate, *pipeline.branches().values()):
         check_order(steps, Stage.LOCAL)
         assert [step.name for step in steps[-2:]] == ["overlap", "segment"]
 

@@ -56,7 +56,7 @@ def test_a_pattern_that_names_no_row_is_refused(capsys):
     with pytest.raises(SystemExit) as stopped:
         published.main(["--only", "nobody/*"])
     assert stopped.value.code == 2
-    assert "error: --only: 'nobody/*' names no row; there are megatron_bridge/" in capsys.readouterr().err
+    assert "error: --only: 'nobody/*' names no row; there are llama3/" in capsys.readouterr().err
 
 
 RESULT = {
