@@ -107,7 +107,7 @@ class Remat(ir.Pass):
     name = "remat"
     takes = (Stage.JOINT,)
     keeps = True
-    after = ("simplify", "dedupe", "add_first", "defer")  # which would merge what is computed again with what it repeats
+    after = ("simplify", "dedupe", "add_first", "defer")  # which would merge what is computed again
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         if self.policy not in POLICIES:
