@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import (
@@ -27,6 +27,7 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config, ModelConfig, OptimConfig
 from compiler_trainer.models.attention import Attention, rotary_tables
 from compiler_trainer.models.llama import Block, Llama
+from compiler_trainer.pipeline import DTYPES
 from compiler_trainer.training.trainer import local_device
 from passes.program.torch_private import context_parallel_internals
 
@@ -59,15 +60,17 @@ def stock_step(how: str, cfg: Config, batch: Batch) -> tuple[Callable[[], float]
     """A step of stock PyTorch, `how` eager or compiled, and the tensors that live from one to the next."""
     sizes = {axis: size for axis, size in dataclasses.asdict(cfg.mesh).items() if size > 1 and axis != "ep"}
     mesh = init_device_mesh(local_device().type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)) if sizes else None
-    model = parallel(built(cfg), mesh, how)
+    model = parallel(built(cfg), mesh, how, cfg)
     o = cfg.optim
     optimizer = torch.optim.AdamW(groups_of(model, o), o.lr, o.betas, o.eps, o.weight_decay, fused=True)
     mine = {name: rows_of(tensor, mesh) for name, tensor in batch.items()}
     run: Any = torch.compile(model) if how == "whole" else model
 
+    in_bf16 = cfg.passes.cast.param_dtype == "bfloat16"
+
     def step() -> float:
         inputs = {name: tensor.clone() for name, tensor in mine.items()}  # context_parallel shards them in place
-        with context(mesh, inputs):
+        with context(mesh, inputs), torch.autocast(local_device().type, torch.bfloat16, enabled=in_bf16):
             loss = models.loss_fn(run, inputs)
             loss.backward()
         if cfg.optim.max_norm is not None:
@@ -103,7 +106,7 @@ def decoder_of(cfg: Config) -> ModelConfig:
     return cfg.model
 
 
-def parallel(model: StockLlama, mesh: DeviceMesh | None, how: str) -> StockLlama:
+def parallel(model: StockLlama, mesh: DeviceMesh | None, how: str, cfg: Config) -> StockLlama:
     """The model split over `tp`, its blocks compiled if asked for, and sharded over the other axes."""
     axes = mesh.mesh_dim_names or () if mesh is not None else ()
     if mesh is not None and "tp" in axes:
@@ -112,10 +115,12 @@ def parallel(model: StockLlama, mesh: DeviceMesh | None, how: str) -> StockLlama
         for layer in model.layers:
             layer.compile()
     if mesh is not None and (data := tuple(axis for axis in axes if axis != "tp")):
+        cast = cfg.passes.cast
+        precision = MixedPrecisionPolicy(DTYPES[cast.param_dtype], DTYPES[cast.reduce_dtype])
         over = sharding_mesh(mesh, data)
         for layer in model.layers:
-            fully_shard(layer, mesh=over)
-        fully_shard(model, mesh=over)
+            fully_shard(layer, mesh=over, mp_policy=precision)
+        fully_shard(model, mesh=over, mp_policy=precision)
     return model
 
 
