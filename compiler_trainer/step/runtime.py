@@ -198,6 +198,7 @@ class ProcessRanks(Staged):
     def build(self, programs: Iterable[ir.Program], ctx: ir.Context) -> None:
         """Compile what programs of several stages call, each body once on a machine; every rank must call it."""
         if self.distributed and self.mesh["pp"] > 1 and self.lower.backend == "inductor":
+            self.name_groups()
             bodies = dict.fromkeys(body for program in programs for body in calls_of(program))
             inductor.compile_share(list(bodies), ctx, Workers(*place_on_node(), dist.barrier), self.tell)
 
