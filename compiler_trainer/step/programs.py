@@ -125,9 +125,8 @@ class Compilation:
         """The programs that are cut from one: all tasks of all pipeline stages, or gathers of parameters apart."""
         whole = self.run("microbatch", staged.whole, joint).program
         if staged.table is None:
-            gathers, rest = cut_gathers(whole)
             update = self.run("update", staged.update(0), joint).program
-            found = {"gather": gathers, "accumulate": rest, "apply": update}
+            found = cut_gathers(whole) | {"apply": update}
         else:
             tasks = cut(whole, staged.table.is_split, staged.gathers)
             for rank in range(staged.table.ranks):

@@ -54,12 +54,11 @@ def cut_update(program: ir.Program, rank: int) -> dict[Task, ir.Program]:
     return apart(program, tasks_of_update(program, rank), f"{rank}.")
 
 
-def cut_gathers(program: ir.Program) -> tuple[ir.Program, ir.Program]:
-    """Of a microbatch that no stages share: the gathers of parameters, and the rest."""
+def cut_gathers(program: ir.Program) -> dict[str, ir.Program]:
+    """A microbatch that no stages share: the gathers of parameters, if there are any, and the rest."""
     once = gathered(program)
     task = {node: Task(0, GATHER if node in once else FORWARD) for node in program.calls()}
-    found = apart(program, task)
-    return found[Task(0, GATHER)], found[Task(0, FORWARD)]
+    return {"gather" if each.kind == GATHER else "accumulate": found for each, found in apart(program, task).items()}
 
 
 def apart(program: ir.Program, task: Mapping[fx.Node, Task], prefix: str = "") -> dict[Task, ir.Program]:

@@ -135,7 +135,7 @@ def test_pipeline_stages_are_lockstep_bit_for_bit(jobs):
 @pytest.mark.full
 def test_sharded_pipeline_stages_are_lockstep(jobs):
     for found in jobs("four")["stages4"]:
-        assert_equal(found, of_stages({"pp": 2, "dp_shard": 2}, "zero_bubble", 2), 1e-6)
+        assert_equal(found, of_stages({"pp": 2, "dp_shard": 2}, "zero_bubble", 2), 1e-5)
         assert found["differences"] == []
 
 
