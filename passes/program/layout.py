@@ -26,7 +26,8 @@ def entries(factor: Factor, mesh: Mesh, places: Places, device: torch.device) ->
         held, place, order = factor.share(size, axis, mesh), places[axis], factor.order_over(axis)
         if order.table:
             block = held // order.chunks
-            number = own_blocks(places, axis).index_select(0, index // block)
+            slot = (index // block).clamp(max=order.chunks - 1)  # what inner axes pad lies beyond
+            number = own_blocks(places, axis).index_select(0, slot)
             index = number * block + index % block
         elif order.zigzag:
             half = held // 2

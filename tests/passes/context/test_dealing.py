@@ -34,6 +34,17 @@ def test_all_functions_of_a_layout_agree(ranks, each):
         assert int(mine.sum()) == int(valid.sum())
 
 
+@pytest.mark.parametrize("inner", [2, 3, 4, 5])
+def test_an_axis_inside_that_pads_reads_no_block_that_is_not_there(inner):
+    mesh, order, full = Mesh.of({"cp": 2, "tp": inner}), shuffled(2, 2), torch.arange(10) + 100
+    factor = Factor(10, ("cp", "tp"), order=order)
+    for place in mesh:
+        places = {axis: torch.tensor(at) for axis, at in place.items()} | {BLOCKS: torch.tensor(order.table)}
+        index, valid = entries(factor, mesh, places, full.device)
+        local = shard(full, Spec(((factor,),), fill=0.0), mesh, place)
+        assert torch.equal(torch.where(valid, full[index.clamp(max=9)], 0), local)
+
+
 def test_blocks_are_exchanged_until_ranks_have_as_much_to_do():
     even, uneven = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8]), torch.tensor([9, 1, 1, 5, 5, 1, 1, 1])
     assert deal(even, 2) == ((0, 1, 6, 7), (2, 3, 4, 5))  # head and tail stay as they are
