@@ -116,9 +116,17 @@ def test_ours_and_stock_compute_the_same_on_two_ranks(tmp_path, monkeypatch, cap
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("more", [[], ["model.tied=true", "passes.cast.param_dtype=bfloat16"]])
+def test_a_whole_model_is_compiled_by_stock_as_by_us(more, tmp_path):
+    args = options(ranks=1, rounds=1, steps=1, contenders="ours,whole", overrides=[*TINY, *more])
+    found = command.measure(args)
+    assert all("error" not in rounds[-1] for rounds in found.values()), found
+
+
+@pytest.mark.full
 def test_a_contender_that_cannot_run_says_why(tmp_path):
-    args = options(ranks=1, steps=1, overrides=[*TINY, "model.tied=true"])
-    assert "AssertionError" in command.Job("eager", 1, args, tmp_path).all()[0]["error"]
+    args = options(ranks=1, steps=1, overrides=[*TINY, "+optim.groups.mine.names=[norm.weight]"])
+    assert "groups of the default job alone" in command.Job("eager", 1, args, tmp_path).all()[0]["error"]
 
 
 def jobs_of(folder):
