@@ -1,7 +1,7 @@
 // Pipeline stages: which task each rank runs when, and what the ranks take, keep and send.
 
 const SLOT_ROW = 30, SLOT_LEFT = 70; // pixels: a rank's row, the names at the left
-const SLOTS = { F: ["forward", "#5b8fd9"], B: ["backward", "#5fa777"], I: ["backward of inputs", "#5fb3a1"], W: ["backward of weights", "#e0a04a"], U: ["update", "#9aa5b1"] };
+const SLOTS = { A: ["parameters gathered", "#a58bd0"], F: ["forward", "#5b8fd9"], B: ["backward", "#5fa777"], I: ["backward of inputs", "#5fb3a1"], W: ["backward of weights", "#e0a04a"], G: ["gradients reduced", "#d0899b"], U: ["update", "#9aa5b1"] };
 
 function startPipeline() {
   if (!run.pipeline) return void delete TABS.pipeline;
@@ -33,7 +33,7 @@ function drawSlots() {
     return `<text x="0" y="${SLOT_ROW * rank + 19}">rank ${rank}</text><rect class="empty" x="${SLOT_LEFT}" y="${SLOT_ROW * rank + 2}" width="${width - SLOT_LEFT - 12}" height="${SLOT_ROW - 4}"/>` +
       row.map((slot) => slotSvg(slot, rank, x, firsts, graphs)).join("");
   });
-  const feet = ticks(0, end).filter((t) => t <= end).map((t) => `<text x="${x(t)}" y="${height + 16}" text-anchor="middle">${inUnit(t)}</text>`);
+  const feet = ticks(0, end).filter((t) => t <= end).map((t) => `<text x="${x(t)}" y="${height + 16}" text-anchor="${x(t) > width - 40 ? "end" : "middle"}">${inUnit(t)}</text>`);
   place.innerHTML = `<svg width="${width}" height="${height + 24}" role="img" aria-label="tasks of pipeline ranks by time">${rows.join("")}${feet.join("")}</svg>`;
 }
 
