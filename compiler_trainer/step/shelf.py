@@ -28,7 +28,7 @@ from passes.program.sweep import LASTING
 from passes.program.torch_private import compiler_folder
 
 GRAPHS = ".graphs"  # the entry with the dumps of a job's programs
-OF_TORCH = LASTING - {"ct"} | {"ao", "prim", "quantized", "inductor", "higher_order", "rngprims"}
+OF_TORCH = LASTING - {"ct"} | {"prim", "quantized", "inductor", "higher_order", "rngprims"}
 Made = tuple[dict[str, Captured], Reporter]
 
 
