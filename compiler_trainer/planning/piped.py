@@ -42,7 +42,7 @@ def estimates(cfg: Config, candidate: Candidate, clusters: Sequence[ClusterConfi
     table = build_table(cfg.passes.pipeline, cfg.mesh.pp, cfg.train.microbatches)
     steps = [(count, compile_dry(small, None)) for count, small in few(cfg, table)]
     mesh = mesh_of(cfg.mesh)
-    return tuple(Piped(candidate, table, mesh, cluster_of(c), layers_of(cfg), steps).estimate() for c in clusters)
+    return tuple(Piped(candidate, table, mesh, cluster_of(c), repeated(cfg), steps).estimate() for c in clusters)
 
 
 def timelines(cfg: Config) -> tuple[int | None, dict[str, Timeline]]:
@@ -57,6 +57,11 @@ def timelines(cfg: Config) -> tuple[int | None, dict[str, Timeline]]:
 def layers_of(cfg: Config) -> int:
     """How many layers the model has; what they are counted in for a model that options do not make is one a stage."""
     return cfg.model.n_layers if isinstance(cfg.model, ModelConfig) else cfg.mesh.pp
+
+
+def repeated(cfg: Config) -> int:
+    """How many layers repeat: dense ones before experts are part of the first stage, as compiled."""
+    return layers_of(cfg) - (depth_pattern(cfg.model)[0] if isinstance(cfg.model, ModelConfig) else 0)
 
 
 def few(cfg: Config, table: Table) -> list[tuple[int, Config]]:
@@ -76,7 +81,7 @@ def few(cfg: Config, table: Table) -> list[tuple[int, Config]]:
 
 @dataclass(frozen=True)
 class Piped:
-    """A setting of a job of so many `layers` on a cluster, with its order of tasks; `steps` are compiled with few."""
+    """A setting of a job of so many repeated `layers` on a cluster, and its tasks' order; `steps` have few of them."""
 
     candidate: Candidate
     table: Table

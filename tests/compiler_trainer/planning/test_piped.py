@@ -11,6 +11,7 @@ from compiler_trainer.config.schema import (
     CastConfig,
     ClusterConfig,
     Config,
+    ExpertsConfig,
     MeshConfig,
     ModelConfig,
     PassesConfig,
@@ -51,6 +52,14 @@ def test_few_layers_and_stages_tell_what_all_do(schedule):
     most = max(each["bytes"] for each in known["prediction"]["pipeline"]["memory"])
     assert found.bytes == pytest.approx(most, rel=0.08)
     assert found.place and found.exposed_s["pp"] > 0
+
+
+def test_dense_layers_before_experts_are_counted_once():
+    experts = ExpertsConfig(count=4, top_k=2, width=128, dense_layers=1)
+    cfg = job("1f1b", model=replace(MODEL, n_layers=13, experts=experts))
+    (found,) = estimates(cfg, Candidate(cfg.mesh, cfg.train.microbatches), [cfg.cluster])
+    known = predict_step(cfg, compile_dry(cfg, None))
+    assert found.step_s == pytest.approx(known["predicted"]["step_ms"] / 1e3, rel=0.03)
 
 
 def test_stages_lie_between_nodes_and_have_microbatches_enough():
