@@ -178,7 +178,7 @@ REFUSED = [
     (["+optim.lrr=2"], "optim.lrr: no such option; did you mean 'lr'?"),
     (["optim=adamv"], "optim: 'adamv' is not one of adamw, adamw8bit, adamwfp8, muon, sgd; did you mean 'adamw'?"),
     (["optim.lr=abc"], "optim.lr: 'abc' is not a number"),
-    (["train.steps=abc"], "train.steps: 'abc' is not a whole number"),
+    (["train.steps=abc"], "train.steps: abc must be a number of steps, or epochs or tokens as 3epochs or 20Btokens"),
     (["train.steps=${nowhere}"], "train.steps: Interpolation key 'nowhere' not found"),
     (["data=text", 'data.files=[""]', "data.document_separator=''"], "data.document_separator:  must be at least a character"),
     (["data.packing=best"], "data.packing: 'best' is not one of auto, cut, fit"),

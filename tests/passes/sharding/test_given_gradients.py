@@ -153,7 +153,7 @@ def test_at_one_place_of_experts(place, kind, where):
     check_routed(function(GIVEN[kind]), (place,), *where)
 
 
-@pytest.mark.parametrize(("place", "where"), zip(OF_ROWS, EXPERT_MESHES[1::2]), ids=str)
+@pytest.mark.parametrize(("place", "where"), list(zip(OF_ROWS, EXPERT_MESHES[1::2])), ids=str)
 @pytest.mark.sample(2)
 def test_of_rows_that_are_to_travel_it_is_refused(place, where):
     """Nobody knows of a function whether it minds the order of rows, or the empty ones of a buffer."""
