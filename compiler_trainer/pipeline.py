@@ -140,7 +140,7 @@ def build_pipeline(
         return Pipeline(forward, evaluate, {"step": step}, rolling=build_rolling(passes, optim, masters))
     joint += (Defer(),) if once(passes.accumulate.reduce, pp) else ()
     gathers = once(passes.accumulate.gather, pp)
-    total, apply = Accumulate(skip_nonfinite), ApplyOnly(wire=reduce_dtype)
+    total, apply = Accumulate(skip_nonfinite), ApplyOnly(reduce_dtype=reduce_dtype)
     if pp > 1 or gathers:
 
         def update(rank: int) -> Passes:

@@ -140,7 +140,7 @@ def close(
         for axis in spec.partial_axes if is_local else ():
             x = sketch.call(f"whole_{axis}_{end.name}", psum, (x, axis, ir.example(x).dtype, None))
         # of copies that differ in use the first rank's counts: its term is all of the sum
-        weights = replace(spec, partial=tuple((axis, "sum") for axis in spec.varying), varying=())
+        weights = replace(spec, partial=tuple((axis, "sum") for axis in spec.replicate), replicate=())
         given = sketch.input(name, name, "batch", weights, source.gradients[end.name].dtype)
         values[name] = source.gradients[end.name]
         product = sketch.call(f"times_{end.name}", aten.mul.Tensor, (x, given))

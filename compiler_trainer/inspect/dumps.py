@@ -498,7 +498,7 @@ def _output(line: str, number: int) -> Output:
 
 
 def _value(placed: str) -> tuple[str, str, tuple[int, ...], str]:
-    """Value, dtype, shape and placement of `f32[4, 8] [8@tp, 8] varying(cp)`."""
+    """Value, dtype, shape and placement of `f32[4, 8] [8@tp, 8] replicate(cp)`."""
     parts = PLACED.match(placed)
     value, spec = (parts[1], parts[2]) if parts else (placed, "")
     tensor = TENSOR.match(value)

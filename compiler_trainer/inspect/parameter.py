@@ -20,8 +20,9 @@ from rich.table import Table
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.inspect.dumps import Node, Run, Stage
 
-GATHERS = ("all_gather", "gather_same", "slice", "take", "vary", "unvary")
-REDUCTIONS = ("reduce_scatter", "psum", "place", "only_first")
+GATHERED = {"all_gather": "gathered", "all_gather_invariant": "gathered", "invariant_to_replicate": "copied",
+            "replicate_to_invariant": "cut", "invariant_to_shard": "cut", "replicate_to_shard": "cut"}  # fmt: skip
+REDUCTIONS = ("reduce_scatter", "psum", "shard_to_partial", "invariant_to_partial")
 CASTS = ("to.dtype", "_to_copy", "prims.convert_element_type")
 # what only rearranges or joins values: a gathered weight is still that weight after these
 REARRANGES = ("getitem", "t", "view", "reshape", "transpose.int", "permute", "slice.Tensor", "narrow", "alias", "cat",
@@ -74,7 +75,7 @@ def forms(stage: Stage, source: Node) -> dict[str, Node]:
     found, stack = {source.name: source}, [source]
     while stack:
         for user in stage.users[stack.pop().name]:
-            if user.phase != "optimizer" and user.name not in found and base(user) in (*GATHERS, *CASTS, *REARRANGES):
+            if user.phase != "optimizer" and user.name not in found and base(user) in (*GATHERED, *CASTS, *REARRANGES):
                 found[user.name] = user
                 stack.append(user)
     return found
@@ -83,7 +84,7 @@ def forms(stage: Stage, source: Node) -> dict[str, Node]:
 def uses(stage: Stage, weights: dict[str, Node]) -> Iterator[Node]:
     """Forms that communicate or cast, and the operators that compute with one."""
     for name, weight in weights.items():
-        if base(weight) in (*GATHERS, *CASTS):
+        if base(weight) in (*GATHERED, *CASTS):
             yield weight
         for user in stage.users[name]:
             if user.name not in weights and user.phase != "optimizer":
@@ -96,7 +97,7 @@ def happening(node: Node, weights: dict[str, Node]) -> Event:
     if base(node) in CASTS:
         return Event(f"cast {again}".strip(), node, f"to {node.dtype}")
     if node.name in weights:
-        what = {"all_gather": "gathered", "gather_same": "gathered", "vary": "copied"}.get(base(node), "cut")
+        what = GATHERED.get(base(node), "cut")
         cast = f"cast to {node.dtype}, " if node.dtype != weights[node.operands[0]].dtype else ""
         return Event(
             f"{what} {again}".strip(), node, f"{cast}over {axis_of(node)} to {node.value} {node.spec}".rstrip()
@@ -138,7 +139,7 @@ def reductions(stage: Stage, ends: list[Node]) -> list[Event]:
         seen.add(node.name)
         if base(node) in REDUCTIONS and math.prod(node.shape or (1,)) > 1:
             what = "gradient reduced" if base(node) in ("reduce_scatter", "psum") else "gradient moved"
-            found.append(Event(what, node, f"by {node.op} over {axis_of(node)} in {wire_of(node, stage)}"))
+            found.append(Event(what, node, f"by {node.op} over {axis_of(node)} in {dtype_of(node, stage)}"))
         if node.phase == "optimizer" or base(node) in (*REDUCTIONS, *REARRANGES, *CASTS, *ADDS):
             stack += [stage.by_name[o] for o in node.operands if o in stage.by_name]
         elif node.phase == "backward":
@@ -174,7 +175,7 @@ def axis_of(node: Node) -> str:
     return found[1] if found else "?"
 
 
-def wire_of(node: Node, stage: Stage) -> str:
+def dtype_of(node: Node, stage: Stage) -> str:
     """The dtype in which terms travel: the operator's last argument, else its operand's."""
     last = node.text.partition(") : ")[0].rsplit(", ", 1)[-1]
     return last if DTYPES.fullmatch(last) else stage.by_name[node.operands[0]].dtype

@@ -34,7 +34,7 @@ class Dealt:
     def rows(self, rank: int) -> tuple[int, ...]:
         """The rows of the batch that a table is made for: the rank's own, or all where ranks exchange among rows."""
         mesh, count = self.program.mesh, len(self.bounds[0][0])
-        if any(i.kind == "layout" and not i.spec.varying for i in self.program.inputs):
+        if any(i.kind == "layout" and not i.spec.replicate for i in self.program.inputs):
             return tuple(range(count))
         runs = place_batch((count, 2), mesh).dims[0][0].runs(mesh, mesh.coordinates(rank))
         return tuple(row for start, _, n in runs for row in range(start, start + n))

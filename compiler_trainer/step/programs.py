@@ -140,7 +140,7 @@ class Compilation:
         It reads what training stores, where that lies.
         """
         if depends_on_mode(single.program):
-            stored = {i.name: replace(i.spec, varying=()) for i in forward.program.inputs if i.kind == "parameter"}
+            stored = {i.name: replace(i.spec, replicate=()) for i in forward.program.inputs if i.kind == "parameter"}
             steps = (replace(s, stored=stored) if isinstance(s, Place) else s for s in self.pipeline.forward)
             with evaluating(self.model):
                 forward = self.run("forward_eval", tuple(steps), self.capture())

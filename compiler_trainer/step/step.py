@@ -82,7 +82,7 @@ class Step:
         self.metrics = tuple(name for name in named if name != "grad_norm")  # what a loss returns beside the loss
         given = [i for each in compiled for i in each.finished.inputs]
         self.constants = {i.name: i.value.to(device) for i in given if i.value is not None}
-        self.places = {
+        self.coordinates = {
             rank: {axis: torch.tensor(at, device=device) for axis, at in mesh.coordinates(rank).items()}
             for rank in self.ranks
         }
@@ -206,7 +206,7 @@ class Step:
         if given.kind == "layout":
             return dealt.value(given, rank, self.device)
         if given.kind == "coordinate":
-            return self.places[rank][given.name]
+            return self.coordinates[rank][given.name]
         if given.kind == "constant":
             return self.constants[given.name]
         if given.kind == "scalar":
@@ -253,8 +253,8 @@ def state_name(given: ir.Input) -> str:
 
 
 def stored(given: ir.Input) -> Spec:
-    """How an input is stored: a varying copy is a copy."""
-    return replace(given.spec, varying=())
+    """How an input is stored: a replicate copy as an invariant one."""
+    return replace(given.spec, replicate=())
 
 
 class Entry(NamedTuple):

@@ -114,7 +114,7 @@ def repair(step: Step, found: list[Difference]) -> None:
 def axes_of(spec: Spec, mesh: Mesh) -> tuple[str, ...]:
     """The axes of the mesh on which ranks hold something else of a tensor."""
     sharded = {axis for name in spec.sharded for axis in mesh.over(name)}
-    return tuple(axis for axis in mesh.axes if axis in sharded or spec.state(axis) != "same")
+    return tuple(axis for axis in mesh.axes if axis in sharded or spec.state(axis) != "invariant")
 
 
 def sum_of(local: Tensor | None, device: torch.device) -> Tensor:

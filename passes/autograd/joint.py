@@ -1,7 +1,7 @@
 """Forward and backward in one flat graph: autograd, traced over the local forward program.
 
 The boundary operators know their gradients, so the backward communication is derived, not written. Each
-parameter's gradient leaves placed as the dual of the parameter: partial where the parameter varies.
+parameter's gradient leaves placed as the dual of the parameter: partial where the parameter is replicate.
 
 Each record that autograd makes is linked, as it is made, to the node of the forward that made it:
 

@@ -23,7 +23,7 @@ Finding = tuple[fx.Node | None, str]
 Axes = frozenset[str]
 COPY = torch.ops.aten.copy_.default
 UNITES = ("all_gather", "all_reduce")  # afterwards every rank of the axis has the same
-COPIES = ("same", "varying")
+COPIES = ("invariant", "replicate")
 
 
 def summed(node: fx.Node, mesh: Mesh) -> set[str]:
@@ -42,7 +42,7 @@ def check_copies(program: ir.Program) -> Iterator[Finding]:
     copies: dict[fx.Node, tuple[str, Axes]] = {}  # inputs that are stored into: what they are, where they are copies
     for node, given in zip(program.placeholders(), program.inputs, strict=True):
         own = {axis for axis in program.mesh.axes if given.spec.state(axis) in ("shard", "partial")}
-        apart_on = {"coordinate": program.mesh.over(given.name), "layout": given.spec.varying}.get(given.kind, ())
+        apart_on = {"coordinate": program.mesh.over(given.name), "layout": given.spec.replicate}.get(given.kind, ())
         differs[node] = frozenset(own.union(apart_on))
         copies[node] = f"{given.kind} {given.name!r}", frozenset(program.mesh.axes) - own
     for node in program.calls():
@@ -57,7 +57,7 @@ def check_copies(program: ir.Program) -> Iterator[Finding]:
             what, same = copies[target]  # type: ignore[index]
             yield from apart(node, what, differs[node.args[1]] & same)  # type: ignore[index]
     for node, output in zip(program.results(), program.outputs, strict=True):
-        same = frozenset(a for a in program.mesh.axes if output.spec.state(a) in ("same", "varying"))
+        same = frozenset(a for a in program.mesh.axes if output.spec.state(a) in ("invariant", "replicate"))
         yield from apart(node, f"{output.kind} {output.name!r}", differs[node] & same)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.check.simulate import Lockstep, places
+from passes.check.simulate import Lockstep, coordinate
 from passes.check.verify import failure
 from passes.program import ir
 from passes.program.functions import Function, body_of, function_of
@@ -169,10 +169,10 @@ def place_inputs(program: ir.Program, inputs: Mapping[str, Tensor]) -> list[list
     ]
     return [
         [
-            places(program.mesh, rank, i, program.order) if v is None else _part(v, i.spec, program.mesh, place)
+            coordinate(program.mesh, rank, i, program.order) if v is None else _part(v, i.spec, program.mesh, at)
             for i, v in zip(program.inputs, whole, strict=True)
         ]
-        for rank, place in enumerate(program.mesh)
+        for rank, at in enumerate(program.mesh)
     ]
 
 
@@ -206,10 +206,10 @@ def _whole(node: fx.Node, given: ir.Input, inputs: Mapping[str, Tensor]) -> Tens
     return value.to(dtype)
 
 
-def _part(whole: Tensor, spec: Spec, mesh: Mesh, place: dict[str, int]) -> Tensor:
+def _part(whole: Tensor, spec: Spec, mesh: Mesh, coordinates: dict[str, int]) -> Tensor:
     """A rank's part; of a partial sum the first rank has all, the others zero."""
-    has_terms = all(place[axis] == 0 for axis in spec.partial_axes)
-    return shard(whole if has_terms else torch.zeros_like(whole), spec, mesh, place)
+    has_terms = all(coordinates[axis] == 0 for axis in spec.partial_axes)
+    return shard(whole if has_terms else torch.zeros_like(whole), spec, mesh, coordinates)
 
 
 # ---- results -------------------------------------------------------------------------------------
@@ -241,9 +241,9 @@ def differentiate(program: ir.Program, results: Results, given: Sequence[Sequenc
     for k in parameters:
         spec = program.inputs[k].spec
         total = given[0][k].new_zeros(spec.shape)
-        for place in program.mesh:
+        for coordinates in program.mesh:
             term = next(terms)
-            for box in boxes(spec, program.mesh, place):
+            for box in boxes(spec, program.mesh, coordinates):
                 box.of(total).add_(box.of_local(term))
         found["gradient", program.inputs[k].name] = Result(total, nodes[k])
     return found

@@ -165,8 +165,8 @@ def disagrees(node: fx.Node, rule: Rule, held: Sequence[Spec], index: int, train
     if isinstance(found, str):
         return f"runs on {operands}: {found}"
     for axis, i in itertools.product(mesh.axes, trained):
-        apart = any(spec.state(axis) != "same" for spec in held)
-        if apart and held[i].state(axis) == "same":
+        apart = any(spec.state(axis) != "invariant" for spec in held)
+        if apart and held[i].state(axis) == "invariant":
             return f"runs on {operands}: operand {i} is the same over {axis}, its gradient lacks the other ranks' terms"
     why = differs(found[index], ir.spec(node), mesh)
     return why and f"is placed {ir.spec(node)}, its rule makes {found[index]} of {operands}: {why}"
@@ -209,7 +209,7 @@ def axes_of(atoms: Atoms, mesh: Mesh) -> dict[str, tuple[str, ...]] | str:
 def on_axis(
     axis: str, atoms: Atoms, axes: dict[str, tuple[str, ...]], held: Sequence[Spec], mesh: Mesh
 ) -> list[str] | str:
-    """What each result is on an axis (`shard`, `sum`, `max`, `varying`, `same`), or why the operator cannot run."""
+    """A result's state on an axis (`shard`, `sum`, `max`, `replicate`, `invariant`), or why the operator cannot run."""
     rule = atoms.rule
     over = [atom for atom, names in axes.items() if any(axis in mesh.over(name) for name in names)]
     sharded = [atom for atom in over if atom not in rule.rides]
@@ -229,7 +229,7 @@ def on_axis(
             return f"{atoms.origin(atom)} is sharded over {', '.join(axes[atom])}, in another order than over {axis}"
         if terms:
             return f"operand {min(terms)} is a sum over {axis}, which shards {atom}"
-        gone = rule.reduced.get(atoms.origin(atom), "varying")
+        gone = rule.reduced.get(atoms.origin(atom), "replicate")
         kept = [borne(atoms, (name for dim in dims for name in dim)) for dims in atoms.results]
         return ["shard" if atom in names else gone for names in kept]
     if terms:
@@ -237,7 +237,7 @@ def on_axis(
         if terms not in rule.linear or hows != {"sum"}:
             return f"operands {sorted(terms)} are partial over {axis}, in which the operator is not linear"
         return ["sum"] * len(atoms.results)
-    return ["varying" if any(spec.state(axis) == "varying" for spec in held) else "same"] * len(atoms.results)
+    return ["replicate" if any(spec.state(axis) == "replicate" for spec in held) else "invariant"] * len(atoms.results)
 
 
 def placed(
@@ -249,11 +249,11 @@ def placed(
         for names in dims
     )
     partial = tuple((axis, kind) for axis, kind in kinds.items() if kind in ("sum", "max"))
-    return Spec(shape, partial, tuple(axis for axis, kind in kinds.items() if kind == "varying"))
+    return Spec(shape, partial, tuple(axis for axis, kind in kinds.items() if kind == "replicate"))
 
 
 def differs(found: Spec, recorded: Spec | None, mesh: Mesh) -> str:
-    """Where a recorded placement claims more than was found: a copy may be called varying, which is no more."""
+    """Where a recorded placement claims more than was found; replicate claims less than invariant."""
     assert recorded is not None
     for d, (mine, theirs) in enumerate(zip(found.dims, recorded.dims)):
         if unlabelled(mine, mesh) != unlabelled(theirs, mesh):
@@ -261,7 +261,7 @@ def differs(found: Spec, recorded: Spec | None, mesh: Mesh) -> str:
     hows, said = dict(found.partial), dict(recorded.partial)
     for axis in mesh.axes:
         state, claim = found.state(axis), recorded.state(axis)
-        if (state, claim) != ("same", "varying") and (state, hows.get(axis)) != (claim, said.get(axis)):
+        if (state, claim) != ("invariant", "replicate") and (state, hows.get(axis)) != (claim, said.get(axis)):
             return f"{claim} over {axis}, found {state}"
     return ""
 
@@ -298,5 +298,5 @@ def check_conversion(node: fx.Node, source: fx.Node, path: Sequence[fx.Node], me
 
 
 def may_be_called(state: str, claim: str) -> bool:
-    """Without gradients a copy is called varying, or the same again, by no operator: what it holds is one thing."""
-    return state == claim or {state, claim} == {"same", "varying"}
+    """Without gradients replicate and invariant are the same: no operator need stand between them."""
+    return state == claim or {state, claim} == {"invariant", "replicate"}

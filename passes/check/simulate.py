@@ -134,7 +134,7 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return last
 
 
-def places(mesh: Mesh, rank: int, given: ir.Input, order: Order = PLAIN) -> Tensor:
+def coordinate(mesh: Mesh, rank: int, given: ir.Input, order: Order = PLAIN) -> Tensor:
     """A rank's coordinate on an axis, 0-d int64, the table of an order, or hops that leave nothing out."""
     if given.kind == "coordinate":
         return torch.tensor(mesh.coordinates(rank)[given.name])

@@ -278,7 +278,7 @@ class Moved:
             own = entry.ranks.get(a.axis, number_of(k, a.axis) % parts)
             entry.index[a.dim] += int(own) * -(-shape[a.dim] // parts)
         entry.ranks[a.axis] = "all"
-        entry.done.append((record.reduces, a.axis, getattr(a, "dtype", None), getattr(a, "wire", None)))
+        entry.done.append((record.reduces, a.axis, getattr(a, "dtype", None), getattr(a, "reduce_dtype", None)))
         return PADDING if record.kind == "reduce_scatter" and entry.index[a.dim] >= shape[a.dim] else ""
 
     def piece(self, entry: Entry) -> str:

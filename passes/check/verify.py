@@ -295,7 +295,7 @@ def check_collectives(program: ir.Program) -> Iterator[Finding]:
             yield node, f"names communicator {name!r}, axis {axis!r} has itself and '{axis}:{GRADIENTS}'"
         bound = bind(node)
         splits = [len(bound[name]) for name in ("output_split_sizes", "input_split_sizes") if name in bound]
-        for parts in (*splits, *(bound[name] for name in ("parts", "group_size") if name in bound)):
+        for parts in (*splits, *(bound[name] for name in ("axis_size", "group_size") if name in bound)):
             if parts != program.mesh[axis]:
                 yield node, f"is for {parts} ranks, axis {axis!r} has {program.mesh[axis]}"
 
@@ -457,11 +457,11 @@ def check_varying(program: ir.Program) -> Iterator[Finding]:
             continue
         known = [(n, spec) for n in operands if (spec := ir.spec(n)) is not None]
         for axis in program.mesh.axes:
-            other = next((n for n, spec in known if spec.state(axis) != "same"), None)
-            same = next((n for n, spec in known if n in graded and spec.state(axis) == "same"), None)
+            other = next((n for n, spec in known if spec.state(axis) != "invariant"), None)
+            same = next((n for n, spec in known if n in graded and spec.state(axis) == "invariant"), None)
             if other is not None and same is not None:
                 message = f"uses %{same.name}, the same on every rank of {axis!r}, with %{other.name}, placed "
-                fix = ": its gradient would lack the other ranks' terms; vary it first"
+                fix = ": its gradient would lack the other ranks' terms; put invariant_to_replicate before it"
                 yield node, f"{message}{ir.spec(other)}{fix}"
 
 

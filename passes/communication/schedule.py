@@ -87,8 +87,8 @@ def places(program: ir.Program) -> dict[fx.Node, tuple[str, Layer | None]]:
 
 
 def shared_options(node: fx.Node) -> dict[str, Any]:
-    """The options that all tensors in a bucket must share; of a gather not `wire`, which its gradient had."""
-    unshared = ("x", *OWN, *(() if node.target in REDUCTIONS else ("wire",)))
+    """The options that all tensors in a bucket must share; of a gather not `reduce_dtype`, which its gradient had."""
+    unshared = ("x", *OWN, *(() if node.target in REDUCTIONS else ("reduce_dtype",)))
     return {name: given for name, given in bind(node).items() if name not in unshared}
 
 

@@ -74,7 +74,7 @@ def note(node: fx.Node, call: Call, method: str, why: str) -> str:
 def gather(builder: Builder, x: fx.Node, spec: Spec) -> fx.Node:
     """A sequence gathered from the ranks that share it, a copy whose gradients are summed."""
     dims = (*spec.dims[:-2], (replace(spec.dims[-2][0], axes=()), *spec.dims[-2][1:]), spec.dims[-1])
-    return builder.convert(x, spec, replace(spec, dims=dims, varying=(*spec.varying, AXIS)), True, None)
+    return builder.convert(x, spec, replace(spec, dims=dims, replicate=(*spec.replicate, AXIS)), True, None)
 
 
 def gather_as_held(builder: Builder, x: fx.Node, spec: Spec) -> fx.Node:
@@ -89,9 +89,9 @@ def starts_of(builder: Builder, spec: Spec, inner: int) -> fx.Node:
     mesh, (factor, *_) = builder.mesh, spec.dims[-2]
     parts, chunk = mesh[AXIS] // inner, factor.local(mesh) // factor.order.chunks
     if factor.order.table:
-        return builder.trace(lambda table: (table * chunk).view(parts, -1), builder.places[BLOCKS])
+        return builder.trace(lambda table: (table * chunk).view(parts, -1), builder.coordinates[BLOCKS])
     zigzag = factor.order.zigzag
-    return builder.trace(lambda at: run_starts(parts, inner * chunk, zigzag, at.device), builder.places[AXIS])
+    return builder.trace(lambda at: run_starts(parts, inner * chunk, zigzag, at.device), builder.coordinates[AXIS])
 
 
 def exchanged(
@@ -114,7 +114,7 @@ def exchanged(
     parts, axis = call.parts, AXIS if inner == call.parts else f"{AXIS}.inner{inner}"
     order = specs[1].order
     in_order = as_held or order.is_plain
-    table = [builder.places[BLOCKS]] if order.table else []
+    table = [builder.coordinates[BLOCKS]] if order.table else []
 
     def natural(x: fx.Node, spec: Spec, dim: int, held: int) -> fx.Node:
         if as_held:
@@ -133,7 +133,7 @@ def exchanged(
             return x
         return builder.trace(
             lambda x, at: x.unflatten(dim, (inner, -1)).index_select(dim, (at % inner).view(1)).squeeze(dim),
-            x, builder.places[AXIS],
+            x, builder.coordinates[AXIS],
         )  # fmt: skip
 
     def whole_rows(x: fx.Node, spec: Spec, heads: int | None) -> fx.Node:
@@ -167,13 +167,13 @@ def ring_attention(
 ) -> fx.Node:
     """One local operator, in line when the program is finished; across groups of ranks that exchange heads."""
     inner, size = call.exchanging(method), specs[1].dims[-2][0].size
-    axis, place = (AXIS if inner == 1 else f"{AXIS}.outer{inner}"), builder.places[AXIS]
+    axis, axis_index = (AXIS if inner == 1 else f"{AXIS}.outer{inner}"), builder.coordinates[AXIS]
     how = ring.Ring(axis, call.parts // inner, size, call.causal, call.zigzag, scale, call.steps(inner), score, row)
     key = (how, len(operands))
     if key not in builder.operators:
         builder.operators[key] = ring.operator(*key)
     if inner > 1:
-        place = builder.trace(lambda at: at // inner, place)
-    return builder.call(operator.getitem, (builder.call(builder.operators[key], (*operands, place)), 0))
+        axis_index = builder.trace(lambda at: at // inner, axis_index)
+    return builder.call(operator.getitem, (builder.call(builder.operators[key], (*operands, axis_index)), 0))
 
 

@@ -48,7 +48,7 @@ def around(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, call:
     scale, score = node.args[-2:]
     inner = call.exchanging(method)
     row = builder.row_of_hops(bounds(node), inner) if call.pairs is None else None
-    given = [*operands, starts_of(builder, specs[1], inner), *([] if row is None else [builder.places[HOPS]])]
+    given = [*operands, starts_of(builder, specs[1], inner), *([] if row is None else [builder.coordinates[HOPS]])]
     return ring_attention(builder, given, specs, scale, call, method, score, row)  # type: ignore[arg-type]
 
 

@@ -34,16 +34,16 @@ def halves(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Ring:
-    """Attention over `parts` ranks of an axis of a sequence of `size`, which for causal ones lies in a zigzag.
+    """Attention over `axis_size` ranks of an axis of a sequence of `size`, which for causal ones lies in a zigzag.
 
     At step s a rank meets what stood s places before it; `steps` are those at which any rank sees anything, 0 first.
     With a `score`, "" for none, each query has an interval of keys and what that function takes (`attend.py`); where
-    the runs of keys begin that each rank holds is given then, i64[parts, runs]. With a `row`, which steps any rank
+    the runs of keys begin that each rank holds is given then, i64[axis_size, runs]. With a `row`, which steps any rank
     needs is known of a batch alone: that row of hops says (`shift.py`).
     """
 
     axis: str
-    parts: int
+    axis_size: int
     size: int
     causal: bool
     zigzag: bool
@@ -54,7 +54,7 @@ class Ring:
 
     def hops(self) -> dict[int, int]:
         """How far what is here travels after each step: to the next one, after the last one home."""
-        return {here: there - here for here, there in itertools.pairwise((*self.steps, self.parts))}
+        return {here: there - here for here, there in itertools.pairwise((*self.steps, self.axis_size))}
 
     # -- travel -----------------------------------------------------------------------------------
 
@@ -73,22 +73,22 @@ class Ring:
         for step in self.steps:
             last = step == self.steps[-1]
             coming = None if last else self.send(flat, step, hops, home=False)
-            parts = flat.split([x.numel() for x in tensors])
-            yield step, *(part.view(x.shape) for part, x in zip(parts, tensors))
+            axis_size = flat.split([x.numel() for x in tensors])
+            yield step, *(part.view(x.shape) for part, x in zip(axis_size, tensors))
             flat = flat if last else arrive(coming, flat)
 
     # -- causal -----------------------------------------------------------------------------------
 
-    def causal_forward(self, q: Tensor, k: Tensor, v: Tensor, place: Tensor) -> Part:
+    def causal_forward(self, q: Tensor, k: Tensor, v: Tensor, axis_index: Tensor) -> Part:
         """Result and log-sum-exp of the rank's queries."""
         q0, q1 = halves(q)
-        parts: list[Part | None] = [None, None]
+        axis_size: list[Part | None] = [None, None]
         for step, key, value in self.around(k, v):
             if step == 0:
                 out, lse = kernels.forward(q, key, value, Block(True, self.scale))
-                parts = list(zip(halves(out.to(wide(q.dtype))), halves(lse)))
+                axis_size = list(zip(halves(out.to(wide(q.dtype))), halves(lse)))
                 continue
-            lower = place >= step
+            lower = axis_index >= step
             (k0, k1), (v0, v1) = halves(key), halves(value)
             out, lse = kernels.forward(
                 torch.cat([q1, torch.where(lower, q0, q1)]),
@@ -97,13 +97,13 @@ class Ring:
                 Block(False, self.scale),
             )
             (tail, either), (tail_lse, either_lse) = out.to(wide(q.dtype)).chunk(2), lse.chunk(2)
-            parts[0] = merge(parts[0], (either, torch.where(lower, either_lse, -math.inf)))
-            parts[1] = merge(parts[1], (tail, tail_lse))
-            parts[1] = merge(parts[1], (either, torch.where(lower, -math.inf, either_lse)))
-        (out0, lse0), (out1, lse1) = parts  # type: ignore[misc]
+            axis_size[0] = merge(axis_size[0], (either, torch.where(lower, either_lse, -math.inf)))
+            axis_size[1] = merge(axis_size[1], (tail, tail_lse))
+            axis_size[1] = merge(axis_size[1], (either, torch.where(lower, -math.inf, either_lse)))
+        (out0, lse0), (out1, lse1) = axis_size  # type: ignore[misc]
         return torch.cat([out0, out1], 2).to(q.dtype), torch.cat([lse0, lse1], 2)
 
-    def causal_backward(self, gradient, q, k, v, out, lse, place: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def causal_backward(self, gradient, q, k, v, out, lse, axis_index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of the rank's own q, k and v."""
         along_q: Any = None
         home = Home(self)
@@ -113,7 +113,7 @@ class Ring:
                 along_q = list(halves(found[0].to(wide(q.dtype))))
                 home.add(step, *found[1:])
                 continue
-            lower = place >= step
+            lower = axis_index >= step
 
             def pick(x: Tensor, lower: Tensor = lower) -> Tensor:
                 head, tail = halves(x)
@@ -143,9 +143,9 @@ class Ring:
 
     # -- any mask ---------------------------------------------------------------------------------
 
-    def masks(self, mask: Tensor | None, q: Tensor, k: Tensor, place: Tensor) -> Callable[[int], Tensor | None]:
+    def masks(self, mask: Tensor | None, q: Tensor, k: Tensor, axis_index: Tensor) -> Callable[[int], Tensor | None]:
         """Step -> the additive mask of the rank's queries and the keys that are here then, None if all are seen."""
-        padding = k.shape[2] * self.parts - self.size
+        padding = k.shape[2] * self.axis_size - self.size
         if mask is None and not padding:
             return lambda step: None
         rows = q.shape[2]
@@ -156,27 +156,27 @@ class Ring:
         mask = mask.reshape([1] * (4 - mask.dim()) + list(mask.shape))
         mask = mask.expand(*mask.shape[:2], rows, self.size)
         full, last = F.pad(mask, [0, padding], value=-math.inf), 3
-        by_rank = to_rank_order(full, last, self.parts) if self.zigzag else full
-        by_rank = by_rank.unflatten(last, (self.parts, -1))
+        by_rank = to_rank_order(full, last, self.axis_size) if self.zigzag else full
+        by_rank = by_rank.unflatten(last, (self.axis_size, -1))
 
         def at(step: int) -> Tensor:
-            source = torch.remainder(place - step, self.parts).reshape(1)
+            source = torch.remainder(axis_index - step, self.axis_size).reshape(1)
             return by_rank.index_select(last, source).squeeze(last).contiguous()
 
         return at
 
-    def full_forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, place: Tensor) -> Part:
+    def full_forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, axis_index: Tensor) -> Part:
         """Result and log-sum-exp of the rank's queries."""
-        at, found = self.masks(mask, q, k, place), None
+        at, found = self.masks(mask, q, k, axis_index), None
         for step, key, value in self.around(k, v):
             out, lse = kernels.forward(q, key, value, Block(False, self.scale, at(step)))
             found = merge(found, (out.to(wide(q.dtype)), lse))
         assert found is not None
         return found[0].to(q.dtype), found[1]
 
-    def full_backward(self, gradient, q, k, v, mask, out, lse, place: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def full_backward(self, gradient, q, k, v, mask, out, lse, axis_index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of the rank's own q, k and v."""
-        at, along_q, home = self.masks(mask, q, k, place), torch.zeros_like(q, dtype=wide(q.dtype)), Home(self)
+        at, along_q, home = self.masks(mask, q, k, axis_index), torch.zeros_like(q, dtype=wide(q.dtype)), Home(self)
         for step, key, value in self.around(k, v):
             found = kernels.backward(gradient, q, key, value, out, lse, Block(False, self.scale, at(step)))
             along_q = along_q + found[0]
@@ -187,30 +187,30 @@ class Ring:
     # -- intervals --------------------------------------------------------------------------------
 
     def interval_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, rows: Sequence[Tensor], hops: Tensor | None, place: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, rows: Sequence[Tensor], hops: Tensor | None, axis_index: Tensor
     ) -> Part:
         """Result and log-sum-exp of the rank's queries."""
         found = None
         for step, key, value in self.around(k, v, hops=hops):
-            out, lse = attend(q, key, value, *self.told(rows, place, step))
+            out, lse = attend(q, key, value, *self.told(rows, axis_index, step))
             found = merge(found, (out.to(wide(q.dtype)), lse))
         assert found is not None
         return found[0].to(q.dtype), found[1]
 
-    def interval_backward(self, gradient, q, k, v, rows, hops, out, lse, place) -> tuple[Tensor, Tensor, Tensor]:
+    def interval_backward(self, gradient, q, k, v, rows, hops, out, lse, axis_index) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of the rank's own q, k and v."""
         along_q, home = torch.zeros_like(q, dtype=wide(q.dtype)), Home(self, hops)
         for step, key, value in self.around(k, v, hops=hops):
-            told = self.told(rows, place, step)
+            told = self.told(rows, axis_index, step)
             found = attend_backward(gradient, q, key, value, out, lse, *told)
             along_q = along_q + found[0]
             home.add(step, *found[1:])
         return along_q.to(q.dtype), *home.arrived(k.dtype)
 
-    def told(self, rows: Sequence[Tensor], place: Tensor, step: int) -> tuple[Any, ...]:
+    def told(self, rows: Sequence[Tensor], axis_index: Tensor, step: int) -> tuple[Any, ...]:
         """What attention by interval takes beside queries, keys and values."""
         first, last, *terms, starts = rows
-        runs = starts.index_select(0, torch.remainder(place - step, self.parts).view(1)).view(-1)
+        runs = starts.index_select(0, torch.remainder(axis_index - step, self.axis_size).view(1)).view(-1)
         return first, last, runs, terms, self.scale, self.score
 
 
@@ -242,28 +242,28 @@ class Home:
 
 
 def operator(ring: Ring, operands: int) -> Any:
-    """`local::ring_attention(q, k, v, ..., place) -> (out, lse)`, with its gradient.
+    """`local::ring_attention(q, k, v, ..., axis_index) -> (out, lse)`, with its gradient.
 
     After values come a mask, or bounds, terms of the score, where runs begin, and hops if the ring has a row of them.
     """
     split = -1 if ring.row is not None else None
 
     def run(*tensors: Tensor) -> tuple[Tensor, ...]:
-        q, k, v, *rows, place = tensors
+        q, k, v, *rows, axis_index = tensors
         if ring.causal:
-            return ring.causal_forward(q, k, v, place)
+            return ring.causal_forward(q, k, v, axis_index)
         if ring.score is not None:
-            return ring.interval_forward(q, k, v, rows[:split], rows[-1], place)
-        return ring.full_forward(q, k, v, rows[0] if rows else None, place)
+            return ring.interval_forward(q, k, v, rows[:split], rows[-1], axis_index)
+        return ring.full_forward(q, k, v, rows[0] if rows else None, axis_index)
 
     def run_backward(*tensors: Tensor) -> tuple[Tensor, ...]:
-        q, k, v, *rows, place, out, lse, gradient = tensors
+        q, k, v, *rows, axis_index, out, lse, gradient = tensors
         gradient = gradient.contiguous()
         if ring.causal:
-            return ring.causal_backward(gradient, q, k, v, out, lse, place)
+            return ring.causal_backward(gradient, q, k, v, out, lse, axis_index)
         if ring.score is not None:
-            return ring.interval_backward(gradient, q, k, v, rows[:split], rows[-1], out, lse, place)
-        return ring.full_backward(gradient, q, k, v, rows[0] if rows else None, out, lse, place)
+            return ring.interval_backward(gradient, q, k, v, rows[:split], rows[-1], out, lse, axis_index)
+        return ring.full_backward(gradient, q, k, v, rows[0] if rows else None, out, lse, axis_index)
 
     given = operands + 1
     op = define("local", "ring_attention", run, given, 2)

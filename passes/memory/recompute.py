@@ -68,7 +68,7 @@ def sent(program: ir.Program) -> set[fx.Node]:
 
 def does_nothing(node: fx.Node) -> bool:
     """Whether an operator yields its operand as it is."""
-    return is_view(node) or node.target is boundary.vary
+    return is_view(node) or node.target is boundary.invariant_to_replicate
 
 
 # ---- the rewrite -----------------------------------------------------------------------------------

@@ -210,7 +210,8 @@ class Cut:
 
     def is_carried(self, node: fx.Node) -> bool:
         """Whether a node is another task's; what does nothing, as a view, is made where it is read."""
-        return self.tasks.get(node, self.task) != self.task and not is_view(node) and node.target is not boundary.vary
+        moves_nothing = is_view(node) or node.target is boundary.invariant_to_replicate
+        return self.tasks.get(node, self.task) != self.task and not moves_nothing
 
     def input(self, node: fx.Node) -> None:
         """An input of the task: one of the whole, or a value carried here."""

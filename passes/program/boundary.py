@@ -2,22 +2,22 @@
 
 | operator | placement | its gradient |
 |---|---|---|
-| `all_gather` | Shard -> varying copy | `reduce_scatter` |
+| `all_gather` | Shard -> Replicate | `reduce_scatter` |
 | `reduce_scatter` | Partial -> Shard | `all_gather` |
-| `psum` | Partial -> same copy | `vary` |
-| `vary` | same copy -> varying copy | `psum` |
-| `slice` | same copy -> Shard | `gather_same` |
-| `gather_same` | Shard -> same copy | `slice` |
-| `take` | varying copy -> Shard | `place` |
-| `place` | Shard -> Partial | `take` |
-| `unvary` | varying copy -> same copy | `only_first` |
-| `only_first` | same copy -> Partial | `unvary` |
+| `psum` | Partial -> Invariant | `invariant_to_replicate` |
+| `invariant_to_replicate` | Invariant -> Replicate | `psum` |
+| `invariant_to_shard` | Invariant -> Shard | `all_gather_invariant` |
+| `all_gather_invariant` | Shard -> Invariant | `invariant_to_shard` |
+| `replicate_to_shard` | Replicate -> Shard | `shard_to_partial` |
+| `shard_to_partial` | Shard -> Partial | `replicate_to_shard` |
+| `replicate_to_invariant` | Replicate -> Invariant | `invariant_to_partial` |
+| `invariant_to_partial` | Invariant -> Partial | `replicate_to_invariant` |
 | `all_to_all` | Shard -> Shard of another dim | `all_to_all` |
-| `pmax` | Partial max -> same copy | none: for values without gradient |
+| `pmax` | Partial max -> Invariant | none: for values without gradient |
 
-`parts` is the size of the axis, `size` the logical extent of `dim` before or after the split into
-`ceil(size / parts)`, `place` the rank's coordinate on the axis (a 0-d int64 tensor, so that every rank
-runs the same graph), `wire` the dtype in which terms are added (None: their own).
+`axis_size` is the size of the axis, `size` the logical extent of `dim` before or after the split into
+`ceil(size / axis_size)`, `axis_index` the rank's coordinate on the axis (a 0-d int64 tensor, so that every rank
+runs the same graph), `reduce_dtype` the dtype in which terms are added (None: their own).
 Process groups are registered under the axis name. Each operator is one record in `BOUNDARY_OPS`: what it takes and
 gives, its gradient, the collective that it is, and its definition in terms of functional collectives, which
 `passes.collectives` puts into the graph. Whoever asks something of these operators asks the record.
@@ -86,10 +86,10 @@ BOUNDARY_OPS: dict[Any, BoundaryOp] = {}
 
 
 def _all_gather(
-    x: Tensor, dim: int, axis: str, parts: int, size: int, dtype: torch.dtype, wire: torch.dtype | None
+    x: Tensor, dim: int, axis: str, axis_size: int, size: int, dtype: torch.dtype, reduce_dtype: torch.dtype | None
 ) -> Tensor:
     local = x.to(dtype).movedim(dim, 0).contiguous()
-    full = c10d.wait_tensor(c10d.all_gather_into_tensor(_sendable(local), parts, axis))
+    full = c10d.wait_tensor(c10d.all_gather_into_tensor(_sendable(local), axis_size, axis))
     return _received(full, dtype).narrow(0, 0, size).movedim(0, dim)
 
 
@@ -106,60 +106,62 @@ def _received(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.view(dtype) if x.dtype != dtype else x
 
 
-def _terms(x: Tensor, wire: torch.dtype | None) -> Tensor:
+def _terms(x: Tensor, reduce_dtype: torch.dtype | None) -> Tensor:
     """What is sent of the terms of a sum: pairs of complex ones, which have no other dtype."""
-    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x.to(wire or x.dtype)
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x.to(reduce_dtype or x.dtype)
 
 
 def _sum(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.view_as_complex(x) if dtype.is_complex else x.to(dtype)
 
 
-def _reduce_scatter(x: Tensor, dim: int, axis: str, parts: int, dtype: torch.dtype, wire: torch.dtype | None) -> Tensor:
-    full = _pad(_terms(x, wire), dim, parts).movedim(dim, 0).contiguous()
-    local = c10d.wait_tensor(c10d.reduce_scatter_tensor(full, "sum", parts, axis))
+def _reduce_scatter(
+    x: Tensor, dim: int, axis: str, axis_size: int, dtype: torch.dtype, reduce_dtype: torch.dtype | None
+) -> Tensor:
+    full = _pad(_terms(x, reduce_dtype), dim, axis_size).movedim(dim, 0).contiguous()
+    local = c10d.wait_tensor(c10d.reduce_scatter_tensor(full, "sum", axis_size, axis))
     return _sum(local, dtype).movedim(0, dim)
 
 
-def _psum(x: Tensor, axis: str, dtype: torch.dtype, wire: torch.dtype | None) -> Tensor:
-    return _sum(c10d.wait_tensor(c10d.all_reduce(_terms(x, wire).contiguous(), "sum", axis)), dtype)
+def _psum(x: Tensor, axis: str, dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> Tensor:
+    return _sum(c10d.wait_tensor(c10d.all_reduce(_terms(x, reduce_dtype).contiguous(), "sum", axis)), dtype)
 
 
-def _vary(x: Tensor, axis: str, wire: torch.dtype | None) -> Tensor:
+def _invariant_to_replicate(x: Tensor, axis: str, reduce_dtype: torch.dtype | None) -> Tensor:
     return x
 
 
-def _slice(x: Tensor, place: Tensor, dim: int, axis: str, parts: int) -> Tensor:
-    return _pad(x, dim, parts).unflatten(dim, (parts, -1)).index_select(dim, place.reshape(1)).squeeze(dim)
+def _invariant_to_shard(x: Tensor, axis_index: Tensor, dim: int, axis: str, axis_size: int) -> Tensor:
+    return _pad(x, dim, axis_size).unflatten(dim, (axis_size, -1)).index_select(dim, axis_index.reshape(1)).squeeze(dim)
 
 
-def _gather_same(x: Tensor, place: Tensor, dim: int, axis: str, parts: int, size: int) -> Tensor:
-    return _all_gather(x, dim, axis, parts, size, x.dtype, None)
+def _all_gather_invariant(x: Tensor, axis_index: Tensor, dim: int, axis: str, axis_size: int, size: int) -> Tensor:
+    return _all_gather(x, dim, axis, axis_size, size, x.dtype, None)
 
 
-def _take(x: Tensor, place: Tensor, dim: int, axis: str, parts: int) -> Tensor:
-    return _slice(x, place, dim, axis, parts)
+def _replicate_to_shard(x: Tensor, axis_index: Tensor, dim: int, axis: str, axis_size: int) -> Tensor:
+    return _invariant_to_shard(x, axis_index, dim, axis, axis_size)
 
 
-def _place(x: Tensor, place: Tensor, dim: int, axis: str, parts: int, size: int) -> Tensor:
-    mine = torch.arange(parts, device=x.device) == place
+def _shard_to_partial(x: Tensor, axis_index: Tensor, dim: int, axis: str, axis_size: int, size: int) -> Tensor:
+    mine = torch.arange(axis_size, device=x.device) == axis_index
     shape = [1] * (x.dim() + 1)
-    shape[dim] = parts
+    shape[dim] = axis_size
     spread = torch.where(mine.view(shape), x.unsqueeze(dim), torch.zeros((), dtype=x.dtype, device=x.device))
     return spread.flatten(dim, dim + 1).narrow(dim, 0, size)
 
 
-def _unvary(x: Tensor, place: Tensor, axis: str) -> Tensor:
+def _replicate_to_invariant(x: Tensor, axis_index: Tensor, axis: str) -> Tensor:
     return x
 
 
-def _only_first(x: Tensor, place: Tensor, axis: str) -> Tensor:
-    return torch.where(place == 0, x, torch.zeros((), dtype=x.dtype, device=x.device))
+def _invariant_to_partial(x: Tensor, axis_index: Tensor, axis: str) -> Tensor:
+    return torch.where(axis_index == 0, x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
-def _all_to_all(x: Tensor, split_dim: int, concat_dim: int, concat_size: int, axis: str, parts: int) -> Tensor:
-    pieces = _pad(x, split_dim, parts).unflatten(split_dim, (parts, -1)).movedim(split_dim, 0).contiguous()
-    sizes = [1] * parts
+def _all_to_all(x: Tensor, split_dim: int, concat_dim: int, concat_size: int, axis: str, axis_size: int) -> Tensor:
+    pieces = _pad(x, split_dim, axis_size).unflatten(split_dim, (axis_size, -1)).movedim(split_dim, 0).contiguous()
+    sizes = [1] * axis_size
     flat = c10d.wait_tensor(c10d.all_to_all_single(_sendable(pieces.flatten(1)), sizes, sizes, axis))
     joined = _received(flat, x.dtype).view(pieces.shape).movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1)
     return joined.narrow(concat_dim, 0, concat_size)
@@ -169,8 +171,8 @@ def _pmax(x: Tensor, axis: str) -> Tensor:
     return c10d.wait_tensor(c10d.all_reduce(x.contiguous(), "max", axis))
 
 
-def _pad(x: Tensor, dim: int, parts: int) -> Tensor:
-    missing = -x.shape[dim] % parts
+def _pad(x: Tensor, dim: int, axis_size: int) -> Tensor:
+    missing = -x.shape[dim] % axis_size
     if not missing:
         return x
     widths = [0, 0] * (x.dim() - 1 - dim) + [0, missing]
@@ -191,11 +193,11 @@ def _whole(x: Any, a: Any) -> Sequence[int]:
 
 
 def _shard(x: Any, a: Any) -> Sequence[int]:
-    return _sized(x.shape, a.dim, -(-x.shape[a.dim] // a.parts))
+    return _sized(x.shape, a.dim, -(-x.shape[a.dim] // a.axis_size))
 
 
 def _exchanged(x: Any, a: Any) -> Sequence[int]:
-    shard = _sized(x.shape, a.split_dim, -(-x.shape[a.split_dim] // a.parts))
+    shard = _sized(x.shape, a.split_dim, -(-x.shape[a.split_dim] // a.axis_size))
     return _sized(shard, a.concat_dim, a.concat_size)
 
 
@@ -203,8 +205,8 @@ def _sized(shape: Sequence[int], dim: int, size: int) -> list[int]:
     return [*shape[:dim], size, *shape[dim + 1 :]]
 
 
-def _padded_bytes(x: Any, dim: int, parts: int, dtype: torch.dtype | None = None) -> int:
-    return math.prod(_sized(x.shape, dim, -(-x.shape[dim] // parts) * parts)) * (dtype or x.dtype).itemsize
+def _padded_bytes(x: Any, dim: int, axis_size: int, dtype: torch.dtype | None = None) -> int:
+    return math.prod(_sized(x.shape, dim, -(-x.shape[dim] // axis_size) * axis_size)) * (dtype or x.dtype).itemsize
 
 
 def _bytes(x: Any, dtype: torch.dtype | None = None) -> int:
@@ -247,56 +249,56 @@ def _define(name: str, body: Callable[..., Tensor], takes: tuple[str, ...], give
 
 # fmt: off
 all_gather: Any = _define(
-    "all_gather", _all_gather, ("shard",), "varying", shape=_whole,
-    gradient=lambda g, x, a: reduce_scatter(g, a.dim, a.axis, a.parts, x.dtype, a.wire),
+    "all_gather", _all_gather, ("shard",), "replicate", shape=_whole,
+    gradient=lambda g, x, a: reduce_scatter(g, a.dim, a.axis, a.axis_size, x.dtype, a.reduce_dtype),
     kind="all_gather", sends=lambda x, a: _bytes(x, a.dtype),
 )
 reduce_scatter: Any = _define(
     "reduce_scatter", _reduce_scatter, ("partial",), "shard", shape=_shard,
-    gradient=lambda g, x, a: all_gather(g, a.dim, a.axis, a.parts, x.shape[a.dim], x.dtype, a.wire),
-    kind="reduce_scatter", reduces="sum", sends=lambda x, a: _padded_bytes(x, a.dim, a.parts, a.wire),
+    gradient=lambda g, x, a: all_gather(g, a.dim, a.axis, a.axis_size, x.shape[a.dim], x.dtype, a.reduce_dtype),
+    kind="reduce_scatter", reduces="sum", sends=lambda x, a: _padded_bytes(x, a.dim, a.axis_size, a.reduce_dtype),
 )
 psum: Any = _define(
-    "psum", _psum, ("partial",), "same", shape=_alike,
+    "psum", _psum, ("partial",), "invariant", shape=_alike,
     gradient=lambda g, x, a: g.to(x.dtype),
-    kind="all_reduce", reduces="sum", sends=lambda x, a: _bytes(x, a.wire),
+    kind="all_reduce", reduces="sum", sends=lambda x, a: _bytes(x, a.reduce_dtype),
 )
-vary: Any = _define(
-    "vary", _vary, ("same",), "varying", shape=_alike,
-    gradient=lambda g, x, a: psum(g, a.axis, x.dtype, a.wire),
+invariant_to_replicate: Any = _define(
+    "invariant_to_replicate", _invariant_to_replicate, ("invariant",), "replicate", shape=_alike,
+    gradient=lambda g, x, a: psum(g, a.axis, x.dtype, a.reduce_dtype),
 )
-slice_: Any = _define(
-    "slice", _slice, ("same", "varying"), "shard", shape=_shard,
-    gradient=lambda g, x, a: gather_same(g, a.place, a.dim, a.axis, a.parts, x.shape[a.dim]),
+invariant_to_shard: Any = _define(
+    "invariant_to_shard", _invariant_to_shard, ("invariant", "replicate"), "shard", shape=_shard,
+    gradient=lambda g, x, a: all_gather_invariant(g, a.axis_index, a.dim, a.axis, a.axis_size, x.shape[a.dim]),
 )
-gather_same: Any = _define(
-    "gather_same", _gather_same, ("shard",), "same", shape=_whole,
-    gradient=lambda g, x, a: slice_(g, a.place, a.dim, a.axis, a.parts),
+all_gather_invariant: Any = _define(
+    "all_gather_invariant", _all_gather_invariant, ("shard",), "invariant", shape=_whole,
+    gradient=lambda g, x, a: invariant_to_shard(g, a.axis_index, a.dim, a.axis, a.axis_size),
     kind="all_gather", sends=lambda x, a: _bytes(x),
 )
-take: Any = _define(
-    "take", _take, ("varying",), "shard", shape=_shard,
-    gradient=lambda g, x, a: place_(g, a.place, a.dim, a.axis, a.parts, x.shape[a.dim]),
+replicate_to_shard: Any = _define(
+    "replicate_to_shard", _replicate_to_shard, ("replicate",), "shard", shape=_shard,
+    gradient=lambda g, x, a: shard_to_partial(g, a.axis_index, a.dim, a.axis, a.axis_size, x.shape[a.dim]),
 )
-place_: Any = _define(
-    "place", _place, ("shard",), "partial", shape=_whole,
-    gradient=lambda g, x, a: take(g, a.place, a.dim, a.axis, a.parts),
+shard_to_partial: Any = _define(
+    "shard_to_partial", _shard_to_partial, ("shard",), "partial", shape=_whole,
+    gradient=lambda g, x, a: replicate_to_shard(g, a.axis_index, a.dim, a.axis, a.axis_size),
 )
-unvary: Any = _define(
-    "unvary", _unvary, ("varying",), "same", shape=_alike,
-    gradient=lambda g, x, a: only_first(g, a.place, a.axis),
+replicate_to_invariant: Any = _define(
+    "replicate_to_invariant", _replicate_to_invariant, ("replicate",), "invariant", shape=_alike,
+    gradient=lambda g, x, a: invariant_to_partial(g, a.axis_index, a.axis),
 )
-only_first: Any = _define(  # of varying copies in a body that nothing differentiates
-    "only_first", _only_first, ("same", "varying"), "partial", shape=_alike,
+invariant_to_partial: Any = _define(  # of replicate copies in a body that nothing differentiates
+    "invariant_to_partial", _invariant_to_partial, ("invariant", "replicate"), "partial", shape=_alike,
     gradient=lambda g, x, a: g,
 )
 all_to_all: Any = _define(
     "all_to_all", _all_to_all, ("shard",), "shard", shape=_exchanged,
-    gradient=lambda g, x, a: all_to_all(g, a.concat_dim, a.split_dim, x.shape[a.split_dim], a.axis, a.parts),
-    kind="all_to_all", sends=lambda x, a: _padded_bytes(x, a.split_dim, a.parts),
+    gradient=lambda g, x, a: all_to_all(g, a.concat_dim, a.split_dim, x.shape[a.split_dim], a.axis, a.axis_size),
+    kind="all_to_all", sends=lambda x, a: _padded_bytes(x, a.split_dim, a.axis_size),
 )
 pmax: Any = _define(
-    "pmax", _pmax, ("partial",), "same", shape=_alike, gradient=None,
+    "pmax", _pmax, ("partial",), "invariant", shape=_alike, gradient=None,
     kind="all_reduce", reduces="max", sends=lambda x, a: _bytes(x),
 )
 # fmt: on

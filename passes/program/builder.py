@@ -16,7 +16,7 @@ from passes.program.spec import Factor, Spec
 class Builder(Protocol):
     """Appends local operators to a graph, computing the fake value of each as it goes.
 
-    `places` are the rank's coordinates by axis, with the table of a dealt sequence, `operators` the local operators
+    `coordinates` are the rank's by axis, with the table of a dealt sequence, `operators` the local operators
     made for this program by what makes them, `notes` lines for the pass's report, `context_method` the method of
     context parallelism asked for. Ranks with other rows may be dealt other blocks of them, unless there is `one_table`
     for all: something of several rows is exchanged.
@@ -24,7 +24,7 @@ class Builder(Protocol):
 
     mesh: Mesh
     ctx: ir.Context
-    places: dict[str, fx.Node]
+    coordinates: dict[str, fx.Node]
     operators: dict[Any, Any]
     notes: list[str]
     context_method: str
@@ -37,9 +37,9 @@ class Builder(Protocol):
         """The operators that `fn` calls on the nodes' values."""
 
     def convert(
-        self, x: fx.Node, before: Spec, after: Spec, has_grad: bool = True, wire: torch.dtype | None = None
+        self, x: fx.Node, before: Spec, after: Spec, has_grad: bool = True, reduce_dtype: torch.dtype | None = None
     ) -> fx.Node:
-        """The value in another placement; gradients are reduced in the dtype `wire` (None: their own)."""
+        """The value in another placement; gradients are reduced in the dtype `reduce_dtype` (None: their own)."""
 
     def at(self, factor: Factor) -> dict[str, fx.Node]:
         """Where the rank's share of a factor lies: its coordinates on the axes that shard it, and a table."""

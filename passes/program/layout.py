@@ -15,39 +15,39 @@ from torch import Tensor
 from passes.program.mesh import BLOCKS, Mesh
 from passes.program.spec import Factor
 
-Places = Mapping[str, Tensor]  # the rank's coordinates, 0-d int64, and the table of a dealt sequence, i64[P, blocks]
+Coordinates = Mapping[str, Tensor]  # the rank's, 0-d int64, and the table of a dealt sequence, i64[P, blocks]
 
 
-def entries(factor: Factor, mesh: Mesh, places: Places, device: torch.device) -> tuple[Tensor, Tensor]:
+def entries(factor: Factor, mesh: Mesh, coordinates: Coordinates, device: torch.device) -> tuple[Tensor, Tensor]:
     """(index in the full factor i64[local], whether it is no padding bool[local]) of each local entry."""
     index = torch.arange(factor.local(mesh), device=device)
     valid = torch.ones_like(index, dtype=torch.bool)
     for axis, size in reversed(list(factor.shards(mesh))):
-        held, place, order = factor.share(size, axis, mesh), places[axis], factor.order_over(axis)
+        held, axis_index, order = factor.share(size, axis, mesh), coordinates[axis], factor.order_over(axis)
         if order.table:
             block = held // order.chunks
             slot = (index // block).clamp(max=order.chunks - 1)  # what inner axes pad lies beyond
-            number = own_blocks(places, axis).index_select(0, slot)
+            number = own_blocks(coordinates, axis).index_select(0, slot)
             index = number * block + index % block
         elif order.zigzag:
             half = held // 2
             tail = index >= half
-            chunk = torch.where(tail, 2 * mesh[axis] - 1 - place, place)
+            chunk = torch.where(tail, 2 * mesh[axis] - 1 - axis_index, axis_index)
             index = chunk * half + index - torch.where(tail, half, 0)
         else:
-            index = place * held + index
+            index = axis_index * held + index
         valid = valid & (index < size)
     return index, valid
 
 
-def locate(index: Tensor, factor: Factor, mesh: Mesh, places: Places) -> tuple[Tensor, Tensor]:
+def locate(index: Tensor, factor: Factor, mesh: Mesh, coordinates: Coordinates) -> tuple[Tensor, Tensor]:
     """(local index, clamped into the shard; whether the rank has the entry) of each index of the full factor."""
     mine = (index >= 0) & (index < factor.size)
     for axis, size in factor.shards(mesh):
-        held, place, order = factor.share(size, axis, mesh), places[axis], factor.order_over(axis)
+        held, axis_index, order = factor.share(size, axis, mesh), coordinates[axis], factor.order_over(axis)
         if order.table:
             block, blocks = held // order.chunks, factor.pieces(axis, mesh)
-            own, ordered = own_blocks(places, axis), torch.arange(order.chunks, device=index.device)
+            own, ordered = own_blocks(coordinates, axis), torch.arange(order.chunks, device=index.device)
             slots = torch.full((blocks,), -1, device=index.device).scatter(0, own, ordered)
             slot = slots[(index // block).clamp(0, blocks - 1)]
             mine = mine & (slot >= 0)
@@ -55,19 +55,19 @@ def locate(index: Tensor, factor: Factor, mesh: Mesh, places: Places) -> tuple[T
         elif order.zigzag:
             half = held // 2
             tail = index >= mesh[axis] * half
-            chunk = torch.where(tail, 2 * mesh[axis] - 1 - place, place)
+            chunk = torch.where(tail, 2 * mesh[axis] - 1 - axis_index, axis_index)
             index = index - chunk * half
             mine = mine & (index >= 0) & (index < half)
             index = index.clamp(0, half - 1) + torch.where(tail, half, 0)
         else:
-            index = index - place * held
+            index = index - axis_index * held
             mine = mine & (index >= 0) & (index < held)
     return index.clamp(0, factor.local(mesh) - 1), mine
 
 
-def own_blocks(places: Places, axis: str) -> Tensor:
+def own_blocks(coordinates: Coordinates, axis: str) -> Tensor:
     """The numbers of the blocks that the rank holds of a dealt sequence, i64[blocks]."""
-    return places[BLOCKS].index_select(0, places[axis].view(1)).view(-1)
+    return coordinates[BLOCKS].index_select(0, coordinates[axis].view(1)).view(-1)
 
 
 def to_rank_order(x: Tensor, dim: int, parts: int, table: Tensor | None = None) -> Tensor:
@@ -96,5 +96,5 @@ def to_natural_order(x: Tensor, dim: int, parts: int, size: int, table: Tensor |
 
 def run_starts(parts: int, chunk: int, zigzag: bool, device: torch.device) -> Tensor:
     """Where the chunks that each rank of an axis holds, in a zigzag or plainly, begin: i64[P, chunks]."""
-    place = torch.arange(parts, device=device)
-    return torch.stack([place, 2 * parts - 1 - place] if zigzag else [place], 1) * chunk
+    axis_index = torch.arange(parts, device=device)
+    return torch.stack([axis_index, 2 * parts - 1 - axis_index] if zigzag else [axis_index], 1) * chunk

@@ -148,9 +148,9 @@ class Mesh:
         base, inner, outer = self.part(axis)
         size, step = self[axis], self.stride(base)
         groups: dict[tuple[int, int], list[int]] = {}
-        for rank, place in enumerate(self):
-            among = place[base] // size if inner > 1 else place[base] % outer
-            groups.setdefault((among, rank - place[base] * step), []).append(rank)
+        for rank, coordinates in enumerate(self):
+            among = coordinates[base] // size if inner > 1 else coordinates[base] % outer
+            groups.setdefault((among, rank - coordinates[base] * step), []).append(rank)
         return list(groups.values())
 
     def __iter__(self) -> Iterator[dict[str, int]]:

@@ -34,11 +34,11 @@ class Order:
         """How many chunks each rank holds."""
         return len(self.table[0]) if self.table else 1 + self.zigzag
 
-    def held(self, place: int, ranks: int) -> tuple[int, ...]:
+    def held(self, axis_index: int, ranks: int) -> tuple[int, ...]:
         """The numbers of the chunks that a rank holds, in its order."""
         if self.table:
-            return self.table[place]
-        return (place, 2 * ranks - 1 - place) if self.zigzag else (place,)
+            return self.table[axis_index]
+        return (axis_index, 2 * ranks - 1 - axis_index) if self.zigzag else (axis_index,)
 
     def __str__(self) -> str:
         return f"{self.chunks} blocks" if self.table else "head and tail" if self.zigzag else ""

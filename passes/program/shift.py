@@ -35,27 +35,27 @@ def _shift(x: Tensor, axis: str, by: int) -> Tensor:
         _in_flight[y.data_ptr()] = []
         return y
     group = resolve_axis_group(axis)
-    rank, parts = group.rank(), group.size()
+    rank, axis_size = group.rank(), group.size()
     y = torch.empty_like(x)
-    there, back = (rank + by) % parts, (rank - by) % parts
+    there, back = (rank + by) % axis_size, (rank - by) % axis_size
     send = dist.P2POp(dist.isend, x, group=group, group_peer=there)
     receive = dist.P2POp(dist.irecv, y, group=group, group_peer=back)
     _in_flight[y.data_ptr()] = dist.batch_isend_irecv([send, receive])
     return y
 
 
-def divisors(parts: int) -> list[int]:
+def divisors(axis_size: int) -> list[int]:
     """How many neighbours may be one place of a ring: each has rows of its own in a table of hops."""
-    return [inner for inner in range(1, parts) if parts % inner == 0]
+    return [inner for inner in range(1, axis_size) if axis_size % inner == 0]
 
 
-def hops_at(hops: Tensor, row: int, step: int, home: bool, parts: int) -> int:
+def hops_at(hops: Tensor, row: int, step: int, home: bool, axis_size: int) -> int:
     """How far what is here after a step travels, by hops on the host, i64[rows, steps]; `home` also from the last.
 
     Hops are from each step that is needed to the next, from the last one home, and 0 at a step that nobody needs.
     """
     by = int(hops[row, step])
-    return by % parts if home or step + by < parts else 0
+    return by % axis_size if home or step + by < axis_size else 0
 
 
 @torch.library.impl(_library, "shift_by", "CompositeExplicitAutograd")

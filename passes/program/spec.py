@@ -6,8 +6,10 @@ ranks has `ceil(n / p)` entries on every rank; the tail is padding, whose conten
 
 On an axis that shards none of its factors a tensor is
 - partial: the ranks hold terms of a sum (or max);
-- varying: a full copy whose uses differ by rank, so that its gradient is partial;
-- otherwise the same value, used the same way, on every rank.
+- replicate: a full copy whose uses differ by rank, so that its gradient is partial;
+- invariant: the same value, used the same way, on every rank, as is its gradient.
+
+The words are those of spmd_types (JAX calls replicate `reduced`, its gradient `unreduced`).
 """
 
 from __future__ import annotations
@@ -71,13 +73,13 @@ class Factor:
         """Whether some rank holds entries beyond the logical end."""
         return any(size % self.pieces(axis, mesh) for axis, size in self.shards(mesh))
 
-    def runs(self, mesh: Mesh, place: dict[str, int]) -> list[tuple[int, int, int]]:
+    def runs(self, mesh: Mesh, coordinates: dict[str, int]) -> list[tuple[int, int, int]]:
         """(first logical index, first local index, length) of the rank's runs of valid entries."""
         runs = [(0, 0, self.size)]
         for axis, size in self.shards(mesh):
             chunk, local = -(-size // self.pieces(axis, mesh)), 0
             cut = []
-            for number in self.order_over(axis).held(place[axis], mesh[axis]):
+            for number in self.order_over(axis).held(coordinates[axis], mesh[axis]):
                 for start, at, length in runs:
                     first, last = max(at, number * chunk), min(at + length, (number + 1) * chunk)
                     if first < last:
@@ -95,11 +97,11 @@ Dim = tuple[Factor, ...]
 
 @dataclass(frozen=True)
 class Spec:
-    """The placement of one tensor: its dims, the axes it is partial on (and how), the axes it varies on."""
+    """The placement of one tensor: its dims, the axes it is partial on (and how), the axes it is replicate on."""
 
     dims: tuple[Dim, ...]
     partial: tuple[tuple[str, str], ...] = ()  # (axis, "sum" | "max")
-    varying: tuple[str, ...] = ()
+    replicate: tuple[str, ...] = ()
     fill: float | None = field(default=None, compare=False)  # what padding holds; None: anything finite
 
     @staticmethod
@@ -137,24 +139,24 @@ class Spec:
         return tuple(axis for axis, _ in self.partial)
 
     def state(self, axis: str) -> str:
-        """`shard`, `partial`, `varying` or `same`: what the tensor is on one axis of the mesh."""
+        """`shard`, `partial`, `replicate` or `invariant`: what the tensor is on one axis of the mesh."""
         if any(axis in FLATTENED.get(name, (name,)) for name in self.sharded):
             return "shard"
         if axis in self.partial_axes:
             return "partial"
-        return "varying" if axis in self.varying else "same"
+        return "replicate" if axis in self.replicate else "invariant"
 
     def padded(self, mesh: Mesh) -> bool:
         """Whether any rank holds padding."""
         return any(f.padded(mesh) for dim in self.dims for f in dim)
 
     def gradient(self) -> Spec:
-        """The placement of the gradient: sums become varying copies, varying copies become sums."""
-        return replace(self, partial=tuple((axis, "sum") for axis in self.varying), varying=self.partial_axes)
+        """The placement of the gradient: sums become replicate, replicate becomes a sum."""
+        return replace(self, partial=tuple((axis, "sum") for axis in self.replicate), replicate=self.partial_axes)
 
     def __str__(self) -> str:
         dims = ", ".join("*".join(map(str, dim)) or "1" for dim in self.dims)
-        kinds = [f"{how}({axis})" for axis, how in self.partial] + [f"varying({axis})" for axis in self.varying]
+        kinds = [f"{how}({axis})" for axis, how in self.partial] + [f"replicate({axis})" for axis in self.replicate]
         return " ".join([f"[{dims}]", *kinds])
 
 
@@ -175,16 +177,16 @@ class Box:
         return local[tuple(slice(o, o + n) for o, n in zip(self.local_offset, self.size))]
 
 
-def _segments(dim: Dim, mesh: Mesh, place: dict[str, int]) -> list[tuple[int, int, int]]:
+def _segments(dim: Dim, mesh: Mesh, coordinates: dict[str, int]) -> list[tuple[int, int, int]]:
     """(full start, local start, length) of a dim's runs of valid entries."""
     if not dim:
         return [(0, 0, 1)]
     (head, *tail) = dim
-    runs = head.runs(mesh, place)
+    runs = head.runs(mesh, coordinates)
     inner, inner_local = math.prod(f.size for f in tail), math.prod(f.local(mesh) for f in tail)
     if not any(f.axes for f in tail):
         return [(start * inner, at * inner, length * inner) for start, at, length in runs]
-    rest = _segments(tuple(tail), mesh, place)
+    rest = _segments(tuple(tail), mesh, coordinates)
     return [
         ((start + i) * inner + s, (at + i) * inner_local + ls, n)
         for start, at, length in runs
@@ -193,9 +195,9 @@ def _segments(dim: Dim, mesh: Mesh, place: dict[str, int]) -> list[tuple[int, in
     ]
 
 
-def boxes(spec: Spec, mesh: Mesh, place: dict[str, int]) -> list[Box]:
-    """The rectangles of the full tensor that the rank at `place` owns (none if it owns only padding)."""
-    runs = [_segments(dim, mesh, place) for dim in spec.dims]
+def boxes(spec: Spec, mesh: Mesh, coordinates: dict[str, int]) -> list[Box]:
+    """The rectangles of the full tensor that the rank at `coordinates` owns (none if it owns only padding)."""
+    runs = [_segments(dim, mesh, coordinates) for dim in spec.dims]
     return [
         Box(*map(tuple, zip(*combination))) if combination else Box((), (), ())
         for combination in itertools.product(*runs)
@@ -219,11 +221,11 @@ def shard(
     full: Value,
     spec: Spec,
     mesh: Mesh,
-    place: dict[str, int],
+    coordinates: dict[str, int],
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
-    """The local tensor of the rank at `place`, a copy of `dtype` on `device` (by default its own, and the CPU's).
+    """The local tensor of the rank at `coordinates`, a copy of `dtype` on `device` (by default its own, and the CPU's).
 
     Padding holds `spec.fill` (zero if None). Of a tensor that is stored no more is read than the rank owns.
     """
@@ -232,7 +234,7 @@ def shard(
     if device is None and isinstance(full, Tensor):
         device = full.device
     local = torch.full(spec.local_shape(mesh), spec.fill or 0, dtype=dtype or full.dtype, device=device)
-    for box in boxes(spec, mesh, place):
+    for box in boxes(spec, mesh, coordinates):
         box.of_local(local).copy_(box.of(full))
     return local
 
@@ -240,12 +242,12 @@ def shard(
 def unshard(locals_by_rank: Sequence[Tensor], spec: Spec, mesh: Mesh) -> Tensor:
     """The full tensor from every rank's local one (by rank); partial values are reduced, copies taken from one rank."""
     full = locals_by_rank[0].new_zeros(spec.shape)
-    owners = {axis: 0 for axis in mesh.axes if spec.state(axis) in ("same", "varying")}
+    owners = {axis: 0 for axis in mesh.axes if spec.state(axis) in ("invariant", "replicate")}
     seen: set[tuple[int, ...]] = set()
-    for place, local in zip(mesh, locals_by_rank, strict=True):
-        if any(place[axis] != owner for axis, owner in owners.items()):
+    for coordinates, local in zip(mesh, locals_by_rank, strict=True):
+        if any(coordinates[axis] != owner for axis, owner in owners.items()):
             continue
-        for box in boxes(spec, mesh, place):
+        for box in boxes(spec, mesh, coordinates):
             into, part = box.of(full), box.of_local(local)
             if box.offset not in seen:
                 into.copy_(part)
@@ -262,7 +264,7 @@ def validate(spec: Spec, mesh: Mesh) -> None:
     for axis in spec.sharded:
         if axis not in mesh.names:
             raise ValueError(f"spec {spec} uses axis {axis!r}, which the mesh {mesh.sizes} lacks")
-    used = [*(a for axis in spec.sharded for a in mesh.over(axis)), *spec.partial_axes, *spec.varying]
+    used = [*(a for axis in spec.sharded for a in mesh.over(axis)), *spec.partial_axes, *spec.replicate]
     for axis in used:
         if axis not in mesh.axes:
             raise ValueError(f"spec {spec} uses axis {axis!r}, which the mesh {mesh.sizes} lacks")

@@ -36,7 +36,7 @@ class Rule:
     columns   matrices that the kernel takes only if each of their columns is in one piece
     leads     factor -> the operand that says on which axes it is sharded, for it cannot be converted
     terms     operand -> factor on whose axes it must be a partial sum: a rank's own share of a count, say
-    repeats   the result has entries of operand 0 several times: copies are made varying before, gradients reduced after
+    repeats   the result has entries of operand 0 several times: made replicate before, its gradient reduced after
     puts      factors of the result that are sharded over the axes that experts are spread over
     rides     factor -> another, on whose axes it is sharded as well
     splits    a factor that is sharded over all axes that experts are spread over, its sequence where it is not yet

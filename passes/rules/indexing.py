@@ -60,8 +60,8 @@ def local_index(builder: Builder, ids: fx.Node, factor: Factor) -> tuple[fx.Node
     """(ids relative to this rank's shard, clamped into it; which of them lie in it)."""
     at = builder.at(factor)
 
-    def find(ids: Tensor, *places: Tensor) -> tuple[Tensor, Tensor]:
-        return locate(ids, factor, builder.mesh, dict(zip(at, places)))
+    def find(ids: Tensor, *coordinates: Tensor) -> tuple[Tensor, Tensor]:
+        return locate(ids, factor, builder.mesh, dict(zip(at, coordinates)))
 
     return builder.trace(find, ids, *at.values())
 

@@ -42,8 +42,8 @@ def _emit_spread(
     if not factor.axes:
         return builder.call(routed.spread, (ids, groups, owners))
     each = -(-groups // owners)  # type: ignore[operator]
-    (place,) = builder.at(factor).values()
-    own = builder.trace(lambda ids, place: torch.where(ids < groups, ids - each * place, -1), ids, place)
+    (axis_index,) = builder.at(factor).values()
+    own = builder.trace(lambda ids, axis_index: torch.where(ids < groups, ids - each * axis_index, -1), ids, axis_index)
     return builder.call(routed.spread, (own, each, 1))
 
 

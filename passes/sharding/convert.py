@@ -22,19 +22,19 @@ aten = torch.ops.aten
 
 
 def convert(
-    builder: Builder, value: fx.Node, before: Spec, after: Spec, has_grad: bool, wire: torch.dtype | None
+    builder: Builder, value: fx.Node, before: Spec, after: Spec, has_grad: bool, reduce_dtype: torch.dtype | None
 ) -> fx.Node:
-    """The local value placed as `after`; `wire` is the dtype in which its gradient is reduced (None: its own)."""
+    """The local value placed as `after`; its gradient is reduced in `reduce_dtype` (None: its own)."""
     order = next((spec.order for spec in (before, after) if not spec.order.is_plain), PLAIN)
     before, after = before.ordered(order), after.ordered(order)
-    steps = _Steps(builder, value, before, has_grad, wire)
+    steps = _Steps(builder, value, before, has_grad, reduce_dtype)
     target = steps.align(after)
     steps.reduce(target)
-    steps.vary(target)
+    steps.make_replicate(target)
     steps.cut(target)
     steps.gather(target)
     steps.cut(target)
-    steps.vary(target)
+    steps.make_replicate(target)
     steps.settle(target)
     steps.spread_terms(target)
     return steps.finish(after)
@@ -43,12 +43,14 @@ def convert(
 class _Steps:
     """A value with its factors as separate dims, changed one axis at a time."""
 
-    def __init__(self, builder: Builder, value: fx.Node, before: Spec, has_grad: bool, wire: torch.dtype | None):
-        self.builder, self.mesh, self.value, self.wire = builder, builder.mesh, value, wire
+    def __init__(
+        self, builder: Builder, value: fx.Node, before: Spec, has_grad: bool, reduce_dtype: torch.dtype | None
+    ):
+        self.builder, self.mesh, self.value, self.reduce_dtype = builder, builder.mesh, value, reduce_dtype
         self.has_grad = has_grad and ir.may_have_gradient(value)
         self.fill = before.fill
         self.groups: list[list[Factor]] = [list(dim) for dim in before.dims]
-        self.partial, self.varying = dict(before.partial), set(before.varying)
+        self.partial, self.replicate = dict(before.partial), set(before.replicate)
         self.original = value
         self.cast: torch.dtype | None = None  # that is still to be made
         self.spread = False
@@ -73,7 +75,7 @@ class _Steps:
         self.spread_dims()
         flat = [f for group in wanted for f in group]
         where = {axis: (k, i) for k, f in enumerate(flat) for i, axis in enumerate(f.axes)}
-        return {"factors": flat, "where": where, "varying": set(after.varying), "partial": dict(after.partial)}
+        return {"factors": flat, "where": where, "replicate": set(after.replicate), "partial": dict(after.partial)}
 
     def common(self, mine: Dim, theirs: Dim) -> tuple[Dim, Dim] | None:
         """Both dims over common factors, or None where a shard would be cut across."""
@@ -150,24 +152,24 @@ class _Steps:
         for how in dict.fromkeys(due.values()):
             yield from ((axis, how) for axis in self.mesh.flatten(a for a in due if due[a] == how))
 
-    def vary(self, target: dict[str, Any]) -> None:
-        """Mark copies as varying where their uses will differ."""
-        self.vary_on(a for a in self.mesh.axes if a in target["varying"] and self.state(a) == "same")
+    def make_replicate(self, target: dict[str, Any]) -> None:
+        """Mark copies as replicate where their uses will differ."""
+        self.make_replicate_on(a for a in self.mesh.axes if a in target["replicate"] and self.state(a) == "invariant")
 
-    def vary_on(self, axes: Iterable[str]) -> None:
-        """Mark a value, the same on the axes, as a varying copy there."""
+    def make_replicate_on(self, axes: Iterable[str]) -> None:
+        """Mark a value, invariant on the axes, as replicate there."""
         for axis in self.mesh.flatten(axes):
             if self.has_grad:
-                if self.wire is not None and self.is_cast:
+                if self.reduce_dtype is not None and self.is_cast:
                     self.value, self.cast = self.before_cast()
-                self.call(boundary.vary, axis, axis, self.wire)
-            self.varying.update(self.mesh.over(axis))
+                self.call(boundary.invariant_to_replicate, axis, axis, self.reduce_dtype)
+            self.replicate.update(self.mesh.over(axis))
 
     def state(self, axis: str) -> str:
         """What the value is on an axis of the mesh now."""
         if any(axis in self.mesh.over(a) for f in self.flat for a in f.axes):
             return "shard"
-        return "partial" if axis in self.partial else "varying" if axis in self.varying else "same"
+        return "partial" if axis in self.partial else "replicate" if axis in self.replicate else "invariant"
 
     def cut(self, target: dict[str, Any]) -> None:
         """Keep this rank's share where a shard of a full copy is wanted."""
@@ -175,14 +177,15 @@ class _Steps:
             for i, axis in enumerate(want.axes):
                 over = self.mesh.over(axis)
                 states = {self.state(a) for a in over}
-                if not states <= {"same", "varying"} or self.flat[k].axes != want.axes[:i]:
+                if not states <= {"invariant", "replicate"} or self.flat[k].axes != want.axes[:i]:
                     continue
                 if len(states) > 1:
-                    self.vary_on(a for a in over if self.state(a) == "same")
+                    self.make_replicate_on(a for a in over if self.state(a) == "invariant")
                 self.to_ranks(k, axis)
-                op = boundary.take if "varying" in states and self.has_grad else boundary.slice_
-                self.call(op, axis, self.builder.places[axis], k, axis, self.mesh[axis])
-                self.varying.difference_update(over)
+                differs = "replicate" in states and self.has_grad
+                op = boundary.replicate_to_shard if differs else boundary.invariant_to_shard
+                self.call(op, axis, self.builder.coordinates[axis], k, axis, self.mesh[axis])
+                self.replicate.difference_update(over)
                 self.pad_with(0.0, k, axis)
 
     def pad_with(self, fill: float, k: int, axis: str) -> None:
@@ -202,21 +205,21 @@ class _Steps:
                 if j != k and self.flat[j].axes == target["factors"][j].axes[:i]:
                     self.move_last(k, j)
                 else:
-                    self.gather_last(k, same=target["varying"].isdisjoint(self.mesh.over(axis)))
+                    self.gather_last(k, same=target["replicate"].isdisjoint(self.mesh.over(axis)))
 
     def gather_last(self, k: int, same: bool) -> None:
-        """Gather factor `k` over its innermost axis: a copy that is the same on all of it, or varying on all of it."""
+        """Gather factor `k` over its innermost axis: a copy invariant on all of it, or replicate on all of it."""
         factor = self.flat[k]
         axis = factor.axes[-1]
         size = replace(factor, axes=factor.axes[:-1]).local(self.mesh)
-        parts = self.mesh[axis]
-        held = size if factor.order_over(axis).is_plain else parts * factor.local(self.mesh)
+        axis_size = self.mesh[axis]
+        held = size if factor.order_over(axis).is_plain else axis_size * factor.local(self.mesh)
         if same:
-            self.call(boundary.gather_same, axis, self.builder.places[axis], k, axis, parts, held)
+            self.call(boundary.all_gather_invariant, axis, self.builder.coordinates[axis], k, axis, axis_size, held)
         else:
             self.value, dtype = self.before_cast()
-            self.call(boundary.all_gather, axis, k, axis, parts, held, dtype, self.wire)
-            self.varying.update(self.mesh.over(axis))
+            self.call(boundary.all_gather, axis, k, axis, axis_size, held, dtype, self.reduce_dtype)
+            self.replicate.update(self.mesh.over(axis))
         self.from_ranks(k, axis, size)
         self.set_axes(k, factor.axes[:-1])
 
@@ -247,7 +250,7 @@ class _Steps:
 
     def table(self, order: Order) -> list[fx.Node]:
         """The table of an order, if it is one."""
-        return [self.builder.places[BLOCKS]] if order.table else []
+        return [self.builder.coordinates[BLOCKS]] if order.table else []
 
     def call(self, op: Any, axis: str, *args: Any) -> None:
         """Exchange the value over an axis; ranks that hold rows of their own must then hold the same blocks of them."""
@@ -270,17 +273,17 @@ class _Steps:
 
     def settle(self, target: dict[str, Any]) -> None:
         """Copies that nobody uses differently any more are the same again."""
-        for axis in sorted(self.varying - target["varying"]):
-            if self.state(axis) == "varying":
+        for axis in sorted(self.replicate - target["replicate"]):
+            if self.state(axis) == "replicate":
                 if self.has_grad:
-                    self.call(boundary.unvary, axis, self.builder.places[axis], axis)
-                self.varying.discard(axis)
+                    self.call(boundary.replicate_to_invariant, axis, self.builder.coordinates[axis], axis)
+                self.replicate.discard(axis)
 
     def spread_terms(self, target: dict[str, Any]) -> None:
         """A copy as the terms of a sum, where one is wanted: the first rank's is the value, the others' are zero."""
         for axis in target["partial"]:
             if axis not in self.partial:
-                self.call(boundary.only_first, axis, self.builder.places[axis], axis)
+                self.call(boundary.invariant_to_partial, axis, self.builder.coordinates[axis], axis)
                 self.partial[axis] = "sum"
 
     def finish(self, after: Spec) -> fx.Node:

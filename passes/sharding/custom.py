@@ -2,7 +2,7 @@
 
 The forward body is placed as its operands are; the backward body gets what the forward saved, and gradients placed
 as the dual of the results, and must leave gradients placed as the dual of the operands: sums where the
-forward read a varying copy, zeros in padding. It holds for any function, whatever its backward computes: one
+forward read a replicate copy, zeros in padding. It holds for any function, whatever its backward computes: one
 that makes something of a zero gradient (`g + 0.01 * x`) makes it of padding's, too.
 """
 
@@ -108,7 +108,7 @@ def place_forward(
     ctx: ir.Context,
     propagate: Callable[[ir.Program], Any],
 ) -> Placed:
-    """Placements of the forward body; an operand that the body only reads as a varying copy is one from the start."""
+    """Placements of the forward body; an operand that the body only reads as a replicate copy is one from the start."""
     kinds = ["parameter" if w else "batch" for w in weights]
 
     def place(given: list[Spec]) -> Placed:
@@ -118,7 +118,7 @@ def place_forward(
         results = tuple(plan.current(n) for n in program.results())
         return Placed(function, tuple(examples), program, plan, tuple(given), results)
 
-    mixed = {axis for axis in mesh.axes if any(spec.state(axis) != "same" for spec in specs)}
+    mixed = {axis for axis in mesh.axes if any(spec.state(axis) != "invariant" for spec in specs)}
     specs = [replace(spec, fill=padding_kept(spec)) for spec in specs]
     placed = place(specs)
     varied = [
@@ -139,7 +139,7 @@ def gradient_of(spec: Spec) -> Spec:
 
 
 def with_varying(spec: Spec, placeholder: fx.Node, placed: Placed, mixed: set[str], mesh: Mesh) -> Spec:
-    """The operand's placement, varying on `mixed` axes and on those on which all uses in the body want it so.
+    """The operand's placement, replicate on `mixed` axes and on those on which all uses in the body want it so.
 
     On a mixed axis other operands differ by rank, and what the body makes of a copy may meet them.
     """
@@ -150,9 +150,9 @@ def with_varying(spec: Spec, placeholder: fx.Node, placed: Placed, mixed: set[st
         for i, n in enumerate(tensor_operands(user))
         if n is placeholder
     ]
-    asked = {a for a in mesh.axes if wanted and all(w.state(a) == "varying" for w in wanted)}
-    axes = [a for a in mesh.axes if spec.state(a) == "same" and a in mixed | asked]
-    return replace(spec, varying=(*spec.varying, *axes))
+    asked = {a for a in mesh.axes if wanted and all(w.state(a) == "replicate" for w in wanted)}
+    axes = [a for a in mesh.axes if spec.state(a) == "invariant" and a in mixed | asked]
+    return replace(spec, replicate=(*spec.replicate, *axes))
 
 
 def emit(
@@ -166,7 +166,7 @@ def emit(
     if placed not in builder.operators:
         builder.operators[placed] = partitioned(placed, builder.mesh, builder.ctx, propagate, partition)
     op, axes = builder.operators[placed]
-    return builder.call(op, (*values, *(builder.places[axis] for axis in axes)))
+    return builder.call(op, (*values, *(builder.coordinates[axis] for axis in axes)))
 
 
 def partitioned(
@@ -216,9 +216,9 @@ def local_operator(
     def differentiate(ctx: Any, *gradients: Tensor) -> tuple:
         saved = ctx.saved_tensors
         inputs, outs = saved[:operands], saved[operands + len(axes) :]
-        places = saved[operands : operands + len(axes)]
+        coordinates = saved[operands : operands + len(axes)]
         given = [torch.zeros_like(o) if g is None else g for g, o in zip(gradients[: function.results], outs)]
-        found = back(*inputs, *outs, *given, *places)
+        found = back(*inputs, *outs, *given, *coordinates)
         by_operand = dict(zip(kept, found if isinstance(found, (tuple, list)) else (found,)))
         return tuple(by_operand.get(i) for i in range(operands + len(axes)))
 
@@ -231,7 +231,7 @@ def _by_axis(program: ir.Program, axes: list[str]) -> Callable[..., Any]:
     used = [i.name for i in program.inputs if i.kind in PLACES]
 
     def run(*tensors: Tensor) -> Any:
-        values, places = tensors[: len(tensors) - len(axes)], dict(zip(axes, tensors[len(tensors) - len(axes) :]))
-        return fx.Interpreter(program.module).run(*values, *(places[axis] for axis in used))
+        values, coordinates = tensors[: len(tensors) - len(axes)], dict(zip(axes, tensors[len(tensors) - len(axes) :]))
+        return fx.Interpreter(program.module).run(*values, *(coordinates[axis] for axis in used))
 
     return run

@@ -37,7 +37,7 @@ class GraphBuilder:
 
     def __init__(self, mesh: Mesh, ctx: ir.Context):
         self.mesh, self.ctx, self.graph = mesh, ctx, fx.Graph()
-        self.places: dict[str, fx.Node] = {}
+        self.coordinates: dict[str, fx.Node] = {}
         self.origin: fx.Node | None = None
         self.masks = 0
         self.context_method: str = "auto"
@@ -82,14 +82,14 @@ class GraphBuilder:
         return self.attentions.index(names) * len(groups) + groups.index(inner) if names in self.attentions else None
 
     def convert(
-        self, x: fx.Node, before: Spec, after: Spec, has_grad: bool = True, wire: torch.dtype | None = None
+        self, x: fx.Node, before: Spec, after: Spec, has_grad: bool = True, reduce_dtype: torch.dtype | None = None
     ) -> fx.Node:
         """The value in another placement."""
-        return convert(self, x, before, after, has_grad, wire)
+        return convert(self, x, before, after, has_grad, reduce_dtype)
 
     def at(self, factor: Factor) -> dict[str, fx.Node]:
         """Where the rank's share of a factor lies: its coordinates on the axes that shard it, and a table."""
-        return {name: self.places[name] for name in factor.reads()}
+        return {name: self.coordinates[name] for name in factor.reads()}
 
     def fill_padding(self, x: fx.Node, spec: Spec, fill: float, dims: Collection[int] | None = None) -> fx.Node:
         """The tensor with padding (along `dims`; None: all) set to `fill`; its gradient there is zero."""
@@ -117,8 +117,8 @@ class GraphBuilder:
             extent *= f.local(self.mesh)
         device, at = ir.example(x).device, self.at(factor)
 
-        def mask(*places: Tensor) -> Tensor:
-            valid = entries(factor, self.mesh, dict(zip(at, places)), device)[1]
+        def mask(*coordinates: Tensor) -> Tensor:
+            valid = entries(factor, self.mesh, dict(zip(at, coordinates)), device)[1]
             shape = (extent // inner // factor.local(self.mesh), factor.local(self.mesh), inner)
             spread = valid.view(1, -1, 1).expand(shape).reshape(extent)
             return spread.view([extent if i == d else 1 for i in range(rank)])
@@ -143,13 +143,13 @@ class Partitioner:
         program: ir.Program,
         plan: Plan,
         ctx: ir.Context,
-        wire: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
         propagate: Callable[[ir.Program], Plan],
         differentiable: bool = True,
         context_method: str = "auto",
         skip_steps: bool = True,
     ):
-        self.program, self.plan, self.wire = program, plan, wire
+        self.program, self.plan, self.reduce_dtype = program, plan, reduce_dtype
         self.propagate, self.differentiable, self.skip_steps = propagate, differentiable, skip_steps
         self.builder = GraphBuilder(program.mesh, ctx)
         self.builder.context_method = context_method
@@ -171,7 +171,7 @@ class Partitioner:
             results.append(self.zeroed(result, output.spec) if output.kind == "gradient" else result)
         self.builder.graph.output(tuple(results))
         inputs = self.drop_unused_places(inputs)
-        inputs = self.hoist_varying(inputs) if self.differentiable else inputs
+        inputs = self.hoist_replicate(inputs) if self.differentiable else inputs
         return self.program.with_graph(self.builder.graph, inputs=inputs, stage=Stage.LOCAL)
 
     def zeroed(self, gradient: fx.Node, spec: Spec) -> fx.Node:
@@ -199,8 +199,8 @@ class Partitioner:
         for axis in self.program.mesh.names:
             with self.builder.ctx.fake_mode:
                 zero = torch.zeros((), dtype=torch.int64, device=self.device())
-            spec = Spec((), varying=self.program.mesh.over(axis))
-            self.builder.places[axis] = self.builder.placeholder(f"place_{axis}", zero, spec)
+            spec = Spec((), replicate=self.program.mesh.over(axis))
+            self.builder.coordinates[axis] = self.builder.placeholder(f"axis_index_{axis}", zero, spec)
             coordinates.append(ir.Input(axis, "coordinate", spec))
         coordinates += self.place_layout()
         for node in self.program.placeholders():
@@ -211,7 +211,7 @@ class Partitioner:
         """What each group of ranks along `cp` knows of a batch: a table of blocks, or how far keys travel in rings."""
         mesh, bounds, order = self.program.mesh, self.program.bounds, self.program.order
         rows = {axis for given in self.program.inputs if given.kind == "batch" for axis in given.spec.sharded}
-        varying = tuple(axis for axis in BATCH_AXES if axis in rows)
+        replicate = tuple(axis for axis in BATCH_AXES if axis in rows)
         given: dict[str, tuple[int, int, torch.device]] = {}
         if order.table:
             given[BLOCKS] = mesh[SEQUENCE_AXIS], order.chunks, self.device()
@@ -223,8 +223,8 @@ class Partitioner:
         for name, (*shape, device) in given.items():
             with self.builder.ctx.fake_mode:
                 empty = torch.zeros(shape, dtype=torch.int64, device=device)
-            spec = replace(Spec.whole(shape), varying=varying)
-            self.builder.places[name] = self.builder.placeholder(f"place_{name}", empty, spec)
+            spec = replace(Spec.whole(shape), replicate=replicate)
+            self.builder.coordinates[name] = self.builder.placeholder(f"axis_index_{name}", empty, spec)
             yield ir.Input(name, "layout", spec)
 
     def device(self) -> torch.device:
@@ -234,27 +234,27 @@ class Partitioner:
     def drop_unused_places(self, inputs: tuple[ir.Input, ...]) -> tuple[ir.Input, ...]:
         """Leave out coordinates that nothing reads, and settle of whom a table is."""
         self.builder.graph.eliminate_dead_code()
-        unused = {name for name, node in self.builder.places.items() if not node.users}
+        unused = {name for name, node in self.builder.coordinates.items() if not node.users}
         unused -= {BLOCKS} if self.differentiable else set()  # a step is always given its table
         for name in unused:
-            self.builder.graph.erase_node(self.builder.places.pop(name))
-        if BLOCKS in self.builder.places and self.builder.one_table:
-            same = replace(ir.spec(self.builder.places[BLOCKS]), varying=())  # type: ignore[type-var]
-            ir.set_spec(self.builder.places[BLOCKS], same)
+            self.builder.graph.erase_node(self.builder.coordinates.pop(name))
+        if BLOCKS in self.builder.coordinates and self.builder.one_table:
+            same = replace(ir.spec(self.builder.coordinates[BLOCKS]), replicate=())  # type: ignore[type-var]
+            ir.set_spec(self.builder.coordinates[BLOCKS], same)
             inputs = tuple(replace(i, spec=same) if i.name == BLOCKS else i for i in inputs)
         return tuple(i for i in inputs if not (i.kind in ("coordinate", "layout") and i.name in unused))
 
-    def hoist_varying(self, inputs: tuple[ir.Input, ...]) -> tuple[ir.Input, ...]:
-        """A parameter used only as a varying copy is one from the start: its gradient leaves as a partial sum."""
+    def hoist_replicate(self, inputs: tuple[ir.Input, ...]) -> tuple[ir.Input, ...]:
+        """A parameter used only as a replicate copy is one from the start: its gradient leaves as a partial sum."""
         placeholders = [n for n in self.builder.graph.nodes if n.op == "placeholder"]
         new = []
         for node, given in zip(placeholders, inputs, strict=True):
             while given.kind == "parameter" and len(node.users) == 1:
                 (user,) = node.users
-                if user.target is not boundary.vary:
+                if user.target is not boundary.invariant_to_replicate:
                     break
-                varying = (*given.spec.varying, *self.program.mesh.over(str(user.args[1])))
-                given = replace(given, spec=replace(given.spec, varying=varying))
+                replicate = (*given.spec.replicate, *self.program.mesh.over(str(user.args[1])))
+                given = replace(given, spec=replace(given.spec, replicate=replicate))
                 user.replace_all_uses_with(node)
                 self.builder.graph.erase_node(user)
             ir.set_spec(node, given.spec)
@@ -367,8 +367,8 @@ class Partitioner:
         may_hoist = node in self.plan.weights and (node in self.grads or not self.differentiable)
         if may_hoist and (hoisted := self.hoist(node, wanted)):
             new = hoisted
-        elif self.repeats(node) and wanted == replace(current, varying=wanted.varying):
-            new = self.vary_first(node, wanted)
+        elif self.repeats(node) and wanted == replace(current, replicate=wanted.replicate):
+            new = self.replicate_first(node, wanted)
         else:
             new = self.record(node, self.versions[node, current], current, wanted, f"for {user}")
         self.versions[node, wanted] = new
@@ -386,7 +386,7 @@ class Partitioner:
         if dims is None:
             return None
         (operand,) = tensor_operands(node)
-        below = Spec(dims, (), wanted.varying)  # complete: what is wanted is no sum, whatever the operand is
+        below = Spec(dims, (), wanted.replicate)  # complete: what is wanted is no sum, whatever the operand is
         value = self.version(operand, below, node.name)
         new = self.emit_on(node, decision, [value], [wanted])
         held = ir.spec(value)
@@ -399,11 +399,11 @@ class Partitioner:
         decision = self.plan.decisions.get(node)
         return decision is not None and decision.rule.repeats
 
-    def vary_first(self, node: fx.Node, wanted: Spec) -> fx.Node:
-        """What repeats entries, of a copy that varies already: its gradient is then reduced once an entry."""
+    def replicate_first(self, node: fx.Node, wanted: Spec) -> fx.Node:
+        """What repeats entries, of a copy that is replicate already: its gradient is then reduced once an entry."""
         decision = self.plan.decisions[node]
         first, *others = zip(tensor_operands(node), decision.operands, strict=True)
-        below = replace(first[1], varying=tuple(dict.fromkeys((*first[1].varying, *wanted.varying))))
+        below = replace(first[1], replicate=tuple(dict.fromkeys((*first[1].replicate, *wanted.replicate))))
         values = [self.version(n, spec, node.name) for n, spec in ((first[0], below), *others)]
         new = self.emit_on(node, decision, values, [wanted])
         ir.set_spec(new, wanted)
@@ -413,7 +413,7 @@ class Partitioner:
     def record(self, node: fx.Node, value: fx.Node, before: Spec, after: Spec, reason: str) -> fx.Node:
         """Convert a value and note it as a reshard."""
         is_weight, last = node in self.plan.weights, next(iter(reversed(self.builder.graph.nodes)), None)
-        new = self.builder.convert(value, before, after, node in self.grads, self.wire if is_weight else None)
+        new = self.builder.convert(value, before, after, node in self.grads, self.reduce_dtype if is_weight else None)
         if new is not value:
             ir.set_stands_for(new, node.name)
             added = itertools.takewhile(lambda n: n is not last, reversed(self.builder.graph.nodes))

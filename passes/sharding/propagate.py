@@ -302,22 +302,22 @@ class _Sweep:
         return (*first, *(axis for names in apart for axis in names if axis not in taken))
 
     def operand_spec(self, i: int, atoms: Atoms, axes, labels, choice, states) -> Spec:
-        """The placement needed of operand `i`: shards of the chosen atoms, varying where it lacks the atom."""
+        """The placement needed of operand `i`: shards of the chosen atoms, replicate where it lacks the atom."""
         names = borne(atoms, (name for dim in atoms.operands[i] for name in dim))
-        varying, partial = [], []
+        replicate, partial = [], []
         for axis in self.mesh.axes:
             if choice[axis] in names:
                 continue
             if states[axis][i] == "partial":
                 partial.append((axis, "sum"))
             elif choice[axis] is not None or self.mixed(states[axis]):
-                varying.append(axis)
-        return Spec(self.dims(atoms.operands[i], atoms, axes, labels), tuple(partial), tuple(varying))
+                replicate.append(axis)
+        return Spec(self.dims(atoms.operands[i], atoms, axes, labels), tuple(partial), tuple(replicate))
 
     def result_spec(self, dims, atoms: Atoms, axes, labels, choice, states) -> Spec:
         """The placement of a result: partial on the axes of vanished atoms or carried sums, else as the operands."""
         names = borne(atoms, (name for dim in dims for name in dim))
-        varying, partial = [], []
+        replicate, partial = [], []
         for axis in self.mesh.axes:
             atom = choice[axis]
             if atom in names:
@@ -325,18 +325,18 @@ class _Sweep:
             if atom is not None:
                 how = atoms.rule.reduced.get(atoms.origin(atom))
                 if how is None:
-                    varying.append(axis)  # a result without the factor: computed alike on every rank
+                    replicate.append(axis)  # a result without the factor: computed alike on every rank
                 else:
                     partial.append((axis, how))
             elif "partial" in states[axis]:
                 partial.append((axis, "sum"))
             elif self.mixed(states[axis]):
-                varying.append(axis)
-        return Spec(self.dims(dims, atoms, axes, labels), tuple(partial), tuple(varying))
+                replicate.append(axis)
+        return Spec(self.dims(dims, atoms, axes, labels), tuple(partial), tuple(replicate))
 
     def mixed(self, states: Sequence[str]) -> bool:
-        """Whether, nothing being sharded, some operand is a varying copy or a carried sum: then all must be."""
-        return "varying" in states or "partial" in states
+        """Whether, nothing being sharded, some operand is a replicate copy or a carried sum: then all must be."""
+        return "replicate" in states or "partial" in states
 
     def dims(self, dims, atoms: Atoms, axes, labels):
         return tuple(

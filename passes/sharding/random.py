@@ -73,7 +73,7 @@ def _emit(builder: Builder, node: fx.Node, operands: list[fx.Node], specs: list[
         index = global_index(specs[0], builder.mesh, dict(zip(names, places)), seed.device)
         return uniform_at(index, seed, node.args[2])
 
-    return builder.trace(draw, seed, *(builder.places[name] for name in names))
+    return builder.trace(draw, seed, *(builder.coordinates[name] for name in names))
 
 
 def global_index(spec: Spec, mesh: Mesh, places: Mapping[str, Tensor], device: torch.device) -> Tensor:

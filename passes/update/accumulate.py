@@ -78,14 +78,15 @@ def is_sent(gradient: fx.Node) -> bool:
 class ApplyOnly(ir.Pass):
     """From a joint program, the one whose gradients are inputs: accumulated elsewhere, cleared once read.
 
-    Sums over ranks that the joint program left to the update are completed, terms sent as `wire` (None: as they are).
+    Sums over ranks that the joint program left to the update are completed, their terms in `reduce_dtype` (None: as
+    they are).
     With `rank_of` (each pipeline stage's rank) it is that of the parameters that the stages of a `rank` use; of those
     that other ranks use as well it shares its term of the gradient, and adds theirs.
     """
 
     rank: int = 0
     rank_of: tuple[int, ...] = ()
-    wire: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
     name = "apply"
     takes = (Stage.JOINT,)
     after = ("add_first", "defer")  # which say what is left to it
@@ -128,7 +129,7 @@ class ApplyOnly(ir.Pass):
         results = []
         for total, given, output in zip(program.results(), totals, program.outputs, strict=True):
             append.parameter = output.name
-            results.append(complete(append, total, given.spec, output.spec, program.mesh, self.wire))
+            results.append(complete(append, total, given.spec, output.spec, program.mesh, self.reduce_dtype))
         program.graph.output_node().args = (tuple(results),)
         program.module.recompile()
 

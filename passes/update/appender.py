@@ -68,7 +68,7 @@ def keep_if(guard: Tensor, new: Tensor, old: Tensor) -> Tensor:
     return torch.where(guard, new, old)
 
 
-def coordinates(program: ir.Program, append: Appender) -> tuple[dict[str, fx.Node], list[tuple[fx.Node, ir.Input]]]:
+def coordinates_of(program: ir.Program, append: Appender) -> tuple[dict[str, fx.Node], list[tuple[fx.Node, ir.Input]]]:
     """The rank's coordinate on every axis, and those of them that had to be added to the inputs."""
     given = zip(program.placeholders(), program.inputs)
     found = {i.name: n for n, i in given if i.kind == "coordinate"}
@@ -78,7 +78,7 @@ def coordinates(program: ir.Program, append: Appender) -> tuple[dict[str, fx.Nod
             device = ir.example(program.placeholders()[0]).device
             with append.ctx.fake_mode:
                 val = torch.zeros((), dtype=torch.int64, device=device)
-            spec = Spec((), varying=program.mesh.over(axis))
-            found[axis] = append.placeholder(f"place_{axis}", val, spec)
+            spec = Spec((), replicate=program.mesh.over(axis))
+            found[axis] = append.placeholder(f"axis_index_{axis}", val, spec)
             added.append((found[axis], ir.Input(axis, "coordinate", spec)))
     return found, added

@@ -100,13 +100,13 @@ def in_dtype(editor: Editor, term: fx.Node, gradient: fx.Node) -> fx.Node:
 
 
 def complete(
-    append: Appender, total: fx.Node, before: Spec, after: Spec, mesh: Mesh, wire: torch.dtype | None
+    append: Appender, total: fx.Node, before: Spec, after: Spec, mesh: Mesh, reduce_dtype: torch.dtype | None
 ) -> fx.Node:
-    """The sum over ranks that was deferred, placed as `after`; terms are sent as `wire` (None: as they are)."""
+    """The sum over ranks that was deferred, placed as `after`; terms are sent as `reduce_dtype` (None: as they are)."""
     dtype, left = ir.example(total).dtype, [axis for axis in before.partial_axes if axis not in after.partial_axes]
 
     def put(op: Any, *args: Any) -> fx.Node:
-        return append.call((op, *args), lambda x: op(x, *args, dtype, wire), total)
+        return append.call((op, *args), lambda x: op(x, *args, dtype, reduce_dtype), total)
 
     for dim, (old, new) in enumerate(zip(before.dims, after.dims, strict=True)):
         for axis in (axis for factor in new for axis in factor.axes if not any(axis in f.axes for f in old)):

@@ -83,7 +83,7 @@ class Matrix:
 
 
 def append_muon(
-    append: Appender, matrices: Sequence[Matrix], step: fx.Node, places: Mapping[str, fx.Node]
+    append: Appender, matrices: Sequence[Matrix], step: fx.Node, coordinates: Mapping[str, fx.Node]
 ) -> Added:
     """Change all weights that Muon updates, those alike together."""
     added: Added = []
@@ -96,8 +96,9 @@ def append_muon(
     for members in alike.values():
         update = members[0][0].update
         directions = [node for _, node in members]
-        for (matrix, _), new in zip(members, whole(append, update.spec, update.mesh, directions, places), strict=True):
-            store(append, matrix, new, step, places)
+        found = whole(append, update.spec, update.mesh, directions, coordinates)
+        for (matrix, _), new in zip(members, found, strict=True):
+            store(append, matrix, new, step, coordinates)
     append.parameter = ""
     return added
 
@@ -116,7 +117,7 @@ def direction_of(append: Appender, matrix: Matrix) -> tuple[fx.Node, Added]:
 
 
 def whole(
-    append: Appender, spec: Spec, mesh: Mesh, directions: Sequence[fx.Node], places: Mapping[str, fx.Node]
+    append: Appender, spec: Spec, mesh: Mesh, directions: Sequence[fx.Node], coordinates: Mapping[str, fx.Node]
 ) -> Sequence[fx.Node]:
     """Directions placed alike, each orthogonal: the ranks share them out, exchange, and give them back."""
     append.parameter = ""
@@ -126,29 +127,30 @@ def whole(
     held = replace(spec, dims=((Factor(count),), *spec.dims), fill=0.0)
     mine = replace(held, dims=((Factor(count, moved),), *stack, *one))
     x = append.call(("stack", count), lambda *x: torch.stack(x), *directions)
-    x = convert(append, mesh, x, held, mine, places)
+    x = convert(append, mesh, x, held, mine, coordinates)
     x = append.call("orthogonal", orthogonal, x)
-    x = convert(append, mesh, x, mine, held, places)
+    x = convert(append, mesh, x, mine, held, coordinates)
     return append.call(("unbind", count), lambda x: tuple(t.clone() for t in x.unbind()), x)
 
 
 def convert(
-    append: Appender, mesh: Mesh, x: fx.Node, before: Spec, after: Spec, places: Mapping[str, fx.Node]
+    append: Appender, mesh: Mesh, x: fx.Node, before: Spec, after: Spec, coordinates: Mapping[str, fx.Node]
 ) -> fx.Node:
     """A value in another placement."""
     builder = GraphBuilder(mesh, append.ctx)
     start = builder.placeholder("x", ir.example(x), before)
-    builder.places = {axis: builder.placeholder(f"place_{axis}", ir.example(n), Spec(())) for axis, n in places.items()}
+    for axis, node in coordinates.items():
+        builder.coordinates[axis] = builder.placeholder(f"axis_index_{axis}", ir.example(node), Spec(()))
     builder.graph.output(builder.convert(start, before, after, has_grad=False))
     with append.graph.inserting_before(append.graph.output_node()):
-        new, result = graft(append.graph, builder.graph, [x, *places.values()])
+        new, result = graft(append.graph, builder.graph, [x, *coordinates.values()])
     for node in new:
         append.mark(node)
     return result
 
 
 def store(
-    append: Appender, matrix: Matrix, direction: fx.Node, step: fx.Node, places: Mapping[str, fx.Node]
+    append: Appender, matrix: Matrix, direction: fx.Node, step: fx.Node, coordinates: Mapping[str, fx.Node]
 ) -> None:
     """Change a weight along its orthogonal direction."""
     update, (_, *scalars) = matrix.update, matrix.shared
@@ -160,5 +162,5 @@ def store(
         return update.rounded(new, drawn)
 
     key = ("move", update.group.optimizer, update.dtype, *update.identity())
-    inputs = (matrix.parameter, direction, *scalars, *update.drawn(step, places))
+    inputs = (matrix.parameter, direction, *scalars, *update.drawn(step, coordinates))
     append.keep(matrix.parameter, append.call(key, move, *inputs))

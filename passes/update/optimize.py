@@ -6,7 +6,7 @@ becomes
     norm = sqrt(psum(sum(g * g), "dp_shard"))
     copy_(w, w - lr * min(1, max_norm / norm) * ...)
 
-Every gradient arrives as a partial sum on the axes where its parameter varies and is reduced here, once. The
+Every gradient arrives as a partial sum on the axes where its parameter is replicate and is reduced here, once. The
 norm is that of the full gradient: squares of shards are added over the axes that shard the parameter.
 """
 
@@ -24,7 +24,7 @@ from passes.pipeline.tasks import SQUARE, square_of
 from passes.program import boundary, ir
 from passes.program.spec import Spec
 from passes.program.stages import Stage
-from passes.update.appender import Appender, coordinates
+from passes.update.appender import Appender, coordinates_of
 from passes.update.groups import Group, group_of
 from passes.update.moments import Format, Wide
 from passes.update.muon import Matrix, Muon, append_muon
@@ -33,13 +33,15 @@ from passes.update.update import Storage, Update
 
 
 def reduce_gradient(
-    append: Appender, name: str, gradient: fx.Node, axes: Iterable[str], wire: torch.dtype | None
+    append: Appender, name: str, gradient: fx.Node, axes: Iterable[str], reduce_dtype: torch.dtype | None
 ) -> fx.Node:
     """A parameter's gradient with its partial sums completed, one `psum` an axis."""
     append.parameter = name
     dtype = ir.example(gradient).dtype
     for axis in axes:
-        gradient = append.call(("psum", axis), lambda g, axis=axis: boundary.psum(g, axis, dtype, wire), gradient)
+        gradient = append.call(
+            ("psum", axis), lambda g, axis=axis: boundary.psum(g, axis, dtype, reduce_dtype), gradient
+        )
     return gradient
 
 
@@ -122,7 +124,7 @@ class Optimize(ir.Pass):
         shared = {kind: self.shared(append, *kind, lr, step_now, factor) for kind in alike}
         matrices = list[Matrix]()
         by_matrix = any(isinstance(group.optimizer, Muon) for _, group in alike)
-        places, added = coordinates(program, append) if self.stochastic or by_matrix else ({}, [])
+        coordinates, added = coordinates_of(program, append) if self.stochastic or by_matrix else ({}, [])
         added += scalars
         for update, gradient in zip(updates, reduced):
             append.parameter, parameter = update.given.name, parameters[update.given.name][0]
@@ -130,8 +132,8 @@ class Optimize(ir.Pass):
             if isinstance(update.group.optimizer, Muon):
                 matrices.append(Matrix(update, parameter, gradient, common))
             else:
-                added += update.append(append, parameter, gradient, common, step_now, places)
-        added += append_muon(append, matrices, step_now, places)
+                added += update.append(append, parameter, gradient, common, step_now, coordinates)
+        added += append_muon(append, matrices, step_now, coordinates)
         for total, given in zip(program.placeholders(), program.inputs):
             if given.kind == "gradient":
                 append.parameter = given.name

@@ -58,7 +58,7 @@ class Update:
     @property
     def spec(self) -> Spec:
         """How parameter and moments are stored."""
-        return replace(self.given.spec, varying=())
+        return replace(self.given.spec, replicate=())
 
     @property
     def codecs(self) -> list[Codec]:
@@ -79,7 +79,7 @@ class Update:
         gradient: fx.Node,
         shared: Sequence[fx.Node],
         step: fx.Node,
-        places: Mapping[str, fx.Node],
+        coordinates: Mapping[str, fx.Node],
     ) -> Added:
         """Change the parameter and its moments, entry by entry; `shared` are the gradients' factor and scalars."""
 
@@ -89,7 +89,7 @@ class Update:
             new, moments = self.group.optimizer.update(real(p, self.wide), g, tuple(moments), scalars)
             return self.rounded(new, drawn), moments
 
-        inputs = (parameter, gradient, *shared, *self.drawn(step, places))
+        inputs = (parameter, gradient, *shared, *self.drawn(step, coordinates))
         new, added = self.advance(append, "update", update, inputs, parameter)
         append.keep(parameter, new)
         return added
@@ -123,18 +123,18 @@ class Update:
         """What a function depends on where it rounds at random."""
         return (self.site, self.spec) if self.at_random else ()
 
-    def drawn(self, step: fx.Node, places: Mapping[str, fx.Node]) -> tuple[fx.Node, ...]:
+    def drawn(self, step: fx.Node, coordinates: Mapping[str, fx.Node]) -> tuple[fx.Node, ...]:
         """What rounding at random needs to know: the rank's coordinates and the step."""
         axes = [axis for axis in self.mesh.names if axis in self.spec.sharded]
-        return (*(places[axis] for axis in axes), step) if self.at_random else ()
+        return (*(coordinates[axis] for axis in axes), step) if self.at_random else ()
 
     def rounded(self, new: Tensor, drawn: Sequence[Tensor]) -> Tensor:
         """The parameter in its own dtype, given what `drawn` asked for."""
         if not self.at_random:
             return stored(new, self.dtype)
-        *places, step = drawn
+        *coordinates, step = drawn
         axes = [axis for axis in self.mesh.names if axis in self.spec.sharded]
-        index = global_index(self.spec, self.mesh, dict(zip(axes, places, strict=True)), new.device)
+        index = global_index(self.spec, self.mesh, dict(zip(axes, coordinates, strict=True)), new.device)
         return cast(round_at_random(new, step, self.site, index), self.dtype)
 
     def inputs(self, append: Appender, moment: str, how: Codec, parameter: fx.Node) -> Added:

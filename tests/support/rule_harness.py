@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from verified import apply
 
 from passes.autograd.joint import Joint
-from passes.check.simulate import Lockstep, places
+from passes.check.simulate import Lockstep, coordinate
 from passes.context.balance import hops_of, ranks_that_meet
 from passes.context.lay_out import bounds_in
 from passes.program import ir
@@ -188,7 +188,7 @@ class Checked(Lockstep):
 
     def _check_same(self, node: fx.Node, spec: Spec, results: list[Any]) -> None:
         for axis in self.mesh.axes:
-            if spec.state(axis) == "same":
+            if spec.state(axis) == "invariant":
                 for first, *others in self.mesh.groups(axis):
                     assert all(torch.allclose(results[first], results[r], rtol=0, atol=0, equal_nan=True) for r in others), \
                         f"%{node.name} {spec}: not the same on {axis}"
@@ -220,7 +220,7 @@ def _infinite(x: Tensor) -> bool:
 
 def _local_inputs(program: ir.Program, full: Mapping[str, Tensor]) -> list[list[Tensor]]:
     mesh = program.mesh
-    return [[hops(program, full) if i.name == HOPS else places(mesh, rank, i, program.order) if i.kind in PLACES
+    return [[hops(program, full) if i.name == HOPS else coordinate(mesh, rank, i, program.order) if i.kind in PLACES
              else _local(full[i.name], i.spec, mesh, place) for i in program.inputs] for rank, place in enumerate(mesh)]
 
 

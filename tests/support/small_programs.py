@@ -33,9 +33,9 @@ class Small:
         self.inputs.append(ir.Input(name, kind, spec))
         return self.builder.placeholder(name.replace(".", "_"), val, spec)
 
-    def place(self, axis: str) -> fx.Node:
+    def axis_index(self, axis: str) -> fx.Node:
         """The rank's coordinate on an axis."""
-        return self.input(axis, Spec((), varying=(axis,)), "coordinate", torch.int64)
+        return self.input(axis, Spec((), replicate=(axis,)), "coordinate", torch.int64)
 
     def call(self, target: Any, *args: Any, spec: Spec | None = None, phase: str = "forward", **kwargs: Any) -> fx.Node:
         """An operator."""

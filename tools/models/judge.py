@@ -175,7 +175,7 @@ def gathered(step: Step) -> list[str]:
 def same(change: dict[str, Any], axis: str) -> bool:
     """Whether an activation that an axis sharded is then the same, and used the same way, on all of its ranks."""
     before, after, is_weight = change["before"], change["after"], change["node"].startswith("p_")
-    return not is_weight and before.count(f"@{axis}") > after.count(f"@{axis}") and f"varying({axis})" not in after
+    return not is_weight and before.count(f"@{axis}") > after.count(f"@{axis}") and f"replicate({axis})" not in after
 
 
 def said(error: BaseException) -> str:

@@ -4,7 +4,7 @@
     python -m tools.parity --case 'decoder rows=3 mesh.tp=2'      # one case again
     python -m tools.parity --cases 2000 --jobs 2 --store parity.jsonl --write docs/measured/parity.md
     python -m tools.parity --cases 0 --store parity.jsonl --write docs/measured/parity.md      # the page anew
-    python -m tools.parity --cases 200 --fault copies_not_varied  # how many it takes to hear a fault of tools.faults
+    python -m tools.parity --cases 200 --fault copies_not_replicate  # how many it takes to hear a fault of tools.faults
 
 A case is right (loss, gradient norm, parameters, buffers and moments agree after each of three steps), refused with a
 reason, a crash, or wrong. What the store holds as right or refused is not run again. Exit codes: 0 none is wrong or

@@ -104,7 +104,7 @@ function programHtml() {
 function showReshards() {
   const rows = run.reshards.slice(0, 1000).map((r) => `<tr><td class="n">${r.sent_bytes ? bytes(r.sent_bytes) : "0"}</td><td><a class="mono" href="${stageLink(r.stage, r.line)}">%${escapeHtml(r.node)}</a></td><td class="mono">${escapeHtml(r.before)}</td><td>→</td><td class="mono">${escapeHtml(r.after)}</td>` +
     `<td class="wrap">${escapeHtml(r.reason)}</td><td>${escapeHtml(r.source)}</td><td class="wrap">${escapeHtml(r.of || r.module)}</td></tr>`);
-  document.getElementById("reshards").innerHTML = `<h2>Reshards</h2><p class="quiet">${number(run.reshards.length)} changes of placement, by the bytes that a rank sends for them in the forward. A copy that becomes varying sends nothing there; its gradient is reduced in the backward.</p>` +
+  document.getElementById("reshards").innerHTML = `<h2>Reshards</h2><p class="quiet">${number(run.reshards.length)} changes of placement, by the bytes that a rank sends for them in the forward. A copy that becomes replicate sends nothing there; its gradient is reduced in the backward.</p>` +
     `<table id="reshard-table"><thead><tr><th class="n">sent</th><th>node</th><th>from</th><th></th><th>to</th><th>reason</th><th>source</th><th>parameter or module</th></tr></thead><tbody>${rows.join("")}</tbody></table>`;
 }
 

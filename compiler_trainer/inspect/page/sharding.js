@@ -7,7 +7,7 @@ function startSharding() {
   const place = document.getElementById("parameters"), search = document.getElementById("parameter-search");
   sharding.list = new List(place, (i) => {
     const p = sharding.shown[i];
-    return `<div class="row${p === sharding.chosen ? " on" : ""}" data-name="${escapeHtml(p.label)}">&nbsp; ${escapeHtml(p.label)}  <span class="spec">${escapeHtml(p.spec.replace(/ varying.*/, ""))}</span></div>`;
+    return `<div class="row${p === sharding.chosen ? " on" : ""}" data-name="${escapeHtml(p.label)}">&nbsp; ${escapeHtml(p.label)}  <span class="spec">${escapeHtml(p.spec.replace(/ replicate.*/, ""))}</span></div>`;
   });
   const filter = () => {
     sharding.shown = run.parameters.filter((p) => p.label.toLowerCase().includes(search.value.toLowerCase()));
@@ -28,7 +28,7 @@ function showSharding(label) {
   if (sharding.chosen) document.getElementById("slices").innerHTML = slicesHtml(sharding.chosen);
 }
 
-/** `[4@tp*64, 256] varying(cp)` as dims of factors. */
+/** `[4@tp*64, 256] replicate(cp)` as dims of factors. */
 function placement(spec) {
   const inside = /^\[([^\]]*)\]/.exec(spec)?.[1] ?? "";
   return inside.split(", ").filter(Boolean).map((dim) => dim.split("*").map((factor) => {

@@ -126,13 +126,13 @@ def test_a_dropped_reduction_is_found_where_its_terms_are_used(tmp_path):
 
 
 def test_a_copy_that_is_not_varied_is_illegal_at_its_use(tmp_path):
-    right = _Steps.vary
+    right = _Steps.make_replicate
 
     def wrong(self, target):
         self.has_grad = self.has_grad and "norm" not in self.original.name
         right(self, target)
 
-    finding = found_and_mended(tmp_path, lambda patch: patch.setattr(_Steps, "vary", wrong), mesh={"dp_replicate": 2})
+    finding = found_and_mended(tmp_path, lambda patch: patch.setattr(_Steps, "make_replicate", wrong), mesh={"dp_replicate": 2})
     assert at(finding) == ("illegal", "shard", "rms_norm", "norm") and nodes_in(finding) <= 2
 
 

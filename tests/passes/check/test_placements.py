@@ -69,8 +69,8 @@ def claims(spec: Spec, mesh: Mesh):
         yield replace(spec, partial=rest)
         yield replace(spec, partial=(*rest, (axis, "max" if how == "sum" else "sum")))
     for axis in mesh.axes:
-        if spec.state(axis) in ("same", "varying"):
-            yield replace(spec, partial=(*spec.partial, (axis, "sum")), varying=tuple(a for a in spec.varying if a != axis))
+        if spec.state(axis) in ("invariant", "replicate"):
+            yield replace(spec, partial=(*spec.partial, (axis, "sum")), replicate=tuple(a for a in spec.replicate if a != axis))
     for d, dim in enumerate(spec.dims):
         for k, factor in enumerate(dim):
             if factor.axes:

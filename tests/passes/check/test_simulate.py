@@ -9,7 +9,7 @@ import torch
 from small_programs import Small, cut
 from torch import Tensor
 
-from passes.check.simulate import Lockstep, places
+from passes.check.simulate import Lockstep, coordinate
 from passes.program import ir
 from passes.program.mesh import Mesh
 from passes.program.spec import Spec
@@ -64,7 +64,7 @@ def test_results_are_memory_of_their_own():
     small = Small(tp=2)
     x = small.input("x", cut((2,)))
     out = small.call(c10d.wait_tensor.default, small.call(c10d.all_reduce.default, x, "sum", "tp"))
-    one = small.call(torch.ops.aten.add_.Tensor, out, small.place("tp"))
+    one = small.call(torch.ops.aten.add_.Tensor, out, small.axis_index("tp"))
     program = small.program([("metric", "out", one, cut((2,)))])
     given = [[torch.ones(2, dtype=torch.float64), torch.tensor(rank)] for rank in range(2)]
     assert [out.tolist() for (out,) in Lockstep(program).run(given)] == [[2, 2], [3, 3]]
@@ -118,6 +118,6 @@ def test_values_die_with_their_last_use():
 def test_places_are_a_rank_s_coordinates():
     mesh = Mesh.of({"dp_shard": 2, "tp": 3})
     dp, tp = (ir.Input(axis, "coordinate", Spec(())) for axis in ("dp_shard", "tp"))
-    assert [(places(mesh, r, dp).item(), places(mesh, r, tp).item()) for r in range(6)] == [
+    assert [(coordinate(mesh, r, dp).item(), coordinate(mesh, r, tp).item()) for r in range(6)] == [
         (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
-    assert places(mesh, 0, tp).shape == () and places(mesh, 0, tp).dtype == torch.int64
+    assert coordinate(mesh, 0, tp).shape == () and coordinate(mesh, 0, tp).dtype == torch.int64

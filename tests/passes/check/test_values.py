@@ -161,8 +161,8 @@ def test_remat_from_another_input(monkeypatch):
 def test_optimize_that_reduces_over_too_few_axes_or_twice(monkeypatch, times, text):
     right = optimize.reduce_gradient
 
-    def wrong(append, name, gradient, axes, wire):
-        return right(append, name, gradient, list(axes) * times, wire)
+    def wrong(append, name, gradient, axes, reduce_dtype):
+        return right(append, name, gradient, list(axes) * times, reduce_dtype)
 
     assert text in planted(monkeypatch, optimize, "reduce_gradient", wrong, Optimize(AdamW(), 1.0))
 

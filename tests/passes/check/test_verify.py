@@ -25,7 +25,7 @@ from passes.update.optimizers import SGD
 
 aten = torch.ops.aten
 F64 = torch.float64
-VARYING = replace(cut((6, 4)), varying=("tp",))
+VARYING = replace(cut((6, 4)), replicate=("tp",))
 SUM = Spec((), (("tp", "sum"),))
 Plant = Callable[[ir.Program], ir.Program]
 
@@ -36,7 +36,7 @@ def program() -> tuple[ir.Program, ir.Context]:
     w, b = small.input("w", cut((6, 4), tp=0)), small.input("b", cut((6,)))
     x = small.input("x", cut((4, 4), tp=0), "batch")
     full = small.call(boundary.all_gather, w, 0, "tp", 2, 6, F64, None, spec=VARYING)
-    varied = small.call(boundary.vary, b, "tp", None, spec=replace(cut((6,)), varying=("tp",)))
+    varied = small.call(boundary.invariant_to_replicate, b, "tp", None, spec=replace(cut((6,)), replicate=("tp",)))
     y = small.call(aten.linear.default, x, full, spec=cut((4, 6), tp=0))
     y.meta["stack_trace"] = 'File "/home/someone/model.py", line 31, in forward'
     scaled = small.call(aten.mul.Tensor, y, varied, spec=cut((4, 6), tp=0))
@@ -152,7 +152,7 @@ def use_before_definition(where: ir.Program) -> ir.Program:
 
 
 def wrong_operand(where: ir.Program) -> ir.Program:
-    node(where, "linear_default").replace_input_with(node(where, "all_gather_default"), node(where, "vary_default"))
+    node(where, "linear_default").replace_input_with(node(where, "all_gather_default"), node(where, "invariant_to_replicate_default"))
     return where
 
 
@@ -205,9 +205,9 @@ def drop(name: str) -> Plant:
     return plant
 
 
-def vary_a_sum(where: ir.Program) -> ir.Program:
+def a_sum_made_replicate(where: ir.Program) -> ir.Program:
     psum = node(where, "psum_default")
-    psum.target, psum.args = boundary.vary, (psum.args[0], "tp", None)
+    psum.target, psum.args = boundary.invariant_to_replicate, (psum.args[0], "tp", None)
     return where
 
 
@@ -235,13 +235,13 @@ Y = "linear_default"
         (global_input, "w", "is f64[3, 4], parameter 'w' placed [6, 4] is of shape [6, 4]"),
         (input_placed_otherwise, "w", "is placed [6@tp, 4], parameter 'w' is placed [5@tp, 4]"),
         (place(Y, cut((4, 6), cp=0)), Y, "spec [4@cp, 6] uses axis 'cp', which the mesh (('tp', 2),) lacks"),
-        (place(Y, replace(cut((4, 6), tp=0), varying=("tp",))), Y, "spec [4@tp, 6] varying(tp) uses axis 'tp' twice"),
+        (place(Y, replace(cut((4, 6), tp=0), replicate=("tp",))), Y, "spec [4@tp, 6] replicate(tp) uses axis 'tp' twice"),
         (place(Y, cut((4, 6), tp=1)), Y, "is f64[2, 6], placed [4, 6@tp] it is of shape [4, 3]"),
-        (argument("vary_default", 1, "cp"), "vary_default", "runs over axis 'cp', the mesh has {'tp': 2}"),
+        (argument("invariant_to_replicate_default", 1, "cp"), "invariant_to_replicate_default", "runs over axis 'cp', the mesh has {'tp': 2}"),
         (argument("all_gather_default", 3, 4), "all_gather_default", "is for 4 ranks, axis 'tp' has 2"),
-        (vary_a_sum, "psum_default", "takes same on 'tp', its operand is partial: [] sum(tp)"),
-        (place("all_gather_default", cut((6, 4))), "all_gather_default", "gives varying on 'tp', it is placed [6, 4]"),
-        (drop("vary_default"), "mul_tensor", "uses %b, the same on every rank of 'tp', with %linear_default, placed ["),
+        (a_sum_made_replicate, "psum_default", "takes invariant on 'tp', its operand is partial: [] sum(tp)"),
+        (place("all_gather_default", cut((6, 4))), "all_gather_default", "gives replicate on 'tp', it is placed [6, 4]"),
+        (drop("invariant_to_replicate_default"), "mul_tensor", "uses %b, the same on every rank of 'tp', with %linear_default, placed ["),
     ],
 )
 def test_defects_of_a_local_program_are_found(plant, name, text):

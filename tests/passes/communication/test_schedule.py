@@ -129,8 +129,8 @@ def test_what_follows_a_write_into_an_input_is_left_alone():
 def test_collectives_of_other_dtypes_and_wires_do_not_mix():
     tiny = Tiny(dp_replicate=2)
     x = tiny.input("x", Spec.whole((4,)), "batch")
-    sums = [tiny.call(boundary.psum, tiny.call(aten.neg.default, x, phase="backward"), "dp_replicate", dtype, wire,
-                      phase="optimizer") for dtype in (F32, torch.float64) for wire in (None, torch.bfloat16)]
+    sums = [tiny.call(boundary.psum, tiny.call(aten.neg.default, x, phase="backward"), "dp_replicate", dtype, reduce_dtype,
+                      phase="optimizer") for dtype in (F32, torch.float64) for reduce_dtype in (None, torch.bfloat16)]
     _, report = Schedule()(tiny.program(*sums), tiny.ctx)
     assert report.counts["psum_after"] == 4 and "0 are merged" in report.notes[0]
 

@@ -98,7 +98,7 @@ def test_rows_have_tables_of_their_own_unless_ranks_exchange_among_rows(learned)
     model = packed(learned=learned)
     step = trained_alike(model, loss_of, batches(), mesh, NO_DECAY, passes=passes)
     (table,) = (i for i in step.train["step"].program.inputs if i.name == BLOCKS)
-    assert table.spec.varying == (() if learned else ("dp_shard",))
+    assert table.spec.replicate == (() if learned else ("dp_shard",))
     tables = [step.dealt[0].order(rank).table for rank in range(4)]
     assert tables[0] == tables[1] and tables[2] == tables[3]
     assert (tables[0] == tables[2]) == learned

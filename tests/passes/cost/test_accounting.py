@@ -26,28 +26,28 @@ def costs(small: Small, *results):
     return account(program, sweep(program, small.ctx))
 
 
-# ---- bytes on the wire -----------------------------------------------------------------------------
+# ---- bytes on the reduce_dtype -----------------------------------------------------------------------------
 
 # operator and its arguments after x [6, 5] fp32 -> kind, bytes that each of 4 ranks sends
 SENT = {
     "all_gather": (boundary.all_gather, (0, "tp", 4, 24, F32, None), "all_gather", 3 * 6 * 5 * 4),
     "all_gather in bf16": (boundary.all_gather, (0, "tp", 4, 24, BF16, F32), "all_gather", 3 * 6 * 5 * 2),
-    "gather_same": (boundary.gather_same, ("place", 0, "tp", 4, 24), "all_gather", 3 * 6 * 5 * 4),
+    "all_gather_invariant": (boundary.all_gather_invariant, ("axis_index", 0, "tp", 4, 24), "all_gather", 3 * 6 * 5 * 4),
     "reduce_scatter, padded": (boundary.reduce_scatter, (0, "tp", 4, F32, None), "reduce_scatter", 3 * 2 * 5 * 4),
     "reduce_scatter in fp64": (boundary.reduce_scatter, (0, "tp", 4, F32, F64), "reduce_scatter", 3 * 2 * 5 * 8),
     "psum": (boundary.psum, ("tp", F32, None), "all_reduce", 2 * 3 * 6 * 5 * 4 // 4),
     "psum in bf16": (boundary.psum, ("tp", F32, BF16), "all_reduce", 2 * 3 * 6 * 5 * 2 // 4),
     "pmax": (boundary.pmax, ("tp",), "all_reduce", 2 * 3 * 6 * 5 * 4 // 4),
     "all_to_all, padded": (boundary.all_to_all, (0, 1, 20, "tp", 4), "all_to_all", 3 * 2 * 5 * 4),
-    "vary": (boundary.vary, ("tp", None), None, 0),
-    "slice": (boundary.slice_, ("place", 0, "tp", 4), None, 0),
+    "invariant_to_replicate": (boundary.invariant_to_replicate, ("tp", None), None, 0),
+    "invariant_to_shard": (boundary.invariant_to_shard, ("axis_index", 0, "tp", 4), None, 0),
 }
 
 
 def exchange(op, args) -> tuple[ir.Program, ir.Context]:
     small = Small(tp=4)
-    x, place = small.input("x", cut((6, 5)), "batch", F32), small.place("tp")
-    out = small.call(op, x, *(place if a == "place" else a for a in args))
+    x, axis_index = small.input("x", cut((6, 5)), "batch", F32), small.axis_index("tp")
+    out = small.call(op, x, *(axis_index if a == "axis_index" else a for a in args))
     return small.program([("metric", "m", out, Spec.whole(tuple(ir.example(out).shape)))]), small.ctx
 
 

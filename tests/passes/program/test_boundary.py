@@ -24,7 +24,7 @@ F64 = torch.float64
 
 
 class Case(NamedTuple):
-    """What the operator takes and gives on `tp`, and its arguments after x, from (place, parts, size of dim 1)."""
+    """What the operator takes and gives on `tp`, and its arguments after x, from (axis_index, axis_size, size of dim 1)."""
 
     takes: str
     gives: str
@@ -33,18 +33,18 @@ class Case(NamedTuple):
 
 # "shard" is of dim 1, "shard0" of dim 0
 CASES = {
-    boundary.all_gather: Case("shard", "varying", lambda place, parts, n: (1, "tp", parts, n, F64, None)),
-    boundary.reduce_scatter: Case("sum", "shard", lambda place, parts, n: (1, "tp", parts, F64, None)),
-    boundary.psum: Case("sum", "same", lambda place, parts, n: ("tp", F64, None)),
-    boundary.vary: Case("same", "varying", lambda place, parts, n: ("tp", None)),
-    boundary.slice_: Case("same", "shard", lambda place, parts, n: (place, 1, "tp", parts)),
-    boundary.gather_same: Case("shard", "same", lambda place, parts, n: (place, 1, "tp", parts, n)),
-    boundary.take: Case("varying", "shard", lambda place, parts, n: (place, 1, "tp", parts)),
-    boundary.place_: Case("shard", "sum", lambda place, parts, n: (place, 1, "tp", parts, n)),
-    boundary.unvary: Case("varying", "same", lambda place, parts, n: (place, "tp")),
-    boundary.only_first: Case("same", "sum", lambda place, parts, n: (place, "tp")),
-    boundary.all_to_all: Case("shard", "shard0", lambda place, parts, n: (0, 1, n, "tp", parts)),
-    boundary.pmax: Case("max", "same", lambda place, parts, n: ("tp",)),
+    boundary.all_gather: Case("shard", "replicate", lambda i, p, n: (1, "tp", p, n, F64, None)),
+    boundary.reduce_scatter: Case("sum", "shard", lambda i, p, n: (1, "tp", p, F64, None)),
+    boundary.psum: Case("sum", "invariant", lambda i, p, n: ("tp", F64, None)),
+    boundary.invariant_to_replicate: Case("invariant", "replicate", lambda i, p, n: ("tp", None)),
+    boundary.invariant_to_shard: Case("invariant", "shard", lambda i, p, n: (i, 1, "tp", p)),
+    boundary.all_gather_invariant: Case("shard", "invariant", lambda i, p, n: (i, 1, "tp", p, n)),
+    boundary.replicate_to_shard: Case("replicate", "shard", lambda i, p, n: (i, 1, "tp", p)),
+    boundary.shard_to_partial: Case("shard", "sum", lambda i, p, n: (i, 1, "tp", p, n)),
+    boundary.replicate_to_invariant: Case("replicate", "invariant", lambda i, p, n: (i, "tp")),
+    boundary.invariant_to_partial: Case("invariant", "sum", lambda i, p, n: (i, "tp")),
+    boundary.all_to_all: Case("shard", "shard0", lambda i, p, n: (0, 1, n, "tp", p)),
+    boundary.pmax: Case("max", "invariant", lambda i, p, n: ("tp",)),
 }
 MESHES = [{"tp": 2}, {"tp": 3}, {"tp": 4}]
 SHAPES = [(12, 12, 2), (5, 7, 1), (3, 2, 2)]  # divisible, uneven, fewer entries than ranks
@@ -58,14 +58,14 @@ def placed(shape: tuple[int, ...], state: str) -> Spec:
         return replace(cut(shape, tp=0 if state == "shard0" else 1), fill=77.0)
     if state in ("sum", "max"):
         return replace(whole, partial=(("tp", state),))
-    return replace(whole, varying=("tp",) if state == "varying" else ())
+    return replace(whole, replicate=("tp",) if state == "replicate" else ())
 
 
 def draw(spec: Spec, mesh: Mesh) -> list[Tensor]:
     """Random local tensors of every rank: terms on partial axes, copies elsewhere."""
-    coordinates = itertools.product(*(range(mesh[axis]) for axis in spec.partial_axes))
-    terms = {at: torch.randn(spec.shape, dtype=F64) for at in coordinates}
-    return [shard(terms[tuple(place[a] for a in spec.partial_axes)], spec, mesh, place) for place in mesh]
+    indices = itertools.product(*(range(mesh[axis]) for axis in spec.partial_axes))
+    terms = {at: torch.randn(spec.shape, dtype=F64) for at in indices}
+    return [shard(terms[tuple(rank[a] for a in spec.partial_axes)], spec, mesh, rank) for rank in mesh]
 
 
 def apply(op, shape: tuple[int, ...], mesh: dict[str, int]):
@@ -75,13 +75,13 @@ def apply(op, shape: tuple[int, ...], mesh: dict[str, int]):
     with_gradient = op is not boundary.pmax
     x = small.input("x", before, "parameter" if with_gradient else "batch")
     y = small.input("y", after.gradient(), "batch")
-    out = small.call(op, x, *case.args(small.place("tp"), small.mesh["tp"], shape[1]), spec=after)
+    out = small.call(op, x, *case.args(small.axis_index("tp"), small.mesh["tp"], shape[1]), spec=after)
     loss = small.call(torch.ops.aten.sum.default, small.call(torch.ops.aten.mul.Tensor, out, y))
     program = small.program([("loss", "loss", loss, Spec(())), ("metric", "out", out, after)])
     for rewrite in (Joint(), Expand()) if with_gradient else (Expand(),):
         program, _ = rewrite(program, small.ctx)
     xs, ys = draw(before, small.mesh), draw(after.gradient(), small.mesh)
-    given = [[*pair, torch.tensor(place["tp"])] for *pair, place in zip(xs, ys, small.mesh, strict=True)]
+    given = [[*pair, torch.tensor(rank["tp"])] for *pair, rank in zip(xs, ys, small.mesh, strict=True)]
     results = list(zip(*Lockstep(program).run(given), strict=True))
     return (before, after), xs, list(results[1]), ys, list(results[2]) if with_gradient else None
 
@@ -89,17 +89,17 @@ def apply(op, shape: tuple[int, ...], mesh: dict[str, int]):
 def assert_value(locals_by_rank: list[Tensor], spec: Spec, mesh: Mesh, value: Tensor) -> None:
     """Together the ranks hold the value, and where it is not a sum every single one its part."""
     torch.testing.assert_close(unshard(locals_by_rank, spec, mesh), value, rtol=0, atol=1e-12)
-    for place, local in zip(mesh, locals_by_rank, strict=True):
+    for rank, local in zip(mesh, locals_by_rank, strict=True):
         assert tuple(local.shape) == spec.local_shape(mesh)
-        for box in boxes(spec, mesh, place) if not spec.partial else ():
+        for box in boxes(spec, mesh, rank) if not spec.partial else ():
             torch.testing.assert_close(box.of_local(local), box.of(value), rtol=0, atol=1e-12)
 
 
 def inner(a: list[Tensor], b: list[Tensor], spec: Spec, mesh: Mesh) -> float:
     """<a, b> of values placed dually: all ranks' terms, of copies that are the same one rank's."""
-    counted = [place for place in mesh if all(place[axis] == 0 for axis in mesh.axes if spec.state(axis) == "same")]
-    return sum(float((box.of_local(x) * box.of_local(y)).sum()) for place, x, y in zip(mesh, a, b, strict=True)
-               for box in boxes(spec, mesh, place) if place in counted)
+    counted = [rank for rank in mesh if all(rank[axis] == 0 for axis in mesh.axes if spec.state(axis) == "invariant")]
+    return sum(float((box.of_local(x) * box.of_local(y)).sum()) for rank, x, y in zip(mesh, a, b, strict=True)
+               for box in boxes(spec, mesh, rank) if rank in counted)
 
 
 def test_every_operator_is_covered():
@@ -108,8 +108,8 @@ def test_every_operator_is_covered():
 
 def test_the_table_of_the_docs_says_what_the_records_say():
     rows = re.findall(r"^\| `(\w+)` \| (.*) -> (.*) \| (.*) \|$", boundary.__doc__, re.M)
-    names = {"Shard": "shard", "Partial": "partial", "Partial max": "partial", "same copy": "same",
-             "varying copy": "varying", "Shard of another dim": "shard"}  # fmt: skip
+    names = {"Shard": "shard", "Partial": "partial", "Partial max": "partial", "Invariant": "invariant",
+             "Replicate": "replicate", "Shard of another dim": "shard"}  # fmt: skip
     said = {name: (names[takes], names[gives]) for name, takes, gives, _ in rows}
     assert said == {r.name: (r.takes[0], r.gives) for r in boundary.BOUNDARY_OPS.values()}
     assert {name for name, *_, gradient in rows if gradient.startswith("none")} == {
@@ -149,14 +149,14 @@ def test_a_bf16_gather_reduces_its_gradient_in_fp32():
 def test_what_autograd_derives_are_boundary_operators_again(op):
     """The backward of every operator is its partner, so the gradient's communication can be read in the graph."""
     partners = {
-        "all_gather": ["reduce_scatter"], "reduce_scatter": ["all_gather"], "psum": [], "vary": ["psum"],
-        "slice": ["gather_same"], "gather_same": ["slice"], "take": ["place"], "place": ["take"],
-        "unvary": ["only_first"], "only_first": [], "all_to_all": ["all_to_all"],
+        "all_gather": ["reduce_scatter"], "reduce_scatter": ["all_gather"], "psum": [], "invariant_to_replicate": ["psum"],
+        "invariant_to_shard": ["all_gather_invariant"], "all_gather_invariant": ["invariant_to_shard"], "replicate_to_shard": ["shard_to_partial"], "shard_to_partial": ["replicate_to_shard"],
+        "replicate_to_invariant": ["invariant_to_partial"], "invariant_to_partial": [], "all_to_all": ["all_to_all"],
     }
     case, small = CASES[op], Small(tp=2)
     after = placed((4, 4), case.gives)
     x, y = small.input("x", placed((4, 4), case.takes)), small.input("y", after, "batch")
-    out = small.call(op, x, *case.args(small.place("tp"), 2, 4))
+    out = small.call(op, x, *case.args(small.axis_index("tp"), 2, 4))
     loss = small.call(torch.ops.aten.sum.default, small.call(torch.ops.aten.mul.Tensor, out, y))
     joint, _ = Joint()(small.program([("loss", "loss", loss, Spec(()))]), small.ctx)
     backward = [n.target for n in joint.calls() if ir.phase(n) == "backward"]

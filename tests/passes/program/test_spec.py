@@ -22,7 +22,7 @@ AXES = ("dp_shard", "cp", "tp")
 
 
 @st.composite
-def placements(draw, states=("same", "varying", "sum")):
+def placements(draw, states=("invariant", "replicate", "sum")):
     """A mesh of up to three axes, and a spec of up to three dims, some of several factors; sizes need not divide."""
     mesh = Mesh.of({axis: draw(st.integers(1, 3)) for axis in AXES})
     order = ZIGZAG if draw(st.booleans()) else PLAIN
@@ -34,8 +34,8 @@ def placements(draw, states=("same", "varying", "sum")):
     factors = tuple(tuple(Factor(size, tuple(a for a, slot in where.items() if slot == (d, f)))
                           for f, size in enumerate(sizes)) for d, sizes in enumerate(dims))
     partial = tuple((axis, state) for axis, state in rest.items() if state in ("sum", "max"))
-    varying = tuple(axis for axis, state in rest.items() if state == "varying")
-    return mesh, Spec(factors, partial, varying, fill=draw(st.sampled_from([0.0, -1.0]))).ordered(order)
+    replicate = tuple(axis for axis, state in rest.items() if state == "replicate")
+    return mesh, Spec(factors, partial, replicate, fill=draw(st.sampled_from([0.0, -1.0]))).ordered(order)
 
 
 def owner(index: int, factor: Factor, mesh: Mesh) -> tuple[dict[str, int], int]:
@@ -43,34 +43,34 @@ def owner(index: int, factor: Factor, mesh: Mesh) -> tuple[dict[str, int], int]:
 
     Over `cp`, in a zigzag, rank r owns `ceil(n / 2p)` entries at r and as many at 2p - 1 - r.
     """
-    place: dict[str, int] = {}
+    coordinates: dict[str, int] = {}
     size = factor.size
     for axis in factor.axes:
         if axis == "cp" and factor.order.zigzag:
             chunk = math.ceil(size / (2 * mesh[axis]))
             number, index = divmod(index, chunk)
             is_tail = number >= mesh[axis]
-            place[axis] = 2 * mesh[axis] - 1 - number if is_tail else number
+            coordinates[axis] = 2 * mesh[axis] - 1 - number if is_tail else number
             index, size = index + is_tail * chunk, 2 * chunk
             continue
         step = math.ceil(size / mesh[axis])
-        place[axis], index, size = index // step, index % step, step
-    return place, index
+        coordinates[axis], index, size = index // step, index % step, step
+    return coordinates, index
 
 
 def owner_of_entry(entry: tuple[int, ...], spec: Spec, mesh: Mesh) -> tuple[dict[str, int], tuple[int, ...]]:
     """The coordinates that own an entry of the tensor, and its local index."""
-    place: dict[str, int] = {}
+    coordinates: dict[str, int] = {}
     local: list[int] = []
     for i, dim in zip(entry, spec.dims, strict=True):
         at = 0
         indices = [i // math.prod(f.size for f in dim[k + 1:]) % f.size for k, f in enumerate(dim)]
         for index, factor in zip(indices, dim, strict=True):
             mine, inner = owner(index, factor, mesh)
-            place |= mine
+            coordinates |= mine
             at = at * factor.local(mesh) + inner
         local.append(at)
-    return place, tuple(local)
+    return coordinates, tuple(local)
 
 
 def entries(spec: Spec):
@@ -91,29 +91,29 @@ def test_every_entry_is_where_the_definition_puts_it_and_the_rest_is_fill(placem
     expected = [torch.full(spec.local_shape(mesh), spec.fill, dtype=torch.float64) for _ in mesh]
     for entry in entries(spec):
         owners, local = owner_of_entry(entry, spec, mesh)
-        for place, tensor in zip(mesh, expected, strict=True):
-            if owners.items() <= place.items():
+        for coordinates, tensor in zip(mesh, expected, strict=True):
+            if owners.items() <= coordinates.items():
                 tensor[local] = full[entry]
-    for place, tensor in zip(mesh, expected, strict=True):
-        assert torch.equal(shard(full, spec, mesh, place), tensor)
+    for coordinates, tensor in zip(mesh, expected, strict=True):
+        assert torch.equal(shard(full, spec, mesh, coordinates), tensor)
 
 
-@given(placements(states=("same", "varying")))
+@given(placements(states=("invariant", "replicate")))
 @settings(max_examples=100, deadline=None)
 def test_unshard_undoes_shard(placement):
     mesh, spec = placement
     full = numbered(spec)
-    assert torch.equal(unshard([shard(full, spec, mesh, place) for place in mesh], spec, mesh), full)
+    assert torch.equal(unshard([shard(full, spec, mesh, coordinates) for coordinates in mesh], spec, mesh), full)
 
 
 @pytest.mark.parametrize(("how", "reduce"), [("sum", torch.sum), ("max", torch.amax)])
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_unshard_reduces_the_terms_of_a_partial_value(data, how, reduce):
-    mesh, spec = data.draw(placements(states=("same", "varying", how)))
-    terms = {place: torch.randn(spec.shape, dtype=torch.float64)
-             for place in itertools.product(*(range(mesh[axis]) for axis in spec.partial_axes))}
-    locals_by_rank = [shard(terms[tuple(place[a] for a in spec.partial_axes)], spec, mesh, place) for place in mesh]
+    mesh, spec = data.draw(placements(states=("invariant", "replicate", how)))
+    terms = {coordinates: torch.randn(spec.shape, dtype=torch.float64)
+             for coordinates in itertools.product(*(range(mesh[axis]) for axis in spec.partial_axes))}
+    locals_by_rank = [shard(terms[tuple(coordinates[a] for a in spec.partial_axes)], spec, mesh, coordinates) for coordinates in mesh]
     expected = reduce(torch.stack(list(terms.values())), 0)
     torch.testing.assert_close(unshard(locals_by_rank, spec, mesh), expected, rtol=0, atol=1e-12)
 
@@ -123,8 +123,8 @@ def test_unshard_reduces_the_terms_of_a_partial_value(data, how, reduce):
 def test_boxes_cover_every_entry_once_over_the_sharding_axes(placement):
     mesh, spec = placement
     held: Counter[tuple[int, ...]] = Counter()
-    for place in mesh:
-        for box in boxes(spec, mesh, place):
+    for coordinates in mesh:
+        for box in boxes(spec, mesh, coordinates):
             assert len(box.size) == len(box.offset) == len(box.local_offset) == len(spec.dims)
             held.update(itertools.product(*(range(o, o + n) for o, n in zip(box.offset, box.size, strict=True))))
     copies = math.prod(mesh[axis] for axis in mesh.axes if spec.state(axis) != "shard")
@@ -151,11 +151,11 @@ def test_a_zigzag_gives_each_rank_head_and_tail(size, held):
     mesh, factor = Mesh.of({"cp": 2}), Factor(size, ("cp",), order=ZIGZAG)
     spec = Spec(((factor,),), fill=-1)
     full = torch.arange(size)
-    locals_by_rank = [shard(full, spec, mesh, place) for place in mesh]
+    locals_by_rank = [shard(full, spec, mesh, coordinates) for coordinates in mesh]
     assert [x.tolist() for x in locals_by_rank] == held
     assert torch.equal(unshard(locals_by_rank, spec, mesh), full)
-    for place, local in zip(mesh, locals_by_rank):
-        at = {axis: torch.tensor(p) for axis, p in place.items()}
+    for coordinates, local in zip(mesh, locals_by_rank):
+        at = {axis: torch.tensor(p) for axis, p in coordinates.items()}
         index, valid = layout.entries(factor, mesh, at, full.device)
         assert torch.equal(torch.where(valid, index, -1), local)
         where, mine = layout.locate(full, factor, mesh, at)
@@ -168,21 +168,21 @@ def test_a_zigzag_gives_each_rank_head_and_tail(size, held):
 def test_ranks_may_own_nothing():
     mesh, spec = Mesh.of({"dp_shard": 3, "tp": 2}), Spec(((Factor(2, ("dp_shard", "tp")),),), fill=7.0)
     full = torch.tensor([1.0, 2.0])
-    owned = [shard(full, spec, mesh, place).tolist() for place in mesh]
+    owned = [shard(full, spec, mesh, coordinates).tolist() for coordinates in mesh]
     assert owned == [[1.0], [7.0], [2.0], [7.0], [7.0], [7.0]]
-    assert [len(boxes(spec, mesh, place)) for place in mesh] == [1, 0, 1, 0, 0, 0]
+    assert [len(boxes(spec, mesh, coordinates)) for coordinates in mesh] == [1, 0, 1, 0, 0, 0]
 
 
 def test_a_flattened_dim_with_its_minor_factor_sharded_is_cut_in_runs():
     mesh, spec = Mesh.of({"tp": 2}), Spec(((Factor(2), Factor(3, ("tp",))),))
     full = torch.arange(6.0)
-    assert [shard(full, spec, mesh, place).tolist() for place in mesh] == [[0, 1, 3, 4], [2, 0, 5, 0]]
+    assert [shard(full, spec, mesh, coordinates).tolist() for coordinates in mesh] == [[0, 1, 3, 4], [2, 0, 5, 0]]
 
 
 def test_the_gradient_swaps_sums_and_varying_copies_and_keeps_shards():
-    spec = Spec(((Factor(4, ("tp",)),),), partial=(("cp", "sum"),), varying=("dp_shard",))
+    spec = Spec(((Factor(4, ("tp",)),),), partial=(("cp", "sum"),), replicate=("dp_shard",))
     dual = spec.gradient()
-    assert (dual.state("tp"), dual.state("cp"), dual.state("dp_shard")) == ("shard", "varying", "partial")
+    assert (dual.state("tp"), dual.state("cp"), dual.state("dp_shard")) == ("shard", "replicate", "partial")
     assert dual.gradient() == spec
 
 
@@ -196,7 +196,7 @@ def test_a_tensor_of_another_shape_is_refused():
     [
         (cut((4, 4), tp=0), None),
         (cut((4, 4), cp=0), "uses axis 'cp', which the mesh (('tp', 2),) lacks"),
-        (replace(cut((4, 4), tp=0), varying=("tp",)), "uses axis 'tp' twice"),
+        (replace(cut((4, 4), tp=0), replicate=("tp",)), "uses axis 'tp' twice"),
         (replace(cut((4, 4), tp=0), partial=(("tp", "sum"),)), "uses axis 'tp' twice"),
         (Spec(((Factor(4, ("tp", "tp")),),)), "uses axis 'tp' twice"),
     ],

@@ -133,7 +133,7 @@ def test_a_weight_over_two_axes_as_one_meets_whatever_either_shards(name: str):
                                   "index_put", "slice_scatter"))
 @pytest.mark.sample(4)
 def test_terms_of_a_sum_and_varying_copies(name: str):
-    """Each floating operand as terms of a sum, then as a varying copy: linear operators carry them, others reduce."""
+    """Each floating operand as terms of a sum, then as a replicate copy: linear operators carry them, others reduce."""
     fn, tensors = CASES[name][0]
     for ranks in (2, 3):
         function = capture(fn, tensors, Mesh.of({"tp": ranks}))
@@ -141,7 +141,7 @@ def test_terms_of_a_sum_and_varying_copies(name: str):
             if x.is_floating_point():
                 whole = Spec.whole(tuple(x.shape))
                 check(function, {i: replace(whole, partial=(("tp", "sum"),))})
-                check(function, {i: replace(whole, varying=("tp",))})
+                check(function, {i: replace(whole, replicate=("tp",))})
 
 
 def floating(tensors) -> list[int]:

@@ -309,7 +309,7 @@ def test_bytes_are_those_of_the_formula(mesh):
         assert sent(program, mesh, (boundary.all_to_all,), WIDTH).count((Mesh.of(mesh).experts_over, capacity)) == 4
     if "tp" not in mesh:
         program = spread(mesh, "all_gather", sizes=(8, 6))["joint"]
-        kinds = (boundary.all_gather, boundary.reduce_scatter, boundary.gather_same)
+        kinds = (boundary.all_gather, boundary.reduce_scatter, boundary.all_gather_invariant)
         moved = [rows for axis, rows in sent(program, mesh, kinds, WIDTH) if axis == Mesh.of(mesh).experts_over]
         assert [rows for rows in moved if rows == tokens] == [tokens] * 4
 

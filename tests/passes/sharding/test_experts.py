@@ -95,7 +95,7 @@ def test_rows_stay_where_their_tokens_are():
     program = local_program({"dp_shard": 2, "tp": 2})["shard"]
     (sort,) = [n for n in program.calls() if n.target is routed.order]
     assert ir.example(sort).shape == (1, 4 * 6 * TOP // 2)
-    gathers = [n for n in program.calls() if n.target in (boundary.all_gather, boundary.gather_same)]
+    gathers = [n for n in program.calls() if n.target in (boundary.all_gather, boundary.all_gather_invariant)]
     sent = {(str(n.args[2]), tuple(ir.example(n).shape)) for n in gathers}
     assert not {shape for _, shape in sent if WIDTH in shape and 4 * 6 * TOP in shape}
     products = [n for n in program.calls() if n.target is routed.grouped_mm]

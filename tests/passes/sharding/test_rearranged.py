@@ -38,7 +38,7 @@ def keep_the_terms(self: Partitioner, node, wanted):
     if dims is None:
         return None
     (operand,) = partition.tensor_operands(node)
-    below = partition.replace(self.plan.current(operand), dims=dims, varying=wanted.varying)
+    below = partition.replace(self.plan.current(operand), dims=dims, replicate=wanted.replicate)
     new = self.emit_on(node, decision, [self.version(operand, below, node.name)], [wanted])
     ir.set_spec(new, wanted)
     ir.set_stands_for(new, node.name)

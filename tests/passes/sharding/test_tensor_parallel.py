@@ -71,7 +71,7 @@ def communication(n_layers: int, sequence_parallel: bool, length: int = 8) -> tu
                     observe=lambda program, record: found.append((program, record)))
     program, record = next((p, r) for p, r in found if r.name == "joint")
     calls = Counter((ir.phase(n), n.target._opname) for n in program.calls()
-                    if n.target in BOUNDARY_OPS.keys() - {boundary.vary, boundary.slice_})
+                    if n.target in BOUNDARY_OPS.keys() - {boundary.invariant_to_replicate, boundary.invariant_to_shard})
     return calls, Counter({t.kind: t.sent_bytes for t in record.accounting.traffic})
 
 

@@ -193,7 +193,7 @@ def test_what_is_no_case_is_said(line, said, capsys):
 
 @pytest.mark.parametrize(("arguments", "says"), [
     (["--fault", "nothing_like_it"], "tools.faults has none called 'nothing_like_it'"),
-    (["--fault", "copies_not_varied", "--store", "x"], "--fault takes --cases, --from and --seed alone"),
+    (["--fault", "copies_not_replicate", "--store", "x"], "--fault takes --cases, --from and --seed alone"),
 ])
 def test_a_fault_is_one_of_the_table_and_nothing_given_beside_it_is_ignored(arguments, says, capsys):
     try:
@@ -205,5 +205,5 @@ def test_a_fault_is_one_of_the_table_and_nothing_given_beside_it_is_ignored(argu
 
 @pytest.mark.full
 def test_a_planted_fault_is_heard(capfd):
-    assert main(["--cases", "60", "--seed", "5", "--fault", "copies_not_varied"]) == 1
+    assert main(["--cases", "60", "--seed", "5", "--fault", "copies_not_replicate"]) == 1
     assert "wrong" in capfd.readouterr().out
