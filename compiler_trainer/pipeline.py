@@ -1,12 +1,12 @@
 """Configuration in, passes out: read this page first.
 
-    capture -> cast, intervals, chunk_loss, normalize, means, lay_out, experts, place, float8, shard
-            -> joint, simplify, dedupe, add_first, remat, optimize
-            -> schedule, collectives, communicators, overlap, segment -> lower
+    capture -> cast, intervals, chunk_loss, normalize, token_mean, sequence_layout, experts, place, float8, shard
+            -> joint, simplify, cse, reassociate, remat, optimize
+            -> bucket, collectives, communicators, overlap, segment -> lower
 
 `forward` ends in the program that every rank runs to get the loss. Training goes on from there: with one
 microbatch as one `step` program, with several as `accumulate`, run once a microbatch, and `apply`.
-`schedule` comes after `optimize` because the reductions of replicated gradients appear only there.
+`bucket` comes after `optimize` because the reductions of replicated gradients appear only there.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from compiler_trainer.config.schema import (
 from compiler_trainer.config.tables import build_table
 from passes.autograd.joint import Joint
 from passes.autograd.simplify import Simplify
-from passes.communication.add_first import AddFirst
+from passes.communication.bucket import Bucket
 from passes.communication.communicators import Communicators
-from passes.communication.dedupe import Dedupe
+from passes.communication.cse import CSE
 from passes.communication.overlap import Overlap
-from passes.communication.schedule import Schedule
+from passes.communication.reassociate import Reassociate
 from passes.context.intervals import Intervals
-from passes.context.lay_out import LayOut
+from passes.context.sequence_layout import SequenceLayout
 from passes.lower.segment import Segment
-from passes.lower.unroll import Unroll
+from passes.lower.unfold import Unfold
 from passes.memory.chunk_loss import ChunkLoss
 from passes.memory.remat import Remat
 from passes.pipeline.assign import Assign
 from passes.pipeline.tables import Table
 from passes.precision.cast import Cast
 from passes.precision.float8 import Float8
+from passes.program.folds import Folding
 from passes.program.ir import Pass, Program
 from passes.program.layer import within
-from passes.program.rolls import Rolling
 from passes.sharding.collectives import Expand
 from passes.sharding.experts import Experts
 from passes.sharding.normalize import Normalize
@@ -54,10 +54,10 @@ from passes.sharding.shard import Shard
 from passes.update.accumulate import Accumulate, ApplyOnly
 from passes.update.defer import Defer
 from passes.update.groups import Group
-from passes.update.means import Means
 from passes.update.muon import Muon
 from passes.update.optimize import Optimize
 from passes.update.optimizers import SGD, AdamW, Optimizer
+from passes.update.token_mean import TokenMean
 
 Passes = tuple[Pass, ...]
 DTYPES: dict[str | None, Any] = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -67,16 +67,16 @@ DTYPES: dict[str | None, Any] = {None: None, "float32": torch.float32, "bfloat16
 class Pipeline:
     """The passes of each program; `train` maps a program's name to its passes, run in order within a step.
 
-    Several programs begin with what `joint` makes of the forward. With `rolling`, of many layers alike one stands for
-    others until `unroll`. With `staged` the programs are cut from one, and `train` is empty.
+    Several programs begin with what `joint` makes of the forward. With `folding`, of many layers alike one stands for
+    others until `unfold`. With `staged` the programs are cut from one, and `train` is empty.
     """
 
     forward: Passes
     evaluate: Passes
     train: Mapping[str, Passes]
     joint: Passes = ()
-    rolling: Rolling | None = None
-    unroll: Unroll = Unroll()
+    folding: Folding | None = None
+    unfold: Unfold = Unfold()
     staged: Staged | None = None
     trains: bool = True
 
@@ -112,14 +112,14 @@ def build_pipeline(
     reduce_dtype = DTYPES[passes.cast.reduce_dtype]
     cast, shard, remat = passes.cast, passes.shard, passes.remat
     table = build_table(passes.pipeline, pp, microbatches)
-    means: Passes = (Means(microbatches),) if microbatches > 1 else ()
+    means: Passes = (TokenMean(microbatches),) if microbatches > 1 else ()
     forward: Passes = (
         build_cast(cast, masters),
         Intervals(),
         ChunkLoss(passes.chunk_loss.chunks, passes.chunk_loss.logits_mib),
         Normalize(),
         *means,
-        LayOut(passes.context.load_balance, passes.context.block),
+        SequenceLayout(passes.context.load_balance, passes.context.block),
         Experts(passes.moe.dispatch, passes.moe.capacity_factor, passes.moe.chunks),
         Place(shard.plan, shard.min_shard_elements),
         Float8(cast.float8, cast.float8_skip, cast.float8_min_size, cast.float8_head),
@@ -130,14 +130,14 @@ def build_pipeline(
     rest = build_optimizer(optim, DTYPES[cast.param_dtype])
     groups = tuple(build_group(label, group, optim, rest) for label, group in optim.groups.items())
     optimize = Optimize(rest, optim.max_norm, reduce_dtype, 1 / microbatches, *how, groups, skip_nonfinite)
-    overlap, segment = Overlap(passes.schedule.ahead), Segment(passes.segment.max_nodes)
-    finish = (Schedule(passes.schedule.bucket_mib), Expand(), Communicators(), overlap)
+    overlap, segment = Overlap(passes.communication.prefetch), Segment(passes.segment.max_nodes)
+    finish = (Bucket(passes.communication.bucket_mib), Expand(), Communicators(), overlap)
     evaluate = (Expand(), overlap, segment)
-    joint: Passes = (Joint(), Simplify(), Dedupe(), AddFirst())
+    joint: Passes = (Joint(), Simplify(), CSE(), Reassociate())
     if microbatches == pp == 1:
         then: Passes = (optimize, *finish)
         step = (*joint, build_remat(remat, then), *then, segment)
-        return Pipeline(forward, evaluate, {"step": step}, rolling=build_rolling(passes, optim, masters))
+        return Pipeline(forward, evaluate, {"step": step}, folding=build_folding(passes, optim, masters))
     joint += (Defer(),) if once(passes.accumulate.reduce, pp) else ()
     gathers = once(passes.accumulate.gather, pp)
     total, apply = Accumulate(skip_nonfinite), ApplyOnly(reduce_dtype=reduce_dtype)
@@ -155,7 +155,7 @@ def build_pipeline(
         "accumulate": (build_remat(remat, then, optimize.state_bytes), *then, segment),
         "apply": (apply, optimize, *finish, segment),
     }
-    return Pipeline(forward, evaluate, train, joint, build_rolling(passes, optim, masters))
+    return Pipeline(forward, evaluate, train, joint, build_folding(passes, optim, masters))
 
 
 def once(when: str, pp: int) -> bool:
@@ -163,25 +163,25 @@ def once(when: str, pp: int) -> bool:
     return when == "step" or when == "auto" and pp > 1
 
 
-def build_rolling(passes: PassesConfig, optim: OptimConfig, masters: Mapping[str, torch.dtype]) -> Rolling | None:
+def build_folding(passes: PassesConfig, optim: OptimConfig, masters: Mapping[str, torch.dtype]) -> Folding | None:
     """Which layers may stand for others; None where options treat them by their number, or all at once."""
     by_number = passes.remat.policy in ("every_n", "budget") or optim.stochastic_rounding or optim.name == "muon"
-    if by_number or passes.verify == "numeric" or not passes.roll or passes.segment.max_nodes is None:
+    if by_number or passes.verify == "numeric" or not passes.fold_layers or passes.segment.max_nodes is None:
         return None
-    remat, ahead = passes.remat, passes.schedule.ahead
+    remat, prefetch = passes.remat, passes.communication.prefetch
     patterns = (*(passes.shard.plan or ()), *passes.cast.modules, *passes.cast.float8_skip, *remat.modules)
     patterns += tuple(pattern for group in optim.groups.values() for pattern in group.names)
     offloads = "offload" in (remat.policy, *remat.layers.values(), *remat.modules.values(), *remat.ops.values())
     further = 2 if passes.cast.float8 or offloads else 0  # maxima come before gathers, what is fetched before its use
-    # Gathers start `ahead` layers early, gradients are waited for as late, for each axis.
-    return Rolling(
+    # Gathers start `prefetch` layers early, gradients are waited for as late, for each axis.
+    return Folding(
         lambda name: (
             masters.get(name),
             [p for p in patterns if within(name, p)],
             next((policy for p, policy in remat.layers.items() if within(name, p)), None),
         ),
-        before=3 + 2 * ahead + further,
-        after=2 + 2 * ahead + further,
+        before=3 + 2 * prefetch + further,
+        after=2 + 2 * prefetch + further,
     )
 
 

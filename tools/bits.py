@@ -57,16 +57,17 @@ class Gate:
 
 PLAIN, COMPILED = Setting(), Setting(backend="inductor")
 KEPT = Setting({"remat": {"policy": "none"}})
+AS_THEY_COME = Setting({"communication": {"bucket_mib": 0, "prefetch": 0}})
 ONE: tuple[Mapping[str, int], ...] = ({},)
 GATES = (
     Gate("two runs", PLAIN, PLAIN),
     Gate("two runs, compiled", COMPILED, COMPILED, meshes=ONE),
     Gate("segments, and the whole program at once", PLAIN, Setting({"segment": {"max_nodes": None}})),
     Gate("the same, compiled", COMPILED, Setting({"segment": {"max_nodes": None}}, backend="inductor"), False, ONE),
-    Gate("one layer for those like it in passes, and each by itself", PLAIN, Setting({"roll": False}), layers=12),
+    Gate("layers alike folded into one, and each by itself", PLAIN, Setting({"fold_layers": False}), layers=12),
     Gate("everything recomputed, and nothing", Setting({"remat": {"policy": "full"}}), KEPT),
     Gate("activations offloaded, and kept", Setting({"remat": {"policy": "offload"}}), KEPT),
-    Gate("collectives merged and early, and as they come", PLAIN, Setting({"schedule": {"bucket_mib": 0, "ahead": 0}})),
+    Gate("collectives merged and early, and as they come", PLAIN, AS_THEY_COME),
     Gate("verified in numbers, and not", Setting({"verify": "spec"}), Setting({"verify": "none"})),
     Gate("two microbatches, and in the other order", PLAIN, Setting(reverse=True), False, ({}, {"dp_shard": 2})),
     Gate("compiled, and eager", COMPILED, PLAIN, promised=False, meshes=ONE),

@@ -111,7 +111,7 @@ def job(folder: Path, stages: int = 1) -> Config:
         train=TrainConfig(steps=STEPS, seq_len=16, global_batch_size=4, microbatches=min(2, stages)),
         optim=OptimConfig(lr=1e-2),
         lower=LowerConfig("eager"),
-        passes=PassesConfig(roll=False, verify="none"),
+        passes=PassesConfig(fold_layers=False, verify="none"),
         checkpoint=CheckpointConfig(interval=1, keep=3, resume="auto"),
         eval=EvalConfig(interval=8, batches=2),
         run=RunConfig(dir=str(folder), dump_graphs=False),

@@ -51,7 +51,7 @@ FEATURES = {
         Feature("float8", "passes.cast.float8=rowwise", "tests/passes/precision/test_float8.py"),
     ),
     "Memory": (
-        Feature("gradient accumulation", "train.microbatches=4", "tests/passes/update/test_means.py"),
+        Feature("gradient accumulation", "train.microbatches=4", "tests/passes/update/test_token_mean.py"),
         Feature("activation checkpointing", "passes.remat.policy=full", "tests/passes/memory/test_remat.py"),
         Feature("offloading", "passes.remat.policy=offload", "tests/passes/memory/test_remat.py"),
         Feature("loss in chunks", "passes.chunk_loss.chunks=4", "tests/passes/memory/test_chunk_loss.py"),

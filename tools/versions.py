@@ -49,7 +49,7 @@ TESTS = tuple(
         "passes/memory/test_remat.py",
         "passes/pipeline",
         "passes/precision",
-        "passes/program/test_boundary.py",
+        "passes/program/test_reshard.py",
         "passes/program/test_printer.py",
         "passes/program/test_sharing.py",
         "passes/program/test_shift.py",

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from compiler_trainer.bisect.piece import Kind, Piece, Sketch, check, gist
 from passes.program import ir
-from passes.program.boundary import psum
+from passes.program.reshard import psum
 from passes.program.spec import Spec
 from passes.program.stages import Stage
 

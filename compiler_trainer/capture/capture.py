@@ -18,6 +18,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from compiler_trainer.capture.averages import cumulative_averages
 from compiler_trainer.capture.flex import write_out
+from compiler_trainer.capture.fold import Held, fold_layers
 from compiler_trainer.capture.functions import functions_as_operators
 from compiler_trainer.capture.grouped import any_dtype, with_one_product
 from compiler_trainer.capture.hidden import hidden_as_operators, line
@@ -25,12 +26,11 @@ from compiler_trainer.capture.hints import checkpoints_as_marks, read_marks
 from compiler_trainer.capture.layers import mark_layers
 from compiler_trainer.capture.registered import as_functions
 from compiler_trainer.capture.returned import parted
-from compiler_trainer.capture.roll import Held, roll_up
 from compiler_trainer.config.errors import UserError
 from passes.program import ir
+from passes.program.folds import Fold, Folding
 from passes.program.frames import roomy
 from passes.program.layer import Layer, layer_names, layer_of
-from passes.program.rolls import Roll, Rolling
 from passes.program.spec import Spec
 from passes.program.torch_private import (
     FakeTensor,
@@ -92,13 +92,13 @@ def capture(
     batch: Mapping[str, Tensor],
     device: torch.device,
     dtype: torch.dtype | None = None,
-    rolling: Rolling | None = None,
+    folding: Folding | None = None,
 ) -> tuple[ir.Program, ir.Context]:
     """The forward and loss of a batch of the given global shapes as a functional ATen graph.
 
     Inputs are parameters (that require gradients), buffers (all others that the model has), constants and the batch;
     outputs the loss, its metrics and the new values of buffers the forward changes. `dtype` is that in which parameters
-    are used (None: their own). With `rolling`, of many layers alike some are left out. Raises UserError naming the
+    are used (None: their own). With `folding`, of many layers alike some are left out. Raises UserError naming the
     batch entry, or what `torch.export` could not follow.
     """
     for key, value in batch.items():
@@ -124,12 +124,12 @@ def capture(
         with_one_product(exported.graph)
         share_constants(exported)
         mark_layers(exported.graph, batch_of(exported))
-        roll = roll_up(exported.graph_module, state_of(exported, model), rolling) if rolling else None
+        fold = fold_layers(exported.graph_module, state_of(exported, model), folding) if folding else None
         exported = _functional(exported)
         for node in exported.graph.nodes:
             read_marks(node)
         write_out(exported.graph_module)
-    program = _to_program(exported, keys, tuple(metrics), model, roll)
+    program = _to_program(exported, keys, tuple(metrics), model, fold)
     check_products(program)
     as_functions(program)
     loss = program.results()[[o.kind for o in program.outputs].index("loss")]
@@ -281,7 +281,7 @@ def state_of(exported: ExportedProgram, model: nn.Module) -> dict[torch.fx.Node,
 
 
 def _to_program(
-    exported, keys: tuple[str, ...], metrics: tuple[str, ...], model: nn.Module, roll: Roll | None
+    exported, keys: tuple[str, ...], metrics: tuple[str, ...], model: nn.Module, fold: Fold | None
 ) -> ir.Program:
     batch, names, returned = iter(keys), first_names(model), iter(("loss", *metrics))
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -296,7 +296,7 @@ def _to_program(
             continue
         target = spec.target.removeprefix("model.")
         name = constant_name(constants[node]) if node in constants else names.get(target, target)
-        if roll is not None and roll.holds(name):
+        if fold is not None and fold.holds(name):
             exported.graph.erase_node(node)
             continue
         if name in nodes:
@@ -330,7 +330,7 @@ def _to_program(
         for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
             ir.set_phase(node, "forward")
     module = torch.fx.GraphModule(torch.nn.Module(), exported.graph)
-    return ir.Program(module, tuple(with_layers(inputs, nodes)), tuple(outputs), roll=roll)
+    return ir.Program(module, tuple(with_layers(inputs, nodes)), tuple(outputs), fold=fold)
 
 
 def with_layers(inputs: list[ir.Input], nodes: Mapping[str, torch.fx.Node]) -> Iterator[ir.Input]:

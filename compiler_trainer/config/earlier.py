@@ -14,6 +14,7 @@ from compiler_trainer.config.options import Unknown, build
 T = TypeVar("T")
 # What the numbers in a checkpoint mean.
 MEANING = ("model", "loss", "optim", "data.packing", "train.seed", "train.seq_len", "train.dtype")
+ANY: Any = ...  # whatever value a run had
 # Options that others took the place of, with the value that a run had and what it is called now; None: what is usual.
 RENAMED: Mapping[tuple[str, Any], tuple[str, Any] | None] = {
     ("eval.interval", 0): ("eval.interval", None),
@@ -25,6 +26,9 @@ RENAMED: Mapping[tuple[str, Any], tuple[str, Any] | None] = {
     ("passes.segment.enabled", False): ("passes.segment.max_nodes", None),
     ("passes.segment.enabled", True): None,
     ("passes.verify", "off"): ("passes.verify", "none"),
+    ("passes.roll", ANY): ("passes.fold_layers", ANY),
+    ("passes.schedule.bucket_mib", ANY): ("passes.communication.bucket_mib", ANY),
+    ("passes.schedule.ahead", ANY): ("passes.communication.prefetch", ANY),
 }
 
 
@@ -45,12 +49,27 @@ def renamed(options: Any) -> Any:
     for (name, value), new in RENAMED.items():
         group, _, last = name.rpartition(".")
         found = inside(options, group)
-        if isinstance(found, dict) and last in found and found[last] == value and type(found[last]) is type(value):
-            del found[last]
-            if new is not None:
-                to, _, called = new[0].rpartition(".")
-                inside(options, to)[called] = new[1]
+        if not isinstance(found, dict) or last not in found or not is_same(found[last], value):
+            continue
+        had = found.pop(last)
+        if not found:  # that was the last one of its group
+            taken(options, group)
+        if new is not None:
+            set_inside(options, new[0], had if new[1] is ANY else new[1])
     return options
+
+
+def is_same(had: Any, value: Any) -> bool:
+    """Whether a run had a value; 0 is not False."""
+    return value is ANY or had == value and type(had) is type(value)
+
+
+def set_inside(options: Any, name: str, value: Any) -> None:
+    """Give an option by its dotted name a value; groups that are not there are made."""
+    *groups, last = name.split(".")
+    for group in groups:
+        options = options.setdefault(group, {})
+    options[last] = value
 
 
 def taken(options: Any, name: str) -> bool:

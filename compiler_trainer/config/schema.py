@@ -425,9 +425,9 @@ class ContextConfig:
     """How attention runs over a sequence that `mesh.cp` shards; auto: what sends least (`passes/context`).
 
     `load_balance` says which tokens a rank has: a run (none), a chunk from the front and one from the back (head_tail),
-    or blocks of at most `block` tokens, dealt for each batch by the work that its documents make; auto: blocks where
-    documents decide what attention sees (`passes/context/lay_out.py`). With `skip_steps`, steps of a ring at which no
-    rank sees anything in a batch send nothing.
+    or blocks of at most `block` tokens, shared out for each batch by the work that its documents make; auto: blocks
+    where documents decide what attention sees (`passes/context/sequence_layout.py`). With `skip_steps`, steps of a ring
+    at which no rank sees anything in a batch send nothing.
     """
 
     method: Literal["auto", "ring", "all_gather", "ulysses", "hybrid"] = "auto"
@@ -468,11 +468,11 @@ class RematConfig:
 
 
 @dataclass(frozen=True)
-class ScheduleConfig:
-    """How collectives are merged (0 MiB: none are), and how many layers ahead they start (0: the order stays)."""
+class CommunicationConfig:
+    """How collectives are merged (0 MiB: none are), and how many layers early they start (0: the order stays)."""
 
     bucket_mib: NonNegativeFloat = 25.0
-    ahead: Count = 1
+    prefetch: Count = 1
 
 
 @dataclass(frozen=True)
@@ -510,7 +510,7 @@ class PipelineConfig:
 class PassesConfig:
     """Options of each pass, and how much of its result is verified.
 
-    With `roll`, one layer stands for those that are like it while passes run.
+    With `fold_layers`, one layer stands for those that are like it while passes run.
     """
 
     cast: CastConfig = field(default_factory=CastConfig)
@@ -519,11 +519,11 @@ class PassesConfig:
     context: ContextConfig = field(default_factory=ContextConfig)
     chunk_loss: ChunkLossConfig = field(default_factory=ChunkLossConfig)
     remat: RematConfig = field(default_factory=RematConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    communication: CommunicationConfig = field(default_factory=CommunicationConfig)
     accumulate: AccumulateConfig = field(default_factory=AccumulateConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     segment: SegmentConfig = field(default_factory=SegmentConfig)
-    roll: bool = True
+    fold_layers: bool = True
     verify: Literal["none", "spec", "numeric"] = "spec"
 
 

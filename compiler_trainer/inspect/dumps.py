@@ -32,9 +32,9 @@ TENSOR = re.compile(r"^(\w+)\[([\d, ]*)\]$")
 PLACED = re.compile(r"^(\w+\[[^\]]*\]) (\[.*)$")
 OPERAND = re.compile(r'"(?:[^"\\]|\\.)*"|%(\w+)')  # a string may hold anything, so it is passed over
 SECTION = re.compile(r"^# (\w+): (.*)$")
-OWN = ("mesh", "stage", "rolled", "inputs", "outputs", "nodes")  # sections of the program itself
-ROLLED = re.compile(r"^# rolled: (.*\.(\d+) to .*\.(\d+))$", re.MULTILINE)
-CALLS = ("segment", "unroll")  # passes that leave calls of bodies
+OWN = ("mesh", "stage", "folded", "inputs", "outputs", "nodes")  # sections of the program itself
+FOLDED = re.compile(r"^# folded: (.*\.(\d+) to .*\.(\d+))$", re.MULTILINE)
+CALLS = ("segment", "unfold")  # passes that leave calls of bodies
 BODY = re.compile(r"^# body: (\w+), called (\d+) times$")
 AXIS = re.compile(r"\b(\w+)=(\d+)(?:( \(head and tail\))| \((\d+) blocks\))?")
 COUNT = re.compile(r"[0-9]{1,9}")
@@ -230,7 +230,7 @@ class Stage:
             raise UserError(str(self.path), f"cannot be read: {error}") from error
 
     @property
-    def rolled(self) -> str:
+    def folded(self) -> str:
         """Which layer stands for which, or an empty string; costs are those of all layers."""
         found = self._rolled
         return found[1] if found else ""
@@ -243,7 +243,7 @@ class Stage:
 
     @property
     def _rolled(self) -> re.Match[str] | None:
-        return ROLLED.search(self.text[:1000])
+        return FOLDED.search(self.text[:1000])
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -251,13 +251,13 @@ class Stage:
         return self._parsed.mesh
 
     @property
-    def folded(self) -> frozenset[str]:
+    def zigzag(self) -> frozenset[str]:
         """Axes whose ranks hold two chunks, head and tail."""
-        return self._parsed.folded
+        return self._parsed.zigzag
 
     @property
     def blocks(self) -> dict[str, int]:
-        """How many blocks each rank holds, of axes that deal them out."""
+        """How many blocks each rank holds, of axes whose order is a table."""
         return self._parsed.blocks
 
     @property
@@ -422,7 +422,7 @@ class Parsed:
     """A stage's text, taken apart."""
 
     mesh: dict[str, int]
-    folded: frozenset[str]
+    zigzag: frozenset[str]
     blocks: dict[str, int]
     flattened: dict[str, list[str]]
     stage: str
@@ -446,10 +446,10 @@ def parse(text: str) -> Parsed:
             nodes.append(_input(line, number) if section == "inputs" else _operator(line, number, graph))
     axes = AXIS.findall(heads.get("mesh", ""))
     sizes = {axis: int(size) for axis, size, *_ in axes}
-    folded = frozenset(axis for axis, _, head_and_tail, _ in axes if head_and_tail)
+    zigzag = frozenset(axis for axis, _, head_and_tail, _ in axes if head_and_tail)
     blocks = {axis: int(count) for axis, *_, count in axes if count}
     flattened = {name: over.split("*") for name, over in FLATTENED.findall(heads.get("mesh", ""))}
-    return Parsed(sizes, folded, blocks, flattened, heads.get("stage", ""), nodes, outputs)
+    return Parsed(sizes, zigzag, blocks, flattened, heads.get("stage", ""), nodes, outputs)
 
 
 def check_order(nodes: Iterable[Node]) -> None:

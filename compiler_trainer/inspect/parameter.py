@@ -1,7 +1,7 @@
 """The life of a parameter, read from a run's dumps.
 
 Where it is stored, when it is gathered, cast and used, gathered again in the backward, over which axes and in which
-dtype its gradient is reduced, and what updates it. Read from the program before `schedule` merges collectives of
+dtype its gradient is reduced, and what updates it. Read from the program before `bucket` merges collectives of
 several parameters: there a change of placement is one operator, and its gradient has a way of its own.
 """
 
@@ -170,7 +170,7 @@ def base(node: Node) -> str:
 
 
 def axis_of(node: Node) -> str:
-    """The axis that a boundary operator names."""
+    """The axis that a reshard operator names."""
     found = AXES.search(node.text)
     return found[1] if found else "?"
 
@@ -190,7 +190,7 @@ def size_bytes(node: Node) -> int:
 def chosen(run: Run) -> list[Stage]:
     """Of each program that trains, the stage before collectives are merged and written out."""
     programs = dict.fromkeys(stage.program for stage in run.trained)
-    after = ("schedule", "collectives", "communicators", "overlap")
+    after = ("bucket", "collectives", "communicators", "overlap")
     return [[s for s in run.program(p) if s.name not in after][-1] for p in programs]
 
 

@@ -58,8 +58,8 @@ def show_run(run: Run, out: Console) -> None:
         words = [stage.title, took, *(f"{n:,}" for n in counts), size(t.sent_bytes), f"{t.casts:,}", f"{t.masks or ''}"]
         passes.add_row(*words, flops(t.flops), flops(t.recomputed_flops), size(t.peak_bytes))
     out.print(passes)
-    if rolled := run.stages[0].rolled:
-        out.print(f"while passes ran, {rolled}; costs are of all layers, nodes of those that stand")
+    if folded := run.stages[0].folded:
+        out.print(f"while passes ran, {folded}; costs are of all layers, nodes of those that stand")
     for name, bodies in run.bodies.items():
         out.print(bodies_table(name, bodies))
     for stage in run.trained:

@@ -29,9 +29,9 @@ from passes.cost.accounting import Ledger
 from passes.cost.cluster import Cluster
 from passes.cost.predict import Timeline, predict
 from passes.program import ir
+from passes.program.abstract_eval import abstract_eval
 from passes.program.layer import Layer
 from passes.program.stages import Stage
-from passes.program.sweep import sweep
 
 Figures = dict[tuple[str, ...], float]
 FEW = (3, 4)  # layers, or (1, 2) periods of them: with two, none has neighbours on both sides
@@ -133,7 +133,7 @@ def programs_of(cfg: Config) -> dict[str, Captured]:
     rows = cfg.train.global_batch_size // cfg.train.microbatches
     key = repr((cfg.model, cfg.loss, rows, cfg.train.seq_len, cfg.train.dtype, cfg.passes.cast.param_dtype))
     if key not in captures:
-        captures[key] = dataclasses.replace(work, pipeline=dataclasses.replace(work.pipeline, rolling=None)).capture()
+        captures[key] = dataclasses.replace(work, pipeline=dataclasses.replace(work.pipeline, folding=None)).capture()
     captured = captures[key] = captures.pop(key)
     if len(captures) > MOST_CAPTURES:
         del captures[next(iter(captures))]
@@ -173,8 +173,8 @@ def memory(programs: Mapping[str, Captured]) -> Figures:
 def peaks(captured: Captured) -> dict[tuple[str, str], dict[str, int]]:
     """Bytes by kind where most is alive in each phase, within the first layer, the last one, and outside of layers."""
     program, ctx = captured
-    ledger = Ledger(program, sweep(program, ctx))
-    nodes, size = list(program.graph.nodes), ledger.swept.storage_bytes
+    ledger = Ledger(program, abstract_eval(program, ctx))
+    nodes, size = list(program.graph.nodes), ledger.avals.storage_bytes
     change = [0] * (len(nodes) + 1)
     for life in ledger.all_lives:
         change[life.born] += life.times * size[life.storage]
@@ -206,6 +206,6 @@ def alive_at(ledger: Ledger, at: int) -> dict[str, int]:
     found: Counter[str] = Counter()
     for life in ledger.all_lives:
         if life.born <= at <= life.last:
-            found[ledger.kinds[life.storage]] += life.times * ledger.swept.storage_bytes[life.storage]
+            found[ledger.kinds[life.storage]] += life.times * ledger.avals.storage_bytes[life.storage]
     return dict(found)
 

@@ -169,7 +169,7 @@ class Rank:
 
     def buckets(self, size: float) -> float:
         """In how many calls so many bytes travel that a layer has on a rank."""
-        bucket = max(self.cfg.passes.schedule.bucket_mib, 1e-3) * 2**20
+        bucket = max(self.cfg.passes.communication.bucket_mib, 1e-3) * 2**20
         return min(MATRICES, max(1.0, math.ceil(size / bucket)))
 
     @cached_property

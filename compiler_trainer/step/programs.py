@@ -19,7 +19,7 @@ from passes.check.numeric import Results, telling
 from passes.check.runner import Observer, PassRecord, run_passes
 from passes.pipeline.cut import cut, cut_gathers, cut_update
 from passes.program import ir
-from passes.program.alone import alone, cone_of
+from passes.program.backward_slice import backward_slice, cone_of
 from passes.program.mesh import Mesh
 from passes.program.operators import is_random
 from passes.program.stages import Stage
@@ -61,7 +61,7 @@ class Compilation:
         seen: list[tuple[ir.Program, PassRecord]] = []  # held back from the first program with layers left out
 
         def observe(program: ir.Program, record: PassRecord) -> None:
-            if program.roll or seen:
+            if program.fold or seen:
                 seen.append((program, record))
             elif self.observe:
                 self.observe(program, record)
@@ -69,9 +69,9 @@ class Compilation:
         first = replace(self, observe=self.observe and observe, report=Reporter())
         try:
             found, report = first.all_of(evaluate), first.report
-        except ir.Uneven as error:
+        except ir.LayersDiffer as error:
             seen.clear()
-            again = replace(self, pipeline=replace(self.pipeline, rolling=None), report=Reporter())
+            again = replace(self, pipeline=replace(self.pipeline, folding=None), report=Reporter())
             again.report.notes.append(f"no layer stands for others: {error}")
             found, report = again.all_of(evaluate), again.report
         finally:
@@ -90,15 +90,15 @@ class Compilation:
         self.tell("capture")
         dtype = DTYPES[self.options.cast.param_dtype]
         program, ctx = self.report.time(
-            "capture", lambda: capture(self.model, self.loss_fn, self.batch, self.device, dtype, self.pipeline.rolling)
+            "capture", lambda: capture(self.model, self.loss_fn, self.batch, self.device, dtype, self.pipeline.folding)
         )
         check_look_ups(program, self.below)
         return on_mesh(Captured(program, ctx), self.mesh)
 
     def run(self, stage: str, steps: Passes, given: Captured, known: Results | None = None) -> Captured:
         """A program, of which some results are known, after some passes; raises UserError where one refuses."""
-        if given.program.roll and any(step.gives is Stage.SEGMENTED for step in steps):
-            steps = (*steps, self.pipeline.unroll)
+        if given.program.fold and any(step.gives is Stage.SEGMENTED for step in steps):
+            steps = (*steps, self.pipeline.unfold)
         how: dict[str, Any] = {"verify": self.options.verify, "observe": self.observe, "inputs": self.whole}
         how |= {"known": known, "tell": lambda what: self.tell(f"{stage}: {what}")}
         try:
@@ -194,7 +194,7 @@ def last_position(program: ir.Program, entries: fx.Node, below: Mapping[str, int
         known[POSITIONS] = torch.arange(below[POSITIONS], device=device)[-shape[-1] :].expand(shape)
     if ir.example(entries).is_floating_point() or any(i.name not in known for i in given):
         return -1
-    small = alone(program, ends, [entries])
+    small = backward_slice(program, ends, [entries])
     return int(small.module(*(known[i.name] for i in small.inputs))[0].max())
 
 

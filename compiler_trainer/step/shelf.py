@@ -22,9 +22,9 @@ from compiler_trainer.step.ranks import gather, is_first_of_machine
 from compiler_trainer.step.sources import Unkeyed
 from passes.lower.store import Store
 from passes.program import ir
+from passes.program.abstract_eval import LASTING
 from passes.program.printer import print_program
 from passes.program.saved import Unreadable, Unwritable, operators_in, read, written
-from passes.program.sweep import LASTING
 from passes.program.torch_private import compiler_folder
 
 GRAPHS = ".graphs"  # the entry with the dumps of a job's programs

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.step.dealing import Dealt, balance
+from compiler_trainer.step.batch_layout import BatchLayout, balance
 from compiler_trainer.step.given import EVALUATE
 from compiler_trainer.step.runtime import Runtime
 from compiler_trainer.step.turns import Carried, Post, Turn, turns_of_evaluation, turns_of_step
@@ -76,7 +76,7 @@ class Step:
         self.train, self.evaluation, self.state = train, evaluation, state
         self.lr, self.seed, self.microbatches, self.table = lr, seed, microbatches, table
         self.device, self.report = device, report
-        self.dealt: list[Dealt] = []  # the microbatches of the last step
+        self.layouts: list[BatchLayout] = []  # the microbatches of the last step
         compiled = (*train.values(), *evaluation.values())
         named = dict.fromkeys(o.name for each in compiled for o in each.finished.outputs if o.kind == "metric")
         self.metrics = tuple(name for name in named if name != "grad_norm")  # what a loss returns beside the loss
@@ -109,7 +109,7 @@ class Step:
         beside it, are means over microbatches.
         With `passes.moe.dispatch=bounded` also "dropped_rows", how many found no room, of all layers and ranks.
         """
-        rate, self.dealt = self.lr if lr is None else lr, []
+        rate, self.layouts = self.lr if lr is None else lr, []
         count = int(self.state["optim.step"].local[self.ranks[0]])
         return self.take(self.training, self.train, batch, rate, count)
 
@@ -177,15 +177,15 @@ class Step:
         carried: Carried,
     ) -> dict[str, Tensor]:
         """Take one turn for the ranks here; what it gives by name, as the first of them has it."""
-        program, dealt = compiled.finished, Dealt(compiled.finished, batch)
+        program, batch_layout = compiled.finished, BatchLayout(compiled.finished, batch)
         if turn.program in self.train and batch and turn.rank == self.runtime.stage_of(self.ranks[0]):
-            self.dealt.append(dealt)
+            self.layouts.append(batch_layout)
         ranks = [rank for rank in self.ranks if self.runtime.stage_of(rank) == turn.rank]
 
         def value(given: ir.Input, rank: int) -> Tensor:
             if given.kind == "carried":
                 return carried.get(turn, given.name, rank, self.runtime.apart)
-            return self.value(given, rank, dealt, scalars)
+            return self.value(given, rank, batch_layout, scalars)
 
         inputs = {rank: [value(i, rank) for i in program.inputs] for rank in ranks}
         results = self.runtime.run(compiled.executable, inputs)
@@ -198,13 +198,13 @@ class Step:
         carried.done(turn)
         return found
 
-    def value(self, given: ir.Input, rank: int, dealt: Dealt, scalars: Mapping[str, Tensor]) -> Tensor:
+    def value(self, given: ir.Input, rank: int, batch_layout: BatchLayout, scalars: Mapping[str, Tensor]) -> Tensor:
         """What one input of a program is on one rank."""
         if given.kind == "batch":
-            whole, spec = dealt.batch[given.name].to(self.device), given.spec.ordered(dealt.order(rank))
+            whole, spec = batch_layout.batch[given.name].to(self.device), given.spec.ordered(batch_layout.order(rank))
             return shard(whole, spec, self.mesh, self.mesh.coordinates(rank))
         if given.kind == "layout":
-            return dealt.value(given, rank, self.device)
+            return batch_layout.value(given, rank, self.device)
         if given.kind == "coordinate":
             return self.coordinates[rank][given.name]
         if given.kind == "constant":
@@ -215,7 +215,7 @@ class Step:
 
     def balance(self) -> dict[str, float]:
         """How even the work of attention was in the last step, among the ranks along `cp` of the first rank here."""
-        return balance(self.dealt, self.ranks[0])
+        return balance(self.layouts, self.ranks[0])
 
     def tensors(self) -> dict[str, tuple[Spec, ByRank]]:
         """State of the ranks here, for a checkpoint: name -> (placement, local tensor by rank); write to restore."""

@@ -1,6 +1,6 @@
 """Forward and backward in one flat graph: autograd, traced over the local forward program.
 
-The boundary operators know their gradients, so the backward communication is derived, not written. Each
+The reshard operators know their gradients, so the backward communication is derived, not written. Each
 parameter's gradient leaves placed as the dual of the parameter: partial where the parameter is replicate.
 
 Each record that autograd makes is linked, as it is made, to the node of the forward that made it:
@@ -24,10 +24,10 @@ from torch import Tensor, fx
 from passes.program import ir
 from passes.program.functions import communicates, inline_functions
 from passes.program.operators import is_mutable, name_of
-from passes.program.record import Recorder, Tape
 from passes.program.rewrite import inline
 from passes.program.stages import Stage
 from passes.program.torch_private import decomposition, step_by_step
+from passes.program.trace import Recorder, Tape
 from passes.rules.recurrent import RECURRENT
 
 MAY_BE_LOST = 0.05  # of the backward's nodes: without origins, what works by layer would silently do nothing

@@ -15,9 +15,9 @@ import torch
 from torch import fx
 
 from passes.program import ir
-from passes.program.boundary import BOUNDARY_OPS
 from passes.program.mesh import Mesh
 from passes.program.operators import axis_of, is_view, kind_of
+from passes.program.reshard import RESHARD_OPS
 
 Finding = tuple[fx.Node | None, str]
 Axes = frozenset[str]
@@ -31,7 +31,7 @@ def summed(node: fx.Node, mesh: Mesh) -> set[str]:
     operand = node.args[0]
     while isinstance(operand, fx.Node) and is_view(operand):
         operand = operand.args[0]
-    record = BOUNDARY_OPS.get(operand.target) if isinstance(operand, fx.Node) else None
+    record = RESHARD_OPS.get(operand.target) if isinstance(operand, fx.Node) else None
     is_sum = record is not None and record.reduces == "sum"
     return set(over(operand, mesh)) & set(over(node, mesh)) if is_sum else set()  # type: ignore[arg-type]
 
@@ -49,7 +49,7 @@ def check_copies(program: ir.Program) -> Iterator[Finding]:
         read = node.all_input_nodes[:1] if keeps(node) else node.all_input_nodes
         before = frozenset().union(*(differs[n] for n in read))
         differs[node] = after(node, before, program.mesh)
-        record = BOUNDARY_OPS.get(node.target)
+        record = RESHARD_OPS.get(node.target)
         if record is not None and record.reduces == "sum" and (twice := summed(node, program.mesh) - before):
             yield node, f"adds up over {', '.join(sorted(twice))} what is the same on all ranks there: a sum over them"
         target = node.args[0] if node.args else None
@@ -79,7 +79,7 @@ def over(node: fx.Node, mesh: Mesh) -> tuple[str, ...]:
 
 def keeps(node: fx.Node) -> bool:
     """Whether a node gives back its first operand; the rank's coordinate is for the gradient."""
-    record = BOUNDARY_OPS.get(node.target)
+    record = RESHARD_OPS.get(node.target)
     return record is not None and record.kind is None and record.gives in COPIES
 
 

@@ -107,7 +107,7 @@ def run(program: ir.Program, ctx: ir.Context, inputs: Mapping[str, Tensor]) -> R
     differentiable = not program.has_backward and not any(body_of(node) for node in program.calls())
     if program.stage < Stage.LOCAL:
         program = with_authors_backward(on_one_device(program))
-    elif program.stage < Stage.EXPANDED:
+    elif program.stage < Stage.EXPLICIT:
         program, _ = Expand()(program, ctx)
     given = place_inputs(program, inputs)
     for values in given if differentiable else ():

@@ -18,16 +18,16 @@ from torch import fx
 
 from passes.check.placements import axes_of, behind, origin_of
 from passes.program import ir
-from passes.program.boundary import BOUNDARY_OPS
 from passes.program.functions import function_of
 from passes.program.mesh import Mesh
+from passes.program.reshard import RESHARD_OPS
 from passes.program.spec import Factor, Spec
 from passes.rules import Rule, rule_of, tensor_operands
 from passes.sharding.atoms import Atoms, refine
 
 Finding = tuple[fx.Node | None, str]
 MASK = torch.ops.aten.where.ScalarOther
-CUTS = {op for op, record in BOUNDARY_OPS.items() if record.gives == "shard"}  # new padding of theirs is zero
+CUTS = {op for op, record in RESHARD_OPS.items() if record.gives == "shard"}  # new padding of theirs is zero
 
 
 def check_padding(whole: ir.Program, local: ir.Program) -> Iterator[Finding]:
@@ -84,7 +84,7 @@ def check_operator(node: fx.Node, op: fx.Node, index: int, mesh: Mesh) -> Iterat
         if needed is not None and spec.fill != needed and not sets(operand, needed):
             yield node, f"needs {needed:g} in the padding of operand {i}, %{operand.name}, which may hold {what(spec)}"
     recorded = ir.spec(node)
-    found = made(rule, atoms, index, padded, [rule.safe.get(i, spec.fill) for i, spec in enumerate(held)])
+    found = made(rule, atoms, index, padded, [rule.pad_safe.get(i, spec.fill) for i, spec in enumerate(held)])
     if recorded and recorded.padded(mesh) and recorded.fill is not None and found != recorded.fill:
         yield node, f"is said to hold {what(recorded)} in padding, its rule makes {found} of its operands' there"
 
@@ -103,10 +103,10 @@ def sets(node: fx.Node, number: float) -> bool:
 
 def wanted(i: int, rule: Rule, atoms: Atoms, padded: set[str], spec: Spec, mesh: Mesh) -> float | None:
     """The number that an operator needs in the padding of operand `i`, if it needs one."""
-    if i in rule.safe and spec.padded(mesh):
-        return rule.safe[i]
+    if i in rule.pad_safe and spec.padded(mesh):
+        return rule.pad_safe[i]
     folded = {name for dim in atoms.operands[i] for name in dim if atoms.origin(name) in rule.reduced}
-    return None if padded.isdisjoint(folded) else rule.needs
+    return None if padded.isdisjoint(folded) else rule.pad_in
 
 
 def made(rule: Rule, atoms: Atoms, index: int, padded: set[str], held: Sequence[float | None]) -> float | None:
@@ -114,5 +114,5 @@ def made(rule: Rule, atoms: Atoms, index: int, padded: set[str], held: Sequence[
     numbers = set()
     for name in (name for dim in atoms.results[index] for name in dim if name in padded):
         has = [any(name in dim for dim in operand) for operand in atoms.operands]
-        numbers.add(rule.fills([fill if has_it else math.nan for has_it, fill in zip(has, held)]))
+        numbers.add(rule.pad_out([fill if has_it else math.nan for has_it, fill in zip(has, held)]))
     return numbers.pop() if len(numbers) == 1 else None

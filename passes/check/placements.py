@@ -3,7 +3,7 @@
 A local node that stands for a node of the whole program is one of two things:
 
     %y = linear(%x, %w)     the operator on operands that are placed in some way: its rule says how the result is
-    %z = psum(%y, "tp")     another placement of what stands for the same: boundary operators say what becomes of it
+    %z = psum(%y, "tp")     another placement of what stands for the same: reshard operators say what becomes of it
 
 Nothing is taken from what decided the placements: operands' records, the rule of the whole operator, and no more.
 What an operator that rules write out (a look-up in a sharded table) does inside is left to `numeric`.
@@ -21,10 +21,10 @@ import torch
 from torch import fx
 
 from passes.program import ir
-from passes.program.boundary import BOUNDARY_OPS
 from passes.program.functions import function_of
 from passes.program.mesh import Mesh
 from passes.program.operators import axis_of
+from passes.program.reshard import RESHARD_OPS
 from passes.program.routed import IN_ANY_ORDER, order, pack, sends, unpack
 from passes.program.spec import Dim, Factor, Spec
 from passes.rules import Rule, rule_of, tensor_operands
@@ -51,7 +51,7 @@ def check_placements(whole: ir.Program, local: ir.Program) -> Iterator[Finding]:
             continue
         path, sources = behind(node)
         names = {origin.name}
-        if any(step.target in BOUNDARY_OPS for step in path):
+        if any(step.target in RESHARD_OPS for step in path):
             names.update(below_cast(origin))
         same = [source for source in sources if ir.stands_for(source) in names]
         if same:
@@ -275,7 +275,7 @@ def unlabelled(dim: Dim, mesh: Mesh) -> Dim:
 
 
 def check_conversion(node: fx.Node, source: fx.Node, path: Sequence[fx.Node], mesh: Mesh) -> Iterator[Finding]:
-    """The record of a converted value against the boundary operators on its way."""
+    """The record of a converted value against the reshard operators on its way."""
     before, after = ir.spec(source), ir.spec(node)
     if before is None or after is None:
         return
@@ -284,7 +284,7 @@ def check_conversion(node: fx.Node, source: fx.Node, path: Sequence[fx.Node], me
     states = {axis: before.state(axis) for axis in mesh.axes}
     hows = dict(before.partial)
     for step in path:
-        op = BOUNDARY_OPS.get(step.target)
+        op = RESHARD_OPS.get(step.target)
         for axis in mesh.over(axis_of(step) or "") if op else ():
             if states[axis] not in op.takes:
                 got = f"it gets {states[axis]}: %{source.name} {before}"

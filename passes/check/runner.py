@@ -21,11 +21,11 @@ from passes.check.verify import verify_kept, verify_spec
 from passes.cost.accounting import Accounting, Ledger, summed
 from passes.cost.costs import Costs, costs
 from passes.program import ir
+from passes.program.abstract_eval import Avals, abstract_eval
 from passes.program.bodies import flatten
 from passes.program.frames import roomy
 from passes.program.printer import print_program
 from passes.program.stages import Stage
-from passes.program.sweep import Sweep, sweep
 from passes.program.torch_private import trace_artifact
 
 Verify = Literal["none", "spec", "numeric"]
@@ -105,8 +105,8 @@ def run_passes(
     ) -> None:
         nonlocal ledger
         with failing_as(step):
-            whole, swept, errors = check(step, before, after, report, keeps)
-            ledger = ledger if ledger and ledger.swept is swept else Ledger(whole, swept)
+            whole, avals, errors = check(step, before, after, report, keeps)
+            ledger = ledger if ledger and ledger.avals is avals else Ledger(whole, avals)
             accounting = summed(ledger)
         counts = len(before.graph.nodes), len(after.graph.nodes)
         report = replace(report, bodies=())  # verified, and not to be kept
@@ -176,7 +176,7 @@ class _Checker:
         self.seen: list[Any] = []
         self.results: Results | None = known or None
         self.numbers: Numbers | None = None  # of the program last seen
-        self.swept: tuple[ir.Program, Sweep] | None = None  # the program last seen in line, and what its nodes yield
+        self.avals: tuple[ir.Program, Avals] | None = None  # the program last seen in line, and what its nodes yield
 
     def remember(self, before: ir.Program) -> None:
         """Note what a program is before a pass sees it."""
@@ -187,7 +187,7 @@ class _Checker:
 
     def __call__(
         self, step: str, before: ir.Program, after: ir.Program, report: ir.Report, keeps: bool
-    ) -> tuple[ir.Program, Sweep, dict[str, float]]:
+    ) -> tuple[ir.Program, Avals, dict[str, float]]:
         """The program in line, what its nodes yield, and the errors of its results, which a pass that `keeps` keeps.
 
         Raises CompileError naming the pass.
@@ -198,30 +198,30 @@ class _Checker:
             raise ir.CompileError(step, None, "changed the program it was given; a pass rewrites a copy")
         if before.stage < after.stage is Stage.SEGMENTED:
             verify_composed(step, before, after)
-            return before, self.known(before) or sweep(before, self.ctx), {}
+            return before, self.known(before) or abstract_eval(before, self.ctx), {}
         after = flatten(after)
         if self.verify == "none":
-            swept = self.known(after) or sweep(after, self.ctx)
+            avals = self.known(after) or abstract_eval(after, self.ctx)
         else:
             known, numbers = self.known(after), self.numbers_of(before) if keeps else None
-            swept = verify_spec(after, self.ctx, pass_name=step, before=before, bodies=report.bodies, swept=known)
+            avals = verify_spec(after, self.ctx, pass_name=step, before=before, bodies=report.bodies, avals=known)
             if numbers is not None and known is None:
-                self.numbers = Numbers(after, swept)
+                self.numbers = Numbers(after, avals)
                 verify_kept(numbers, self.numbers, pass_name=step)
-        self.swept = after, swept
-        return after, swept, self.compare(step, before, after) if self.verify == "numeric" else {}
+        self.avals = after, avals
+        return after, avals, self.compare(step, before, after) if self.verify == "numeric" else {}
 
     def numbers_of(self, before: ir.Program) -> Numbers:
         """The numbers that values of a program are known by."""
         if self.numbers is not None and self.numbers.program.graph is before.graph:
             return self.numbers
-        return Numbers(before, self.known(before) or sweep(before, self.ctx))
+        return Numbers(before, self.known(before) or abstract_eval(before, self.ctx))
 
-    def known(self, program: ir.Program) -> Sweep | None:
+    def known(self, program: ir.Program) -> Avals | None:
         """What the nodes yield, if the program is the last one but for its stage: a pass that found nothing to do."""
-        if self.swept is None or replace(program, stage=self.swept[0].stage) != self.swept[0]:
+        if self.avals is None or replace(program, stage=self.avals[0].stage) != self.avals[0]:
             return None
-        return self.swept[1]
+        return self.avals[1]
 
     def compare(self, step: str, before: ir.Program, after: ir.Program) -> dict[str, float]:
         """Errors of the results that both programs have; gradients known early stand until they are returned."""

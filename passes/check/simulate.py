@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, fx
 
 from passes.program import ir
+from passes.program.abstract_eval import laid_out
 from passes.program.bodies import flatten
 from passes.program.mesh import BLOCKS, Mesh
 from passes.program.operators import axis_of
 from passes.program.order import PLAIN, Order
 from passes.program.shift import arrive, hops_at, shift, shift_by
-from passes.program.sweep import laid_out
 from passes.program.torch_private import c10d
 
 Values = list[Tensor]

@@ -1,7 +1,7 @@
 """Does a pass keep every value? What a program returns and stores, evaluated once in numbers modulo a prime.
 
     add(psum(a, "tp"), psum(b, "tp"))     a * r + b * r      r is the number of psum over tp, which is linear
-    psum(add(a, b), "tp")                 (a + b) * r        the same number: add_first kept the value
+    psum(add(a, b), "tp")                 (a + b) * r        the same number: reassociate kept the value
 
 Inputs are random numbers. Operators that add, scale and multiply do so with them, a sum over ranks multiplies by a
 number of its own, and any other operator is a random function of its operands and arguments. So two expressions have
@@ -26,11 +26,11 @@ import torch
 from torch import fx
 
 from passes.program import ir
+from passes.program.abstract_eval import Avals, Layout, Value
 from passes.program.bodies import base_of
-from passes.program.boundary import BOUNDARY_OPS
 from passes.program.operators import argument, is_mutable, is_random, is_view, kind_of, name_of
+from passes.program.reshard import RESHARD_OPS
 from passes.program.stages import Stage
-from passes.program.sweep import Layout, Sweep, Value
 
 aten = torch.ops.aten
 Finding = tuple[fx.Node | None, str]
@@ -43,7 +43,7 @@ SWAPS = frozenset({"t", "transpose"})  # undo themselves
 
 def check_kept(before: Numbers, after: Numbers) -> Iterator[Finding]:
     """What both programs return or store, and what has another value in the second."""
-    if before.program.stage < Stage.SCHEDULED <= after.program.stage:
+    if before.program.stage < Stage.BUCKETED <= after.program.stage:
         before, after = before.but_for(after), after.but_for(before)
     for (what, *end), number in before.results().items():
         found = after.results().get((what, *end), number)
@@ -69,7 +69,7 @@ class Numbers:
     """The number of each node of a program; nodes that are `followed` only move entries."""
 
     program: ir.Program
-    swept: Sweep
+    avals: Avals
     followed: Collection[fx.Node] = frozenset()
     of: dict[fx.Node, int] = field(default_factory=dict)
     written: dict[fx.Node, int] = field(default_factory=dict)  # of what was written into: what it holds since
@@ -90,7 +90,7 @@ class Numbers:
     def but_for(self, other: Numbers) -> Numbers:
         """The numbers where nodes that another program lacks are followed."""
         known = {node.name for node in other.program.graph.nodes}
-        return Numbers(self.program, self.swept, {node for node in self.program.calls() if node.name not in known})
+        return Numbers(self.program, self.avals, {node for node in self.program.calls() if node.name not in known})
 
     def results(self) -> dict[tuple[str, str, str], int]:
         """The numbers of what is returned and of what inputs hold in the end, by kind and name."""
@@ -153,7 +153,7 @@ class Numbers:
 
     def by_algebra(self, node: fx.Node) -> int | None:
         """The number of what algebra knows; None for other operators."""
-        name, record = name_of(node), BOUNDARY_OPS.get(node.target)
+        name, record = name_of(node), RESHARD_OPS.get(node.target)
         if name in KEEP or name in CASTS and self.layout(node).entries == self.layout(node.args[0]).entries:  # type: ignore
             return self.operand(node, node.args[0])
         if name in SWAPS and self.undoes(node):
@@ -177,7 +177,7 @@ class Numbers:
 
     def layout(self, node: fx.Node) -> Layout:
         """How the tensor lies that a node yields."""
-        found = self.swept.values[node]
+        found = self.avals.values[node]
         assert isinstance(found, Value)
         return found.layout
 
@@ -240,7 +240,7 @@ class Moved:
     def step(self, k: int, entry: Entry) -> str:
         """From a node's entry to that of an operand, or what it is if it comes from none."""
         node, name = entry.node, name_of(entry.node)
-        if node.target in BOUNDARY_OPS:
+        if node.target in RESHARD_OPS:
             return self.over_ranks(k, entry)
         if name == "cat":
             return self.piece(entry)
@@ -248,7 +248,7 @@ class Moved:
             return self.unpadded(entry)
         entry.node = source = self.source(node)
         given, made = self.numbers.layout(source), self.numbers.layout(node)
-        if self.numbers.swept.storages(node) <= self.numbers.swept.storages(source):
+        if self.numbers.avals.storages(node) <= self.numbers.avals.storages(source):
             at = made.offset - given.offset + sum(i * s for i, s in zip(entry.index, made.stride))
             entry.index = located(at, given.shape, given.stride)
         elif name in COPIES:
@@ -262,11 +262,11 @@ class Moved:
     def source(self, node: fx.Node) -> fx.Node:
         """The operand that a node takes entries of; of a part of several, that of their operator."""
         source: Any = node.args[0]
-        return source if isinstance(self.numbers.swept.values[source], Value) else source.args[0]
+        return source if isinstance(self.numbers.avals.values[source], Value) else source.args[0]
 
     def over_ranks(self, k: int, entry: Entry) -> str:
         """Through a collective."""
-        record = BOUNDARY_OPS[entry.node.target]
+        record = RESHARD_OPS[entry.node.target]
         source, *rest = entry.node.args
         a, entry.node = record.named(rest), source  # type: ignore[assignment]
         shape, parts = self.numbers.layout(entry.node).shape, self.numbers.program.mesh[a.axis]

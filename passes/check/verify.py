@@ -22,16 +22,16 @@ from passes.check.placements import check_placements
 from passes.check.values import Numbers, check_kept
 from passes.cost.accounting import formula_of
 from passes.program import ir
+from passes.program.abstract_eval import Avals, Value, abstract_eval
 from passes.program.bodies import base_of
-from passes.program.boundary import BOUNDARY_OPS
 from passes.program.layer import KINDS, Layer
 from passes.program.mesh import SEQUENCE_AXIS, Mesh
 from passes.program.operators import GRADIENTS, axis_of, bind, communicator_of, is_mutable, started
 from passes.program.order import Order
 from passes.program.printer import format_node, format_value
+from passes.program.reshard import RESHARD_OPS
 from passes.program.spec import Spec, validate
 from passes.program.stages import Stage
-from passes.program.sweep import Sweep, Value, sweep
 from passes.program.torch_private import OpOverload, c10d
 from passes.program.weights import weight_nodes
 
@@ -49,17 +49,17 @@ def verify_spec(
     pass_name: str = "verify",
     before: ir.Program | None = None,
     bodies: Sequence[tuple[ir.Program, ir.Program]] = (),
-    swept: Sweep | None = None,
-) -> Sweep:
+    avals: Avals | None = None,
+) -> Avals:
     """Check the graph; returns what its nodes yield, recomputed. Raises CompileError at the first thing wrong.
 
     With the program `before` the pass: no result may be lost, and where a whole program became this local one,
-    placements are recomputed, also in the `bodies` that the pass reports. `swept` is what this very graph yielded when
+    placements are recomputed, also in the `bodies` that the pass reports. `avals` is what this very graph yielded when
     it was checked before, at an earlier stage.
     """
     _raise_first(pass_name, (finding for check in STRUCTURE for finding in check(program)))
-    if swept is None:
-        swept = check_values_anew(program, ctx, pass_name)
+    if avals is None:
+        avals = check_values_anew(program, ctx, pass_name)
     _raise_first(pass_name, (finding for check in MEANING for finding in check(program)))
     if before is not None:
         _raise_first(pass_name, check_results_kept(before, program))
@@ -67,7 +67,7 @@ def verify_spec(
         _raise_first(pass_name, check_layers_kept(before, program))
         pairs = [(before, program), *bodies]
         _raise_first(pass_name, (f for pair in pairs for check in LOCAL for f in check(*pair)))
-    return swept
+    return avals
 
 
 def verify_kept(before: Numbers, after: Numbers, *, pass_name: str = "verify") -> None:
@@ -78,14 +78,14 @@ def verify_kept(before: Numbers, after: Numbers, *, pass_name: str = "verify") -
 LOCAL = (check_placements, check_padding)
 
 
-def check_values_anew(program: ir.Program, ctx: ir.Context, pass_name: str) -> Sweep:
+def check_values_anew(program: ir.Program, ctx: ir.Context, pass_name: str) -> Avals:
     """Recompute what nodes yield, and check that it is what they have recorded."""
     try:
-        swept = sweep(program, ctx)
+        avals = abstract_eval(program, ctx)
     except ir.CompileError as error:
         raise failure(pass_name, error.node, f"does not take its operands: {error}") from error
-    _raise_first(pass_name, check_recorded(program, swept))
-    return swept
+    _raise_first(pass_name, check_recorded(program, avals))
+    return avals
 
 
 def _raise_first(pass_name: str, findings: Iterable[Finding]) -> None:
@@ -197,9 +197,9 @@ STRUCTURE = (check_lint, check_values, check_phases, check_layers, check_ends, c
 # ---- what is recorded ----------------------------------------------------------------------------
 
 
-def check_recorded(program: ir.Program, swept: Sweep) -> Iterator[Finding]:
+def check_recorded(program: ir.Program, avals: Avals) -> Iterator[Finding]:
     """Recorded shapes and dtypes are the recomputed ones."""
-    for node, found in swept.values.items():
+    for node, found in avals.values.items():
         if not _agree(ir.value(node), found):
             yield node, f"records {_text(ir.value(node))}, computes {_text(found)}"
 
@@ -342,9 +342,9 @@ def check_stage(program: ir.Program) -> Iterator[Finding]:
     if program.stage >= Stage.JOINT:
         yield from check_gradients(program)
         yield from check_columns(program)
-    if Stage.JOINT <= program.stage < Stage.SCHEDULED:  # later, values that differ on other axes lie end to end
+    if Stage.JOINT <= program.stage < Stage.BUCKETED:  # later, values that differ on other axes lie end to end
         yield from check_copies(program)
-    if program.stage >= Stage.EXPANDED:
+    if program.stage >= Stage.EXPLICIT:
         yield from check_expanded(program)
     if program.stage >= Stage.ORDERED:
         yield from check_roles(program)
@@ -358,10 +358,10 @@ def check_columns(program: ir.Program) -> Iterator[Finding]:
 
 
 def check_expanded(program: ir.Program) -> Iterator[Finding]:
-    """No boundary operator is left, and float8 travels as bytes, which every backend sends."""
+    """No reshard operator is left, and float8 travels as bytes, which every backend sends."""
     for node in program.calls():
-        if node.target in BOUNDARY_OPS:
-            yield node, "is a boundary operator, which `collectives` should have expanded"
+        if node.target in RESHARD_OPS:
+            yield node, "is a reshard operator, which `collectives` should have expanded"
         if isinstance(node.target, OpOverload) and node.target.namespace == "_c10d_functional":
             dtypes = {x.dtype for x in map(ir.value, node.all_input_nodes) if isinstance(x, torch.Tensor)}
             for dtype in dtypes:
@@ -432,9 +432,9 @@ def is_gradient(spec: Spec, parameter: Spec, mesh: Mesh) -> bool:
 
 
 def check_transitions(program: ir.Program) -> Iterator[Finding]:
-    """A boundary operator takes its operand from and to what it is for, where both placements are known."""
+    """A reshard operator takes its operand from and to what it is for, where both placements are known."""
     for node in program.calls():
-        if (op := BOUNDARY_OPS.get(node.target)) is None:
+        if (op := RESHARD_OPS.get(node.target)) is None:
             continue
         before, after = ir.spec(node.args[0]), ir.spec(node)  # type: ignore[arg-type]
         for axis in program.mesh.over(axis_of(node) or ""):
@@ -453,7 +453,7 @@ def check_varying(program: ir.Program) -> Iterator[Finding]:
         operands = [n for n in node.all_input_nodes if ir.is_tensor(n) and kinds.get(n) != "layout"]
         if _passes_gradient(node) and graded.intersection(node.all_input_nodes):
             graded.add(node)
-        if node.target in BOUNDARY_OPS:
+        if node.target in RESHARD_OPS:
             continue
         known = [(n, spec) for n in operands if (spec := ir.spec(n)) is not None]
         for axis in program.mesh.axes:

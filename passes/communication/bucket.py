@@ -1,77 +1,211 @@
-"""Several collectives as one: what they carry is laid end to end, exchanged at once and cut apart again.
+"""Merge small collectives: fewer, larger messages for the same bytes.
 
-Each function takes local tensors and gives what the collective of each would give, bit for bit. A tensor is
-sharded along `dims[i]`, which travels first; a gathered dim holds `sizes[i]` logical entries, the rest of its
-last shard is padding.
+    a = all_gather(wq, 0, "dp_shard", 2, 8)         flat = cat([reshape(wq), reshape(wk)])
+    ...                                             rows = view(all_gather(flat, 0, "dp_shard", 2, 96), [2, 48])
+    b = all_gather(wk, 0, "dp_shard", 2, 4)         a, b = the columns of each, reshaped
+                                                    ...
+
+- Gathers and maxima of parameters (scales of float8) merge within a layer and phase, at the first of them: no weight is
+  gathered before the layer that uses it begins. Outside of layers they merge where no layer lies between them.
+- Reduce-scatters and sums of gradients merge within a layer, after the last of their operands.
+
+So all layers communicate alike, and one compiled body serves them all.
+
+A bucket holds up to `bucket_mib` of full (not sharded) values; one value larger than that travels alone. Only
+what precedes the first write into an input is merged, so that nothing is moved across a write. Works on reshard
+operators: refuses a program whose collectives are written out already.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx
 
-from passes.program import boundary
+from passes.communication.bucketed import gather_together, max_together, scatter_together, sum_together
+from passes.program import ir, reshard
+from passes.program.layer import Layer
+from passes.program.operators import bind, is_mutable
+from passes.program.rewrite import Editor, move_after, move_before
+from passes.program.stages import Stage
+from passes.program.weights import weight_nodes
 
-
-def gather_together(
-    xs: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[int], axis: str, axis_size: int, dtype: torch.dtype
-) -> list[Tensor]:
-    """`all_gather` of every tensor: rank r's shards are row r of one [axis_size, entries] matrix."""
-    shards = [_move(_cast(x, dtype), dim, 0) for x, dim in zip(xs, dims, strict=True)]
-    flat = torch.cat([shard.reshape(-1) for shard in shards])
-    rows = boundary.all_gather(flat, 0, axis, axis_size, axis_size * flat.numel(), dtype, None).view(axis_size, -1)
-    pieces = rows.split([shard.numel() for shard in shards], 1)
-    return [
-        _move(piece.reshape(axis_size * shard.shape[0], *shard.shape[1:]).narrow(0, 0, size), 0, dim).contiguous()
-        for piece, shard, size, dim in zip(pieces, shards, sizes, dims, strict=True)
-    ]
-
-
-def scatter_together(
-    xs: Sequence[Tensor],
-    dims: Sequence[int],
-    axis: str,
-    axis_size: int,
-    dtype: torch.dtype,
-    reduce_dtype: torch.dtype | None,
-) -> list[Tensor]:
-    """`reduce_scatter` of every tensor: what rank r keeps of each is row r of one [axis_size, entries] matrix."""
-    full = [_pad_rows(_move(x, dim, 0), axis_size) for x, dim in zip(xs, dims, strict=True)]
-    flat = torch.cat([x.reshape(axis_size, -1) for x in full], 1).view(-1)
-    local = boundary.reduce_scatter(flat, 0, axis, axis_size, dtype, reduce_dtype)
-    pieces = local.split([x.numel() // axis_size for x in full])
-    return [
-        _move(piece.view(x.shape[0] // axis_size, *x.shape[1:]), 0, dim).contiguous()
-        for piece, x, dim in zip(pieces, full, dims, strict=True)
-    ]
+TOGETHER: dict[Any, Callable[..., list[Tensor]]] = {
+    reshard.all_gather: gather_together,
+    reshard.reduce_scatter: scatter_together,
+    reshard.psum: sum_together,
+    reshard.pmax: max_together,
+}
+REDUCTIONS = frozenset(op for op in TOGETHER if reshard.RESHARD_OPS[op].reduces == "sum")
+OF_WEIGHTS = frozenset(TOGETHER) - REDUCTIONS
+OWN = ("dim", "size")  # arguments that tensors in a bucket have each their own of
+MIB = 2**20
 
 
-def sum_together(xs: Sequence[Tensor], axis: str, dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> list[Tensor]:
-    """`psum` of every tensor."""
-    total = boundary.psum(torch.cat([x.reshape(-1) for x in xs]), axis, dtype, reduce_dtype)
-    return [piece.view(x.shape) for piece, x in zip(total.split([x.numel() for x in xs]), xs, strict=True)]
+# ---- which collectives may merge -------------------------------------------------------------------
 
 
-def max_together(xs: Sequence[Tensor], axis: str) -> list[Tensor]:
-    """`pmax` of every tensor."""
-    most = boundary.pmax(torch.cat([x.reshape(-1) for x in xs]), axis)
-    return [piece.view(x.shape) for piece, x in zip(most.split([x.numel() for x in xs]), xs, strict=True)]
+def mergeable(program: ir.Program) -> list[fx.Node]:
+    """Gathers and maxima of parameters and reductions of gradients that precede the first write into an input."""
+    weights, leaving = set(weight_nodes(program)), gradient_nodes(program)
+    found = []
+    for node in program.calls():
+        if writes_input(node):
+            break
+        if node.target in OF_WEIGHTS and node in weights or node.target in REDUCTIONS and node in leaving:
+            found.append(node)
+    return found
 
 
-# Steps that change nothing leave no trace in the graph.
+def writes_input(node: fx.Node) -> bool:
+    """Whether the operator may change an input of the program in place."""
+    return is_mutable(node) and any(n.op == "placeholder" for n in node.all_input_nodes)
 
 
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x if x.dtype == dtype else x.to(dtype)
+def gradient_nodes(program: ir.Program) -> set[fx.Node]:
+    """Nodes on the way of one value, and nothing else computed, to the optimizer or out of the program."""
+    found: set[fx.Node] = set()
+    for node in reversed(list(program.calls())):
+        alone = sum(n.op != "placeholder" for n in node.all_input_nodes) <= 1
+        leaves = all(u.op == "output" or ir.phase(u) == "optimizer" or u in found for u in node.users)
+        if ir.phase(node) == "optimizer" or ir.phase(node) == "backward" and alone and leaves:
+            found.add(node)
+    return found
 
 
-def _move(x: Tensor, source: int, target: int) -> Tensor:
-    return x if source == target else x.movedim(source, target)
+def places(program: ir.Program) -> dict[fx.Node, tuple[str, Layer | None]]:
+    """The layer that each node is in; outside of layers, the layer of the model that it comes after."""
+    found, last = dict[fx.Node, tuple[str, Layer | None]](), None
+    for node in program.calls():
+        layer = ir.layer(node)
+        last = last if ir.phase(node) == "optimizer" else layer or last
+        found[node] = ("in", layer) if layer else ("after", last)
+    return found
 
 
-def _pad_rows(x: Tensor, axis_size: int) -> Tensor:
-    missing = -x.shape[0] % axis_size
-    return F.pad(x, [0, 0] * (x.dim() - 1) + [0, missing]) if missing else x
+def shared_options(node: fx.Node) -> dict[str, Any]:
+    """The options that all tensors in a bucket must share; of a gather not `reduce_dtype`, which its gradient had."""
+    unshared = ("x", *OWN, *(() if node.target in REDUCTIONS else ("reduce_dtype",)))
+    return {name: given for name, given in bind(node).items() if name not in unshared}
+
+
+def depths(program: ir.Program, members: set[fx.Node]) -> dict[fx.Node, int]:
+    """Through how many members the operands of each node have gone: members of one depth do not feed each other."""
+    found: dict[fx.Node, int] = {}
+    for node in program.graph.nodes:
+        found[node] = max((found[n] + (n in members) for n in node.all_input_nodes), default=0)
+    return found
+
+
+def groups(program: ir.Program) -> dict[tuple, list[fx.Node]]:
+    """Collectives that may travel together, by what they must have in common."""
+    members, place = mergeable(program), places(program)
+    found: dict[tuple, list[fx.Node]] = {}
+    for kinds in ({reshard.all_gather}, {reshard.pmax}, REDUCTIONS):
+        own = [node for node in members if node.target in kinds]
+        depth = depths(program, set(own))
+        for node in sorted(own, key=depth.__getitem__):
+            arrives = None if node.target is reshard.all_gather else ir.example(node.args[0]).dtype  # type: ignore
+            key = (node.target, depth[node], ir.phase(node), place[node], arrives, *shared_options(node).values())
+            found.setdefault(key, []).append(node)
+    return found
+
+
+# ---- buckets ---------------------------------------------------------------------------------------
+
+
+def full_bytes(node: fx.Node) -> int:
+    """Bytes of the whole value: what is gathered, or what is reduced."""
+    full: Tensor = ir.example(node if node.target is reshard.all_gather else node.args[0])  # type: ignore[arg-type]
+    return full.numel() * full.element_size()
+
+
+def split_by_bytes(nodes: Sequence[fx.Node], limit_bytes: float) -> Iterator[list[fx.Node]]:
+    """The nodes in order, as runs of at most `limit_bytes` (or of one node)."""
+    bucket: list[fx.Node] = []
+    for node in nodes:
+        if bucket and sum(map(full_bytes, bucket)) + full_bytes(node) > limit_bytes:
+            yield bucket
+            bucket = []
+        bucket.append(node)
+    yield bucket
+
+
+def merge(bucket: list[fx.Node], editor: Editor) -> None:
+    """Replace collectives by one; what it reads comes before it and what uses it after."""
+    operands: list[Any] = [node.args[0] for node in bucket]
+    if bucket[0].target in OF_WEIGHTS:
+        before = min(bucket)
+        for operand in operands:
+            move_before(operand, before)
+    else:
+        before = max(operands).next
+        while before.op == "placeholder":
+            before = before.next
+    own = {f"{name}s": tuple(bind(node)[name] for node in bucket) for name in OWN if name in bind(bucket[0])}
+    options, together = own | shared_options(bucket[0]), TOGETHER[bucket[0].target]
+    key, mark = (together, *options.items()), lambda new: ir.copy_origin(new, bucket[0])
+    results = editor.put(before, key, lambda *xs: together(xs, **options), operands, mark)
+    for node, result in zip(bucket, results, strict=True):
+        ir.set_spec(result, ir.spec(node))
+        node.replace_all_uses_with(result)
+        node.graph.erase_node(node)
+        for user in list(result.users):
+            move_after(user, result)
+
+
+# ---- the pass --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Bucket(ir.Pass):
+    """Merge collectives into buckets of at most `bucket_mib` MiB; 0 merges none."""
+
+    bucket_mib: float = 25.0
+    name = "bucket"
+    takes = (Stage.JOINT, Stage.STEP)
+    gives = Stage.BUCKETED
+    keeps = True
+
+    def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+        if self.bucket_mib < 0:
+            raise ir.CompileError("bucket", None, f"passes.communication.bucket_mib is {self.bucket_mib}; must be >= 0")
+        before = count_collectives(program)
+        notes: list[str] = []
+        if before.total():
+            program, editor = program.copy(), Editor(ctx)
+            notes = [note for group in groups(program).values() for note in self.merge_group(group, editor)]
+            program.module.recompile()
+        after = count_collectives(program)
+        counts = {
+            f"{kind}_{when}": found[kind]
+            for kind in map(name_of, TOGETHER)
+            for when, found in (("before", before), ("after", after))
+        }
+        if self.bucket_mib and not notes:
+            notes.append("passes.communication.bucket_mib: no two collectives can travel together, 0 are merged")
+        return program, ir.Report(counts, tuple(notes))
+
+    def merge_group(self, group: list[fx.Node], editor: Editor) -> Iterator[str]:
+        """Merge the group's buckets, and say so."""
+        if group[0].target in REDUCTIONS:
+            group = sorted(group, key=lambda node: node.args[0])  # type: ignore[arg-type,return-value]
+        for bucket in split_by_bytes(group, self.bucket_mib * MIB):
+            if len(bucket) > 1:
+                first, size_bytes = bucket[0], sum(map(full_bytes, bucket))
+                place = ir.source(first) or ir.phase(first)
+                yield f"%{first.name} ({place}): {len(bucket)} {name_of(first.target)} as one, {size_bytes} bytes"
+                merge(bucket, editor)
+
+
+def count_collectives(program: ir.Program) -> Counter[str]:
+    """How many of each kind the program calls."""
+    return Counter(name_of(node.target) for node in program.calls() if node.target in TOGETHER)
+
+
+def name_of(op: Any) -> str:
+    """What reports call a collective."""
+    return reshard.RESHARD_OPS[op].name

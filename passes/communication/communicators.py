@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from passes.communication.borders import gradient_tails, kernels_of
+from passes.communication.layer_starts import gradient_tails, kernels_of
 from passes.program import ir
 from passes.program.operators import GRADIENTS, axis_of, kind_of
 from passes.program.stages import Stage
@@ -28,7 +28,7 @@ class Communicators(ir.Pass):
     """Name the communicator of each reduction of gradients."""
 
     name = "communicators"
-    takes = (Stage.EXPANDED,)
+    takes = (Stage.EXPLICIT,)
     keeps = True
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:

@@ -13,10 +13,10 @@
     gradient of the weight
     wait
 
-- Gathers of parameters start where the layer `ahead` places before the one that uses them begins.
+- Gathers of parameters start where the layer `prefetch` places before the one that uses them begins.
 - Gradients are sent where the kernel ends that makes the last of them.
 - A wait stands right before what needs its result, and with it whatever only lays that result out anew. Gradients are
-  waited for `ahead` layers later at the latest: until then what was sent stays in memory. What is then reduced over
+  waited for `prefetch` layers later at the latest: until then what was sent stays in memory. What is then reduced over
   another axis is waited for as much later again.
 - A collective should have products beside it that take as long as it does (`FLOPS_PER_BYTE`). One that needs none of
   the products before it, as when activations are gathered again, or rows of experts travel in chunks, starts that much
@@ -36,7 +36,8 @@ from itertools import groupby, takewhile
 
 from torch import fx
 
-from passes.communication.borders import (
+from passes.communication.bucket import writes_input
+from passes.communication.layer_starts import (
     Place,
     after_waits,
     begins_of,
@@ -47,16 +48,15 @@ from passes.communication.borders import (
     products_of,
     roles_of,
 )
-from passes.communication.schedule import writes_input
 from passes.cost.accounting import sent_bytes
 from passes.cost.fusion import WAITS
 from passes.program import ir
+from passes.program.abstract_eval import recorded
 from passes.program.bodies import base_of
 from passes.program.machine import FLOPS_PER_BYTE
 from passes.program.operators import communicator_of, is_mutable, kind_of, started
 from passes.program.rewrite import move_after, move_before
 from passes.program.stages import Stage
-from passes.program.sweep import recorded
 from passes.program.weights import weight_nodes
 
 COUNTS = ("collectives", "with_products_beside_before", "with_products_beside_after")
@@ -64,11 +64,11 @@ COUNTS = ("collectives", "with_products_beside_before", "with_products_beside_af
 
 @dataclass(frozen=True)
 class Overlap(ir.Pass):
-    """Start gathers of parameters `ahead` layers early, wait for gradients as late; 0 leaves the order as it is."""
+    """Start gathers of parameters `prefetch` layers early, wait for gradients as late; 0 leaves the order as it is."""
 
-    ahead: int = 1
+    prefetch: int = 1
     name = "overlap"
-    takes = (Stage.EXPANDED,)
+    takes = (Stage.EXPLICIT,)
     gives = Stage.ORDERED
     keeps = True
     after = ("communicators",)  # collectives of one are sent one after another
@@ -77,7 +77,7 @@ class Overlap(ir.Pass):
         program = program.copy()
         products, kernels = products_of(program.graph), kernels_of(program)
         before = count_beside(program.graph, products)
-        if self.ahead and any(in_flight(program.graph)):
+        if self.prefetch and any(in_flight(program.graph)):
             self.order(program, products, kernels)
         for node, role in roles_of(program, kernels):
             ir.set_role(node, role)
@@ -88,8 +88,8 @@ class Overlap(ir.Pass):
     def order(self, program: ir.Program, products: Mapping[fx.Node, int], kernels: set[fx.Node]) -> None:
         """Move what travels, and what only follows it; changes the graph."""
         tails, begins = gradient_tails(program, kernels), begins_of(program, kernels)
-        wait_late(program, self.ahead, tails, kernels.union(begins))
-        start_early(program, self.ahead, begins)
+        wait_late(program, self.prefetch, tails, kernels.union(begins))
+        start_early(program, self.prefetch, begins)
         fill(program, products, tails)
 
 
@@ -139,8 +139,8 @@ def products_to_wait_for(graph: fx.Graph, products: Container[fx.Node]) -> dict[
 # ---- early starts, late waits -----------------------------------------------------------------------
 
 
-def start_early(program: ir.Program, ahead: int, begins: Mapping[fx.Node, Place]) -> None:
-    """Start the gathers of a layer where the layer `ahead` places before it begins, their maxima one before."""
+def start_early(program: ir.Program, prefetch: int, begins: Mapping[fx.Node, Place]) -> None:
+    """Start the gathers of a layer where the layer `prefetch` places before it begins, their maxima one before."""
     weights = set(weight_nodes(program))
     unwritten = takewhile(lambda node: not writes_input(node), program.calls())
     early = [node for node in unwritten if node in weights and kind_of(node) in ("all_gather", "all_reduce")]
@@ -151,18 +151,18 @@ def start_early(program: ir.Program, ahead: int, begins: Mapping[fx.Node, Place]
     number = {place: i for i, (place, _) in enumerate(runs) if place[1]}
     for i, (_, run) in enumerate(runs):
         for start in run:
-            move_before(start, places[max(0, i - ahead)])
+            move_before(start, places[max(0, i - prefetch)])
     for start in early:
         place = place_of(start)
         if kind_of(start) == "all_reduce" and place in number:
-            move_before(start, places[max(0, number[place] - ahead - 1)])
+            move_before(start, places[max(0, number[place] - prefetch - 1)])
 
 
-def wait_late(program: ir.Program, ahead: int, tails: set[fx.Node], ends: set[fx.Node]) -> None:
+def wait_late(program: ir.Program, prefetch: int, tails: set[fx.Node], ends: set[fx.Node]) -> None:
     """Put waits, and what only follows them, right before what needs them; send gradients at a kernel's end."""
     following = after_waits(program, tails)
     sending = {node for node in tails - following if kind_of(node)}
-    latest = latest_places(program, ahead, sending, following)
+    latest = latest_places(program, prefetch, sending, following)
     stops = ends.union(sending, (n for n in following - tails if n.target in WAITS))
     end, written = program.graph.output_node(), dict[fx.Node, fx.Node]()  # inputs, and where they are written first
     for node in reversed(list(program.calls())):
@@ -177,9 +177,9 @@ def wait_late(program: ir.Program, ahead: int, tails: set[fx.Node], ends: set[fx
 
 
 def latest_places(
-    program: ir.Program, ahead: int, sending: set[fx.Node], following: set[fx.Node]
+    program: ir.Program, prefetch: int, sending: set[fx.Node], following: set[fx.Node]
 ) -> dict[fx.Node, fx.Node]:
-    """Before which collective gradients are waited for: the first one `ahead` layers on.
+    """Before which collective gradients are waited for: the first one `prefetch` layers on.
 
     One that is reduced over one axis after another is sent on there, and waited for as much later again.
     """
@@ -190,7 +190,7 @@ def latest_places(
     for node in program.calls():
         known = [due[operand] for operand in node.all_input_nodes if operand in due]
         if node in following and known:
-            due[node] = max(known) + (ahead if node.target in WAITS else 0)
+            due[node] = max(known) + (prefetch if node.target in WAITS else 0)
             if (node.target in WAITS or kind_of(node)) and due[node] < len(runs):
                 found[node] = runs[due[node]][0]
     return found

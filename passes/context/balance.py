@@ -73,7 +73,7 @@ def work_of_blocks(seen: Sequence[Tensor], count: int) -> Tensor:
     return torch.stack([F.pad(row, [0, -len(row) % count]).view(count, -1).sum(1) for row in rows]).sum(0)
 
 
-def deal(work: Tensor, ranks: int) -> Table:
+def assign_blocks(work: Tensor, ranks: int) -> Table:
     """Blocks for each rank, an even number and as many for each, in rising order: all with about as much work.
 
     From head and tail on, which leaves neighbours together, the busiest rank exchanges blocks with the one that has

@@ -32,8 +32,8 @@ Pairs = frozenset[tuple[int, int]]
 class Call:
     """One attention as a rank sees it: local shapes, its dtype, and what mask it has.
 
-    `pairs` are the (rank of queries, rank of keys) that see anything, None if that is not known or all do. Keys `dealt`
-    in blocks are not where a causal ring, or the mask of one, has them; attention by interval takes them anywhere.
+    `pairs` are the (rank of queries, rank of keys) that see anything, None if that is not known or all do. Keys
+    `in_blocks` are not where a causal ring, or the mask of one, has them; attention by interval takes them anywhere.
     `forms` are the methods that the operator has a local form for.
     """
 
@@ -47,7 +47,7 @@ class Call:
     mask: Literal["none", "bool", "numbers"] = "none"
     mask_by_head: bool = False
     pairs: Pairs | None = None
-    dealt: bool = False
+    in_blocks: bool = False
     forms: tuple[str, ...] = METHODS
 
     # -- ranks that exchange heads (U), and steps of the ring across ------------------------------
@@ -136,8 +136,8 @@ class Call:
             return "the operator has no such form"
         if method in ("ring", "hybrid") and self.mask == "numbers":
             return "a mask of numbers may have a gradient"
-        if method in ("ring", "hybrid") and self.dealt:
-            return "the sequence is dealt in blocks, and this is no attention by interval"
+        if method in ("ring", "hybrid") and self.in_blocks:
+            return "the sequence is in blocks, and this is no attention by interval"
         if method in ("ring", "hybrid") and self.causal and not self.zigzag:
             return "the sequence does not lie in a zigzag"
         if method == "ulysses" and (h % self.parts or (g % self.parts and self.parts % g)):

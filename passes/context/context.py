@@ -20,7 +20,7 @@ from torch import fx
 from passes.context import ring
 from passes.context.attention import AttentionOp, Nodes, Specs
 from passes.context.call import Call
-from passes.program import boundary, ir
+from passes.program import ir, reshard
 from passes.program.builder import Builder
 from passes.program.layout import run_starts, to_natural_order, to_rank_order
 from passes.program.mesh import BLOCKS
@@ -81,7 +81,7 @@ def gather_as_held(builder: Builder, x: fx.Node, spec: Spec) -> fx.Node:
     """The same, one rank's entries after the other's, padding among them."""
     parts, dim = builder.mesh[AXIS], len(spec.dims) - 2
     held = parts * ir.example(x).shape[dim]
-    return builder.call(boundary.all_gather, (x, dim, AXIS, parts, held, ir.example(x).dtype, None))
+    return builder.call(reshard.all_gather, (x, dim, AXIS, parts, held, ir.example(x).dtype, None))
 
 
 def starts_of(builder: Builder, spec: Spec, inner: int) -> fx.Node:
@@ -126,7 +126,7 @@ def exchanged(
 
     def exchange(x: fx.Node, spec: Spec) -> fx.Node:
         held = inner * ir.example(x).shape[2]
-        return natural(builder.call(boundary.all_to_all, (x, 1, 2, held, axis, inner)), spec, 2, held)
+        return natural(builder.call(reshard.all_to_all, (x, 1, 2, held, axis, inner)), spec, 2, held)
 
     def own_heads(x: fx.Node, dim: int | None) -> fx.Node:
         if dim is None:
@@ -143,7 +143,7 @@ def exchanged(
         (dim,) = (d for d, factors in enumerate(spec.dims) if any(AXIS in f.axes for f in factors))
         held = inner * ir.example(x).shape[dim]
         return natural(
-            builder.call(boundary.all_gather, (x, dim, axis, inner, held, ir.example(x).dtype, None)), spec, dim, held
+            builder.call(reshard.all_gather, (x, dim, axis, inner, held, ir.example(x).dtype, None)), spec, dim, held
         )
 
     if (copies := call.copies(inner)) > 1:
@@ -152,7 +152,7 @@ def exchanged(
     out = attention([q, k, v, *map(whole_rows, rows, specs[3:], heads)])
     if not in_order:
         out = builder.trace(lambda x, *table: to_rank_order(x, 2, inner, *table), out, *table)
-    return builder.call(boundary.all_to_all, (out, 2, 1, call.query[1], axis, inner))
+    return builder.call(reshard.all_to_all, (out, 2, 1, call.query[1], axis, inner))
 
 
 def ring_attention(

@@ -8,7 +8,7 @@ from functools import partial
 
 from torch import fx
 
-from passes.context import attention, flex, visible  # noqa: F401, the kernel of the CPU
+from passes.context import attention, flex, interval_cpu  # noqa: F401, the kernel of the CPU
 from passes.context.attention import AttentionOp, Kernel, Nodes, Specs, attention_rule
 from passes.context.balance import ranks_that_meet
 from passes.context.call import Call
@@ -26,7 +26,7 @@ def rule(node: fx.Node) -> Rule:
     Each of them or one, but for keys.
     """
     terms = len(tensor_operands(node)) - 5
-    return attention_rule(node, "bs", "bs", *["bhs1"] * terms, safe={3: 0.0, 4: 0.0})
+    return attention_rule(node, "bs", "bs", *["bhs1"] * terms, pad_safe={3: 0.0, 4: 0.0})
 
 
 def local(builder: Builder, node: fx.Node, operands: Nodes, runs: fx.Node | None) -> fx.Node:
@@ -56,10 +56,10 @@ def call_of(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs) -> C
     """The call as its rank sees it, with the ranks that meet if its bounds are those of every batch."""
     call, (first, last) = attention.call_of(builder, node, operands, specs), map(constant, bounds(node))
     pairs = None
-    if first is not None and last is not None and not call.dealt:
+    if first is not None and last is not None and not call.in_blocks:
         meet = ranks_that_meet(first, last, builder.mesh, specs[1].order)
         pairs = frozenset((i, j) for i, j in meet.nonzero().tolist())
-    return replace(call, pairs=pairs, dealt=False)
+    return replace(call, pairs=pairs, in_blocks=False)
 
 
 def bounds(node: fx.Node) -> tuple[fx.Node, fx.Node]:

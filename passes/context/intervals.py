@@ -4,9 +4,9 @@
 becomes
     interval_attention(q, k, v, first, last)        first, last: i64[b, s], made once for all layers that share the mask
 
-`passes/context/masks.py` reads the mask, `passes/context/written.py` attention that a model writes out, with a function
-of its scores. No mask is in memory any more, blocks that nothing sees are not computed, and every method of context
-parallelism takes bounds along with the queries. The kernel is `visible.py` on the CPU and `flex.py` on CUDA. An
+`masks.py` reads the mask, `match_attention.py` attention that a model writes out, with a function of its scores. No
+mask is in memory any more, blocks that nothing sees are not computed, and every method of context parallelism takes
+bounds along with the queries. The kernel is `interval_cpu.py` on the CPU and `flex.py` on CUDA. An
 attention with another mask, or a mask or term that may have a gradient, or with dropout, or one that the device has no
 kernel for, is left as it is, and the report says why.
 """
@@ -21,9 +21,9 @@ from torch import Tensor, fx
 
 from passes.context import flex
 from passes.context.kernels import wide
-from passes.context.masks import RANK, Given, Interval, Reader, Row, Unknown
+from passes.context.masks import RANK, Given, Interval, NotAnInterval, Reader, Row
+from passes.context.match_attention import SOFTMAX, Attention, Scores, single_heads, written_attention
 from passes.context.sdpa import NAMES, SDPA, arguments
-from passes.context.written import SOFTMAX, Attention, Scores, single_heads, written_attention
 from passes.program import ir
 from passes.program.attend import interval_attention
 from passes.program.rewrite import before, laid_out_as
@@ -54,7 +54,7 @@ class Intervals(ir.Pass):
                 if (attention := attention_at(node, differentiable)) is not None:
                     put(attention, reading.bounds(attention), ctx)
                     taken += 1
-            except Unknown as why:
+            except NotAnInterval as why:
                 what = "its mask stays in memory" if node.target is SDPA else "stays written out"
                 notes.append(f"%{node.name} ({ir.source(node)}): {what}: {why}")
         program.graph.eliminate_dead_code()
@@ -65,7 +65,7 @@ class Intervals(ir.Pass):
 
 
 def attention_at(node: fx.Node, differentiable: frozenset[fx.Node]) -> Attention | None:
-    """The attention of a call with a mask, or around a softmax; None for another node. Raises Unknown."""
+    """The attention of a call with a mask, or around a softmax; None for another node. Raises NotAnInterval."""
     if node.target in SOFTMAX:
         return written_attention(node, differentiable)
     if node.target is not SDPA:
@@ -75,9 +75,10 @@ def attention_at(node: fx.Node, differentiable: frozenset[fx.Node]) -> Attention
     if mask is None:
         return None
     if given["dropout_p"]:
-        raise Unknown("dropout draws for each pair")
+        raise NotAnInterval("dropout draws for each pair")
     if given["is_causal"] or ir.example(q).dim() != RANK:
-        raise Unknown(f"queries have {ir.example(q).dim()} dims" + " and is_causal is given" * bool(given["is_causal"]))
+        and_causal = " and is_causal is given" * bool(given["is_causal"])
+        raise NotAnInterval(f"queries have {ir.example(q).dim()} dims{and_causal}")
     scale = 1 / math.sqrt(ir.example(q).shape[-1]) if given["scale"] is None else float(given["scale"])
     k, v = single_heads(k, v)
     masks: list[tuple[fx.Node, bool]] = [(mask, False)]  # type: ignore[list-item]
@@ -85,7 +86,7 @@ def attention_at(node: fx.Node, differentiable: frozenset[fx.Node]) -> Attention
     if not zeroed:
         scores = Scores(node, differentiable)
         if not scores.adds_mask(mask):
-            raise Unknown(f"a mask of {ir.example(mask).dtype}")
+            raise NotAnInterval(f"a mask of {ir.example(mask).dtype}")
         masks = list(scores.masks)
     return Attention(node, q, k, v, scale, masks=masks, zeroed=zeroed)
 
@@ -96,19 +97,19 @@ class Reading:
 
     batch: frozenset[fx.Node]
     ctx: ir.Context
-    known: dict[tuple[Masks, bool, int, int], Bounds | Unknown] = field(default_factory=dict)
+    known: dict[tuple[Masks, bool, int, int], Bounds | NotAnInterval] = field(default_factory=dict)
     runs: set[fx.Node] = field(default_factory=set)
 
     def bounds(self, of: Attention) -> Bounds:
-        """First and last of the keys that each query sees, i64[b or 1, s]; raises Unknown."""
+        """First and last of the keys that each query sees, i64[b or 1, s]; raises NotAnInterval."""
         queries, keys = ir.example(of.q).shape[2], ir.example(of.v).shape[2]
         key = tuple(of.masks), of.zeroed, queries, keys
         if key not in self.known:
             try:
                 self.known[key] = self.read(of, queries, keys)
-            except Unknown as why:
+            except NotAnInterval as why:
                 self.known[key] = why
-        if isinstance(found := self.known[key], Unknown):
+        if isinstance(found := self.known[key], NotAnInterval):
             raise found
         return found
 
@@ -116,13 +117,13 @@ class Reading:
         """The same of masks that are new."""
         q, k, v = map(ir.example, (of.q, of.k, of.v))
         if why := why_no_kernel(q, k, v):
-            raise Unknown(why)
+            raise NotAnInterval(why)
         if queries < 2 or keys < 2:
-            raise Unknown("a single query or key")
+            raise NotAnInterval("a single query or key")
         reader = Reader(queries, keys, self.batch)
         interval = reader.all_of([atom for mask in of.masks for atom in reader.let_through(*mask)])
         if not (of.zeroed or interval.itself and queries <= keys):
-            raise Unknown("a query might see nothing, and would then see all keys alike")
+            raise NotAnInterval("a query might see nothing, and would then see all keys alike")
         found = emit(of.result, reader, interval, q.device, self.ctx)
         self.runs |= reader.runs.keys()
         return found
@@ -146,7 +147,7 @@ def emit(node: fx.Node, reader: Reader, interval: Interval, device: torch.device
             found = torch.as_tensor(other if row is None else row.value(given), device=device)
             found = found.to(torch.int64).clamp(0, keys).view([1] * (RANK - found.dim()) + list(found.shape))
             if found.shape[1] > 1:
-                raise Unknown("it differs by head")
+                raise NotAnInterval("it differs by head")
             return found.expand(-1, -1, queries, -1).reshape(-1, queries)
 
         return torch.broadcast_tensors(bound(interval.first, 0), bound(interval.last, keys))  # type: ignore[return-value]

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.context.below import ARANGE, CASTS, COPIES, FULL, WIDE, beneath, number_of, span
+from passes.context.look_through import ARANGE, CASTS, COPIES, FULL, WIDE, beneath, number_of, span
 from passes.program import ir
 
 aten = torch.ops.aten
@@ -50,7 +50,7 @@ class Given:
     device: torch.device
 
 
-class Unknown(Exception):
+class NotAnInterval(Exception):
     """What a mask does that no interval says, and where."""
 
 
@@ -167,11 +167,11 @@ class Reader:
         if isinstance(x, (bool, int)):
             return number(int(x))
         if not isinstance(x, fx.Node):
-            raise Unknown(f"compares with {x!r}")
+            raise NotAnInterval(f"compares with {x!r}")
         seen = self.below(x)
         node = seen.node
         if not isinstance(node, fx.Node) or ir.example(node).is_floating_point():
-            raise Unknown(f"%{x.name} is not of whole numbers")
+            raise NotAnInterval(f"%{x.name} is not of whole numbers")
         if ir.example(node).dtype in WIDE and (seen.in_place or all(at is None for at in seen.dims)):
             if node.target in (aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar):
                 if node.kwargs.get("alpha", 1) == 1 and len(node.args) == 2:
@@ -206,7 +206,7 @@ class Reader:
         if x is True:
             return []
         if not isinstance(x, fx.Node):
-            raise Unknown(f"is {x!r}")
+            raise NotAnInterval(f"is {x!r}")
         seen = self.below(x)
         node = seen.node
         if constant_true(node):
@@ -214,7 +214,7 @@ class Reader:
         if KEYS not in seen.dims:
             return [self.all_or_none(seen)]
         if not seen.in_place:
-            raise Unknown(f"%{node.name} picks keys one by one")
+            raise NotAnInterval(f"%{node.name} picks keys one by one")
         args = node.args
         if node.target in BOTH:
             return [*self.atoms(args[0]), *self.atoms(args[1])]
@@ -232,7 +232,7 @@ class Reader:
             return self.atoms(args[0])
         if node.target in CASTS and (hidden := hidden_by(args[0])) is not None:
             return self.negated(hidden, node)
-        raise Unknown(f"%{node.name} ({node.target}) of keys is no interval")
+        raise NotAnInterval(f"%{node.name} ({node.target}) of keys is no interval")
 
     def all_or_none(self, seen: Seen) -> Atom:
         """What is said of a query alone: it sees all keys or none."""
@@ -259,7 +259,7 @@ class Reader:
         if isinstance(right, Column):
             left, right, compare = right, left, MIRRORED[compare]
         if not isinstance(left, Column) or isinstance(right, Column):
-            raise Unknown(f"%{node.name} compares two of a kind")
+            raise NotAnInterval(f"%{node.name} compares two of a kind")
         bound = right.plus(left.row, -1)
         if left.sign < 0:
             bound, compare = added(number(0), bound, -1), MIRRORED[compare]  # type: ignore[assignment]
@@ -272,7 +272,7 @@ class Reader:
         if isinstance(right, Column):
             left, right = right, left
         if not isinstance(left, Column) or isinstance(right, Column):
-            raise Unknown(f"%{node.name} compares two of a kind")
+            raise NotAnInterval(f"%{node.name} compares two of a kind")
         if left.base is None:
             bound = right.plus(left.row, -1)
             if left.sign < 0:
@@ -281,19 +281,19 @@ class Reader:
         at_query = tuple(QUERIES if at == KEYS else at for at in left.base.dims)
         plain = left.sign == 1 and left.row.base == 0 and left.row.more == 0
         if not plain or right.base != Seen(left.base.node, at_query) or right.more:
-            raise Unknown(f"%{node.name} compares keys with something else than the same of the query")
+            raise NotAnInterval(f"%{node.name} compares keys with something else than the same of the query")
         if left.base.dims[-1] != KEYS:
-            raise Unknown(f"%{node.name} compares along another dim than the last one")
+            raise NotAnInterval(f"%{node.name} compares along another dim than the last one")
         self.stand_together(left.base.node, node)
         self.leaves[left.base.node] = None
         return [Atom("run", right, left.base)]
 
     def stand_together(self, node: fx.Node, user: fx.Node) -> None:
-        """Raise Unknown unless equal entries are known to be neighbours, or an input of which that can be asked."""
+        """Raise NotAnInterval unless equal entries are known to be neighbours, or it is an input that can be asked."""
         if node in self.inputs:
             self.runs[node] = None
         elif not counts_up(node):
-            raise Unknown(f"%{user.name} compares %{node.name}, whose equal entries need not stand together")
+            raise NotAnInterval(f"%{user.name} compares %{node.name}, whose equal entries need not stand together")
 
     def negated(self, x: Any, node: fx.Node) -> list[Atom]:
         """What a key has to be that a mask does not let through: of one bound the other side, of two both of these."""
@@ -304,7 +304,7 @@ class Reader:
             return [atom for each in below.node.args[:2] for atom in self.negated(each, node)]
         found = self.atoms(x)
         if len(found) != 1 or found[0].kind == "run" or found[0].base is not None:
-            raise Unknown(f"%{node.name} negates what is no bound")
+            raise NotAnInterval(f"%{node.name} negates what is no bound")
         atom = found[0]
         return [replace(atom, kind={"lower": "upper", "upper": "lower"}[atom.kind])]
 
@@ -314,7 +314,7 @@ class Reader:
             return [Atom("upper", further(torch.maximum, a.last, b.last))] if a.last and b.last else []
         if a.last is None and b.last is None:
             return [Atom("lower", further(torch.minimum, a.first, b.first))] if a.first and b.first else []
-        raise Unknown(f"%{node.name} may see two intervals")
+        raise NotAnInterval(f"%{node.name} may see two intervals")
 
     def interval(self, x: Any) -> Interval:
         """What a mask lets each query see."""
@@ -368,7 +368,7 @@ class Reader:
                     if atom.row.base == own:
                         return self.query().plus(number(atom.row.more))
                     return atom.row.plus(self.leaf(own), -1).plus(self.query())
-        raise Unknown(f"keys are bounded by %{atom.base.node.name}, which need not count up")
+        raise NotAnInterval(f"keys are bounded by %{atom.base.node.name}, which need not count up")
 
 
 def added(left: Row | Column, right: Row | Column, sign: int) -> Row | Column:
@@ -376,7 +376,7 @@ def added(left: Row | Column, right: Row | Column, sign: int) -> Row | Column:
     if isinstance(left, Row) and isinstance(right, Row):
         return left.plus(right, sign)
     if isinstance(left, Column) and isinstance(right, Column):
-        raise Unknown("two values of a key are added")
+        raise NotAnInterval("two values of a key are added")
     if isinstance(left, Column):
         return replace(left, row=left.row.plus(right, sign))  # type: ignore[arg-type]
     assert isinstance(right, Column)

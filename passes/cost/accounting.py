@@ -20,13 +20,13 @@ from torch.utils.flop_counter import flop_registry
 
 from passes.context import operators
 from passes.program import ir, routed
-from passes.program.boundary import BOUNDARY_OPS
+from passes.program.abstract_eval import Avals, Value, map_values, tensors
+from passes.program.folds import Fold
 from passes.program.host import offload
 from passes.program.mesh import Mesh
 from passes.program.operators import axis_of, kind_of, started
-from passes.program.rolls import Roll
+from passes.program.reshard import RESHARD_OPS
 from passes.program.shift import SHIFTS
-from passes.program.sweep import Sweep, Value, map_values, tensors
 from passes.program.torch_private import OpOverload, c10d
 
 aten = torch.ops.aten
@@ -82,61 +82,61 @@ class Ledger:
     """What each node of a program costs, for sums and for rows by node: each is found once, when first asked for."""
 
     program: ir.Program
-    swept: Sweep
+    avals: Avals
 
     @cached_property
     def layers(self) -> dict[fx.Node, int | None]:
         """The number of the layer of each node, in the stack in which one layer stands for others."""
-        roll = self.program.roll
-        assert roll is not None
+        fold = self.program.fold
+        assert fold is not None
         inputs = dict(zip(self.program.placeholders(), self.program.inputs, strict=True))
         layers = {n: inputs[n].layer if n in inputs else ir.layer(n) for n in self.program.graph.nodes}
-        return {node: roll.number_of(layer) for node, layer in layers.items()}
+        return {node: fold.number_of(layer) for node, layer in layers.items()}
 
     def times(self, node: fx.Node) -> int:
         """For how many nodes of the whole program a node stands."""
-        roll = self.program.roll
-        return 1 + roll.left_out if roll and self.layers[node] == roll.number else 1
+        fold = self.program.fold
+        return 1 + fold.left_out if fold and self.layers[node] == fold.number else 1
 
     @cached_property
     def flops(self) -> dict[fx.Node, int]:
         """FLOPs, of nodes that have any."""
-        return {node: count for node in self.program.calls() if (count := count_flops(node, self.swept))}
+        return {node: count for node in self.program.calls() if (count := count_flops(node, self.avals))}
 
     @cached_property
     def sends(self) -> dict[fx.Node, tuple[str, str, int]]:
         """(kind, axis, bytes that a rank sends) of collectives."""
-        return dict(collectives(self.program, self.swept))
+        return dict(collectives(self.program, self.avals))
 
     @cached_property
     def lives(self) -> dict[int, tuple[int, int]]:
         """The first and the last node, by index, at which each storage on the device is alive."""
-        return lifetimes(self.program, self.swept)
+        return lifetimes(self.program, self.avals)
 
     @cached_property
     def all_lives(self) -> list[Life]:
         """The lives of the program's storages, and of those of layers that one stands for."""
         own = [Life(s, 1, *life) for s, life in self.lives.items()]
-        return own if self.program.roll is None else [*own, *lives_left_out(self, self.program.roll)]
+        return own if self.program.fold is None else [*own, *lives_left_out(self, self.program.fold)]
 
     @cached_property
     def makers(self) -> dict[int, fx.Node]:
         """The first node that holds each storage."""
         found: dict[int, fx.Node] = {}
-        for node in self.swept.values:
-            for s in sorted(self.swept.storages(node)):
+        for node in self.avals.values:
+            for s in sorted(self.avals.storages(node)):
                 found.setdefault(s, node)
         return found
 
     @cached_property
     def kinds(self) -> dict[int, str]:
         """What each storage holds."""
-        return kinds_of_storages(self.program, self.swept)
+        return kinds_of_storages(self.program, self.avals)
 
 
-def account(program: ir.Program, swept: Sweep) -> Accounting:
+def account(program: ir.Program, avals: Avals) -> Accounting:
     """The program's costs; once it is local, those of one rank."""
-    return summed(Ledger(program, swept))
+    return summed(Ledger(program, avals))
 
 
 def summed(ledger: Ledger) -> Accounting:
@@ -144,11 +144,11 @@ def summed(ledger: Ledger) -> Accounting:
     flops: Counter[str] = Counter()
     for node, count in ledger.flops.items():
         flops[ir.phase(node)] += ledger.times(node) * count
-    size, peak = ledger.swept.storage_bytes, peak_of(ledger)
+    size, peak = ledger.avals.storage_bytes, peak_of(ledger)
     alive = Counter[str]()
     for s, times in peak.alive.items():
         alive[ledger.kinds[s]] += times * size[s]
-    inputs = {s: ledger.times(n) for n in ledger.program.placeholders() for s in ledger.swept.storages(n)}
+    inputs = {s: ledger.times(n) for n in ledger.program.placeholders() for s in ledger.avals.storages(n)}
     return Accounting(
         traffic_of(ledger),
         dict(flops),
@@ -164,18 +164,18 @@ def summed(ledger: Ledger) -> Accounting:
 # ---- collectives --------------------------------------------------------------------------------
 
 
-def collectives(program: ir.Program, swept: Sweep) -> Iterator[tuple[fx.Node, tuple[str, str, int]]]:
+def collectives(program: ir.Program, avals: Avals) -> Iterator[tuple[fx.Node, tuple[str, str, int]]]:
     """Each collective with its kind, its axis and the bytes that a rank sends."""
     for node in program.calls():
         kind = kind_of(node)
         axis = axis_of(node) if kind is not None else None
         if kind is not None and axis is not None:
-            yield node, (kind, axis, sent_bytes(node, swept, program.mesh))
+            yield node, (kind, axis, sent_bytes(node, avals, program.mesh))
 
 
-def count_traffic(program: ir.Program, swept: Sweep) -> tuple[Traffic, ...]:
+def count_traffic(program: ir.Program, avals: Avals) -> tuple[Traffic, ...]:
     """Collectives by kind and axis."""
-    return traffic_of(Ledger(program, swept))
+    return traffic_of(Ledger(program, avals))
 
 
 def traffic_of(ledger: Ledger) -> tuple[Traffic, ...]:
@@ -188,17 +188,17 @@ def traffic_of(ledger: Ledger) -> tuple[Traffic, ...]:
     return tuple(Traffic(kind, axis, calls[kind, axis], sent[kind, axis]) for kind, axis in sorted(calls))
 
 
-def sent_bytes(node: fx.Node, swept: Sweep, mesh: Mesh) -> int:
+def sent_bytes(node: fx.Node, avals: Avals, mesh: Mesh) -> int:
     """Bytes that a rank sends in a collective."""
     kind, axis = kind_of(node), axis_of(node)
     assert kind is not None and axis is not None
-    return SENT[kind](payload_bytes(node, swept), mesh[axis])
+    return SENT[kind](payload_bytes(node, avals), mesh[axis])
 
 
-def payload_bytes(node: fx.Node, swept: Sweep) -> int:
+def payload_bytes(node: fx.Node, avals: Avals) -> int:
     """Bytes that a rank brings to a collective, in the dtype that travels, padding included."""
-    operands = [v.layout for v in tensors([swept.values[n] for n in node.all_input_nodes])]
-    record = BOUNDARY_OPS.get(node.target)
+    operands = [v.layout for v in tensors([avals.values[n] for n in node.all_input_nodes])]
+    record = RESHARD_OPS.get(node.target)
     if record is not None and record.sends is not None:
         return record.sends(operands[0], record.named(node.args[1:]))
     return operands[0].size_bytes if node.target in SHIFTS else sum(layout.size_bytes for layout in operands)
@@ -228,7 +228,7 @@ FLOPS: dict[Any, Callable[..., int]] = {
 }
 
 
-def count_flops(node: fx.Node, swept: Sweep) -> int:
+def count_flops(node: fx.Node, avals: Avals) -> int:
     """FLOPs of a matrix product, convolution or attention (2 a multiply-add, causal ones in full); 0 of others."""
     if not isinstance(node.target, OpOverload) or (formula := formula_of(node.target)) is None:
         return 0
@@ -236,9 +236,9 @@ def count_flops(node: fx.Node, swept: Sweep) -> int:
     def shapes(tree: Any) -> Any:
         return map_values(tree, lambda v: v.layout.shape, Value)
 
-    args = shapes(fx.map_arg(node.args, lambda n: swept.values[n]))
-    kwargs = tuple((key, shapes(swept.values[v] if isinstance(v, fx.Node) else v)) for key, v in node.kwargs.items())
-    return _evaluate(formula, args, kwargs, shapes(swept.values[node]))
+    args = shapes(fx.map_arg(node.args, lambda n: avals.values[n]))
+    kwargs = tuple((key, shapes(avals.values[v] if isinstance(v, fx.Node) else v)) for key, v in node.kwargs.items())
+    return _evaluate(formula, args, kwargs, shapes(avals.values[node]))
 
 
 @functools.cache
@@ -264,18 +264,18 @@ class Peak:
     alive: Mapping[int, int]
 
 
-def peak_memory(program: ir.Program, swept: Sweep) -> Peak:
+def peak_memory(program: ir.Program, avals: Avals) -> Peak:
     """Where most memory is alive: inputs live throughout, the rest from birth to last use.
 
     An estimate: memory that a kernel uses inside, and what an allocator wastes, is not in the graph; nor is host memory
     that values are offloaded to counted.
     """
-    return peak_of(Ledger(program, swept))
+    return peak_of(Ledger(program, avals))
 
 
 def peak_of(ledger: Ledger) -> Peak:
     """Where most memory is alive."""
-    nodes, size = list(ledger.program.graph.nodes), ledger.swept.storage_bytes
+    nodes, size = list(ledger.program.graph.nodes), ledger.avals.storage_bytes
     change = [0] * (len(nodes) + 1)
     for life in ledger.all_lives:
         change[life.born] += life.times * size[life.storage]
@@ -289,7 +289,7 @@ def peak_of(ledger: Ledger) -> Peak:
     return Peak(live[at], nodes[at], alive)
 
 
-def lives_left_out(ledger: Ledger, roll: Roll) -> Iterator[Life]:
+def lives_left_out(ledger: Ledger, fold: Fold) -> Iterator[Life]:
     """The storages of the layers that one stands for, while all of them are alive.
 
     What one phase keeps for another is alive in all layers from when the last of them made it until the first is done
@@ -299,27 +299,27 @@ def lives_left_out(ledger: Ledger, roll: Roll) -> Iterator[Life]:
     for s, maker in ledger.makers.items():
         if s in ledger.lives:
             made.setdefault(ledger.layers[maker], []).append(s)
-    following = roll.number + roll.left_out + 1  # beyond those left out: what all of them have, it has as well
-    own, others = made.get(roll.number, []), made.get(following, [])
+    following = fold.number + fold.left_out + 1  # beyond those left out: what all of them have, it has as well
+    own, others = made.get(fold.number, []), made.get(following, [])
     if len(own) != len(others):
-        message = f"{roll}, but holds {len(own)} values and {roll.stack}.{following} {len(others)}"
-        raise ir.Uneven("accounting", None, message)
+        message = f"{fold}, but holds {len(own)} values and {fold.stack}.{following} {len(others)}"
+        raise ir.LayersDiffer("accounting", None, message)
     for s, other in zip(own, others, strict=True):
         (born, last), (other_born, other_last) = ledger.lives[s], ledger.lives[other]
         stays = nodes[born].op == "placeholder" or nodes[last].op == "output"
         if stays or ir.phase(nodes[born]) != ir.phase(nodes[last]):
-            yield Life(s, roll.left_out, max(born, other_born), min(last, other_last))
+            yield Life(s, fold.left_out, max(born, other_born), min(last, other_last))
 
 
-def lifetimes(program: ir.Program, swept: Sweep) -> dict[int, tuple[int, int]]:
+def lifetimes(program: ir.Program, avals: Avals) -> dict[int, tuple[int, int]]:
     """The first and the last node, by index, at which each storage on the device is alive."""
-    hosted = set().union(*(swept.storages(n) for n in program.calls() if n.target is offload))
+    hosted = set().union(*(avals.storages(n) for n in program.calls() if n.target is offload))
     end = len(program.graph.nodes) - 1
-    lives = {s: (0, end) for node in program.placeholders() for s in swept.storages(node)}
+    lives = {s: (0, end) for node in program.placeholders() for s in avals.storages(node)}
     given = lives.keys() | hosted
     for i, node in enumerate(program.graph.nodes):
-        yielded = swept.storages(node) if node in swept.values else frozenset[int]()
-        for s in yielded.union(*map(swept.storages, (*node.all_input_nodes, *sent(node)))):
+        yielded = avals.storages(node) if node in avals.values else frozenset[int]()
+        for s in yielded.union(*map(avals.storages, (*node.all_input_nodes, *sent(node)))):
             if s not in given:
                 lives[s] = (lives[s][0] if s in lives else i, i)
     return lives
@@ -341,23 +341,23 @@ KINDS_OF_INPUT = {
 KINDS_BY_PHASE = {"forward": "activations", "backward": "backward", "optimizer": "update"}
 
 
-def kinds_of_storages(program: ir.Program, swept: Sweep) -> dict[int, str]:
+def kinds_of_storages(program: ir.Program, avals: Avals) -> dict[int, str]:
     """What each storage holds: parameters, optimizer (state), gradients, activations, communication, ..."""
     kind: dict[int, str] = {}
     for node, given in zip(program.placeholders(), program.inputs, strict=True):
-        for s in swept.storages(node):
+        for s in avals.storages(node):
             kind[s] = KINDS_OF_INPUT.get(given.kind, "batch")
-    gradients = gradient_storages(program, swept)
+    gradients = gradient_storages(program, avals)
     for node in program.calls():
-        for s in (s for s in swept.storages(node) if s not in kind):
+        for s in (s for s in avals.storages(node) if s not in kind):
             own = KINDS_BY_PHASE[ir.phase(node)]
             kind[s] = "communication" if kind_of(node) else "gradients" if s in gradients else own
     return kind
 
 
-def gradient_storages(program: ir.Program, swept: Sweep) -> set[int]:
+def gradient_storages(program: ir.Program, avals: Avals) -> set[int]:
     """Storages of the backward that the optimizer reads or that leave the program."""
     leaving = [n for n in program.graph.output_node().all_input_nodes if n.op == "call_function"]
     read = [n for node in program.calls() if ir.phase(node) == "optimizer" for n in node.all_input_nodes]
     ends = [n for n in (*leaving, *read) if n.op == "call_function" and ir.phase(n) == "backward"]
-    return set().union(*(swept.storages(n) for n in ends)) if ends else set()
+    return set().union(*(avals.storages(n) for n in ends)) if ends else set()

@@ -37,7 +37,7 @@ def costs(ledger: Ledger) -> Costs:
 
 def storage_rows(ledger: Ledger) -> tuple[tuple[str, str, int, str], ...]:
     """Every storage on the device that takes memory, in the order in which they are made."""
-    names, size = [node.name for node in ledger.program.graph.nodes], ledger.swept.storage_bytes
+    names, size = [node.name for node in ledger.program.graph.nodes], ledger.avals.storage_bytes
     order = sorted(ledger.all_lives, key=lambda life: (life.born, life.storage))
     lives = [(life, ledger.makers[life.storage].name) for life in order if size[life.storage]]
     return tuple(

@@ -21,9 +21,9 @@ from torch import fx
 
 from passes.cost.accounting import count_flops
 from passes.program import ir
+from passes.program.abstract_eval import Avals, tensors
 from passes.program.operators import is_mutable, kind_of, name_of
 from passes.program.shift import arrive
-from passes.program.sweep import Sweep, tensors
 from passes.program.torch_private import c10d
 
 ROW = 65536
@@ -52,12 +52,12 @@ class Kernel:
     unwritten: frozenset[int] = frozenset()
 
 
-def fuse(program: ir.Program, swept: Sweep, fused: Fused = lambda node: True) -> list[Kernel]:
+def fuse(program: ir.Program, avals: Avals, fused: Fused = lambda node: True) -> list[Kernel]:
     """The program's kernels, each after those it needs, otherwise as the last of their operators stand.
 
     Of those that are not `fused` each operator is a kernel: what the eager backend runs.
     """
-    found = Fusion(program, swept, fused)
+    found = Fusion(program, avals, fused)
     found.join_levels()
     found.join_sole_readers()
     return in_order(found.kernels())
@@ -76,7 +76,7 @@ def in_order(kernels: Iterable[Kernel]) -> list[Kernel]:
     return list(done)
 
 
-def kind_of_kernel(node: fx.Node, swept: Sweep) -> Kind:
+def kind_of_kernel(node: fx.Node, avals: Avals) -> Kind:
     """What running an operator takes."""
     if node.target in WAITS:
         return "wait"
@@ -84,30 +84,30 @@ def kind_of_kernel(node: fx.Node, swept: Sweep) -> Kind:
         return "collective"
     if is_mutable(node):
         return "loop"
-    yielded = swept.storages(node)
-    if yielded <= set().union(*(swept.storages(n) for n in node.all_input_nodes)):
+    yielded = avals.storages(node)
+    if yielded <= set().union(*(avals.storages(n) for n in node.all_input_nodes)):
         return "view"
-    return "alone" if name_of(node) in ALONE or count_flops(node, swept) else "loop"
+    return "alone" if name_of(node) in ALONE or count_flops(node, avals) else "loop"
 
 
-def is_last(node: fx.Node, swept: Sweep) -> bool:
+def is_last(node: fx.Node, avals: Avals) -> bool:
     """Whether what reads this loop cannot run in it: it reduces more than a row, or a long one."""
-    operands = [v.layout.shape for n in node.all_input_nodes for v in tensors(swept.values[n])]
+    operands = [v.layout.shape for n in node.all_input_nodes for v in tensors(avals.values[n])]
     if name_of(node) in LOOKUPS or not operands:
         return False
     largest = max(operands, key=math.prod)
-    made = max((math.prod(v.layout.shape) for v in tensors(swept.values[node])), default=0)
+    made = max((math.prod(v.layout.shape) for v in tensors(avals.values[node])), default=0)
     row = largest[-1] if largest else 1
     return made < math.prod(largest) and (row > ROW or made * row < math.prod(largest))
 
 
-def is_cheap(node: fx.Node, swept: Sweep) -> bool:
+def is_cheap(node: fx.Node, avals: Avals) -> bool:
     """Whether a value is made of the entries of one other, which comes first, and of what is small beside it."""
     pointwise = torch.Tag.pointwise in node.target.tags and name_of(node) not in COSTLY  # type: ignore[union-attr]
     if not (pointwise or name_of(node) in COPIES) or not isinstance(node.args[0], fx.Node):
         return False
-    made = next(tensors(swept.values[node])).layout.shape
-    first, *rest = ([v.layout.shape for v in tensors(swept.values[n])] for n in node.all_input_nodes)
+    made = next(tensors(avals.values[node])).layout.shape
+    first, *rest = ([v.layout.shape for v in tensors(avals.values[n])] for n in node.all_input_nodes)
     small = all(SMALL * math.prod(shape) <= math.prod(made) for shapes in rest for shape in shapes)
     return small and [math.prod(shape) for shape in first] == [math.prod(made)]
 
@@ -115,9 +115,9 @@ def is_cheap(node: fx.Node, swept: Sweep) -> bool:
 class Fusion:
     """Groups of operators; a group is known by one of its nodes, which `group` finds."""
 
-    def __init__(self, program: ir.Program, swept: Sweep, fused: Fused):
-        self.swept = swept
-        self.kinds = {node: kind_of_kernel(node, swept) for node in program.calls()}
+    def __init__(self, program: ir.Program, avals: Avals, fused: Fused):
+        self.avals = avals
+        self.kinds = {node: kind_of_kernel(node, avals) for node in program.calls()}
         self.single = {node for node in self.kinds if not fused(node)}
         self.find_copies()
         self.needs: dict[fx.Node, set[fx.Node]] = {}  # the operators, views looked through, that a node reads
@@ -127,13 +127,13 @@ class Fusion:
             if self.kinds.get(node) not in ("view", "copy"):
                 for source in self.needs[node]:
                     self.readers[source].add(node)
-        self.last = {node for node, kind in self.kinds.items() if kind == "loop" and is_last(node, swept)}
+        self.last = {node for node, kind in self.kinds.items() if kind == "loop" and is_last(node, avals)}
         self.parent: dict[fx.Node, fx.Node] = {}
 
     def find_copies(self) -> None:
         """Mark what is cheap to make and read only by loops of its phase, through views and others so marked."""
         for node in reversed(self.kinds):
-            is_loop = self.kinds[node] == "loop" and is_cheap(node, self.swept)
+            is_loop = self.kinds[node] == "loop" and is_cheap(node, self.avals)
             if is_loop and node not in self.single and self.is_read_by_loops(node, ir.phase(node)):
                 self.kinds[node] = "copy"
 
@@ -234,15 +234,15 @@ class Fusion:
         seen: dict[int, dict[fx.Node, int]] = {}
         for node in kernel.nodes:
             reads = node.all_input_nodes[1:] if name_of(node) == "copy_" else node.all_input_nodes
-            limit = sum(v.layout.size_bytes for v in tensors(self.swept.values[node]))
+            limit = sum(v.layout.size_bytes for v in tensors(self.avals.values[node]))
             for operand in reads:
                 is_table = name_of(node) in LOOKUPS and operand is node.args[0]
                 source = self.read(operand)
-                for value in tensors(self.swept.values[source]):
+                for value in tensors(self.avals.values[source]):
                     if value.storage not in own:
                         size = min(value.layout.size_bytes, limit) if is_table else value.layout.size_bytes
                         seen.setdefault(value.storage, {})[source] = size
-        return sum(min(sum(sizes.values()), self.swept.storage_bytes[s]) for s, sizes in seen.items())
+        return sum(min(sum(sizes.values()), self.avals.storage_bytes[s]) for s, sizes in seen.items())
 
     def written_bytes(self, kernel: Kernel) -> int:
         """Bytes of results that are read outside, or that are written into what was there."""
@@ -250,7 +250,7 @@ class Fusion:
         for node in kernel.nodes:
             made = self.made(node)
             kept = not self.readers[node] <= own
-            for value in tensors(self.swept.values[node]):
+            for value in tensors(self.avals.values[node]):
                 if kept or value.storage not in made:
                     total += value.layout.size_bytes
         return total
@@ -266,5 +266,5 @@ class Fusion:
 
     def made(self, node: fx.Node) -> set[int]:
         """The storages that a node brings into being."""
-        given = set().union(*(self.swept.storages(n) for n in node.all_input_nodes))
-        return self.swept.storages(node) - given
+        given = set().union(*(self.avals.storages(n) for n in node.all_input_nodes))
+        return self.avals.storages(node) - given

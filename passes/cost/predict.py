@@ -22,8 +22,8 @@ from passes.cost.cluster import Cluster, Reach, between_nodes, collective_second
 from passes.cost.fusion import Fused, Kernel, fuse
 from passes.cost.timeline import Cost, Timeline, play
 from passes.program import ir, routed
+from passes.program.abstract_eval import Avals, abstract_eval, tensors
 from passes.program.operators import axis_of, bind, kind_of
-from passes.program.sweep import Sweep, sweep, tensors
 
 GROUPED = (routed.grouped_mm, routed.grouped_outer)
 
@@ -52,14 +52,14 @@ def predict(
     An `interpreted` program costs the host time for each operator, views included. Raises CompileError naming the first
     product in a dtype that the cluster has no rate for.
     """
-    swept = sweep(program, ctx)
-    costs = Costs(program, swept, cluster)
-    kernels = fuse(program, swept, fused)
+    avals = abstract_eval(program, ctx)
+    costs = Costs(program, avals, cluster)
+    kernels = fuse(program, avals, fused)
     rates = cluster.rates
     operators = operators_until(program, kernels) if interpreted else {}
     launch_s = (lambda kernel: rates.operator_s * operators[kernel]) if interpreted else (lambda kernel: rates.launch_s)
     timeline = play(kernels, costs.of, cluster.beside, launch_s, rates.host_computes)
-    return Prediction(timeline, costs.sent(kernels), written_peak(program, swept, kernels))
+    return Prediction(timeline, costs.sent(kernels), written_peak(program, avals, kernels))
 
 
 def operators_until(program: ir.Program, kernels: Iterable[Kernel]) -> dict[Kernel, int]:
@@ -72,14 +72,14 @@ def operators_until(program: ir.Program, kernels: Iterable[Kernel]) -> dict[Kern
     return found
 
 
-def written_peak(program: ir.Program, swept: Sweep, kernels: Iterable[Kernel]) -> int:
+def written_peak(program: ir.Program, avals: Avals, kernels: Iterable[Kernel]) -> int:
     """The most bytes alive at once in the program's order, of storages that are written at all."""
     unwritten = frozenset[int]().union(*(kernel.unwritten for kernel in kernels))
     change = [0] * (len(program.graph.nodes) + 1)
-    for storage, (born, last) in lifetimes(program, swept).items():
+    for storage, (born, last) in lifetimes(program, avals).items():
         if storage not in unwritten:
-            change[born] += swept.storage_bytes[storage]
-            change[last + 1] -= swept.storage_bytes[storage]
+            change[born] += avals.storage_bytes[storage]
+            change[last + 1] -= avals.storage_bytes[storage]
     return max(accumulate(change))
 
 
@@ -88,7 +88,7 @@ class Costs:
     """Seconds and bytes of the kernels of a program on a cluster."""
 
     program: ir.Program
-    swept: Sweep
+    avals: Avals
     cluster: Cluster
 
     def of(self, kernel: Kernel) -> Cost:
@@ -107,7 +107,7 @@ class Costs:
 
         Of experts that are spread over ranks, those of the rank that gets most rows: no more than it has room for.
         """
-        counted = count_flops(node, self.swept)
+        counted = count_flops(node, self.avals)
         if counted and node.target in GROUPED:
             return counted * min(self.cluster.expert_load, bind(node).get("among", 1.0))
         return counted / 2 if counted and kernel_of(node) and bind(node).get("is_causal") else counted
@@ -117,11 +117,11 @@ class Costs:
         rates = self.cluster.rates
         if kernel_of(node):
             behind = is_backward(node)
-            keys = next(tensors(self.swept.values[node.args[2 if behind else 1]])).layout
+            keys = next(tensors(self.avals.values[node.args[2 if behind else 1]])).layout
             return (rates.attention_backward if behind else rates.attention).at(keys.shape[-2])
         if node.target in GROUPED:
-            return rates.grouped.at(flops / groups(node, self.swept))
-        first = next(tensors(self.swept.values[node.all_input_nodes[0]])).layout
+            return rates.grouped.at(flops / groups(node, self.avals))
+        first = next(tensors(self.avals.values[node.all_input_nodes[0]])).layout
         kind = torch.float8_e4m3fn if first.dtype.is_floating_point and first.dtype.itemsize == 1 else first.dtype
         if kind not in rates.products:
             raise ir.CompileError("predict", node, f"computes in {first.dtype}, for which the cluster states no rate")
@@ -132,7 +132,7 @@ class Costs:
         (node,) = kernel.nodes
         kind, axis = kind_of(node), axis_of(node)
         assert kind is not None and axis is not None
-        sent = SENT[kind](payload_bytes(node, self.swept), self.program.mesh[axis])
+        sent = SENT[kind](payload_bytes(node, self.avals), self.program.mesh[axis])
         return kind, sent, reach(self.program.mesh, axis, self.cluster.gpus_per_node)
 
     def sent(self, kernels: Iterable[Kernel]) -> dict[tuple[str, str], float]:
@@ -146,7 +146,7 @@ class Costs:
         return dict(found)
 
 
-def groups(node: fx.Node, swept: Sweep) -> int:
+def groups(node: fx.Node, avals: Avals) -> int:
     """How many matrices a grouped product has."""
-    held = swept.values[node if node.target is routed.grouped_outer else node.args[1]]
+    held = avals.values[node if node.target is routed.grouped_outer else node.args[1]]
     return next(tensors(held)).layout.shape[0]

@@ -12,9 +12,9 @@ from passes.lower.calls import Calls, Executable
 from passes.lower.inductor import ALONE, Tell, Workers, compile_bodies, silent
 from passes.lower.segment import Segment
 from passes.program import ir
+from passes.program.abstract_eval import laid_out
 from passes.program.bodies import calls_of, flatten
 from passes.program.stages import Stage
-from passes.program.sweep import laid_out
 
 
 class NamingInterpreter(fx.Interpreter):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from passes.communication.borders import products_of
+from passes.communication.layer_starts import products_of
 from passes.communication.overlap import products_to_wait_for
 from passes.context import operators
 from passes.lower.calls import Kernels
@@ -29,9 +29,9 @@ from passes.lower.kernels import Libraries
 from passes.lower.ready import Ready, as_imported, untouched
 from passes.lower.store import Store, bound, replace
 from passes.program import ir
+from passes.program.abstract_eval import Layout
 from passes.program.bodies import Body, key_of
 from passes.program.signals import undisturbed
-from passes.program.sweep import Layout
 from passes.program.torch_private import (
     FakeTensorMode,
     build_cpp_header,

@@ -19,7 +19,7 @@ from torch import fx
 
 from passes.cost.accounting import count_flops
 from passes.program import ir
-from passes.program.sweep import Sweep, sweep
+from passes.program.abstract_eval import Avals, abstract_eval
 
 FLOPS_PER_BYTE = 150  # at which a kernel is as long computing as moving: about that of GPUs with bf16 tensor cores
 CLOSE = 0.002  # of the budget: how near to it the peak should come
@@ -42,16 +42,16 @@ class Problem:
         return sum(self.size.values())
 
 
-def pose(program: ir.Program, swept: Sweep, free: set[fx.Node]) -> Problem:
+def pose(program: ir.Program, avals: Avals, free: set[fx.Node]) -> Problem:
     """The problem of the forward nodes in `free`; a view of another value is never kept itself."""
     problem = Problem({}, {}, {n for n in free if any(ir.phase(u) == "backward" for u in n.users)})
     for node in free:
-        operands = [n for n in node.all_input_nodes if n in swept.values]
-        held = set().union(*(swept.storages(n) for n in operands)) if operands else set()
-        fresh = swept.storages(node) - held
-        moved = sum(swept.storage_bytes[s] for s in fresh | held) if fresh else 0
-        problem.cost[node] = max(moved, count_flops(node, swept) / FLOPS_PER_BYTE) if fresh else 0.0
-        problem.size[node] = sum(swept.storage_bytes[s] for s in fresh)
+        operands = [n for n in node.all_input_nodes if n in avals.values]
+        held = set().union(*(avals.storages(n) for n in operands)) if operands else set()
+        fresh = avals.storages(node) - held
+        moved = sum(avals.storage_bytes[s] for s in fresh | held) if fresh else 0
+        problem.cost[node] = max(moved, count_flops(node, avals) / FLOPS_PER_BYTE) if fresh else 0.0
+        problem.size[node] = sum(avals.storage_bytes[s] for s in fresh)
         problem.operands[node] = [n for n in node.all_input_nodes if n in free]
     return problem
 
@@ -106,8 +106,8 @@ def fit(
 ) -> Fitted:
     """The least of `free` to compute again so that the predicted peak leaves `headroom` (a share) of what is given."""
     budget_bytes = int(given_bytes * (1 - headroom))
-    swept = sweep(program, ctx)
-    problem = pose(program, swept, free)
+    avals = abstract_eval(program, ctx)
+    problem = pose(program, avals, free)
     least = peak(free)
     if least > budget_bytes:
         raise ir.Refused(
@@ -132,7 +132,7 @@ def fit(
         low = limit, found
         if found >= best_peak:
             best, best_peak = chosen, found
-    flops = sum(count_flops(node, swept) for node in best)
+    flops = sum(count_flops(node, avals) for node in best)
     note = (
         f"budget of {given_bytes / GIB:.4g} GiB: predicted peak {best_peak / GIB:.4g} GiB (least {least / GIB:.4g}, "
         f"keeping all {everything / GIB:.4g}), {flops:,} FLOPs repeated"

@@ -41,7 +41,7 @@ VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "unsqueeze", "squeeze", "
 SWAPS = (("transpose", [1, 2]), ("transpose", [2, 1]), ("permute", [0, 2, 1]))  # classes before tokens
 
 
-class Whole(Exception):
+class NotChunkable(Exception):
     """Why logits stay whole."""
 
 
@@ -77,16 +77,16 @@ class Found:
 
 
 def follow(product: fx.Node) -> Found:
-    """The head of a product; raises Whole naming what does not fit."""
+    """The head of a product; raises NotChunkable naming what does not fit."""
     found = Found(product)
     begin(found)
     node = product
     while found.loss is None:
         if len(node.users) != 1:
-            raise Whole(f"%{node.name} is read by {', '.join(map(describe, node.users)) or 'nothing'}")
+            raise NotChunkable(f"%{node.name} is read by {', '.join(map(describe, node.users)) or 'nothing'}")
         (user,) = node.users
         if not step(found, user, node):
-            raise Whole(f"what reads %{node.name} is {describe(user)}")
+            raise NotChunkable(f"what reads %{node.name} is {describe(user)}")
         node = user
     return found
 
@@ -102,12 +102,12 @@ def begin(found: Found) -> None:
     if name == "addmm":
         given = bind(product)
         if given.get("beta", 1) != 1 or given.get("alpha", 1) != 1:
-            raise Whole(f"%{product.name} scales its terms")
+            raise NotChunkable(f"%{product.name} scales its terms")
         take_bias(found, product.args[0])
     elif name == "linear" and len(product.args) > 2 and product.args[2] is not None:
         take_bias(found, product.args[2])
     if ir.example(found.weight).dim() != 2:
-        raise Whole(f"%{product.name} is no product by one matrix")
+        raise NotChunkable(f"%{product.name} is no product by one matrix")
 
 
 def take_bias(found: Found, bias: Any) -> bool:
@@ -170,15 +170,15 @@ def end(found: Found, node: fx.Node) -> bool:
     given = bind(node)
     target = ir.example(given["target"])
     if given.get("weight") is not None:
-        raise Whole(f"{describe(node)} weighs classes")
+        raise NotChunkable(f"{describe(node)} weighs classes")
     if (name_of(node) == "cross_entropy_loss") == found.logs:
-        raise Whole(f"{describe(node)} takes {'logits' if found.logs else 'logarithms'}")
+        raise NotChunkable(f"{describe(node)} takes {'logits' if found.logs else 'logarithms'}")
     if target.is_floating_point() or given.get("label_smoothing", 0.0):
-        raise Whole(f"{describe(node)} has labels that are no class ids, or smooths them")
+        raise NotChunkable(f"{describe(node)} has labels that are no class ids, or smooths them")
     if given.get("reduction", 1) == NONE:
-        raise Whole(f"{describe(node)} gives a loss a token")
+        raise NotChunkable(f"{describe(node)} gives a loss a token")
     if found.swapped != (target.dim() == 2):
-        raise Whole(f"{describe(node)} takes classes along another dim")
+        raise NotChunkable(f"{describe(node)} takes classes along another dim")
     found.loss = node
     return True
 
@@ -259,7 +259,7 @@ class ChunkLoss(ir.Pass):
             what = f"%{head.name} ({ir.source(head)}): {size / GIB:.4g} GiB of logits on a rank"
             try:
                 found = follow(copies[head])
-            except Whole as why:
+            except NotChunkable as why:
                 notes.append(f"{what} stay whole: {why}")
                 continue
             rewrite(found, chunks, ctx)

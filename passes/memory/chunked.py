@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from passes.program import boundary, ir
+from passes.program import ir, reshard
 from passes.program.builder import Builder
 from passes.program.functions import define, remember
 from passes.program.layout import entries
@@ -130,7 +130,7 @@ class Head:
     def over_all(self, lse: Tensor) -> Tensor:
         """log sum exp[m] over the classes of all ranks, from that over the rank's own."""
         for axis, parts in self.axes:
-            gathered = boundary.all_gather(lse.unsqueeze(0), 0, axis, parts, parts, lse.dtype, None)
+            gathered = reshard.all_gather(lse.unsqueeze(0), 0, axis, parts, parts, lse.dtype, None)
             lse = gathered.logsumexp(0)
         return lse
 

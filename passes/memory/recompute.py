@@ -19,7 +19,7 @@ import operator
 import torch
 from torch import Tensor, fx
 
-from passes.program import boundary, ir
+from passes.program import ir, reshard
 from passes.program.functions import communicates
 from passes.program.operators import is_mutable, is_operator, is_random, is_view, kind_of
 
@@ -68,7 +68,7 @@ def sent(program: ir.Program) -> set[fx.Node]:
 
 def does_nothing(node: fx.Node) -> bool:
     """Whether an operator yields its operand as it is."""
-    return is_view(node) or node.target is boundary.invariant_to_replicate
+    return is_view(node) or node.target is reshard.invariant_to_replicate
 
 
 # ---- the rewrite -----------------------------------------------------------------------------------

@@ -37,11 +37,11 @@ from passes.memory.budget import fit
 from passes.memory.offload import offload
 from passes.memory.recompute import near_writes, recompute, saved_bytes, saved_nodes, sent, storages, why_once
 from passes.program import ir
+from passes.program.abstract_eval import abstract_eval
+from passes.program.folds import Fold
 from passes.program.layer import Layer, within
 from passes.program.operators import kind_of, name_of
-from passes.program.rolls import Roll
 from passes.program.stages import Stage
-from passes.program.sweep import sweep
 from passes.program.weights import weight_nodes
 
 Action = Literal["save", "recompute", "offload"]
@@ -107,7 +107,7 @@ class Remat(ir.Pass):
     name = "remat"
     takes = (Stage.JOINT,)
     keeps = True
-    after = ("simplify", "dedupe", "add_first", "defer")  # which would merge what is computed again
+    after = ("simplify", "cse", "reassociate", "defer")  # which would merge what is computed again
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         if self.policy not in POLICIES:
@@ -151,8 +151,8 @@ class Remat(ir.Pass):
         copied, _, _ = rewrite(program, gathers | chosen)
         for step in self.following:
             copied, _ = step(copied, ctx)
-        swept = sweep(copied, ctx)
-        return peak_memory(copied, swept).bytes + self.reserved(copied)
+        avals = abstract_eval(copied, ctx)
+        return peak_memory(copied, avals).bytes + self.reserved(copied)
 
     # -- which nodes ------------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ class Remat(ir.Pass):
                 f"passes.remat.policy={self.policy} recomputes repeated layers (layers.0, layers.1, ...), "
                 "the model has none; set passes.remat.policy=none",
             )
-        policy = self.by_layer(layers, program.roll)
+        policy = self.by_layer(layers, program.fold)
         region: dict[fx.Node, Region] = {
             n: layer if (layer := ir.layer(n)) in policy else ir.checkpoint(n) or layer for n in program.calls()
         }
@@ -203,9 +203,9 @@ class Remat(ir.Pass):
             return self.modules[by_module[0]]
         return self.ops[by_op[0]] if by_op else None
 
-    def by_layer(self, layers: list[Layer], roll: Roll | None) -> dict[Layer | None, Policy]:
+    def by_layer(self, layers: list[Layer], fold: Fold | None) -> dict[Layer | None, Policy]:
         """The policy of each layer that does not keep everything."""
-        known = [*map(str, layers), *(roll.names() if roll else [])]
+        known = [*map(str, layers), *(fold.names() if fold else [])]
         every: dict[Layer, Policy] = dict.fromkeys(layers, self.policy)
         if self.policy == "every_n":
             every = {layer: "none" if i % self.every_n else "full" for i, layer in enumerate(layers)}

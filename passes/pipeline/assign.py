@@ -27,9 +27,9 @@ from torch import fx
 from passes.cost.accounting import count_flops
 from passes.pipeline.tasks import copy_name, own_name
 from passes.program import ir
+from passes.program.abstract_eval import Avals, abstract_eval
 from passes.program.layer import Layer
 from passes.program.stages import Stage
-from passes.program.sweep import Sweep, sweep
 
 LARGE = 2**20  # entries of a buffer: what is made of it is computed once and sent
 
@@ -50,11 +50,11 @@ class Assign(ir.Pass):
         if self.stages == 1:
             return program, ir.Report()
         program = program.copy()
-        swept = sweep(program, ctx)
-        free, weights = without_parameters(program, swept), of_parameters(program)
+        avals = abstract_eval(program, ctx)
+        free, weights = without_parameters(program, avals), of_parameters(program)
         work = [node for node in program.calls() if node not in free and node not in weights]
         units = next((units for units in finer(program, work) if len(units) >= self.stages), [])
-        costs = [1 + sum(count_flops(node, swept) for node in unit) for unit in units]
+        costs = [1 + sum(count_flops(node, avals) for node in unit) for unit in units]
         counts = self.layers or even(costs, self.stages)
         self.check(counts, len(units))
         of_unit = [stage for stage, count in enumerate(counts) for _ in range(count)]
@@ -80,7 +80,7 @@ class Assign(ir.Pass):
 # ---- what has a stage ---------------------------------------------------------------------------------
 
 
-def without_parameters(program: ir.Program, swept: Sweep) -> set[fx.Node]:
+def without_parameters(program: ir.Program, avals: Avals) -> set[fx.Node]:
     """Operators of which no parameter, product or large buffer is part: they are worth less than to be sent."""
     given = zip(program.placeholders(), program.inputs, strict=True)
     changed = {output.name for output in program.outputs if output.kind == "buffer"}
@@ -91,7 +91,7 @@ def without_parameters(program: ir.Program, swept: Sweep) -> set[fx.Node]:
     }
     free = set[fx.Node]()
     for node in program.calls():
-        if bound.isdisjoint(node.all_input_nodes) and not count_flops(node, swept):
+        if bound.isdisjoint(node.all_input_nodes) and not count_flops(node, avals):
             free.add(node)
         else:
             bound.add(node)

@@ -32,7 +32,7 @@ from passes.pipeline.tasks import (
     Task,
     own_name,
 )
-from passes.program import boundary, ir
+from passes.program import ir, reshard
 from passes.program.operators import is_view, kind_of
 from passes.program.spec import Spec
 from passes.program.weights import weight_nodes
@@ -210,7 +210,7 @@ class Cut:
 
     def is_carried(self, node: fx.Node) -> bool:
         """Whether a node is another task's; what does nothing, as a view, is made where it is read."""
-        moves_nothing = is_view(node) or node.target is boundary.invariant_to_replicate
+        moves_nothing = is_view(node) or node.target is reshard.invariant_to_replicate
         return self.tasks.get(node, self.task) != self.task and not moves_nothing
 
     def input(self, node: fx.Node) -> None:

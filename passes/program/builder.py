@@ -16,9 +16,9 @@ from passes.program.spec import Factor, Spec
 class Builder(Protocol):
     """Appends local operators to a graph, computing the fake value of each as it goes.
 
-    `coordinates` are the rank's by axis, with the table of a dealt sequence, `operators` the local operators
+    `coordinates` are the rank's by axis, with the block table of a sequence, `operators` the local operators
     made for this program by what makes them, `notes` lines for the pass's report, `context_method` the method of
-    context parallelism asked for. Ranks with other rows may be dealt other blocks of them, unless there is `one_table`
+    context parallelism asked for. Ranks with other rows may hold other blocks of them, unless there is `one_table`
     for all: something of several rows is exchanged.
     """
 

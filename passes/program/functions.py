@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, fx
 
 from passes.program import ir
-from passes.program.record import trace
 from passes.program.rewrite import layout, own_memory, splice
 from passes.program.torch_private import OpOverload
+from passes.program.trace import trace
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, fx
 
+from passes.program.folds import Fold
 from passes.program.layer import Layer, Role
 from passes.program.mesh import Mesh
 from passes.program.order import PLAIN, Order
-from passes.program.rolls import Roll
 from passes.program.spec import Spec
 from passes.program.stages import Stage
 from passes.program.torch_private import LazyGraphModule
@@ -67,7 +67,7 @@ class Output:
 class Program:
     """A graph whose placeholders are `inputs` and whose returned tuple is `outputs`, in order.
 
-    `stage` is how far it has come from the captured model to what is compiled. With `roll`, one of its layers
+    `stage` is how far it has come from the captured model to what is compiled. With `fold`, one of its layers
     stands for several. `bounds` computes of a batch, on one device, first and last of the keys that queries see, in
     turn for all attentions by interval that differ; it is there where a sequence is sharded and documents decide.
     """
@@ -77,7 +77,7 @@ class Program:
     outputs: tuple[Output, ...]
     mesh: Mesh = Mesh()
     stage: Stage = Stage.CAPTURED
-    roll: Roll | None = None
+    fold: Fold | None = None
     bounds: Program | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -106,7 +106,7 @@ class Program:
     @property
     def has_backward(self) -> bool:
         """Whether it is of training; an evaluation is the forward alone."""
-        differentiated = Stage.JOINT <= self.stage < Stage.EXPANDED
+        differentiated = Stage.JOINT <= self.stage < Stage.EXPLICIT
         return differentiated or any(phase(node) != "forward" for node in self.calls())
 
     def copy(self) -> Program:
@@ -186,7 +186,7 @@ class Report:
 class Context:
     """What passes may know beside the program: the fake mode its values live in, and what is known of operators.
 
-    `traced` are the graphs that operators were written as; `answers` are what custom ones yield (`sweep.py`).
+    `traced` are the graphs that operators were written as; `answers` are what custom ones yield (`abstract_eval.py`).
     """
 
     fake_mode: Any
@@ -232,7 +232,7 @@ class Refused(CompileError):
     """A model or an option that a pass cannot honour: for the user to change, not a defect of the pass."""
 
 
-class Uneven(CompileError):
+class LayersDiffer(CompileError):
     """What passes made of a layer cannot be repeated for those that it stands for."""
 
 

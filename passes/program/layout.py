@@ -15,7 +15,7 @@ from torch import Tensor
 from passes.program.mesh import BLOCKS, Mesh
 from passes.program.spec import Factor
 
-Coordinates = Mapping[str, Tensor]  # the rank's, 0-d int64, and the table of a dealt sequence, i64[P, blocks]
+Coordinates = Mapping[str, Tensor]  # the rank's, 0-d int64, and the block table of a sequence, i64[P, blocks]
 
 
 def entries(factor: Factor, mesh: Mesh, coordinates: Coordinates, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -66,7 +66,7 @@ def locate(index: Tensor, factor: Factor, mesh: Mesh, coordinates: Coordinates) 
 
 
 def own_blocks(coordinates: Coordinates, axis: str) -> Tensor:
-    """The numbers of the blocks that the rank holds of a dealt sequence, i64[blocks]."""
+    """The numbers of the blocks that the rank holds of a sequence in blocks, i64[blocks]."""
     return coordinates[BLOCKS].index_select(0, coordinates[axis].view(1)).view(-1)
 
 

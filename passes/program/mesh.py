@@ -1,4 +1,24 @@
-"""A mesh of ranks with named axes, and where each rank stands in it."""
+"""A mesh of ranks with named axes: the coordinates of each rank, and the groups that communicate.
+
+    >>> mesh = Mesh.of({"dp_shard": 2, "tp": 2})
+    >>> mesh.world_size, mesh.coordinates(3)
+    (4, {'dp_shard': 1, 'tp': 1})
+    >>> mesh.groups("tp"), mesh.groups("dp_shard")
+    ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
+
+An axis has sub-axes: neighbours alone, or ranks that stand alike among their neighbours.
+
+    >>> Mesh.of({"cp": 8}).groups("cp.inner2")
+    [[0, 1], [2, 3], [4, 5], [6, 7]]
+    >>> Mesh.of({"cp": 8}).groups("cp.outer2")
+    [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+Several axes may be one: parameters are stored over `fsdp`, which is `dp_shard`, `ep` and `cp` together.
+
+    >>> mesh = Mesh.of({"dp_shard": 2, "cp": 3})
+    >>> mesh.stored_over, mesh["fsdp"]
+    ('fsdp', 6)
+"""
 
 from __future__ import annotations
 
@@ -10,7 +30,7 @@ from dataclasses import dataclass, replace
 AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 BATCH_AXES = ("dp_replicate", "dp_shard", "ep")
 SEQUENCE_AXIS = "cp"
-BLOCKS = "blocks"  # the table of a dealt sequence, as an input of a program
+BLOCKS = "blocks"  # the block table of a sequence, as an input of a program
 HOPS = "hops"  # how far keys travel at each step of a ring, on the host
 DATA_AXES = (*BATCH_AXES, SEQUENCE_AXIS)
 STORED = ("dp_shard", "ep", "cp")
@@ -23,11 +43,7 @@ FLATTENED = {"fsdp": STORED, "experts": ("ep", "cp"), "experts_tp": ("ep", "cp",
 class Mesh:
     """Axis sizes in the order of `AXES`, the first axis outermost: rank = ((pp * P1 + dp_replicate) * P2 + ...).
 
-    Parameters are stored over `dp_shard`, `ep` and `cp` together, which have a common name as one axis, `fsdp`: of 6
-    ranks with `dp_shard` of 2 and `cp` of 3.
-    `ep` are those of `dp_shard` among which experts are spread, with all of `cp` (and, if `experts` says so, of `tp`).
-    Of any axis neighbours alone may communicate, or ranks that stand alike among theirs: with `cp` of 8, "cp.inner2"
-    are 4 groups of 2 neighbours and "cp.outer2" 2 groups of 4, one rank of each 2.
+    `ep` is the part of `dp_shard` that experts are sharded over, with `cp`, and with `tp` if it is in `experts`.
     """
 
     sizes: tuple[tuple[str, int], ...] = ()

@@ -18,14 +18,14 @@ import torch
 from torch import fx
 
 from passes.program import ir
-from passes.program.boundary import BOUNDARY_OPS, Kind
+from passes.program.reshard import RESHARD_OPS, Kind
 from passes.program.shift import SHIFTS
 from passes.program.torch_private import OpOverload, c10d
 
 GRADIENTS = "gradients"  # whose a communicator is, where an axis has one for them and one for the rest
-# of boundary operators, of the functional collectives that they become, and of the steps of a ring
+# of reshard operators, of the functional collectives that they become, and of the steps of a ring
 KINDS: dict[OpOverload, Kind] = {
-    **{op: record.kind for op, record in BOUNDARY_OPS.items() if record.kind},
+    **{op: record.kind for op, record in RESHARD_OPS.items() if record.kind},
     c10d.all_gather_into_tensor.default: "all_gather",
     c10d.all_gather_into_tensor_coalesced.default: "all_gather",
     c10d.reduce_scatter_tensor.default: "reduce_scatter",

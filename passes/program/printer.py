@@ -45,7 +45,7 @@ def print_program(program: ir.Program) -> str:
     mesh = " ".join([*sizes, *(f"{name}={'*'.join(axes)}" for name, axes in program.mesh.flattened.items())])
     nodes = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
     lines = [f"# mesh: {mesh or 'one device'}", f"# stage: {program.stage}"]
-    lines += [f"# rolled: {program.roll}"] if program.roll else []
+    lines += [f"# folded: {program.fold}"] if program.fold else []
     lines += [f"# inputs: {len(program.inputs)}", *_inputs(program), *_counts(program)]
     lines += [f"# outputs: {len(program.outputs)}", *_outputs(program)]
     lines += [f"# nodes: {len(nodes)}", *map(format_node, nodes)]

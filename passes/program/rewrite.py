@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from passes.program import ir
-from passes.program.record import trace
-from passes.program.sweep import Layout, map_values
+from passes.program.abstract_eval import Layout, map_values
+from passes.program.trace import trace
 
 
 def inline(node: fx.Node, fn: Callable[..., Any], ctx: ir.Context) -> list[fx.Node]:

@@ -105,8 +105,8 @@ class Writer:
 
     def program(self, program: ir.Program) -> dict[str, Any]:
         """A program, with those that compute its counts and bounds."""
-        if program.roll or any(True for _ in program.module.named_children()):
-            raise Unwritable("it is rolled up, or an operator calls a graph")
+        if program.fold or any(True for _ in program.module.named_children()):
+            raise Unwritable("it is folded up, or an operator calls a graph")
         return {
             "inputs": [self.input(given) for given in program.inputs],
             "outputs": [[o.name, o.kind, self.spec(o.spec)] for o in program.outputs],

@@ -1,15 +1,27 @@
 """Where a tensor's values live on the mesh.
 
-A dim is a product of factors, major to minor, and a factor is split over mesh axes in order: a
-flattened `[B, T]` with T on tp is one dim of the factors `B` and `T@tp`. A shard of `n` over `p`
+A dim is a product of factors, major to minor, and a factor is sharded over mesh axes in order. A shard of `n` over `p`
 ranks has `ceil(n / p)` entries on every rank; the tail is padding, whose content `fill` records.
+
+    >>> mesh = Mesh.of({"tp": 2})
+    >>> rows = Spec(((Factor(5, ("tp",)),), (Factor(4),)))
+    >>> print(rows, rows.local_shape(mesh))
+    [5@tp, 4] (3, 4)
+    >>> [shard(torch.arange(5), Spec(rows.dims[:1]), mesh, rank).tolist() for rank in mesh]
+    [[0, 1, 2], [3, 4, 0]]
+    >>> flattened = Spec(((Factor(2), Factor(6, ("tp",))),))  # [batch, sequence] as one dim, its sequence on tp
+    >>> print(flattened, flattened.local_shape(mesh))
+    [2*6@tp] (6,)
 
 On an axis that shards none of its factors a tensor is
 - partial: the ranks hold terms of a sum (or max);
 - replicate: a full copy whose uses differ by rank, so that its gradient is partial;
 - invariant: the same value, used the same way, on every rank, as is its gradient.
 
-The words are those of spmd_types (JAX calls replicate `reduced`, its gradient `unreduced`).
+The words are those of spmd_types; JAX calls replicate `reduced` and its gradient `unreduced`.
+
+    >>> print(Spec(((Factor(4),),), partial=(("tp", "sum"),)).gradient())
+    [4] replicate(tp)
 """
 
 from __future__ import annotations

@@ -26,9 +26,9 @@ class Rule:
     reduced   factors that vanish: sharded, the result is partial in the way named (sum or max)
     whole     factors that must not be sharded
     linear    sets of operands in which, jointly, the result is linear: partial sums pass through
-    needs     what the padding of a reduced factor must hold in every operand that has it
-    fills     from what each operand's padding holds (NaN: it has none) to what the result's does (None: anything)
-    safe      operand -> value its padding must hold so that the result stays finite
+    pad_in    what the padding of a reduced factor must hold in every operand that has it
+    pad_out   from what each operand's padding holds (NaN: it has none) to what the result's does (None: anything)
+    pad_safe  operand -> value its padding must hold so that the result stays finite
     moves     the result is the operand's own entries, rearranged: conversions may hoist above it
     resize    rewrites size arguments for local shapes: (args, local result shape) -> args
     emit      builds the local node where a plain call of the operator is not enough
@@ -48,9 +48,9 @@ class Rule:
     reduced: Mapping[str, str] = field(default_factory=dict)
     whole: frozenset[str] = frozenset()
     linear: frozenset[frozenset[int]] = frozenset()
-    needs: float = 0.0
-    fills: Callable[[list[float | None]], float | None] = lambda fills: None
-    safe: Mapping[int, float] = field(default_factory=dict)
+    pad_in: float = 0.0
+    pad_out: Callable[[list[float | None]], float | None] = lambda fills: None
+    pad_safe: Mapping[int, float] = field(default_factory=dict)
     moves: bool = False
     resize: Callable[[tuple, tuple[int, ...]], tuple] | None = None
     emit: Emit | None = None
@@ -172,8 +172,8 @@ def from_text(text: str) -> RuleMaker:
             reduced,
             whole,
             linear,
-            needs=-math.inf if "max" in reduced.values() else 0.0,
-            fills=zero_if_zero if linear else lambda f: None,
+            pad_in=-math.inf if "max" in reduced.values() else 0.0,
+            pad_out=zero_if_zero if linear else lambda f: None,
             moves=["moves"] in words,
         )
 

@@ -55,7 +55,7 @@ def matmul(node: fx.Node) -> Rule:
         sizes,
         {"k": "sum"},
         linear=frozenset([frozenset([0]), frozenset([1])]),
-        fills=zero_if_zero,
+        pad_out=zero_if_zero,
     )
 
 

@@ -202,7 +202,7 @@ def slice_scatter(node: fx.Node) -> Rule:
         {f"d{d}": n for d, n in enumerate(shape)} | {"s": ir.example(tensor_operands(node)[1]).shape[dim]},
         whole=frozenset([f"d{dim}", "s"]),
         linear=frozenset([frozenset([0, 1])]),
-        fills=same_fill,
+        pad_out=same_fill,
     )
 
 
@@ -226,7 +226,7 @@ def index_put(node: fx.Node) -> Rule:
         sizes,
         whole=frozenset(sizes) - {f"d{d}" for d in free},
         linear=frozenset([frozenset([0, len(indices) + 1])]),
-        fills=lambda fills: same_fill([fills[0], fills[-1]]),
+        pad_out=lambda fills: same_fill([fills[0], fills[-1]]),
     )
 
 

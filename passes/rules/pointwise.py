@@ -36,6 +36,7 @@ LINEAR = {
     "div": [{0}],
 }
 MOVES = {"clone", "contiguous", "alias"}
+UNDEFINED = {"empty_like"}  # what they yield is whatever lay in memory, which differs from call to call
 # What padding must hold (operand -> value) lest the result or its gradient be infinite.
 SAFE = {
     "log": {0: 1.0},
@@ -90,7 +91,7 @@ def _fills(node: fx.Node, name: str) -> Callable[[list[float | None]], float | N
     def apply(fills: list[float | None]) -> float | None:
         if name == "mul" and 0.0 in fills:
             return 0.0
-        if any(f is None or math.isnan(f) for f in fills) or not fills:
+        if any(f is None or math.isnan(f) for f in fills) or not fills or name in UNDEFINED:
             return None
         values = iter(torch.tensor(f, dtype=ir.example(n).dtype) for f, n in zip(fills, tensor_operands(node)))
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: next(values) if ir.is_tensor(n) else n)
@@ -115,8 +116,8 @@ def rule(node: fx.Node) -> Rule:
         (result,),
         {f"d{i}": n for i, n in enumerate(out) if n != 1},
         linear=frozenset(linear),
-        fills=_fills(node, name),
-        safe={i: v for i, v in _safe(node, name).items() if i < len(operands)},
+        pad_out=_fills(node, name),
+        pad_safe={i: v for i, v in _safe(node, name).items() if i < len(operands)},
         moves=name in MOVES,
     )
 

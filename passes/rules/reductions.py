@@ -38,7 +38,7 @@ def fold(node: fx.Node) -> Rule:
     how, needs = FOLDS[name_of(node)]
     reduced = {n: how for i in folded for n in names[i]}
     linear = frozenset([frozenset([0])]) if name_of(node) == "sum" else frozenset()
-    return Rule((names,), (result,), sizes, reduced, linear=linear, needs=needs)
+    return Rule((names,), (result,), sizes, reduced, linear=linear, pad_in=needs)
 
 
 def whole_fold(node: fx.Node) -> Rule:
@@ -64,7 +64,7 @@ def normalize(node: fx.Node) -> Rule:
         (names,),
         {f"d{i}": n for i, n in enumerate(shape) if n != 1},
         whole=frozenset(n for dim in last for n in dim),
-        fills=_norm_fills(len(weights), node),
+        pad_out=_norm_fills(len(weights), node),
     )
 
 

@@ -26,8 +26,8 @@ def spread(node: fx.Node) -> Rule:
         ((("n",),),),
         ((("d",), ("n",)),),
         {"n": ir.example(ids).shape[0], "d": owners},  # type: ignore[arg-type, dict-item]
-        safe={0: groups},  # type: ignore[dict-item]
-        fills=lambda fills: -(-groups // owners),  # type: ignore[operator]
+        pad_safe={0: groups},  # type: ignore[dict-item]
+        pad_out=lambda fills: -(-groups // owners),  # type: ignore[operator]
         emit=_emit_spread,
         puts=frozenset("d"),
     )
@@ -52,7 +52,7 @@ def order(node: fx.Node) -> Rule:
     slots, sizes = _slots(node)
     nowhere: float = node.args[1]  # type: ignore[assignment]
     dims = (("d",), slots)
-    return Rule((dims,), (dims,), sizes, whole=frozenset("k"), safe={0: nowhere}, only={"t": ONLY})
+    return Rule((dims,), (dims,), sizes, whole=frozenset("k"), pad_safe={0: nowhere}, only={"t": ONLY})
 
 
 def ends(node: fx.Node) -> Rule:
@@ -64,7 +64,7 @@ def ends(node: fx.Node) -> Rule:
         sizes | {"e": groups},  # type: ignore[dict-item]
         {name: "sum" for name in slots},
         whole=frozenset("ek"),
-        needs=groups,  # type: ignore[arg-type]
+        pad_in=groups,  # type: ignore[arg-type]
         only={"t": ONLY},
     )
 
@@ -84,7 +84,7 @@ def histogram(node: fx.Node) -> Rule:
     if size is None:
         return opaque(node)
     sizes = {"n": size, "e": bins}
-    return Rule(((("n",),),), ((("e",),),), sizes, {"n": "sum"}, whole=frozenset("e"), needs=high + 1)  # type: ignore
+    return Rule(((("n",),),), ((("e",),),), sizes, {"n": "sum"}, whole=frozenset("e"), pad_in=high + 1)  # type: ignore
 
 
 def rows(node: fx.Node) -> Rule:
@@ -129,7 +129,7 @@ def sends(node: fx.Node) -> Rule:
         ((("d",), ("s",), ("c",)),),
         sizes,
         whole=frozenset("kdsc"),
-        safe={0: groups},  # type: ignore[dict-item]
+        pad_safe={0: groups},  # type: ignore[dict-item]
         resize=lambda args, shape: (*args[:4], shape[1], *args[5:]),
         only={"t": ONLY},
         rides={"s": "t"},
@@ -258,7 +258,7 @@ def grouped_mm(node: fx.Node) -> Rule:
         {"k": "sum"},
         whole=frozenset("ep" if own else "epr"),
         linear=frozenset([frozenset([0]), frozenset([1])]),
-        fills=zero_if_zero,
+        pad_out=zero_if_zero,
         only={"r": ONLY},
         leads={"r": 0, "d": 2},
         terms={2: "r"},

@@ -71,7 +71,7 @@ def convolution(node: fx.Node) -> Rule:
         {f: n for f, n in sizes.items() if n > 1},
         {"c": "sum"},
         whole=frozenset(whole | ({"c"} if bias else set())),
-        fills=zero_if_zero if not bias else lambda fills: None,
+        pad_out=zero_if_zero if not bias else lambda fills: None,
         resize=_local_groups,
     )
 
@@ -96,7 +96,7 @@ def constant_pad(node: fx.Node) -> Rule:
         sizes,
         whole=frozenset(f"{tag}{d}" for d in changed for tag in "do"),
         linear=frozenset([frozenset([0])]) if value == 0 else frozenset(),
-        fills=lambda fills: same_fill([*fills, float(value)]),  # type: ignore[arg-type]
+        pad_out=lambda fills: same_fill([*fills, float(value)]),  # type: ignore[arg-type]
     )
 
 
@@ -113,7 +113,7 @@ def windows(node: fx.Node) -> Rule:
         {f"d{d}": n for d, n in enumerate(shape)} | {"o": out[dim], "k": out[-1]},
         whole=frozenset({f"d{dim}", "o", "k"}),
         linear=frozenset([frozenset([0])]),
-        fills=same_fill,
+        pad_out=same_fill,
     )
 
 

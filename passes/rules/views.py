@@ -63,7 +63,7 @@ def _moving(dims: Sequence[Names], out: Sequence[Names], sizes: dict[str, int], 
         sizes,
         whole=whole | more.pop("whole", frozenset()),
         linear=frozenset([frozenset([0])]),
-        fills=same_fill,
+        pad_out=same_fill,
         moves=True,
         **more,
     )
@@ -136,7 +136,7 @@ def cut(node: fx.Node) -> Rule:
         sizes,
         whole=frozenset(whole),
         linear=frozenset([frozenset([0])]),
-        fills=same_fill,
+        pad_out=same_fill,
     )
 
 
@@ -167,7 +167,7 @@ def join(node: fx.Node) -> Rule:
         sizes,
         whole=frozenset(whole),
         linear=frozenset([frozenset(range(len(operands)))]),
-        fills=same_fill,
+        pad_out=same_fill,
     )
 
 
@@ -205,7 +205,7 @@ def diagonal(node: fx.Node) -> Rule:
         {f"d{d}": n for d, n in enumerate(shape)} | {"o": out[-1]},
         whole=frozenset({f"d{d}" for d in pair} | {"o"}),
         linear=frozenset([frozenset([0])]),
-        fills=same_fill,
+        pad_out=same_fill,
     )
 
 
@@ -218,7 +218,7 @@ def as_pairs(node: fx.Node) -> Rule:
     dims, results = (names if len(s) < len(longer) else [*names, ("pair",)] for s in (shape, out))
     sizes = {f"d{i}": n for i, n in enumerate(longer[:-1]) if n != 1} | {"pair": 2}
     zero = frozenset([frozenset([0])])
-    return Rule((tuple(dims),), (tuple(results),), sizes, whole=frozenset({"pair"}), linear=zero, fills=zero_if_zero)
+    return Rule((tuple(dims),), (tuple(results),), sizes, whole=frozenset({"pair"}), linear=zero, pad_out=zero_if_zero)
 
 
 def rules() -> dict[str, RuleMaker]:

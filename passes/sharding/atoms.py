@@ -1,4 +1,20 @@
-"""Common refinement of what a rule and the specs it meets say about the factors of each dim."""
+"""Common refinement of a rule's factors and the factors of the specs that it meets.
+
+A rule of `[b, t*d]` knows two factors in its second dim, 6 and 8. An operand whose 48 entries are 3 shards of 16 cuts
+the factor `t` in two: its atoms are 3, which `tp` shards, and 2.
+
+    >>> rule = Rule(((("b",), ("t", "d")),), ((("b",), ("t",), ("d",)),), {"b": 4, "t": 6, "d": 8})
+    >>> atoms = refine(rule, [((Factor(4),), (Factor(3, ("tp",)), Factor(16)))], [0], Mesh.of({"tp": 3}))
+    >>> atoms.operands[0], atoms.sizes
+    ((('b',), ('t.#0', 't.#1', 'd')), {'b': 4, 't.#0': 3, 't.#1': 2, 'd': 8})
+    >>> print(*atoms.held[0][1])
+    3@tp 2 8
+
+Where no such atoms exist, as of 6 x 4 and 4 x 6, the operand is gathered first.
+
+    >>> common_sizes([4, 6], [8, 3]), common_sizes([4, 6], [6, 4])
+    ([4, 2, 3], None)
+"""
 
 from __future__ import annotations
 

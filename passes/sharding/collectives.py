@@ -1,9 +1,9 @@
-"""Write the boundary operators as functional collectives of the axis-named groups.
+"""Write the reshard operators as functional collectives of the axis-named groups.
 
     psum(x, "tp")   ->   wait_tensor(all_reduce(x, "sum", "tp"))
 
-The definitions are those of `passes/program/boundary.py`, and of `routed.py` for what moves rows to their experts.
-After this pass no boundary operator is left.
+The definitions are those of `passes/program/reshard.py`, and of `routed.py` for what moves rows to their experts.
+After this pass no reshard operator is left.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from passes.program import ir
-from passes.program.boundary import BOUNDARY_OPS
 from passes.program.functions import body_of, results_of
 from passes.program.layer import Layer
+from passes.program.reshard import RESHARD_OPS
 from passes.program.rewrite import inline_alike
 from passes.program.routed import EXPANSIONS as ROUTED
 from passes.program.stages import Stage
 
-DEFINITIONS = {**{op: record.body for op, record in BOUNDARY_OPS.items()}, **ROUTED}
+DEFINITIONS = {**{op: record.body for op, record in RESHARD_OPS.items()}, **ROUTED}
 
 
 def _contiguous(body: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -54,11 +54,11 @@ def put_in_line(program: ir.Program, ctx: ir.Context) -> None:
 
 @dataclass(frozen=True)
 class Expand(ir.Pass):
-    """Replace every boundary operator by its collectives."""
+    """Replace every reshard operator by its collectives."""
 
     name = "collectives"
-    takes = (Stage.LOCAL, Stage.JOINT, Stage.STEP, Stage.SCHEDULED)
-    gives = Stage.EXPANDED
+    takes = (Stage.LOCAL, Stage.JOINT, Stage.STEP, Stage.BUCKETED)
+    gives = Stage.EXPLICIT
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         if not any(body_of(node) or node.target in DEFINITIONS for node in program.calls()):
@@ -67,8 +67,8 @@ class Expand(ir.Pass):
         counts: Counter[str] = Counter()
         put_in_line(program, ctx)
         for node in list(program.calls()):
-            if node.target in BOUNDARY_OPS:
-                counts[BOUNDARY_OPS[node.target].name] += 1
+            if node.target in RESHARD_OPS:
+                counts[RESHARD_OPS[node.target].name] += 1
             if definition := DEFINITIONS.get(node.target):
                 inline_alike(node, _contiguous(definition), ctx)
         program.module.recompile()

@@ -1,4 +1,16 @@
-"""From one placement to another: the boundary operators that take a local tensor there."""
+"""Reshard: the operators that take a local tensor from one placement to another.
+
+    [5, 4] sum(tp)     ->  [5@tp, 4]              reduce_scatter
+    [5@tp, 4]          ->  [5, 4@tp]              all_to_all
+    [5@tp, 4]          ->  [5, 4] replicate(tp)   all_gather
+    [5@tp, 4]          ->  [5, 4]                 all_gather_invariant
+    [5, 4]             ->  [5@tp, 4]              invariant_to_shard
+    [5, 4]             ->  [5, 4] replicate(tp)   invariant_to_replicate
+
+A conversion of several axes is made an axis at a time, in this order: reduce sums, then shard copies, then gather or
+exchange shards, from the innermost axis outwards. What a gather leaves whole may have to be sharded anew on another
+axis, so copies are sharded once more at the end.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.program import boundary, ir
+from passes.program import ir, reshard
 from passes.program.builder import Builder
 from passes.program.layout import to_natural_order, to_rank_order
 from passes.program.mesh import BATCH_AXES, BLOCKS
@@ -134,13 +146,13 @@ class _Steps:
         for axis, how in self.reductions(target):
             k, i = target["where"].get(axis, (0, -1))
             if how == "max":
-                self.call(boundary.pmax, axis, axis)
+                self.call(reshard.pmax, axis, axis)
             elif i >= 0 and self.flat[k].axes == target["factors"][k].axes[:i]:
                 self.to_ranks(k, axis)
-                self.call(boundary.reduce_scatter, axis, k, axis, self.mesh[axis], dtype, None)
+                self.call(reshard.reduce_scatter, axis, k, axis, self.mesh[axis], dtype, None)
                 self.pad_with(0.0, k, axis)
             else:
-                self.call(boundary.psum, axis, axis, dtype, None)
+                self.call(reshard.psum, axis, axis, dtype, None)
             for done in self.mesh.over(axis):
                 del self.partial[done]
 
@@ -162,7 +174,7 @@ class _Steps:
             if self.has_grad:
                 if self.reduce_dtype is not None and self.is_cast:
                     self.value, self.cast = self.before_cast()
-                self.call(boundary.invariant_to_replicate, axis, axis, self.reduce_dtype)
+                self.call(reshard.invariant_to_replicate, axis, axis, self.reduce_dtype)
             self.replicate.update(self.mesh.over(axis))
 
     def state(self, axis: str) -> str:
@@ -183,7 +195,7 @@ class _Steps:
                     self.make_replicate_on(a for a in over if self.state(a) == "invariant")
                 self.to_ranks(k, axis)
                 differs = "replicate" in states and self.has_grad
-                op = boundary.replicate_to_shard if differs else boundary.invariant_to_shard
+                op = reshard.replicate_to_shard if differs else reshard.invariant_to_shard
                 self.call(op, axis, self.builder.coordinates[axis], k, axis, self.mesh[axis])
                 self.replicate.difference_update(over)
                 self.pad_with(0.0, k, axis)
@@ -215,10 +227,10 @@ class _Steps:
         axis_size = self.mesh[axis]
         held = size if factor.order_over(axis).is_plain else axis_size * factor.local(self.mesh)
         if same:
-            self.call(boundary.all_gather_invariant, axis, self.builder.coordinates[axis], k, axis, axis_size, held)
+            self.call(reshard.all_gather_invariant, axis, self.builder.coordinates[axis], k, axis, axis_size, held)
         else:
             self.value, dtype = self.before_cast()
-            self.call(boundary.all_gather, axis, k, axis, axis_size, held, dtype, self.reduce_dtype)
+            self.call(reshard.all_gather, axis, k, axis, axis_size, held, dtype, self.reduce_dtype)
             self.replicate.update(self.mesh.over(axis))
         self.from_ranks(k, axis, size)
         self.set_axes(k, factor.axes[:-1])
@@ -266,7 +278,7 @@ class _Steps:
         size = replace(factor, axes=factor.axes[:-1]).local(self.mesh)
         self.to_ranks(j, axis)
         held = size if factor.order_over(axis).is_plain else self.mesh[axis] * factor.local(self.mesh)
-        self.call(boundary.all_to_all, axis, j, k, held, axis, self.mesh[axis])
+        self.call(reshard.all_to_all, axis, j, k, held, axis, self.mesh[axis])
         self.from_ranks(k, axis, size)
         self.set_axes(k, factor.axes[:-1])
         self.pad_with(0.0, j, axis)
@@ -276,14 +288,14 @@ class _Steps:
         for axis in sorted(self.replicate - target["replicate"]):
             if self.state(axis) == "replicate":
                 if self.has_grad:
-                    self.call(boundary.replicate_to_invariant, axis, self.builder.coordinates[axis], axis)
+                    self.call(reshard.replicate_to_invariant, axis, self.builder.coordinates[axis], axis)
                 self.replicate.discard(axis)
 
     def spread_terms(self, target: dict[str, Any]) -> None:
         """A copy as the terms of a sum, where one is wanted: the first rank's is the value, the others' are zero."""
         for axis in target["partial"]:
             if axis not in self.partial:
-                self.call(boundary.invariant_to_partial, axis, self.builder.coordinates[axis], axis)
+                self.call(reshard.invariant_to_partial, axis, self.builder.coordinates[axis], axis)
                 self.partial[axis] = "sum"
 
     def finish(self, after: Spec) -> fx.Node:

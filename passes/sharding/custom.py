@@ -1,9 +1,12 @@
-"""Custom autograd functions: both bodies are partitioned by the same rules, the backward stays the author's.
+"""Custom autograd functions: forward and backward are partitioned by the same rules, each as a program of its own.
 
-The forward body is placed as its operands are; the backward body gets what the forward saved, and gradients placed
-as the dual of the results, and must leave gradients placed as the dual of the operands: sums where the
-forward read a replicate copy, zeros in padding. It holds for any function, whatever its backward computes: one
-that makes something of a zero gradient (`g + 0.01 * x`) makes it of padding's, too.
+    forward   x [3@dp_shard, 4], w [4] replicate(dp_shard)      placed as the operands of the call are
+    backward  g [3@dp_shard, 4], saved x, w                     g is placed as the gradient of the result
+              -> gradient of x [3@dp_shard, 4], of w [4] sum(dp_shard)
+
+The backward returns gradients placed as those of the operands: partial sums where the forward read a replicate copy,
+and zeros in padding. This holds for any function, whatever its backward computes: one that makes something of a zero
+gradient (`g + 0.01 * x`) makes it of padding's too, and the zeros are put there.
 """
 
 from __future__ import annotations
@@ -20,10 +23,10 @@ from passes.program.builder import Builder
 from passes.program.functions import Function, define, function_of, remember
 from passes.program.mesh import BLOCKS, Mesh
 from passes.program.operators import is_mutable
-from passes.program.record import Unknown, trace
 from passes.program.rewrite import splice
 from passes.program.spec import Spec
 from passes.program.torch_private import LazyGraphModule
+from passes.program.trace import UnknownTensor, trace
 from passes.rules import tensor_operands
 from passes.sharding.normalize import Normalize
 
@@ -39,7 +42,7 @@ def body_graph(name: str, fn: Callable[..., Any], examples: list[Tensor], ctx: i
         fresh = [torch.empty(e.shape, dtype=e.dtype, device=e.device) for e in examples]
     try:
         graph = trace(lambda *t: tuple(fn(*t)), fresh, ctx)
-    except Unknown as error:
+    except UnknownTensor as error:
         raise ir.Refused("shard", None, f"{name} uses {error}; make it an argument of the function") from error
     for node in [n for n in graph.nodes if is_mutable(n)]:  # those into what the body makes itself are gone
         if not own:

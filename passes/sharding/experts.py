@@ -50,7 +50,7 @@ Written = Literal["there", "back", "product", "by expert"]  # what is written in
 AT_SIZE = ("view", "reshape", "_unsafe_view", "expand")  # operators that are told the shape of their result
 
 
-class Minds(Exception):
+class NotRowwise(Exception):
     """A node between sort and inverse that does not treat each row by itself."""
 
 
@@ -103,7 +103,7 @@ class Experts(ir.Pass):
                 continue
             try:
                 region = follow(node)
-            except Minds as error:
+            except NotRowwise as error:
                 notes.append(f"%{node.name} ({ir.source(node)}): rows sorted by expert are gathered: {error}")
                 continue
             met.update(region.kinds)
@@ -166,7 +166,7 @@ def follow(sort: fx.Node) -> Region:
         region.kinds[user] = "permutation" if user.args[1] else "ids"
     for node in sort.graph.nodes:
         if node.op == "output" and any(region.kind(n) for n in node.all_input_nodes):
-            raise Minds("the model returns them")
+            raise NotRowwise("the model returns them")
         if node.op == "call_function" and node not in region.kinds and any(map(region.kind, node.all_input_nodes)):
             classify(region, node)
     return region
@@ -190,7 +190,7 @@ def classify(region: Region, node: fx.Node) -> None:
     elif name in ("floor_divide", "div") and first == "permutation" and divides_down(node):
         region.kinds[node], region.share[node] = "tokens", node.args[1]  # type: ignore[assignment]
         if len(set(region.share.values())) > 1:
-            raise Minds(f"%{node.name} ({ir.source(node)}) takes them for another number of choices a token")
+            raise NotRowwise(f"%{node.name} ({ir.source(node)}) takes them for another number of choices a token")
     elif first in COUNTING and (counted := count(region, node, name, first)):
         region.kinds[node] = counted
         region.unsorted |= {node} if node.args[0] in region.unsorted else set()
@@ -203,7 +203,7 @@ def classify(region: Region, node: fx.Node) -> None:
     elif set(kinds) <= {"rows", None} and by_row(region, node):
         region.kinds[node] = "rows"
     elif not set(kinds) <= {"counts", "ends", None} and not only_unsorted(region, node):
-        raise Minds(f"%{node.name} ({ir.source(node)}) is {name or node.target} of them")
+        raise NotRowwise(f"%{node.name} ({ir.source(node)}) is {name or node.target} of them")
 
 
 def only_unsorted(region: Region, node: fx.Node) -> bool:
@@ -242,9 +242,9 @@ def product(region: Region, node: fx.Node) -> None:
     rest = (*node.args[3:], *node.kwargs.values())
     groups = ir.example(weight).shape[0]  # type: ignore[arg-type]
     if ir.example(weight).dim() != 3 or any(a is not None for a in rest):  # type: ignore[arg-type]
-        raise Minds(f"%{node.name} ({ir.source(node)}) is a product with a bias, or of another form")
+        raise NotRowwise(f"%{node.name} ({ir.source(node)}) is a product with a bias, or of another form")
     if groups != ir.example(ends).shape[0] or region.groups not in (0, groups):  # type: ignore[arg-type]
-        raise Minds(f"%{node.name} ({ir.source(node)}) has {groups} experts, others {region.groups}")
+        raise NotRowwise(f"%{node.name} ({ir.source(node)}) has {groups} experts, others {region.groups}")
     region.groups = groups
     region.kinds[node] = "rows"
     region.written[node] = "product"
@@ -257,23 +257,23 @@ def look_up(region: Region, node: fx.Node) -> None:
     if kind in ("permutation", "tokens") and not region.kind(table):
         share = region.share.get(index, 1)
         if share * size != region.size:
-            raise Minds(f"%{node.name} ({ir.source(node)}) looks {region.size} rows up in {size}, {share} for each")
+            raise NotRowwise(f"%{node.name} ({ir.source(node)}) looks {region.size} rows up in {size}, {share} each")
         region.kinds[node], region.written[node] = "rows", "there"
     elif kind == "ids" and not region.kind(table):
         region.kinds[node], region.written[node] = "rows", "by expert"
     elif kind == "inverse" and region.kind(table) == "rows":
         region.written[node] = "back"
     else:
-        raise Minds(f"%{node.name} ({ir.source(node)}) looks them up otherwise")
+        raise NotRowwise(f"%{node.name} ({ir.source(node)}) looks them up otherwise")
 
 
 def looked_up(node: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """(a table, the index of its first dim); raises Minds if the index is another."""
+    """(a table, the index of its first dim); raises NotRowwise if the index is another."""
     if name_of(node) == "index_select" and node.args[1] == 0:
         return node.args[0], node.args[2]  # type: ignore[return-value]
     indices = node.args[1] if name_of(node) == "index" else None
     if not isinstance(indices, (list, tuple)) or len(indices) != 1 or ir.example(indices[0]).dim() != 1:  # type: ignore[arg-type]
-        raise Minds(f"%{node.name} ({ir.source(node)}) looks them up by more than one index")
+        raise NotRowwise(f"%{node.name} ({ir.source(node)}) looks them up by more than one index")
     return node.args[0], indices[0]  # type: ignore[return-value]
 
 
@@ -288,7 +288,7 @@ def put(region: Region, node: fx.Node) -> None:
         if isinstance(value, fx.Node) and counts_up(value) and ir.example(value).shape == (region.size,):
             region.kinds[node] = "inverse"
             return
-    raise Minds(f"%{node.name} ({ir.source(node)}) puts them elsewhere")
+    raise NotRowwise(f"%{node.name} ({ir.source(node)}) puts them elsewhere")
 
 
 def counts_up(node: fx.Node) -> bool:
@@ -313,7 +313,7 @@ def by_row(region: Region, node: fx.Node) -> bool:
     if len(names) != 1 or len(row := names.pop()) != 1 or row[0] in rule.whole or row[0] in rule.reduced:
         return False
     elsewhere = any(row[0] in n for i, dims in zip(operands, rule.operands) for n in dims[bool(region.kind(i)) :])
-    return not elsewhere and not rule.safe and all(dims and dims[0] == row for dims in rule.results)
+    return not elsewhere and not rule.pad_safe and all(dims and dims[0] == row for dims in rule.results)
 
 
 # ---- what is written instead ---------------------------------------------------------------------------------

@@ -1,4 +1,13 @@
-"""Build the local graph that every rank runs, from the placements that `propagate` decided."""
+"""Build the local graph that every rank runs, from the placements that `propagate` decided.
+
+    linear(x, up.weight)                      up.weight [6@dp_shard, 4] is needed as [6, 4] replicate(dp_shard)
+becomes
+    %all_gather_default = all_gather(%p_model_up_weight, 0, "dp_shard", 2, 6, f32, None)
+    %linear_default = linear(%values_0, %all_gather_default)
+
+A value is converted once for all its users that need the same placement. Padding is filled with what a rule needs
+before the operator that would otherwise count it, and sizes among an operator's arguments become local ones.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +22,16 @@ import torch
 from torch import Tensor, fx
 
 from passes.cost.accounting import sent_bytes
-from passes.program import boundary, ir
+from passes.program import ir, reshard
+from passes.program.abstract_eval import recorded
 from passes.program.layout import entries
 from passes.program.mesh import BATCH_AXES, BLOCKS, HOPS, SEQUENCE_AXIS, Mesh
 from passes.program.operators import kind_of
-from passes.program.record import trace
 from passes.program.rewrite import graft
 from passes.program.shift import divisors
 from passes.program.spec import Dim, Factor, Spec
 from passes.program.stages import Stage
-from passes.program.sweep import recorded
+from passes.program.trace import trace
 from passes.rules import Rule, tensor_operands
 from passes.sharding.atoms import common_sizes, merge_dim, split_dim
 from passes.sharding.convert import convert
@@ -251,7 +260,7 @@ class Partitioner:
         for node, given in zip(placeholders, inputs, strict=True):
             while given.kind == "parameter" and len(node.users) == 1:
                 (user,) = node.users
-                if user.target is not boundary.invariant_to_replicate:
+                if user.target is not reshard.invariant_to_replicate:
                     break
                 replicate = (*given.spec.replicate, *self.program.mesh.over(str(user.args[1])))
                 given = replace(given, spec=replace(given.spec, replicate=replicate))
@@ -340,11 +349,11 @@ class Partitioner:
         rule = decision.rule
         if not spec.padded(self.program.mesh):
             return x
-        if i in rule.safe and spec.fill != rule.safe[i]:
-            return self.builder.fill_padding(x, spec, rule.safe[i])
+        if i in rule.pad_safe and spec.fill != rule.pad_safe[i]:
+            return self.builder.fill_padding(x, spec, rule.pad_safe[i])
         stops_gradient = rule_is_fold(rule) and ir.may_have_gradient(x)
-        if (spec.fill != rule.needs or stops_gradient) and (folded := self.folded_padding(i, spec, rule)):
-            return self.builder.fill_padding(x, spec, rule.needs, folded)
+        if (spec.fill != rule.pad_in or stops_gradient) and (folded := self.folded_padding(i, spec, rule)):
+            return self.builder.fill_padding(x, spec, rule.pad_in, folded)
         return x
 
     def folded_padding(self, i: int, spec: Spec, rule: Rule) -> list[int]:

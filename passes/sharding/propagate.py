@@ -1,10 +1,18 @@
-"""Decide, operator by operator, how each tensor is placed: one forward sweep over the global graph.
+"""Decide, operator by operator, how each tensor is placed: one forward walk over the global graph.
 
-On each mesh axis an operator shards at most one factor of its rule. Where operands disagree,
-`dp_*` and `cp` axes keep the activations and move the weights, `tp` keeps the weights and moves the activations, as
-those do that experts are spread over where the weights are experts'; what is left goes to the cheaper side by bytes. A
-partial sum is carried through linear operators that alone use it and reduced before anything else: into shards of the
-sequence where sequence parallelism is on (or of whatever dim the other operands shard), else into a full copy.
+    x [3@dp_shard, 4], up.weight [6@dp_shard, 4]    they disagree on dp_shard: the activation stays, the weight moves
+    linear                                          up.weight is needed as [6, 4] replicate(dp_shard)
+
+    x [3, 4], up.weight [6@tp, 4]                   on tp the weight stays
+    linear                                          gives [3, 6@tp]
+    linear with down.weight [4, 6@tp]               gives [3, 4] sum(tp), reduced before `square`, which is not linear
+
+On each mesh axis an operator shards at most one factor of its rule. Where operands disagree, the data axes (`dp_*`,
+`cp`) keep activations in place and move weights; `tp` keeps weights in place and moves activations, and so do the axes
+of experts for expert weights. Remaining ties keep the larger operand in place.
+
+A partial sum passes through linear operators while they alone use it, and is reduced before anything else: into shards
+of the sequence with sequence parallelism (or of whatever dim the other operands shard), else into a full copy.
 """
 
 from __future__ import annotations
@@ -258,7 +266,7 @@ class _Sweep:
         }
         states = {axis: [self.plan.current(n).state(axis) for n in operands] for axis in self.mesh.axes}
         wanted = [self.operand_spec(i, atoms, axes, labels, choice, states) for i in range(len(operands))]
-        held = [atoms.rule.safe.get(i, self.plan.current(n).fill) for i, n in enumerate(operands)]
+        held = [atoms.rule.pad_safe.get(i, self.plan.current(n).fill) for i, n in enumerate(operands)]
         results = [
             replace(
                 self.result_spec(dims, atoms, axes, labels, choice, states),
@@ -273,7 +281,8 @@ class _Sweep:
         padded = [n for dim in dims for n in dim if self.factor(n, atoms, axes).padded(self.mesh)]
         lacks = [{n for dim in operand for n in dim}.isdisjoint for operand in atoms.operands]
         found = {
-            atoms.rule.fills([math.nan if lacking([n]) else fill for lacking, fill in zip(lacks, held)]) for n in padded
+            atoms.rule.pad_out([math.nan if lacking([n]) else fill for lacking, fill in zip(lacks, held)])
+            for n in padded
         }
         return found.pop() if len(found) == 1 else None if found else 0.0
 

@@ -79,7 +79,7 @@ def _emit(builder: Builder, node: fx.Node, operands: list[fx.Node], specs: list[
 def global_index(spec: Spec, mesh: Mesh, places: Mapping[str, Tensor], device: torch.device) -> Tensor:
     """For every local entry (padding included) its index in the full tensor, int64 of the local shape.
 
-    `places` are the rank's coordinates on the axes that shard, 0-d int64, and the table of a dealt one.
+    `places` are the rank's coordinates on the axes that shard, 0-d int64, and the block table.
     """
     factors = [f for dim in spec.dims for f in dim]
     local = [f.local(mesh) for f in factors]

@@ -5,7 +5,7 @@ becomes
     all_gather(w, 0, "dp_shard")
     linear(x, all_gather)
 
-`propagate` decides placements, `partition` emits local operators and the boundary operators between them.
+`propagate` decides placements, `partition` emits local operators and the reshard operators between them.
 Refuses, under `strict`, an operator that has no rule and so needs its operands whole.
 """
 

@@ -89,7 +89,7 @@ class ApplyOnly(ir.Pass):
     reduce_dtype: torch.dtype | None = None
     name = "apply"
     takes = (Stage.JOINT,)
-    after = ("add_first", "defer")  # which say what is left to it
+    after = ("reassociate", "defer")  # which say what is left to it
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         graph = fx.Graph()

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.program import boundary, ir
+from passes.program import ir, reshard
 from passes.program.mesh import Mesh
 from passes.program.rewrite import Editor
 from passes.program.spec import Spec
@@ -35,7 +35,7 @@ class Defer(ir.Pass):
 
     name = "defer"
     takes = (Stage.JOINT,)
-    after = ("simplify", "dedupe", "add_first")  # which leave one reduction of a gradient
+    after = ("simplify", "cse", "reassociate")  # which leave one reduction of a gradient
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
@@ -57,7 +57,7 @@ class Defer(ir.Pass):
 def reductions(gradient: fx.Node) -> Iterator[fx.Node]:
     """The casts and sums over ranks that end in a gradient, the last first."""
     node = gradient
-    while len(node.users) == 1 and (node.target in CASTS or node.target in boundary.SUMS):
+    while len(node.users) == 1 and (node.target in CASTS or node.target in reshard.SUMS):
         yield node
         node = node.args[0]  # type: ignore[assignment]
 
@@ -66,7 +66,7 @@ def terms(gradient: fx.Node, spec: Spec, steps: Sequence[fx.Node], mesh: Mesh) -
     """What is summed in these steps, and its placement."""
     node = gradient
     for step in steps:
-        if step.target in boundary.SUMS:
+        if step.target in reshard.SUMS:
             before = summed(step, spec, mesh)
             if before is None:
                 break
@@ -76,11 +76,11 @@ def terms(gradient: fx.Node, spec: Spec, steps: Sequence[fx.Node], mesh: Mesh) -
 
 def summed(node: fx.Node, after: Spec, mesh: Mesh) -> Spec | None:
     """The placement of what is summed to a value placed as `after`; None where it is not known."""
-    a = boundary.BOUNDARY_OPS[node.target].named(node.args[1:])
+    a = reshard.RESHARD_OPS[node.target].named(node.args[1:])
     if a.axis not in mesh.names:
         return None
     partial = (*((axis, "sum") for axis in mesh.over(a.axis)), *after.partial)
-    if node.target is boundary.psum:
+    if node.target is reshard.psum:
         return replace(after, partial=partial)
     factors = after.dims[a.dim]
     found = [f for f in factors if f.axes[-1:] == (a.axis,)]
@@ -110,8 +110,8 @@ def complete(
 
     for dim, (old, new) in enumerate(zip(before.dims, after.dims, strict=True)):
         for axis in (axis for factor in new for axis in factor.axes if not any(axis in f.axes for f in old)):
-            total = put(boundary.reduce_scatter, dim, axis, mesh[axis])
+            total = put(reshard.reduce_scatter, dim, axis, mesh[axis])
             left = [other for other in left if other not in mesh.over(axis)]
     for axis in mesh.flatten(left):
-        total = put(boundary.psum, axis)
+        total = put(reshard.psum, axis)
     return total

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.pipeline.tasks import SQUARE, square_of
-from passes.program import boundary, ir
+from passes.program import ir, reshard
 from passes.program.spec import Spec
 from passes.program.stages import Stage
 from passes.update.appender import Appender, coordinates_of
@@ -40,7 +40,7 @@ def reduce_gradient(
     dtype = ir.example(gradient).dtype
     for axis in axes:
         gradient = append.call(
-            ("psum", axis), lambda g, axis=axis: boundary.psum(g, axis, dtype, reduce_dtype), gradient
+            ("psum", axis), lambda g, axis=axis: reshard.psum(g, axis, dtype, reduce_dtype), gradient
         )
     return gradient
 
@@ -66,7 +66,7 @@ def squared_norm(
     append.parameter, totals = "", []
     for axes, total in sums.items():
         for axis in axes:
-            total = append.call(("psum", axis), lambda x, axis=axis: boundary.psum(x, axis, x.dtype, None), total)
+            total = append.call(("psum", axis), lambda x, axis=axis: reshard.psum(x, axis, x.dtype, None), total)
         totals.append(total)
     return append.call(("add", len(totals)), lambda *s: torch.stack(s).sum(), *totals)
 

@@ -17,10 +17,10 @@ from passes.program.stages import Stage
 
 HARMLESS = {
     ("intervals", "chunk_loss"): "one rewrites attention, the other what comes after the last layer",
-    ("means", "lay_out"): "one rewrites the loss, the other says which tokens a rank has",
-    ("lay_out", "experts"): "experts take rows in any order",
-    ("simplify", "dedupe"): "either finds less where the other has not been",
-    ("dedupe", "add_first"): "either finds less where the other has not been",
+    ("token_mean", "sequence_layout"): "one rewrites the loss, the other says which tokens a rank has",
+    ("sequence_layout", "experts"): "experts take rows in any order",
+    ("simplify", "cse"): "either finds less where the other has not been",
+    ("cse", "reassociate"): "either finds less where the other has not been",
 }
 Order = tuple[Passes, Passes]  # of the forward, and of what follows
 
@@ -75,7 +75,7 @@ def test_every_pass_moved_to_the_end_is_refused_by_name():
             assert refused(moved).startswith("pass "), step.name
 
 
-MESHES = {"means": {"dp_shard": 2, "cp": 2}, "lay_out": {"cp": 2}, "intervals": {"cp": 2}}
+MESHES = {"token_mean": {"dp_shard": 2, "cp": 2}, "sequence_layout": {"cp": 2}, "intervals": {"cp": 2}}
 
 
 @pytest.mark.parametrize("pair", HARMLESS, ids="-".join)
@@ -92,6 +92,6 @@ def test_a_harmless_swap_trains_as_on_one_device(pair, monkeypatch):
 
     monkeypatch.setattr(compiling, "build_pipeline", build)
     passes = {"chunk_loss": {"chunks": 2}} if "chunk_loss" in pair else {}
-    microbatches = 2 if "means" in pair else 1
+    microbatches = 2 if "token_mean" in pair else 1
     mesh = MESHES.get(pair[0], {"dp_shard": 2, "tp": 2})
     trained_alike(llama(), llama_loss, batches(rows=6), mesh, microbatches=microbatches, passes=passes)

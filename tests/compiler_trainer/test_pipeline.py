@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compiler_trainer.config.schema import CastConfig, OptimConfig, PassesConfig, RematConfig, ScheduleConfig
+from compiler_trainer.config.schema import CastConfig, CommunicationConfig, OptimConfig, PassesConfig, RematConfig
 from compiler_trainer.pipeline import build_pipeline
 from passes.check.runner import check_order
 from passes.program.stages import Stage
@@ -42,11 +42,11 @@ def test_microbatches_split_the_step():
 
 def test_options_reach_their_passes():
     passes = PassesConfig(cast=CastConfig(None, "float32"), remat=RematConfig("full", False),
-                          schedule=ScheduleConfig(0.5))
+                          communication=CommunicationConfig(0.5))
     found = build_pipeline(passes, OptimConfig("sgd", momentum=0.9, max_norm=2.0), MASTERS, 1)
     step = named(found.train["step"])
     assert (step["remat"].policy, step["remat"].regather) == ("full", False)
-    assert step["schedule"].bucket_mib == 0.5
+    assert step["bucket"].bucket_mib == 0.5
     assert (step["optimize"].optimizer, step["optimize"].max_norm) == (SGD(0.9, 0.0), 2.0)
     assert step["optimize"].reduce_dtype == named(found.forward)["shard"].reduce_dtype == torch.float32
 

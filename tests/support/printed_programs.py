@@ -10,7 +10,7 @@ from torch import nn
 
 from compiler_trainer.capture.capture import capture
 from passes.autograd.joint import Joint
-from passes.program import boundary, ir
+from passes.program import ir, reshard
 from passes.program.mesh import Mesh
 from passes.program.spec import Spec
 from passes.sharding.normalize import Normalize
@@ -26,13 +26,13 @@ def linear_program() -> tuple[Small, ir.Program]:
     small = Small(dp_shard=2)
     w = small.input("wq.weight", cut((8, 4), dp_shard=0), dtype=F32)
     x = small.input("x", cut((3, 4), dp_shard=0), "batch", F32)
-    full = small.call(boundary.all_gather, w, 0, "dp_shard", 2, 8, F32, None)
+    full = small.call(reshard.all_gather, w, 0, "dp_shard", 2, 8, F32, None)
     y = small.call(aten.linear.default, x, full, spec=cut((3, 8), dp_shard=0))
     frames = ("/home/someone/model.py", 31), ("/lib/torch/nn/modules/linear.py", 9)
     y.meta["stack_trace"] = "\n".join(f'  File "{file}", line {line}, in forward' for file, line in frames)
     y.meta["nn_module_stack"] = {"": ("", ""), "wq": ("layers.0.wq", "")}
     total = small.call(aten.sum.dim_IntList, y, [0, 1], dtype=F32, spec=Spec((), (("dp_shard", "sum"),)))
-    done = small.call(boundary.psum, total, "dp_shard", F32, None, phase="backward")
+    done = small.call(reshard.psum, total, "dp_shard", F32, None, phase="backward")
     return small, small.program([("loss", "loss", done, Spec(()))])
 
 

@@ -15,7 +15,7 @@ from verified import apply
 from passes.autograd.joint import Joint
 from passes.check.simulate import Lockstep, coordinate
 from passes.context.balance import hops_of, ranks_that_meet
-from passes.context.lay_out import bounds_in
+from passes.context.sequence_layout import bounds_in
 from passes.program import ir
 from passes.program.mesh import HOPS, Mesh
 from passes.program.operators import name_of

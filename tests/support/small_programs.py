@@ -56,7 +56,7 @@ class Small:
 
 def ordered(program: ir.Program, ctx: ir.Context) -> ir.Program:
     """The program in its own order, in which `segment` takes it."""
-    return Overlap(ahead=0)(program, ctx)[0]
+    return Overlap(prefetch=0)(program, ctx)[0]
 
 
 def cut(shape: Iterable[int], **dims: int) -> Spec:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from compiler_trainer.config.schema import ContextConfig, DataConfig
 from compiler_trainer.data.datasets import build_datasets
-from passes.context.balance import deal, imbalance, ranks_that_meet, work_of_blocks
+from passes.context.balance import assign_blocks, imbalance, ranks_that_meet, work_of_blocks
 from passes.context.call import METHODS, Call, Pairs
 from passes.program.mesh import Mesh
 from passes.program.order import PLAIN, ZIGZAG, Order
@@ -65,9 +65,9 @@ def balance(tokens: int, corpus: Tensor) -> Table:
     causal = torch.arange(tokens)[None] + 1
     for ranks in RANKS:
         mesh = Mesh.of({"cp": ranks})
-        cells = [f"{imbalance([causal], mesh, lay_out(causal, ranks)):.4f}" for lay_out in LAYOUTS.values()]
-        for lay_out in LAYOUTS.values():
-            each = [imbalance([row], mesh, lay_out(row, ranks)) for row in (corpus + 1)[:, None]]
+        cells = [f"{imbalance([causal], mesh, layout(causal, ranks)):.4f}" for layout in LAYOUTS.values()]
+        for sequence_layout in LAYOUTS.values():
+            each = [imbalance([row], mesh, sequence_layout(row, ranks)) for row in (corpus + 1)[:, None]]
             cells.append(f"{mean(each):.3f}, {max(each):.3f}")
         table.add_row(str(ranks), *cells)
     return table
@@ -99,9 +99,9 @@ def steps_of(positions: Tensor, ranks: int, order: Order) -> Pairs:
 
 
 def in_blocks(seen: Tensor, ranks: int) -> Order:
-    """The order with blocks of a row dealt by what its queries see."""
+    """The order with blocks of a row shared out by what its queries see."""
     count = 2 * ranks * -(-seen.shape[-1] // (2 * ranks * BLOCK))
-    return Order(table=deal(work_of_blocks([seen], count), ranks))
+    return Order(table=assign_blocks(work_of_blocks([seen], count), ranks))
 
 
 LAYOUTS: dict[str, Callable[[Tensor, int], Order]] = {

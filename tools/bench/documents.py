@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from passes.context import visible  # noqa: F401, the kernel
+from passes.context import interval_cpu  # noqa: F401, the kernel
 from passes.program.attend import attend, attend_backward
 
 Contender = Callable[[], object]

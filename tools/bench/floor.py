@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from compiler_trainer.step.step import Step
 from passes.cost.accounting import formula_of
 from passes.program import ir
-from passes.program.sweep import Layout
+from passes.program.abstract_eval import Layout
 from passes.program.torch_private import OpOverload
 
 ROUNDS = 5

@@ -104,8 +104,8 @@ def context() -> Case:
     return Case(Reader().double(), loss, batches, mesh, optim, {"context": {"method": "ring"}})
 
 
-def dealt() -> Case:
-    """The same, each row's blocks of two tokens dealt out by its documents."""
+def in_blocks() -> Case:
+    """The same, each row's blocks of two tokens shared out by its documents."""
     case = context()
     return replace(case, passes={"context": {"method": "ring", "load_balance": "blocks", "block": 2}})
 
@@ -353,7 +353,7 @@ CASES = {  # cheap ones first
     "images": images,
     "llama": llama,
     "context": context,
-    "dealt": dealt,
+    "blocks": in_blocks,
     "cast": cast,
     "experts": experts,
 }

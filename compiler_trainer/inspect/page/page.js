@@ -85,7 +85,7 @@ function passesHtml() {
     `<td class="n">${s.seconds === null ? "" : s.seconds.toFixed(2)}</td><td><span class="meter" style="width:${(60 * (s.seconds ?? 0)) / most}px"></span></td>` +
     columns.map(([, key, of]) => `<td class="n">${s[key] ? of(s[key]) : ""}</td>`).join("") + "</tr>");
   const heads = columns.map(([head]) => `<th class="n">${head}</th>`).join("");
-  return `<h2>Passes</h2><p class="quiet">Each pass rewrites the graph of a program (forward, step, evaluate). Bytes and FLOPs are of one rank once the graph is sharded.${run.rolled ? ` While passes ran, ${escapeHtml(run.rolled)}; costs are of all layers, nodes of those that stand.` : ""}</p>` +
+  return `<h2>Passes</h2><p class="quiet">Each pass rewrites the graph of a program (forward, step, evaluate). Bytes and FLOPs are of one rank once the graph is sharded.${run.folded ? ` While passes ran, ${escapeHtml(run.folded)}; costs are of all layers, nodes of those that stand.` : ""}</p>` +
     `<div class="table"><table id="passes"><thead><tr><th>pass</th><th>what it does, and how often</th><th class="n">seconds</th><th></th>${heads}</tr></thead><tbody>${rows.join("")}</tbody></table></div>`;
 }
 
@@ -136,7 +136,7 @@ async function start() {
   run = JSON.parse(await unpack("data"));
   document.getElementById("title").textContent = run.name;
   const stages = run.pipeline ? [["pp", run.pipeline.slots.length]] : [];
-  document.getElementById("mesh").textContent = [...stages, ...Object.entries(run.mesh)].map(([axis, n]) => `${axis} ${n}${run.folded.includes(axis) ? " (head and tail)" : axis in run.blocks ? ` (${run.blocks[axis]} blocks)` : ""}`).join(" × ") || "one device";
+  document.getElementById("mesh").textContent = [...stages, ...Object.entries(run.mesh)].map(([axis, n]) => `${axis} ${n}${run.zigzag.includes(axis) ? " (head and tail)" : axis in run.blocks ? ` (${run.blocks[axis]} blocks)` : ""}`).join(" × ") || "one device";
   document.getElementById("theme").onclick = switchTheme;
   for (const begin of [startRun, startGraph, startDiff, startMemory, startCommunication, startPipeline, startExperts, startSharding, startKeys]) begin();
   addEventListener("hashchange", route);

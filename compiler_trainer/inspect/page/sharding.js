@@ -40,7 +40,7 @@ function placement(spec) {
 const over = (axis) => run.flattened[axis] ?? [axis];
 const ranks = (axis) => over(axis).reduce((n, a) => n * run.mesh[a], 1);
 const place = (axis, at) => over(axis).reduce((k, a) => k * run.mesh[a] + at[a], 0);
-const chunks = (axis) => run.folded.includes(axis) ? 2 : run.blocks[axis] ?? 1;
+const chunks = (axis) => run.zigzag.includes(axis) ? 2 : run.blocks[axis] ?? 1;
 const pieces = (axis) => ranks(axis) * chunks(axis);
 const share = (size, axis) => Math.ceil(size / pieces(axis)) * chunks(axis);
 /** The numbers of the chunks that a rank holds; of blocks, which each batch deals anew, as where work rises evenly. */

@@ -25,7 +25,7 @@ from compiler_trainer.pipeline import build_pipeline
 from compiler_trainer.training.nonfinite import Lost
 from compiler_trainer.training.trainer import train
 from passes import rules
-from passes.program import boundary, ir
+from passes.program import ir, reshard
 from passes.program.printer import op_name
 from passes.program.stages import Stage
 from passes.sharding.convert import _Steps
@@ -102,7 +102,7 @@ class DropSum(ir.Pass):
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         program = program.copy()
-        for psum in [node for node in program.calls() if node.target is boundary.psum][:drops]:
+        for psum in [node for node in program.calls() if node.target is reshard.psum][:drops]:
             psum.replace_all_uses_with(psum.args[0])
             program.graph.erase_node(psum)
         program.module.recompile()
@@ -137,10 +137,10 @@ def test_a_copy_that_is_not_varied_is_illegal_at_its_use(tmp_path):
 
 
 def test_a_wrong_gradient_of_a_boundary_operator_is_found_at_its_call(tmp_path):
-    right = boundary.reduce_scatter  # which is how `all_gather` is differentiated
+    right = reshard.reduce_scatter  # which is how `all_gather` is differentiated
 
     def plant(patch):
-        patch.setattr(boundary, "reduce_scatter", lambda *gradient_and_how: right(*gradient_and_how) / 2)
+        patch.setattr(reshard, "reduce_scatter", lambda *gradient_and_how: right(*gradient_and_how) / 2)
 
     finding = found_and_mended(tmp_path, plant, mesh={"dp_shard": 2})
     assert at(finding) == ("differs", "joint", "all_gather", "down")

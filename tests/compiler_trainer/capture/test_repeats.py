@@ -180,6 +180,6 @@ def test_passes_see_the_layers_and_the_model_trains_as_on_one_device(stack, mode
     assert saved["saved_bytes_after"] < saved["saved_bytes_before"] / 4  # what layers are given alone
     assert reports["overlap"]["counts"]["with_products_beside_after"] > 0
     if stack == "blocks":  # whose layers have parameters of their own
-        notes = " ".join(reports["schedule"]["notes"])
+        notes = " ".join(reports["bucket"]["notes"])
         assert notes.count("8 all_gather as one") == notes.count("8 reduce_scatter as one") == 4
         assert any(" 3 calls, 55 nodes" in note for note in reports["segment"]["notes"])  # the last ends in the head

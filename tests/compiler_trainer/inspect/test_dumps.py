@@ -23,7 +23,7 @@ NOTHING = Accounting((), {}, 0, 0, 0, "x", "", {})
 
 def test_a_line_is_taken_apart():
     parsed = dumps.parse(print_program(linear_program()[1]))
-    assert (parsed.mesh, parsed.folded, parsed.stage) == ({"dp_shard": 2}, frozenset(), "local")
+    assert (parsed.mesh, parsed.zigzag, parsed.stage) == ({"dp_shard": 2}, frozenset(), "local")
     weight, batch, gather, linear, total, done = parsed.nodes
     assert (weight.op, weight.label, weight.is_input) == ("parameter", "wq.weight", True)
     assert (linear.op, linear.operands, linear.value) == ("linear", ("x", "all_gather_default"), "f32[2, 8]")
@@ -111,7 +111,7 @@ def test_memory_of_layers_that_one_stands_for_is_so_many_times_its_value(tmp_pat
     stage = dump(tmp_path)
     node = next(node for node in stage.nodes if node.op == "parameter")
     size = {"f64": 8, "f32": 4}[node.dtype] * math.prod(node.shape)
-    stage.path.write_text(stage.text.replace("# inputs", "# rolled: layers.3 stands for layers.3 to layers.7\n# inputs", 1))
+    stage.path.write_text(stage.text.replace("# inputs", "# folded: layers.3 stands for layers.3 to layers.7\n# inputs", 1))
     rows = [[node.name, "output", times * size, "parameters"] for times in (1, 4)]
     stage.path.with_suffix(".costs.json").write_text(json.dumps({"collectives": [], "flops": [], "storages": rows}))
     (stage,) = dumps.load_stages(tmp_path)

@@ -222,8 +222,8 @@ def test_a_diff_is_exact(browser, run, tmp_path):
 def test_slices_are_those_of_the_specs(browser, run, tmp_path):
     shown = show(browser, run, tmp_path / "page.html")
     for axis, sizes in (("dp_shard", {"dp_shard": 3, "tp": 2}), ("cp", {"dp_shard": 2, "cp": 3, "tp": 2})):
-        mesh, folded = Mesh.of(sizes), [axis for axis in sizes if axis == "cp"]
-        for name, value in (("mesh", dict(mesh.sizes)), ("folded", folded), ("blocks", {}), ("flattened", mesh.flattened)):
+        mesh, zigzag = Mesh.of(sizes), [axis for axis in sizes if axis == "cp"]
+        for name, value in (("mesh", dict(mesh.sizes)), ("zigzag", zigzag), ("blocks", {}), ("flattened", mesh.flattened)):
             shown.evaluate(f"run.{name} = {json.dumps(value)}")
         over = mesh.stored_over
         for dims in ((Factor(13, (axis,)),), (Factor(5, ("tp",)), Factor(4)), (Factor(3), Factor(7, ("tp", over)))):

@@ -43,7 +43,7 @@ def test_steps_are_those_of_eager_pytorch_on_any_mesh(mesh):
 
 
 @pytest.mark.parametrize("passes", quick([{"remat": {"policy": "full"}}, {"remat": {"regather": False}},
-                                          {"schedule": {"bucket_mib": 0}}, {"shard": {"min_shard_elements": 500}}], 0, 3), ids=str)
+                                          {"communication": {"bucket_mib": 0}}, {"shard": {"min_shard_elements": 500}}], 0, 3), ids=str)
 def test_passes_change_no_value(passes):
     trained_alike(llama(n_layers=2), llama_loss, batches(), FSDP, passes=passes)
 

@@ -73,7 +73,7 @@ def test_whatever_attention_does_over_the_sequence(method):
     {"microbatches": 2},
     {"remat": {"policy": "full"}},
     {"remat": {"regather": False}},
-    {"schedule": {"bucket_mib": 0}},
+    {"communication": {"bucket_mib": 0}},
     {"shard": {"min_shard_elements": 100}},
     {"shard": {"min_shard_elements": 10**9}},
     {"tied": True},

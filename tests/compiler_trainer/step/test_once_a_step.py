@@ -54,10 +54,10 @@ def programs(when: str) -> dict[str, ir.Program]:
     found = {}
 
     def observe(program, record):
-        if record.name == "schedule":
+        if record.name == "bucket":
             found[record.program] = program
 
-    passes = {"accumulate": {"gather": when, "reduce": when}, "roll": False}
+    passes = {"accumulate": {"gather": when, "reduce": when}, "fold_layers": False}
     how = {"mesh": {"dp_shard": 2}, "microbatches": 2, "passes": passes, "evaluate": False}
     compile_step(model, loss_fn, batch, ranks="lockstep", observe=observe, **how)
     return found

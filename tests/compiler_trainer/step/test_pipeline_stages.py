@@ -75,7 +75,7 @@ def decoder(pp: int, pipeline: dict):
     batch = {key: torch.randint(0, 250, (8, 12)) for key in ("tokens", "labels")}
     batch["positions"] = torch.arange(12).expand(8, 12).contiguous()
     batch["documents"] = torch.zeros_like(batch["positions"])
-    passes = {"pipeline": pipeline, "roll": False}
+    passes = {"pipeline": pipeline, "fold_layers": False}
     how = {"mesh": {"pp": pp}, "microbatches": 4, "optim": {"max_norm": 0.1}, "passes": passes}
     return compile_step(model, loss_fn, batch, ranks="lockstep", **how), batch
 

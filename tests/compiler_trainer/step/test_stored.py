@@ -186,10 +186,10 @@ def test_a_changed_model_is_another_program(place, name):
 
 
 GIVEN = {
-    **{f"passes.{name}": {"passes": {name: value}} for name, value in {"roll": False, "verify": "none"}.items()},
+    **{f"passes.{name}": {"passes": {name: value}} for name, value in {"fold_layers": False, "verify": "none"}.items()},
     **{
         f"passes.{group}.{field.name}": {"passes": {group: dataclasses.replace(getattr(PassesConfig(), group), **{field.name: "x"})}}
-        for group in ("cast", "shard", "moe", "context", "chunk_loss", "remat", "schedule", "segment")
+        for group in ("cast", "shard", "moe", "context", "chunk_loss", "remat", "communication", "segment")
         for field in dataclasses.fields(getattr(PassesConfig(), group))
     },
     **{f"optim.{field.name}": {"optim": {field.name: "x"}} for field in dataclasses.fields(OptimConfig) if field.name != "lr"},

@@ -7,7 +7,7 @@ import pytest
 import torch
 from oracle import SEQ_LEN, batches, compile_lockstep, llama, llama_loss
 
-from compiler_trainer.step.dealing import Dealt
+from compiler_trainer.step.batch_layout import Dealt
 from compiler_trainer.training.rows import own_rows
 
 MESHES = {

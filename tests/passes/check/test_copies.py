@@ -8,7 +8,7 @@ from joint_programs import joint
 from passes.check.copies import check_copies
 from passes.check.verify import verify_spec
 from passes.memory.remat import Remat
-from passes.program import boundary, ir
+from passes.program import ir, reshard
 from passes.update.optimize import Optimize
 from passes.update.optimizers import AdamW
 
@@ -16,7 +16,7 @@ MESHES = ((("dp_shard", 2), ("tp", 2)), (("dp_replicate", 2), ("tp", 2)), (("dp_
 
 
 def stepped(mesh) -> tuple[ir.Program, ir.Context]:
-    """A whole step, clipped, its boundary operators still there."""
+    """A whole step, clipped, its reshard operators still there."""
     program, ctx = joint(mesh)
     for rewrite in (Remat(), Optimize(AdamW(), 1.0)):
         program, _ = rewrite(program, ctx)
@@ -33,7 +33,7 @@ def test_copies_of_a_right_step_are_copies(mesh):
 @pytest.mark.parametrize("phase", ["backward", "optimizer"])
 @pytest.mark.sample(2)
 def test_every_reduction_that_is_left_out_lets_copies_drift_apart(mesh, phase):
-    reductions = [n.name for n in stepped(mesh)[0].calls() if n.target is boundary.psum and ir.phase(n) == phase]
+    reductions = [n.name for n in stepped(mesh)[0].calls() if n.target is reshard.psum and ir.phase(n) == phase]
     for name in reductions:
         program, ctx = stepped(mesh)
         node = next(n for n in program.calls() if n.name == name)
@@ -46,6 +46,6 @@ def test_every_reduction_that_is_left_out_lets_copies_drift_apart(mesh, phase):
 
 def test_the_loss_is_one_number():
     program = joint(MESHES[0])[0].copy()
-    node = next(n for n in program.calls() if n.target is boundary.psum and n is program.results()[0])
+    node = next(n for n in program.calls() if n.target is reshard.psum and n is program.results()[0])
     node.replace_all_uses_with(node.args[0])
     assert any("loss 'loss' is a full copy" in message for _, message in check_copies(program))

@@ -1,4 +1,4 @@
-"""Placements recomputed: what a rule does not yield, and what boundary operators do not make, is found."""
+"""Placements recomputed: what a rule does not yield, and what reshard operators do not make, is found."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from compiler_trainer.capture.capture import capture
 from passes.check.placements import check_placements
-from passes.program import boundary, ir
+from passes.program import ir, reshard
 from passes.program.mesh import Mesh
 from passes.program.spec import Spec
 from passes.sharding.normalize import Normalize
@@ -94,7 +94,7 @@ def test_every_other_claim_about_any_node_is_refused():
 
 
 def remove(target) -> Callable[[ir.Program], bool]:
-    """Each use of a boundary operator reads its operand instead, the record staying on what reads it."""
+    """Each use of a reshard operator reads its operand instead, the record staying on what reads it."""
 
     def damage(program: ir.Program) -> bool:
         for node in program.calls():
@@ -112,7 +112,7 @@ def remove(target) -> Callable[[ir.Program], bool]:
     return damage
 
 
-@pytest.mark.parametrize("target", [boundary.psum, boundary.pmax], ids=str)
+@pytest.mark.parametrize("target", [reshard.psum, reshard.pmax], ids=str)
 def test_a_reduction_that_is_left_out_is_found(target):
     before, after = local(**MESH)
     assert remove(target)(after)
@@ -129,6 +129,6 @@ def test_operands_exchanged_for_others_are_found():
 
 def test_a_maximum_is_not_completed_by_adding():
     before, after = local(**MESH)
-    node = next(n for n in after.calls() if n.target is boundary.pmax)
-    node.target, node.args = boundary.psum, (*node.args, torch.float32, None)
+    node = next(n for n in after.calls() if n.target is reshard.pmax)
+    node.target, node.args = reshard.psum, (*node.args, torch.float32, None)
     assert any("completes a sum over" in message for _, message in check_placements(before, after))

@@ -24,12 +24,12 @@ from passes.check.numeric import run
 from passes.check.runner import Dumper, PassRecord, check_order, run_passes
 from passes.cost.accounting import Traffic
 from passes.program import ir
+from passes.program.abstract_eval import abstract_eval
 from passes.program.frames import roomy
 from passes.program.mesh import Mesh
 from passes.program.printer import print_program
 from passes.program.spec import Spec
 from passes.program.stages import Stage
-from passes.program.sweep import sweep
 from passes.sharding.collectives import Expand
 from passes.sharding.normalize import Normalize
 from passes.sharding.place import Place
@@ -84,7 +84,7 @@ def test_every_pass_is_recorded_verified_in_numbers_and_observed():
                                 observe=lambda *stage: seen.append(stage))
     assert [r.name for r in records] == NAMES and {r.program for r in records} == {"step"}
     assert [record for _, record in seen] == records and seen[-1][0] is final
-    assert final.stage is Stage.EXPANDED
+    assert final.stage is Stage.EXPLICIT
     for before, after in zip(records, records[1:], strict=False):
         assert after.nodes_before == before.nodes_after
     gradients = {f"gradient {name}" for name, kind in ((i.name, i.kind) for i in final.inputs) if kind == "parameter"}
@@ -230,12 +230,12 @@ def test_a_graph_left_as_it_is_is_not_recomputed_and_its_new_stage_is_checked(mo
     program, ctx, _ = captured(tp=2)
     program, _ = run_passes("test", [Normalize(), Place(), Shard(), Joint()], program, ctx)
     asked = []
-    monkeypatch.setattr("passes.check.verify.sweep", lambda *given: asked.append(given) or sweep(*given))
-    same, again, wrong = Fake(lambda p: p), Fake(lambda p: p), Fake(lambda p: p, gives=Stage.EXPANDED)
+    monkeypatch.setattr("passes.check.verify.abstract_eval", lambda *given: asked.append(given) or abstract_eval(*given))
+    same, again, wrong = Fake(lambda p: p), Fake(lambda p: p), Fake(lambda p: p, gives=Stage.EXPLICIT)
     _, (first, second) = run_passes("test", [same, again], program, ctx)
     assert len(asked) == 1
     assert first.accounting == second.accounting
-    with pytest.raises(ir.CompileError, match="is a boundary operator"):
+    with pytest.raises(ir.CompileError, match="is a reshard operator"):
         run_passes("test", [same, wrong], program, ctx)
     changed = Fake(lambda p: replace(p, inputs=(replace(p.inputs[0], spec=Spec.whole((7,))), *p.inputs[1:])))
     with pytest.raises(ir.CompileError, match="is of shape"):

@@ -19,19 +19,19 @@ from passes.autograd.simplify import Simplify
 from passes.check.runner import run_passes
 from passes.check.values import Numbers, check_kept
 from passes.check.verify import check_in_flight
-from passes.communication import add_first, dedupe, overlap, schedule
-from passes.communication.add_first import AddFirst
+from passes.communication import bucket, cse, overlap, reassociate
+from passes.communication.bucket import Bucket
 from passes.communication.communicators import Communicators
-from passes.communication.dedupe import Dedupe
+from passes.communication.cse import CSE
 from passes.communication.overlap import Overlap
-from passes.communication.schedule import Schedule
+from passes.communication.reassociate import Reassociate
 from passes.memory import recompute
 from passes.memory.remat import Remat
-from passes.program import boundary, ir
+from passes.program import ir, reshard
+from passes.program.abstract_eval import abstract_eval
 from passes.program.bodies import base_of
 from passes.program.operators import kind_of
 from passes.program.stages import Stage
-from passes.program.sweep import sweep
 from passes.program.torch_private import c10d
 from passes.sharding.collectives import Expand
 from passes.update import optimize
@@ -42,7 +42,7 @@ aten = torch.ops.aten
 ADD, MUL, F64 = aten.add.Tensor, aten.mul.Tensor, torch.float64
 WAIT = c10d.wait_tensor.default
 MESH = (("dp_replicate", 2), ("dp_shard", 2), ("tp", 2))
-PASSES = (Simplify(), Dedupe(), AddFirst(), Remat("full"), Optimize(AdamW(), 1.0), Schedule(), Expand(), Communicators(), Overlap())
+PASSES = (Simplify(), CSE(), Reassociate(), Remat("full"), Optimize(AdamW(), 1.0), Bucket(), Expand(), Communicators(), Overlap())
 
 
 def run(*passes: ir.Pass, mesh: Any = MESH) -> ir.Program:
@@ -57,7 +57,7 @@ def refused(*passes: ir.Pass, mesh: Any = MESH) -> str:
     return str(error.value).splitlines()[0]
 
 
-KEEPING = (None, Stage.SCHEDULED, Stage.ORDERED)  # stages that a pass can give and compute the same
+KEEPING = (None, Stage.BUCKETED, Stage.ORDERED)  # stages that a pass can give and compute the same
 
 
 def test_right_passes_are_heard_of_by_nothing():
@@ -88,7 +88,7 @@ def test_simplify_that_drops_a_product_by_a_sum_over_ranks():
     small = Small(tp=2)
     x = small.input("x", cut((4,), tp=0), "batch")
     term = small.call(MUL, small.call(aten.sum.default, x), 0.5)
-    right = small.program([("loss", "loss", small.call(boundary.psum, term, "tp", F64, None), cut(()))], Stage.JOINT)
+    right = small.program([("loss", "loss", small.call(reshard.psum, term, "tp", F64, None), cut(()))], Stage.JOINT)
     assert not kept(right, moved(right, outwards=True), small.ctx)
     assert "makes another value of 'loss' 'loss'" in kept(right, moved(right, outwards=False), small.ctx)
 
@@ -96,7 +96,7 @@ def test_simplify_that_drops_a_product_by_a_sum_over_ranks():
 def moved(program: ir.Program, outwards: bool) -> ir.Program:
     """The factor taken out of the sum over the ranks, or lost there."""
     program = program.copy()
-    scale, reduced = (next(n for n in program.calls() if n.target is t) for t in (MUL, boundary.psum))
+    scale, reduced = (next(n for n in program.calls() if n.target is t) for t in (MUL, reshard.psum))
     scale.replace_all_uses_with(scale.args[0])
     if outwards:
         with program.graph.inserting_after(reduced):
@@ -108,22 +108,22 @@ def moved(program: ir.Program, outwards: bool) -> ir.Program:
 
 
 def kept(before: ir.Program, after: ir.Program, ctx: ir.Context) -> str:
-    numbers = [Numbers(program, sweep(program, ctx)) for program in (before, after)]
+    numbers = [Numbers(program, abstract_eval(program, ctx)) for program in (before, after)]
     return "; ".join(message for _, message in check_kept(*numbers))
 
 
-def test_dedupe_that_ignores_other_arguments(monkeypatch):
+def test_cse_that_ignores_other_arguments(monkeypatch):
     small = Small()
     x = small.input("x", cut((4,)), "batch")
     scaled = [small.call(MUL, x, number) for number in (2.0, 3.0, 2.0)]
     total = small.call(ADD, scaled[2], small.call(ADD, *scaled[:2]))
     right = small.program([("metric", "m", total, cut((4,)))], Stage.JOINT)
-    assert not kept(right, Dedupe()(right, small.ctx)[0], small.ctx)
-    monkeypatch.setattr(dedupe, "signature", lambda tree: tuple(n for n in tree if isinstance(n, fx.Node)))
-    assert "makes another value of 'metric' 'm'" in kept(right, Dedupe()(right, small.ctx)[0], small.ctx)
+    assert not kept(right, CSE()(right, small.ctx)[0], small.ctx)
+    monkeypatch.setattr(cse, "signature", lambda tree: tuple(n for n in tree if isinstance(n, fx.Node)))
+    assert "makes another value of 'metric' 'm'" in kept(right, CSE()(right, small.ctx)[0], small.ctx)
 
 
-def test_dedupe_that_draws_once():
+def test_cse_that_draws_once():
     small = Small()
     x = small.input("x", cut((4,)), "batch")
     drawn = [small.call(aten.bernoulli.p, x, 0.5) for _ in range(2)]
@@ -138,11 +138,11 @@ def test_dedupe_that_draws_once():
 def test_add_first_over_different_axes(other):
     small = Small(tp=2, dp_shard=2)
     a, b = (small.input(name, cut((4,)), "batch") for name in "ab")
-    sums = [small.call(boundary.psum, x, axis, F64, None) for x, axis in ((a, "tp"), (b, other))]
+    sums = [small.call(reshard.psum, x, axis, F64, None) for x, axis in ((a, "tp"), (b, other))]
     right = small.program([("metric", "m", small.call(ADD, *sums), cut((4,)))], Stage.JOINT)
     wrong = right.copy()
     node = next(n for n in wrong.calls() if n.target is ADD)
-    add_first.reduce_sum(node, list(node.all_input_nodes), small.ctx)
+    reassociate.reduce_sum(node, list(node.all_input_nodes), small.ctx)
     assert bool(kept(right, wrong, small.ctx)) == (other != "tp")
 
 
@@ -174,17 +174,17 @@ def rolled(together: Callable[..., Any]) -> Callable[..., Any]:
     ]
 
 
-USED = [op for op in schedule.TOGETHER if op is not boundary.pmax]  # this model has no maxima
+USED = [op for op in bucket.TOGETHER if op is not reshard.pmax]  # this model has no maxima
 
 
 @pytest.mark.parametrize("op", USED, ids=lambda op: op._opname)
 def test_schedule_that_cuts_buckets_wrongly(monkeypatch, op):
-    monkeypatch.setitem(schedule.TOGETHER, op, rolled(schedule.TOGETHER[op]))
-    assert "makes another value of" in refused(Remat("full"), Optimize(AdamW(), 1.0), Schedule())
+    monkeypatch.setitem(bucket.TOGETHER, op, rolled(bucket.TOGETHER[op]))
+    assert "makes another value of" in refused(Remat("full"), Optimize(AdamW(), 1.0), Bucket())
 
 
 def test_communicators_that_change_more_than_the_name():
-    done = (Optimize(AdamW(), 1.0), Schedule(), Expand())
+    done = (Optimize(AdamW(), 1.0), Bucket(), Expand())
     program, ctx = run(*done), joint(MESH)[1]
     wrong = Communicators()(program, ctx)[0].copy()
     node = next(n for n in wrong.calls() if str(n.args[-1]).endswith(":gradients"))

@@ -14,7 +14,7 @@ from torch import fx
 from passes.autograd.joint import Joint
 from passes.check.numeric import run, verify_numeric
 from passes.check.verify import check_layers, check_roles, neighbours, verify_spec
-from passes.program import boundary, ir
+from passes.program import ir, reshard
 from passes.program.layer import Layer, Role
 from passes.program.spec import Spec
 from passes.program.stages import Stage
@@ -35,13 +35,13 @@ def program() -> tuple[ir.Program, ir.Context]:
     small = Small(tp=2)
     w, b = small.input("w", cut((6, 4), tp=0)), small.input("b", cut((6,)))
     x = small.input("x", cut((4, 4), tp=0), "batch")
-    full = small.call(boundary.all_gather, w, 0, "tp", 2, 6, F64, None, spec=VARYING)
-    varied = small.call(boundary.invariant_to_replicate, b, "tp", None, spec=replace(cut((6,)), replicate=("tp",)))
+    full = small.call(reshard.all_gather, w, 0, "tp", 2, 6, F64, None, spec=VARYING)
+    varied = small.call(reshard.invariant_to_replicate, b, "tp", None, spec=replace(cut((6,)), replicate=("tp",)))
     y = small.call(aten.linear.default, x, full, spec=cut((4, 6), tp=0))
     y.meta["stack_trace"] = 'File "/home/someone/model.py", line 31, in forward'
     scaled = small.call(aten.mul.Tensor, y, varied, spec=cut((4, 6), tp=0))
     term = small.call(aten.sum.default, scaled, spec=SUM)
-    loss = small.call(boundary.psum, term, "tp", F64, None, spec=Spec(()))
+    loss = small.call(reshard.psum, term, "tp", F64, None, spec=Spec(()))
     return small.program([("loss", "loss", loss, Spec(()))]), small.ctx
 
 
@@ -68,8 +68,8 @@ def joint() -> tuple[ir.Program, ir.Context]:
 @pytest.mark.parametrize("make", [program, joint, expanded])
 def test_a_right_program_passes_and_is_left_alone(make):
     where, ctx = make()
-    swept = verify_spec(where, ctx)
-    assert set(swept.values) == {n for n in where.graph.nodes if n.op != "output"}
+    avals = verify_spec(where, ctx)
+    assert set(avals.values) == {n for n in where.graph.nodes if n.op != "output"}
 
 
 def test_a_failure_names_the_pass_the_node_its_line_both_values_and_ten_nodes_around():
@@ -207,7 +207,7 @@ def drop(name: str) -> Plant:
 
 def a_sum_made_replicate(where: ir.Program) -> ir.Program:
     psum = node(where, "psum_default")
-    psum.target, psum.args = boundary.invariant_to_replicate, (psum.args[0], "tp", None)
+    psum.target, psum.args = reshard.invariant_to_replicate, (psum.args[0], "tp", None)
     return where
 
 
@@ -360,8 +360,8 @@ def test_an_operator_without_a_role_is_found():
 
 
 def test_a_boundary_operator_left_after_expansion_is_found():
-    found(lambda where: replace(where, stage=Stage.EXPANDED), program(), "all_gather_default",
-          "is a boundary operator, which `collectives` should have expanded")
+    found(lambda where: replace(where, stage=Stage.EXPLICIT), program(), "all_gather_default",
+          "is a reshard operator, which `collectives` should have expanded")
 
 
 def test_float8_that_travels_as_such_is_found():
@@ -371,7 +371,7 @@ def test_float8_that_travels_as_such_is_found():
     sent = small.call(c10d.all_gather_into_tensor.default, small8, 2, "tp")
     done = small.call(c10d.wait_tensor.default, sent)
     where = small.program([("metric", "out", done, cut((8,)))])
-    where = replace(where, stage=Stage.EXPANDED)
+    where = replace(where, stage=Stage.EXPLICIT)
     found(lambda where: where, (where, small.ctx), "all_gather_into_tensor_default", "send its bytes as uint8")
 
 

@@ -27,7 +27,7 @@ def compiled(mesh: tuple, bucket_mib: float = 0.0, policy: str = "none", regathe
     def observe(program: ir.Program, record: PassRecord) -> None:
         records[record.program, record.name] = record
 
-    passes = {"schedule": {"bucket_mib": bucket_mib}, "remat": {"policy": policy, "regather": regather},
+    passes = {"communication": {"bucket_mib": bucket_mib}, "remat": {"policy": policy, "regather": regather},
               "shard": {"min_shard_elements": least}, "verify": "none"}
     step = compile_lockstep(llama(N_LAYERS), llama_loss, batches(rows=4)[0], dict(mesh), ADAMW, passes=passes,
                             microbatches=microbatches, observe=observe)

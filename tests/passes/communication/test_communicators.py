@@ -12,15 +12,15 @@ from small_programs import Small, cut
 from sweeps import quick
 
 from passes.check.verify import verify_spec
+from passes.communication.bucket import Bucket
 from passes.communication.communicators import Communicators
-from passes.communication.schedule import Schedule
 from passes.cost.accounting import count_traffic
 from passes.memory.remat import Remat
 from passes.program import ir
+from passes.program.abstract_eval import abstract_eval
 from passes.program.operators import axis_of, communicator_of, kind_of
 from passes.program.printer import print_program
 from passes.program.stages import Stage
-from passes.program.sweep import sweep
 from passes.program.torch_private import c10d
 from passes.sharding.collectives import Expand
 
@@ -49,7 +49,7 @@ def summed(program: Small, x, axis: str, phase: str):
 def named(program: Small, *results) -> list[str]:
     """The communicators of the collectives after the pass, in order."""
     outputs = [("gradient", f"g{i}", node, cut(tuple(ir.example(node).shape))) for i, node in enumerate(results)]
-    given = program.program(outputs, Stage.EXPANDED)
+    given = program.program(outputs, Stage.EXPLICIT)
     text = print_program(given)
     found, _ = Communicators()(given, program.ctx)
     assert print_program(given) == text
@@ -87,12 +87,12 @@ MESHES = [(("dp_shard", 2),), (("dp_replicate", 2), ("dp_shard", 2)), (("dp_shar
 @pytest.mark.sample(2)
 def test_the_bits_stay_and_so_do_the_bytes_of_an_axis(mesh):
     program, ctx = joint(mesh)
-    for step in (Remat("full"), Schedule(), Expand()):
+    for step in (Remat("full"), Bucket(), Expand()):
         program, _ = step(program, ctx)
     apart, report = Communicators()(program, ctx)
     verify_spec(apart, ctx)
     assert equal(run(apart, ctx), plain(mesh))
-    assert count_traffic(apart, sweep(apart, ctx)) == count_traffic(program, sweep(program, ctx))
+    assert count_traffic(apart, abstract_eval(apart, ctx)) == count_traffic(program, abstract_eval(program, ctx))
     assert [axis_of(node) for node in apart.calls()] == [axis_of(node) for node in program.calls()]
     assert report.counts["apart"] > 0
 

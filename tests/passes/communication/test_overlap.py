@@ -16,9 +16,9 @@ from compiler_trainer.config.device import settled
 from compiler_trainer.config.schema import Config, MeshConfig, ModelConfig, TrainConfig
 from compiler_trainer.planning.dry import compile_dry
 from passes.check.verify import verify_spec
-from passes.communication.borders import products_of
+from passes.communication.bucket import Bucket
+from passes.communication.layer_starts import products_of
 from passes.communication.overlap import Overlap, count_beside, in_flight
-from passes.communication.schedule import Schedule
 from passes.lower.backends import lower_inductor
 from passes.memory.remat import Remat
 from passes.program import ir
@@ -64,13 +64,13 @@ class Steps(Small):
 
     def ended(self, *results) -> ir.Program:
         outputs = [("gradient", f"g{i}", node, cut(tuple(ir.example(node).shape))) for i, node in enumerate(results)]
-        return self.program(outputs, Stage.EXPANDED)
+        return self.program(outputs, Stage.EXPLICIT)
 
-    def order(self, *results, ahead: int = 1) -> list[str]:
+    def order(self, *results, prefetch: int = 1) -> list[str]:
         """The labels after the pass."""
         program = self.ended(*results)
         text = print_program(program)
-        moved, _ = Overlap(ahead)(program, self.ctx)
+        moved, _ = Overlap(prefetch)(program, self.ctx)
         moved.graph.lint()
         assert print_program(program) == text
         assert Counter(n.name for n in moved.graph.nodes) == Counter(n.name for n in program.graph.nodes)
@@ -93,16 +93,16 @@ def three_layers() -> tuple[Steps, list]:
 
 
 @pytest.mark.parametrize(
-    ("ahead", "order"),
+    ("prefetch", "order"),
     [
         (0, "gather 0, wait 0, mm 0, gather 1, wait 1, mm 1, gather 2, wait 2, mm 2"),
         (1, "gather 0, gather 1, wait 0, mm 0, gather 2, wait 1, mm 1, wait 2, mm 2"),
         (2, "gather 0, gather 1, gather 2, wait 0, mm 0, wait 1, mm 1, wait 2, mm 2"),
     ],
 )
-def test_weights_travel_while_the_layers_before_are_computed(ahead, order):
+def test_weights_travel_while_the_layers_before_are_computed(prefetch, order):
     steps, results = three_layers()
-    assert ", ".join(steps.order(*results, ahead=ahead)) == order
+    assert ", ".join(steps.order(*results, prefetch=prefetch)) == order
 
 
 def test_what_comes_after_layers_is_gathered_after_them():
@@ -270,7 +270,7 @@ MESHES = [
 @pytest.mark.sample(2)
 def test_the_bits_stay_and_so_does_every_operator(mesh, policy):
     program, ctx = joint(mesh)
-    for step in (Remat(policy), Schedule(), Expand()):
+    for step in (Remat(policy), Bucket(), Expand()):
         program, _ = step(program, ctx)
     text = print_program(program)
     moved, report = Overlap()(program, ctx)
@@ -288,7 +288,7 @@ def test_the_bits_stay_and_so_does_every_operator(mesh, policy):
 def test_a_step_with_an_optimizer_keeps_its_bits():
     mesh = (("dp_shard", 2), ("tp", 2))
     program, ctx = joint(mesh)
-    for step in (Remat("none"), Optimize(AdamW(), 1.0), Schedule(), Expand()):
+    for step in (Remat("none"), Optimize(AdamW(), 1.0), Bucket(), Expand()):
         program, _ = step(program, ctx)
     moved, _ = Overlap()(program, ctx)
     verify_spec(moved, ctx)

@@ -26,12 +26,12 @@ from passes.context.kernels import Block, merge
 from passes.cost.accounting import count_traffic
 from passes.memory.recompute import saved_bytes
 from passes.program import ir
+from passes.program.abstract_eval import abstract_eval
 from passes.program.mesh import Mesh
 from passes.program.order import PLAIN, ZIGZAG
 from passes.program.shift import shift
 from passes.program.spec import Factor, Spec, shard, unshard
 from passes.program.stages import Stage
-from passes.program.sweep import sweep
 from passes.program.torch_private import FakeTensorMode, c10d
 from passes.sharding.collectives import Expand
 from passes.sharding.shard import Shard
@@ -304,7 +304,7 @@ def test_a_value_in_another_order_than_the_batch_is_found():
 @pytest.mark.sample(2)
 def test_bytes_sent_are_those_of_the_formula(method, ranks):
     program, ctx = partitioned(method, ranks)
-    sent = sum(t.sent_bytes for t in count_traffic(program, sweep(program, ctx)) if t.kind != "all_reduce")
+    sent = sum(t.sent_bytes for t in count_traffic(program, abstract_eval(program, ctx)) if t.kind != "all_reduce")
     local = 64 // ranks
     call = Call((2, 8, local, 8), (2, 2, local, 8), (2, 2, local, 8), torch.float32, ranks, True, True)
     result = (ranks - 1) * 2 * 8 * local * 8 * 4  # which leaves the program whole

@@ -33,11 +33,11 @@ from torch import Tensor, fx, nn
 
 from compiler_trainer.capture.capture import capture as capture_model
 from compiler_trainer.config.errors import UserError
-from passes.context import flex, visible
+from passes.context import flex, interval_cpu
 from passes.context.call import METHODS
+from passes.context.interval_cpu import ROWS, calls, pieces
 from passes.context.intervals import Intervals
-from passes.context.lay_out import bounds_of as bounds_program
-from passes.context.visible import ROWS, calls, pieces
+from passes.context.sequence_layout import bounds_of as bounds_program
 from passes.program import ir
 from passes.program.attend import attend, attend_backward, evaluate, interval_attention
 from passes.program.mesh import Mesh
@@ -295,7 +295,7 @@ def test_a_kernel_gets_all_pieces_of_one_size_at_once(form, runs):
             given_to[part.batch, part.rows] += 1
         assert int(given_to.max()) == 1
     found = attend(q, k, v, *given)
-    with mock.patch.object(visible, "ENOUGH", 0):
+    with mock.patch.object(interval_cpu, "ENOUGH", 0):
         assert all(len(together) == 1 for together, _ in calls(q, k, v, given))
         for x, y in zip(found, attend(q, k, v, *given), strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=1e-13)

@@ -17,8 +17,8 @@ from passes.context import operators
 from passes.context.attention import Kernel
 from passes.cost.accounting import count_flops
 from passes.lower.cudagraphs import why_not
+from passes.program.abstract_eval import recorded
 from passes.program.bodies import flatten
-from passes.program.sweep import recorded
 from passes.rules import RULES
 
 SGD = {"name": "sgd"}

@@ -10,9 +10,9 @@ from small_programs import Small, cut
 from torch.utils.flop_counter import FlopCounterMode
 
 from passes.cost.accounting import Traffic, account
-from passes.program import boundary, ir
+from passes.program import ir, reshard
+from passes.program.abstract_eval import abstract_eval, tensors
 from passes.program.spec import Spec
-from passes.program.sweep import sweep, tensors
 from passes.program.torch_private import c10d
 from passes.sharding.collectives import Expand
 
@@ -23,24 +23,24 @@ F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 def costs(small: Small, *results):
     program = small.program([("metric", f"m{i}", node, Spec.whole(tuple(ir.example(node).shape)))
                              for i, node in enumerate(results)])
-    return account(program, sweep(program, small.ctx))
+    return account(program, abstract_eval(program, small.ctx))
 
 
 # ---- bytes on the reduce_dtype -----------------------------------------------------------------------------
 
 # operator and its arguments after x [6, 5] fp32 -> kind, bytes that each of 4 ranks sends
 SENT = {
-    "all_gather": (boundary.all_gather, (0, "tp", 4, 24, F32, None), "all_gather", 3 * 6 * 5 * 4),
-    "all_gather in bf16": (boundary.all_gather, (0, "tp", 4, 24, BF16, F32), "all_gather", 3 * 6 * 5 * 2),
-    "all_gather_invariant": (boundary.all_gather_invariant, ("axis_index", 0, "tp", 4, 24), "all_gather", 3 * 6 * 5 * 4),
-    "reduce_scatter, padded": (boundary.reduce_scatter, (0, "tp", 4, F32, None), "reduce_scatter", 3 * 2 * 5 * 4),
-    "reduce_scatter in fp64": (boundary.reduce_scatter, (0, "tp", 4, F32, F64), "reduce_scatter", 3 * 2 * 5 * 8),
-    "psum": (boundary.psum, ("tp", F32, None), "all_reduce", 2 * 3 * 6 * 5 * 4 // 4),
-    "psum in bf16": (boundary.psum, ("tp", F32, BF16), "all_reduce", 2 * 3 * 6 * 5 * 2 // 4),
-    "pmax": (boundary.pmax, ("tp",), "all_reduce", 2 * 3 * 6 * 5 * 4 // 4),
-    "all_to_all, padded": (boundary.all_to_all, (0, 1, 20, "tp", 4), "all_to_all", 3 * 2 * 5 * 4),
-    "invariant_to_replicate": (boundary.invariant_to_replicate, ("tp", None), None, 0),
-    "invariant_to_shard": (boundary.invariant_to_shard, ("axis_index", 0, "tp", 4), None, 0),
+    "all_gather": (reshard.all_gather, (0, "tp", 4, 24, F32, None), "all_gather", 3 * 6 * 5 * 4),
+    "all_gather in bf16": (reshard.all_gather, (0, "tp", 4, 24, BF16, F32), "all_gather", 3 * 6 * 5 * 2),
+    "all_gather_invariant": (reshard.all_gather_invariant, ("axis_index", 0, "tp", 4, 24), "all_gather", 3 * 6 * 5 * 4),
+    "reduce_scatter, padded": (reshard.reduce_scatter, (0, "tp", 4, F32, None), "reduce_scatter", 3 * 2 * 5 * 4),
+    "reduce_scatter in fp64": (reshard.reduce_scatter, (0, "tp", 4, F32, F64), "reduce_scatter", 3 * 2 * 5 * 8),
+    "psum": (reshard.psum, ("tp", F32, None), "all_reduce", 2 * 3 * 6 * 5 * 4 // 4),
+    "psum in bf16": (reshard.psum, ("tp", F32, BF16), "all_reduce", 2 * 3 * 6 * 5 * 2 // 4),
+    "pmax": (reshard.pmax, ("tp",), "all_reduce", 2 * 3 * 6 * 5 * 4 // 4),
+    "all_to_all, padded": (reshard.all_to_all, (0, 1, 20, "tp", 4), "all_to_all", 3 * 2 * 5 * 4),
+    "invariant_to_replicate": (reshard.invariant_to_replicate, ("tp", None), None, 0),
+    "invariant_to_shard": (reshard.invariant_to_shard, ("axis_index", 0, "tp", 4), None, 0),
 }
 
 
@@ -58,14 +58,14 @@ def test_a_boundary_operator_and_its_expansion_send_the_same_bytes(case):
     program, ctx = exchange(op, args)
     expanded, _ = Expand()(program, ctx)
     for stage in (program, expanded):
-        assert account(stage, sweep(stage, ctx)).traffic == expected
+        assert account(stage, abstract_eval(stage, ctx)).traffic == expected
 
 
 def test_traffic_is_added_by_kind_and_axis():
     small = Small(dp_shard=2, tp=2)
     x = small.input("x", cut((8,)), "batch", F32)
-    sums = [small.call(boundary.psum, x, axis, F32, None) for axis in ("tp", "dp_shard", "tp")]
-    full = small.call(boundary.all_gather, x, 0, "tp", 2, 16, F32, None)
+    sums = [small.call(reshard.psum, x, axis, F32, None) for axis in ("tp", "dp_shard", "tp")]
+    full = small.call(reshard.all_gather, x, 0, "tp", 2, 16, F32, None)
     assert costs(small, *sums, full).traffic == (
         Traffic("all_gather", "tp", 1, 32), Traffic("all_reduce", "dp_shard", 1, 32), Traffic("all_reduce", "tp", 2, 64))
 
@@ -163,15 +163,15 @@ def test_the_sweep_gives_shapes_strides_and_dtypes_as_pytorch_does():
     nodes += [small.call(aten.mul.Tensor, ints, 2), small.call(aten.mul.Tensor, ints, 2.0)]
     part = small.call(operator.getitem, pieces, 1)
     program = small.program([("metric", "m", part, Spec.whole((4, 2)))])
-    swept = sweep(program, small.ctx)
+    avals = abstract_eval(program, small.ctx)
     for node in (x, part, *nodes):
         recorded_parts = ir.value(node) if isinstance(ir.value(node), (tuple, list)) else [ir.value(node)]
-        for value, recorded in zip(tensors(swept.values[node]), recorded_parts, strict=True):
+        for value, recorded in zip(tensors(avals.values[node]), recorded_parts, strict=True):
             assert value.layout.shape == tuple(recorded.shape)
             assert value.layout.stride == recorded.stride()
             assert value.layout.dtype == recorded.dtype
-    assert swept.storages(part) == swept.storages(x) == swept.storages(nodes[0])
-    assert not swept.storages(nodes[1]) & swept.storages(x)
+    assert avals.storages(part) == avals.storages(x) == avals.storages(nodes[0])
+    assert not avals.storages(nodes[1]) & avals.storages(x)
 
 
 def test_answers_are_asked_once_and_kept_with_the_context():
@@ -186,10 +186,10 @@ def test_answers_are_asked_once_and_kept_with_the_context():
     nodes = [small.call(double, n) for n in (x, x, y)]
     program = small.program([("metric", "m", nodes[2], Spec.whole((4,)))])
     calls.clear()
-    first = sweep(program, small.ctx)
+    first = abstract_eval(program, small.ctx)
     assert calls == [(3,), (4,)]
     assert first.storages(nodes[0]) != first.storages(nodes[1])
-    sweep(program.copy(), small.ctx)
+    abstract_eval(program.copy(), small.ctx)
     assert len(calls) == 2
 
 
@@ -200,5 +200,5 @@ def test_an_operator_that_refuses_is_named():
     program = small.program([("metric", "m", node, Spec.whole((3,)))])
     node.target = aten.mm.default
     node.args = (x, x)
-    with pytest.raises(ir.CompileError, match=f"sweep: %{node.name} RuntimeError: "):
-        sweep(program, small.ctx)
+    with pytest.raises(ir.CompileError, match=f"abstract_eval: %{node.name} RuntimeError: "):
+        abstract_eval(program, small.ctx)

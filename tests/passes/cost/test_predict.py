@@ -45,9 +45,9 @@ from passes.cost.fusion import fuse
 from passes.cost.predict import predict
 from passes.cost.rates import Curve, Rates
 from passes.program import ir
+from passes.program.abstract_eval import abstract_eval
 from passes.program.mesh import Mesh
 from passes.program.spec import Spec
-from passes.program.sweep import sweep
 from passes.program.torch_private import c10d
 
 aten = torch.ops.aten
@@ -72,7 +72,7 @@ def ended(small: Small, *results):
 
 def kernels(small: Small, *results):
     program = ended(small, *results)
-    found = fuse(program, sweep(program, small.ctx))
+    found = fuse(program, abstract_eval(program, small.ctx))
     return [([node.name for node in k.nodes], k.moved_bytes) for k in found]
 
 
@@ -169,9 +169,9 @@ def test_the_eager_backend_runs_each_operator_as_a_kernel():
     small = Small()
     x = small.input("x", cut((4, 8)), "batch", F32)
     program = ended(small, small.call(aten.relu.default, small.call(aten.exp.default, x)))
-    swept = sweep(program, small.ctx)
-    assert [len(k.nodes) for k in fuse(program, swept)] == [2]
-    assert [k.moved_bytes for k in fuse(program, swept, fused=lambda node: False)] == [2 * 4 * 8 * 4] * 2
+    avals = abstract_eval(program, small.ctx)
+    assert [len(k.nodes) for k in fuse(program, avals)] == [2]
+    assert [k.moved_bytes for k in fuse(program, avals, fused=lambda node: False)] == [2 * 4 * 8 * 4] * 2
 
 
 def test_operators_that_run_alone_stand_between_kernels():
@@ -182,13 +182,13 @@ def test_operators_that_run_alone_stand_between_kernels():
     first = small.call(aten.exp.default, wide)
     middle = small.call(aten.tanh.default, first)
     program = ended(small, small.call(aten.log.default, middle))
-    swept = sweep(program, small.ctx)
+    avals = abstract_eval(program, small.ctx)
     for alone, wanted in (
         ((), [["exp_default", "tanh_default", "log_default"]]),
         ((middle,), [["exp_default"], ["tanh_default"], ["log_default"]]),
         ((first,), [["_to_copy_default"], ["exp_default"], ["tanh_default", "log_default"]]),
     ):
-        found = fuse(program, swept, lambda node, alone={n.name for n in alone}: node.name not in alone)
+        found = fuse(program, avals, lambda node, alone={n.name for n in alone}: node.name not in alone)
         assert [[n.name for n in k.nodes] for k in found] == wanted
 
 

@@ -62,7 +62,7 @@ def planted(target, *others, of=fake):
         ir.set_layer(node, Layer("layers", layer))
         ir.set_phase(node, "forward")
     outputs = [("loss", "l", second, cut((4, 4))), ("metric", "m", found, cut((4, 4)))]
-    given = ordered(small.program(outputs, Stage.EXPANDED), small.ctx)
+    given = ordered(small.program(outputs, Stage.EXPLICIT), small.ctx)
     found = next(node for node in given.calls() if node.name == found.name)
     program, _ = Segment()(given, small.ctx)
     ir.set_value(found, of(small))  # only now: no pass takes a shape that it does not know

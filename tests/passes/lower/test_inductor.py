@@ -47,7 +47,7 @@ def chain(layers=3, side=4, constant=2.0):
         x = small.call(aten.mul.Tensor, product, constant)
         for node in (product, x):
             ir.set_layer(node, Layer("layers", layer))
-    program = small.program([("loss", "l", x, cut((side, side)))], Stage.EXPANDED)
+    program = small.program([("loss", "l", x, cut((side, side)))], Stage.EXPLICIT)
     return Segment()(ordered(program, small.ctx), small.ctx)[0], small.ctx
 
 
@@ -153,7 +153,7 @@ def test_results_keep_their_strides_across_bodies():
     product = small.call(aten.mm.default, x, turned)
     for node, layer in ((turned, 0), (product, 1)):
         ir.set_layer(node, Layer("layers", layer))
-    program = small.program([("loss", "l", product, cut((4, 4)))], Stage.EXPANDED)
+    program = small.program([("loss", "l", product, cut((4, 4)))], Stage.EXPLICIT)
     program, _ = Segment()(ordered(program, small.ctx), small.ctx)
     value = torch.randn(4, 6)
     torch.testing.assert_close(lower_inductor(program, small.ctx)([value])[0], value @ value.t())
@@ -169,7 +169,7 @@ def test_parts_that_are_taken_outside_of_bodies():
     for node, name in zip(squares, ("a", "b")):
         ir.set_parameter(node, name)
     ends = [("metric", f"m{i}", node, cut(tuple(ir.example(node).shape))) for i, node in enumerate(squares)]
-    program, report = Segment()(ordered(small.program(ends, Stage.EXPANDED), small.ctx), small.ctx)
+    program, report = Segment()(ordered(small.program(ends, Stage.EXPLICIT), small.ctx), small.ctx)
     assert report.counts == {"calls": 2, "bodies": 1}
     value = torch.randn(12)
     found = lower_inductor(replace(program, stage=Stage.SEGMENTED), small.ctx)([value])
@@ -291,7 +291,7 @@ def test_a_stored_body_is_of_the_passes_as_they_are(tmp_path, monkeypatch):
     before = stored_key(body)
     shutil.copytree(Path(inductor.__file__).parents[1], tmp_path / "passes", ignore=shutil.ignore_patterns("__pycache__"))
     assert inductor.sources_of(tmp_path / "passes") == inductor.sources_of(Path(inductor.__file__).parents[1])
-    with (tmp_path / "passes/communication/borders.py").open("a") as file:
+    with (tmp_path / "passes/communication/layer_starts.py").open("a") as file:
         file.write("# changed\n")
     changed = inductor.sources_of(tmp_path / "passes")
     monkeypatch.setattr(inductor, "sources_of", lambda folder: changed)

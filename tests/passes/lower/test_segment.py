@@ -13,9 +13,9 @@ from small_programs import Small, cut, ordered
 from sweeps import in_turn, quick
 
 from passes.check.composed import verify_composed
-from passes.communication.borders import products_of
+from passes.communication.bucket import Bucket
+from passes.communication.layer_starts import products_of
 from passes.communication.overlap import Overlap, in_flight
-from passes.communication.schedule import Schedule
 from passes.lower.segment import Segment
 from passes.memory.remat import Remat
 from passes.program import ir
@@ -42,7 +42,7 @@ REPLICATED = ((("dp_replicate", 2),), (("dp_replicate", 2), ("dp_shard", 2)))
 def finished(mesh=(), n_blocks=4, policy="none"):
     """A whole step, before it is cut."""
     program, ctx = joint(mesh, n_blocks)
-    for step in (Remat(policy), Optimize(AdamW(), 1.0), Schedule(), Expand(), Overlap()):
+    for step in (Remat(policy), Optimize(AdamW(), 1.0), Bucket(), Expand(), Overlap()):
         program, _ = step(program, ctx)
     return program, ctx
 
@@ -173,7 +173,7 @@ def test_a_body_that_returns_more_than_a_call_needs_serves_it():
         x = small.call(aten.sin.default, product)
         for node in (product, x):
             ir.set_layer(node, Layer("layers", layer))
-    program = small.program([("loss", "a", x, cut((4, 4)))], Stage.EXPANDED)
+    program = small.program([("loss", "a", x, cut((4, 4)))], Stage.EXPLICIT)
     returned = program.results()[0]
     earlier = next(n for n in program.calls() if n.target is aten.mm.default)
     program.graph.output_node().args = ((returned, earlier),)
@@ -214,7 +214,7 @@ def test_what_is_flat(make, flat):
     x, y = small.input("x", cut((4, 4))), small.input("y", cut((4, 4)))
     result = make(small, x, y)
     spec = cut(tuple(ir.example(result).shape))
-    program = small.program([("loss", "l", result, spec)], Stage.EXPANDED)
+    program = small.program([("loss", "l", result, spec)], Stage.EXPLICIT)
     after, _ = Segment()(ordered(program, small.ctx), small.ctx)
     assert [body.flat for body in calls_of(after)] == [flat]
 
@@ -240,7 +240,7 @@ def test_what_a_collective_sends_is_alive_until_it_is_waited_for():
     last = small.call(aten.mm.default, between, wait)
     for node, layer in ((sent, 0), (start, 0), (between, 1), (wait, 2), (last, 2)):
         ir.set_layer(node, Layer("layers", layer))
-    program = small.program([("loss", "l", last, cut((4, 4)))], Stage.EXPANDED)
+    program = small.program([("loss", "l", last, cut((4, 4)))], Stage.EXPLICIT)
     after, _ = Segment()(ordered(program, small.ctx), small.ctx)
     calls = list(filter(body_of_call, after.calls()))
     assert len(calls) == 3
@@ -260,7 +260,7 @@ def test_what_arrives_from_a_neighbour_is_no_view():
     last = small.call(aten.mm.default, there, x)
     for node, layer in ((sent, 0), (start, 0), (there, 1), (last, 1)):
         ir.set_layer(node, Layer("layers", layer))
-    program = small.program([("loss", "l", last, cut((4, 4)))], Stage.EXPANDED)
+    program = small.program([("loss", "l", last, cut((4, 4)))], Stage.EXPLICIT)
     after, report = Segment()(ordered(program, small.ctx), small.ctx)
     assert report.counts["calls"] == 2
     assert sum(n.target is arrive for body in calls_of(after) for n in body.graph.nodes) == 1
@@ -272,7 +272,7 @@ def test_what_does_not_repeat_is_cut_by_size():
     x = small.input("x", cut((4, 4)), "batch")
     for _ in range(12):
         x = small.call(aten.sin.default, small.call(aten.mm.default, x, x))
-    program = small.program([("loss", "l", x, cut((4, 4)))], Stage.EXPANDED)
+    program = small.program([("loss", "l", x, cut((4, 4)))], Stage.EXPLICIT)
     _, whole = Segment()(ordered(program, small.ctx), small.ctx)
     _, pieces = Segment(max_nodes=6)(ordered(program, small.ctx), small.ctx)
     _, one = Segment(max_nodes=None)(program, small.ctx)
@@ -283,7 +283,7 @@ def test_what_does_not_repeat_is_cut_by_size():
 def test_a_constant_that_has_no_text_of_its_own_is_refused():
     small = Small()
     node = small.call(aten.sin.default, small.input("x", cut((4, 4)), "batch"))
-    program = small.program([("loss", "l", node, cut((4, 4)))], Stage.EXPANDED)
+    program = small.program([("loss", "l", node, cut((4, 4)))], Stage.EXPLICIT)
     node.kwargs = {"out": object()}
     with pytest.raises(ir.CompileError, match="constant of type object"):
         Segment()(ordered(program, small.ctx), small.ctx)

@@ -14,13 +14,13 @@ from oracle import LRS, NO_DECAY, trained_alike
 from passes.cost.accounting import peak_memory
 from passes.memory.recompute import saved_nodes
 from passes.memory.remat import Remat, operator_name
-from passes.program import boundary, ir
+from passes.program import ir, reshard
+from passes.program.abstract_eval import abstract_eval
 from passes.program.attend import attend
 from passes.program.host import offload, reload, there
 from passes.program.operators import is_random, kind_of
 from passes.program.printer import print_program
 from passes.program.spec import Spec
-from passes.program.sweep import sweep
 
 aten = torch.ops.aten
 FSDP = (("dp_shard", 2),)
@@ -30,7 +30,7 @@ WHOLE = Spec.whole((4, 4))
 
 def test_backward_nodes_lie_in_the_layer_they_differentiate():
     program, _ = joint(FSDP)
-    scatters = [str(ir.layer(n) or "") for n in program.calls() if n.target is boundary.reduce_scatter]
+    scatters = [str(ir.layer(n) or "") for n in program.calls() if n.target is reshard.reduce_scatter]
     assert sorted(scatters) == [""] * 3 + ["blocks.0"] * 4 + ["blocks.1"] * 4
 
 
@@ -43,7 +43,7 @@ def two_layers(activation=aten.silu.default, device: str = "cpu") -> tuple[ir.Pr
     x, *weights = tiny.input("x", WHOLE, "batch"), *(tiny.input(f"w{i}", WHOLE) for i in range(2))
     kept = []
     for i, w in enumerate(weights):
-        full = tiny.call(boundary.all_gather, w, 0, "dp_shard", 2, 8, torch.float32, None, module=f"layers.{i}")
+        full = tiny.call(reshard.all_gather, w, 0, "dp_shard", 2, 8, torch.float32, None, module=f"layers.{i}")
         y = tiny.call(activation, x, module=f"layers.{i}")
         kept.append((y, full))
         x = tiny.call(aten.matmul.default, y, tiny.call(aten.slice.Tensor, full, 0, 0, 4, module=f"layers.{i}"),
@@ -258,7 +258,7 @@ def test_a_module_pattern_prevails_over_an_operator_pattern_and_both_over_the_po
 def test_communication_is_repeated_where_asked():
     mesh = (("tp", 2),)
     once, again = (Remat("full", ops=ops)(*joint(mesh))[0] for ops in ({}, {"all_gather": "recompute"}))
-    assert count(again, boundary.all_gather, "backward") > count(once, boundary.all_gather, "backward")
+    assert count(again, reshard.all_gather, "backward") > count(once, reshard.all_gather, "backward")
 
 
 def test_offloaded_values_leave_after_the_forward_and_return_a_layer_ahead():
@@ -292,8 +292,8 @@ def test_on_cuda_copies_run_on_a_stream_of_their_own():
     names = [n.name for n in (out, host, back, value)]
     wanted = ["matmul", names[0], "matmul_1", names[1], "ones_like", names[2], "mul", names[3], "mul_1"]
     assert [n.name for n in program.calls() if n.name in wanted] == wanted
-    swept = sweep(program, ctx)
-    assert not peak_memory(program, swept).alive.keys() & (swept.storages(out) | swept.storages(host))  # the host's, not the GPU's
+    avals = abstract_eval(program, ctx)
+    assert not peak_memory(program, avals).alive.keys() & (avals.storages(out) | avals.storages(host))  # the host's, not the GPU's
 
 
 def last_of(program, block, name):
@@ -330,7 +330,7 @@ def test_a_budget_is_kept_to_and_used(part):
     budget = int(least + part * (most - least))
     program, ctx = joint((), 4)
     result, report = Remat("budget", budget_bytes=budget)(program, ctx)
-    found = peak_memory(result, sweep(result, ctx)).bytes
+    found = peak_memory(result, abstract_eval(result, ctx)).bytes
     assert found <= budget
     assert report.counts["recomputed"] <= Remat("full")(program, ctx)[1].counts["recomputed"]
     assert (report.counts["recomputed"] == 0) == (part == 1.0)
@@ -365,7 +365,7 @@ def test_each_parameter_is_gathered_once_a_phase(policy, regather):
     program, report = Remat(policy, regather)(*joint(FSDP))
     for node, given in zip(program.placeholders(), program.inputs, strict=True):
         if given.kind == "parameter":
-            phases = [ir.phase(user) for user in node.users if user.target is boundary.all_gather]
+            phases = [ir.phase(user) for user in node.users if user.target is reshard.all_gather]
             again = regather and given.name != "embed.weight"  # the gradient of a look-up does not read the table
             assert phases == ["forward"] + ["backward"] * again
     assert report.counts["regathered"] == 10 * regather

@@ -15,7 +15,7 @@ from compiler_trainer.capture.capture import capture
 from compiler_trainer.config.schema import ModelConfig
 from compiler_trainer.models import Llama
 from passes.precision.cast import COPY, OPS, Cast, is_cast
-from passes.program import boundary, ir
+from passes.program import ir, reshard
 from passes.program.operators import name_of
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
@@ -185,7 +185,7 @@ def test_gradients_of_gathered_weights_are_added_in_the_reduce_dtype():
     compile_lockstep(llama(dtype=torch.float32), llama_loss, batches()[0], {"dp_shard": 2},
                      passes={"cast": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}},
                      observe=lambda program, record: seen.setdefault(record.name, program))
-    reduced = [n for n in seen["joint"].calls() if n.target is boundary.reduce_scatter]
+    reduced = [n for n in seen["joint"].calls() if n.target is reshard.reduce_scatter]
     assert reduced and {ir.example(n.args[0]).dtype for n in reduced} == {torch.bfloat16}
     assert {n.args[-1] for n in reduced} == {torch.float32}
 
@@ -196,10 +196,10 @@ def test_sums_over_several_axes_are_not_rounded_in_between(mesh):
     compile_lockstep(llama(dtype=torch.float32), llama_loss, batches()[0], mesh,
                      passes={"cast": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}},
                      observe=lambda program, record: seen.setdefault(record.name, program))
-    program = seen["add_first"]
+    program = seen["reassociate"]
     for node, output in zip(program.results(), program.outputs, strict=True):
         if output.kind == "gradient":
-            assert ir.example(node).dtype == F32 and node.target is boundary.reduce_scatter, output.name
+            assert ir.example(node).dtype == F32 and node.target is reshard.reduce_scatter, output.name
     assert any(o.spec.partial for o in program.outputs if o.kind == "gradient")  # the other axis: once, in the update
 
 

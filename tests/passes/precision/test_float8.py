@@ -120,7 +120,7 @@ def test_products_take_their_second_matrix_by_columns(mesh, monkeypatch):
 def test_scales_of_weights_are_reduced_in_one_collective_a_layer_and_phase():
     """Tensorwise, `up` and `down` forward; `down` backward goes alone."""
     passes = compiled((("dp_shard", 2),), "tensorwise").report["passes"]
-    report = next(p["report"] for p in passes if p["name"] == "schedule" and p["program"] == "step")
+    report = next(p["report"] for p in passes if p["name"] == "bucket" and p["program"] == "step")
     assert any("2 pmax as one, 8 bytes" in note for note in report["notes"]), report["notes"]
 
 

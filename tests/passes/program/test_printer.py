@@ -11,7 +11,7 @@ from printed_programs import joint, linear_program
 from small_programs import Small, cut
 from torch import fx
 
-from passes.program import boundary, ir
+from passes.program import ir, reshard
 from passes.program.mesh import Mesh
 from passes.program.order import ZIGZAG
 from passes.program.printer import format_constant, format_dtype, format_node, format_operand, op_name, print_program
@@ -61,7 +61,7 @@ def test_every_node_has_one_line_and_nothing_of_this_machine_is_in_it():
     [
         (aten.linear.default, "linear"),
         (aten.add.Tensor, "add.Tensor"),
-        (boundary.psum, "psum"),
+        (reshard.psum, "psum"),
         (c10d.wait_tensor.default, "wait_tensor"),
         (torch.ops.prims.iota.default, "prims.iota"),
         (torch.ops.higher_order.flex_attention, "flex_attention"),

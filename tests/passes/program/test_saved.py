@@ -12,10 +12,10 @@ from compiler_trainer.config.schema import ExpertsConfig, ModelConfig
 from compiler_trainer.models.llama import Llama
 from compiler_trainer.models.loss import loss_fn
 from compiler_trainer.step.compile import compile_step
+from passes.program.abstract_eval import Layout
 from passes.program.bodies import flatten
 from passes.program.printer import print_program
 from passes.program.saved import Unreadable, Unwritable, operators_in, read, written
-from passes.program.sweep import Layout
 from passes.program.torch_private import OpOverload
 
 SMALL = ModelConfig(dim=16, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=24, vocab_size=32)

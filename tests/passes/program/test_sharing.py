@@ -13,12 +13,13 @@ from compiler_trainer.capture.capture import capture
 from passes.autograd.joint import Joint
 from passes.check.runner import run_passes
 from passes.precision.float8 import Float8
-from passes.program import ir, record, rewrite, sweep
+from passes.program import abstract_eval, ir, rewrite
+from passes.program import trace as tracing
 from passes.program.functions import define, function_of
 from passes.program.mesh import Mesh
-from passes.program.record import trace
 from passes.program.rewrite import own_memory
 from passes.program.torch_private import FakeTensorMode, OpOverload
+from passes.program.trace import trace
 from passes.sharding.normalize import Normalize
 from passes.sharding.place import Place
 from passes.sharding.shard import Shard
@@ -83,9 +84,9 @@ def test_a_float8_layer_is_one_operator_of_the_captured_graph():
 
 def test_more_layers_are_not_more_traces(monkeypatch):
     def traces(layers: int) -> int:
-        calls, make = [], record.Tape
+        calls, make = [], tracing.Tape
         with monkeypatch.context() as patched:
-            patched.setattr(record, "Tape", lambda *args: calls.append(args) or make(*args))
+            patched.setattr(tracing, "Tape", lambda *args: calls.append(args) or make(*args))
             run_passes("step", (Joint(),), *sharded(*[WIDTH] * layers))
         return len(calls)
 
@@ -94,7 +95,7 @@ def test_more_layers_are_not_more_traces(monkeypatch):
 
 def test_more_layers_are_not_more_questions_nor_is_the_same_program_in_another_context(monkeypatch):
     known = {}
-    monkeypatch.setattr(sweep, "_answers", known)
+    monkeypatch.setattr(abstract_eval, "_answers", known)
 
     def asked(layers: int) -> int:
         program, ctx = sharded(*[WIDTH] * layers)

@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
+import torch
 from rule_cases import CASES, real
 from rule_harness import capture, check, on, sharded
 from sweeps import in_turn
@@ -14,7 +15,7 @@ from passes.program import ir
 from passes.program.mesh import Mesh
 from passes.program.order import ZIGZAG
 from passes.program.spec import Factor, Spec
-from passes.rules import RULES
+from passes.rules import RULES, rule_of
 
 # ranks, what padding holds (None: garbage)
 RUNS = ((2, 0.0), (3, None), (4, None))
@@ -45,6 +46,13 @@ def check_single_dims(name: str, every_run: bool) -> None:
                 except Exception as error:
                     shapes = [tuple(x.shape) for x in tensors]
                     raise AssertionError(f"{name} of {shapes}, operand {i} dim {dim} on {ranks} ranks: {error}") from error
+
+
+def test_padding_of_what_nobody_wrote_is_not_known():
+    """Asked of the operator it would be what lay in memory: zero, more often than not."""
+    like = capture(torch.empty_like, (real(5),), Mesh.of({"tp": 2}))
+    (node,) = [n for n in like.program.calls() if n.target is torch.ops.aten.empty_like.default]
+    assert rule_of(node).pad_out([0.0]) is None
 
 
 @pytest.mark.parametrize("name", sorted(CASES))

@@ -7,7 +7,7 @@ import torch
 from oracle import compile_lockstep, trained_alike
 from torch import Tensor, nn
 
-from passes.program import boundary, ir
+from passes.program import ir, reshard
 
 PLAN = {"up.weight": {"tp": 0}, "down.weight": {"tp": 1}}
 
@@ -75,7 +75,7 @@ def test_sums_that_are_added_are_reduced_once():
     plan = {**PLAN, "other.weight": {"tp": 1}}
     compile_lockstep(Two(), lambda model, batch: model(batch["x"]).square().mean(), batch, {"tp": 2},
                      passes={"shard": {"plan": plan}}, observe=lambda program, record: seen.setdefault(record.name, program))
-    reduced = [n for n in seen["shard"].calls() if n.target in (boundary.psum, boundary.reduce_scatter)]
+    reduced = [n for n in seen["shard"].calls() if n.target in (reshard.psum, reshard.reduce_scatter)]
     assert len([n for n in reduced if ir.example(n).dim() == 3]) == 1
 
 
@@ -113,5 +113,5 @@ def test_sums_over_the_batch_are_whole_on_each_rank_of_it():
     seen, batch = {}, {"x": torch.randn(4, 3, 6)}
     compile_lockstep(OverTheBatch(), lambda model, batch: model(batch["x"]).square().mean(), batch, {"dp_shard": 2},
                      observe=lambda program, record: seen.setdefault(record.name, program))
-    forward = [n for n in seen["shard"].calls() if n.target in (boundary.psum, boundary.reduce_scatter)]
-    assert [n.target for n in forward if ir.example(n).dim() == 2] == [boundary.psum]
+    forward = [n for n in seen["shard"].calls() if n.target in (reshard.psum, reshard.reduce_scatter)]
+    assert [n.target for n in forward if ir.example(n).dim() == 2] == [reshard.psum]

@@ -29,9 +29,9 @@ from passes.communication import overlap
 from passes.cost.cluster import Cluster, Links
 from passes.cost.predict import Costs
 from passes.cost.rates import Curve, Rates
-from passes.program import boundary, ir, routed
+from passes.program import ir, reshard, routed
+from passes.program.abstract_eval import recorded
 from passes.program.mesh import Mesh
-from passes.program.sweep import recorded
 from passes.program.torch_private import c10d
 
 MESHES = (
@@ -306,10 +306,10 @@ def test_bytes_are_those_of_the_formula(mesh):
     rows = {"dropless": tokens * min(TOP, each), "bounded": math.ceil(1.25 * tokens * TOP / owners)}
     for dispatch, capacity in rows.items():
         program = spread(mesh, dispatch, sizes=(8, 6))["joint"]
-        assert sent(program, mesh, (boundary.all_to_all,), WIDTH).count((Mesh.of(mesh).experts_over, capacity)) == 4
+        assert sent(program, mesh, (reshard.all_to_all,), WIDTH).count((Mesh.of(mesh).experts_over, capacity)) == 4
     if "tp" not in mesh:
         program = spread(mesh, "all_gather", sizes=(8, 6))["joint"]
-        kinds = (boundary.all_gather, boundary.reduce_scatter, boundary.all_gather_invariant)
+        kinds = (reshard.all_gather, reshard.reduce_scatter, reshard.all_gather_invariant)
         moved = [rows for axis, rows in sent(program, mesh, kinds, WIDTH) if axis == Mesh.of(mesh).experts_over]
         assert [rows for rows in moved if rows == tokens] == [tokens] * 4
 
@@ -317,7 +317,7 @@ def test_bytes_are_those_of_the_formula(mesh):
 @pytest.mark.parametrize("mesh", quick((MESHES[0], MESHES[2], MESHES[6], MESHES[8]), 1, 2))
 def test_a_gradient_is_reduced_once_and_not_over_the_owners(mesh):
     program = spread(mesh, "dropless")["optimize"]
-    reductions = [n for n in program.calls() if n.target in (boundary.reduce_scatter, boundary.psum)
+    reductions = [n for n in program.calls() if n.target in (reshard.reduce_scatter, reshard.psum)
                   and ir.example(n).dim() == 3]
     own = set(program.mesh.experts)
     assert all(own.isdisjoint(program.mesh.over(str(a))) for n in reductions for a in n.args if isinstance(a, str))

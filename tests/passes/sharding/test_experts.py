@@ -13,7 +13,7 @@ from rule_harness import capture, check, sharded
 from sweeps import in_turn, quick
 from torch import nn
 
-from passes.program import boundary, ir, routed
+from passes.program import ir, reshard, routed
 from passes.program.mesh import Mesh
 from passes.program.order import ZIGZAG
 from passes.program.spec import Factor, Spec
@@ -95,7 +95,7 @@ def test_rows_stay_where_their_tokens_are():
     program = local_program({"dp_shard": 2, "tp": 2})["shard"]
     (sort,) = [n for n in program.calls() if n.target is routed.order]
     assert ir.example(sort).shape == (1, 4 * 6 * TOP // 2)
-    gathers = [n for n in program.calls() if n.target in (boundary.all_gather, boundary.all_gather_invariant)]
+    gathers = [n for n in program.calls() if n.target in (reshard.all_gather, reshard.all_gather_invariant)]
     sent = {(str(n.args[2]), tuple(ir.example(n).shape)) for n in gathers}
     assert not {shape for _, shape in sent if WIDTH in shape and 4 * 6 * TOP in shape}
     products = [n for n in program.calls() if n.target is routed.grouped_mm]
@@ -104,22 +104,22 @@ def test_rows_stay_where_their_tokens_are():
 
 def test_gradients_are_reduced_over_tp_by_token():
     program = local_program({"dp_shard": 2, "tp": 2})["joint"]
-    sums = [n for n in program.calls() if n.target is boundary.psum and "tp" in n.args]
+    sums = [n for n in program.calls() if n.target is reshard.psum and "tp" in n.args]
     rows = [shape for shape in (tuple(ir.example(n).shape) for n in sums) if shape[:1] == (4 * 6 * TOP // 2,)]
     assert all(shape[1:] in ((), (1,)) for shape in rows)  # weights of choices, but no rows
 
 
 def test_experts_that_are_whole_over_tp_send_nothing_over_it():
     program = local_program({"tp": 2}, shard={"plan": {}})["joint"]
-    assert not [n for n in program.calls() if n.target in boundary.BOUNDARY_OPS and "tp" in n.args]
+    assert not [n for n in program.calls() if n.target in reshard.RESHARD_OPS and "tp" in n.args]
 
 
 def test_each_weight_of_experts_is_gathered_once_a_use_and_reduced_once():
     program = local_program({"dp_shard": 2, "tp": 2})["joint"]
-    reduced = [n for n in program.calls() if n.target is boundary.reduce_scatter and ir.example(n).dim() >= 3
+    reduced = [n for n in program.calls() if n.target is reshard.reduce_scatter and ir.example(n).dim() >= 3
                and str(n.args[2]) == "dp_shard"]
     assert len(reduced) == 2
-    assert not [n for n in program.calls() if n.target is boundary.psum and ir.example(n).dim() >= 3]
+    assert not [n for n in program.calls() if n.target is reshard.psum and ir.example(n).dim() >= 3]
 
 
 def test_products_of_experts_run_in_one_dtype():

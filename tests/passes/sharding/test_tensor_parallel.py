@@ -15,8 +15,8 @@ import compiler_trainer as ct
 from compiler_trainer.config.schema import ModelConfig
 from compiler_trainer.models import Llama
 from passes.check.runner import PassRecord
-from passes.program import boundary, ir
-from passes.program.boundary import BOUNDARY_OPS
+from passes.program import ir, reshard
+from passes.program.reshard import RESHARD_OPS
 
 MESHES = ({"tp": 2}, {"tp": 3}, {"tp": 4}, {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2, "tp": 2})
 
@@ -61,7 +61,7 @@ def test_with_recomputation_and_microbatches(policy: str) -> None:
 
 
 def communication(n_layers: int, sequence_parallel: bool, length: int = 8) -> tuple[Counter, Counter]:
-    """Boundary collectives of the joint graph by phase and kind, and their traffic in bytes by kind."""
+    """Collectives of the joint graph by phase and kind, and their traffic in bytes by kind."""
     found: list[tuple[ir.Program, PassRecord]] = []
     data = {k: torch.zeros(2, length, dtype=torch.long) for k in ("tokens", "labels", "positions")}
     cfg = ModelConfig(dim=16, n_layers=n_layers, n_heads=4, n_kv_heads=2, ffn_dim=32, vocab_size=VOCAB)
@@ -71,7 +71,7 @@ def communication(n_layers: int, sequence_parallel: bool, length: int = 8) -> tu
                     observe=lambda program, record: found.append((program, record)))
     program, record = next((p, r) for p, r in found if r.name == "joint")
     calls = Counter((ir.phase(n), n.target._opname) for n in program.calls()
-                    if n.target in BOUNDARY_OPS.keys() - {boundary.invariant_to_replicate, boundary.invariant_to_shard})
+                    if n.target in RESHARD_OPS.keys() - {reshard.invariant_to_replicate, reshard.invariant_to_shard})
     return calls, Counter({t.kind: t.sent_bytes for t in record.accounting.traffic})
 
 

@@ -10,7 +10,7 @@ from oracle import ADAMW, batches, compile_lockstep, llama, llama_loss
 
 from passes.cost.accounting import formula_of
 from passes.program import ir
-from passes.program.sweep import Layout
+from passes.program.abstract_eval import Layout
 from tools.bench import floor
 
 

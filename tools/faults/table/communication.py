@@ -5,68 +5,68 @@ from __future__ import annotations
 from tools.faults.fault import Fault
 
 FAULTS = (
-    # dedupe.py
+    # cse.py
     Fault(
         "dedupe_across_writes",
-        "passes/communication/dedupe.py",
+        "passes/communication/cse.py",
         "for node in takewhile(lambda node: not writes_input(node), list(program.calls())):",
         "for node in list(program.calls()):",
         "What is read after a write in place is taken for what was read before.",
     ),
     Fault(
         "dedupe_ignores_arguments",
-        "passes/communication/dedupe.py",
+        "passes/communication/cse.py",
         "signature(node.args), signature(node.kwargs)",
         "tuple(node.all_input_nodes), tuple(ir.example(node).shape) if ir.is_tensor(node) else node",
         "Operators on the same operands that differ in another argument are taken for the same.",
     ),
     Fault(
         "dedupe_ignores_keywords",
-        "passes/communication/dedupe.py",
+        "passes/communication/cse.py",
         "signature(node.args), signature(node.kwargs)",
         "signature(node.args)",
         "Operators that differ in a keyword are taken for the same.",
     ),
     Fault(
         "dedupe_ignores_types",
-        "passes/communication/dedupe.py",
+        "passes/communication/cse.py",
         "(type(tree), tree)",
         "(tree,)",
         "1, 1.0 and True are taken for the same argument.",
     ),
     Fault(
         "dedupe_draws_once",
-        "passes/communication/dedupe.py",
+        "passes/communication/cse.py",
         "return not is_mutable(node) and not is_random(node)",
         "return not is_mutable(node)",
         "Random operators on the same operands draw once.",
     ),
     Fault(
         "dedupe_across_phases",
-        "passes/communication/dedupe.py",
+        "passes/communication/cse.py",
         "ir.layer(node), ir.phase(node), signature",
         "ir.layer(node), signature",
         "The backward uses what the forward computed, which then is kept.",
     ),
-    # add_first.py
+    # reassociate.py
     Fault(
         "add_first_over_any_axis",
-        "passes/communication/add_first.py",
+        "passes/communication/reassociate.py",
         "a.args[1:] == b.args[1:]",
         "a.args[:0] == b.args[:0]",
         "Sums over different axes are added before they are reduced.",
     ),
     Fault(
         "add_first_ignores_alpha",
-        "passes/communication/add_first.py",
+        "passes/communication/reassociate.py",
         "aten.add.Tensor or node.kwargs or len",
         "aten.add.Tensor or len",
         "A scaled addition loses its scale.",
     ),
-    # schedule.py
+    # bucket.py
     Fault(
         "schedule_across_writes",
-        "passes/communication/schedule.py",
+        "passes/communication/bucket.py",
         "        if writes_input(node):\n"
         "            break",
         "        if writes_input(node):\n"
@@ -75,14 +75,14 @@ FAULTS = (
     ),
     Fault(
         "schedule_ignores_depth",
-        "passes/communication/schedule.py",
+        "passes/communication/bucket.py",
         "key = (node.target, depth[node], ir.phase(node), place",
         "key = (node.target, ir.phase(node), place",
         "A collective is merged with one that feeds it.",
     ),
     Fault(
         "schedule_after_first_operand",
-        "passes/communication/schedule.py",
+        "passes/communication/bucket.py",
         "before = max(operands).next",
         "before = min(operands).next",
         "Merged sums start before all that they add is there.",
@@ -90,21 +90,21 @@ FAULTS = (
     # bucket.py
     Fault(
         "bucket_interleaved",
-        "passes/communication/bucket.py",
+        "passes/communication/bucketed.py",
         "parts * flat.numel(), dtype, None).view(parts, -1)",
         "parts * flat.numel(), dtype, None).view(-1, parts).t()",
         "Shards gathered together are cut apart by columns for rows.",
     ),
     Fault(
         "bucket_end_to_end",
-        "passes/communication/bucket.py",
+        "passes/communication/bucketed.py",
         "flat = torch.cat([x.reshape(parts, -1) for x in full], 1).view(-1)",
         "flat = torch.cat([x.reshape(-1) for x in full])",
         "Ranks get whole gradients instead of their share of each.",
     ),
     Fault(
         "bucket_cut_early",
-        "passes/communication/bucket.py",
+        "passes/communication/bucketed.py",
         "pieces = local.split([x.numel() // parts for x in full])",
         "pieces = local.roll(1).split([x.numel() // parts for x in full])",
         "What gradients summed together become is cut apart an entry too early.",

@@ -87,7 +87,7 @@ FAULTS = (
     ),
     Fault(
         "interval_ends_early",
-        "passes/context/visible.py",
+        "passes/context/interval_cpu.py",
         "yield Piece(rows, slice(first, last - 1))",
         "yield Piece(rows, slice(first, last - 2))",
         "Queries of a chunk miss the last key before their own.",
@@ -176,7 +176,7 @@ FAULTS = (
     Fault(
         "interval_padding_sees",
         "passes/context/interval.py",
-        ", safe={3: 0.0, 4: 0.0})",
+        ", pad_safe={3: 0.0, 4: 0.0})",
         ")",
         "Queries that are padding see keys, as their bounds are of any content.",
     ),

@@ -20,24 +20,24 @@ FAULTS = (
         "        if where[start] > where[wait]:",
         "What a collective sends may be freed before it is waited for in another body.",
     ),
-    # unroll.py
+    # unfold.py
     Fault(
         "repeated_layers_read_one",
-        "passes/lower/unroll.py",
-        "return copy if reader <= self.roll.number else self.roll.left_out",
-        "return 0 if reader <= self.roll.number else self.roll.left_out",
+        "passes/lower/unfold.py",
+        "return copy if reader <= self.fold.number else self.fold.left_out",
+        "return 0 if reader <= self.fold.number else self.fold.left_out",
         "Layers that one stood for read what that one reads.",
     ),
     Fault(
         "repeated_layers_are_one",
-        "passes/program/rolls.py",
+        "passes/program/folds.py",
         "else Layer(self.stack, self.counted(number) + missing)",
         "else Layer(self.stack, number)",
         "Layers that one stood for all bear its number.",
     ),
     Fault(
         "repeated_without_a_look",
-        "passes/lower/unroll.py",
+        "passes/lower/unfold.py",
         "if len({self.described(node) for node in nodes}) > 1:",
         "if False:",
         "A layer is repeated though the layers around it call other bodies.",

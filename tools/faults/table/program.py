@@ -5,52 +5,52 @@ from __future__ import annotations
 from tools.faults.fault import Fault
 
 FAULTS = (
-    # boundary.py
+    # reshard.py
     Fault(
         "all_gather_keeps_padding",
-        "passes/program/boundary.py",
+        "passes/program/reshard.py",
         "return _received(full, dtype).narrow(0, 0, size).movedim(0, dim)",
         "return _received(full, dtype).movedim(0, dim)",
         "A gather returns also the padding of the last shard.",
     ),
     Fault(
         "psum_gradient_summed",
-        "passes/program/boundary.py",
+        "passes/program/reshard.py",
         "gradient=lambda g, x, a: g.to(x.dtype),",
         "gradient=lambda g, x, a: psum(g, a.axis, x.dtype, a.reduce_dtype).to(x.dtype),",
         "The gradient of a sum is summed once more.",
     ),
     Fault(
         "replicate_gradient_kept",
-        "passes/program/boundary.py",
+        "passes/program/reshard.py",
         "gradient=lambda g, x, a: psum(g, a.axis, x.dtype, a.reduce_dtype),",
         "gradient=lambda g, x, a: g,",
         "The gradient of a replicate copy lacks the other ranks' terms.",
     ),
     Fault(
         "unvary_gradient_everywhere",
-        "passes/program/boundary.py",
+        "passes/program/reshard.py",
         "gradient=lambda g, x, a: invariant_to_partial(g, a.place, a.axis),",
         "gradient=lambda g, x, a: g.clone(),",
         "Every rank has the gradient that only the first should count.",
     ),
     Fault(
         "invariant_to_partial_gradient_masked",
-        "passes/program/boundary.py",
+        "passes/program/reshard.py",
         "gradient=lambda g, x, a: g,",
         "gradient=lambda g, x, a: invariant_to_partial(g, a.place, a.axis),",
         "The gradient of a term of a sum is zero on all ranks but the first.",
     ),
     Fault(
         "place_reversed",
-        "passes/program/boundary.py",
+        "passes/program/reshard.py",
         "mine = torch.arange(parts, device=x.device) == place",
         "mine = torch.arange(parts, device=x.device).flip(0) == place",
         "A shard is put where the rank at the other end of the axis has its own.",
     ),
     Fault(
         "slice_strided",
-        "passes/program/boundary.py",
+        "passes/program/reshard.py",
         "return _pad(x, dim, parts).unflatten(dim, (parts, -1)).index_select(dim, place.reshape(1)).squeeze(dim)",
         "return _pad(x, dim, parts).unflatten(dim, (-1, parts)).index_select(dim + 1, "
         "place.reshape(1)).squeeze(dim + 1)",
@@ -58,28 +58,28 @@ FAULTS = (
     ),
     Fault(
         "all_to_all_interleaved",
-        "passes/program/boundary.py",
+        "passes/program/reshard.py",
         ".view(pieces.shape).movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1)",
         ".view(pieces.shape).movedim(0, concat_dim + 1).flatten(concat_dim, concat_dim + 1)",
         "What comes from the ranks is interleaved, not laid end to end.",
     ),
     Fault(
         "all_to_all_gradient_same_way",
-        "passes/program/boundary.py",
+        "passes/program/reshard.py",
         "all_to_all(g, a.concat_dim, a.split_dim, x.shape[a.split_dim],",
         "all_to_all(g, a.split_dim, a.concat_dim, x.shape[a.concat_dim],",
         "The gradient of an exchange goes the same way as its value.",
     ),
     Fault(
         "pmax_sums",
-        "passes/program/boundary.py",
+        "passes/program/reshard.py",
         'c10d.all_reduce(x.contiguous(), "max", axis)',
         'c10d.all_reduce(x.contiguous(), "sum", axis)',
         "A maximum over ranks is a sum.",
     ),
     Fault(
         "reduce_scatter_ignores_wire",
-        "passes/program/boundary.py",
+        "passes/program/reshard.py",
         "full = _pad(_terms(x, reduce_dtype), dim, parts)",
         "full = _pad(_terms(x, None), dim, parts)",
         "Gradients are added in their own dtype, not in the one asked for.",

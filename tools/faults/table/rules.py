@@ -248,8 +248,8 @@ FAULTS = (
     Fault(
         "padding_is_counted",
         "passes/rules/routed.py",
-        "        needs=groups,",
-        "        needs=0,",
+        "        pad_in=groups,",
+        "        pad_in=0,",
         "Rows of padding count as the first expert's.",
     ),
     Fault(

@@ -117,22 +117,22 @@ FAULTS = (
     Fault(
         "unsafe_padding",
         "passes/sharding/partition.py",
-        "return self.builder.fill_padding(x, spec, rule.safe[i])",
+        "return self.builder.fill_padding(x, spec, rule.pad_safe[i])",
         "return x",
         "Padding is not made safe before an operator that it could make infinite.",
     ),
     Fault(
         "folded_padding_unmasked",
         "passes/sharding/partition.py",
-        "return self.builder.fill_padding(x, spec, rule.needs, folded)",
+        "return self.builder.fill_padding(x, spec, rule.pad_in, folded)",
         "return x",
         "Padding is summed.",
     ),
     Fault(
         "fold_gradient_unmasked",
         "passes/sharding/partition.py",
-        "(spec.fill != rule.needs or stops_gradient) and",
-        "spec.fill != rule.needs and",
+        "(spec.fill != rule.pad_in or stops_gradient) and",
+        "spec.fill != rule.pad_in and",
         "The gradient of a sum reaches padding.",
     ),
     Fault(
@@ -146,15 +146,15 @@ FAULTS = (
     Fault(
         "replicate_forgotten",
         "passes/sharding/convert.py",
-        "self.call(boundary.invariant_to_replicate, axis, axis, self.reduce_dtype)",
+        "self.call(reshard.invariant_to_replicate, axis, axis, self.reduce_dtype)",
         "pass",
         "An invariant copy becomes replicate without the operator that sums its gradient.",
     ),
     Fault(
         "take_as_slice",
         "passes/sharding/convert.py",
-        'op = boundary.replicate_to_shard if differs else boundary.invariant_to_shard',
-        "op = boundary.invariant_to_shard",
+        'op = reshard.replicate_to_shard if differs else reshard.invariant_to_shard',
+        "op = reshard.invariant_to_shard",
         "A share of a replicate copy is taken as if the copy were invariant.",
     ),
     Fault(
@@ -183,22 +183,22 @@ FAULTS = (
     Fault(
         "terms_on_every_rank",
         "passes/sharding/convert.py",
-        "self.call(boundary.invariant_to_partial, axis, self.builder.coordinates[axis], axis)",
+        "self.call(reshard.invariant_to_partial, axis, self.builder.coordinates[axis], axis)",
         "pass",
         "A copy goes into a sum once a rank.",
     ),
     Fault(
         "unreplicate_forgotten",
         "passes/sharding/convert.py",
-        "self.call(boundary.replicate_to_invariant, axis, self.builder.coordinates[axis], axis)",
+        "self.call(reshard.replicate_to_invariant, axis, self.builder.coordinates[axis], axis)",
         "pass",
         "A replicate copy is taken for invariant, its gradient counted on every rank.",
     ),
     Fault(
         "move_the_other_way",
         "passes/sharding/convert.py",
-        "self.call(boundary.all_to_all, axis, j, k, held, axis, self.mesh[axis])",
-        "self.call(boundary.all_to_all, axis, k, j, held, axis, self.mesh[axis])",
+        "self.call(reshard.all_to_all, axis, j, k, held, axis, self.mesh[axis])",
+        "self.call(reshard.all_to_all, axis, k, j, held, axis, self.mesh[axis])",
         "An exchange splits the dim that it should join.",
     ),
     Fault(

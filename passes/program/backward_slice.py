@@ -21,7 +21,7 @@ def cone_of(node: fx.Node, ends: Set[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def alone(program: ir.Program, ends: Mapping[fx.Node, ir.Input], results: Sequence[fx.Node]) -> ir.Program:
+def backward_slice(program: ir.Program, ends: Mapping[fx.Node, ir.Input], results: Sequence[fx.Node]) -> ir.Program:
     """What computes the results from those of `ends` that they are made of."""
     cone = set[fx.Node]().union(*(cone_of(node, ends.keys()) for node in results))
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -31,4 +31,4 @@ def alone(program: ir.Program, ends: Mapping[fx.Node, ir.Input], results: Sequen
     graph.output(tuple(copies[node] for node in results))
     inputs = tuple(given for node, given in ends.items() if node in cone)
     outputs = tuple(ir.Output(node.name, "metric", Spec.whole(tuple(ir.example(node).shape))) for node in results)
-    return program.with_graph(graph, inputs=inputs, outputs=outputs, roll=None, bounds=None)
+    return program.with_graph(graph, inputs=inputs, outputs=outputs, fold=None, bounds=None)

@@ -29,7 +29,7 @@ from passes.program.torch_private import (
 aten = torch.ops.aten
 
 
-class Unknown(ValueError):
+class UnknownTensor(ValueError):
     """A function reads a tensor that it was not given."""
 
 
@@ -98,7 +98,7 @@ class Tape:
     def _constant(self, value: Tensor) -> fx.Node:
         """A number that a function holds as a tensor, written as one."""
         if isinstance(value, FakeTensor) or value.numel() != 1:
-            raise Unknown(f"a tensor ({value.dtype} {list(value.shape)}) that it is not given")
+            raise UnknownTensor(f"a tensor ({value.dtype} {list(value.shape)}) that it is not given")
         args, kwargs = (list(value.shape), number_in(value)), {"dtype": value.dtype, "device": value.device}
         node = self.graph.create_node("call_function", aten.full.default, args, kwargs, "full")
         ir.set_value(node, aten.full.default(*args, **kwargs))
@@ -125,8 +125,8 @@ def lies(value: Tensor) -> tuple[Any, ...]:
 def trace(fn: Callable[..., Any], args: Sequence[Tensor], ctx: ir.Context) -> fx.Graph:
     """The operators that `fn` calls on fake tensors `args`, composite ones whole: a placeholder for each argument.
 
-    What it writes in place is new values in the graph, except into an argument, which is written last. Raises Unknown
-    if it reads a tensor that it is not given, unless that is a single number.
+    What it writes in place is new values in the graph, except into an argument, which is written last. Raises
+    UnknownTensor if it reads a tensor that it is not given, unless that is a single number.
     """
     tape = Tape()
     for value in args:

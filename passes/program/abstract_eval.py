@@ -77,7 +77,7 @@ class Value(NamedTuple):
 
 
 @dataclass
-class Sweep:
+class Avals:
     """What every node yields (a Value, several, or a number) and the bytes of every storage, by number."""
 
     values: dict[fx.Node, Any] = field(default_factory=dict)
@@ -104,9 +104,9 @@ class Recorded(dict):
         return self[node]
 
 
-def recorded() -> Sweep:
-    """A sweep of any nodes that believes what they have recorded: enough where only sizes are asked for."""
-    return Sweep(Recorded())
+def recorded() -> Avals:
+    """Abstract values of any nodes, believing what they have recorded: enough where only sizes are asked for."""
+    return Avals(Recorded())
 
 
 def laid_out(found: Any, recorded: Any) -> Any:
@@ -142,9 +142,9 @@ def map_values(tree: Any, fn: Callable[[Any], Any], kind: type) -> Any:
     return tree
 
 
-def sweep(program: ir.Program, ctx: ir.Context) -> Sweep:
+def abstract_eval(program: ir.Program, ctx: ir.Context) -> Avals:
     """Recompute every node; raises CompileError, naming the node, where an operator refuses its operands."""
-    found = Sweep()
+    found = Avals()
     for node in program.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             given = node.meta.get("val") if node.op == "placeholder" else getattr(program.module, node.target)
@@ -153,13 +153,13 @@ def sweep(program: ir.Program, ctx: ir.Context) -> Sweep:
             try:
                 found.values[node] = _call(node, found, ctx)
             except Exception as error:
-                raise ir.CompileError("sweep", node, f"{type(error).__name__}: {error}") from error
+                raise ir.CompileError("abstract_eval", node, f"{type(error).__name__}: {error}") from error
         elif node.op != "output":
-            raise ir.CompileError("sweep", node, f"is a {node.op}; a program has operators only")
+            raise ir.CompileError("abstract_eval", node, f"is a {node.op}; a program has operators only")
     return found
 
 
-def _call(node: fx.Node, found: Sweep, ctx: ir.Context) -> Any:
+def _call(node: fx.Node, found: Avals, ctx: ir.Context) -> Any:
     """What an operator yields. In an answer, storage k >= 0 is operand k's, and a negative one is new."""
     source = found.values.get(node.args[0]) if node.target is operator.getitem else None  # type: ignore[arg-type]
     if isinstance(source, tuple) and not isinstance(source, Value):
@@ -181,7 +181,7 @@ def _call(node: fx.Node, found: Sweep, ctx: ir.Context) -> Any:
     return map_values(answers[key], place, Value)
 
 
-def _signature(tree: Any, found: Sweep, operands: list[Value]) -> Any:
+def _signature(tree: Any, found: Avals, operands: list[Value]) -> Any:
     """A hashable form of the arguments, 1 apart from 1.0 and True; tensor operands are collected in order."""
     if isinstance(tree, fx.Node):
         tree = found.values[tree]
@@ -197,7 +197,7 @@ def _signature(tree: Any, found: Sweep, operands: list[Value]) -> Any:
     return _signature(("slice", tree.start, tree.stop, tree.step), found, operands)
 
 
-def _ask(node: fx.Node, found: Sweep, ctx: ir.Context) -> Any:
+def _ask(node: fx.Node, found: Avals, ctx: ir.Context) -> Any:
     """Run an operator on fake tensors, each in a storage of its own, and see in which ones its results lie."""
     storages: list[Any] = []
 

@@ -1,10 +1,10 @@
 """A deep program written with few of its layers: one that stands for those left out after it.
 
     layers.0 1 2 3 4 5 ... 121 122 123 124 125        a model
-    layers.0 1 2 3                     124 125        rolled up: 3 stands for 3 to 123
+    layers.0 1 2 3                     124 125        folded up: 3 stands for 3 to 123
 
 Passes do then the work of six layers, whatever the depth. What they made of the layer that stands for others is
-repeated in the end (`passes/lower/unroll.py`).
+repeated in the end (`passes/lower/unfold.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from passes.program.layer import Layer
 
 
 @dataclass(frozen=True)
-class Roll:
+class Fold:
     """Layers `stack.number` to `stack.(number + left_out)` stand as the first of them."""
 
     stack: str
@@ -73,7 +73,7 @@ class Roll:
 
 
 @dataclass(frozen=True)
-class Rolling:
+class Folding:
     """How layers are left out: `alike` tells what options say of a module or a parameter by its name.
 
     So many layers alike stay `before` those left out, and `after` them: what passes do at the ends of a model reaches

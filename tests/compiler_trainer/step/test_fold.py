@@ -22,18 +22,18 @@ from compiler_trainer.pipeline import build_pipeline
 from compiler_trainer.step.given import mesh_of
 from compiler_trainer.step.programs import Compilation
 from passes.check.runner import Dumper
-from passes.lower import unroll
-from passes.lower.unroll import Unroll
+from passes.lower import unfold
+from passes.lower.unfold import Unfold
 from passes.program import ir
 from passes.program.bodies import Body, calls_of, flatten, is_view
+from passes.program.folds import Fold, number_in, renumbered
 from passes.program.layer import Layer
-from passes.program.rolls import Roll, number_in, renumbered
 from passes.program.stages import Stage
 
 
-def compilation(model, loss_fn=llama_loss, roll=True, mesh=(), passes=(), microbatches=1, optim=(), observe=None):
+def compilation(model, loss_fn=llama_loss, fold=True, mesh=(), passes=(), microbatches=1, optim=(), observe=None):
     """The compilation of a model, with or without leaving layers out."""
-    passes = passes_on(build(PassesConfig, {**dict(passes), "roll": roll}, "passes"), on_gpu=False)
+    passes = passes_on(build(PassesConfig, {**dict(passes), "fold": fold}, "passes"), on_gpu=False)
     masters = {name: p.dtype for name, p in model.named_parameters()}
     pipeline = build_pipeline(passes, build(OptimConfig, dict(optim), "optim"), masters, microbatches)
     batch = batches(1, rows=8)[0]
@@ -44,7 +44,7 @@ def programs(work):
     """The programs of a step and of evaluation, and what was left out."""
     single = work.capture()
     found = work.all_of(evaluate=True)
-    return {name: program for name, (program, _) in found.items()}, single.program.roll
+    return {name: program for name, (program, _) in found.items()}, single.program.fold
 
 
 def calls(program):
@@ -79,61 +79,61 @@ CASES = {
         "layers.[0-9]": "attention", "layers.1[0-6]": "attention"}}}),
     "float8": dict(n=16, model=EVEN, mesh={"dp_shard": 2, "tp": 2},
                    passes={"cast": DTYPE | {"float8": "tensorwise", "float8_min_size": 1}}),
-    "two layers ahead": dict(n=16, mesh={"dp_shard": 2}, passes={"schedule": {"ahead": 2}}),
+    "two layers ahead": dict(n=16, mesh={"dp_shard": 2}, passes={"communication": {"prefetch": 2}}),
     "loss in chunks": dict(n=12, mesh={"dp_shard": 2, "tp": 2}, passes={"chunk_loss": {"chunks": 5}}),
-    "none ahead": dict(n=12, mesh={"dp_shard": 2}, passes={"schedule": {"ahead": 0}}),
+    "none ahead": dict(n=12, mesh={"dp_shard": 2}, passes={"communication": {"prefetch": 0}}),
     "eight bits": dict(n=12, model=EVEN, optim={"name": "adamw8bit", "block": 8}),
 }
 
 
 @functools.cache
-def compiled(case, roll):
+def compiled(case, fold):
     """The programs, what was left out, and the report on each pass."""
     how = dict(CASES[case])
-    work = compilation(llama(how.pop("n"), **how.pop("model", {})), roll=roll, **how)
+    work = compilation(llama(how.pop("n"), **how.pop("model", {})), fold=fold, **how)
     return *programs(work), work.report.passes
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=() if c == "fsdp" else pytest.mark.full) for c in CASES])
 @pytest.mark.full
 def test_the_program_is_that_of_all_layers(case):
-    (whole, none, _), (rolled, roll, _) = compiled(case, False), compiled(case, True)
-    assert none is None and roll is not None and roll.left_out >= 1
-    assert rolled.keys() == whole.keys()
+    (whole, none, _), (folded, fold, _) = compiled(case, False), compiled(case, True)
+    assert none is None and fold is not None and fold.left_out >= 1
+    assert folded.keys() == whole.keys()
     for name, program in whole.items():
-        assert rolled[name].inputs == program.inputs and rolled[name].outputs == program.outputs
-        assert calls(rolled[name]) == calls(program)
-        assert origins(rolled[name]) == origins(program)
-        assert rolled[name].roll is None
+        assert folded[name].inputs == program.inputs and folded[name].outputs == program.outputs
+        assert calls(folded[name]) == calls(program)
+        assert origins(folded[name]) == origins(program)
+        assert folded[name].fold is None
 
 
 def test_what_a_layer_stands_for_is_counted():
     """After every pass: FLOPs, bytes sent and the peak of memory are those of all layers."""
-    whole, rolled = (
-        [(p["program"], p["name"], p["accounting"]) for p in compiled("fsdp", roll)[2]] for roll in (False, True)
+    whole, folded = (
+        [(p["program"], p["name"], p["accounting"]) for p in compiled("fsdp", fold)[2]] for fold in (False, True)
     )
-    for program, step, found in rolled:
-        (wanted,) = [a for p, s, a in whole if (p, s) == (program, "segment" if step == "unroll" else step)]
+    for program, step, found in folded:
+        (wanted,) = [a for p, s, a in whole if (p, s) == (program, "segment" if step == "unfold" else step)]
         assert found | {"peak_node": ""} == wanted | {"peak_node": ""}, (program, step)
 
 
 @pytest.mark.full
 def test_it_trains_to_the_bit():
     data = batches(rows=8)
-    whole, rolled = (
-        compile_lockstep(llama(12), llama_loss, data[0], {"dp_shard": 2}, passes={"roll": roll}) for roll in (False, True)
+    whole, folded = (
+        compile_lockstep(llama(12), llama_loss, data[0], {"dp_shard": 2}, passes={"fold": fold}) for fold in (False, True)
     )
-    assert train_step(whole, data) == train_step(rolled, data)
-    assert whole(data[0]) == rolled(data[0])
+    assert train_step(whole, data) == train_step(folded, data)
+    assert whole(data[0]) == folded(data[0])
     for name, value in whole.state_dict().items():
-        assert torch.equal(value, rolled.state_dict()[name])
+        assert torch.equal(value, folded.state_dict()[name])
 
 
 @pytest.mark.full
 def test_patterns_of_one_policy_do_not_keep_layers_apart():
     layers = {f"layers.{n}": "full" for n in range(14)}
     work = compilation(llama(16), passes={"remat": {"policy": "selective", "layers": layers}})
-    assert work.capture().program.roll.left_out == 14 - 10
+    assert work.capture().program.fold.left_out == 14 - 10
     work.programs(evaluate=False)
     with pytest.raises(UserError, match="no layer is named like 'layers.16'"):
         compilation(llama(16), passes={"remat": {"layers": {"layers.16": "full"}}}).programs(evaluate=False)
@@ -142,11 +142,11 @@ def test_patterns_of_one_policy_do_not_keep_layers_apart():
 def test_passes_see_few_layers_and_dumps_say_so():
     seen = []
     programs(compilation(llama(16), observe=lambda program, record: seen.append((record, program))))
-    for stage, run in groupby(seen, key=lambda pair: pair[1].roll):
+    for stage, run in groupby(seen, key=lambda pair: pair[1].fold):
         for record, program in run:
             layers = {number_in(i.name, "layers") for i in program.inputs if i.kind == "parameter"} - {None}
             assert len(layers) == (11 if stage else 16), record.name
-    assert str(seen[0][1].roll) == "layers.5 stands for layers.5 to layers.10"
+    assert str(seen[0][1].fold) == "layers.5 stands for layers.5 to layers.10"
 
 
 @pytest.mark.full
@@ -155,7 +155,7 @@ def test_dumps_are_read_with_the_costs_of_all_layers(tmp_path):
     stages = load_stages(tmp_path)
     assert [stage.name for stage in stages][-2:] == list(CALLS)
     for stage in stages[:-2]:
-        assert stage.rolled == "layers.5 stands for layers.5 to layers.6"
+        assert stage.folded == "layers.5 stands for layers.5 to layers.6"
         assert peak_line(stage)[1] == stage.report["accounting"]["peak_bytes"]
 
 
@@ -163,7 +163,7 @@ def test_dumps_are_read_with_the_costs_of_all_layers(tmp_path):
 
 
 def left_out(model, loss_fn=llama_loss, **how):
-    return compilation(model, loss_fn, **how).capture().program.roll
+    return compilation(model, loss_fn, **how).capture().program.fold
 
 
 def odd(change):
@@ -298,14 +298,14 @@ def test_layers_that_drop_out():
 
 @functools.cache
 def rolled_up():
-    """The finished step of one rank before it is unrolled."""
+    """The finished step of one rank before it is unfolded."""
     work = compilation(llama(12))
     single = work.capture()
     forward = work.run("forward", work.pipeline.forward, single)
     kept = []
     work = dataclasses.replace(work, observe=lambda program, record: kept.append(program))
     work.train(forward)
-    return next(p for p in kept if p.stage is Stage.SEGMENTED and p.roll), single.ctx
+    return next(p for p in kept if p.stage is Stage.SEGMENTED and p.fold), single.ctx
 
 
 def call_of_layer(program, number):
@@ -320,8 +320,8 @@ def test_a_call_on_something_else_is_refused():
     other = call_of_layer(program, 2)
     operand = next(i for i, n in enumerate(call.args) if n.op == "placeholder" and "layers_5" in n.name)
     call.update_arg(operand, other.args[operand])
-    with pytest.raises(ir.Uneven, match="layers.5: its part reads "):
-        Unroll()(program, ctx)
+    with pytest.raises(ir.LayersDiffer, match="layers.5: its part reads "):
+        Unfold()(program, ctx)
 
 
 def test_another_body_is_refused():
@@ -329,8 +329,8 @@ def test_another_body_is_refused():
     program = program.copy()
     call = call_of_layer(program, 5)
     call.target = dataclasses.replace(call.target, key="another")
-    with pytest.raises(ir.Uneven, match="differs from that of the layers around it"):
-        Unroll()(program, ctx)
+    with pytest.raises(ir.LayersDiffer, match="differs from that of the layers around it"):
+        Unfold()(program, ctx)
 
 
 def test_what_is_read_outside_of_the_layers_is_refused():
@@ -338,23 +338,23 @@ def test_what_is_read_outside_of_the_layers_is_refused():
     program = program.copy()
     result = next(iter(call_of_layer(program, 5).users))
     program.graph.output_node().args = ((*program.graph.output_node().args[0], result),)
-    with pytest.raises(ir.Uneven, match="is read outside of the layers"):
-        Unroll()(program, ctx)
+    with pytest.raises(ir.LayersDiffer, match="is read outside of the layers"):
+        Unfold()(program, ctx)
 
 
 @pytest.mark.full
 def test_what_cannot_be_repeated_is_compiled_whole(monkeypatch):
     """It says so, trains the same, and nothing of the first try is dumped."""
     def refuse(self, *layers):
-        raise ir.Uneven("unroll", None, "planted")
+        raise ir.LayersDiffer("unfold", None, "planted")
 
     seen = []
-    monkeypatch.setattr(unroll.Writer, "check_order", refuse)
+    monkeypatch.setattr(unfold.Writer, "check_order", refuse)
     work = compilation(llama(12), observe=lambda program, record: seen.append((program, record)))
     found, report = work.programs(evaluate=True)
-    whole, _ = compilation(llama(12), roll=False).programs(evaluate=True)
-    assert report.finish()["notes"] == ["no layer stands for others: unroll: planted"]
-    assert not any(program.roll for program, _ in seen)
+    whole, _ = compilation(llama(12), fold=False).programs(evaluate=True)
+    assert report.finish()["notes"] == ["no layer stands for others: unfold: planted"]
+    assert not any(program.fold for program, _ in seen)
     assert [record.name for _, record in seen][:2] == ["capture", "cast"]
     assert len(seen) == len(report.passes)
     for name, (program, _) in whole.items():
@@ -365,5 +365,5 @@ def test_names():
     assert number_in("layers.3.wq", "layers") == number_in("exp_avg.layers.3", "layers") == 3
     assert number_in("sublayers.3.wq", "layers") is None and number_in("layers.x", "layers") is None
     assert renumbered("exp_avg.layers.3.experts.3.w", "layers", 12) == "exp_avg.layers.12.experts.3.w"
-    roll = Roll("layers", 3, 2)
-    assert [n for n in range(8) if roll.holds(f"layers.{n}.w")] == [4, 5]
+    fold = Fold("layers", 3, 2)
+    assert [n for n in range(8) if fold.holds(f"layers.{n}.w")] == [4, 5]

@@ -16,7 +16,7 @@ from compiler_trainer.capture.capture import capture
 from passes.program.printer import print_program
 from passes.program.spec import Spec
 from passes.sharding.normalize import Normalize
-from passes.update.means import Means, terms
+from passes.update.token_mean import TokenMean, terms
 
 MESHES = [{"dp_shard": 2}, {"dp_shard": 2, "tp": 2}, {"cp": 2}, {"dp_replicate": 2, "dp_shard": 2}]
 PLAIN = {"name": "sgd"}
@@ -77,7 +77,7 @@ def train_lockstep(loss, data, mesh, microbatches, **options):
 
 
 def report_of(step):
-    return next(entry["report"] for entry in step.report["passes"] if entry["name"] == "means")
+    return next(entry["report"] for entry in step.report["passes"] if entry["name"] == "token_mean")
 
 
 @pytest.mark.parametrize(("mesh", "microbatches"), in_turn(MESHES, [1, 2, 4]))
@@ -145,7 +145,7 @@ def test_other_losses_are_means_over_microbatches_and_the_report_says_so(loss):
     assert step(fresh)["loss"] == pytest.approx(sum(parts) / 4, rel=SAME)
     assert not math.isclose(sum(parts) / 4, loss(model, fresh).item(), rel_tol=1e-6)
     (note,) = report_of(step)["notes"]
-    assert "test_means.py:" in note and "the loss has means over microbatches" in note
+    assert "test_token_mean.py:" in note and "the loss has means over microbatches" in note
 
 
 def balanced(model, batch):
@@ -229,7 +229,7 @@ def test_the_text_of_a_count():
     program, ctx = capture(Scores(), loss, batch, torch.device("cpu"))
     program, _ = Normalize()(program, ctx)
     before = print_program(program)
-    after, report = Means(2)(program, ctx)
+    after, report = TokenMean(2)(program, ctx)
     assert print_program(program) == before
     assert report.counts == {"means": 1} and not report.notes
     lines = [line.partition("   #")[0] for line in print_program(after).splitlines()[2:]]

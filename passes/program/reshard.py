@@ -18,7 +18,7 @@
 `axis_size` is the size of the axis, `size` the logical extent of `dim` before or after the split into
 `ceil(size / axis_size)`, `axis_index` the rank's coordinate on the axis (a 0-d int64 tensor, so that every rank
 runs the same graph), `reduce_dtype` the dtype in which terms are added (None: their own).
-Process groups are registered under the axis name. Each operator is one record in `BOUNDARY_OPS`: what it takes and
+Process groups are registered under the axis name. Each operator is one record in `RESHARD_OPS`: what it takes and
 gives, its gradient, the collective that it is, and its definition in terms of functional collectives, which
 `passes.collectives` puts into the graph. Whoever asks something of these operators asks the record.
 """
@@ -50,8 +50,8 @@ class Like(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BoundaryOp:
-    """An operator at a boundary of placements; `a` are its arguments after the tensor `x`, by name.
+class ReshardOp:
+    """An operator from one placement to another; `a` are its arguments after the tensor `x`, by name.
 
     On its axis it takes what is one of `takes` and gives what is `gives`. `body(x, *a)` is its definition,
     `shape(x, a)` that of its result, `gradient(g, x, a)` the gradient of `x`, of which shape and dtype are kept.
@@ -79,7 +79,7 @@ class BoundaryOp:
         return SimpleNamespace(**dict(zip(self.names, rest, strict=True)))
 
 
-BOUNDARY_OPS: dict[Any, BoundaryOp] = {}
+RESHARD_OPS: dict[Any, ReshardOp] = {}
 
 
 # ---- definitions -----------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def _bytes(x: Any, dtype: torch.dtype | None = None) -> int:
 
 def _define(name: str, body: Callable[..., Tensor], takes: tuple[str, ...], gives: str, **facts: Any) -> Any:
     """Register `ct::name`; its own kernel must return fresh memory, its definition in a graph need not."""
-    record = BoundaryOp(name, body, takes, gives, **facts)
+    record = ReshardOp(name, body, takes, gives, **facts)
 
     def kernel(x: Tensor, *rest: Any) -> Tensor:
         out = body(x, *rest)
@@ -243,7 +243,7 @@ def _define(name: str, body: Callable[..., Tensor], takes: tuple[str, ...], give
     if record.gradient:
         op.register_autograd(backward, setup_context=keep)
     overload = getattr(torch.ops.ct, name).default
-    BOUNDARY_OPS[overload] = record
+    RESHARD_OPS[overload] = record
     return overload
 
 
@@ -303,4 +303,4 @@ pmax: Any = _define(
 )
 # fmt: on
 
-SUMS = frozenset(op for op, record in BOUNDARY_OPS.items() if record.reduces == "sum")
+SUMS = frozenset(op for op, record in RESHARD_OPS.items() if record.reduces == "sum")

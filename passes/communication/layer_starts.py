@@ -1,12 +1,12 @@
-"""Where layers begin in a program whose collectives are written out, and what of other layers stands in them.
+"""Find each layer's first node in a program with explicit collectives, and the nodes in it that belong to others.
 
     add(x, mm)                         layer 0
-    start gather of layer 2            aside
+    start gather of layer 2            aside: a prefetch for another layer
     norm, wait for gather of layer 1   layer 1: its parameters are gathered, so it begins at its first operator
     mm                                 without that it begins here, and its norm runs in one kernel with layer 0's sum
 
-What is aside is no part of the layer that it stands in: `overlap` puts it where layers begin and records its role,
-`segment` writes it as pieces of its own. So layers are alike, whatever starts or arrives while they are computed.
+A node aside is no part of the layer that it stands in: `overlap` puts it where layers begin and records its role,
+`segment` makes it a piece of its own. So layers stay alike, whatever starts or arrives while they are computed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import fx
 from passes.cost.accounting import count_flops
 from passes.cost.fusion import ALONE, WAITS
 from passes.program import ir
+from passes.program.abstract_eval import recorded
 from passes.program.layer import Layer, Role
 from passes.program.operators import is_operator, is_view, kind_of, may_alias, name_of
-from passes.program.sweep import recorded
 from passes.program.weights import weight_nodes
 
 COPIES = frozenset({"clone", "_to_copy"})

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.context.below import ARANGE, CASTS, COPIES, beneath, number_of, span
-from passes.context.masks import KEYS, RANK, Seen, Unknown
+from passes.context.look_through import ARANGE, CASTS, COPIES, beneath, number_of, span
+from passes.context.masks import KEYS, RANK, NotAnInterval, Seen
 from passes.program import ir
 
 aten = torch.ops.aten
@@ -57,7 +57,7 @@ class Attention:
 
 
 def written_attention(softmax: fx.Node, differentiable: frozenset[fx.Node]) -> Attention | None:
-    """The attention around a softmax, None if there is none; raises Unknown where it cannot be taken.
+    """The attention around a softmax, None if there is none; raises NotAnInterval where it cannot be taken.
 
     `differentiable` are the placeholders whose gradients are wanted.
     """
@@ -84,14 +84,14 @@ def written_attention(softmax: fx.Node, differentiable: frozenset[fx.Node]) -> A
 
 
 def check_kinds(found: Attention) -> None:
-    """Raise Unknown for what the operator does not take."""
+    """Raise NotAnInterval for what the operator does not take."""
     query, key, value = (tuple(ir.example(x).shape) for x in (found.q, found.k, found.v))
     key = (*key[:2], key[3], key[2]) if found.turned else key
     if len({ir.example(x).dtype for x in (found.q, found.k, found.v)}) > 1:
-        raise Unknown("queries, keys and values differ in dtype")
+        raise NotAnInterval("queries, keys and values differ in dtype")
     alike = query[0] == key[0] == value[0] and key[1:3] == value[1:3] and query[3] == key[3]
     if not alike or query[1] % key[1]:
-        raise Unknown(f"queries are {query}, keys {key}, values {value}")
+        raise NotAnInterval(f"queries are {query}, keys {key}, values {value}")
 
 
 # -- products ---------------------------------------------------------------------------------
@@ -121,9 +121,9 @@ def product_below(softmax: fx.Node) -> fx.Node | None:
         if user.target is aten.matmul.default and user.args[0] is node:
             return user
         if user.target in (aten.native_dropout.default, aten.dropout.default) and user.args[1]:
-            raise Unknown("dropout draws for each pair")
+            raise NotAnInterval("dropout draws for each pair")
         if user.target is aten.slice.Tensor:
-            raise Unknown("its softmax has columns that are no keys")
+            raise NotAnInterval("its softmax has columns that are no keys")
         if user.target not in (*COPIES, *CASTS, aten.dropout.default):
             return None
         node = user
@@ -236,7 +236,7 @@ class Scores:
             return self.joined(seen, offset)
         if node.target in CALLED:
             return f"{CALLED[node.target]}({bare(self.read(self.operand(seen, node.args[0]), offset))})"
-        raise Unknown(f"scores are made with %{node.name} ({node.target})")
+        raise NotAnInterval(f"scores are made with %{node.name} ({node.target})")
 
     def operand(self, seen: Seen, x: Any) -> Seen:
         """An operand of an elementwise operator, in the dims of the scores."""
@@ -261,7 +261,7 @@ class Scores:
         x, dim, start, _, step = (*seen.node.args, *(None, 0, 0, None, 1)[len(seen.node.args) :])
         rank = len(seen.dims)
         if int(dim) % rank != rank - 1 or seen.dims[-1] != KEYS or step != 1:  # type: ignore[call-overload]
-            raise Unknown(f"scores are made with %{seen.node.name}, a slice of other dims than keys")
+            raise NotAnInterval(f"scores are made with %{seen.node.name}, a slice of other dims than keys")
         size = ir.example(x).shape[-1]  # type: ignore[arg-type]
         start = slice(start or 0, None).indices(size)[0]
         return self.read(Seen(x, seen.dims), offset + start)  # type: ignore[arg-type]
@@ -269,7 +269,7 @@ class Scores:
     def term(self, seen: Seen) -> str:
         """A value that does not vary along keys."""
         if not self.differentiable.isdisjoint((seen.node, *above(seen.node))):
-            raise Unknown(f"%{seen.node.name}, which scores are made with, may have a gradient")
+            raise NotAnInterval(f"%{seen.node.name}, which scores are made with, may have a gradient")
         if seen not in self.terms:
             self.terms.append(seen)
         return f"t{self.terms.index(seen)}"
@@ -343,4 +343,4 @@ def guarded(found: Attention, guards: list[fx.Node]) -> fx.Node:
         conditions: list[Any] = [node.args[0] for node in (*guards, users[0])]
         if all(is_guard(x) and [(x.args[0], False)] == found.masks for x in conditions):
             return users[0]
-    raise Unknown("queries that see nothing are given something else than zero")
+    raise NotAnInterval("queries that see nothing are given something else than zero")

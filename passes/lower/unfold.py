@@ -23,28 +23,28 @@ from torch import fx
 from passes.lower.calls import is_result
 from passes.program import ir
 from passes.program.bodies import body_of_call, describe_layout
+from passes.program.folds import Fold, renumbered
 from passes.program.layer import Layer
-from passes.program.rolls import Roll, renumbered
 from passes.program.stages import Stage
 
 Visit = tuple[fx.Node, ...]  # nodes in a row that are of one layer
 
 
 @dataclass(frozen=True)
-class Unroll(ir.Pass):
+class Unfold(ir.Pass):
     """Write out the layers that one stands for."""
 
-    name = "unroll"
+    name = "unfold"
     takes = (Stage.SEGMENTED,)
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
-        if program.roll is None:
+        if program.fold is None:
             raise ValueError("the program leaves no layers out")
-        whole = Writer(program, program.roll).write()
-        return whole, ir.Report({"layers": program.roll.left_out}, (str(program.roll),))
+        whole = Writer(program, program.fold).write()
+        return whole, ir.Report({"layers": program.fold.left_out}, (str(program.fold),))
 
 
-def layers_of(program: ir.Program, roll: Roll) -> dict[fx.Node, int | None]:
+def layers_of(program: ir.Program, fold: Fold) -> dict[fx.Node, int | None]:
     """The layer of each node, counted without those left out, None outside of the stack; views go with the next."""
     layers = {node: given.layer for node, given in zip(program.placeholders(), program.inputs, strict=True)}
     layers |= {node: ir.layer(node) for node in program.calls() if body_of_call(node)}
@@ -52,8 +52,8 @@ def layers_of(program: ir.Program, roll: Roll) -> dict[fx.Node, int | None]:
     following = None
     for node in reversed(program.graph.nodes):
         if node in layers:
-            number = roll.number_of(layers[node])
-            following = None if number is None else roll.counted(number)
+            number = fold.number_of(layers[node])
+            following = None if number is None else fold.counted(number)
         found[node] = following
     for node in program.calls():
         if is_result(node):
@@ -70,16 +70,16 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
 
 @dataclass
 class Writer:
-    """The program written out; `copies` holds the nodes of layer `roll.number` for each layer repeated, 0 its own."""
+    """The program written out; `copies` holds the nodes of layer `fold.number` for each layer repeated, 0 its own."""
 
     program: ir.Program
-    roll: Roll
+    fold: Fold
     graph: fx.Graph = field(default_factory=fx.Graph)
     inputs: list[ir.Input] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        at, n = self.roll.number, self.roll.left_out
-        self.layer = layers_of(self.program, self.roll)
+        at, n = self.fold.number, self.fold.left_out
+        self.layer = layers_of(self.program, self.fold)
         nodes = [node for node in self.program.graph.nodes if node.op != "output"]
         self.visits = [Visit(group) for _, group in groupby(nodes, self.layer.__getitem__)]
         self.given = dict(zip(self.program.placeholders(), self.program.inputs, strict=True))
@@ -103,7 +103,7 @@ class Writer:
     # -- may it be repeated -------------------------------------------------------------------------
 
     def check(self, *layers: Sequence[Visit]) -> set[fx.Node]:
-        """What three layers in a row read alike, one value for all; raises Uneven where they differ otherwise."""
+        """What three layers in a row read alike, one value for all; raises LayersDiffer where they differ otherwise."""
         shared = set[fx.Node]()
         for visits in zip(*layers, strict=True):
             for nodes in zip(*visits, strict=True):
@@ -117,7 +117,7 @@ class Writer:
         return shared
 
     def check_order(self, *layers: Sequence[Visit]) -> list[int]:
-        """How many visits on, or back, that of the next layer stands; raises Uneven where this is not regular."""
+        """How many visits on, or back, that of the next layer stands; raises LayersDiffer where this is not regular."""
         place = {visit: i for i, visit in enumerate(self.visits)}
         strides = []
         for visits in zip(*layers, strict=True):
@@ -131,7 +131,7 @@ class Writer:
         """What a node is, operands aside, in words that are the same in all layers."""
         what: Any = (node.op, node.target if node.op == "call_function" else "", describe_layout(node.meta.get("val")))
         if given := self.given.get(node):
-            return *what, given.kind, given.spec, renumbered(given.name, self.roll.stack, 0)
+            return *what, given.kind, given.spec, renumbered(given.name, self.fold.stack, 0)
         return *what, repr(fx.map_arg((node.args, node.kwargs), lambda n: None))
 
     def follow(self, operands: tuple[fx.Node, ...]) -> bool:
@@ -142,9 +142,9 @@ class Writer:
         alike = {self.template.get(n) for n in operands}
         return len(alike) == 1 and len({self.described(n) for n in (*alike, *operands) if n is not None}) == 1
 
-    def failure(self, node: fx.Node | None, message: str) -> ir.Uneven:
-        what = f"{self.roll.stack}.{self.roll.number}: its part {message}"
-        return ir.Uneven("unroll", node, what)
+    def failure(self, node: fx.Node | None, message: str) -> ir.LayersDiffer:
+        what = f"{self.fold.stack}.{self.fold.number}: its part {message}"
+        return ir.LayersDiffer("unfold", node, what)
 
     # -- writing it -----------------------------------------------------------------------------------
 
@@ -156,14 +156,14 @@ class Writer:
         old = self.program.graph.output_node()
         output = self.graph.output(fx.map_arg(old.args[0], lambda n: self.operand(n, None, 0)))
         output.meta = old.meta
-        return self.program.with_graph(self.graph, inputs=tuple(self.inputs), roll=None)
+        return self.program.with_graph(self.graph, inputs=tuple(self.inputs), fold=None)
 
     def order(self) -> list[tuple[Visit, int]]:
         """All visits, and copies of the layer's own, in order: those that layers interleave go on interleaving.
 
             6a 7b 5a 6b 4a 5b   ->   7a 8b 6a 7b 5a 6b 4a 5b        layer 5 written twice
         """
-        at, n = self.roll.number, self.roll.left_out
+        at, n = self.fold.number, self.fold.left_out
         of_layer: dict[int | None, list[int]] = {}
         for i, visit in enumerate(self.visits):
             of_layer.setdefault(self.layer[visit[0]], []).append(i)
@@ -198,30 +198,30 @@ class Writer:
 
     def put(self, node: fx.Node, copy: int, env: dict[fx.Node, fx.Node]) -> None:
         """Append the node, or its copy for a later layer."""
-        reader, number = self.layer[node], self.roll.number + copy
+        reader, number = self.layer[node], self.fold.number + copy
         name = f"{node.name}_{number}" if copy else node.name
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.operand(n, reader, copy))
         target = name if node.op == "placeholder" else node.target
         new = env[node] = self.graph.create_node(node.op, target, args, kwargs, name=name)
         new.meta = node.meta if reader is None else self.meta(node, self.missing(reader, copy), copy)
         if given := self.given.get(node):
-            layer, name = Layer(self.roll.stack, number), renumbered(given.name, self.roll.stack, number)
+            layer, name = Layer(self.fold.stack, number), renumbered(given.name, self.fold.stack, number)
             self.inputs.append(replace(given, name=name, layer=layer) if copy else given)
 
     def missing(self, reader: int, copy: int) -> int:
         """How many of the layers before it were left out where a layer, or its copy, reads."""
-        return copy if reader <= self.roll.number else self.roll.left_out
+        return copy if reader <= self.fold.number else self.fold.left_out
 
     def meta(self, node: fx.Node, missing: int, copy: int) -> dict[str, Any]:
         """What the node, or its copy, carries in the whole program; a call also for the nodes that it stands for."""
-        meta, end = self.roll.meta_in_whole(node.meta, missing), f"_{self.roll.number + copy}" if copy else ""
+        meta, end = self.fold.meta_in_whole(node.meta, missing), f"_{self.fold.number + copy}" if copy else ""
         if body_of_call(node):
-            meta["pieces"] = tuple((n + end, self.roll.meta_in_whole(m, missing)) for n, m in meta["pieces"])
+            meta["pieces"] = tuple((n + end, self.fold.meta_in_whole(m, missing)) for n, m in meta["pieces"])
         return meta
 
     def operand(self, node: fx.Node, reader: int | None, copy: int) -> fx.Node:
         """What stands for an operand where a node of layer `reader`, or its copy for a later layer, reads it."""
-        at, left_out, layer = self.roll.number, self.roll.left_out, self.layer[node]
+        at, left_out, layer = self.fold.number, self.fold.left_out, self.layer[node]
         if layer is None or node in self.shared:
             return self.env[node]
         if reader is None:

@@ -7,7 +7,7 @@
     auto         blocks where documents decide what attention sees and a rank has four of them or more; head_tail where
                  attention is causal, or by interval; else none
 
-Attention by interval takes keys wherever they lie. Any other gathers them, or heads, where they are dealt in blocks, so
+Attention by interval takes keys wherever they lie. Any other gathers them, or heads, where it is in blocks, so
 `auto` leaves a program that has some alone.
 """
 
@@ -20,10 +20,10 @@ from typing import Literal
 import torch
 from torch import Tensor, fx
 
-from passes.context.balance import deal
+from passes.context.balance import assign_blocks
 from passes.context.operators import OPERATORS
 from passes.program import ir
-from passes.program.alone import alone, cone_of
+from passes.program.backward_slice import backward_slice, cone_of
 from passes.program.mesh import SEQUENCE_AXIS as AXIS
 from passes.program.order import PLAIN, ZIGZAG, Order
 from passes.program.stages import Stage
@@ -32,12 +32,12 @@ Layout = Literal["auto", "head_tail", "blocks", "none"]
 
 
 @dataclass(frozen=True)
-class LayOut(ir.Pass):
-    """Say how the sequence lies; a `block` that is dealt has at most so many tokens."""
+class SequenceLayout(ir.Pass):
+    """Say how the sequence lies; a `block` has at most so many tokens."""
 
     layout: Layout = "auto"
     block: int = 128
-    name = "lay_out"
+    name = "sequence_layout"
     takes = (Stage.NORMALIZED,)
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
@@ -50,7 +50,7 @@ class LayOut(ir.Pass):
         said = f"the sequence lies as {taken} over {AXIS}: {why}"
         order = ZIGZAG if taken == "head_tail" else PLAIN
         if taken == "blocks":
-            order = Order(table=deal(torch.ones(each * mesh[AXIS]), mesh[AXIS]))  # head and tail
+            order = Order(table=assign_blocks(torch.ones(each * mesh[AXIS]), mesh[AXIS]))  # head and tail
             said += f"; {each} blocks a rank, of {-(-length // (each * mesh[AXIS]))} tokens"
         inputs = tuple(replace(i, spec=i.spec.ordered(order)) if i.kind == "batch" else i for i in program.inputs)
         return replace(program, inputs=inputs), ir.Report({"blocks": each if taken == "blocks" else 0}, (said,))
@@ -86,7 +86,7 @@ def bounds_of(program: ir.Program) -> ir.Program | None:
     read = set[fx.Node]().union(*(cone_of(node, ends.keys()) for node in bounds)) & given.keys()
     if not read <= ends.keys() or not any(given[node].kind == "batch" for node in read):
         return None
-    found = alone(program, ends, bounds)
+    found = backward_slice(program, ends, bounds)
     for node in found.calls():
         if "device" in node.kwargs:
             node.update_kwarg("device", torch.device("cpu"))

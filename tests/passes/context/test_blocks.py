@@ -1,4 +1,4 @@
-"""Sequences that are dealt out in blocks: who gets which, what `auto` takes, and models that train as on one device."""
+"""Sequences in blocks: who gets which, what `auto` takes, and models that train as on one device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from attention_cases import shuffled
 from oracle import NO_DECAY, assert_same, compile_lockstep, train_plainly, train_step, trained_alike
 from packed_models import SIZE, batches, loss_of, packed
 
-from passes.context.balance import deal, imbalance, work_of_blocks
+from passes.context.balance import assign_blocks, imbalance, work_of_blocks
 from passes.program.layout import entries, locate, to_natural_order, to_rank_order
 from passes.program.mesh import BLOCKS, Mesh
 from passes.program.order import Order
@@ -47,10 +47,10 @@ def test_an_axis_inside_that_pads_reads_no_block_that_is_not_there(inner):
 
 def test_blocks_are_exchanged_until_ranks_have_as_much_to_do():
     even, uneven = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8]), torch.tensor([9, 1, 1, 5, 5, 1, 1, 1])
-    assert deal(even, 2) == ((0, 1, 6, 7), (2, 3, 4, 5))  # head and tail stay as they are
-    assert deal(uneven, 2) == ((0, 1, 6, 7), (2, 3, 4, 5))
-    assert deal(torch.tensor([1, 1, 1, 5, 5, 5, 1, 5]), 4) == ((0, 7), (3, 6), (2, 5), (1, 4))
-    assert deal(torch.tensor([8, 1, 1, 1, 1, 1, 1, 1]), 2) == ((0, 1, 6, 7), (2, 3, 4, 5))  # nothing helps
+    assert assign_blocks(even, 2) == ((0, 1, 6, 7), (2, 3, 4, 5))  # head and tail stay as they are
+    assert assign_blocks(uneven, 2) == ((0, 1, 6, 7), (2, 3, 4, 5))
+    assert assign_blocks(torch.tensor([1, 1, 1, 5, 5, 5, 1, 5]), 4) == ((0, 7), (3, 6), (2, 5), (1, 4))
+    assert assign_blocks(torch.tensor([8, 1, 1, 1, 1, 1, 1, 1]), 2) == ((0, 1, 6, 7), (2, 3, 4, 5))  # nothing helps
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -61,7 +61,7 @@ def test_documents_of_any_length_are_dealt_evenly(ranks):
         turns = torch.rand(4096, generator=generator) < 0.002 * ranks
         index = torch.arange(4096)
         seen = (index - torch.where(turns, index, 0).cummax(0).values + 1)[None]
-        table = deal(work_of_blocks([seen], 16 * ranks), ranks)
+        table = assign_blocks(work_of_blocks([seen], 16 * ranks), ranks)
         assert sorted(block for row in table for block in row) == list(range(16 * ranks))
         assert {len(row) for row in table} == {16} and all(row == tuple(sorted(row)) for row in table)
         assert imbalance([seen], Mesh.of({"cp": ranks}), Order(table=table)) < 1.1
@@ -99,7 +99,7 @@ def test_rows_have_tables_of_their_own_unless_ranks_exchange_among_rows(learned)
     step = trained_alike(model, loss_of, batches(), mesh, NO_DECAY, passes=passes)
     (table,) = (i for i in step.train["step"].program.inputs if i.name == BLOCKS)
     assert table.spec.replicate == (() if learned else ("dp_shard",))
-    tables = [step.dealt[0].order(rank).table for rank in range(4)]
+    tables = [step.layouts[0].order(rank).table for rank in range(4)]
     assert tables[0] == tables[1] and tables[2] == tables[3]
     assert (tables[0] == tables[2]) == learned
 
@@ -117,5 +117,5 @@ TAKEN = {  # what auto takes, by what the model is and how long its blocks may b
 def test_auto_takes_blocks_where_documents_decide(name):
     options, causal, said = TAKEN[name]
     step = compile_lockstep(packed(causal), loss_of, batches()[0], {"cp": 2}, passes={"context": options})
-    notes = [note for done in step.report["passes"] if done["name"] == "lay_out" for note in done["report"]["notes"]]
+    notes = [note for done in step.report["passes"] if done["name"] == "sequence_layout" for note in done["report"]["notes"]]
     assert notes and all(f"the sequence lies as {said}" in note for note in notes)

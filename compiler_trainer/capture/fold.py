@@ -1,4 +1,4 @@
-"""Leave layers out of a captured graph that are like the one before: see `passes/program/rolls.py`.
+"""Leave layers out of a captured graph that are like the one before: see `passes/program/folds.py`.
 
 Layers are compared in the graph, not in the model: operators, constants, layouts, what they read of the layer
 before and of what all share, and what the options say of their names. Nothing may read what a layer in the middle
@@ -17,9 +17,9 @@ from torch import fx
 from compiler_trainer.capture.layers import called, marked
 from passes.program import ir
 from passes.program.bodies import describe_layout, describe_operand
+from passes.program.folds import Fold, Folding, number_in, renumbered
 from passes.program.layer import Layer
 from passes.program.operators import is_random
-from passes.program.rolls import Roll, Rolling, number_in, renumbered
 from passes.sharding.normalize import drops, is_dropout
 
 NO_LAYER = Layer("", -1)
@@ -41,7 +41,7 @@ class Section:
     nodes: tuple[fx.Node, ...]
 
 
-def roll_up(module: fx.GraphModule, held: Mapping[fx.Node, Held], how: Rolling) -> Roll | None:
+def fold_layers(module: fx.GraphModule, held: Mapping[fx.Node, Held], how: Folding) -> Fold | None:
     """Take layers out of the graph; returns which, or None where too few are alike.
 
     `held` are the parameters and buffers that placeholders stand for.
@@ -62,7 +62,7 @@ def roll_up(module: fx.GraphModule, held: Mapping[fx.Node, Held], how: Rolling) 
         for node in reversed(layer.nodes):
             module.graph.erase_node(node)
     module.recompile()
-    return Roll(last.stack, last.number, len(removed))
+    return Fold(last.stack, last.number, len(removed))
 
 
 def path_of(node: fx.Node) -> str:

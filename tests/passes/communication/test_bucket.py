@@ -9,9 +9,9 @@ import torch
 from joint_programs import Tiny, body, count, equal, joint, plain, run, run_on
 from torch import fx
 
-from passes.communication.schedule import MIB, TOGETHER, Schedule
+from passes.communication.bucket import MIB, TOGETHER, Bucket
 from passes.memory.remat import Remat
-from passes.program import boundary, ir
+from passes.program import ir, reshard
 from passes.program.printer import print_program
 from passes.program.spec import Factor, Spec
 from passes.update.accumulate import Accumulate, ApplyOnly
@@ -33,11 +33,11 @@ def split(shape: tuple[int, ...], dim: int, *axes: str) -> Spec:
 
 
 def gather(tiny: Tiny, x: fx.Node, dim: int, size: int, axis: str = "dp_shard") -> fx.Node:
-    return tiny.call(boundary.all_gather, x, dim, axis, 2, size, F32, None)
+    return tiny.call(reshard.all_gather, x, dim, axis, 2, size, F32, None)
 
 
 def scatter(tiny: Tiny, x: fx.Node, dim: int, parts: int = 2) -> fx.Node:
-    return tiny.call(boundary.reduce_scatter, x, dim, "dp_shard", parts, F32, None, phase="backward")
+    return tiny.call(reshard.reduce_scatter, x, dim, "dp_shard", parts, F32, None, phase="backward")
 
 
 def test_gathers_travel_together_at_the_first_of_them():
@@ -45,7 +45,7 @@ def test_gathers_travel_together_at_the_first_of_them():
     a, b = tiny.input("a", split((4, 2), 0, "dp_shard")), tiny.input("b", split((3, 5), 1, "dp_shard"))
     first = tiny.call(aten.neg.default, gather(tiny, a, 0, 4))
     second = tiny.call(aten.neg.default, gather(tiny, tiny.call(aten.abs.default, b), 1, 5))
-    result, report = Schedule()(tiny.program(first, second), tiny.ctx)
+    result, report = Bucket()(tiny.program(first, second), tiny.ctx)
     assert body(result) == """\
 %abs_1 = abs(%b)
 %movedim = movedim.int(%abs_1, 1, 0)
@@ -77,13 +77,13 @@ def test_any_dim_remainder_and_dtype_give_the_same_bits(parts, dtype):
     inputs = {name: tiny.input(name, split(shape, dim, "dp_shard")) for name, (shape, dim) in shapes.items()}
     results = []
     for name, (shape, dim) in shapes.items():
-        full = tiny.call(boundary.all_gather, inputs[name], dim, "dp_shard", parts, shape[dim], dtype, None)
+        full = tiny.call(reshard.all_gather, inputs[name], dim, "dp_shard", parts, shape[dim], dtype, None)
         partial = tiny.call(aten.mul.Tensor, full, full, phase="backward")
-        summed = tiny.call(boundary.psum, partial, "dp_shard", F32, F32, phase="optimizer")
-        most = tiny.call(boundary.pmax, inputs[name], "dp_shard")
+        summed = tiny.call(reshard.psum, partial, "dp_shard", F32, F32, phase="optimizer")
+        most = tiny.call(reshard.pmax, inputs[name], "dp_shard")
         results += [full, scatter(tiny, partial, dim, parts), summed, most]
     program = tiny.program(*results)
-    merged, report = Schedule()(program, tiny.ctx)
+    merged, report = Bucket()(program, tiny.ctx)
     assert equal(run_on(merged, tiny.ctx, values), run_on(program, tiny.ctx, values))
     times = (("before", 4), ("after", 1))
     assert report.counts == {f"{kind}_{when}": n for kind in ("all_gather", "reduce_scatter", "psum", "pmax") for when, n in times}
@@ -98,7 +98,7 @@ def test_users_of_a_reduction_move_behind_the_last():
     cast = tiny.call(aten.neg.default, first, phase="backward")
     second = scatter(tiny, tiny.call(aten.sin.default, x, phase="backward"), 0)
     program = tiny.program(cast, second)
-    result, report = Schedule()(program, tiny.ctx)
+    result, report = Bucket()(program, tiny.ctx)
     result.graph.lint()
     names = [node.name for node in result.calls()]
     assert report.counts["reduce_scatter_after"] == 1
@@ -110,7 +110,7 @@ def test_collectives_that_feed_each_other_crosswise_stay_in_order():
     a, b = tiny.input("a", spec), tiny.input("b", split((8,), 0, "tp", "dp_shard"))
     results = [gather(tiny, gather(tiny, a, 0, 4, "tp"), 0, 8), gather(tiny, gather(tiny, b, 0, 4), 0, 8, "tp")]
     program = tiny.program(*results)
-    merged, _ = Schedule()(program, tiny.ctx)
+    merged, _ = Bucket()(program, tiny.ctx)
     merged.graph.lint()
     values = {name: torch.arange(8.0) for name in "ab"}
     assert equal(run_on(merged, tiny.ctx, values), run_on(program, tiny.ctx, values))
@@ -122,16 +122,16 @@ def test_what_follows_a_write_into_an_input_is_left_alone():
     first = gather(tiny, a, 0, 4)
     tiny.call(aten.copy_.default, b, a)
     program = tiny.program(first, gather(tiny, b, 0, 4))
-    merged, _ = Schedule()(program, tiny.ctx)
+    merged, _ = Bucket()(program, tiny.ctx)
     assert body(merged) == body(program)
 
 
 def test_collectives_of_other_dtypes_and_wires_do_not_mix():
     tiny = Tiny(dp_replicate=2)
     x = tiny.input("x", Spec.whole((4,)), "batch")
-    sums = [tiny.call(boundary.psum, tiny.call(aten.neg.default, x, phase="backward"), "dp_replicate", dtype, reduce_dtype,
+    sums = [tiny.call(reshard.psum, tiny.call(aten.neg.default, x, phase="backward"), "dp_replicate", dtype, reduce_dtype,
                       phase="optimizer") for dtype in (F32, torch.float64) for reduce_dtype in (None, torch.bfloat16)]
-    _, report = Schedule()(tiny.program(*sums), tiny.ctx)
+    _, report = Bucket()(tiny.program(*sums), tiny.ctx)
     assert report.counts["psum_after"] == 4 and "0 are merged" in report.notes[0]
 
 
@@ -144,7 +144,7 @@ def test_merged_collectives_give_the_same_bits_and_the_input_is_left_alone(mesh,
     _, ctx = joint(mesh)
     program, _ = Remat(policy)(*joint(mesh))
     text = print_program(program)
-    merged, report = Schedule()(program, ctx)
+    merged, report = Bucket()(program, ctx)
     merged.graph.lint()
     assert equal(run(merged, ctx), plain(mesh))
     assert print_program(program) == text
@@ -154,33 +154,33 @@ def test_merged_collectives_give_the_same_bits_and_the_input_is_left_alone(mesh,
 @pytest.mark.parametrize("policy", ["none", "full"])
 def test_one_gather_and_one_reduce_scatter_a_layer_and_phase(policy):
     _, ctx = joint(FSDP)
-    program, _ = Schedule()(Remat(policy)(*joint(FSDP))[0], ctx)
+    program, _ = Bucket()(Remat(policy)(*joint(FSDP))[0], ctx)
     found = Counter((n.target, ir.phase(n), ".".join(ir.module_path(n).split(".")[:2]))
-                    for n in program.calls() if n.target in (boundary.all_gather, boundary.reduce_scatter))
+                    for n in program.calls() if n.target in (reshard.all_gather, reshard.reduce_scatter))
     layers = ("blocks.0", "blocks.1")
     outside = [place for _, _, place in found if place not in layers]
     assert set(found.values()) == {1}
     assert {key for key in found if key[2] in layers} == {
-        (boundary.all_gather, phase, layer) for phase in ("forward", "backward") for layer in layers
-    } | {(boundary.reduce_scatter, "backward", layer) for layer in layers}
+        (reshard.all_gather, phase, layer) for phase in ("forward", "backward") for layer in layers
+    } | {(reshard.reduce_scatter, "backward", layer) for layer in layers}
     assert len(outside) == 2 + 1 + 2  # embedding and head; head again; the gradients of both
 
 
 def test_activations_are_left_alone():
     program, ctx = joint(TP)
-    merged, _ = Schedule()(program, ctx)
+    merged, _ = Bucket()(program, ctx)
 
     def on_tp(p: ir.Program) -> Counter:
         return Counter(n.target for n in p.calls() if n.target in TOGETHER and "tp" in n.args)
 
-    assert on_tp(merged) == on_tp(program) and on_tp(program)[boundary.reduce_scatter] > 0
+    assert on_tp(merged) == on_tp(program) and on_tp(program)[reshard.reduce_scatter] > 0
 
 
 def test_a_bucket_holds_at_most_its_bytes():
     program, ctx = joint(FSDP)
     limit = 450  # bytes; the largest parameter alone has 300, a layer 600
-    merged, report = Schedule(limit / MIB)(program, ctx)
-    gathers = [n for n in merged.calls() if n.target is boundary.all_gather]
+    merged, report = Bucket(limit / MIB)(program, ctx)
+    gathers = [n for n in merged.calls() if n.target is reshard.all_gather]
     assert all(ir.example(n).numel() * 4 <= limit for n in gathers)
     assert len(gathers) == 1 + 2 * 2 + 1  # embedding, two a layer, norm with head
     assert equal(run(merged, ctx), plain(FSDP))
@@ -188,7 +188,7 @@ def test_a_bucket_holds_at_most_its_bytes():
 
 def test_a_bucket_of_nothing_merges_nothing():
     program, ctx = joint(FSDP)
-    merged, report = Schedule(0)(program, ctx)
+    merged, report = Bucket(0)(program, ctx)
     assert body(merged) == body(program) and not report.notes
 
 
@@ -196,18 +196,18 @@ def test_a_bucket_of_nothing_merges_nothing():
 def test_a_whole_step_writes_the_same_bits(mesh):
     program, ctx = joint(mesh)
     step, _ = Optimize(AdamW(), max_norm=1.0)(program, ctx)
-    merged, _ = Schedule()(step, ctx)
+    merged, _ = Bucket()(step, ctx)
     merged.graph.lint()
     assert equal(run(merged, ctx), run(step, ctx))
 
 
 def test_gradients_of_replicas_are_summed_once_a_layer():
     step, _ = Optimize(AdamW(), max_norm=1.0)(*joint(REPLICAS))
-    merged, _ = Schedule()(step, joint(REPLICAS)[1])
+    merged, _ = Bucket()(step, joint(REPLICAS)[1])
     parameters = sum(i.kind == "parameter" for i in step.inputs)
     layers_and_the_rest = 2 + 1
-    assert count(step, boundary.psum, "optimizer") == parameters
-    assert count(merged, boundary.psum, "optimizer") == layers_and_the_rest
+    assert count(step, reshard.psum, "optimizer") == parameters
+    assert count(merged, reshard.psum, "optimizer") == layers_and_the_rest
 
 
 def test_microbatch_graphs_merge_too():
@@ -215,11 +215,11 @@ def test_microbatch_graphs_merge_too():
     add, _ = Accumulate()(program, ctx)
     apply, _ = Optimize(AdamW())(ApplyOnly()(program, ctx)[0], ctx)
     for part in (add, apply):
-        merged, report = Schedule()(part, ctx)
+        merged, report = Bucket()(part, ctx)
         merged.graph.lint()
         assert equal(run(merged, ctx), run(part, ctx)) and report.notes
 
 
 def test_a_negative_bucket_is_refused():
     with pytest.raises(ir.CompileError, match="bucket_mib is -1; must be >= 0"):
-        Schedule(-1)(*joint(FSDP))
+        Bucket(-1)(*joint(FSDP))

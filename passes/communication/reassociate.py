@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.program import boundary, ir
+from passes.program import ir, reshard
 from passes.program.stages import Stage
 
 
 @dataclass(frozen=True)
-class AddFirst(ir.Pass):
+class Reassociate(ir.Pass):
     """Reduce sums of reduced values once."""
 
-    name = "add_first"
+    name = "reassociate"
     takes = (Stage.JOINT,)
     keeps = True
 
@@ -34,7 +34,7 @@ class AddFirst(ir.Pass):
         counts: Counter[str] = Counter()
         for node in list(program.calls()):
             if reductions := reduced_alike(node):
-                counts[boundary.BOUNDARY_OPS[reductions[0].target].name] += 1
+                counts[reshard.RESHARD_OPS[reductions[0].target].name] += 1
                 reduce_sum(node, reductions, ctx)
         program.module.recompile()
         return program, ir.Report(dict(counts))
@@ -45,7 +45,7 @@ def reduced_alike(node: fx.Node) -> list[fx.Node]:
     if node.target is not torch.ops.aten.add.Tensor or node.kwargs or len(set(node.all_input_nodes)) != 2:
         return []
     a, b = node.all_input_nodes
-    alike = a.target is b.target and a.target in boundary.SUMS and a.args[1:] == b.args[1:]
+    alike = a.target is b.target and a.target in reshard.SUMS and a.args[1:] == b.args[1:]
     if not alike or len(a.users) > 1 or len(b.users) > 1:
         return []
     x, y = (ir.example(r.args[0]) for r in (a, b))  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import fx
 
-from passes.communication.schedule import writes_input
+from passes.communication.bucket import writes_input
 from passes.program import ir
 from passes.program.operators import is_mutable, is_random, kind_of
 from passes.program.printer import op_name
@@ -25,10 +25,10 @@ from passes.program.stages import Stage
 
 
 @dataclass(frozen=True)
-class Dedupe(ir.Pass):
+class CSE(ir.Pass):
     """Replace every operator that repeats an earlier one by that."""
 
-    name = "dedupe"
+    name = "cse"
     takes = (Stage.JOINT,)
     keeps = True
 

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from passes.program import ir
-from passes.program.alone import alone, cone_of
+from passes.program.backward_slice import backward_slice, cone_of
 from passes.program.operators import name_of
 from passes.program.rewrite import inline
 from passes.program.spec import Spec
@@ -98,7 +98,7 @@ def is_sum(node: fx.Node) -> bool:
 def count_of(program: ir.Program, counted: fx.Node, microbatches: int) -> ir.Count:
     """What computes a sum from the entries of a batch that it is made of."""
     ends = {n: i for n, i in zip(program.placeholders(), program.inputs) if i.kind == "batch"}
-    return ir.Count(alone(program, ends, [counted]), microbatches)
+    return ir.Count(backward_slice(program, ends, [counted]), microbatches)
 
 
 def placeholder(program: ir.Program, ctx: ir.Context, counted: fx.Node, name: str) -> fx.Node:
@@ -133,11 +133,11 @@ def told(left: Sequence[fx.Node]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Means(ir.Pass):
+class TokenMean(ir.Pass):
     """Divide the means that loss and metrics are made of by the counts of all `microbatches`, times their number."""
 
     microbatches: int
-    name = "means"
+    name = "token_mean"
     takes = (Stage.NORMALIZED,)
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:

@@ -8,8 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from passes.context.balance import deal, hops_of, pairs_by_rank, ranks_that_meet, work_of_blocks
-from passes.context.lay_out import bounds_in
+from passes.context.balance import assign_blocks, hops_of, pairs_by_rank, ranks_that_meet, work_of_blocks
+from passes.context.sequence_layout import bounds_in
 from passes.program import ir
 from passes.program.mesh import BLOCKS
 from passes.program.mesh import SEQUENCE_AXIS as AXIS
@@ -17,7 +17,7 @@ from passes.program.order import ZIGZAG, Order
 from passes.sharding.place import place_batch
 
 
-class Dealt:
+class BatchLayout:
     """How a batch lies over the ranks of a program that reads it."""
 
     def __init__(self, program: ir.Program, batch: Mapping[str, Tensor]):
@@ -46,7 +46,8 @@ class Dealt:
             return order
         rows = self.rows(rank)
         if rows not in self.orders:
-            self.orders[rows] = Order(table=deal(work_of_blocks(self.seen_in(rows), ranks * order.chunks), ranks))
+            work = work_of_blocks(self.seen_in(rows), ranks * order.chunks)
+            self.orders[rows] = Order(table=assign_blocks(work, ranks))
         return self.orders[rows]
 
     def seen_in(self, rows: tuple[int, ...]) -> list[Tensor]:
@@ -69,7 +70,7 @@ class Dealt:
         return tuple(torch.stack([pairs_by_rank(x, mesh, order) for x in seen]).sum(0) for order in orders)
 
 
-def balance(parts: Sequence[Dealt], rank: int) -> dict[str, float]:
+def balance(parts: Sequence[BatchLayout], rank: int) -> dict[str, float]:
     """What the busiest rank computes of attention over the mean, in microbatches one after the other.
 
     "cp_imbalance" is of the sequence as it lies, "cp_imbalance_head_tail" as it would lie head and tail; nothing where

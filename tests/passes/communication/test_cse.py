@@ -12,9 +12,9 @@ from joint_programs import Tiny, body, equal, joint, plain, run, run_on
 from compiler_trainer.config.schema import CastConfig, Config, MeshConfig, ModelConfig, PassesConfig, TrainConfig
 from compiler_trainer.planning.dry import compile_dry
 from passes.check.verify import verify_spec
-from passes.communication.add_first import AddFirst
-from passes.communication.dedupe import Dedupe
-from passes.program import boundary, ir
+from passes.communication.cse import CSE
+from passes.communication.reassociate import Reassociate
+from passes.program import ir, reshard
 from passes.program.operators import kind_of
 from passes.program.printer import print_program
 from passes.program.spec import Factor, Spec
@@ -28,7 +28,7 @@ MESHES = [(("dp_shard", 2), ("tp", 2)), (("dp_replicate", 2),), (("cp", 2),)]
 def gathered(tiny: Tiny, x, module: str = "layers.0.wq", phase: str = "forward"):
     """An all-gather of what is computed from x."""
     half = tiny.call(aten.mul.Tensor, x, 0.5, phase=phase, module=module)
-    return tiny.call(boundary.all_gather, half, 0, "tp", 2, 4, F32, None, phase=phase, module=module)
+    return tiny.call(reshard.all_gather, half, 0, "tp", 2, 4, F32, None, phase=phase, module=module)
 
 
 # ---- once --------------------------------------------------------------------------------------------
@@ -41,7 +41,7 @@ def test_projections_of_one_activation_gather_it_once():
             for op, name in ((aten.neg.default, "wq"), (aten.abs.default, "wk")))
     tiny.call(aten.neg.default, x, module="layers.1.wq")  # there are two layers
     program = tiny.program(q, k)
-    once, report = Dedupe()(program, tiny.ctx)
+    once, report = CSE()(program, tiny.ctx)
     assert report.counts == {"mul.Tensor": 1, "all_gather": 1}
     assert report.notes == ("%all_gather_1 (): travels once, as %all_gather",)
     values = {"x": torch.randn(4, 6)}
@@ -53,7 +53,7 @@ def test_nothing_is_shared_across_layers_and_phases(where):
     tiny = Tiny(tp=2)
     x = tiny.input("x", SHARDED, "batch")
     program = tiny.program(gathered(tiny, x), gathered(tiny, x, **where), tiny.call(aten.neg.default, x, module="layers.1"))
-    once, report = Dedupe()(program, tiny.ctx)
+    once, report = CSE()(program, tiny.ctx)
     assert not report.counts and body(once) == body(program)
 
 
@@ -62,7 +62,7 @@ def test_numbers_of_other_types_are_other_numbers_and_random_ones_are_new():
     x = tiny.input("x", Spec.whole((3,)), "batch")
     scaled = [tiny.call(aten.mul.Tensor, x, by) for by in (1, 1.0, True, 1.0)]
     random = [tiny.call(aten.rand_like.default, x) for _ in range(2)]
-    _, report = Dedupe()(tiny.program(*scaled, *random), tiny.ctx)
+    _, report = CSE()(tiny.program(*scaled, *random), tiny.ctx)
     assert report.counts == {"mul.Tensor": 1}
 
 
@@ -71,7 +71,7 @@ def test_a_read_after_a_write_is_another():
     x = tiny.input("x", Spec.whole((3,)), "batch")
     before = tiny.call(aten.neg.default, x)
     written = [tiny.call(aten.add_.Tensor, x, 1.0) for _ in range(2)]
-    _, report = Dedupe()(tiny.program(before, *written, tiny.call(aten.neg.default, x)), tiny.ctx)
+    _, report = CSE()(tiny.program(before, *written, tiny.call(aten.neg.default, x)), tiny.ctx)
     assert not report.counts
 
 
@@ -80,7 +80,7 @@ def test_a_read_after_a_write_is_another():
 def test_a_model_keeps_its_bits(mesh):
     program, ctx = joint(mesh)
     text = print_program(program)
-    once, _ = Dedupe()(program, ctx)
+    once, _ = CSE()(program, ctx)
     verify_spec(once, ctx)
     assert print_program(program) == text
     assert equal(run(once, ctx), plain(mesh))
@@ -90,7 +90,7 @@ def test_a_model_keeps_its_bits(mesh):
 
 
 def reduced(tiny: Tiny, x, *options):
-    return tiny.call(boundary.reduce_scatter, x, *(options or (0, "tp", 2, F32, None)), phase="backward")
+    return tiny.call(reshard.reduce_scatter, x, *(options or (0, "tp", 2, F32, None)), phase="backward")
 
 
 def test_three_partial_sums_are_reduced_once():
@@ -99,7 +99,7 @@ def test_three_partial_sums_are_reduced_once():
     a, b, c = (tiny.call(op, x, phase="backward") for op in (aten.exp.default, aten.sin.default, aten.cos.default))
     two = tiny.call(aten.add.Tensor, reduced(tiny, a), reduced(tiny, b), phase="backward")
     program = tiny.program(tiny.call(aten.add.Tensor, two, reduced(tiny, c), phase="backward"))
-    late, report = AddFirst()(program, tiny.ctx)
+    late, report = Reassociate()(program, tiny.ctx)
     assert report.counts == {"reduce_scatter": 2}
     assert [node.target._opname for node in late.calls()] == ["exp", "sin", "cos", "add", "add", "reduce_scatter"]
     values = {"x": torch.randn(4, 6)}
@@ -114,11 +114,11 @@ def test_other_options_other_uses_and_other_shapes_stay():
     reduce_dtype = tiny.call(aten.add.Tensor, reduced(tiny, a), reduced(tiny, b, 0, "tp", 2, F32, torch.bfloat16))
     used = reduced(tiny, a)
     twice = tiny.call(aten.add.Tensor, used, reduced(tiny, b))
-    wide = tiny.call(aten.add.Tensor, tiny.call(boundary.psum, x, "tp", F32, None), tiny.call(boundary.psum, row, "tp", F32, None))
+    wide = tiny.call(aten.add.Tensor, tiny.call(reshard.psum, x, "tp", F32, None), tiny.call(reshard.psum, row, "tp", F32, None))
     same = tiny.call(aten.add.Tensor, used, used)
     scaled = tiny.call(aten.add.Tensor, reduced(tiny, a), reduced(tiny, b), alpha=2)
     program = tiny.program(reduce_dtype, twice, wide, same, scaled)
-    late, report = AddFirst()(program, tiny.ctx)
+    late, report = Reassociate()(program, tiny.ctx)
     assert not report.counts and body(late) == body(program)
 
 

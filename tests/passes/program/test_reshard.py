@@ -1,4 +1,4 @@
-"""Boundary operators by value: each keeps the logical value, its gradient keeps the logical gradient."""
+"""Reshard operators by value: each keeps the logical value, its gradient keeps the logical gradient."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from passes.autograd.joint import Joint
 from passes.check.simulate import Lockstep
-from passes.program import boundary, ir
+from passes.program import ir, reshard
 from passes.program.mesh import Mesh
 from passes.program.spec import Spec, boxes, shard, unshard
 from passes.sharding.collectives import Expand
@@ -33,18 +33,18 @@ class Case(NamedTuple):
 
 # "shard" is of dim 1, "shard0" of dim 0
 CASES = {
-    boundary.all_gather: Case("shard", "replicate", lambda i, p, n: (1, "tp", p, n, F64, None)),
-    boundary.reduce_scatter: Case("sum", "shard", lambda i, p, n: (1, "tp", p, F64, None)),
-    boundary.psum: Case("sum", "invariant", lambda i, p, n: ("tp", F64, None)),
-    boundary.invariant_to_replicate: Case("invariant", "replicate", lambda i, p, n: ("tp", None)),
-    boundary.invariant_to_shard: Case("invariant", "shard", lambda i, p, n: (i, 1, "tp", p)),
-    boundary.all_gather_invariant: Case("shard", "invariant", lambda i, p, n: (i, 1, "tp", p, n)),
-    boundary.replicate_to_shard: Case("replicate", "shard", lambda i, p, n: (i, 1, "tp", p)),
-    boundary.shard_to_partial: Case("shard", "sum", lambda i, p, n: (i, 1, "tp", p, n)),
-    boundary.replicate_to_invariant: Case("replicate", "invariant", lambda i, p, n: (i, "tp")),
-    boundary.invariant_to_partial: Case("invariant", "sum", lambda i, p, n: (i, "tp")),
-    boundary.all_to_all: Case("shard", "shard0", lambda i, p, n: (0, 1, n, "tp", p)),
-    boundary.pmax: Case("max", "invariant", lambda i, p, n: ("tp",)),
+    reshard.all_gather: Case("shard", "replicate", lambda i, p, n: (1, "tp", p, n, F64, None)),
+    reshard.reduce_scatter: Case("sum", "shard", lambda i, p, n: (1, "tp", p, F64, None)),
+    reshard.psum: Case("sum", "invariant", lambda i, p, n: ("tp", F64, None)),
+    reshard.invariant_to_replicate: Case("invariant", "replicate", lambda i, p, n: ("tp", None)),
+    reshard.invariant_to_shard: Case("invariant", "shard", lambda i, p, n: (i, 1, "tp", p)),
+    reshard.all_gather_invariant: Case("shard", "invariant", lambda i, p, n: (i, 1, "tp", p, n)),
+    reshard.replicate_to_shard: Case("replicate", "shard", lambda i, p, n: (i, 1, "tp", p)),
+    reshard.shard_to_partial: Case("shard", "sum", lambda i, p, n: (i, 1, "tp", p, n)),
+    reshard.replicate_to_invariant: Case("replicate", "invariant", lambda i, p, n: (i, "tp")),
+    reshard.invariant_to_partial: Case("invariant", "sum", lambda i, p, n: (i, "tp")),
+    reshard.all_to_all: Case("shard", "shard0", lambda i, p, n: (0, 1, n, "tp", p)),
+    reshard.pmax: Case("max", "invariant", lambda i, p, n: ("tp",)),
 }
 MESHES = [{"tp": 2}, {"tp": 3}, {"tp": 4}]
 SHAPES = [(12, 12, 2), (5, 7, 1), (3, 2, 2)]  # divisible, uneven, fewer entries than ranks
@@ -72,7 +72,7 @@ def apply(op, shape: tuple[int, ...], mesh: dict[str, int]):
     """(specs of x and of the result, x, result, cotangent, gradient), values by rank; pmax has no gradient."""
     case, small = CASES[op], Small(**mesh)
     before, after = placed(shape, case.takes), placed(shape, case.gives)
-    with_gradient = op is not boundary.pmax
+    with_gradient = op is not reshard.pmax
     x = small.input("x", before, "parameter" if with_gradient else "batch")
     y = small.input("y", after.gradient(), "batch")
     out = small.call(op, x, *case.args(small.axis_index("tp"), small.mesh["tp"], shape[1]), spec=after)
@@ -103,17 +103,17 @@ def inner(a: list[Tensor], b: list[Tensor], spec: Spec, mesh: Mesh) -> float:
 
 
 def test_every_operator_is_covered():
-    assert set(CASES) == set(boundary.BOUNDARY_OPS)
+    assert set(CASES) == set(reshard.RESHARD_OPS)
 
 
 def test_the_table_of_the_docs_says_what_the_records_say():
-    rows = re.findall(r"^\| `(\w+)` \| (.*) -> (.*) \| (.*) \|$", boundary.__doc__, re.M)
+    rows = re.findall(r"^\| `(\w+)` \| (.*) -> (.*) \| (.*) \|$", reshard.__doc__, re.M)
     names = {"Shard": "shard", "Partial": "partial", "Partial max": "partial", "Invariant": "invariant",
              "Replicate": "replicate", "Shard of another dim": "shard"}  # fmt: skip
     said = {name: (names[takes], names[gives]) for name, takes, gives, _ in rows}
-    assert said == {r.name: (r.takes[0], r.gives) for r in boundary.BOUNDARY_OPS.values()}
+    assert said == {r.name: (r.takes[0], r.gives) for r in reshard.RESHARD_OPS.values()}
     assert {name for name, *_, gradient in rows if gradient.startswith("none")} == {
-        r.name for r in boundary.BOUNDARY_OPS.values() if r.gradient is None}  # fmt: skip
+        r.name for r in reshard.RESHARD_OPS.values() if r.gradient is None}  # fmt: skip
 
 
 @pytest.mark.parametrize("op", CASES, ids=lambda op: op._opname)
@@ -132,7 +132,7 @@ def test_a_bf16_gather_reduces_its_gradient_in_fp32():
     small = Small(dp_shard=2)
     x = small.input("x", cut((4,), dp_shard=0), dtype=torch.float32)
     y = small.input("y", replace(cut((4,)), partial=(("dp_shard", "sum"),)), "batch", torch.bfloat16)
-    full = small.call(boundary.all_gather, x, 0, "dp_shard", 2, 4, torch.bfloat16, torch.float32)
+    full = small.call(reshard.all_gather, x, 0, "dp_shard", 2, 4, torch.bfloat16, torch.float32)
     loss = small.call(torch.ops.aten.sum.default, small.call(torch.ops.aten.mul.Tensor, full, y))
     program = small.program([("loss", "loss", loss, Spec(())), ("metric", "full", full, cut((4,)))])
     for rewrite in (Joint(), Expand()):
@@ -145,7 +145,7 @@ def test_a_bf16_gather_reduces_its_gradient_in_fp32():
         assert torch.equal(gradient, torch.full((2,), 1 + 2.0**-9))  # which bf16 would round to 1
 
 
-@pytest.mark.parametrize("op", [op for op in CASES if op is not boundary.pmax], ids=lambda op: op._opname)
+@pytest.mark.parametrize("op", [op for op in CASES if op is not reshard.pmax], ids=lambda op: op._opname)
 def test_what_autograd_derives_are_boundary_operators_again(op):
     """The backward of every operator is its partner, so the gradient's communication can be read in the graph."""
     partners = {
@@ -160,4 +160,4 @@ def test_what_autograd_derives_are_boundary_operators_again(op):
     loss = small.call(torch.ops.aten.sum.default, small.call(torch.ops.aten.mul.Tensor, out, y))
     joint, _ = Joint()(small.program([("loss", "loss", loss, Spec(()))]), small.ctx)
     backward = [n.target for n in joint.calls() if ir.phase(n) == "backward"]
-    assert [target._opname for target in backward if target in boundary.BOUNDARY_OPS] == partners[op._opname]
+    assert [target._opname for target in backward if target in reshard.RESHARD_OPS] == partners[op._opname]
