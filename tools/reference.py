@@ -1,6 +1,6 @@
-"""What of the documentation is made from the code: the page of options, and the table of what is supported.
+"""What of the documentation is made from the code: the pages of options and words, the table of what is supported.
 
-    python -m tools.reference        writes docs/reference/options.md and the table in README.md
+    python -m tools.reference        writes options.md and glossary.md in docs/reference, and the table in README.md
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from typing import NamedTuple
 
 from compiler_trainer.config.choices import CONF
 from compiler_trainer.config.meaning import Group, Option, groups
+from tools import glossary
 
 ROOT = Path(__file__).resolve().parents[1]
-OPTIONS, README = ROOT / "docs/reference/options.md", ROOT / "README.md"
+OPTIONS, GLOSSARY = ROOT / "docs/reference/options.md", ROOT / "docs/reference/glossary.md"
+README = ROOT / "README.md"
 TEXT = "data=text data.files=[a] data.tokenizer=TOK"
 FIRST, LAST = "<!-- support -->", "<!-- end of support -->"
 
@@ -130,10 +132,11 @@ def renewed(text: str) -> str:
 
 
 def main() -> None:
-    """Write both."""
+    """Write them."""
     OPTIONS.write_text(options())
+    GLOSSARY.write_text(glossary.page())
     README.write_text(renewed(README.read_text()))
-    print(f"{OPTIONS}, {README}")
+    print(f"{OPTIONS}, {GLOSSARY}, {README}")
 
 
 if __name__ == "__main__":

@@ -85,9 +85,10 @@ def travels(node: fx.Node) -> bool:
 
 
 def roles_aside(program: ir.Program, kernels: Container[fx.Node]) -> dict[fx.Node, Role]:
-    """What gathers of parameters send and their starts, starts of reductions of gradients, and what follows these.
+    """The nodes that belong to another layer than the one they stand in, and their roles.
 
-    What of it stands before a kernel of its own layer is not aside.
+    Those are the inputs and starts of parameter all-gathers, the starts of gradient reductions, and all that follows
+    these. A node before a kernel of its own layer is not aside.
     """
     found = dict[fx.Node, Role]()
     for node in reversed(weight_nodes(program)):

@@ -246,10 +246,10 @@ def products_before(start: fx.Node, products: Mapping[fx.Node, int]) -> list[fx.
 def earlier(
     start: fx.Node, missing: int, near: list[fx.Node], others: set[fx.Node], products: Mapping[fx.Node, int]
 ) -> fx.Node | None:
-    """Before which of the products `near` a collective may start that needs none from there on; None if there is none.
+    """The earliest of the products `near` before which a collective can start, needing none from there on, or None.
 
-    Products beside another collective of its communicator do not count, for these come in turn: `others` are those that
-    are in flight where it starts.
+    Products beside another collective of the same communicator do not count, since that one goes first: `others` are
+    those in flight where it starts.
     """
     needed, others = set(start.all_input_nodes), set(others)
     for node in before(start):

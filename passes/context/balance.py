@@ -19,7 +19,7 @@ from passes.program.order import Order, Table
 from passes.program.shift import divisors
 from passes.program.spec import Factor
 
-EVEN = 1.02  # the most that a rank does over the mean, from which on blocks stay where they are
+EVEN = 1.02  # blocks stay where they are once the busiest rank does less than this times the mean
 
 
 def pairs_by_rank(seen: Tensor, mesh: Mesh, order: Order) -> Tensor:

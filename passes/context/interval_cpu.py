@@ -26,7 +26,7 @@ ENOUGH = 2**25  # pairs, heads and widths multiplied: as much work as hides what
 
 
 class Piece(NamedTuple):
-    """Queries that see keys of one range: all, or the last one all and each before it a key less, or as bounds say."""
+    """A tile of queries over one range of keys: full, causal (each row one key fewer than the next), or by bounds."""
 
     rows: slice
     keys: slice

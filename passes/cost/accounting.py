@@ -292,8 +292,8 @@ def peak_of(ledger: Ledger) -> Peak:
 def lives_left_out(ledger: Ledger, fold: Fold) -> Iterator[Life]:
     """The storages of the layers that one stands for, while all of them are alive.
 
-    What one phase keeps for another is alive in all layers from when the last of them made it until the first is done
-    with it; what lives in one phase only, in one layer at a time.
+    A tensor kept for another phase is alive in all folded layers at once, from when the last of them made it until the
+    first is done with it; a tensor of one phase, in one layer at a time.
     """
     nodes, made = list(ledger.program.graph.nodes), dict[int | None, list[int]]()
     for s, maker in ledger.makers.items():

@@ -3,10 +3,10 @@
     mm -> to f32 -> square -> mean -> rsqrt -> mul -> to bf16 -> mm        three kernels: mm, a loop, mm
 
 Views move nothing. A matrix product, an attention, a sort or a scatter is a kernel of its own. Everything else is a
-loop, and loops of one phase with as many kernels before them run as one with the loops they read; so does a loop all
-of whose readers are in one other. A reduction of more than a row, or of a row above `ROW` entries, is the last of its
-kernel: what reads it has to wait for all of it. A kernel reads what was made outside of it once and writes what is
-read outside of it; what stays inside never exists.
+loop. Two adjacent loops of a phase fuse if they are at the same depth, which is the number of kernels before them; a
+loop also fuses into the loop that alone reads it. A reduction of more than a row, or of a row above `ROW` entries, is
+the last of its kernel: what reads it has to wait for all of it. A kernel reads each outside value once and writes the
+values that others read; values inside it are never in memory.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@
                                      block(%x5, %layers.5.w)
     block(%x6, %layers.6.w)          block(%x6, %layers.6.w)
 
-What a call reads is known by how many layers away it was made: one that read the layer before reads, repeated, the
-repeated layer before. The layer before the one that stands for others and the one after it must call the same bodies
-on what lies alike, which is what makes repeating it right: passes treat them as they would treat any other there.
+Operands are tracked by layer distance: one from layer n-1 becomes the copy from layer n-1. The layers before and after
+the one that stands for others must call the same bodies on operands at the same distances. That is what makes repeating
+it right: passes treat these layers as they would treat any other in their place.
 """
 
 from __future__ import annotations

@@ -68,8 +68,8 @@ class Program:
     """A graph whose placeholders are `inputs` and whose returned tuple is `outputs`, in order.
 
     `stage` is how far it has come from the captured model to what is compiled. With `fold`, one of its layers
-    stands for several. `bounds` computes of a batch, on one device, first and last of the keys that queries see, in
-    turn for all attentions by interval that differ; it is there where a sequence is sharded and documents decide.
+    stands for several. `bounds` is a program of one device from a batch to the first and the last key that each query
+    sees, a pair for each attention by interval that differs; set where a sequence is sharded and documents decide.
     """
 
     module: fx.GraphModule

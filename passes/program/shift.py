@@ -50,9 +50,10 @@ def divisors(axis_size: int) -> list[int]:
 
 
 def hops_at(hops: Tensor, row: int, step: int, home: bool, axis_size: int) -> int:
-    """How far what is here after a step travels, by hops on the host, i64[rows, steps]; `home` also from the last.
+    """How many ranks further to send the keys at hand after a step of the ring, from the table `hops`.
 
-    Hops are from each step that is needed to the next, from the last one home, and 0 at a step that nobody needs.
+    `hops`, i64[rows, steps] on the host, holds the distance from each step that is needed to the next, from the last
+    one home, and 0 at a step that no rank needs. With `home` the last step sends, too.
     """
     by = int(hops[row, step])
     return by % axis_size if home or step + by < axis_size else 0

@@ -93,8 +93,8 @@ def result_of(search: Search) -> Trail | None:
 def experts_of(program: ir.Program) -> dict[str, int]:
     """Parameter name -> the dim that counts experts.
 
-    That are parameters used by expert of sorted rows, and those of products by expert of which the sum is taken: a
-    mixture that sends all tokens through all experts.
+    A parameter is an expert weight if sorted rows use it by expert, or if a product by expert over it is summed over
+    the experts, as in a mixture that sends all tokens through all of them.
     """
     finder, found = _Finder(program, 1), dict[str, int]()
     names = {node: given.name for node, given in zip(program.placeholders(), program.inputs)}

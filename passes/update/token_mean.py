@@ -6,8 +6,8 @@ becomes
     loss = mul(div(total, count_0), 4)     count_0 of all four, an input
 
 The mean of such losses over the microbatches is the mean over the whole batch, however labels are spread over them; a
-microbatch without labels adds nothing. A term of the loss is such a mean if it is a sum divided by a count that the
-batch alone tells, row by row. All others keep their meaning, and the mean of the microbatches' values is taken.
+microbatch without labels adds nothing. A term of the loss is such a mean if it is a sum divided by a count that
+depends on the batch alone, row by row. Of all others the mean of the microbatches' values is taken.
 """
 
 from __future__ import annotations

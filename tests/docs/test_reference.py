@@ -12,13 +12,31 @@ from compiler_trainer.cli.table import VERBS
 from compiler_trainer.config.compose import compose, typed
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.validate import validate
-from tools import reference
+from compiler_trainer.inspect import words
+from passes.program.mesh import AXES
+from passes.program.reshard import RESHARD_OPS
+from passes.program.stages import Stage
+from tools import glossary, reference
 
+NAMED = re.compile(r'^class \w+\(ir\.Pass\):.*?^    name = "(\w+)"', re.MULTILINE | re.DOTALL)
 FEATURES = [feature for found in reference.FEATURES.values() for feature in found]
 
 
 def test_the_page_of_options_is_current():
     assert (ROOT / "docs/reference/options.md").read_text() == reference.options(), "run python -m tools.reference"
+
+
+def test_the_glossary_is_current_and_knows_every_pass_operator_axis_and_stage():
+    text = (ROOT / "docs/reference/glossary.md").read_text()
+    assert text == glossary.page(), "run python -m tools.reference"
+    known = [*words.PASSES, *(op.name for op in RESHARD_OPS.values()), *AXES, *(str(stage) for stage in Stage)]
+    assert not [name for name in known if not re.search(rf"^\| `?{name}`? \|", text, re.MULTILINE)]
+    assert list(glossary.WORDS) == sorted(glossary.WORDS, key=str.lower)
+
+
+def test_every_pass_has_words():
+    names = {name for path in (ROOT / "passes").rglob("*.py") for name in NAMED.findall(path.read_text())}
+    assert len(names) > 20 and names < words.PASSES.keys() | {"capture", "apply"}
 
 
 def test_the_table_of_support_is_current():
