@@ -44,8 +44,8 @@ def page() -> str:
     return "\n\n".join([
         "# Glossary\n\n`python -m tools.reference` makes this page.",
         table(("word", "meaning", "more"), words),
-        "## Placements\n\nOn an axis of the mesh a tensor is one of these. The gradient of replicate is partial, that of\n"
-        "invariant is invariant.",
+        "## Placements\n\nOn an axis of the mesh a tensor is one of these. The gradient of replicate is partial,"
+        " that of invariant is invariant.",
         table(("state", "in a dump", "spmd_types", "JAX", "meaning"), states),
         "## Reshard operators\n\nEach knows its own gradient, so the backward's communication is derived.",
         table(("operator", "on its axis", "sends as"), operators),
