@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -58,9 +59,9 @@ def page() -> str:
     ]) + "\n"  # fmt: skip
 
 
-def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table of Markdown."""
-    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ("---",) * len(head), *rows])
+    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows])
 
 
 def link(where: str) -> str:

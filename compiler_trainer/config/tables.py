@@ -10,8 +10,8 @@ from compiler_trainer.config.options import not_one_of
 from compiler_trainer.config.schema import PipelineConfig
 from passes.pipeline.tables import (
     SCHEDULES,
-    Costs,
     Table,
+    TaskCosts,
     auto,
     from_text,
     gpipe,
@@ -23,7 +23,7 @@ from passes.pipeline.tables import (
 )
 
 
-def build_table(pipeline: PipelineConfig, pp: int, microbatches: int, costs: Costs = unit) -> Table:
+def build_table(pipeline: PipelineConfig, pp: int, microbatches: int, costs: TaskCosts = unit) -> Table:
     """The schedule that a configuration asks for; that of `auto` follows from what each task costs."""
     known = {"gpipe": gpipe, "1f1b": one_f_one_b, "zero_bubble": zero_bubble, "zbv": zbv}
     if pipeline.schedule == "auto":

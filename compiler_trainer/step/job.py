@@ -15,7 +15,7 @@ from compiler_trainer.config.tables import build_table
 from compiler_trainer.step.made_of import made_of, options_of
 from compiler_trainer.step.shelf import Made, Shelf, stored_or_made
 from passes.lower import inductor
-from passes.pipeline.tables import Costs, Table, unit
+from passes.pipeline.tables import Table, TaskCosts, unit
 from passes.program.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Job:
     full: Mapping[str, Tensor] | None
     seed: int
 
-    def table(self, costs: Costs = unit) -> Table | None:
+    def table(self, costs: TaskCosts = unit) -> Table | None:
         """The order of the tasks of pipeline stages, given what each costs; None where there is one stage."""
         stages = self.mesh["pp"]
         return build_table(self.passes.pipeline, stages, self.microbatches, costs) if stages > 1 else None

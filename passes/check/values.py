@@ -28,7 +28,7 @@ from torch import fx
 from passes.program import ir
 from passes.program.abstract_eval import Avals, Layout, Value
 from passes.program.bodies import base_of
-from passes.program.operators import argument, is_mutable, is_random, is_view, kind_of, name_of
+from passes.program.operators import CASTS, argument, is_mutable, is_random, is_view, kind_of, name_of
 from passes.program.reshard import RESHARD_OPS
 from passes.program.stages import Stage
 
@@ -37,7 +37,6 @@ Finding = tuple[fx.Node | None, str]
 PRIME = 2**61 - 1
 ENTRIES = 8  # that are followed of each value which a bucket carries
 KEEP = frozenset({"clone", "ct::offload", "ct::reload", "ct::there"})  # give back their first operand
-CASTS = frozenset({"_to_copy", "to"})
 SWAPS = frozenset({"t", "transpose"})  # undo themselves
 
 

@@ -18,10 +18,10 @@
 - A wait stands right before what needs its result, and with it whatever only lays that result out anew. Gradients are
   waited for `prefetch` layers later at the latest: until then what was sent stays in memory. What is then reduced over
   another axis is waited for as much later again.
-- A collective should have products beside it that take as long as it does (`FLOPS_PER_BYTE`). One that needs none of
-  the products before it, as when activations are gathered again, or rows of experts travel in chunks, starts that much
-  earlier. Another gets, in the backward, products of gradients of weights from before its start. Both reach back one
-  layer at most.
+- A collective should have products beside it that take as long as it does (`FLOPS_PER_SENT_BYTE`). One that needs
+  none of the products before it, as when activations are gathered again, or rows of experts travel in chunks, starts
+  that much earlier. Another gets, in the backward, products of gradients of weights from before its start. Both reach
+  back one layer at most.
 
 The operators stay the same, and so do results, to the bit: only the order changes, and each says in the end what it is
 to the layers (`Role` in `passes/program/layer.py`). Collectives of a communicator keep one order on all ranks, for all
@@ -53,7 +53,7 @@ from passes.cost.fusion import WAITS
 from passes.program import ir
 from passes.program.abstract_eval import recorded
 from passes.program.bodies import base_of
-from passes.program.machine import FLOPS_PER_BYTE
+from passes.program.machine import FLOPS_PER_SENT_BYTE
 from passes.program.operators import communicator_of, is_mutable, kind_of, started
 from passes.program.rewrite import move_after, move_before
 from passes.program.stages import Stage
@@ -215,7 +215,7 @@ def fill(program: ir.Program, products: Mapping[fx.Node, int], tails: set[fx.Nod
         inside = list(between(start, wait))
         beside = [node for node in inside if node in products]
         busy.update(beside)
-        missing = sent_bytes(start, sizes, program.mesh) * FLOPS_PER_BYTE - sum(map(products.__getitem__, beside))
+        missing = sent_bytes(start, sizes, program.mesh) * FLOPS_PER_SENT_BYTE - sum(map(products.__getitem__, beside))
         if missing <= 0:
             continue
         near = products_before(start, products)

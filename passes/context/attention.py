@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from passes.context.call import Call
+from passes.context.call import AttentionCall
 from passes.program import ir
 from passes.program.builder import Builder
 from passes.program.mesh import SEQUENCE_AXIS
@@ -40,7 +40,7 @@ def products_behind(gradient: tuple, q: tuple, k: tuple, v: tuple, *rest: Any, *
 
 
 @dataclass(frozen=True)
-class Kernel:
+class AttentionKernel:
     """An operator that computes attention, as graphs have it, and the one that computes its gradients.
 
     forward     takes queries, keys and values first
@@ -57,11 +57,11 @@ class Kernel:
     on_host: str = ""
 
 
-def call_of(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs) -> Call:
+def call_of(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs) -> AttentionCall:
     """The call as its rank sees it, if nothing is known of what its queries see."""
     q, k, v = (tuple(ir.example(x).shape) for x in operands[:3])
     dtype, ranks, order = ir.example(operands[0]).dtype, builder.mesh[SEQUENCE_AXIS], specs[1].order
-    return Call(q, k, v, dtype, ranks, zigzag=order.zigzag, in_blocks=bool(order.table))
+    return AttentionCall(q, k, v, dtype, ranks, zigzag=order.zigzag, in_blocks=bool(order.table))
 
 
 @dataclass(frozen=True)
@@ -86,14 +86,14 @@ class AttentionOp:
     op: OpOverload
     rule: RuleMaker
     local: Callable[[Builder, fx.Node, Nodes, fx.Node | None], fx.Node]
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[AttentionKernel, ...]
     written: Callable[[fx.Node], Callable[..., Tensor] | None] = lambda node: None
     dropping: Callable[..., Tensor] | None = None
     causal: Callable[[fx.Node], bool] = lambda node: False
     bounds: Callable[[fx.Node], tuple[fx.Node, fx.Node]] | None = None
-    call: Callable[[Builder, fx.Node, Nodes, Specs], Call] = call_of
+    call: Callable[[Builder, fx.Node, Nodes, Specs], AttentionCall] = call_of
     gathered: Callable[[Builder, fx.Node, Nodes, Specs, fx.Node | None], fx.Node] | None = None
-    ring: Callable[[Builder, fx.Node, Nodes, Specs, Call, str], fx.Node] | None = None
+    ring: Callable[[Builder, fx.Node, Nodes, Specs, AttentionCall, str], fx.Node] | None = None
 
     @property
     def forms(self) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 
 from passes.context.kernels import wide
-from passes.program.machine import FLOPS_PER_BYTE
+from passes.program.machine import FLOPS_PER_SENT_BYTE
 
 Method = Literal["auto", "ring", "all_gather", "ulysses", "hybrid"]
 METHODS = ("ring", "all_gather", "ulysses", "hybrid")
@@ -29,7 +29,7 @@ Pairs = frozenset[tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionCall:
     """One attention as a rank sees it: local shapes, its dtype, and what mask it has.
 
     `pairs` are the (rank of queries, rank of keys) that see anything, None if that is not known or all do. Keys
@@ -115,7 +115,7 @@ class Call:
         """What could be sent while attention is computed; its backward is 2.5 times the forward (arXiv 2307.08691)."""
         (b, h, s, e), (*_, f) = self.query, self.value
         flops = 3.5 * 2 * b * h * s * s * self.parts * (e + f)
-        return int(flops * (0.5 if self.causal else 1.0) / FLOPS_PER_BYTE)
+        return int(flops * (0.5 if self.causal else 1.0) / FLOPS_PER_SENT_BYTE)
 
     def cost_across(self, inner: int) -> int:
         """Bytes that nothing hides, of heads exchanged and a ring across."""

@@ -19,7 +19,7 @@ from torch import fx
 
 from passes.context import ring
 from passes.context.attention import AttentionOp, Nodes, Specs
-from passes.context.call import Call
+from passes.context.call import AttentionCall
 from passes.program import ir, reshard
 from passes.program.builder import Builder
 from passes.program.layout import run_starts, to_natural_order, to_rank_order
@@ -62,7 +62,7 @@ def heads_of(record: AttentionOp, node: fx.Node) -> list[int | None]:
     return [dims.index(query[1]) if query[1] in dims else None for dims in rest]
 
 
-def note(node: fx.Node, call: Call, method: str, why: str) -> str:
+def note(node: fx.Node, call: AttentionCall, method: str, why: str) -> str:
     """A line for the report."""
     rings = method in ("ring", "hybrid") and call.pairs is not None
     steps = f"; anything is seen in steps {call.steps(call.exchanging(method))}" if rings else ""
@@ -98,7 +98,7 @@ def exchanged(
     builder: Builder,
     operands: Nodes,
     specs: Specs,
-    call: Call,
+    call: AttentionCall,
     inner: int,
     attention: Callable[[Nodes], fx.Node],
     heads: list[int | None],
@@ -160,7 +160,7 @@ def ring_attention(
     operands: list[fx.Node],
     specs: list[Spec],
     scale: float | None,
-    call: Call,
+    call: AttentionCall,
     method: str,
     score: str | None = None,
     row: int | None = None,

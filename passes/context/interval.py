@@ -9,9 +9,9 @@ from functools import partial
 from torch import fx
 
 from passes.context import attention, flex, interval_cpu  # noqa: F401, the kernel of the CPU
-from passes.context.attention import AttentionOp, Kernel, Nodes, Specs, attention_rule
+from passes.context.attention import AttentionKernel, AttentionOp, Nodes, Specs, attention_rule
 from passes.context.balance import ranks_that_meet
-from passes.context.call import Call
+from passes.context.call import AttentionCall
 from passes.context.context import gather, gather_as_held, ring_attention, starts_of
 from passes.program.attend import attend, attend_backward, interval_attention
 from passes.program.builder import Builder
@@ -43,7 +43,7 @@ def gathered(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, run
     return local(builder, node, [q, *map(partial(together, builder), (k, v), specs[1:3]), *rows], runs)
 
 
-def around(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, call: Call, method: str) -> fx.Node:
+def around(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, call: AttentionCall, method: str) -> fx.Node:
     """A ring: bounds stay with their queries, keys come with the positions that they have."""
     scale, score = node.args[-2:]
     inner = call.exchanging(method)
@@ -52,7 +52,7 @@ def around(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, call:
     return ring_attention(builder, given, specs, scale, call, method, score, row)  # type: ignore[arg-type]
 
 
-def call_of(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs) -> Call:
+def call_of(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs) -> AttentionCall:
     """The call as its rank sees it, with the ranks that meet if its bounds are those of every batch."""
     call, (first, last) = attention.call_of(builder, node, operands, specs), map(constant, bounds(node))
     pairs = None
@@ -73,7 +73,7 @@ RECORD = AttentionOp(
     rule,
     local,
     kernels=(
-        Kernel(
+        AttentionKernel(
             attend,
             attend_backward,
             compiled={"cuda": (flex.forward, flex.backward)},

@@ -25,7 +25,7 @@ TRIANGLE = 2047  # rows of the largest that is cut into strips: flash attention 
 ENOUGH = 2**25  # pairs, heads and widths multiplied: as much work as hides what a call costs
 
 
-class Piece(NamedTuple):
+class Tile(NamedTuple):
     """A tile of queries over one range of keys: full, causal (each row one key fewer than the next), or by bounds."""
 
     rows: slice
@@ -34,7 +34,7 @@ class Piece(NamedTuple):
     masked: bool = False
 
 
-def pieces(first: Tensor, last: Tensor, largest: int = TRIANGLE) -> Iterator[Piece]:
+def pieces(first: Tensor, last: Tensor, largest: int = TRIANGLE) -> Iterator[Tile]:
     """What queries see of the keys of one run, by `first` and `last` among these, i64[s]; no two pieces meet.
 
     Triangles of up to `largest` rows are cut into strips.
@@ -60,41 +60,41 @@ def pieces(first: Tensor, last: Tensor, largest: int = TRIANGLE) -> Iterator[Pie
     yield from tile(first, last, mixed, rows)
 
 
-def alike_rows(rows: slice, first: int, last: int, rises: bool, largest: int) -> Iterator[Piece]:
+def alike_rows(rows: slice, first: int, last: int, rises: bool, largest: int) -> Iterator[Tile]:
     """Queries that see from one key on, to one key or each a key further than the one before."""
     if not rises:
         if last > first:
-            yield Piece(rows, slice(first, last))
+            yield Tile(rows, slice(first, last))
         return
     if last <= first:  # the first ones see nothing
         rows, last = slice(rows.start + first + 1 - last, rows.stop), first + 1
     if last - 1 > first:
-        yield Piece(rows, slice(first, last - 1))
+        yield Tile(rows, slice(first, last - 1))
     yield from triangle(rows, last - 1, largest)
 
 
-def triangle(rows: slice, first: int, largest: int) -> Iterator[Piece]:
+def triangle(rows: slice, first: int, largest: int) -> Iterator[Tile]:
     """Queries of which each sees from `first` on a key more than the one before, as it is or in strips."""
     size = rows.stop - rows.start
     for start in range(0, size, ROWS if size <= largest else size):
         end = min(start + ROWS, size) if size <= largest else size
-        yield Piece(slice(rows.start + start, rows.start + end), slice(first, first + end), causal=True)
+        yield Tile(slice(rows.start + start, rows.start + end), slice(first, first + end), causal=True)
 
 
-def tile(first: Tensor, last: Tensor, start: int, end: int) -> Iterator[Piece]:
+def tile(first: Tensor, last: Tensor, start: int, end: int) -> Iterator[Tile]:
     """Queries that see differently, with the keys that any of them sees."""
     lower, upper = first[start:end], last[start:end]
     if (sees := upper > lower).any():
-        yield Piece(slice(start, end), slice(int(lower[sees].min()), int(upper[sees].max())), masked=True)
+        yield Tile(slice(start, end), slice(int(lower[sees].min()), int(upper[sees].max())), masked=True)
 
 
-def tiled(found: Iterator[Piece], rows: int = ROWS, keys: int = KEYS) -> Iterator[Piece]:
+def tiled(found: Iterator[Tile], rows: int = ROWS, keys: int = KEYS) -> Iterator[Tile]:
     """Pieces cut into tiles, for kernels that hold the scores of all they are given."""
     for piece in found:
         for row in range(piece.rows.start, piece.rows.stop, rows):
             for key in range(piece.keys.start, piece.keys.stop, keys):
                 limits = min(row + rows, piece.rows.stop), min(key + keys, piece.keys.stop)
-                yield Piece(slice(row, limits[0]), slice(key, limits[1]), masked=piece.causal or piece.masked)
+                yield Tile(slice(row, limits[0]), slice(key, limits[1]), masked=piece.causal or piece.masked)
 
 
 class Part(NamedTuple):
@@ -179,7 +179,7 @@ def _end_of_causal(rows: int, keys: int, dtype: torch.dtype, device: torch.devic
     )[None, None]
 
 
-def _mask(piece: Piece, first: Tensor, last: Tensor, q: Tensor) -> Tensor:
+def _mask(piece: Tile, first: Tensor, last: Tensor, q: Tensor) -> Tensor:
     keys = torch.arange(piece.keys.start, piece.keys.stop)
     sees = (keys >= first[piece.rows, None]) & (keys < last[piece.rows, None])
     return torch.zeros(sees.shape, dtype=q.dtype).masked_fill(~sees, -torch.inf)[None, None].to(q.device)

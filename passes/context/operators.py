@@ -16,7 +16,7 @@ from typing import Any
 from torch import fx
 
 from passes.context import interval, sdpa
-from passes.context.attention import AttentionOp, Kernel
+from passes.context.attention import AttentionKernel, AttentionOp
 from passes.context.context import emit
 from passes.program.operators import key_of
 from passes.program.torch_private import OpOverload
@@ -24,7 +24,7 @@ from passes.rules import RULES
 
 RECORDS = (sdpa.RECORD, interval.RECORD)
 OPERATORS: dict[OpOverload, AttentionOp] = {}
-KERNELS: dict[OpOverload, Kernel] = {}  # by forward and by backward
+KERNELS: dict[OpOverload, AttentionKernel] = {}  # by forward and by backward
 
 
 def add_attention(record: AttentionOp) -> None:
@@ -35,7 +35,7 @@ def add_attention(record: AttentionOp) -> None:
         KERNELS.update((op, kernel) for op in (kernel.forward, kernel.backward) if op is not None)
 
 
-def kernel_of(node: fx.Node) -> Kernel | None:
+def kernel_of(node: fx.Node) -> AttentionKernel | None:
     """The kernel of attention that a node calls, forward or backward, if it does."""
     return KERNELS.get(node.target)  # type: ignore[arg-type]
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from passes.context import attention
-from passes.context.attention import CONTEXT, AttentionOp, Kernel, Nodes, Specs, dims_of, repeat_heads
-from passes.context.call import Call, Pairs
+from passes.context.attention import CONTEXT, AttentionKernel, AttentionOp, Nodes, Specs, dims_of, repeat_heads
+from passes.context.call import AttentionCall, Pairs
 from passes.context.context import gather, ring_attention
 from passes.context.kernels import padded, scale_of
 from passes.program import ir
@@ -155,12 +155,12 @@ def gathered(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, run
     return sdpa(builder, (q, *whole, mask, 0.0, False), options_of(node))
 
 
-def around(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, call: Call, method: str) -> fx.Node:
+def around(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, call: AttentionCall, method: str) -> fx.Node:
     """A ring."""
     return ring_attention(builder, operands, specs, arguments(node).get("scale"), call, method)
 
 
-def call_of(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs) -> Call:
+def call_of(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs) -> AttentionCall:
     """The call as its rank sees it, with what its mask, that of the whole attention, lets through."""
     call, masks, order = attention.call_of(builder, node, operands, specs), operands[3:], specs[1].order
     mask = arguments(node).get("attn_mask")
@@ -186,9 +186,9 @@ def pairs_that_see(mask: Tensor, rows: Factor, columns: Factor, zigzag: bool, pa
 # ---- the record -------------------------------------------------------------------------------------
 
 
-def flash(name: str) -> Kernel:
+def flash(name: str) -> AttentionKernel:
     """One of PyTorch's own kernels, by its name."""
-    return Kernel(getattr(aten, name).default, getattr(aten, f"{name}_backward").default)
+    return AttentionKernel(getattr(aten, name).default, getattr(aten, f"{name}_backward").default)
 
 
 RECORD = AttentionOp(
@@ -196,7 +196,7 @@ RECORD = AttentionOp(
     scaled_dot_product_attention,
     local,
     kernels=(
-        Kernel(SDPA),
+        AttentionKernel(SDPA),
         flash("_scaled_dot_product_flash_attention_for_cpu"),
         flash("_scaled_dot_product_flash_attention"),
         flash("_scaled_dot_product_efficient_attention"),

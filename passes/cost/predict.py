@@ -53,7 +53,7 @@ def predict(
     product in a dtype that the cluster has no rate for.
     """
     avals = abstract_eval(program, ctx)
-    costs = Costs(program, avals, cluster)
+    costs = Prices(program, avals, cluster)
     kernels = fuse(program, avals, fused)
     rates = cluster.rates
     operators = operators_until(program, kernels) if interpreted else {}
@@ -84,7 +84,7 @@ def written_peak(program: ir.Program, avals: Avals, kernels: Iterable[Kernel]) -
 
 
 @dataclass(frozen=True)
-class Costs:
+class Prices:
     """Seconds and bytes of the kernels of a program on a cluster."""
 
     program: ir.Program

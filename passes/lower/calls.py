@@ -17,7 +17,7 @@ Kernels = Callable[[list[Tensor]], Sequence[Tensor]]  # a compiled body: empties
 
 
 @dataclass(frozen=True)
-class Call:
+class BodyCall:
     """One call: which values it is given, by number, which of them it is the last to read, and which results it yields.
 
     `yields` are pairs: the place among the results, and the number that the value is known by.
@@ -44,7 +44,7 @@ class Calls:
             reads = step.all_input_nodes
             freed = [number[n] for n in reads if last[n] is step and n not in kept]
             run = call_of(step, compiled) if body_of_call(step) else as_one(step)
-            self.calls.append(Call(run, tuple(number[n] for n in reads), tuple(freed), yields_of(step, number)))
+            self.calls.append(BodyCall(run, tuple(number[n] for n in reads), tuple(freed), yields_of(step, number)))
 
     def __call__(self, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The program's results."""

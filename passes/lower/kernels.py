@@ -20,7 +20,7 @@ Load = Callable[[], Any]  # waits for what is built, and gives what can be calle
 
 
 @dataclass(frozen=True)
-class Kernel:
+class CppKernel:
     """A C++ function `kernel` in a source, and the types of its arguments."""
 
     argtypes: tuple[str, ...]
@@ -42,14 +42,14 @@ class Libraries:
 
     store: Store
     surroundings: str
-    waiting: dict[str, Kernel] = field(default_factory=dict)
+    waiting: dict[str, CppKernel] = field(default_factory=dict)
     loads: dict[str, Load] = field(default_factory=dict)
     libraries: dict[str, Load] = field(default_factory=dict)
     places: dict[str, tuple[str, str]] = field(default_factory=dict)  # of a kernel: its library, and its name there
 
     def ask(self, argtypes: Sequence[str], source: str) -> Load:
         """What gives the kernel, once all are built."""
-        kernel = Kernel(tuple(argtypes), source)
+        kernel = CppKernel(tuple(argtypes), source)
         key = self.key(kernel)
         if key not in self.loads and key not in self.waiting and not self.stored(key):
             self.waiting[key] = kernel
@@ -57,13 +57,13 @@ class Libraries:
                 self.build()
         return lambda: self.loads[key]()
 
-    def key(self, kernel: Kernel) -> str:
+    def key(self, kernel: CppKernel) -> str:
         """What the store knows a kernel by."""
         return key_of(f"{kernel.argtypes} {kernel.source} {self.surroundings}")
 
     def place_of(self, kernel: tuple[tuple[str, ...], str]) -> tuple[str, str] | None:
         """The file of the library that a kernel was loaded from, and its name there; None if it was not."""
-        library, name = self.places.get(self.key(Kernel(*kernel)), ("", ""))
+        library, name = self.places.get(self.key(CppKernel(*kernel)), ("", ""))
         return (self.libraries[library]().__file__, name) if library else None
 
     def stored(self, key: str) -> bool:
@@ -106,7 +106,7 @@ def is_include(line: str) -> bool:
     return line.lstrip().startswith("#include")
 
 
-def library_source(kernels: Sequence[tuple[str, Kernel]]) -> str:
+def library_source(kernels: Sequence[tuple[str, CppKernel]]) -> str:
     """Kernels by their names as one source of a module of modules, a kernel each."""
     own = (line.strip() for _, kernel in kernels for line in kernel.source.splitlines() if is_include(line))
     # what was precompiled comes first of all, or the compiler does not take it

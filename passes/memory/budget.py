@@ -21,7 +21,7 @@ from passes.cost.accounting import count_flops
 from passes.program import ir
 from passes.program.abstract_eval import Avals, abstract_eval
 
-FLOPS_PER_BYTE = 150  # at which a kernel is as long computing as moving: about that of GPUs with bf16 tensor cores
+MACHINE_BALANCE = 150  # at which a kernel is as long computing as moving: about that of GPUs with bf16 tensor cores
 CLOSE = 0.002  # of the budget: how near to it the peak should come
 PROBES = 16
 GIB = 2**30
@@ -50,7 +50,7 @@ def pose(program: ir.Program, avals: Avals, free: set[fx.Node]) -> Problem:
         held = set().union(*(avals.storages(n) for n in operands)) if operands else set()
         fresh = avals.storages(node) - held
         moved = sum(avals.storage_bytes[s] for s in fresh | held) if fresh else 0
-        problem.cost[node] = max(moved, count_flops(node, avals) / FLOPS_PER_BYTE) if fresh else 0.0
+        problem.cost[node] = max(moved, count_flops(node, avals) / MACHINE_BALANCE) if fresh else 0.0
         problem.size[node] = sum(avals.storage_bytes[s] for s in fresh)
         problem.operands[node] = [n for n in node.all_input_nodes if n in free]
     return problem

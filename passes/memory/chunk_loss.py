@@ -26,7 +26,7 @@ from torch import Tensor, fx
 from passes.memory.chunked import linear_cross_entropy, name_of_dtype
 from passes.program import ir
 from passes.program.mesh import DATA_AXES, WEIGHT_AXES, Mesh
-from passes.program.operators import bind, is_operator, name_of
+from passes.program.operators import CASTS, bind, is_operator, name_of
 from passes.program.rewrite import inline
 from passes.program.stages import Stage
 from passes.rules.losses import SUM
@@ -36,7 +36,6 @@ aten = torch.ops.aten
 NONE = 0  # aten's code for reduction="none"
 MIB, GIB = 2**20, 2**30
 LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
-CASTS = ("to", "_to_copy")
 VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "unsqueeze", "squeeze", "alias", "contiguous", "clone")
 SWAPS = (("transpose", [1, 2]), ("transpose", [2, 1]), ("permute", [0, 2, 1]))  # classes before tokens
 

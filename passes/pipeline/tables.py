@@ -37,7 +37,7 @@ class Slot(NamedTuple):
         return f"{self.task.kind}{self.microbatch}.{self.task.stage}"
 
 
-Costs = Callable[[Task], float]
+TaskCosts = Callable[[Task], float]
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def unit(task: Task) -> float:
     return 2.0 if task.kind == BACKWARD else 1.0
 
 
-def play(table: Table, costs: Costs = unit, send: float = 0.0) -> Timing:
+def play(table: Table, costs: TaskCosts = unit, send: float = 0.0) -> Timing:
     """Run a table on paper; raises ValueError where ranks would wait for each other for ever, or something is missing.
 
     A value reaches another rank `send` later.
@@ -296,7 +296,7 @@ def list_schedule(
     microbatches: int,
     early: Sequence[int],
     alive: Sequence[int],
-    costs: Costs,
+    costs: TaskCosts,
     send: float = 0.0,
     split: bool = True,
 ) -> Table:
@@ -398,7 +398,7 @@ def zbv_row(rank: int, ranks: int, microbatches: int) -> Iterator[Slot]:
             yield from run(stage, "W")
 
 
-def auto(ranks: int, microbatches: int, costs: Costs = unit) -> Table:
+def auto(ranks: int, microbatches: int, costs: TaskCosts = unit) -> Table:
     """Backwards in two, in the order that ends first among some that keep no more than 1F1B's first stage."""
     alive, rank_of = [ranks] * ranks, ranks_in_turn(ranks, 1)
     as_1f1b = [ranks - rank for rank in range(ranks)]

@@ -22,6 +22,7 @@ from passes.program.reshard import RESHARD_OPS, Kind
 from passes.program.shift import SHIFTS
 from passes.program.torch_private import OpOverload, c10d
 
+CASTS = frozenset({"to", "_to_copy"})  # operators by name that change a dtype, or nothing
 GRADIENTS = "gradients"  # whose a communicator is, where an axis has one for them and one for the rest
 # of reshard operators, of the functional collectives that they become, and of the steps of a ring
 KINDS: dict[OpOverload, Kind] = {

@@ -52,7 +52,7 @@ class Writer:
         return node
 
 
-class Part(Protocol):
+class Dispatch(Protocol):
     """Rows that go to experts together, and come back: their order by expert, and where each expert's end."""
 
     order: fx.Node
@@ -95,7 +95,7 @@ class Traffic:
     sources: int
     capacity: int
 
-    def parts(self, slots: Routed, write: Writer, chunks: int) -> list[Part]:
+    def parts(self, slots: Routed, write: Writer, chunks: int) -> list[Dispatch]:
         """What sends so: rows that travel do so in `chunks`, so that one travels while another is computed."""
         if self.kind == "all_gather":
             return [AllGather(slots, write)]
@@ -187,7 +187,7 @@ class Exchange:
         return write.call(routed.unpack, rows, self.slots, self.ids)
 
 
-def dropped(parts: Sequence[Part], slots: Routed, write: Writer) -> fx.Node:
+def dropped(parts: Sequence[Dispatch], slots: Routed, write: Writer) -> fx.Node:
     """How many rows find no room in what is exchanged, of all ranks together, int64 []."""
     left = write.call(aten.sum.default, write.call(aten.lt.Scalar, slots.ids, slots.groups))
     for part in parts:

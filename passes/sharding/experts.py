@@ -30,7 +30,7 @@ from passes.program.operators import argument, is_operator, name_of
 from passes.program.spec import Spec
 from passes.program.stages import Stage
 from passes.rules import rule_of, tensor_operands
-from passes.sharding.dispatch import Part, Routed, Way, Writer, choose, dropped
+from passes.sharding.dispatch import Dispatch, Routed, Way, Writer, choose, dropped
 from passes.sharding.infer import experts_of
 from passes.sharding.normalize import drops
 
@@ -319,7 +319,7 @@ def by_row(region: Region, node: fx.Node) -> bool:
 # ---- what is written instead ---------------------------------------------------------------------------------
 
 
-def rewrite(region: Region, parts: Sequence[Part], ctx: ir.Context) -> None:
+def rewrite(region: Region, parts: Sequence[Dispatch], ctx: ir.Context) -> None:
     """Put the operators of `routed` in the place of the model's, once a part; what parts bring back is added up.
 
     One part is computed after the other, and all come back at the end: what travels may then move beside the products
@@ -354,7 +354,7 @@ def brought_back(node: fx.Node) -> fx.Node:
 
 
 def written(
-    region: Region, node: fx.Node, copied: Mapping[fx.Node, fx.Node], part: Part, write: Writer
+    region: Region, node: fx.Node, copied: Mapping[fx.Node, fx.Node], part: Dispatch, write: Writer
 ) -> fx.Node:
     """What stands in place of a node for a part, `copied` in place of those before it."""
     match region.written.get(node):

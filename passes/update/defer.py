@@ -20,13 +20,11 @@ from torch import fx
 
 from passes.program import ir, reshard
 from passes.program.mesh import Mesh
+from passes.program.operators import CASTS, name_of
 from passes.program.rewrite import Editor
 from passes.program.spec import Spec
 from passes.program.stages import Stage
 from passes.update.appender import Appender
-
-aten = torch.ops.aten
-CASTS = (aten._to_copy.default, aten.to.dtype)
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class Defer(ir.Pass):
 def reductions(gradient: fx.Node) -> Iterator[fx.Node]:
     """The casts and sums over ranks that end in a gradient, the last first."""
     node = gradient
-    while len(node.users) == 1 and (node.target in CASTS or node.target in reshard.SUMS):
+    while len(node.users) == 1 and (name_of(node) in CASTS or node.target in reshard.SUMS):
         yield node
         node = node.args[0]  # type: ignore[assignment]
 

@@ -54,7 +54,7 @@ class Wide:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class QuantBlocks:
     """Codes of one byte an entry, and an fp32 scale for every `block` entries of the last dim."""
 
     block: int
@@ -126,6 +126,6 @@ def codec(given: Format | None, signed: bool, block: int, dtype: torch.dtype, sp
         return Wide(dtype if given is None else torch.complex64)
     if given in ("int8", "float8"):
         small = math.prod(spec.shape) < SMALL
-        return Wide(torch.float32) if small or blocked(spec, mesh, block) is None else Blocks(block, given, signed)
+        return Wide(torch.float32) if small or blocked(spec, mesh, block) is None else QuantBlocks(block, given, signed)
     wide: dict[Any, torch.dtype] = {None: dtype, "float32": torch.float32, "bfloat16": torch.bfloat16}
     return Wide(wide[given])

@@ -21,7 +21,7 @@ from torch import fx
 
 from passes.program import ir
 from passes.program.backward_slice import backward_slice, cone_of
-from passes.program.operators import name_of
+from passes.program.operators import CASTS, name_of
 from passes.program.rewrite import inline
 from passes.program.spec import Spec
 from passes.program.stages import Stage
@@ -32,7 +32,6 @@ aten = torch.ops.aten
 POINTWISE = frozenset(pointwise_rules())
 RESHAPES = frozenset(("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze"))
 CUTS = frozenset(("slice", "pad", "constant_pad_nd"))
-CASTS = frozenset(("to", "_to_copy"))
 SUMS = frozenset(("sum", "cross_entropy_loss", "ct::linear_cross_entropy"))  # as `normalize` leaves the latter two
 KINDS = ("loss", "metric")  # of outputs that may be means
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from passes.context.attention import AttentionOp, Kernel, attention_rule
+from passes.context.attention import AttentionKernel, AttentionOp, attention_rule
 from passes.context.context import gather
 from passes.program.layout import entries
 
@@ -87,7 +87,7 @@ RECORD = AttentionOp(
     attention,
     rule=lambda node: attention_rule(node, "h"),
     local=local,
-    kernels=(Kernel(attention, attention_backward, compiled={"cpu": (forward, backward)}),),
+    kernels=(AttentionKernel(attention, attention_backward, compiled={"cpu": (forward, backward)}),),
     causal=lambda node: True,
     gathered=gathered,
 )

@@ -21,7 +21,7 @@ from torch import Tensor
 from compiler_trainer.config.schema import ContextConfig, DataConfig
 from compiler_trainer.data.datasets import build_datasets
 from passes.context.balance import assign_blocks, imbalance, ranks_that_meet, work_of_blocks
-from passes.context.call import METHODS, Call, Pairs
+from passes.context.call import METHODS, AttentionCall, Pairs
 from passes.program.mesh import Mesh
 from passes.program.order import PLAIN, ZIGZAG, Order
 
@@ -48,7 +48,7 @@ def methods(tokens: int) -> Table:
         table.add_column(column, justify="right")
     for ranks in RANKS:
         query, key = (1, 32, tokens // ranks, 128), (1, 8, tokens // ranks, 128)
-        call = Call(query, key, key, torch.bfloat16, ranks, causal=True, zigzag=True)
+        call = AttentionCall(query, key, key, torch.bfloat16, ranks, causal=True, zigzag=True)
         cells = []
         for method in METHODS:
             why = call.obstacle(method)
@@ -81,7 +81,7 @@ def rings(tokens: int, corpus: Tensor) -> Table:
         table.add_column(column, justify="right")
     for ranks in (4, 8):
         query, key = (1, 32, tokens // ranks, 128), (1, 8, tokens // ranks, 128)
-        call, cells = Call(query, key, key, torch.bfloat16, ranks), []
+        call, cells = AttentionCall(query, key, key, torch.bfloat16, ranks), []
         for positions in rows.values():
             for layout in ("none", "head_tail"):
                 needed = [steps_of(row, ranks, LAYOUTS[layout](row, ranks)) for row in positions[:, None]]

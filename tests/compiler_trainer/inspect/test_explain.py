@@ -22,8 +22,8 @@ def told(name: str, **options) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("name", "stored", "gathered"),
     [
-        ("down.weight", "[6@dp_shard, 5@tp], 72 bytes a rank", "over dp_shard to f64[6, 3] [6, 5@tp] varying(dp_shard)"),
-        ("norm.weight", "[6@dp_shard], 24 bytes a rank", "over dp_shard to f64[6] [6] varying(dp_shard)"),
+        ("down.weight", "[6@dp_shard, 5@tp], 72 bytes a rank", "over dp_shard to f64[6, 3] [6, 5@tp] replicate(dp_shard)"),
+        ("norm.weight", "[6@dp_shard], 24 bytes a rank", "over dp_shard to f64[6] [6] replicate(dp_shard)"),
     ],
 )
 def test_a_sharded_weight_is_gathered_twice_and_its_gradient_reduced_once(name, stored, gathered):
@@ -68,7 +68,7 @@ def test_each_gradient_is_reduced_by_a_collective_of_its_own():
 
 def test_a_cast_is_told():
     told_of = told("up.weight", tp=1, param_dtype="bfloat16")
-    assert ("gathered", "cast to bf16, over dp_shard to bf16[5, 6] [5, 6] varying(dp_shard)") in told_of
+    assert ("gathered", "cast to bf16, over dp_shard to bf16[5, 6] [5, 6] replicate(dp_shard)") in told_of
 
 
 def test_a_pattern_names_each_and_one_that_matches_none_the_nearest():

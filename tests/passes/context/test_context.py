@@ -21,7 +21,7 @@ from passes.check.simulate import Lockstep
 from passes.check.verify import check_specs
 from passes.context import kernels
 from passes.context.balance import imbalance, pairs_by_rank
-from passes.context.call import METHODS, Call
+from passes.context.call import METHODS, AttentionCall
 from passes.context.kernels import Block, merge
 from passes.cost.accounting import count_traffic
 from passes.memory.recompute import saved_bytes
@@ -268,7 +268,7 @@ CHOICES = [  # heads, heads of keys, queries of a rank, ranks, what is masked ->
 
 @pytest.mark.parametrize(("h", "g", "length", "parts", "seen", "wanted"), CHOICES, ids=str)
 def test_auto_takes_the_cheapest(h, g, length, parts, seen, wanted):
-    call = Call((1, h, length, 128), (1, g, length, 128), (1, g, length, 128), torch.bfloat16, parts, **seen)
+    call = AttentionCall((1, h, length, 128), (1, g, length, 128), (1, g, length, 128), torch.bfloat16, parts, **seen)
     method, why = call.choose("auto")
     print(f"{h} heads, {g} of keys, {length} tokens on each of {parts} ranks: {method}, {why}")
     assert method == wanted and f"{method} " in why
@@ -306,7 +306,7 @@ def test_bytes_sent_are_those_of_the_formula(method, ranks):
     program, ctx = partitioned(method, ranks)
     sent = sum(t.sent_bytes for t in count_traffic(program, abstract_eval(program, ctx)) if t.kind != "all_reduce")
     local = 64 // ranks
-    call = Call((2, 8, local, 8), (2, 2, local, 8), (2, 2, local, 8), torch.float32, ranks, True, True)
+    call = AttentionCall((2, 8, local, 8), (2, 2, local, 8), (2, 2, local, 8), torch.float32, ranks, True, True)
     result = (ranks - 1) * 2 * 8 * local * 8 * 4  # which leaves the program whole
     assert sent - result == call.sent_bytes(method)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import compiler_trainer as ct
 from compiler_trainer.config.errors import UserError
 from passes.context import operators
-from passes.context.attention import Kernel
+from passes.context.attention import AttentionKernel
 from passes.cost.accounting import count_flops
 from passes.lower.cudagraphs import why_not
 from passes.program.abstract_eval import recorded
@@ -116,7 +116,7 @@ def test_costs_recomputation_and_the_compiler_know_it():
 
 def test_what_it_is_compiled_as_is_part_of_what_stored_kernels_are_known_by():
     with_record = operators.sources_for("cpu")
-    operators.add_attention(replace(sinks.RECORD, kernels=(Kernel(sinks.attention, sinks.attention_backward),)))
+    operators.add_attention(replace(sinks.RECORD, kernels=(AttentionKernel(sinks.attention, sinks.attention_backward),)))
     assert "def weights_of" in with_record and "sinks" not in operators.sources_for("cpu")
 
 

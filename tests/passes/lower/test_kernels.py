@@ -83,8 +83,8 @@ def test_a_library_that_was_damaged_is_built_again(store, built):
 
 
 def test_what_was_precompiled_is_included_first():
-    source = library_source([("one", kernels.Kernel(("float*",), f"\n{PREFIX}\nint one;")),
-                             ("two", kernels.Kernel(("float*",), f"{PREFIX}\n#include <cmath>\nint two;"))])
+    source = library_source([("one", kernels.CppKernel(("float*",), f"\n{PREFIX}\nint one;")),
+                             ("two", kernels.CppKernel(("float*",), f"{PREFIX}\n#include <cmath>\nint two;"))])
     lines = source.splitlines()
     assert lines[:2] == [PREFIX, "#include <cmath>"] and source.count(PREFIX) == 1
 

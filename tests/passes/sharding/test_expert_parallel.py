@@ -27,7 +27,7 @@ from compiler_trainer import checkpoint
 from compiler_trainer.config.errors import UserError
 from passes.communication import overlap
 from passes.cost.cluster import Cluster, Links
-from passes.cost.predict import Costs
+from passes.cost.predict import Prices
 from passes.cost.rates import Curve, Rates
 from passes.program import ir, reshard, routed
 from passes.program.abstract_eval import recorded
@@ -245,7 +245,7 @@ def test_chunks_drop_the_rows_that_one_buffer_would():
 ))
 def test_a_chunk_travels_beside_the_products_of_another(monkeypatch, chunks, forward, backward):
     """Of exchanges of rows, whether products of experts are computed meanwhile: all but the first and the last."""
-    monkeypatch.setattr(overlap, "FLOPS_PER_BYTE", 1e-3)  # these products are short beside what small rows take
+    monkeypatch.setattr(overlap, "FLOPS_PER_SENT_BYTE", 1e-3)  # these products are short beside what small rows take
     program = spread(MESHES[2], "dropless", moe={"dispatch": "dropless", "chunks": chunks})["overlap"]
     found = {"forward": [], "backward": []}
     for start, wait in overlap.in_flight(program.graph):
@@ -262,7 +262,7 @@ def test_all_wait_for_the_rank_that_gets_most_rows(load, times):
     program = spread(MESHES[2], "dropless", sizes=(8, 6))["joint"]
     one = Curve.flat(1.0)
     cluster = Cluster(2, Rates({torch.float64: one}, one, one, one, one), Links(1.0, 1.0), expert_load=load)
-    costs = Costs(program, recorded(), cluster)
+    costs = Prices(program, recorded(), cluster)
     products = [n for n in program.calls() if n.target in (routed.grouped_mm, routed.grouped_outer)]
     rows = 8 * 6 * TOP // 4  # of each rank in the mean
     matrices = {n: ir.example(n if n.target is routed.grouped_outer else n.args[1]).shape[1:] for n in products}

@@ -14,7 +14,7 @@ from torchao.optim.quant_utils import create_dynamic_map
 from compiler_trainer import UserError
 from passes.program.mesh import Mesh
 from passes.program.spec import Factor, Spec
-from passes.update.moments import Blocks, blocked, dynamic_map
+from passes.update.moments import QuantBlocks, blocked, dynamic_map
 from passes.update.update import round_at_random
 
 THEIRS = {"adamw8bit": AdamW8bit, "adamwfp8": AdamWFp8}
@@ -113,7 +113,7 @@ def test_blocks_lie_within_a_rank(dim, mesh, wanted):
 @pytest.mark.parametrize("given", ["int8", "float8"])
 def test_coding_again_changes_nothing(given):
     x = torch.randn(5, 512, generator=torch.Generator().manual_seed(0))
-    coder = Blocks(256, given, signed=True)
+    coder = QuantBlocks(256, given, signed=True)
     once = coder.decode(coder.encode(x))
     assert (once - x).abs().max() < x.abs().max() * 0.07
     zero = coder.decode([torch.zeros_like(part) for part in coder.encode(x)])
