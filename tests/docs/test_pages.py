@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import importlib
 import json
 import re
 from functools import cache
@@ -127,3 +128,16 @@ def test_words_that_newcomers_search_for_are_there():
 
 def test_pages_have_no_numbers_in_their_names():
     assert [page for page in (ROOT / "docs").rglob("*.md") if re.match(r"\d", Path(page).name)] == []
+
+
+IMPORTS = re.compile(r"^ *from ((?:passes|compiler_trainer|tools)[\w.]*) import ([\w, ]+)$", re.MULTILINE)
+
+
+def test_what_examples_import_is_there():
+    """But for the file that a guide has its reader write."""
+    shown = {(module, name.strip()) for page in PAGES for module, names in IMPORTS.findall(page.read_text()) for name in names.split(",")}
+    missing = []
+    for module, name in sorted(shown - {("passes.autograd.fold_scales", "FoldScales")}):
+        if not hasattr(importlib.import_module(module), name):
+            missing.append(f"{module}.{name}")
+    assert len(shown) > 5 and not missing
