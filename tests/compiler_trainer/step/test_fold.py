@@ -33,7 +33,7 @@ from passes.program.stages import Stage
 
 def compilation(model, loss_fn=llama_loss, fold=True, mesh=(), passes=(), microbatches=1, optim=(), observe=None):
     """The compilation of a model, with or without leaving layers out."""
-    passes = passes_on(build(PassesConfig, {**dict(passes), "fold": fold}, "passes"), on_gpu=False)
+    passes = passes_on(build(PassesConfig, {**dict(passes), "fold_layers": fold}, "passes"), on_gpu=False)
     masters = {name: p.dtype for name, p in model.named_parameters()}
     pipeline = build_pipeline(passes, build(OptimConfig, dict(optim), "optim"), masters, microbatches)
     batch = batches(1, rows=8)[0]
@@ -121,7 +121,7 @@ def test_what_a_layer_stands_for_is_counted():
 def test_it_trains_to_the_bit():
     data = batches(rows=8)
     whole, folded = (
-        compile_lockstep(llama(12), llama_loss, data[0], {"dp_shard": 2}, passes={"fold": fold}) for fold in (False, True)
+        compile_lockstep(llama(12), llama_loss, data[0], {"dp_shard": 2}, passes={"fold_layers": fold}) for fold in (False, True)
     )
     assert train_step(whole, data) == train_step(folded, data)
     assert whole(data[0]) == folded(data[0])
