@@ -27,7 +27,7 @@ def test_faults_are_spread_over_the_rooms():
     assert rooms - {plant.room(fault) for fault in FAULTS} == {"check", "cost"}  # those who look, and who predict
 
 
-@pytest.mark.parametrize(("old", "count"), [("no such text", 0), ("place)", 2)])
+@pytest.mark.parametrize(("old", "count"), [("no such text", 0), ("axis_index)", 2)])
 def test_a_fault_whose_text_is_not_there_once_is_named(old, count):
     with pytest.raises(ValueError, match=f"fault rotten: its old text occurs {count} times in passes/program/layout.py"):
         mutated(Fault("rotten", "passes/program/layout.py", old, "", ""))

@@ -50,14 +50,14 @@ FAULTS = (
     ),
     # reassociate.py
     Fault(
-        "add_first_over_any_axis",
+        "reassociate_over_any_axis",
         "passes/communication/reassociate.py",
         "a.args[1:] == b.args[1:]",
         "a.args[:0] == b.args[:0]",
         "Sums over different axes are added before they are reduced.",
     ),
     Fault(
-        "add_first_ignores_alpha",
+        "reassociate_ignores_alpha",
         "passes/communication/reassociate.py",
         "aten.add.Tensor or node.kwargs or len",
         "aten.add.Tensor or len",
@@ -65,7 +65,7 @@ FAULTS = (
     ),
     # bucket.py
     Fault(
-        "schedule_across_writes",
+        "bucket_across_writes",
         "passes/communication/bucket.py",
         "        if writes_input(node):\n"
         "            break",
@@ -74,39 +74,39 @@ FAULTS = (
         "Collectives are merged across writes into inputs.",
     ),
     Fault(
-        "schedule_ignores_depth",
+        "bucket_ignores_depth",
         "passes/communication/bucket.py",
         "key = (node.target, depth[node], ir.phase(node), place",
         "key = (node.target, ir.phase(node), place",
         "A collective is merged with one that feeds it.",
     ),
     Fault(
-        "schedule_after_first_operand",
+        "bucket_after_first_operand",
         "passes/communication/bucket.py",
         "before = max(operands).next",
         "before = min(operands).next",
         "Merged sums start before all that they add is there.",
     ),
-    # bucket.py
+    # bucketed.py
     Fault(
         "bucket_interleaved",
         "passes/communication/bucketed.py",
-        "parts * flat.numel(), dtype, None).view(parts, -1)",
-        "parts * flat.numel(), dtype, None).view(-1, parts).t()",
+        "axis_size * flat.numel(), dtype, None).view(axis_size, -1)",
+        "axis_size * flat.numel(), dtype, None).view(-1, axis_size).t()",
         "Shards gathered together are cut apart by columns for rows.",
     ),
     Fault(
         "bucket_end_to_end",
         "passes/communication/bucketed.py",
-        "flat = torch.cat([x.reshape(parts, -1) for x in full], 1).view(-1)",
+        "flat = torch.cat([x.reshape(axis_size, -1) for x in full], 1).view(-1)",
         "flat = torch.cat([x.reshape(-1) for x in full])",
         "Ranks get whole gradients instead of their share of each.",
     ),
     Fault(
         "bucket_cut_early",
         "passes/communication/bucketed.py",
-        "pieces = local.split([x.numel() // parts for x in full])",
-        "pieces = local.roll(1).split([x.numel() // parts for x in full])",
+        "pieces = local.split([x.numel() // axis_size for x in full])",
+        "pieces = local.roll(1).split([x.numel() // axis_size for x in full])",
         "What gradients summed together become is cut apart an entry too early.",
     ),
     # overlap.py

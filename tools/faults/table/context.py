@@ -23,9 +23,9 @@ FAULTS = (
     Fault(
         "ring_lower_forward",
         "passes/context/ring.py",
-        "            lower = place >= step\n"
+        "            lower = axis_index >= step\n"
         "            (k0, k1)",
-        "            lower = place > step\n"
+        "            lower = axis_index > step\n"
         "            (k0, k1)",
         "At a step round the ring the rank that comes next is taken for a higher one.",
     ),
@@ -39,8 +39,8 @@ FAULTS = (
     Fault(
         "ring_mask_of_next",
         "passes/context/ring.py",
-        "source = torch.remainder(place - step, self.parts).reshape(1)",
-        "source = torch.remainder(place + step, self.parts).reshape(1)",
+        "source = torch.remainder(axis_index - step, self.axis_size).reshape(1)",
+        "source = torch.remainder(axis_index + step, self.axis_size).reshape(1)",
         "A mask is that of the ranks after, not before.",
     ),
     Fault(
@@ -74,22 +74,22 @@ FAULTS = (
     Fault(
         "interval_runs_in_place",
         "passes/context/ring.py",
-        "starts.index_select(0, torch.remainder(place - step, self.parts).view(1))",
-        "starts.index_select(0, torch.remainder(place, self.parts).view(1))",
+        "starts.index_select(0, torch.remainder(axis_index - step, self.axis_size).view(1))",
+        "starts.index_select(0, torch.remainder(axis_index, self.axis_size).view(1))",
         "Keys that came from another rank are taken to lie where the rank's own do.",
     ),
     Fault(
         "interval_tails_forward",
         "passes/program/layout.py",
-        "torch.stack([place, 2 * parts - 1 - place] if zigzag else [place], 1) * chunk",
-        "torch.stack([place, parts + place] if zigzag else [place], 1) * chunk",
+        "torch.stack([axis_index, 2 * parts - 1 - axis_index] if zigzag else [axis_index], 1) * chunk",
+        "torch.stack([axis_index, parts + axis_index] if zigzag else [axis_index], 1) * chunk",
         "Tails of a zigzag are taken to lie in rising order.",
     ),
     Fault(
         "interval_ends_early",
         "passes/context/interval_cpu.py",
-        "yield Piece(rows, slice(first, last - 1))",
-        "yield Piece(rows, slice(first, last - 2))",
+        "yield Tile(rows, slice(first, last - 1))",
+        "yield Tile(rows, slice(first, last - 2))",
         "Queries of a chunk miss the last key before their own.",
     ),
     Fault(

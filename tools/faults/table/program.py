@@ -28,9 +28,9 @@ FAULTS = (
         "The gradient of a replicate copy lacks the other ranks' terms.",
     ),
     Fault(
-        "unvary_gradient_everywhere",
+        "replicate_to_invariant_gradient_everywhere",
         "passes/program/reshard.py",
-        "gradient=lambda g, x, a: invariant_to_partial(g, a.place, a.axis),",
+        "gradient=lambda g, x, a: invariant_to_partial(g, a.axis_index, a.axis),",
         "gradient=lambda g, x, a: g.clone(),",
         "Every rank has the gradient that only the first should count.",
     ),
@@ -42,18 +42,18 @@ FAULTS = (
         "The gradient of a term of a sum is zero on all ranks but the first.",
     ),
     Fault(
-        "place_reversed",
+        "shard_to_partial_reversed",
         "passes/program/reshard.py",
-        "mine = torch.arange(parts, device=x.device) == place",
-        "mine = torch.arange(parts, device=x.device).flip(0) == place",
+        "mine = torch.arange(axis_size, device=x.device) == axis_index",
+        "mine = torch.arange(axis_size, device=x.device).flip(0) == axis_index",
         "A shard is put where the rank at the other end of the axis has its own.",
     ),
     Fault(
-        "slice_strided",
+        "invariant_to_shard_strided",
         "passes/program/reshard.py",
-        "return _pad(x, dim, parts).unflatten(dim, (parts, -1)).index_select(dim, place.reshape(1)).squeeze(dim)",
-        "return _pad(x, dim, parts).unflatten(dim, (-1, parts)).index_select(dim + 1, "
-        "place.reshape(1)).squeeze(dim + 1)",
+        "return _pad(x, dim, axis_size).unflatten(dim, (axis_size, -1)).index_select(dim, axis_index.reshape(1)).squeeze(dim)",
+        "return _pad(x, dim, axis_size).unflatten(dim, (-1, axis_size)).index_select(dim + 1, "
+        "axis_index.reshape(1)).squeeze(dim + 1)",
         "A rank takes every n-th entry instead of a run.",
     ),
     Fault(
@@ -78,19 +78,19 @@ FAULTS = (
         "A maximum over ranks is a sum.",
     ),
     Fault(
-        "reduce_scatter_ignores_wire",
+        "reduce_scatter_ignores_dtype",
         "passes/program/reshard.py",
-        "full = _pad(_terms(x, reduce_dtype), dim, parts)",
-        "full = _pad(_terms(x, None), dim, parts)",
+        "full = _pad(_terms(x, reduce_dtype), dim, axis_size)",
+        "full = _pad(_terms(x, None), dim, axis_size)",
         "Gradients are added in their own dtype, not in the one asked for.",
     ),
     # layout.py
     Fault(
         "entries_tail_off_by_one",
         "passes/program/layout.py",
-        "            chunk = torch.where(tail, 2 * mesh[axis] - 1 - place, place)\n"
+        "            chunk = torch.where(tail, 2 * mesh[axis] - 1 - axis_index, axis_index)\n"
         "            index = chunk * half + index",
-        "            chunk = torch.where(tail, 2 * mesh[axis] - 2 - place, place)\n"
+        "            chunk = torch.where(tail, 2 * mesh[axis] - 2 - axis_index, axis_index)\n"
         "            index = chunk * half + index",
         "The tail of a zigzag is taken for the chunk before it.",
     ),
@@ -125,8 +125,8 @@ FAULTS = (
     Fault(
         "entries_of_the_first_rank",
         "passes/program/layout.py",
-        "return places[BLOCKS].index_select(0, places[axis].view(1)).view(-1)",
-        "return places[BLOCKS].index_select(0, places[axis].view(1) * 0).view(-1)",
+        "return coordinates[BLOCKS].index_select(0, coordinates[axis].view(1)).view(-1)",
+        "return coordinates[BLOCKS].index_select(0, coordinates[axis].view(1) * 0).view(-1)",
         "Each rank takes its blocks to be those of the first.",
     ),
     Fault(
@@ -140,23 +140,23 @@ FAULTS = (
     Fault(
         "table_of_the_rank_before",
         "passes/program/order.py",
-        "return self.table[place]",
-        "return self.table[place - 1]",
+        "return self.table[axis_index]",
+        "return self.table[axis_index - 1]",
         "Ranks are fed the blocks of another than the program takes them to have.",
     ),
     # shift.py
     Fault(
         "hop_too_many",
         "passes/program/shift.py",
-        "return by % parts if home or step + by < parts else 0",
-        "return (by + 1) % parts if home or step + by < parts else 0",
+        "return by % axis_size if home or step + by < axis_size else 0",
+        "return (by + 1) % axis_size if home or step + by < axis_size else 0",
         "Keys and gradients travel a rank further than the next step that is needed.",
     ),
     Fault(
         "shift_backwards",
         "passes/program/shift.py",
-        "there, back = (rank + by) % parts, (rank - by) % parts",
-        "there, back = (rank - by) % parts, (rank + by) % parts",
+        "there, back = (rank + by) % axis_size, (rank - by) % axis_size",
+        "there, back = (rank - by) % axis_size, (rank + by) % axis_size",
         "Between processes keys travel the other way round the ring.",
     ),
     Fault(

@@ -262,8 +262,8 @@ FAULTS = (
     Fault(
         "owner_off_by_one",
         "passes/rules/routed.py",
-        "torch.where(ids < groups, ids - each * place, -1)",
-        "torch.where(ids < groups, ids - each * place - 1, -1)",
+        "torch.where(ids < groups, ids - each * axis_index, -1)",
+        "torch.where(ids < groups, ids - each * axis_index - 1, -1)",
         "An owner takes the rows of the next expert.",
     ),
     Fault(

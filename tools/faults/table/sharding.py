@@ -168,9 +168,9 @@ FAULTS = (
         "gather_logical_size",
         "passes/sharding/convert.py",
         "        size = replace(factor, axes=factor.axes[:-1]).local(self.mesh)\n"
-        "        parts = self.mesh[axis]",
+        "        axis_size = self.mesh[axis]",
         "        size = factor.size\n"
-        "        parts = self.mesh[axis]",
+        "        axis_size = self.mesh[axis]",
         "A gather over the inner of two axes gives the whole dim.",
     ),
     Fault(

@@ -184,7 +184,7 @@ FAULTS = (
     Fault(
         "shards_made_orthogonal",
         "passes/update/muon.py",
-        "x = convert(append, mesh, x, held, mine, places)",
+        "x = convert(append, mesh, x, held, mine, coordinates)",
         "pass",
         "Every rank makes its shard of a weight orthogonal, not the whole.",
     ),
