@@ -51,9 +51,8 @@ FAULTS = (
     Fault(
         "invariant_to_shard_strided",
         "passes/program/reshard.py",
-        "return _pad(x, dim, axis_size).unflatten(dim, (axis_size, -1)).index_select(dim, axis_index.reshape(1)).squeeze(dim)",
-        "return _pad(x, dim, axis_size).unflatten(dim, (-1, axis_size)).index_select(dim + 1, "
-        "axis_index.reshape(1)).squeeze(dim + 1)",
+        "unflatten(dim, (axis_size, -1)).index_select(dim, axis_index.reshape(1)).squeeze(dim)",
+        "unflatten(dim, (-1, axis_size)).index_select(dim + 1, axis_index.reshape(1)).squeeze(dim + 1)",
         "A rank takes every n-th entry instead of a run.",
     ),
     Fault(
