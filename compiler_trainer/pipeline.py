@@ -46,7 +46,7 @@ from passes.precision.float8 import Float8
 from passes.program.folds import Folding
 from passes.program.ir import Pass, Program
 from passes.program.layer import within
-from passes.sharding.collectives import Expand
+from passes.sharding.collectives import Collectives
 from passes.sharding.experts import Experts
 from passes.sharding.normalize import Normalize
 from passes.sharding.place import Place
@@ -131,8 +131,8 @@ def build_pipeline(
     groups = tuple(build_group(label, group, optim, rest) for label, group in optim.groups.items())
     optimize = Optimize(rest, optim.max_norm, reduce_dtype, 1 / microbatches, *how, groups, skip_nonfinite)
     overlap, segment = Overlap(passes.communication.prefetch), Segment(passes.segment.max_nodes)
-    finish = (Bucket(passes.communication.bucket_mib), Expand(), Communicators(), overlap)
-    evaluate = (Expand(), overlap, segment)
+    finish = (Bucket(passes.communication.bucket_mib), Collectives(), Communicators(), overlap)
+    evaluate = (Collectives(), overlap, segment)
     joint: Passes = (Joint(), Simplify(), CSE(), Reassociate())
     if microbatches == pp == 1:
         then: Passes = (optimize, *finish)

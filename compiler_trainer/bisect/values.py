@@ -28,7 +28,7 @@ from passes.program.mesh import Mesh
 from passes.program.operators import is_random
 from passes.program.spec import Spec, boxes, unshard
 from passes.program.stages import Stage
-from passes.sharding.collectives import Expand
+from passes.sharding.collectives import Collectives
 
 NEGLIGIBLE = 1e-3  # of the largest operand
 
@@ -110,7 +110,7 @@ def record(program: ir.Program, ctx: ir.Context, inputs: Mapping[str, Tensor]) -
         return found
     differentiable = not program.has_backward and not any(body_of(node) for node in program.calls())
     ready = tapped(program)
-    ready = with_authors_backward(ready) if is_local is False else Expand()(ready, ctx)[0]
+    ready = with_authors_backward(ready) if is_local is False else Collectives()(ready, ctx)[0]
     ready = ready if is_local else on_one_device(ready)
     given = place_inputs(ready, inputs)
     for values in given if differentiable else ():

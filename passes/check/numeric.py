@@ -26,7 +26,7 @@ from passes.program.mesh import Mesh
 from passes.program.operators import is_mutable, is_random
 from passes.program.spec import Spec, boxes, shard, unshard
 from passes.program.stages import Stage
-from passes.sharding.collectives import Expand
+from passes.sharding.collectives import Collectives
 
 ZERO_AT_FIRST = ("moment", "gradient")  # kinds of inputs that start at zero if no value is given
 NEGLIGIBLE = 1e-3  # of the largest result of a kind
@@ -108,7 +108,7 @@ def run(program: ir.Program, ctx: ir.Context, inputs: Mapping[str, Tensor]) -> R
     if program.stage < Stage.LOCAL:
         program = with_authors_backward(on_one_device(program))
     elif program.stage < Stage.EXPLICIT:
-        program, _ = Expand()(program, ctx)
+        program, _ = Collectives()(program, ctx)
     given = place_inputs(program, inputs)
     for values in given if differentiable else ():
         for value, i in zip(values, program.inputs, strict=True):

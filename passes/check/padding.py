@@ -27,7 +27,6 @@ from passes.sharding.atoms import Atoms, refine
 
 Finding = tuple[fx.Node | None, str]
 MASK = torch.ops.aten.where.ScalarOther
-CUTS = {op for op, record in RESHARD_OPS.items() if record.gives == "shard"}  # new padding of theirs is zero
 
 
 def check_padding(whole: ir.Program, local: ir.Program) -> Iterator[Finding]:
@@ -60,8 +59,13 @@ def check_conversion(node: fx.Node, source: fx.Node, path: Sequence[fx.Node], me
     before, after = ir.spec(source), ir.spec(node)
     if before is None or after is None or after.fill is None or not after.padded(mesh) or not before.padded(mesh):
         return
-    if after.fill != before.fill and not (after.fill == 0 and any(step.target in CUTS for step in path)):
+    if after.fill != before.fill and not (after.fill == 0 and any(map(is_cut, path))):
         yield node, f"has padding of {what(after)}, what it is converted from of {what(before)}"
+
+
+def is_cut(node: fx.Node) -> bool:
+    """Whether an operator gives shards: new padding of theirs is zero."""
+    return node.target in RESHARD_OPS and RESHARD_OPS[node.target].gives == "shard"
 
 
 def check_operator(node: fx.Node, op: fx.Node, index: int, mesh: Mesh) -> Iterator[Finding]:

@@ -311,8 +311,8 @@ def rows(shape: tuple[int, ...]) -> list[int]:
 
 
 def located(at: int, shape: tuple[int, ...], stride: Any) -> list[int]:
-    """The entry that lies at a place of a tensor's memory."""
+    """The entry that lies at a place of a tensor's memory, the first of those that share it."""
     index = [0] * len(shape)
-    for d in sorted((d for d, n in enumerate(shape) if n > 1), key=lambda d: -stride[d]):
+    for d in sorted((d for d, n in enumerate(shape) if n > 1 and stride[d]), key=lambda d: -stride[d]):
         index[d], at = divmod(at, stride[d])
     return index

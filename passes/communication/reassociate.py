@@ -45,7 +45,7 @@ def reduced_alike(node: fx.Node) -> list[fx.Node]:
     if node.target is not torch.ops.aten.add.Tensor or node.kwargs or len(set(node.all_input_nodes)) != 2:
         return []
     a, b = node.all_input_nodes
-    alike = a.target is b.target and a.target in reshard.SUMS and a.args[1:] == b.args[1:]
+    alike = a.target is b.target and reshard.sums(a.target) and a.args[1:] == b.args[1:]
     if not alike or len(a.users) > 1 or len(b.users) > 1:
         return []
     x, y = (ir.example(r.args[0]) for r in (a, b))  # type: ignore[arg-type]

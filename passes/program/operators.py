@@ -24,9 +24,8 @@ from passes.program.torch_private import OpOverload, c10d
 
 CASTS = frozenset({"to", "_to_copy"})  # operators by name that change a dtype, or nothing
 GRADIENTS = "gradients"  # whose a communicator is, where an axis has one for them and one for the rest
-# of reshard operators, of the functional collectives that they become, and of the steps of a ring
+# of the functional collectives that reshard operators become, and of the steps of a ring
 KINDS: dict[OpOverload, Kind] = {
-    **{op: record.kind for op, record in RESHARD_OPS.items() if record.kind},
     c10d.all_gather_into_tensor.default: "all_gather",
     c10d.all_gather_into_tensor_coalesced.default: "all_gather",
     c10d.reduce_scatter_tensor.default: "reduce_scatter",
@@ -128,7 +127,8 @@ def is_random(node: fx.Node) -> bool:
 
 def kind_of(node: fx.Node) -> Kind | None:
     """What kind of collective an operator is, or None where nothing travels."""
-    return KINDS.get(node.target)  # type: ignore[arg-type]
+    record = RESHARD_OPS.get(node.target)
+    return record.kind if record else KINDS.get(node.target)  # type: ignore[arg-type]
 
 
 def communicator_of(node: fx.Node) -> str | None:

@@ -216,8 +216,12 @@ def _bytes(x: Any, dtype: torch.dtype | None = None) -> int:
 # ---- the records -----------------------------------------------------------------------------------
 
 
-def _define(name: str, body: Callable[..., Tensor], takes: tuple[str, ...], gives: str, **facts: Any) -> Any:
-    """Register `ct::name`; its own kernel must return fresh memory, its definition in a graph need not."""
+def add_reshard(name: str, body: Callable[..., Tensor], takes: tuple[str, ...], gives: str, **facts: Any) -> Any:
+    """Register the operator `ct::name` and its record; gives the operator.
+
+    It keeps the logical value: what a mean or a quantized sum changes is for operators before or after it. `facts` are
+    the further fields of `ReshardOp`. Its kernel must return fresh memory, its definition in a graph need not.
+    """
     record = ReshardOp(name, body, takes, gives, **facts)
 
     def kernel(x: Tensor, *rest: Any) -> Tensor:
@@ -248,59 +252,62 @@ def _define(name: str, body: Callable[..., Tensor], takes: tuple[str, ...], give
 
 
 # fmt: off
-all_gather: Any = _define(
+all_gather: Any = add_reshard(
     "all_gather", _all_gather, ("shard",), "replicate", shape=_whole,
     gradient=lambda g, x, a: reduce_scatter(g, a.dim, a.axis, a.axis_size, x.dtype, a.reduce_dtype),
     kind="all_gather", sends=lambda x, a: _bytes(x, a.dtype),
 )
-reduce_scatter: Any = _define(
+reduce_scatter: Any = add_reshard(
     "reduce_scatter", _reduce_scatter, ("partial",), "shard", shape=_shard,
     gradient=lambda g, x, a: all_gather(g, a.dim, a.axis, a.axis_size, x.shape[a.dim], x.dtype, a.reduce_dtype),
     kind="reduce_scatter", reduces="sum", sends=lambda x, a: _padded_bytes(x, a.dim, a.axis_size, a.reduce_dtype),
 )
-psum: Any = _define(
+psum: Any = add_reshard(
     "psum", _psum, ("partial",), "invariant", shape=_alike,
     gradient=lambda g, x, a: g.to(x.dtype),
     kind="all_reduce", reduces="sum", sends=lambda x, a: _bytes(x, a.reduce_dtype),
 )
-invariant_to_replicate: Any = _define(
+invariant_to_replicate: Any = add_reshard(
     "invariant_to_replicate", _invariant_to_replicate, ("invariant",), "replicate", shape=_alike,
     gradient=lambda g, x, a: psum(g, a.axis, x.dtype, a.reduce_dtype),
 )
-invariant_to_shard: Any = _define(
+invariant_to_shard: Any = add_reshard(
     "invariant_to_shard", _invariant_to_shard, ("invariant", "replicate"), "shard", shape=_shard,
     gradient=lambda g, x, a: all_gather_invariant(g, a.axis_index, a.dim, a.axis, a.axis_size, x.shape[a.dim]),
 )
-all_gather_invariant: Any = _define(
+all_gather_invariant: Any = add_reshard(
     "all_gather_invariant", _all_gather_invariant, ("shard",), "invariant", shape=_whole,
     gradient=lambda g, x, a: invariant_to_shard(g, a.axis_index, a.dim, a.axis, a.axis_size),
     kind="all_gather", sends=lambda x, a: _bytes(x),
 )
-replicate_to_shard: Any = _define(
+replicate_to_shard: Any = add_reshard(
     "replicate_to_shard", _replicate_to_shard, ("replicate",), "shard", shape=_shard,
     gradient=lambda g, x, a: shard_to_partial(g, a.axis_index, a.dim, a.axis, a.axis_size, x.shape[a.dim]),
 )
-shard_to_partial: Any = _define(
+shard_to_partial: Any = add_reshard(
     "shard_to_partial", _shard_to_partial, ("shard",), "partial", shape=_whole,
     gradient=lambda g, x, a: replicate_to_shard(g, a.axis_index, a.dim, a.axis, a.axis_size),
 )
-replicate_to_invariant: Any = _define(
+replicate_to_invariant: Any = add_reshard(
     "replicate_to_invariant", _replicate_to_invariant, ("replicate",), "invariant", shape=_alike,
     gradient=lambda g, x, a: invariant_to_partial(g, a.axis_index, a.axis),
 )
-invariant_to_partial: Any = _define(  # of replicate copies in a body that nothing differentiates
+invariant_to_partial: Any = add_reshard(  # of replicate copies in a body that nothing differentiates
     "invariant_to_partial", _invariant_to_partial, ("invariant", "replicate"), "partial", shape=_alike,
     gradient=lambda g, x, a: g,
 )
-all_to_all: Any = _define(
+all_to_all: Any = add_reshard(
     "all_to_all", _all_to_all, ("shard",), "shard", shape=_exchanged,
     gradient=lambda g, x, a: all_to_all(g, a.concat_dim, a.split_dim, x.shape[a.split_dim], a.axis, a.axis_size),
     kind="all_to_all", sends=lambda x, a: _padded_bytes(x, a.split_dim, a.axis_size),
 )
-pmax: Any = _define(
+pmax: Any = add_reshard(
     "pmax", _pmax, ("partial",), "invariant", shape=_alike, gradient=None,
     kind="all_reduce", reduces="max", sends=lambda x, a: _bytes(x),
 )
 # fmt: on
 
-SUMS = frozenset(op for op, record in RESHARD_OPS.items() if record.reduces == "sum")
+
+def sums(op: Any) -> bool:
+    """Whether an operator completes a sum over ranks."""
+    return op in RESHARD_OPS and RESHARD_OPS[op].reduces == "sum"

@@ -22,7 +22,11 @@ from passes.program.rewrite import inline_alike
 from passes.program.routed import EXPANSIONS as ROUTED
 from passes.program.stages import Stage
 
-DEFINITIONS = {**{op: record.body for op, record in RESHARD_OPS.items()}, **ROUTED}
+
+def definition_of(node: fx.Node) -> Callable[..., Tensor] | None:
+    """What an operator is in terms of functional collectives; None of what is no reshard operator."""
+    record = RESHARD_OPS.get(node.target)
+    return record.body if record else ROUTED.get(node.target)
 
 
 def _contiguous(body: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -53,7 +57,7 @@ def put_in_line(program: ir.Program, ctx: ir.Context) -> None:
 
 
 @dataclass(frozen=True)
-class Expand(ir.Pass):
+class Collectives(ir.Pass):
     """Replace every reshard operator by its collectives."""
 
     name = "collectives"
@@ -61,7 +65,7 @@ class Expand(ir.Pass):
     gives = Stage.EXPLICIT
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
-        if not any(body_of(node) or node.target in DEFINITIONS for node in program.calls()):
+        if not any(body_of(node) or definition_of(node) for node in program.calls()):
             return program, ir.Report()
         program = program.copy()
         counts: Counter[str] = Counter()
@@ -69,7 +73,7 @@ class Expand(ir.Pass):
         for node in list(program.calls()):
             if node.target in RESHARD_OPS:
                 counts[RESHARD_OPS[node.target].name] += 1
-            if definition := DEFINITIONS.get(node.target):
+            if definition := definition_of(node):
                 inline_alike(node, _contiguous(definition), ctx)
         program.module.recompile()
         return program, ir.Report(dict(counts))

@@ -55,7 +55,7 @@ class Defer(ir.Pass):
 def reductions(gradient: fx.Node) -> Iterator[fx.Node]:
     """The casts and sums over ranks that end in a gradient, the last first."""
     node = gradient
-    while len(node.users) == 1 and (name_of(node) in CASTS or node.target in reshard.SUMS):
+    while len(node.users) == 1 and (name_of(node) in CASTS or reshard.sums(node.target)):
         yield node
         node = node.args[0]  # type: ignore[assignment]
 
@@ -64,7 +64,7 @@ def terms(gradient: fx.Node, spec: Spec, steps: Sequence[fx.Node], mesh: Mesh) -
     """What is summed in these steps, and its placement."""
     node = gradient
     for step in steps:
-        if step.target in reshard.SUMS:
+        if reshard.sums(step.target):
             before = summed(step, spec, mesh)
             if before is None:
                 break
@@ -80,6 +80,8 @@ def summed(node: fx.Node, after: Spec, mesh: Mesh) -> Spec | None:
     partial = (*((axis, "sum") for axis in mesh.over(a.axis)), *after.partial)
     if node.target is reshard.psum:
         return replace(after, partial=partial)
+    if node.target is not reshard.reduce_scatter:
+        return None
     factors = after.dims[a.dim]
     found = [f for f in factors if f.axes[-1:] == (a.axis,)]
     if len(factors) != 1 or not found:

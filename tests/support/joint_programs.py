@@ -20,7 +20,7 @@ from passes.program.printer import op_name, print_program
 from passes.program.spec import Spec, shard
 from passes.program.stages import Stage
 from passes.program.torch_private import FakeTensorMode
-from passes.sharding.collectives import Expand
+from passes.sharding.collectives import Collectives
 from passes.sharding.normalize import Normalize
 from passes.sharding.place import Place
 from passes.sharding.shard import Shard
@@ -95,7 +95,7 @@ def plain(mesh: tuple[tuple[str, int], ...] = ()) -> list[tuple[Tensor, ...]]:
 
 def run_on(program: ir.Program, ctx: ir.Context, values: dict[str, Tensor]) -> list[tuple[Tensor, ...]]:
     """Every rank's outputs on full values by input name (others are 0.5), and what its inputs hold afterwards."""
-    program, _ = Expand()(program, ctx)
+    program, _ = Collectives()(program, ctx)
     nodes = program.placeholders()
 
     def local(node: fx.Node, given: ir.Input, place: dict[str, int]) -> Tensor:

@@ -23,7 +23,7 @@ from passes.program.order import PLAIN, Order
 from passes.program.spec import Spec, boxes, shard, unshard
 from passes.program.stages import Stage
 from passes.program.torch_private import FakeTensorMode, OpOverload
-from passes.sharding.collectives import Expand
+from passes.sharding.collectives import Collectives
 from passes.sharding.custom import PLACES
 from passes.sharding.normalize import Normalize
 from passes.sharding.shard import Shard
@@ -145,7 +145,7 @@ def check(function: Function, specs: Mapping[int, Spec], tolerance: float = TOLE
     program, report = apply([Shard(sequence_parallel, context=context)], program, ctx)
     if gradients and any(o.kind == "loss" for o in program.outputs):
         program, _ = apply([Joint()], program, ctx)
-    program, _ = Expand()(program, ctx)
+    program, _ = Collectives()(program, ctx)
     values = iter(function.values)
     full = {i.name: next(values) for i in program.inputs if i.kind not in PLACES}
     outs = Checked(program).run(_local_inputs(program, full))

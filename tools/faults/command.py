@@ -41,8 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if not chosen:
             raise ValueError(f"--only: no fault is named like {options.only!r}")
-        for planned in FAULTS:
-            mutated(planned)
+        for fault in chosen:
+            mutated(fault)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

@@ -30,12 +30,12 @@ from passes.program.mesh import Mesh
 from passes.program.printer import print_program
 from passes.program.spec import Spec
 from passes.program.stages import Stage
-from passes.sharding.collectives import Expand
+from passes.sharding.collectives import Collectives
 from passes.sharding.normalize import Normalize
 from passes.sharding.place import Place
 from passes.sharding.shard import Shard
 
-PASSES: tuple[ir.Pass, ...] = (Normalize(), Place(), Shard(), Joint(), Expand())
+PASSES: tuple[ir.Pass, ...] = (Normalize(), Place(), Shard(), Joint(), Collectives())
 NAMES = ["capture", "normalize", "place", "shard", "joint", "collectives"]
 
 

@@ -17,7 +17,7 @@ from compiler_trainer.pipeline import build_pipeline
 from passes.autograd import simplify
 from passes.autograd.simplify import Simplify
 from passes.check.runner import run_passes
-from passes.check.values import Numbers, check_kept
+from passes.check.values import Numbers, check_kept, located
 from passes.check.verify import check_in_flight
 from passes.communication import bucket, cse, overlap, reassociate
 from passes.communication.bucket import Bucket
@@ -33,7 +33,7 @@ from passes.program.bodies import base_of
 from passes.program.operators import kind_of
 from passes.program.stages import Stage
 from passes.program.torch_private import c10d
-from passes.sharding.collectives import Expand
+from passes.sharding.collectives import Collectives
 from passes.update import optimize
 from passes.update.optimize import Optimize
 from passes.update.optimizers import AdamW
@@ -42,7 +42,7 @@ aten = torch.ops.aten
 ADD, MUL, F64 = aten.add.Tensor, aten.mul.Tensor, torch.float64
 WAIT = c10d.wait_tensor.default
 MESH = (("dp_replicate", 2), ("dp_shard", 2), ("tp", 2))
-PASSES = (Simplify(), CSE(), Reassociate(), Remat("full"), Optimize(AdamW(), 1.0), Bucket(), Expand(), Communicators(), Overlap())
+PASSES = (Simplify(), CSE(), Reassociate(), Remat("full"), Optimize(AdamW(), 1.0), Bucket(), Collectives(), Communicators(), Overlap())
 
 
 def run(*passes: ir.Pass, mesh: Any = MESH) -> ir.Program:
@@ -184,7 +184,7 @@ def test_schedule_that_cuts_buckets_wrongly(monkeypatch, op):
 
 
 def test_communicators_that_change_more_than_the_name():
-    done = (Optimize(AdamW(), 1.0), Bucket(), Expand())
+    done = (Optimize(AdamW(), 1.0), Bucket(), Collectives())
     program, ctx = run(*done), joint(MESH)[1]
     wrong = Communicators()(program, ctx)[0].copy()
     node = next(n for n in wrong.calls() if str(n.args[-1]).endswith(":gradients"))
@@ -207,3 +207,8 @@ def test_overlap_that_waits_after_what_is_sent_is_overwritten():
     start.append(write)
     assert wait > write
     assert any("has written into that meanwhile" in message for _, message in check_in_flight(wrong))
+
+
+def test_entries_that_share_memory_are_the_first_of_them():
+    expanded = torch.empty(3, 1, 2).expand(3, 4, 2)
+    assert located(3, tuple(expanded.shape), expanded.stride()) == [1, 0, 1]

@@ -19,7 +19,7 @@ from passes.program.layer import Layer, Role
 from passes.program.spec import Spec
 from passes.program.stages import Stage
 from passes.program.torch_private import c10d
-from passes.sharding.collectives import Expand
+from passes.sharding.collectives import Collectives
 from passes.update.optimize import Optimize
 from passes.update.optimizers import SGD
 
@@ -57,7 +57,7 @@ def message(where: ir.Program, ctx: ir.Context) -> str:
 
 def expanded() -> tuple[ir.Program, ir.Context]:
     where, ctx = program()
-    return Expand()(where, ctx)[0], ctx
+    return Collectives()(where, ctx)[0], ctx
 
 
 def joint() -> tuple[ir.Program, ir.Context]:

@@ -22,7 +22,7 @@ from passes.program.operators import axis_of, communicator_of, kind_of
 from passes.program.printer import print_program
 from passes.program.stages import Stage
 from passes.program.torch_private import c10d
-from passes.sharding.collectives import Expand
+from passes.sharding.collectives import Collectives
 
 F32 = torch.float32
 
@@ -87,7 +87,7 @@ MESHES = [(("dp_shard", 2),), (("dp_replicate", 2), ("dp_shard", 2)), (("dp_shar
 @pytest.mark.sample(2)
 def test_the_bits_stay_and_so_do_the_bytes_of_an_axis(mesh):
     program, ctx = joint(mesh)
-    for step in (Remat("full"), Bucket(), Expand()):
+    for step in (Remat("full"), Bucket(), Collectives()):
         program, _ = step(program, ctx)
     apart, report = Communicators()(program, ctx)
     verify_spec(apart, ctx)

@@ -27,7 +27,7 @@ from passes.program.printer import print_program
 from passes.program.shift import arrive, shift
 from passes.program.stages import Stage
 from passes.program.torch_private import c10d, register_axis_group
-from passes.sharding.collectives import Expand
+from passes.sharding.collectives import Collectives
 from passes.update.optimize import Optimize
 from passes.update.optimizers import AdamW
 
@@ -270,7 +270,7 @@ MESHES = [
 @pytest.mark.sample(2)
 def test_the_bits_stay_and_so_does_every_operator(mesh, policy):
     program, ctx = joint(mesh)
-    for step in (Remat(policy), Bucket(), Expand()):
+    for step in (Remat(policy), Bucket(), Collectives()):
         program, _ = step(program, ctx)
     text = print_program(program)
     moved, report = Overlap()(program, ctx)
@@ -288,7 +288,7 @@ def test_the_bits_stay_and_so_does_every_operator(mesh, policy):
 def test_a_step_with_an_optimizer_keeps_its_bits():
     mesh = (("dp_shard", 2), ("tp", 2))
     program, ctx = joint(mesh)
-    for step in (Remat("none"), Optimize(AdamW(), 1.0), Bucket(), Expand()):
+    for step in (Remat("none"), Optimize(AdamW(), 1.0), Bucket(), Collectives()):
         program, _ = step(program, ctx)
     moved, _ = Overlap()(program, ctx)
     verify_spec(moved, ctx)

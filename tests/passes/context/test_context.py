@@ -33,7 +33,7 @@ from passes.program.shift import shift
 from passes.program.spec import Factor, Spec, shard, unshard
 from passes.program.stages import Stage
 from passes.program.torch_private import FakeTensorMode, c10d
-from passes.sharding.collectives import Expand
+from passes.sharding.collectives import Collectives
 from passes.sharding.shard import Shard
 
 
@@ -286,7 +286,7 @@ def partitioned(method: str, ranks: int, size: int = 64, dtype: torch.dtype = to
     placed = {i: sequence(tensors[i]).ordered(ZIGZAG) for i in (0, 1, 2, 3, 4, 5)}
     given = tuple(replace(g, spec=placed.get(i - 1, g.spec)) for i, g in enumerate(function.program.inputs))
     program = replace(function.program, inputs=given, stage=Stage.PLACED)
-    for step in (Shard(context=method), Joint(), Expand()):
+    for step in (Shard(context=method), Joint(), Collectives()):
         program, _ = step(program, function.ctx)
     return program, function.ctx
 

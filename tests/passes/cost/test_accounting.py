@@ -14,7 +14,7 @@ from passes.program import ir, reshard
 from passes.program.abstract_eval import abstract_eval, tensors
 from passes.program.spec import Spec
 from passes.program.torch_private import c10d
-from passes.sharding.collectives import Expand
+from passes.sharding.collectives import Collectives
 
 aten = torch.ops.aten
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
@@ -56,7 +56,7 @@ def test_a_boundary_operator_and_its_expansion_send_the_same_bytes(case):
     op, args, kind, sent_bytes = SENT[case]
     expected = (Traffic(kind, "tp", 1, sent_bytes),) if kind else ()
     program, ctx = exchange(op, args)
-    expanded, _ = Expand()(program, ctx)
+    expanded, _ = Collectives()(program, ctx)
     for stage in (program, expanded):
         assert account(stage, abstract_eval(stage, ctx)).traffic == expected
 

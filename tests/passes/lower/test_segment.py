@@ -27,7 +27,7 @@ from passes.program.shift import arrive, shift
 from passes.program.spec import Spec
 from passes.program.stages import Stage
 from passes.program.torch_private import c10d
-from passes.sharding.collectives import Expand
+from passes.sharding.collectives import Collectives
 from passes.update.optimize import Optimize
 from passes.update.optimizers import AdamW
 
@@ -42,7 +42,7 @@ REPLICATED = ((("dp_replicate", 2),), (("dp_replicate", 2), ("dp_shard", 2)))
 def finished(mesh=(), n_blocks=4, policy="none"):
     """A whole step, before it is cut."""
     program, ctx = joint(mesh, n_blocks)
-    for step in (Remat(policy), Optimize(AdamW(), 1.0), Bucket(), Expand(), Overlap()):
+    for step in (Remat(policy), Optimize(AdamW(), 1.0), Bucket(), Collectives(), Overlap()):
         program, _ = step(program, ctx)
     return program, ctx
 

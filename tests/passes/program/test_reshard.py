@@ -18,7 +18,7 @@ from passes.check.simulate import Lockstep
 from passes.program import ir, reshard
 from passes.program.mesh import Mesh
 from passes.program.spec import Spec, boxes, shard, unshard
-from passes.sharding.collectives import Expand
+from passes.sharding.collectives import Collectives
 
 F64 = torch.float64
 
@@ -78,7 +78,7 @@ def apply(op, shape: tuple[int, ...], mesh: dict[str, int]):
     out = small.call(op, x, *case.args(small.axis_index("tp"), small.mesh["tp"], shape[1]), spec=after)
     loss = small.call(torch.ops.aten.sum.default, small.call(torch.ops.aten.mul.Tensor, out, y))
     program = small.program([("loss", "loss", loss, Spec(())), ("metric", "out", out, after)])
-    for rewrite in (Joint(), Expand()) if with_gradient else (Expand(),):
+    for rewrite in (Joint(), Collectives()) if with_gradient else (Collectives(),):
         program, _ = rewrite(program, small.ctx)
     xs, ys = draw(before, small.mesh), draw(after.gradient(), small.mesh)
     given = [[*pair, torch.tensor(rank["tp"])] for *pair, rank in zip(xs, ys, small.mesh, strict=True)]
@@ -135,7 +135,7 @@ def test_a_bf16_gather_reduces_its_gradient_in_fp32():
     full = small.call(reshard.all_gather, x, 0, "dp_shard", 2, 4, torch.bfloat16, torch.float32)
     loss = small.call(torch.ops.aten.sum.default, small.call(torch.ops.aten.mul.Tensor, full, y))
     program = small.program([("loss", "loss", loss, Spec(())), ("metric", "full", full, cut((4,)))])
-    for rewrite in (Joint(), Expand()):
+    for rewrite in (Joint(), Collectives()):
         program, _ = rewrite(program, small.ctx)
     terms = [torch.ones(4, dtype=torch.bfloat16), torch.full((4,), 2.0**-9, dtype=torch.bfloat16)]
     values = torch.tensor([1 / 3, 1.0, 2.0, 3.0]).chunk(2)

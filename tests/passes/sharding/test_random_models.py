@@ -19,7 +19,7 @@ from passes.check.simulate import Lockstep
 from passes.program import ir
 from passes.program.mesh import Mesh
 from passes.program.spec import shard, unshard
-from passes.sharding.collectives import Expand
+from passes.sharding.collectives import Collectives
 from passes.sharding.normalize import Normalize
 from passes.sharding.place import Place
 from passes.sharding.shard import Shard
@@ -174,7 +174,7 @@ def difference(model: nn.Module, loss_fn, batch: dict[str, Tensor], mesh: dict[s
     """Assert that lockstep ranks compute the loss and gradients of one device."""
     program, ctx = capture(model, loss_fn, batch, CPU)
     program = replace(program, mesh=Mesh.of(mesh))
-    program, _ = apply((Normalize(), Place(plan), Shard(sequence_parallel), Joint(), Expand()), program, ctx)
+    program, _ = apply((Normalize(), Place(plan), Shard(sequence_parallel), Joint(), Collectives()), program, ctx)
     loss = loss_fn(model, batch)
     names = [name for name, _ in model.named_parameters()]
     found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
