@@ -547,7 +547,7 @@ class LowerConfig:
 class CheckpointConfig:
     """A checkpoint every `interval` steps and after the last; `resume` is a checkpoint folder, `latest` or `auto`.
 
-    Each is copied to `store`, a folder of an object store (s3://bucket/folder), where a run on another machine finds it.
+    Each is copied to `store`, a folder of an object store (s3://bucket/runs), where a run on another machine finds it.
 
     `auto` is the latest one if there is any, else the beginning. What is kept are the newest `keep`, those of every
     `keep_every`-th step, and the `keep_best` of the lowest held-out loss.

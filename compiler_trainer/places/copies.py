@@ -107,10 +107,11 @@ def of_hub(option: str, name: str, patterns: tuple[str, ...], is_whole: Callable
         there = Path(hub.snapshot_download(**asked))
     except Exception as error:  # of the network, of the hub, of the disk
         fix = "name a folder, or set HF_TOKEN where the model is gated"
-        what = f"{name} is no folder here, nor whole in the hub's cache, and cannot be downloaded"
+        what = f"{name} is no folder here, nor in the hub's cache, and cannot be downloaded"
         raise UserError(option, f"{what}: {one_line(error)}; {fix}") from error
-    if not is_whole(there):
-        raise UserError(option, f"{name} of the hub lacks files named like {', '.join(patterns)}")
+    if not is_whole(there):  # without a network it is what there is
+        what = f"of {name} the hub's cache has a part alone, in {there}"
+        raise UserError(option, f"{what}; download it with a network, if it has files like {', '.join(patterns)}")
     print(f"{name} was downloaded to {there}", flush=True)
     return there
 
