@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.files import json_of, put
+from compiler_trainer.config.files import is_remote, json_of, put
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import DataConfig
 from compiler_trainer.data.sources import source_of
@@ -21,7 +21,7 @@ from compiler_trainer.data.worker import recipe_for
 from compiler_trainer.places.cache import Cache, cache_of
 from compiler_trainer.places.copies import copied
 from compiler_trainer.places.kept import Kept, found
-from compiler_trainer.places.store import Place, is_remote
+from compiler_trainer.places.store import Place
 
 FILE = "tokens.json"
 

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.files import is_remote
 from compiler_trainer.config.schema import SourceConfig
 from compiler_trainer.data import hub
 from compiler_trainer.data.files import ending, expand_files
@@ -22,7 +23,7 @@ from compiler_trainer.data.ids import array_of, index_beside, index_of
 from compiler_trainer.data.readers import Span, batches_of, one_line
 from compiler_trainer.places.cache import Cache
 from compiler_trainer.places.copies import file_here
-from compiler_trainer.places.store import Place, exists, is_remote
+from compiler_trainer.places.store import Place, exists
 
 PIECE_BYTES = 8 * 2**20  # what a process tokenizes at a time
 VOLUME_BYTES = 64 * 2**30  # what is kept, shuffled and laid in rows for itself

@@ -17,9 +17,10 @@ from typing import Any
 from rich.filesize import decimal
 
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.files import is_remote
 from compiler_trainer.places.cache import COPIES, UNREAD_S, Cache, bound, named, writable
 from compiler_trainer.places.kept import found, made
-from compiler_trainer.places.store import Entry, Place, chosen, is_remote, one_line, parted
+from compiler_trainer.places.store import Entry, Place, chosen, one_line, parted
 
 LARGE = 2**28  # bytes, from which on it is said that they are copied
 HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")  # organization/name, and perhaps a revision

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import fsspec
 
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.files import is_remote
 
 LIBRARIES = {
     "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "http": "aiohttp", "https": "aiohttp", "az": "adlfs",
@@ -34,11 +35,6 @@ class Entry(NamedTuple):
 
     size_bytes: int
     version: int
-
-
-def is_remote(name: str) -> bool:
-    """Whether a name is that of something in a store, s3://bucket/name."""
-    return "://" in name
 
 
 def exists(name: str) -> bool:
