@@ -73,6 +73,7 @@ def test_a_folder_of_a_store_gives_the_tokens_of_that_folder_on_a_disk(tmp_path,
     assert tokens(f"{url}/*.jsonl*", f"{url}/a.txt") == tokens(f"{folder}/*.jsonl*", folder / "a.txt")
 
 
+@pytest.mark.full
 def test_processes_that_tokenize_copy_what_they_read(tmp_path, store, monkeypatch):
     monkeypatch.setattr(sources, "PIECE_BYTES", 4000)
     folder = corpus(tmp_path / "shared")
