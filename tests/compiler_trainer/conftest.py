@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import fsspec
 import pytest
 from browser import CHROMIUM, FLAGS
-from object_store import Store
 
 
 @pytest.fixture(scope="session")
@@ -22,13 +20,9 @@ def browser() -> Iterator:
 
 
 @pytest.fixture(scope="module")
-def store() -> Iterator[Store]:
+def store() -> Iterator:
     """An object store, which this process and those that it starts reach."""
-    with pytest.MonkeyPatch.context() as patch:
-        found = Store()
-        for name, value in found.env.items():
-            patch.setenv(name, value)
-        fsspec.filesystem("s3").mkdir("bucket")
+    from object_store import served  # moto is half a second
+
+    with served() as found:
         yield found
-        found.stop()
-        fsspec.filesystem("s3").clear_instance_cache()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import fsspec
+import pytest
 from moto.server import ThreadedMotoServer
 
 BUCKET = "s3://bucket"
@@ -44,3 +47,16 @@ class Store:
         fs = fsspec.filesystem("s3")
         fs.invalidate_cache()
         return {path.removeprefix("bucket/") for path in fs.find(f"bucket/{below}")}
+
+
+@contextmanager
+def served() -> Iterator[Store]:
+    """A store that this process and those that it starts reach."""
+    with pytest.MonkeyPatch.context() as patch:
+        found = Store()
+        for name, value in found.env.items():
+            patch.setenv(name, value)
+        fsspec.filesystem("s3").mkdir("bucket")
+        yield found
+        found.stop()
+        fsspec.filesystem("s3").clear_instance_cache()
