@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import fsspec
 import pytest
@@ -56,6 +57,7 @@ def served() -> Iterator[Store]:
         found = Store()
         for name, value in found.env.items():
             patch.setenv(name, value)
+        urlopen(Request(f"{found.env['AWS_ENDPOINT_URL']}/moto-api/reset", method="POST")).close()  # objects outlive a server
         fsspec.filesystem("s3").mkdir("bucket")
         yield found
         found.stop()
