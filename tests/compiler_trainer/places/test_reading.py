@@ -209,21 +209,9 @@ def hub(tmp_path, monkeypatch):
     return tmp_path / "hub"
 
 
-def cached(hub: Path, name: str, folder: Path, left_out: str = "") -> None:
-    """Let the hub's cache have a model."""
-    repository, commit = hub / f"models--{name.replace('/', '--')}", "0" * 40
-    (repository / "refs").mkdir(parents=True)
-    (repository / "refs/main").write_text(commit)
-    snapshot = repository / "snapshots" / commit
-    snapshot.mkdir(parents=True)
-    for file in folder.iterdir():
-        if file.name != left_out:
-            (snapshot / file.name).write_bytes(file.read_bytes())
-
-
 def test_a_model_of_the_hubs_cache_trains_without_a_network(hub):
     folder = folders.folder("llama")
-    cached(hub, "org/small", folder)
+    folders.cached(hub, "org/small", folder)
     here, there = (subject(Config(model=FolderConfig(path))) for path in (str(folder), "org/small"))
     assert there.name == "llama in org/small" and there.vocab_size == here.vocab_size
     for (name, a), (_, b) in zip(here.initial(), there.initial(), strict=True):
@@ -231,7 +219,7 @@ def test_a_model_of_the_hubs_cache_trains_without_a_network(hub):
 
 
 def test_a_folder_of_that_name_comes_first(hub, tmp_path, monkeypatch):
-    cached(hub, "org/small", folders.folder("llama"))
+    folders.cached(hub, "org/small", folders.folder("llama"))
     monkeypatch.chdir(tmp_path)
     folders.model("qwen3").save_pretrained(tmp_path / "org/small")
     assert subject(Config(model=FolderConfig("org/small"))).name == "qwen3 in org/small"
@@ -240,7 +228,7 @@ def test_a_folder_of_that_name_comes_first(hub, tmp_path, monkeypatch):
 def test_what_the_hubs_cache_has_in_part_is_not_taken_for_the_whole(hub):
     folder = folders.folder("llama")
     left_out = sorted(file.name for file in folder.glob("*.safetensors"))[-1]
-    cached(hub, "org/part", folder, left_out)
+    folders.cached(hub, "org/part", folder, left_out)
     with pytest.raises(UserError, match="^model.path: of org/part the hub's cache has a part alone, in .*; download it"):
         subject(Config(model=FolderConfig("org/part")))
     with pytest.raises(UserError, match="^model.path: org/none is no folder here, nor in the hub's cache, .*HF_TOKEN"):
@@ -251,7 +239,7 @@ def test_what_the_hubs_cache_has_in_part_is_not_taken_for_the_whole(hub):
 def test_a_tokenizer_of_the_hubs_cache(hub, tmp_path):
     (tmp_path / "tok").mkdir()
     tokenizer().save(str(tmp_path / "tok/tokenizer.json"))
-    cached(hub, "org/tok", tmp_path / "tok")
+    folders.cached(hub, "org/tok", tmp_path / "tok")
     (tmp_path / "a.txt").write_text("text")
     named = str(tmp_path / "tok/tokenizer.json")
     assert tokens(tmp_path / "a.txt", tokenizer="org/tok/tokenizer.json") == tokens(tmp_path / "a.txt", tokenizer=named)
