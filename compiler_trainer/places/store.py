@@ -23,7 +23,10 @@ LIBRARIES = {
     "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "http": "aiohttp", "https": "aiohttp", "az": "adlfs",
     "abfs": "adlfs", "hf": "huggingface_hub",
 }  # fmt: skip  # what fsspec needs for a protocol
-VERSIONS = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "last_modified", "updated", "mtime", "created")
+VERSIONS = (
+    "ETag", "etag", "md5Hash", "Content-MD5", "blob_id", "LastModified", "Last-Modified", "last_modified", "updated",
+    "mtime", "created",
+)  # fmt: skip
 
 
 class Unreachable(UserError):
@@ -119,7 +122,9 @@ class Place:
             return self.fs.cat_file(f"{self.path}/{name}")
 
     def get(self, name: str, to: Path) -> None:
-        """Copy a file to the disk; raises UserError where it did not come whole."""
+        """Copy a file to the disk; raises UserError where its name leads out of a folder."""
+        if ".." in name.split("/"):
+            raise UserError(f"{self.url}/{name}", "leads out of its folder; remove it there")
         with reached(f"{self.url}/{name}"):
             to.parent.mkdir(parents=True, exist_ok=True)
             self.fs.get_file(f"{self.path}/{name}", str(to))

@@ -27,7 +27,7 @@ from compiler_trainer.data.datasets import build_datasets
 from compiler_trainer.data.stored import ALL
 from compiler_trainer.models.subject import subject
 from compiler_trainer.places import cache, copies
-from compiler_trainer.places.store import LIBRARIES, Place
+from compiler_trainer.places.store import LIBRARIES, Entry, Place
 
 LINES = [f"line {i} " + "é" * (i % 40) for i in range(300)]
 
@@ -145,6 +145,12 @@ def test_a_model_of_a_store_has_the_values_of_that_folder(store):
         assert there.name == f"llama in {url}"
         for (name, a), (_, b) in zip(here.initial(), there.initial(), strict=True):
             assert torch.equal(a[()], b[()]), name
+
+
+def test_a_name_that_leads_out_of_its_folder_is_refused(tmp_path, store):
+    with pytest.raises(UserError, match="^s3://bucket/a/../../evil.json: leads out of its folder"):
+        copies.copied(Place(f"{BUCKET}/a"), {"../../evil.json": Entry(1, 1)}, cache.Cache(tmp_path / "cache"))
+    assert not list(tmp_path.rglob("evil.json"))
 
 
 @pytest.mark.parametrize(("name", "message"), [
