@@ -44,8 +44,7 @@ def in_cache(cache: Cache, key: list[Any], make: Callable[[Path], Any]) -> Kept:
         if (there := found(folder)) is not None:
             return there
         there = made(folder, make)
-        with suppress(OSError):  # where another process deletes them too
-            bound(cache)
+        bound(cache)
         return there
 
 
@@ -85,8 +84,12 @@ def bound(cache: Cache, coming: int = 0) -> int:
 
 def listed(folder: Path) -> list[tuple[float, int, Path]]:
     """(when it was last used, its bytes, where it is) of all that a folder keeps."""
-    names = folder.iterdir() if folder.is_dir() else ()
-    return [(*used_and_size(each), each) for each in names if NAME.fullmatch(each.name)]
+    found = []
+    for each in folder.iterdir() if folder.is_dir() else ():
+        with suppress(FileNotFoundError):  # where another process deletes them too
+            if NAME.fullmatch(each.name):
+                found.append((*used_and_size(each), each))
+    return found
 
 
 def used_and_size(folder: Path) -> tuple[float, int]:

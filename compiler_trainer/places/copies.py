@@ -19,7 +19,7 @@ from rich.filesize import decimal
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.files import is_remote
 from compiler_trainer.places.cache import COPIES, UNREAD_S, Cache, bound, named, writable
-from compiler_trainer.places.kept import found, made
+from compiler_trainer.places.kept import files_in, found, made
 from compiler_trainer.places.store import Entry, Place, chosen, one_line, parted
 
 LARGE = 2**28  # bytes, from which on it is said that they are copied
@@ -54,36 +54,31 @@ def folder_here(
 
 
 def copied(place: Place, files: Mapping[str, Entry], cache: Cache) -> Path:
-    """A folder with copies of some files of a place; raises UserError where the cache has no room."""
-    folder, size = cache.folder / COPIES / named([place.url, sorted(files.items())]), size_of(files)
+    """A folder with copies of some files of a place; raises UserError where there are none, or no room for them."""
+    if not files:
+        raise UserError(place.url, "is not there, or is empty; look at its name, and at what the account may read")
+    folder = cache.folder / COPIES / named([place.url, sorted(files.items())])
     with writable("data.cache", folder):
-        there = found(folder)
-        if there is None:
-            make_room(cache, place.url, size)
-            if size >= LARGE:
-                print(f"copying {place.url}, {decimal(size)}, to {folder}", flush=True)
-            there = made(folder, partial(fetch, place, files))
+        there = found(folder) or made(folder, partial(fetch, place, files, cache))
         return there.folder
-
-
-def size_of(files: Mapping[str, Entry]) -> int:
-    """Bytes of some files."""
-    return sum(entry.size_bytes for entry in files.values())
 
 
 def make_room(cache: Cache, url: str, size: int) -> None:
     """Let copies go that were unread for long; raises UserError where that is not enough."""
-    lacking = 0
-    with suppress(FileNotFoundError):  # where another process deletes them too
-        lacking = bound(cache, size)
-    if lacking:
+    if lacking := bound(cache, size):
         what = f"{decimal(int(cache.most_bytes))} have no room for {url}, {decimal(size)}"
         fix = f"{decimal(lacking)} are lacking beside what was read in the last {UNREAD_S // 60} minutes; allow more"
         raise UserError("data.cache_gib", f"{what}: {fix}, or name another data.cache")
 
 
-def fetch(place: Place, files: Mapping[str, Entry], folder: Path) -> str:
-    """Copy files into a folder; raises UserError where one did not come whole."""
+def fetch(place: Place, files: Mapping[str, Entry], cache: Cache, folder: Path) -> str:
+    """Copy files into a folder of the cache; raises UserError where one has no room, or did not come whole."""
+    for part in files_in(folder):  # of a process that was killed
+        part.unlink()
+    size = sum(entry.size_bytes for entry in files.values())
+    make_room(cache, place.url, size)
+    if size >= LARGE:
+        print(f"copying {place.url}, {decimal(size)}, to {folder.parent}", flush=True)
     for name, entry in files.items():
         place.get(name, folder / name)
         if (size := (folder / name).stat().st_size) != entry.size_bytes:

@@ -174,6 +174,8 @@ def test_a_checkpoint_of_the_store_is_named_and_a_model_is_exported_there(tmp_pa
     assert call("export", tmp_path / "a", "s3://bucket/exported") == 2
     assert "s3://bucket/exported: is there already" in capsys.readouterr().err
     assert call("export", tmp_path / "a", tmp_path / "out", "--checkpoint", f"{url}/step_00000006") == 0
+    assert call("export", tmp_path / "a", tmp_path / "none", "--checkpoint", f"{url}/step_00000007") == 2
+    assert f"error: {url}/step_00000007: is not there, or is empty" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("option", "value", "message"), [
