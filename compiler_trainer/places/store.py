@@ -28,6 +28,8 @@ VERSIONS = (
     "mtime", "created",
 )  # fmt: skip
 
+TRAFFIC = fsspec.Callback()  # its value grows while files of this process come and go
+
 
 class Unreachable(UserError):
     """A store does not answer, or refuses."""
@@ -127,13 +129,13 @@ class Place:
             raise UserError(f"{self.url}/{name}", "leads out of its folder; remove it there")
         with reached(f"{self.url}/{name}"):
             to.parent.mkdir(parents=True, exist_ok=True)
-            self.fs.get_file(f"{self.path}/{name}", str(to))
+            self.fs.get_file(f"{self.path}/{name}", str(to), callback=TRAFFIC)
 
     def put(self, file: Path, name: str) -> None:
         """Copy a file from the disk, which is then there as a whole."""
         with reached(f"{self.url}/{name}"):
             self.fs.makedirs(f"{self.path}/{name}".rpartition("/")[0], exist_ok=True)
-            self.fs.put_file(str(file), f"{self.path}/{name}")
+            self.fs.put_file(str(file), f"{self.path}/{name}", callback=TRAFFIC)
 
     def remove(self, name: str) -> None:
         """Delete a file."""

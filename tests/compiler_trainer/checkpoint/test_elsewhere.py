@@ -15,7 +15,7 @@ from stored_state import assert_same, blank, build, saved, state_at
 from compiler_trainer import checkpoint
 from compiler_trainer.checkpoint import Damaged, SaveError, Saver, elsewhere, listing, sender
 from compiler_trainer.config.schema import CheckpointConfig
-from compiler_trainer.places.store import Place, Unreachable
+from compiler_trainer.places.store import TRAFFIC, Place, Unreachable
 
 numbers = itertools.count()
 
@@ -57,6 +57,15 @@ def test_what_is_brought_is_what_was_sent(tmp_path, url):
     assert path.name == "step_00000002" and {f.name: f.read_bytes() for f in path.iterdir()} == {f.name: f.read_bytes() for f in sent.iterdir()}
     checkpoint.load(found := blank("two"), checkpoint.opened(path))
     assert_same(found, build("two"))
+
+
+def test_what_watches_a_run_sees_that_files_come_and_go(tmp_path, url):
+    before = TRAFFIC.value
+    run(tmp_path / "a", url, [1])
+    size = sum(file.stat().st_size for file in tmp_path.glob("a/step_*/*"))
+    assert TRAFFIC.value - before == size
+    checkpoint.bring_newest(url, tmp_path / "b", print)
+    assert TRAFFIC.value - before == 2 * size
 
 
 def test_the_index_is_written_last_and_deleted_first(tmp_path, url, monkeypatch):
