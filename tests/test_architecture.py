@@ -29,6 +29,7 @@ FLOORS = {
     ),
     "compiler_trainer": (
         ("config", "console", "page"),
+        ("places",),
         ("capture", "models", "pipeline"),
         ("data", "step"),
         ("checkpoint",),

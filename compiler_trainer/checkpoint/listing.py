@@ -70,6 +70,11 @@ def aside(folder: Path) -> list[Path]:
     return sorted(path for path in found if path.suffix != ".tmp")
 
 
+def left(folder: Path) -> set[int]:
+    """The steps whose checkpoints in a folder a run left, for their state was bad."""
+    return {number_of(path.with_suffix("")) for path in aside(folder) if path.suffix == ".left"}
+
+
 def set_aside(path: Path, why: str) -> None:
     """Give a checkpoint a name that ends in `why`, from which nobody goes on."""
     place = path.with_suffix(f".{why}")

@@ -34,6 +34,7 @@ from compiler_trainer.checkpoint.index import (
 from compiler_trainer.checkpoint.listing import clear, complete, discard, kept, number_of, path_of, remove
 from compiler_trainer.checkpoint.load import kinds
 from compiler_trainer.checkpoint.pieces import Stateful, state_of
+from compiler_trainer.checkpoint.sender import Sender
 from compiler_trainer.checkpoint.staging import Staging
 from compiler_trainer.checkpoint.stored import as_bytes, read_header
 from compiler_trainer.config.errors import RunError
@@ -76,6 +77,7 @@ class Saver:
         self.own = Own(folder)
         if self.leads:
             clear(folder)
+        self.sender = Sender(cfg.store, folder, cfg, tell) if cfg.store and self.leads else None
 
     def save(self, state: TrainState) -> None:
         """Copy what there is now and go on; what the copy becomes, `wait` tells."""
@@ -107,7 +109,13 @@ class Saver:
         written = self.together(lambda: write_files(partial, self.staging))
         files = {name: file for of_rank in written for name, file in of_rank.items()}
         index = Index(**vars(state), tensors=self.tensors, files=files)
-        self.together(lambda: publish(partial, path, index, self.cfg, self.own) if self.leads else None)
+        self.together(lambda: self.publish(partial, path, index) if self.leads else None)
+
+    def publish(self, partial: Path, path: Path, index: Index) -> None:
+        """Give a checkpoint its name, and let it be sent where there is a store."""
+        publish(partial, path, index, self.cfg, self.own, self.sender.spared() if self.sender else frozenset())
+        if self.sender:
+            self.sender.offer(index.step)
 
     def together(self, action: Callable[[], T]) -> list[T]:
         """What `action` gives on each rank; raises SaveError on all of them if it fails on one."""
@@ -128,6 +136,7 @@ class Saver:
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         failure = self.wait()
         self.thread.shutdown()
+        failure = "; ".join(filter(None, (failure, self.sender.end() if self.sender else "")))
         if self.group is not None:
             dist.destroy_process_group(self.group)
         if failure and kind is None:
@@ -185,7 +194,9 @@ def place_of(folder: Path) -> tuple[int, int] | None:
     return (found.st_dev, found.st_ino) if folder.is_dir() and (found := folder.stat()) else None
 
 
-def publish(partial: Path, path: Path, index: Index, cfg: CheckpointConfig, own: Own) -> None:
+def publish(
+    partial: Path, path: Path, index: Index, cfg: CheckpointConfig, own: Own, spared: Set[int] = frozenset()
+) -> None:
     """Write the index, give a checkpoint of which all files are there its name, and delete what is not kept."""
     steps = own.look()
     (partial / FILE).write_bytes(encoded(index))
@@ -202,7 +213,7 @@ def publish(partial: Path, path: Path, index: Index, cfg: CheckpointConfig, own:
     found = {n: (p, loss_of(p)) for p in complete(path.parent) if (n := number_of(p)) in steps}
     stay = kept([(number, loss) for number, (_, loss) in found.items()], cfg)
     for number, (old, _) in found.items():
-        if number not in stay:
+        if number not in stay | spared:
             discard(old)
 
 

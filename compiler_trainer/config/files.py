@@ -12,6 +12,11 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import LARGEST, convert
 
 
+def is_remote(name: str) -> bool:
+    """Whether a name is that of something in a store, s3://bucket/name."""
+    return "://" in name
+
+
 def text_of(path: Path) -> str:
     """The text of a file; raises UserError naming it where it is none that ends, cannot be read, or is not UTF-8."""
     try:

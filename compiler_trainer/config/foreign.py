@@ -16,7 +16,7 @@ CHECKPOINTING = "activation checkpointing is passes.remat.policy=none|selective|
 SHARDING = "parameters are sharded over mesh.dp_shard (FSDP, ZeRO-3; ZeRO-2 with passes.remat.regather=false)"
 ATTENTION = "kernels are chosen automatically: SDPA and FlexAttention calls of the model are taken as they are"
 DATA = "text and conversations are data=text data.files=[...], a dataset of the hub data=hf_dataset data.path=NAME"
-MODEL = "model=hf model.path=FOLDER takes what transformers saved, once it is downloaded"
+MODEL = "model=hf model.path=FOLDER takes what transformers saved, model.path=ORGANIZATION/NAME a model of the hub"
 LORA = "LoRA goes with model=hf: model.lora.rank, alpha, dropout and targets, or recipe=lora"
 STOPPING = "there is no early stopping; checkpoint.keep_best keeps those of the lowest held-out loss"
 EVALUATION = "held-out loss is every eval.interval steps over eval.batches batches"

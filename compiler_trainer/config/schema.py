@@ -131,6 +131,7 @@ class LoraConfig:
 class FolderConfig:
     """A causal language model in a folder as transformers writes one: config.json, safetensors, tokenizer.json.
 
+    `path` is a folder, one in a store (s3://bucket/folder), or a model of the hub (organization/name, with @revision).
     With `documents`, positions start anew at each document of a row, and attention stays within it; with `causal` a
     row is one text.
     """
@@ -168,7 +169,8 @@ Loss = Annotated[Own, Must("have a _target_, the dotted name of a function of (m
 
 @dataclass(frozen=True)
 class SourceConfig:
-    """Where documents come from. `files` are paths, folders and globs of .txt, .jsonl (.gz, .zst), .parquet and .arrow.
+    """Where documents come from. `files` are paths, folders and globs of .txt, .jsonl (.gz, .zst), .parquet and .arrow,
+    on a disk or in a store, as s3://bucket/folder.
 
     A `.txt` is one document, or several between `document_separator`s; a record has its text, or the ids of its tokens,
     in `text_column`. A `.bin`, with Megatron's `.idx` or alone, and a `.npy` hold ids.
@@ -179,7 +181,7 @@ class SourceConfig:
     tokens: str | None = None  # of name=tokens: a folder that `compiler-trainer tokenize` wrote
     document_separator: Text | None = None
     text_column: str = "text"
-    path: str | None = None  # of hf_dataset: a folder, or the name of a dataset that is cached
+    path: str | None = None  # of hf_dataset: a folder, or the name of a dataset of the hub
     configuration: str | None = None  # of a dataset that has several
     split: str = "train"  # of a dataset
     documents: Positive = 2000  # of the synthetic corpus
@@ -211,7 +213,8 @@ class DataConfig(SourceConfig):
     bad_records: Literal["stop", "skip"] = "stop"
     eval_fraction: OpenFraction = 0.05  # of each source's documents, held out where there is no validation set
     seed: Seed = 0
-    cache: str | None = None  # where tokens are kept; null: compiler-trainer/tokens in $XDG_CACHE_HOME or ~/.cache
+    cache: str | None = None  # of tokens and copies; null: compiler-trainer/tokens in $XDG_CACHE_HOME or ~/.cache
+    cache_gib: PositiveFloat = 256.0  # above it the cache loses tokens unused for 30 days, copies unread for 10 minutes
 
     @property
     def packs(self) -> Literal["cut", "fit"]:
@@ -544,6 +547,8 @@ class LowerConfig:
 class CheckpointConfig:
     """A checkpoint every `interval` steps and after the last; `resume` is a checkpoint folder, `latest` or `auto`.
 
+    Each is copied to `store`, a folder of an object store (s3://bucket/runs), where a run on another machine finds it.
+
     `auto` is the latest one if there is any, else the beginning. What is kept are the newest `keep`, those of every
     `keep_every`-th step, and the `keep_best` of the lowest held-out loss.
     """
@@ -553,6 +558,7 @@ class CheckpointConfig:
     keep_every: Interval | None = None
     keep_best: Count = 0
     dir: str | None = None  # null: checkpoints/ in the run folder
+    store: str | None = None  # null: they are on the disk alone
     resume: str | None = None
     allow: tuple[str, ...] = ()  # options, or groups of them, that may differ from those of the run that is resumed
     frozen: bool = True  # whether parameters that are not trained are stored; else they are read where they came from

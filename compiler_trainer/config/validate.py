@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.files import is_remote
 from compiler_trainer.config.schema import (
     EIGHT_BITS,
     LONGEST,
@@ -119,6 +120,19 @@ DECODER_CHECKS: Checks = (
 CHECKS: Checks = (
     ("run.dir", lambda c: c.run.dir.strip() != "", "is empty; name a folder, . for this one"),
     ("checkpoint.dir", lambda c: c.checkpoint.dir is None or c.checkpoint.dir.strip() != "", "is empty; name a folder"),
+    ("run.dir", lambda c: not is_remote(c.run.dir), "{c.run.dir} is in a store; name a folder of this machine"),
+    (
+        "checkpoint.dir",
+        lambda c: not is_remote(c.checkpoint.dir or ""),
+        "{c.checkpoint.dir} is in a store; checkpoints are written to a disk, and copied with "
+        "checkpoint.store={c.checkpoint.dir}",
+    ),
+    (
+        "checkpoint.store",
+        lambda c: c.checkpoint.store is None or is_remote(c.checkpoint.store),
+        "{c.checkpoint.store} is no url; name a folder of a store as s3://bucket/runs/a, and one of a disk with "
+        "checkpoint.dir",
+    ),
     (
         "data.sources",
         lambda c: bool(c.data.sources) == (c.data.name == "mixture") and "mixture" not in names(c.data.listed[1:]),

@@ -11,14 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.files import json_of, put
+from compiler_trainer.config.files import is_remote, json_of, put
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import DataConfig
-from compiler_trainer.data.kept import Kept, found
 from compiler_trainer.data.sources import source_of
 from compiler_trainer.data.stored import Share, Tokens, folders_of, make_share, summary
-from compiler_trainer.data.tokenizers import Tokenizer, build_tokenizer
+from compiler_trainer.data.tokenizers import Tokenizer, build_tokenizer, tokenizer_here
 from compiler_trainer.data.worker import recipe_for
+from compiler_trainer.places.cache import Cache, cache_of
+from compiler_trainer.places.copies import copied
+from compiler_trainer.places.kept import Kept, found
+from compiler_trainer.places.store import Place
 
 FILE = "tokens.json"
 
@@ -56,7 +59,8 @@ def write(cfg: DataConfig, out: Path, share: Share) -> Tokens | None:
         raise UserError("data.sources", f"are several; {fix}")
     if cfg.tokens is not None:
         raise UserError("data.tokens", "are tokens already; name the data that they are to be made of")
-    tokenizer, source, recipe = build_tokenizer(cfg.tokenizer), source_of(cfg, cfg.seed), recipe_for(cfg, cfg)
+    tokenizer, recipe = build_tokenizer(tokenizer_here(cfg)), recipe_for(cfg, cfg)
+    source = source_of(cfg, cfg.seed, cache_of(cfg))
     check_free(out, folders_of(source, recipe, tokenizer.digest, out))
     tokens = make_share(source, recipe, tokenizer.digest, out, share)
     if tokens is not None:
@@ -77,6 +81,11 @@ def manifest_of(cfg: DataConfig, tokens: Tokens, tokenizer: Tokenizer) -> Manife
     volumes = tuple(Volume(name, held.tokens, held.documents, held.digest) for name, held in summaries)
     whole = tokens.holds
     return Manifest(whole.tokens, whole.documents, whole.digest, cfg.tokenizer, tokenizer.digest, cfg.chat, volumes)
+
+
+def folder_of(name: str, cache: Cache) -> Path:
+    """The folder of tokens on this machine, of those in a store that of a copy."""
+    return copied(Place(name), Place(name).files(), cache) if is_remote(name) else Path(name).expanduser()
 
 
 def opened(folder: Path, tokenizer: Tokenizer, cfg: DataConfig) -> Tokens:

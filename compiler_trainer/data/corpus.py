@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.data.kept import Kept
 from compiler_trainer.data.shard import Summary
 from compiler_trainer.data.tokenizers import Tokenizer, dtype_of
+from compiler_trainer.places.kept import Kept
 
 Ids = NDArray[np.int64]
 DOCUMENTS_AT_ONCE = 2**22

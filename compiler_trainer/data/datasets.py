@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rich.filesize import decimal
@@ -13,7 +12,6 @@ from rich.filesize import decimal
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import DataConfig, SourceConfig
 from compiler_trainer.data import ahead
-from compiler_trainer.data.cache import cache_of
 from compiler_trainer.data.corpus import Ids, mapped
 from compiler_trainer.data.laid import Wanted, laid
 from compiler_trainer.data.loader import Loader
@@ -21,8 +19,9 @@ from compiler_trainer.data.mixture import Joined, Mixture
 from compiler_trainer.data.packing import PackedRows, Rows
 from compiler_trainer.data.sources import source_of
 from compiler_trainer.data.stored import Tokens, stored
-from compiler_trainer.data.tokenizers import Tokenizer, build_tokenizer
+from compiler_trainer.data.tokenizers import Tokenizer, build_tokenizer, tokenizer_here
 from compiler_trainer.data.worker import recipe_for
+from compiler_trainer.places.cache import Cache, cache_of
 
 FAR_LARGER = 4  # times the tokens that there are: a vocabulary that was made for another tokenizer
 
@@ -92,7 +91,7 @@ def build_datasets(cfg: DataConfig, seq_len: int, global_batch_size: int) -> Dat
 
     Every rank builds the same datasets from the same config. Raises UserError on bad input.
     """
-    tokenizer, cache = build_tokenizer(cfg.tokenizer), cache_of(cfg.cache)
+    tokenizer, cache = build_tokenizer(tokenizer_here(cfg)), cache_of(cfg)
     read = partial(part_of, cfg, tokenizer=tokenizer, seq_len=seq_len, cache=cache)
     parts = [read(source, number, cfg.held_out) for number, source in enumerate(cfg.read)]
     own = [read(source, number, 1.0) for number, source in enumerate(cfg.validation)]
@@ -120,7 +119,7 @@ def part_of(
     eval_fraction: float,
     tokenizer: Tokenizer,
     seq_len: int,
-    cache: Path,
+    cache: Cache,
 ) -> Part:
     """The rows of one of the sources, of which a share is held out."""
     tokens, name, before, found = tokens_of(cfg, source, tokenizer, cache), name_of(source), 0, []
@@ -133,11 +132,11 @@ def part_of(
     return Part(name, tokens, joined(train, name), joined(held_out, name), any(each.is_cut for each in found))
 
 
-def tokens_of(cfg: DataConfig, source: SourceConfig, tokenizer: Tokenizer, cache: Path) -> Tokens:
+def tokens_of(cfg: DataConfig, source: SourceConfig, tokenizer: Tokenizer, cache: Cache) -> Tokens:
     """The tokens of a source, made if need be."""
     if source.tokens is not None:
-        return ahead.opened(Path(source.tokens).expanduser(), tokenizer, cfg)
-    return stored(source_of(source, cfg.seed), recipe_for(cfg, source), tokenizer.digest, cache)
+        return ahead.opened(ahead.folder_of(source.tokens, cache), tokenizer, cfg)
+    return stored(source_of(source, cfg.seed, cache), recipe_for(cfg, source), tokenizer.digest, cache)
 
 
 def joined(parts: list[PackedRows], name: str) -> Rows | None:

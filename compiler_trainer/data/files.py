@@ -9,7 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.files import is_remote
 from compiler_trainer.data.ids import index_beside
+from compiler_trainer.places.store import Place
 
 ENDINGS = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow", ".npy", ".bin")
 
@@ -24,7 +26,7 @@ def expand_files(patterns: Sequence[str]) -> list[str]:
     files = []
     for pattern in patterns:
         try:
-            files += expand_pattern(os.path.expanduser(pattern))
+            files += in_store(pattern) if is_remote(pattern) else expand_pattern(os.path.expanduser(pattern))
         except OSError as error:
             raise UserError(shortened(pattern), f"cannot be read: {error.strerror}") from error
     check_once(files)
@@ -54,6 +56,25 @@ def expand_glob(pattern: str) -> list[str]:
     return [checked(match, os.stat(match).st_mode) for match in matches]
 
 
+def in_store(url: str) -> list[str]:
+    """The file that a url names, the files below a folder there, or the sorted files that a glob matches."""
+    place = Place(url)
+    if place.is_glob():
+        found = [checked_ending(match) for match in place.matches()]
+        if not found:
+            raise UserError(url, "the glob matches no file (data.files)")
+        return found
+    if url.startswith("http"):  # which lists no folders
+        return [checked_ending(url)]
+    below = place.files()
+    if not below:
+        return [checked_ending(url)]
+    names = [n for n in below if ending(n) and (not n.endswith(".bin") or f"{n.removesuffix('.bin')}.idx" in below)]
+    if not names:
+        raise UserError(url, f"no file below it ends in {', '.join(ENDINGS)}")
+    return [f"{place.url}/{name}" for name in names]
+
+
 def files_below(folder: str) -> list[str]:
     """Sorted files with a known ending below a folder; a .bin may be anything, but for one with an index."""
     found = sorted(path for path in walk(folder) if ending(path) and (index_beside(path) or not path.endswith(".bin")))
@@ -76,6 +97,11 @@ def checked(path: str, kind: int) -> str:
     """The path of a regular file of a known kind; raises UserError for another."""
     if not stat.S_ISREG(kind):
         raise UserError(path, "is not a regular file; copy what it gives into one")
+    return checked_ending(path)
+
+
+def checked_ending(path: str) -> str:
+    """The path of a file of a known kind; raises UserError for another."""
     if ending(path) is None:
         raise UserError(path, f"unknown extension {Path(path).suffix!r}; data.files takes {', '.join(ENDINGS)}")
     return path
@@ -85,7 +111,7 @@ def check_once(files: Iterable[str]) -> None:
     """Raise UserError where a file is listed twice."""
     seen: set[str] = set()
     for path in files:
-        real = os.path.realpath(path)
+        real = path if is_remote(path) else os.path.realpath(path)
         if real in seen:
             raise UserError(path, "is listed twice in data.files; each document may come once an epoch")
         seen.add(real)

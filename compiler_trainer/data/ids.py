@@ -9,7 +9,6 @@ import os
 import struct
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.data.records import Document, Record
+from compiler_trainer.places.store import exists
 
 MAGIC, HEADER = b"MMIDIDX\x00\x00", struct.Struct("<9sQBQQ")  # and version, dtype, sequences, documents + 1
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # megatron/core/datasets/indexed_dataset.py
@@ -34,8 +34,8 @@ class Index(NamedTuple):
 
 def index_beside(path: str) -> str | None:
     """The index of a .bin, None where there is none."""
-    found = str(Path(path).with_suffix(".idx"))
-    return found if path.endswith(".bin") and os.path.exists(found) else None
+    found = f"{path.removesuffix('.bin')}.idx"
+    return found if path.endswith(".bin") and exists(found) else None
 
 
 def index_of(path: str) -> Index:
@@ -56,10 +56,10 @@ def index_of(path: str) -> Index:
     return index
 
 
-def read_indexed(path: str, start: int, end: int) -> Iterator[Record]:
-    """The documents from number `start` to before `end` of a .bin."""
-    index = index_of(path)
-    content = np.memmap(path, np.uint8, mode="r")
+def read_indexed(path: str, here: str, start: int, end: int) -> Iterator[Record]:
+    """The documents from number `start` to before `end` of a .bin, which is `here` on this machine."""
+    index = index_of(here)
+    content = np.memmap(here, np.uint8, mode="r")
     for number in range(start, end):
         yield Record(partial("{}: document {}".format, path, number), partial(of_index, content, index, number))
 
@@ -88,9 +88,9 @@ def array_of(path: str, dtype: DTypeLike) -> NDArray[np.integer]:
     return np.asarray(ids)
 
 
-def read_array(path: str, start: int, end: int, dtype: DTypeLike, closing: int) -> Iterator[Record]:
-    """The documents that begin from byte `start` to before `end` of the ids of a file."""
-    ids = array_of(path, dtype)
+def read_array(path: str, here: str, start: int, end: int, dtype: DTypeLike, closing: int) -> Iterator[Record]:
+    """The documents that begin from byte `start` to before `end` of the ids of a file, `here` on this machine."""
+    ids = array_of(here, dtype)
     at, last = (next(ends(ids, place // ids.itemsize, len(ids), closing)) if place else 0 for place in (start, end))
     for after in ends(ids, at, last, closing):
         if after > at:

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from compiler_trainer.data.cache import in_cache
 from compiler_trainer.data.corpus import Corpus, Ids, split
-from compiler_trainer.data.kept import Kept
 from compiler_trainer.data.layouts import Layout
 from compiler_trainer.data.packing import Facts, PackedRows, packed
+from compiler_trainer.places.cache import Cache, in_cache
+from compiler_trainer.places.kept import Kept
 
 FORMAT = 1  # of what is kept, and of what it depends on
 DTYPES = {"starts": np.int64, "sources": np.int64, "continues": np.bool_, "rows": np.int64}
@@ -37,7 +37,7 @@ class Laid(NamedTuple):
     is_cut: bool
 
 
-def laid(corpus: Corpus, wanted: Wanted, cache: Path) -> Laid:
+def laid(corpus: Corpus, wanted: Wanted, cache: Cache) -> Laid:
     """The rows of a volume."""
     key = [FORMAT, "rows", corpus.fingerprint, corpus.end_of_document, wanted]
     kept = in_cache(cache, key, lambda folder: lay(folder, corpus, wanted))
@@ -76,7 +76,7 @@ def rows_of(kept: Kept, half: str, corpus: Corpus, seq_len: int) -> PackedRows |
     return PackedRows(corpus, Layout(**arrays, cut=facts.cut), seq_len, facts)
 
 
-def shuffled(count: int, seed: list[int], cache: Path | None) -> Ids:
+def shuffled(count: int, seed: list[int], cache: Cache | None) -> Ids:
     """The numbers below `count` in an order that a seed gives, kept where they are many."""
     if cache is None or count <= IN_MEMORY:
         return np.random.default_rng(seed).permutation(np.arange(count))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
-from pathlib import Path
 from typing import NamedTuple, TypedDict
 
 import numpy as np
@@ -17,6 +16,7 @@ from compiler_trainer.data.corpus import Ids
 from compiler_trainer.data.laid import shuffled
 from compiler_trainer.data.mixture import Mixture
 from compiler_trainer.data.packing import EVERY, Chosen
+from compiler_trainer.places.cache import Cache
 
 Batch = dict[str, Tensor]
 MOST_TAKEN = 2**62  # rows of a source, with room to count on
@@ -45,7 +45,7 @@ class Loader:
     while one is used. Long permutations are kept in `cache`, one copy a machine.
     """
 
-    def __init__(self, rows: Mixture, batch_size: int, seed: int | None, cache: Path | None = None):
+    def __init__(self, rows: Mixture, batch_size: int, seed: int | None, cache: Cache | None = None):
         self.rows, self.batch_size, self.seed, self.cache = rows, batch_size, seed, cache
         self.read: Chosen = EVERY
         self.thread = ThreadPoolExecutor(1, "next-batch")

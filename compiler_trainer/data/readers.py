@@ -21,9 +21,12 @@ from numpy.typing import NDArray
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.data import hub, ids
 from compiler_trainer.data.cutting import next_cut
+from compiler_trainer.data.ids import index_beside
 from compiler_trainer.data.records import BadRecord, Document, Record, columns_of, decoded, from_json, from_row
 from compiler_trainer.data.synthetic import walks
 from compiler_trainer.data.tokenizers import Tokenizer, dtype_of
+from compiler_trainer.places.cache import Cache
+from compiler_trainer.places.copies import file_here
 
 ROWS_AT_ONCE = 1000
 
@@ -39,11 +42,16 @@ class Span(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What readers have to know: the field with the text (None: conversations), what separates texts, the tokenizer."""
+    """What readers have to know: the field with the text (None: conversations), what separates texts, and so on."""
 
     column: str | None
     separator: str | None
     tokenizer: Tokenizer
+    cache: Cache  # of copies
+
+    def here(self, path: str) -> str:
+        """Where a file is on this machine."""
+        return file_here(path, self.cache, index_beside(path) or "")
 
 
 Found = Iterator[Record]
@@ -54,7 +62,7 @@ Found = Iterator[Record]
 
 def read_text(span: Span, asked: Asked) -> Found:
     """A file as one document, of which a span holds what lies between two cuts."""
-    content = mapped(span.path)
+    content = mapped(asked.here(span.path))
     start, end = (next_cut(content, at, asked.tokenizer.encode) if at else 0 for at in (span.start, span.end))
     if start < end or not content:
         yield Record(lambda: span.path, partial(text_between, span.path, content, start, end))
@@ -78,14 +86,14 @@ def as_document(content: bytes, offset: int) -> Document:
 def read_separated(span: Span, asked: Asked) -> Found:
     """The documents between separators in a file."""
     assert asked.separator
-    content = mapped(span.path)
+    content = mapped(asked.here(span.path))
     for at, part in split(content, span, asked.separator.encode()):
         yield Record(partial(line_name, span.path, content, at), partial(as_document, part, at))
 
 
 def read_lines(span: Span, asked: Asked) -> Found:
     """One document a line of JSON; blank lines hold nothing and are passed over."""
-    content = mapped(span.path)
+    content = mapped(asked.here(span.path))
     for at, line in split(content, span, b"\n"):
         if line.strip():
             yield Record(partial(line_name, span.path, content, at), partial(from_json, line, at, asked.column))
@@ -94,7 +102,7 @@ def read_lines(span: Span, asked: Asked) -> Found:
 def read_packed_lines(span: Span, asked: Asked) -> Found:
     """One document a line of JSON, compressed."""
     try:
-        with pa.input_stream(span.path, compression="detect") as stream:
+        with pa.input_stream(asked.here(span.path), compression="detect") as stream:
             at = 0
             for number, line in enumerate(io.BufferedReader(stream), start=1):
                 if line.strip():
@@ -145,7 +153,7 @@ def line_name(path: str, content: bytes | mmap.mmap, at: int) -> str:
 def read_table(span: Span, asked: Asked) -> Found:
     """One document a row of some row groups of a parquet file."""
     try:
-        with pq.ParquetFile(span.path) as table:
+        with pq.ParquetFile(asked.here(span.path)) as table:
             columns = checked_columns(table.schema_arrow, span.path, asked.column)
             row = sum(table.metadata.row_group(number).num_rows for number in range(span.start))
             groups = list(range(span.start, span.end))
@@ -194,7 +202,7 @@ def ids_in(column: pa.Array) -> Iterator[NDArray[np.generic] | None]:
 
 def read_arrow(span: Span, asked: Asked) -> Found:
     """One document a row of some record batches of an Arrow file."""
-    batches = batches_of(span.path)
+    batches = batches_of(asked.here(span.path))
     row = sum(map(len, batches[: span.start]))
     for batch in batches[span.start : span.end]:
         columns = checked_columns(batch.schema, span.path, asked.column)
@@ -224,13 +232,14 @@ def read_dataset(span: Span, asked: Asked) -> Found:
 
 def read_indexed(span: Span, asked: Asked) -> Found:
     """The documents of a .bin, as its index has them."""
-    return ids.read_indexed(span.path, span.start, span.end)
+    return ids.read_indexed(span.path, asked.here(span.path), span.start, span.end)
 
 
 def read_array(span: Span, asked: Asked) -> Found:
     """The documents between end-of-document tokens; ids alone are of the dtype that ours have."""
-    tokenizer = asked.tokenizer
-    return ids.read_array(span.path, span.start, span.end, dtype_of(tokenizer.vocab_size), tokenizer.end_of_document)
+    tokenizer, here = asked.tokenizer, asked.here(span.path)
+    dtype, closing = dtype_of(tokenizer.vocab_size), tokenizer.end_of_document
+    return ids.read_array(span.path, here, span.start, span.end, dtype, closing)
 
 
 def read_synthetic(span: Span, asked: Asked) -> Found:

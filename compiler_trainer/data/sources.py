@@ -15,11 +15,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.files import is_remote
 from compiler_trainer.config.schema import SourceConfig
 from compiler_trainer.data import hub
 from compiler_trainer.data.files import ending, expand_files
 from compiler_trainer.data.ids import array_of, index_beside, index_of
 from compiler_trainer.data.readers import Span, batches_of, one_line
+from compiler_trainer.places.cache import Cache
+from compiler_trainer.places.copies import file_here
+from compiler_trainer.places.store import Place, exists
 
 PIECE_BYTES = 8 * 2**20  # what a process tokenizes at a time
 VOLUME_BYTES = 64 * 2**30  # what is kept, shuffled and laid in rows for itself
@@ -29,7 +33,7 @@ SYNTHETIC_MEAN_BYTES = 544
 
 
 class Stamp(NamedTuple):
-    """A file as it was found; `time_ns` is that of its last change."""
+    """A file as it was found; `time_ns` is that of its last change, in a store the number of its version."""
 
     path: str
     size_bytes: int
@@ -76,12 +80,12 @@ def runs(spans: list[Span], size_bytes: int) -> list[list[Span]]:
     return found
 
 
-def source_of(cfg: SourceConfig, seed: int) -> Source:
+def source_of(cfg: SourceConfig, seed: int, cache: Cache) -> Source:
     """The documents that `cfg` names, in an order that never changes; raises UserError on bad input."""
-    return SOURCES[cfg.name](cfg, seed)
+    return SOURCES[cfg.name](cfg, seed, cache)
 
 
-def of_stdlib(cfg: SourceConfig, seed: int) -> Source:
+def of_stdlib(cfg: SourceConfig, seed: int, cache: Cache) -> Source:
     """The interpreter's own library without its tests, a document a `.py` file, by path, up to 16 MiB in all."""
     kept, size_bytes = [], 0
     for path in stdlib_files(Path(sysconfig.get_paths()["stdlib"])):
@@ -101,16 +105,19 @@ def stdlib_files(root: Path) -> list[Path]:
     return sorted(found)
 
 
-def of_files(cfg: SourceConfig, seed: int) -> Source:
+def of_files(cfg: SourceConfig, seed: int, cache: Cache) -> Source:
     """The documents of files, in the order listed."""
-    return of_paths(", ".join(cfg.files), expand_files(cfg.files), partial(spans_of, cfg.document_separator))
+    return of_paths(", ".join(cfg.files), expand_files(cfg.files), partial(spans_of, cfg.document_separator, cache))
 
 
-def spans_of(separator: str | None, path: str, size: int) -> Iterable[Span]:
-    """A file in spans, as its ending says."""
+def spans_of(separator: str | None, cache: Cache, path: str, size: int) -> Iterable[Span]:
+    """A file in spans, as its ending says; some have to be here for that."""
     kind = ending(path)
+    if kind == ".parquet":
+        return row_groups(path)
     if kind in SPANS:
-        return SPANS[kind](path)
+        found = SPANS[kind](file_here(path, cache, index_beside(path) or ""))
+        return [span._replace(path=path) for span in found]
     if kind in (".txt", ".jsonl"):
         reader = "lines" if kind == ".jsonl" else "text" if separator is None else "separated"
         return bytes_of(reader, path, size)
@@ -120,14 +127,21 @@ def spans_of(separator: str | None, path: str, size: int) -> Iterable[Span]:
 def of_paths(where: str, paths: list[str], spans: Callable[[str, int], Iterable[Span]]) -> Source:
     """Files, each in spans, by its size."""
     found: list[Span] = []
-    files = [stamp(os.path.abspath(path)) for path in paths]
+    files = [stamp(path if is_remote(path) else os.path.abspath(path)) for path in paths]
     for file in files:
         found += spans(file.path, file.size_bytes)
     return Source(where, found, files)
 
 
+def is_gone(file: Stamp) -> bool:
+    """Whether a file is no longer as it was found."""
+    return not exists(file.path) or stamp(file.path) != file
+
+
 def stamp(path: str) -> Stamp:
     """A file as it is now."""
+    if is_remote(path):
+        return Stamp(path, *Place(path).entry())
     state = os.stat(path)
     return Stamp(path, state.st_size, state.st_mtime_ns)
 
@@ -142,7 +156,8 @@ def bytes_of(reader: str, path: str, size: int) -> Iterator[Span]:
 def row_groups(path: str) -> list[Span]:
     """A parquet file, a span a row group."""
     try:
-        metadata = pq.read_metadata(path)
+        with Place(path).open() if is_remote(path) else open(path, "rb") as file:
+            metadata = pq.read_metadata(file)
     except (pa.ArrowInvalid, OSError) as error:
         raise UserError(path, f"is not readable parquet: {one_line(error)}") from error
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
@@ -174,7 +189,7 @@ def in_steps(reader: str, name: str, count: int, size: int) -> list[Span]:
     return [Span(reader, name, at, min(at + step, count), size * min(step, count - at) // count) for at in starts]
 
 
-def of_dataset(cfg: SourceConfig, seed: int) -> Source:
+def of_dataset(cfg: SourceConfig, seed: int, cache: Cache) -> Source:
     """The rows of a dataset's split."""
     name = json.dumps([cfg.path, cfg.configuration, cfg.split])
     dataset = hub.loaded(name)
@@ -183,7 +198,7 @@ def of_dataset(cfg: SourceConfig, seed: int) -> Source:
     return Source(f"{cfg.path} ({cfg.split})", spans, list(map(stamp, files)))
 
 
-def of_generator(cfg: SourceConfig, seed: int) -> Source:
+def of_generator(cfg: SourceConfig, seed: int, cache: Cache) -> Source:
     """`data.documents` walks drawn from the seed."""
     step = PIECE_BYTES // SYNTHETIC_MEAN_BYTES
     spans = []
@@ -193,8 +208,8 @@ def of_generator(cfg: SourceConfig, seed: int) -> Source:
     return Source("data=synthetic", spans, [])
 
 
-SPANS = {".parquet": row_groups, ".arrow": batches, ".bin": array_or_indexed, ".npy": array}
-SOURCES: dict[str, Callable[[SourceConfig, int], Source]] = {
+SPANS = {".arrow": batches, ".bin": array_or_indexed, ".npy": array}
+SOURCES: dict[str, Callable[[SourceConfig, int, Cache], Source]] = {
     "stdlib": of_stdlib,
     "text": of_files,
     "hf_dataset": of_dataset,

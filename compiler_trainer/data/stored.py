@@ -8,7 +8,6 @@ where it will lie, piece by piece, and pieces that are whole are kept when its m
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from functools import partial, reduce
 from pathlib import Path
@@ -16,13 +15,13 @@ from typing import NamedTuple
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.data.bar import Bar
-from compiler_trainer.data.cache import in_cache, named, writable
-from compiler_trainer.data.kept import Kept, alone, found, made, part_of
 from compiler_trainer.data.readers import Span
 from compiler_trainer.data.shard import Summary, join, sum_of, summary_of
-from compiler_trainer.data.sources import Source, stamp
+from compiler_trainer.data.sources import Source, is_gone
 from compiler_trainer.data.worker import Recipe
 from compiler_trainer.data.workers import tokenize
+from compiler_trainer.places.cache import Cache, in_cache, named, writable
+from compiler_trainer.places.kept import Kept, alone, found, made, part_of
 
 FORMAT = 4  # of what is stored, and of what it depends on
 
@@ -65,13 +64,13 @@ def summary(volume: Kept) -> Summary:
     return Summary(*volume.holds)
 
 
-def stored(source: Source, recipe: Recipe, digest: str, cache: Path) -> Tokens:
+def stored(source: Source, recipe: Recipe, digest: str, cache: Cache) -> Tokens:
     """The tokens of a source, made where the cache has none; `digest` is the tokenizer's. Raises UserError."""
     volumes = [
         in_cache(cache, key_of(volume, recipe, digest), partial(tokenized, source=volume, recipe=recipe))
         for volume in source.volumes()
     ]
-    return Tokens(volumes[0].folder if len(volumes) == 1 else cache, volumes)
+    return Tokens(volumes[0].folder if len(volumes) == 1 else cache.folder, volumes)
 
 
 def make_share(source: Source, recipe: Recipe, digest: str, out: Path, share: Share) -> Tokens | None:
@@ -108,7 +107,7 @@ def is_to_join(folder: Path, source: Source) -> bool:
 
 def key_of(source: Source, recipe: Recipe, digest: str) -> list[object]:
     """What the tokens of a source depend on."""
-    return [FORMAT, digest, recipe._replace(tokenizer=""), source.files, source.spans]
+    return [FORMAT, digest, recipe.decides, source.files, source.spans]
 
 
 def tokenized(folder: Path, source: Source, recipe: Recipe, share: Share = ALL) -> Summary:
@@ -131,7 +130,7 @@ def make_pieces(folder: Path, source: Source, recipe: Recipe, share: Share) -> N
     with Bar(size, size - size_of(left.values())) as bar:
         tokenize(recipe, folder, left, lambda spans: bar.add(size_of([spans])), share.processes)
     for file in source.files:
-        if not os.path.exists(file.path) or stamp(file.path) != file:
+        if is_gone(file):
             raise UserError(file.path, "has changed while it was read; start again")
 
 

@@ -13,8 +13,13 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import DataConfig
+from compiler_trainer.places.cache import cache_of
+from compiler_trainer.places.copies import folder_here
+from compiler_trainer.places.store import parted
 
 END_OF_DOCUMENT_TOKENS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "[SEP]")
+BESIDE = ("*token*", "*.jinja")  # what belongs to a tokenizer.json
 Ids = NDArray[np.integer]
 Place = tuple[int, int]  # characters of a text, from the first to before the second
 
@@ -116,6 +121,18 @@ def build_tokenizer(name: str) -> Tokenizer:
     if not name:
         raise UserError("data.tokenizer", 'is empty; give "bytes" or the path of a tokenizer.json')
     return ByteTokenizer() if name == "bytes" else FileTokenizer(name)
+
+
+def tokenizer_here(cfg: DataConfig) -> str:
+    """`data.tokenizer` as a path of this machine; one in a store, or the hub, is copied with what lies beside it."""
+    name = cfg.tokenizer
+    if not name or name == "bytes" or Path(name).exists() or "/" not in name:
+        return name
+    folder, own = parted(name)
+    there = folder_here(
+        "data.tokenizer", folder, (own, *BESIDE), cache_of(cfg), lambda found: (found / own).is_file()
+    )
+    return str(there / own)
 
 
 def dtype_of(vocab_size: int) -> np.dtype[Any]:

@@ -24,7 +24,8 @@ from compiler_trainer.data.cutting import PART_BYTES, parts
 from compiler_trainer.data.readers import READERS, Asked, Span
 from compiler_trainer.data.records import BadRecord, Document, Ids
 from compiler_trainer.data.shard import Encoded, Shard
-from compiler_trainer.data.tokenizers import Tokenizer, build_tokenizer
+from compiler_trainer.data.tokenizers import Tokenizer, build_tokenizer, tokenizer_here
+from compiler_trainer.places.cache import Cache, cache_of
 
 DOCUMENTS_AT_ONCE = 1000
 IDS_AT_ONCE = 2**17
@@ -38,12 +39,20 @@ class Recipe(NamedTuple):
     separator: str | None
     template: chat.Template | None
     skip_bad: bool
+    cache: Cache  # of copies
+
+    @property
+    def decides(self) -> tuple[Any, ...]:
+        """What tokens depend on, beside the tokenizer."""
+        return self.column, self.separator, self.template, self.skip_bad
 
 
 def recipe_for(cfg: DataConfig, source: SourceConfig) -> Recipe:
     """How the records of a source become tokens."""
-    template = chat.template_beside(cfg.tokenizer) if cfg.chat else None
-    return Recipe(cfg.tokenizer, source.text_column, source.document_separator, template, cfg.bad_records == "skip")
+    tokenizer = tokenizer_here(cfg)
+    template = chat.template_beside(tokenizer) if cfg.chat else None
+    skip_bad, cache = cfg.bad_records == "skip", cache_of(cfg)
+    return Recipe(tokenizer, source.text_column, source.document_separator, template, skip_bad, cache)
 
 
 class Part(NamedTuple):
@@ -79,7 +88,7 @@ class Worker:
     def read(self, spans: Iterable[Span], shard: Shard) -> Iterator[Part]:
         """What the spans hold, in parts that a tokenizer takes; the shard counts what is skipped."""
         column = None if self.recipe.template else self.recipe.column
-        asked = Asked(column, self.recipe.separator, self.tokenizer)
+        asked = Asked(column, self.recipe.separator, self.tokenizer, self.recipe.cache)
         for span in spans:
             for record in READERS[span.reader](span, asked):
                 try:
@@ -166,7 +175,10 @@ def receive(lines: SimpleQueue[str]) -> None:
 def recipe_of(fields: list[Any]) -> Recipe:
     """A recipe that has been through JSON."""
     recipe = Recipe(*fields)
-    return recipe._replace(template=recipe.template and chat.Template(*recipe.template))
+    folder, most = recipe.cache
+    return recipe._replace(
+        template=recipe.template and chat.Template(*recipe.template), cache=Cache(Path(folder), most)
+    )
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def processes(count: int, recipe: Recipe, folder: Path) -> Iterator[list[subproc
 def ask(process: subprocess.Popen[str], what: object) -> None:
     """Write a line to a process."""
     assert process.stdin is not None
-    print(json.dumps(what), file=process.stdin, flush=True)
+    print(json.dumps(what, default=str), file=process.stdin, flush=True)
 
 
 def answer(process: subprocess.Popen[str]) -> UserError | None:

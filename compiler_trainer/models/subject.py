@@ -15,6 +15,7 @@ from compiler_trainer.config.schema import Config, FolderConfig, ModelConfig, Ow
 from compiler_trainer.models import flops, folder, llama, own
 from compiler_trainer.models.init import initial_parameters
 from compiler_trainer.models.loss import LossFn, logits_of, loss_fn, loss_of_logits, outputs
+from compiler_trainer.models.place import folder_of
 from passes.program.spec import Value
 
 
@@ -53,7 +54,7 @@ def subject(cfg: Config) -> Subject:
     if isinstance(cfg.model, ModelConfig):
         found = of_decoder(cfg.model, dtype, cfg.train.seed)
     elif isinstance(cfg.model, FolderConfig):
-        found = of_folder(cfg.model, dtype, cfg.train.seed)
+        found = of_folder(folder_of(cfg), cfg.model.path, dtype, cfg.train.seed)
     else:
         found = of_ones_own(cfg.model, dtype, cfg.train.seed)
     return replace(found, loss=own.loss_of(cfg.loss)) if cfg.loss else found
@@ -76,12 +77,12 @@ def of_decoder(cfg: ModelConfig, dtype: torch.dtype, seed: int) -> Subject:
     )
 
 
-def of_folder(cfg: FolderConfig, dtype: torch.dtype, seed: int) -> Subject:
-    """A folder that transformers wrote."""
+def of_folder(cfg: FolderConfig, called: str, dtype: torch.dtype, seed: int) -> Subject:
+    """A folder that transformers wrote, and what it is called."""
     module = folder.build(cfg, dtype)
     config, kept = folder.plain(module).config, folder.stored_values(cfg, module)
     return Subject(
-        name=f"{config.model_type} in {cfg.path}",
+        name=f"{config.model_type} in {called}",
         module=module,
         loss=partial(folder.loss_of, cfg.attention),
         logits=partial(folder.logits, cfg.attention),

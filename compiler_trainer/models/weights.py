@@ -101,13 +101,18 @@ def stored_in(folder: Path) -> dict[str, InFile]:
 
     Raises UserError naming the file that is missing, broken, or shorter than its header says.
     """
-    files = [folder / ONE_FILE]
-    if (index := folder / INDEX).is_file():
-        try:
-            files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(str(index), f"is no index of safetensors files: {error}") from error
-    return {name: tensor for path in files for name, tensor in headers(path).items()}
+    return {name: tensor for path in files_of(folder) for name, tensor in headers(path).items()}
+
+
+def files_of(folder: Path) -> list[Path]:
+    """The files with the weights of a folder, as its index has them, or the only one; raises UserError."""
+    index = folder / INDEX
+    if not index.is_file():
+        return [folder / ONE_FILE]
+    try:
+        return sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(str(index), f"is no index of safetensors files: {error}") from error
 
 
 def headers(path: Path) -> dict[str, InFile]:

@@ -11,6 +11,7 @@ from torch import nn
 from compiler_trainer.config.schema import Config, FolderConfig, ModelConfig
 from compiler_trainer.models.attention import head_dims
 from compiler_trainer.models.folder import config_of
+from compiler_trainer.models.place import folder_of
 from passes.program.layer import layer_names, layer_of
 
 
@@ -121,7 +122,7 @@ def routed_rows(cfg: Config) -> float:
     if isinstance(cfg.model, ModelConfig):
         return float(cfg.model.experts.top_k) if cfg.model.experts else 1.0
     if isinstance(cfg.model, FolderConfig):
-        return float(getattr(config_of(cfg.model), "num_experts_per_tok", None) or 1)
+        return float(getattr(config_of(folder_of(cfg)), "num_experts_per_tok", None) or 1)
     return 1.0
 
 
@@ -130,7 +131,7 @@ def heads_of(cfg: Config) -> Heads:
     if isinstance(cfg.model, ModelConfig):
         return Heads(cfg.model.n_heads, cfg.model.n_kv_heads, *head_dims(cfg.model))
     if isinstance(cfg.model, FolderConfig):
-        config: Any = config_of(cfg.model)
+        config: Any = config_of(folder_of(cfg))
         queries = config.num_attention_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // queries
         return Heads(queries, getattr(config, "num_key_value_heads", None) or queries, dim, dim)

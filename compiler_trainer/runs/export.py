@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,14 @@ from torch import Tensor, nn
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config, FolderConfig, ModelConfig
+from compiler_trainer.data.tokenizers import tokenizer_here
 from compiler_trainer.models.folder import library
+from compiler_trainer.models.place import folder_of
 from compiler_trainer.models.weights import ONE_FILE
+from compiler_trainer.places.store import Place
 from compiler_trainer.runs.saved import trained_model
 
+LAST = ("config.json", "adapter_config.json", "config.yaml")
 END = "<|endoftext|>"  # what a byte tokenizer ends a document with
 NAMES = {
     "tok_embeddings": "model.embed_tokens",
@@ -37,6 +42,20 @@ NAMES = {
 }  # of our parts in transformers' Llama and Qwen3
 
 
+def export_to_store(cfg: Config, url: str, dtype: torch.dtype | None, merge: bool) -> str:
+    """Write it as a folder of a store, what says what it is last: without that nothing loads a part of it."""
+    place = Place(url)
+    if place.files():
+        raise UserError(url, "is there already; name a folder that is not")
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch, "export")
+        said = export(cfg, out, dtype, merge)
+        files = sorted(out.iterdir(), key=lambda file: (file.name in LAST, file.name))
+        for file in files:
+            place.put(file, file.name)
+        return f"{len(files)} files; once they are on a disk, {said.replace(str(out), 'FOLDER')}"
+
+
 def export(cfg: Config, out: Path, dtype: torch.dtype | None, merge: bool) -> str:
     """Write the newest checkpoint of a run as a folder; what it is and how it is loaded, in a sentence.
 
@@ -51,7 +70,7 @@ def export(cfg: Config, out: Path, dtype: torch.dtype | None, merge: bool) -> st
         raise UserError("--merge", "is for a model with model.lora, and this one has nothing to merge")
     _, module = trained_model(cfg)
     if isinstance(cfg.model, FolderConfig):
-        write_folder(cfg.model, module, out, dtype, merge)
+        write_folder(cfg, module, out, dtype, merge)
         if cfg.model.lora and not merge:
             return f"load it with peft's PeftModel.from_pretrained(model, {str(out)!r})"
         write_tokenizer(cfg, out)
@@ -78,14 +97,17 @@ def loaded_by_transformers(out: Path) -> str:
     return f"load it with transformers' AutoModelForCausalLM.from_pretrained({str(out)!r})"
 
 
-def write_folder(cfg: FolderConfig, module: Any, out: Path, dtype: torch.dtype | None, merge: bool) -> None:
+def write_folder(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None, merge: bool) -> None:
     """A folder as the one that the model came from; of LoRA the terms alone, or all of the weights with them added."""
-    if cfg.lora:
-        module.peft_config["default"].base_model_name_or_path = str(Path(cfg.path).resolve())
+    assert isinstance(cfg.model, FolderConfig)
+    named, here = cfg.model.path, folder_of(cfg).path
+    if cfg.model.lora:
+        base = str(Path(named).resolve()) if here == named else named
+        module.peft_config["default"].base_model_name_or_path = base
     model = module.merge_and_unload() if merge else module
     save(model.to(dtype), out)
     for pattern in ("*token*", "*.jinja"):
-        for file in sorted(Path(cfg.path).glob(pattern)):
+        for file in sorted(Path(here).glob(pattern)):
             shutil.copy(file, out / file.name)
 
 
@@ -170,7 +192,7 @@ def write_tokenizer(cfg: Config, out: Path) -> None:
     """The tokenizer of the run; that of bytes in the form of a tokenizer.json."""
     if cfg.data.tokenizer != "bytes":
         if not (out / "tokenizer.json").exists():
-            shutil.copy(cfg.data.tokenizer, out / "tokenizer.json")
+            shutil.copy(tokenizer_here(cfg.data), out / "tokenizer.json")
         return
     symbols = byte_symbols()
     tokenizer = Tokenizer(tokenizer_models.BPE(vocab={s: i for i, s in enumerate(symbols)}, merges=[]))

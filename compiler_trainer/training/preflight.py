@@ -12,6 +12,7 @@ from compiler_trainer.config.device import CPU, here
 from compiler_trainer.config.schema import Config, DataConfig, FolderConfig
 from compiler_trainer.models import IGNORED_LABEL
 from compiler_trainer.models.folder import config_of
+from compiler_trainer.models.place import folder_of
 from compiler_trainer.models.subject import Subject
 from compiler_trainer.step.given import mesh_of
 from compiler_trainer.training.speed import peak_flops
@@ -125,7 +126,7 @@ def stretched(cfg: Config) -> str:
     """That rows reach beyond the positions that a folder's model was trained on."""
     if not isinstance(cfg.model, FolderConfig):
         return ""
-    most = getattr(config_of(cfg.model), "max_position_embeddings", None)
+    most = getattr(config_of(folder_of(cfg)), "max_position_embeddings", None)
     if not most or cfg.train.seq_len <= most:
         return ""
     what = f"train.seq_len={cfg.train.seq_len:,} goes beyond the {most:,} positions of {cfg.model.path}/config.json"

@@ -24,6 +24,7 @@ from compiler_trainer.training import folder
 from compiler_trainer.training.compare import check_meaning
 from compiler_trainer.training.progress import announce
 from compiler_trainer.training.resume import first_whole
+from compiler_trainer.training.store import bring, check_store
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,11 @@ def find_start(cfg: Config, datasets: Datasets, damaged: tuple[Path, ...] = ()) 
 
     Checkpoints that are known to be `damaged` are passed over.
     """
+    bring(cfg)
     stored, damaged = first_whole(cfg, lambda path: on_all_ranks(lambda: checkpoint.opened(path)), damaged)
     start = Start() if stored is None else read_start(cfg, datasets, stored)
     folder.check(cfg, stored.path if stored else None, start.step)
+    check_store(cfg, start.step)
     return dataclasses.replace(start, damaged=damaged)
 
 

@@ -10,7 +10,11 @@ from typing import TypeVar
 from compiler_trainer import checkpoint
 from compiler_trainer.checkpoint import Damaged
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.files import is_remote
 from compiler_trainer.config.schema import Config
+from compiler_trainer.places.cache import cache_of
+from compiler_trainer.places.copies import copied
+from compiler_trainer.places.store import Place
 from compiler_trainer.step.ranks import from_rank_0, rank
 
 BY_NAME = ("latest", "auto")  # what `checkpoint.resume` may be beside a path
@@ -25,13 +29,19 @@ def checkpoints_of(cfg: Config) -> Path:
 def resumable(cfg: Config) -> list[Path]:
     """The checkpoints to try in turn, none to start anew; raises UserError if `latest` finds none."""
     if cfg.checkpoint.resume not in BY_NAME:
-        return [] if cfg.checkpoint.resume is None else [Path(cfg.checkpoint.resume)]
+        return [] if cfg.checkpoint.resume is None else [named(cfg)]
     folder = checkpoints_of(cfg)
     found = checkpoint.complete(folder)[::-1]
     if not found and cfg.checkpoint.resume == "latest":
         fix = "set run.dir or checkpoint.dir to those of the run to go on with, or name a checkpoint"
         raise UserError("checkpoint.resume", f"is latest, but {folder} holds no complete checkpoint; {fix}")
     return from_rank_0(lambda: found)
+
+
+def named(cfg: Config) -> Path:
+    """The checkpoint that is named, of one in a store a copy."""
+    name = str(cfg.checkpoint.resume)
+    return copied(Place(name), Place(name).files(), cache_of(cfg.data)) if is_remote(name) else Path(name)
 
 
 def first_whole(

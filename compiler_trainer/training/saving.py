@@ -45,6 +45,8 @@ def saving(cfg: Config, trained: Subject, step: Step) -> Iterator[Save]:
     without = frozenset() if cfg.checkpoint.frozen else trained.frozen
     with Saver(step, checkpoints_of(cfg), cfg.checkpoint, without, say) as saver:
         announce(f"checkpoints {when(cfg)}, through {saver.staging.bytes / 2**20:,.1f} MiB of host memory a rank")
+        if cfg.checkpoint.store:
+            announce(f"each is copied to {cfg.checkpoint.store}")
         yield Save(cfg, saver)
 
 

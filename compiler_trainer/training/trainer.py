@@ -55,6 +55,7 @@ from compiler_trainer.training.saving import saving
 from compiler_trainer.training.speed import machine
 from compiler_trainer.training.spikes import Spikes
 from compiler_trainer.training.stop import Stop, end_early
+from compiler_trainer.training.store import send_rest
 from compiler_trainer.training.watch import Watch
 
 
@@ -117,6 +118,7 @@ def all_done(cfg: Config, start: Start) -> float:
     assert start.stored is not None
     done = f"{cfg.run.dir} has all {cfg.train.steps:,} steps (train.steps), as of {start.stored.path}"
     announce(f"{done}; nothing to do")
+    send_rest(cfg)
     stop_ranks()
     held_out = start.stored.index.eval_loss
     return math.nan if held_out is None else held_out

@@ -1,8 +1,8 @@
 """Notice a rank that hangs, say which and what it was doing, and end the job.
 
-A thread of each rank looks where its main thread is. If that has not moved for `run.timeout_s`, the thread looks at
-what the others have last said of themselves: a rank that says nothing any more is stopped or gone; one that is not
-waiting for others is what the others wait for.
+A thread of each rank looks where its main thread is. If that has not moved for `run.timeout_s`, nor anything to or from
+a store, the thread looks at what the others have last said of themselves: a rank that says nothing any more is stopped
+or gone; one that is not waiting for others is what the others wait for.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from compiler_trainer.places.store import TRAFFIC
 from compiler_trainer.step.ranks import another_store, rank
 from compiler_trainer.step.step import Step
 
@@ -74,7 +75,7 @@ class Watch:
             frames.append(frame)
             frame = frame.f_back
         turn = next((f.f_locals.get("turn") for f in frames if f.f_code is Step.take.__code__), None)
-        place = (self.step, turn, *((id(f.f_code), f.f_lasti) for f in frames))
+        place = (self.step, turn, TRAFFIC.value, *((id(f.f_code), f.f_lasti) for f in frames))
         doing = doing_of(frames[0]) if frames else "nothing"
         return place, f"{turn}, {doing}" if turn else doing
 

@@ -1,4 +1,4 @@
-"""A browser for the tests of pages, skipped where none is installed."""
+"""A browser for the tests of pages, skipped where none is installed, and an object store."""
 
 from __future__ import annotations
 
@@ -17,3 +17,12 @@ def browser() -> Iterator:
         chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         yield chromium
         chromium.close()
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator:
+    """An object store, which this process and those that it starts reach."""
+    from object_store import served  # moto is half a second
+
+    with served() as found:
+        yield found

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import yaml
 from doc_pages import ROOT
-from folders import model
+from folders import cached, model
+from object_store import Store
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from compiler_trainer import checkpoint
 from compiler_trainer.config.choices import CONF
 from compiler_trainer.config.compose import compose, typed
 from compiler_trainer.config.schema import (
@@ -77,6 +79,16 @@ def furnish(folder: Path) -> None:
     )
 
 
+def furnish_elsewhere(folder: Path, store: Store) -> None:
+    """Let a store and the hub's cache have what pages name there."""
+    for name in ("books", "tokens", "qwen"):
+        store.put(folder / name, name)
+    store.put(folder / "TOK", "tok/tokenizer.json")
+    cached(folder / "hub", "Qwen/Qwen3-0.6B", folder / "qwen")
+    run = run_of("decoder")
+    store.put(checkpoint.complete(run / "checkpoints")[-1], "runs/a/step_00000400")
+
+
 def shown_file(page: str, name: str) -> str:
     """What a page says is in a file, in a block whose first line is its name."""
     (text,) = re.findall(rf"^```\w+\n# {re.escape(name)}\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
@@ -109,6 +121,11 @@ def run_of(kind: str) -> Path:
     return path
 
 
+def store_of(cfg: Config, folder: Path) -> str | None:
+    """A store of its own for a job that has one."""
+    return cfg.checkpoint.store and f"s3://bucket/{folder.parent.name}"
+
+
 def tiny(cfg: Config, folder: Path) -> Config:
     """A job in little: its kind of model, data and optimizer, two layers of sixteen features, four steps on one rank."""
     small = cfg.model
@@ -130,7 +147,7 @@ def tiny(cfg: Config, folder: Path) -> Config:
         mesh=Config().mesh,
         passes=replace(cfg.passes, remat=remat),
         lower=LowerConfig("eager"),
-        checkpoint=replace(cfg.checkpoint, interval=2, keep=2, keep_best=1, dir=None, resume=None),
+        checkpoint=replace(cfg.checkpoint, interval=2, keep=2, keep_best=1, dir=None, resume=None, store=store_of(cfg, folder)),
         eval=EvalConfig(interval=1, batches=1),
         run=RunConfig(dir=str(folder), profile=cfg.run.profile),
     )

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from compiler_trainer.cli.table import run_parser
-from compiler_trainer.runs.export import export
+from compiler_trainer.config.files import is_remote
+from compiler_trainer.runs.export import export, export_to_store
 from compiler_trainer.runs.saved import at_checkpoint, options_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -17,9 +18,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def main(arguments: Sequence[str]) -> None:
     """Write the folder, and print how to load it."""
     takes = run_parser("export")
-    takes.add_argument("out", type=Path, help="the folder to write")
+    takes.add_argument("out", help="the folder to write, on a disk or in a store (s3://bucket/folder)")
     takes.add_argument("--dtype", choices=DTYPES, help="of the exported weights (default: train.dtype)")
     takes.add_argument("--merge", action="store_true", help="add the LoRA terms (model.lora) to the weights")
     given = takes.parse_args(arguments)
     cfg = at_checkpoint(options_of(given.run, []), given.checkpoint)
-    print(f"{given.out}: {export(cfg, given.out, DTYPES.get(given.dtype), given.merge)}")
+    dtype, out = DTYPES.get(given.dtype), given.out
+    if is_remote(out):
+        print(f"{out}: {export_to_store(cfg, out, dtype, given.merge)}")
+    else:
+        print(f"{out}: {export(cfg, Path(out), dtype, given.merge)}")

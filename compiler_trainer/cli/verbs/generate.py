@@ -10,7 +10,8 @@ import torch
 from compiler_trainer.cli.table import run_parser
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import FolderConfig
-from compiler_trainer.data.tokenizers import Tokenizer, build_tokenizer
+from compiler_trainer.data.tokenizers import Tokenizer, build_tokenizer, tokenizer_here
+from compiler_trainer.models.place import folder_of
 from compiler_trainer.runs.generate import chat_turn, ends_answers, tokens_after
 from compiler_trainer.runs.saved import at_checkpoint, options_of, trained_model
 
@@ -28,16 +29,17 @@ def main(arguments: Sequence[str]) -> None:
     if given.tokens < 1 or given.temperature < 0 or (given.top_k is not None and given.top_k < 1):
         raise UserError("generate", "--tokens and --top-k must be at least 1, --temperature 0 or more")
     cfg = at_checkpoint(options_of(given.run, []), given.checkpoint)
-    tokenizer = build_tokenizer(cfg.data.tokenizer)
+    named = tokenizer_here(cfg.data)
+    tokenizer = build_tokenizer(named)
     found, model = trained_model(cfg)
-    text, end = chat_turn(given.prompt, cfg.data.tokenizer) if given.chat else (given.prompt, "")
+    text, end = chat_turn(given.prompt, named) if given.chat else (given.prompt, "")
     prompt = ids_of(text, tokenizer) or [tokenizer.end_of_document]
     draws = torch.Generator().manual_seed(given.seed)
     how = (cfg.train.seq_len, given.temperature, given.top_k, draws)
     drawn = itertools.islice(tokens_after(model, found.logits, prompt, *how), given.tokens)
     ends = {tokenizer.end_of_document, *ids_of(end, tokenizer)}
     if isinstance(cfg.model, FolderConfig):
-        ends |= ends_answers(cfg.model.path)
+        ends |= ends_answers(folder_of(cfg).path)
     ids = list(itertools.takewhile(lambda i: i not in ends, drawn))
     print(("" if given.chat else given.prompt) + tokenizer.decode(ids))
 

@@ -190,7 +190,7 @@ def test_every_checkpoint_of_a_folder_gets_its_line(tmp_path):
 
 
 def test_memory_is_taken_once_and_is_what_a_rank_writes():
-    staging = Saver(build("two"), Path("none"), None).staging
+    staging = Saver(build("two"), Path("none"), CheckpointConfig()).staging
     addresses = [copy.data_ptr() for copy in staging.copies]
     staging.copy(build("two").tensors())
     assert [copy.data_ptr() for copy in staging.copies] == addresses

@@ -18,10 +18,12 @@ from tokenizers.models import WordLevel
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import DataConfig, WeightedSource
-from compiler_trainer.data import ahead, kept, sources, stored, workers
+from compiler_trainer.data import ahead, sources, stored, workers
 from compiler_trainer.data.datasets import build_datasets
 from compiler_trainer.data.sources import source_of
 from compiler_trainer.data.stored import ALL, Share
+from compiler_trainer.places import kept
+from compiler_trainer.places.cache import Cache
 
 ROOT = Path(__file__).parents[3]
 LINES = [f"line {i} " + "é" * (i % 70) for i in range(400)]
@@ -84,7 +86,7 @@ def test_a_share_makes_its_pieces_and_no_others(tmp_path):
     ahead.write(cfg, tmp_path / "out", Share(1, 3))
     (unfinished,) = (tmp_path / "out").iterdir()
     numbers = [int(path.stem) for path in unfinished.glob("*.json")]
-    assert sorted(numbers) == list(range(1, len(source_of(cfg, 0).pieces()), 3))
+    assert sorted(numbers) == list(range(1, len(source_of(cfg, 0, Cache(Path("cache"))).pieces()), 3))
     with pytest.raises(UserError, match="^data.tokens: .*out has no tokens.json; compiler-trainer tokenize --out writes it"):
         batches(tokens(tmp_path / "out"))
 
@@ -213,7 +215,7 @@ def test_those_that_share_keep_out_who_makes_all(tmp_path):
     with kept.alone(folder / "lock", shared=True), kept.alone(folder / "lock", shared=True):
         other = subprocess.Popen([sys.executable, "-c", f"""
 from pathlib import Path
-from compiler_trainer.data import kept
+from compiler_trainer.places import kept
 with kept.alone(Path({str(folder / "lock")!r})):
     print("in", flush=True)
 """], env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True)

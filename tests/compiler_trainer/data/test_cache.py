@@ -24,8 +24,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import DataConfig
-from compiler_trainer.data import cache as store
-from compiler_trainer.data import kept, sources, workers
+from compiler_trainer.data import sources, workers
 from compiler_trainer.data.corpus import mapped
 from compiler_trainer.data.cutting import next_cut, parts
 from compiler_trainer.data.datasets import build_datasets
@@ -33,6 +32,8 @@ from compiler_trainer.data.readers import Span
 from compiler_trainer.data.stored import summary
 from compiler_trainer.data.tokenizers import FileTokenizer, build_tokenizer
 from compiler_trainer.data.worker import Recipe
+from compiler_trainer.places import kept
+from compiler_trainer.places.cache import Cache
 
 ROOT = Path(__file__).parents[3]
 TEXT = Path(json.__file__).read_text() + Path(json.decoder.__file__).read_text() + "naïve 列 ünïcödé\n\n\n  end\n"
@@ -298,9 +299,8 @@ def test_a_cache_that_holds_too_much_loses_what_was_long_unused_and_nothing_else
     for number, folder in enumerate((folders[0], folders[2])):
         for each in (folder, *folder.iterdir()):
             os.utime(each, (1000 + number, 1000 + number))
-    monkeypatch.setattr(store, "MOST_BYTES", 300)
     (tmp_path / "z.txt").write_text("more text")
-    folders.append(corpus(tmp_path / "z.txt")[1].folder)
+    folders.append(corpus(tmp_path / "z.txt", cache_gib=300 / 2**30)[1].folder)
     left = set(cache.iterdir())
     assert {folders[1], folders[3], cache / "of others"} < left and not {folders[0], folders[2]} & left
     assert f"{cache} had more than 300 bytes: the longest unused " in capsys.readouterr().out
@@ -337,7 +337,7 @@ def test_one_that_waits_for_another_that_gives_up_makes_the_corpus(tmp_path, mon
         waits.set()
 
     monkeypatch.setattr("compiler_trainer.data.stored.tokenize", gives_up)
-    monkeypatch.setattr("compiler_trainer.data.kept.print", say, raising=False)
+    monkeypatch.setattr("compiler_trainer.places.kept.print", say, raising=False)
     with ThreadPoolExecutor(2) as threads:
         both = [threads.submit(corpus, path) for _ in range(2)]
     errors = [str(job.exception()) for job in both if job.exception()]
@@ -401,7 +401,7 @@ def test_of_bad_records_in_several_processes_the_first_is_named(tmp_path, monkey
     (tmp_path / "soon.jsonl").write_text("soon")
     pieces = {i: [Span("lines", str(tmp_path / name), 0, 2**24, 1)] for i, name in enumerate(("late.jsonl", "soon.jsonl"))}
     with pytest.raises(UserError, match="late.jsonl:100001: is not JSON"):
-        workers.tokenize(Recipe("bytes", "text", None, None, False), tmp_path, pieces, lambda spans: None)
+        workers.tokenize(Recipe("bytes", "text", None, None, False, Cache(tmp_path)), tmp_path, pieces, lambda spans: None)
 
 
 def test_a_long_text_is_not_left_with_a_hole(tmp_path, small_pieces):
@@ -465,7 +465,7 @@ def test_an_interrupted_start_ends_with_its_processes_and_the_next_goes_on(numbe
 
 def test_a_process_ends_at_once_when_nobody_can_ask_it_any_more(tmp_path, long_text):
     (tmp_path / "b.txt").write_text(TEXT * (20 * 2**20 // len(TEXT)))
-    with workers.processes(1, Recipe(long_text, "text", None, None, False), tmp_path) as (process,):
+    with workers.processes(1, Recipe(long_text, "text", None, None, False, Cache(tmp_path)), tmp_path) as (process,):
         workers.ask(process, [0, [Span("text", str(tmp_path / "b.txt"), 0, 20 * 2**20, 1)]])
         until(lambda: list(tmp_path.glob("*.tokens")))
         process.stdin.close()

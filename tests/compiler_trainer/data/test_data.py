@@ -34,6 +34,7 @@ from compiler_trainer.data.packing import packed
 from compiler_trainer.data.readers import READERS, Asked, Span, read_table
 from compiler_trainer.data.sources import source_of
 from compiler_trainer.data.tokenizers import ByteTokenizer, FileTokenizer
+from compiler_trainer.places.cache import Cache
 
 EOD = ByteTokenizer.end_of_document
 TEXTS = st.lists(st.text("abc", min_size=1, max_size=12), min_size=1, max_size=8)
@@ -53,8 +54,8 @@ def corpus_of(texts):
 
 def documents(cfg):
     """Every document of the only source of a config."""
-    asked = Asked(cfg.text_column, cfg.document_separator, ByteTokenizer())
-    for span in source_of(cfg, cfg.seed).spans:
+    asked = Asked(cfg.text_column, cfg.document_separator, ByteTokenizer(), Cache(Path("cache")))
+    for span in source_of(cfg, cfg.seed, Cache(Path("cache"))).spans:
         yield from (record.read().content for record in READERS[span.reader](span, asked))
 
 
@@ -303,7 +304,7 @@ def test_a_column_of_text_is_read_whatever_its_encoding(kind, columns, tmp_path)
     values = pa.array(["é", "b", "é"]).cast(kind.value_type if pa.types.is_dictionary(kind) else kind)
     values = values.dictionary_encode().cast(kind) if pa.types.is_dictionary(kind) else values
     pq.write_table(pa.table({name: values for name in columns}), tmp_path / "a.parquet")
-    span, asked = Span("table", str(tmp_path / "a.parquet"), 0, 1, 1), Asked("text" if columns == ("text",) else None, None, ByteTokenizer())
+    span, asked = Span("table", str(tmp_path / "a.parquet"), 0, 1, 1), Asked("text" if columns == ("text",) else None, None, ByteTokenizer(), Cache(tmp_path))
     found = [record.read().content for record in read_table(span, asked)]
     texts = [[m["content"] for m in content] if isinstance(content, list) else [content] for content in found]
     assert texts == [[text] * len(columns) for text in ("é", "b", "é")]

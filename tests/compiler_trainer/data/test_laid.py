@@ -15,6 +15,7 @@ from compiler_trainer.data.datasets import build_datasets
 from compiler_trainer.data.loader import Loader
 from compiler_trainer.data.mixture import Mixture
 from compiler_trainer.models import IGNORED_LABEL
+from compiler_trainer.places.cache import Cache
 
 PACKINGS = ("cut", "fit")
 
@@ -133,13 +134,13 @@ def test_what_is_said_of_several_volumes_is_of_all(tmp_path, volumes, cache):
 
 
 def test_a_long_order_is_kept_and_is_that_of_memory(tmp_path, monkeypatch):
-    in_memory = laid.shuffled(1000, [1, 2, 3], tmp_path)
+    in_memory = laid.shuffled(1000, [1, 2, 3], Cache(tmp_path))
     assert not list(tmp_path.iterdir()) and sorted(in_memory) == list(range(1000))
     monkeypatch.setattr(laid, "IN_MEMORY", 999)
-    kept = laid.shuffled(1000, [1, 2, 3], tmp_path)
+    kept = laid.shuffled(1000, [1, 2, 3], Cache(tmp_path))
     assert kept.tolist() == in_memory.tolist() and kept.dtype == np.uint32 and len(list(tmp_path.iterdir())) == 1
     monkeypatch.setattr(np.random, "default_rng", None)
-    assert laid.shuffled(1000, [1, 2, 3], tmp_path).tolist() == in_memory.tolist()
+    assert laid.shuffled(1000, [1, 2, 3], Cache(tmp_path)).tolist() == in_memory.tolist()
 
 
 def test_batches_are_the_same_where_orders_are_kept(tmp_path, monkeypatch):

@@ -32,6 +32,23 @@ with Watch(0.5) as watch:
         time.sleep(0.1)
 print("done")
 """
+COPIES = """
+import time
+from threading import Thread
+from compiler_trainer.places.store import TRAFFIC
+from compiler_trainer.training.watch import Watch
+
+def copy():
+    for _ in range(15):
+        time.sleep(0.1)
+        TRAFFIC.relative_update(5)
+
+with Watch(0.5):
+    thread = Thread(target=copy)
+    thread.start()
+    thread.join()
+print("done")
+"""
 
 
 WAITS = """
@@ -62,8 +79,9 @@ def test_a_process_that_waits_for_ever_is_ended_and_says_where_it_was():
     assert "after step 7" in ended.stderr
 
 
-def test_one_that_moves_on_is_left_alone():
-    assert run(MOVES).stdout == "done\n"
+@pytest.mark.parametrize("code", [MOVES, COPIES], ids=["steps", "copies"])
+def test_one_that_moves_on_is_left_alone(code):
+    assert run(code).stdout == "done\n"
 
 
 @pytest.mark.parametrize(

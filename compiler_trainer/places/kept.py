@@ -1,9 +1,9 @@
-"""Arrays on disk that one process makes and all that read them map.
+"""Files on disk, most of them arrays, that one process makes and all that read them map.
 
     <folder>/  NAME.bin ...  kept.json
 
 A folder is there only once it is whole: until then `<folder>.part` holds what there is, and a later start goes on with
-it. Each start compares the arrays with what was written: all of a small one, blocks of a large one.
+it. Each start compares the files with what was written: all of a small one, blocks of a large one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BLOCKS, BLOCK_BYTES = 64, 2**16  # of an array that is larger, so many are compa
 
 
 class Kept(NamedTuple):
-    """A whole folder of arrays, and what was said of them when they were made."""
+    """A whole folder of files, and what was said of them when they were made."""
 
     folder: Path
     holds: Any
@@ -125,10 +125,16 @@ def part_of(folder: Path) -> Path:
 
 
 def close(partial: Path, holds: Any) -> None:
-    """Write down what a folder holds, and how its arrays are left."""
-    files = {path.name: stamps(path) for path in sorted(partial.glob("*.bin"))}
+    """Write down what a folder holds, and how its files are left."""
+    files = {str(path.relative_to(partial)): stamps(path) for path in files_in(partial)}
     summary = {"digest": digest_of(holds, files), "holds": holds, "files": files}
     (partial / FILE).write_text(json.dumps(summary))
+
+
+def files_in(folder: Path) -> list[Path]:
+    """The files below a folder, but for locks and what is written down of them."""
+    found = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("lock"))
+    return sorted(path for path in found if path.name != FILE)
 
 
 @contextmanager

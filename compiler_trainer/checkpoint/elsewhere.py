@@ -1,0 +1,107 @@
+"""The checkpoints that an object store has: which are whole, one sent there, one brought from there.
+
+    s3://bucket/runs/a/  step_00000400/  rank_00000.safetensors  ...  index.json
+
+A store renames nothing. The index of a checkpoint is written last and deleted first, so one that has none is a part,
+whatever interrupted it. What is brought is a checkpoint under its own name once every byte of it was compared.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from compiler_trainer.checkpoint.index import FILE, Damaged, read_index
+from compiler_trainer.checkpoint.listing import NAME, complete, left, number_of, path_of, remove
+from compiler_trainer.checkpoint.verify import check
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.places.store import Entry, Place, Unreachable
+
+
+class Elsewhere:
+    """Checkpoints in a folder of a store; each method raises Unreachable where it does not answer."""
+
+    def __init__(self, url: str):
+        self.place = Place(url)
+
+    def names(self) -> dict[str, dict[str, Entry]]:
+        """The files of each checkpoint, by its name and by theirs."""
+        found: dict[str, dict[str, Entry]] = {}
+        for name, entry in self.place.files().items():
+            checkpoint, _, file = name.partition("/")
+            if NAME.fullmatch(checkpoint):
+                found.setdefault(checkpoint, {})[file] = entry
+        return found
+
+    def steps(self) -> list[int]:
+        """The steps of those that are whole, in order."""
+        return sorted(number_of(Path(name)) for name, files in self.names().items() if FILE in files)
+
+    def send(self, path: Path) -> None:
+        """Copy a checkpoint there, over a part of it, or itself, that is there; raises Damaged where it is none."""
+        files = read_index(path).files
+        self.discard(number_of(path))
+        for name in files:
+            self.place.put(path / name, f"{path.name}/{name}")
+        there = self.names().get(path.name, {})
+        for name, file in files.items():
+            if name not in there or there[name].size_bytes != file.bytes:
+                raise Unreachable(f"{self.place.url}/{path.name}/{name}", f"is not there with its {file.bytes:,} bytes")
+        self.place.put(path / FILE, f"{path.name}/{FILE}")
+
+    def bring(self, step: int, folder: Path) -> None:
+        """Copy a checkpoint into a folder; raises Damaged, with nothing left, where it is not as it was written."""
+        path = path_of(folder, step)
+        partial, files = path.with_suffix(".tmp"), self.names()[path.name]
+        size = sum(entry.size_bytes for entry in files.values())
+        remove(partial)
+        partial.mkdir(parents=True)
+        try:
+            if (free := shutil.disk_usage(partial).free) < size:
+                what = f"{folder} has {free:,} bytes free, and {self.place.url}/{path.name} takes {size:,}"
+                raise UserError("checkpoint.dir", f"{what}; make room, or name another")
+            for name in files:
+                self.place.get(f"{path.name}/{name}", partial / name)
+            check(partial)
+        except UserError:
+            remove(partial)
+            raise
+        os.rename(partial, path)
+
+    def discard(self, step: int) -> None:
+        """Delete a checkpoint, its index first."""
+        name = path_of(Path(), step).name
+        for file in sorted(self.names().get(name, {}), key=lambda file: file != FILE):
+            self.place.remove(f"{name}/{file}")
+
+    def loss_of(self, step: int) -> float | None:
+        """The held-out loss of a whole checkpoint, None where it was not evaluated or its index is damaged."""
+        with tempfile.TemporaryDirectory() as scratch:
+            self.place.get(f"{path_of(Path(), step).name}/{FILE}", Path(scratch, FILE))
+            try:
+                return read_index(Path(scratch)).eval_loss
+            except Damaged:
+                return None
+
+    def is_same(self, path: Path) -> bool:
+        """Whether the store has this very checkpoint."""
+        return self.place.read(f"{path.name}/{FILE}") == (path / FILE).read_bytes()
+
+
+def bring_newest(url: str, folder: Path, tell: Callable[[str], None]) -> None:
+    """Copy the newest whole checkpoint of a store into a folder, where that has none as new; tells of damaged ones.
+
+    Those that a run in that folder left are none.
+    """
+    store = Elsewhere(url)
+    here, was_left = max(map(number_of, complete(folder)), default=-1), left(folder)
+    for step in sorted((step for step in store.steps() if step > here and step not in was_left), reverse=True):
+        try:
+            store.bring(step, folder)
+            tell(f"{path_of(folder, step)} was copied from {url}")
+            return
+        except Damaged as damage:
+            tell(f"{url}/{path_of(folder, step).name} is damaged and passed over: {damage}")

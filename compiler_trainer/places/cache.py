@@ -1,0 +1,99 @@
+"""Where what is made of text, or copied from a store, is kept: `<data.cache>/<key>/`, by all that it depends on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.filesize import decimal
+
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import DataConfig
+from compiler_trainer.places.kept import FILE, Kept, found, made
+
+NAME = re.compile(r"[0-9a-f]{20}(\.part)?")  # of what is kept: a cache may hold what others put there
+COPIES = "copies"  # its folder of what stores have as well
+GIB = 2**30
+UNUSED_S, UNREAD_S = 30 * 86_400, 600  # after which what was made may go, and a copy
+
+
+class Cache(NamedTuple):
+    """A folder, and the bytes above which it loses what was long unused."""
+
+    folder: Path
+    most_bytes: float = 256 * GIB
+
+
+def named(key: list[Any]) -> str:
+    """The name of what a key stands for."""
+    return hashlib.blake2b(json.dumps(key).encode(), digest_size=10).hexdigest()
+
+
+def in_cache(cache: Cache, key: list[Any], make: Callable[[Path], Any]) -> Kept:
+    """What a key stands for, made where the cache has none; raises UserError."""
+    folder = cache.folder / named(key)
+    with writable("data.cache", folder):
+        if (there := found(folder)) is not None:
+            return there
+        there = made(folder, make)
+        bound(cache)
+        return there
+
+
+@contextmanager
+def writable(option: str, folder: Path) -> Iterator[None]:
+    """Raise a UserError where a folder that an option names cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(option, f"{folder}: {error.strerror or error}; name a folder to write to") from error
+
+
+def cache_of(cfg: DataConfig) -> Cache:
+    """What `data.cache` and `data.cache_gib` name."""
+    usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "compiler-trainer", "tokens")
+    return Cache(Path(cfg.cache).expanduser() if cfg.cache else usual, cfg.cache_gib * GIB)
+
+
+def bound(cache: Cache, coming: int = 0) -> int:
+    """Delete what was unused for long, first copies, the longest unused first; the bytes that there are too many still.
+
+    That is done where there is more than the cache may hold, `coming` bytes among it.
+    """
+    copies, own = listed(cache.folder / COPIES), listed(cache.folder)
+    excess, gone = sum(size for _, size, _ in (*copies, *own)) + coming - cache.most_bytes, 0
+    for unused_s, entries in ((UNREAD_S, copies), (UNUSED_S, own)):
+        for used, size, folder in sorted(entries):
+            if gone >= excess or used > time.time() - unused_s:
+                break
+            shutil.rmtree(folder, ignore_errors=True)
+            gone += size
+    if gone:
+        most = decimal(int(cache.most_bytes))
+        print(f"{cache.folder} had more than {most}: the longest unused {decimal(gone)} were deleted", flush=True)
+    return max(0, int(excess - gone))
+
+
+def listed(folder: Path) -> list[tuple[float, int, Path]]:
+    """(when it was last used, its bytes, where it is) of all that a folder keeps."""
+    found = []
+    for each in folder.iterdir() if folder.is_dir() else ():
+        with suppress(FileNotFoundError):  # where another process deletes them too
+            if NAME.fullmatch(each.name):
+                found.append((*used_and_size(each), each))
+    return found
+
+
+def used_and_size(folder: Path) -> tuple[float, int]:
+    """When a folder was last used, and its bytes."""
+    states = [(path.name, path.stat()) for path in folder.rglob("*") if path.is_file()]
+    times = [at.st_atime if name == FILE else at.st_mtime for name, at in states]
+    return max(times, default=folder.stat().st_mtime), sum(at.st_size for _, at in states)
