@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import (
     EIGHT_BITS,
     CastConfig,
@@ -26,6 +27,7 @@ from compiler_trainer.config.schema import (
     RematConfig,
 )
 from compiler_trainer.config.tables import build_table
+from compiler_trainer.config.targets import called, import_rules
 from passes.autograd.joint import Joint
 from passes.autograd.simplify import Simplify
 from passes.communication.add_first import AddFirst
@@ -45,7 +47,9 @@ from passes.precision.cast import Cast
 from passes.precision.float8 import Float8
 from passes.program.ir import Pass, Program
 from passes.program.layer import within
+from passes.program.placing import end, placed
 from passes.program.rolls import Rolling
+from passes.program.stages import Stage
 from passes.sharding.collectives import Expand
 from passes.sharding.experts import Experts
 from passes.sharding.normalize import Normalize
@@ -108,7 +112,23 @@ def build_pipeline(
     skip_nonfinite: bool = False,
     pp: int = 1,
 ) -> Pipeline:
-    """The passes that a configuration asks for; `masters` are the dtypes of the stored parameters."""
+    """The passes that a configuration asks for; `masters` are the dtypes of the stored parameters.
+
+    Raises UserError where a pass of one's own has no place among them.
+    """
+    import_rules(passes.rules)
+    return with_extra(built_in(passes, optim, masters, microbatches, skip_nonfinite, pp), build_extra(passes))
+
+
+def built_in(
+    passes: PassesConfig,
+    optim: OptimConfig,
+    masters: Mapping[str, torch.dtype],
+    microbatches: int,
+    skip_nonfinite: bool,
+    pp: int,
+) -> Pipeline:
+    """Those of them that are our own."""
     reduce_dtype = DTYPES[passes.cast.reduce_dtype]
     cast, shard, remat = passes.cast, passes.shard, passes.remat
     table = build_table(passes.pipeline, pp, microbatches)
@@ -156,6 +176,59 @@ def build_pipeline(
         "apply": (apply, optimize, *finish, segment),
     }
     return Pipeline(forward, evaluate, train, joint, build_rolling(passes, optim, masters))
+
+
+def build_extra(passes: PassesConfig) -> Passes:
+    """The passes of one's own; raises UserError where one is none, or changes the stage of a program."""
+    found = []
+    for number, own in enumerate(passes.extra):
+        step = called(own, where := f"passes.extra[{number}]")
+        if not isinstance(step, Pass):
+            raise UserError(where, f"{own['_target_']} makes a {type(step).__name__}, no passes.program.ir.Pass")
+        if step.gives is not None:
+            raise UserError(where, f"{step.name} gives a {step.gives} program; leave `gives` out, for others come next")
+        found.append(step)
+    return tuple(found)
+
+
+def with_extra(pipeline: Pipeline, extra: Passes) -> Pipeline:
+    """A pipeline with passes of one's own, each where its stage first is; raises UserError where that is nowhere.
+
+    All layers are there then: no other pass is known to treat those alike that are alike.
+    """
+    if not extra:
+        return pipeline
+    joint, staged = pipeline.joint, pipeline.staged
+    ways = {"whole": staged.whole, "update": staged.update(0)} if staged else pipeline.train
+    last = {name: [step.name for step in (*steps, *(staged.finish if staged else ()))] for name, steps in ways.items()}
+    names = [name for steps in last.values() for name in steps]
+    forward, in_forward = placed(pipeline.forward, Stage.CAPTURED, extra, [*(step.name for step in joint), *names])
+    rest, local = tuple(step for step in extra if step not in in_forward), end(forward, Stage.CAPTURED)
+    joint, in_joint = placed(joint, local, rest, names) if joint else (joint, ())
+    evaluate, found = placed(pipeline.evaluate, local, rest)
+    rest, begin = tuple(step for step in rest if step not in in_joint), end(joint, local)
+
+    def added(steps: Passes, stage: Stage, later: Passes = ()) -> Passes:
+        nonlocal found
+        steps, fit = placed(steps, stage, rest, [step.name for step in later])
+        found = (*found, *fit)
+        return steps
+
+    train = {name: added(steps, begin) for name, steps in pipeline.train.items()}
+    if staged:
+        finish, update = staged.finish, staged.update
+        staged = replace(
+            staged,
+            whole=added(staged.whole, begin, finish),
+            finish=added(finish, Stage.STEP),
+            update=lambda rank: placed(update(rank), begin, rest, [step.name for step in finish])[0],
+        )
+    if lost := [step for step in rest if step not in found]:
+        takes, after = " or ".join(map(str, lost[0].takes)), ", ".join(lost[0].after) or "nothing"
+        raise UserError("passes.extra", f"{lost[0].name} takes a {takes} program after {after}: there is none")
+    return replace(
+        pipeline, forward=forward, evaluate=evaluate, train=train, joint=joint, staged=staged, rolling=None
+    )
 
 
 def once(when: str, pp: int) -> bool:
@@ -211,6 +284,8 @@ def build_remat(remat: RematConfig, rest: Passes, reserved: Callable[[Program], 
 
 def build_optimizer(optim: OptimConfig, compute: torch.dtype | None) -> Optimizer:
     """The optimizer of a configuration; products of its own are made in the dtype `compute`."""
+    if optim.name == "custom":
+        return build_own({"_target_": optim._target_, **optim.arguments})
     if optim.name == "sgd":
         return SGD(optim.momentum, optim.weight_decay)
     if optim.name == "muon":
@@ -218,9 +293,21 @@ def build_optimizer(optim: OptimConfig, compute: torch.dtype | None) -> Optimize
     return AdamW(optim.betas, optim.eps, optim.weight_decay)
 
 
+def build_own(own: Mapping[str, Any]) -> Optimizer:
+    """An optimizer of one's own; raises UserError where it is none."""
+    found = called(own, "optim")
+    if missing := [name for name in ("moments", "scalars", "update") if not hasattr(found, name)]:
+        fix = "docs/guides/your-loop.md shows a whole one"
+        raise UserError("optim._target_", f"{own['_target_']} makes what has no `{missing[0]}`; {fix}")
+    return found
+
+
 def build_group(label: str, group: GroupConfig, optim: OptimConfig, rest: Optimizer) -> Group:
     """A group of parameters: as the rest, but for what it says."""
     mine = AdamW(optim.betas, optim.eps, optim.weight_decay) if group.optimizer == "adamw" else rest
     if group.weight_decay is not None:
+        if "weight_decay" not in getattr(mine, "__dataclass_fields__", ()):
+            what = f"{type(mine).__name__} is no dataclass with a field weight_decay"
+            raise UserError(f"optim.groups.{label}.weight_decay", f"{group.weight_decay}, but {what}; leave it null")
         mine = replace(mine, weight_decay=group.weight_decay)  # type: ignore[type-var]
     return Group(mine, group.lr, frozenset(group.kinds), group.names, label)

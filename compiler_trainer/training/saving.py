@@ -35,6 +35,11 @@ class Save:
         if self.saver is not None:
             self.saver.wait()
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether the last one is still being written."""
+        return self.saver is not None and self.saver.pending is not None and not self.saver.pending.done()
+
 
 @contextmanager
 def saving(cfg: Config, trained: Subject, step: Step) -> Iterator[Save]:
