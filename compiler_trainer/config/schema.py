@@ -297,6 +297,7 @@ class TrainConfig:
     dtype: Dtype = "float32"  # of the master weights; mixed precision: passes.cast.param_dtype
     nonfinite: Literal["stop", "skip", "rollback"] = "stop"  # at a NaN: end, omit the update, or go back and past it
     replica_check: ReplicaCheckConfig = field(default_factory=ReplicaCheckConfig)
+    ema: OpenFraction | None = None  # keep averages of weights, of which a step leaves so much; null: none
     callbacks: tuple[Called, ...] = ()  # told of steps, evaluations, checkpoints and the end (docs/guides/your-loop.md)
 
 

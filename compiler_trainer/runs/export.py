@@ -37,11 +37,11 @@ NAMES = {
 }  # of our parts in transformers' Llama and Qwen3
 
 
-def export(cfg: Config, out: Path, dtype: torch.dtype | None, merge: bool) -> str:
+def export(cfg: Config, out: Path, dtype: torch.dtype | None, merge: bool, averaged: bool = False) -> str:
     """Write the newest checkpoint of a run as a folder; what it is and how it is loaded, in a sentence.
 
     `dtype` is that of its floating numbers (None: `train.dtype`). Of a model with LoRA the terms alone are written, or,
-    with `merge`, the model with them added to its weights. Raises UserError where a model has no such form.
+    with `merge`, the model with them added to its weights. `averaged` ones are those of `train.ema`. Raises UserError where a model has no such form.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(str(out), "is there already; name a folder that is not, or an empty one")
@@ -49,7 +49,7 @@ def export(cfg: Config, out: Path, dtype: torch.dtype | None, merge: bool) -> st
         check_decoder(cfg.model)
     if merge and not (isinstance(cfg.model, FolderConfig) and cfg.model.lora):
         raise UserError("--merge", "is for a model with model.lora, and this one has nothing to merge")
-    _, module = trained_model(cfg)
+    _, module = trained_model(cfg, averaged)
     if isinstance(cfg.model, FolderConfig):
         write_folder(cfg.model, module, out, dtype, merge)
         if cfg.model.lora and not merge:

@@ -27,7 +27,7 @@ from compiler_trainer.step.compile import compile_step
 from compiler_trainer.step.ranks import rank, start_ranks
 from compiler_trainer.step.shelf import Shelf
 from compiler_trainer.step.step import Step
-from compiler_trainer.training import folder, trace
+from compiler_trainer.training import averages, folder, trace
 from compiler_trainer.training.callbacks import Callback, Callbacks, Run, build_callbacks
 from compiler_trainer.training.evaluate import held_out, means
 from compiler_trainer.training.load import unevenness
@@ -83,7 +83,8 @@ def train(
     datasets = read_data(cfg)
     cfg = with_steps(cfg, datasets, ranks)
     patience = [] if cfg.eval.patience is None else [Patience(cfg.eval.patience)]
-    callbacks, loggers = [*build_callbacks(cfg), *patience, *callbacks], build_loggers(cfg)
+    ema = [] if cfg.train.ema is None else [averages.Averages(cfg.train.ema)]
+    callbacks, loggers = [*ema, *build_callbacks(cfg), *patience, *callbacks], build_loggers(cfg)
     rates(cfg)(1)
     phases.end("data")
     trained = subject(cfg)
@@ -165,7 +166,7 @@ def restore(cfg: Config, trained: Subject, step: Step, datasets: Datasets, start
     """Load the checkpoint that a run starts from; where only now damage shows, the newest whole one before it."""
     while start.stored is not None:
         try:
-            checkpoint.load(step, start.stored, trained.frozen)
+            averages.load(step, start.stored, trained.frozen)
             return start
         except Damaged as damage:
             start = find_start(cfg, datasets, pass_over(cfg, start.stored.path, damage, start.damaged))
@@ -195,6 +196,8 @@ def build_step(
         shelf=Shelf(observe.folder if observe else None),
         tell=tell,
     )
+    if cfg.train.ema is not None:
+        averages.add(step, (name for name, p in trained.module.named_parameters() if p.requires_grad))
     # A loss of one's own may count more of all rows than which of their tokens have labels.
     if not cfg.loss and step.mesh.world_size > 1:
         datasets.read_only(own_rows(step, step.ranks))

@@ -20,6 +20,7 @@ def main(arguments: Sequence[str]) -> None:
     takes.add_argument("out", type=Path, help="the folder to write")
     takes.add_argument("--dtype", choices=DTYPES, help="of the exported weights (default: train.dtype)")
     takes.add_argument("--merge", action="store_true", help="add the LoRA terms (model.lora) to the weights")
+    takes.add_argument("--ema", action="store_true", help="write the averages of weights (train.ema)")
     given = takes.parse_args(arguments)
     cfg = at_checkpoint(options_of(given.run, []), given.checkpoint)
-    print(f"{given.out}: {export(cfg, given.out, DTYPES.get(given.dtype), given.merge)}")
+    print(f"{given.out}: {export(cfg, given.out, DTYPES.get(given.dtype), given.merge, given.ema)}")
