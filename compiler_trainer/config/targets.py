@@ -94,7 +94,7 @@ def import_rules(named: Sequence[str]) -> list[ModuleType]:
 def refusal(error: Exception, where: str) -> UserError:
     """What went wrong at first, on a single line, without hydra's advice; a module not found has to be looked for."""
     cause: BaseException = error
-    while cause.__cause__ is not None:
+    while cause.__cause__ is not None and not isinstance(cause, UserError):
         cause = cause.__cause__
     if isinstance(cause, UserError):
         return cause

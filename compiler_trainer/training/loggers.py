@@ -10,6 +10,7 @@ import dataclasses
 import os
 import posixpath
 import re
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -20,6 +21,7 @@ from typing import Any, Protocol
 from compiler_trainer.config.compose import flat
 from compiler_trainer.config.errors import RunError, UserError
 from compiler_trainer.config.files import put
+from compiler_trainer.config.options import tables
 from compiler_trainer.config.schema import Config
 from compiler_trainer.config.targets import called
 from compiler_trainer.console import say
@@ -55,7 +57,7 @@ class WandB:
     def start(self, cfg: Config, done: int) -> None:
         """Begin a run, or go on with the one that this folder's earlier part began."""
         folder = Path(cfg.run.dir)
-        name = known_as(folder / ".wandb", done, self.wandb.util.generate_id)
+        name = known_as(folder / "wandb.id", done, lambda: secrets.token_hex(4))
         options = {"id": name, "name": folder.name, "resume": "allow", "dir": str(folder)}
         self.run = self.wandb.init(config=dataclasses.asdict(cfg), **{**options, **self.arguments})
         self.run.define_metric("*", step_metric="step")  # a step that comes again has the later value
@@ -83,7 +85,7 @@ class MLflow:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # minutes of waiting would hold up training
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         self.client = self.mlflow.MlflowClient(tracking_uri=self.tracking_uri)
-        self.id = known_as(Path(cfg.run.dir) / ".mlflow", done, lambda: self.begin(cfg))
+        self.id = known_as(Path(cfg.run.dir) / "mlflow.id", done, lambda: self.begin(cfg))
         self.client.update_run(self.id, status="RUNNING")
 
     def begin(self, cfg: Config) -> str:
@@ -91,8 +93,8 @@ class MLflow:
         found = self.client.get_experiment_by_name(self.experiment)
         experiment = found.experiment_id if found else self.client.create_experiment(self.experiment)
         run = self.client.create_run(experiment, run_name=Path(cfg.run.dir).name).info.run_id
-        options = [(name, str(value)[:LONGEST]) for name, value in flat(dataclasses.asdict(cfg)).items()]
-        params = [self.mlflow.entities.Param(*option) for option in options]
+        options = flat(dataclasses.asdict(cfg), set(tables(cfg)))
+        params = [self.mlflow.entities.Param(name, str(value)[:LONGEST]) for name, value in options.items()]
         for first in range(0, len(params), AT_ONCE):
             self.client.log_batch(run, params=params[first : first + AT_ONCE])
         return run
