@@ -284,8 +284,10 @@ def build_remat(remat: RematConfig, rest: Passes, reserved: Callable[[Program], 
 
 def build_optimizer(optim: OptimConfig, compute: torch.dtype | None) -> Optimizer:
     """The optimizer of a configuration; products of its own are made in the dtype `compute`."""
-    if optim.name == "custom":
+    if optim._target_ is not None:
         return build_own({"_target_": optim._target_, **optim.arguments})
+    if optim.name == "custom":
+        raise UserError("optim._target_", "is null with optim=custom; name what makes the optimizer")
     if optim.name == "sgd":
         return SGD(optim.momentum, optim.weight_decay)
     if optim.name == "muon":

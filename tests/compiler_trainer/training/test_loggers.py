@@ -174,7 +174,10 @@ def test_weights_and_biases_offline_is_read_back(fake, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     cfg = logging_to(options(tmp_path / "run"), _target_="compiler_trainer.WandB", project="mine", mode="offline")
     trainer.train(cfg)
-    rows, names = wandb_rows(tmp_path / "run")
+    deadline = time.monotonic() + 20
+    while len((found := wandb_rows(tmp_path / "run"))[0]) < 6 and time.monotonic() < deadline:
+        time.sleep(0.1)  # another process writes
+    rows, names = found
     found = [{name: value for name, value in row.items() if not name.startswith("_")} for row in rows]
     assert found == metrics(tmp_path / "run") and len(found) == 6
     assert names == {(tmp_path / "run/wandb.id").read_text().strip()}
