@@ -11,7 +11,7 @@ microbatch as one `step` program, with several as `accumulate`, run once a micro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -198,37 +198,48 @@ def with_extra(pipeline: Pipeline, extra: Passes) -> Pipeline:
     """
     if not extra:
         return pipeline
-    joint, staged = pipeline.joint, pipeline.staged
-    ways = {"whole": staged.whole, "update": staged.update(0)} if staged else pipeline.train
-    last = {name: [step.name for step in (*steps, *(staged.finish if staged else ()))] for name, steps in ways.items()}
-    names = [name for steps in last.values() for name in steps]
-    forward, in_forward = placed(pipeline.forward, Stage.CAPTURED, extra, [*(step.name for step in joint), *names])
-    rest, local = tuple(step for step in extra if step not in in_forward), end(forward, Stage.CAPTURED)
-    joint, in_joint = placed(joint, local, rest, names) if joint else (joint, ())
-    evaluate, found = placed(pipeline.evaluate, local, rest)
-    rest, begin = tuple(step for step in rest if step not in in_joint), end(joint, local)
-
-    def added(steps: Passes, stage: Stage, later: Passes = ()) -> Passes:
-        nonlocal found
-        steps, fit = placed(steps, stage, rest, [step.name for step in later])
-        found = (*found, *fit)
-        return steps
-
-    train = {name: added(steps, begin) for name, steps in pipeline.train.items()}
+    own, staged = pipeline.joint, pipeline.staged
+    ways = {"whole": staged.whole, "update": staged.update(0), "finish": staged.finish} if staged else pipeline.train
+    last = names_of(*ways.values())
+    forward, in_forward = placed(pipeline.forward, Stage.CAPTURED, extra, [*names_of(own), *last])
+    local, rest = end(forward, Stage.CAPTURED), without(extra, in_forward)
+    evaluate, in_evaluation = placed(pipeline.evaluate, local, rest)
+    joint, in_joint = placed(own, local, rest, last) if own else (own, ())
+    begin, rest = end(joint, local), without(rest, in_joint)
+    made = {name: placed(steps, begin, rest) for name, steps in pipeline.train.items()}
     if staged:
-        finish, update = staged.finish, staged.update
-        staged = replace(
-            staged,
-            whole=added(staged.whole, begin, finish),
-            finish=added(finish, Stage.STEP),
-            update=lambda rank: placed(update(rank), begin, rest, [step.name for step in finish])[0],
-        )
-    if lost := [step for step in rest if step not in found]:
+        staged, in_stages = staged_with(staged, begin, rest)
+        made["stages"] = (), in_stages
+    found = [step for _, fit in made.values() for step in fit]
+    if lost := without(without(rest, in_evaluation), found):
         takes, after = " or ".join(map(str, lost[0].takes)), ", ".join(lost[0].after) or "nothing"
         raise UserError("passes.extra", f"{lost[0].name} takes a {takes} program after {after}: there is none")
-    return replace(
-        pipeline, forward=forward, evaluate=evaluate, train=train, joint=joint, staged=staged, rolling=None
-    )
+    train = {name: made[name][0] for name in pipeline.train}
+    parts = {"forward": forward, "evaluate": evaluate, "joint": joint, "train": train, "staged": staged}
+    return replace(pipeline, **parts, rolling=None)
+
+
+def staged_with(staged: Staged, begin: Stage, extra: Passes) -> tuple[Staged, Passes]:
+    """Passes of stages with those of one's own that fit, and these: where a cut begins, they come after it."""
+    later = names_of(staged.finish)
+
+    def update(rank: int) -> tuple[Passes, Passes]:
+        return placed(staged.update(rank), begin, extra, later, at_end=False)
+
+    whole, in_whole = placed(staged.whole, begin, extra, later, at_end=False)
+    found = (*in_whole, *update(0)[1])
+    finish, in_finish = placed(staged.finish, Stage.STEP, without(extra, found))
+    return replace(staged, whole=whole, finish=finish, update=lambda rank: update(rank)[0]), (*found, *in_finish)
+
+
+def names_of(*passes: Passes) -> list[str]:
+    """The names of passes."""
+    return [step.name for steps in passes for step in steps]
+
+
+def without(passes: Passes, others: Sequence[Pass]) -> Passes:
+    """Passes but for some."""
+    return tuple(step for step in passes if step not in others)
 
 
 def once(when: str, pp: int) -> bool:
