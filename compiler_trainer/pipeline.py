@@ -215,8 +215,8 @@ def with_extra(pipeline: Pipeline, extra: Passes) -> Pipeline:
         takes, after = " or ".join(map(str, lost[0].takes)), ", ".join(lost[0].after) or "nothing"
         raise UserError("passes.extra", f"{lost[0].name} takes a {takes} program after {after}: there is none")
     train = {name: made[name][0] for name in pipeline.train}
-    parts = {"forward": forward, "evaluate": evaluate, "joint": joint, "train": train, "staged": staged}
-    return replace(pipeline, **parts, rolling=None)
+    made_with = replace(pipeline, forward=forward, evaluate=evaluate, joint=joint, train=train)
+    return replace(made_with, staged=staged, rolling=None)
 
 
 def staged_with(staged: Staged, begin: Stage, extra: Passes) -> tuple[Staged, Passes]:

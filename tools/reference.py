@@ -71,16 +71,16 @@ FEATURES = {
     ),
     "Your own": (
         Feature("a loop in Python (`Trainer`)", "train.steps=1", "tests/compiler_trainer/test_api.py"),
-        Feature("callbacks", "train.callbacks=[{_target_: a.B}]", "tests/compiler_trainer/training/test_callbacks.py"),
+        Feature("callbacks", "train.callbacks=[{_target_:a.B}]", "tests/compiler_trainer/training/test_callbacks.py"),
         Feature(
             "Weights & Biases, MLflow",
-            "run.loggers=[{_target_: compiler_trainer.WandB}]",
+            "run.loggers=[{_target_:compiler_trainer.WandB}]",
             "tests/compiler_trainer/training/test_loggers.py",
         ),
         Feature("optimizers", "optim=custom optim._target_=a.Lion", "tests/docs/test_your_loop.py"),
         Feature("schedules", "lr_schedule=custom lr_schedule._target_=a.b", "tests/docs/test_your_loop.py"),
         Feature("datasets", "data=custom data._target_=a.Data", "tests/compiler_trainer/data/test_own.py"),
-        Feature("passes", "passes.extra=[{_target_: a.Pass}]", "tests/compiler_trainer/test_extra.py"),
+        Feature("passes", "passes.extra=[{_target_:a.Pass}]", "tests/compiler_trainer/test_extra.py"),
         Feature("rules", "passes.rules=[a.b]", "tests/docs/test_your_loop.py"),
     ),
     "Insight": (

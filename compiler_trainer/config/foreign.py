@@ -11,7 +11,7 @@ ROWS = "train.global_batch_size counts the rows of a step on all ranks, train.mi
 MIXED = "mixed precision is passes.cast.param_dtype=bfloat16 over float32 master weights (train.dtype)"
 NO_FP16 = "there is no fp16, which needs loss scaling; use passes.cast.param_dtype=bfloat16"
 LENGTH = "a run takes train.steps; it says at its start how many epochs these are"
-LOGGERS = "beside metrics.jsonl and TensorBoard, run.loggers=[{_target_: compiler_trainer.WandB}] logs, or MLflow, or your own"
+LOGGERS = "metrics go to metrics.jsonl, TensorBoard and run.loggers=[{_target_: compiler_trainer.WandB}], or MLflow"
 CALLBACKS = "callbacks are train.callbacks=[{_target_: my_package.Callback}] (docs/guides/your-loop.md)"
 EMA = "averages of weights are train.ema=0.999"
 CHECKPOINTING = "activation checkpointing is passes.remat.policy=none|selective|attention|full, or a budget"

@@ -338,8 +338,8 @@ class OptimConfig:
 class LrScheduleConfig:
     """Linear warm-up to `optim.lr`, then down to `min_ratio * optim.lr` in the last `decay_steps` of `train.steps`.
 
-    Fractions are of `train.steps`, so that a run that is resumed for more or fewer steps keeps its shape. With `custom`,
-    the rate is `optim.lr` times what the function `_target_` gives.
+    Fractions are of `train.steps`, so that a run that is resumed for more or fewer steps keeps its shape. With
+    `custom`, the rate is `optim.lr` times what the function `_target_` gives.
     """
 
     name: Literal["constant", "cosine", "linear", "wsd", "custom"] = "constant"  # wsd: warm-up, stable, decay

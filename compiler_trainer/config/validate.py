@@ -189,7 +189,7 @@ CHECKS: Checks = (
     (
         "lr_schedule._target_",
         lambda c: (c.lr_schedule._target_ is not None) == (c.lr_schedule.name == "custom"),
-        "{c.lr_schedule._target_} with lr_schedule={c.lr_schedule.name}; it goes with lr_schedule=custom, which needs one",
+        "{c.lr_schedule._target_} with lr_schedule={c.lr_schedule.name}; it goes with custom, which needs one",
     ),
     (
         "optim.groups",

@@ -153,14 +153,15 @@ def own_part(source: SourceConfig, number: int, eval_fraction: float, seq_len: i
     """The rows of a dataset of one's own."""
     dataset, name = dataset_of(source), name_of(source)
     numbers = halves(len(dataset), eval_fraction, [seed, number])
-    rows = [OwnRows(dataset, each, seq_len, f"data ({name})") if len(each) else None for each in numbers]
-    return Part(name, None, *rows, is_cut=False, vocab_size=getattr(dataset, "vocab_size", None))
+    train, held_out = (OwnRows(dataset, n, seq_len, f"data ({name})") if len(n) else None for n in numbers)
+    return Part(name, None, train, held_out, False, getattr(dataset, "vocab_size", None))
 
 
 def vocabulary(parts: Iterable[Part], tokenizer: Tokenizer) -> int | None:
     """How many ids of tokens there are; None where a dataset of one's own does not say."""
-    sizes = {part.vocab_size if part.tokens is None else tokenizer.vocab_size for part in parts}
-    return None if None in sizes else max(sizes)
+    sizes = [part.vocab_size if part.tokens is None else tokenizer.vocab_size for part in parts]
+    known = [size for size in sizes if size is not None]
+    return max(known) if len(known) == len(sizes) else None
 
 
 def tokens_of(cfg: DataConfig, source: SourceConfig, tokenizer: Tokenizer, cache: Path) -> Tokens:
@@ -206,8 +207,8 @@ def check_vocabulary(datasets: Datasets, vocab_size: int | None) -> None:
 def check_labels(datasets: Datasets) -> None:
     """Raise UserError where rows to evaluate have no labels, by which batches weigh."""
     if datasets.eval is not None and "labels" not in datasets.eval.rows.batch(np.array([0])):
-        name = ", ".join(datasets.eval.rows.names)
-        raise UserError("eval.interval", f"rows of {name} have no entry `labels`, by which batches weigh; set it to null")
+        what = f"rows of {', '.join(datasets.eval.rows.names)} have no entry `labels`, by which batches weigh"
+        raise UserError("eval.interval", f"{what}; set it to null")
 
 
 def crossing(rows: Rows, packing: str) -> str:

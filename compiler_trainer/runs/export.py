@@ -41,7 +41,8 @@ def export(cfg: Config, out: Path, dtype: torch.dtype | None, merge: bool, avera
     """Write the newest checkpoint of a run as a folder; what it is and how it is loaded, in a sentence.
 
     `dtype` is that of its floating numbers (None: `train.dtype`). Of a model with LoRA the terms alone are written, or,
-    with `merge`, the model with them added to its weights. `averaged` ones are those of `train.ema`. Raises UserError where a model has no such form.
+    with `merge`, the model with them added to its weights. `averaged` weights are those of `train.ema`. Raises
+    UserError where a model has no such form.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(str(out), "is there already; name a folder that is not, or an empty one")

@@ -47,7 +47,7 @@ def add(step: Step, names: Iterable[str]) -> None:
 
 
 def load(step: Step, stored: Checkpoint, frozen: frozenset[str]) -> None:
-    """Fill the state of a step, but for what is frozen and elsewhere; averages that are not there begin at the weights."""
+    """Fill the state of a step, but for what is frozen and elsewhere; averages that it lacks begin at the weights."""
     checkpoint.load(step, stored, frozen | averages_of(step))
     for name in averages_of(step) - stored.index.tensors.keys():
         weight = step.state[MODEL + name.removeprefix(AVERAGE)]

@@ -189,8 +189,8 @@ def started(logger: Logger, cfg: Config, done: int) -> None:
     try:
         logger.start(cfg, done)
     except Exception as error:
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        raise RunError(f"run.loggers: {type(logger).__name__} cannot start: {said}; mend it, or leave it out") from error
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}; mend it, or leave it out"
+        raise RunError(f"run.loggers: {type(logger).__name__} cannot start: {said}") from error
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from compiler_trainer.config.targets import function
 
 
 def rates(cfg: Config) -> Callable[[int], float]:
-    """The rate of each update of a run, by its number from 1; raises UserError where a schedule of one's own is none."""
+    """The rate of each update of a run, by its number from 1; raises UserError where one's own schedule is none."""
     schedule, base, steps = cfg.lr_schedule, cfg.optim.lr, cfg.train.steps
     if schedule._target_ is None:
         return lambda step: learning_rate(schedule, base, step, steps)
@@ -22,7 +22,7 @@ def rates(cfg: Config) -> Callable[[int], float]:
         found = share(step, steps)
         if not isinstance(found, int | float) or not (math.isfinite(found) and found >= 0):
             what = f"{schedule._target_}({step}, {steps}) is {found!r}"
-            raise UserError("lr_schedule._target_", f"{what}; it has to be a number, 0 or more, to multiply optim.lr with")
+            raise UserError("lr_schedule._target_", f"{what}; it has to be a number, 0 or more: a factor of optim.lr")
         return base * found
 
     return rate

@@ -39,7 +39,7 @@ def ordered(extra: Sequence[Pass]) -> list[Pass]:
 
 
 def place(passes: Passes, stage: Stage, step: Pass, before: Collection[Pass], at_end: bool) -> int | None:
-    """The first index at which a pass may come, behind those of its kind that came `before` it; None if there is none."""
+    """The first index at which a pass may come, behind those of its kind that came `before` it, if there is one."""
     for at in range(len(passes) + at_end):
         rest = passes[at:]
         if stage in step.takes and not any(each.name in step.after or each in before for each in rest):

@@ -141,7 +141,10 @@ def test_the_rule_lets_its_operator_run_on_shards(parts, monkeypatch):
 
     def compiled():
         lines = []
-        observe = lambda program, record: lines.extend(print_program(program).splitlines() * (record.name == "shard"))
+
+        def observe(program, record):
+            lines.extend(print_program(program).splitlines() * (record.name == "shard"))
+
         step = compile_lockstep(model, doubled, data[0], {"dp_shard": 2, "tp": 2}, passes={"rules": ["my_rules"]}, observe=observe)
         return step, next(line for line in lines if "= local.double" in line)
 
