@@ -8,13 +8,14 @@ import pytest
 import strangers
 import torch
 from commands import call
-from short_runs import metrics, timeless
+from short_runs import FakeStep, metrics, timeless
 
 import compiler_trainer as ct
 from compiler_trainer.config import schema
 from compiler_trainer.config.compose import compose, typed
 from compiler_trainer.config.targets import GIVEN
 from compiler_trainer.models.loss import loss_of_logits
+from compiler_trainer.training import trainer as training
 
 DECODER = {"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 24}
 READER = {"_target_": "strangers.Reader", "width": 6, "vocabulary": 257}
@@ -26,6 +27,12 @@ SMALL = {
     "eval": {"interval": 2, "batches": 1},
     "checkpoint": {"interval": 2},
 }
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """The loop around `FakeStep`."""
+    monkeypatch.setattr(training, "compile_step", FakeStep)
 
 
 def doubled(model, batch):
@@ -89,7 +96,7 @@ def test_what_is_no_option_is_refused_by_name(given, said):
         ct.Trainer(**given)
 
 
-def test_a_run_is_that_of_the_command_line(tmp_path):
+def test_a_run_is_that_of_the_command_line(fake, tmp_path):
     notes = Notes()
     loss = trainer(tmp_path / "python", model=DECODER, callbacks=[notes]).train()
     flags = [f"{group}.{name}={value}" for group, options in SMALL.items() for name, value in options.items() if name != "name"]
@@ -131,7 +138,7 @@ def test_a_loss_of_ones_own_is_trained(tmp_path):
     assert timeless(metrics(closure.folder)) == timeless(metrics(twice.folder))
 
 
-def test_a_run_of_named_parts_resumes_by_command(tmp_path, capsys):
+def test_a_run_of_named_parts_resumes_by_command(fake, tmp_path):
     trainer(tmp_path / "run", model=READER, loss=doubled, callbacks=[{"_target_": ct.Callback}]).train()
     assert call("resume", tmp_path / "run", "train.steps=6") == 0
     assert [each["step"] for each in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
@@ -144,7 +151,7 @@ def test_a_run_of_named_parts_resumes_by_command(tmp_path, capsys):
         ({"callbacks": [Notes()]}, r"error: train.callbacks[0]: Notes: was handed to a Trainer"),
     ],
 )
-def test_a_run_of_objects_resumes_by_its_script_alone(part, said, tmp_path, capsys):
+def test_a_run_of_objects_resumes_by_its_script_alone(part, said, fake, tmp_path, capsys):
     script = trainer(tmp_path / "run", **{"model": READER} | part)
     script.train()
     assert schema.load(tmp_path / "run/config.yaml") == script.run.cfg

@@ -17,9 +17,10 @@ from oracle import batches as token_batches
 
 import compiler_trainer as ct
 from compiler_trainer import api
+from compiler_trainer.config.schema import Config
+from compiler_trainer.models.loss import loss_of_logits
 from compiler_trainer.training.metrics import read
 from passes.program.printer import print_program
-from passes.rules import RULES
 
 PAGE = (ROOT / "docs/guides/your-loop.md").read_text()
 SCRIPTS = [text for text in re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE) if not text.startswith("# my_")]
@@ -62,6 +63,29 @@ def test_scripts_run(script, parts, tmp_path, monkeypatch):
         assert found["weights"]["mix.weight"].shape == (64, 64) and found["loss"] < 6
 
 
+def test_the_example_of_the_readme_runs(parts, tmp_path, monkeypatch):
+    real, seen = api.on_ranks, []
+
+    def little(cfg, callbacks):
+        seen.append(cfg)
+        run = replace(cfg.run, dir=str(tmp_path / "run"), loggers=())
+        own = {"train": replace(cfg.train, steps=2, seq_len=32), "mesh": Config().mesh, "lower": replace(cfg.lower, backend="eager")}
+        return real(replace(cfg, run=run, **own), callbacks)
+
+    class Steps(ct.Callback):
+        def on_step(self, run, record):
+            seen.append(record["step"])
+
+    monkeypatch.setattr(api, "on_ranks", little)
+    monkeypatch.setattr(ct, "WandB", parts.Csv, raising=False)
+    (block,) = [text for text in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL) if "Trainer" in text]
+    model = importlib.import_module("my_package").Reader()
+    block = block.replace("project=", "path=")
+    exec(block, {"model": model, "loss": loss_of_logits, "dataset": parts.Counting(), "MyCallback": Steps})
+    cfg, *steps = seen
+    assert (cfg.train.steps, cfg.train.seq_len, cfg.mesh.dp_shard, len(cfg.run.loggers), steps) == (1000, 1024, 8, 1, [1, 2])
+
+
 def test_the_callback_ends_the_run(parts, tmp_path, capsys):
     records, _ = trained(tmp_path / "free", 12, optim={"lr": 0.05})
     below = next(number for number, record in enumerate(records[1:], 2) if record["loss"] < records[0]["loss"] - 0.2)
@@ -77,12 +101,11 @@ def test_the_logger_writes_what_metrics_has(parts, tmp_path):
     assert path.read_text().splitlines() == [f"{each['step']},{each['loss']}" for each in records]
 
 
-@pytest.mark.parametrize("mesh", [{}, {"dp_shard": 2, "tp": 2}])
-def test_the_optimizer_updates_as_a_plain_loop_does(mesh, parts):
+def test_the_optimizer_updates_as_a_plain_loop_does(parts):
     optim = {"name": "custom", "_target_": "my_parts.Lion", "arguments": {"beta1": 0.8, "weight_decay": 0.1}, "max_norm": 0.5}
     optim["groups"] = {"no_decay": {"kinds": ["vector"], "weight_decay": 0.0}}
     model, data = perceptron(), points()
-    step = compile_lockstep(model, squared_error, data[0], mesh, optim)
+    step = compile_lockstep(model, squared_error, data[0], {"dp_shard": 2, "tp": 2}, optim)
     train_step(step, data)
     plain = copy.deepcopy(model)
     trained_ones = {n: p for n, p in plain.named_parameters() if p.requires_grad and n != "unused"}
@@ -132,25 +155,21 @@ def test_the_pass_makes_of_a_model_what_it_says(parts):
     assert passed == tanh != exact
 
 
-def test_the_rule_lets_its_operator_run_on_shards(parts, monkeypatch):
+def test_the_rule_lets_its_operator_run_on_shards(parts):
     def doubled(model, batch):
         return llama_loss(lambda *given: torch.ops.my_parts.double(model(*given)), batch)
 
     importlib.import_module("my_rules")  # the operator, which the loss calls
     data, model = token_batches(), llama()
 
-    def compiled():
-        lines = []
+    lines = []
 
-        def observe(program, record):
-            lines.extend(print_program(program).splitlines() * (record.name == "shard"))
+    def observe(program, record):
+        lines.extend(print_program(program).splitlines() * (record.name == "shard"))
 
-        step = compile_lockstep(model, doubled, data[0], {"dp_shard": 2, "tp": 2}, passes={"rules": ["my_rules"]}, observe=observe)
-        return step, next(line for line in lines if "= local.double" in line)
-
-    step, sharded = compiled()
-    monkeypatch.delitem(RULES, "my_parts::double")
-    assert "f64[3, 7, 31] [5@dp_shard, 7, 61@tp]" in sharded and "f64[5, 7, 61] [5, 7, 61]" in compiled()[1]
+    step = compile_lockstep(model, doubled, data[0], {"dp_shard": 2, "tp": 2}, passes={"rules": ["my_rules"]}, observe=observe)
+    (call,) = [line for line in lines if "= local.double" in line]
+    assert "f64[3, 7, 31] [5@dp_shard, 7, 61@tp]" in call  # without the rule f64[5, 7, 61] [5, 7, 61]
     with torch.no_grad():
         logits = 2 * model(data[0]["tokens"], data[0]["positions"])
         wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), data[0]["labels"].flatten(), ignore_index=-100)
