@@ -15,8 +15,9 @@ from compiler_trainer.cli.outcome import on_ranks
 from compiler_trainer.config.choices import CONF
 from compiler_trainer.config.compose import compose, typed
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.kinds import Own
 from compiler_trainer.config.schema import Config
-from compiler_trainer.config.targets import GIVEN, Own, handed
+from compiler_trainer.config.targets import GIVEN, handed
 from compiler_trainer.models.loss import LossFn
 from compiler_trainer.step.ranks import stop_ranks
 from compiler_trainer.training.callbacks import Callback, Run

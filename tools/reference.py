@@ -79,7 +79,7 @@ FEATURES = {
         ),
         Feature("optimizers", "optim=custom optim._target_=a.Lion", "tests/docs/test_your_loop.py"),
         Feature("schedules", "lr_schedule=custom lr_schedule._target_=a.b", "tests/docs/test_your_loop.py"),
-        Feature("datasets", "data=custom data._target_=a.Data", "tests/compiler_trainer/data/test_own.py"),
+        Feature("datasets", "data=custom data._target_=a.Data", "tests/compiler_trainer/data/test_own_rows.py"),
         Feature("passes", "passes.extra=[{_target_:a.Pass}]", "tests/compiler_trainer/test_extra.py"),
         Feature("rules", "passes.rules=[a.b]", "tests/docs/test_your_loop.py"),
     ),

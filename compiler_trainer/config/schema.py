@@ -25,6 +25,7 @@ from compiler_trainer.config.kinds import (
     Layers,
     NonNegativeFloat,
     OpenFraction,
+    Own,
     Positive,
     PositiveFloat,
     RopeBase,
@@ -34,7 +35,6 @@ from compiler_trainer.config.kinds import (
 )
 from compiler_trainer.config.lengths import is_length
 from compiler_trainer.config.options import Chosen, Must, build  # noqa: F401  # build: of what `Config` is in
-from compiler_trainer.config.targets import Own
 from passes.memory.remat import SAVE, Action, OfLayer, Policy
 from passes.precision.cast import OPS
 
@@ -192,7 +192,7 @@ class SourceConfig:
     split: str = "train"  # of a dataset
     documents: Positive = 2000  # of the synthetic corpus
     _target_: Target | None = None  # of custom: a dataset of one's own, whose items are rows
-    arguments: Own = field(default_factory=dict)  # what it is called with
+    arguments: dict[str, Any] = field(default_factory=dict)  # what it is called with
 
 
 @dataclass(frozen=True)
@@ -331,7 +331,7 @@ class OptimConfig:
     stochastic_rounding: bool = False  # of updated bf16 parameters
     groups: dict[str, GroupConfig] = field(default_factory=dict)  # by a name of one's own; the first that fits counts
     _target_: Target | None = None  # of custom: a class with `moments`, `scalars` and `update`
-    arguments: Own = field(default_factory=dict)  # what it is called with
+    arguments: dict[str, Any] = field(default_factory=dict)  # what it is called with
 
 
 @dataclass(frozen=True)
@@ -349,7 +349,7 @@ class LrScheduleConfig:
     warmup_fraction: Fraction = 0.0
     decay_fraction: Fraction | None = None  # null: all after the warm-up
     _target_: Target | None = None  # of custom: a function of (step, steps), steps counted from 1
-    arguments: Own = field(default_factory=dict)  # what it is given beside, by name
+    arguments: dict[str, Any] = field(default_factory=dict)  # what it is given beside, by name
 
     def warmup(self, steps: int) -> int:
         """Steps of warm-up in a run of so many."""

@@ -18,7 +18,6 @@ from hydra.utils import get_method, instantiate
 
 from compiler_trainer.config.errors import UserError
 
-Own = dict[str, Any]  # `_target_`, the dotted name of what to call, and its arguments
 RULES = "compiler_trainer.rules"  # the group of entry points
 HANDED: dict[str, Any] = {}  # what the `Trainer` that is at work was handed, by what it is called
 

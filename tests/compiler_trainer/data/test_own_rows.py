@@ -49,7 +49,7 @@ class Listed(Numbers):
 
 def data(kind="Numbers", **changes):
     arguments = changes.pop("arguments", {})
-    return DataConfig("custom", _target_=f"test_own.{kind}", arguments=arguments, **changes)
+    return DataConfig("custom", _target_=f"test_own_rows.{kind}", arguments=arguments, **changes)
 
 
 def built(cfg, batch=4):
@@ -94,7 +94,7 @@ def test_a_loader_goes_on_where_it_stood_and_refuses_other_rows():
 
 
 def test_sources_are_mixed_by_weight_and_one_may_be_for_validation():
-    own = {"name": "custom", "_target_": "test_own.Numbers"}
+    own = {"name": "custom", "_target_": "test_own_rows.Numbers"}
     sources = (WeightedSource(**own, arguments={"rows": 100}, weight=3.0), WeightedSource(**own, arguments={"rows": 7}, weight=1.0))
     cfg = DataConfig("mixture", sources=sources, validation=(WeightedSource(**own, arguments={"rows": 5}),))
     found = built(cfg, 8)
@@ -112,9 +112,9 @@ def test_halves(count, fraction, sizes):
 @pytest.mark.parametrize(
     ("cfg", "said"),
     [
-        (data(arguments={"length": 5}), r"^data \(test_own.Numbers\): has rows of \[5\] tokens, and train.seq_len=4"),
-        (data(arguments={"rows": 0}), "^data._target_: test_own.Numbers has no rows"),
-        (data("Listed"), r"^data \(test_own.Listed\): item \d is a list, no dict of tensors by name"),
+        (data(arguments={"length": 5}), r"^data \(test_own_rows.Numbers\): has rows of \[5\] tokens, and train.seq_len=4"),
+        (data(arguments={"rows": 0}), "^data._target_: test_own_rows.Numbers has no rows"),
+        (data("Listed"), r"^data \(test_own_rows.Listed\): item \d is a list, no dict of tensors by name"),
         (replace(data(), _target_="collections.deque", arguments={}), "^data._target_: collections.deque has no rows"),
         (replace(data(), _target_="builtins.object"), "^data._target_: builtins.object makes a object; it needs __len__ and __getitem__"),
     ],
@@ -125,17 +125,17 @@ def test_what_is_no_dataset_is_refused(cfg, said):
 
 
 def test_rows_of_other_shapes_are_named():
-    with pytest.raises(UserError, match=r"^data \(test_own.Uneven\): item \d has x float32\[\d\], the first x float32\[\d\]"):
+    with pytest.raises(UserError, match=r"^data \(test_own_rows.Uneven\): item \d has x float32\[\d\], the first x float32\[\d\]"):
         built(data("Uneven", eval_fraction=0.0)).train.rows.batch(np.arange(10))
 
 
 def test_ids_beyond_the_models_embedding_are_refused():
-    with pytest.raises(UserError, match="^model.vocab_size: is 49, but data._target_=test_own.Numbers has 50 tokens"):
+    with pytest.raises(UserError, match="^model.vocab_size: is 49, but data._target_=test_own_rows.Numbers has 50 tokens"):
         check_vocabulary(built(data()), 49)
 
 
 def test_rows_without_labels_are_not_evaluated():
-    with pytest.raises(UserError, match="^eval.interval: rows of test_own.Plain have no entry `labels`"):
+    with pytest.raises(UserError, match="^eval.interval: rows of test_own_rows.Plain have no entry `labels`"):
         check_labels(built(data("Plain")))
 
 
@@ -147,6 +147,6 @@ def test_a_target_goes_with_custom(cfg):
 
 def test_other_rows_are_refused_before_a_folder_is_made(tmp_path):
     cfg = options(tmp_path / "run", data=data("Plain"), eval=EvalConfig(interval=4))
-    with pytest.raises(UserError, match="^eval.interval: rows of test_own.Plain"):
+    with pytest.raises(UserError, match="^eval.interval: rows of test_own_rows.Plain"):
         trainer.train(cfg)
     assert not (tmp_path / "run").exists()
