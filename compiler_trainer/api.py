@@ -112,11 +112,16 @@ class Named:
             if key == "_target_" and not isinstance(value, str):
                 target, arguments = self.target(value, where)
                 found["_target_"] = target
-                found |= {"arguments": arguments} if arguments and where in APART else arguments
+                is_apart = arguments and where.partition(".")[0] in APART
+                found |= {"arguments": arguments} if is_apart else arguments
             elif isinstance(value, Mapping):
                 found[key] = self.inside(value, f"{where}.{key}")
-            elif key in LISTS and isinstance(value, Sequence) and not isinstance(value, str):
-                found[key] = [self.group(f"{where}.{key}[{i}]", each) for i, each in enumerate(value)]
+            elif isinstance(value, list | tuple):
+                things = [key in LISTS or isinstance(each, Mapping) for each in value]
+                found[key] = [
+                    self.group(f"{where}.{key}[{i}]", each) if is_thing else each
+                    for i, (each, is_thing) in enumerate(zip(value, things))
+                ]
             else:
                 found[key] = value
         return found

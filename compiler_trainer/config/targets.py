@@ -58,7 +58,7 @@ def called(own: Mapping[str, Any], where: str) -> Any:
     try:
         return instantiate(dict(own), _convert_="all")
     except InstantiationException as error:
-        raise refusal(error, where) from error
+        raise refusal(error, where, own) from error
 
 
 def function(own: Mapping[str, Any], where: str) -> Callable[..., Any]:
@@ -69,7 +69,7 @@ def function(own: Mapping[str, Any], where: str) -> Callable[..., Any]:
     try:
         found: Callable[..., Any] = get_method(own["_target_"])
     except (ImportError, ValueError) as error:
-        raise refusal(error, where) from error
+        raise refusal(error, where, own) from error
     return partial(found, **arguments) if arguments else found
 
 
@@ -90,7 +90,7 @@ def import_rules(named: Sequence[str]) -> list[ModuleType]:
     return found
 
 
-def refusal(error: Exception, where: str) -> UserError:
+def refusal(error: Exception, where: str, own: Mapping[str, Any]) -> UserError:
     """What went wrong at first, on a single line, without hydra's advice; a module not found has to be looked for."""
     cause: BaseException = error
     while cause.__cause__ is not None and not isinstance(cause, UserError):
@@ -98,4 +98,6 @@ def refusal(error: Exception, where: str) -> UserError:
     if isinstance(cause, UserError):
         return cause
     hint = "; put the folder of its file on PYTHONPATH" if isinstance(cause, ModuleNotFoundError) else ""
+    if own["_target_"].startswith("__main__."):
+        hint = f"; {own['_target_']} is of a script: go on with that script, or move it into a module"
     return UserError(f"{where}._target_", f"{type(cause).__name__}: {' '.join(str(cause).split())}{hint}")

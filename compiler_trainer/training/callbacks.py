@@ -89,16 +89,16 @@ class Callbacks:
         """Note that a checkpoint is being written."""
         self.saved = path
 
-    def written(self) -> None:
-        """Tell that it is whole."""
+    def written(self, is_whole: bool) -> None:
+        """Tell of it, unless it could not be written."""
         path, self.saved = self.saved, None
-        if path is not None and path.exists():
+        if path is not None and is_whole:
             for callback in self.each:
                 callback.on_checkpoint(self.run, path)
 
     def stop(self) -> None:
-        """Tell of the last checkpoint, and that the run ends."""
-        self.written()
+        """Tell of the last checkpoint, which is whole, and that the run ends."""
+        self.written(True)
         for callback in self.each:
             callback.on_stop(self.run)
 

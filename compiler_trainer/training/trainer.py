@@ -224,7 +224,7 @@ def run(
                     yield record
                     told.step(record)
                     if told.each and told.saved and not stop.most(save.is_writing):
-                        told.written()
+                        told.written(save.wait())
                     number = int(record["step"])
                     ends = stop.now() or number == cfg.train.steps
                     is_well = "skipped" not in record  # else it might take the place of a checkpoint that is
@@ -232,14 +232,13 @@ def run(
                     if saves or is_due(number, interval, cfg.train.steps):
                         replicas.check(number)
                     if saves:
-                        save.wait()
-                        told.written()
+                        told.written(save.wait())
                         save(record, datasets.train)
                         told.saves(path_of(checkpoints_of(cfg), number))
                     if ends:
                         return
             except Lost as lost:
-                save.wait()
+                told.written(save.wait())
                 start = rollback.past(lost)
 
 

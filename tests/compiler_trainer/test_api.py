@@ -72,7 +72,9 @@ def undated(cfg):
         ({"loss": doubled}, ["loss._target_=test_api.doubled"]),
         ({"callbacks": [{"_target_": "a.B", "c": 1}], "loggers": [{"_target_": ct.WandB}], "train": {"steps": 3}},
          ["train.callbacks=[{_target_: a.B, c: 1}]", "run.loggers=[{_target_: compiler_trainer.training.loggers.WandB}]", "train.steps=3"]),
-        ({"passes": {"extra": [{"_target_": "a.B"}]}}, ["passes.extra=[{_target_: a.B}]"]),
+        ({"passes": {"extra": [{"_target_": "a.B"}], "rules": ["a.b"]}}, ["passes.extra=[{_target_: a.B}]", "passes.rules=[a.b]"]),
+        ({"data": {"name": "mixture", "sources": [{"name": "custom", "_target_": strangers.Reader, "weight": 0.5}]}},
+         ["data=mixture", "data.sources=[{name: custom, _target_: strangers.Reader, weight: 0.5}]"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )  # fmt: skip
@@ -136,6 +138,12 @@ def test_a_loss_of_ones_own_is_trained(tmp_path):
     closure.train()
     assert closure.cfg.loss["_target_"] == GIVEN
     assert timeless(metrics(closure.folder)) == timeless(metrics(twice.folder))
+
+
+def test_a_part_of_a_script_is_named_where_it_is_lost(tmp_path):
+    job = trainer(tmp_path / "run", callbacks=[{"_target_": "__main__.Notes"}])
+    with pytest.raises(ct.UserError, match=r"^train.callbacks\[0\]._target_: .*; __main__.Notes is of a script: go on with that"):
+        job.train()
 
 
 def test_a_run_of_named_parts_resumes_by_command(fake, tmp_path):
