@@ -39,7 +39,7 @@ def is_given(own: Mapping[str, Any]) -> bool:
 
 def name_of(own: Mapping[str, Any]) -> str:
     """What to call what is plugged in."""
-    return own["what"].partition(": ")[2] if is_given(own) else own["_target_"]
+    return str(own["what"]).partition(": ")[2] if is_given(own) and "what" in own else str(own["_target_"])
 
 
 @contextmanager

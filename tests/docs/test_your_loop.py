@@ -6,17 +6,19 @@ import contextlib
 import copy
 import importlib
 import re
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
+from commands import call
 from doc_pages import ROOT
 from doc_places import furnish, tiny
 from oracle import LRS, assert_same, compile_lockstep, llama, llama_loss, perceptron, points, squared_error, train_step
 from oracle import batches as token_batches
 
 import compiler_trainer as ct
-from compiler_trainer import api
+from compiler_trainer import api, checkpoint
 from compiler_trainer.config.schema import Config
 from compiler_trainer.models.loss import loss_of_logits
 from compiler_trainer.training.metrics import read
@@ -143,6 +145,26 @@ def test_the_dataset_gives_the_rows_and_a_resumed_run_reads_on(parts, tmp_path):
     assert len(seen) == 6 + 1 + 5
     with pytest.raises(ct.UserError, match="^data: these rows are .* those of the saved data state"):
         trained(tmp_path / "cut", 8, **how | {"data": parts.Counting(41)})
+
+
+def test_a_run_of_all_parts_resumes_by_command_as_if_it_had_not_been_interrupted(parts, tmp_path):
+    words = [
+        "model=custom", "model._target_=my_package.Reader", "model.width=8", "data=custom", "data._target_=my_parts.Counting",
+        "optim=custom", "optim._target_=my_parts.Lion", "optim.arguments.beta1=0.8", "optim.lr=1e-3", "lr_schedule=custom",
+        "lr_schedule._target_=my_parts.triangle", "lr_schedule.arguments.peak=0.5", "passes.extra=[{_target_: my_parts.TanhGelu}]",
+        "passes.rules=[my_rules]", "train.callbacks=[{_target_: my_parts.StopBelow, loss: 0.1}]", "train.ema=0.9", "train.steps=4",
+        "train.seq_len=32", "lower.backend=eager", "eval.interval=null", "checkpoint.interval=2", "run.dump_graphs=false",
+    ]  # fmt: skip
+    for name in ("whole", "cut"):
+        assert call(*words, f"run.dir={tmp_path / name}", f"run.loggers=[{{_target_: my_parts.Csv, path: {tmp_path / name}.csv}}]") == 0
+    shutil.rmtree(tmp_path / "cut/checkpoints/step_00000004")
+    assert len(read(tmp_path / "cut/metrics.jsonl")) == 4 and call("resume", tmp_path / "cut") == 0
+    whole, cut = (read(tmp_path / name / "metrics.jsonl") for name in ("whole", "cut"))
+    assert [(r["loss"], r["grad_norm"], r["lr"]) for r in cut] == [(r["loss"], r["grad_norm"], r["lr"]) for r in whole]
+    steps = [line.partition(",")[0] for line in (tmp_path / "cut.csv").read_text().splitlines()]
+    assert steps == ["1", "2", "3", "4", "3", "4"]
+    averages = [checkpoint.read_averaged(tmp_path / name / "checkpoints/step_00000004") for name in ("whole", "cut")]
+    assert all(torch.equal(value, averages[1][name]) for name, value in averages[0].items())
 
 
 def test_the_pass_makes_of_a_model_what_it_says(parts):
