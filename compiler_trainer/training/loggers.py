@@ -1,4 +1,4 @@
-"""Where metrics go beside `metrics.jsonl` and TensorBoard: services, and loggers of one's own.
+"""Where metrics go: files in the run folder, services, and loggers of one's own.
 
 An outage of a service stops nothing and loses nothing: what it does not take is kept, said once, and tried again.
 """
@@ -12,7 +12,7 @@ import posixpath
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +25,7 @@ from compiler_trainer.config.options import tables
 from compiler_trainer.config.schema import Config
 from compiler_trainer.config.targets import called
 from compiler_trainer.console import say
-from compiler_trainer.training.metrics import Record
+from compiler_trainer.training.metrics import JsonLines, Record, TensorBoard
 
 AGAIN_S = 30.0  # after which what was not taken is tried again
 LONGEST = 500  # characters of a parameter that every MLflow server takes
@@ -139,6 +139,14 @@ class Kept:
     def __init__(self, logger: Logger):
         self.logger, self.kept, self.failure, self.next = logger, list[Record](), "", 0.0
 
+    def start(self, cfg: Config, done: int) -> None:
+        """Start it; raises RunError where that fails."""
+        try:
+            self.logger.start(cfg, done)
+        except Exception as error:
+            said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}; mend it, or leave it out"
+            raise RunError(f"run.loggers: {type(self.logger).__name__} cannot start: {said}") from error
+
     def log(self, record: Record) -> None:
         """Hand on what was kept and what is new, where it is time for that."""
         self.kept.append(record)
@@ -174,35 +182,31 @@ class Kept:
 
 
 def build_loggers(cfg: Config) -> list[Logger]:
-    """The loggers that options name; raises UserError where one is none, or its package is not installed."""
-    found = []
+    """All loggers of a run; raises UserError where an option names what is none, or its package is not installed."""
+    found: list[Logger] = [JsonLines(), TensorBoard()]
     for number, own in enumerate(cfg.run.loggers):
         logger = called(own, where := f"run.loggers[{number}]")
         if missing := [name for name in ("start", "log", "close") if not hasattr(logger, name)]:
             raise UserError(where, f"{own['_target_']} makes what has no `{missing[0]}`; it needs start, log and close")
-        found.append(logger)
+        found.append(Kept(logger))
     return found
 
 
-def started(logger: Logger, cfg: Config, done: int) -> None:
-    """Start a logger; raises RunError where that fails."""
-    try:
-        logger.start(cfg, done)
-    except Exception as error:
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}; mend it, or leave it out"
-        raise RunError(f"run.loggers: {type(logger).__name__} cannot start: {said}") from error
-
-
 @contextlib.contextmanager
-def logging(cfg: Config, done: int, loggers: list[Logger]) -> Iterator[list[Kept]]:
-    """The loggers of a run, started, and closed in the end; raises RunError where one cannot start."""
-    kept, failed = list[Kept](), True
+def logging(cfg: Config, done: int, loggers: Sequence[Logger]) -> Iterator[Callable[[Record], None]]:
+    """What to call with each record, for loggers that are started, and closed in the end."""
+    begun, failed = list[Logger](), True
+
+    def log(record: Record) -> None:
+        for logger in loggers:
+            logger.log(record)
+
     try:
         for logger in loggers:
-            started(logger, cfg, done)
-            kept.append(Kept(logger))
-        yield kept
+            logger.start(cfg, done)
+            begun.append(logger)
+        yield log
         failed = False
     finally:
-        for each in kept:
-            each.close(failed)
+        for logger in begun:
+            logger.close(failed)

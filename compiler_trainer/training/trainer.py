@@ -34,7 +34,7 @@ from compiler_trainer.training.load import unevenness
 from compiler_trainer.training.loggers import Logger, build_loggers, logging
 from compiler_trainer.training.lr_schedule import rates
 from compiler_trainer.training.meters import Meters
-from compiler_trainer.training.metrics import Metrics, Record
+from compiler_trainer.training.metrics import Record
 from compiler_trainer.training.nonfinite import Judge, Lost, Rollback
 from compiler_trainer.training.owner import Owners, owning
 from compiler_trainer.training.patience import Patience
@@ -297,7 +297,7 @@ def local_device() -> torch.device:
 def recording(
     cfg: Config, start: Start, names: Sequence[str], loggers: list[Logger]
 ) -> Iterator[Callable[[Record], None]]:
-    """What to call with each step's record: on rank 0 it goes to disk, console and loggers, elsewhere nowhere.
+    """What to call with each step's record: on rank 0 it goes to loggers and to the console, elsewhere nowhere.
 
     `names` are the metrics that the console shows beside the loss.
     """
@@ -306,16 +306,13 @@ def recording(
         return
     path = Path(cfg.run.dir)
     with (
-        logging(cfg, start.step, loggers) as others,
-        Metrics(path, start.step) as metrics,
+        logging(cfg, start.step, loggers) as log,
         Progress(cfg.train.steps, start.step, names) as progress,
     ):
 
         def record(measured: Record) -> None:
-            metrics.write(measured)
+            log(measured)
             progress.show(measured)
-            for logger in others:
-                logger.log(measured)
 
         yield record
     say_contents(path)
