@@ -1,4 +1,4 @@
-"""A compiler-first trainer for large language models: `compile_step` is the Python face."""
+"""A compiler-first trainer for large language models: `Trainer` and `compile_step` are its Python faces."""
 
 import time
 from importlib import import_module
@@ -7,14 +7,26 @@ from typing import TYPE_CHECKING, Any
 from compiler_trainer.config.errors import UserError
 
 if TYPE_CHECKING:
+    from compiler_trainer.api import Trainer
     from compiler_trainer.step.compile import compile_step
+    from compiler_trainer.training.callbacks import Callback, Run
+    from compiler_trainer.training.loggers import Logger, MLflow, WandB
 
 BEGAN = time.perf_counter()  # when this process began to import the package
-__all__ = ["UserError", "compile_step"]
+PLACES = {
+    "Trainer": "api",
+    "compile_step": "step.compile",
+    "Callback": "training.callbacks",
+    "Run": "training.callbacks",
+    "Logger": "training.loggers",
+    "MLflow": "training.loggers",
+    "WandB": "training.loggers",
+}
+__all__ = ["Callback", "Logger", "MLflow", "Run", "Trainer", "UserError", "WandB", "compile_step"]
 
 
 def __getattr__(name: str) -> Any:
-    """`compile_step`, once it is asked for: processes that only read text do without torch."""
-    if name not in __all__:
+    """What is public, once it is asked for: processes that only read text do without torch."""
+    if name not in PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_module("compiler_trainer.step.compile").compile_step
+    return getattr(import_module(f"compiler_trainer.{PLACES[name]}"), name)

@@ -11,12 +11,13 @@ microbatch as one `step` program, with several as `accumulate`, run once a micro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import (
     EIGHT_BITS,
     CastConfig,
@@ -26,6 +27,7 @@ from compiler_trainer.config.schema import (
     RematConfig,
 )
 from compiler_trainer.config.tables import build_table
+from compiler_trainer.config.targets import called, import_rules
 from passes.autograd.joint import Joint
 from passes.autograd.simplify import Simplify
 from passes.communication.bucket import Bucket
@@ -46,6 +48,8 @@ from passes.precision.float8 import Float8
 from passes.program.folds import Folding
 from passes.program.ir import Pass, Program
 from passes.program.layer import within
+from passes.program.placing import end, placed
+from passes.program.stages import Stage
 from passes.sharding.collectives import Collectives
 from passes.sharding.experts import Experts
 from passes.sharding.normalize import Normalize
@@ -108,7 +112,23 @@ def build_pipeline(
     skip_nonfinite: bool = False,
     pp: int = 1,
 ) -> Pipeline:
-    """The passes that a configuration asks for; `masters` are the dtypes of the stored parameters."""
+    """The passes that a configuration asks for; `masters` are the dtypes of the stored parameters.
+
+    Raises UserError where a pass of one's own has no place among them.
+    """
+    import_rules(passes.rules)
+    return with_extra(built_in(passes, optim, masters, microbatches, skip_nonfinite, pp), build_extra(passes))
+
+
+def built_in(
+    passes: PassesConfig,
+    optim: OptimConfig,
+    masters: Mapping[str, torch.dtype],
+    microbatches: int,
+    skip_nonfinite: bool,
+    pp: int,
+) -> Pipeline:
+    """Those of them that are our own."""
     reduce_dtype = DTYPES[passes.cast.reduce_dtype]
     cast, shard, remat = passes.cast, passes.shard, passes.remat
     table = build_table(passes.pipeline, pp, microbatches)
@@ -156,6 +176,70 @@ def build_pipeline(
         "apply": (apply, optimize, *finish, segment),
     }
     return Pipeline(forward, evaluate, train, joint, build_folding(passes, optim, masters))
+
+
+def build_extra(passes: PassesConfig) -> Passes:
+    """The passes of one's own; raises UserError where one is none, or changes the stage of a program."""
+    found = []
+    for number, own in enumerate(passes.extra):
+        step = called(own, where := f"passes.extra[{number}]")
+        if not isinstance(step, Pass):
+            raise UserError(where, f"{own['_target_']} makes a {type(step).__name__}, no passes.program.ir.Pass")
+        if step.gives is not None:
+            raise UserError(where, f"{step.name} gives a {step.gives} program; leave `gives` out, for others come next")
+        found.append(step)
+    return tuple(found)
+
+
+def with_extra(pipeline: Pipeline, extra: Passes) -> Pipeline:
+    """A pipeline with passes of one's own, each where its stage first is; raises UserError where that is nowhere.
+
+    All layers are there then: no other pass is known to treat those alike that are alike.
+    """
+    if not extra:
+        return pipeline
+    own, staged = pipeline.joint, pipeline.staged
+    ways = {"whole": staged.whole, "update": staged.update(0), "finish": staged.finish} if staged else pipeline.train
+    last = names_of(*ways.values())
+    forward, in_forward = placed(pipeline.forward, Stage.CAPTURED, extra, [*names_of(own), *last])
+    local, rest = end(forward, Stage.CAPTURED), without(extra, in_forward)
+    evaluate, in_evaluation = placed(pipeline.evaluate, local, rest)
+    joint, in_joint = placed(own, local, rest, last) if own else (own, ())
+    begin, rest = end(joint, local), without(rest, in_joint)
+    made = {name: placed(steps, begin, rest) for name, steps in pipeline.train.items()}
+    if staged:
+        staged, in_stages = staged_with(staged, begin, rest)
+        made["stages"] = (), in_stages
+    found = [step for _, fit in made.values() for step in fit]
+    if lost := without(without(rest, in_evaluation), found):
+        takes, after = " or ".join(map(str, lost[0].takes)), ", ".join(lost[0].after) or "nothing"
+        raise UserError("passes.extra", f"{lost[0].name} takes a {takes} program after {after}: there is none")
+    train = {name: made[name][0] for name in pipeline.train}
+    made_with = replace(pipeline, forward=forward, evaluate=evaluate, joint=joint, train=train)
+    return replace(made_with, staged=staged, folding=None)
+
+
+def staged_with(staged: Staged, begin: Stage, extra: Passes) -> tuple[Staged, Passes]:
+    """Passes of stages with those of one's own that fit, and these: where a cut begins, they come after it."""
+    later = names_of(staged.finish)
+
+    def update(rank: int) -> tuple[Passes, Passes]:
+        return placed(staged.update(rank), begin, extra, later, at_end=False)
+
+    whole, in_whole = placed(staged.whole, begin, extra, later, at_end=False)
+    found = (*in_whole, *update(0)[1])
+    finish, in_finish = placed(staged.finish, Stage.STEP, without(extra, found))
+    return replace(staged, whole=whole, finish=finish, update=lambda rank: update(rank)[0]), (*found, *in_finish)
+
+
+def names_of(*passes: Passes) -> list[str]:
+    """The names of passes."""
+    return [step.name for steps in passes for step in steps]
+
+
+def without(passes: Passes, others: Sequence[Pass]) -> Passes:
+    """Passes but for some."""
+    return tuple(step for step in passes if step not in others)
 
 
 def once(when: str, pp: int) -> bool:
@@ -211,6 +295,10 @@ def build_remat(remat: RematConfig, rest: Passes, reserved: Callable[[Program], 
 
 def build_optimizer(optim: OptimConfig, compute: torch.dtype | None) -> Optimizer:
     """The optimizer of a configuration; products of its own are made in the dtype `compute`."""
+    if optim._target_ is not None:
+        return build_own({"_target_": optim._target_, **optim.arguments})
+    if optim.name == "custom":
+        raise UserError("optim._target_", "is null with optim=custom; name what makes the optimizer")
     if optim.name == "sgd":
         return SGD(optim.momentum, optim.weight_decay)
     if optim.name == "muon":
@@ -218,9 +306,21 @@ def build_optimizer(optim: OptimConfig, compute: torch.dtype | None) -> Optimize
     return AdamW(optim.betas, optim.eps, optim.weight_decay)
 
 
+def build_own(own: Mapping[str, Any]) -> Optimizer:
+    """An optimizer of one's own; raises UserError where it is none."""
+    found = called(own, "optim")
+    if missing := [name for name in ("moments", "scalars", "update") if not hasattr(found, name)]:
+        fix = "docs/guides/your-loop.md shows a whole one"
+        raise UserError("optim._target_", f"{own['_target_']} makes what has no `{missing[0]}`; {fix}")
+    return found
+
+
 def build_group(label: str, group: GroupConfig, optim: OptimConfig, rest: Optimizer) -> Group:
     """A group of parameters: as the rest, but for what it says."""
     mine = AdamW(optim.betas, optim.eps, optim.weight_decay) if group.optimizer == "adamw" else rest
     if group.weight_decay is not None:
+        if "weight_decay" not in getattr(mine, "__dataclass_fields__", ()):
+            what = f"{type(mine).__name__} is no dataclass with a field weight_decay"
+            raise UserError(f"optim.groups.{label}.weight_decay", f"{group.weight_decay}, but {what}; leave it null")
         mine = replace(mine, weight_decay=group.weight_decay)  # type: ignore[type-var]
     return Group(mine, group.lr, frozenset(group.kinds), group.names, label)

@@ -37,7 +37,7 @@ FLOORS = {
         ("planning", "runs", "inspect", "sweep", "calibrate", "doctor"),
         ("bisect",),
         ("cli",),
-        ("__main__", "train"),
+        ("__main__", "train", "api"),
     ),
 }
 # Imported when needed, or for types only: torch, Inductor, SciPy and all passes are slow to import, submitit is an extra. What a

@@ -77,7 +77,23 @@ FEATURES = {
         ),
         Feature("resume on any mesh", "checkpoint.resume=auto", "tests/compiler_trainer/training/test_going_on.py"),
         Feature("NaN rollback", "train.nonfinite=rollback", "tests/compiler_trainer/training/test_nonfinite.py"),
+        Feature("EMA", "train.ema=0.999", "tests/compiler_trainer/training/test_averages.py"),
+        Feature("early stopping", "eval.patience=3", "tests/compiler_trainer/training/test_lengths.py"),
         Feature("sweeps", "run.dir=runs/sweep", "tests/compiler_trainer/sweep/test_sweep.py"),
+    ),
+    "Your own": (
+        Feature("a loop in Python (`Trainer`)", "train.steps=1", "tests/compiler_trainer/test_api.py"),
+        Feature("callbacks", "train.callbacks=[{_target_:a.B}]", "tests/compiler_trainer/training/test_callbacks.py"),
+        Feature(
+            "Weights & Biases, MLflow",
+            "run.loggers=[{_target_:compiler_trainer.WandB}]",
+            "tests/compiler_trainer/training/test_loggers.py",
+        ),
+        Feature("optimizers", "optim=custom optim._target_=a.Lion", "tests/docs/test_your_loop.py"),
+        Feature("schedules", "lr_schedule=custom lr_schedule._target_=a.b", "tests/docs/test_your_loop.py"),
+        Feature("datasets", "data=custom data._target_=a.Data", "tests/compiler_trainer/data/test_own_rows.py"),
+        Feature("passes", "passes.extra=[{_target_:a.Pass}]", "tests/compiler_trainer/test_extra.py"),
+        Feature("rules", "passes.rules=[a.b]", "tests/docs/test_your_loop.py"),
     ),
     "Insight": (
         Feature("dry runs and plans", "run.dry=true", "tests/compiler_trainer/planning/test_plan.py"),
@@ -89,12 +105,7 @@ MISSING = (
     Missing("fp16, MXFP8, NVFP4", "passes.cast.param_dtype=float16"),
     Missing("QLoRA", "model=hf model.path=FOLDER model.lora.bits=4"),
     Missing("DPO, RLHF", "loss=dpo"),
-    Missing("wandb, mlflow (there are TensorBoard and JSON lines)", "run.wandb=true"),
-    Missing("optimizers of your own", "optim._target_=my_package.Lion"),
-    Missing("datasets of your own", "data._target_=my_package.Data"),
-    Missing("a Trainer API, callbacks", "train.callbacks=[my_package.Callback]"),
-    Missing("early stopping (there is `checkpoint.keep_best`)", "train.early_stopping=3"),
-    Missing("images and video by the command (`compile_step` takes them)", "data=images"),
+    Missing("images and video without a dataset of your own", "data=images"),
 )
 
 

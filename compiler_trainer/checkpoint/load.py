@@ -16,7 +16,7 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.step.ranks import gather
 from passes.program.spec import boxes
 
-MODEL = "model."  # how the names of parameters and buffers begin
+MODEL, AVERAGE = "model.", "ema."  # how names of parameters and buffers begin, and of averages of parameters
 SHOWN = 3  # differences named in an error
 
 T = TypeVar("T")
@@ -46,12 +46,26 @@ def load_model(step: Stateful, path: Path) -> None:
 
 def read_model(path: Path) -> dict[str, Tensor]:
     """Full parameters and buffers of a checkpoint, by the model's own names, in this process."""
-    stored, found = opened(path), {}
+    return read_named(opened(path), MODEL)
+
+
+def read_averaged(path: Path) -> dict[str, Tensor]:
+    """The same, with the averages of weights in the place of those that have one; raises UserError where none has."""
+    stored = opened(path)
+    model, averages = read_named(stored, MODEL), read_named(stored, AVERAGE)
+    if not averages:
+        raise UserError("--ema", f"{path} holds no averages of weights; train with train.ema=0.999")
+    return model | {name: average.to(model[name].dtype) for name, average in averages.items()}
+
+
+def read_named(stored: Checkpoint, kind: str) -> dict[str, Tensor]:
+    """Full tensors whose names begin so, by what comes then."""
+    found = {}
     for name, full in stored.index.tensors.items():
-        if name.startswith(MODEL):
+        if name.startswith(kind):
             tensor = torch.empty(full.shape, dtype=BY_NAME[full.dtype])
             read_into([(((0,) * tensor.dim(), tuple(full.shape)), tensor)], stored.pieces[name])
-            found[name.removeprefix(MODEL)] = tensor
+            found[name.removeprefix(kind)] = tensor
     return found
 
 
@@ -96,7 +110,7 @@ def check_tensors(here: Mapping[str, FullTensor], there: Mapping[str, FullTensor
     ]
     if differences:
         more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
-        fix = "; keep model.*, optim.name and train.dtype as they were"
+        fix = "; keep model.*, optim.name, train.dtype and train.ema as they were"
         raise UserError(str(path), f"holds other tensors: {'; '.join(differences[:SHOWN])}{more}{fix}")
 
 

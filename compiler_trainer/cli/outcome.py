@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config, is_open
 from compiler_trainer.models.subject import Subject
+
+if TYPE_CHECKING:
+    from compiler_trainer.training.callbacks import Callback
 
 GIB = 2**30
 LARGE = 500_000_000  # parameters, from which on a mesh is worth a word
 
 
 def outcome(cfg: Config) -> float:
+    """Train, and leave the ranks; the loss that it ends with. See `on_ranks`."""
+    from compiler_trainer.step.ranks import stop_ranks
+
+    found = on_ranks(cfg)
+    stop_ranks()  # not in a `finally`: a rank that fails must end at once, for the others wait for it
+    return found
+
+
+def on_ranks(cfg: Config, callbacks: Sequence[Callback] = ()) -> float:
     """Train; the loss that it ends with. With `run.dry` compile only; the predicted milliseconds of a step.
 
     Raises UserError where a dry run does not fit, its report written, with what does.
@@ -23,7 +38,7 @@ def outcome(cfg: Config) -> float:
         return predicted(cfg)
     from compiler_trainer.training.trainer import train
 
-    return train(cfg, remark)
+    return train(cfg, remark, callbacks)
 
 
 def predicted(cfg: Config) -> float:

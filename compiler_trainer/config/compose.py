@@ -21,11 +21,12 @@ from compiler_trainer.config.refusal import as_user_errors
 from compiler_trainer.config.schema import AUTO, Config
 
 
-def compose(overrides: Sequence[str] = ()) -> dict[Any, Any]:
-    """The options of the default job with some overrides; raises UserError."""
+def compose(overrides: Sequence[str] = (), further: Mapping[str, Any] | None = None) -> dict[Any, Any]:
+    """The options of the default job with some overrides, and `further` ones over them; raises UserError."""
     store_defaults()
     with as_user_errors(), beside_others(), hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         composed = hydra.compose("train", list(overrides))
+        composed.merge_with(further or {})
         options = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     assert isinstance(options, dict)
     return options

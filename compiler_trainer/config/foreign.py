@@ -11,14 +11,16 @@ ROWS = "train.global_batch_size counts the rows of a step on all ranks, train.mi
 MIXED = "mixed precision is passes.cast.param_dtype=bfloat16 over float32 master weights (train.dtype)"
 NO_FP16 = "there is no fp16, which needs loss scaling; use passes.cast.param_dtype=bfloat16"
 LENGTH = "a run takes train.steps; it says at its start how many epochs these are"
-LOGGERS = "there is none; metrics go to metrics.jsonl and TensorBoard (events.out.tfevents.*) in the run folder"
+LOGGERS = "metrics go to metrics.jsonl, TensorBoard and run.loggers=[{_target_: compiler_trainer.WandB}], or MLflow"
+CALLBACKS = "callbacks are train.callbacks=[{_target_: my_package.Callback}] (docs/guides/your-loop.md)"
+EMA = "averages of weights are train.ema=0.999"
 CHECKPOINTING = "activation checkpointing is passes.remat.policy=none|selective|attention|full, or a budget"
 SHARDING = "parameters are sharded over mesh.dp_shard (FSDP, ZeRO-3; ZeRO-2 with passes.remat.regather=false)"
 ATTENTION = "kernels are chosen automatically: SDPA and FlexAttention calls of the model are taken as they are"
 DATA = "text and conversations are data=text data.files=[...], a dataset of the hub data=hf_dataset data.path=NAME"
 MODEL = "model=hf model.path=FOLDER takes what transformers saved, model.path=ORGANIZATION/NAME a model of the hub"
 LORA = "LoRA goes with model=hf: model.lora.rank, alpha, dropout and targets, or recipe=lora"
-STOPPING = "there is no early stopping; checkpoint.keep_best keeps those of the lowest held-out loss"
+STOPPING = "early stopping is eval.patience=3: evaluations without a lower loss; checkpoint.keep_best keeps the best"
 EVALUATION = "held-out loss is every eval.interval steps over eval.batches batches"
 VALIDATION = "data.eval_fraction of the text is held out; compiler-trainer eval RUN data=text takes other text"
 NO_PP = "there is no pipeline parallelism; mesh.tp, mesh.cp and mesh.dp_shard divide a model"
@@ -79,7 +81,7 @@ ANSWERS = {
     "max_grad_norm": "gradients are clipped to a norm of optim.max_norm",
     "clip_grad": "gradients are clipped to a norm of optim.max_norm",
     "gradient_clip_val": "gradients are clipped to a norm of optim.max_norm",
-    "optimizer": "the optimizer is optim=adamw|adamw8bit|adamwfp8|muon|sgd",
+    "optimizer": "the optimizer is optim=adamw|adamw8bit|adamwfp8|muon|sgd|custom",
     "early_stopping_patience": STOPPING,
     "early_stopping": STOPPING,
     "load_best_model_at_end": "checkpoint.keep_best=1 keeps the best checkpoint beside the latest",
@@ -179,7 +181,10 @@ ANSWERS = {
     "trackio": LOGGERS,
     "profile": "run.profile=true writes a trace of three steps, for Perfetto",
     "profiler": "run.profile=true writes a trace of three steps, for Perfetto",
-    "callbacks": "there are none",
+    "callback": CALLBACKS,
+    "callbacks": CALLBACKS,
+    "ema_decay": EMA,
+    "use_ema": EMA,
     "push_to_hub": "there is none: compiler-trainer export RUN FOLDER writes what `hf upload` takes",
     "hub_model_id": MODEL,
     "seed": "the seed is train.seed; of the order of data data.seed",

@@ -1,11 +1,12 @@
-"""Numbers that options take, by what they may be."""
+"""What options take: numbers, by what they may be, and what is called."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from compiler_trainer.config.options import Must
 
+Own = dict[str, Any]  # `_target_`, the dotted name of what to call, and its arguments
 Positive = Annotated[int, Must("be at least 1", lambda n: n >= 1)]
 Interval = Annotated[int, Must("be at least 1 (null: never)", lambda n: n >= 1)]
 Count = Annotated[int, Must("be 0 or more", lambda n: n >= 0)]

@@ -20,7 +20,7 @@ from compiler_trainer.config.compose import default_job
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import SCALARS, Chosen, Must, spelled
 
-PLAIN = {"None": "null", **{kind.__name__: words for kind, words in SCALARS.items()}}
+PLAIN = {"None": "null", "Any": "anything", **{kind.__name__: words for kind, words in SCALARS.items()}}
 
 
 class Option(NamedTuple):

@@ -25,6 +25,7 @@ from compiler_trainer.config.kinds import (
     Layers,
     NonNegativeFloat,
     OpenFraction,
+    Own,
     Positive,
     PositiveFloat,
     RopeBase,
@@ -149,7 +150,6 @@ def kind_of_time(given: Any) -> Any:
 
 
 TimeLimit = Annotated[str | float | None, Chosen(kind_of_time, "seconds, or 2h30m | null")]
-Own = dict[str, Any]  # `_target_`, the dotted name of what to call, and its arguments
 
 
 def kind_of_model(given: Any) -> Any:
@@ -160,11 +160,18 @@ def kind_of_model(given: Any) -> Any:
 
 def is_call(given: Any) -> bool:
     """Whether options name what to call."""
-    return not given or isinstance(given.get("_target_"), str)
+    return isinstance(given.get("_target_"), str)
+
+
+def is_none_or_call(given: Any) -> bool:
+    """Whether options are none, or name what to call."""
+    return not given or is_call(given)
 
 
 Model = Annotated[ModelConfig | FolderConfig | Own, Chosen(kind_of_model)]
-Loss = Annotated[Own, Must("have a _target_, the dotted name of a function of (model, batch)", is_call)]
+Loss = Annotated[Own, Must("have a _target_, the dotted name of a function of (model, batch)", is_none_or_call)]
+Called = Annotated[Own, Must("have a _target_, the dotted name of what to call", is_call)]
+Target = Annotated[str, Must("be the dotted name of what to call", bool)]
 
 
 @dataclass(frozen=True)
@@ -173,10 +180,11 @@ class SourceConfig:
     on a disk or in a store, as s3://bucket/folder.
 
     A `.txt` is one document, or several between `document_separator`s; a record has its text, or the ids of its tokens,
-    in `text_column`. A `.bin`, with Megatron's `.idx` or alone, and a `.npy` hold ids.
+    in `text_column`. A `.bin`, with Megatron's `.idx` or alone, and a `.npy` hold ids. With `custom`, rows are those of
+    the dataset that `_target_` makes of its `arguments` (docs/guides/your-loop.md).
     """
 
-    name: Literal["stdlib", "text", "synthetic", "hf_dataset", "tokens", "mixture"] = "text"
+    name: Literal["stdlib", "text", "synthetic", "hf_dataset", "tokens", "mixture", "custom"] = "text"
     files: tuple[str, ...] = ()
     tokens: str | None = None  # of name=tokens: a folder that `compiler-trainer tokenize` wrote
     document_separator: Text | None = None
@@ -185,6 +193,8 @@ class SourceConfig:
     configuration: str | None = None  # of a dataset that has several
     split: str = "train"  # of a dataset
     documents: Positive = 2000  # of the synthetic corpus
+    _target_: Target | None = None  # of custom: a dataset of one's own, whose items are rows
+    arguments: dict[str, Any] = field(default_factory=dict)  # what it is called with
 
 
 @dataclass(frozen=True)
@@ -204,7 +214,7 @@ class DataConfig(SourceConfig):
     tokenizer's chat template writes them, and the loss counts what the assistant says.
     """
 
-    name: Literal["stdlib", "text", "synthetic", "hf_dataset", "tokens", "mixture"] = "stdlib"
+    name: Literal["stdlib", "text", "synthetic", "hf_dataset", "tokens", "mixture", "custom"] = "stdlib"
     sources: tuple[WeightedSource, ...] = ()
     validation: tuple[WeightedSource, ...] = ()  # what to evaluate on; nothing else is held out then
     tokenizer: str = "bytes"
@@ -290,6 +300,8 @@ class TrainConfig:
     dtype: Dtype = "float32"  # of the master weights; mixed precision: passes.cast.param_dtype
     nonfinite: Literal["stop", "skip", "rollback"] = "stop"  # at a NaN: end, omit the update, or go back and past it
     replica_check: ReplicaCheckConfig = field(default_factory=ReplicaCheckConfig)
+    ema: OpenFraction | None = None  # keep averages of weights, of which a step leaves so much; null: none
+    callbacks: tuple[Called, ...] = ()  # told of steps, evaluations, checkpoints and the end (docs/guides/your-loop.md)
 
 
 @dataclass(frozen=True)
@@ -305,9 +317,12 @@ class GroupConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """The update; what is left unset here is plain: no decay, no momentum, no clip (`max_norm` null)."""
+    """The update; what is left unset here is plain: no decay, no momentum, no clip (`max_norm` null).
 
-    name: Literal["adamw", "adamw8bit", "adamwfp8", "muon", "sgd"] = "adamw"  # 8bit, fp8: moments in torchao's formats
+    With `custom`, `_target_` makes the optimizer of its `arguments` (docs/guides/your-loop.md).
+    """
+
+    name: Literal["adamw", "adamw8bit", "adamwfp8", "muon", "sgd", "custom"] = "adamw"  # 8bit, fp8: formats of torchao
     lr: NonNegativeFloat = 1e-3  # the learning rate at its highest
     betas: tuple[OpenFraction, OpenFraction] = (0.9, 0.999)  # adamw's
     eps: Epsilon = 1e-8  # adamw's
@@ -318,21 +333,26 @@ class OptimConfig:
     block: Positive = 256  # entries that share a scale, where moments are in eight bits
     stochastic_rounding: bool = False  # of updated bf16 parameters
     groups: dict[str, GroupConfig] = field(default_factory=dict)  # by a name of one's own; the first that fits counts
+    _target_: Target | None = None  # of custom: a class with `moments`, `scalars` and `update`
+    arguments: dict[str, Any] = field(default_factory=dict)  # what it is called with
 
 
 @dataclass(frozen=True)
 class LrScheduleConfig:
     """Linear warm-up to `optim.lr`, then down to `min_ratio * optim.lr` in the last `decay_steps` of `train.steps`.
 
-    Fractions are of `train.steps`, so that a run that is resumed for more or fewer steps keeps its shape.
+    Fractions are of `train.steps`, so that a run that is resumed for more or fewer steps keeps its shape. With
+    `custom`, the rate is `optim.lr` times what the function `_target_` gives.
     """
 
-    name: Literal["constant", "cosine", "linear", "wsd"] = "constant"  # wsd: warm-up, stable, decay, as 1 - sqrt
+    name: Literal["constant", "cosine", "linear", "wsd", "custom"] = "constant"  # wsd: warm-up, stable, decay
     warmup_steps: Count | None = None  # null: warmup_fraction of train.steps
     min_ratio: Fraction = 0.0  # of optim.lr, where the decay ends, one step after the last
     decay_steps: Count | None = None  # null: decay_fraction of train.steps
     warmup_fraction: Fraction = 0.0
     decay_fraction: Fraction | None = None  # null: all after the warm-up
+    _target_: Target | None = None  # of custom: a function of (step, steps), steps counted from 1
+    arguments: dict[str, Any] = field(default_factory=dict)  # what it is given beside, by name
 
     def warmup(self, steps: int) -> int:
         """Steps of warm-up in a run of so many."""
@@ -526,6 +546,8 @@ class PassesConfig:
     accumulate: AccumulateConfig = field(default_factory=AccumulateConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     segment: SegmentConfig = field(default_factory=SegmentConfig)
+    extra: tuple[Called, ...] = ()  # passes of one's own, each put where its stage is (docs/guides/write-a-pass.md)
+    rules: tuple[str, ...] = ()  # modules to import, which add rules for operators (docs/guides/add-a-rule.md)
     fold_layers: bool = True
     verify: Literal["none", "spec", "numeric"] = "spec"
 
@@ -589,6 +611,7 @@ class RunConfig:
     dir: str = field(default_factory=lambda: datetime.now().strftime("runs/%Y-%m-%d_%H-%M-%S"))
     dump_graphs: bool = True
     profile: bool = False
+    loggers: tuple[Called, ...] = ()  # beside metrics.jsonl and TensorBoard (docs/guides/your-loop.md)
     time_limit: TimeLimit = None  # seconds, or as `2h30m`
     pace_interval: Interval | None = 100  # every so many steps ranks compare how long they compute and wait
     timeout_s: PositiveFloat = 600.0  # a rank that does not move for so long while training ends the job

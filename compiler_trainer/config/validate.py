@@ -149,6 +149,11 @@ CHECKS: Checks = (
         "goes with data=hf_dataset, which needs one; see what data.name, data.path and data.sources are",
     ),
     (
+        "data._target_",
+        lambda c: all((s._target_ is not None) == (s.name == "custom") for s in c.data.listed),
+        "goes with data=custom, which needs one; so does that of a source",
+    ),
+    (
         "data.tokens",
         lambda c: all((s.tokens is not None) == (s.name == "tokens") for s in c.data.listed),
         "{c.data.tokens} with data={c.data.name}; they go with data=tokens, which needs some; so do those of a source",
@@ -189,6 +194,16 @@ CHECKS: Checks = (
         "optim.momentum",
         lambda c: c.optim.name in ("sgd", "muon") or c.optim.momentum == 0,
         "{c.optim.momentum} means nothing to {c.optim.name}; use optim=sgd, optim=muon or leave it 0",
+    ),
+    (
+        "optim._target_",
+        lambda c: (c.optim._target_ is not None) == (c.optim.name == "custom"),
+        "{c.optim._target_} with optim={c.optim.name}; it goes with optim=custom, which needs one",
+    ),
+    (
+        "lr_schedule._target_",
+        lambda c: (c.lr_schedule._target_ is not None) == (c.lr_schedule.name == "custom"),
+        "{c.lr_schedule._target_} with lr_schedule={c.lr_schedule.name}; it goes with custom, which needs one",
     ),
     (
         "optim.groups",

@@ -7,15 +7,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 from rich.filesize import decimal
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import DataConfig, SourceConfig
+from compiler_trainer.config.targets import name_of as target_of
 from compiler_trainer.data import ahead
 from compiler_trainer.data.corpus import Ids, mapped
 from compiler_trainer.data.laid import Wanted, laid
 from compiler_trainer.data.loader import Loader
 from compiler_trainer.data.mixture import Joined, Mixture
+from compiler_trainer.data.own import OwnRows, dataset_of, halves
 from compiler_trainer.data.packing import PackedRows, Rows
 from compiler_trainer.data.sources import source_of
 from compiler_trainer.data.stored import Tokens, stored
@@ -28,19 +31,24 @@ FAR_LARGER = 4  # times the tokens that there are: a vocabulary that was made fo
 
 @dataclass(frozen=True)
 class Part:
-    """One source: its tokens on disk, and rows to train on and held out, None where there are none.
+    """One source: its tokens on disk, if it is of these, and rows to train on and held out, None where there are none.
 
     With `is_cut`, these are the end of its longest document.
     """
 
     name: str
-    tokens: Tokens
+    tokens: Tokens | None
     train: Rows | None
     held_out: Rows | None
     is_cut: bool
+    vocab_size: int | None = None  # of a dataset of one's own that says so
 
     def describe(self, tokenizer: str) -> Iterator[str]:
         """Documents, tokens and rows, where they are, and what was left out."""
+        if self.tokens is None:
+            halves = ((self.train, "to train on"), (self.held_out, "held out"))
+            yield f"{self.name}: {', '.join(f'{len(rows):,} rows {what}' for rows, what in halves if rows)}"
+            return
         holds = self.tokens.holds
         empty = f" ({holds.empty:,} empty)" if holds.empty else ""
         facts = [f"{holds.documents:,} documents{empty}, {holds.tokens:,} tokens ({tokenizer})"]
@@ -59,9 +67,15 @@ class Datasets:
 
     cfg: DataConfig
     parts: list[Part]
-    vocab_size: int
+    vocab_size: int | None
     train: Loader
     eval: Loader | None
+
+    @property
+    def below(self) -> dict[str, int]:
+        """What numbers of a batch stay below, where that is known."""
+        bounds = {"tokens": self.vocab_size, "positions": self.train.rows.seq_len}
+        return {name: bound for name, bound in bounds.items() if bound is not None}
 
     def describe(self, left: int) -> str:
         """Lines about each source, and how often a run with so many rows left sees it."""
@@ -100,7 +114,7 @@ def build_datasets(cfg: DataConfig, seq_len: int, global_batch_size: int) -> Dat
     return Datasets(
         cfg,
         [*parts, *own],
-        tokenizer.vocab_size,
+        vocabulary([*parts, *own], tokenizer),
         Loader(train, global_batch_size, cfg.seed, cache),
         Loader(mixed(evaluated), global_batch_size, seed=None) if any(rows for rows, *_ in evaluated) else None,
     )
@@ -122,6 +136,8 @@ def part_of(
     cache: Cache,
 ) -> Part:
     """The rows of one of the sources, of which a share is held out."""
+    if source._target_ is not None:
+        return own_part(source, number, eval_fraction, seq_len, cfg.seed)
     tokens, name, before, found = tokens_of(cfg, source, tokenizer, cache), name_of(source), 0, []
     for at, volume in enumerate(tokens.volumes):
         corpus = mapped(volume, tokenizer, cfg.chat)
@@ -130,6 +146,21 @@ def part_of(
         before += len(corpus)
     train, held_out = ([half for half in halves if half is not None] for halves in zip(*(each[:2] for each in found)))
     return Part(name, tokens, joined(train, name), joined(held_out, name), any(each.is_cut for each in found))
+
+
+def own_part(source: SourceConfig, number: int, eval_fraction: float, seq_len: int, seed: int) -> Part:
+    """The rows of a dataset of one's own."""
+    dataset, name = dataset_of(source), name_of(source)
+    numbers = halves(len(dataset), eval_fraction, [seed, number])
+    train, held_out = (OwnRows(dataset, n, seq_len, f"data ({name})") if len(n) else None for n in numbers)
+    return Part(name, None, train, held_out, False, getattr(dataset, "vocab_size", None))
+
+
+def vocabulary(parts: Iterable[Part], tokenizer: Tokenizer) -> int | None:
+    """How many ids of tokens there are; None where a dataset of one's own does not say."""
+    sizes = [part.vocab_size if part.tokens is None else tokenizer.vocab_size for part in parts]
+    known = [size for size in sizes if size is not None]
+    return max(known) if len(known) == len(sizes) else None
 
 
 def tokens_of(cfg: DataConfig, source: SourceConfig, tokenizer: Tokenizer, cache: Cache) -> Tokens:
@@ -150,6 +181,8 @@ def joined(parts: list[PackedRows], name: str) -> Rows | None:
 
 def name_of(source: SourceConfig) -> str:
     """What to call a source."""
+    if source._target_ is not None:
+        return target_of({"_target_": source._target_, **source.arguments})
     if source.name == "hf_dataset":
         return f"{source.path} ({source.split})"
     return ", ".join(source.files) or source.tokens or source.name
@@ -157,15 +190,24 @@ def name_of(source: SourceConfig) -> str:
 
 def check_vocabulary(datasets: Datasets, vocab_size: int | None) -> None:
     """Raise UserError where the tokenizer has ids that the model has no embedding for, or by far too few."""
-    if vocab_size is None:
+    if vocab_size is None or datasets.vocab_size is None:
         return
-    tokens = f"data.tokenizer={datasets.cfg.tokenizer} has {datasets.vocab_size:,} tokens"
+    own = [part.name for part in datasets.parts if part.tokens is None]
+    owner = f"data._target_={own[0]}" if own else f"data.tokenizer={datasets.cfg.tokenizer}"
+    tokens = f"{owner} has {datasets.vocab_size:,} tokens"
     if datasets.vocab_size > vocab_size:
         raise UserError("model.vocab_size", f"is {vocab_size:,}, but {tokens}; it needs at least as many")
-    if datasets.cfg.tokenizer == "bytes" and vocab_size >= FAR_LARGER * datasets.vocab_size:
+    if not own and datasets.cfg.tokenizer == "bytes" and vocab_size >= FAR_LARGER * datasets.vocab_size:
         fix = f"set data.tokenizer=FOLDER/tokenizer.json, or model.vocab_size={datasets.vocab_size} to train on bytes"
         what = f"is bytes, {datasets.vocab_size} tokens, for a vocabulary of {vocab_size:,}"
         raise UserError("data.tokenizer", f"{what}; {fix}")
+
+
+def check_labels(datasets: Datasets) -> None:
+    """Raise UserError where rows to evaluate have no labels, by which batches weigh."""
+    if datasets.eval is not None and "labels" not in datasets.eval.rows.batch(np.array([0])):
+        what = f"rows of {', '.join(datasets.eval.rows.names)} have no entry `labels`, by which batches weigh"
+        raise UserError("eval.interval", f"{what}; set it to null")
 
 
 def crossing(rows: Rows, packing: str) -> str:

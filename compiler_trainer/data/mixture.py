@@ -36,13 +36,13 @@ class Joined(Rows):
         return found
 
     def batch(self, rows: Ids, read: Chosen = EVERY) -> dict[str, Ids]:
-        """`tokens`, `labels`, `positions` and `documents` of rows of any parts."""
+        """The entries of rows of any parts, which have the same ones."""
         is_read = np.zeros(len(rows), bool)
         is_read[read] = True
         found: dict[str, Ids] = {}
         for part, mine, numbers in self._by_part(rows):
             for name, array in part.batch(numbers, is_read[mine]).items():
-                found.setdefault(name, np.empty((len(rows), self.seq_len), np.int64))[mine] = array
+                found.setdefault(name, np.empty((len(rows), *array.shape[1:]), array.dtype))[mine] = array
         return found
 
     def _by_part(self, rows: Ids) -> Iterator[tuple[Rows, NDArray[np.bool_], Ids]]:

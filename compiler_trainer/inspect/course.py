@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from compiler_trainer.config.compose import default_job
+from compiler_trainer.config.targets import name_of
 from compiler_trainer.inspect.balance import spans_of
 from compiler_trainer.inspect.dumps import Run
 
@@ -62,7 +63,7 @@ def curve(records: Sequence[Mapping[str, float]], name: str) -> list[tuple[int, 
 def facts(run: Run) -> dict[str, str]:
     """What one wants to know of a run at once."""
     model, train = run.config.get("model", {}), run.config.get("train", {})
-    found = {"model": str(model.get("name", model.get("_target_", "one of its own")))}
+    found = {"model": name_of(model) if "_target_" in model else str(model.get("name", "one of its own"))}
     if run.trained:
         stage = run.trained[-1]
         shapes = [n.shape for n in stage.nodes if n.op == "parameter"]

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
-from hydra.errors import InstantiationException
-from hydra.utils import get_method, instantiate
 from torch import Tensor, nn
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import Own
+from compiler_trainer.config.kinds import Own
+from compiler_trainer.config.targets import called, function, is_given, name_of
 from compiler_trainer.models.loss import LossFn
 from compiler_trainer.models.skeleton import skeleton
 
 
 def build_module(given: Own) -> nn.Module:
-    """The module that `_target_` makes; raises UserError naming what cannot be found or called so."""
+    """The module that `_target_` makes, a copy where it was handed over; raises UserError where it is none."""
     module = called(given, "model")
     if not isinstance(module, nn.Module):
-        raise UserError("model._target_", f"{given['_target_']} makes a {type(module).__name__}, no nn.Module")
-    return module
+        raise UserError("model._target_", f"{name_of(given)} makes a {type(module).__name__}, no nn.Module")
+    return copy.deepcopy(module) if is_given(given) else module
 
 
 def build(given: Own, dtype: torch.dtype | None) -> nn.Module:
@@ -33,7 +32,8 @@ def build(given: Own, dtype: torch.dtype | None) -> nn.Module:
 def initial(given: Own, seed: int) -> Iterator[tuple[str, Tensor]]:
     """Every parameter and buffer as the module's constructor draws it, PyTorch's generator seeded with `seed`.
 
-    The whole module is built in memory, for only its constructor knows; a parameter is dropped once it is handed out.
+    One that was handed over begins as it is. The whole module is built in memory, for only its constructor knows; a
+    parameter is dropped once it is handed out.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -46,26 +46,4 @@ def initial(given: Own, seed: int) -> Iterator[tuple[str, Tensor]]:
 
 def loss_of(given: Own) -> LossFn:
     """The function of (model, batch) that `_target_` names, other arguments given to it by name."""
-    name, arguments = given["_target_"], {key: value for key, value in given.items() if key != "_target_"}
-    try:
-        found: Callable[..., Any] = get_method(name)
-    except (ImportError, ValueError) as error:
-        raise UserError("loss._target_", said(error)) from error
-    return partial(found, **arguments) if arguments else found
-
-
-def called(given: Own, group: str) -> Any:
-    """What hydra makes of a group of options with a `_target_`; raises UserError with what went wrong."""
-    try:
-        return instantiate(given, _convert_="all")
-    except InstantiationException as error:
-        raise UserError(f"{group}._target_", said(error)) from error
-
-
-def said(error: Exception) -> str:
-    """What went wrong at first, on a single line, without hydra's advice; a module not found has to be looked for."""
-    cause: BaseException = error
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
-    hint = "; put the folder of its file on PYTHONPATH" if isinstance(cause, ModuleNotFoundError) else ""
-    return f"{type(cause).__name__}: {' '.join(str(cause).split())}{hint}"
+    return function(given, "loss")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config, FolderConfig, ModelConfig, Own
+from compiler_trainer.config.targets import name_of
 from compiler_trainer.models import flops, folder, llama, own
 from compiler_trainer.models.init import initial_parameters
 from compiler_trainer.models.loss import LossFn, logits_of, loss_fn, loss_of_logits, outputs
@@ -45,7 +46,7 @@ class Subject:
 
 def named(model: Any) -> str:
     """What to call a model by its options."""
-    return model["_target_"] if isinstance(model, Mapping) else getattr(model, "path", model.name)
+    return name_of(model) if isinstance(model, Mapping) else getattr(model, "path", model.name)
 
 
 def subject(cfg: Config) -> Subject:
@@ -97,7 +98,7 @@ def of_ones_own(given: Own, dtype: torch.dtype, seed: int) -> Subject:
     """A module of one's own."""
     module = own.build(given, dtype)
     return Subject(
-        name=given["_target_"],
+        name=name_of(given),
         module=module,
         loss=loss_of_logits,
         logits=plain_logits,

@@ -29,6 +29,8 @@ def check(cfg: Config) -> Outcome:
     """Whether the job's step is that of eager PyTorch on one device; raises UserError where that cannot be asked."""
     if cfg.optim.name in EIGHT_BITS:
         raise UserError("optim", f"{cfg.optim.name} rounds moments, which eager PyTorch does not; use optim=adamw")
+    if cfg.optim.name == "custom":
+        raise UserError("optim", f"{cfg.optim._target_} is not one that eager PyTorch has; use optim=adamw")
     subject = subject_of(cfg)
     mesh = {axis: size for axis, size in vars(cfg.mesh).items() if size > 1}
     settings = Settings(mesh, cfg.optim, cfg.passes, cfg.train.microbatches, (cfg.optim.lr,) * STEPS)

@@ -14,7 +14,8 @@ from functools import cached_property
 
 import torch
 
-from compiler_trainer.config.schema import Config, MeshConfig
+from compiler_trainer.config.schema import Config, MeshConfig, OptimConfig
+from compiler_trainer.pipeline import build_optimizer
 from compiler_trainer.planning.sizes import Sizes
 from compiler_trainer.training.speed import computes_in
 from passes.cost.accounting import SENT
@@ -28,6 +29,13 @@ LOGITS_ALIVE, LOGITS_LATER = 5.4, 2.4  # copies of a chunk of logits that are al
 TP_EXPOSED, ULYSSES_EXPOSED = 0.65, 0.5  # of what these send, the share that nothing hides
 MATRICES = 7.0  # of a layer: its products, and most buckets that it travels in
 ATTENTION_BACKWARD = 2.5  # FLOPs of the forward
+
+
+def moments_of(optim: OptimConfig) -> float:
+    """How many moments an optimizer keeps an entry, or the bytes of one in eight bits as a share."""
+    if optim.name == "custom":
+        return len(build_optimizer(optim, None).moments)
+    return MOMENTS.get(optim.name, float(optim.momentum > 0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,7 +245,7 @@ class Rank:
     def state(self) -> Mapping[str, float]:
         """What is stored from step to step."""
         optim = self.cfg.optim
-        moments = MOMENTS.get(optim.name, float(optim.momentum > 0)) * MASTER[optim.state or self.cfg.train.dtype]
+        moments = moments_of(optim) * MASTER[optim.state or self.cfg.train.dtype]
         return {"parameters": self.master * self.local, "optimizer": moments * self.local}
 
     @cached_property

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from compiler_trainer import checkpoint
 from compiler_trainer.config.schema import Config
 from compiler_trainer.config.validate import validate
-from compiler_trainer.data.datasets import check_vocabulary
+from compiler_trainer.data.datasets import check_labels, check_vocabulary
 from compiler_trainer.data.loader import Batch, Loader
 from compiler_trainer.models.subject import subject
 from compiler_trainer.runs.saved import from_newest
@@ -36,6 +36,7 @@ def evaluate(cfg: Config, other: bool) -> str:
         cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, eval_fraction=0.0, validation=()))
     datasets, trained = read_data(cfg), subject(cfg)
     check_vocabulary(datasets, trained.vocab_size)
+    check_labels(datasets)
     loader = datasets.eval or datasets.train
     with Working(sys.stderr) if rank() == 0 else nullcontext(lambda what: None) as tell:
         step = compile_step(
@@ -48,7 +49,7 @@ def evaluate(cfg: Config, other: bool) -> str:
             microbatches=cfg.train.microbatches,
             initial=trained.initial(),
             device=local_device(),
-            below={"tokens": datasets.vocab_size, "positions": cfg.train.seq_len},
+            below=datasets.below,
             train=False,
             shelf=Shelf(),
             tell=tell,

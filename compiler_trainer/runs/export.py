@@ -42,25 +42,26 @@ NAMES = {
 }  # of our parts in transformers' Llama and Qwen3
 
 
-def export_to_store(cfg: Config, url: str, dtype: torch.dtype | None, merge: bool) -> str:
+def export_to_store(cfg: Config, url: str, dtype: torch.dtype | None, merge: bool, averaged: bool = False) -> str:
     """Write it as a folder of a store, what says what it is last: without that nothing loads a part of it."""
     place = Place(url)
     if place.files():
         raise UserError(url, "is there already; name a folder that is not")
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch, "export")
-        said = export(cfg, out, dtype, merge)
+        said = export(cfg, out, dtype, merge, averaged)
         files = sorted(out.iterdir(), key=lambda file: (file.name in LAST, file.name))
         for file in files:
             place.put(file, file.name)
         return f"{len(files)} files; once they are on a disk, {said.replace(str(out), 'FOLDER')}"
 
 
-def export(cfg: Config, out: Path, dtype: torch.dtype | None, merge: bool) -> str:
+def export(cfg: Config, out: Path, dtype: torch.dtype | None, merge: bool, averaged: bool = False) -> str:
     """Write the newest checkpoint of a run as a folder; what it is and how it is loaded, in a sentence.
 
     `dtype` is that of its floating numbers (None: `train.dtype`). Of a model with LoRA the terms alone are written, or,
-    with `merge`, the model with them added to its weights. Raises UserError where a model has no such form.
+    with `merge`, the model with them added to its weights. `averaged` weights are those of `train.ema`. Raises
+    UserError where a model has no such form.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(str(out), "is there already; name a folder that is not, or an empty one")
@@ -68,7 +69,7 @@ def export(cfg: Config, out: Path, dtype: torch.dtype | None, merge: bool) -> st
         check_decoder(cfg.model)
     if merge and not (isinstance(cfg.model, FolderConfig) and cfg.model.lora):
         raise UserError("--merge", "is for a model with model.lora, and this one has nothing to merge")
-    _, module = trained_model(cfg)
+    _, module = trained_model(cfg, averaged)
     if isinstance(cfg.model, FolderConfig):
         write_folder(cfg, module, out, dtype, merge)
         if cfg.model.lora and not merge:

@@ -107,10 +107,13 @@ def going_on(cfg: Config, resume: str) -> Config:
     return dataclasses.replace(cfg, checkpoint=dataclasses.replace(cfg.checkpoint, resume=resume))
 
 
-def trained_model(cfg: Config) -> tuple[Subject, nn.Module]:
-    """What was trained, and the module itself with the values of its newest checkpoint, in eval mode, on the CPU."""
+def trained_model(cfg: Config, averaged: bool = False) -> tuple[Subject, nn.Module]:
+    """What was trained, and the module itself with the values of its newest checkpoint, in eval mode, on the CPU.
+
+    With `averaged` these are the averages of weights. Raises UserError where there are none.
+    """
     found = subject(cfg)
-    values = from_newest(cfg, checkpoint.read_model)
+    values = from_newest(cfg, checkpoint.read_averaged if averaged else checkpoint.read_model)
     assert values is not None
     if any(name not in values for name, _ in found.module.named_parameters()):  # frozen ones, kept elsewhere
         values = {name: value[()] for name, value in found.initial() if name not in values} | values

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from compiler_trainer.config.schema import OptimConfig, PassesConfig
-from compiler_trainer.step.sources import Sources, Unkeyed, is_installed, is_ours, is_torch, ours, top
+from compiler_trainer.config.targets import called, import_rules
+from compiler_trainer.step.sources import OURS, Sources, Unkeyed, is_installed, is_ours, is_torch, ours, top
 from passes.program.mesh import Mesh
 from passes.program.saved import bytes_of
 from passes.program.torch_private import OpOverload, OpOverloadPacket
@@ -34,6 +35,13 @@ SEQUENCES = (list, tuple, torch.Size)
 MAPPINGS = (dict, OrderedDict, defaultdict, types.MappingProxyType)
 TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 LARGEST_GLOBAL = 1000  # entries
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What `add_rule` was given for an operator."""
+
+    given: Any
 
 
 OF_PROCESS = "_original_object_hash"  # of transformers' GenerationConfig: hashes of texts differ by process
@@ -82,6 +90,10 @@ class Text:
             return f"{self.of(value.__self__)}.{self.of(value.__func__)}"
         if isinstance(value, types.FunctionType | types.BuiltinFunctionType):
             return self.of_function(value)
+        if isinstance(value, types.ModuleType):
+            return self.of_module(value)
+        if isinstance(value, Rule):
+            return self.of_rule(value)
         return self.of_object(value)
 
     def of_mapping(self, value: Mapping[Any, Any]) -> str:
@@ -100,6 +112,21 @@ class Text:
             raise Unkeyed(f"{module}.{name} is a closure, a lambda, or another function than its module has")
         self.add_code(module, function)
         return f"{module}.{name}"
+
+    def of_module(self, module: types.ModuleType) -> str:
+        """A module by its file, and what it imports."""
+        self.sources.add_module(module.__name__)
+        return module.__name__
+
+    def of_rule(self, rule: Rule) -> str:
+        """A rule that was added: its text, or its function, which may be a lambda, with the values that it holds."""
+        function = rule.given
+        if not isinstance(function, types.FunctionType):
+            return self.of(function)
+        self.add_code(function.__module__, function)
+        held = [cell.cell_contents for cell in function.__closure__ or ()]
+        defaults = (function.__defaults__, function.__kwdefaults__)
+        return f"{digest(chr(10).join(of_code(function.__code__)))} {self.of(held)} {self.of(defaults)}"
 
     def of_class(self, kind: type) -> str:
         """A class that is found under its name in its module, with its bases; raises Unkeyed for any other."""
@@ -285,4 +312,18 @@ def options_of(
     update = dataclasses.asdict(optim)
     del update["lr"]
     where = {"mesh": str(mesh), "device": device_of(device)}
-    return {"passes": dataclasses.asdict(passes), "optim": update, **where, **further}
+    return {"passes": dataclasses.asdict(passes), "optim": update, **plugged(passes, optim), **where, **further}
+
+
+def plugged(passes: PassesConfig, optim: OptimConfig) -> dict[str, Any]:
+    """What is plugged in beside options: passes, an optimizer, and rules, with the modules that add them."""
+    own = [called(each, f"passes.extra[{number}]") for number, each in enumerate(passes.extra)]
+    optimizer = called({"_target_": optim._target_, **optim.arguments}, "optim") if optim._target_ else None
+    return {"extra": own, "optimizer": optimizer, "modules": import_rules(passes.rules), "rules": added_rules()}
+
+
+def added_rules() -> dict[str, Rule]:
+    """The rules that others than our own modules added; none where nothing imported the table of rules."""
+    added: Mapping[str, Any] = getattr(sys.modules.get("passes.rules"), "ADDED", {})
+    others = {name: rule for name, rule in added.items() if top(getattr(rule, "__module__", "")) not in OURS}
+    return {name: Rule(rule) for name, rule in sorted(others.items())}

@@ -3,8 +3,29 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
-from compiler_trainer.config.schema import LrScheduleConfig
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import Config, LrScheduleConfig
+from compiler_trainer.config.targets import function
+
+
+def rates(cfg: Config) -> Callable[[int], float]:
+    """The rate of each update of a run, by its number from 1; raises UserError where one's own schedule is none."""
+    schedule, base, steps = cfg.lr_schedule, cfg.optim.lr, cfg.train.steps
+    if schedule._target_ is None:
+        return lambda step: learning_rate(schedule, base, step, steps)
+    share = function({"_target_": schedule._target_, **schedule.arguments}, "lr_schedule")
+
+    def rate(step: int) -> float:
+        """Its rate."""
+        found = share(step, steps)
+        if not isinstance(found, int | float) or not (math.isfinite(found) and found >= 0):
+            what = f"{schedule._target_}({step}, {steps}) is {found!r}"
+            raise UserError("lr_schedule._target_", f"{what}; it has to be a number, 0 or more: a factor of optim.lr")
+        return base * found
+
+    return rate
 
 
 def learning_rate(cfg: LrScheduleConfig, base_lr: float, step: int, steps: int) -> float:

@@ -7,9 +7,9 @@ import json
 import os
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.summary.writer.record_writer import RecordWriter
@@ -17,6 +17,7 @@ from torch.utils.tensorboard.summary import scalar
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.files import lines_of, put
+from compiler_trainer.config.schema import Config
 from compiler_trainer.console import say
 
 FILE = "metrics.jsonl"
@@ -64,52 +65,74 @@ class Appended:
             say(f"{self.path} lacks its last {len(self.kept):,} bytes: {self.failure}")
 
 
-class Metrics:
-    """Appends to the metrics in a run folder, after those of the first `after` steps; later ones are dropped.
+class Steps(ABC):
+    """Appends to a file in a run folder, after its first steps; later ones are dropped.
 
     A resumed run repeats the steps since its checkpoint, and so does one that was rolled back: a step is in once.
     """
 
-    def __init__(self, folder: Path, after: int = 0):
-        self.folder, self.lines = folder, Appended(folder / FILE)
-        self.begin(after)
-        self.lines.add(b"")  # it is there from the start
+    file: Appended
 
-    def begin(self, after: int) -> None:
-        """Open both for the steps after that one."""
-        self.last = after
-        drop_later(self.folder / FILE, after)
-        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-        self.events = Appended(self.folder / name)
-        self.events.add(encoded(Event(step=after + 1, file_version="brain.Event:2"), start_at(after + 1)))
+    def start(self, cfg: Config, done: int) -> None:
+        """Open the file for the steps after `done`."""
+        self.folder, self.last = Path(cfg.run.dir), done
+        self.begin(done)
 
-    def write(self, record: Record) -> None:
+    def log(self, record: Record) -> None:
         """Add one step: `record["step"]` and its values, finite numbers."""
         step = int(record["step"])
         if step <= self.last:
             self.go_back(step - 1)
         self.last = step
-        self.lines.add(json.dumps(record, allow_nan=False).encode() + b"\n")
-        self.events.add(encoded(*scalars(record)))
+        self.file.add(self.line(record))
 
     def go_back(self, after: int) -> None:
         """Drop what is there of later steps; where the disk does not let that be, they stay, which is said."""
-        self.close()
+        self.file.close()
         try:
             self.begin(after)
         except UserError as error:
             say(f"{error}: it holds steps after {after} twice")
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         """Write what is not written yet."""
-        self.lines.close()
-        self.events.close()
+        self.file.close()
 
-    def __enter__(self) -> Metrics:
-        return self
+    @abstractmethod
+    def begin(self, after: int) -> None:
+        """Drop the steps after that one, and open the file."""
 
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.close()
+    @abstractmethod
+    def line(self, record: Record) -> bytes:
+        """What a step adds."""
+
+
+class JsonLines(Steps):
+    """`metrics.jsonl`: a JSON object a step."""
+
+    def begin(self, after: int) -> None:
+        """It is there from the start."""
+        drop_later(self.folder / FILE, after)
+        self.file = Appended(self.folder / FILE)
+        self.file.add(b"")
+
+    def line(self, record: Record) -> bytes:
+        """Raises ValueError on what is no finite number."""
+        return json.dumps(record, allow_nan=False).encode() + b"\n"
+
+
+class TensorBoard(Steps):
+    """The same for TensorBoard."""
+
+    def begin(self, after: int) -> None:
+        """A file a start, of which the first event drops what others have of later steps."""
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self.file = Appended(self.folder / name)
+        self.file.add(encoded(Event(step=after + 1, file_version="brain.Event:2"), start_at(after + 1)))
+
+    def line(self, record: Record) -> bytes:
+        """An event a value."""
+        return encoded(*scalars(record))
 
 
 def encoded(*events: Event) -> bytes:

@@ -18,6 +18,7 @@ from compiler_trainer.config.schema import Config
 from compiler_trainer.models.subject import Subject
 from compiler_trainer.step.ranks import from_rank_0, rank
 from compiler_trainer.step.step import Step
+from compiler_trainer.training import averages
 from compiler_trainer.training.metrics import Record
 from compiler_trainer.training.prepare import Start
 from compiler_trainer.training.progress import announce
@@ -75,7 +76,7 @@ class Rollback:
         for path in self.earlier(before):
             try:
                 stored = checkpoint.on_all_ranks(partial(checkpoint.opened, path))
-                checkpoint.load(self.step, stored, self.trained.frozen)
+                averages.load(self.step, stored, self.trained.frozen)
             except Damaged as damage:
                 announce(f"{path} is damaged and passed over: {damage}")
                 continue

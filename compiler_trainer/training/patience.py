@@ -5,29 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from compiler_trainer.config.schema import Config
 from compiler_trainer.step.ranks import from_rank_0
+from compiler_trainer.training.callbacks import Callback, Run
 from compiler_trainer.training.metrics import FILE, Record, read
 
 
-class Patience:
-    """Counts evaluations since the lowest held-out loss; a run that goes on after step `done` counts on."""
+class Patience(Callback):
+    """Counts evaluations since the lowest held-out loss, at `most` so many; a run that goes on counts on."""
 
-    def __init__(self, cfg: Config, done: int):
-        self.most, self.losses = cfg.eval.patience, dict[int, float]()
-        if self.most is not None and done:
-            self.losses = from_rank_0(lambda: evaluated(Path(cfg.run.dir) / FILE, done))
+    def __init__(self, most: int):
+        self.most, self.losses = most, dict[int, float]()
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the run is to end."""
-        return self.most is not None and since_lowest(list(self.losses.values())) >= self.most
+    def on_start(self, run: Run) -> None:
+        """Read what was evaluated before."""
+        if run.done:
+            self.losses = from_rank_0(lambda: evaluated(run.folder / FILE, run.done))
 
-    def add(self, record: Record) -> None:
-        """Take in the record of a step; a step that is taken again takes the place of those that were lost."""
+    def on_step(self, run: Run, record: Record) -> None:
+        """Take in what was evaluated; a step that is taken again takes the place of those that were lost."""
         if "eval_loss" in record:
             before = {step: loss for step, loss in self.losses.items() if step < record["step"]}
             self.losses = {**before, int(record["step"]): record["eval_loss"]}
+        if since_lowest(list(self.losses.values())) >= self.most:
+            run.stop(f"its held-out loss has not fallen for eval.patience={self.most} evaluations")
 
 
 def since_lowest(losses: Sequence[float]) -> int:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 
 import torch
 from torch import Tensor
 
 from compiler_trainer.config.device import CPU, here
-from compiler_trainer.config.schema import Config, DataConfig, FolderConfig
+from compiler_trainer.config.schema import Config, DataConfig, FolderConfig, OptimConfig
+from compiler_trainer.config.targets import name_of as target_of
+from compiler_trainer.data.datasets import name_of
 from compiler_trainer.models import IGNORED_LABEL
 from compiler_trainer.models.folder import config_of
 from compiler_trainer.models.place import folder_of
@@ -25,18 +27,30 @@ SCHEDULES = {"constant": "constant", "cosine": "cosine decay", "linear": "linear
 
 def named(data: DataConfig) -> str:
     """What is read."""
-    return ", ".join(", ".join(source.files) or source.path or source.tokens or source.name for source in data.read)
+    return ", ".join(map(name_of, data.read))
 
 
 # ---- what a run will do -------------------------------------------------------------------------------
 
 
-def described(cfg: Config, trained: Subject, labels: Tensor) -> Iterator[str]:
-    """Lines on model, precision, update, and what a step takes; `labels` are those of a batch."""
+def described(cfg: Config, trained: Subject, batch: Mapping[str, Tensor]) -> Iterator[str]:
+    """Lines on model, precision, update, and what a step takes, as a batch shows."""
     yield f"model: {trained.name}, {parameters(trained)}; {precision(cfg)}"
     yield f"update: {update(cfg)}; {cfg.train.steps:,} steps"
-    counted = float((labels != IGNORED_LABEL).float().mean())
-    yield f"a step: {rows(cfg)}; {counted:.1%} of the tokens of the first batch are labels; on {devices(cfg)}"
+    yield f"a step: {rows(cfg) if 'tokens' in batch else entries(batch)}; {counted(batch)}on {devices(cfg)}"
+
+
+def counted(batch: Mapping[str, Tensor]) -> str:
+    """How many labels count, if there are tokens with labels."""
+    if not {"tokens", "labels"} <= batch.keys():
+        return ""
+    share = float((batch["labels"] != IGNORED_LABEL).float().mean())
+    return f"{share:.1%} of the tokens of the first batch are labels; "
+
+
+def entries(batch: Mapping[str, Tensor]) -> str:
+    """The entries of a batch that has no tokens."""
+    return ", ".join(f"{name} {list(value.shape)}" for name, value in batch.items())
 
 
 def parameters(trained: Subject) -> str:
@@ -58,10 +72,18 @@ def precision(cfg: Config) -> str:
 def update(cfg: Config) -> str:
     """Optimizer, learning rate and its schedule."""
     schedule = cfg.lr_schedule
+    if schedule._target_ is not None:
+        own = {"_target_": schedule._target_, **schedule.arguments}
+        return f"{optimizer(cfg.optim)}, learning rate {cfg.optim.lr:.3g} times {target_of(own)}"
     steps = schedule.warmup(cfg.train.steps)
     warmup = f"{steps:,} step{'s' * (steps > 1)} of warm-up, " if steps else ""
     lowest = "" if schedule.name == "constant" else f" to {schedule.min_ratio * cfg.optim.lr:.3g}"
-    return f"{cfg.optim.name}, learning rate {cfg.optim.lr:.3g}, {warmup}{SCHEDULES[schedule.name]}{lowest}"
+    return f"{optimizer(cfg.optim)}, learning rate {cfg.optim.lr:.3g}, {warmup}{SCHEDULES[schedule.name]}{lowest}"
+
+
+def optimizer(optim: OptimConfig) -> str:
+    """What to call the optimizer."""
+    return target_of({"_target_": optim._target_, **optim.arguments}) if optim._target_ else optim.name
 
 
 def rows(cfg: Config) -> str:

@@ -30,10 +30,14 @@ class Save:
         if self.saver is not None:
             self.saver.save(state_after(record, loader, self.cfg))
 
-    def wait(self) -> None:
-        """Wait until the last one is written, or has failed."""
-        if self.saver is not None:
-            self.saver.wait()
+    def wait(self) -> bool:
+        """Wait until the last one is written, or has failed; whether it is whole, the same on all ranks."""
+        return self.saver is not None and not self.saver.wait()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether the last one is still being written."""
+        return self.saver is not None and self.saver.pending is not None and not self.saver.pending.done()
 
 
 @contextmanager

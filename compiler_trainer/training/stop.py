@@ -22,6 +22,7 @@ EXIT_CODE = 3
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 REPEATED_S = 5.0  # a scheduler signals all processes of a job, and torchrun passes its own signal on to its ranks
 TIME = 1  # less than any signal's number among those above; of several reasons the highest number counts
+WISH = 100  # more than any: a run that a callback ends is done
 
 
 class Stop:
@@ -34,16 +35,30 @@ class Stop:
     def __init__(self, began: float, limit_s: float | None):
         self.end = began + limit_s if limit_s is not None else float("inf")
         self.asked = self.reason = 0
+        self.why = ""  # a callback asked
         self.group = host_group()
         self.before: dict[signal.Signals, Any] = {}
 
     def now(self) -> bool:
         """Whether this step is the last: the same on all ranks, each of which asks after each step."""
-        flag = torch.tensor(max(self.asked, TIME if time.monotonic() >= self.end else 0))
+        self.reason = self.most(max(self.asked, WISH * bool(self.why), TIME * (time.monotonic() >= self.end)))
+        return self.reason > 0
+
+    def most(self, number: int) -> int:
+        """The highest number of any rank; each gives one."""
+        flag = torch.tensor(number)
         if self.group is not None:
             dist.all_reduce(flag, dist.ReduceOp.MAX, self.group)
-        self.reason = int(flag)
-        return self.reason > 0
+        return int(flag)
+
+    def ask(self, why: str) -> None:
+        """Let this step be the last, for what a callback says."""
+        self.why = self.why or why or "a callback asked for it"
+
+    @property
+    def is_wish(self) -> bool:
+        """Whether a callback of any rank ends the run."""
+        return self.reason == WISH
 
     def __str__(self) -> str:
         return "run.time_limit" if self.reason == TIME else signal.Signals(self.reason).name

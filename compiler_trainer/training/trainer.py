@@ -12,26 +12,29 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from compiler_trainer import checkpoint, models
+from compiler_trainer import checkpoint
 from compiler_trainer.checkpoint import Damaged
+from compiler_trainer.checkpoint.listing import path_of
 from compiler_trainer.config.device import for_running
 from compiler_trainer.config.schema import Config
 from compiler_trainer.config.times import seconds
 from compiler_trainer.config.validate import validate
 from compiler_trainer.console import say
-from compiler_trainer.data.datasets import Datasets, check_vocabulary
+from compiler_trainer.data.datasets import Datasets, check_labels, check_vocabulary
 from compiler_trainer.data.loader import Loader
 from compiler_trainer.models.subject import Subject, subject
 from compiler_trainer.step.compile import compile_step
-from compiler_trainer.step.ranks import rank, start_ranks, stop_ranks
+from compiler_trainer.step.ranks import rank, start_ranks
 from compiler_trainer.step.shelf import Shelf
 from compiler_trainer.step.step import Step
-from compiler_trainer.training import folder, trace
+from compiler_trainer.training import averages, folder, trace
+from compiler_trainer.training.callbacks import Callback, Callbacks, Run, build_callbacks
 from compiler_trainer.training.evaluate import held_out, means
 from compiler_trainer.training.load import unevenness
-from compiler_trainer.training.lr_schedule import learning_rate
+from compiler_trainer.training.loggers import Logger, build_loggers, logging
+from compiler_trainer.training.lr_schedule import rates
 from compiler_trainer.training.meters import Meters
-from compiler_trainer.training.metrics import Metrics, Record
+from compiler_trainer.training.metrics import Record
 from compiler_trainer.training.nonfinite import Judge, Lost, Rollback
 from compiler_trainer.training.owner import Owners, owning
 from compiler_trainer.training.patience import Patience
@@ -48,7 +51,7 @@ from compiler_trainer.training.prepare import (
 )
 from compiler_trainer.training.progress import Progress, Working, announce, say_contents, say_next
 from compiler_trainer.training.replicas import Replicas
-from compiler_trainer.training.resume import pass_over
+from compiler_trainer.training.resume import checkpoints_of, pass_over
 from compiler_trainer.training.room import check_room
 from compiler_trainer.training.rows import own_rows
 from compiler_trainer.training.saving import saving
@@ -59,10 +62,15 @@ from compiler_trainer.training.store import send_rest
 from compiler_trainer.training.watch import Watch
 
 
-def train(cfg: Config, remark: Callable[[Config, Subject], str] = lambda cfg, trained: "") -> float:
+def train(
+    cfg: Config,
+    remark: Callable[[Config, Subject], str] = lambda cfg, trained: "",
+    callbacks: Sequence[Callback] = (),
+) -> float:
     """Train as `cfg` says, on the ranks that torchrun started; the last held-out loss, else the last loss.
 
-    What there is to `remark` on the job is said before it is compiled.
+    What there is to `remark` on the job is said before it is compiled. `callbacks` are told beside those of `cfg`. The
+    ranks stay together.
 
     Raises UserError, with nothing written, on bad input, and SystemExit where a signal or `run.time_limit` ended it.
     """
@@ -75,9 +83,15 @@ def train(cfg: Config, remark: Callable[[Config, Subject], str] = lambda cfg, tr
     announce(f"reading {named(cfg.data)}")
     datasets = read_data(cfg)
     cfg = with_steps(cfg, datasets, ranks)
+    patience = [] if cfg.eval.patience is None else [Patience(cfg.eval.patience)]
+    ema = [] if cfg.train.ema is None else [averages.Averages(cfg.train.ema)]
+    callbacks, loggers = [*ema, *build_callbacks(cfg), *patience, *callbacks], build_loggers(cfg)
+    rates(cfg)(1)
     phases.end("data")
     trained = subject(cfg)
     check_vocabulary(datasets, trained.vocab_size)
+    if cfg.eval.interval is not None:
+        check_labels(datasets)
     check_room(cfg, trained)
     cfg = same_on_all_ranks(cfg, datasets)
     with owning(cfg) as owners, Peers():
@@ -95,21 +109,22 @@ def train(cfg: Config, remark: Callable[[Config, Subject], str] = lambda cfg, tr
         with (
             Watch(cfg.run.timeout_s) as watch,
             Stop(began, None if cfg.run.time_limit is None else seconds(cfg.run.time_limit)) as stop,
-            recording(cfg, start, step.metrics) as record,
+            recording(cfg, start, step.metrics, loggers) as record,
         ):
-            patience = Patience(cfg, start.step)
-            for measured in run(cfg, trained, step, datasets, start, stop, patience):
+            told = Callbacks(Run(cfg, step, start.step, stop.ask), callbacks)
+            told.start()
+            for measured in run(cfg, trained, step, datasets, start, stop, told):
                 owners.check()
                 record(measured)
                 watch.step = int(measured["step"])
-    if patience.is_over:
-        lowest = f"its held-out loss has not fallen for eval.patience={cfg.eval.patience} evaluations"
-        announce(f"ended after step {int(measured['step']):,} of {cfg.train.steps:,}: {lowest}")
+            told.stop()
+    if stop.is_wish:
+        why = stop.why or "a callback of another rank asked for it"
+        announce(f"ended after step {int(measured['step']):,} of {cfg.train.steps:,}: {why}")
     elif measured["step"] < cfg.train.steps:
         end_early(cfg, stop, int(measured["step"]))
     if cfg.checkpoint.saves:
         say_next(cfg.run.dir, cfg.data.chat)
-    stop_ranks()  # not in a `finally`: a rank that fails must end at once, for the others wait for it
     return measured.get("eval_loss", measured.get("loss", math.nan))
 
 
@@ -119,7 +134,6 @@ def all_done(cfg: Config, start: Start) -> float:
     done = f"{cfg.run.dir} has all {cfg.train.steps:,} steps (train.steps), as of {start.stored.path}"
     announce(f"{done}; nothing to do")
     send_rest(cfg)
-    stop_ranks()
     held_out = start.stored.index.eval_loss
     return math.nan if held_out is None else held_out
 
@@ -132,7 +146,7 @@ def prepare_step(
         step = build_step(cfg, trained, datasets, None, lambda what: None)
         return step, restore(cfg, trained, step, datasets, start)
     say(datasets.describe((cfg.train.steps - start.step) * cfg.train.global_batch_size))
-    for line in described(cfg, trained, peek(datasets.train)["labels"]):
+    for line in described(cfg, trained, peek(datasets.train)):
         say(line)
     say(f"compiling ({cfg.lower.backend})")
     with folder.graphs_of(cfg) as dumps, Working() as tell:
@@ -154,7 +168,7 @@ def restore(cfg: Config, trained: Subject, step: Step, datasets: Datasets, start
     """Load the checkpoint that a run starts from; where only now damage shows, the newest whole one before it."""
     while start.stored is not None:
         try:
-            checkpoint.load(step, start.stored, trained.frozen)
+            averages.load(step, start.stored, trained.frozen)
             return start
         except Damaged as damage:
             start = find_start(cfg, datasets, pass_over(cfg, start.stored.path, damage, start.damaged))
@@ -179,11 +193,13 @@ def build_step(
         initial=trained.initial(),
         device=local_device(),
         evaluate=cfg.eval.interval is not None,
-        below={"tokens": datasets.vocab_size, "positions": cfg.train.seq_len},
+        below=datasets.below,
         observe=observe,
         shelf=Shelf(observe.folder if observe else None),
         tell=tell,
     )
+    if cfg.train.ema is not None:
+        averages.add(step, (name for name, p in trained.module.named_parameters() if p.requires_grad))
     # A loss of one's own may count more of all rows than which of their tokens have labels.
     if not cfg.loss and step.mesh.world_size > 1:
         datasets.read_only(own_rows(step, step.ranks))
@@ -191,9 +207,9 @@ def build_step(
 
 
 def run(
-    cfg: Config, trained: Subject, step: Step, datasets: Datasets, start: Start, stop: Stop, patience: Patience
+    cfg: Config, trained: Subject, step: Step, datasets: Datasets, start: Start, stop: Stop, told: Callbacks
 ) -> Iterator[Record]:
-    """Train from `start` to `train.steps`, or until it is time to stop or patience is over; what each step measured.
+    """Train from `start` to `train.steps`, or until it is time to stop; what each step measured.
 
     It is handed out before its checkpoint is taken: an interruption leaves a record too many, which resuming drops,
     never one too few.
@@ -208,28 +224,33 @@ def run(
             try:
                 for record in steps(cfg, step, datasets, start, meters):
                     yield record
-                    patience.add(record)
+                    told.step(record)
+                    if told.each and told.saved and not stop.most(save.is_writing):
+                        told.written(save.wait())
                     number = int(record["step"])
-                    ends = stop.now() or number == cfg.train.steps or patience.is_over
+                    ends = stop.now() or number == cfg.train.steps
                     is_well = "skipped" not in record  # else it might take the place of a checkpoint that is
                     saves = ends or is_well and is_due(number, cfg.checkpoint.interval, cfg.train.steps)
                     if saves or is_due(number, interval, cfg.train.steps):
                         replicas.check(number)
                     if saves:
+                        told.written(save.wait())
                         save(record, datasets.train)
+                        told.saves(path_of(checkpoints_of(cfg), number))
                     if ends:
                         return
             except Lost as lost:
-                save.wait()
+                told.written(save.wait())
                 start = rollback.past(lost)
 
 
 def steps(cfg: Config, step: Step, datasets: Datasets, start: Start, meters: Meters) -> Iterator[Record]:
     """Take the steps from `start` to `train.steps`; what each measured. Raises Lost."""
     tokens, recorder, judge, spikes = start.tokens, trace.Trace(cfg, step, start.step), Judge(cfg), Spikes()
+    rate = rates(cfg)
     for number in range(start.step + 1, cfg.train.steps + 1):
         with recorder.around(number):
-            measured = one_step(cfg, meters, datasets.train, number)
+            measured = one_step(meters, datasets.train, number, rate(number))
         tokens += datasets.train.filled
         record = {"step": number, "tokens": tokens, **measured}
         if datasets.eval is not None and is_due(number, cfg.eval.interval, cfg.train.steps):
@@ -241,9 +262,9 @@ def steps(cfg: Config, step: Step, datasets: Datasets, start: Start, meters: Met
         yield record
 
 
-def one_step(cfg: Config, meters: Meters, loader: Loader, number: int) -> Record:
+def one_step(meters: Meters, loader: Loader, number: int, lr: float) -> Record:
     """Take update `number` and measure it, from fetching its batch on."""
-    lr, step = learning_rate(cfg.lr_schedule, cfg.optim.lr, number, cfg.train.steps), meters.step
+    step = meters.step
     result, measured = meters.take(number, lambda: (next_batch(loader), loader.filled), lr)
     result |= step.balance()
     rank = step.ranks[0]
@@ -257,9 +278,8 @@ def is_due(number: int, interval: int | None, last: int) -> bool:
 
 
 def next_batch(loader: Loader) -> dict[str, Tensor]:
-    """What the model and its loss take of the next global batch."""
-    batch = loader.next()
-    return {name: batch[name] for name in models.INPUTS}
+    """What the model and its loss may take: the next global batch."""
+    return loader.next()
 
 
 def peek(loader: Loader) -> dict[str, Tensor]:
@@ -276,8 +296,10 @@ def local_device() -> torch.device:
 
 
 @contextmanager
-def recording(cfg: Config, start: Start, names: Sequence[str]) -> Iterator[Callable[[Record], None]]:
-    """What to call with each step's record: on rank 0 it goes to disk and to the console, elsewhere nowhere.
+def recording(
+    cfg: Config, start: Start, names: Sequence[str], loggers: list[Logger]
+) -> Iterator[Callable[[Record], None]]:
+    """What to call with each step's record: on rank 0 it goes to loggers and to the console, elsewhere nowhere.
 
     `names` are the metrics that the console shows beside the loss.
     """
@@ -285,10 +307,13 @@ def recording(cfg: Config, start: Start, names: Sequence[str]) -> Iterator[Calla
         yield lambda measured: None
         return
     path = Path(cfg.run.dir)
-    with Metrics(path, start.step) as metrics, Progress(cfg.train.steps, start.step, names) as progress:
+    with (
+        logging(cfg, start.step, loggers) as log,
+        Progress(cfg.train.steps, start.step, names) as progress,
+    ):
 
         def record(measured: Record) -> None:
-            metrics.write(measured)
+            log(measured)
             progress.show(measured)
 
         yield record

@@ -338,7 +338,7 @@ def check_stage(program: ir.Program) -> Iterator[Finding]:
     """What a program of its stage has, and has no more."""
     if program.stage is Stage.LOCAL:
         yield from check_transitions(program)
-        yield from check_varying(program)
+        yield from check_replicate(program)
     if program.stage >= Stage.JOINT:
         yield from check_gradients(program)
         yield from check_columns(program)
@@ -444,7 +444,7 @@ def check_transitions(program: ir.Program) -> Iterator[Finding]:
                 yield node, f"gives {op.gives} on {axis!r}, it is placed {after}"
 
 
-def check_varying(program: ir.Program) -> Iterator[Finding]:
+def check_replicate(program: ir.Program) -> Iterator[Finding]:
     """What has a gradient is not the same on every rank of an axis where the other operands differ."""
     kinds = {n: i.kind for n, i in zip(program.placeholders(), program.inputs, strict=True)}
     graded = {n for n, kind in kinds.items() if kind == "parameter"}

@@ -22,6 +22,7 @@ from passes.rules import (
 from passes.rules.base import Rule, RuleMaker, from_text, opaque, tensor_operands
 
 RULES: dict[str, RuleMaker] = {}
+ADDED: dict[str, RuleMaker | str] = {}  # those that were added, as they were given
 FAMILIES = (
     contractions, factories, indexing, losses, pointwise, recurrent, reductions, routed, spatial, views
 )  # fmt: skip
@@ -53,6 +54,7 @@ def add_rule(name: str, rule: RuleMaker | str) -> None:
     if not re.fullmatch(r"\w+::\w+", name):
         raise ValueError(f"{name!r} is no name of an operator; write `namespace::name`, without an overload")
     RULES[name] = from_text(rule) if isinstance(rule, str) else rule
+    ADDED[name] = rule
 
 
-__all__ = ["RULES", "Rule", "add_rule", "has_rule", "is_ours", "opaque", "rule_of", "tensor_operands"]
+__all__ = ["ADDED", "RULES", "Rule", "add_rule", "has_rule", "is_ours", "opaque", "rule_of", "tensor_operands"]

@@ -125,7 +125,7 @@ def place_forward(
     specs = [replace(spec, fill=padding_kept(spec)) for spec in specs]
     placed = place(specs)
     varied = [
-        with_varying(spec, placeholder, placed, mixed, mesh)
+        with_replicate(spec, placeholder, placed, mixed, mesh)
         for spec, placeholder in zip(specs, placed.program.placeholders())
     ]
     return placed if varied == specs else place(varied)
@@ -141,7 +141,7 @@ def gradient_of(spec: Spec) -> Spec:
     return replace(spec.gradient(), fill=0.0)
 
 
-def with_varying(spec: Spec, placeholder: fx.Node, placed: Placed, mixed: set[str], mesh: Mesh) -> Spec:
+def with_replicate(spec: Spec, placeholder: fx.Node, placed: Placed, mixed: set[str], mesh: Mesh) -> Spec:
     """The operand's placement, replicate on `mixed` axes and on those on which all uses in the body want it so.
 
     On a mixed axis other operands differ by rank, and what the body makes of a copy may meet them.

@@ -22,6 +22,7 @@ from compiler_trainer.config.schema import ExpertsConfig, LatentConfig, LoraConf
 named = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 
 OPTION = re.compile(r"(?<![\w./-])([a-z][a-z0-9_]*(?:\.[a-z_][a-z0-9_]*)+)(?:=(.*))?$")
+OF_RUN = ("run.stop", "run.state_dict", "run.step", "run.step.measure", "run.cfg", "run.folder", "run.rank", "run.done")  # a callback's
 OPEN = ("model.width", "loss.weight", "loss._target_", "model._target_")  # arguments of one's own module or loss
 ENDINGS = (".py", ".md", ".yaml", ".html", ".json", ".jsonl", ".csv", ".safetensors")
 FILE = re.compile(r"^[\w*-]+(?:/[\w*.-]+)*/[\w*.-]*\.(?:py|md|yaml|js|txt)$|^(?:compiler_trainer|passes|tests|tools|conf)/[\w/*.-]*$")
@@ -41,13 +42,13 @@ def option_names(text: str) -> list[str]:
     first = {name.partition(".")[0] for name in options()}
     words = [word.strip("',()") for _, code in spans(text) for word in code.split()]
     found = [match[1] for word in words if (match := OPTION.match(word))]
-    return [name for name in found if name.partition(".")[0] in first and not name.endswith(ENDINGS)]
+    return [name for name in found if name.partition(".")[0] in first and not name.endswith(ENDINGS) and name not in OF_RUN]
 
 
 def is_option(name: str) -> bool:
     """Whether there is such an option, or it is an entry of a table."""
     owners = {name.rpartition(".")[0], name.rpartition(".")[0].rpartition(".")[0]}
-    return name in options() or bool(owners & {"optim.groups", "optim.groups.no_decay", "hydra.launcher", "hydra.sweeper", "passes.remat.ops"})
+    return name in options() or bool(owners & {"optim.arguments", "lr_schedule.arguments", "data.arguments", "optim.groups", "optim.groups.no_decay", "hydra.launcher", "hydra.sweeper", "passes.remat.ops"})
 
 
 @named

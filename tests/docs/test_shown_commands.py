@@ -62,7 +62,6 @@ def places(tmp_path_factory):
         furnish_elsewhere(folder, store)
         patch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder / "hub"))
         patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-        (folder / "my_package.py").write_text(python_of("docs/guides/your-model.md"))
         patch.syspath_prepend(str(folder))
         yield folder
 
@@ -234,12 +233,6 @@ def test_trains_in_little(places, tmp_path, command):
     (cfg,) = configs(command, tmp_path)
     assert math.isfinite(train(tiny(cfg, tmp_path / "run")))
     assert (tmp_path / "run/metrics.jsonl").read_text().count("\n") == 4
-
-
-def python_of(page: str) -> str:
-    """The Python of a page's first two blocks, which belong together."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
-    return "\n\n".join(blocks[:2])
 
 
 def test_a_choice_of_ones_own_is_what_its_file_says(places, tmp_path):

@@ -28,6 +28,7 @@ from compiler_trainer.config.schema import (
     MeshConfig,
     ModelConfig,
     RunConfig,
+    TrainConfig,
 )
 from compiler_trainer.data import ahead
 from compiler_trainer.data.stored import ALL
@@ -47,7 +48,7 @@ QWEN = FolderConfig(path="qwen", attention="causal")
 RUNS = {
     "RUN": "decoder", "RUN_A": "decoder", "RUN_B": "decoder", "runs/first": "decoder", "runs/a": "decoder",
     "runs/8b": "decoder", "runs/profiled": "decoder", "runs/x": "decoder", "runs/1": "decoder",
-    "runs/dry": "dry", "runs/tuned": "tuned", "runs/lora": "lora",
+    "runs/ema": "averaged", "runs/dry": "dry", "runs/tuned": "tuned", "runs/lora": "lora",
 }
 
 
@@ -66,6 +67,9 @@ def furnish(folder: Path) -> None:
     shutil.copy(folder / "qwen/tokenizer.json", folder / "TOK")
     for out, files in (("tokens", "books"), ("tokens/books", "books"), ("tokens/code", "code")):
         ahead.write(DataConfig(name="text", files=(files,), tokenizer="TOK"), folder / out, ALL)
+    Path(folder, "my_package.py").write_text(python_of("docs/guides/your-model.md"))
+    for name in ("my_parts", "my_rules"):
+        Path(folder, f"{name}.py").write_text(shown_module("docs/guides/your-loop.md", name))
     (folder / "conf/model").mkdir(parents=True)
     (folder / "conf/model/reader.yaml").write_text(shown_file("docs/guides/your-model.md", "conf/model/reader.yaml"))
     cluster = yaml.safe_load((CONF / "cluster/cpu.yaml").read_text())
@@ -95,6 +99,17 @@ def shown_file(page: str, name: str) -> str:
     return text
 
 
+def python_of(page: str) -> str:
+    """The Python of a page's first two blocks, which belong together."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    return "\n\n".join(blocks[:2])
+
+
+def shown_module(page: str, name: str) -> str:
+    """The blocks of a page that are of one module, each of which begins with its name."""
+    return "\n\n".join(re.findall(rf"^```python\n(# {name}\.py.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE))
+
+
 def tokenizer() -> Tokenizer:
     """A token a byte, and those that a conversation has beside."""
     special = ["<|endoftext|>", "<|end|>", "<|user|>", "<|assistant|>"]
@@ -114,10 +129,10 @@ def run_of(kind: str) -> Path:
         dry_run(replace(job, mesh=mesh, run=RunConfig(dir=str(path), dry=True)))
     elif not path.exists():
         lora = replace(QWEN, lora=LoraConfig(rank=2, targets=("q_proj",)))
-        models = {"decoder": DECODER, "tuned": QWEN, "lora": lora}
+        models = {"decoder": DECODER, "averaged": DECODER, "tuned": QWEN, "lora": lora}
         chats = DataConfig(name="text", files=("chats.jsonl",), tokenizer="qwen/tokenizer.json", chat=True)
-        corpus = DataConfig(name="synthetic", documents=40) if kind == "decoder" else chats
-        train(tiny(Config(model=models[kind], data=corpus), path))
+        corpus = DataConfig(name="synthetic", documents=40) if models[kind] is DECODER else chats
+        train(tiny(Config(model=models[kind], data=corpus, train=TrainConfig(ema=0.9 if kind == "averaged" else None)), path))
     return path
 
 
@@ -142,7 +157,7 @@ def tiny(cfg: Config, folder: Path) -> Config:
         model=small,
         data=corpus,
         train=replace(cfg.train, steps=4, seq_len=32, global_batch_size=4, microbatches=1 if cfg.train.microbatches == 1 else 2),
-        lr_schedule=LrScheduleConfig(cfg.lr_schedule.name, warmup_steps=1, min_ratio=0.1),
+        lr_schedule=cfg.lr_schedule if cfg.lr_schedule._target_ else LrScheduleConfig(cfg.lr_schedule.name, warmup_steps=1, min_ratio=0.1),
         optim=replace(cfg.optim, block=8),
         mesh=Config().mesh,
         passes=replace(cfg.passes, remat=remat),

@@ -21,10 +21,11 @@ def main(arguments: Sequence[str]) -> None:
     takes.add_argument("out", help="the folder to write, on a disk or in a store (s3://bucket/folder)")
     takes.add_argument("--dtype", choices=DTYPES, help="of the exported weights (default: train.dtype)")
     takes.add_argument("--merge", action="store_true", help="add the LoRA terms (model.lora) to the weights")
+    takes.add_argument("--ema", action="store_true", help="write the averages of weights (train.ema)")
     given = takes.parse_args(arguments)
     cfg = at_checkpoint(options_of(given.run, []), given.checkpoint)
     dtype, out = DTYPES.get(given.dtype), given.out
     if is_remote(out):
-        print(f"{out}: {export_to_store(cfg, out, dtype, given.merge)}")
+        print(f"{out}: {export_to_store(cfg, out, dtype, given.merge, given.ema)}")
     else:
-        print(f"{out}: {export(cfg, Path(out), dtype, given.merge)}")
+        print(f"{out}: {export(cfg, Path(out), dtype, given.merge, given.ema)}")

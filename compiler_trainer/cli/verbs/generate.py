@@ -25,13 +25,14 @@ def main(arguments: Sequence[str]) -> None:
     takes.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
     takes.add_argument("--top-k", type=int, help="sample among the K likeliest tokens only")
     takes.add_argument("--seed", type=int, default=0, help="random seed of the sampling (default 0)")
+    takes.add_argument("--ema", action="store_true", help="with the averages of weights (train.ema)")
     given = takes.parse_args(arguments)
     if given.tokens < 1 or given.temperature < 0 or (given.top_k is not None and given.top_k < 1):
         raise UserError("generate", "--tokens and --top-k must be at least 1, --temperature 0 or more")
     cfg = at_checkpoint(options_of(given.run, []), given.checkpoint)
     named = tokenizer_here(cfg.data)
     tokenizer = build_tokenizer(named)
-    found, model = trained_model(cfg)
+    found, model = trained_model(cfg, given.ema)
     text, end = chat_turn(given.prompt, named) if given.chat else (given.prompt, "")
     prompt = ids_of(text, tokenizer) or [tokenizer.end_of_document]
     draws = torch.Generator().manual_seed(given.seed)

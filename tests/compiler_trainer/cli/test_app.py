@@ -176,7 +176,7 @@ REFUSED = [
     (["mesh.dp_shard=3"], "mesh: dp_shard=3 needs 3 ranks, not 1; change mesh.dp_shard or start 3 ranks"),
     (["mesh.ep=2"], "mesh.ep: size is 2, experts are spread over the ranks of other axes; there is one rank"),
     (["+optim.lrr=2"], "optim.lrr: no such option; did you mean 'lr'?"),
-    (["optim=adamv"], "optim: 'adamv' is not one of adamw, adamw8bit, adamwfp8, muon, sgd; did you mean 'adamw'?"),
+    (["optim=adamv"], "optim: 'adamv' is not one of adamw, adamw8bit, adamwfp8, custom, muon, sgd; did you mean 'adamw'?"),
     (["optim.lr=abc"], "optim.lr: 'abc' is not a number"),
     (["train.steps=abc"], "train.steps: abc must be a number of steps, or epochs or tokens as 3epochs or 20Btokens"),
     (["train.steps=${nowhere}"], "train.steps: Interpolation key 'nowhere' not found"),
@@ -190,7 +190,7 @@ REFUSED = [
     (["run.dir=???"], "run.dir: must be given, as run.dir=VALUE; compiler-trainer --help run.dir says what it is"),
     (["data=mixture", "data.sources=[{fils:[a.txt]}]"], "data.sources[0].fils: no such option; did you mean 'files'?"),
     (["-m", "optim.lr=1,abc"], "optim.lr: 'abc' is not a number"),
-    (["-m", "optim=sgd,adamv"], "optim: 'adamv' is not one of adamw, adamw8bit, adamwfp8, muon, sgd; did you mean 'adamw'?"),
+    (["-m", "optim=sgd,adamv"], "optim: 'adamv' is not one of adamw, adamw8bit, adamwfp8, custom, muon, sgd; did you mean 'adamw'?"),
     (["-m", "mesh.dp_shard=1,2"], "mesh: dp_shard=2 needs 2 ranks, not 1; change mesh.dp_shard or start 2 ranks"),
 ]
 

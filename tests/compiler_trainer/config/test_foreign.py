@@ -33,7 +33,7 @@ def test_every_option_that_an_answer_names_exists(said):
     ({"train": {"bf16": True}}, "mixed precision is passes.cast.param_dtype=bfloat16"),
     ({"train": {"lr": 1e-4}}, "train.lr: no such option; the learning rate is optim.lr"),
     ({"learning_rate": 1e-4}, "learning_rate: no such option; the learning rate is optim.lr"),
-    ({"wandb": True}, "wandb: no such option; there is none; metrics go to metrics.jsonl and TensorBoard"),
+    ({"wandb": True}, "wandb: no such option; metrics go to metrics.jsonl, TensorBoard and run.loggers="),
     ({"model": {"attn_implementation": "sdpa"}}, "kernels are chosen automatically"),
     ({"train": {"dtype": "bf16"}}, "did you mean 'bfloat16'?; it is of the master weights; mixed precision is passes.cast.param_dtype"),
     ({"train": {"stepz": 4}}, "train.stepz: no such option; did you mean 'steps'?"),

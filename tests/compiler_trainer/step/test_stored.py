@@ -192,7 +192,7 @@ GIVEN = {
         for group in ("cast", "shard", "moe", "context", "chunk_loss", "remat", "communication", "segment")
         for field in dataclasses.fields(getattr(PassesConfig(), group))
     },
-    **{f"optim.{field.name}": {"optim": {field.name: "x"}} for field in dataclasses.fields(OptimConfig) if field.name != "lr"},
+    **{f"optim.{field.name}": {"optim": {field.name: "passes.update.optimizers.SGD" if field.name == "_target_" else "x"}} for field in dataclasses.fields(OptimConfig) if field.name != "lr"},
     "mesh": {"mesh": {"dp_shard": 2}},
     "other mesh": {"mesh": {"dp_shard": 4}},
     "axes of a mesh": {"mesh": {"tp": 2}},

@@ -13,10 +13,12 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from compiler_trainer.config.schema import Config, RunConfig
 from compiler_trainer.training import metrics, progress
 from compiler_trainer.training.evaluate import means
+from compiler_trainer.training.loggers import build_loggers, logging
 from compiler_trainer.training.memory import PeakMemory, cpu_peak
-from compiler_trainer.training.metrics import FILE, Metrics, read
+from compiler_trainer.training.metrics import FILE, read
 from compiler_trainer.training.progress import Progress, Working, say_contents
 
 CPU = torch.device("cpu")
@@ -27,10 +29,16 @@ def record(step, **values):
     return {"step": step, "loss": 5.0 / step, "grad_norm": 0.5, "lr": 1e-3, "tokens_per_s": 1234.5, **values}
 
 
+def started(folder, after=0):
+    """The loggers of a run without any of one's own."""
+    cfg = Config(run=RunConfig(dir=str(folder)))
+    return logging(cfg, after, build_loggers(cfg))
+
+
 def write(folder, steps, after=0):
-    with Metrics(folder, after) as metrics:
+    with started(folder, after) as log:
         for step in steps:
-            metrics.write(record(step))
+            log(record(step))
 
 
 def scalars(folder, name):
@@ -43,12 +51,12 @@ def scalars(folder, name):
 
 
 def test_a_line_and_an_event_a_step(tmp_path):
-    metrics = Metrics(tmp_path)
-    for step in (1, 2):
-        metrics.write(record(step, eval_loss=3.5))
-        lines = (tmp_path / FILE).read_text().splitlines()
-        assert [json.loads(line) for line in lines] == [record(s, eval_loss=3.5) for s in range(1, step + 1)]
-        assert scalars(tmp_path, "loss") == [(s, pytest.approx(5.0 / s)) for s in range(1, step + 1)]
+    with started(tmp_path) as log:
+        for step in (1, 2):
+            log(record(step, eval_loss=3.5))
+            lines = (tmp_path / FILE).read_text().splitlines()
+            assert [json.loads(line) for line in lines] == [record(s, eval_loss=3.5) for s in range(1, step + 1)]
+            assert scalars(tmp_path, "loss") == [(s, pytest.approx(5.0 / s)) for s in range(1, step + 1)]
     assert scalars(tmp_path, "eval_loss") == [(1, 3.5), (2, 3.5)]
 
 
@@ -62,8 +70,8 @@ def test_a_resumed_run_has_each_step_once(tmp_path):
 
 
 def test_nothing_but_numbers_is_written(tmp_path):
-    with pytest.raises(ValueError):
-        Metrics(tmp_path).write(record(1, grad_norm=float("nan")))
+    with pytest.raises(ValueError), started(tmp_path) as log:
+        log(record(1, grad_norm=float("nan")))
     assert (tmp_path / FILE).read_text() == ""
 
 
@@ -82,12 +90,12 @@ def test_a_full_disk_loses_nothing_and_stops_nothing(tmp_path, monkeypatch, caps
             return super().write(content[:taken])
 
     monkeypatch.setattr(metrics, "open", lambda path, mode, buffering: Full(path, mode), raising=False)
-    with Metrics(tmp_path, 2) as file:
+    with started(tmp_path, 2) as log:
         for step in (3, 4, 5):
-            file.write(record(step))
+            log(record(step))
         monkeypatch.setattr(metrics, "open", lambda path, mode, buffering: real(path, mode))
         assert [r["step"] for r in read(tmp_path / FILE)] in ([1, 2], [1, 2, 3])
-        file.write(record(6))
+        log(record(6))
     assert read(tmp_path / FILE) == [record(step) for step in range(1, 7)]
     assert scalars(tmp_path, "loss") == [(step, pytest.approx(5.0 / step)) for step in range(1, 7)]
     said = capsys.readouterr().out
@@ -96,11 +104,15 @@ def test_a_full_disk_loses_nothing_and_stops_nothing(tmp_path, monkeypatch, caps
 
 
 def test_what_never_found_room_is_said_to_be_missing(tmp_path, monkeypatch, capsys):
-    metrics_file = Metrics(tmp_path)
-    monkeypatch.setattr(metrics, "open", lambda *a, **k: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")), raising=False)
-    metrics_file.write(record(1))
-    metrics_file.close()
+    with started(tmp_path) as log:
+        lose(log, monkeypatch)
     assert "metrics.jsonl lacks its last " in capsys.readouterr().out
+
+
+def lose(log, monkeypatch):
+    """Log a step that the disk does not take."""
+    monkeypatch.setattr(metrics, "open", lambda *a, **k: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")), raising=False)
+    log(record(1))
 
 
 # Memory

@@ -12,6 +12,7 @@ from compiler_trainer.config.schema import (
     CastConfig,
     Config,
     FolderConfig,
+    LrScheduleConfig,
     MeshConfig,
     OptimConfig,
     PassesConfig,
@@ -25,11 +26,19 @@ CFG = Config(mesh=MeshConfig(dp_shard=1), train=TrainConfig(steps=100, seq_len=8
 
 def test_model_precision_update_and_step_are_told():
     cfg = replace(CFG, passes=PassesConfig(cast=CastConfig(param_dtype="bfloat16")), optim=OptimConfig(lr=3e-4))
-    labels = torch.tensor([[1, 2, -100, -100]])
-    model, update, step = preflight.described(cfg, subject(cfg), labels)
+    batch = {"tokens": torch.zeros(1, 4), "labels": torch.tensor([[1, 2, -100, -100]])}
+    model, update, step = preflight.described(cfg, subject(cfg), batch)
     assert model == "model: llama_debug, 3,279,616 parameters; computed in bfloat16, master weights in float32"
     assert update == "update: adamw, learning rate 0.0003, constant; 100 steps"
     assert step.startswith("a step: 32 tokens (4 rows of 8) in 2 microbatches (gradient accumulation); 50.0% of the tokens")
+
+
+def test_parts_of_ones_own_are_told_by_name():
+    schedule = LrScheduleConfig("custom", _target_="my.schedule")
+    cfg = replace(CFG, optim=OptimConfig("custom", lr=3e-4, _target_="my.Lion"), lr_schedule=schedule)
+    _, update, step = preflight.described(cfg, subject(cfg), {"image": torch.zeros(4, 3, 8), "labels": torch.zeros(4)})
+    assert update == "update: my.Lion, learning rate 0.0003 times my.schedule; 100 steps"
+    assert step.startswith("a step: image [4, 3, 8], labels [4]; on one ")
 
 
 def changed(**groups):

@@ -135,7 +135,7 @@ def test_cse_that_draws_once():
 
 
 @pytest.mark.parametrize("other", ["tp", "dp_shard"])
-def test_add_first_over_different_axes(other):
+def test_reassociation_over_different_axes(other):
     small = Small(tp=2, dp_shard=2)
     a, b = (small.input(name, cut((4,)), "batch") for name in "ab")
     sums = [small.call(reshard.psum, x, axis, F64, None) for x, axis in ((a, "tp"), (b, other))]

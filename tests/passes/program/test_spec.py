@@ -179,7 +179,7 @@ def test_a_flattened_dim_with_its_minor_factor_sharded_is_cut_in_runs():
     assert [shard(full, spec, mesh, coordinates).tolist() for coordinates in mesh] == [[0, 1, 3, 4], [2, 0, 5, 0]]
 
 
-def test_the_gradient_swaps_sums_and_varying_copies_and_keeps_shards():
+def test_the_gradient_swaps_sums_and_replicate_and_keeps_shards():
     spec = Spec(((Factor(4, ("tp",)),),), partial=(("cp", "sum"),), replicate=("dp_shard",))
     dual = spec.gradient()
     assert (dual.state("tp"), dual.state("cp"), dual.state("dp_shard")) == ("shard", "replicate", "partial")

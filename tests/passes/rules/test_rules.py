@@ -140,7 +140,7 @@ def test_a_weight_over_two_axes_as_one_meets_whatever_either_shards(name: str):
                                   "exp", "clone", "where", "bmm", "index_select", "gather", "sum",
                                   "index_put", "slice_scatter"))
 @pytest.mark.sample(4)
-def test_terms_of_a_sum_and_varying_copies(name: str):
+def test_terms_of_a_sum_and_replicate(name: str):
     """Each floating operand as terms of a sum, then as a replicate copy: linear operators carry them, others reduce."""
     fn, tensors = CASES[name][0]
     for ranks in (2, 3):

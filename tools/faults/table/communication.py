@@ -7,42 +7,42 @@ from tools.faults.fault import Fault
 FAULTS = (
     # cse.py
     Fault(
-        "dedupe_across_writes",
+        "cse_across_writes",
         "passes/communication/cse.py",
         "for node in takewhile(lambda node: not writes_input(node), list(program.calls())):",
         "for node in list(program.calls()):",
         "What is read after a write in place is taken for what was read before.",
     ),
     Fault(
-        "dedupe_ignores_arguments",
+        "cse_ignores_arguments",
         "passes/communication/cse.py",
         "signature(node.args), signature(node.kwargs)",
         "tuple(node.all_input_nodes), tuple(ir.example(node).shape) if ir.is_tensor(node) else node",
         "Operators on the same operands that differ in another argument are taken for the same.",
     ),
     Fault(
-        "dedupe_ignores_keywords",
+        "cse_ignores_keywords",
         "passes/communication/cse.py",
         "signature(node.args), signature(node.kwargs)",
         "signature(node.args)",
         "Operators that differ in a keyword are taken for the same.",
     ),
     Fault(
-        "dedupe_ignores_types",
+        "cse_ignores_types",
         "passes/communication/cse.py",
         "(type(tree), tree)",
         "(tree,)",
         "1, 1.0 and True are taken for the same argument.",
     ),
     Fault(
-        "dedupe_draws_once",
+        "cse_draws_once",
         "passes/communication/cse.py",
         "return not is_mutable(node) and not is_random(node)",
         "return not is_mutable(node)",
         "Random operators on the same operands draw once.",
     ),
     Fault(
-        "dedupe_across_phases",
+        "cse_across_phases",
         "passes/communication/cse.py",
         "ir.layer(node), ir.phase(node), signature",
         "ir.layer(node), signature",

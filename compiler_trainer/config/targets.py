@@ -1,0 +1,103 @@
+"""What is plugged in: `_target_` names what to call, and its arguments stand beside it, as hydra has it.
+
+What a `Trainer` is handed in Python stands in its options as a target, too: one that finds it again in that process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
+from importlib.metadata import entry_points
+from types import ModuleType
+from typing import Any
+
+from hydra.errors import InstantiationException
+from hydra.utils import get_method, instantiate
+
+from compiler_trainer.config.errors import UserError
+
+RULES = "compiler_trainer.rules"  # the group of entry points
+HANDED: dict[str, Any] = {}  # what the `Trainer` that is at work was handed, by what it is called
+
+
+def given(what: str) -> Any:
+    """What a `Trainer` was handed; raises UserError in any other process."""
+    if what not in HANDED:
+        raise UserError(what, "was handed to a Trainer in Python; go on with the script that did so")
+    return HANDED[what]
+
+
+GIVEN = f"{__name__}.{given.__name__}"
+
+
+def is_given(own: Mapping[str, Any]) -> bool:
+    """Whether options stand for what was handed over."""
+    return own.get("_target_") == GIVEN
+
+
+def name_of(own: Mapping[str, Any]) -> str:
+    """What to call what is plugged in."""
+    return str(own["what"]).partition(": ")[2] if is_given(own) and "what" in own else str(own["_target_"])
+
+
+@contextmanager
+def handed(what: Mapping[str, Any]) -> Iterator[None]:
+    """Have what was handed over found inside."""
+    HANDED.update(what)
+    try:
+        yield
+    finally:
+        for name in what:
+            del HANDED[name]
+
+
+def called(own: Mapping[str, Any], where: str) -> Any:
+    """What `_target_` makes of its arguments; raises UserError with what went wrong."""
+    try:
+        return instantiate(dict(own), _convert_="all")
+    except InstantiationException as error:
+        raise refusal(error, where, own) from error
+
+
+def function(own: Mapping[str, Any], where: str) -> Callable[..., Any]:
+    """The function that `_target_` names, its arguments given to it by name; raises UserError."""
+    if is_given(own):
+        return given(own["what"])
+    arguments = {key: value for key, value in own.items() if key != "_target_"}
+    try:
+        found: Callable[..., Any] = get_method(own["_target_"])
+    except (ImportError, ValueError) as error:
+        raise refusal(error, where, own) from error
+    return partial(found, **arguments) if arguments else found
+
+
+def import_rules(named: Sequence[str]) -> list[ModuleType]:
+    """The modules that add rules for operators, imported: those that are named, and those of installed packages.
+
+    A package names its own as an entry point of the group `compiler_trainer.rules`. Raises UserError.
+    """
+    installed = sorted({each.module for each in entry_points(group=RULES)})
+    found = []
+    for name in (*installed, *named):
+        where = "passes.rules" if name in named else f"the entry point {name} of {RULES}"
+        try:
+            found.append(import_module(name))
+        except ImportError as error:
+            hint = "; put its folder on PYTHONPATH" if isinstance(error, ModuleNotFoundError) else ""
+            raise UserError(where, f"{name} cannot be imported: {error}{hint}") from error
+    return found
+
+
+def refusal(error: Exception, where: str, own: Mapping[str, Any]) -> UserError:
+    """What went wrong at first, on a single line, without hydra's advice; a module not found has to be looked for."""
+    cause: BaseException = error
+    while cause.__cause__ is not None and not isinstance(cause, UserError):
+        cause = cause.__cause__
+    if isinstance(cause, UserError):
+        return cause
+    hint = "; put the folder of its file on PYTHONPATH" if isinstance(cause, ModuleNotFoundError) else ""
+    if own["_target_"].startswith("__main__."):
+        hint = f"; {own['_target_']} is of a script: go on with that script, or move it into a module"
+    return UserError(f"{where}._target_", f"{type(cause).__name__}: {' '.join(str(cause).split())}{hint}")

@@ -1,0 +1,161 @@
+"""Passes of one's own are put where their stage is, in each program once, and refused where there is no place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from oracle import NO_DECAY, perceptron, points, squared_error, trained_alike
+
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import AccumulateConfig, CastConfig, OptimConfig, PassesConfig
+from compiler_trainer.pipeline import Pipeline, build_pipeline
+from passes.check.runner import check_order
+from passes.program import ir
+from passes.program.stages import Stage
+from passes.update.optimizers import SGD
+
+
+@dataclass(frozen=True)
+class Look(ir.Pass):
+    """Changes nothing."""
+
+    takes: tuple[Stage, ...] = (Stage.JOINT,)
+    after: tuple[str, ...] = ()
+    name: str = "look"
+
+    def rewrite(self, program, ctx):
+        return program, ir.Report({"nodes": len(program.graph.nodes)})
+
+
+class Turns(Look):
+    """Would change the stage."""
+
+    gives = Stage.STEP
+
+
+LOOK = {"_target_": "test_extra.Look"}
+
+
+def looking(*stages, after=(), name="look"):
+    return {**LOOK, "takes": [{"_target_": "passes.program.stages.Stage", "_args_": [int(stage)]} for stage in stages], "after": list(after), "name": name}
+
+
+def made(*extra, microbatches=1, pp=1, once="auto"):
+    cfg = PassesConfig(CastConfig(None), extra=extra, accumulate=AccumulateConfig(once, once))
+    return build_pipeline(cfg, OptimConfig(), {"w": torch.float32}, microbatches, pp=pp)
+
+
+def orders(pipeline: Pipeline) -> dict[str, list[str]]:
+    """The names of the passes that each program sees, whose order holds."""
+    steps = {**pipeline.branches(), "evaluate": pipeline.evaluate}
+    if (parts := pipeline.staged) is not None:
+        steps |= {"microbatch": (*pipeline.joint, *parts.whole, *parts.finish)}
+        steps |= {f"update{rank}": (*pipeline.joint, *parts.update(rank), *parts.finish) for rank in (0, 1)}
+    for each in steps.values():
+        check_order((*pipeline.forward, *each), Stage.CAPTURED)
+    return {name: [step.name for step in (*pipeline.forward, *each)] for name, each in steps.items()}
+
+
+def behind(order: list[str], name: str = "look") -> str | None:
+    """The pass in whose place a pass stands: that before it."""
+    return order[order.index(name) - 1] if name in order and order.index(name) else None
+
+
+KINDS = [{}, {"microbatches": 3}, {"microbatches": 3, "once": "step"}, {"microbatches": 4, "pp": 2}]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("stage", list(Stage)[:-1], ids=str)
+def test_every_stage_has_a_place_in_each_program_at_most_once(kind, stage):
+    with_it, without = orders(made(looking(stage), **kind)), orders(made(**kind))
+    for name, order in with_it.items():
+        assert order.count("look") <= 1
+        assert [each for each in order if each != "look"] == without[name]
+    trains = [order for name, order in with_it.items() if name != "evaluate"]
+    assert any("look" in order for order in trains)
+    if stage <= Stage.JOINT:
+        assert all("look" in order for order in trains)
+    assert ("look" in with_it["evaluate"]) == (stage <= Stage.LOCAL or stage >= Stage.EXPANDED)
+
+
+@pytest.mark.parametrize(
+    ("stages", "after", "before"),
+    [
+        ([Stage.JOINT], (), "joint"),
+        ([Stage.JOINT], ("remat",), "remat"),
+        ([Stage.LOCAL, Stage.JOINT], (), "shard"),
+        ([Stage.LOCAL, Stage.JOINT], ("simplify",), "simplify"),
+        ([Stage.STEP], (), "optimize"),
+        ([Stage.CAPTURED], ("chunk_loss",), "chunk_loss"),
+        ([Stage.ORDERED], (), "overlap"),
+    ],
+)
+def test_it_comes_as_early_as_it_may(stages, after, before):
+    assert behind(orders(made(looking(*stages, after=after)))["step"]) == before
+
+
+def test_several_keep_their_order_but_for_what_they_come_after():
+    two = [looking(Stage.JOINT, name=name) for name in ("first", "second")]
+    order = orders(made(*two))["step"]
+    assert order.index("second") == order.index("first") + 1
+    order = orders(made(looking(Stage.JOINT, after=("second",), name="first"), two[1]))["step"]
+    assert order.index("second") < order.index("first")
+
+
+def test_layers_are_all_there_with_a_pass_of_ones_own():
+    assert made().folding is not None and made(LOOK).folding is None
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        (looking(Stage.CAPTURED, after=("remat",)), "^passes.extra: look takes a captured program after remat: there is none"),
+        ({"_target_": "test_extra.Turns"}, r"^passes.extra\[0\]: look gives a step program; leave `gives` out"),
+        ({"_target_": "collections.Counter"}, r"^passes.extra\[0\]: collections.Counter makes a Counter, no passes.program.ir.Pass"),
+        ({"_target_": "test_extra.Lost"}, r"^passes.extra\[0\]._target_: .*Lost"),
+    ],
+)
+def test_what_has_no_place_is_refused(extra, said):
+    with pytest.raises(UserError, match=said):
+        made(extra)
+
+
+@pytest.mark.parametrize("mesh", [{}, {"dp_shard": 2, "tp": 2}])
+def test_one_that_changes_nothing_changes_no_number_and_is_reported(mesh):
+    step = trained_alike(perceptron(), squared_error, points(), mesh, NO_DECAY, passes={"extra": [looking(Stage.STEP)], "verify": "numeric"})
+    assert [each["report"]["counts"]["nodes"] > 10 for each in step.report["passes"] if each["name"] == "look"] == [True]
+
+
+# An optimizer of one's own
+
+
+class Plain:
+    """No dataclass."""
+
+    moments = ()
+    scalars = update = None
+
+
+@pytest.mark.parametrize(
+    ("optim", "said"),
+    [
+        ({"name": "custom"}, "^optim._target_: is null with optim=custom"),
+        ({"_target_": "collections.Counter"}, "^optim._target_: collections.Counter makes what has no `moments`"),
+        ({"_target_": "test_extra.Nothing"}, "^optim._target_: .*Nothing"),
+        ({"_target_": "test_extra.Plain", "groups": {"none": {"kinds": ["vector"], "weight_decay": 0.0}}},
+         "^optim.groups.none.weight_decay: 0.0, but Plain is no dataclass with a field weight_decay"),
+    ],
+)  # fmt: skip
+def test_what_is_no_optimizer_is_refused(optim, said):
+    from compiler_trainer.config.options import build
+
+    with pytest.raises(UserError, match=said):
+        build_pipeline(PassesConfig(CastConfig(None)), build(OptimConfig, optim, "optim"), {"w": torch.float32}, 1)
+
+
+def test_arguments_reach_it():
+    optim = OptimConfig("custom", _target_="passes.update.optimizers.SGD", arguments={"momentum": 0.5})
+    step = build_pipeline(PassesConfig(CastConfig(None)), optim, {"w": torch.float32}, 1).train["step"]
+    assert next(each for each in step if each.name == "optimize").optimizer == SGD(0.5)

@@ -1,0 +1,89 @@
+"""Averages of weights are those of a plain loop, on any mesh, through checkpoints, and in what is exported."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from commands import call
+from oracle import compile_lockstep, perceptron, points, squared_error
+from safetensors.torch import load_file
+from short_runs import options, resuming
+
+import compiler_trainer as ct
+from compiler_trainer import checkpoint
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.training import averages, trainer
+from compiler_trainer.training.callbacks import Callback, Run
+
+
+class Weights(Callback):
+    """Keeps what weights were before the first step, and after each."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_start(self, run):
+        self.seen.append(run.state_dict())
+
+    def on_step(self, run, record):
+        self.seen.append(run.state_dict())
+
+
+def plainly(seen, ema):
+    """The averages of a plain loop."""
+    found = {name: value.clone() for name, value in seen[0].items()}
+    for weights in seen[1:]:
+        found = {name: ema * value + (1 - ema) * weights[name] for name, value in found.items()}
+    return found
+
+
+def test_they_are_those_of_a_plain_loop():
+    data, model = points(), perceptron()
+    step = compile_lockstep(model, squared_error, data[0], {"dp_shard": 2, "tp": 2})
+    run, seen = Run(None, step, 0, print), [step.state_dict()]
+    averages.add(step, (name for name, p in model.named_parameters() if p.requires_grad))
+    follow = averages.Averages(0.75)
+    for number, batch in enumerate(data, 1):
+        step(batch)
+        seen.append(step.state_dict())
+        follow.on_step(run, {"step": number})
+    step(data[0])
+    follow.on_step(run, {"step": 4, "skipped": 1.0})  # whose update was left out
+    found, wanted = step.wholes("ema."), plainly(seen, 0.75)
+    del wanted["frozen"]
+    assert {name.removeprefix("ema.") for name in found} == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[f"ema.{name}"], value, rtol=0, atol=1e-12)
+        assert name == "unused" or not torch.equal(value, seen[-1][name])
+
+
+def test_a_run_that_is_interrupted_keeps_them_and_exports_them(tmp_path):
+    cfg = options(tmp_path / "whole", steps=4)
+    cfg = replace(cfg, train=replace(cfg.train, ema=0.5))
+    weights = Weights()
+    trainer.train(cfg, callbacks=[weights])
+    wanted = plainly(weights.seen, 0.5)
+    cut = resuming(replace(cfg, run=replace(cfg.run, dir=str(tmp_path / "cut"))), tmp_path / "whole/checkpoints/step_00000002")
+    trainer.train(cut)
+    found = checkpoint.read_averaged(tmp_path / "cut/checkpoints/step_00000004")
+    assert found.keys() == wanted.keys()
+    assert all(torch.allclose(found[name], value, rtol=0, atol=1e-6) for name, value in wanted.items())
+    assert call("export", tmp_path / "cut", tmp_path / "out", "--ema") == 0
+    exported = load_file(tmp_path / "out/model.safetensors")
+    assert torch.allclose(exported["lm_head.weight"], wanted["output.weight"], rtol=0, atol=1e-6)
+    assert not torch.allclose(exported["lm_head.weight"], weights.seen[-1]["output.weight"], rtol=0, atol=1e-5)
+
+
+def test_they_begin_at_the_weights_of_a_checkpoint_without_any(tmp_path):
+    cfg = options(tmp_path / "run", steps=2)
+    trainer.train(cfg)
+    with pytest.raises(UserError, match="^--ema: .* holds no averages of weights; train with train.ema="):
+        checkpoint.read_averaged(tmp_path / "run/checkpoints/step_00000002")
+    further, weights = replace(cfg, train=replace(cfg.train, steps=3, ema=0.9)), Weights()
+    trainer.train(resuming(further, "latest"), callbacks=[weights])
+    found = checkpoint.read_averaged(tmp_path / "run/checkpoints/step_00000003")
+    for name, value in plainly(weights.seen, 0.9).items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
+    assert issubclass(averages.Averages, ct.Callback)
