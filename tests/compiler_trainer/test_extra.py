@@ -77,7 +77,7 @@ def test_every_stage_has_a_place_in_each_program_at_most_once(kind, stage):
     assert any("look" in order for order in trains)
     if stage <= Stage.JOINT:
         assert all("look" in order for order in trains)
-    assert ("look" in with_it["evaluate"]) == (stage <= Stage.LOCAL or stage >= Stage.EXPANDED)
+    assert ("look" in with_it["evaluate"]) == (stage <= Stage.LOCAL or stage >= Stage.EXPLICIT)
 
 
 @pytest.mark.parametrize(
