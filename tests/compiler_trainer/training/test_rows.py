@@ -7,7 +7,7 @@ import pytest
 import torch
 from oracle import SEQ_LEN, batches, compile_lockstep, llama, llama_loss
 
-from compiler_trainer.step.batch_layout import Dealt
+from compiler_trainer.step.batch_layout import BatchLayout
 from compiler_trainer.training.rows import own_rows
 
 MESHES = {
@@ -37,5 +37,5 @@ def test_a_rank_is_given_its_own_rows_and_every_row_is_some_ranks(mesh, rows, mi
         for compiled in step.train.values():
             given = [each for each in compiled.finished.inputs if each.kind == "batch"]
             for whole, part in zip(step.split(batch), step.split(outline)):
-                fed = [[step.value(each, rank, Dealt(compiled.finished, half), {}) for each in given] for half in (whole, part)]
+                fed = [[step.value(each, rank, BatchLayout(compiled.finished, half), {}) for each in given] for half in (whole, part)]
                 assert all(torch.equal(a, b) for a, b in zip(*fed))
