@@ -205,5 +205,5 @@ def test_a_fault_is_one_of_the_table_and_nothing_given_beside_it_is_ignored(argu
 
 @pytest.mark.full
 def test_a_planted_fault_is_heard(capfd):
-    assert main(["--cases", "60", "--seed", "5", "--fault", "copies_not_replicate"]) == 1
+    assert main(["--cases", "30", "--seed", "1", "--fault", "copies_not_replicate"]) == 1
     assert "wrong" in capfd.readouterr().out
