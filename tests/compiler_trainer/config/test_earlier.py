@@ -11,7 +11,7 @@ from compiler_trainer.config import earlier
 from compiler_trainer.config.earlier import tell, understood
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
-from compiler_trainer.config.schema import Config, ReplicaCheckConfig, SegmentConfig, load, save
+from compiler_trainer.config.schema import CommunicationConfig, Config, ReplicaCheckConfig, SegmentConfig, load, save
 
 
 def written(**changes):
@@ -63,6 +63,8 @@ def test_a_renamed_option_has_its_new_name_and_value(monkeypatch):
     ("run", {"pace_interval": 0}, {"pace_interval": None}),
     ("passes", {"segment": {"enabled": False, "max_nodes": 9}, "verify": "off"}, {"segment": SegmentConfig(None), "verify": "none"}),
     ("passes", {"segment": {"enabled": True, "max_nodes": 9}}, {"segment": SegmentConfig(9)}),
+    ("passes", {"roll": False, "schedule": {"bucket_mib": 3.0, "ahead": 2}},
+     {"fold_layers": False, "communication": CommunicationConfig(3.0, 2)}),
     ("train", {"replica_check": {"interval": 0}}, {"replica_check": ReplicaCheckConfig(None)}),
 ])
 def test_off_has_one_word_now_and_runs_that_went_before_keep_theirs(group, options, now, capsys):
