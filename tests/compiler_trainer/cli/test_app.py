@@ -82,11 +82,14 @@ def test_every_choice_trains_under_its_own_name(command, group, choice):
         "hf_dataset": "data.path=folder",
         "tokens": "data.tokens=folder",
         "hf": "model.path=folder",
-        "custom": "model._target_=my.Model",
+        "custom": f"{group}._target_=my.Own",
     }
     (cfg,) = command(f"{group}={choice}", *filter(None, [needed.get(choice)]))
     chosen = getattr(cfg, group)
-    assert chosen == {"_target_": "my.Model"} if choice == "custom" else chosen.name == choice
+    if group == "model" and choice == "custom":
+        assert chosen == {"_target_": "my.Own"}
+    else:
+        assert chosen.name == choice and (choice != "custom" or chosen._target_ == "my.Own")
 
 
 def test_a_recipe_sets_several_groups_and_what_is_said_beside_it_counts(command):
@@ -150,7 +153,7 @@ def test_a_sweep_runs_each_point_in_its_own_subfolder(command, tmp_path):
 
 @pytest.mark.full
 def test_a_sweep_over_a_range_and_over_files_of_choices(command):
-    configs = command("-m", "train.seed=range(2)", "lr_schedule=glob(c*)", "run.dir=sweep")
+    configs = command("-m", "train.seed=range(2)", "lr_schedule=glob(co*)", "run.dir=sweep")
     assert [(c.train.seed, c.lr_schedule.name) for c in configs] == [
         (0, "constant"),
         (0, "cosine"),

@@ -82,7 +82,7 @@ def test_options_are_found_by_the_words_of_the_field(asked, name):
 
 
 @pytest.mark.parametrize(("asked", "says"), [
-    ("bf16", "bf16: mixed precision is passes.cast.param_dtype=bfloat16"), ("wandb", "wandb: there is none; metrics go to"),
+    ("bf16", "bf16: mixed precision is passes.cast.param_dtype=bfloat16"), ("wandb", "wandb: metrics go to metrics.jsonl, TensorBoard and run.loggers="),
     ("gradient_accumulation_steps", "gradient_accumulation_steps: gradient accumulation is train.microbatches"),
 ])
 @pytest.mark.sample(2)

@@ -74,7 +74,7 @@ PACKED = {
     f"cp {ranks}": {
         "mesh": {"dp_shard": 1, "cp": ranks},
         "model": SMALL,
-        "passes": HALF,
+        "passes": HALF | {"context": {"method": "ring", "skip_steps": False}},  # else how far keys travel is data, which no replay reads
         "train": {"seq_len": LENGTH, "global_batch_size": 2},
     }
     for ranks in (1, 2)
