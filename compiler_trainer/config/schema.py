@@ -557,12 +557,14 @@ class LowerConfig:
     """What runs the final graph; with `cudagraphs` its launches are recorded once, on CUDA, and replayed.
 
     A start reads the programs that an earlier one made of the same model, options and versions. With `check_stored`
-    it makes them all the same, and ends with an error where they differ.
+    it makes them all the same, and ends with an error where they differ. With `fast_start` C++ kernels are built
+    several at a time, in ways of PyTorch that may change with a version; without, Inductor builds them by itself.
     """
 
     backend: Literal["inductor", "eager"] = "inductor"
     cudagraphs: bool = False
     check_stored: bool = False
+    fast_start: bool = True
 
 
 @dataclass(frozen=True)

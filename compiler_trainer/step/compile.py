@@ -84,7 +84,7 @@ def compile_step(
     batch = one_microbatch(example_batch, microbatches)
     how = microbatches, skip_nonfinite, train, evaluate, below or {}, full, seed
     job = Job(model, loss_fn, batch, named, options, update, device, *how)
-    compiles = on_cpu and lower.backend == "inductor"
+    compiles = on_cpu and lower.backend == "inductor" and lower.fast_start
     (programs, report), table = job.programs(shelf, lower.check_stored, compiles, observe, tell)
     if lower.cudagraphs:
         training = {name: program for name, program in programs.items() if not name.startswith(EVALUATE)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -122,7 +123,8 @@ class ProcessRanks(Staged):
             raise UserError("mesh", f"{dict(mesh.sizes)} is for {mesh.world_size} ranks, {world_size} are running")
         self.ranks: tuple[int, ...] = (rank,)
         self.groups: dict[str, dist.ProcessGroup] = {}  # of the communicators that programs name
-        self.workers = self.share_out() if self.distributed else ALONE
+        workers = self.share_out() if self.distributed else ALONE
+        self.workers = replace(workers, fast=lower.fast_start)
 
     def share_out(self) -> Workers:
         """The ranks of this node and pipeline stage, which compile the same programs; every rank must call it."""
@@ -200,7 +202,8 @@ class ProcessRanks(Staged):
         if self.distributed and self.mesh["pp"] > 1 and self.lower.backend == "inductor":
             self.name_groups()
             bodies = dict.fromkeys(body for program in programs for body in calls_of(program))
-            inductor.compile_share(list(bodies), ctx, Workers(*place_on_node(), dist.barrier), self.tell)
+            workers = Workers(*place_on_node(), dist.barrier, self.lower.fast_start)
+            inductor.compile_share(list(bodies), ctx, workers, self.tell)
 
     def share(self, found: dict[str, float]) -> dict[str, float]:
         """What the ranks of any stage found; every rank must call it."""

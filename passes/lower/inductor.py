@@ -25,6 +25,14 @@ from passes.communication.layer_starts import products_of
 from passes.communication.overlap import products_to_wait_for
 from passes.context import operators
 from passes.lower.calls import Kernels
+from passes.lower.fast_start import (
+    build_cpp_header,
+    choose_instruction_set,
+    forget_instruction_set,
+    import_loader,
+    kernels_later,
+    without_lowering,
+)
 from passes.lower.kernels import Libraries
 from passes.lower.ready import Ready, as_imported, untouched
 from passes.lower.store import Store, bound, replace
@@ -34,35 +42,34 @@ from passes.program.bodies import Body, key_of
 from passes.program.signals import undisturbed
 from passes.program.torch_private import (
     FakeTensorMode,
-    build_cpp_header,
-    choose_instruction_set,
     compile_inner,
     compiler_folder,
     compiler_state,
     execute_only,
-    import_loader,
     inductor_decompositions,
     instruction_tests,
     is_code_alone,
     keep_after,
-    kernels_later,
     kernels_of,
     lazy_graph_modules,
     line_mode,
     load_compiled,
     save_compiled,
     step_by_step,
-    without_lowering,
 )
 
 
 @dataclass(frozen=True)
 class Workers:
-    """The processes that compile together and see one store: this one's `number` of `count`; `meet` waits for all."""
+    """The processes that compile together and see one store: this one's `number` of `count`; `meet` waits for all.
+
+    With `fast` C++ kernels are built several at a time (`fast_start.py`).
+    """
 
     number: int
     count: int
     meet: Callable[[], None]
+    fast: bool = True
 
 
 Tell = Callable[[str], None]
@@ -75,6 +82,7 @@ def silent(what: str) -> None:
 FULL = os.strerror(errno.ENOSPC)
 ALONE = Workers(0, 1, lambda: None)
 MOST_BYTES = 20 << 30  # of all that is kept; what was not used for longest goes first
+failed: list[Exception] = []  # why this process builds kernels one by one, if it does
 counts = Counter[str]()  # bodies that this process `compiled`, and that it `loaded` from the store
 
 
@@ -98,7 +106,8 @@ def compile_bodies(
 def compile_share(bodies: Sequence[Body], ctx: ir.Context, workers: Workers, tell: Tell = silent) -> None:
     """Compile this worker's share of bodies; when it returns, all are stored."""
     ready = Ready(kept(), our_sources())
-    made([body for body in bodies[workers.number :: workers.count] if ready.load(body) is None], ctx, ready, tell)
+    mine = [body for body in bodies[workers.number :: workers.count] if ready.load(body) is None]
+    made(mine, ctx, ready, workers.fast, tell)
     tell("bodies of other ranks")
     workers.meet()
 
@@ -114,31 +123,75 @@ def built(
     ready = Ready(kept(), our_sources())
     found = {body: run for body in bodies if (run := ready.load(body)) is not None}
     counts.update("loaded" for _ in found)
-    found |= made([body for body in bodies[workers.number :: workers.count] if body not in found], ctx, ready, tell)
+    mine = [body for body in bodies[workers.number :: workers.count] if body not in found]
+    found |= made(mine, ctx, ready, workers.fast, tell)
     if workers.count > 1:
         tell("bodies of other ranks")
         workers.meet()
-    return found | made([body for body in bodies if body not in found], ctx, ready, tell)
+    return found | made([body for body in bodies if body not in found], ctx, ready, workers.fast, tell)
 
 
-def made(bodies: Sequence[Body], ctx: ir.Context, ready: Ready, tell: Tell) -> dict[Body, Kernels]:
-    """Bodies that the compiler loads or makes, stored so that later starts do without it where they can."""
-    if not bodies:
-        return {}
-    if in_cpp := any(device_of(body).type == "cpu" for body in bodies):
-        begin()[0].result()
-    libraries, found = Libraries(ready.store, surroundings()), dict[Body, Any]()
+def made(bodies: Sequence[Body], ctx: ir.Context, ready: Ready, fast: bool, tell: Tell) -> dict[Body, Kernels]:
+    """Bodies that the compiler loads or makes: where the `fast` way fails, as Inductor does by itself."""
+    if not fast or failed or not in_cpp(bodies):
+        return one_by_one(bodies, ctx, ready.store, fast and not failed, tell)
+    try:
+        return together(bodies, ctx, ready, tell)
+    except Exception as error:
+        if FULL in str(error):
+            raise
+        failed.append(error)
+        try:
+            forget_instruction_set()
+            found = one_by_one(bodies, ctx, ready.store, False, tell)
+        except Exception as again:
+            raise error from again
+        warnings.warn(
+            f"kernels are built one by one, more slowly, for to build several at a time failed ({error}); "
+            "lower.fast_start=false does so from the start",
+            stacklevel=2,
+        )
+        return found
+
+
+def in_cpp(bodies: Sequence[Body]) -> bool:
+    """Whether any kernel of bodies is of C++."""
+    return any(device_of(body).type == "cpu" for body in bodies)
+
+
+def together(bodies: Sequence[Body], ctx: ir.Context, ready: Ready, tell: Tell) -> dict[Body, Kernels]:
+    """Bodies with their C++ kernels built several at a time, stored so that later starts do without the compiler."""
+    begin()[0].result()
+    libraries = Libraries(ready.store, surroundings())
     with kernels_later(libraries.ask, libraries.build):
-        for i, body in enumerate(bodies):
-            tell(f"{body.name}, {i + 1} of {len(bodies)} bodies")
-            found[body] = load(body, ready.store) or compile_body(body, ctx, ready.store)
+        found = stored_or_compiled(bodies, ctx, ready.store, True, tell)
         tell("kernels")
-        if in_cpp:
-            begin()[1].result()
+        begin()[1].result()
     for body, compiled in found.items():
         if is_code_alone(compiled):
             ready.keep(body, without_lowering(compiled.source_code), libraries.place_of)
     return {body: kernels_of(compiled) for body, compiled in found.items()}
+
+
+def one_by_one(
+    bodies: Sequence[Body], ctx: ir.Context, store: Store, fast: bool, tell: Tell
+) -> dict[Body, Kernels]:
+    """Bodies with their kernels built as Inductor does it."""
+    if in_cpp(bodies):
+        find_damage()
+    found = stored_or_compiled(bodies, ctx, store, fast, tell)
+    return {body: kernels_of(compiled) for body, compiled in found.items()}
+
+
+def stored_or_compiled(
+    bodies: Sequence[Body], ctx: ir.Context, store: Store, fast: bool, tell: Tell
+) -> dict[Body, Any]:
+    """What Inductor makes of each body, from the store if it is there; else it is put there."""
+    found = {}
+    for i, body in enumerate(bodies):
+        tell(f"{body.name}, {i + 1} of {len(bodies)} bodies")
+        found[body] = load(body, store, fast) or compile_body(body, ctx, store, fast)
+    return found
 
 
 @cache
@@ -156,14 +209,20 @@ def know_the_machine() -> None:
 
     The choice of the set loads libraries already.
     """
-    execute_only(lambda path: kept().is_as_noted(path), lambda path: kept().note(path), replace)
-    for path in instruction_tests():
-        if not kept().is_as_noted(path):
-            path.unlink(missing_ok=True)
+    find_damage()
     choose_instruction_set()
     for path in instruction_tests():
         kept().note(path)
     surroundings()
+
+
+@cache
+def find_damage() -> None:
+    """See, once a process, that nothing of Inductor's cache is executed that is not as it was made."""
+    execute_only(lambda path: kept().is_as_noted(path), lambda path: kept().note(path), replace)
+    for path in instruction_tests():
+        if not kept().is_as_noted(path):
+            path.unlink(missing_ok=True)
 
 
 def kept() -> Store:
@@ -176,23 +235,24 @@ def device_of(body: Body) -> torch.device:
     return next(ir.example(node).device for node in body.graph.nodes if ir.is_tensor(node))
 
 
-def load(body: Body, store: Store) -> Any:
+def load(body: Body, store: Store, fast: bool) -> Any:
     """The body as it was compiled, from the store; None if it has none."""
-    packed = store.get(stored_key(body))
+    packed = store.get(stored_key(body, fast))
     if packed is None:
         return None
     counts["loaded"] += 1
     return load_compiled(packed)
 
 
-def compile_body(body: Body, ctx: ir.Context, store: Store) -> Any:
+def compile_body(body: Body, ctx: ir.Context, store: Store, fast: bool) -> Any:
     """The body compiled, and stored."""
     module, mode = decompose(body, ctx)
     # fusion moves a wait to where the first operator of the kernel that needs it stood; with nothing beside it, it may
     keep_after(module.graph, products_to_wait_for(module.graph, products_of(module.graph)))
     values = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
     compiled = compile_inner(module, values, mode)
-    store.put(stored_key(body), save_compiled(compiled))
+    source = without_lowering(compiled.source_code) if fast else compiled.source_code
+    store.put(stored_key(body, fast), save_compiled(compiled, source))
     counts["compiled"] += 1
     return compiled
 
@@ -219,10 +279,10 @@ def decompose(body: Body, ctx: ir.Context) -> tuple[fx.GraphModule, Any]:
         return make_fx(run, table)(*values), ctx.fake_mode
 
 
-def stored_key(body: Body) -> str:
-    """What a body's kernels are known by on this machine."""
+def stored_key(body: Body, fast: bool = True) -> str:
+    """What a body's kernels are known by on this machine; the other way may choose another instruction set."""
     elsewhere = operators.sources_for(device_of(body).type)  # records may be of code outside
-    return key_of(f"{body.key} {surroundings()} {elsewhere} {torch.get_num_threads()}")
+    return key_of(f"{body.key} {surroundings()} {elsewhere} {torch.get_num_threads()} {fast}")
 
 
 @cache

@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 
+from passes.lower.fast_start import load_library
 from passes.lower.store import Store
 from passes.program.bodies import Body, key_of
-from passes.program.torch_private import inductor_options, load_library
+from passes.program.torch_private import inductor_options
 
 Kernel = tuple[tuple[str, ...], str]  # the types of its arguments, and its source
 UNTOUCHED = "as the environment says"  # Inductor's options before anybody imports them

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -21,17 +22,17 @@ from torch._inductor import cpu_vec_isa
 from torch._inductor.async_compile import AsyncCompile
 
 from compiler_trainer import compile_step
-from passes.lower import inductor
+from passes.lower import inductor, kernels
 from passes.lower.backends import lower_inductor
 from passes.lower.calls import Calls
-from passes.lower.inductor import Workers, compile_bodies, counts, stored_key
+from passes.lower.fast_start import LOWERING, build_cpp_header, choose_instruction_set, without_lowering
+from passes.lower.inductor import ALONE, Workers, compile_bodies, counts, stored_key
 from passes.lower.segment import Segment
 from passes.lower.store import Store
 from passes.program import ir
 from passes.program.bodies import calls_of
 from passes.program.layer import Layer
 from passes.program.stages import Stage
-from passes.program.torch_private import LOWERING, build_cpp_header, choose_instruction_set, without_lowering
 
 aten = torch.ops.aten
 F32 = torch.float32
@@ -68,11 +69,7 @@ def test_a_body_is_compiled_once_and_loaded_ever_after(store, monkeypatch):
     deeper, ctx = chain(layers=7)
     run = lower_inductor(deeper, ctx)
     assert counts == {"compiled": 1, "loaded": 1}
-    x, w = torch.randn(4, 4), torch.randn(4, 4)
-    wanted = x
-    for _ in range(7):
-        wanted = wanted @ w * 2.0
-    torch.testing.assert_close(run([x, w])[0], wanted)
+    assert_is_chain(run, side=4, layers=7)
 
 
 @pytest.mark.parametrize(("called", "left"), [("mm", False), ("_mm_plus_mm", True)])
@@ -89,7 +86,7 @@ def test_a_stored_body_imports_lowering_only_for_kernels_that_torch_has_not(call
 @pytest.mark.full
 def test_the_thread_that_builds_the_header_imports_no_more_of_the_compiler():
     code = (
-        "import sys; from passes.program.torch_private import *; import_loader(); choose_instruction_set();"
+        "import sys; from passes.lower.fast_start import *; import_loader(); choose_instruction_set();"
         "before = set(sys.modules); build_cpp_header();"
         "print([m for m in set(sys.modules) - before if m.startswith(('torch', 'functorch'))],"
         "'torch._inductor.lowering' in sys.modules)"
@@ -259,6 +256,50 @@ def test_a_compiler_that_builds_nothing_is_an_error_that_says_what_to_set(monkey
     monkeypatch.setattr(AsyncCompile, "cpp_pybinding", fails)
     with pytest.raises(RuntimeError, match=r"ATEN_CPU_CAPABILITY=avx2 .*: g\+\+: no such file"):
         build_cpp_header()
+
+
+def test_kernels_are_built_one_by_one_where_pytorch_has_changed_and_that_is_said(store, monkeypatch):
+    def changed(source):
+        raise TypeError("load_async() has another argument")
+
+    program, ctx = chain(side=5)
+    monkeypatch.setattr(inductor, "failed", [])
+    monkeypatch.setattr(kernels, "build_library", changed)
+    with pytest.warns(UserWarning, match=r"one by one.*another argument.*lower.fast_start=false"):
+        assert_is_chain(lower_inductor(program, ctx), side=5)
+    assert counts == {"compiled": 2}, "they do not share what is stored: of another instruction set it may be"
+    with warnings.catch_warnings(action="error"):  # said once; what was built so is found again
+        assert_is_chain(lower_inductor(program, ctx), side=5)
+    assert counts == {"compiled": 2, "loaded": 1}
+
+
+def test_kernels_are_built_one_by_one_where_that_is_asked_for(store, monkeypatch):
+    for part in ("begin", "kernels_later", "without_lowering", "choose_instruction_set"):
+        monkeypatch.setattr(inductor, part, None)
+    program, ctx = chain(side=6)
+    assert_is_chain(lower_inductor(program, ctx, replace(ALONE, fast=False)), side=6)
+    assert counts == {"compiled": 1}
+
+
+def test_an_error_of_both_ways_is_the_first_ones(store, monkeypatch):
+    def fails(*args):
+        raise OSError("g++: no such file")
+
+    program, ctx = chain(side=7)
+    monkeypatch.setattr(inductor, "failed", [])
+    monkeypatch.setattr(inductor, "compile_inner", fails)
+    with pytest.raises(OSError, match="no such file") as caught:
+        lower_inductor(program, ctx)
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+def assert_is_chain(run, side, layers=3):
+    """Products by a matrix, each doubled."""
+    x, w = torch.randn(side, side), torch.randn(side, side)
+    wanted = x
+    for _ in range(layers):
+        wanted = wanted @ w * 2.0
+    torch.testing.assert_close(run([x, w])[0], wanted)
 
 
 # ---- the store --------------------------------------------------------------------------------------
