@@ -219,10 +219,15 @@ def know_the_machine() -> None:
 @cache
 def find_damage() -> None:
     """See, once a process, that nothing of Inductor's cache is executed that is not as it was made."""
-    execute_only(lambda path: kept().is_as_noted(path), lambda path: kept().note(path), replace)
+    execute_only(lambda path: notes_of(path).is_as_noted(path), lambda path: notes_of(path).note(path), replace)
     for path in instruction_tests():
         if not kept().is_as_noted(path):
             path.unlink(missing_ok=True)
+
+
+def notes_of(path: Path) -> Store:
+    """Where the digest of a file is kept: beside one that all caches share, as precompiled headers are."""
+    return kept() if path.is_relative_to(compiler_folder()) else Store(path.parent / "digests")
 
 
 def kept() -> Store:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from compiler_trainer.training.metrics import read
-from passes.lower.inductor import know_the_machine
+from passes.lower.inductor import know_the_machine, notes_of
 from passes.lower.store import DAY_S, Store, bound
 
 ROOT = Path(__file__).parents[3]
@@ -55,6 +55,18 @@ def test_a_built_file_is_whole_as_it_was_noted_alone(tmp_path):
         path.write_bytes(content)
         with pytest.warns(UserWarning, match=r"a.so is damaged; it is built again"):
             assert not store.is_as_noted(path)
+
+
+def test_a_header_that_all_caches_share_is_noted_beside_it(tmp_path, monkeypatch):
+    header = tmp_path / "headers/a.gch"
+    header.parent.mkdir()
+    for name, content in (("one", b"built by one"), ("other", b"by the other")):
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / name))
+        header.write_bytes(content)
+        notes_of(header).note(header)
+        assert notes_of(tmp_path / name / "ab/a.so").folder == tmp_path / name / "bodies"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "one"))
+    assert notes_of(header).is_as_noted(header), "another job has built it since, which is no damage"
 
 
 def test_what_a_killed_build_leaves_is_not_called_damaged(tmp_path, recwarn):
