@@ -10,8 +10,9 @@ import errno
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -177,9 +178,8 @@ def one_by_one(
     bodies: Sequence[Body], ctx: ir.Context, store: Store, fast: bool, tell: Tell
 ) -> dict[Body, Kernels]:
     """Bodies with their kernels built as Inductor does it."""
-    if in_cpp(bodies):
-        find_damage()
-    found = stored_or_compiled(bodies, ctx, store, fast, tell)
+    with damage_found() if in_cpp(bodies) else nullcontext():
+        found = stored_or_compiled(bodies, ctx, store, fast, tell)
     return {body: kernels_of(compiled) for body, compiled in found.items()}
 
 
@@ -209,20 +209,21 @@ def know_the_machine() -> None:
 
     The choice of the set loads libraries already.
     """
-    find_damage()
-    choose_instruction_set()
-    for path in instruction_tests():
-        kept().note(path)
+    with damage_found():
+        choose_instruction_set()
     surroundings()
 
 
-@cache
-def find_damage() -> None:
-    """See, once a process, that nothing of Inductor's cache is executed that is not as it was made."""
+@contextmanager
+def damage_found() -> Iterator[None]:
+    """See that nothing of Inductor's cache is executed that is not as it was made, and note what is made meanwhile."""
     execute_only(lambda path: notes_of(path).is_as_noted(path), lambda path: notes_of(path).note(path), replace)
     for path in instruction_tests():
         if not kept().is_as_noted(path):
             path.unlink(missing_ok=True)
+    yield
+    for path in instruction_tests():
+        kept().note(path)
 
 
 def notes_of(path: Path) -> Store:
