@@ -8,6 +8,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
@@ -98,6 +100,24 @@ class Stop:
         if self.before:
             signal.set_wakeup_fd(self.woken)
             os.close(self.pipe)
+
+
+@contextmanager
+def ending_at_sigterm() -> Iterator[None]:
+    """While on, SIGTERM ends this rank as an exception does, so that what is at hand is kept."""
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        announce("SIGTERM while compiling: no step was taken")
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():  # no other may handle signals
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def end_at_once(number: int) -> NoReturn:

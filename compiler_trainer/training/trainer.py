@@ -57,7 +57,7 @@ from compiler_trainer.training.rows import own_rows
 from compiler_trainer.training.saving import saving
 from compiler_trainer.training.speed import machine
 from compiler_trainer.training.spikes import Spikes
-from compiler_trainer.training.stop import Stop, end_early
+from compiler_trainer.training.stop import Stop, end_early, ending_at_sigterm
 from compiler_trainer.training.store import send_rest
 from compiler_trainer.training.watch import Watch
 
@@ -149,7 +149,7 @@ def prepare_step(
     for line in described(cfg, trained, peek(datasets.train)):
         say(line)
     say(f"compiling ({cfg.lower.backend})")
-    with folder.graphs_of(cfg) as dumps, Working() as tell:
+    with folder.graphs_of(cfg) as dumps, ending_at_sigterm(), Working() as tell:
         step = build_step(cfg, trained, datasets, dumps, tell)
         phases.end_compiling(step.report["seconds"])
         start = restore(cfg, trained, step, datasets, start)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -244,6 +246,21 @@ def test_a_compilation_that_ends_early_keeps_its_graphs_and_what_reads_them_need
     assert call("inspect", tmp_path / "run") == 0
     monkeypatch.setattr(trainer, "compile_step", FakeStep)
     assert call("resume", tmp_path / "run") == 0 and len(metrics(tmp_path / "run")) == 6
+
+
+def test_sigterm_while_a_run_compiles_leaves_what_resume_needs(tmp_path, monkeypatch, capsys):
+    def interrupted(*args, observe, **how):
+        nothing = Accounting((), {}, 0, 0, 0, "x", "", {})
+        observe(joint({"tp": 2}), PassRecord("step", "joint", 0.0, 0, 0, Report(), nothing, costs=Costs((), (), ())))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(trainer, "compile_step", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        trainer.train(options(tmp_path / "run"))
+    assert ended.value.code == 143 and signal.getsignal(signal.SIGTERM) is before
+    assert {p.name for p in (tmp_path / "run").iterdir()} == {"config.yaml", "graphs", "report.json"}
+    assert "SIGTERM while compiling: no step was taken" in capsys.readouterr().out
 
 
 def test_a_run_that_goes_on_and_ends_while_it_compiles_keeps_its_options(fake, tmp_path, monkeypatch):
