@@ -35,6 +35,7 @@ from compiler_trainer import checkpoint
 from compiler_trainer.cli.ends import refuse
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import (
+    AccumulateConfig,
     CheckpointConfig,
     Config,
     DataConfig,
@@ -76,12 +77,14 @@ def main() -> None:
     takes.add_argument("--trials", type=int, default=10)
     takes.add_argument("--ranks", type=int, default=2)
     takes.add_argument("--stages", type=int, default=1, help="of a pipeline, among which the ranks are divided")
+    takes.add_argument("--once", action="store_true", help="gather and reduce once a step, of two microbatches")
     takes.add_argument("--seed", type=int, default=0, help="of the moments")
     given = takes.parse_args()
     draw, tally = random.Random(given.seed), Tally()
+    how = given.stages, given.once
     with tempfile.TemporaryDirectory() as scratch:
         whole = Path(scratch, "whole")
-        processes = start(job(whole, given.stages), given.ranks, whole)
+        processes = start(job(whole, *how), given.ranks, whole)
         wait_for_steps(whole, processes)
         began = time.monotonic()
         finish(processes, whole)
@@ -89,7 +92,7 @@ def main() -> None:
         print(f"undisturbed: {STEPS} steps on {given.ranks} ranks in {took:.1f} s", flush=True)
         for number in range(given.trials):
             folder = Path(scratch, str(number))
-            seen = trial(job(folder, given.stages), folder, given.ranks, took, draw, tally)
+            seen = trial(job(folder, *how), folder, given.ranks, took, draw, tally)
             wrong = [*filter(None, seen.values()), *differences(whole, folder)]
             tally.wrong += bool(wrong)
             print(f"trial {number}, {', '.join(seen)}: {'; '.join(wrong) or 'the same bits'}", flush=True)
@@ -102,16 +105,17 @@ def main() -> None:
     sys.exit(1 if tally.wrong else 0)
 
 
-def job(folder: Path, stages: int = 1) -> Config:
+def job(folder: Path, stages: int = 1, once: bool = False) -> Config:
     """A small run with a checkpoint after each step."""
+    accumulate = AccumulateConfig("step", "step") if once else AccumulateConfig()
     return Config(
         model=ModelConfig(dim=256, n_layers=stages, n_heads=2, n_kv_heads=1, ffn_dim=512),
         data=DataConfig(name="synthetic", documents=40, cache=str(folder.parent / "tokens")),
         mesh=MeshConfig(pp=stages),
-        train=TrainConfig(steps=STEPS, seq_len=16, global_batch_size=4, microbatches=min(2, stages)),
+        train=TrainConfig(steps=STEPS, seq_len=16, global_batch_size=4, microbatches=2 if stages > 1 or once else 1),
         optim=OptimConfig(lr=1e-2),
         lower=LowerConfig("eager"),
-        passes=PassesConfig(fold_layers=False, verify="none"),
+        passes=PassesConfig(fold_layers=False, verify="none", accumulate=accumulate),
         checkpoint=CheckpointConfig(interval=1, keep=3, resume="auto"),
         eval=EvalConfig(interval=8, batches=2),
         run=RunConfig(dir=str(folder), dump_graphs=False),
@@ -127,7 +131,7 @@ def trial(cfg: Config, folder: Path, ranks: int, took: float, draw: random.Rando
             wait_for_steps(folder, processes)
         time.sleep(draw.uniform(0.0, 1.0) * took)
         name = draw.choice([*DISTURBANCES])
-        seen[name] = DISTURBANCES[name](processes, folder, took, draw)
+        seen[name] = DISTURBANCES[name](processes, cfg, took, draw)
         finish(processes, folder)
         tally.happened[name] += 1
         tally.stops += {process.exitcode for process in processes} == {EXIT_CODE}
@@ -141,27 +145,28 @@ def trial(cfg: Config, folder: Path, ranks: int, took: float, draw: random.Rando
     return seen
 
 
-# Disturbances: each takes the ranks, the run folder, the seconds that a run takes and a source of chance, and says
+# Disturbances: each takes the ranks, their job, the seconds that a run takes and a source of chance, and says
 # what was wrong at once, if anything was.
 
 
-def kill_all(processes: list[BaseProcess], folder: Path, took: float, draw: random.Random) -> str:
+def kill_all(processes: list[BaseProcess], cfg: Config, took: float, draw: random.Random) -> str:
     """SIGKILL to all ranks."""
     return send(processes, signal.SIGKILL)
 
 
-def kill_one(processes: list[BaseProcess], folder: Path, took: float, draw: random.Random) -> str:
+def kill_one(processes: list[BaseProcess], cfg: Config, took: float, draw: random.Random) -> str:
     """SIGKILL to one of them."""
     return send([draw.choice(processes)], signal.SIGKILL)
 
 
-def stop_one(processes: list[BaseProcess], folder: Path, took: float, draw: random.Random) -> str:
+def stop_one(processes: list[BaseProcess], cfg: Config, took: float, draw: random.Random) -> str:
     """SIGTERM to one of them."""
     return send([draw.choice(processes)], signal.SIGTERM)
 
 
-def stop_all_twice(processes: list[BaseProcess], folder: Path, took: float, draw: random.Random) -> str:
+def stop_all_twice(processes: list[BaseProcess], cfg: Config, took: float, draw: random.Random) -> str:
     """SIGTERM to all and, within moments, again, as of a scheduler and of torchrun."""
+    folder = Path(cfg.run.dir)
     was_taken = taken(folder)
     send(processes, signal.SIGTERM)
     time.sleep(draw.choice((0.0, 0.001, 0.02, 0.3)))
@@ -171,15 +176,16 @@ def stop_all_twice(processes: list[BaseProcess], folder: Path, took: float, draw
     return f"two signals ended it with {[p.exitcode for p in processes]}" if lost else ""
 
 
-def start_another(processes: list[BaseProcess], folder: Path, took: float, draw: random.Random) -> str:
+def start_another(processes: list[BaseProcess], cfg: Config, took: float, draw: random.Random) -> str:
     """The same job once more in the same folder: it has to be refused while the first is there."""
-    others = start(job(folder), len(processes), folder, patience_s=0.1)
+    folder = Path(cfg.run.dir)
+    others = start(cfg, len(processes), folder, patience_s=0.1)
     finish(others, folder)
     both = all(p.is_alive() for p in processes) and any(p.exitcode in (0, EXIT_CODE) for p in others)
     return "two runs in one folder" if both else ""
 
 
-def fill_disk(processes: list[BaseProcess], folder: Path, took: float, draw: random.Random) -> str:
+def fill_disk(processes: list[BaseProcess], cfg: Config, took: float, draw: random.Random) -> str:
     """No file may grow for a while, in any of the ranks."""
     for limit in (0, resource.RLIM_INFINITY):
         for process in (p for p in processes if p.is_alive()):
@@ -189,7 +195,7 @@ def fill_disk(processes: list[BaseProcess], folder: Path, took: float, draw: ran
     return ""
 
 
-DISTURBANCES: dict[str, Callable[[list[BaseProcess], Path, float, random.Random], str]] = {
+DISTURBANCES: dict[str, Callable[[list[BaseProcess], Config, float, random.Random], str]] = {
     "all killed": kill_all,
     "one killed": kill_one,
     "one stopped": stop_one,
