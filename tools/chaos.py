@@ -33,7 +33,7 @@ import torch
 
 from compiler_trainer import checkpoint
 from compiler_trainer.cli.ends import refuse
-from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.errors import STOPPED, UserError
 from compiler_trainer.config.schema import (
     AccumulateConfig,
     CheckpointConfig,
@@ -51,7 +51,6 @@ from compiler_trainer.config.schema import (
 from compiler_trainer.training import owner
 from compiler_trainer.training.metrics import FILE, read
 from compiler_trainer.training.pace import RANKS
-from compiler_trainer.training.stop import EXIT_CODE
 from compiler_trainer.training.trainer import train
 
 STEPS = 24
@@ -134,7 +133,7 @@ def trial(cfg: Config, folder: Path, ranks: int, took: float, draw: random.Rando
         seen[name] = DISTURBANCES[name](processes, cfg, took, draw)
         finish(processes, folder)
         tally.happened[name] += 1
-        tally.stops += {process.exitcode for process in processes} == {EXIT_CODE}
+        tally.stops += {process.exitcode for process in processes} == {STOPPED}
         tally.in_a_save += any(folder.glob("checkpoints/*.tmp"))
         for path in checkpoint.complete(folder / "checkpoints"):
             checkpoint.check(path)
@@ -172,7 +171,7 @@ def stop_all_twice(processes: list[BaseProcess], cfg: Config, took: float, draw:
     time.sleep(draw.choice((0.0, 0.001, 0.02, 0.3)))
     send(processes, signal.SIGTERM)
     finish(processes, folder)
-    lost = was_taken and not is_done(folder) and {p.exitcode for p in processes} != {EXIT_CODE}
+    lost = was_taken and not is_done(folder) and {p.exitcode for p in processes} != {STOPPED}
     return f"two signals ended it with {[p.exitcode for p in processes]}" if lost else ""
 
 
@@ -181,7 +180,7 @@ def start_another(processes: list[BaseProcess], cfg: Config, took: float, draw: 
     folder = Path(cfg.run.dir)
     others = start(cfg, len(processes), folder, patience_s=0.1)
     finish(others, folder)
-    both = all(p.is_alive() for p in processes) and any(p.exitcode in (0, EXIT_CODE) for p in others)
+    both = all(p.is_alive() for p in processes) and any(p.exitcode in (0, STOPPED) for p in others)
     return "two runs in one folder" if both else ""
 
 

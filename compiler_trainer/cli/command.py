@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 from compiler_trainer.cli.ends import end, refuse
 from compiler_trainer.cli.extras import not_installed
 from compiler_trainer.cli.table import VERBS, usage
-from compiler_trainer.config.errors import RunError, UserError
+from compiler_trainer.config.errors import STOPPED, RunError, UserError
 
 HELP = ("-h", "--help")
 SPINS = "10000"  # of an OpenMP thread that waits; GNU's 300,000 starve the thread that it waits for on a busy core
@@ -33,6 +34,11 @@ def main() -> None:
         end(error)
     except ModuleNotFoundError as error:
         refuse(not_installed(error))
+    except SystemExit as ended:
+        if ended.code == STOPPED:  # by a signal, which schedulers repeat: it is of no use any more
+            for each in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(each, signal.SIG_IGN)
+        raise
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         for stream in (sys.stdout, sys.stderr):

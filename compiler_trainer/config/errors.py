@@ -1,5 +1,7 @@
 """What ends a command with one line instead of a traceback."""
 
+STOPPED = 3  # exit code of a run that was stopped early, by a signal or a time limit, and saved
+
 
 class UserError(Exception):
     """Input that cannot be honoured: `where` names the field, file or node, `message` the values and the fix."""

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
@@ -16,11 +16,11 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from compiler_trainer.config.errors import STOPPED
 from compiler_trainer.config.schema import Config
 from compiler_trainer.step.ranks import host_group, rank, stop_ranks
 from compiler_trainer.training.progress import announce
 
-EXIT_CODE = 3
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 REPEATED_S = 5.0  # a scheduler signals all processes of a job, and torchrun passes its own signal on to its ranks
 TIME = 1  # less than any signal's number among those above; of several reasons the highest number counts
@@ -96,10 +96,22 @@ class Stop:
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         for each, before in self.before.items():
-            signal.signal(each, before)
+            signal.signal(each, passed_over(before) if each == self.reason else before)
         if self.before:
             signal.set_wakeup_fd(self.woken)
             os.close(self.pipe)
+
+
+def passed_over(before: Any) -> Callable[[int, FrameType | None], None]:
+    """A handler of the signal that ended a run: repeated while the process ends, it must not change the exit code."""
+    end = time.monotonic() + REPEATED_S
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if time.monotonic() >= end:
+            signal.signal(number, before)
+            os.kill(os.getpid(), number)
+
+    return handle
 
 
 @contextmanager
@@ -133,7 +145,7 @@ def end_early(cfg: Config, stop: Stop, number: int) -> NoReturn:
     announce(f"stopped after step {number} of {cfg.train.steps}, for {stop}; {saved}")
     stop_ranks()
     restarted = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0  # torchrun would start the ranks again
-    raise SystemExit(0 if restarted else EXIT_CODE)
+    raise SystemExit(0 if restarted else STOPPED)
 
 
 def how_to_go_on(run: str) -> str:
