@@ -144,7 +144,7 @@ class Compilation:
             steps = (replace(s, stored=stored) if isinstance(s, Place) else s for s in self.pipeline.forward)
             with evaluating(self.model):
                 forward = self.run("forward_eval", tuple(steps), self.capture())
-        if self.pipeline.staged is None:
+        if self.pipeline.staged is None or self.pipeline.staged.table is None:
             return {EVALUATE: self.run(EVALUATE, self.pipeline.evaluate, forward)}
         parts = {f"{EVALUATE}.{task}": each for task, each in cut(forward.program).items()}
         return {n: self.run(n, self.pipeline.evaluate, Captured(each, forward.ctx)) for n, each in parts.items()}

@@ -95,6 +95,7 @@ class Step:
         """Of the turns of all ranks those that are taken here, and what they carry; none without programs."""
         found = programs_of(programs)
         turns = [turn for turn in turns if turn.program in found]
+        assert not found.keys() - {turn.program for turn in turns}, f"programs that no turn runs, of {[*found]}"
         here = sorted({self.runtime.stage_of(rank) for rank in self.ranks})
         post = None
         if self.runtime.mesh["pp"] > 1 and len(self.ranks) == 1:

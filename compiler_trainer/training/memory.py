@@ -40,19 +40,25 @@ class PeakMemory:
         if self.bytes:
             return run()
         result, peak = cpu_peak(run)
-        self.bytes = self.state_bytes + peak
+        self.bytes = self.state_bytes + peak if peak else 0  # then the next step is measured
         return result
 
 
 def cpu_peak(run: Callable[[], T]) -> tuple[T, int]:
-    """The result of `run`, and the most bytes of CPU tensors alive at once that were allocated in it."""
+    """The result of `run`, and the most bytes of CPU tensors alive at once that were allocated in it.
+
+    They are counted from a file, and are 0 where a full disk did not take it.
+    """
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # below it, the profiler announces itself on stderr
     with profile(profile_memory=True) as profiler:
         result = run()
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder, "trace.json")
-        profiler.export_chrome_trace(str(trace))
-        return result, highest(json.loads(trace.read_text())["traceEvents"])
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            trace = Path(folder, "trace.json")
+            profiler.export_chrome_trace(str(trace))
+            return result, highest(json.loads(trace.read_text())["traceEvents"])
+    except (OSError, ValueError):  # not there, or cut
+        return result, 0
 
 
 def highest(events: Iterable[dict]) -> int:

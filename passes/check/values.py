@@ -233,8 +233,9 @@ class Moved:
             here = entry.node
             if end := self.step(k, entry):
                 return end
-        number = self.numbers.read_by[here, entry.node]
-        return number, tuple(entry.index), tuple(sorted(entry.ranks.items())), tuple(entry.done)
+        number, stride = self.numbers.read_by[here, entry.node], self.numbers.layout(entry.node).stride
+        index = tuple(i if s else 0 for i, s in zip(entry.index, stride))  # entries that are one in memory
+        return number, index, tuple(sorted(entry.ranks.items())), tuple(entry.done)
 
     def step(self, k: int, entry: Entry) -> str:
         """From a node's entry to that of an operand, or what it is if it comes from none."""

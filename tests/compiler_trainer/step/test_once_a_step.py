@@ -32,6 +32,22 @@ def test_what_is_done_once_trains_as_one_device(case):
     assert outcome.verdict == "right", f"{case}: {outcome}"
 
 
+@pytest.mark.parametrize("gather", ["step", "microbatch"])
+@pytest.mark.parametrize("reduce", ["step", "microbatch"])
+def test_evaluation_is_that_of_one_device(gather, reduce):
+    """It takes no part in what a training step does once."""
+    torch.manual_seed(0)
+    model = Llama(ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48)).double()
+    tokens = torch.randint(0, 256, (4, 13))
+    same = {"positions": torch.arange(12).expand(4, 12), "documents": torch.zeros(4, 12, dtype=torch.int64)}
+    batch = {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous(), **same}
+    passes = {"accumulate": {"gather": gather, "reduce": reduce}, "fold_layers": False}
+    step = compile_step(model, loss_fn, batch, ranks="lockstep", mesh={"dp_shard": 2}, microbatches=2, passes=passes)
+    step(batch)
+    model.load_state_dict(step.state_dict())
+    assert step.evaluate(batch) == pytest.approx(loss_fn(model, batch).item(), rel=1e-6)
+
+
 def test_parameters_are_gathered_and_gradients_reduced_once():
     often, once = programs("microbatch"), programs("step")
     assert collectives(often["accumulate"]) == {"all_gather", "reduce_scatter"}

@@ -11,6 +11,7 @@ import sys
 
 import pytest
 import torch
+from short_runs import no_file_above
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from compiler_trainer.config.schema import Config, RunConfig
@@ -146,6 +147,16 @@ def test_state_is_added_and_one_step_profiled(capfd):
     assert memory.during(lambda: "anything") == "anything"
     assert memory.bytes == 40 + 10 + 4 * 4 * MEGABYTE
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("most_bytes", [0, 100])
+def test_where_a_full_disk_does_not_take_the_profile_the_next_step_is_measured(most_bytes):
+    memory = PeakMemory(CPU, [torch.ones(10)])
+    with no_file_above(most_bytes):
+        assert memory.during(three_at_once).numel() == MEGABYTE
+    assert memory.bytes == 0
+    memory.during(three_at_once)
+    assert memory.bytes == 40 + 4 * 4 * MEGABYTE
 
 
 # Evaluation
