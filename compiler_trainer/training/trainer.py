@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.autograd.profiler import record_function
 
 from compiler_trainer import checkpoint
 from compiler_trainer.checkpoint import Damaged
@@ -55,6 +56,7 @@ from compiler_trainer.training.resume import checkpoints_of, pass_over
 from compiler_trainer.training.room import check_room
 from compiler_trainer.training.rows import own_rows
 from compiler_trainer.training.saving import saving
+from compiler_trainer.training.spans import DATA
 from compiler_trainer.training.speed import machine
 from compiler_trainer.training.spikes import Spikes
 from compiler_trainer.training.stop import Stop, end_early
@@ -265,7 +267,12 @@ def steps(cfg: Config, step: Step, datasets: Datasets, start: Start, meters: Met
 def one_step(meters: Meters, loader: Loader, number: int, lr: float) -> Record:
     """Take update `number` and measure it, from fetching its batch on."""
     step = meters.step
-    result, measured = meters.take(number, lambda: (next_batch(loader), loader.filled), lr)
+
+    def fetch() -> tuple[dict[str, Tensor], int]:
+        with record_function(DATA):
+            return next_batch(loader), loader.filled
+
+    result, measured = meters.take(number, fetch, lr)
     result |= step.balance()
     rank = step.ranks[0]
     result |= unevenness({name: state.local[rank] for name, state in step.state.items() if rank in state.local})
