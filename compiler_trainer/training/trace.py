@@ -17,6 +17,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx
 from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 
@@ -40,7 +41,9 @@ Key = tuple[str, tuple[int, ...]]  # operator, shape of the first operand
 
 
 def check(cfg: Config, done: int) -> None:
-    """Raise UserError where a run that has `done` steps behind it ends before there is anything to record."""
+    """Raise UserError where a run that has `done` steps behind it has nothing to record of what is asked for."""
+    if cfg.run.memory_snapshot and not torch.cuda.is_available():
+        raise UserError("run.memory_snapshot", "true, but it is of a GPU's allocator, and there is no GPU here")
     if cfg.run.profile and cfg.train.steps - done <= WARM_UP:
         steps = f"train.steps={cfg.train.steps} after step {done}"
         raise UserError("run.profile", f"true with {steps}; the first {WARM_UP} steps are not recorded, take more")

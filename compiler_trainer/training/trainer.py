@@ -62,6 +62,7 @@ from compiler_trainer.training.spikes import Spikes
 from compiler_trainer.training.stop import Stop, end_early
 from compiler_trainer.training.store import send_rest
 from compiler_trainer.training.watch import Watch
+from passes.program.torch_private import dump_allocations, record_allocations
 
 
 def train(
@@ -109,8 +110,9 @@ def train(
         if start.stored is not None:
             announce(f"going on after step {start.step:,}, from {start.stored.path}")
         with (
-            Watch(cfg.run.timeout_s) as watch,
+            Watch(cfg.run.timeout_s, Path(cfg.run.dir)) as watch,
             Stop(began, None if cfg.run.time_limit is None else seconds(cfg.run.time_limit)) as stop,
+            allocations(cfg),
             recording(cfg, start, step.metrics, loggers) as record,
         ):
             told = Callbacks(Run(cfg, step, start.step, stop.ask), callbacks)
@@ -300,6 +302,19 @@ def peek(loader: Loader) -> dict[str, Tensor]:
 def local_device() -> torch.device:
     """Where this rank computes."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+@contextmanager
+def allocations(cfg: Config) -> Iterator[None]:
+    """Record what the GPU's allocator does, if the options ask for it: on disk in the end, whatever ends it."""
+    if not cfg.run.memory_snapshot:
+        yield
+        return
+    record_allocations()
+    try:
+        yield
+    finally:
+        dump_allocations(Path(cfg.run.dir, f"memory_{rank()}.pickle"))
 
 
 @contextmanager

@@ -17,17 +17,19 @@ from compiler_trainer.training.watch import Beat, doing_of, tell
 
 HANGS = """
 import time
+from pathlib import Path
 from compiler_trainer.training.watch import Watch
 
-with Watch(0.5) as watch:
+with Watch(0.5, Path("watched")) as watch:
     watch.step = 7
     time.sleep(60)
 """
 MOVES = """
 import time
+from pathlib import Path
 from compiler_trainer.training.watch import Watch
 
-with Watch(0.5) as watch:
+with Watch(0.5, Path("watched")) as watch:
     for watch.step in range(15):
         time.sleep(0.1)
 print("done")
@@ -43,7 +45,7 @@ def copy():
         time.sleep(0.1)
         TRAFFIC.relative_update(5)
 
-with Watch(0.5):
+with Watch(0.5, Path("watched")):
     thread = Thread(target=copy)
     thread.start()
     thread.join()
@@ -53,6 +55,7 @@ print("done")
 
 WAITS = """
 import time
+from pathlib import Path
 from compiler_trainer.step.step import Step
 from compiler_trainer.step.turns import Turn
 from compiler_trainer.training.watch import Watch
@@ -64,7 +67,7 @@ step.counts = lambda parts: {}
 step.scalars = lambda *how: {}
 step.run = lambda *how: time.sleep(60)
 carried = type("Carried", (), {"begin": lambda self: None})()
-with Watch(0.5) as watch:
+with Watch(0.5, Path("watched")) as watch:
     step.take(([Turn("F1", 2)], carried), {"F1": None}, {}, 0.0, 0)
 """
 
