@@ -605,8 +605,8 @@ class RunConfig:
     """Where the run's files go, by default a new folder named by the local time, and what is written there.
 
     `profile` records steps 3 to 5: rank 0 as trace.json.gz, to be opened in Perfetto, and where each rank's time went.
-    With `memory_snapshot` the GPU's allocations are memory_RANK.pickle. The step in which `time_limit` ends is the last,
-    and a checkpoint is taken; reading data and compiling are part of the time.
+    With `memory_snapshot` the GPU's allocations are memory_RANK.pickle. The step in which `time_limit` ends is the
+    last, and a checkpoint is taken; reading data and compiling are part of the time.
     """
 
     dir: str = field(default_factory=lambda: datetime.now().strftime("runs/%Y-%m-%d_%H-%M-%S"))

@@ -80,10 +80,11 @@ class Trace:
         """Write what was recorded; where a disk does not take it say so, for training goes on."""
         trace, why = self.read()
         measured = gather(of_rank(trace["traceEvents"], marks_of(self.step)) if trace else None, self.group)
-        if rank() == 0:
-            self.put(FILE, trace, why)
-            missing = [number for number, each in enumerate(measured) if each is None]
-            self.put(MEASURED, None if missing else {"steps": [self.first, self.last], "ranks": measured}, why)
+        if rank() == 0 and trace is None:
+            say(f"{self.folder / FILE} cannot be written ({why}): there is no trace of this run")
+        elif rank() == 0:
+            self.put(FILE, trace)
+            self.put(MEASURED, {"steps": [self.first, self.last], "ranks": [each for each in measured if each]})
 
     def read(self) -> tuple[dict[str, Any] | None, str]:
         """The trace, collectives named; or why there is none: the profiler cuts a file in silence."""
@@ -99,18 +100,15 @@ class Trace:
         name_collectives(trace["traceEvents"], nodes_of(self.step))
         return trace, ""
 
-    def put(self, name: str, content: Any, why: str) -> None:
+    def put(self, name: str, content: Any) -> None:
         """Write a file, or say why there is none."""
         path = self.folder / name
         try:
-            if content is not None:
-                with gzip.open(path, "wt", encoding="utf-8") if path.suffix == ".gz" else open(path, "w") as file:
-                    json.dump(content, file)
-                return
+            with gzip.open(path, "wt", encoding="utf-8") if path.suffix == ".gz" else open(path, "w") as file:
+                json.dump(content, file)
         except OSError as error:
             path.unlink(missing_ok=True)  # a part is no trace
-            why = str(error.strerror)
-        say(f"{path} cannot be written ({why or 'a rank has no trace'}): there is no trace of this run")
+            say(f"{path} cannot be written ({error.strerror}): there is no trace of this run")
 
 
 # ---- what is recorded of a step -----------------------------------------------------------------------

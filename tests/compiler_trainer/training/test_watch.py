@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from compiler_trainer.training.watch import Beat, doing_of, tell
+from compiler_trainer.training.watch import Beat, Watch, doing_of, tell
 
 HANGS = """
 import time
@@ -146,3 +146,13 @@ def second_rank(launcher: int) -> int:
         except OSError:
             continue
     raise AssertionError("rank 1 is not there")
+
+
+def test_what_the_flight_recorder_holds_is_kept_and_named(tmp_path, monkeypatch, capsys):
+    watch = Watch(2.0, tmp_path)
+    assert watch.keep_flight() == ""  # there is no NCCL
+    monkeypatch.setattr("compiler_trainer.training.watch.collectives_recorded", lambda: b"recorded")
+    tell(2.0, [(0, Beat(9, 4, "a (x)", True), True)], watch.keep_flight())
+    folder = tmp_path / "flight_recorder"
+    assert (folder / "rank_0").read_bytes() == b"recorded"
+    assert capsys.readouterr().err.endswith(f"collectives of each rank are in {folder}: torchfrtrace {folder} -p rank_\n")
