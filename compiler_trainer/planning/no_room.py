@@ -56,7 +56,7 @@ def alive(step: DryStep, memory: dict[str, Any]) -> list[tuple[str, int]]:
     found = Counter[str]()
     for storage, times in peak_of(ledger).alive.items():
         maker = ledger.makers[storage]
-        where = names.get(maker) or ir.module_path(maker) or ir.phase(maker)
+        where = names.get(maker) or ir.module_path(maker) or f"%{maker.name}"
         what = f"{ledger.kinds[storage]} of {NUMBER.sub('.*', where)}"
         found.update({what: times * ledger.avals.storage_bytes[storage]})
     return found.most_common(LARGEST)

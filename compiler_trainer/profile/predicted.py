@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,15 +34,16 @@ def predicted(cfg: Config, stage: int = 0) -> Predicted:
     step = compile_dry(cfg, None)
     report = predict_step(cfg, step)
     made_of, runs = report["prediction"], runs_of(cfg, step, stage)
-    kinds, places, travel, where = Counter[str](), Counter[str](), Counter[str](), known(step)
+    kinds, places, travel = (defaultdict[str, float](float) for _ in range(3))
+    where = known(step)
     for event in report["timeline"]:
         ms = runs[event["program"]] * (event["end_ms"] - event["start_ms"])
         if event["stream"] == COMPUTE:
             kind, place = where[event["program"], event["node"]]
-            kinds.update({kind: ms})
-            places.update({place: ms})
+            kinds[kind] += ms
+            places[place] += ms
         else:
-            travel.update({event["stream"]: ms})
+            travel[event["stream"]] += ms
     parts = dict(kinds), made_of["exposed_ms"], made_of["launch_ms"], 0.0, dict(places)
     return Predicted(Spent(report["predicted"]["step_ms"], *parts), dict(travel), made_of["memory"])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,10 +116,10 @@ def by_place(found: Profile) -> Table:
 
 def by_stack(places: Mapping[str, float]) -> dict[str, float]:
     """The same of layers together: `forward layers.*`."""
-    found = Counter[str]()
+    found = defaultdict[str, float](float)
     for place, ms in places.items():
-        found.update({NUMBER.sub(".*", place): ms})
-    return dict(found)
+        found[NUMBER.sub(".*", place)] += ms
+    return found
 
 
 def to_change(found: Profile) -> Table:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from compiler_trainer.training.watch import doing_of
+from passes.lower.heap import free_in_heap
 from passes.program.ir import CompileError
 
 SAID = re.compile(r"out of memory|can't allocate memory|std::bad_alloc", re.IGNORECASE)  # by RuntimeErrors
@@ -70,10 +71,13 @@ def doing_at(traceback: TracebackType | None) -> str:
 
 
 def used_bytes() -> int:
-    """Bytes in use: of tensors at most, on CUDA; on a CPU address space if that is limited, else what is resident."""
+    """Bytes in use: of tensors at most, on CUDA; on a CPU address space if that is limited, else what is resident.
+
+    What a CPU's heap keeps for later (`passes/lower/heap.py`) is none of it.
+    """
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    return of_status("VmSize" if limit_bytes() else "VmRSS")
+    return max(0, of_status("VmSize" if limit_bytes() else "VmRSS") - free_in_heap())
 
 
 def let_go() -> None:
@@ -89,9 +93,10 @@ def free_bytes() -> int:
     if torch.cuda.is_available():
         return torch.cuda.mem_get_info()[0]
     if limit := limit_bytes():
-        return max(0, limit - of_status("VmSize"))
+        return max(0, limit - used_bytes())
     available = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
-    return 1024 * int(available.split()[1]) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    there = 1024 * int(available.split()[1]) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return there + free_in_heap()
 
 
 def limit_bytes() -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -40,11 +40,11 @@ class Spent:
     """Milliseconds of a step, averaged: by kind of kernel, waiting by axis, for the host, for data, by place."""
 
     step_ms: float = 0.0
-    kinds: dict[str, float] = field(default_factory=Counter)
-    exposed_ms: dict[str, float] = field(default_factory=Counter)
+    kinds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    exposed_ms: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     host_ms: float = 0.0
     data_ms: float = 0.0
-    places: dict[str, float] = field(default_factory=Counter)
+    places: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
 
 class Mark(NamedTuple):

@@ -59,10 +59,10 @@ class Limit(ct.Callback):
     def on_start(self, run):
         status = open("/proc/self/status").read().splitlines()
         size = next(1024 * int(line.split()[1]) for line in status if line.startswith("VmSize"))
-        resource.setrlimit(resource.RLIMIT_AS, (size + (350 << 20), resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_AS, (size + (250 << 20), resource.RLIM_INFINITY))
 """
 JOB = (
-    "model.n_layers=2", "model.dim=64", "train.seq_len=256", "train.global_batch_size=256", "train.steps=1", "data=synthetic",
+    "model.n_layers=2", "model.dim=64", "train.seq_len=256", "train.global_batch_size=64", "train.steps=1", "data=synthetic",
     "lr_schedule=constant", "checkpoint.interval=null", "eval.interval=null", "lower.backend=eager", "passes.remat.policy=none",
     "train.callbacks=[{_target_:limit.Limit}]",
 )  # fmt: skip
