@@ -13,7 +13,8 @@ from typing import Any
 
 from rich.table import Table
 
-from compiler_trainer.config.device import for_running
+from compiler_trainer.config.cluster import AUTO_CLUSTER
+from compiler_trainer.config.device import for_running, here
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.files import put
 from compiler_trainer.config.schema import Config
@@ -34,6 +35,7 @@ NUMBER = re.compile(r"\.\d+$")
 class Profile:
     """What was found; `shown` is the rank that works longest: what it waits for is communication, and no other rank."""
 
+    cluster: str
     ranks: list[OfRank]
     shown: OfRank
     predicted: Predicted
@@ -48,12 +50,21 @@ class Profile:
 
 def profile(cfg: Config) -> Profile:
     """The profile of a run by its options; raises UserError where it has measured nothing."""
-    cfg = for_running(cfg)
+    cfg = described(cfg)
     ranks = measured(Path(cfg.run.dir))
     shown = max(ranks, key=lambda each: each.busy_ms)
     stage = shown.rank * cfg.mesh.pp // len(ranks)
     now = predicted(cfg, stage)
-    return Profile(ranks, shown, now, causes(cfg, ranks, now.spent), changes(cfg, shown.spent, now, stage))
+    found = causes(cfg, ranks, now.spent), changes(cfg, shown.spent, now, stage)
+    return Profile(cfg.cluster.name, ranks, shown, now, *found)
+
+
+def described(cfg: Config) -> Config:
+    """The job with a cluster to predict for; raises UserError where neither options nor the device say which."""
+    cfg = for_running(cfg)
+    if cfg.cluster.name == AUTO_CLUSTER.name:
+        raise UserError("cluster", f"auto, but no cluster describes {here()}; name one, cluster=h100, say")
+    return cfg
 
 
 def measured(folder: Path) -> list[OfRank]:
@@ -69,6 +80,7 @@ def as_json(found: Profile) -> dict[str, Any]:
     return {
         "ranks": [{"rank": r.rank, "host": r.host, **dataclasses.asdict(r.spent)} for r in found.ranks],
         "shown": found.shown.rank,
+        "cluster": found.cluster,
         "predicted": {**dataclasses.asdict(found.predicted.spent), "memory": dict(found.predicted.memory)},
         "causes": [dataclasses.asdict(cause) for cause in found.causes],
         "changes": [dataclasses.asdict(change) for change in found.changes],
@@ -83,25 +95,25 @@ def write(found: Profile, folder: Path) -> None:
 # ---- on the console -----------------------------------------------------------------------------------
 
 
-def tables(cfg: Config, found: Profile) -> list[Table]:
+def tables(found: Profile) -> list[Table]:
     """Where the time goes by kind and axis, where in the model, and what to change."""
-    shown = [by_kind(cfg, found), by_place(found)]
+    shown = [by_kind(found), by_place(found)]
     return shown + ([to_change(found)] if found.worth else [])
 
 
-def by_kind(cfg: Config, found: Profile) -> Table:
+def by_kind(found: Profile) -> Table:
     """Milliseconds of a step by what they are spent on."""
     mine, expected = found.shown.spent, found.predicted.spent
     title = f"a step of rank {found.shown.rank}, the busiest of {len(found.ranks)}"
-    table = Table("ms", "measured", "share", f"predicted for {cfg.cluster.name}", title=title)
+    table = Table("ms", "measured", "share", f"predicted for {found.cluster}", title=title)
     rows = [(kind, mine.kinds.get(kind, 0.0), expected.kinds.get(kind, 0.0)) for kind in COMPUTING]
     real, should = mine.exposed_ms, expected.exposed_ms
     rows += [(f"waiting for {axis}", real.get(axis, 0.0), should.get(axis, 0.0)) for axis in {**real, **should}]
     rows += [("host, nothing computed", mine.host_ms, expected.host_ms), ("data", mine.data_ms, 0.0)]
-    for name, here, there in (*rows, ("step", mine.step_ms, expected.step_ms)):
+    for name, ms, should_ms in (*rows, ("step", mine.step_ms, expected.step_ms)):
         if name == "step":
             table.add_section()
-        table.add_row(name, f"{here:,.1f}", f"{here / mine.step_ms:.0%}", f"{there:,.1f}")
+        table.add_row(name, f"{ms:,.1f}", f"{ms / mine.step_ms:.0%}", f"{should_ms:,.1f}")
     return table
 
 

@@ -27,7 +27,11 @@ from compiler_trainer.training.callbacks import Callback, Run
 from compiler_trainer.training.metrics import Record
 from compiler_trainer.training.trace import STEPS, WARM_UP
 
-QUIET = {"checkpoint": {"interval": None}, "eval": {"interval": None}, "run": {"profile": True}}
+QUIET = {  # nothing saved, nothing evaluated, and nothing that needs either
+    "checkpoint": {"interval": None, "keep_best": 0, "store": None},
+    "eval": {"interval": None, "patience": None},
+    "run": {"profile": True},
+}
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -45,7 +49,7 @@ def main(arguments: Sequence[str]) -> None:
 def tell(cfg: Config) -> None:
     """Print the profile of a run, and write it."""
     found, console = profile(cfg), wide(highlight=False, markup=False)
-    for table in tables(cfg, found):
+    for table in tables(found):
         console.print(table)
     for line in lines(found):
         say(line)
@@ -61,6 +65,8 @@ def trained(overrides: Sequence[str], config_dir: Path | None) -> Path:
             check_folders([str(flag) for flag in ("--config-dir", config_dir)])
             named.append(f"hydra.searchpath=[file://{config_dir.resolve()},file://{scratch}]")
         cfg = replaced(typed(compose(named)), QUIET)
+    if cfg.train.nonfinite == "rollback":
+        cfg = replaced(cfg, {"train": {"nonfinite": "stop"}})
     ends = Ends()
     on_ranks(cfg, [ends])
     stop_ranks()
