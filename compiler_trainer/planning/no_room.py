@@ -40,12 +40,11 @@ def answer(cfg: Config, failure: Failure) -> Iterator[str]:
     asked = f", {size(failure.asked_bytes)} more asked for" if failure.asked_bytes else ""
     yield f"measured: {size(max(0, failure.used_bytes - used))} in use in {failure.where}{asked}; {size(free)} is there"
     step = compile_dry(cfg, None)
-    report = predict_step(cfg, step)
-    memory = report["prediction"]["memory"]
+    memory = predict_step(cfg, step)["prediction"]["memory"]
     at = f"%{memory['node']} ({memory['line'] or 'no source line'})"
     yield f"predicted: a peak of {size(memory['bytes'])} at {at} of {memory['program']}; alive there are"
     yield from (f"  {size(count):>10}  {what}" for what, count in alive(step, memory))
-    yield from settings(limited(cfg, ranks, free, memory["bytes"]), cfg, report["predicted"]["step_ms"])
+    yield from settings(limited(cfg, ranks, free, memory["bytes"]), cfg)
 
 
 def alive(step: DryStep, memory: dict[str, Any]) -> list[tuple[str, int]]:
@@ -75,7 +74,7 @@ def limited(cfg: Config, ranks: int, free: int, own: int) -> Asked:
     return Asked(replaced(asked.cfg, {"cluster": {"hbm_gib": there}}), asked.given)
 
 
-def settings(asked: Asked, cfg: Config, step_ms: float) -> Iterator[str]:
+def settings(asked: Asked, cfg: Config) -> Iterator[str]:
     """The settings that fit, the fastest first, each with what it costs of time."""
 
     def compile_all(chosen: Sequence[Candidate]) -> list[Found]:
@@ -86,9 +85,11 @@ def settings(asked: Asked, cfg: Config, step_ms: float) -> Iterator[str]:
     except UserError as error:
         yield f"no setting fits: {error.message}"
         return
+    own = one([asked], Candidate(cfg.mesh, cfg.train.microbatches))
     yield "what fits, the fastest first by prediction:"
     for found in plan.ranked[:SHOWN]:
-        yield f"  {setting(found, cfg)} ({size(round(found.bytes))}, {1e3 * found.step_s / step_ms - 1:+.0%} time)"
+        time = "" if isinstance(own, str) else f", {found.step_s / own[0].step_s - 1:+.0%} time"
+        yield f"  {setting(found, cfg)} ({size(round(found.bytes))}{time})"
 
 
 def setting(found: Estimate, cfg: Config) -> str:
