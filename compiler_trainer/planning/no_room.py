@@ -26,7 +26,7 @@ from passes.program.abstract_eval import abstract_eval
 MIB, GIB = 2**20, 2**30
 SHOWN = 3  # settings that fit
 LARGEST = 6  # of what is alive
-SPARE = 0.85  # of a CPU's free memory: kernels and the allocator take some beside tensors
+SPARE, PROCESS_GIB = 0.8, 1 / 16  # of a CPU's free memory: its heap has gaps, and threads and kernels take some
 LESS = 0.95  # of what did not fit: a setting that needs more is none, whatever is predicted
 NUMBER = re.compile(r"\.\d+(?=\.|$)")
 OPEN = ("cast", "context", "pipeline")  # passes that stay as they are
@@ -68,7 +68,7 @@ def limited(cfg: Config, ranks: int, free: int, own: int) -> Asked:
     plan = {"compile": min(FEW, cfg.plan.compile)}
     cluster = {"gpus": ranks, "hbm_gib": free / GIB}
     if cfg.cluster.host_computes:
-        cluster |= {"hbm_gib": SPARE * free / GIB, "context_gib": 0.0, "communicator_gib": 0.0}
+        cluster |= {"hbm_gib": SPARE * free / GIB, "context_gib": PROCESS_GIB, "communicator_gib": 0.0}
     asked = Asked(replaced(cfg, {"cluster": cluster, "plan": plan}), frozenset(given))
     there = asked.cfg.cluster.hbm_gib * min(1.0, LESS * own / max(room(asked), 1.0))
     return Asked(replaced(asked.cfg, {"cluster": {"hbm_gib": there}}), asked.given)
