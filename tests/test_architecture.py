@@ -35,7 +35,7 @@ FLOORS = {
         ("checkpoint",),
         ("training", "parity"),
         ("planning", "runs", "inspect", "sweep", "calibrate", "doctor"),
-        ("bisect",),
+        ("bisect", "profile"),
         ("cli",),
         ("__main__", "train", "api"),
     ),

@@ -97,6 +97,7 @@ FEATURES = {
     ),
     "Insight": (
         Feature("dry runs and plans", "run.dry=true", "tests/compiler_trainer/planning/test_plan.py"),
+        Feature("profiles", "run.profile=true", "tests/compiler_trainer/profile/test_profile.py"),
         Feature("graph pages, diffs", "run.dump_graphs=true", "tests/compiler_trainer/inspect/test_page.py"),
         Feature("bisection of wrong numbers", "passes.verify=numeric", "tests/compiler_trainer/bisect/test_bisect.py"),
     ),

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.errors import RunError, UserError
 from compiler_trainer.config.schema import Config, is_open
+from compiler_trainer.console import say
 from compiler_trainer.models.subject import Subject
 
 if TYPE_CHECKING:
     from compiler_trainer.training.callbacks import Callback
+    from compiler_trainer.training.exhausted import Failure
 
 GIB = 2**30
+PATIENCE_S = 300  # of a rank while another says what takes the memory
 LARGE = 500_000_000  # parameters, from which on a mesh is worth a word
 
 
@@ -36,9 +41,36 @@ def on_ranks(cfg: Config, callbacks: Sequence[Callback] = ()) -> float:
         cfg = settled(cfg)
     if cfg.run.dry:
         return predicted(cfg)
+    return trained(cfg, callbacks)
+
+
+def trained(cfg: Config, callbacks: Sequence[Callback]) -> float:
+    """Train; raises RunError where memory does not hold it, once the first rank to find that has said what helps."""
+    from compiler_trainer.training.exhausted import failure_of, let_go
     from compiler_trainer.training.trainer import train
 
-    return train(cfg, remark, callbacks)
+    try:
+        return train(cfg, remark, callbacks)
+    except Exception as error:
+        if (failure := failure_of(error)) is None:
+            raise
+    let_go()  # all that the error held
+    tell(cfg, failure)
+    raise RunError("out of memory; docs/guides/out-of-memory.md has all that takes less")
+
+
+def tell(cfg: Config, failure: Failure) -> None:
+    """Say what takes the memory and what fits, on one rank; the others wait to be ended with it."""
+    from compiler_trainer.planning.no_room import answer
+    from compiler_trainer.step.ranks import another_store, rank
+
+    store = another_store("memory")
+    if store is not None and store.add("told", 1) > 1:
+        time.sleep(PATIENCE_S)
+        return
+    say(f"rank {rank()} is out of memory", sys.stderr)
+    for line in answer(cfg, failure):
+        say(line, sys.stderr)
 
 
 def predicted(cfg: Config) -> float:

@@ -23,6 +23,7 @@ VERBS = {
     "plan": Verb("plan", "[OPTION=VALUE]", "find the fastest mesh, microbatches and recomputation for a cluster"),
     "calibrate": Verb("plan", "--out FILE", "measure this machine, and write it as a cluster to predict for"),
     "inspect": Verb("look", "RUN [--html]", "show what each pass did to the graph, in the terminal or as a page"),
+    "profile": Verb("look", "RUN | [OPTION=VALUE]", "where a step's time goes, beside its prediction; what to change"),
     "diff": Verb("look", "RUN RUN", "show what differs between two runs: options, graphs, metrics"),
     "bisect": Verb("look", "[RUN] [OPTION=VALUE]", "find the pass and graph node where results go wrong"),
     "check-model": Verb("look", "[CLASS] [OPTION=VALUE]", "compare a model's training on a mesh with eager PyTorch's"),

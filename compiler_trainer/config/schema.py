@@ -606,13 +606,15 @@ class EvalConfig:
 class RunConfig:
     """Where the run's files go, by default a new folder named by the local time, and what is written there.
 
-    `profile` records steps 3 to 5 of rank 0 as trace.json.gz, to be opened in Perfetto. The step in which `time_limit`
-    ends is the last, and a checkpoint is taken; reading data and compiling are part of the time.
+    `profile` records steps 3 to 5: rank 0 as trace.json.gz, to be opened in Perfetto, and where each rank's time went.
+    With `memory_snapshot` the GPU's allocations are memory_RANK.pickle. The step in which `time_limit` ends is the
+    last, and a checkpoint is taken; reading data and compiling are part of the time.
     """
 
     dir: str = field(default_factory=lambda: datetime.now().strftime("runs/%Y-%m-%d_%H-%M-%S"))
     dump_graphs: bool = True
     profile: bool = False
+    memory_snapshot: bool = False  # for pytorch.org/memory_viz, also of a run that is out of memory
     loggers: tuple[Called, ...] = ()  # beside metrics.jsonl and TensorBoard (docs/guides/your-loop.md)
     time_limit: TimeLimit = None  # seconds, or as `2h30m`
     pace_interval: Interval | None = 100  # every so many steps ranks compare how long they compute and wait

@@ -124,13 +124,13 @@ def what_fits(cfg: Config) -> str:
     best = next((form for form in forms if form.bytes <= SPARE * room(asked)), None)
     if best is None:
         return "no mesh, microbatches and recomputation fit; take more GPUs, shorter rows, or optim=adamw8bit"
-    changed = " ".join(differing(best.candidate, cfg))
+    changed = " ".join(differing(best.candidate.applied(cfg), cfg))
     return f"what fits is {changed} (about {best.bytes / GIB:,.1f} GiB); compiler-trainer plan looks further"
 
 
-def differing(candidate: Candidate, cfg: Config) -> Iterator[str]:
-    """The options that a setting has otherwise, as a command line says them."""
-    here, there = (dict(leaves(dataclasses.asdict(one))) for one in (cfg, candidate.applied(cfg)))
+def differing(other: Config, cfg: Config) -> Iterator[str]:
+    """The options that another job has otherwise, as a command line says them."""
+    here, there = (dict(leaves(dataclasses.asdict(one))) for one in (cfg, other))
     for name, value in there.items():
         if value != here.get(name):
             yield f"{name}={str(value).lower() if isinstance(value, bool) else value}"

@@ -16,6 +16,7 @@ from passes.program.torch_private import gloo_of_one_thread
 
 T = TypeVar("T")
 POLL_S = 0.1
+RECORDED = "2000"  # collectives that NCCL's flight recorder keeps
 HOST = "gloo_in_order"  # the backend of groups over host memory
 dist.Backend.register_backend(HOST, gloo_of_one_thread, devices=["cpu"])
 groups, turns = itertools.count(), itertools.count()
@@ -31,6 +32,7 @@ def start_ranks() -> int:
     if not dist.is_initialized():
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED)
         store, _, rank, size = meeting()
         # Addresses of an earlier group lie in the same store: each group reads under a name of its own.
         own = dist.PrefixStore(f"job{next(groups)}", store)

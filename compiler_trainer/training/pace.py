@@ -21,12 +21,11 @@ from compiler_trainer.config.schema import Config
 from compiler_trainer.step.ranks import gather, host_group
 from compiler_trainer.training.metrics import Record
 from compiler_trainer.training.progress import announce
-from compiler_trainer.training.trace import WAITS
+from compiler_trainer.training.spans import WAITS, covered
 
 SLOW = 1.2  # times what the median rank works, from which on a rank is named
 RANKS = ("busy_ms_median", "busy_ms_max", "slowest_rank", "wait_share")  # what is measured, in the metrics
 T = TypeVar("T")
-Span = tuple[float, float]
 
 
 class Pace:
@@ -76,12 +75,3 @@ class Pace:
 def covered_ms(events: Iterable[FunctionEvent]) -> float:
     """How much time lies in at least one of some events."""
     return covered((event.time_range.start, event.time_range.end) for event in events) / 1e3
-
-
-def covered(spans: Iterable[Span]) -> float:
-    """How much time lies in at least one of some spans."""
-    total, end = 0.0, float("-inf")
-    for begin, until in sorted(spans):
-        total += max(0.0, until - max(begin, end))
-        end = max(end, until)
-    return total

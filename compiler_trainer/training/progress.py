@@ -28,6 +28,7 @@ CONTENTS = {
     "pipeline.txt": "which task each pipeline rank runs when; edited, for passes.pipeline.schedule",
     "report.json": "compile times, communication and memory; of a dry run the prediction",
     "trace.json.gz": "steps of rank 0, for Perfetto",
+    "measured.json": "where the time of each rank went in these steps, for compiler-trainer profile",
     "plan.yaml": "the recipe that trains the best of a plan",
     "plan.json": "a plan, and what lost against it",
     "plan.html": "the same as a page",

@@ -1,4 +1,4 @@
-"""A trace of a few steps, to be opened in Perfetto, in which collectives carry the graph's names for them.
+"""A trace of a few steps for Perfetto, in which collectives carry the graph's names, and where each rank's time went.
 
 PyTorch's profiler tells which operator ran and on which shapes, but not for which node nor in which group. Collectives
 of one kind and shape run in the graph's order, so the n-th of them is the n-th such node.
@@ -6,52 +6,59 @@ of one kind and shape run in the graph's order, so the n-th of them is the n-th 
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
+import socket
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx
 from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config
 from compiler_trainer.console import say
-from compiler_trainer.step.ranks import rank
-from compiler_trainer.step.step import Step
+from compiler_trainer.step.ranks import gather, host_group, rank
+from compiler_trainer.step.step import Compiled, Step
+from compiler_trainer.training.measured import HOST, LOOPS, Mark, spent
+from compiler_trainer.training.spans import STEP, WAITS
+from passes.lower.backends import NamingInterpreter
+from passes.lower.calls import Around, Calls
 from passes.program import ir
 from passes.program.operators import axis_of, kind_of
 from passes.program.torch_private import OpOverload
 
-FILE = "trace.json.gz"
+FILE, MEASURED = "trace.json.gz", "measured.json"
 WARM_UP, STEPS = 2, 3  # steps of this process that are left out (the first measures memory), and then recorded
-
-WAITS = ("_c10d_functional::wait_tensor", "ct::arrive")
 
 Key = tuple[str, tuple[int, ...]]  # operator, shape of the first operand
 
 
 def check(cfg: Config, done: int) -> None:
-    """Raise UserError where a run that has `done` steps behind it ends before there is anything to record."""
+    """Raise UserError where a run that has `done` steps behind it has nothing to record of what is asked for."""
+    if cfg.run.memory_snapshot and not torch.cuda.is_available():
+        raise UserError("run.memory_snapshot", "true, but it is of a GPU's allocator, and there is no GPU here")
     if cfg.run.profile and cfg.train.steps - done <= WARM_UP:
         steps = f"train.steps={cfg.train.steps} after step {done}"
         raise UserError("run.profile", f"true with {steps}; the first {WARM_UP} steps are not recorded, take more")
 
 
 class Trace:
-    """Records steps of rank 0 into the run folder, if the options ask for it."""
+    """Records steps into the run folder if the options ask for it: the trace of rank 0, and what all ranks measured."""
 
     def __init__(self, cfg: Config, step: Step, done: int):
-        self.path, self.step = Path(cfg.run.dir, FILE), step
+        self.folder, self.step, self.is_on = Path(cfg.run.dir), step, cfg.run.profile
         self.first = done + WARM_UP + 1
         self.last = min(self.first + STEPS - 1, cfg.train.steps)
-        self.is_on = cfg.run.profile and rank() == 0
         activities = [a for a in supported_activities() if a in (ProfilerActivity.CPU, ProfilerActivity.CUDA)]
         self.profiler = profile(activities=activities, record_shapes=True) if self.is_on else None
+        self.group = host_group() if self.is_on else None
 
     @contextmanager
     def around(self, number: int) -> Iterator[None]:
@@ -60,32 +67,93 @@ class Trace:
             yield
             return
         if number == self.first:
+            set_around(self.step, mark)
             self.profiler.start()
-        with record_function(f"step {number}"):
+        with record_function(f"{STEP}{number}"):
             yield
         if number == self.last:
             self.profiler.stop()
+            set_around(self.step, lambda program: nullcontext)
             self.keep()
 
     def keep(self) -> None:
-        """Write the trace; where a disk does not take it say so, for training goes on."""
-        try:
-            self.write()
-        except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:  # the profiler cuts a file in silence
-            self.path.unlink(missing_ok=True)  # a part is no trace
-            why = error.strerror if isinstance(error, OSError) else f"{tempfile.gettempdir()} is full"
-            say(f"{self.path} cannot be written ({why}): there is no trace of this run")
+        """Write what was recorded; where a disk does not take it say so, for training goes on."""
+        trace, why = self.read()
+        measured = gather(of_rank(trace["traceEvents"], marks_of(self.step)) if trace else None, self.group)
+        if rank() == 0 and trace is None:
+            say(f"{self.folder / FILE} cannot be written ({why}): there is no trace of this run")
+        elif rank() == 0:
+            self.put(FILE, trace)
+            self.put(MEASURED, {"steps": [self.first, self.last], "ranks": [each for each in measured if each]})
 
-    def write(self) -> None:
-        """Write the trace, collectives named; raises OSError or JSONDecodeError where there is no room."""
+    def read(self) -> tuple[dict[str, Any] | None, str]:
+        """The trace, collectives named; or why there is none: the profiler cuts a file in silence."""
         assert self.profiler is not None
-        with tempfile.TemporaryDirectory() as folder:
-            raw = Path(folder, "trace.json")
-            self.profiler.export_chrome_trace(str(raw))
-            trace = json.loads(raw.read_text(encoding="utf-8"))
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                raw = Path(folder, "trace.json")
+                self.profiler.export_chrome_trace(str(raw))
+                trace = json.loads(raw.read_text(encoding="utf-8"))
+        except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+            full = f"{tempfile.gettempdir()} is full"
+            return None, (error.strerror or full) if isinstance(error, OSError) else full
         name_collectives(trace["traceEvents"], nodes_of(self.step))
-        with gzip.open(self.path, "wt", encoding="utf-8") as file:
-            json.dump(trace, file)
+        return trace, ""
+
+    def put(self, name: str, content: Any) -> None:
+        """Write a file, or say why there is none."""
+        path = self.folder / name
+        try:
+            with gzip.open(path, "wt", encoding="utf-8") if path.suffix == ".gz" else open(path, "w") as file:
+                json.dump(content, file)
+        except OSError as error:
+            path.unlink(missing_ok=True)  # a part is no trace
+            say(f"{path} cannot be written ({error.strerror}): there is no trace of this run")
+
+
+# ---- what is recorded of a step -----------------------------------------------------------------------
+
+
+def mark(program: str) -> Around:
+    """What records calls of a program by their names."""
+    return lambda name: record_function(f"%{name} of {program}")
+
+
+def marks_of(step: Step) -> dict[str, Mark]:
+    """What such names stand for; a body is loops but for the operators that are seen in it."""
+    found: dict[str, Mark] = {}
+    for program, compiled in running(step).items():
+        is_body = isinstance(compiled.executable, Calls)
+        for node in (compiled.finished if is_body else compiled.program).calls():
+            found[f"%{node.name} of {program}"] = Mark(place_of(node), LOOPS if is_body else HOST)
+    return found
+
+
+def place_of(node: fx.Node) -> str:
+    """`backward layers.3`: the phase and the layer whose work an operator, or a body, is."""
+    layer = ir.layer(node) if ir.has_no_role(node) else ir.role(node).layer
+    return f"{ir.phase(node)} {layer or 'outside of layers'}"
+
+
+def running(step: Step) -> dict[str, Compiled]:
+    """The programs that this rank runs in a step."""
+    taken = {turn.program for turn in step.training[0]}
+    return {name: compiled for name, compiled in step.train.items() if name in taken}
+
+
+def set_around(step: Step, around: Callable[[str], Around]) -> None:
+    """Let calls of programs run within what `around` gives for their program; a recorded CUDA graph makes none."""
+    for name, compiled in running(step).items():
+        if isinstance(compiled.executable, Calls | NamingInterpreter):
+            compiled.executable.around = around(name)
+
+
+def of_rank(events: list[dict[str, Any]], marks: Mapping[str, Mark]) -> dict[str, Any]:
+    """What this rank measured, and where it runs."""
+    return {"rank": rank(), "host": socket.gethostname(), **dataclasses.asdict(spent(events, marks))}
+
+
+# ---- names of collectives -----------------------------------------------------------------------------
 
 
 def nodes_of(step: Step) -> list[fx.Node]:
@@ -108,6 +176,7 @@ def name_collectives(events: Iterable[dict[str, Any]], nodes: Iterable[fx.Node])
             node = found[seen[key] % len(found)]
             seen[key] += 1
             event["args"] |= {"operator": event["name"], "source": ir.source(node), "module": ir.module_path(node)}
+            event["args"] |= {"axis": axis} if (axis := axis_of(node if kind_of(node) else waited_for(node))) else {}
             event["name"] = label(node)
 
 
@@ -126,7 +195,12 @@ def label(node: fx.Node) -> str:
     """`all_gather tp %all_gather_into_tensor_3`; of a wait, that of what is waited for."""
     if kind_of(node):
         return f"{kind_of(node)} {axis_of(node)} %{node.name}"
+    return f"wait for {label(waited)}" if kind_of(waited := waited_for(node)) else f"wait %{node.name}"
+
+
+def waited_for(node: fx.Node) -> fx.Node:
+    """The collective that a wait is for; the wait itself where there is none."""
     waited = node.args[0]
     while isinstance(waited, fx.Node) and not kind_of(waited):
         waited = waited.args[0]
-    return f"wait for {label(waited)}" if isinstance(waited, fx.Node) else f"wait %{node.name}"
+    return waited if isinstance(waited, fx.Node) else node

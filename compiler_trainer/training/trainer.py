@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.autograd.profiler import record_function
 
 from compiler_trainer import checkpoint
 from compiler_trainer.checkpoint import Damaged
@@ -55,11 +56,13 @@ from compiler_trainer.training.resume import checkpoints_of, pass_over
 from compiler_trainer.training.room import check_room
 from compiler_trainer.training.rows import own_rows
 from compiler_trainer.training.saving import saving
+from compiler_trainer.training.spans import DATA
 from compiler_trainer.training.speed import machine
 from compiler_trainer.training.spikes import Spikes
 from compiler_trainer.training.stop import Stop, end_early, ending_at_sigterm
 from compiler_trainer.training.store import send_rest
 from compiler_trainer.training.watch import Watch
+from passes.program.torch_private import dump_allocations, record_allocations
 
 
 def train(
@@ -107,8 +110,9 @@ def train(
         if start.stored is not None:
             announce(f"going on after step {start.step:,}, from {start.stored.path}")
         with (
-            Watch(cfg.run.timeout_s) as watch,
+            Watch(cfg.run.timeout_s, Path(cfg.run.dir)) as watch,
             Stop(began, None if cfg.run.time_limit is None else seconds(cfg.run.time_limit)) as stop,
+            allocations(cfg),
             recording(cfg, start, step.metrics, loggers) as record,
         ):
             told = Callbacks(Run(cfg, step, start.step, stop.ask), callbacks)
@@ -265,7 +269,12 @@ def steps(cfg: Config, step: Step, datasets: Datasets, start: Start, meters: Met
 def one_step(meters: Meters, loader: Loader, number: int, lr: float) -> Record:
     """Take update `number` and measure it, from fetching its batch on."""
     step = meters.step
-    result, measured = meters.take(number, lambda: (next_batch(loader), loader.filled), lr)
+
+    def fetch() -> tuple[dict[str, Tensor], int]:
+        with record_function(DATA):
+            return next_batch(loader), loader.filled
+
+    result, measured = meters.take(number, fetch, lr)
     result |= step.balance()
     rank = step.ranks[0]
     result |= unevenness({name: state.local[rank] for name, state in step.state.items() if rank in state.local})
@@ -293,6 +302,19 @@ def peek(loader: Loader) -> dict[str, Tensor]:
 def local_device() -> torch.device:
     """Where this rank computes."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+@contextmanager
+def allocations(cfg: Config) -> Iterator[None]:
+    """Record what the GPU's allocator does, if the options ask for it: on disk in the end, whatever ends it."""
+    if not cfg.run.memory_snapshot:
+        yield
+        return
+    record_allocations()
+    try:
+        yield
+    finally:
+        dump_allocations(Path(cfg.run.dir, f"memory_{rank()}.pickle"))
 
 
 @contextmanager

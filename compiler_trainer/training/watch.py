@@ -24,7 +24,9 @@ import torch.distributed as dist
 from compiler_trainer.places.store import TRAFFIC
 from compiler_trainer.step.ranks import another_store, rank
 from compiler_trainer.step.step import Step
+from passes.program.torch_private import collectives_recorded
 
+FLIGHTS = "flight_recorder"
 LOOKS = 10  # in the time after which a rank counts as hung
 LONGEST_S = 30.0  # between two looks
 WAITS = re.compile(r"wait_tensor|all_reduce|all_gather|reduce_scatter|all_to_all|broadcast|barrier|\.wait\(|arrive")
@@ -44,9 +46,13 @@ class Beat(NamedTuple):
 
 
 class Watch:
-    """Watches the thread that enters it until it is left; `step` is to be kept current."""
+    """Watches the thread that enters it until it is left; `step` is to be kept current.
 
-    def __init__(self, timeout_s: float):
+    What NCCL's flight recorder holds of a rank that hangs is written into the run `folder`.
+    """
+
+    def __init__(self, timeout_s: float, folder: Path):
+        self.folder = folder / FLIGHTS
         self.timeout_s, self.every_s = timeout_s, min(timeout_s / LOOKS, LONGEST_S)
         self.step, self.looks, self.over = 0, 0, threading.Event()
         self.watched = threading.get_ident()
@@ -82,7 +88,7 @@ class Watch:
     def end(self, mine: Beat, place: Place) -> None:
         """Say on one rank who hangs, and end this one; nothing where it moves on after all."""
         if self.store is None:
-            tell(self.timeout_s, [(0, mine, True)])
+            tell(self.timeout_s, [(0, mine, True)], self.keep_flight())
         else:
             size = dist.get_world_size()
             earlier = [self.beat_of(number) for number in range(size)]
@@ -90,10 +96,23 @@ class Watch:
                 return
             later = [self.beat_of(number) for number in range(size)]
             found = [(n, b, n == rank() or b.looks > a.looks) for n, (a, b) in enumerate(zip(earlier, later))]
+            kept = self.keep_flight()
             if self.store.add("told", 1) == 1:
-                tell(self.timeout_s, found)
+                tell(self.timeout_s, found, kept)
             time.sleep(self.every_s)  # for the line to get out before torchrun ends the others
         os._exit(1)
+
+    def keep_flight(self) -> str:
+        """Write the collectives that this rank has begun and ended; where they are, empty without NCCL."""
+        content = collectives_recorded()
+        if not content:
+            return ""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / f"rank_{rank()}").write_bytes(content)
+        except OSError as error:
+            return f"; its collectives cannot be written to {self.folder} ({error.strerror})"
+        return f"; collectives of each rank are in {self.folder}: torchfrtrace {self.folder} -p rank_"
 
     def beat_of(self, number: int) -> Beat:
         """What a rank has last said."""
@@ -110,13 +129,13 @@ class Watch:
         self.over.set()
 
 
-def tell(timeout_s: float, found: Sequence[tuple[int, Beat, bool]]) -> None:
-    """Print who hangs: those that are silent, else those that wait for nobody, else all."""
+def tell(timeout_s: float, found: Sequence[tuple[int, Beat, bool]], kept: str = "") -> None:
+    """Print who hangs: those that are silent, else those that wait for nobody, else all; and what was kept of it."""
     silent = [f"rank {number} does not answer, it was last in {at(beat)}" for number, beat, alive in found if not alive]
     busy = [f"rank {number} is in {at(beat)}" for number, beat, _ in found if not beat.waits]
     stuck = [f"rank {number} waits in {at(beat)}" for number, beat, _ in found]
     lines = "; ".join((silent or busy or stuck)[:8])
-    print(f"error: nothing has moved for {timeout_s:g} s (run.timeout_s): {lines}", file=sys.stderr, flush=True)
+    print(f"error: nothing has moved for {timeout_s:g} s (run.timeout_s): {lines}{kept}", file=sys.stderr, flush=True)
 
 
 def at(beat: Beat) -> str:

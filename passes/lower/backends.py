@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from passes.lower.calls import Calls, Executable
+from passes.lower.calls import Around, Calls, Executable
 from passes.lower.inductor import ALONE, Tell, Workers, compile_bodies, silent
 from passes.lower.segment import Segment
 from passes.program import ir
@@ -18,12 +19,23 @@ from passes.program.stages import Stage
 
 
 class NamingInterpreter(fx.Interpreter):
-    """Runs a graph node by node; an error names the node, its source line and its operands' shapes."""
+    """Runs a graph node by node, each operator within `around` its name.
+
+    An error names the node, its source line and its operands' shapes.
+    """
+
+    around: Around = nullcontext
+
+    def __call__(self, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The results."""
+        with torch.no_grad():
+            return tuple(self.run(*values, enable_io_processing=False))
 
     def run_node(self, node: fx.Node) -> Any:
         """One operator."""
         try:
-            found = super().run_node(node)
+            with self.around(node.name):
+                found = super().run_node(node)
             return laid_out(found, ir.value(node)) if node.op == "call_function" else found
         except Exception as error:
             shapes = [tuple(ir.example(n).shape) for n in node.all_input_nodes if ir.is_tensor(n)]
@@ -33,13 +45,7 @@ class NamingInterpreter(fx.Interpreter):
 
 def lower_eager(program: ir.Program, ctx: ir.Context, workers: Workers = ALONE, tell: Tell = silent) -> Executable:
     """The program interpreted operator by operator."""
-    interpreter = NamingInterpreter(flatten(program).module)
-
-    def run(values: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        with torch.no_grad():
-            return tuple(interpreter.run(*values, enable_io_processing=False))
-
-    return run
+    return NamingInterpreter(flatten(program).module)
 
 
 def lower_inductor(program: ir.Program, ctx: ir.Context, workers: Workers = ALONE, tell: Tell = silent) -> Executable:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -14,6 +16,7 @@ from passes.program.bodies import Body, body_of_call
 
 Executable = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 Kernels = Callable[[list[Tensor]], Sequence[Tensor]]  # a compiled body: empties the list that it is given
+Around = Callable[[str], AbstractContextManager[Any]]  # what is entered while something of a name runs
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ class BodyCall:
     `yields` are pairs: the place among the results, and the number that the value is known by.
     """
 
+    name: str
     run: Kernels
     reads: tuple[int, ...]
     freed: tuple[int, ...]
@@ -30,7 +34,9 @@ class BodyCall:
 
 
 class Calls:
-    """The calls of a program in order, on compiled bodies."""
+    """The calls of a program in order, on compiled bodies; each within `around` its node's name."""
+
+    around: Around = nullcontext
 
     def __init__(self, program: ir.Program, compiled: Mapping[Body, Kernels]):
         number = {node: i for i, node in enumerate(program.graph.nodes)}
@@ -44,7 +50,8 @@ class Calls:
             reads = step.all_input_nodes
             freed = [number[n] for n in reads if last[n] is step and n not in kept]
             run = call_of(step, compiled) if body_of_call(step) else as_one(step)
-            self.calls.append(BodyCall(run, tuple(number[n] for n in reads), tuple(freed), yields_of(step, number)))
+            places = tuple(number[n] for n in reads), tuple(freed)
+            self.calls.append(BodyCall(step.name, run, *places, yields_of(step, number)))
 
     def __call__(self, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The program's results."""
@@ -53,7 +60,8 @@ class Calls:
             args = [env[i] for i in call.reads]
             for i in call.freed:
                 del env[i]
-            results = call.run(args)
+            with self.around(call.name):
+                results = call.run(args)
             for index, i in call.yields:
                 env[i] = results[index]
             del results

@@ -50,6 +50,7 @@ __all__ = [
     "TorchDispatchMode",
     "c10d",
     "checkpoints_inside",
+    "collectives_recorded",
     "compile_inner",
     "compiler_folder",
     "compiler_state",
@@ -60,6 +61,7 @@ __all__ = [
     "data_dependent",
     "decomposition",
     "derivatives_as_operators",
+    "dump_allocations",
     "described",
     "flex_attention",
     "flex_attention_backward",
@@ -80,6 +82,7 @@ __all__ = [
     "load_compiled",
     "number_in",
     "quiet_failures",
+    "record_allocations",
     "register_axis_group",
     "resolve_axis_group",
     "save_compiled",
@@ -637,3 +640,20 @@ def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None
     trace_structured(
         "artifact", metadata_fn=lambda: {"name": name, "encoding": encoding}, payload_fn=payload, expect_trace_id=False
     )
+
+
+def collectives_recorded() -> bytes:
+    """What NCCL's flight recorder holds of this process, pickled for `torchfrtrace`; empty in a build without NCCL."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
+    return dump() if dump else b""
+
+
+def record_allocations() -> None:
+    """From now on let CUDA's allocator keep who allocates and frees."""
+    torch.cuda.memory._record_memory_history()
+
+
+def dump_allocations(path: Path) -> None:
+    """Write what it kept, for pytorch.org/memory_viz, and let it keep no more."""
+    torch.cuda.memory._dump_snapshot(str(path))
+    torch.cuda.memory._record_memory_history(enabled=None)

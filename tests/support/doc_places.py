@@ -47,7 +47,7 @@ QWEN = FolderConfig(path="qwen", attention="causal")
 # what a page calls a run -> the run it stands for
 RUNS = {
     "RUN": "decoder", "RUN_A": "decoder", "RUN_B": "decoder", "runs/first": "decoder", "runs/a": "decoder",
-    "runs/8b": "decoder", "runs/profiled": "decoder", "runs/x": "decoder", "runs/1": "decoder",
+    "runs/8b": "decoder", "runs/profiled": "profiled", "runs/x": "decoder", "runs/1": "decoder",
     "runs/ema": "averaged", "runs/dry": "dry", "runs/tuned": "tuned", "runs/lora": "lora",
 }
 
@@ -129,10 +129,11 @@ def run_of(kind: str) -> Path:
         dry_run(replace(job, mesh=mesh, run=RunConfig(dir=str(path), dry=True)))
     elif not path.exists():
         lora = replace(QWEN, lora=LoraConfig(rank=2, targets=("q_proj",)))
-        models = {"decoder": DECODER, "averaged": DECODER, "tuned": QWEN, "lora": lora}
+        models = {"decoder": DECODER, "profiled": DECODER, "averaged": DECODER, "tuned": QWEN, "lora": lora}
         chats = DataConfig(name="text", files=("chats.jsonl",), tokenizer="qwen/tokenizer.json", chat=True)
         corpus = DataConfig(name="synthetic", documents=40) if models[kind] is DECODER else chats
-        train(tiny(Config(model=models[kind], data=corpus, train=TrainConfig(ema=0.9 if kind == "averaged" else None)), path))
+        ema = TrainConfig(ema=0.9 if kind == "averaged" else None)
+        train(tiny(Config(model=models[kind], data=corpus, train=ema, run=RunConfig(profile=kind == "profiled")), path))
     return path
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from compiler_trainer.cli.outcome import outcome
 from compiler_trainer.cli.table import run_parser
 from compiler_trainer.runs.saved import at_checkpoint, going_on, options_of
-from compiler_trainer.step.ranks import stop_ranks
-from compiler_trainer.training.trainer import train
 
 
 def main(arguments: Sequence[str]) -> None:
     """Train on."""
     given = run_parser("resume", overrides=True).parse_intermixed_args(arguments)
-    train(going_on(at_checkpoint(options_of(given.run, given.overrides), given.checkpoint), "auto"))
-    stop_ranks()
+    outcome(going_on(at_checkpoint(options_of(given.run, given.overrides), given.checkpoint), "auto"))

@@ -52,17 +52,19 @@ def test_collectives_and_waits_are_named_in_every_step(step):
 
 
 def test_a_trace_is_written_into_the_run_folder(tmp_path):
-    recorder = trace.Trace(options(tmp_path, steps=4), SimpleNamespace(train={}, microbatches=1), done=0)
+    recorder = trace.Trace(options(tmp_path, steps=4), SimpleNamespace(train={}, training=([], None), microbatches=1), done=0)
     for number in range(1, 5):
         with recorder.around(number):
             torch.ones(3).sum()
     names = [e["name"] for e in json.load(gzip.open(tmp_path / trace.FILE))["traceEvents"]]
     assert [name for name in names if name.startswith("step ")] == ["step 3", "step 4"] and "aten::sum" in names
+    measured = json.loads((tmp_path / trace.MEASURED).read_text())
+    assert measured["steps"] == [3, 4] and measured["ranks"][0]["step_ms"] > 0
 
 
 @pytest.mark.parametrize("most_bytes", [0, 3000])
 def test_a_disk_that_does_not_take_the_trace_is_one_line(tmp_path, capsys, most_bytes):
-    recorder = trace.Trace(options(tmp_path, steps=4), SimpleNamespace(train={}, microbatches=1), done=0)
+    recorder = trace.Trace(options(tmp_path, steps=4), SimpleNamespace(train={}, training=([], None), microbatches=1), done=0)
     with no_file_above(most_bytes):
         for number in range(1, 5):
             with recorder.around(number):
@@ -74,7 +76,7 @@ def test_a_disk_that_does_not_take_the_trace_is_one_line(tmp_path, capsys, most_
 
 def test_nothing_is_recorded_unasked(tmp_path):
     cfg = options(tmp_path, steps=3)
-    recorder = trace.Trace(replace(cfg, run=replace(cfg.run, profile=False)), SimpleNamespace(train={}), done=0)
+    recorder = trace.Trace(replace(cfg, run=replace(cfg.run, profile=False)), SimpleNamespace(train={}, training=([], None)), done=0)
     for number in range(1, 4):
         with recorder.around(number):
             pass

@@ -13,21 +13,23 @@ from pathlib import Path
 
 import pytest
 
-from compiler_trainer.training.watch import Beat, doing_of, tell
+from compiler_trainer.training.watch import Beat, Watch, doing_of, tell
 
 HANGS = """
 import time
+from pathlib import Path
 from compiler_trainer.training.watch import Watch
 
-with Watch(0.5) as watch:
+with Watch(0.5, Path("watched")) as watch:
     watch.step = 7
     time.sleep(60)
 """
 MOVES = """
 import time
+from pathlib import Path
 from compiler_trainer.training.watch import Watch
 
-with Watch(0.5) as watch:
+with Watch(0.5, Path("watched")) as watch:
     for watch.step in range(15):
         time.sleep(0.1)
 print("done")
@@ -43,7 +45,7 @@ def copy():
         time.sleep(0.1)
         TRAFFIC.relative_update(5)
 
-with Watch(0.5):
+with Watch(0.5, Path("watched")):
     thread = Thread(target=copy)
     thread.start()
     thread.join()
@@ -53,6 +55,7 @@ print("done")
 
 WAITS = """
 import time
+from pathlib import Path
 from compiler_trainer.step.step import Step
 from compiler_trainer.step.turns import Turn
 from compiler_trainer.training.watch import Watch
@@ -64,7 +67,7 @@ step.counts = lambda parts: {}
 step.scalars = lambda *how: {}
 step.run = lambda *how: time.sleep(60)
 carried = type("Carried", (), {"begin": lambda self: None})()
-with Watch(0.5) as watch:
+with Watch(0.5, Path("watched")) as watch:
     step.take(([Turn("F1", 2)], carried), {"F1": None}, {}, 0.0, 0)
 """
 
@@ -143,3 +146,13 @@ def second_rank(launcher: int) -> int:
         except OSError:
             continue
     raise AssertionError("rank 1 is not there")
+
+
+def test_what_the_flight_recorder_holds_is_kept_and_named(tmp_path, monkeypatch, capsys):
+    watch = Watch(2.0, tmp_path)
+    assert watch.keep_flight() == ""  # there is no NCCL
+    monkeypatch.setattr("compiler_trainer.training.watch.collectives_recorded", lambda: b"recorded")
+    tell(2.0, [(0, Beat(9, 4, "a (x)", True), True)], watch.keep_flight())
+    folder = tmp_path / "flight_recorder"
+    assert (folder / "rank_0").read_bytes() == b"recorded"
+    assert capsys.readouterr().err.endswith(f"collectives of each rank are in {folder}: torchfrtrace {folder} -p rank_\n")

@@ -1,0 +1,86 @@
+"""`profile`: where the time of a step goes, measured beside predicted, and what to change.
+
+    compiler-trainer profile RUN                           # a run that was trained with run.profile=true
+    compiler-trainer profile recipe=llama3_8b ...          # a few steps of a job, with nothing saved
+    compiler-trainer launch -n 8 profile mesh.dp_shard=8   # on several ranks
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from compiler_trainer.cli.ends import RANK
+from compiler_trainer.cli.outcome import on_ranks
+from compiler_trainer.cli.table import parser
+from compiler_trainer.config import recipes
+from compiler_trainer.config.compose import compose, typed
+from compiler_trainer.config.schema import Config
+from compiler_trainer.config.yamls import check_folders
+from compiler_trainer.console import say, wide
+from compiler_trainer.planning.space import replaced
+from compiler_trainer.profile.report import FILE, lines, profile, tables, write
+from compiler_trainer.runs.saved import options_of
+from compiler_trainer.step.ranks import stop_ranks
+from compiler_trainer.training.callbacks import Callback, Run
+from compiler_trainer.training.metrics import Record
+from compiler_trainer.training.trace import STEPS, WARM_UP
+
+QUIET = {  # nothing saved, nothing evaluated, and nothing that needs either
+    "checkpoint": {"interval": None, "keep_best": 0, "store": None},
+    "eval": {"interval": None, "patience": None},
+    "run": {"profile": True},
+}
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print what a profile says, and write it into the run folder."""
+    takes = parser("profile")
+    takes.add_argument("job", nargs="*", metavar="RUN | OPTION=VALUE", help="a run folder, or the options of a job")
+    takes.add_argument("--config-dir", type=Path, help="a folder of your own choices")
+    given = takes.parse_intermixed_args(arguments)
+    folders = [each for each in given.job[:1] if "=" not in each]
+    run = Path(folders[0]) if folders else trained(given.job, given.config_dir)
+    if RANK == 0:
+        tell(options_of(run, given.job[len(folders) :] if folders else []))
+
+
+def tell(cfg: Config) -> None:
+    """Print the profile of a run, and write it."""
+    found, console = profile(cfg), wide(highlight=False, markup=False)
+    for table in tables(found):
+        console.print(table)
+    for line in lines(found):
+        say(line)
+    write(found, folder := Path(cfg.run.dir))
+    say(f"the same in {folder / FILE}")
+
+
+def trained(overrides: Sequence[str], config_dir: Path | None) -> Path:
+    """Run as many steps of a job as a profile needs; its run folder."""
+    with tempfile.TemporaryDirectory() as scratch:
+        named = recipes.by_name(overrides, Path(scratch))
+        if config_dir is not None:
+            check_folders([str(flag) for flag in ("--config-dir", config_dir)])
+            named.append(f"hydra.searchpath=[file://{config_dir.resolve()},file://{scratch}]")
+        cfg = replaced(typed(compose(named)), QUIET)
+    if cfg.train.nonfinite == "rollback":
+        cfg = replaced(cfg, {"train": {"nonfinite": "stop"}})
+    ends = Ends()
+    on_ranks(cfg, [ends])
+    stop_ranks()
+    return ends.folder
+
+
+class Ends(Callback):
+    """Ends a run once enough of it is recorded; keeps where it is."""
+
+    def on_start(self, run: Run) -> None:
+        """Keep its folder."""
+        self.folder, self.last = run.folder, run.done + WARM_UP + STEPS
+
+    def on_step(self, run: Run, record: Record) -> None:
+        """End it."""
+        if record["step"] == self.last:
+            run.stop("that is enough for a profile")

@@ -1,0 +1,102 @@
+"""What is said where memory does not hold a step: what was measured and predicted, what is alive, and what fits."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from compiler_trainer.config.device import for_running
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import Config
+from compiler_trainer.config.validate import validate
+from compiler_trainer.planning.auto import FEW, differing
+from compiler_trainer.planning.dry import DryStep, compile_dry, predict_step
+from compiler_trainer.planning.estimate import Estimate
+from compiler_trainer.planning.search import Found, one, room, search
+from compiler_trainer.planning.space import Asked, Candidate, replaced
+from compiler_trainer.step.ranks import start_ranks
+from compiler_trainer.training.exhausted import Failure, free_bytes, used_bytes
+from passes.cost.accounting import Ledger, peak_of
+from passes.program import ir
+from passes.program.abstract_eval import abstract_eval
+
+MIB, GIB = 2**20, 2**30
+SHOWN = 3  # settings that fit
+LARGEST = 6  # of what is alive
+SPARE, PROCESS_GIB = 0.8, 1 / 16  # of a CPU's free memory: its heap has gaps, and threads and kernels take some
+LESS = 0.95  # of what did not fit: a setting that needs more is none, whatever is predicted
+NUMBER = re.compile(r"\.\d+(?=\.|$)")
+OPEN = ("cast", "context", "pipeline")  # passes that stay as they are
+
+
+def answer(cfg: Config, failure: Failure) -> Iterator[str]:
+    """Lines on a job that ran out of memory; what it held has to be let go before."""
+    ranks = start_ranks()
+    cfg = validate(for_running(cfg), ranks)
+    free, used = free_bytes(), used_bytes()
+    asked = f", {size(failure.asked_bytes)} more asked for" if failure.asked_bytes else ""
+    yield f"measured: {size(max(0, failure.used_bytes - used))} in use in {failure.where}{asked}; {size(free)} is there"
+    step = compile_dry(cfg, None)
+    memory = predict_step(cfg, step)["prediction"]["memory"]
+    at = f"%{memory['node']} ({memory['line'] or 'no source line'})"
+    yield f"predicted: a peak of {size(memory['bytes'])} at {at} of {memory['program']}; alive there are"
+    yield from (f"  {size(count):>10}  {what}" for what, count in alive(step, memory))
+    yield from settings(limited(cfg, ranks, free, memory["bytes"]), cfg)
+
+
+def alive(step: DryStep, memory: dict[str, Any]) -> list[tuple[str, int]]:
+    """What is largest at the peak, by what it is and the module that makes it, layers together."""
+    program, ctx = step.programs[memory["program"]]
+    ledger = Ledger(program, abstract_eval(program, ctx))
+    names = {node: given.name for node, given in zip(program.placeholders(), program.inputs, strict=True)}
+    found = Counter[str]()
+    for storage, times in peak_of(ledger).alive.items():
+        maker = ledger.makers[storage]
+        where = names.get(maker) or ir.module_path(maker) or f"%{maker.name}"
+        what = f"{ledger.kinds[storage]} of {NUMBER.sub('.*', where)}"
+        found.update({what: times * ledger.avals.storage_bytes[storage]})
+    return found.most_common(LARGEST)
+
+
+def limited(cfg: Config, ranks: int, free: int, own: int) -> Asked:
+    """The job as one to plan for, on devices that hold less than it takes, and no more than is there."""
+    given = {f"train.{field.name}" for field in dataclasses.fields(cfg.train) if field.name != "microbatches"}
+    given |= {f"passes.{name}" for name in OPEN}
+    plan = {"compile": min(FEW, cfg.plan.compile)}
+    cluster = {"gpus": ranks, "hbm_gib": free / GIB}
+    if cfg.cluster.host_computes:
+        cluster |= {"hbm_gib": SPARE * free / GIB, "context_gib": PROCESS_GIB, "communicator_gib": 0.0}
+    asked = Asked(replaced(cfg, {"cluster": cluster, "plan": plan}), frozenset(given))
+    there = asked.cfg.cluster.hbm_gib * min(1.0, LESS * own / max(room(asked), 1.0))
+    return Asked(replaced(asked.cfg, {"cluster": {"hbm_gib": there}}), asked.given)
+
+
+def settings(asked: Asked, cfg: Config) -> Iterator[str]:
+    """The settings that fit, the fastest first, each with what it costs of time."""
+
+    def compile_all(chosen: Sequence[Candidate]) -> list[Found]:
+        return [one([asked], candidate) for candidate in chosen]
+
+    try:
+        (plan,) = search([asked], compile_all)
+    except UserError as error:
+        yield f"no setting fits: {error.message}"
+        return
+    own = one([asked], Candidate(cfg.mesh, cfg.train.microbatches))
+    yield "what fits, the fastest first by prediction:"
+    for found in plan.ranked[:SHOWN]:
+        time = "" if isinstance(own, str) else f", {found.step_s / own[0].step_s - 1:+.0%} time"
+        yield f"  {setting(found, cfg)} ({size(round(found.bytes))}{time})"
+
+
+def setting(found: Estimate, cfg: Config) -> str:
+    """The options of a setting that differ, as a command line says them."""
+    return " ".join(differing(found.candidate.applied(cfg), cfg))
+
+
+def size(count: int) -> str:
+    """Bytes in MiB or GiB."""
+    return f"{count / GIB:,.2f} GiB" if count >= GIB else f"{count / MIB:,.1f} MiB"

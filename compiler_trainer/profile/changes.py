@@ -1,0 +1,136 @@
+"""Options that might make a step shorter, and what each is predicted to save of what was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import AUTO, Config
+from compiler_trainer.models.subject import subject
+from compiler_trainer.planning.auto import asked_of, differing
+from compiler_trainer.planning.search import all_forms, room
+from compiler_trainer.planning.sizes import sizes_of
+from compiler_trainer.planning.space import Left, replaced
+from compiler_trainer.profile.predicted import Predicted, predicted
+from compiler_trainer.step.given import mesh_of
+from compiler_trainer.training.measured import Spent
+
+USUAL_MIB = 25.0  # of a bucket
+LIGHTER = {
+    "full": ("selective", "none"),
+    "attention": ("selective", "none"),
+    "every_n": ("none",),
+    "selective": ("none",),
+}
+ONCE = (("gather",), ("reduce",), ("gather", "reduce"))
+LITTLE = 0.1  # of what is measured: a predicted wait below it says nothing, how long collectives travel does
+
+
+@dataclass(frozen=True)
+class Change:
+    """Options as a command line has them, what they are predicted to save of a measured step, and what they need.
+
+    `refused` says why a pass does not take them.
+    """
+
+    options: str
+    saves_ms: float = 0.0
+    device_bytes: int = 0
+    fits: bool = False
+    refused: str = ""
+
+
+def changes(cfg: Config, measured: Spent, now: Predicted, stage: int) -> list[Change]:
+    """What might be changed, that which saves most first."""
+    found = [changed(cfg, other, measured, now, stage) for other in others(cfg)]
+    return sorted(found, key=lambda change: -change.saves_ms)
+
+
+def changed(cfg: Config, other: Config, measured: Spent, now: Predicted, stage: int) -> Change:
+    """What is predicted of a job that has some options otherwise."""
+    options = " ".join(differing(other, cfg))
+    try:
+        then = predicted(other, stage if other.mesh.pp == cfg.mesh.pp else 0)
+    except UserError as error:
+        return Change(options, refused=str(error))
+    return Change(options, saved_ms(measured, now, then), then.memory["device_bytes"], then.memory["fits"])
+
+
+def saved_ms(measured: Spent, now: Predicted, then: Predicted) -> float:
+    """What of a measured step is saved: each part of it becomes shorter by as much as it is predicted to."""
+    axes = {*now.spent.exposed_ms, *then.spent.exposed_ms, *measured.exposed_ms}
+    parts = [(computing(measured), computing(now.spent), computing(then.spent))]
+    parts += [(measured.host_ms, now.spent.host_ms, then.spent.host_ms)]
+    for axis in axes:
+        real, waits = measured.exposed_ms.get(axis, 0.0), [each.spent.exposed_ms.get(axis, 0.0) for each in (now, then)]
+        travels = [each.travel_ms.get(axis, 0.0) for each in (now, then)]
+        parts.append((real, *(waits if waits[0] >= LITTLE * real else travels)))
+    return sum(real * (1 - after / before) if before else -after for real, before, after in parts)
+
+
+def computing(spent: Spent) -> float:
+    """Milliseconds that are computed."""
+    return sum(spent.kinds.values())
+
+
+# ---- what might be otherwise --------------------------------------------------------------------------
+
+
+def others(cfg: Config) -> Iterator[Config]:
+    """The job with one thing otherwise, as far as it has that thing."""
+    for options in (*of_communication(cfg), *of_microbatches(cfg), *of_computing(cfg)):
+        yield replaced(cfg, options)
+    yield from of_mesh(cfg)
+
+
+def of_communication(cfg: Config) -> Iterator[Mapping[str, Any]]:
+    """Buckets, prefetching, gathering once."""
+    if mesh_of(cfg.mesh).world_size == 1:
+        return
+    now = cfg.passes.communication
+    for mib in (USUAL_MIB,) if now.bucket_mib < USUAL_MIB else (4 * now.bucket_mib,):
+        yield passes(communication={"bucket_mib": mib})
+    yield passes(communication={"prefetch": now.prefetch + 1})
+    if cfg.passes.remat.regather and cfg.mesh.dp_shard * cfg.mesh.cp > 1:
+        yield passes(remat={"regather": False})
+
+
+def of_microbatches(cfg: Config) -> Iterator[Mapping[str, Any]]:
+    """Fewer of them; communication once a step."""
+    if cfg.train.microbatches == 1:
+        return
+    yield {"train": {"microbatches": cfg.train.microbatches // 2}}
+    if cfg.mesh.pp == 1 and mesh_of(cfg.mesh).world_size > 1:
+        yield from (passes(accumulate=dict.fromkeys(what, "step")) for what in ONCE)
+
+
+def of_computing(cfg: Config) -> Iterator[Mapping[str, Any]]:
+    """Less recomputation, kernels that are compiled, launches that are recorded, a narrower dtype."""
+    cast = cfg.passes.cast
+    yield from (passes(remat={"policy": policy}) for policy in LIGHTER.get(cfg.passes.remat.policy, ()))
+    if cfg.lower.backend == "eager":
+        yield {"lower": {"backend": "inductor"}}
+    if not cfg.cluster.host_computes and not cfg.lower.cudagraphs:
+        yield {"lower": {"cudagraphs": True}}
+    if not cfg.cluster.host_computes and cast.param_dtype is None and cfg.train.dtype == "float32":
+        yield passes(cast={"param_dtype": "bfloat16"})
+
+
+def of_mesh(cfg: Config) -> Iterator[Config]:
+    """The mesh that closed forms predict to be the fastest of those that fit, if that is another."""
+    ranks = mesh_of(cfg.mesh).world_size
+    if ranks == 1:
+        return
+    asked = asked_of(dataclasses.replace(cfg, mesh=AUTO), ranks)
+    forms = all_forms(asked, sizes_of(cfg, subject(cfg).module), Left())
+    best = next((form for form in forms if form.bytes <= room(asked)), None)
+    if best is not None and best.candidate.mesh != cfg.mesh:
+        yield best.candidate.applied(cfg)
+
+
+def passes(**options: Any) -> Mapping[str, Any]:
+    """Options of passes."""
+    return {"passes": options}

@@ -1,0 +1,68 @@
+"""What a dry run predicts of a rank's step, in the terms in which a trace is read."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from compiler_trainer.config.schema import Config
+from compiler_trainer.planning.dry import DryStep, compile_dry, predict_step
+from compiler_trainer.step.turns import turns_of_step
+from compiler_trainer.training.measured import ATTENTION, LOOPS, PRODUCTS, Spent
+from compiler_trainer.training.trace import place_of
+from passes.context.operators import kernel_of
+from passes.cost.accounting import count_flops
+from passes.cost.timeline import COMPUTE
+from passes.program.abstract_eval import Avals, recorded
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A step of a rank: milliseconds by kind and place, those that collectives travel by axis, and memory."""
+
+    spent: Spent
+    travel_ms: Mapping[str, float]
+    memory: Mapping[str, Any]
+
+
+def predicted(cfg: Config, stage: int = 0) -> Predicted:
+    """What a dry run says of a rank of a pipeline stage; raises UserError where a pass refuses."""
+    step = compile_dry(cfg, None)
+    report = predict_step(cfg, step)
+    made_of, runs = report["prediction"], runs_of(cfg, step, stage)
+    kinds, places, travel = (defaultdict[str, float](float) for _ in range(3))
+    where = known(step)
+    for event in report["timeline"]:
+        ms = runs[event["program"]] * (event["end_ms"] - event["start_ms"])
+        if event["stream"] == COMPUTE:
+            kind, place = where[event["program"], event["node"]]
+            kinds[kind] += ms
+            places[place] += ms
+        else:
+            travel[event["stream"]] += ms
+    parts = dict(kinds), made_of["exposed_ms"], made_of["launch_ms"], 0.0, dict(places)
+    return Predicted(Spent(report["predicted"]["step_ms"], *parts), dict(travel), made_of["memory"])
+
+
+def runs_of(cfg: Config, step: DryStep, stage: int) -> Mapping[str, int]:
+    """How often a stage runs each program in a step."""
+    programs = {name: captured.program for name, captured in step.programs.items()}
+    return Counter(t.program for t in turns_of_step(programs, step.table, cfg.train.microbatches) if t.rank == stage)
+
+
+def known(step: DryStep) -> dict[tuple[str, str], tuple[str, str]]:
+    """(kind, place) of each operator, by its program and its name."""
+    nodes = ((name, node) for name, (program, _) in step.programs.items() for node in program.calls())
+    sizes = recorded()
+    return {(name, node.name): (kind_of_operator(node, sizes), place_of(node)) for name, node in nodes}
+
+
+def kind_of_operator(node: fx.Node, sizes: Avals) -> str:
+    """What it is to compute an operator."""
+    if kernel_of(node):
+        return ATTENTION
+    return PRODUCTS if count_flops(node, sizes) else LOOPS

@@ -1,0 +1,111 @@
+"""Memory that is used up in training: told from other failures, with what was being done and how much was in use."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import re
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+
+from compiler_trainer.training.watch import doing_of
+from passes.lower.heap import free_in_heap
+from passes.program.ir import CompileError
+
+SAID = re.compile(r"out of memory|can't allocate memory|std::bad_alloc", re.IGNORECASE)  # by RuntimeErrors
+ASKED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|KiB|MiB|GiB)", re.IGNORECASE)
+UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+STATUS = Path("/proc/self/status")
+
+
+class Failure(NamedTuple):
+    """What was asked for (0 bytes: it does not say), where, and the bytes that were in use."""
+
+    asked_bytes: int
+    where: str
+    used_bytes: int
+
+
+def failure_of(error: BaseException) -> Failure | None:
+    """What an error says of memory that is used up; None where it says nothing of the kind."""
+    errors = list(chain(error))
+    if not any(map(is_of_memory, errors)):
+        return None
+    asked = next((found for each in errors if (found := ASKED.search(str(each)))), None)
+    size = round(float(asked[1]) * UNITS[asked[2].lower()]) if asked else 0
+    node = next((each.node for each in errors if isinstance(each, CompileError) and each.node), None)
+    where = f"%{node.name}" if node else doing_at(errors[-1].__traceback__)
+    return Failure(size, where, used_bytes())
+
+
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and those that it comes from, the first one last."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def is_of_memory(error: BaseException) -> bool:
+    """Whether an error says itself that an allocation failed."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and bool(SAID.search(str(error)))
+
+
+def doing_at(traceback: TracebackType | None) -> str:
+    """What the innermost frame of an error was at."""
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return doing_of(traceback.tb_frame) if traceback else "an allocation"
+
+
+# ---- how much there is ------------------------------------------------------------------------------------
+
+
+def used_bytes() -> int:
+    """Bytes in use: of tensors at most, on CUDA; on a CPU address space if that is limited, else what is resident.
+
+    What a CPU's heap keeps for later (`passes/lower/heap.py`) is none of it.
+    """
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return max(0, of_status("VmSize" if limit_bytes() else "VmRSS") - free_in_heap())
+
+
+def let_go() -> None:
+    """Give back what nothing holds any more."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def free_bytes() -> int:
+    """Bytes of the device, or of this process, that may yet be taken."""
+    if torch.cuda.is_available():
+        return torch.cuda.mem_get_info()[0]
+    if limit := limit_bytes():
+        return max(0, limit - used_bytes())
+    available = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
+    there = 1024 * int(available.split()[1]) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return there + free_in_heap()
+
+
+def limit_bytes() -> int:
+    """The limit of this process's address space (ulimit -v), 0 if there is none."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return 0 if soft == resource.RLIM_INFINITY else soft
+
+
+def of_status(name: str) -> int:
+    """A figure that Linux keeps of this process, in bytes."""
+    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{name}:"))
+    return 1024 * int(line.split()[1])

@@ -1,0 +1,180 @@
+"""Where a rank's time went, as the trace of some steps tells: by kind, by axis waited for, by place in the model.
+
+On a CPU the host computes, so all of its thread's time is something. On CUDA kernels compute, each is what the host was
+at when it launched it, and collectives count for as long as no other kernel runs.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch.utils.flop_counter import flop_registry
+
+from compiler_trainer.training.spans import DATA, STEP, WAITS, Span, covered
+from passes.context.operators import KERNELS
+from passes.cost.accounting import FLOPS
+
+ATTENTION, PRODUCTS, LOOPS, HOST = "attention", "products", "loops", "host"
+COMPUTING = (PRODUCTS, ATTENTION, LOOPS)
+OF_ATTENTION = frozenset(op._schema.name for op in KERNELS)
+OF_PRODUCTS = frozenset(str(op).replace(".", "::", 1) for op in (*flop_registry, *FLOPS)) - OF_ATTENTION
+WAIT, START = "wait ", "start "  # of collectives, with the axis
+BY_NAME = (
+    (ATTENTION, re.compile("flash|fmha|attention")),
+    (PRODUCTS, re.compile("gemm|gemv|cutlass|cublas|nvjet|xmma")),
+)
+HOSTS, LAUNCHES = ("cpu_op", "user_annotation"), ("cuda_runtime", "cuda_driver")
+DEVICES = ("kernel", "gpu_memcpy", "gpu_memset")
+US = 1e-3  # ms
+
+Event = Mapping[str, Any]
+
+
+@dataclass
+class Spent:
+    """Milliseconds of a step, averaged: by kind of kernel, waiting by axis, for the host, for data, by place."""
+
+    step_ms: float = 0.0
+    kinds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    exposed_ms: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    host_ms: float = 0.0
+    data_ms: float = 0.0
+    places: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+
+class Mark(NamedTuple):
+    """What is recorded under a name: where in the model it is, and what it does beside the operators in it."""
+
+    place: str
+    kind: str
+
+
+class Segment(NamedTuple):
+    """What a thread was at for some time (us)."""
+
+    begin: float
+    end: float
+    kind: str
+    place: str
+
+
+def spent(events: Sequence[Event], marks: Mapping[str, Mark]) -> Spent:
+    """What the trace of some steps says of one; `marks` are what names stand for."""
+    steps = [e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith(STEP)]
+    found = Spent()
+    for step in steps:
+        host = list(segments(thread_of(step, events), marks))
+        kernels = [e for e in events if e.get("cat") in DEVICES]
+        (of_device(found, step, host, events, kernels) if kernels else of_host(found, host))
+        found.step_ms += US * step["dur"]
+    count = max(1, len(steps))
+    average = {
+        name: {key: ms / count for key, ms in value.items()} if isinstance(value, dict) else value / count
+        for name, value in vars(found).items()
+    }
+    return Spent(**average)
+
+
+def thread_of(step: Event, events: Iterable[Event]) -> list[Event]:
+    """What the thread of a step recorded in it, outer ones first."""
+    first, last = step["ts"], step["ts"] + step["dur"]
+    own = (e for e in events if e.get("cat") in HOSTS and (e["pid"], e["tid"]) == (step["pid"], step["tid"]))
+    return sorted((e for e in own if first <= e["ts"] < last), key=lambda e: (e["ts"], -e["dur"]))
+
+
+def segments(events: Iterable[Event], marks: Mapping[str, Mark]) -> Iterator[Segment]:
+    """What a thread was at, moment by moment: each belongs to the innermost of its nested events."""
+    stack: list[Segment] = []
+    at = 0.0
+    for event in (*events, {"name": "", "ts": float("inf"), "dur": 0.0}):
+        while stack and stack[-1].end <= event["ts"]:
+            top = stack.pop()
+            yield top._replace(begin=at, end=max(at, top.end))
+            at = max(at, top.end)
+        if stack:
+            yield stack[-1]._replace(begin=at, end=event["ts"])
+        at = event["ts"]
+        around = stack[-1] if stack else Segment(at, at, HOST, "")
+        stack.append(Segment(at, at + event["dur"], *inside(event, around, marks)))
+
+
+def inside(event: Event, around: Segment, marks: Mapping[str, Mark]) -> tuple[str, str]:
+    """(kind, place) of an event in another: all that is in a product, a wait or the making of a batch is part of it."""
+    if around.kind not in (HOST, LOOPS):
+        return around.kind, around.place
+    if mark := marks.get(event["name"]):
+        return mark.kind, mark.place
+    args = event.get("args", {})
+    if axis := args.get("axis"):
+        return f"{WAIT if args['operator'] in WAITS else START}{axis}", around.place
+    if event["name"] == DATA:
+        return DATA, ""
+    if event["name"] in OF_ATTENTION or event["name"] in OF_PRODUCTS:
+        return ATTENTION if event["name"] in OF_ATTENTION else PRODUCTS, around.place
+    return LOOPS if around.place else HOST, around.place
+
+
+# ---- where the host computes ------------------------------------------------------------------------------
+
+
+def of_host(found: Spent, host: Iterable[Segment]) -> None:
+    """Add a step of a CPU."""
+    for begin, end, kind, place in host:
+        add(found, kind, place, US * (end - begin))
+
+
+def add(found: Spent, kind: str, place: str, ms: float) -> None:
+    """Add some time of a kind."""
+    if kind.startswith(WAIT):
+        found.exposed_ms[kind.removeprefix(WAIT)] += ms
+    elif kind in COMPUTING:
+        found.kinds[kind] += ms
+        found.places[place] += ms
+    elif kind == DATA:
+        found.data_ms += ms
+    else:
+        found.host_ms += ms
+
+
+# ---- where a device does ----------------------------------------------------------------------------------
+
+
+def of_device(
+    found: Spent, step: Event, host: Sequence[Segment], events: Iterable[Event], kernels: Iterable[Event]
+) -> None:
+    """Add a step of a GPU: kernels that were launched in it."""
+    begins = [each.begin for each in host]
+    launched = {e["args"].get("correlation"): e["ts"] for e in events if e.get("cat") in LAUNCHES}
+    busy, travelling = list[Span](), dict[str, list[Span]]()
+    for kernel in kernels:
+        at = launched.get(kernel["args"].get("correlation"), -1.0)
+        if not step["ts"] <= at < step["ts"] + step["dur"]:
+            continue
+        by = host[bisect_right(begins, at) - 1]
+        span = kernel["ts"], kernel["ts"] + kernel["dur"]
+        if by.kind.startswith((START, WAIT)):
+            travelling.setdefault(by.kind.partition(" ")[2], []).append(span)
+        elif "nccl" in kernel["name"].lower():
+            travelling.setdefault("?", []).append(span)
+        else:
+            busy.append(span)
+            add(found, by.kind if by.place else by_name(kernel["name"]), by.place, US * kernel["dur"])
+    seen = covered(busy)
+    for axis, spans in travelling.items():
+        busy += spans
+        found.exposed_ms[axis] += US * (covered(busy) - seen)
+        seen = covered(busy)
+    idle = max(0.0, US * (step["dur"] - seen))
+    data = min(idle, sum(US * (s.end - s.begin) for s in host if s.kind == DATA))
+    found.data_ms += data
+    found.host_ms += idle - data
+
+
+def by_name(kernel: str) -> str:
+    """The kind of a kernel that nothing around it tells, as those of a CUDA graph."""
+    return next((kind for kind, pattern in BY_NAME if pattern.search(kernel.lower())), LOOPS)

@@ -1,0 +1,91 @@
+"""Failed allocations told from other errors, and the answer to one."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import fx
+
+from compiler_trainer.training.exhausted import failure_of
+from passes.program import ir
+
+ROOT = Path(__file__).resolve().parents[3]
+CPU = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."
+
+
+def raised(error: Exception, cause: Exception | None = None) -> Exception:
+    """The error as it is when it was raised, from a cause."""
+    try:
+        raise error from cause
+    except Exception as found:
+        return found
+
+
+@pytest.mark.parametrize(("error", "asked"), [
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has ..."), 3 * 2**29),
+    (RuntimeError(CPU), 4096),
+    (MemoryError(), 0),
+    (OSError(12, "Cannot allocate memory"), 0),
+])
+def test_errors_of_allocators_are_told_with_what_was_asked_for(error, asked):
+    found = failure_of(raised(error))
+    assert found.asked_bytes == asked and found.used_bytes > 0
+    assert found.where.startswith("test_exhausted.py:") and "raise error from cause" in found.where
+
+
+def test_the_node_that_failed_is_named():
+    node = fx.Graph().placeholder("mm_3")
+    found = failure_of(raised(ir.CompileError("eager", node, "mm"), RuntimeError(CPU)))
+    assert (found.where, found.asked_bytes) == ("%mm_3", 4096)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a shape is wrong"), OSError(28, "No space left"), ValueError("out of memory")])
+def test_other_errors_are_none_of_these(error):
+    assert failure_of(raised(error)) is None
+
+
+LIMIT = """
+import resource
+import compiler_trainer as ct
+
+
+class Limit(ct.Callback):
+    def on_start(self, run):
+        status = open("/proc/self/status").read().splitlines()
+        size = next(1024 * int(line.split()[1]) for line in status if line.startswith("VmSize"))
+        resource.setrlimit(resource.RLIMIT_AS, (size + (250 << 20), resource.RLIM_INFINITY))
+"""
+JOB = (
+    "model.n_layers=2", "model.dim=64", "train.seq_len=256", "train.global_batch_size=64", "train.steps=1", "data=synthetic",
+    "lr_schedule=constant", "checkpoint.interval=null", "eval.interval=null", "lower.backend=eager", "passes.remat.policy=none",
+    "train.callbacks=[{_target_:limit.Limit}]",
+)  # fmt: skip
+
+
+def trained(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """A step in a process whose memory is limited once it is compiled."""
+    (folder / "limit.py").write_text(LIMIT)
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{folder}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "compiler_trainer", *JOB, *overrides]
+    return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
+
+
+@pytest.mark.full
+def test_a_step_that_memory_does_not_hold_is_answered_and_what_is_said_to_fit_does(tmp_path):
+    failed = trained(tmp_path, "run.dir=failed")
+    said = failed.stderr.splitlines()
+    assert failed.returncode == 1 and "Traceback" not in failed.stderr and len(said) < 20
+    assert said[0] == "rank 0 is out of memory" and said[-1].startswith("error: out of memory")
+    assert re.match(r"measured: [\d.]+ MiB in use in %\w+, [\d.]+ MiB more asked for; [\d.]+ MiB is there", said[1])
+    assert re.match(r"predicted: a peak of [\d.]+ MiB at %\w+ \(\w+\.py:\d+\) of step; alive there are", said[2])
+    assert any("activations of layers.*" in line for line in said)
+    fits = said[said.index("what fits, the fastest first by prediction:") + 1 : -1]
+    assert 1 <= len(fits) <= 3
+    done = trained(tmp_path, "run.dir=fits", *fits[0].partition(" (")[0].split())
+    assert done.returncode == 0, done.stderr
