@@ -67,7 +67,8 @@ def saved_ms(measured: Spent, now: Predicted, then: Predicted) -> float:
     for axis in axes:
         real, waits = measured.exposed_ms.get(axis, 0.0), [each.spent.exposed_ms.get(axis, 0.0) for each in (now, then)]
         travels = [each.travel_ms.get(axis, 0.0) for each in (now, then)]
-        parts.append((real, *(waits if waits[0] >= LITTLE * real else travels)))
+        before, after = waits if waits[0] >= LITTLE * real else travels
+        parts.append((real, before, after))
     return sum(real * (1 - after / before) if before else -after for real, before, after in parts)
 
 

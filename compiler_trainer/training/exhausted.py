@@ -61,10 +61,10 @@ def is_of_memory(error: BaseException) -> bool:
 
 
 def doing_at(traceback: TracebackType | None) -> str:
-    """What the innermost frame of an error was at."""
+    """What the innermost frame of an error was at when it was raised."""
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
-    return doing_of(traceback.tb_frame) if traceback else "an allocation"
+    return doing_of(traceback.tb_frame, traceback.tb_lineno) if traceback else "an allocation"
 
 
 # ---- how much there is ------------------------------------------------------------------------------------

@@ -73,11 +73,13 @@ def spent(events: Sequence[Event], marks: Mapping[str, Mark]) -> Spent:
         (of_device(found, step, host, events, kernels) if kernels else of_host(found, host))
         found.step_ms += US * step["dur"]
     count = max(1, len(steps))
-    average = {
-        name: {key: ms / count for key, ms in value.items()} if isinstance(value, dict) else value / count
-        for name, value in vars(found).items()
-    }
-    return Spent(**average)
+    kinds, exposed, places = (mean(each, count) for each in (found.kinds, found.exposed_ms, found.places))
+    return Spent(found.step_ms / count, kinds, exposed, found.host_ms / count, found.data_ms / count, places)
+
+
+def mean(total_ms: Mapping[str, float], count: int) -> dict[str, float]:
+    """Sums of so many steps, as averages."""
+    return {key: ms / count for key, ms in total_ms.items()}
 
 
 def thread_of(step: Event, events: Iterable[Event]) -> list[Event]:

@@ -143,9 +143,9 @@ def at(beat: Beat) -> str:
     return f"{beat.doing} after step {beat.step}"
 
 
-def doing_of(frame: FrameType) -> str:
-    """What a frame is at: its line of code, and the nodes that it was made of where that line was generated."""
-    file, number = frame.f_code.co_filename, frame.f_lineno
+def doing_of(frame: FrameType, at: int | None = None) -> str:
+    """What a frame is `at`, or was: its line, and the nodes that it was made of where that line was generated."""
+    file, number = frame.f_code.co_filename, frame.f_lineno if at is None else at
     line = linecache.getline(file, number).strip()
     above = (linecache.getline(file, n) for n in range(number, max(0, number - ABOVE), -1))
     made = next((match[1] for text in above if (match := NODES.search(text))), "")
