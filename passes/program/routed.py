@@ -1,6 +1,19 @@
 """Operators on rows that are sorted by the expert they go to: what a mixture of experts is made of.
 
-    ids = spread(ids, E, D)                 [D, n]: of D owners of E / D experts each, what goes to an expert of theirs
+A whole program, before anything is placed, has these; `way` is how rows travel (`Way`):
+
+    rows = dispatch(x, ids, k, way)         [(D n), ...]: for each of D owners of E / D experts the rows for them, sorted
+    groups = groups(ids, way)               [D, n]: for which of an owner's experts its rows are, in any order; E / D: none
+    h = expert_mm(rows, w, groups, among)   each row by the matrix of its expert
+    h = h + of_expert(b, groups)            what a table holds of each row's expert
+    y = combine(h, ids, way)                back where the slots were
+
+Within an expert the order of rows means nothing, so a rank that holds some of the tokens may sort its own: `rows` and
+`groups` are then in its own order. Rows of no expert are zero in results of products and in gradients.
+
+A rank runs those that follow. An owner takes what is its own of all tokens:
+
+    ids = spread(ids, E, D)                 [D, n]: of D owners, what goes to an expert of theirs
     order = order(ids, E / D, k)            [D, n]: k slots a token by expert; ids of E / D or more go nowhere, last
     rows = rows(x, order, k)                [(D n), ...]: slot order[d, i] is a choice of token order[d, i] // k
     ends = ends(ids, E / D, k)              [D, E / D]: where the rows of each expert end, among those of its owner
@@ -8,8 +21,7 @@
     h = known(h, ends)                      zero where a row is of no expert
     y = unorder(h, order)                   [n, ...]: back where the slots were, the sum over owners
 
-So an owner takes what is its own of all tokens. Where rows travel instead, S sources (the ranks that hold tokens) send
-each of D owners up to C of them:
+Where rows travel instead, S sources (the ranks that hold tokens) send each of D owners up to C of them:
 
     slots = sends(ids, E, k, D, S, C, b, i, P)    [D, S, C]: whose tokens these are, one more than there are: nobody's
     counts = counts(ids, E, k, D, S, C, b, i, P)  [D, S, E / D]: how many of them each expert gets
@@ -19,20 +31,17 @@ each of D owners up to C of them:
     y = unpack(restore(h, order), slots, ids) [n, ...]: back where the slots were, zero where a slot is not among them
 
 `b` says whether rows may be dropped. They may travel in P parts, part i being every Pth of C places from place i on:
-each has its share of each expert's rows.
+each has its share of each expert's rows. `sent(ids, way)` counts the rows that find room.
 
-Within an expert the order of rows means nothing, so a rank that holds some of the tokens may sort its own: `order`,
-what is made with it and `ends` are then its own, too. Rows behind the last end are of no expert: they are zero in
-results of products and in gradients. On one device there is one owner; spread over ranks, each is an owner: it
-multiplies one in `among` of the rows that it is given, which is what FLOPs are counted by.
-
-`grouped_mm` stays one operator; the others are written out when a program is finished (`EXPANSIONS`).
+On one device there is one owner; spread over ranks, each is an owner: it multiplies one in `among` of the rows that it
+is given, which is what FLOPs are counted by. `grouped_mm` stays one operator; the others that ranks run are written out
+when a program is finished (`EXPANSIONS`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -302,4 +311,90 @@ _gradient(known, lambda gradient, needed, given, ends_: (known(gradient, ends_),
 _gradient(of_group, lambda gradient, needed, table, ends_, order_: (group_sums(gradient, ends_, table.shape[0]),))
 _gradient(grouped_mm, _grouped_mm_backward)
 
-IN_ANY_ORDER = frozenset({order, rows, of_group, arrange})  # rows of their results are sorted on each rank by itself
+
+# ---- of a whole program -------------------------------------------------------------------------------------
+
+
+class Way(NamedTuple):
+    """How rows get to experts: so many in groups, a share of choices a token, owners; without sources all is gathered."""
+
+    groups: int
+    share: int
+    owners: int
+    sources: int = 0
+    capacity: int = 0
+    drops: bool = False
+    part: int = 0
+    parts: int = 1
+
+    @property
+    def each(self) -> int:
+        """How many experts an owner has."""
+        return -(-self.groups // self.owners)
+
+    @property
+    def room(self) -> int:
+        """Rows that a source may send an owner in this part."""
+        return -(-(self.capacity - self.part) // self.parts)
+
+
+def _groups_of_rows(ids: Tensor, way: list[int]) -> Tensor:
+    how = Way(*way)
+    return received(counts(ids, *how), how.room) if how.sources else spread(ids, how.groups, how.owners)
+
+
+def _order_of(ids: Tensor, way: list[int]) -> Tensor:
+    how = Way(*way)
+    return order(_groups_of_rows(ids, way), how.each, 1 if how.sources else how.share)
+
+
+def _dispatch(x: Tensor, ids: Tensor, share: int, way: list[int]) -> Tensor:
+    how = Way(*way)
+    if not how.sources:
+        return rows(x, _order_of(ids, way), share)
+    return arrange(pack(x, sends(ids, *how), ids, share), _order_of(ids, way))
+
+
+def _combine(given: Tensor, ids: Tensor, way: list[int]) -> Tensor:
+    how = Way(*way)
+    if how.sources:
+        return unpack(restore(given, _order_of(ids, way)), sends(ids, *how), ids)
+    given = known(given, _ends_of(_groups_of_rows(ids, way), how.groups)) if how.owners > 1 else given
+    return unorder(given, _order_of(ids, way))
+
+
+def _sent_rows(ids: Tensor, way: list[int]) -> Tensor:
+    return counts(ids, *Way(*way)).sum()
+
+
+def _ends_of(groups_: Tensor, experts: int) -> Tensor:
+    return ends(groups_, -(-experts // groups_.shape[0]), 1)
+
+
+def _expert_mm(rows_: Tensor, weight: Tensor, groups_: Tensor, among: float) -> Tensor:
+    return grouped_mm(rows_, weight, _ends_of(groups_, weight.shape[0]), among)
+
+
+def _of_expert(table: Tensor, groups_: Tensor) -> Tensor:
+    return of_group(table, _ends_of(groups_, table.shape[0]), groups_)
+
+
+_LIBRARY = torch.library.Library("ct", "FRAGMENT")
+
+
+def _compose(schema: str, body: Callable[..., Tensor]) -> Any:
+    """Register an operator that is nothing but what it calls, gradients included."""
+    _LIBRARY.define(schema)
+    name = schema.partition("(")[0]
+    _LIBRARY.impl(name, body, "CompositeImplicitAutograd")
+    return getattr(torch.ops.ct, name).default
+
+
+groups = _compose("groups(Tensor ids, int[] way) -> Tensor", _groups_of_rows)
+dispatch = _compose("dispatch(Tensor x, Tensor ids, int share, int[] way) -> Tensor", _dispatch)
+combine = _compose("combine(Tensor rows, Tensor ids, int[] way) -> Tensor", _combine)
+sent = _compose("sent(Tensor ids, int[] way) -> Tensor", _sent_rows)
+expert_mm = _compose("expert_mm(Tensor rows, Tensor weight, Tensor groups, float among) -> Tensor", _expert_mm)
+of_expert = _compose("of_expert(Tensor table, Tensor groups) -> Tensor", _of_expert)
+
+IN_ANY_ORDER = frozenset({dispatch, groups, of_expert})  # rows of their results are sorted on each rank by itself

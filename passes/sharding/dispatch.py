@@ -15,18 +15,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import fx
 
 from passes.program import ir, routed
 from passes.program.mesh import DATA_AXES
+from passes.program.routed import Way
 from passes.program.spec import Spec
 from passes.sharding.place import place_batch, split_dim
 
 aten = torch.ops.aten
-Way = Literal["auto", "all_gather", "dropless", "bounded"]
+Kind = Literal["auto", "all_gather", "dropless", "bounded"]
 
 
 @dataclass(frozen=True)
@@ -52,24 +53,22 @@ class Writer:
         return node
 
 
-class Dispatch(Protocol):
-    """Rows that go to experts together, and come back: their order by expert, and where each expert's end."""
+@dataclass(frozen=True)
+class Part:
+    """Rows that go to experts together, and come back: the groups of them, and how they travel."""
 
-    order: fx.Node
-    ends: fx.Node
+    ids: fx.Node
+    way: Way
+    groups: fx.Node
     among: float  # of how many of the rows it is given an owner multiplies one
 
     def there(self, write: Writer, table: fx.Node, share: int) -> fx.Node:
         """The rows of a table with one for `share` slots, by expert."""
-        ...
-
-    def leave(self, write: Writer, rows: fx.Node) -> fx.Node:
-        """What experts made of rows, ready to go back."""
-        ...
+        return write.call(routed.dispatch, table, self.ids, share, list(self.way))
 
     def back(self, write: Writer, rows: fx.Node) -> fx.Node:
-        """Those rows where their slots were, zero where a slot is not of this part."""
-        ...
+        """Rows where their slots were, zero where a slot is not of this part."""
+        return write.call(routed.combine, rows, self.ids, list(self.way))
 
 
 @dataclass(frozen=True)
@@ -81,28 +80,33 @@ class Routed:
     share: int
     owners: int
 
-    @property
-    def each(self) -> int:
-        """How many experts an owner has."""
-        return -(-self.groups // self.owners)
-
 
 @dataclass(frozen=True)
 class Traffic:
     """Rows that a rank sends to each other owner, there and back as many, and what becomes of those beyond them."""
 
-    kind: Way
+    kind: Kind
     sources: int
     capacity: int
 
-    def parts(self, slots: Routed, write: Writer, chunks: int) -> list[Dispatch]:
+    def parts(self, slots: Routed, write: Writer, chunks: int) -> list[Part]:
         """What sends so: rows that travel do so in `chunks`, so that one travels while another is computed."""
+        size = slots.groups, slots.share, slots.owners
         if self.kind == "all_gather":
-            return [AllGather(slots, write)]
-        return [Exchange(slots, self, write, i, chunks) for i in range(min(chunks, self.capacity))]
+            return [part(slots, Way(*size), float(slots.owners), write)]
+        chunks = min(chunks, self.capacity)
+        rows = slots.owners * self.sources * self.capacity
+        how = self.sources, self.capacity, self.kind == "bounded"
+        among = max(1.0, rows / ir.example(slots.ids).shape[0])
+        return [part(slots, Way(*size, *how, i, chunks), among, write) for i in range(chunks)]
 
 
-def choose(kind: Way, factor: float, slots: Routed, program: ir.Program) -> tuple[Traffic, str]:
+def part(slots: Routed, way: Way, among: float, write: Writer) -> Part:
+    """Rows that travel so, with the groups of them."""
+    return Part(slots.ids, way, write.call(routed.groups, slots.ids, list(way)), among)
+
+
+def choose(kind: Kind, factor: float, slots: Routed, program: ir.Program) -> tuple[Traffic, str]:
     """(how rows travel, why); raises Refused where tokens do not lie on the ranks that experts are spread over."""
     mesh, tokens = program.mesh, ir.example(slots.ids).shape[0] // slots.share
     holders = [axis for axis in mesh.axes if axis in (*DATA_AXES, *mesh.experts)]
@@ -116,7 +120,7 @@ def choose(kind: Way, factor: float, slots: Routed, program: ir.Program) -> tupl
         why = "these tokens are not those of a batch, so where they lie is not known; use all_gather"
         raise ir.Refused("experts", slots.ids, f"passes.moe.dispatch: {kind}: {why}")
     own = math.prod(lie.local_shape(mesh))
-    worst = own * min(slots.share, slots.each)
+    worst = own * min(slots.share, -(-slots.groups // slots.owners))
     rows = {
         "all_gather": own,
         "dropless": worst,
@@ -139,63 +143,9 @@ def placed_tokens(program: ir.Program, tokens: int) -> Spec | None:
     return found and (split_dim(found, 1, "tp") if "tp" in program.mesh.experts else found)
 
 
-class AllGather:
-    """Each owner takes its own of all tokens."""
-
-    def __init__(self, slots: Routed, write: Writer):
-        self.among = float(slots.owners)
-        ids = write.call(routed.spread, slots.ids, slots.groups, slots.owners)
-        self.order, self.ends = sorted_(write, ids, slots.each, slots.share)
-
-    def there(self, write: Writer, table: fx.Node, share: int) -> fx.Node:
-        """The rows of an owner's experts first, those of others behind them."""
-        return write.call(routed.rows, table, self.order, share)
-
-    def leave(self, write: Writer, rows: fx.Node) -> fx.Node:
-        """Zeros in place of others' rows."""
-        return write.call(routed.known, rows, self.ends) if self.among > 1 else rows
-
-    def back(self, write: Writer, rows: fx.Node) -> fx.Node:
-        """A sum over owners: of each row one has the term."""
-        return write.call(routed.unorder, rows, self.order)
-
-
-class Exchange:
-    """Each source sends each owner up to so many rows, this part of them."""
-
-    def __init__(self, slots: Routed, traffic: Traffic, write: Writer, part: int, parts: int):
-        self.ids = slots.ids
-        sizes = (slots.groups, slots.share, slots.owners, traffic.sources, traffic.capacity)
-        of = (self.ids, *sizes, traffic.kind == "bounded", part, parts)
-        self.slots, self.counts = (write.call(target, *of) for target in (routed.sends, routed.counts))
-        capacity = ir.example(self.slots).shape[2]
-        ids = write.call(routed.received, self.counts, capacity)
-        self.order, self.ends = sorted_(write, ids, slots.each, 1)
-        rows = slots.owners * traffic.sources * traffic.capacity
-        self.among = max(1.0, rows / ir.example(self.ids).shape[0])
-
-    def there(self, write: Writer, table: fx.Node, share: int) -> fx.Node:
-        """The rows that came, by expert, places that are empty behind them."""
-        return write.call(routed.arrange, write.call(routed.pack, table, self.slots, self.ids, share), self.order)
-
-    def leave(self, write: Writer, rows: fx.Node) -> fx.Node:
-        """The rows in the places in which they came."""
-        return write.call(routed.restore, rows, self.order)
-
-    def back(self, write: Writer, rows: fx.Node) -> fx.Node:
-        """The rows that come back; zero where one was dropped."""
-        return write.call(routed.unpack, rows, self.slots, self.ids)
-
-
-def dropped(parts: Sequence[Dispatch], slots: Routed, write: Writer) -> fx.Node:
+def dropped(parts: Sequence[Part], slots: Routed, write: Writer) -> fx.Node:
     """How many rows find no room in what is exchanged, of all ranks together, int64 []."""
     left = write.call(aten.sum.default, write.call(aten.lt.Scalar, slots.ids, slots.groups))
     for part in parts:
-        assert isinstance(part, Exchange)
-        left = write.call(aten.sub.Tensor, left, write.call(aten.sum.default, part.counts))
+        left = write.call(aten.sub.Tensor, left, write.call(routed.sent, slots.ids, list(part.way)))
     return left
-
-
-def sorted_(write: Writer, ids: fx.Node, groups: int, share: int) -> Sequence[fx.Node]:
-    """(the order of slots by expert, where each expert's end), for each owner."""
-    return [write.call(target, ids, groups, share) for target in (routed.order, routed.ends)]

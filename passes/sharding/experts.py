@@ -1,11 +1,10 @@
 """Find what sorts rows by expert and puts them back, and write it in operators whose rows may lie in any order.
 
-    _, perm = sort(ids)                          ids = ct::spread(ids, E, D)
-                                                 order = ct::order(ids, E / D, k)
-    rows = x[perm // k]                          rows = ct::rows(x, order, k)
-    ends = cumsum(histc(ids))              ->    ends = ct::ends(ids, E / D, k)
-    y = act(grouped_mm(rows, w, ends))           y = act(ct::grouped_mm(rows, w, ends))
-    out = y[inverse of perm]                     out = ct::unorder(y, order)
+    _, perm = sort(ids)
+    rows = x[perm // k]                          rows = ct::dispatch(x, ids, k, way)
+    ends = cumsum(histc(ids))              ->    groups = ct::groups(ids, way)
+    y = act(grouped_mm(rows, w, ends))           y = act(ct::expert_mm(rows, w, groups))
+    out = y[inverse of perm]                     out = ct::combine(y, ids, way)
 
 Written so, each rank sorts the rows of its own tokens; as it stands, a sort needs them all. Experts that are spread
 over D ranks (`mesh.ep`) have D owners, each of which sorts what goes to its own, of all tokens.
@@ -30,7 +29,8 @@ from passes.program.operators import argument, is_operator, name_of
 from passes.program.spec import Spec
 from passes.program.stages import Stage
 from passes.rules import rule_of, tensor_operands
-from passes.sharding.dispatch import Dispatch, Routed, Way, Writer, choose, dropped
+from passes.sharding.dispatch import Kind as Dispatch
+from passes.sharding.dispatch import Part, Routed, Writer, choose, dropped
 from passes.sharding.infer import experts_of
 from passes.sharding.normalize import drops
 
@@ -88,7 +88,7 @@ class Experts(ir.Pass):
     even shares. Rows that travel do so in `chunks`.
     """
 
-    dispatch: Way = "auto"
+    dispatch: Dispatch = "auto"
     capacity_factor: float = 1.25
     chunks: int = 1
     name = "experts"
@@ -131,7 +131,7 @@ class Experts(ir.Pass):
 
 def refuse_unspread(program: ir.Program, found: int, notes: list[str]) -> None:
     """Raises Refused where experts are to be spread and there are none, or some whose rows mind their order."""
-    left = [n for n in program.calls() if name_of(n) in PRODUCTS and n.args[2].target is not routed.ends]  # type: ignore[union-attr]
+    left = [n for n in program.calls() if name_of(n) in PRODUCTS]
     if left:
         why = "; ".join(notes) or "nothing sorts its rows by expert"
         raise ir.Refused("experts", left[0], f"mesh.ep: these experts cannot be spread: {why}")
@@ -319,7 +319,7 @@ def by_row(region: Region, node: fx.Node) -> bool:
 # ---- what is written instead ---------------------------------------------------------------------------------
 
 
-def rewrite(region: Region, parts: Sequence[Dispatch], ctx: ir.Context) -> None:
+def rewrite(region: Region, parts: Sequence[Part], ctx: ir.Context) -> None:
     """Put the operators of `routed` in the place of the model's, once a part; what parts bring back is added up.
 
     One part is computed after the other, and all come back at the end: what travels may then move beside the products
@@ -333,13 +333,12 @@ def rewrite(region: Region, parts: Sequence[Dispatch], ctx: ir.Context) -> None:
             copies[0][node] = written(region, node, copies[0], parts[0], Writer(node, node, ctx))
             waiting.append(node)
             continue
-        write, leaving = Writer(node, node, ctx), []
+        write = Writer(node, node, ctx)
         for copied, part in zip(copies, parts):
             for inner in waiting if copied is not copies[0] else ():
                 copied[inner] = written(region, inner, copied, part, Writer(node, inner, ctx))
-            leaving.append(part.leave(write, copied[brought_back(node)]))
         waiting.clear()
-        terms = [part.back(write, rows) for part, rows in zip(parts, leaving)]
+        terms = [part.back(write, copied[brought_back(node)]) for part, copied in zip(parts, copies)]
         node.replace_all_uses_with(functools.reduce(lambda a, b: write.call(aten.add.Tensor, a, b), terms))
     for node in reversed(nodes):
         node.graph.erase_node(node)
@@ -354,7 +353,7 @@ def brought_back(node: fx.Node) -> fx.Node:
 
 
 def written(
-    region: Region, node: fx.Node, copied: Mapping[fx.Node, fx.Node], part: Dispatch, write: Writer
+    region: Region, node: fx.Node, copied: Mapping[fx.Node, fx.Node], part: Part, write: Writer
 ) -> fx.Node:
     """What stands in place of a node for a part, `copied` in place of those before it."""
     match region.written.get(node):
@@ -362,9 +361,9 @@ def written(
             table, index = looked_up(node)
             return part.there(write, table, ir.example(index).shape[0] // ir.example(table).shape[0])
         case "product":
-            return write.call(routed.grouped_mm, copied[node.args[0]], node.args[1], part.ends, part.among)  # type: ignore[index]
+            return write.call(routed.expert_mm, copied[node.args[0]], node.args[1], part.groups, part.among)  # type: ignore[index]
         case "by expert":
-            return write.call(routed.of_group, looked_up(node)[0], part.ends, part.order)
+            return write.call(routed.of_expert, looked_up(node)[0], part.groups)
     with write.place.graph.inserting_before(write.place):
         copy = ir.copy_node(write.place.graph, node, {n: copied.get(n, n) for n in node.all_input_nodes})
     if name_of(node) in AT_SIZE:

@@ -137,10 +137,8 @@ class _Finder:
     def by_expert(self, node: fx.Node) -> list[tuple[fx.Node, int]]:
         """(operand, its dim that counts experts) of an operator that uses weights by expert."""
         name = name_of(node)
-        if name in ("ct::grouped_mm", "ct::of_group"):
-            rule = rule_of(node)
-            pairs = zip(tensor_operands(node), rule.operands)
-            return [(x, d) for x, dims in pairs for d, names in enumerate(dims) if set(names) & rule.rides.keys()]
+        if name in ("ct::expert_mm", "ct::of_expert"):
+            return [(tensor_operands(node)[-2], 0)]
         if name != "bmm" or sum(self.root(x) is not None for x in tensor_operands(node)) != 1:
             return []
         trail = result_of(self.follow(node, Blocks(0, 1, ir.example(node).shape[0], 1), {}))
@@ -151,7 +149,7 @@ class _Finder:
         """Matrices of a product, or one of each expert, with their factors."""
         if name_of(node) == "convolution":
             return [(tensor_operands(node)[1], rule_of(node).operands[1])]
-        dims = {"linear": 2, "mm": 2, "matmul": 2, "ct::grouped_mm": 3}.get(name_of(node))
+        dims = {"linear": 2, "mm": 2, "matmul": 2, "ct::grouped_mm": 3, "ct::expert_mm": 3}.get(name_of(node))
         if dims is None:
             return []
         return [(n, names) for n, names in zip(tensor_operands(node), rule_of(node).operands) if len(names) == dims]

@@ -196,6 +196,13 @@ FAULTS = (
     ),
     # routed.py
     Fault(
+        "padding_is_counted",
+        "passes/program/routed.py",
+        "return (ids[:, :, None] <= torch",
+        "return (ids[:, :, None] % groups <= torch",
+        "Rows of padding count as the first expert's.",
+    ),
+    Fault(
         "part_counts_from_the_first",
         "passes/program/routed.py",
         "ends = (ends.clamp(max=capacity) - part + parts - 1) // parts",

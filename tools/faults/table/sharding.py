@@ -49,27 +49,21 @@ FAULTS = (
         "Sums over data ranks are reduced into shards of the sequence too.",
     ),
     Fault(
+        "any_factor_over_experts",
+        "passes/sharding/propagate.py",
+        "if axis in self.over(factor.axes) and atoms.rule.may_shard(atoms.origin(name), axis):",
+        "if axis in self.over(factor.axes) and atoms.origin(name) not in atoms.rule.whole "
+        "and (axis in self.mesh.experts or atoms.rule.may_shard(atoms.origin(name), axis)):",
+        "Attention runs on shards of the sequence over tp, where experts are spread over it.",
+    ),
+    Fault(
         "led_by_any",
         "passes/sharding/propagate.py",
-        "if atom not in led or led[atom] in i}",
-        "}",
+        "return with_placed(chosen, placed_by_rule(atoms, self.mesh), self.mesh)",
+        "return chosen",
         "The order of rows is cut into shards where their tokens are.",
     ),
-    Fault(
-        "counts_of_all",
-        "passes/sharding/propagate.py",
-        "if factor == self.origin(choice[axis], atoms)}",
-        "if factor == axis}",
-        "A rank takes the counts of all ranks for those of its own rows.",
-    ),
     # dispatch.py
-    Fault(
-        "rows_of_others_added",
-        "passes/sharding/dispatch.py",
-        "if self.among > 1 else rows",
-        "if self.among > 99 else rows",
-        "What experts make of rows that are others' is added to the sum over owners.",
-    ),
     Fault(
         "capacity_of_all_owners",
         "passes/sharding/dispatch.py",
