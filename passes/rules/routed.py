@@ -21,13 +21,14 @@ import torch
 from torch import fx
 
 from passes.program import ir, routed
-from passes.program.builder import Builder
+from passes.program.builder import Builder, Emit
 from passes.program.mesh import DATA_AXES, Mesh
 from passes.program.routed import Way
 from passes.program.spec import Dim, Factor, Spec
-from passes.rules.base import Held, Names, Rule, RuleMaker, from_text, opaque, tensor_operands, zero_if_zero
+from passes.rules.base import Held, Rule, RuleMaker, from_text, opaque, parse_dims, tensor_operands
 
 ONLY = frozenset(DATA_AXES)
+REST = "uvwxyz"  # factors of dims that are none of tokens or rows
 
 
 def histogram(node: fx.Node) -> Rule:
@@ -45,92 +46,50 @@ def histogram(node: fx.Node) -> Rule:
 
 def dispatch(node: fx.Node) -> Rule:
     """x[t, ...], ids[(t k)] -> [(d t k), ...] or [(d s c), ...]: the rows of each owner."""
-    (x, ids), share, way = tensor_operands(node), node.args[2], Way(*node.args[3])  # type: ignore[misc]
-    slots = _slots(way)
-    tokens, rest = slots if share == 1 else ("t",), _rest(x)
-    return Rule(
-        ((tokens, *rest), (slots,)),
-        ((_rows(way), *rest),),
-        _sizes(ids, way) | _rest_sizes(x),
-        whole=frozenset("kc"),
-        linear=frozenset([frozenset([0])] if way.sources else []),
-        emit=_emit_dispatch,
-        only={"t": ONLY},
-        repeats=not way.sources and (share != 1 or way.owners != 1),
-        place=partial(_placed, node, way),
-    )
+    x, _, share, way = *node.args[:3], Way(*node.args[3])  # type: ignore[misc]
+    rest, tokens = _rest(x), "tk" if share == 1 else "t"  # type: ignore[arg-type]
+    rule = _rule(node, way, f"({tokens}){rest}, (tk) -> ({_rows(way)}){rest}", _emit_dispatch)
+    if way.sources:
+        return replace(rule, linear=frozenset([frozenset([0])]))
+    return replace(rule, repeats=share != 1 or way.owners != 1)
 
 
 def combine(node: fx.Node) -> Rule:
     """rows[(d t k), ...] or [(d s c), ...], ids[(t k)] -> [(t k), ...]: where the slots were, summed over owners."""
-    (rows, ids), way = tensor_operands(node), Way(*node.args[2])  # type: ignore[misc]
-    slots, rest = _slots(way), _rest(rows)
-    return Rule(
-        ((_rows(way), *rest), (slots,)),
-        ((slots, *rest),),
-        _sizes(ids, way) | _rest_sizes(rows),
-        {} if way.sources else {"d": "sum"},
-        whole=frozenset("kc"),
-        linear=frozenset([frozenset([0])]),
-        emit=_emit_combine,
-        only={"t": ONLY},
-        place=partial(_placed, node, way),
-    )
+    way, rest = Way(*node.args[2]), _rest(node.args[0])  # type: ignore[arg-type, misc]
+    rule = _rule(node, way, f"({_rows(way)}){rest}, (tk) -> (tk){rest}", _emit_combine)
+    return replace(rule, reduced={} if way.sources else {"d": "sum"}, linear=frozenset([frozenset([0])]))
 
 
 def groups(node: fx.Node) -> Rule:
-    """ids[(t k)] -> [d, (t k)] or [d, (s c)]: of which of its owner's experts each row is."""
-    ids, way = node.args[0], Way(*node.args[1])  # type: ignore[misc]
-    owner, *rows = _rows(way)
-    return Rule(
-        ((_slots(way),),),
-        (((owner,), tuple(rows)),),
-        _sizes(ids, way),  # type: ignore[arg-type]
-        whole=frozenset("kc"),
-        emit=_emit_groups,
-        only={"t": ONLY},
-        place=partial(_placed, node, way),
-    )
+    """ids[(t k)] -> [d, (t k)] or [d, (s c)]: for which of an owner's experts its rows are."""
+    way = Way(*node.args[1])  # type: ignore[misc]
+    return _rule(node, way, f"(tk) -> d({_rows(way)[1:]})", _emit_groups)
 
 
 def sent(node: fx.Node) -> Rule:
     """ids[(t k)] -> []: how many rows find room."""
-    ids, way = node.args[0], Way(*node.args[1])  # type: ignore[misc]
-    slots = _slots(way)
-    return Rule(
-        ((slots,),),
-        ((),),
-        _sizes(ids, way),  # type: ignore[arg-type]
-        {name: "sum" for name in slots},
-        whole=frozenset("k"),
-        emit=_emit_sent,
-        only={"t": ONLY},
-        place=partial(_placed, node, way),
-    )
+    return replace(_rule(node, Way(*node.args[1]), "(tk) ->", _emit_sent), reduced={"t": "sum", "k": "sum"})  # type: ignore[misc]
 
 
-def _slots(way: Way) -> Names:
-    """The factors of ids: so many for each token."""
-    return ("t", "k") if way.share != 1 else ("t",)
+def _rule(node: fx.Node, way: Way, text: str, emit: Emit) -> Rule:
+    """The dims of an operator that ids, its last operand, route; where any of their factors is, it says itself."""
+    operands, results = ([parse_dims(dims, 0) for dims in side.split(",")] for side in text.split("->"))
+    first, *_, ids = (ir.example(n) for n in (*tensor_operands(node)[:1], *tensor_operands(node)))
+    sizes = {"t": ids.shape[0] // way.share, "k": way.share, "d": way.owners, "s": way.sources, "c": way.room}
+    sizes |= dict(zip(_rest(node.args[0]), first.shape[1:]))  # type: ignore[arg-type]
+    whole = frozenset(sizes) - frozenset(REST)
+    return Rule(tuple(operands), tuple(results), sizes, whole=whole, emit=emit, place=partial(_placed, node, way))
 
 
-def _rows(way: Way) -> Names:
+def _rows(way: Way) -> str:
     """The factors of rows."""
-    return ("d", "s", "c") if way.sources else ("d", *_slots(way))
+    return "dsc" if way.sources else "dtk"
 
 
-def _sizes(ids: fx.Node, way: Way) -> dict[str, int]:
-    """Of all factors but those that rows have beside."""
-    sizes = {"t": ir.example(ids).shape[0] // way.share, "k": way.share, "d": way.owners}
-    return sizes | ({"s": way.sources, "c": way.room} if way.sources else {})
-
-
-def _rest(x: fx.Node) -> tuple[Names, ...]:
-    return tuple((f"d{i}",) for i in range(1, ir.example(x).dim()))
-
-
-def _rest_sizes(x: fx.Node) -> dict[str, int]:
-    return {f"d{i}": n for i, n in enumerate(ir.example(x).shape) if i}
+def _rest(x: fx.Node) -> str:
+    """The factors of all dims but the first."""
+    return REST[: ir.example(x).dim() - 1]
 
 
 def _placed(node: fx.Node, way: Way, held: Held, mesh: Mesh) -> Mapping[str, tuple[str, ...]]:
@@ -211,8 +170,8 @@ def _exchanged(builder: Builder, ids: fx.Node, spec: Spec, way: Way) -> _Routing
     mesh, over = builder.mesh, {a for name in spec.sharded for a in builder.mesh.over(name)}
     here, there = (Factor(way.sources, mesh.together(axes)) for axes in (over, over.difference(mesh.experts)))
     whole, owner, room = Factor(way.owners), Factor(way.owners, _owners(mesh)), Factor(way.room)
-    local = *way[:3], here.local(mesh), *way[4:]
-    slots, counts = (builder.call(target, (ids, *local)) for target in (routed.sends, routed.counts))
+    local = list(way._replace(sources=here.local(mesh)))
+    slots, counts = (builder.call(target, (ids, local)) for target in (routed.sends, routed.counts))
     before, after = (((d,), (s,), (Factor(way.each),)) for d, s in ((whole, here), (owner, there)))
     told = builder.convert(counts, Spec(before), Spec(after))
     groups = builder.call(routed.received, (told, way.room))
@@ -258,36 +217,25 @@ def _emit_combine(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs
 
 def expert_mm(node: fx.Node) -> Rule:
     """rows[(d r), k], weight[e, k, n], groups[d, r] -> [(d r), n]: by the matrix of its expert."""
-    weight, given = (ir.example(n) for n in tensor_operands(node)[1:])
-    (e, k, n), (d, r) = weight.shape, given.shape
-    return Rule(
-        ((("d", "r"), ("k",)), (("e",), ("k",), ("n",)), (("d",), ("r",))),
-        ((("d", "r"), ("n",)),),
-        {"d": d, "r": r, "e": e, "k": k, "n": n},
-        {"k": "sum"},
-        whole=frozenset("e"),
-        linear=frozenset([frozenset([0]), frozenset([1])]),
-        pad_out=zero_if_zero,
-        only={"r": ONLY},
-        emit=_emit_expert_mm,
-        place=_by_owner,
-    )
+    return _of_rows(node, "(dr)k, ekn, dr -> (dr)n; sum k; whole e; linear 0; linear 1", _emit_expert_mm)
 
 
 def of_expert(node: fx.Node) -> Rule:
     """table[e, ...], groups[d, r] -> [(d r), ...]: what the table holds of each row's expert."""
-    table, given = tensor_operands(node)
-    rest, (d, r) = _rest(table), ir.example(given).shape
-    return Rule(
-        ((("e",), *rest), (("d",), ("r",))),
-        ((("d", "r"), *rest),),
-        {"e": ir.example(table).shape[0], "d": d, "r": r} | _rest_sizes(table),
-        whole=frozenset("e"),
-        linear=frozenset([frozenset([0])]),
-        only={"r": ONLY},
-        emit=_emit_of_expert,
-        place=_by_owner,
-    )
+    rest = _rest(node.args[0])  # type: ignore[arg-type]
+    rule = _of_rows(node, f"e{rest}, dr -> (dr){rest}; whole e; linear 0", _emit_of_expert)
+    return replace(rule, pad_out=lambda fills: None)
+
+
+def each_mm(node: fx.Node) -> Rule:
+    """rows[e, m, k], weight[e, k, n] -> [e, m, n]: all rows by the matrix of each expert."""
+    rule = from_text("emk, ekn -> emn; sum k; linear 0; linear 1")(node)
+    return replace(rule, emit=_emit_each_mm, place=_by_owner)
+
+
+def _of_rows(node: fx.Node, text: str, emit: Emit) -> Rule:
+    """Each row with what its expert has: experts are with their owners."""
+    return replace(from_text(text)(node), only={"r": ONLY}, emit=emit, place=_by_owner)
 
 
 def _by_owner(held: Held, mesh: Mesh) -> Mapping[str, tuple[str, ...]]:
@@ -305,11 +253,18 @@ def _ends(builder: Builder, groups: fx.Node, experts: fx.Node) -> fx.Node:
 
 
 def _emit_expert_mm(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, results: Specs) -> fx.Node:
-    *factors, groups = operands
-    rows, weight = (
-        x if spec.fill == 0.0 else builder.fill_padding(x, spec, 0.0, [1]) for x, spec in zip(factors, specs)
-    )
+    (rows, weight), groups = _summed(builder, operands, specs, (1, 1)), operands[2]
     return builder.call(routed.grouped_mm, (rows, weight, _ends(builder, groups, weight), node.args[3]))
+
+
+def _emit_each_mm(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, results: Specs) -> fx.Node:
+    return builder.call(torch.ops.aten.bmm.default, tuple(_summed(builder, operands, specs, (2, 1))))
+
+
+def _summed(builder: Builder, factors: Nodes, specs: Specs, dims: tuple[int, int]) -> Nodes:
+    """The factors of a product with zeros where the dims that are summed are padding."""
+    given = zip(factors, specs, dims)
+    return [x if spec.fill == 0.0 else builder.fill_padding(x, spec, 0.0, [dim]) for x, spec, dim in given]
 
 
 def _emit_of_expert(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, results: Specs) -> fx.Node:
@@ -327,5 +282,6 @@ def rules() -> dict[str, RuleMaker]:
         "ct::sent": sent,
         "ct::expert_mm": expert_mm,
         "ct::of_expert": of_expert,
+        "ct::each_mm": each_mm,
         "ct::grouped_mm": from_text("rk, ekn, e -> rn; sum k; whole e r; linear 0; linear 1"),
     }

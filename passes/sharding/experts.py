@@ -31,7 +31,7 @@ from passes.program.stages import Stage
 from passes.rules import rule_of, tensor_operands
 from passes.sharding.dispatch import Kind as Dispatch
 from passes.sharding.dispatch import Part, Routed, Writer, choose, dropped
-from passes.sharding.infer import experts_of
+from passes.sharding.infer import experts_of, products_of_all
 from passes.sharding.normalize import drops
 
 aten = torch.ops.aten
@@ -122,6 +122,8 @@ class Experts(ir.Pass):
                 rewrite(region, parts, ctx)
                 found += 1
         if owners > 1:
+            for node in products_of_all(program):
+                node.target = routed.each_mm
             refuse_unspread(program, found, notes)
         program = program if lost is None else with_count(program, DROPPED, lost)
         program.graph.eliminate_dead_code()

@@ -104,6 +104,12 @@ def experts_of(program: ir.Program) -> dict[str, int]:
     return found
 
 
+def products_of_all(program: ir.Program) -> list[fx.Node]:
+    """Products by which all tokens go through all experts."""
+    finder = _Finder(program, 1)
+    return [node for node in program.calls() if name_of(node) == "bmm" and finder.by_expert(node)]
+
+
 class _Finder:
     def __init__(self, program: ir.Program, parts: int):
         self.parts, self.found = parts, dict[fx.Node, Blocks]()
@@ -139,7 +145,7 @@ class _Finder:
         name = name_of(node)
         if name in ("ct::expert_mm", "ct::of_expert"):
             return [(tensor_operands(node)[-2], 0)]
-        if name != "bmm" or sum(self.root(x) is not None for x in tensor_operands(node)) != 1:
+        if name not in ("bmm", "ct::each_mm") or sum(self.root(x) is not None for x in tensor_operands(node)) != 1:
             return []
         trail = result_of(self.follow(node, Blocks(0, 1, ir.example(node).shape[0], 1), {}))
         summed = trail is not None and trail.folded and not trail.contracted and trail.part[0] == trail.part[2] == 1

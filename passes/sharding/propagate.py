@@ -8,8 +8,8 @@
     linear with down.weight [4, 6@tp]               gives [3, 4] sum(tp), reduced before `square`, which is not linear
 
 On each mesh axis an operator shards at most one factor of its rule. Where operands disagree, the data axes (`dp_*`,
-`cp`) keep activations in place and move weights; `tp` keeps weights in place and moves activations, and so do the axes
-of experts for expert weights. Remaining ties keep the larger operand in place.
+`cp`) keep activations in place and move weights; `tp` keeps weights in place and moves activations. Remaining ties keep
+the larger operand in place. Some operators place factors by themselves (`Rule.place`).
 
 A partial sum passes through linear operators while they alone use it, and is reduced before anything else: into shards
 of the sequence with sequence parallelism (or of whatever dim the other operands shard), else into a full copy.
@@ -34,7 +34,6 @@ from passes.program.spec import Factor, Spec
 from passes.rules import Rule, opaque, rule_of, tensor_operands
 from passes.sharding.atoms import Atoms, merge_dim, placed_by_rule, refine, with_placed
 from passes.sharding.custom import Placed, padding_kept, place_forward
-from passes.sharding.infer import experts_of
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,6 @@ class Plan:
     produced: dict[fx.Node, Any] = field(default_factory=dict)  # Spec, or a tuple of them
     reduced: dict[fx.Node, Spec] = field(default_factory=dict)
     weights: set[fx.Node] = field(default_factory=set)
-    experts: set[fx.Node] = field(default_factory=set)  # those of them that are experts'
     reasons: dict[tuple[fx.Node, str], str] = field(default_factory=dict)
 
     def current(self, node: fx.Node) -> Spec:
@@ -67,13 +65,10 @@ def propagate(program: ir.Program, sequence_parallel: bool, ctx: ir.Context) -> 
     """The placements of every tensor of a captured program whose inputs have theirs."""
     plan = Plan()
     sweep = _Sweep(plan, program.mesh, program.order, sequence_parallel, ctx)
-    experts = experts_of(program) if program.mesh.experts else {}
     for node, given in zip(program.placeholders(), program.inputs, strict=True):
         plan.produced[node] = given.spec
         if given.kind in ("parameter", "buffer"):
             plan.weights.add(node)
-        if given.name in experts:
-            plan.experts.add(node)
     for node in program.calls():
         sweep.visit(node)
     for node, output in zip(program.results(), program.outputs, strict=True):
@@ -100,7 +95,6 @@ class _Sweep:
         operands = tensor_operands(node)
         if all(n in self.plan.weights for n in operands):
             self.plan.weights.add(node)
-            self.plan.experts |= {node} if any(n in self.plan.experts for n in operands) else set()
         if function := function_of(node):
             self.visit_function(node, function, operands)
             return
@@ -160,9 +154,6 @@ class _Sweep:
     def choose(self, axis: str, node: fx.Node, operands: Sequence[fx.Node], atoms: Atoms) -> str | None:
         """The atom that the operator shards on the axis, or None."""
         found = self.candidates(axis, atoms)
-        if axis in self.mesh.experts:
-            if stays := [atom for atom, i in found.items() if any(operands[k] in self.plan.experts for k in i)]:
-                return stays[0]
         is_weight = [n in self.plan.weights for n in operands]
         if axis not in WEIGHT_AXES and not all(is_weight):
             found = {atom: i for atom, i in found.items() if not all(is_weight[k] for k in i)}

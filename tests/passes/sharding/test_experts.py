@@ -13,6 +13,7 @@ from rule_harness import capture, check, sharded
 from sweeps import in_turn, quick
 from torch import nn
 
+from passes import rules
 from passes.program import ir, reshard, routed
 from passes.program.mesh import Mesh
 from passes.program.order import ZIGZAG
@@ -196,7 +197,8 @@ def test_counts_of_all_ranks_are_refused_where_each_rank_has_its_own_rows(monkey
 
 def test_an_order_that_is_cut_into_shards_is_refused(monkeypatch):
     """Of ids that all ranks have each sorts all of them; a share of that order says nothing of a rank's tokens."""
-    monkeypatch.setattr("passes.sharding.propagate.placed_by_rule", lambda atoms, mesh: {})
+    placed = rules.routed._placed  # of tokens, where their ids are
+    monkeypatch.setattr(rules.routed, "_placed", lambda node, way, held, mesh: placed(node, way, held[:1], mesh))
     model = mixture()
     model.experts = routed_alike.__get__(model)
     with pytest.raises(ir.CompileError, match="rows in a rank's own order are converted"):

@@ -205,8 +205,8 @@ FAULTS = (
     Fault(
         "part_counts_from_the_first",
         "passes/program/routed.py",
-        "ends = (ends.clamp(max=capacity) - part + parts - 1) // parts",
-        "ends = (ends.clamp(max=capacity) + parts - 1) // parts",
+        "ends = (ends.clamp(max=how.capacity) - how.part + how.parts - 1) // how.parts",
+        "ends = (ends.clamp(max=how.capacity) + how.parts - 1) // how.parts",
         "A chunk of rows counts a place too many of an expert where they do not divide.",
     ),
     # ir.py

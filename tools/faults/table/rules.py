@@ -246,6 +246,13 @@ FAULTS = (
         "Rows of padding are sent to the first expert.",
     ),
     Fault(
+        "led_by_any",
+        "passes/rules/routed.py",
+        "held[-1].items()",
+        "held[0].items()",
+        "The order of rows is cut into shards where their tokens are.",
+    ),
+    Fault(
         "rows_of_others_added",
         "passes/rules/routed.py",
         "if way.owners > 1:",
@@ -276,8 +283,8 @@ FAULTS = (
     Fault(
         "copies_by_choice",
         "passes/rules/routed.py",
-        "repeats=not way.sources and (share != 1 or way.owners != 1),",
-        "repeats=False,",
+        "repeats=share != 1 or way.owners != 1",
+        "repeats=False",
         "Gradients of tokens are reduced for each of their choices.",
     ),
     # spatial.py

@@ -56,13 +56,6 @@ FAULTS = (
         "and (axis in self.mesh.experts or atoms.rule.may_shard(atoms.origin(name), axis)):",
         "Attention runs on shards of the sequence over tp, where experts are spread over it.",
     ),
-    Fault(
-        "led_by_any",
-        "passes/sharding/propagate.py",
-        "return with_placed(chosen, placed_by_rule(atoms, self.mesh), self.mesh)",
-        "return chosen",
-        "The order of rows is cut into shards where their tokens are.",
-    ),
     # dispatch.py
     Fault(
         "capacity_of_all_owners",
