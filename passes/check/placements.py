@@ -189,9 +189,9 @@ def axes_of(atoms: Atoms, mesh: Mesh) -> dict[str, tuple[str, ...]] | str:
                 if axes.setdefault(name, factor.axes) != factor.axes and factor.size > 1:
                     return f"operand {i} has {name} over {factor.axes or 'none'}, another over {axes[name] or 'none'}"
     whole = with_placed(axes, placed_by_rule(atoms, mesh), mesh)
-    for name, held in axes.items():
-        if held != whole[name] and atoms.sizes[name] > 1:
-            return f"{name} is over {held or 'none'}, not over {whole[name] or 'none'}, where the operator puts it"
+    for name, mine in axes.items():
+        if mine != whole[name] and atoms.sizes[name] > 1:
+            return f"{name} is over {mine or 'none'}, not over {whole[name] or 'none'}, where the operator puts it"
     return whole
 
 

@@ -129,7 +129,8 @@ def _among(axes: tuple[str, ...], may: set[str], mesh: Mesh) -> tuple[str, ...]:
 
 # ---- what a rank runs ----------------------------------------------------------------------------------------
 
-Nodes, Specs = list[fx.Node], list[Spec]
+Nodes = list[fx.Node]
+Specs = list[Spec]
 
 
 @dataclass(frozen=True)
@@ -144,16 +145,17 @@ class _Routing:
     there: Dim  # and in those that they are for
 
 
-def _routing(builder: Builder, ids: fx.Node, spec: Spec, way: Way) -> _Routing:
+def _routing(builder: Builder, node: fx.Node, ids: fx.Node, spec: Spec, way: Way) -> _Routing:
     """Written once for all that ids of one placement route."""
     key = ids, way
     if key not in builder.operators:
         safe = builder.fill_padding(ids, spec, way.groups)
-        builder.operators[key] = (_exchanged if way.sources else _gathered)(builder, safe, spec, way)
+        at = _exchanged(builder, node, safe, spec, way) if way.sources else _gathered(builder, safe, way)
+        builder.operators[key] = at
     return builder.operators[key]
 
 
-def _gathered(builder: Builder, ids: fx.Node, spec: Spec, way: Way) -> _Routing:
+def _gathered(builder: Builder, ids: fx.Node, way: Way) -> _Routing:
     """Each rank is the owner that its coordinate says: experts before its own are counted off."""
     owner = Factor(way.owners, _owners(builder.mesh))
     sizes = way.groups, way.owners
@@ -165,7 +167,7 @@ def _gathered(builder: Builder, ids: fx.Node, spec: Spec, way: Way) -> _Routing:
     return _Routing(own, builder.call(routed.order, (own, way.each, way.share)), None, None, (), ())
 
 
-def _exchanged(builder: Builder, ids: fx.Node, spec: Spec, way: Way) -> _Routing:
+def _exchanged(builder: Builder, node: fx.Node, ids: fx.Node, spec: Spec, way: Way) -> _Routing:
     """A rank sends what its tokens choose, and is told what it gets."""
     mesh, over = builder.mesh, {a for name in spec.sharded for a in builder.mesh.over(name)}
     here, there = (Factor(way.sources, mesh.together(axes)) for axes in (over, over.difference(mesh.experts)))
@@ -173,43 +175,45 @@ def _exchanged(builder: Builder, ids: fx.Node, spec: Spec, way: Way) -> _Routing
     local = list(way._replace(sources=here.local(mesh)))
     slots, counts = (builder.call(target, (ids, local)) for target in (routed.sends, routed.counts))
     before, after = (((d,), (s,), (Factor(way.each),)) for d, s in ((whole, here), (owner, there)))
-    told = builder.convert(counts, Spec(before), Spec(after))
+    told = builder.reshard(node, counts, Spec(before), Spec(after), "counts of rows for their owners")
     groups = builder.call(routed.received, (told, way.room))
     order = builder.call(routed.order, (groups, way.each, 1))
     return _Routing(groups, order, slots, counts, (whole, here, room), (owner, there, room))
 
 
 def _emit_groups(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, results: Specs) -> fx.Node:
-    at = _routing(builder, operands[0], specs[0], Way(*node.args[1]))  # type: ignore[misc]
+    at = _routing(builder, node, operands[0], specs[0], Way(*node.args[1]))  # type: ignore[misc]
     return builder.call(at.groups.target, at.groups.args)  # type: ignore[arg-type]  # in any order counts are the same
 
 
 def _emit_sent(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, results: Specs) -> fx.Node:
-    at = _routing(builder, operands[0], specs[0], Way(*node.args[1]))  # type: ignore[misc]
+    at = _routing(builder, node, operands[0], specs[0], Way(*node.args[1]))  # type: ignore[misc]
     return builder.call(torch.ops.aten.sum.default, (at.counts,))
 
 
 def _emit_dispatch(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, results: Specs) -> fx.Node:
     (x, ids), share = operands, node.args[2]
-    at = _routing(builder, ids, specs[1], Way(*node.args[3]))  # type: ignore[misc]
+    at = _routing(builder, node, ids, specs[1], Way(*node.args[3]))  # type: ignore[misc]
     if at.slots is None:
         return builder.call(routed.rows, (x, at.order, share))
     sent = builder.call(routed.pack, (x, at.slots, ids, share))
     here, there = (replace(specs[0], dims=(rows, *specs[0].dims[1:])) for rows in (at.here, at.there))
-    return builder.call(routed.arrange, (builder.convert(sent, here, there), at.order))
+    came = builder.reshard(node, sent, here, there, "rows for their experts")
+    return builder.call(routed.arrange, (came, at.order))
 
 
 def _emit_combine(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, results: Specs) -> fx.Node:
     (rows, ids), way = operands, Way(*node.args[2])  # type: ignore[misc]
-    at = _routing(builder, ids, specs[1], way)
+    at = _routing(builder, node, ids, specs[1], way)
     if at.slots is None:
         if way.owners > 1:  # rows of others are in another's term of the sum
             rows = builder.call(routed.known, (rows, builder.call(routed.ends, (at.groups, way.each, 1))))
         return builder.call(routed.unorder, (rows, at.order))
     here, there = (replace(specs[0], dims=(rows, *specs[0].dims[1:])) for rows in (at.here, at.there))
     restored = builder.call(routed.restore, (rows, at.order))
-    rows.append(restored)  # as soon as may be: gradients of other parts travel before it
-    return builder.call(routed.unpack, (builder.convert(restored, there, here), at.slots, ids))
+    max(rows, at.order).append(restored)  # as soon as may be: gradients of other parts travel before it
+    back = builder.reshard(node, restored, there, here, "rows for their tokens")
+    return builder.call(routed.unpack, (back, at.slots, ids))
 
 
 # ---- rows and what experts have ------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from passes.program.spec import Spec
 from passes.sharding.place import place_batch, split_dim
 
 aten = torch.ops.aten
-Kind = Literal["auto", "all_gather", "dropless", "bounded"]
+Method = Literal["auto", "all_gather", "dropless", "bounded"]
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,17 @@ class Writer:
 
 @dataclass(frozen=True)
 class Part:
-    """Rows that go to experts together, and come back: the groups of them, and how they travel."""
+    """Rows that go to experts together, and come back."""
 
     ids: fx.Node
     way: Way
-    groups: fx.Node
-    among: float  # of how many of the rows it is given an owner multiplies one
+    groups: fx.Node  # what experts they are for
+
+    @property
+    def among(self) -> float:
+        """Of how many of the rows that it is given an owner multiplies one."""
+        rows = self.way.owners * self.way.sources * self.way.capacity
+        return max(1.0, rows / ir.example(self.ids).shape[0]) if rows else float(self.way.owners)
 
     def there(self, write: Writer, table: fx.Node, share: int) -> fx.Node:
         """The rows of a table with one for `share` slots, by expert."""
@@ -71,65 +76,36 @@ class Part:
         return write.call(routed.combine, rows, self.ids, list(self.way))
 
 
-@dataclass(frozen=True)
-class Routed:
-    """Slots to be dispatched: the expert of each, of how many, so many slots a token."""
-
-    ids: fx.Node
-    groups: int
-    share: int
-    owners: int
+def parts_of(ids: fx.Node, way: Way, chunks: int, write: Writer) -> list[Part]:
+    """Rows that travel do so in chunks, so that one travels while another is computed."""
+    chunks = min(chunks, way.capacity) if way.sources else 1
+    ways = [way._replace(part=i, parts=chunks) for i in range(chunks)]
+    return [Part(ids, part, write.call(routed.groups, ids, list(part))) for part in ways]
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """Rows that a rank sends to each other owner, there and back as many, and what becomes of those beyond them."""
-
-    kind: Kind
-    sources: int
-    capacity: int
-
-    def parts(self, slots: Routed, write: Writer, chunks: int) -> list[Part]:
-        """What sends so: rows that travel do so in `chunks`, so that one travels while another is computed."""
-        size = slots.groups, slots.share, slots.owners
-        if self.kind == "all_gather":
-            return [part(slots, Way(*size), float(slots.owners), write)]
-        chunks = min(chunks, self.capacity)
-        rows = slots.owners * self.sources * self.capacity
-        how = self.sources, self.capacity, self.kind == "bounded"
-        among = max(1.0, rows / ir.example(slots.ids).shape[0])
-        return [part(slots, Way(*size, *how, i, chunks), among, write) for i in range(chunks)]
-
-
-def part(slots: Routed, way: Way, among: float, write: Writer) -> Part:
-    """Rows that travel so, with the groups of them."""
-    return Part(slots.ids, way, write.call(routed.groups, slots.ids, list(way)), among)
-
-
-def choose(kind: Kind, factor: float, slots: Routed, program: ir.Program) -> tuple[Traffic, str]:
-    """(how rows travel, why); raises Refused where tokens do not lie on the ranks that experts are spread over."""
-    mesh, tokens = program.mesh, ir.example(slots.ids).shape[0] // slots.share
-    holders = [axis for axis in mesh.axes if axis in (*DATA_AXES, *mesh.experts)]
-    sources = math.prod(mesh[axis] for axis in holders)
-    if slots.owners == 1:
-        return Traffic("all_gather", 1, tokens), ""
+def choose(kind: Method, factor: float, ids: fx.Node, way: Way, program: ir.Program) -> tuple[Way, str]:
+    """(the way with what rows it takes, why); raises Refused where tokens are not where experts are spread."""
+    mesh, tokens = program.mesh, ir.example(ids).shape[0] // way.share
+    if way.owners == 1:
+        return way, ""
     lie = placed_tokens(program, tokens)
     if kind in ("auto", "all_gather") and lie is None:
-        return Traffic("all_gather", sources, tokens), "tokens are gathered: they are not those of a batch"
+        return way, "all_gather: tokens are gathered: they are not those of a batch"
     if lie is None:
         why = "these tokens are not those of a batch, so where they lie is not known; use all_gather"
-        raise ir.Refused("experts", slots.ids, f"passes.moe.dispatch: {kind}: {why}")
+        raise ir.Refused("experts", ids, f"passes.moe.dispatch: {kind}: {why}")
     own = math.prod(lie.local_shape(mesh))
-    worst = own * min(slots.share, -(-slots.groups // slots.owners))
+    worst = own * min(way.share, way.each)
     rows = {
         "all_gather": own,
         "dropless": worst,
-        "bounded": min(worst, math.ceil(factor * own * slots.share / slots.owners)),
+        "bounded": min(worst, math.ceil(factor * own * way.share / way.owners)),
     }
     said = f"rows that a rank sends to each other owner: {', '.join(f'{name} {n:,}' for name, n in rows.items())}"
-    if kind == "auto":
-        kind, said = "all_gather", f"{said}; all_gather sends fewest of those that drop none"
-    return Traffic(kind, sources, rows[kind]), said
+    if kind in ("auto", "all_gather"):
+        return way, f"all_gather: {said}{'; all_gather sends fewest of those that drop none' * (kind == 'auto')}"
+    sources = math.prod(mesh[axis] for axis in mesh.axes if axis in (*DATA_AXES, *mesh.experts))
+    return way._replace(sources=sources, capacity=rows[kind], drops=kind == "bounded"), f"{kind}: {said}"
 
 
 def placed_tokens(program: ir.Program, tokens: int) -> Spec | None:
@@ -143,9 +119,10 @@ def placed_tokens(program: ir.Program, tokens: int) -> Spec | None:
     return found and (split_dim(found, 1, "tp") if "tp" in program.mesh.experts else found)
 
 
-def dropped(parts: Sequence[Part], slots: Routed, write: Writer) -> fx.Node:
+def dropped(parts: Sequence[Part], write: Writer) -> fx.Node:
     """How many rows find no room in what is exchanged, of all ranks together, int64 []."""
-    left = write.call(aten.sum.default, write.call(aten.lt.Scalar, slots.ids, slots.groups))
+    ids, way = parts[0].ids, parts[0].way
+    left = write.call(aten.sum.default, write.call(aten.lt.Scalar, ids, way.groups))
     for part in parts:
-        left = write.call(aten.sub.Tensor, left, write.call(routed.sent, slots.ids, list(part.way)))
+        left = write.call(aten.sub.Tensor, left, write.call(routed.sent, ids, list(part.way)))
     return left

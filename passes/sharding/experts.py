@@ -26,11 +26,11 @@ from torch import fx
 
 from passes.program import ir, routed
 from passes.program.operators import argument, is_operator, name_of
+from passes.program.routed import Way
 from passes.program.spec import Spec
 from passes.program.stages import Stage
 from passes.rules import rule_of, tensor_operands
-from passes.sharding.dispatch import Kind as Dispatch
-from passes.sharding.dispatch import Part, Routed, Writer, choose, dropped
+from passes.sharding.dispatch import Method, Part, Writer, choose, dropped, parts_of
 from passes.sharding.infer import experts_of, products_of_all
 from passes.sharding.normalize import drops
 
@@ -88,7 +88,7 @@ class Experts(ir.Pass):
     even shares. Rows that travel do so in `chunks`.
     """
 
-    dispatch: Dispatch = "auto"
+    dispatch: Method = "auto"
     capacity_factor: float = 1.25
     chunks: int = 1
     name = "experts"
@@ -108,16 +108,16 @@ class Experts(ir.Pass):
                 continue
             met.update(region.kinds)
             if region.groups:
-                slots = Routed(region.ids, region.groups, max(region.share.values(), default=1), owners)
-                traffic, why = choose(self.dispatch, self.capacity_factor, slots, program)
-                notes += [f"%{node.name} ({ir.source(node)}): {traffic.kind}: {why}"] if why else []
-                if self.chunks > 1 and traffic.kind == "all_gather":
+                way = Way(region.groups, max(region.share.values(), default=1), owners)
+                way, why = choose(self.dispatch, self.capacity_factor, region.ids, way, program)
+                notes += [f"%{node.name} ({ir.source(node)}): {why}"] if why else []
+                if self.chunks > 1 and not way.sources:
                     fix = "set mesh.ep, and passes.moe.dispatch to dropless or bounded"
                     raise ir.Refused("experts", node, f"passes.moe.chunks: {self.chunks}, but no rows travel; {fix}")
                 write = Writer(region.sort, region.sort, ctx)
-                parts = traffic.parts(slots, write, self.chunks)
-                if traffic.kind == "bounded":
-                    term = dropped(parts, slots, write)
+                parts = parts_of(region.ids, way, self.chunks, write)
+                if way.drops:
+                    term = dropped(parts, write)
                     lost = term if lost is None else write.call(aten.add.Tensor, lost, term)
                 rewrite(region, parts, ctx)
                 found += 1

@@ -60,15 +60,15 @@ FAULTS = (
     Fault(
         "capacity_of_all_owners",
         "passes/sharding/dispatch.py",
-        "own * slots.share / slots.owners)),",
-        "own * slots.share)),",
+        "own * way.share / way.owners)),",
+        "own * way.share)),",
         "A bounded buffer has room for all owners' rows.",
     ),
     Fault(
         "dropped_by_one_source",
         "passes/sharding/dispatch.py",
-        "write.call(aten.lt.Scalar, slots.ids, slots.groups)",
-        "write.call(aten.lt.Scalar, slots.ids, slots.groups - 1)",
+        "write.call(aten.lt.Scalar, ids, way.groups)",
+        "write.call(aten.lt.Scalar, ids, way.groups - 1)",
         "Rows for the last expert are not counted among those that find no room.",
     ),
     # experts.py
