@@ -99,10 +99,10 @@ def _placed(node: fx.Node, way: Way, held: Held, mesh: Mesh) -> Mapping[str, tup
     """
     may = {*DATA_AXES, *mesh.experts} if way.sources else {*DATA_AXES} - {*mesh.experts}
     ids = {atom: factor for atom, factor in held[-1].items() if atom.split(".#")[0] == "t"}
-    tokens = {atom: _among(factor.axes, may, mesh) for atom, factor in ids.items()}
+    tokens = {atom: tuple(a for x in f.axes for a in mesh.over(x) if a in may) for atom, f in ids.items()}
     found = {"t": (), "d": _owners(mesh)} | tokens
     if way.sources:
-        over = {a for axes in tokens.values() for name in axes for a in mesh.over(name)}
+        over = {a for axes in tokens.values() for a in axes}
         if left := tuple(a for a in mesh.experts if a not in over):
             atom = next((atom for atom, factor in ids.items() if factor.label == "sequence"), None)
             if atom is None:
@@ -116,15 +116,6 @@ def _placed(node: fx.Node, way: Way, held: Held, mesh: Mesh) -> Mapping[str, tup
 def _owners(mesh: Mesh) -> tuple[str, ...]:
     """The axes of owners of experts."""
     return (mesh.experts_over,) if mesh.experts_over else ()
-
-
-def _among(axes: tuple[str, ...], may: set[str], mesh: Mesh) -> tuple[str, ...]:
-    """Those of some axes that may shard, one of several as what it is made of."""
-    found: list[str] = []
-    for name in axes:
-        over = [a for a in mesh.over(name) if a in may]
-        found += [name] if len(over) == len(mesh.over(name)) else over
-    return tuple(found)
 
 
 # ---- what a rank runs ----------------------------------------------------------------------------------------

@@ -67,14 +67,6 @@ class Part:
         rows = self.way.owners * self.way.sources * self.way.capacity
         return max(1.0, rows / ir.example(self.ids).shape[0]) if rows else float(self.way.owners)
 
-    def there(self, write: Writer, table: fx.Node, share: int) -> fx.Node:
-        """The rows of a table with one for `share` slots, by expert."""
-        return write.call(routed.dispatch, table, self.ids, share, list(self.way))
-
-    def back(self, write: Writer, rows: fx.Node) -> fx.Node:
-        """Rows where their slots were, zero where a slot is not of this part."""
-        return write.call(routed.combine, rows, self.ids, list(self.way))
-
 
 def parts_of(ids: fx.Node, way: Way, chunks: int, write: Writer) -> list[Part]:
     """Rows that travel do so in chunks, so that one travels while another is computed."""

@@ -340,7 +340,8 @@ def rewrite(region: Region, parts: Sequence[Part], ctx: ir.Context) -> None:
             for inner in waiting if copied is not copies[0] else ():
                 copied[inner] = written(region, inner, copied, part, Writer(node, inner, ctx))
         waiting.clear()
-        terms = [part.back(write, copied[brought_back(node)]) for part, copied in zip(parts, copies)]
+        back = [(copied[brought_back(node)], part) for part, copied in zip(parts, copies)]
+        terms = [write.call(routed.combine, rows, part.ids, list(part.way)) for rows, part in back]
         node.replace_all_uses_with(functools.reduce(lambda a, b: write.call(aten.add.Tensor, a, b), terms))
     for node in reversed(nodes):
         node.graph.erase_node(node)
@@ -361,7 +362,8 @@ def written(
     match region.written.get(node):
         case "there":
             table, index = looked_up(node)
-            return part.there(write, table, ir.example(index).shape[0] // ir.example(table).shape[0])
+            share = ir.example(index).shape[0] // ir.example(table).shape[0]
+            return write.call(routed.dispatch, table, part.ids, share, list(part.way))
         case "product":
             return write.call(routed.expert_mm, copied[node.args[0]], node.args[1], part.groups, part.among)  # type: ignore[index]
         case "by expert":

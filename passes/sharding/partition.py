@@ -97,19 +97,10 @@ class GraphBuilder:
         """The value in another placement."""
         return convert(self, x, before, after, has_grad, reduce_dtype)
 
-    def reshard(
-        self,
-        of: fx.Node,
-        x: fx.Node,
-        before: Spec,
-        after: Spec,
-        reason: str,
-        has_grad: bool = True,
-        reduce_dtype: torch.dtype | None = None,
-    ) -> fx.Node:
+    def reshard(self, of: fx.Node, x: fx.Node, before: Spec, after: Spec, reason: str, *how: Any) -> fx.Node:
         """The value in another placement, noted for the report as one of a node of the global graph."""
         last = next(iter(reversed(self.graph.nodes)), None)
-        new = self.convert(x, before, after, has_grad, reduce_dtype)
+        new = self.convert(x, before, after, *how)
         if new is not x:
             added = itertools.takewhile(lambda n: n is not last, reversed(self.graph.nodes))
             sending = [n for n in added if kind_of(n)][::-1]
