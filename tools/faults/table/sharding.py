@@ -125,8 +125,8 @@ FAULTS = (
     Fault(
         "reduce_dtype_forgotten",
         "passes/sharding/partition.py",
-        "self.reduce_dtype if is_weight else None)",
-        "None)",
+        "dtype = self.reduce_dtype if node in self.plan.weights else None",
+        "dtype = None",
         "Gradients of gathered weights are added in the compute dtype.",
     ),
     # convert.py
