@@ -25,10 +25,10 @@ from passes.program.functions import function_of
 from passes.program.mesh import Mesh
 from passes.program.operators import axis_of
 from passes.program.reshard import RESHARD_OPS
-from passes.program.routed import IN_ANY_ORDER, order, pack, sends, unpack
+from passes.program.routed import IN_ANY_ORDER, groups
 from passes.program.spec import Dim, Factor, Spec
 from passes.rules import Rule, rule_of, tensor_operands
-from passes.sharding.atoms import Atoms, borne, merge_dim, refine, ride
+from passes.sharding.atoms import Atoms, merge_dim, placed_by_rule, refine, with_placed
 
 Finding = tuple[fx.Node | None, str]
 
@@ -60,7 +60,6 @@ def check_placements(whole: ir.Program, local: ir.Program) -> Iterator[Finding]:
             yield from check_conversion(node, same[0], path, local.mesh)
         else:
             yield from check_application(node, origin, sources, versions, trained, local.mesh)
-            yield from check_slots(node)
 
 
 def below_cast(node: fx.Node) -> tuple[str, ...]:
@@ -81,23 +80,14 @@ def trained_of(whole: ir.Program) -> set[fx.Node]:
 
 
 def breaks_order(origin: fx.Node, before: set[str], after: set[str]) -> bool:
-    """Whether rows that each rank has sorted by itself are gathered, or the order of all cut into shards."""
-    return before != after if origin.target is order else origin.target in IN_ANY_ORDER and not before <= after
-
-
-def check_slots(node: fx.Node) -> Iterator[Finding]:
-    """Rows are sent, and put back, by slots of the tokens as these are placed here."""
-    if node.target in (pack, unpack):
-        slots, ids = node.args[1:3]
-        here, there = ir.spec(ids), ir.spec(slots.args[0])  # type: ignore[arg-type, union-attr]
-        if slots.target is not sends or here is None or there is None or here.dims != there.dims:  # type: ignore[union-attr]
-            yield node, f"has tokens placed {here}, slots of tokens placed {there}"
+    """Whether rows that each rank has sorted by itself are gathered, or the groups of all cut into shards."""
+    return before != after if origin.target is groups else origin.target in IN_ANY_ORDER and not before <= after
 
 
 def axes_of_rows(origin: fx.Node, node: fx.Node) -> set[str]:
-    """The axes that shard what stands for rows: all dims of their order, the first of anything else."""
+    """The axes that shard what stands for rows: all dims of their groups, the first of anything else."""
     spec = ir.spec(node)
-    dims = spec.dims[: None if origin.target is order else 1] if spec else ()
+    dims = spec.dims[: None if origin.target is groups else 1] if spec else ()
     return {axis for dim in dims for factor in dim for axis in factor.axes}
 
 
@@ -198,12 +188,11 @@ def axes_of(atoms: Atoms, mesh: Mesh) -> dict[str, tuple[str, ...]] | str:
             for name, factor in zip(names, factors):
                 if axes.setdefault(name, factor.axes) != factor.axes and factor.size > 1:
                     return f"operand {i} has {name} over {factor.axes or 'none'}, another over {axes[name] or 'none'}"
-    if mesh.experts_over:
-        axes |= {name: (mesh.experts_over,) for name in atoms.rule.puts}
-    for name, riding in ride(atoms, axes, mesh).items():
-        if axes.setdefault(name, riding) != riding:
-            return f"{name} is over {axes[name] or 'none'}, not over {riding or 'none'} as {atoms.rule.rides[name]} is"
-    return axes
+    whole = with_placed(axes, placed_by_rule(atoms, mesh), mesh)
+    for name, mine in axes.items():
+        if mine != whole[name] and atoms.sizes[name] > 1:
+            return f"{name} is over {mine or 'none'}, not over {whole[name] or 'none'}, where the operator puts it"
+    return whole
 
 
 def on_axis(
@@ -212,26 +201,22 @@ def on_axis(
     """A result's state on an axis (`shard`, `sum`, `max`, `replicate`, `invariant`), or why the operator cannot run."""
     rule = atoms.rule
     over = [atom for atom, names in axes.items() if any(axis in mesh.over(name) for name in names)]
-    sharded = [atom for atom in over if atom not in rule.rides]
+    own = placed_by_rule(atoms, mesh)
+    chosen = [atom for atom in over if atom not in own]
     terms = frozenset(i for i, spec in enumerate(held) if spec.state(axis) == "partial")
-    factors = {atoms.origin(atom) for atom in sharded}
-    shares = {i for i, factor in rule.terms.items() if factor in factors}
-    if shares - terms:
-        return f"operand {min(shares)} is complete over {axis}, of which each rank takes its own term"
-    terms -= shares
-    if len(sharded) > 1:
-        return f"{axis} shards both {sharded[0]} and {sharded[1]}"
-    if sharded:
-        (atom,) = sharded
-        if not rule.may_shard(atoms.origin(atom), axis, mesh):
+    if len(chosen) > 1:
+        return f"{axis} shards both {chosen[0]} and {chosen[1]}"
+    for atom in chosen:
+        if not rule.may_shard(atoms.origin(atom), axis):
             return f"{atoms.origin(atom)} has to be whole and is sharded over {axis}"
         if not rule.may_lie(atoms.origin(atom), axes[atom]):
             return f"{atoms.origin(atom)} is sharded over {', '.join(axes[atom])}, in another order than over {axis}"
+    if over:
         if terms:
-            return f"operand {min(terms)} is a sum over {axis}, which shards {atom}"
-        gone = rule.reduced.get(atoms.origin(atom), "replicate")
-        kept = [borne(atoms, (name for dim in dims for name in dim)) for dims in atoms.results]
-        return ["shard" if atom in names else gone for names in kept]
+            return f"operand {min(terms)} is a sum over {axis}, which shards {over[0]}"
+        gone = next((rule.reduced[o] for a in over if (o := atoms.origin(a)) in rule.reduced), "replicate")
+        kept = [{name for dim in dims for name in dim} for dims in atoms.results]
+        return [gone if names.isdisjoint(over) else "shard" for names in kept]
     if terms:
         hows = {how for i in terms for a, how in held[i].partial if a == axis}
         if terms not in rule.linear or hows != {"sum"}:

@@ -112,7 +112,7 @@ class Float8(ir.Pass):
         chunked = [n for n in program.calls() if name_of(n) == LINEAR_CROSS_ENTROPY]
         heads = set() if self.head else last_of(program, [*layers, *chunked])
         linear = self.operator()
-        if grouped := sum(n.target is routed.grouped_mm for n in program.calls()):
+        if grouped := sum(n.target in (routed.expert_mm, routed.grouped_mm) for n in program.calls()):
             left["products of rows with their experts' matrices"] = grouped
         if chunked:
             left["heads whose losses are in chunks"] = len(chunked)

@@ -41,6 +41,9 @@ class Builder(Protocol):
     ) -> fx.Node:
         """The value in another placement; gradients are reduced in the dtype `reduce_dtype` (None: their own)."""
 
+    def reshard(self, of: fx.Node, x: fx.Node, before: Spec, after: Spec, reason: str) -> fx.Node:
+        """The value in another placement, noted for the report as one of a node of the global graph."""
+
     def at(self, factor: Factor) -> dict[str, fx.Node]:
         """Where the rank's share of a factor lies: its coordinates on the axes that shard it, and a table."""
 

@@ -1,6 +1,21 @@
 """Operators on rows that are sorted by the expert they go to: what a mixture of experts is made of.
 
-    ids = spread(ids, E, D)                 [D, n]: of D owners of E / D experts each, what goes to an expert of theirs
+A whole program, before anything is placed, has these; `way` is how rows travel (`Way`):
+
+    rows = dispatch(x, ids, k, way)         [(D n), ...]: for each of D owners of E / D experts their rows, sorted
+    groups = groups(ids, way)               [D, n]: for which of its experts they are, in any order; E / D: none
+    h = expert_mm(rows, w, groups, among)   each row by the matrix of its expert
+    h = h + of_expert(b, groups)            what a table holds of each row's expert
+    h = each_mm(h, w)                       all rows, [E, n, ...], by the matrix of each expert: a bmm
+    y = combine(h, ids, way)                back where the slots were
+    n = sent(ids, way)                      how many rows find room
+
+Within an expert the order of rows means nothing, so a rank that holds some of the tokens may sort its own: `rows` and
+`groups` are then in its own order. Rows of no expert are zero in results of products and in gradients.
+
+A rank runs those that follow. An owner takes what is its own of all tokens:
+
+    ids = spread(ids, E, D)                 [D, n]: of D owners, what goes to an expert of theirs
     order = order(ids, E / D, k)            [D, n]: k slots a token by expert; ids of E / D or more go nowhere, last
     rows = rows(x, order, k)                [(D n), ...]: slot order[d, i] is a choice of token order[d, i] // k
     ends = ends(ids, E / D, k)              [D, E / D]: where the rows of each expert end, among those of its owner
@@ -8,37 +23,55 @@
     h = known(h, ends)                      zero where a row is of no expert
     y = unorder(h, order)                   [n, ...]: back where the slots were, the sum over owners
 
-So an owner takes what is its own of all tokens. Where rows travel instead, S sources (the ranks that hold tokens) send
-each of D owners up to C of them:
+Where rows travel instead, S sources (the ranks that hold tokens) send each of D owners up to C of them:
 
-    slots = sends(ids, E, k, D, S, C, b, i, P)    [D, S, C]: whose tokens these are, one more than there are: nobody's
-    counts = counts(ids, E, k, D, S, C, b, i, P)  [D, S, E / D]: how many of them each expert gets
+    slots = sends(ids, way)                 [D, S, C]: whose tokens these are, one more than there are: nobody's
+    counts = counts(ids, way)               [D, S, E / D]: how many of them each expert gets
     sent = pack(x, slots, ids, k)           [(D S C), ...]
     ids = received(counts, C)               [D, (S C)]: which of an owner's experts each is for
     rows = arrange(sent, order)             [(D S C), ...]: by expert; `restore` puts them back
     y = unpack(restore(h, order), slots, ids) [n, ...]: back where the slots were, zero where a slot is not among them
 
-`b` says whether rows may be dropped. They may travel in P parts, part i being every Pth of C places from place i on:
-each has its share of each expert's rows.
+Rows may travel in parts, each of every so manieth of C places: each has its share of each expert's rows.
 
-Within an expert the order of rows means nothing, so a rank that holds some of the tokens may sort its own: `order`,
-what is made with it and `ends` are then its own, too. Rows behind the last end are of no expert: they are zero in
-results of products and in gradients. On one device there is one owner; spread over ranks, each is an owner: it
-multiplies one in `among` of the rows that it is given, which is what FLOPs are counted by.
-
-`grouped_mm` stays one operator; the others are written out when a program is finished (`EXPANSIONS`).
+On one device there is one owner; spread over ranks, each is an owner: it multiplies one in `among` of the rows that it
+is given, which is what FLOPs are counted by. `grouped_mm` stays one operator; the others that ranks run are written out
+when a program is finished (`EXPANSIONS`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 EXPANSIONS: dict[Any, Callable[..., Tensor]] = {}
+
+
+class Way(NamedTuple):
+    """How rows get to so many groups, a share of them of each token; without sources, owners take theirs of all."""
+
+    groups: int
+    share: int
+    owners: int
+    sources: int = 0
+    capacity: int = 0
+    drops: bool = False
+    part: int = 0
+    parts: int = 1
+
+    @property
+    def each(self) -> int:
+        """How many experts an owner has."""
+        return -(-self.groups // self.owners)
+
+    @property
+    def room(self) -> int:
+        """Rows that a source may send an owner in this part."""
+        return -(-(self.capacity - self.part) // self.parts)
 
 
 # ---- their definitions --------------------------------------------------------------------------------------
@@ -67,38 +100,31 @@ def _unorder(rows: Tensor, order: Tensor) -> Tensor:
     return found if order.shape[0] == 1 else found.unflatten(0, order.shape).sum(0)
 
 
-def _packed(
-    ids: Tensor, groups: int, share: int, owners: int, sources: int, capacity: int, part: int, parts: int
-) -> tuple[Tensor, Tensor]:
+def _packed(ids: Tensor, way: Sequence[int]) -> tuple[Tensor, Tensor]:
     """(slots [D, S, C] by owner and expert, where the rows of each of its experts end [D, S, E / D]), of a part."""
-    size = ids.shape[0]
-    run = -(-size // (share * sources)) * share  # slots of a source: of whole tokens
-    each = -(-groups // owners)
-    ids = F.pad(ids.clamp(max=groups), [0, run * sources - size], value=groups).view(sources, run)
+    how, size = Way(*way), ids.shape[0]
+    run = -(-size // (how.share * how.sources)) * how.share  # slots of a source: of whole tokens
+    ids = F.pad(ids.clamp(max=how.groups), [0, run * how.sources - size], value=how.groups).view(how.sources, run)
     order = ids.argsort(dim=1, stable=True)
-    firsts = torch.arange(0, owners * each + 1, device=ids.device).clamp(max=groups)
+    firsts = torch.arange(0, how.owners * how.each + 1, device=ids.device).clamp(max=how.groups)
     before = (ids[:, None, :] < firsts[:, None]).sum(2)  # [S, D each + 1]: rows of earlier experts
-    start = before[:, : owners * each : each]  # [S, D]
-    ends = before[:, 1:].unflatten(1, (owners, each)) - start[:, :, None]
-    place = torch.arange(part, capacity, parts, device=ids.device)
-    slot = order.gather(1, (start[:, :, None] + place).clamp(max=run - 1).flatten(1)).unflatten(1, (owners, -1))
-    slot = slot + run * torch.arange(sources, device=ids.device)[:, None, None]
+    start = before[:, : how.owners * how.each : how.each]  # [S, D]
+    ends = before[:, 1:].unflatten(1, (how.owners, how.each)) - start[:, :, None]
+    place = torch.arange(how.part, how.capacity, how.parts, device=ids.device)
+    slot = order.gather(1, (start[:, :, None] + place).clamp(max=run - 1).flatten(1)).unflatten(1, (how.owners, -1))
+    slot = slot + run * torch.arange(how.sources, device=ids.device)[:, None, None]
     slots = torch.where(place < ends[:, :, -1:], slot, size)
-    ends = (ends.clamp(max=capacity) - part + parts - 1) // parts
+    ends = (ends.clamp(max=how.capacity) - how.part + how.parts - 1) // how.parts
     return slots.transpose(0, 1), ends.clamp(min=0).transpose(0, 1)
 
 
-def _sends(
-    ids: Tensor, groups: int, share: int, owners: int, sources: int, capacity: int, drops: bool, part: int, parts: int
-) -> Tensor:
-    return _packed(ids, groups, share, owners, sources, capacity, part, parts)[0].contiguous()
+def _sends(ids: Tensor, way: Sequence[int]) -> Tensor:
+    return _packed(ids, way)[0].contiguous()
 
 
-def _counts(
-    ids: Tensor, groups: int, share: int, owners: int, sources: int, capacity: int, drops: bool, part: int, parts: int
-) -> Tensor:
-    ends = _packed(ids, groups, share, owners, sources, capacity, part, parts)[1]
-    return ends.diff(dim=2, prepend=ends.new_zeros(owners, sources, 1)).to(torch.int32)
+def _counts(ids: Tensor, way: Sequence[int]) -> Tensor:
+    ends = _packed(ids, way)[1]
+    return ends.diff(dim=2, prepend=ends.new_zeros(*ends.shape[:2], 1)).to(torch.int32)
 
 
 def _received(counts: Tensor, capacity: int) -> Tensor:
@@ -192,14 +218,13 @@ def _ranges(ends: Tensor, rows: Tensor, groups: int) -> Iterator[tuple[int, tupl
 # ---- as operators, with their gradients ---------------------------------------------------------------------
 
 
-def _sent(
-    ids: Tensor, groups: int, share: int, owners: int, sources: int, capacity: int, drops: bool, part: int, parts: int
-) -> Tensor:
-    """Slots of their shape; raises ValueError where nothing may be dropped and there might be no room."""
-    most = -(-ids.shape[0] // (share * sources)) * min(share, -(-groups // owners))
-    if most > capacity and not drops:
-        raise ValueError(f"a source may send an owner {most} rows, there is room for {capacity}")
-    return ids.new_empty(owners, sources, -(-(capacity - part) // parts))
+def _slots(ids: Tensor, way: Sequence[int]) -> Tensor:
+    """Of the shape of slots; raises ValueError where nothing may be dropped and there might be no room."""
+    how = Way(*way)
+    most = -(-ids.shape[0] // (how.share * how.sources)) * min(how.share, how.each)
+    if most > how.capacity and not how.drops:
+        raise ValueError(f"a source may send an owner {most} rows, there is room for {how.capacity}")
+    return ids.new_empty(how.owners, how.sources, how.room)
 
 
 SHAPES: dict[str, Callable[..., Tensor]] = {
@@ -208,10 +233,8 @@ SHAPES: dict[str, Callable[..., Tensor]] = {
     "ends": lambda ids, groups, share: ids.new_empty(ids.shape[0], groups, dtype=torch.int32),
     "rows": lambda x, order, share: x.new_empty([order.numel(), *x.shape[1:]]),
     "unorder": lambda rows, order: rows.new_empty([order.shape[1], *rows.shape[1:]]),
-    "sends": lambda ids, *sizes: _sent(ids, *sizes),
-    "counts": lambda ids, groups, share, owners, *sizes: _sent(ids, groups, share, owners, *sizes).new_empty(
-        owners, sizes[0], -(-groups // owners), dtype=torch.int32
-    ),
+    "sends": lambda ids, way: _slots(ids, way),
+    "counts": lambda ids, way: ids.new_empty(way[2], way[3], Way(*way).each, dtype=torch.int32),
     "received": lambda counts, capacity: counts.new_empty(
         counts.shape[0], counts.shape[1] * capacity, dtype=torch.int64
     ),
@@ -302,4 +325,68 @@ _gradient(known, lambda gradient, needed, given, ends_: (known(gradient, ends_),
 _gradient(of_group, lambda gradient, needed, table, ends_, order_: (group_sums(gradient, ends_, table.shape[0]),))
 _gradient(grouped_mm, _grouped_mm_backward)
 
-IN_ANY_ORDER = frozenset({order, rows, of_group, arrange})  # rows of their results are sorted on each rank by itself
+
+# ---- of a whole program -------------------------------------------------------------------------------------
+
+
+def _groups_of_rows(ids: Tensor, way: Sequence[int]) -> Tensor:
+    how = Way(*way)
+    return received(counts(ids, way), how.room) if how.sources else spread(ids, how.groups, how.owners)
+
+
+def _order_of(ids: Tensor, way: Sequence[int]) -> Tensor:
+    how = Way(*way)
+    return order(_groups_of_rows(ids, way), how.each, 1 if how.sources else how.share)
+
+
+def _dispatch(x: Tensor, ids: Tensor, share: int, way: Sequence[int]) -> Tensor:
+    how = Way(*way)
+    if not how.sources:
+        return rows(x, _order_of(ids, way), share)
+    return arrange(pack(x, sends(ids, way), ids, share), _order_of(ids, way))
+
+
+def _combine(given: Tensor, ids: Tensor, way: Sequence[int]) -> Tensor:
+    how = Way(*way)
+    if how.sources:
+        return unpack(restore(given, _order_of(ids, way)), sends(ids, way), ids)
+    given = known(given, _ends_of(_groups_of_rows(ids, way), how.groups)) if how.owners > 1 else given
+    return unorder(given, _order_of(ids, way))
+
+
+def _sent_rows(ids: Tensor, way: Sequence[int]) -> Tensor:
+    return counts(ids, way).sum()
+
+
+def _ends_of(groups_: Tensor, experts: int) -> Tensor:
+    return ends(groups_, -(-experts // groups_.shape[0]), 1)
+
+
+def _expert_mm(rows_: Tensor, weight: Tensor, groups_: Tensor, among: float) -> Tensor:
+    return grouped_mm(rows_, weight, _ends_of(groups_, weight.shape[0]), among)
+
+
+def _of_expert(table: Tensor, groups_: Tensor) -> Tensor:
+    return of_group(table, _ends_of(groups_, table.shape[0]), groups_)
+
+
+_LIBRARY = torch.library.Library("ct", "FRAGMENT")
+
+
+def _compose(schema: str, body: Callable[..., Tensor]) -> Any:
+    """Register an operator that is nothing but what it calls, gradients included."""
+    _LIBRARY.define(schema)
+    name = schema.partition("(")[0]
+    _LIBRARY.impl(name, body, "CompositeImplicitAutograd")
+    return getattr(torch.ops.ct, name).default
+
+
+groups = _compose("groups(Tensor ids, int[] way) -> Tensor", _groups_of_rows)
+dispatch = _compose("dispatch(Tensor x, Tensor ids, int share, int[] way) -> Tensor", _dispatch)
+combine = _compose("combine(Tensor rows, Tensor ids, int[] way) -> Tensor", _combine)
+sent = _compose("sent(Tensor ids, int[] way) -> Tensor", _sent_rows)
+expert_mm = _compose("expert_mm(Tensor rows, Tensor weight, Tensor groups, float among) -> Tensor", _expert_mm)
+each_mm = _compose("each_mm(Tensor rows, Tensor weight) -> Tensor", torch.bmm)
+of_expert = _compose("of_expert(Tensor table, Tensor groups) -> Tensor", _of_expert)
+
+IN_ANY_ORDER = frozenset({dispatch, groups, of_expert})  # rows of their results are sorted on each rank by itself

@@ -13,10 +13,11 @@ from torch import Tensor, fx
 from passes.program import ir
 from passes.program.builder import Builder, Emit
 from passes.program.mesh import Mesh
-from passes.program.spec import Spec
+from passes.program.spec import Factor, Spec
 
-SPREAD = "experts"  # stands for the axes that experts are spread over
 Names = tuple[str, ...]  # the factors of one dim, major to minor; () for a dim of size one
+Held = Sequence[Mapping[str, Factor]]  # of each operand the atoms that shards of it are made of, as it holds them
+Place = Callable[[Held, Mesh], Mapping[str, tuple[str, ...]]]  # -> axes of factors, or of single atoms
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,10 @@ class Rule:
     moves     the result is the operand's own entries, rearranged: conversions may hoist above it
     resize    rewrites size arguments for local shapes: (args, local result shape) -> args
     emit      builds the local node where a plain call of the operator is not enough
-    only      factors that may be sharded on these axes alone; `SPREAD` are those that experts are spread over
+    only      factors that may be sharded on these axes alone
     columns   matrices that the kernel takes only if each of their columns is in one piece
-    leads     factor -> the operand that says on which axes it is sharded, for it cannot be converted
-    terms     operand -> factor on whose axes it must be a partial sum: a rank's own share of a count, say
     repeats   the result has entries of operand 0 several times: made replicate before, its gradient reduced after
-    puts      factors of the result that are sharded over the axes that experts are spread over
-    rides     factor -> another, on whose axes it is sharded as well
-    splits    a factor that is sharded over all axes that experts are spread over, its sequence where it is not yet
+    place     puts some factors on axes of its own choice, given how operands are held; no others are on these axes
     """
 
     operands: tuple[tuple[Names, ...], ...]
@@ -56,22 +53,17 @@ class Rule:
     emit: Emit | None = None
     only: Mapping[str, frozenset[str]] = field(default_factory=dict)
     columns: frozenset[int] = frozenset()
-    leads: Mapping[str, int] = field(default_factory=dict)
-    terms: Mapping[int, str] = field(default_factory=dict)
     repeats: bool = False
-    puts: frozenset[str] = frozenset()
-    rides: Mapping[str, str] = field(default_factory=dict)
-    splits: str = ""
+    place: Place | None = None
 
-    def may_shard(self, factor: str, axis: str, mesh: Mesh) -> bool:
+    def may_shard(self, factor: str, axis: str) -> bool:
         """Whether the operator can run with the factor sharded on the axis."""
-        axes = self.only.get(factor, (axis,))
-        return factor not in self.whole and (axis in axes or SPREAD in axes and axis in mesh.experts)
+        return factor not in self.whole and axis in self.only.get(factor, (axis,))
 
     def may_lie(self, factor: str, axes: tuple[str, ...]) -> bool:
         """Whether the factor may be over axes of these names; the ranks of `cp` alone hold what is stored otherwise."""
         only = self.only.get(factor)
-        return only is None or SPREAD in only or only.issuperset(axes)
+        return only is None or only.issuperset(axes)
 
 
 RuleMaker = Callable[[fx.Node], Rule]

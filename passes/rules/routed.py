@@ -1,80 +1,34 @@
 """Rows sorted by expert (`passes/program/routed.py`): each rank sorts those of its own tokens.
 
-The sorted dim is a factor like any other on the axes that data lies on, though in an order of its own: it is sharded as
-`order` was, never converted. How many rows an expert has is then a rank's own count, a term of the sum over ranks, and
-is used as such. Owners of experts are a factor, too, put on the axes that experts are spread over.
+Tokens become rows, and rows tokens again, in a pair of operators placed by a function of their own (`_placed`). Tokens
+lie as the ids of their experts do; owners of experts, `d`, lie on the axes that experts are spread over:
+
+    dispatch    x[t, ...], ids[(t k)] -> [(d t k), ...]     gathered on these axes, of which each owner takes its own
+                                      -> [(d s c), ...]     sent from each source, `s`, that has tokens; exchanged
+    combine     the other way: a sum over owners, or rows that come back to their slots
+
+In between rows are sharded as any dim is, though in a rank's own order. They are never converted: both ends, and the
+groups of rows, are placed by the same ids.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import fx
 
 from passes.program import ir, routed
-from passes.program.builder import Builder
-from passes.program.mesh import DATA_AXES
-from passes.program.spec import Spec
-from passes.rules.base import SPREAD, Names, Rule, RuleMaker, opaque, tensor_operands, zero_if_zero
+from passes.program.builder import Builder, Emit
+from passes.program.mesh import DATA_AXES, Mesh
+from passes.program.routed import Way
+from passes.program.spec import Dim, Factor, Spec
+from passes.rules.base import Held, Rule, RuleMaker, from_text, opaque, parse_dims, tensor_operands
 
-ONLY = frozenset({*DATA_AXES, SPREAD})
-
-
-def spread(node: fx.Node) -> Rule:
-    """ids[n] -> [d, n]: for each owner, which of its experts they are; padding is of none."""
-    ids, groups, owners = node.args
-    return Rule(
-        ((("n",),),),
-        ((("d",), ("n",)),),
-        {"n": ir.example(ids).shape[0], "d": owners},  # type: ignore[arg-type, dict-item]
-        pad_safe={0: groups},  # type: ignore[dict-item]
-        pad_out=lambda fills: -(-groups // owners),  # type: ignore[operator]
-        emit=_emit_spread,
-        puts=frozenset("d"),
-    )
-
-
-def _emit_spread(
-    builder: Builder, node: fx.Node, operands: list[fx.Node], specs: list[Spec], results: list[Spec]
-) -> fx.Node:
-    """Each rank is the owner that its coordinate says: experts before its own are counted off."""
-    ids, groups, owners = operands[0], *node.args[1:]
-    (factor,) = results[0].dims[0]
-    if not factor.axes:
-        return builder.call(routed.spread, (ids, groups, owners))
-    each = -(-groups // owners)  # type: ignore[operator]
-    (axis_index,) = builder.at(factor).values()
-    own = builder.trace(lambda ids, axis_index: torch.where(ids < groups, ids - each * axis_index, -1), ids, axis_index)
-    return builder.call(routed.spread, (own, each, 1))
-
-
-def order(node: fx.Node) -> Rule:
-    """ids[d, (t k)] -> slots in the order of their experts; padding goes nowhere."""
-    slots, sizes = _slots(node)
-    nowhere: float = node.args[1]  # type: ignore[assignment]
-    dims = (("d",), slots)
-    return Rule((dims,), (dims,), sizes, whole=frozenset("k"), pad_safe={0: nowhere}, only={"t": ONLY})
-
-
-def ends(node: fx.Node) -> Rule:
-    """ids[d, (t k)] -> how many are of a group or of those before it, [d, e]."""
-    (_, groups, _), (slots, sizes) = node.args, _slots(node)
-    return Rule(
-        ((("d",), slots),),
-        ((("d",), ("e",)),),
-        sizes | {"e": groups},  # type: ignore[dict-item]
-        {name: "sum" for name in slots},
-        whole=frozenset("ek"),
-        pad_in=groups,  # type: ignore[arg-type]
-        only={"t": ONLY},
-    )
-
-
-def _slots(node: fx.Node) -> tuple[Names, dict[str, int]]:
-    """The factors of ids, so many for each token, and all sizes."""
-    ids, _, share = node.args
-    owners, size = ir.example(ids).shape  # type: ignore[arg-type]
-    sizes = {"d": owners, "t": size // share, "k": share}  # type: ignore
-    return ("t", "k") if share != 1 else ("t",), sizes  # type: ignore[return-value]
+ONLY = frozenset(DATA_AXES)
+REST = "uvwxyz"  # factors of dims that are none of tokens or rows
 
 
 def histogram(node: fx.Node) -> Rule:
@@ -87,210 +41,242 @@ def histogram(node: fx.Node) -> Rule:
     return Rule(((("n",),),), ((("e",),),), sizes, {"n": "sum"}, whole=frozenset("e"), pad_in=high + 1)  # type: ignore
 
 
-def rows(node: fx.Node) -> Rule:
-    """x[t, ...], order[d, (t k)] -> [(d t k), ...]: k rows a token, in the order of their experts."""
-    x, slots_of = tensor_operands(node)
-    rest, share = _rest(x), node.args[2]
-    sizes = {"d": ir.example(slots_of).shape[0], "t": ir.example(x).shape[0], "k": share} | _sizes(x)
-    slots: Names = ("t", "k") if share != 1 else ("t",)
-    return Rule(
-        ((("t",), *rest), (("d",), slots)),
-        ((("d", *slots), *rest),),
-        sizes,  # type: ignore[arg-type]
-        whole=frozenset("k"),
-        only={"t": ONLY},
-        leads={"t": 1, "d": 1},
-        repeats=share != 1 or sizes["d"] != 1,
-    )
+# ---- tokens to rows, and back --------------------------------------------------------------------------------
 
 
-def unorder(node: fx.Node) -> Rule:
-    """rows[(d n), ...], order[d, n] -> [n, ...] where the slots were, summed over owners."""
-    given, slots = tensor_operands(node)
-    rest, (owners, size) = _rest(given), ir.example(slots).shape
-    return Rule(
-        ((("d", "n"), *rest), (("d",), ("n",))),
-        ((("n",), *rest),),
-        {"d": owners, "n": size} | _sizes(given),
-        {"d": "sum"},
-        linear=frozenset([frozenset([0])]),
-        only={"n": ONLY},
-        leads={"n": 1, "d": 1},
-    )
+def dispatch(node: fx.Node) -> Rule:
+    """x[t, ...], ids[(t k)] -> [(d t k), ...] or [(d s c), ...]: the rows of each owner."""
+    x, _, share, way = *node.args[:3], Way(*node.args[3])  # type: ignore[misc]
+    rest, tokens = _rest(x), "tk" if share == 1 else "t"  # type: ignore[arg-type]
+    rule = _rule(node, way, f"({tokens}){rest}, (tk) -> ({_rows(way)}){rest}", _emit_dispatch)
+    if way.sources:
+        return replace(rule, linear=frozenset([frozenset([0])]))
+    return replace(rule, repeats=share != 1 or way.owners != 1)
 
 
-def sends(node: fx.Node) -> Rule:
-    """ids[(t k)] -> [d, s, c] or [d, s, p]: of each source, a rank that holds tokens, what is for each owner."""
-    ids, groups, share, owners, sources = node.args[:5]
-    last = ir.example(node).shape[2]
-    sizes = {"t": ir.example(ids).shape[0] // share, "k": share, "d": owners, "s": sources, "c": last}  # type: ignore
-    return Rule(
-        ((("t", "k"),),),
-        ((("d",), ("s",), ("c",)),),
-        sizes,
-        whole=frozenset("kdsc"),
-        pad_safe={0: groups},  # type: ignore[dict-item]
-        resize=lambda args, shape: (*args[:4], shape[1], *args[5:]),
-        only={"t": ONLY},
-        rides={"s": "t"},
-        splits="t",
-    )
+def combine(node: fx.Node) -> Rule:
+    """rows[(d t k), ...] or [(d s c), ...], ids[(t k)] -> [(t k), ...]: where the slots were, summed over owners."""
+    way, rest = Way(*node.args[2]), _rest(node.args[0])  # type: ignore[arg-type, misc]
+    rule = _rule(node, way, f"({_rows(way)}){rest}, (tk) -> (tk){rest}", _emit_combine)
+    return replace(rule, reduced={} if way.sources else {"d": "sum"}, linear=frozenset([frozenset([0])]))
 
 
-def received(node: fx.Node) -> Rule:
-    """counts[d, s, p] -> [d, (s c)]: for which of its owner's experts each row is that came."""
-    counts, capacity = node.args
-    d, s, p = ir.example(counts).shape  # type: ignore[arg-type]
-    sizes = {"d": d, "s": s, "p": p, "c": capacity}
-    return Rule(
-        ((("d",), ("s",), ("p",)),),
-        ((("d",), ("s", "c")),),
-        sizes,  # type: ignore[arg-type]
-        whole=frozenset("pc"),
-        only={"s": ONLY},
-        puts=frozenset("d"),
-    )
+def groups(node: fx.Node) -> Rule:
+    """ids[(t k)] -> [d, (t k)] or [d, (s c)]: for which of an owner's experts its rows are."""
+    way = Way(*node.args[1])  # type: ignore[misc]
+    return _rule(node, way, f"(tk) -> d({_rows(way)[1:]})", _emit_groups)
 
 
-def pack(node: fx.Node) -> Rule:
-    """x[t, ...], slots[d, s, c], ids[(t k)] -> [(d s c), ...]: the rows that each source sends."""
-    x, slots, ids = tensor_operands(node)
-    rest, share = _rest(x), node.args[3]
-    return Rule(
-        ((("t",), *rest), (("d",), ("s",), ("c",)), (("t", "k"),)),
-        ((("d", "s", "c"), *rest),),
-        _sent(slots) | {"t": ir.example(x).shape[0], "k": share} | _sizes(x),  # type: ignore[arg-type]
-        whole=frozenset("kdsc"),
-        linear=frozenset([frozenset([0])]),
-        only={"t": ONLY},
-        leads={"t": 2},
-        rides={"s": "t"},
-        splits="t",
-    )
+def sent(node: fx.Node) -> Rule:
+    """ids[(t k)] -> []: how many rows find room."""
+    return replace(_rule(node, Way(*node.args[1]), "(tk) ->", _emit_sent), reduced={"t": "sum", "k": "sum"})  # type: ignore[misc]
 
 
-def unpack(node: fx.Node) -> Rule:
-    """rows[(d s c), ...], slots[d, s, c], ids[t] -> [t, ...]: what came back, where the slots were."""
-    given, slots, ids = tensor_operands(node)
-    rest = _rest(given)
-    return Rule(
-        ((("d", "s", "c"), *rest), (("d",), ("s",), ("c",)), (("t",),)),
-        ((("t",), *rest),),
-        _sent(slots) | {"t": ir.example(ids).shape[0]} | _sizes(given),
-        whole=frozenset("dsc"),
-        linear=frozenset([frozenset([0])]),
-        only={"t": ONLY},
-        leads={"t": 2},
-        rides={"s": "t"},
-        splits="t",
-    )
+def _rule(node: fx.Node, way: Way, text: str, emit: Emit) -> Rule:
+    """The dims of an operator that ids, its last operand, route; where any of their factors is, it says itself."""
+    operands, results = ([parse_dims(dims, 0) for dims in side.split(",")] for side in text.split("->"))
+    first, *_, ids = (ir.example(n) for n in (*tensor_operands(node)[:1], *tensor_operands(node)))
+    sizes = {"t": ids.shape[0] // way.share, "k": way.share, "d": way.owners, "s": way.sources, "c": way.room}
+    sizes |= dict(zip(_rest(node.args[0]), first.shape[1:]))  # type: ignore[arg-type]
+    whole = frozenset(sizes) - frozenset(REST)
+    return Rule(tuple(operands), tuple(results), sizes, whole=whole, emit=emit, place=partial(_placed, node, way))
 
 
-def _sent(slots: fx.Node) -> dict[str, int]:
-    return dict(zip("dsc", ir.example(slots).shape))
+def _rows(way: Way) -> str:
+    """The factors of rows."""
+    return "dsc" if way.sources else "dtk"
 
 
-def arrange(node: fx.Node) -> Rule:
-    """x[(d n), ...], order[d, n] -> the rows of each owner in that order, or (`restore`) out of it."""
-    x, slots = tensor_operands(node)
-    rest, (owners, size) = _rest(x), ir.example(slots).shape
-    dims = (("d", "n"), *rest)
-    return Rule(
-        (dims, (("d",), ("n",))),
-        (dims,),
-        {"d": owners, "n": size} | _sizes(x),
-        linear=frozenset([frozenset([0])]),
-        only={"n": ONLY},
-        leads={"n": 1, "d": 1},
-    )
+def _rest(x: fx.Node) -> str:
+    """The factors of all dims but the first."""
+    return REST[: ir.example(x).dim() - 1]
 
 
-def known(node: fx.Node) -> Rule:
-    """rows[(d n), ...], ends[d, p] -> the rows, zero behind the last end."""
-    given, counts = tensor_operands(node)
-    rest, (owners, each) = _rest(given), ir.example(counts).shape
-    sizes = {"d": owners, "p": each, "n": ir.example(given).shape[0] // owners} | _sizes(given)
-    dims = (("d", "n"), *rest)
-    return Rule(
-        (dims, (("d",), ("p",))),
-        (dims,),
-        sizes,
-        whole=frozenset("p"),
-        linear=frozenset([frozenset([0])]),
-        only={"n": ONLY},
-        leads={"n": 0, "d": 1},
-        terms={1: "n"},
-    )
+def _placed(node: fx.Node, way: Way, held: Held, mesh: Mesh) -> Mapping[str, tuple[str, ...]]:
+    """Tokens as ids are held, owners where experts are spread; raises Refused where tokens cannot be split so.
 
-
-def of_group(node: fx.Node) -> Rule:
-    """table[e, ...], ends[d, p], order[d, n] -> [(d n), ...]: what the table holds of each row's expert."""
-    table, counts, slots = tensor_operands(node)
-    rest, (owners, each) = _rest(table), ir.example(counts).shape
-    groups = ir.example(table).shape[0]
-    return Rule(
-        ((("e",), *rest), (("d",), ("p",)), (("d",), ("n",))),
-        ((("d", "n"), *rest),),
-        {"e": groups, "d": owners, "p": each, "n": ir.example(slots).shape[1]} | _sizes(table),
-        whole=frozenset("ep"),
-        linear=frozenset([frozenset([0])]),
-        only={"n": ONLY},
-        leads={"n": 2, "d": 2},
-        terms={1: "n"},
-        rides={"e": "d"},
-    )
-
-
-def grouped_mm(node: fx.Node) -> Rule:
-    """rows[(d r), k], weight[e, k, n], ends[d, p] -> [(d r), n]: by the matrix of its expert.
-
-    If ends are no rank's own (`F.grouped_mm` as a model calls it) r is whole.
+    Rows are gathered over the axes of experts, or sent from tokens that all these axes split.
     """
-    given, weight, counts = tensor_operands(node)
-    e, k, n = ir.example(weight).shape
-    *owners, each = ir.example(counts).shape
-    own = counts.target is routed.ends
-    d = owners[0] if owners else 1
-    return Rule(
-        ((("d", "r"), ("k",)), (("e",), ("k",), ("n",)), ((("d",), ("p",)) if owners else (("p",),))),
-        ((("d", "r"), ("n",)),),
-        {"d": d, "r": ir.example(given).shape[0] // d, "e": e, "p": each, "k": k, "n": n},
-        {"k": "sum"},
-        whole=frozenset("ep" if own else "epr"),
-        linear=frozenset([frozenset([0]), frozenset([1])]),
-        pad_out=zero_if_zero,
-        only={"r": ONLY},
-        leads={"r": 0, "d": 2},
-        terms={2: "r"},
-        rides={"e": "d"},
-    )
+    may = {*DATA_AXES, *mesh.experts} if way.sources else {*DATA_AXES} - {*mesh.experts}
+    ids = {atom: factor for atom, factor in held[-1].items() if atom.split(".#")[0] == "t"}
+    tokens = {atom: tuple(a for x in f.axes for a in mesh.over(x) if a in may) for atom, f in ids.items()}
+    found = {"t": (), "d": _owners(mesh)} | tokens
+    if way.sources:
+        over = {a for axes in tokens.values() for a in axes}
+        if left := tuple(a for a in mesh.experts if a not in over):
+            atom = next((atom for atom, factor in ids.items() if factor.label == "sequence"), None)
+            if atom is None:
+                fix = "no dim of them is known as their sequence; set passes.moe.dispatch=all_gather"
+                raise ir.Refused("shard", node, f"tokens are to be split over {left[0]}: {fix}")
+            found[atom] = (*tokens[atom], *left)
+        found["s"] = mesh.together(over.difference(mesh.experts))
+    return found
 
 
-def _rest(x: fx.Node) -> tuple[Names, ...]:
-    return tuple((f"d{i}",) for i in range(1, ir.example(x).dim()))
+def _owners(mesh: Mesh) -> tuple[str, ...]:
+    """The axes of owners of experts."""
+    return (mesh.experts_over,) if mesh.experts_over else ()
 
 
-def _sizes(x: fx.Node) -> dict[str, int]:
-    return {f"d{i}": n for i, n in enumerate(ir.example(x).shape) if i}
+# ---- what a rank runs ----------------------------------------------------------------------------------------
+
+Nodes = list[fx.Node]
+Specs = list[Spec]
+
+
+@dataclass(frozen=True)
+class _Routing:
+    """Where a rank's slots go: the groups of rows it is given, their order, and, if they travel, the slots it sends."""
+
+    groups: fx.Node
+    order: fx.Node
+    slots: fx.Node | None
+    counts: fx.Node | None
+    here: Dim  # rows in the ranks that send them
+    there: Dim  # and in those that they are for
+
+
+def _routing(builder: Builder, node: fx.Node, ids: fx.Node, spec: Spec, way: Way) -> _Routing:
+    """Written once for all that ids of one placement route."""
+    key = ids, way
+    if key not in builder.operators:
+        safe = builder.fill_padding(ids, spec, way.groups)
+        at = _exchanged(builder, node, safe, spec, way) if way.sources else _gathered(builder, safe, way)
+        builder.operators[key] = at
+    return builder.operators[key]
+
+
+def _gathered(builder: Builder, ids: fx.Node, way: Way) -> _Routing:
+    """Each rank is the owner that its coordinate says: experts before its own are counted off."""
+    owner = Factor(way.owners, _owners(builder.mesh))
+    sizes = way.groups, way.owners
+    if owner.axes:
+        (axis_index,) = builder.at(owner).values()
+        groups, each, sizes = way.groups, way.each, (way.each, 1)
+        ids = builder.trace(lambda ids, at: torch.where(ids < groups, ids - each * at, -1), ids, axis_index)
+    own = builder.call(routed.spread, (ids, *sizes))
+    return _Routing(own, builder.call(routed.order, (own, way.each, way.share)), None, None, (), ())
+
+
+def _exchanged(builder: Builder, node: fx.Node, ids: fx.Node, spec: Spec, way: Way) -> _Routing:
+    """A rank sends what its tokens choose, and is told what it gets."""
+    mesh, over = builder.mesh, {a for name in spec.sharded for a in builder.mesh.over(name)}
+    here, there = (Factor(way.sources, mesh.together(axes)) for axes in (over, over.difference(mesh.experts)))
+    whole, owner, room = Factor(way.owners), Factor(way.owners, _owners(mesh)), Factor(way.room)
+    local = list(way._replace(sources=here.local(mesh)))
+    slots, counts = (builder.call(target, (ids, local)) for target in (routed.sends, routed.counts))
+    before, after = (((d,), (s,), (Factor(way.each),)) for d, s in ((whole, here), (owner, there)))
+    told = builder.reshard(node, counts, Spec(before), Spec(after), "counts of rows for their owners")
+    groups = builder.call(routed.received, (told, way.room))
+    order = builder.call(routed.order, (groups, way.each, 1))
+    return _Routing(groups, order, slots, counts, (whole, here, room), (owner, there, room))
+
+
+def _emit_groups(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, results: Specs) -> fx.Node:
+    at = _routing(builder, node, operands[0], specs[0], Way(*node.args[1]))  # type: ignore[misc]
+    return builder.call(at.groups.target, at.groups.args)  # type: ignore[arg-type]  # in any order counts are the same
+
+
+def _emit_sent(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, results: Specs) -> fx.Node:
+    at = _routing(builder, node, operands[0], specs[0], Way(*node.args[1]))  # type: ignore[misc]
+    return builder.call(torch.ops.aten.sum.default, (at.counts,))
+
+
+def _emit_dispatch(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, results: Specs) -> fx.Node:
+    (x, ids), share = operands, node.args[2]
+    at = _routing(builder, node, ids, specs[1], Way(*node.args[3]))  # type: ignore[misc]
+    if at.slots is None:
+        return builder.call(routed.rows, (x, at.order, share))
+    sent = builder.call(routed.pack, (x, at.slots, ids, share))
+    here, there = (replace(specs[0], dims=(rows, *specs[0].dims[1:])) for rows in (at.here, at.there))
+    came = builder.reshard(node, sent, here, there, "rows for their experts")
+    return builder.call(routed.arrange, (came, at.order))
+
+
+def _emit_combine(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, results: Specs) -> fx.Node:
+    (rows, ids), way = operands, Way(*node.args[2])  # type: ignore[misc]
+    at = _routing(builder, node, ids, specs[1], way)
+    if at.slots is None:
+        if way.owners > 1:  # rows of others are in another's term of the sum
+            rows = builder.call(routed.known, (rows, builder.call(routed.ends, (at.groups, way.each, 1))))
+        return builder.call(routed.unorder, (rows, at.order))
+    here, there = (replace(specs[0], dims=(rows, *specs[0].dims[1:])) for rows in (at.here, at.there))
+    restored = builder.call(routed.restore, (rows, at.order))
+    max(rows, at.order).append(restored)  # as soon as may be: gradients of other parts travel before it
+    back = builder.reshard(node, restored, there, here, "rows for their tokens")
+    return builder.call(routed.unpack, (back, at.slots, ids))
+
+
+# ---- rows and what experts have ------------------------------------------------------------------------------
+
+
+def expert_mm(node: fx.Node) -> Rule:
+    """rows[(d r), k], weight[e, k, n], groups[d, r] -> [(d r), n]: by the matrix of its expert."""
+    return _of_rows(node, "(dr)k, ekn, dr -> (dr)n; sum k; whole e; linear 0; linear 1", _emit_expert_mm)
+
+
+def of_expert(node: fx.Node) -> Rule:
+    """table[e, ...], groups[d, r] -> [(d r), ...]: what the table holds of each row's expert."""
+    rest = _rest(node.args[0])  # type: ignore[arg-type]
+    rule = _of_rows(node, f"e{rest}, dr -> (dr){rest}; whole e; linear 0", _emit_of_expert)
+    return replace(rule, pad_out=lambda fills: None)
+
+
+def each_mm(node: fx.Node) -> Rule:
+    """rows[e, m, k], weight[e, k, n] -> [e, m, n]: all rows by the matrix of each expert."""
+    rule = from_text("emk, ekn -> emn; sum k; linear 0; linear 1")(node)
+    return replace(rule, emit=_emit_each_mm, place=_by_owner)
+
+
+def _of_rows(node: fx.Node, text: str, emit: Emit) -> Rule:
+    """Each row with what its expert has: experts are with their owners."""
+    return replace(from_text(text)(node), only={"r": ONLY}, emit=emit, place=_by_owner)
+
+
+def _by_owner(held: Held, mesh: Mesh) -> Mapping[str, tuple[str, ...]]:
+    """Experts are with their owners: as many to each, the last may have fewer."""
+    return dict.fromkeys("de", _owners(mesh))
+
+
+def _ends(builder: Builder, groups: fx.Node, experts: fx.Node) -> fx.Node:
+    """Where the rows of each of its experts end, on a rank; written once."""
+    owners, each = ir.example(groups).shape[0], ir.example(experts).shape[0]
+    key = routed.ends, groups, each // owners
+    if key not in builder.operators:
+        builder.operators[key] = builder.call(routed.ends, (groups, each // owners, 1))
+    return builder.operators[key]
+
+
+def _emit_expert_mm(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, results: Specs) -> fx.Node:
+    (rows, weight), groups = _summed(builder, operands, specs, (1, 1)), operands[2]
+    return builder.call(routed.grouped_mm, (rows, weight, _ends(builder, groups, weight), node.args[3]))
+
+
+def _emit_each_mm(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, results: Specs) -> fx.Node:
+    return builder.call(torch.ops.aten.bmm.default, tuple(_summed(builder, operands, specs, (2, 1))))
+
+
+def _summed(builder: Builder, factors: Nodes, specs: Specs, dims: tuple[int, int]) -> Nodes:
+    """The factors of a product with zeros where the dims that are summed are padding."""
+    given = zip(factors, specs, dims)
+    return [x if spec.fill == 0.0 else builder.fill_padding(x, spec, 0.0, [dim]) for x, spec, dim in given]
+
+
+def _emit_of_expert(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs, results: Specs) -> fx.Node:
+    table, groups = operands
+    return builder.call(routed.of_group, (table, _ends(builder, groups, table), groups))
 
 
 def rules() -> dict[str, RuleMaker]:
     """Operator name -> rule, for rows sorted by expert."""
     return {
         "histc": histogram,
-        "ct::spread": spread,
-        "ct::order": order,
-        "ct::ends": ends,
-        "ct::rows": rows,
-        "ct::unorder": unorder,
-        "ct::sends": sends,
-        "ct::counts": sends,
-        "ct::received": received,
-        "ct::pack": pack,
-        "ct::unpack": unpack,
-        "ct::arrange": arrange,
-        "ct::restore": arrange,
-        "ct::known": known,
-        "ct::of_group": of_group,
-        "ct::grouped_mm": grouped_mm,
+        "ct::dispatch": dispatch,
+        "ct::combine": combine,
+        "ct::groups": groups,
+        "ct::sent": sent,
+        "ct::expert_mm": expert_mm,
+        "ct::of_expert": of_expert,
+        "ct::each_mm": each_mm,
+        "ct::grouped_mm": from_text("rk, ekn, e -> rn; sum k; whole e r; linear 0; linear 1"),
     }

@@ -121,19 +121,23 @@ class Atoms:
         return atom.split(".#")[0]
 
 
-def borne(atoms: Atoms, names: Iterable[str]) -> set[str]:
-    """The atoms of a tensor: those that its dims name, and those on which factors of it ride."""
-    mine = set(names)
-    leaders = {leader for rider, leader in atoms.rule.rides.items() if rider in mine}
-    return mine | {atom for atom in atoms.sizes if atoms.origin(atom) in leaders}
+def placed_by_rule(atoms: Atoms, mesh: Mesh) -> dict[str, tuple[str, ...]]:
+    """The axes of those atoms that the operator places by itself."""
+    if atoms.rule.place is None:
+        return {}
+    pairs = zip(atoms.operands, atoms.held)
+    held = [{n: f for names, fs in zip(dims, held) for n, f in zip(names, fs or ())} for dims, held in pairs]
+    found = atoms.rule.place(held, mesh)
+    return {a: found[key] for a in atoms.sizes for key in (atoms.origin(a), a) if key in found}
 
 
-def ride(atoms: Atoms, axes: Mapping[str, tuple[str, ...]], mesh: Mesh) -> dict[str, tuple[str, ...]]:
-    """The axes of each factor that rides on others."""
-    return {
-        rider: mesh.together(a for atom in atoms.sizes if atoms.origin(atom) == leader for a in axes.get(atom, ()))
-        for rider, leader in atoms.rule.rides.items()
-    }
+def with_placed(
+    axes: Mapping[str, tuple[str, ...]], placed: Mapping[str, tuple[str, ...]], mesh: Mesh
+) -> dict[str, tuple[str, ...]]:
+    """The axes of all atoms: of those that are placed so, and of the others where these leave them free."""
+    taken = {a for names in placed.values() for name in names for a in mesh.over(name)}
+    left = {atom: tuple(x for x in names if taken.isdisjoint(mesh.over(x))) for atom, names in axes.items()}
+    return left | dict(placed)
 
 
 def refine(rule: Rule, specs: Sequence[Sequence[Dim]], order: Sequence[int], mesh: Mesh) -> Atoms:

@@ -37,6 +37,8 @@ def convert(
     builder: Builder, value: fx.Node, before: Spec, after: Spec, has_grad: bool, reduce_dtype: torch.dtype | None
 ) -> fx.Node:
     """The local value placed as `after`; its gradient is reduced in `reduce_dtype` (None: its own)."""
+    if (before.dims, before.partial) == (after.dims, after.partial) and not ir.may_have_gradient(value):
+        return value
     order = next((spec.order for spec in (before, after) if not spec.order.is_plain), PLAIN)
     before, after = before.ordered(order), after.ordered(order)
     steps = _Steps(builder, value, before, has_grad, reduce_dtype)

@@ -15,18 +15,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import fx
 
 from passes.program import ir, routed
 from passes.program.mesh import DATA_AXES
+from passes.program.routed import Way
 from passes.program.spec import Spec
 from passes.sharding.place import place_batch, split_dim
 
 aten = torch.ops.aten
-Way = Literal["auto", "all_gather", "dropless", "bounded"]
+Method = Literal["auto", "all_gather", "dropless", "bounded"]
 
 
 @dataclass(frozen=True)
@@ -52,80 +53,51 @@ class Writer:
         return node
 
 
-class Dispatch(Protocol):
-    """Rows that go to experts together, and come back: their order by expert, and where each expert's end."""
-
-    order: fx.Node
-    ends: fx.Node
-    among: float  # of how many of the rows it is given an owner multiplies one
-
-    def there(self, write: Writer, table: fx.Node, share: int) -> fx.Node:
-        """The rows of a table with one for `share` slots, by expert."""
-        ...
-
-    def leave(self, write: Writer, rows: fx.Node) -> fx.Node:
-        """What experts made of rows, ready to go back."""
-        ...
-
-    def back(self, write: Writer, rows: fx.Node) -> fx.Node:
-        """Those rows where their slots were, zero where a slot is not of this part."""
-        ...
-
-
 @dataclass(frozen=True)
-class Routed:
-    """Slots to be dispatched: the expert of each, of how many, so many slots a token."""
+class Part:
+    """Rows that go to experts together, and come back."""
 
     ids: fx.Node
-    groups: int
-    share: int
-    owners: int
+    way: Way
+    groups: fx.Node  # what experts they are for
 
     @property
-    def each(self) -> int:
-        """How many experts an owner has."""
-        return -(-self.groups // self.owners)
+    def among(self) -> float:
+        """Of how many of the rows that it is given an owner multiplies one."""
+        rows = self.way.owners * self.way.sources * self.way.capacity
+        return max(1.0, rows / ir.example(self.ids).shape[0]) if rows else float(self.way.owners)
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """Rows that a rank sends to each other owner, there and back as many, and what becomes of those beyond them."""
-
-    kind: Way
-    sources: int
-    capacity: int
-
-    def parts(self, slots: Routed, write: Writer, chunks: int) -> list[Dispatch]:
-        """What sends so: rows that travel do so in `chunks`, so that one travels while another is computed."""
-        if self.kind == "all_gather":
-            return [AllGather(slots, write)]
-        return [Exchange(slots, self, write, i, chunks) for i in range(min(chunks, self.capacity))]
+def parts_of(ids: fx.Node, way: Way, chunks: int, write: Writer) -> list[Part]:
+    """Rows that travel do so in chunks, so that one travels while another is computed."""
+    chunks = min(chunks, way.capacity) if way.sources else 1
+    ways = [way._replace(part=i, parts=chunks) for i in range(chunks)]
+    return [Part(ids, part, write.call(routed.groups, ids, list(part))) for part in ways]
 
 
-def choose(kind: Way, factor: float, slots: Routed, program: ir.Program) -> tuple[Traffic, str]:
-    """(how rows travel, why); raises Refused where tokens do not lie on the ranks that experts are spread over."""
-    mesh, tokens = program.mesh, ir.example(slots.ids).shape[0] // slots.share
-    holders = [axis for axis in mesh.axes if axis in (*DATA_AXES, *mesh.experts)]
-    sources = math.prod(mesh[axis] for axis in holders)
-    if slots.owners == 1:
-        return Traffic("all_gather", 1, tokens), ""
+def choose(kind: Method, factor: float, ids: fx.Node, way: Way, program: ir.Program) -> tuple[Way, str]:
+    """(the way with what rows it takes, why); raises Refused where tokens are not where experts are spread."""
+    mesh, tokens = program.mesh, ir.example(ids).shape[0] // way.share
+    if way.owners == 1:
+        return way, ""
     lie = placed_tokens(program, tokens)
     if kind in ("auto", "all_gather") and lie is None:
-        return Traffic("all_gather", sources, tokens), "tokens are gathered: they are not those of a batch"
+        return way, "all_gather: tokens are gathered: they are not those of a batch"
     if lie is None:
         why = "these tokens are not those of a batch, so where they lie is not known; use all_gather"
-        raise ir.Refused("experts", slots.ids, f"passes.moe.dispatch: {kind}: {why}")
+        raise ir.Refused("experts", ids, f"passes.moe.dispatch: {kind}: {why}")
     own = math.prod(lie.local_shape(mesh))
-    worst = own * min(slots.share, slots.each)
+    worst = own * min(way.share, way.each)
     rows = {
         "all_gather": own,
         "dropless": worst,
-        "bounded": min(worst, math.ceil(factor * own * slots.share / slots.owners)),
+        "bounded": min(worst, math.ceil(factor * own * way.share / way.owners)),
     }
     said = f"rows that a rank sends to each other owner: {', '.join(f'{name} {n:,}' for name, n in rows.items())}"
-    if kind == "auto":
-        kind, said = "all_gather", f"{said}; all_gather sends fewest of those that drop none"
-    return Traffic(kind, sources, rows[kind]), said
+    if kind in ("auto", "all_gather"):
+        return way, f"all_gather: {said}{'; all_gather sends fewest of those that drop none' * (kind == 'auto')}"
+    sources = math.prod(mesh[axis] for axis in mesh.axes if axis in (*DATA_AXES, *mesh.experts))
+    return way._replace(sources=sources, capacity=rows[kind], drops=kind == "bounded"), f"{kind}: {said}"
 
 
 def placed_tokens(program: ir.Program, tokens: int) -> Spec | None:
@@ -139,63 +111,10 @@ def placed_tokens(program: ir.Program, tokens: int) -> Spec | None:
     return found and (split_dim(found, 1, "tp") if "tp" in program.mesh.experts else found)
 
 
-class AllGather:
-    """Each owner takes its own of all tokens."""
-
-    def __init__(self, slots: Routed, write: Writer):
-        self.among = float(slots.owners)
-        ids = write.call(routed.spread, slots.ids, slots.groups, slots.owners)
-        self.order, self.ends = sorted_(write, ids, slots.each, slots.share)
-
-    def there(self, write: Writer, table: fx.Node, share: int) -> fx.Node:
-        """The rows of an owner's experts first, those of others behind them."""
-        return write.call(routed.rows, table, self.order, share)
-
-    def leave(self, write: Writer, rows: fx.Node) -> fx.Node:
-        """Zeros in place of others' rows."""
-        return write.call(routed.known, rows, self.ends) if self.among > 1 else rows
-
-    def back(self, write: Writer, rows: fx.Node) -> fx.Node:
-        """A sum over owners: of each row one has the term."""
-        return write.call(routed.unorder, rows, self.order)
-
-
-class Exchange:
-    """Each source sends each owner up to so many rows, this part of them."""
-
-    def __init__(self, slots: Routed, traffic: Traffic, write: Writer, part: int, parts: int):
-        self.ids = slots.ids
-        sizes = (slots.groups, slots.share, slots.owners, traffic.sources, traffic.capacity)
-        of = (self.ids, *sizes, traffic.kind == "bounded", part, parts)
-        self.slots, self.counts = (write.call(target, *of) for target in (routed.sends, routed.counts))
-        capacity = ir.example(self.slots).shape[2]
-        ids = write.call(routed.received, self.counts, capacity)
-        self.order, self.ends = sorted_(write, ids, slots.each, 1)
-        rows = slots.owners * traffic.sources * traffic.capacity
-        self.among = max(1.0, rows / ir.example(self.ids).shape[0])
-
-    def there(self, write: Writer, table: fx.Node, share: int) -> fx.Node:
-        """The rows that came, by expert, places that are empty behind them."""
-        return write.call(routed.arrange, write.call(routed.pack, table, self.slots, self.ids, share), self.order)
-
-    def leave(self, write: Writer, rows: fx.Node) -> fx.Node:
-        """The rows in the places in which they came."""
-        return write.call(routed.restore, rows, self.order)
-
-    def back(self, write: Writer, rows: fx.Node) -> fx.Node:
-        """The rows that come back; zero where one was dropped."""
-        return write.call(routed.unpack, rows, self.slots, self.ids)
-
-
-def dropped(parts: Sequence[Dispatch], slots: Routed, write: Writer) -> fx.Node:
+def dropped(parts: Sequence[Part], write: Writer) -> fx.Node:
     """How many rows find no room in what is exchanged, of all ranks together, int64 []."""
-    left = write.call(aten.sum.default, write.call(aten.lt.Scalar, slots.ids, slots.groups))
+    ids, way = parts[0].ids, parts[0].way
+    left = write.call(aten.sum.default, write.call(aten.lt.Scalar, ids, way.groups))
     for part in parts:
-        assert isinstance(part, Exchange)
-        left = write.call(aten.sub.Tensor, left, write.call(aten.sum.default, part.counts))
+        left = write.call(aten.sub.Tensor, left, write.call(routed.sent, ids, list(part.way)))
     return left
-
-
-def sorted_(write: Writer, ids: fx.Node, groups: int, share: int) -> Sequence[fx.Node]:
-    """(the order of slots by expert, where each expert's end), for each owner."""
-    return [write.call(target, ids, groups, share) for target in (routed.order, routed.ends)]

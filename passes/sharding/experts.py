@@ -1,11 +1,10 @@
 """Find what sorts rows by expert and puts them back, and write it in operators whose rows may lie in any order.
 
-    _, perm = sort(ids)                          ids = ct::spread(ids, E, D)
-                                                 order = ct::order(ids, E / D, k)
-    rows = x[perm // k]                          rows = ct::rows(x, order, k)
-    ends = cumsum(histc(ids))              ->    ends = ct::ends(ids, E / D, k)
-    y = act(grouped_mm(rows, w, ends))           y = act(ct::grouped_mm(rows, w, ends))
-    out = y[inverse of perm]                     out = ct::unorder(y, order)
+    _, perm = sort(ids)
+    rows = x[perm // k]                          rows = ct::dispatch(x, ids, k, way)
+    ends = cumsum(histc(ids))              ->    groups = ct::groups(ids, way)
+    y = act(grouped_mm(rows, w, ends))           y = act(ct::expert_mm(rows, w, groups))
+    out = y[inverse of perm]                     out = ct::combine(y, ids, way)
 
 Written so, each rank sorts the rows of its own tokens; as it stands, a sort needs them all. Experts that are spread
 over D ranks (`mesh.ep`) have D owners, each of which sorts what goes to its own, of all tokens.
@@ -27,11 +26,12 @@ from torch import fx
 
 from passes.program import ir, routed
 from passes.program.operators import argument, is_operator, name_of
+from passes.program.routed import Way
 from passes.program.spec import Spec
 from passes.program.stages import Stage
 from passes.rules import rule_of, tensor_operands
-from passes.sharding.dispatch import Dispatch, Routed, Way, Writer, choose, dropped
-from passes.sharding.infer import experts_of
+from passes.sharding.dispatch import Method, Part, Writer, choose, dropped, parts_of
+from passes.sharding.infer import experts_of, products_of_all
 from passes.sharding.normalize import drops
 
 aten = torch.ops.aten
@@ -88,7 +88,7 @@ class Experts(ir.Pass):
     even shares. Rows that travel do so in `chunks`.
     """
 
-    dispatch: Way = "auto"
+    dispatch: Method = "auto"
     capacity_factor: float = 1.25
     chunks: int = 1
     name = "experts"
@@ -108,20 +108,22 @@ class Experts(ir.Pass):
                 continue
             met.update(region.kinds)
             if region.groups:
-                slots = Routed(region.ids, region.groups, max(region.share.values(), default=1), owners)
-                traffic, why = choose(self.dispatch, self.capacity_factor, slots, program)
-                notes += [f"%{node.name} ({ir.source(node)}): {traffic.kind}: {why}"] if why else []
-                if self.chunks > 1 and traffic.kind == "all_gather":
+                way = Way(region.groups, max(region.share.values(), default=1), owners)
+                way, why = choose(self.dispatch, self.capacity_factor, region.ids, way, program)
+                notes += [f"%{node.name} ({ir.source(node)}): {why}"] if why else []
+                if self.chunks > 1 and not way.sources:
                     fix = "set mesh.ep, and passes.moe.dispatch to dropless or bounded"
                     raise ir.Refused("experts", node, f"passes.moe.chunks: {self.chunks}, but no rows travel; {fix}")
                 write = Writer(region.sort, region.sort, ctx)
-                parts = traffic.parts(slots, write, self.chunks)
-                if traffic.kind == "bounded":
-                    term = dropped(parts, slots, write)
+                parts = parts_of(region.ids, way, self.chunks, write)
+                if way.drops:
+                    term = dropped(parts, write)
                     lost = term if lost is None else write.call(aten.add.Tensor, lost, term)
                 rewrite(region, parts, ctx)
                 found += 1
         if owners > 1:
+            for node in products_of_all(program):
+                node.target = routed.each_mm
             refuse_unspread(program, found, notes)
         program = program if lost is None else with_count(program, DROPPED, lost)
         program.graph.eliminate_dead_code()
@@ -131,7 +133,7 @@ class Experts(ir.Pass):
 
 def refuse_unspread(program: ir.Program, found: int, notes: list[str]) -> None:
     """Raises Refused where experts are to be spread and there are none, or some whose rows mind their order."""
-    left = [n for n in program.calls() if name_of(n) in PRODUCTS and n.args[2].target is not routed.ends]  # type: ignore[union-attr]
+    left = [n for n in program.calls() if name_of(n) in PRODUCTS]
     if left:
         why = "; ".join(notes) or "nothing sorts its rows by expert"
         raise ir.Refused("experts", left[0], f"mesh.ep: these experts cannot be spread: {why}")
@@ -319,7 +321,7 @@ def by_row(region: Region, node: fx.Node) -> bool:
 # ---- what is written instead ---------------------------------------------------------------------------------
 
 
-def rewrite(region: Region, parts: Sequence[Dispatch], ctx: ir.Context) -> None:
+def rewrite(region: Region, parts: Sequence[Part], ctx: ir.Context) -> None:
     """Put the operators of `routed` in the place of the model's, once a part; what parts bring back is added up.
 
     One part is computed after the other, and all come back at the end: what travels may then move beside the products
@@ -333,13 +335,13 @@ def rewrite(region: Region, parts: Sequence[Dispatch], ctx: ir.Context) -> None:
             copies[0][node] = written(region, node, copies[0], parts[0], Writer(node, node, ctx))
             waiting.append(node)
             continue
-        write, leaving = Writer(node, node, ctx), []
+        write = Writer(node, node, ctx)
         for copied, part in zip(copies, parts):
             for inner in waiting if copied is not copies[0] else ():
                 copied[inner] = written(region, inner, copied, part, Writer(node, inner, ctx))
-            leaving.append(part.leave(write, copied[brought_back(node)]))
         waiting.clear()
-        terms = [part.back(write, rows) for part, rows in zip(parts, leaving)]
+        back = [(copied[brought_back(node)], part) for part, copied in zip(parts, copies)]
+        terms = [write.call(routed.combine, rows, part.ids, list(part.way)) for rows, part in back]
         node.replace_all_uses_with(functools.reduce(lambda a, b: write.call(aten.add.Tensor, a, b), terms))
     for node in reversed(nodes):
         node.graph.erase_node(node)
@@ -354,17 +356,18 @@ def brought_back(node: fx.Node) -> fx.Node:
 
 
 def written(
-    region: Region, node: fx.Node, copied: Mapping[fx.Node, fx.Node], part: Dispatch, write: Writer
+    region: Region, node: fx.Node, copied: Mapping[fx.Node, fx.Node], part: Part, write: Writer
 ) -> fx.Node:
     """What stands in place of a node for a part, `copied` in place of those before it."""
     match region.written.get(node):
         case "there":
             table, index = looked_up(node)
-            return part.there(write, table, ir.example(index).shape[0] // ir.example(table).shape[0])
+            share = ir.example(index).shape[0] // ir.example(table).shape[0]
+            return write.call(routed.dispatch, table, part.ids, share, list(part.way))
         case "product":
-            return write.call(routed.grouped_mm, copied[node.args[0]], node.args[1], part.ends, part.among)  # type: ignore[index]
+            return write.call(routed.expert_mm, copied[node.args[0]], node.args[1], part.groups, part.among)  # type: ignore[index]
         case "by expert":
-            return write.call(routed.of_group, looked_up(node)[0], part.ends, part.order)
+            return write.call(routed.of_expert, looked_up(node)[0], part.groups)
     with write.place.graph.inserting_before(write.place):
         copy = ir.copy_node(write.place.graph, node, {n: copied.get(n, n) for n in node.all_input_nodes})
     if name_of(node) in AT_SIZE:

@@ -104,6 +104,12 @@ def experts_of(program: ir.Program) -> dict[str, int]:
     return found
 
 
+def products_of_all(program: ir.Program) -> list[fx.Node]:
+    """Products by which all tokens go through all experts."""
+    finder = _Finder(program, 1)
+    return [node for node in program.calls() if name_of(node) == "bmm" and finder.by_expert(node)]
+
+
 class _Finder:
     def __init__(self, program: ir.Program, parts: int):
         self.parts, self.found = parts, dict[fx.Node, Blocks]()
@@ -137,11 +143,9 @@ class _Finder:
     def by_expert(self, node: fx.Node) -> list[tuple[fx.Node, int]]:
         """(operand, its dim that counts experts) of an operator that uses weights by expert."""
         name = name_of(node)
-        if name in ("ct::grouped_mm", "ct::of_group"):
-            rule = rule_of(node)
-            pairs = zip(tensor_operands(node), rule.operands)
-            return [(x, d) for x, dims in pairs for d, names in enumerate(dims) if set(names) & rule.rides.keys()]
-        if name != "bmm" or sum(self.root(x) is not None for x in tensor_operands(node)) != 1:
+        if name in ("ct::expert_mm", "ct::of_expert"):
+            return [(tensor_operands(node)[-2], 0)]
+        if name not in ("bmm", "ct::each_mm") or sum(self.root(x) is not None for x in tensor_operands(node)) != 1:
             return []
         trail = result_of(self.follow(node, Blocks(0, 1, ir.example(node).shape[0], 1), {}))
         summed = trail is not None and trail.folded and not trail.contracted and trail.part[0] == trail.part[2] == 1
@@ -151,7 +155,7 @@ class _Finder:
         """Matrices of a product, or one of each expert, with their factors."""
         if name_of(node) == "convolution":
             return [(tensor_operands(node)[1], rule_of(node).operands[1])]
-        dims = {"linear": 2, "mm": 2, "matmul": 2, "ct::grouped_mm": 3}.get(name_of(node))
+        dims = {"linear": 2, "mm": 2, "matmul": 2, "ct::grouped_mm": 3, "ct::expert_mm": 3}.get(name_of(node))
         if dims is None:
             return []
         return [(n, names) for n, names in zip(tensor_operands(node), rule_of(node).operands) if len(names) == dims]

@@ -55,6 +55,7 @@ class GraphBuilder:
         self.operators: dict[Any, Any] = {}  # local operators made for this program
         self.notes: list[str] = []
         self.bodies: list[tuple[ir.Program, ir.Program]] = []  # of custom functions, whole and local
+        self.reshards: dict[fx.Node, ir.Reshard] = {}
 
     def placeholder(self, name: str, val: Tensor, spec: Spec) -> fx.Node:
         """A graph input."""
@@ -95,6 +96,18 @@ class GraphBuilder:
     ) -> fx.Node:
         """The value in another placement."""
         return convert(self, x, before, after, has_grad, reduce_dtype)
+
+    def reshard(self, of: fx.Node, x: fx.Node, before: Spec, after: Spec, reason: str, *how: Any) -> fx.Node:
+        """The value in another placement, noted for the report as one of a node of the global graph."""
+        last = next(iter(reversed(self.graph.nodes)), None)
+        new = self.convert(x, before, after, *how)
+        if new is not x:
+            added = itertools.takewhile(lambda n: n is not last, reversed(self.graph.nodes))
+            sending = [n for n in added if kind_of(n)][::-1]
+            sent = sum(sent_bytes(n, recorded(), self.mesh) for n in sending)
+            names = tuple(n.name for n in sending)
+            self.reshards[new] = ir.Reshard(of.name, ir.source(of), str(before), str(after), reason, sent, names)
+        return new
 
     def at(self, factor: Factor) -> dict[str, fx.Node]:
         """Where the rank's share of a factor lies: its coordinates on the axes that shard it, and a table."""
@@ -165,7 +178,6 @@ class Partitioner:
         self.versions: dict[tuple[fx.Node, Spec], fx.Node] = {}
         self.grads: set[fx.Node] = set()
         self.tuples: dict[Any, fx.Node] = {}
-        self.converted: dict[fx.Node, ir.Reshard] = {}
 
     def run(self) -> ir.Program:
         """The local program."""
@@ -192,7 +204,7 @@ class Partitioner:
     def reshards(self) -> list[ir.Reshard]:
         """The conversions that something reads."""
         left = set(self.builder.graph.nodes)
-        return [reshard for node, reshard in self.converted.items() if node in left]
+        return [reshard for node, reshard in self.builder.reshards.items() if node in left]
 
     # -- inputs -----------------------------------------------------------------------------------
 
@@ -420,16 +432,11 @@ class Partitioner:
         return new
 
     def record(self, node: fx.Node, value: fx.Node, before: Spec, after: Spec, reason: str) -> fx.Node:
-        """Convert a value and note it as a reshard."""
-        is_weight, last = node in self.plan.weights, next(iter(reversed(self.builder.graph.nodes)), None)
-        new = self.builder.convert(value, before, after, node in self.grads, self.reduce_dtype if is_weight else None)
+        """Convert a value, which then stands for the node as well."""
+        dtype = self.reduce_dtype if node in self.plan.weights else None
+        new = self.builder.reshard(node, value, before, after, reason, node in self.grads, dtype)
         if new is not value:
             ir.set_stands_for(new, node.name)
-            added = itertools.takewhile(lambda n: n is not last, reversed(self.builder.graph.nodes))
-            sending = [n for n in added if kind_of(n)][::-1]
-            sent = sum(sent_bytes(n, recorded(), self.program.mesh) for n in sending)
-            names = tuple(n.name for n in sending)
-            self.converted[new] = ir.Reshard(node.name, ir.source(node), str(before), str(after), reason, sent, names)
         return new
 
 

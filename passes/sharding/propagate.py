@@ -8,8 +8,8 @@
     linear with down.weight [4, 6@tp]               gives [3, 4] sum(tp), reduced before `square`, which is not linear
 
 On each mesh axis an operator shards at most one factor of its rule. Where operands disagree, the data axes (`dp_*`,
-`cp`) keep activations in place and move weights; `tp` keeps weights in place and moves activations, and so do the axes
-of experts for expert weights. Remaining ties keep the larger operand in place.
+`cp`) keep activations in place and move weights; `tp` keeps weights in place and moves activations. Remaining ties keep
+the larger operand in place. Some operators place factors by themselves (`Rule.place`).
 
 A partial sum passes through linear operators while they alone use it, and is reduced before anything else: into shards
 of the sequence with sequence parallelism (or of whatever dim the other operands shard), else into a full copy.
@@ -32,9 +32,8 @@ from passes.program.order import Order
 from passes.program.rewrite import layout
 from passes.program.spec import Factor, Spec
 from passes.rules import Rule, opaque, rule_of, tensor_operands
-from passes.sharding.atoms import Atoms, borne, merge_dim, refine, ride
+from passes.sharding.atoms import Atoms, merge_dim, placed_by_rule, refine, with_placed
 from passes.sharding.custom import Placed, padding_kept, place_forward
-from passes.sharding.infer import experts_of
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,6 @@ class Plan:
     produced: dict[fx.Node, Any] = field(default_factory=dict)  # Spec, or a tuple of them
     reduced: dict[fx.Node, Spec] = field(default_factory=dict)
     weights: set[fx.Node] = field(default_factory=set)
-    experts: set[fx.Node] = field(default_factory=set)  # those of them that are experts'
     reasons: dict[tuple[fx.Node, str], str] = field(default_factory=dict)
 
     def current(self, node: fx.Node) -> Spec:
@@ -67,13 +65,10 @@ def propagate(program: ir.Program, sequence_parallel: bool, ctx: ir.Context) -> 
     """The placements of every tensor of a captured program whose inputs have theirs."""
     plan = Plan()
     sweep = _Sweep(plan, program.mesh, program.order, sequence_parallel, ctx)
-    experts = experts_of(program) if program.mesh.experts else {}
     for node, given in zip(program.placeholders(), program.inputs, strict=True):
         plan.produced[node] = given.spec
         if given.kind in ("parameter", "buffer"):
             plan.weights.add(node)
-        if given.name in experts:
-            plan.experts.add(node)
     for node in program.calls():
         sweep.visit(node)
     for node, output in zip(program.results(), program.outputs, strict=True):
@@ -100,13 +95,12 @@ class _Sweep:
         operands = tensor_operands(node)
         if all(n in self.plan.weights for n in operands):
             self.plan.weights.add(node)
-            self.plan.experts |= {node} if any(n in self.plan.experts for n in operands) else set()
         if function := function_of(node):
             self.visit_function(node, function, operands)
             return
         rule = rule_of(node)
         atoms = refine(rule, [self.plan.current(n).dims for n in operands], self.priority(operands), self.mesh)
-        choice = {axis: self.choose(axis, node, operands, atoms) for axis in self.mesh.axes}
+        choice = self.choices(node, operands, atoms)
         self.reduce_partials(node, operands, atoms, choice)
         decision = self.settle(node, operands, atoms, choice)
         self.plan.decisions[node] = decision
@@ -133,6 +127,18 @@ class _Sweep:
         """Operand numbers, those with the most sharded axes first."""
         return sorted(range(len(operands)), key=lambda i: -len(self.plan.current(operands[i]).sharded))
 
+    def choices(self, node: fx.Node, operands: Sequence[fx.Node], atoms: Atoms) -> dict[str, str | None]:
+        """For each axis the atom that the operator shards on it, an operand's if there is one, or None."""
+        choice = {axis: self.choose(axis, node, operands, atoms) for axis in self.mesh.axes}
+        if atoms.rule.place is None:
+            return choice
+        axes = self.axis_order(operands, atoms, choice)
+        given = [n for dims in atoms.operands for names in dims for n in names]
+        return {
+            axis: next((n for n in (choice[axis], *given, *axes) if n and axis in self.over(axes[n])), None)
+            for axis in self.mesh.axes
+        }
+
     # -- one axis ---------------------------------------------------------------------------------
 
     def candidates(self, axis: str, atoms: Atoms) -> dict[str, list[int]]:
@@ -141,24 +147,13 @@ class _Sweep:
         for i, (dims, held) in enumerate(zip(atoms.operands, atoms.held)):
             for names, factors in zip(dims, held):
                 for name, factor in zip(names, factors or ()):
-                    if axis in self.over(factor.axes) and atoms.rule.may_shard(atoms.origin(name), axis, self.mesh):
+                    if axis in self.over(factor.axes) and atoms.rule.may_shard(atoms.origin(name), axis):
                         found.setdefault(name, []).append(i)
         return found
 
     def choose(self, axis: str, node: fx.Node, operands: Sequence[fx.Node], atoms: Atoms) -> str | None:
         """The atom that the operator shards on the axis, or None."""
-        if atoms.rule.puts and axis in self.mesh.experts:
-            return next(iter(atoms.rule.puts))
         found = self.candidates(axis, atoms)
-        led = {atom: i for atom in found if (i := atoms.rule.leads.get(atoms.origin(atom))) is not None}
-        found = {atom: i for atom, i in found.items() if atom not in led or led[atom] in i}
-        if taken := [atom for atom in found if atom in led]:
-            return taken[0]
-        if axis in self.mesh.experts:
-            if atoms.rule.splits and not found:
-                return self.sequence_of(atoms.rule.splits, node, axis, atoms)
-            if stays := [atom for atom, i in found.items() if any(operands[k] in self.plan.experts for k in i)]:
-                return stays[0]
         is_weight = [n in self.plan.weights for n in operands]
         if axis not in WEIGHT_AXES and not all(is_weight):
             found = {atom: i for atom, i in found.items() if not all(is_weight[k] for k in i)}
@@ -175,16 +170,6 @@ class _Sweep:
             self.plan.reasons[node, axis] = f"{why} on {axis}: keeps {best} of {', '.join(found)}"
         return best
 
-    def sequence_of(self, factor: str, node: fx.Node, axis: str, atoms: Atoms) -> str:
-        """The atom of a factor that is the sequence; raises Refused if there is none."""
-        for dims, held in zip(atoms.operands, atoms.held):
-            for names, factors in zip(dims, held):
-                for name, piece in zip(names, factors or ()):
-                    if piece.label == "sequence" and atoms.origin(name) == factor:
-                        return name
-        fix = "no dim of them is known as their sequence; set passes.moe.dispatch=all_gather"
-        raise ir.Refused("shard", node, f"tokens are to be split over {axis}: {fix}")
-
     def over(self, names: Iterable[str]) -> list[str]:
         """The axes of the mesh that axes are made of."""
         return [axis for name in names for axis in self.mesh.over(name)]
@@ -197,7 +182,6 @@ class _Sweep:
         """Reduce every partial operand that cannot be carried through, choosing a shard where one is wanted."""
         for axis in self.mesh.axes:
             partial = {i for i, n in enumerate(operands) if self.plan.current(n).state(axis) == "partial"}
-            partial -= {i for i, factor in atoms.rule.terms.items() if factor == self.origin(choice[axis], atoms)}
             if not partial or self.carries(partial, operands, atoms, axis, choice):
                 continue
             if choice[axis] is None and axis in WEIGHT_AXES and self.sequence_parallel:
@@ -225,7 +209,7 @@ class _Sweep:
         for i in sorted(partial):
             for names, factors in zip(atoms.operands[i], atoms.held[i]):
                 for name, factor in zip(names, factors or ()):
-                    if factor.label == "sequence" and atoms.rule.may_shard(atoms.origin(name), axis, self.mesh):
+                    if factor.label == "sequence" and atoms.rule.may_shard(atoms.origin(name), axis):
                         return name
         return None
 
@@ -242,11 +226,6 @@ class _Sweep:
         partial = tuple(p for p in before.partial if p[0] != axis)
         fill = 0.0 if done and before.fill == 0 else before.fill
         self.plan.reduced[node] = replace(before, dims=tuple(dims), partial=partial, fill=fill)
-
-    @staticmethod
-    def origin(atom: str | None, atoms: Atoms) -> str | None:
-        """The rule's factor that an atom is of."""
-        return None if atom is None else atoms.origin(atom)
 
     # -- the outcome ------------------------------------------------------------------------------
 
@@ -299,9 +278,7 @@ class _Sweep:
                 for name, factor in zip(names, factors or ()):
                     if atoms.rule.may_lie(atoms.origin(name), factor.axes):
                         chosen[name] = self.as_held(chosen[name], factor.axes)
-        if self.mesh.experts_over:
-            chosen |= {name: (self.mesh.experts_over,) for name in atoms.rule.puts}
-        return chosen | ride(atoms, chosen, self.mesh)
+        return with_placed(chosen, placed_by_rule(atoms, self.mesh), self.mesh)
 
     def as_held(self, chosen: tuple[str, ...], held: tuple[str, ...]) -> tuple[str, ...]:
         """The chosen axes, first those that an operand holds, as it holds them."""
@@ -312,10 +289,10 @@ class _Sweep:
 
     def operand_spec(self, i: int, atoms: Atoms, axes, labels, choice, states) -> Spec:
         """The placement needed of operand `i`: shards of the chosen atoms, replicate where it lacks the atom."""
-        names = borne(atoms, (name for dim in atoms.operands[i] for name in dim))
+        sharded = self.over(a for dim in atoms.operands[i] for name in dim for a in axes[name])
         replicate, partial = [], []
         for axis in self.mesh.axes:
-            if choice[axis] in names:
+            if axis in sharded:
                 continue
             if states[axis][i] == "partial":
                 partial.append((axis, "sum"))
@@ -325,11 +302,11 @@ class _Sweep:
 
     def result_spec(self, dims, atoms: Atoms, axes, labels, choice, states) -> Spec:
         """The placement of a result: partial on the axes of vanished atoms or carried sums, else as the operands."""
-        names = borne(atoms, (name for dim in dims for name in dim))
+        sharded = self.over(a for dim in dims for name in dim for a in axes[name])
         replicate, partial = [], []
         for axis in self.mesh.axes:
             atom = choice[axis]
-            if atom in names:
+            if axis in sharded:
                 continue
             if atom is not None:
                 how = atoms.rule.reduced.get(atoms.origin(atom))

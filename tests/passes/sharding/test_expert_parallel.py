@@ -390,8 +390,8 @@ def test_chunks_of_what_does_not_travel_are_refused(mesh, dispatch):
 def test_buffers_that_may_not_hold_all_are_refused():
     ids = torch.empty(24, dtype=torch.int64, device="meta")
     with pytest.raises(ValueError, match="may send an owner 12 rows, there is room for 11"):
-        routed.sends(ids, 6, 2, 2, 2, 11, False, 0, 1)
-    assert routed.sends(ids, 6, 2, 2, 2, 11, True, 0, 1).shape == (2, 2, 11)
+        routed.sends(ids, [6, 2, 2, 2, 11, False, 0, 1])
+    assert routed.sends(ids, [6, 2, 2, 2, 11, True, 0, 1]).shape == (2, 2, 11)
 
 
 def test_the_report_says_which_way_rows_travel_and_why():

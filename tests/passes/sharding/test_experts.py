@@ -13,12 +13,12 @@ from rule_harness import capture, check, sharded
 from sweeps import in_turn, quick
 from torch import nn
 
+from passes import rules
 from passes.program import ir, reshard, routed
 from passes.program.mesh import Mesh
 from passes.program.order import ZIGZAG
 from passes.program.spec import Factor, Spec
 from passes.rules import rule_of
-from passes.sharding.propagate import _Sweep
 
 MESHES = ({}, {"dp_shard": 2}, {"dp_shard": 2, "tp": 2}, {"cp": 2, "tp": 2}, {"dp_shard": 2, "cp": 2},
           {"dp_replicate": 2, "dp_shard": 3}, {"tp": 4})
@@ -58,10 +58,10 @@ def test_rows_may_be_computed_again():
 
 def layer(x, gates, weight, table, ids):
     """What the pass makes of a mixture: two choices a token, of four experts."""
-    ids = routed.spread(ids, 4, 1)
-    order, ends = routed.order(ids, 4, 2), routed.ends(ids, 4, 2)
-    rows = routed.grouped_mm(routed.rows(x, order, 2), weight, ends) + routed.of_group(table, ends, order)
-    return routed.unorder(rows * routed.rows(gates, order, 1)[:, None], order).view(-1, 2, 5).sum(1)
+    way = list(routed.Way(groups=4, share=2, owners=1))
+    groups = routed.groups(ids, way)
+    rows = routed.expert_mm(routed.dispatch(x, ids, 2, way), weight, groups, 1.0) + routed.of_expert(table, groups)
+    return routed.combine(rows * routed.dispatch(gates, ids, 1, way)[:, None], ids, way).view(-1, 2, 5).sum(1)
 
 
 @pytest.mark.parametrize(("axis", "ranks"), (("dp_shard", 2), ("cp", 3), ("tp", 2)))
@@ -187,28 +187,24 @@ def test_counts_of_all_ranks_are_refused_where_each_rank_has_its_own_rows(monkey
     original = rule_of
 
     def complete(node):
-        return replace(original(node), terms={})
+        rule = original(node)
+        return replace(rule, place=lambda held, mesh: {"t": ()}) if node.target is routed.groups else rule
 
     monkeypatch.setattr("passes.sharding.propagate.rule_of", complete)
-    with pytest.raises(ir.CompileError, match="is complete over dp_shard, of which each rank takes its own term"):
+    with pytest.raises(ir.CompileError, match="rows in a rank's own order are converted"):
         compile_lockstep(mixture(), squared_error, sequences()[0], {"dp_shard": 2})
 
 
 def test_an_order_that_is_cut_into_shards_is_refused(monkeypatch):
     """Of ids that all ranks have each sorts all of them; a share of that order says nothing of a rank's tokens."""
-    monkeypatch.setattr(_Sweep, "choose", without_leads(_Sweep.choose))
+    placed = rules.routed._placed  # of tokens, where their ids are
+    monkeypatch.setattr(rules.routed, "_placed", lambda node, way, held, mesh: placed(node, way, held[:1], mesh))
     model = mixture()
     model.experts = routed_alike.__get__(model)
     with pytest.raises(ir.CompileError, match="rows in a rank's own order are converted"):
         compile_lockstep(model, squared_error, sequences()[0], {"dp_shard": 2})
     monkeypatch.undo()
     trained_alike(model, squared_error, sequences(), {"dp_shard": 2}, NO_DECAY)
-
-
-def without_leads(choose):
-    def without(self, axis, node, operands, atoms):
-        return choose(self, axis, node, operands, replace(atoms, rule=replace(atoms.rule, leads={})))
-    return without
 
 
 def routed_alike(self, x):

@@ -196,10 +196,17 @@ FAULTS = (
     ),
     # routed.py
     Fault(
+        "padding_is_counted",
+        "passes/program/routed.py",
+        "return (ids[:, :, None] <= torch",
+        "return (ids[:, :, None] % groups <= torch",
+        "Rows of padding count as the first expert's.",
+    ),
+    Fault(
         "part_counts_from_the_first",
         "passes/program/routed.py",
-        "ends = (ends.clamp(max=capacity) - part + parts - 1) // parts",
-        "ends = (ends.clamp(max=capacity) + parts - 1) // parts",
+        "ends = (ends.clamp(max=how.capacity) - how.part + how.parts - 1) // how.parts",
+        "ends = (ends.clamp(max=how.capacity) + how.parts - 1) // how.parts",
         "A chunk of rows counts a place too many of an expert where they do not divide.",
     ),
     # ir.py

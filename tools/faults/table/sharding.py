@@ -49,39 +49,26 @@ FAULTS = (
         "Sums over data ranks are reduced into shards of the sequence too.",
     ),
     Fault(
-        "led_by_any",
+        "any_factor_over_experts",
         "passes/sharding/propagate.py",
-        "if atom not in led or led[atom] in i}",
-        "}",
-        "The order of rows is cut into shards where their tokens are.",
-    ),
-    Fault(
-        "counts_of_all",
-        "passes/sharding/propagate.py",
-        "if factor == self.origin(choice[axis], atoms)}",
-        "if factor == axis}",
-        "A rank takes the counts of all ranks for those of its own rows.",
+        "if axis in self.over(factor.axes) and atoms.rule.may_shard(atoms.origin(name), axis):",
+        "if axis in self.over(factor.axes) and atoms.origin(name) not in atoms.rule.whole "
+        "and (axis in self.mesh.experts or atoms.rule.may_shard(atoms.origin(name), axis)):",
+        "Attention runs on shards of the sequence over tp, where experts are spread over it.",
     ),
     # dispatch.py
     Fault(
-        "rows_of_others_added",
-        "passes/sharding/dispatch.py",
-        "if self.among > 1 else rows",
-        "if self.among > 99 else rows",
-        "What experts make of rows that are others' is added to the sum over owners.",
-    ),
-    Fault(
         "capacity_of_all_owners",
         "passes/sharding/dispatch.py",
-        "own * slots.share / slots.owners)),",
-        "own * slots.share)),",
+        "own * way.share / way.owners)),",
+        "own * way.share)),",
         "A bounded buffer has room for all owners' rows.",
     ),
     Fault(
         "dropped_by_one_source",
         "passes/sharding/dispatch.py",
-        "write.call(aten.lt.Scalar, slots.ids, slots.groups)",
-        "write.call(aten.lt.Scalar, slots.ids, slots.groups - 1)",
+        "write.call(aten.lt.Scalar, ids, way.groups)",
+        "write.call(aten.lt.Scalar, ids, way.groups - 1)",
         "Rows for the last expert are not counted among those that find no room.",
     ),
     # experts.py
@@ -138,8 +125,8 @@ FAULTS = (
     Fault(
         "reduce_dtype_forgotten",
         "passes/sharding/partition.py",
-        "self.reduce_dtype if is_weight else None)",
-        "None)",
+        "dtype = self.reduce_dtype if node in self.plan.weights else None",
+        "dtype = None",
         "Gradients of gathered weights are added in the compute dtype.",
     ),
     # convert.py
