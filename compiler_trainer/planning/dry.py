@@ -104,7 +104,7 @@ def compilation(cfg: Config, trained: Subject, observe: Observer | None = None) 
         trained.loss,
         one_microbatch(batch, cfg.train.microbatches),
         mesh.without("pp"),
-        build_pipeline(cfg.passes, cfg.optim, masters, cfg.train.microbatches, skip, mesh["pp"]),
+        build_pipeline(cfg.passes, cfg.optim, masters, cfg.train.microbatches, skip, mesh["pp"], cfg.cluster),
         cfg.passes,
         torch.device("cpu"),  # kernels of other devices cannot be traced where they are not; shapes are the same
         observe,

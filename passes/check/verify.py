@@ -24,6 +24,7 @@ from passes.cost.accounting import formula_of
 from passes.program import ir
 from passes.program.abstract_eval import Avals, Value, abstract_eval
 from passes.program.bodies import base_of
+from passes.program.functions import as_meant
 from passes.program.layer import KINDS, Layer
 from passes.program.mesh import SEQUENCE_AXIS, Mesh
 from passes.program.operators import GRADIENTS, axis_of, bind, communicator_of, is_mutable, started
@@ -60,7 +61,8 @@ def verify_spec(
     _raise_first(pass_name, (finding for check in STRUCTURE for finding in check(program)))
     if avals is None:
         avals = check_values_anew(program, ctx, pass_name)
-    _raise_first(pass_name, (finding for check in MEANING for finding in check(program)))
+    meant = as_meant(program, ctx)
+    _raise_first(pass_name, (finding for check in MEANING for finding in check(meant)))
     if before is not None:
         _raise_first(pass_name, check_results_kept(before, program))
     if before is not None and before.stage < Stage.LOCAL <= program.stage:
