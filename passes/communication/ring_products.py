@@ -48,7 +48,8 @@ class Rows:
         """The whole of shards that came around, without padding."""
         steps = torch.remainder(axis_index - self.places(axis_index), self.axis_size)
         by_rank = torch.stack(list(shards)).index_select(0, steps)
-        return by_rank.movedim(0, self.dim).flatten(self.dim, self.dim + 1).narrow(self.dim, 0, size)
+        shape = [*by_rank.shape[1 : self.dim + 1], -1, *by_rank.shape[self.dim + 2 :]]
+        return by_rank.movedim(0, self.dim).reshape(shape).narrow(self.dim, 0, size)
 
     def apart(self, x: Tensor, axis_index: Tensor) -> Tensor:
         """The shards of a whole tensor, in a first dim of their own: that of the next rank first, the own one last."""
@@ -108,7 +109,7 @@ class GatherProducts:
             shards.append(shard)
             for own, factor in zip(pieces, factors):
                 own.append(product(shard, factor))
-        made = [rows.joined(own, axis_index, size).flatten(0, -2) for own in pieces]
+        made = [rows.joined(own, axis_index, size).reshape(-1, own[0].shape[-1]) for own in pieces]
         made = list(made[0].split(widths, 1)) if one else made
         return (*made, rows.joined(shards, axis_index, size)) if self.whole else tuple(made)
 
