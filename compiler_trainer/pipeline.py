@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from compiler_trainer.config.cluster import AUTO_CLUSTER, ClusterConfig
+from compiler_trainer.config.clusters import cluster_of
 from compiler_trainer.config.device import described
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import (
@@ -30,7 +31,6 @@ from compiler_trainer.config.schema import (
 )
 from compiler_trainer.config.tables import build_table
 from compiler_trainer.config.targets import called, import_rules
-from compiler_trainer.planning.clusters import cluster_of
 from passes.autograd.joint import Joint
 from passes.autograd.simplify import Simplify
 from passes.communication.async_tp import AsyncTP

@@ -12,7 +12,7 @@ a weight, a norm) reads it from there. An operator stands for its ring until `co
 
 With `auto`, rings are taken of those sites alike (of all layers) where the timeline of the finished program is shorter
 with them than without. Left as they are: gathers and reductions of parameters and gradients, products of a dim that is
-gathered, products in float8 (`_scaled_mm`), grouped and batched ones.
+gathered, products in float8 with a scale a row, grouped and batched ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import fx
 
 from passes.communication.bucket import gradient_nodes
 from passes.communication.layer_starts import place_of
-from passes.communication.ring_products import GatherProducts, ScatterProducts
+from passes.communication.ring_products import OPEN, GatherProducts, Product, ScatterProducts, View
 from passes.cost.cluster import Cluster
 from passes.cost.predict import predict
 from passes.program import ir, reshard
@@ -38,7 +38,7 @@ from passes.program.stages import Stage
 from passes.program.weights import weight_nodes
 
 aten = torch.ops.aten
-VIEWS = (aten.view.default, aten._unsafe_view.default)
+VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 Choice = Literal["none", "auto", "all"]
 
 
@@ -88,18 +88,16 @@ def sites_of(program: ir.Program) -> list[Site]:
 def after_gather(gather: fx.Node, weights: set[fx.Node]) -> Iterator[fx.Node]:
     """The products, of its layer and phase, of rows of a gathered value with weights."""
     for left in (gather, *(user for user in gather.users if is_flat(user))):
-        rows = ir.example(left).dim() == 2 and gather.args[1] != ir.example(gather).dim() - 1
-        for user in left.users if rows else ():
-            if is_product(user) and user.args[0] is left and user.args[1] in weights:
-                if place_of(user) == place_of(gather):
-                    yield user
+        for user in left.users if gather.args[1] != ir.example(gather).dim() - 1 else ():
+            is_rows = is_product(user) and user.args[0] is left and user.args[1] in weights
+            if is_rows and place_of(user) == place_of(gather) and not needs(user.all_input_nodes[1:], gather):
+                yield user
 
 
 def before_scatter(scatter: fx.Node) -> list[fx.Node]:
-    """The products whose sum is reduce-scattered along their rows, if it is one of these and nothing else reads them."""
-    terms = terms_of(scatter.args[0])  # type: ignore[arg-type]
+    """The products whose sum is reduce-scattered along their rows, if it is one of these that nothing else reads."""
+    made = [unviewed(term) for term in terms_of(scatter.args[0])]  # type: ignore[arg-type]
     whole = scatter.args[1] == ir.example(scatter).dim() - 1
-    made = [unviewed(term) for term in terms]
     return made if not whole and all(is_product(n) and len(n.users) == 1 for n in made) else []
 
 
@@ -118,15 +116,31 @@ def unviewed(node: fx.Node) -> fx.Node:
 
 def is_flat(node: fx.Node) -> bool:
     """Whether a node views rows along several dims as along one."""
-    if node.target is not aten.view.default:
+    if node.target not in VIEWS:
         return False
     given, made = (ir.example(n).shape for n in (node.args[0], node))  # type: ignore[arg-type]
     return len(made) == 2 and made[-1] == given[-1]
 
 
 def is_product(node: fx.Node) -> bool:
-    """Whether a node multiplies two matrices."""
-    return node.target is aten.mm.default
+    """Whether a node multiplies two real matrices, in float8 with one scale each."""
+    if node.target is aten._scaled_mm.default:
+        scales = node.all_input_nodes[2:]
+        return not node.kwargs and len(node.all_input_nodes) == 4 and all(ir.example(n).numel() == 1 for n in scales)
+    return node.target is aten.mm.default and len(node.all_input_nodes) == 2 and not ir.example(node).is_complex()
+
+
+def needs(nodes: Sequence[fx.Node], other: fx.Node) -> bool:
+    """Whether one of the nodes is computed from another one."""
+    waiting, seen = list(nodes), set(nodes)
+    while waiting:
+        node = waiting.pop()
+        later = [n for n in node.all_input_nodes if n not in seen and not n < other]
+        if node is other:
+            return True
+        seen.update(later)
+        waiting += later
+    return False
 
 
 # ---- the rings -------------------------------------------------------------------------------------
@@ -138,30 +152,41 @@ def put_ring(program: ir.Program, site: Site, ctx: ir.Context) -> None:
     inputs = zip(program.placeholders(), program.inputs, strict=True)
     axis_index = next(n for n, i in inputs if i.kind == "coordinate" and i.name == site.axis)
     if not site.is_gather:
-        given = [n for product in site.products for n in product.args]
+        given = [n for product in site.products for n in product.all_input_nodes]
         put_operator(node, scattering(site), [*given, axis_index], [node], ctx)
         return
     products = list(site.products)
-    matrices = [product.args[1] for product in products]
-    for matrix in matrices:
-        move_before(matrix, node)  # type: ignore[arg-type]
+    beside = [n for product in products for n in product.all_input_nodes[1:]]
+    for operand in beside:
+        move_before(operand, node)
     more = [node] if read_by_more(site) else []
-    put_operator(node, gathering(site, bool(more)), [node.args[0], *matrices, axis_index], [*products, *more], ctx)
+    put_operator(node, gathering(site, bool(more)), [node.args[0], *beside, axis_index], [*products, *more], ctx)
 
 
 def gathering(site: Site, whole: bool) -> GatherProducts:
     """The ring of a gather."""
-    node = site.collective
-    return GatherProducts(node.args[1:], site.products[0].args[0] is not node, whole)  # type: ignore[arg-type]
+    node, left = site.collective, site.products[0].args[0]
+    flat = None if left is node else view_of(left)  # type: ignore[arg-type]
+    return GatherProducts(node.args[1:], flat, tuple(map(described, site.products)), whole)
 
 
 def scattering(site: Site) -> ScatterProducts:
     """The ring of a reduce-scatter."""
     node = site.collective
     lead = tuple(ir.example(node.args[0]).shape[:-1])  # type: ignore[arg-type]
-    users = [next(iter(product.users)) for product in site.products]
-    views = tuple(user.target if user.target in VIEWS else None for user in users)
-    return ScatterProducts(node.args[1:], lead, views)  # type: ignore[arg-type]
+    readers = [next(iter(product.users)) for product in site.products]
+    views = tuple(view_of(reader) if reader.target in VIEWS else None for reader in readers)
+    return ScatterProducts(node.args[1:], lead, tuple(map(described, site.products)), views)
+
+
+def described(product: fx.Node) -> Product:
+    """A product, its tensors beside the rows left open."""
+    return Product(product.target, tuple(OPEN if isinstance(a, fx.Node) else a for a in product.args[1:]))
+
+
+def view_of(node: fx.Node) -> View:
+    """What a node views its operand as."""
+    return node.target, tuple(node.args[1])  # type: ignore[arg-type]
 
 
 def read_by_more(site: Site) -> bool:

@@ -6,8 +6,8 @@
                                     there while the next are computed; its own come last, and what came is added
 
 The same program on every rank: whose rows are at hand is data, the rank's coordinate on the axis. Padding of an uneven
-dim travels as it is and is cut off after a gather; before a reduction it is added, zero. Terms are added in the dtype in
-which the collective would, in the order of their steps.
+dim travels as it is and is cut off after a gather; before a reduction it is added, zero. Terms are added in the dtype
+of the collective, in the order of their steps.
 
 Small pieces are slow, so products that share rows are one while they are small (`joins`): their matrices are laid side
 by side, or where products are added, rows and matrices end to end.
@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, ClassVar
 
 import torch
@@ -75,93 +76,129 @@ class Rows:
         """0, 1, ... for the ranks of the axis."""
         return torch.arange(self.axis_size, device=like.device)
 
-    def flops(self, rows: int, matrix: Tensor) -> int:
-        """Of a piece of a product of so many rows."""
-        return 2 * -(-rows // self.axis_size) * matrix.numel()
+
+@dataclass(frozen=True)
+class Product:
+    """A product of rows, `op(rows, *rest)`, its tensors beside the rows left open: a matrix, and scales in float8."""
+
+    op: Any
+    rest: tuple[Any, ...]
+
+    @property
+    def tensors(self) -> int:
+        """How many tensors it takes beside the rows."""
+        return self.rest.count(OPEN)
+
+    def __call__(self, rows: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+        """The product of a matrix of rows."""
+        given = iter(tensors)
+        return self.op(rows, *(next(given) if part is OPEN else part for part in self.rest))
+
+    def of(self, x: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+        """The same of rows along all dims but the last."""
+        made = self(x.reshape(-1, x.shape[-1]), tensors)
+        return made.view(*x.shape[:-1], made.shape[-1])
 
 
-def joins(rows: Rows, count: int, matrices: Sequence[Tensor]) -> bool:
-    """Whether products with a matrix each, of so many rows in all pieces, are better made as one."""
-    return len(matrices) > 1 and max(rows.flops(count, matrix) for matrix in matrices) < SMALL_FLOPS
+OPEN = ...
+MM = Product(torch.ops.aten.mm.default, (OPEN,))
+View = tuple[Any, tuple[int, ...]]  # an operator and the shape that it gives
+
+
+def viewed(x: Tensor, view: View | None) -> Tensor:
+    """A tensor in another shape."""
+    return view[0](x, list(view[1])) if view else x
+
+
+def joins(products: Sequence[Product], rows: int, matrices: Sequence[Tensor]) -> bool:
+    """Whether products, of so many rows in a piece, are better made as one."""
+    largest = max(2 * rows * matrix.numel() for matrix in matrices)
+    return len(products) > 1 and set(products) == {MM} and largest < SMALL_FLOPS
+
+
+def dealt(products: Sequence[Product], given: Sequence[Tensor], more: int = 0) -> list[Sequence[Tensor]]:
+    """The tensors of each product, and so many beside them."""
+    tensors = iter(given)
+    return [list(islice(tensors, more + product.tensors)) for product in products]
 
 
 @dataclass(frozen=True)
 class GatherProducts:
-    """Products of a gathered value with matrices, rows in one dim, and at the end with `whole` the value itself.
+    """Products of a gathered value, rows in one dim, and at the end with `whole` the value itself.
 
-    `gather` are the arguments of `all_gather` after the shard, `flat` whether rows are several dims of it.
+    `gather` are the arguments of `all_gather` after the shard; `flat` views the value as rows, None if it is.
+    Takes the shard, the tensors of each product and the rank's coordinate.
     """
 
     gather: tuple[Any, ...]
-    flat: bool
+    flat: View | None
+    products: tuple[Product, ...]
     whole: bool
     name: ClassVar[str] = "ring_gather"
 
     def ring(self, x: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
         """The products, in pieces."""
-        *matrices, axis_index = given
+        *tensors, axis_index = given
         dim, axis, axis_size, size, dtype, _ = self.gather
-        rows, widths = Rows(dim, axis, axis_size), [matrix.shape[1] for matrix in matrices]
-        one = joins(rows, axis_size * math.prod(x.shape[:-1]), matrices)
-        factors, shards = [torch.cat(matrices, 1)] if one else matrices, list[Tensor]()
-        pieces: list[list[Tensor]] = [[] for _ in factors]
-        for shard in rows.around(x.to(dtype).contiguous()):
-            shards.append(shard)
-            for own, factor in zip(pieces, factors):
-                own.append(product(shard, factor))
-        made = [rows.joined(own, axis_index, size).reshape(-1, own[0].shape[-1]) for own in pieces]
-        made = list(made[0].split(widths, 1)) if one else made
-        return (*made, rows.joined(shards, axis_index, size)) if self.whole else tuple(made)
+        rows, products, factors = Rows(dim, axis, axis_size), self.products, dealt(self.products, tensors)
+        one = joins(products, math.prod(x.shape[:-1]), [own[0] for own in factors])
+        if one:
+            products, factors = (MM,), [[torch.cat(tensors, 1)]]
+        shards, pieces = list[Tensor](), [list[Tensor]() for _ in products]
+        for sent in rows.around(reshard.sendable(x.to(dtype).contiguous())):
+            shards.append(sent)
+            for found, product, own in zip(pieces, products, factors):
+                found.append(product.of(reshard.received(sent, dtype), own))
+        made = [rows.joined(found, axis_index, size).reshape(-1, found[0].shape[-1]) for found in pieces]
+        made = list(made[0].split([matrix.shape[1] for matrix in tensors], 1)) if one else made
+        whole = [reshard.received(rows.joined(shards, axis_index, size), dtype)] if self.whole else []
+        return (*made, *whole)
 
     def meaning(self, x: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
         """What it stands for."""
         whole = reshard.all_gather(x, *self.gather)
-        left = whole.view(math.prod(whole.shape[:-1]), whole.shape[-1]) if self.flat else whole
-        made = tuple(torch.mm(left, matrix) for matrix in given[:-1])
-        return (*made, whole) if self.whole else made
+        left = viewed(whole, self.flat)
+        made = [product(left, own) for product, own in zip(self.products, dealt(self.products, given))]
+        return (*made, whole) if self.whole else tuple(made)
 
 
 @dataclass(frozen=True)
 class ScatterProducts:
-    """The reduce-scattered sum of products, given as rows and matrix of each in turn.
+    """The reduce-scattered sum of products.
 
     `scatter` are the arguments of `reduce_scatter` after the sum, `lead` its dims but for the last, `views` give each
-    product these dims (None: it has them).
+    product these dims (None: it has them). Takes rows and tensors of each product, and the rank's coordinate.
     """
 
     scatter: tuple[Any, ...]
     lead: tuple[int, ...]
-    views: tuple[Callable[..., Tensor] | None, ...]
+    products: tuple[Product, ...]
+    views: tuple[View | None, ...]
     name: ClassVar[str] = "ring_scatter"
 
     def ring(self, *given: Tensor) -> tuple[Tensor, ...]:
         """The sum, in pieces."""
-        *factors, axis_index = given
+        *tensors, axis_index = given
         dim, axis, axis_size, dtype, reduce_dtype = self.scatter
-        rows = Rows(dim, axis, axis_size)
-        lefts, matrices = [x.view(*self.lead, x.shape[-1]) for x in factors[::2]], factors[1::2]
-        if joins(rows, math.prod(self.lead), matrices):
-            lefts, matrices = [torch.cat(lefts, -1)], [torch.cat(matrices, 0)]
-        pieces = [rows.apart(left, axis_index) for left in lefts]
+        rows, products = Rows(dim, axis, axis_size), self.products
+        each = dealt(products, tensors, 1)
+        lefts, factors = [x.view(*self.lead, x.shape[-1]) for x, *_ in each], [own for _, *own in each]
+        if joins(products, -(-math.prod(self.lead) // axis_size), [own[0] for own in factors]):
+            products = (MM,)
+            lefts, factors = [torch.cat(lefts, -1)], [[torch.cat([own[0] for own in factors], 0)]]
+        pieces = [reshard.received(rows.apart(reshard.sendable(x), axis_index), x.dtype) for x in lefts]
 
         def term(step: int) -> Tensor:
-            made = added([product(x.select(0, step), matrix) for x, matrix in zip(pieces, matrices)])
+            made = added([p.of(x.select(0, step), own) for p, x, own in zip(products, pieces, factors)])
             return made.to(reduce_dtype or made.dtype)
 
         return (added(rows.exchanged(term)).to(dtype),)
 
     def meaning(self, *given: Tensor) -> tuple[Tensor, ...]:
         """What it stands for."""
-        terms = []
-        for left, matrix, view in zip(given[:-1:2], given[1:-1:2], self.views):
-            made = torch.mm(left, matrix)
-            terms.append(view(made, [*self.lead, made.shape[-1]]) if view else made)
+        each = zip(self.products, self.views, dealt(self.products, given, 1))
+        terms = [viewed(product(left, own), view) for product, view, (left, *own) in each]
         return (reshard.reduce_scatter(added(terms), *self.scatter),)
-
-
-def product(x: Tensor, matrix: Tensor) -> Tensor:
-    """The rows of `x`, along all dims but the last, times a matrix."""
-    return torch.mm(x.reshape(-1, x.shape[-1]), matrix).view(*x.shape[:-1], matrix.shape[-1])
 
 
 def added(terms: Sequence[Tensor]) -> Tensor:
