@@ -1,12 +1,13 @@
 """Configuration in, passes out: read this page first.
 
     capture -> cast, intervals, chunk_loss, normalize, token_mean, sequence_layout, experts, place, float8, shard
-            -> joint, simplify, cse, reassociate, remat, optimize
+            -> joint, simplify, cse, reassociate, remat, async_tp, optimize
             -> bucket, collectives, communicators, overlap, segment -> lower
 
 `forward` ends in the program that every rank runs to get the loss. Training goes on from there: with one
 microbatch as one `step` program, with several as `accumulate`, run once a microbatch, and `apply`.
-`bucket` comes after `optimize` because the reductions of replicated gradients appear only there.
+`async_tp` is there where it is asked for. `bucket` comes after `optimize` because the reductions of replicated
+gradients appear only there.
 """
 
 from __future__ import annotations
