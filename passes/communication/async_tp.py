@@ -18,7 +18,7 @@ gathered, products in float8 with a scale a row, grouped and batched ones.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -85,20 +85,26 @@ def sites_of(program: ir.Program) -> list[Site]:
     return [site for site in found if site.products and site.axis in known]
 
 
-def after_gather(gather: fx.Node, weights: set[fx.Node]) -> Iterator[fx.Node]:
+def after_gather(gather: fx.Node, weights: set[fx.Node]) -> list[fx.Node]:
     """The products, of its layer and phase, of rows of a gathered value with weights."""
-    for left in (gather, *(user for user in gather.users if is_flat(user))):
-        for user in left.users if gather.args[1] != ir.example(gather).dim() - 1 else ():
-            is_rows = is_product(user) and user.args[0] is left and user.args[1] in weights
-            if is_rows and place_of(user) == place_of(gather) and not needs(user.all_input_nodes[1:], gather):
-                yield user
+
+    def is_of_rows(user: fx.Node, left: fx.Node) -> bool:
+        found = is_product(user) and user.args[0] is left and user.args[1] in weights
+        return found and place_of(user) == place_of(gather) and not needs(user.all_input_nodes[1:], gather)
+
+    if gather.args[1] == ir.example(gather).dim() - 1:
+        return []
+    lefts = (gather, *(user for user in gather.users if is_flat(user)))
+    found = ([user for user in left.users if is_of_rows(user, left)] for left in lefts)
+    return next(filter(None, found), [])
 
 
 def before_scatter(scatter: fx.Node) -> list[fx.Node]:
     """The products whose sum is reduce-scattered along their rows, if it is one of these that nothing else reads."""
+    width, whole = ir.example(scatter).shape[-1], scatter.args[1] == ir.example(scatter).dim() - 1
     made = [unviewed(term) for term in terms_of(scatter.args[0])]  # type: ignore[arg-type]
-    whole = scatter.args[1] == ir.example(scatter).dim() - 1
-    return made if not whole and all(is_product(n) and len(n.users) == 1 for n in made) else []
+    fits = (is_product(n) and len(n.users) == 1 and ir.example(n).shape[-1] == width for n in made)
+    return made if not whole and all(fits) else []
 
 
 def terms_of(node: fx.Node) -> list[fx.Node]:

@@ -144,7 +144,9 @@ def test_nothing_is_a_site_whose_rows_are_not_whole_or_that_more_reads():
     other = site.call(aten.mm.default, site.input("b", split(14, 6), "batch"), site.input("v", split(6, 6)))
     read = site.call(aten._unsafe_view.default, other, [2, 7, 6])
     scattered = site.call(reshard.reduce_scatter, read, 1, "tp", 3, F32, None)
-    program = site.program(*features, columns, scattered, site.used(other))
+    heads = site.call(aten.mm.default, site.input("c", split(14, 6), "batch"), site.input("o", split(6, 6)))
+    by_head = site.call(reshard.reduce_scatter, site.call(aten.view.default, heads, [2, 7, 2, 3]), 1, "tp", 3, F32, None)
+    program = site.program(*features, columns, scattered, site.used(other), by_head)
     after, report = ALL(program, site.ctx)
     assert after is program and report.counts == {"sites": 0}
 
