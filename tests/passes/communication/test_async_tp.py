@@ -32,13 +32,13 @@ aten = torch.ops.aten
 F32 = torch.float32
 RINGS = {"communication": {"async_tp": "all"}}
 ALL = AsyncTP("all")
-full = pytest.mark.full
 
 
 # ---- whole steps -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tp", [pytest.param(2, marks=full), 3, pytest.param(4, marks=full), pytest.param(8, marks=full)])
+@pytest.mark.parametrize("tp", [2, 3, 4, 8])
+@pytest.mark.sample(2)
 def test_updates_are_those_of_eager_pytorch(tp):
     """Of 7 tokens a row and features that divide by nothing; of 8 ranks one has no token at all."""
     step = trained_alike(llama(), llama_loss, batches(), {"tp": tp}, passes=RINGS)
@@ -47,7 +47,7 @@ def test_updates_are_those_of_eager_pytorch(tp):
     assert counts["gathers"] + counts["scatters"] == counts["sites"] >= 6
 
 
-@full
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("mesh", "passes", "microbatches"),
     [
