@@ -1,12 +1,13 @@
 """Configuration in, passes out: read this page first.
 
     capture -> cast, intervals, chunk_loss, normalize, token_mean, sequence_layout, experts, place, float8, shard
-            -> joint, simplify, cse, reassociate, remat, optimize
+            -> joint, simplify, cse, reassociate, remat, async_tp, optimize
             -> bucket, collectives, communicators, overlap, segment -> lower
 
 `forward` ends in the program that every rank runs to get the loss. Training goes on from there: with one
 microbatch as one `step` program, with several as `accumulate`, run once a microbatch, and `apply`.
-`bucket` comes after `optimize` because the reductions of replicated gradients appear only there.
+`async_tp` is there where it is asked for. `bucket` comes after `optimize` because the reductions of replicated
+gradients appear only there.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from typing import Any
 
 import torch
 
+from compiler_trainer.config.cluster import AUTO_CLUSTER, ClusterConfig
+from compiler_trainer.config.clusters import cluster_of
+from compiler_trainer.config.device import described
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import (
     EIGHT_BITS,
@@ -30,6 +34,7 @@ from compiler_trainer.config.tables import build_table
 from compiler_trainer.config.targets import called, import_rules
 from passes.autograd.joint import Joint
 from passes.autograd.simplify import Simplify
+from passes.communication.async_tp import AsyncTP
 from passes.communication.bucket import Bucket
 from passes.communication.communicators import Communicators
 from passes.communication.cse import CSE
@@ -111,13 +116,15 @@ def build_pipeline(
     microbatches: int,
     skip_nonfinite: bool = False,
     pp: int = 1,
+    cluster: ClusterConfig = AUTO_CLUSTER,
 ) -> Pipeline:
     """The passes that a configuration asks for; `masters` are the dtypes of the stored parameters.
 
+    What a pass decides by time, it decides on the `cluster`.
     Raises UserError where a pass of one's own has no place among them.
     """
     import_rules(passes.rules)
-    return with_extra(built_in(passes, optim, masters, microbatches, skip_nonfinite, pp), build_extra(passes))
+    return with_extra(built_in(passes, optim, masters, microbatches, skip_nonfinite, pp, cluster), build_extra(passes))
 
 
 def built_in(
@@ -127,6 +134,7 @@ def built_in(
     microbatches: int,
     skip_nonfinite: bool,
     pp: int,
+    cluster: ClusterConfig,
 ) -> Pipeline:
     """Those of them that are our own."""
     reduce_dtype = DTYPES[passes.cast.reduce_dtype]
@@ -155,7 +163,7 @@ def built_in(
     evaluate = (Collectives(), overlap, segment)
     joint: Passes = (Joint(), Simplify(), CSE(), Reassociate())
     if microbatches == pp == 1:
-        then: Passes = (optimize, *finish)
+        then = with_async_tp(passes, cluster, (optimize, *finish))
         step = (*joint, build_remat(remat, then), *then, segment)
         return Pipeline(forward, evaluate, {"step": step}, folding=build_folding(passes, optim, masters))
     joint += (Defer(),) if once(passes.accumulate.reduce, pp) else ()
@@ -167,10 +175,11 @@ def built_in(
             own = replace(apply, rank=rank, rank_of=table.rank_of) if pp > 1 else apply
             return own, replace(optimize, rank=rank, ranks=pp)
 
-        whole = (replace(build_remat(remat, (total,)), gathers_once=gathers), total)
+        rings = build_async_tp(passes, cluster, (total, *finish))
+        whole = (replace(build_remat(remat, (*rings, total)), gathers_once=gathers), *rings, total)
         staged = Staged(table if pp > 1 else None, whole, (*finish, segment), update, gathers)
         return Pipeline(forward, evaluate, {}, joint, staged=staged)
-    then = (total, *finish)
+    then = with_async_tp(passes, cluster, (total, *finish))
     train = {
         "accumulate": (build_remat(remat, then, optimize.state_bytes), *then, segment),
         "apply": (apply, optimize, *finish, segment),
@@ -273,6 +282,19 @@ def build_cast(cast: CastConfig, masters: Mapping[str, torch.dtype]) -> Cast:
     """The precision that a configuration asks for."""
     ops, modules = ({p: DTYPES[d] for p, d in patterns.items()} for patterns in (cast.ops, cast.modules))
     return Cast(masters, ops, modules, DTYPES[cast.output_dtype])
+
+
+def build_async_tp(passes: PassesConfig, cluster: ClusterConfig, following: Passes) -> Passes:
+    """The pass that puts products beside rings, if it is asked for; `following` passes finish its program."""
+    choice = passes.communication.async_tp
+    if choice == "none":
+        return ()
+    return (AsyncTP(choice, cluster_of(described(cluster)) if choice == "auto" else None, following),)
+
+
+def with_async_tp(passes: PassesConfig, cluster: ClusterConfig, following: Passes) -> Passes:
+    """Passes that finish a program, from products beside rings on."""
+    return (*build_async_tp(passes, cluster, following), *following)
 
 
 def build_remat(remat: RematConfig, rest: Passes, reserved: Callable[[Program], int] = lambda _: 0) -> Remat:

@@ -492,10 +492,15 @@ class RematConfig:
 
 @dataclass(frozen=True)
 class CommunicationConfig:
-    """How collectives are merged (0 MiB: none are), and how many layers early they start (0: the order stays)."""
+    """How collectives are merged (0 MiB: none are), and how many layers early they start (0: the order stays).
+
+    With `async_tp`, products run in pieces beside the steps of a ring instead of after a gather or before a reduction:
+    all that can, or with `auto` those by which the step predicted on `cluster` is shorter.
+    """
 
     bucket_mib: NonNegativeFloat = 25.0
     prefetch: Count = 1
+    async_tp: Literal["none", "auto", "all"] = "none"
 
 
 @dataclass(frozen=True)

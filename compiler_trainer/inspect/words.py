@@ -21,6 +21,7 @@ PASSES = {
     "reassociate": "partial sums added, then reduced once",
     "defer": "sums over ranks left to the update",
     "remat": "activations kept, recomputed or offloaded",
+    "async_tp": "products beside the steps of a ring, not after a gather",
     "optimize": "gradients reduced and clipped, parameters updated",
     "accumulate": "gradients of microbatches added",
     "apply": "gradients reduced and clipped, parameters updated",

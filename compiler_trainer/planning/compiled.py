@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
+from compiler_trainer.config.clusters import cluster_of
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import ClusterConfig, Config, ModelConfig
 from compiler_trainer.models.subject import subject
 from compiler_trainer.pipeline import Passes
 from compiler_trainer.planning import piped
-from compiler_trainer.planning.clusters import cluster_of
 from compiler_trainer.planning.dry import compilation, sent_bytes, stored_bytes
 from compiler_trainer.planning.estimate import Estimate
 from compiler_trainer.planning.space import Candidate, depth_pattern, replaced

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from compiler_trainer import models
+from compiler_trainer.config.clusters import cluster_of
 from compiler_trainer.config.device import for_predicting
 from compiler_trainer.config.schema import CheckpointConfig, Config
 from compiler_trainer.config.tables import build_table
@@ -25,7 +26,6 @@ from compiler_trainer.console import say
 from compiler_trainer.models.subject import Subject, named, subject
 from compiler_trainer.pipeline import build_pipeline
 from compiler_trainer.planning import stages
-from compiler_trainer.planning.clusters import cluster_of
 from compiler_trainer.planning.dry_table import show
 from compiler_trainer.planning.playing import kept_beside, play
 from compiler_trainer.planning.stages import PP
@@ -104,7 +104,7 @@ def compilation(cfg: Config, trained: Subject, observe: Observer | None = None) 
         trained.loss,
         one_microbatch(batch, cfg.train.microbatches),
         mesh.without("pp"),
-        build_pipeline(cfg.passes, cfg.optim, masters, cfg.train.microbatches, skip, mesh["pp"]),
+        build_pipeline(cfg.passes, cfg.optim, masters, cfg.train.microbatches, skip, mesh["pp"], cfg.cluster),
         cfg.passes,
         torch.device("cpu"),  # kernels of other devices cannot be traced where they are not; shapes are the same
         observe,

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from compiler_trainer.config.clusters import cluster_of
 from compiler_trainer.config.schema import ClusterConfig, Config, ModelConfig
 from compiler_trainer.config.tables import build_table
 from compiler_trainer.planning import stages
-from compiler_trainer.planning.clusters import cluster_of
 from compiler_trainer.planning.dry import DryStep, compile_dry, stored_bytes
 from compiler_trainer.planning.estimate import Estimate
 from compiler_trainer.planning.space import Candidate, depth_pattern, replaced

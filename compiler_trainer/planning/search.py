@@ -17,11 +17,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from compiler_trainer.config.clusters import cluster_of
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import MeshConfig
 from compiler_trainer.models.subject import subject
 from compiler_trainer.planning import compiled
-from compiler_trainer.planning.clusters import cluster_of
 from compiler_trainer.planning.estimate import Estimate, estimates
 from compiler_trainer.planning.mix import mixtures
 from compiler_trainer.planning.rank import Rank

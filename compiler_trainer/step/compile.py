@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
+from compiler_trainer.config.cluster import AUTO_CLUSTER, ClusterConfig
 from compiler_trainer.config.device import passes_on
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
@@ -54,6 +55,7 @@ def compile_step(
     below: Mapping[str, int] | None = None,
     observe: Observer | None = None,
     shelf: Shelf | None = None,
+    cluster: ClusterConfig = AUTO_CLUSTER,
     tell: Callable[[str], None] = lambda what: None,
 ) -> Step:
     """Compile forward, loss, backward, clip and optimizer of a plain model into one step over a mesh.
@@ -65,6 +67,7 @@ def compile_step(
     With "processes" torch.distributed is up and this process is one rank; with "lockstep" all ranks are interpreted
     here. Without `train` the step can only evaluate, without `evaluate` only train (it stores nothing that evaluation
     alone reads). Numbers of batch entries are `below` those given. `tell` is called with what begins: a pass, a body.
+    What passes decide by time (`async_tp=auto`) they decide on the `cluster`, by default the one of this device.
     With a `shelf`, programs that an earlier start made of the very same are read, and passes do not run.
     Raises UserError naming what is at fault.
     """
@@ -82,7 +85,7 @@ def compile_step(
         full = {name: value[()] for name, value in values}  # all at once: for small models
         values = full.items()
     batch = one_microbatch(example_batch, microbatches)
-    how = microbatches, skip_nonfinite, train, evaluate, below or {}, full, seed
+    how = microbatches, skip_nonfinite, train, evaluate, below or {}, full, seed, cluster
     job = Job(model, loss_fn, batch, named, options, update, device, *how)
     compiles = on_cpu and lower.backend == "inductor" and lower.fast_start
     (programs, report), table = job.programs(shelf, lower.check_stored, compiles, observe, tell)

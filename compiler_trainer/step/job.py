@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from compiler_trainer.config.cluster import ClusterConfig
+from compiler_trainer.config.device import described
 from compiler_trainer.config.schema import OptimConfig, PassesConfig
 from compiler_trainer.config.tables import build_table
 from compiler_trainer.step.made_of import made_of, options_of
@@ -44,6 +46,7 @@ class Job:
     below: Mapping[str, int]
     full: Mapping[str, Tensor] | None
     seed: int
+    cluster: ClusterConfig
 
     def table(self, costs: TaskCosts = unit) -> Table | None:
         """The order of the tasks of pipeline stages, given what each costs; None where there is one stage."""
@@ -61,6 +64,7 @@ class Job:
         wanted = options_of(
             self.passes, self.optim, self.mesh, self.device, below=dict(self.below), train=self.train,
             evaluate=self.evaluate, microbatches=self.microbatches, skip=self.skip_nonfinite,
+            cluster=described(self.cluster) if self.passes.communication.async_tp == "auto" else None,
             tasks=(table.rank_of, table.is_split) if table else None,
         )  # fmt: skip
         what = partial(made_of, self.model, self.loss_fn, self.batch, wanted)
@@ -75,5 +79,5 @@ class Job:
         from compiler_trainer.step.programs import compilation
 
         given = self.model, self.loss_fn, self.batch, self.mesh.without("pp"), self.passes, self.optim, self.device
-        how = self.microbatches, self.skip_nonfinite, self.train, self.full, self.seed, self.mesh["pp"]
+        how = self.microbatches, self.skip_nonfinite, self.train, self.full, self.seed, self.mesh["pp"], self.cluster
         return replace(compilation(*given, *how), observe=observe, tell=tell, below=self.below).programs(self.evaluate)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from compiler_trainer.capture.capture import LossFn, capture
+from compiler_trainer.config.cluster import AUTO_CLUSTER, ClusterConfig
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import OptimConfig, PassesConfig
 from compiler_trainer.pipeline import DTYPES, Passes, Pipeline, Staged, build_pipeline
@@ -230,10 +231,11 @@ def compilation(
     full: Mapping[str, Tensor] | None,
     seed: int,
     stages: int = 1,
+    cluster: ClusterConfig = AUTO_CLUSTER,
 ) -> Compilation:
     """A model on its way through the passes that options ask for; `full` values are there to verify numbers with."""
     masters = {name: parameter.dtype for name, parameter in model.named_parameters()}
-    pipeline = build_pipeline(options, update, masters, microbatches, skip_nonfinite, stages)
+    pipeline = build_pipeline(options, update, masters, microbatches, skip_nonfinite, stages, cluster)
     pipeline = pipeline if train else replace(pipeline, train={}, trains=False)
     whole = None
     if full is not None:

@@ -200,6 +200,7 @@ def build_step(
         below=datasets.below,
         observe=observe,
         shelf=Shelf(observe.folder if observe else None),
+        cluster=cfg.cluster,
         tell=tell,
     )
     if cfg.train.ema is not None:

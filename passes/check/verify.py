@@ -21,18 +21,21 @@ from passes.check.padding import check_padding
 from passes.check.placements import check_placements
 from passes.check.values import Numbers, check_kept
 from passes.cost.accounting import formula_of
+from passes.cost.fusion import WAITS
 from passes.program import ir
 from passes.program.abstract_eval import Avals, Value, abstract_eval
 from passes.program.bodies import base_of
+from passes.program.functions import as_meant
 from passes.program.layer import KINDS, Layer
 from passes.program.mesh import SEQUENCE_AXIS, Mesh
 from passes.program.operators import GRADIENTS, axis_of, bind, communicator_of, is_mutable, started
 from passes.program.order import Order
 from passes.program.printer import format_node, format_value
 from passes.program.reshard import RESHARD_OPS
+from passes.program.shift import SHIFTS
 from passes.program.spec import Spec, validate
 from passes.program.stages import Stage
-from passes.program.torch_private import OpOverload, c10d
+from passes.program.torch_private import OpOverload
 from passes.program.weights import weight_nodes
 
 STORED_IN = {"buffer": ("buffer",), "gradient": ("parameter", "gradient")}  # result -> inputs that may take it
@@ -60,7 +63,8 @@ def verify_spec(
     _raise_first(pass_name, (finding for check in STRUCTURE for finding in check(program)))
     if avals is None:
         avals = check_values_anew(program, ctx, pass_name)
-    _raise_first(pass_name, (finding for check in MEANING for finding in check(program)))
+    meant = as_meant(program, ctx)
+    _raise_first(pass_name, (finding for check in MEANING for finding in check(meant)))
     if before is not None:
         _raise_first(pass_name, check_results_kept(before, program))
     if before is not None and before.stage < Stage.LOCAL <= program.stage:
@@ -301,16 +305,18 @@ def check_collectives(program: ir.Program) -> Iterator[Finding]:
 
 
 def check_waits(program: ir.Program) -> Iterator[Finding]:
-    """Results of functional collectives go to waits and nowhere else."""
+    """Results of functional collectives, and what travels in a ring, go to waits and nowhere else."""
     for node in program.calls():
-        if not isinstance(node.target, OpOverload) or node.target.namespace != "_c10d_functional" or _is_wait(node):
+        if not isinstance(node.target, OpOverload) or _is_wait(node):
+            continue
+        if node.target.namespace != "_c10d_functional" and node.target not in SHIFTS:
             continue
         parts = [user for user in node.users if user.target is operator.getitem]
         for result in parts if isinstance(ir.value(node), (tuple, list)) else [node]:
             if not result.users:
                 yield result, "is never waited on"
             for user in result.users:
-                if not _is_wait(user):
+                if not _is_wait(user) or user.args[0] is not result:
                     yield user, f"uses %{result.name} before it is waited on"
 
 
@@ -328,7 +334,7 @@ def check_in_flight(program: ir.Program) -> Iterator[Finding]:
 
 
 def _is_wait(node: fx.Node) -> bool:
-    return node.target is c10d.wait_tensor.default
+    return node.target in WAITS
 
 
 # ---- what the stages promise ----------------------------------------------------------------------

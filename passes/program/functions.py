@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.program import ir
-from passes.program.rewrite import layout, own_memory, splice
+from passes.program.rewrite import Editor, layout, own_memory, replace_uses, splice
 from passes.program.torch_private import OpOverload
 from passes.program.trace import trace
 
@@ -42,6 +42,7 @@ class Function:
 _FUNCTIONS: dict[str, Function] = {}  # operator of the captured graph -> what it calls
 _BODIES: dict[str, Callable[..., Any]] = {}  # operator of a local program -> its local body
 _COMMUNICATING: set[str] = set()
+_MEANINGS: dict[str, Callable[..., Any]] = {}  # operator of a local program -> the same value by other operators
 _program = 0  # the last that was captured: its operators are in namespaces of its own, `fn7` and `local7`
 _numbers = itertools.count()  # of operators within one captured program
 
@@ -65,16 +66,28 @@ def body_of(node: fx.Node) -> Callable[..., Any] | None:
     return _BODIES.get(node.target.name()) if isinstance(node.target, OpOverload) else None
 
 
-def remember(op: Any, body: Callable[..., Any], communicates: bool = False) -> None:
-    """Let an operator of a local program stand for a body of local operators; say whether these communicate."""
+def remember(
+    op: Any, body: Callable[..., Any], communicates: bool = False, meaning: Callable[..., Any] | None = None
+) -> None:
+    """Let an operator of a local program stand for a body of local operators; say whether these communicate.
+
+    What is another way to compute a value has a `meaning`: the operators that it was put in the place of.
+    """
     _BODIES[op.name()] = body
     if communicates:
         _COMMUNICATING.add(op.name())
+    if meaning:
+        _MEANINGS[op.name()] = meaning
 
 
 def communicates(node: fx.Node) -> bool:
     """Whether a node of a local program stands for a body that communicates."""
     return isinstance(node.target, OpOverload) and node.target.name() in _COMMUNICATING
+
+
+def meaning_of(node: fx.Node) -> Callable[..., Any] | None:
+    """What a node of a local program means, if it is another way to compute that."""
+    return _MEANINGS.get(node.target.name()) if isinstance(node.target, OpOverload) else None
 
 
 def record(op: Any, function: Function) -> None:
@@ -131,6 +144,19 @@ def inline_functions(program: ir.Program, ctx: ir.Context, but: Callable[[fx.Nod
                     fresh: list[Any] = [torch.empty_like(v) for v in values]
                 ctx.traced[key] = trace(results_of(body), fresh, ctx)
             own_memory(splice(node, ctx.traced[key], inputs), ctx)
+
+
+def as_meant(program: ir.Program, ctx: ir.Context) -> ir.Program:
+    """The program with operators that have a meaning written as that; the same where none has."""
+    if not any(map(meaning_of, program.calls())):
+        return program
+    program, editor = program.copy(), Editor(ctx)
+    for node in [node for node in program.calls() if meaning_of(node)]:
+        meaning: Any = meaning_of(node)
+        found = editor.put(node, node.target, meaning, node.args, lambda new, of=node: ir.copy_origin(new, of))  # type: ignore
+        replace_uses(node, found if len(found) > 1 else found[0])
+        program.graph.erase_node(node)
+    return program
 
 
 def results_of(body: Callable[..., Any]) -> Callable[..., Any]:

@@ -186,12 +186,14 @@ class Report:
 class Context:
     """What passes may know beside the program: the fake mode its values live in, and what is known of operators.
 
-    `traced` are the graphs that operators were written as; `answers` are what custom ones yield (`abstract_eval.py`).
+    `traced` are the graphs that operators were written as; `answers` are what custom ones yield (`abstract_eval.py`);
+    `operators` are those that passes made for this program, by what they do.
     """
 
     fake_mode: Any
     traced: dict[Any, fx.Graph] = field(default_factory=dict, compare=False, repr=False)
     answers: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    operators: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 class Pass(ABC):

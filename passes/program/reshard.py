@@ -89,18 +89,18 @@ def _all_gather(
     x: Tensor, dim: int, axis: str, axis_size: int, size: int, dtype: torch.dtype, reduce_dtype: torch.dtype | None
 ) -> Tensor:
     local = x.to(dtype).movedim(dim, 0).contiguous()
-    full = c10d.wait_tensor(c10d.all_gather_into_tensor(_sendable(local), axis_size, axis))
-    return _received(full, dtype).narrow(0, 0, size).movedim(0, dim)
+    full = c10d.wait_tensor(c10d.all_gather_into_tensor(sendable(local), axis_size, axis))
+    return received(full, dtype).narrow(0, 0, size).movedim(0, dim)
 
 
-def _sendable(x: Tensor) -> Tensor:
+def sendable(x: Tensor) -> Tensor:
     """Float8 as bytes, complex numbers as pairs: backends send those."""
     if x.is_complex():
         return torch.view_as_real(x.resolve_conj())
     return x.view(torch.uint8) if x.dtype.itemsize == 1 and x.is_floating_point() else x
 
 
-def _received(x: Tensor, dtype: torch.dtype) -> Tensor:
+def received(x: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype.is_complex:
         return torch.view_as_complex(x)
     return x.view(dtype) if x.dtype != dtype else x
@@ -118,7 +118,7 @@ def _sum(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _reduce_scatter(
     x: Tensor, dim: int, axis: str, axis_size: int, dtype: torch.dtype, reduce_dtype: torch.dtype | None
 ) -> Tensor:
-    full = _pad(_terms(x, reduce_dtype), dim, axis_size).movedim(dim, 0).contiguous()
+    full = pad(_terms(x, reduce_dtype), dim, axis_size).movedim(dim, 0).contiguous()
     local = c10d.wait_tensor(c10d.reduce_scatter_tensor(full, "sum", axis_size, axis))
     return _sum(local, dtype).movedim(0, dim)
 
@@ -132,7 +132,7 @@ def _invariant_to_replicate(x: Tensor, axis: str, reduce_dtype: torch.dtype | No
 
 
 def _invariant_to_shard(x: Tensor, axis_index: Tensor, dim: int, axis: str, axis_size: int) -> Tensor:
-    return _pad(x, dim, axis_size).unflatten(dim, (axis_size, -1)).index_select(dim, axis_index.reshape(1)).squeeze(dim)
+    return pad(x, dim, axis_size).unflatten(dim, (axis_size, -1)).index_select(dim, axis_index.reshape(1)).squeeze(dim)
 
 
 def _all_gather_invariant(x: Tensor, axis_index: Tensor, dim: int, axis: str, axis_size: int, size: int) -> Tensor:
@@ -160,10 +160,10 @@ def _invariant_to_partial(x: Tensor, axis_index: Tensor, axis: str) -> Tensor:
 
 
 def _all_to_all(x: Tensor, split_dim: int, concat_dim: int, concat_size: int, axis: str, axis_size: int) -> Tensor:
-    pieces = _pad(x, split_dim, axis_size).unflatten(split_dim, (axis_size, -1)).movedim(split_dim, 0).contiguous()
+    pieces = pad(x, split_dim, axis_size).unflatten(split_dim, (axis_size, -1)).movedim(split_dim, 0).contiguous()
     sizes = [1] * axis_size
-    flat = c10d.wait_tensor(c10d.all_to_all_single(_sendable(pieces.flatten(1)), sizes, sizes, axis))
-    joined = _received(flat, x.dtype).view(pieces.shape).movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1)
+    flat = c10d.wait_tensor(c10d.all_to_all_single(sendable(pieces.flatten(1)), sizes, sizes, axis))
+    joined = received(flat, x.dtype).view(pieces.shape).movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1)
     return joined.narrow(concat_dim, 0, concat_size)
 
 
@@ -171,7 +171,7 @@ def _pmax(x: Tensor, axis: str) -> Tensor:
     return c10d.wait_tensor(c10d.all_reduce(x.contiguous(), "max", axis))
 
 
-def _pad(x: Tensor, dim: int, axis_size: int) -> Tensor:
+def pad(x: Tensor, dim: int, axis_size: int) -> Tensor:
     missing = -x.shape[dim] % axis_size
     if not missing:
         return x

@@ -53,10 +53,10 @@ def outcome(ranks: int, folder: Path, *checks: str, deadline_s: float = DEADLINE
 
 
 JOBS = {  # name -> ranks, and the checks that one job runs
-    "two": (2, ("shard2", "inductor2", "stages2", "disagree", "flipped")),
+    "two": (2, ("shard2", "inductor2", "stages2", "rings2", "disagree", "flipped")),
     "four": (4, ("hybrid4", "context4", "stages4")),
     "two more": (2, ("replicate2",)),
-    "four more": (4, ("shard4", "ring4", "disagree")),
+    "four more": (4, ("shard4", "ring4", "rings4", "disagree")),
 }
 full = partial(pytest.param, marks=pytest.mark.full)
 
@@ -114,6 +114,13 @@ def test_four_processes_are_lockstep_but_for_the_order_of_sums(jobs, job, check,
         assert set(found["groups"]) == groups and found["differences"] == []
     assert all(found["metrics"] == ranks[0]["metrics"] for found in ranks)
     assert len({tuple(found["groups"]) for found in ranks}) == 1  # made in one order
+
+
+@pytest.mark.parametrize(("job", "check", "tp"), [("two", "rings2", 2), full("four more", "rings4", 4)])
+def test_products_beside_rings_are_lockstep_without_them(jobs, job, check, tp):
+    for found in jobs(job)[check]:
+        assert_equal(found, lockstep((("tp", tp),)), 1e-5)
+        assert found["differences"] == []
 
 
 def of_stages(mesh: dict[str, int], schedule: str, layers: int, **model: object) -> SimpleNamespace:

@@ -24,11 +24,13 @@ from passes.lower import inductor  # noqa: E402
 F32 = torch.float32
 
 
-def train(mesh, model=None, loss_fn=llama_loss, data=None, backend="eager", schedule="1f1b", **options):
+def train(mesh, model=None, loss_fn=llama_loss, data=None, backend="eager", schedule="1f1b", async_tp="none",
+          **options):
     """Metrics of each step and the final full parameters, of all ranks together."""
     model, data = model or llama(dtype=F32), data or batches(rows=6)
     step = compile_step(model, loss_fn, data[0], mesh=mesh, optim=NO_DECAY, lower={"backend": backend},
-                        passes={"verify": "none", "context": {"method": "ring"}, "pipeline": {"schedule": schedule}},
+                        passes={"verify": "none", "context": {"method": "ring"}, "pipeline": {"schedule": schedule},
+                                "communication": {"async_tp": async_tp}},
                         **options)
     metrics = train_step(step, data)
     return {"metrics": metrics, "evaluation": step.evaluate(data[0]), "state": step.state_dict(),
@@ -111,6 +113,8 @@ CHECKS = {
     "context4": lambda: train({"dp_shard": 2, "cp": 2}),
     "stages2": lambda: train({"pp": 2}, llama(4, tied=True, dtype=F32), schedule="zbv", microbatches=3),
     "stages4": lambda: train({"pp": 2, "dp_shard": 2}, llama(2, dtype=F32), backend="inductor", schedule="zero_bubble", microbatches=3),
+    "rings2": lambda: train({"tp": 2}, async_tp="all"),
+    "rings4": lambda: train({"tp": 4}, async_tp="all"),
     "disagree": disagree,
     "raise": raise_on_rank_1,
 }

@@ -155,6 +155,12 @@ def equal(a: list[tuple[Tensor, ...]], b: list[tuple[Tensor, ...]]) -> bool:
     return all(torch.equal(x, y) for xs, ys in zip(a, b, strict=True) for x, y in zip(xs, ys, strict=True))
 
 
+def alike(a: list[tuple[Tensor, ...]], b: list[tuple[Tensor, ...]], tolerance: float = 1e-5) -> bool:
+    """Whether all ranks' outputs agree but for rounding."""
+    pairs = [pair for xs, ys in zip(a, b, strict=True) for pair in zip(xs, ys, strict=True)]
+    return all(torch.allclose(x, y, atol=tolerance, rtol=tolerance) for x, y in pairs)
+
+
 def body(program: ir.Program) -> str:
     """The program's operators, a line each, without values and origins."""
     lines = print_program(program).partition("# nodes:")[2].splitlines()[1:]

@@ -53,6 +53,12 @@ def llama() -> Case:
     return Case(model, loss, batches, mesh, adamw, {"remat": {"policy": "full"}}, microbatches=2)
 
 
+def rings() -> Case:
+    """The same with products beside rings, over ranks that divide no row."""
+    case = llama()
+    return replace(case, mesh={"tp": 3}, passes={"communication": {"async_tp": "all"}}, microbatches=1)
+
+
 # ---- attention over a sharded sequence ---------------------------------------------------------------
 
 
@@ -352,6 +358,7 @@ CASES = {  # cheap ones first
     "chunks": chunks,
     "images": images,
     "llama": llama,
+    "rings": rings,
     "context": context,
     "blocks": in_blocks,
     "cast": cast,

@@ -13,6 +13,7 @@ from browser import cut, opened
 from compiler_trainer.cli import app, outcome
 from compiler_trainer.cli.verbs.plan import varied_values
 from compiler_trainer.config.choices import CONF
+from compiler_trainer.config.clusters import cluster_of
 from compiler_trainer.config.device import here
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import (
@@ -29,7 +30,6 @@ from compiler_trainer.config.schema import (
 )
 from compiler_trainer.models.subject import subject
 from compiler_trainer.planning import answer, auto, compiled, plan_page
-from compiler_trainer.planning.clusters import cluster_of
 from compiler_trainer.planning.dry import dry_run
 from compiler_trainer.planning.estimate import kept
 from compiler_trainer.planning.mix import mixtures

@@ -19,6 +19,7 @@ from compiler_trainer.cli import app
 from compiler_trainer.config import schema as config
 from compiler_trainer.config.choices import CONF
 from compiler_trainer.config.cluster import ByDtype, ClusterConfig
+from compiler_trainer.config.clusters import TABLES, cluster_of, read
 from compiler_trainer.config.compose import compose
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
@@ -38,7 +39,6 @@ from compiler_trainer.config.schema import (
 from compiler_trainer.config.validate import dry_world_size, validate
 from compiler_trainer.models import llama
 from compiler_trainer.models.flops import of_decoder
-from compiler_trainer.planning.clusters import TABLES, cluster_of, read
 from compiler_trainer.planning.dry import compile_dry, dry_run, predict_step
 from passes.cost.cluster import Beside, Cluster, Links, Protocol, Reach, collective_seconds, reach
 from passes.cost.fusion import fuse

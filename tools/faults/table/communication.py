@@ -5,6 +5,42 @@ from __future__ import annotations
 from tools.faults.fault import Fault
 
 FAULTS = (
+    # async_tp.py, ring_products.py
+    Fault(
+        "async_tp_other_matrices",
+        "passes/communication/async_tp.py",
+        "beside, axis_index], [*products, *more], ctx)",
+        "beside, axis_index], [*products[::-1], *more], ctx)",
+        "Of products that share a gathered value each has the result of another.",
+    ),
+    Fault(
+        "async_tp_of_a_term",
+        "passes/communication/async_tp.py",
+        "return [term for operand in node.all_input_nodes for term in terms_of(operand)]",
+        "return terms_of(node.all_input_nodes[0])",
+        "Of products that are added before they are reduced one is left out.",
+    ),
+    Fault(
+        "ring_shards_in_another_order",
+        "passes/communication/ring_products.py",
+        "steps = torch.remainder(axis_index - self.places(axis_index), self.axis_size)",
+        "steps = torch.remainder(self.places(axis_index) - axis_index, self.axis_size)",
+        "Rows of what was gathered lie in the order of the ring the other way around.",
+    ),
+    Fault(
+        "ring_terms_to_another_rank",
+        "passes/communication/ring_products.py",
+        "ranks = torch.remainder(axis_index + 1 + self.places(axis_index), self.axis_size)",
+        "ranks = torch.remainder(axis_index + self.places(axis_index), self.axis_size)",
+        "Terms of a sum are sent to the rank after the one whose they are.",
+    ),
+    Fault(
+        "ring_reads_what_travels",
+        "passes/communication/ring_products.py",
+        "x = x if coming is None else arrive(coming, x)",
+        "x = x if coming is None else coming",
+        "A shard is multiplied before it has arrived.",
+    ),
     # cse.py
     Fault(
         "cse_across_writes",

@@ -9,8 +9,8 @@ FAULTS = (
     Fault(
         "all_gather_keeps_padding",
         "passes/program/reshard.py",
-        "return _received(full, dtype).narrow(0, 0, size).movedim(0, dim)",
-        "return _received(full, dtype).movedim(0, dim)",
+        "return received(full, dtype).narrow(0, 0, size).movedim(0, dim)",
+        "return received(full, dtype).movedim(0, dim)",
         "A gather returns also the padding of the last shard.",
     ),
     Fault(
