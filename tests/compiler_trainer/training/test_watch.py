@@ -36,6 +36,7 @@ print("done")
 """
 COPIES = """
 import time
+from pathlib import Path
 from threading import Thread
 from compiler_trainer.places.store import TRAFFIC
 from compiler_trainer.training.watch import Watch

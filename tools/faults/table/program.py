@@ -79,8 +79,8 @@ FAULTS = (
     Fault(
         "reduce_scatter_ignores_dtype",
         "passes/program/reshard.py",
-        "full = _pad(_terms(x, reduce_dtype), dim, axis_size)",
-        "full = _pad(_terms(x, None), dim, axis_size)",
+        "full = pad(_terms(x, reduce_dtype), dim, axis_size)",
+        "full = pad(_terms(x, None), dim, axis_size)",
         "Gradients are added in their own dtype, not in the one asked for.",
     ),
     # layout.py
