@@ -65,12 +65,16 @@ class Narrow(TorchFunctionMode):
 def compare(subject: Subject, settings: Settings, alone: bool = False) -> Outcome:
     """Train it both ways; with `alone` against a compiled step of one rank, as what draws random numbers must be."""
     began = time.perf_counter()
+    if settings.evaluates and not alone and has_modes(subject):
+        settings = replace(settings, evaluates=False)
     try:
         found = train(subject, settings)
     except Exception as error:
         outcome = failed(error)
     else:
         wanted = train(subject, replace(settings, mesh={})) if alone else oracle.train(subject, settings)
+        if settings.evaluates and not alone:
+            wanted[0]["evaluated"] = wanted[0]["loss"]
         outcome = judged(found, wanted, tolerance(subject, settings))
         if outcome.verdict == "wrong" and moved_by_rounding(wanted):
             outcome = judged(found, wanted, max(outcome.allowed, DRIFT))
@@ -81,11 +85,13 @@ def train(subject: Subject, settings: Settings) -> list[Found]:
     """What each step leaves, by a compiled step of all ranks in this process."""
     model = copy.deepcopy(subject.model)
     how: dict[str, Any] = {"mesh": settings.mesh, "optim": settings.optim, "passes": settings.passes}
-    how |= {"microbatches": settings.microbatches, "ranks": "lockstep", "evaluate": False}
+    how |= {"microbatches": settings.microbatches, "ranks": "lockstep", "evaluate": settings.evaluates}
     step = compile_step(model, subject.loss, subject.batches[0], **how)
     found = []
     for batch, lr in zip(subject.batches, settings.lrs):
-        metrics = {name: torch.tensor(value, dtype=torch.float64) for name, value in step(batch, lr).items()}
+        before = {"evaluated": step.evaluate(batch)} if settings.evaluates and not found else {}
+        measured = before | step(batch, lr)
+        metrics = {name: torch.tensor(value, dtype=torch.float64) for name, value in measured.items()}
         found.append(metrics | {name: value.clone() for name, value in wholes(step).items()})
     return found
 
@@ -129,6 +135,15 @@ def draws(subject: Subject) -> bool:
     for seed in (0, 1):
         torch.manual_seed(seed)
         losses.append(subject.loss(subject.eager(copy.deepcopy(subject.model)), subject.batches[0]).detach())
+    return not torch.equal(*losses)
+
+
+def has_modes(subject: Subject) -> bool:
+    """Whether the loss may be another in eval mode."""
+    losses = []
+    for training in (True, False):
+        torch.manual_seed(0)
+        losses.append(subject.loss(subject.eager(copy.deepcopy(subject.model)).train(training), subject.batches[0]))
     return not torch.equal(*losses)
 
 

@@ -38,10 +38,14 @@ class Subject:
 
 @dataclass(frozen=True)
 class Settings:
-    """How it is trained: ranks along each axis, the optimizer, options of passes, the learning rate of each step."""
+    """How it is trained: ranks along each axis, the optimizer, options of passes, the learning rate of each step.
+
+    With `evaluates` the first batch is evaluated before it is trained on.
+    """
 
     mesh: Mapping[str, int] = field(default_factory=dict)
     optim: Mapping[str, Any] | OptimConfig = field(default_factory=lambda: {"name": "sgd"})
     passes: Mapping[str, Any] | PassesConfig = field(default_factory=dict)
     microbatches: int = 1
     lrs: Sequence[float] = (0.05, 0.15, 0.1)
+    evaluates: bool = False

@@ -71,7 +71,7 @@ class Case:
             at[last] = value
         optim = {"name": "sgd"} | groups.get("optim", {})
         microbatches = groups.get("train", {}).get("microbatches", 1)
-        return Settings(self.mesh, optim, groups.get("passes", {}), microbatches)
+        return Settings(self.mesh, optim, groups.get("passes", {}), microbatches, evaluates="eval" in groups)
 
     def run(self) -> Outcome:
         """What becomes of it."""

@@ -87,6 +87,10 @@ def one(draw: random.Random) -> Case:
     options = settled(model, of_model, mesh, optim, options)
     sizes = {"seed": draw.randrange(1000), "length": draw.randint(2, 13)}
     sizes["rows"] = options.get("train.microbatches", 1) * draw.choice((1, 1, 2, 2, 3, 5))
+    if "tp" in mesh and draw.random() < 0.4:  # what was drawn before stays what it was
+        options["passes.communication.async_tp"] = "all"
+    if draw.random() < 0.25:
+        options["eval.interval"] = 1
     return case_of(
         model,
         sizes
