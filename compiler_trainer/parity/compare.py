@@ -87,7 +87,7 @@ def train(subject: Subject, settings: Settings) -> list[Found]:
     how: dict[str, Any] = {"mesh": settings.mesh, "optim": settings.optim, "passes": settings.passes}
     how |= {"microbatches": settings.microbatches, "ranks": "lockstep", "evaluate": settings.evaluates}
     step = compile_step(model, subject.loss, subject.batches[0], **how)
-    found = []
+    found: list[Found] = []
     for batch, lr in zip(subject.batches, settings.lrs):
         before = {"evaluated": step.evaluate(batch)} if settings.evaluates and not found else {}
         measured = before | step(batch, lr)
