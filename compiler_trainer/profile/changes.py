@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -60,7 +61,11 @@ def changed(cfg: Config, other: Config, measured: Spent, now: Predicted, stage: 
 
 
 def saved_ms(measured: Spent, now: Predicted, then: Predicted) -> float:
-    """What of a measured step is saved: each part of it becomes shorter by as much as it is predicted to."""
+    """What of a measured step is saved: each part of it becomes shorter by as much as it is predicted to.
+
+    An axis that is new keeps it waiting as much longer than predicted as those that there are.
+    """
+    slower = max(1.0, waiting(measured) / (waiting(now.spent) or math.inf))
     axes = {*now.spent.exposed_ms, *then.spent.exposed_ms, *measured.exposed_ms}
     parts = [(computing(measured), computing(now.spent), computing(then.spent))]
     parts += [(measured.host_ms, now.spent.host_ms, then.spent.host_ms)]
@@ -68,8 +73,13 @@ def saved_ms(measured: Spent, now: Predicted, then: Predicted) -> float:
         real, waits = measured.exposed_ms.get(axis, 0.0), [each.spent.exposed_ms.get(axis, 0.0) for each in (now, then)]
         travels = [each.travel_ms.get(axis, 0.0) for each in (now, then)]
         before, after = waits if waits[0] >= LITTLE * real else travels
-        parts.append((real, before, after))
+        parts.append((real, before, after if before else slower * after))
     return sum(real * (1 - after / before) if before else -after for real, before, after in parts)
+
+
+def waiting(spent: Spent) -> float:
+    """Milliseconds that collectives are waited for."""
+    return sum(spent.exposed_ms.values())
 
 
 def computing(spent: Spent) -> float:

@@ -72,6 +72,12 @@ def test_what_is_saved_is_the_predicted_share_of_what_was_measured(wait, travels
     assert changes.saved_ms(measured, now, then) == pytest.approx(saves)
 
 
+def test_a_new_axis_waits_as_much_longer_than_predicted_as_the_others():
+    measured = Spent(200.0, {}, {"fsdp": 100.0})
+    now, then = (Predicted(Spent(0.0, {}, waits), waits, {}) for waits in ({"fsdp": 20.0}, {"tp": 8.0}))
+    assert changes.saved_ms(measured, now, then) == pytest.approx(100.0 - 5 * 8.0)
+
+
 def test_larger_buckets_are_predicted_to_save_what_small_ones_cost(cfg):
     small = replaced(cfg, {"passes": {"communication": {"bucket_mib": 0.0001}}})
     now = predicted(small)
