@@ -90,7 +90,7 @@ def after_gather(gather: fx.Node, weights: set[fx.Node]) -> list[fx.Node]:
 
     def is_of_rows(user: fx.Node, left: fx.Node) -> bool:
         found = is_product(user) and user.args[0] is left and user.args[1] in weights
-        return found and place_of(user) == place_of(gather) and not needs(user.all_input_nodes[1:], gather)
+        return found and is_beside(user, gather) and not needs(user.all_input_nodes[1:], gather)
 
     if gather.args[1] == ir.example(gather).dim() - 1:
         return []
@@ -99,12 +99,18 @@ def after_gather(gather: fx.Node, weights: set[fx.Node]) -> list[fx.Node]:
     return next(filter(None, found), [])
 
 
+def is_beside(node: fx.Node, collective: fx.Node) -> bool:
+    """Whether a node is of the layer, the phase and the pipeline stage of a collective."""
+    return place_of(node) == place_of(collective) and ir.pipeline_stage(node) == ir.pipeline_stage(collective)
+
+
 def before_scatter(scatter: fx.Node) -> list[fx.Node]:
     """The products whose sum is reduce-scattered along their rows, if it is one of these that nothing else reads."""
     width, whole = ir.example(scatter).shape[-1], scatter.args[1] == ir.example(scatter).dim() - 1
     made = [unviewed(term) for term in terms_of(scatter.args[0])]  # type: ignore[arg-type]
     fits = (is_product(n) and len(n.users) == 1 and ir.example(n).shape[-1] == width for n in made)
-    return made if not whole and all(fits) else []
+    one_stage = all(ir.pipeline_stage(n) == ir.pipeline_stage(scatter) for n in made)
+    return made if not whole and one_stage and all(fits) else []
 
 
 def terms_of(node: fx.Node) -> list[fx.Node]:

@@ -63,6 +63,11 @@ def test_rings_work_beside_other_axes_and_passes(mesh, passes, microbatches):
     trained_alike(llama(2), llama_loss, batches(), mesh, microbatches=microbatches, passes=RINGS | passes)
 
 
+def test_products_of_two_pipeline_stages_are_no_ring():
+    """Stages of one layer end between the products of what is gathered once."""
+    trained_alike(llama(1), llama_loss, batches(), {"pp": 2, "tp": 2}, passes=RINGS)
+
+
 MESH = (("tp", 3),)
 
 
