@@ -35,8 +35,8 @@ from compiler_trainer.config.kinds import (
 )
 from compiler_trainer.config.lengths import is_length
 from compiler_trainer.config.options import Chosen, Must, build  # noqa: F401  # build: of what `Config` is in
-from passes.memory.remat import SAVE, Action, OfLayer, Policy
-from passes.precision.cast import OPS
+from passes.memory.policies import SAVE, Action, OfLayer, Policy
+from passes.precision.sensitive import OPS
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -562,6 +562,7 @@ class LowerConfig:
 
     backend: Literal["inductor", "eager"] = "inductor"
     cudagraphs: bool = False
+    programs: str | None = None  # a folder of `compiler-trainer compile`, whose program is run, and no other
     check_stored: bool = False
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from compiler_trainer.config.schema import OptimConfig, PassesConfig
 from compiler_trainer.config.tables import build_table
-from compiler_trainer.step.made_of import made_of, options_of
+from compiler_trainer.step.made_of import made_of, name_of_device, options_of
 from compiler_trainer.step.shelf import Made, Shelf, stored_or_made
 from passes.lower import inductor
 from passes.pipeline.tables import Table, TaskCosts, unit
@@ -44,6 +44,7 @@ class Job:
     below: Mapping[str, int]
     full: Mapping[str, Tensor] | None
     seed: int
+    device_name: str = ""  # of one that is not here; else it is asked
 
     def table(self, costs: TaskCosts = unit) -> Table | None:
         """The order of the tasks of pipeline stages, given what each costs; None where there is one stage."""
@@ -58,8 +59,9 @@ class Job:
         Where this process `compiles` kernels, it gets ready for that beside the passes.
         """
         table = self.table()
+        device = self.device_name or name_of_device(self.device)
         wanted = options_of(
-            self.passes, self.optim, self.mesh, self.device, below=dict(self.below), train=self.train,
+            self.passes, self.optim, self.mesh, device, below=dict(self.below), train=self.train,
             evaluate=self.evaluate, microbatches=self.microbatches, skip=self.skip_nonfinite,
             tasks=(table.rank_of, table.is_split) if table else None,
         )  # fmt: skip

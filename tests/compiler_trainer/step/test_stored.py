@@ -110,7 +110,7 @@ def place(tmp_path, monkeypatch):
 def options(passes=None, optim=None, mesh=None, **further):
     update = OptimConfig(**(optim or {}))
     changed = dataclasses.replace(PassesConfig(), **(passes or {}))
-    return options_of(changed, update, Mesh.of(mesh or {}), torch.device("cpu"), **({"microbatches": 1} | further))
+    return options_of(changed, update, Mesh.of(mesh or {}), "cpu", **({"microbatches": 1} | further))
 
 
 def key(model, loss=loss_of_logits, batch=BATCH, given=None):

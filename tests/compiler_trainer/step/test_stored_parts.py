@@ -100,7 +100,7 @@ def key(passes=None, optim=UPDATE):
     """What the programs of a job are stored under, in a process that has imported nothing of the folder."""
     forget()
     given = options_of(
-        passes or PassesConfig(extra=(EXTRA,), rules=("plug_rules",)), optim, Mesh.of({}), torch.device("cpu")
+        passes or PassesConfig(extra=(EXTRA,), rules=("plug_rules",)), optim, Mesh.of({}), "cpu"
     )
     return made_of(perceptron(), squared_error, points()[0], given).key
 
