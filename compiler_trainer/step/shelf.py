@@ -34,6 +34,7 @@ from passes.program.torch_private import compiler_folder
 
 GRAPHS = ".graphs"  # the entry with the dumps of a job's programs
 KEY = re.compile(r"[0-9a-f]{64}")
+SHARED = re.compile(r"#\d+")  # what a text refers to, by a number that another part may shift
 SHOWN = 30  # characters before and behind where texts part
 OF_TORCH = LASTING - {"ct"} | {"prim", "quantized", "inductor", "higher_order", "rngprims"}
 Made = tuple[dict[str, Captured], Reporter]
@@ -151,7 +152,7 @@ def no_program(shelf: Shelf, made_of: MadeOf | None, why: str) -> str:
 def differing(there: Mapping[str, str], here: Mapping[str, str]) -> Iterator[str]:
     """The parts in which programs differ, by name, with the first place."""
     for name in sorted({*there, *here}):
-        a, b = there.get(name, ""), here.get(name, "")
+        a, b = (SHARED.sub("#", parts.get(name, "")) for parts in (there, here))
         if a != b:
             at = len(commonprefix([a, b]))
             yield f"{name} is {around(a, at)} there, {around(b, at)} here"
