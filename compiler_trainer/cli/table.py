@@ -20,7 +20,7 @@ VERBS = {
     "launch": Verb("train", "[-n RANKS] ...", "start several ranks, as torchrun does, without its tracebacks"),
     "resume": Verb("train", "RUN [OPTION=VALUE]", "continue a run from its newest checkpoint"),
     "tokenize": Verb("train", "--out DIR [OPTION=VALUE]", "make the tokens of a job's data ahead of it"),
-    "compile": Verb("train", "--out DIR [OPTION=VALUE]", "make a job's programs ahead of it, without its ranks and GPUs"),
+    "compile": Verb("train", "--out DIR [OPTION=VALUE]", "make the programs of a job ahead of it, without its GPUs"),
     "plan": Verb("plan", "[OPTION=VALUE]", "find the fastest mesh, microbatches and recomputation for a cluster"),
     "calibrate": Verb("plan", "--out FILE", "measure this machine, and write it as a cluster to predict for"),
     "inspect": Verb("look", "RUN [--html]", "show what each pass did to the graph, in the terminal or as a page"),

@@ -661,9 +661,9 @@ class Config:
 PLAIN_HEADS = (None, "none", None)
 
 
-def save(cfg: Config, path: Path) -> None:
-    """Write `cfg` as YAML that `load` reads back."""
-    put(path, OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(cfg))))
+def save(cfg: Config, path: Path, head: str = "") -> None:
+    """Write `cfg` as YAML that `load` reads back, under a comment."""
+    put(path, head + OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(cfg))))
 
 
 # Groups that every run has written; of one that is newer, a run that went before has the defaults.

@@ -1,4 +1,4 @@
-"""The programs of a job made ahead of it, in one process, without its ranks and its devices: what `lower.programs` names."""
+"""The programs of a job made ahead of it by one process, without its ranks and devices: what `lower.programs` names."""
 
 from __future__ import annotations
 

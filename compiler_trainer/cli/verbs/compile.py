@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from compiler_trainer.training.progress import Working
 from passes.lower import trace_cuda
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> int:
     """Make the programs of the job that the options say, and say what to start it with."""
     takes = parser("compile")
     takes.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="the job, with its mesh and its cluster")
@@ -32,10 +33,11 @@ def main(arguments: Sequence[str]) -> None:
     if is_open(cfg):
         raise UserError("mesh", "is to be planned; plan first, and compile what the plan says")
     if needs_cuda(cfg):
-        again_for_cuda(arguments)
+        return again_for_cuda(arguments)
     with Working(sys.stderr) as tell:
         said = compile_ahead(cfg, given.out, tell)
     print(f"{said}\nstart the job with lower.programs={given.out}")
+    return 0
 
 
 def needs_cuda(cfg: Config) -> bool:
@@ -43,10 +45,14 @@ def needs_cuda(cfg: Config) -> bool:
     return not described(cfg.cluster).host_computes and not trace_cuda.is_possible()
 
 
-def again_for_cuda(arguments: Sequence[str]) -> None:
-    """Begin anew with what lets PyTorch trace for CUDA, which has to be loaded before it; raises UserError."""
+def again_for_cuda(arguments: Sequence[str]) -> int:
+    """Do it in a process with what lets PyTorch trace for CUDA, to be loaded before it; its exit code.
+
+    Raises UserError where nothing lets it.
+    """
     if torch.version.cuda is not None:
         fix = "compile where one is, or with PyTorch's CPU build"
-        raise UserError("cluster", f"is of GPUs, and this build of PyTorch traces for them only where there is one; {fix}")
+        raise UserError("cluster", f"is of GPUs, and this build of PyTorch traces only where there is one; {fix}")
     environment = os.environ | {"LD_PRELOAD": str(trace_cuda.library())}
-    os.execve(sys.executable, [sys.executable, "-m", "compiler_trainer", "compile", *arguments], environment)
+    command = [sys.executable, "-m", "compiler_trainer", "compile", *arguments]
+    return subprocess.run(command, env=environment).returncode

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -50,6 +52,7 @@ def test_a_job_runs_what_was_made_ahead_and_says_so(tmp_path, capsys, untraced):
     assert stored["read"] and stored["from"] == str(tmp_path / "copied") and (run / "graphs").is_dir()
     said = capsys.readouterr().out
     assert f"program {stored['stored_as'][:12]}, made ahead, was read from {tmp_path / 'copied'}\n" in said
+    assert (run / "config.yaml").read_text().startswith(f"# program {stored['stored_as']}\n")
     assert call("inspect", run) == 0
     assert f"program {stored['stored_as']}, read from {tmp_path / 'copied'}" in capsys.readouterr().out.replace("\n", " ")
 
@@ -106,3 +109,15 @@ def test_programs_for_gpus_are_made_without_one(tmp_path):
     command += ["train.global_batch_size=8", "--out", str(tmp_path / "made")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and "for 8 ranks on NVIDIA H100 80GB HBM3" in done.stdout, done.stderr
+
+
+def test_clean_bounds_the_cache_and_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    (tmp_path / "programs").mkdir()
+    for name, age_s in {"old": 9 * 86_400, "older": 10 * 86_400, "new": 0}.items():
+        (tmp_path / "programs" / name).write_bytes(bytes(2**20))
+        os.utime(tmp_path / "programs" / name, (time.time() - age_s,) * 2)
+    assert call("clean", "--gib", 2 / 1024) == 0
+    assert {path.name for path in (tmp_path / "programs").iterdir()} == {"old", "new"}
+    said = capsys.readouterr().out
+    assert "the oldest 1 MiB were deleted" in said and "holds 2 MiB, 2 of them programs" in said

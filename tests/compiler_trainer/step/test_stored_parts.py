@@ -9,7 +9,6 @@ from dataclasses import replace
 from importlib.metadata import EntryPoint
 
 import pytest
-import torch
 from oracle import perceptron, points, squared_error
 
 from compiler_trainer.config import targets
