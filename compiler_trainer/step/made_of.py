@@ -296,7 +296,7 @@ def process() -> str:
         "mkldnn": torch.backends.mkldnn.enabled,
     }
     release = torch.__version__.partition("+")[0]  # without the build, of CPU or CUDA, which the device tells
-    versions = platform.python_implementation(), platform.python_version(), release, torch.version.git_version
+    versions = sys.implementation.name, sys.version.split()[0], release, torch.version.git_version
     return f"{versions} {switches} {sorted(torch.ops.loaded_libraries)}"
 
 
