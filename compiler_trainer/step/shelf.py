@@ -88,8 +88,8 @@ class Shelf:
         if not is_first_of_machine():
             return
         spaces = sorted({op.namespace for op in operators_in(each.program for each in programs.values())})
-        kept = {"key": key, "spaces": spaces, "programs": text, "passes": report.passes, "notes": report.notes}
-        kept["made_of"] = dict(made_of.parts)
+        kept = {"key": key, "made_of": dict(made_of.parts), "spaces": spaces, "programs": text}
+        kept |= {"passes": report.passes, "notes": report.notes}
         if self.graphs and self.graphs.is_dir():
             dumps = {path.name: path.read_text() for path in sorted(self.graphs.iterdir())}
             self.store.put(key + GRAPHS, zlib.compress(json.dumps(dumps).encode()))
