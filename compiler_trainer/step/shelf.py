@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from os.path import commonprefix
 from pathlib import Path
+from typing import Any
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import LowerConfig
@@ -88,7 +89,7 @@ class Shelf:
         if not is_first_of_machine():
             return
         spaces = sorted({op.namespace for op in operators_in(each.program for each in programs.values())})
-        kept = {"key": key, "made_of": dict(made_of.parts), "spaces": spaces, "programs": text}
+        kept: dict[str, Any] = {"key": key, "made_of": dict(made_of.parts), "spaces": spaces, "programs": text}
         kept |= {"passes": report.passes, "notes": report.notes}
         if self.graphs and self.graphs.is_dir():
             dumps = {path.name: path.read_text() for path in sorted(self.graphs.iterdir())}
