@@ -20,6 +20,7 @@ VERBS = {
     "launch": Verb("train", "[-n RANKS] ...", "start several ranks, as torchrun does, without its tracebacks"),
     "resume": Verb("train", "RUN [OPTION=VALUE]", "continue a run from its newest checkpoint"),
     "tokenize": Verb("train", "--out DIR [OPTION=VALUE]", "make the tokens of a job's data ahead of it"),
+    "compile": Verb("train", "--out DIR [OPTION=VALUE]", "make the programs of a job ahead of it, without its GPUs"),
     "plan": Verb("plan", "[OPTION=VALUE]", "find the fastest mesh, microbatches and recomputation for a cluster"),
     "calibrate": Verb("plan", "--out FILE", "measure this machine, and write it as a cluster to predict for"),
     "inspect": Verb("look", "RUN [--html]", "show what each pass did to the graph, in the terminal or as a page"),
@@ -31,6 +32,7 @@ VERBS = {
     "generate": Verb("use", "RUN [--chat] --prompt TEXT", "sample text from the model, or its answer in a chat"),
     "eval": Verb("use", "RUN [OPTION=VALUE]", "loss and perplexity on held-out or other text"),
     "export": Verb("use", "RUN OUT", "write a checkpoint as a folder that transformers, peft or safetensors load"),
+    "clean": Verb("keep", "[--gib GIB]", "delete of what compilers kept what was longest unused"),
     "check": Verb("keep", "FOLDER", "read every byte of the checkpoints in a folder, and say which are damaged"),
 }
 TASKS = {
@@ -39,7 +41,7 @@ TASKS = {
     "plan": "Plan and predict",
     "look": "Look into runs",
     "use": "Use a trained model",
-    "keep": "Keep checkpoints",
+    "keep": "Keep checkpoints and caches",
 }
 
 

@@ -35,8 +35,8 @@ from compiler_trainer.config.kinds import (
 )
 from compiler_trainer.config.lengths import is_length
 from compiler_trainer.config.options import Chosen, Must, build  # noqa: F401  # build: of what `Config` is in
-from passes.memory.remat import SAVE, Action, OfLayer, Policy
-from passes.precision.cast import OPS
+from passes.memory.policies import SAVE, Action, OfLayer, Policy
+from passes.precision.sensitive import OPS
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -568,6 +568,7 @@ class LowerConfig:
 
     backend: Literal["inductor", "eager"] = "inductor"
     cudagraphs: bool = False
+    programs: str | None = None  # a folder of `compiler-trainer compile`, whose program is run, and no other
     check_stored: bool = False
     fast_start: bool = True
 
@@ -669,9 +670,9 @@ class Config:
 PLAIN_HEADS = (None, "none", None)
 
 
-def save(cfg: Config, path: Path) -> None:
-    """Write `cfg` as YAML that `load` reads back."""
-    put(path, OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(cfg))))
+def save(cfg: Config, path: Path, head: str = "") -> None:
+    """Write `cfg` as YAML that `load` reads back, under a comment."""
+    put(path, head + OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(cfg))))
 
 
 # Groups that every run has written; of one that is newer, a run that went before has the defaults.

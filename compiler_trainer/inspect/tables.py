@@ -58,6 +58,9 @@ def show_run(run: Run, out: Console) -> None:
         words = [stage.title, took, *(f"{n:,}" for n in counts), size(t.sent_bytes), f"{t.casts:,}", f"{t.masks or ''}"]
         passes.add_row(*words, flops(t.flops), flops(t.recomputed_flops), size(t.peak_bytes))
     out.print(passes)
+    if (stored := run.report.get("program", {})).get("stored_as"):
+        came = f"read from {stored['from']}" if stored.get("from") else "made by this start"
+        out.print(f"program {stored['stored_as']}, {came}")
     if folded := run.stages[0].folded:
         out.print(f"while passes ran, {folded}; costs are of all layers, nodes of those that stand")
     for name, bodies in run.bodies.items():

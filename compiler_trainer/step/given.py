@@ -43,6 +43,7 @@ class Reporter:
     notes: list[str] = field(default_factory=list)
     key: str = ""
     is_read: bool = False
+    read_from: str = ""  # the folder
 
     def add(self, stage: str, records: Iterable[PassRecord]) -> None:
         """Record the passes of one program."""
@@ -69,7 +70,7 @@ class Reporter:
     def finish(self) -> dict[str, Any]:
         """The report: seconds by pass, each pass's counts, notes, communication and memory, and notes on the whole."""
         seconds = {name: round(s, 4) for name, s in self.seconds.items()}
-        stored = {"stored_as": self.key, "read": self.is_read}
+        stored = {"stored_as": self.key, "read": self.is_read, "from": self.read_from}
         return {"seconds": seconds, "program": stored, "passes": self.passes, "notes": self.notes}
 
 

@@ -14,7 +14,7 @@ from compiler_trainer.config.cluster import ClusterConfig
 from compiler_trainer.config.device import described
 from compiler_trainer.config.schema import OptimConfig, PassesConfig
 from compiler_trainer.config.tables import build_table
-from compiler_trainer.step.made_of import made_of, options_of
+from compiler_trainer.step.made_of import made_of, name_of_device, options_of
 from compiler_trainer.step.shelf import Made, Shelf, stored_or_made
 from passes.lower import inductor
 from passes.pipeline.tables import Table, TaskCosts, unit
@@ -47,6 +47,7 @@ class Job:
     full: Mapping[str, Tensor] | None
     seed: int
     cluster: ClusterConfig
+    device_name: str = ""  # of one that is not here; else it is asked
 
     def table(self, costs: TaskCosts = unit) -> Table | None:
         """The order of the tasks of pipeline stages, given what each costs; None where there is one stage."""
@@ -61,8 +62,9 @@ class Job:
         Where this process `compiles` kernels, it gets ready for that beside the passes.
         """
         table = self.table()
+        device = self.device_name or name_of_device(self.device)
         wanted = options_of(
-            self.passes, self.optim, self.mesh, self.device, below=dict(self.below), train=self.train,
+            self.passes, self.optim, self.mesh, device, below=dict(self.below), train=self.train,
             evaluate=self.evaluate, microbatches=self.microbatches, skip=self.skip_nonfinite,
             cluster=described(self.cluster) if self.passes.communication.async_tp == "auto" else None,
             tasks=(table.rank_of, table.is_split) if table else None,

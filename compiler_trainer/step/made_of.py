@@ -273,11 +273,13 @@ class MadeOf:
 def made_of(model: nn.Module, loss_fn: Any, batch: Mapping[str, Tensor], options: Mapping[str, Any]) -> MadeOf:
     """What the programs of a model, its loss, a batch of some shapes and `options` are made of; raises Unkeyed."""
     text = Text()
-    parts = {"model": text.of(model), "loss": text.of(loss_fn), "options": text.of(dict(options))}
+    parts = {"model": text.of(model), "loss": text.of(loss_fn)}
+    parts |= {name: text.of(value) for name, value in options.items()}
     parts["batch"] = repr([(name, value.dtype, tuple(value.shape), value.stride()) for name, value in batch.items()])
     parts |= {"classes": json.dumps(text.code), "globals": "\n".join(text.globals())}
     parts |= {"files": json.dumps(text.sources.files), "versions": json.dumps(text.sources.versions)}
-    parts |= {"environment": json.dumps(text.sources.environment()), "process": process(), "ours": ours()}
+    values = {name: value and digest(value) for name, value in text.sources.environment().items()}  # some are secret
+    parts |= {"environment": json.dumps(values), "process": process(), "ours": ours()}
     return MadeOf(parts, text.sources)
 
 
@@ -293,25 +295,23 @@ def process() -> str:
         "attention": [torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()],
         "mkldnn": torch.backends.mkldnn.enabled,
     }
-    versions = sys.version, torch.__version__, torch.version.git_version, platform.machine()
+    release = torch.__version__.partition("+")[0]  # without the build, of CPU or CUDA, which the device tells
+    versions = sys.implementation.name, sys.version.split()[0], release, torch.version.git_version
     return f"{versions} {switches} {sorted(torch.ops.loaded_libraries)}"
 
 
-def device_of(device: torch.device) -> str:
-    """A device by its kind: what a compiler asks of it."""
-    if device.type != "cuda":
-        return str(device.type)
-    known = torch.cuda.get_device_properties(device)
-    return f"{known.name} {known.major}.{known.minor} {known.total_memory} {known.multi_processor_count}"
+def name_of_device(device: torch.device) -> str:
+    """A device by the name of its kind, which decides what is made for it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {platform.machine()}"
 
 
 def options_of(
-    passes: PassesConfig, optim: OptimConfig, mesh: Mesh, device: torch.device, **further: Any
+    passes: PassesConfig, optim: OptimConfig, mesh: Mesh, device: str, **further: Any
 ) -> dict[str, Any]:
-    """The options that a program is made with; the learning rate is fed to it."""
+    """The options that a program is made with, for a `device` by its name; the learning rate is fed to it."""
     update = dataclasses.asdict(optim)
     del update["lr"]
-    where = {"mesh": str(mesh), "device": device_of(device)}
+    where = {"mesh": str(mesh), "device": device}
     return {"passes": dataclasses.asdict(passes), "optim": update, **plugged(passes, optim), **where, **further}
 
 

@@ -26,7 +26,10 @@ HOME = Path(__file__).parents[2]  # of our packages
 INSTALLED = tuple(os.path.realpath(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
 STANDARD = os.path.realpath(sysconfig.get_path("stdlib"))
 VARIABLES = re.compile(r"(TORCH|PYTORCH|TRITON|ATEN|CUDA|CUBLAS|NVIDIA|HF|TRANSFORMERS)(_|INDUCTOR|DYNAMO)")
-NO_MATTER = frozenset({"TORCHINDUCTOR_CACHE_DIR", "CUDA_VISIBLE_DEVICES"})
+# Where things lie, which devices there are, and how ranks talk.
+NO_MATTER = re.compile(
+    r"TORCHINDUCTOR_CACHE_DIR|CUDA_(VISIBLE_DEVICES|HOME|PATH|VERSION)|NVIDIA_\w+|TORCH_NCCL_\w+|HF_(HOME|TOKEN|HUB_\w+)"
+)
 NAMED = re.compile(r"""(?:environ(?:\.\w+)?|getenv)\s*[\[(]\s*["'](\w+)["']""")
 UNKNOWN = re.compile(
     r"(?<![\w.])(open|exec|eval|compile|globals|__import__|input)\(|import_module\(|sys\.argv|"
@@ -97,7 +100,7 @@ class Sources:
     def environment(self) -> dict[str, str | None]:
         """The variables that were found, and those of PyTorch and its like, with their values."""
         names = self.variables | {name for name in os.environ if VARIABLES.match(name)}
-        return {name: os.environ.get(name) for name in sorted(names - NO_MATTER)}
+        return {name: os.environ.get(name) for name in sorted(names) if not NO_MATTER.fullmatch(name)}
 
     def defines(self, namespace: str) -> bool:
         """Whether operators of a namespace come from what is known here."""

@@ -74,7 +74,8 @@ def create(cfg: Config, report: dict[str, Any], table: Table | None = None) -> N
     """Make the folder, with the config, the report of the compilation, and the schedule of pipeline stages if any."""
     folder = Path(cfg.run.dir)
     folder.mkdir(parents=True, exist_ok=True)
-    config.save(cfg, folder / CONFIG)
+    stored = report.get("program", {}).get("stored_as")
+    config.save(cfg, folder / CONFIG, f"# program {stored}\n" if stored else "")
     put(folder / REPORT, json.dumps(report, indent=1) + "\n")
     if table is not None:
         put(folder / PIPELINE, as_text(table))

@@ -163,6 +163,8 @@ def prepare_step(
     owners.restore()
     for path in start.damaged:
         checkpoint.set_aside(path, "damaged")
+    if cfg.lower.programs is not None:
+        say(f"program {step.report['program']['stored_as'][:12]}, made ahead, was read from {cfg.lower.programs}")
     say(f"{'restarted' if 'program' in step.report['seconds'] else 'started'} in {phases}")
     say(f"the run folder is {cfg.run.dir}")
     return step, start
@@ -199,7 +201,7 @@ def build_step(
         evaluate=cfg.eval.interval is not None,
         below=datasets.below,
         observe=observe,
-        shelf=Shelf(observe.folder if observe else None),
+        shelf=Shelf.of(cfg.lower, observe.folder if observe else None),
         cluster=cfg.cluster,
         tell=tell,
     )

@@ -26,7 +26,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Literal, get_args
 
 import torch
 from torch import fx
@@ -35,6 +34,7 @@ from passes.context.operators import kernel_of
 from passes.cost.accounting import peak_memory
 from passes.memory.budget import fit
 from passes.memory.offload import offload
+from passes.memory.policies import ATTENTION, POLICIES, SAVE, Action, OfLayer, Policy
 from passes.memory.recompute import near_writes, recompute, saved_bytes, saved_nodes, sent, storages, why_once
 from passes.program import ir
 from passes.program.abstract_eval import abstract_eval
@@ -44,17 +44,9 @@ from passes.program.operators import kind_of, name_of
 from passes.program.stages import Stage
 from passes.program.weights import weight_nodes
 
-Action = Literal["save", "recompute", "offload"]
-OfLayer = Literal["none", "full", "attention", "selective", "offload"]
-Policy = Literal[OfLayer, "every_n", "budget"]
-POLICIES: tuple[Policy, ...] = get_args(Policy)
 OFFLOADED = "offloaded"  # the reason of what is kept in host memory
 SELECTED = "selected"
 Region = Layer | str | None  # a layer, or what the model marked for recomputation
-# Products and attention: the most time for the bytes of their results.
-PRODUCTS = ("linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "_scaled_mm", "grouped_mm", "convolution")
-ATTENTION = "attention"  # stands for all kernels of it
-SAVE = (*PRODUCTS, ATTENTION)
 ADD, SCALE = torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor
 
 

@@ -19,12 +19,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
+from passes.precision.sensitive import OPS
 from passes.program import ir
 from passes.program.layer import within
 from passes.program.operators import is_operator, name_of
@@ -34,16 +35,6 @@ from passes.program.stages import Stage
 
 aten = torch.ops.aten
 COPY = aten._to_copy.default
-# Sums of exponentials; norms keep fp32 inside their kernels whatever dtype they are given.
-OPS: dict[str, Literal["float32", "bfloat16"]] = {
-    "softmax": "float32",
-    "_softmax": "float32",
-    "log_softmax": "float32",
-    "_log_softmax": "float32",
-    "logsumexp": "float32",
-    "cross_entropy_loss": "float32",
-    "nll_loss*": "float32",
-}
 
 
 def in_dtype(op: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:

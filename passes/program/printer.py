@@ -174,7 +174,9 @@ def format_constant(arg: Any) -> str:
         return json.dumps(arg if len(arg) <= 8 * LONGEST else f"{arg[: 8 * LONGEST]}... #{_digest(arg)}")
     if arg is None or isinstance(arg, (bool, int, float, complex)):
         return repr(arg)
-    if isinstance(arg, (torch.device, torch.layout, torch.memory_format, torch.SymInt, torch.SymFloat, torch.SymBool)):
+    if isinstance(arg, torch.device):
+        return arg.type  # ranks of a machine compute on devices of other numbers
+    if isinstance(arg, (torch.layout, torch.memory_format, torch.SymInt, torch.SymFloat, torch.SymBool)):
         return str(arg).removeprefix("torch.")
     return f"<{type(arg).__name__}>"
 

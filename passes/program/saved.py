@@ -192,7 +192,7 @@ class Writer:
         if isinstance(value, slice):
             return {"s": [self.value(part, numbers) for part in (value.start, value.stop, value.step)]}
         if isinstance(value, torch.device):
-            return {"d": str(value)}
+            return {"d": value.type}
         if isinstance(value, CONSTANTS):
             return {"c": str(value).removeprefix("torch.")}
         if isinstance(value, complex):
@@ -226,7 +226,7 @@ def layout_of(value: Tensor) -> list[Any]:
     """Shape, strides, offset, dtype and device of a tensor, and the bytes of its storage."""
     if not all(type(size) is int for size in (*value.shape, *value.stride())):
         raise Unwritable("a size is known only at run time")
-    where = str(value.dtype).removeprefix("torch."), str(value.device)
+    where = str(value.dtype).removeprefix("torch."), value.device.type
     storage = value.untyped_storage().nbytes()
     return [list(value.shape), list(value.stride()), value.storage_offset(), *where, storage]
 
@@ -319,7 +319,7 @@ class Reader:
         if kind == "c":
             return constant_of(inner)
         if kind == "d":
-            return torch.device(inner)
+            return device_here(inner)
         if kind == "z":
             return complex(*inner)
         parts = [self.value(part, made) for part in inner]
@@ -337,7 +337,13 @@ def constant_of(name: str) -> Any:
 def tensor_of(layout: Sequence[Any]) -> Tensor:
     """What describes a tensor."""
     shape, stride, offset, dtype, device, storage_bytes = layout
-    return described(shape, stride, offset, constant_of(dtype), torch.device(device), storage_bytes)
+    return described(shape, stride, offset, constant_of(dtype), device_here(device), storage_bytes)
+
+
+def device_here(kind: str) -> torch.device:
+    """The device of a kind that this process computes on: ranks of a machine read one text."""
+    index = torch.cuda.current_device() if kind == "cuda" and torch.cuda.is_available() else 0
+    return torch.device(kind, index) if kind == "cuda" else torch.device(kind)
 
 
 def tensor_from(layout: Tensor, entries: str) -> Tensor:

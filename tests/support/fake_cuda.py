@@ -1,6 +1,6 @@
 """An H100 that is not there: PyTorch's CPU build traces for it, Inductor writes Triton for it, Triton compiles to cubin.
 
-Run as a program, on the built `fake_cuda.cpp` and a config as JSON, it compiles the bodies of that job's programs and
+Run as a program, on the built `trace_cuda.cpp` and a config as JSON, it compiles the bodies of that job's programs and
 prints what it counted as JSON. It is a program because the library has to be loaded before PyTorch is.
 """
 

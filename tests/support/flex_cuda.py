@@ -1,6 +1,6 @@
 """Attention by interval as Inductor writes it for CUDA, forward and backward in one graph, without a GPU.
 
-A program, on the built `fake_cuda.cpp` and cases as JSON. It compiles each case for an H100 that is not there and prints
+A program, on the built `trace_cuda.cpp` and cases as JSON. It compiles each case for an H100 that is not there and prints
 what its kernels take. Where the environment has TRITON_INTERPRET=1, it runs the compiled graph instead, every kernel of
 it in Triton's interpreter, on the CPU, and prints how far the results are from those of the CPU's own kernel.
 """

@@ -50,6 +50,13 @@ def test_help_and_version_import_neither_torch_nor_hydra(arguments):
     assert done.stdout.endswith("\n[]\n"), done.stderr
 
 
+def test_a_process_that_tokenizes_imports_no_torch_and_no_pass():
+    script = "import sys, compiler_trainer.data.worker; print(sorted(m for m in sys.modules if m.partition('.')[0] in ('passes', 'torch')))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    words = ["passes", "passes.memory", "passes.memory.policies", "passes.precision", "passes.precision.sensitive"]
+    assert done.stdout == f"{words}\n"  # names of policies and operators, which options are made of
+
+
 def test_a_warning_of_ours_is_a_line_and_others_name_their_line(monkeypatch):
     monkeypatch.setattr(command.warnings, "formatwarning", command.USUAL)
     call("--version")

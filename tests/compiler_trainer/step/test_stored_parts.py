@@ -9,7 +9,6 @@ from dataclasses import replace
 from importlib.metadata import EntryPoint
 
 import pytest
-import torch
 from oracle import perceptron, points, squared_error
 
 from compiler_trainer.config import targets
@@ -100,7 +99,7 @@ def key(passes=None, optim=UPDATE):
     """What the programs of a job are stored under, in a process that has imported nothing of the folder."""
     forget()
     given = options_of(
-        passes or PassesConfig(extra=(EXTRA,), rules=("plug_rules",)), optim, Mesh.of({}), torch.device("cpu")
+        passes or PassesConfig(extra=(EXTRA,), rules=("plug_rules",)), optim, Mesh.of({}), "cpu"
     )
     return made_of(perceptron(), squared_error, points()[0], given).key
 

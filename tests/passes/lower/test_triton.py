@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils import cpp_extension
+
+from passes.lower import trace_cuda
 
 FAKE_CUDA = Path(__file__).parents[2] / "support" / "fake_cuda.py"
 FLEX_CUDA = FAKE_CUDA.with_name("flex_cuda.py")
@@ -26,18 +27,13 @@ CALLED = {"default": "", "dp_shard 2, tp 2, cp 2": "", "float8": "_scaled_mm"}  
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory):
+def library():
     """What PyTorch's CPU build needs to trace for CUDA, built."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed: pip install -c constraints.txt triton")
     if torch.version.cuda is not None:
         pytest.skip("a CUDA build of PyTorch asks for a real GPU; use the CPU build and Triton")
-    path = tmp_path_factory.mktemp("fake_cuda") / "fake_cuda.so"
-    found = [f"-I{folder}" for folder in cpp_extension.include_paths()]
-    found += [flag for folder in cpp_extension.library_paths() for flag in (f"-L{folder}", f"-Wl,-rpath,{folder}")]
-    command = ["c++", "-std=c++20", "-shared", "-fPIC", str(FAKE_CUDA.with_suffix(".cpp"))]
-    subprocess.run([*command, *found, "-ltorch_cpu", "-lc10", "-o", str(path)], check=True)
-    return path
+    return trace_cuda.library()
 
 
 def run(program: Path, library: Path, given: Any, **environment: str) -> Any:

@@ -14,7 +14,8 @@ from compiler_trainer import UserError
 from compiler_trainer.capture.capture import capture
 from compiler_trainer.config.schema import ModelConfig
 from compiler_trainer.models import Llama
-from passes.precision.cast import COPY, OPS, Cast, is_cast
+from passes.precision.cast import COPY, Cast, is_cast
+from passes.precision.sensitive import OPS
 from passes.program import ir, reshard
 from passes.program.operators import name_of
 

@@ -85,7 +85,7 @@ def test_dtype_names(dtype, name):
     [
         (1e-05, "1e-05"), (True, "True"), (None, "None"), ("tp", '"tp"'), ("a\nb", '"a\\nb"'),
         (torch.strided, "strided"),
-        (torch.device("cpu"), "cpu"), (torch.contiguous_format, "contiguous_format"), (object(), "<object>"),
+        (torch.device("cpu"), "cpu"), (torch.device("cuda", 3), "cuda"), (torch.contiguous_format, "contiguous_format"), (object(), "<object>"),
     ],
 )
 def test_constants(constant, text):

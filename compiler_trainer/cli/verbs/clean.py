@@ -1,0 +1,22 @@
+"""`clean`: how much the compiler's cache holds, programs and kernels, and no more than it may."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from compiler_trainer.cli.table import parser
+from passes.lower.inductor import MOST_BYTES
+from passes.lower.store import bound, files_in
+from passes.program.torch_private import compiler_folder
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Delete what is too much, the longest unused first, and print what there is."""
+    takes = parser("clean")
+    takes.add_argument("--gib", type=float, default=MOST_BYTES / 2**30, help="how much may stay (20)")
+    given, folder = takes.parse_args(arguments), compiler_folder()
+    if said := bound(folder, int(given.gib * 2**30)):
+        print(said)
+    sizes = {name: sum(size for _, size, _ in files_in(folder / name)) for name in ("", "programs")}
+    held = f"{sizes[''] / 2**20:,.0f} MiB, {sizes['programs'] / 2**20:,.0f} of them programs"
+    print(f"{folder} holds {held}; at most {given.gib:g} GiB stay, and what was used within a day")

@@ -1,0 +1,58 @@
+"""`compile`: make a job's programs ahead of it, on any machine, for ranks and GPUs that are not there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from compiler_trainer.cli.table import parser
+from compiler_trainer.config import recipes
+from compiler_trainer.config.compose import compose, typed
+from compiler_trainer.config.device import described
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import Config, is_open
+from compiler_trainer.runs.ahead import compile_ahead
+from compiler_trainer.training.progress import Working
+from passes.lower import trace_cuda
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Make the programs of the job that the options say, and say what to start it with."""
+    takes = parser("compile")
+    takes.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="the job, with its mesh and its cluster")
+    takes.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder that lower.programs names")
+    given = takes.parse_intermixed_args(arguments)
+    with tempfile.TemporaryDirectory() as scratch:
+        cfg = typed(compose(recipes.by_name(given.overrides, Path(scratch))))
+    if is_open(cfg):
+        raise UserError("mesh", "is to be planned; plan first, and compile what the plan says")
+    if needs_cuda(cfg):
+        return again_for_cuda(arguments)
+    with Working(sys.stderr) as tell:
+        said = compile_ahead(cfg, given.out, tell)
+    print(f"{said}\nstart the job with lower.programs={given.out}")
+    return 0
+
+
+def needs_cuda(cfg: Config) -> bool:
+    """Whether the job's devices are CUDA's, which this process cannot trace for."""
+    return not described(cfg.cluster).host_computes and not trace_cuda.is_possible()
+
+
+def again_for_cuda(arguments: Sequence[str]) -> int:
+    """Do it in a process with what lets PyTorch trace for CUDA, to be loaded before it; its exit code.
+
+    Raises UserError where nothing lets it.
+    """
+    if torch.version.cuda is not None:
+        fix = "compile where one is, or with PyTorch's CPU build"
+        raise UserError("cluster", f"is of GPUs, and this build of PyTorch traces only where there is one; {fix}")
+    environment = os.environ | {"LD_PRELOAD": str(trace_cuda.library())}
+    command = [sys.executable, "-m", "compiler_trainer", "compile", *arguments]
+    return subprocess.run(command, env=environment).returncode

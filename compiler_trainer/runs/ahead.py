@@ -1,0 +1,66 @@
+"""The programs of a job made ahead of it by one process, without its ranks and devices: what `lower.programs` names."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from compiler_trainer.config.cluster import ClusterConfig
+from compiler_trainer.config.device import for_predicting
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import Config
+from compiler_trainer.config.validate import dry_world_size, validate
+from compiler_trainer.data.datasets import check_vocabulary
+from compiler_trainer.models.subject import subject
+from compiler_trainer.step.given import mesh_of, one_microbatch
+from compiler_trainer.step.job import Job
+from compiler_trainer.step.made_of import name_of_device
+from compiler_trainer.step.shelf import Shelf
+from compiler_trainer.training.folder import Dumps
+from compiler_trainer.training.prepare import make_reproducible, read_data
+from compiler_trainer.training.trainer import peek
+from passes.lower.store import Store
+
+CPU = torch.device("cpu")
+
+
+def compile_ahead(cfg: Config, out: Path, tell: Callable[[str], None]) -> str:
+    """Make the programs that a job's ranks would make, into a folder; what is there, in a sentence.
+
+    Raises UserError where they cannot be stored.
+    """
+    cfg = validate(for_predicting(cfg), dry_world_size(cfg))
+    if cfg.passes.verify == "numeric":
+        raise UserError("passes.verify", "is numeric, which needs the values of weights; use spec")
+    make_reproducible(cfg.train)
+    datasets, trained = read_data(cfg), subject(cfg)
+    check_vocabulary(datasets, trained.vocab_size)
+    batch = one_microbatch(peek(datasets.train), cfg.train.microbatches)
+    on, mesh = (CPU if cfg.cluster.host_computes else torch.device("cuda", 0)), mesh_of(cfg.mesh)
+    job = Job(
+        trained.module, trained.loss, batch, mesh, cfg.passes, cfg.optim, on, cfg.train.microbatches,
+        cfg.train.nonfinite == "skip", True, cfg.eval.interval is not None, datasets.below, None, cfg.train.seed,
+        cfg.cluster, device_name(cfg.cluster),
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as scratch:
+        dumps = Dumps(Path(scratch, "graphs")) if cfg.run.dump_graphs else None
+        shelf = Shelf(dumps.folder if dumps else None, Store(out))
+        (programs, report), _ = job.programs(shelf, cfg.lower.check_stored, False, dumps, tell)
+    if not report.key:
+        raise UserError("model", f"{report.notes[-1]}; such a job is compiled when it starts")
+    files = [path for path in out.iterdir() if path.name.startswith(report.key)]
+    size = sum(path.stat().st_size for path in files)
+    made = f"{'was there' if report.is_read else 'made'}: {report.key[:12]}, {', '.join(programs)}"
+    return f"{made}, for {mesh.world_size:,} ranks on {job.device_name}; {size / 2**20:.1f} MiB in {out}"
+
+
+def device_name(cluster: ClusterConfig) -> str:
+    """What the devices of a cluster are called where they are; raises UserError where it does not say."""
+    if cluster.host_computes:
+        return name_of_device(CPU)
+    if cluster.device is None:
+        raise UserError("cluster.device", "says not which GPU it is; give what torch.cuda.get_device_name() says there")
+    return cluster.device

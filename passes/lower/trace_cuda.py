@@ -1,0 +1,49 @@
+"""PyTorch's CPU build traces for CUDA once a small library (`trace_cuda.cpp`) is loaded before it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import torch
+
+from passes.program import ir
+from passes.program.torch_private import compiler_folder
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+
+
+def is_possible() -> bool:
+    """Whether this process can trace for CUDA: it has a GPU, or the library."""
+    return torch.cuda.is_available() or place().name in os.environ.get("LD_PRELOAD", "")
+
+
+def place() -> Path:
+    """Where the library of this build of PyTorch lies."""
+    known = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()
+    return compiler_folder() / "trace_cuda" / f"{known[:20]}.so"
+
+
+def library() -> Path:
+    """The library, built if it is not there; raises Refused with what the compiler says."""
+    made = place()
+    if not made.is_file():
+        made.parent.mkdir(parents=True, exist_ok=True)
+        part = made.with_suffix(f".{os.getpid()}")
+        done = subprocess.run([*command(), "-o", str(part)], capture_output=True, text=True)
+        if done.returncode:
+            raise ir.Refused("trace_cuda", None, f"a C++ compiler is needed: {done.stderr[-2000:]}")
+        os.replace(part, made)
+    return made
+
+
+def command() -> list[str]:
+    """What compiles it."""
+    home = Path(torch.__file__).parent
+    include, lib = home / "include", home / "lib"
+    flags = [f"-I{include}", f"-I{include / 'torch/csrc/api/include'}", f"-L{lib}", f"-Wl,-rpath,{lib}"]
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    return [*compiler, "-std=c++20", "-shared", "-fPIC", str(SOURCE), *flags, "-ltorch_cpu", "-lc10"]
