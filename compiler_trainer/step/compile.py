@@ -94,6 +94,7 @@ def compile_step(
         check_recordable(training, lower.backend == "inductor")
     laid_out = next(iter(programs.values())).program.mesh  # as placement has it; evaluation comes last
     rank_of = ranks_of(programs, table)
+    check_evaluated(programs, rank_of)
     placed = [(captured.program, rank_of[name]) for name, captured in programs.items()]
     state = initial_state(placed, runtime, laid_out, device, values)
     compiled, evaluation = lowered(programs, rank_of, runtime, report)
@@ -122,6 +123,21 @@ def drawn(schedule: str, table: Table) -> dict[str, Any]:
     timing = play(table)
     rows = [[(str(slot), *timing.spans[slot]) for slot in row] for row in table.rows]
     return {"schedule": schedule, "unit": "forwards", "idle": timing.idle, "slots": rows}
+
+
+def check_evaluated(programs: Mapping[str, Captured], rank_of: Mapping[str, int]) -> None:
+    """Raises CompileError where evaluation would read state on a pipeline rank whose copy training leaves as it was."""
+    ends = [(name, c.program, i) for name, c in programs.items() for i in range(len(c.program.inputs))]
+    held = dict[str, set[int]]()
+    for name, program, i in ends:
+        if not name.startswith(EVALUATE):
+            held.setdefault(program.inputs[i].name, set()).add(rank_of[name])
+    for name, program, i in ends:
+        given, rank = program.inputs[i], rank_of[name]
+        if given.kind in ("parameter", "buffer") and rank not in held.get(given.name, {rank}):
+            kept = ", ".join(map(str, sorted(held[given.name])))
+            what = f"{given.kind} {given.name!r} is trained on pipeline rank {kept}, {name} reads it on {rank}"
+            raise ir.CompileError("assign", program.placeholders()[i], what)
 
 
 def ranks_of(programs: Iterable[str], table: Table | None) -> dict[str, int]:

@@ -18,7 +18,9 @@ from compiler_trainer.pipeline import DTYPES, Passes, Pipeline, Staged, build_pi
 from compiler_trainer.step.given import EVALUATE, Captured, Reporter
 from passes.check.numeric import Results, telling
 from passes.check.runner import Observer, PassRecord, run_passes
+from passes.pipeline.assign import Assign
 from passes.pipeline.cut import cut, cut_gathers, cut_update
+from passes.pipeline.tasks import own_name
 from passes.program import ir
 from passes.program.backward_slice import backward_slice, cone_of
 from passes.program.mesh import Mesh
@@ -141,14 +143,31 @@ class Compilation:
         It reads what training stores, where that lies.
         """
         if depends_on_mode(single.program):
-            stored = {i.name: replace(i.spec, replicate=()) for i in forward.program.inputs if i.kind == "parameter"}
-            steps = (replace(s, stored=stored) if isinstance(s, Place) else s for s in self.pipeline.forward)
+            steps = over_same_state(self.pipeline.forward, forward.program)
             with evaluating(self.model):
-                forward = self.run("forward_eval", tuple(steps), self.capture())
+                forward = self.run("forward_eval", steps, self.capture())
         if self.pipeline.staged is None or self.pipeline.staged.table is None:
             return {EVALUATE: self.run(EVALUATE, self.pipeline.evaluate, forward)}
-        parts = {f"{EVALUATE}.{task}": each for task, each in cut(forward.program).items()}
+        parts = {f"{EVALUATE}.{task}": each for task, each in cut(without_unread(forward.program)).items()}
         return {n: self.run(n, self.pipeline.evaluate, Captured(each, forward.ctx)) for n, each in parts.items()}
+
+
+def without_unread(program: ir.Program) -> ir.Program:
+    """The program without buffers that it does not read: training has them, of the stage that changes them."""
+    program = program.copy()
+    ends = list(zip(program.placeholders(), program.inputs, strict=True))
+    unread = [node for node, given in ends if given.kind == "buffer" and not node.users]
+    for node in unread:
+        program.graph.erase_node(node)
+    return replace(program, inputs=tuple(given for node, given in ends if node not in unread))
+
+
+def over_same_state(steps: Passes, program: ir.Program) -> Passes:
+    """Passes by which a program has parameters where another one stores them: on which ranks, of which stages."""
+    held = [i for i in program.inputs if i.kind == "parameter"]
+    places, stages = {i.name: replace(i.spec, replicate=()) for i in held}, {own_name(i.name): i.stages for i in held}
+    stored = {Place: places, Assign: stages}
+    return tuple(replace(s, stored=stored[type(s)]) if type(s) in stored else s for s in steps)  # type: ignore
 
 
 def on_mesh(given: Captured, mesh: Mesh) -> Captured:

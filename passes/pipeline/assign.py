@@ -18,8 +18,8 @@ from __future__ import annotations
 import bisect
 import copy
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -38,11 +38,13 @@ LARGE = 2**20  # entries of a buffer: what is made of it is computed once and se
 class Assign(ir.Pass):
     """Give each operator a pipeline stage, one of `stages`.
 
-    `layers` are how many each has; without, the stage that computes most computes as little as can be.
+    `layers` are how many each has; without, the stage that computes most computes as little as can be. `stored` are the
+    stages whose ranks hold parameters already, by name: those of another program over the same state, which are kept.
     """
 
     stages: int = 1
     layers: tuple[int, ...] = ()
+    stored: Mapping[str, Sequence[int]] = field(default_factory=dict)
     name = "assign"
     takes = (Stage.LOCAL,)
 
@@ -53,19 +55,29 @@ class Assign(ir.Pass):
         avals = abstract_eval(program, ctx)
         free, weights = without_parameters(program, avals), of_parameters(program)
         work = [node for node in program.calls() if node not in free and node not in weights]
+        if self.stored:
+            notes: tuple[str, ...] = ("stages as training has them",)
+            of_node = stages_of(program, work, weights, self.stored)
+        else:
+            of_node, notes = self.divided(program, work, avals)
+        for node, stage in of_node.items():
+            ir.set_pipeline_stage(node, max([stage, *stages_read(node)]))
+        share_buffers(program)
+        inputs, copies = split_parameters(program, work, weights)
+        notes += tuple(f"{name}: used in stages {', '.join(map(str, stages))}" for name, stages in copies.items())
+        return replace(program, inputs=inputs), ir.Report({"stages": self.stages, "copies": len(copies)}, notes)
+
+    def divided(
+        self, program: ir.Program, work: Sequence[fx.Node], avals: Avals
+    ) -> tuple[dict[fx.Node, int], tuple[str, ...]]:
+        """The stage of each operator, in order, and what each stage has."""
         units = next((units for units in finer(program, work) if len(units) >= self.stages), [])
         costs = [1 + sum(count_flops(node, avals) for node in unit) for unit in units]
         counts = self.layers or even(costs, self.stages)
         self.check(counts, len(units))
         of_unit = [stage for stage, count in enumerate(counts) for _ in range(count)]
-        for stage, unit in zip(of_unit, units, strict=True):
-            for node in unit:
-                ir.set_pipeline_stage(node, max([stage, *stages_read(node)]))
-        share_buffers(program)
-        inputs, copies = split_parameters(program, work, weights)
         notes = tuple(f"stage {k}: {count} of {len(units)} layers" for k, count in enumerate(counts))
-        notes += tuple(f"{name}: used in stages {', '.join(map(str, stages))}" for name, stages in copies.items())
-        return replace(program, inputs=inputs), ir.Report({"stages": self.stages, "copies": len(copies)}, notes)
+        return {node: stage for stage, unit in zip(of_unit, units, strict=True) for node in unit}, notes
 
     def check(self, counts: Sequence[int], layers: int) -> None:
         """Raises Refused where there are fewer layers than stages, or others than were told."""
@@ -109,6 +121,23 @@ def of_parameters(program: ir.Program) -> set[fx.Node]:
         elif not reading.isdisjoint(node.all_input_nodes):
             reading.add(node)
     return {node for node in reading if node.op == "call_function"}
+
+
+def stages_of(
+    program: ir.Program, work: Sequence[fx.Node], weights: set[fx.Node], stored: Mapping[str, Sequence[int]]
+) -> dict[fx.Node, int]:
+    """The stage of each operator, in order: a later one begins with what reads a parameter that it alone holds."""
+    names = dict[fx.Node, set[str]]()
+    for node, given in zip(program.placeholders(), program.inputs, strict=True):
+        names[node] = {given.name} if given.kind == "parameter" else set()
+    for node in program.calls():
+        names[node] = set().union(*(names[n] for n in node.all_input_nodes)) if node in weights else set()
+    stage, found = 0, {}
+    for node in work:
+        for name in (name for n in node.all_input_nodes for name in names[n]):
+            stage = min((s for s in stored.get(name, ()) if s >= stage), default=stage)
+        found[node] = stage
+    return found
 
 
 def finer(program: ir.Program, work: Sequence[fx.Node]) -> Iterator[list[list[fx.Node]]]:

@@ -1,0 +1,67 @@
+"""Evaluation in pipeline stages reads what training stores, of models that are others in eval mode."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from compiler_trainer import compile_step
+from compiler_trainer.step import programs
+from passes.program import ir
+from tools.parity.case import Case
+from tools.parity.record import judged
+
+ROUTED = "experts seed=350 length=2 rows=1 top_k=1 mesh.pp=3 optim.name=adamw passes.fold_layers=false eval.interval=1"
+
+
+class Sided(nn.Module):
+    """Four products, with three more after the first while it trains: by its work eval mode would be cut elsewhere."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.sides = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.double()
+
+    def forward(self, x):
+        x = self.layers[0](x)
+        if self.training:
+            x = torch.dropout(x, 0.5, True) + sum(side(x) for side in self.sides)
+        return self.layers[3](self.layers[2](self.layers[1](x).relu()).relu())
+
+
+def loss_of(model, batch):
+    return model(batch["x"]).square().mean()
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_what_is_evaluated_is_what_was_trained(stages):
+    model, batch = Sided(), {"x": torch.randn(4, 6, dtype=torch.float64)}
+    how = {"microbatches": 2, "ranks": "lockstep", "optim": {"name": "sgd", "lr": 0.1}}
+    step = compile_step(model, loss_of, batch, mesh={"pp": stages}, **how)
+    for _ in range(3):
+        step(batch)
+    model.load_state_dict(step.state_dict())
+    assert step.evaluate(batch) == pytest.approx(loss_of(model.eval(), batch).item(), abs=1e-12)
+
+
+def test_a_buffer_that_only_training_reads_is_of_its_stage_alone():
+    outcome = judged(Case.parse(ROUTED)).outcome
+    assert outcome.verdict == "right", str(outcome)
+
+
+@pytest.mark.parametrize(
+    ("left_out", "says"), [("without_unread", "router.load' is trained"), ("over_same_state", "is trained on")]
+)
+def test_state_that_training_has_elsewhere_is_heard(left_out, says, monkeypatch):
+    monkeypatch.setattr(programs, left_out, lambda given, *rest: given)
+    with pytest.raises(ir.CompileError, match=says):
+        if left_out == "without_unread":
+            case = Case.parse(ROUTED)
+            subject, settings = case.subject(), case.settings()
+            how = {"mesh": settings.mesh, "passes": settings.passes, "ranks": "lockstep"}
+            compile_step(subject.model, subject.loss, subject.batches[0], **how)
+        else:
+            compile_step(Sided(), loss_of, {"x": torch.randn(4, 6, dtype=torch.float64)}, mesh={"pp": 2}, ranks="lockstep")
