@@ -46,7 +46,9 @@ def failure_of(error: BaseException) -> Failure | None:
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
     """An error and those that it comes from, the first one last."""
-    while error is not None:
+    seen = set[int]()  # errors may come from each other
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
 

@@ -89,3 +89,9 @@ def test_a_step_that_memory_does_not_hold_is_answered_and_what_is_said_to_fit_do
     assert 1 <= len(fits) <= 3
     done = trained(tmp_path, "run.dir=fits", *fits[0].partition(" (")[0].split())
     assert done.returncode == 0, done.stderr
+
+
+def test_errors_that_come_from_each_other_are_told_once():
+    first, second = ValueError("first"), ValueError("second")
+    first.__cause__, second.__context__ = second, first
+    assert failure_of(first) is None
