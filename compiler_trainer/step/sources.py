@@ -26,10 +26,9 @@ HOME = Path(__file__).parents[2]  # of our packages
 INSTALLED = tuple(os.path.realpath(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
 STANDARD = os.path.realpath(sysconfig.get_path("stdlib"))
 VARIABLES = re.compile(r"(TORCH|PYTORCH|TRITON|ATEN|CUDA|CUBLAS|NVIDIA|HF|TRANSFORMERS)(_|INDUCTOR|DYNAMO)")
-# Where things lie, which devices there are, and how ranks talk.
-NO_MATTER = re.compile(
-    r"TORCHINDUCTOR_CACHE_DIR|CUDA_(VISIBLE_DEVICES|HOME|PATH|VERSION)|NVIDIA_\w+|TORCH_NCCL_\w+|HF_(HOME|TOKEN|HUB_\w+)"
-)
+OF_RANKS = frozenset({"TORCHINDUCTOR_CACHE_DIR", "CUDA_VISIBLE_DEVICES"})  # whoever reads them
+# Where things lie and how ranks talk: of no matter to PyTorch's programs, but to code that names one.
+ELSEWHERE = re.compile(r"CUDA_(HOME|PATH|VERSION)|NVIDIA_\w+|TORCH_NCCL_\w+|HF_(HOME|TOKEN|HUB_\w+)")
 NAMED = re.compile(r"""(?:environ(?:\.\w+)?|getenv)\s*[\[(]\s*["'](\w+)["']""")
 UNKNOWN = re.compile(
     r"(?<![\w.])(open|exec|eval|compile|globals|__import__|input)\(|import_module\(|sys\.argv|"
@@ -99,8 +98,8 @@ class Sources:
 
     def environment(self) -> dict[str, str | None]:
         """The variables that were found, and those of PyTorch and its like, with their values."""
-        names = self.variables | {name for name in os.environ if VARIABLES.match(name)}
-        return {name: os.environ.get(name) for name in sorted(names) if not NO_MATTER.fullmatch(name)}
+        theirs = {name for name in os.environ if VARIABLES.match(name) and not ELSEWHERE.fullmatch(name)}
+        return {name: os.environ.get(name) for name in sorted((self.variables | theirs) - OF_RANKS)}
 
     def defines(self, namespace: str) -> bool:
         """Whether operators of a namespace come from what is known here."""

@@ -52,7 +52,7 @@ FILES = {
 
             def forward(self, tokens):
                 x = scale(self.act(self.look(tokens))) * self.factor
-                if os.environ.get("NET_DOUBLES") == "1":
+                if "1" in (os.environ.get("NET_DOUBLES"), os.environ.get("NVIDIA_DOUBLES")):
                     x = x + x
                 return self.head(x)
         """,
@@ -251,7 +251,7 @@ def test_what_is_switched_in_pytorch_is_another_program(place, name):
         switch(off)
 
 
-VARIABLES = {"NET_DOUBLES": "1", "PYTORCH_CUDA_ALLOC_CONF": "x", "TORCHINDUCTOR_FREEZING": "1", "TRITON_INTERPRET": "1"}
+VARIABLES = {"NET_DOUBLES": "1", "NVIDIA_DOUBLES": "1", "PYTORCH_CUDA_ALLOC_CONF": "x", "TORCHINDUCTOR_FREEZING": "1", "TRITON_INTERPRET": "1"}
 
 
 @pytest.mark.parametrize("name", VARIABLES)
