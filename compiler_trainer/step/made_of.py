@@ -13,6 +13,7 @@ import json
 import platform
 import sys
 import types
+import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -84,6 +85,8 @@ class Text:
             return self.of_mapping(value)
         if isinstance(value, Tensor):
             return of_tensor(value)
+        if isinstance(value, weakref.ref):  # as nn.GRU has of its weights
+            return f"ref({self.of(value())})"
         if isinstance(value, functools.partial):
             return f"partial({self.of(value.func)}, {self.of(value.args)}, {self.of(value.keywords)})"
         if isinstance(value, types.MethodType):

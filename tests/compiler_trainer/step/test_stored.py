@@ -317,6 +317,12 @@ def test_variables_that_code_does_not_read_do_not_matter(place, name, monkeypatc
     assert key(model) == before
 
 
+def test_recurrent_layers_of_torch_are_told_by_what_they_are():
+    """They hold weak references to their weights."""
+    layer = lambda **how: key(nn.GRU(4, 4, **how))  # noqa: E731
+    assert layer() == layer() != layer(num_layers=2) != layer(bidirectional=True)
+
+
 def test_the_build_of_a_release_does_not_matter(place, monkeypatch):
     before = key(model := place.model())
     monkeypatch.setattr(torch, "__version__", f"{torch.__version__.partition('+')[0]}+cu130")
