@@ -68,11 +68,18 @@ def described(cfg: Config) -> Config:
 
 
 def measured(folder: Path) -> list[OfRank]:
-    """What the ranks of a run measured; raises UserError where they did not."""
+    """What the ranks of a run measured; raises UserError where they did not, or where that is damaged."""
     path = folder / MEASURED
+    fix = "train it with run.profile=true, or profile its options anew"
     if not path.is_file():
-        raise UserError(str(folder), f"has no {MEASURED}: train it with run.profile=true, or profile its options anew")
-    return read(json.loads(path.read_text())["ranks"])
+        raise UserError(str(folder), f"has no {MEASURED}: {fix}")
+    try:
+        found = read(json.loads(path.read_text())["ranks"])
+        if found and all(each.busy_ms >= 0 for each in found):  # numbers they are, too
+            return found
+    except (OSError, ValueError, LookupError, TypeError):
+        pass
+    raise UserError(str(path), f"is damaged: {fix}")
 
 
 def as_json(found: Profile) -> dict[str, Any]:
