@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -75,7 +76,7 @@ def measured(folder: Path) -> list[OfRank]:
         raise UserError(str(folder), f"has no {MEASURED}: {fix}")
     try:
         found = read(json.loads(path.read_text())["ranks"])
-        if found and all(each.busy_ms >= 0 for each in found):  # numbers they are, too
+        if found and all(math.isfinite(each.busy_ms) for each in found):
             return found
     except (OSError, ValueError, LookupError, TypeError):
         pass
