@@ -35,7 +35,7 @@ from passes.lower.fast_start import (
     without_lowering,
 )
 from passes.lower.kernels import Libraries
-from passes.lower.ready import Ready, as_imported, untouched
+from passes.lower.ready import Ready, as_imported, switched, untouched
 from passes.lower.store import Store, bound, replace
 from passes.program import ir
 from passes.program.abstract_eval import Layout
@@ -288,13 +288,12 @@ def decompose(body: Body, ctx: ir.Context) -> tuple[fx.GraphModule, Any]:
 def stored_key(body: Body, fast: bool = True) -> str:
     """What a body's kernels are known by on this machine; the other way may choose another instruction set."""
     elsewhere = operators.sources_for(device_of(body).type)  # records may be of code outside
-    return key_of(f"{body.key} {surroundings()} {elsewhere} {torch.get_num_threads()} {fast}")
+    return key_of(f"{body.key} {surroundings()} {elsewhere} {fast}")
 
 
-@cache
 def surroundings() -> str:
-    """A digest of what kernels depend on beside their body: the compiler's state, and all of our passes."""
-    return key_of(compiler_state() + our_sources())
+    """A digest of what kernels depend on beside their body, as it is now: the compiler's state, and our passes."""
+    return key_of(f"{compiler_state()} {switched()} {our_sources()}")
 
 
 @cache

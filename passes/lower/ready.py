@@ -43,7 +43,7 @@ class Ready:
 
     def key(self, body: Body, options: str) -> str:
         """What a body is known by."""
-        return key_of(f"ready {body.key} {self.ours} {options} {machine()} {torch.get_num_threads()}")
+        return key_of(f"ready {body.key} {self.ours} {options} {machine()} {switched()}")
 
     def load(self, body: Body) -> Callable | None:
         """What runs a body, None if it is not stored, or one of its libraries is not as it was built."""
@@ -128,6 +128,12 @@ def kernel_in(statement: ast.stmt) -> tuple[str, Kernel] | None:
 def options_now() -> str:
     """Inductor's options: imported by nobody, they are as the environment says."""
     return inductor_options() if "torch._inductor.config" in sys.modules else UNTOUCHED
+
+
+def switched() -> str:
+    """What is switched in PyTorch, as it is now, that kernels depend on beside Inductor's options."""
+    flags = torch.are_deterministic_algorithms_enabled(), torch.backends.mkldnn.enabled
+    return f"{torch.get_num_threads()} {flags} {torch.get_float32_matmul_precision()}"
 
 
 @functools.cache

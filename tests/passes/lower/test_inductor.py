@@ -108,6 +108,16 @@ def test_threads_are_part_of_what_kernels_are_known_by(monkeypatch):
     assert stored_key(body) != key
 
 
+def test_what_is_switched_later_in_a_process_is_part_of_it_too():
+    """Jobs of one process, as a sweep's points: what adds in any order is not to be taken for what does in one."""
+    (body,) = calls_of(chain()[0])
+    keys = [stored_key(body)]
+    for mode in (True, False):
+        torch.use_deterministic_algorithms(mode)
+        keys.append(stored_key(body))
+    assert keys[0] == keys[2] != keys[1]
+
+
 def test_workers_compile_their_share_and_load_the_rest(store):
     """Two workers, one after the other; the second finds at the meeting what the first has compiled."""
     program, ctx = chain(layers=2)
@@ -336,8 +346,8 @@ def test_a_stored_body_is_of_the_passes_as_they_are(tmp_path, monkeypatch):
         file.write("# changed\n")
     changed = inductor.sources_of(tmp_path / "passes")
     monkeypatch.setattr(inductor, "sources_of", lambda folder: changed)
-    inductor.our_sources.cache_clear(), inductor.surroundings.cache_clear()
+    inductor.our_sources.cache_clear()
     try:
         assert stored_key(body) != before
     finally:
-        inductor.our_sources.cache_clear(), inductor.surroundings.cache_clear()
+        inductor.our_sources.cache_clear()

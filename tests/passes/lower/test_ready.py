@@ -87,7 +87,7 @@ def test_a_library_that_is_not_as_it_was_built_is_not_loaded(tmp_path):
         store.note(library)
 
 
-@pytest.mark.parametrize("changed", ["ours", "options", "threads", "body"])
+@pytest.mark.parametrize("changed", ["ours", "options", "threads", "deterministic", "precision", "body"])
 def test_what_a_body_is_known_by(tmp_path, monkeypatch, changed):
     ready = Ready(Store(tmp_path), "ours", UNTOUCHED)
     before, body, options = ready.key(NoBody, UNTOUCHED), NoBody, UNTOUCHED
@@ -97,6 +97,10 @@ def test_what_a_body_is_known_by(tmp_path, monkeypatch, changed):
         options = "{'freezing': True}"
     elif changed == "threads":
         monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    elif changed == "deterministic":
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    elif changed == "precision":
+        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
     else:
         body = type("Other", (), {"key": "other"})
     assert ready.key(body, options) != before
