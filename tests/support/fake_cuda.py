@@ -150,7 +150,7 @@ def compile_all(programs: dict[str, Captured]) -> dict[str, Any]:
         bodies = [(body, ctx) for program, ctx in programs.values() for body in calls_of(program)]
         for body, ctx in bodies:
             print(f"{body.name}, {len(kernels)} kernels before it", file=sys.stderr, flush=True)
-            compile_body(body, ctx, Store(Path(folder)))
+            compile_body(body, ctx, Store(Path(folder)), fast=False)
             extern.update(str(node.target) for node in body.graph.nodes if any(e in str(node.target) for e in EXTERN))
     made = [result.kernel.asm for kernel in kernels for result in kernel.compile_results]
     targets = sorted({line for asm in made for line in asm["ptx"].splitlines() if line.startswith(".target")})
