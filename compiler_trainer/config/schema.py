@@ -557,9 +557,20 @@ class PassesConfig:
     verify: Literal["none", "spec", "numeric"] = "spec"
 
 
+def kind_of_cudagraphs(given: Any) -> Any:
+    """What `lower.cudagraphs` is given as."""
+    return Literal["auto"] if isinstance(given, str) else bool
+
+
+CudaGraphs = Annotated[bool, Chosen(kind_of_cudagraphs, "true or false | auto")]
+
+
 @dataclass(frozen=True)
 class LowerConfig:
     """What runs the final graph; with `cudagraphs` its launches are recorded once, on CUDA, and replayed.
+
+    With `cudagraphs=true` a step of which something cannot be recorded is refused, with `auto` that is started as
+    without, and the run says what it is.
 
     A start reads the programs that an earlier one made of the same model, options and versions. With `check_stored`
     it makes them all the same, and ends with an error where they differ. With `fast_start` C++ kernels are built
@@ -567,7 +578,7 @@ class LowerConfig:
     """
 
     backend: Literal["inductor", "eager"] = "inductor"
-    cudagraphs: bool = False
+    cudagraphs: CudaGraphs = False
     programs: str | None = None  # a folder of `compiler-trainer compile`, whose program is run, and no other
     check_stored: bool = False
     fast_start: bool = True

@@ -271,7 +271,7 @@ CHECKS: Checks = (
     ),
     (
         "lower.cudagraphs",
-        lambda c: c.mesh.pp == 1 or not c.lower.cudagraphs,
+        lambda c: c.mesh.pp == 1 or c.lower.cudagraphs is not True,
         "true with mesh.pp={c.mesh.pp}, whose ranks send values between programs; leave it false",
     ),
     (

@@ -40,6 +40,7 @@ from passes.check.runner import Observer
 from passes.cost.fusion import Fused
 from passes.cost.predict import Prediction, predict
 from passes.cost.timeline import Timeline, longest
+from passes.lower.host_reads import breaks
 from passes.pipeline.tables import Table
 from passes.program.bodies import flatten
 
@@ -86,7 +87,7 @@ def compile_dry(cfg: Config, observe: Observer | None) -> DryStep:
     programs, report = work.programs(evaluate=False)
     pp = cfg.mesh.pp
     table = build_table(cfg.passes.pipeline, pp, cfg.train.microbatches, report.cost) if pp > 1 else None
-    if cfg.lower.cudagraphs:
+    if cfg.lower.cudagraphs is True:
         check_recordable(programs, cfg.lower.backend == "inductor")
     flat = {name: Captured(flatten(program), ctx) for name, (program, ctx) in programs.items()}
     return DryStep(flat, report.finish(), trained.flops_per_token(cfg.train.seq_len), table)
@@ -120,7 +121,7 @@ def predict_step(cfg: Config, step: DryStep, fused: Fused | None = None) -> dict
     Which operators may share kernels is told by `fused`, else by the backend.
     """
     recorded = dataclasses.replace(cfg.cluster, launch_us=0.0)  # the host launches all of it at once
-    cluster = cluster_of(recorded if cfg.lower.cudagraphs else cfg.cluster)
+    cluster = cluster_of(recorded if is_recorded(cfg, step) else cfg.cluster)
     interpreted = cfg.lower.backend == "eager"
     fused = fused or (lambda node: not interpreted)
     found = {name: predict(*captured, cluster, fused, interpreted) for name, captured in step.programs.items()}
@@ -159,6 +160,14 @@ def predict_step(cfg: Config, step: DryStep, fused: Fused | None = None) -> dict
         "timeline": [event for name, timeline in timelines.items() for event in events(name, timeline)],
         **drawn,
     }
+
+
+def is_recorded(cfg: Config, step: DryStep) -> bool:
+    """Whether the whole step is replayed as CUDA graphs."""
+    if cfg.lower.cudagraphs == "auto":
+        compiled = cfg.lower.backend == "inductor"
+        return cfg.mesh.pp == 1 and not any(breaks(program, compiled) for program, _ in step.programs.values())
+    return bool(cfg.lower.cudagraphs)
 
 
 def speed(cfg: Config, flops_per_token: int, step_s: float) -> dict[str, float]:

@@ -14,7 +14,7 @@ from compiler_trainer.config.device import passes_on
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import LowerConfig, MeshConfig, OptimConfig, PassesConfig
-from compiler_trainer.step.given import EVALUATE, Captured, Reporter, check_recordable, mesh_of, one_microbatch
+from compiler_trainer.step.given import EVALUATE, Captured, Reporter, mesh_of, one_microbatch, recorded
 from compiler_trainer.step.job import Job
 from compiler_trainer.step.runtime import LockstepRanks, ProcessRanks, Runtime
 from compiler_trainer.step.shelf import Shelf
@@ -89,16 +89,16 @@ def compile_step(
     job = Job(model, loss_fn, batch, named, options, update, device, *how)
     compiles = on_cpu and lower.backend == "inductor" and lower.fast_start
     (programs, report), table = job.programs(shelf, lower.check_stored, compiles, observe, tell)
-    if lower.cudagraphs:
-        training = {name: program for name, program in programs.items() if not name.startswith(EVALUATE)}
-        check_recordable(training, lower.backend == "inductor")
+    said = recorded(programs, lower, named, device, ranks == "lockstep")
     laid_out = next(iter(programs.values())).program.mesh  # as placement has it; evaluation comes last
     rank_of = ranks_of(programs, table)
     check_evaluated(programs, rank_of)
     placed = [(captured.program, rank_of[name]) for name, captured in programs.items()]
     state = initial_state(placed, runtime, laid_out, device, values)
     compiled, evaluation = lowered(programs, rank_of, runtime, report)
-    shown = {"pipeline": drawn(options.pipeline.schedule, table)} if table else {}
+    shown: dict[str, Any] = {"cudagraphs": said} if said else {}
+    if table:
+        shown["pipeline"] = drawn(options.pipeline.schedule, table)
     parts = (compiled, evaluation, table, state)
     return Step(runtime, laid_out, *parts, update.lr, seed, microbatches, device, report.finish() | shown)
 
@@ -212,13 +212,13 @@ def _default_lower(ranks: str) -> dict[str, str]:
 def _runtime(
     ranks: str, mesh: Mesh, lower: LowerConfig, device: torch.device, tell: Callable[[str], None]
 ) -> Runtime:
-    if lower.cudagraphs and device.type != "cuda":
-        raise UserError("lower.cudagraphs", f"is true, but the step runs on {device.type}; use a GPU or leave it false")
+    if lower.cudagraphs is True and device.type != "cuda":
+        raise UserError("lower.cudagraphs", f"is true, but the step runs on {device.type}; use a GPU, or auto")
     if ranks == "processes":
         return ProcessRanks(mesh, lower, device, tell)
     if ranks != "lockstep":
         raise UserError("ranks", f"is {ranks!r}; must be 'processes' or 'lockstep'")
-    if lower.cudagraphs:
+    if lower.cudagraphs is True:
         raise UserError("lower.cudagraphs", "is true, but lockstep ranks are interpreted; leave it false")
     if lower.backend != "eager":
         raise UserError("lower.backend", f"is {lower.backend!r}, but lockstep ranks are interpreted; use 'eager'")

@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import MeshConfig
-from passes.lower.cudagraphs import breaks
+from compiler_trainer.config.schema import LowerConfig, MeshConfig
+from passes.lower.host_reads import breaks
+from passes.lower.runs import said
 from passes.pipeline.tasks import Task
 from passes.program import ir
 from passes.program.mesh import Mesh
@@ -78,7 +80,33 @@ def check_recordable(programs: Mapping[str, Captured], compiled: bool = True) ->
     """Raises UserError naming each node, with its source line, that a CUDA graph cannot record."""
     found = [f"{name}: {what}" for name, (program, _) in programs.items() for what in breaks(program, compiled)]
     if found:
-        raise UserError("lower.cudagraphs", f"cannot record {'; '.join(found)}")
+        fix = "lower.cudagraphs=auto records what is around"
+        raise UserError("lower.cudagraphs", f"cannot record {'; '.join(found)}; {fix}")
+
+
+def why_nothing_is_recorded(mesh: Mesh, device: torch.device) -> str:
+    """Why no program of a job is recorded, empty if those are that can be."""
+    if device.type != "cuda":
+        return f"the step runs on {device.type}"
+    return "pipeline stages send values between programs" if mesh["pp"] > 1 else ""
+
+
+def recorded(
+    programs: Mapping[str, Captured], lower: LowerConfig, mesh: Mesh, device: torch.device, interpreted: bool = False
+) -> list[str]:
+    """What of the programs of training is recorded as CUDA graphs and what is not, and why, in sentences.
+
+    Raises UserError where all of it has to be, and something cannot.
+    """
+    if not lower.cudagraphs:
+        return []
+    training = {name: program for name, program in programs.items() if not name.startswith(EVALUATE)}
+    compiled = lower.backend == "inductor"
+    if lower.cudagraphs is True:
+        check_recordable(training, compiled)
+    if why := "ranks in lockstep are interpreted" if interpreted else why_nothing_is_recorded(mesh, device):
+        return [f"nothing is recorded: {why}"]
+    return [said(name, program, compiled) for name, (program, _) in training.items()]
 
 
 def mesh_of(given: Mapping[str, int] | MeshConfig | None) -> Mesh:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from compiler_trainer.step.meeting import connection, meeting
+from passes.lower.cudagraphs import release
 from passes.program.torch_private import gloo_of_one_thread
 
 T = TypeVar("T")
@@ -47,6 +48,7 @@ def another_store(name: str) -> dist.Store | None:
 
 def stop_ranks() -> None:
     """Leave the process group; does not wait for ranks that failed."""
+    release()
     if dist.is_initialized():
         dist.destroy_process_group()
 

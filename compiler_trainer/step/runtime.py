@@ -14,13 +14,13 @@ from torch import Tensor, fx
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import LowerConfig
 from compiler_trainer.step.agree import agree
-from compiler_trainer.step.given import EVALUATE
+from compiler_trainer.step.given import EVALUATE, why_nothing_is_recorded
 from compiler_trainer.step.ranks import gather, place_on_node
 from passes.check.simulate import Lockstep
 from passes.lower import inductor
 from passes.lower.backends import BACKENDS
 from passes.lower.calls import Executable
-from passes.lower.cudagraphs import Replayed
+from passes.lower.cudagraphs import Recorder
 from passes.lower.inductor import ALONE, Workers
 from passes.program import ir
 from passes.program.bodies import body_of_call, calls_of
@@ -123,6 +123,8 @@ class ProcessRanks(Staged):
             raise UserError("mesh", f"{dict(mesh.sizes)} is for {mesh.world_size} ranks, {world_size} are running")
         self.ranks: tuple[int, ...] = (rank,)
         self.groups: dict[str, dist.ProcessGroup] = {}  # of the communicators that programs name
+        records = lower.cudagraphs and not why_nothing_is_recorded(mesh, device)
+        self.recorder = Recorder() if records else None
         workers = self.share_out() if self.distributed else ALONE
         self.workers = replace(workers, fast=lower.fast_start)
 
@@ -143,7 +145,7 @@ class ProcessRanks(Staged):
         except ir.Refused as error:
             raise UserError(*str(error).split(": ", 1)) from error
         training = not name.startswith(EVALUATE)  # evaluation runs too rarely to hold memory of its own
-        return Replayed(run, program.inputs) if self.lower.cudagraphs and training else run
+        return self.recorder.recorded(program, run) if self.recorder and training else run
 
     def start(self, name: str, program: ir.Program, ctx: ir.Context) -> Executable:
         """The program lowered by the backend, its process groups made."""

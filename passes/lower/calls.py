@@ -40,7 +40,7 @@ class Calls:
 
     def __init__(self, program: ir.Program, compiled: Mapping[Body, Kernels]):
         number = {node: i for i, node in enumerate(program.graph.nodes)}
-        steps = [node for node in program.calls() if not is_result(node)]
+        steps = steps_of(program)
         kept = {*program.graph.output_node().all_input_nodes, *program.placeholders()}
         last = {operand: step for step in steps for operand in step.all_input_nodes}
         self.given = [number[node] for node in program.placeholders()]
@@ -56,7 +56,12 @@ class Calls:
     def __call__(self, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The program's results."""
         env = dict(zip(self.given, values, strict=True))
-        for call in self.calls:
+        self.run(self.calls, env)
+        return tuple([env[i] for i in self.returned])
+
+    def run(self, calls: Sequence[BodyCall], env: dict[int, Tensor]) -> None:
+        """Run calls on the values that they read, which theirs take the place of."""
+        for call in calls:
             args = [env[i] for i in call.reads]
             for i in call.freed:
                 del env[i]
@@ -65,7 +70,27 @@ class Calls:
             for index, i in call.yields:
                 env[i] = results[index]
             del results
-        return tuple([env[i] for i in self.returned])
+
+    def together(self, calls: Sequence[BodyCall]) -> BodyCall:
+        """Calls in a row as one, which yields what others read."""
+        made = dict.fromkeys(i for call in calls for _, i in call.yields)
+        reads = tuple(dict.fromkeys(i for call in calls for i in call.reads if i not in made))
+        freed = {i for call in calls for i in call.freed}
+        left = [i for i in made if i not in freed]
+
+        def run(args: list[Tensor]) -> Sequence[Tensor]:
+            env = dict(zip(reads, args, strict=True))
+            args.clear()
+            self.run(calls, env)
+            return [env[i] for i in left]
+
+        name = f"{calls[0].name} to {calls[-1].name}"
+        return BodyCall(name, run, reads, tuple(i for i in reads if i in freed), tuple(enumerate(left)))
+
+
+def steps_of(program: ir.Program) -> list[fx.Node]:
+    """What is run one after another: calls of bodies, and views that are in none."""
+    return [node for node in program.calls() if not is_result(node)]
 
 
 def is_result(node: fx.Node) -> bool:

@@ -54,6 +54,8 @@ def _reload(h: Tensor, device: torch.device, shape: Sequence[int], stride: Seque
 
 @torch.library.impl(_library, "there", "CompositeExplicitAutograd")
 def _there(y: Tensor, x: Tensor) -> Tensor:
+    if not y.numel():  # has no address
+        return y
     if y.data_ptr() not in _under_way:
         raise RuntimeError("ct::there: nothing is under way to this tensor; a copy was made of what was started")
     end, device = _under_way.pop(y.data_ptr())
@@ -77,4 +79,5 @@ def _(y: Tensor, x: Tensor) -> Tensor:
 
 
 offload, reload, there = torch.ops.ct.offload.default, torch.ops.ct.reload.default, torch.ops.ct.there.default
+COPIES = frozenset({offload, reload, there})
 has_side_effect(there)

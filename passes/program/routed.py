@@ -184,8 +184,17 @@ def _by_owner(ends: Tensor) -> Tensor:
     return ends if ends.dim() == 2 else ends[None]
 
 
+def has_kernel(rows: Tensor, ends: Tensor) -> bool:
+    """Whether CUDA has a kernel for products by group; without, they read on the host where each group ends.
+
+    PyTorch's is of CUTLASS, for Hopper and Blackwell (sm90, sm100); elsewhere `F.grouped_mm` reads the ends, too.
+    """
+    is_there = not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] in (9, 10)
+    return is_there and rows.dtype == torch.bfloat16 and _by_owner(ends).shape[0] == 1
+
+
 def _grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor, among: float = 1.0) -> Tensor:
-    if rows.is_cuda and rows.dtype == torch.bfloat16 and _by_owner(ends).shape[0] == 1:
+    if rows.is_cuda and has_kernel(rows, ends):
         return torch.where(_groups(ends, rows)[1], F.grouped_mm(rows, weight, offs=ends.flatten()), 0.0)
     result = rows.new_zeros(rows.shape[0], weight.shape[2])
     for group, (start, end) in _ranges(ends, rows, weight.shape[0]):
@@ -194,7 +203,7 @@ def _grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor, among: float = 1.0) 
 
 
 def _grouped_outer(rows: Tensor, gradient: Tensor, ends: Tensor, groups: int, among: float) -> Tensor:
-    if rows.is_cuda and rows.dtype == torch.bfloat16 and _by_owner(ends).shape[0] == 1:
+    if rows.is_cuda and has_kernel(rows, ends):
         return F.grouped_mm(rows.t(), gradient, offs=ends.flatten())
     result = rows.new_zeros(groups, rows.shape[1], gradient.shape[1])
     for group, (start, end) in _ranges(ends, rows, groups):
@@ -280,6 +289,7 @@ of_group = _define(_of_group)
 group_sums = _define(_group_sums)
 grouped_mm = _define(_grouped_mm, expands=False)
 grouped_outer = _define(_grouped_outer, expands=False)
+PRODUCTS = frozenset({grouped_mm, grouped_outer})  # the first operand are rows, the third where their groups end
 
 
 def _gradient(op: Any, backward: Callable[..., tuple[Tensor | None, ...]]) -> None:

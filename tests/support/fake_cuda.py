@@ -42,7 +42,7 @@ from compiler_trainer.pipeline import DTYPES, build_pipeline
 from compiler_trainer.step.given import Captured, mesh_of
 from compiler_trainer.step.programs import Compilation
 from compiler_trainer.step.runtime import ProcessRanks
-from passes.lower.cudagraphs import breaks
+from passes.lower.host_reads import breaks
 from passes.lower.inductor import compile_body
 from passes.lower.store import Store
 from passes.program.bodies import calls_of
@@ -159,7 +159,7 @@ def compile_all(programs: dict[str, Captured]) -> dict[str, Any]:
     flex = [sum(is_flex(kernel, backward) for kernel in kernels) for backward in (False, True)]
     found = {"bodies": len(bodies), "kernels": len(kernels), "cubins": sizes, "targets": targets, "extern": extern}
     found |= {"flex": flex, "shared": shared, "squares": sorted(squares)}
-    return found | {"breaks": [what for program, _ in programs.values() for what in breaks(program)]}
+    return found | {"breaks": [str(each) for program, _ in programs.values() for each in breaks(program)]}
 
 
 if __name__ == "__main__":

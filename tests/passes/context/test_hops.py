@@ -12,7 +12,7 @@ from packed_models import batches, loss_of, packed
 
 from passes.check import simulate
 from passes.context.balance import hops_of, ranks_that_meet
-from passes.lower.cudagraphs import breaks
+from passes.lower.host_reads import breaks
 from passes.program.mesh import Mesh
 from passes.program.order import PLAIN, ZIGZAG
 from passes.program.shift import hops_at, shift_by
@@ -100,5 +100,5 @@ def test_a_cuda_graph_cannot_skip_steps(skips):
     step = compile_lockstep(packed(), loss_of, batches()[0], {"cp": 2}, passes=options)
     program = step.train["step"].program
     assert [i.name for i in program.inputs if i.kind == "layout"] == ["hops"] * skips
-    found = [reason for reason in breaks(program) if "passes.context.skip_steps=false" in reason]
+    found = [each for each in breaks(program) if "passes.context.skip_steps=false" in each.why]
     assert len(found) == (1 + 1 + 2) * skips

@@ -16,7 +16,7 @@ from compiler_trainer.config.errors import UserError
 from passes.context import operators
 from passes.context.attention import AttentionKernel
 from passes.cost.accounting import count_flops
-from passes.lower.cudagraphs import why_not
+from passes.lower.host_reads import why_not
 from passes.program.abstract_eval import recorded
 from passes.program.bodies import flatten
 from passes.rules import RULES

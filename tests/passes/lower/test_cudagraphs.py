@@ -1,201 +1,213 @@
-"""What a CUDA graph cannot record is found in the finished program; recording itself is played by a stand-in."""
+"""Recording, played by a stand-in for `torch.cuda`: programs whole and in runs, and what they carry to each other."""
 
 from __future__ import annotations
 
 import contextlib
-import operator
+from types import SimpleNamespace
 
 import pytest
 import torch
-from oracle import NO_DECAY, perceptron, points, squared_error
 from small_programs import Small, cut, ordered
-from sweeps import quick
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch import fx
 
-from compiler_trainer import compile_step
-from compiler_trainer.config.device import settled
-from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.options import build
-from compiler_trainer.config.schema import Config
-from compiler_trainer.planning.dry import compile_dry
-from compiler_trainer.step import given as programs
-from compiler_trainer.step.given import Captured, check_recordable
-from passes.lower.cudagraphs import Replayed, breaks
+from compiler_trainer.step.ranks import stop_ranks
+from passes.lower import cudagraphs
+from passes.lower.backends import NamingInterpreter
+from passes.lower.calls import Calls
+from passes.lower.cudagraphs import Recorder, Replayed
 from passes.lower.segment import Segment
 from passes.program import ir
-from passes.program.attend import attend
 from passes.program.bodies import calls_of
-from passes.program.host import offload
 from passes.program.layer import Layer
 from passes.program.stages import Stage
-from passes.program.torch_private import FakeTensor
 
 aten = torch.ops.aten
 F32 = torch.float32
 
 
-def fake(small, device="cuda", shape=(4, 4), dtype=F32):
-    """A value on a device, which need not be there."""
-    return FakeTensor(small.ctx.fake_mode, torch.empty(shape, dtype=dtype, device="meta"), torch.device(device))
-
-
-def planted(target, *others, of=fake):
-    """A layer, an operator planted behind it, and another layer, all on CUDA and cut into bodies.
-
-    `of` gives what the operator computes; of `others`, given after the layer's result, "mask" and "rows" are indices and
-    "host" is a number in host memory.
-    """
-    small = Small()
-    x, w, mask, rows, host = (small.input(name, cut((4, 4)), dtype=F32) for name in ("x", "w", "mask", "rows", "host"))
-    first = small.call(aten.mm.default, x, w)
-    given = {"mask": mask, "rows": rows, "host": host}
-    operands = [[given[o[0]]] if isinstance(o, list) else given.get(o, o) for o in others]
-    found = small.builder.graph.call_function(target, (first, *operands))
-    second = small.call(aten.mm.default, first, w)
-    for node in (x, w, first, found, second):
-        ir.set_value(node, fake(small))
-    ir.set_value(mask, fake(small, dtype=torch.bool))
-    ir.set_value(rows, fake(small, shape=(4,), dtype=torch.int64))
-    ir.set_value(host, fake(small, "cpu", ()))
-    for node, line, layer in ((first, 1, 0), (found, 41, 0), (second, 3, 1)):
-        ir.set_origin(node, f"model.py:{line}", f"layers.{layer}")
-        ir.set_layer(node, Layer("layers", layer))
-        ir.set_phase(node, "forward")
-    outputs = [("loss", "l", second, cut((4, 4))), ("metric", "m", found, cut((4, 4)))]
-    given = ordered(small.program(outputs, Stage.EXPLICIT), small.ctx)
-    found = next(node for node in given.calls() if node.name == found.name)
-    program, _ = Segment()(given, small.ctx)
-    ir.set_value(found, of(small))  # only now: no pass takes a shape that it does not know
-    assert any(node.target is target for body in calls_of(program) for node in body.graph.nodes)
-    return program
-
-
-def unknown_size(small):
-    """A tensor as long as only data will tell."""
-    return fake(small, shape=(ShapeEnv().create_unbacked_symint(),))
-
-
-BREAKS = {
-    "a number read": (planted(aten._local_scalar_dense.default), "reads a value on the host"),
-    "a shape of data": (planted(aten.nonzero.default, of=unknown_size), "depends on data"),
-    "an unbacked size": (planted(aten.neg.default, of=unknown_size), "depends on data"),
-    "an unbacked number": (planted(aten.neg.default, of=lambda _: ShapeEnv().create_unbacked_symint()), "depends on data"),
-    "a mask": (planted(aten.index_put.default, ["mask"], "rows"), "counts on the host what a mask selects"),
-    "an assertion": (planted(aten._assert_async.default, of=lambda _: None), "tests a value"),
-    "a number given": (planted(aten.mul.Tensor, "host"), "is of cpu and cuda"),
-    "a copy": (planted(aten._to_copy.default, of=lambda small: fake(small, "cpu")), "is of cpu and cuda"),
-    "offloading": (planted(offload, of=lambda small: fake(small, "cpu")), "is of cpu and cuda"),
-}
-
-
-@pytest.mark.parametrize(("program", "reason"), BREAKS.values(), ids=BREAKS)
-def test_what_breaks_a_recording_is_named_with_its_line(program, reason):
-    (said,) = breaks(program)
-    assert "(model.py:41)" in said and reason in said
-    with pytest.raises(UserError, match=r"lower.cudagraphs: .*step: %\w+ \(model.py:41\)"):
-        check_recordable({"step": Captured(program, None)})
-
-
-def test_attention_by_interval_is_recorded_only_compiled():
-    """The eager backend's kernel reads its bounds."""
-    small = Small()
-    q, bounds = small.input("q", cut((1, 2, 4, 8)), dtype=F32), small.input("bounds", cut((1, 4)), dtype=torch.int64)
-    out = small.call(operator.getitem, small.call(attend, q, q, q, bounds, bounds, None, [], 1.0, ""), 0)
-    program = small.program([("loss", "l", out, cut((1, 2, 4, 8)))])
-    assert breaks(program) == []
-    (said,) = breaks(program, compiled=False)
-    assert "use lower.backend=inductor" in said
-
-
-def test_all_that_breaks_is_named():
-    found = [Captured(program, None) for program, _ in BREAKS.values()]
-    with pytest.raises(UserError) as caught:
-        check_recordable({f"step{i}": each for i, each in enumerate(found)})
-    assert all(f"step{i}: %" in str(caught.value) for i in range(len(found)))
-
-
-@pytest.mark.parametrize("operator", [(aten.neg.default,), (aten.index.Tensor, ["rows"])])
-def test_what_can_be_recorded_is_not_named(operator):
-    assert breaks(planted(*operator)) == []
-
-
-@pytest.mark.parametrize("passes", quick([{}, {"cast": {"param_dtype": "bfloat16", "float8": "rowwise"}}], 0), ids=["fp32", "float8"])
-def test_a_dry_run_checks_too(passes, monkeypatch):
-    options = {"mesh": {"dp_shard": 2, "tp": 2}, "model": {"n_layers": 1}, "lower": {"cudagraphs": True}, "passes": passes}
-    cfg = settled(build(Config, options), on_gpu=False)
-    compile_dry(cfg, None)
-    monkeypatch.setattr(programs, "breaks", lambda *_: ["%item (model.py:41) reads a value on the host"])
-    with pytest.raises(UserError, match=r"lower.cudagraphs: cannot record step: %item \(model.py:41\)"):
-        compile_dry(cfg, None)
-
-
-@pytest.mark.parametrize(("ranks", "says"), [("processes", "runs on cpu"), ("lockstep", "runs on cpu")])
-def test_there_are_no_cuda_graphs_on_the_cpu(ranks, says):
-    with pytest.raises(UserError, match=f"lower.cudagraphs: is true, but the step {says}"):
-        compile_step(perceptron(), squared_error, points()[0], optim=NO_DECAY, ranks=ranks, lower={"cudagraphs": True})
-
-
-# ---- recording, played ------------------------------------------------------------------------------
-
-
 class PlayedGraph:
-    """Records a run and replays it into the same results."""
+    """Replays what was recorded into the same results, by running it again."""
 
     def replay(self):
-        for result, new in zip(self.replayed.results, self.replayed.run(self.replayed.values), strict=True):
+        (part,) = (part for part in cudagraphs._all if part.graph is self)
+        for result, new in zip(part.results, part.run(list(part.values)), strict=True):
             result.copy_(new)
+
+    def reset(self):
+        pass
 
 
 @pytest.fixture
-def played(monkeypatch):
-    """A program under recording: w += lr * x, returning its sum; and what was done."""
-    done = []
-
-    def run(values):
-        x, lr, w = values
-        done.append("run")
-        w += lr * x
-        return (w.sum(),)
+def done(monkeypatch):
+    """A CUDA that is not there; what was done on it."""
+    found = []
 
     @contextlib.contextmanager
     def recording(graph, **options):
-        done.append("record")
-        kept = [value.clone() for value in replayed.values]
+        (part,) = (part for part in cudagraphs._all if part.values and part.graph is None)
+        kept = [value.clone() for value in part.values]
         yield
-        done.pop()  # the run that was recorded computed nothing
-        for value, before in zip(replayed.values, kept, strict=True):
+        found.append("record")
+        for value, before in zip(part.values, kept, strict=True):  # what is recorded computes nothing
             value.copy_(before)
-        graph.replayed = replayed
 
     class Stream:
         def wait_stream(self, other):
-            done.append("wait")
+            found.append("wait")
 
-    for name, value in {"Stream": Stream, "CUDAGraph": PlayedGraph, "graph": recording, "current_stream": Stream,
-                        "stream": lambda stream: contextlib.nullcontext()}.items():
+    on = {"Stream": Stream, "CUDAGraph": PlayedGraph, "graph": recording, "current_stream": Stream}
+    on |= {"stream": lambda stream: contextlib.nullcontext(), "graph_pool_handle": lambda: (0, 0)}
+    for name, value in on.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    kinds = {"x": "batch", "lr": "scalar", "w": "parameter"}
-    replayed = Replayed(run, [ir.Input(name, kind, cut((3,))) for name, kind in kinds.items()])
-    return replayed, done
+    yield found
+    cudagraphs.release()
 
 
-def test_two_runs_then_one_recording_then_replays_of_what_is_new(played):
-    replayed, done = played
-    w, wanted, found = torch.zeros(3), torch.zeros(3), []
+def stepping(args):
+    """w += lr * x; its sum."""
+    x, lr, w = args
+    args.clear()
+    w += lr * x
+    return (w.sum(),)
+
+
+@pytest.fixture
+def replayed(done):
+    return Replayed(stepping, ["x", "lr", "w"], {0, 1}, SimpleNamespace(pool=None, stream=None), lambda: True)
+
+
+def test_two_runs_then_one_recording_then_replays_of_what_is_new(replayed, done):
+    w, wanted = torch.zeros(3), torch.zeros(3)
     for i in range(5):
         x, lr = torch.full((3,), i + 1.0), torch.tensor(0.1 * (i + 1))
         wanted = wanted + lr * x
-        found.append((replayed([x, lr, w])[0], wanted.sum()))
-        torch.testing.assert_close(w, wanted)
-    for ours, theirs in found:  # a result is not written over by later replays
-        torch.testing.assert_close(ours, theirs)
-    assert done == ["wait", "run", "wait"] * 2 + ["record"] + ["run"] * 3
+        (found,) = replayed([x, lr, w])
+        torch.testing.assert_close((w, found), (wanted, wanted.sum()))
+        assert done == ["record"] * (i > 1)
 
 
-def test_state_that_moved_is_refused(played):
-    replayed, _ = played
+def test_state_that_moved_is_refused(replayed):
     given = [torch.ones(3), torch.tensor(0.1), torch.zeros(3)]
     for _ in range(3):
-        replayed(given)
+        replayed(list(given))
     with pytest.raises(RuntimeError, match="w is another tensor than the CUDA graph has recorded"):
         replayed([*given[:2], torch.zeros(3)])
+
+
+def test_recordings_end_before_ranks_part(replayed, done):
+    """NCCL waits for those that use a communicator when it is destroyed."""
+    w = torch.zeros(3)
+    for _ in range(3):
+        replayed([torch.ones(3), torch.tensor(0.1), w])
+    assert replayed.graph is not None
+    stop_ranks()
+    assert replayed.graph is None and not replayed.values and not replayed.results
+
+
+# ---- in runs ----------------------------------------------------------------------------------------
+
+
+def three_layers():
+    """Three layers, the second of which reads the host; the last reads what both have made."""
+    small = Small()
+    x, w = small.input("x", cut((4, 4)), "batch", F32), small.input("w", cut((4, 4)), dtype=F32)
+    first = small.call(aten.mm.default, x, w)
+    second = small.call(aten.mm.default, first, w)
+    found = small.call(aten.count_nonzero.default, second)
+    third = small.call(aten.mm.default, second, first)
+    for node, layer in ((first, 0), (second, 1), (found, 1), (third, 2)):
+        ir.set_origin(node, f"model.py:{layer}", f"layers.{layer}")
+        ir.set_layer(node, Layer("layers", layer))
+    outputs = [("loss", "l", third, cut((4, 4))), ("metric", "m", found, cut(()))]
+    program, _ = Segment()(ordered(small.program(outputs, Stage.EXPLICIT), small.ctx), small.ctx)
+    return program, found.name
+
+
+def interpreted(body):
+    """What runs a body, and counts."""
+    module = fx.GraphModule(torch.nn.Module(), body.graph)
+
+    def run(args):
+        values = list(args)
+        args.clear()
+        run.times += 1
+        return fx.Interpreter(module).run(*values, enable_io_processing=False)
+
+    run.times = 0
+    return run
+
+
+def test_a_program_that_reads_the_host_is_recorded_around_it(done, monkeypatch):
+    program, host = three_layers()
+    monkeypatch.setattr("passes.lower.host_reads.why_not", lambda node, compiled: "reads" if node.name == host else "")
+    bodies = {body: interpreted(body) for body in calls_of(program)}
+    run = Recorder().recorded(program, Calls(program, bodies))
+    assert [type(call.run) is Replayed for call in run.run.calls] == [True, False, True]
+    w = torch.eye(4) * 2
+    for i in range(5):
+        x = torch.full((4, 4), i + 1.0)
+        loss, count = run([x, w])
+        first = x @ w
+        torch.testing.assert_close((loss, count), (first @ w @ first, torch.tensor(16)))
+        w += 0.1  # state changes in place
+    assert done == ["wait"] * 4 + ["wait", "record", "record", "wait"] + ["wait"] * 4
+
+
+def test_results_are_not_written_over_by_later_replays(done, monkeypatch):
+    program, _ = three_layers()
+    monkeypatch.setattr("passes.lower.host_reads.why_not", lambda node, compiled: "")
+    run = Recorder().recorded(program, Calls(program, {body: interpreted(body) for body in calls_of(program)}))
+    w, kept = torch.eye(4), []
+    for i in range(5):
+        x = torch.full((4, 4), i + 1.0)
+        kept.append((run([x, w])[0], x @ w @ w @ (x @ w)))
+    for ours, theirs in kept:
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_nothing_is_recorded_of_what_reads_the_host_everywhere(done, monkeypatch):
+    program, _ = three_layers()
+    monkeypatch.setattr("passes.lower.host_reads.why_not", lambda node, compiled: "reads")
+    calls = Calls(program, {body: interpreted(body) for body in calls_of(program)})
+    assert Recorder().recorded(program, calls) is calls and not done
+
+
+# ---- between programs -------------------------------------------------------------------------------
+
+
+def gathering():
+    """What is made once a step, of a parameter."""
+    small = Small()
+    w = small.input("w", cut((3,)), dtype=F32)
+    return small.program([("carried", "full", small.call(aten.mul.Tensor, w, 2.0), cut((3,)))])
+
+
+def reading():
+    """What reads it for each microbatch."""
+    small = Small()
+    full, x = small.input("full", cut((3,)), "carried", F32), small.input("x", cut((3,)), "batch", F32)
+    return small.program([("loss", "loss", small.call(aten.sum.default, small.call(aten.mul.Tensor, full, x)), cut(()))])
+
+
+def test_what_is_carried_from_a_recording_is_read_where_it_lies(done):
+    recorder = Recorder()
+    gather, read = (recorder.recorded(p, NamingInterpreter(p.module)) for p in (gathering(), reading()))
+    w, lay = torch.ones(3), []
+    for _ in range(5):
+        (full,) = gather([w])
+        lay.append(full)
+        for m in range(2):
+            (loss,) = read([full, torch.full((3,), m + 1.0)])
+            torch.testing.assert_close(loss, (2 * w * (m + 1)).sum())
+        w += 1.0
+    assert lay[2] is lay[3] is lay[4]  # no copy of gathered parameters, not even one
+    assert done.count("record") == 2  # reading was recorded once it was known where they lie
+
+
+def test_what_is_carried_from_elsewhere_is_copied(done):
+    program = reading()
+    read = Recorder().recorded(program, NamingInterpreter(program.module))
+    for i in range(5):
+        (loss,) = read([torch.full((3,), i + 1.0), torch.ones(3)])
+        torch.testing.assert_close(loss, torch.tensor(3.0 * (i + 1)))
+

@@ -1,0 +1,104 @@
+"""What of a program reads the host, or keeps it busy: a CUDA graph cannot record that.
+
+    %item (model.py:41), forward: reads a value on the host: ...; use torch.where
+    %mul (norm), optimizer: is of cpu and cuda: ...
+
+A replay repeats the same kernels on the same addresses, and the host takes no part: so a recorded program may read no
+value into Python, have no shape that depends on one, and copy nothing from or to the host. An operator of somebody
+else's library may do so in secret: CUDA then refuses the recording itself, and names no node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from passes.context.operators import kernel_of
+from passes.program import ir
+from passes.program.bodies import flatten
+from passes.program.host import COPIES
+from passes.program.operators import name_of
+from passes.program.routed import PRODUCTS, has_kernel
+from passes.program.shift import shift_by
+from passes.program.torch_private import OpOverload
+
+aten = torch.ops.aten
+
+MASKED = frozenset({aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._unsafe_index_put.default})
+ASSERTS = frozenset({aten._assert_async.default, aten._assert_async.msg, aten._assert_scalar.default})
+# what reads whether it worked, or what it found, and does not say so by a tag
+UNTAGGED = frozenset(
+    {"is_nonzero", "_linalg_check_errors", "_linalg_eigh", "_linalg_svd", "linalg_eig", "linalg_lstsq", "histc"}
+)
+STALE = "a replay would go on with the first one"
+
+
+class Break(NamedTuple):
+    """A node that no CUDA graph can record, with why, and what to do about it."""
+
+    node: fx.Node
+    why: str
+
+    def __str__(self) -> str:
+        phase = "no phase" if ir.has_no_phase(self.node) else ir.phase(self.node)
+        place = ir.source(self.node) or ir.parameter(self.node) or "no source line"
+        return f"%{self.node.name} ({place}), {phase}: {self.why}"
+
+
+def breaks(program: ir.Program, compiled: bool = True) -> list[Break]:
+    """What of a program, run as it is or compiled, a CUDA graph cannot record, in order."""
+    nodes = flatten(program).graph.nodes
+    return [Break(node, why) for node in nodes if node.op != "output" and (why := why_not(node, compiled))]
+
+
+def why_not(node: fx.Node, compiled: bool = True) -> str:
+    """Why a CUDA graph cannot record a node, run as it is or compiled, empty if it can."""
+    return next(filter(None, reasons(node, compiled)), "")
+
+
+def reasons(node: fx.Node, compiled: bool) -> Iterator[str]:
+    """Why a node cannot be recorded: each reason that there may be, empty where it is none."""
+    tags = node.target.tags if isinstance(node.target, OpOverload) else ()
+    if (kernel := kernel_of(node)) and not compiled:
+        yield kernel.on_host
+    if node.target is shift_by:
+        yield "sends as far as a batch says: a replay would as the first one did; set passes.context.skip_steps=false"
+    if node.target in PRODUCTS and not has_kernel(*(ir.example(node.args[i]) for i in (0, 2))):  # type: ignore
+        fix = "set passes.cast.param_dtype=bfloat16, on Hopper or Blackwell (sm90, sm100)"
+        yield f"reads on the host where each expert's rows end: only bfloat16 has a kernel; {fix}"
+    if node.target in COPIES:
+        yield "copies from or to the host, which a replay would not wait for; use another passes.remat.policy"
+    if node.target in ASSERTS:
+        yield "tests a value: nobody would hear of a replay that failed; leave the test out"
+    if torch.Tag.data_dependent_output in tags or name_of(node) in UNTAGGED:
+        yield f"reads a value on the host: {STALE}; keep it a tensor, as by torch.where"
+    if torch.Tag.cudagraph_unsafe in tags:
+        yield "is marked by its library as what no CUDA graph can record; use another operator"
+    if node.target in MASKED and any(map(is_mask, node.args[1])):  # type: ignore[arg-type]
+        yield "counts on the host what a mask selects; use torch.where"
+    if torch.Tag.dynamic_output_shape in tags or any(map(depends_on_data, values_of(node))):
+        yield f"has a shape or a number that depends on data: {STALE}; give it a size that is always the same"
+    devices = {v.device.type for n in (node, *node.all_input_nodes) for v in values_of(n) if isinstance(v, Tensor)}
+    if len(devices) > 1:
+        both = " and ".join(sorted(devices))
+        yield f"is of {both}: a replay neither waits for the host nor lets it wait; make all of it on the device"
+
+
+def is_mask(index: Any) -> bool:
+    """Whether an index says of each entry if it is taken."""
+    return ir.is_tensor(index) and ir.example(index).dtype in (torch.bool, torch.uint8)
+
+
+def depends_on_data(value: Any) -> bool:
+    """Whether a value is a number that only data will tell, or a tensor with such a size."""
+    numbers = value.shape if isinstance(value, Tensor) else (value,)
+    return any(isinstance(n, torch.SymInt | torch.SymFloat | torch.SymBool) for n in numbers)
+
+
+def values_of(node: fx.Node) -> Iterable[Any]:
+    """What a node computes, parts of a tuple one by one."""
+    value = ir.value(node)
+    return value if isinstance(value, (tuple, list)) else (value,)

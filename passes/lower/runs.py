@@ -1,0 +1,85 @@
+"""Which calls of a program are recorded together: all but those that read the host, and what is in flight around them.
+
+    start of a gather | layer 0 | its wait, layer 1 | layer 2, which reads the host | layer 3 | head | update ...
+    recorded                                        | not                           | recorded
+
+A recording neither begins nor ends between a start and its wait: a replay would not know of a transfer that was
+started outside of it, nor the host of one that it has started. So around a node that reads the host all is left out
+that travels there, and what travels with that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from torch import fx
+
+from passes.communication.overlap import in_flight
+from passes.lower.calls import steps_of
+from passes.lower.host_reads import Break, breaks
+from passes.program import ir
+from passes.program.bodies import body_of_call, flatten
+from passes.program.host import there
+
+SHOWN = 3  # nodes that a sentence names
+
+
+class Run(NamedTuple):
+    """Calls of a program in a row, from the first to before the last, and whether they are recorded."""
+
+    recorded: bool
+    first: int
+    last: int
+
+
+def runs_of(program: ir.Program) -> list[Run]:
+    """The calls of a compiled program, as recorded and not."""
+    steps = steps_of(program)
+    at = {name: i for i, step in enumerate(steps) for name in names_in(step)}
+    hosts = {at[each.node.name] for each in breaks(program)}
+    inside = {i for start, wait in travelling(flatten(program).graph) for i in range(at[start.name], at[wait.name])}
+    blocks = [list(block) for block in without_cuts(len(steps), inside)]
+    found = []
+    for recorded, run in groupby(blocks, lambda block: hosts.isdisjoint(block)):
+        first, *_, last = [i for block in run for i in (block[0], block[-1])]
+        found.append(Run(recorded, first, last + 1))
+    return found
+
+
+def names_in(step: fx.Node) -> Sequence[str]:
+    """The nodes of the flat program that a step stands for."""
+    return [name for name, _ in step.meta["pieces"]] if body_of_call(step) else [step.name]
+
+
+def travelling(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """What is started, with its wait: collectives, and copies from and to the host."""
+    yield from in_flight(graph)
+    yield from ((node.args[0], node) for node in graph.nodes if node.target is there)  # type: ignore[misc]
+
+
+def without_cuts(count: int, inside: set[int]) -> Iterator[list[int]]:
+    """So many steps in blocks: between the steps of a block, after those `inside`, something travels."""
+    block = []
+    for i in range(count):
+        block.append(i)
+        if i not in inside:
+            yield block
+            block = []
+
+
+def said(name: str, program: ir.Program, compiled: bool) -> str:
+    """What of a program is recorded, in a sentence that names what is not, and why."""
+    if not (found := breaks(program, compiled)):
+        return f"{name} is recorded"
+    runs = runs_of(program) if compiled else []
+    count, recorded = sum(run.last - run.first for run in runs), sum(r.last - r.first for r in runs if r.recorded)
+    part = f"{recorded} of {count} calls of {name} are recorded" if recorded else f"{name} is not recorded"
+    return f"{part}: {listed(found)}"
+
+
+def listed(found: Sequence[Break]) -> str:
+    """The first of what cannot be recorded, and how many more there are."""
+    more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    return "; ".join(map(str, found[:SHOWN])) + more
