@@ -17,6 +17,12 @@ from passes.program.order import ZIGZAG, Order
 from passes.sharding.place import place_batch
 
 
+def on_device(value: Tensor, device: torch.device) -> Tensor:
+    """A tensor on a device; of what lies on the host the copy is under way, and the host does not wait for it."""
+    pinned = device.type == "cuda" and value.device.type == "cpu"  # from other memory a copy waits for all before it
+    return (value.pin_memory() if pinned else value).to(device, non_blocking=pinned)
+
+
 class BatchLayout:
     """How a batch lies over the ranks of a program that reads it."""
 
@@ -58,7 +64,7 @@ class BatchLayout:
         """Its table of blocks, on the device, or how far keys travel (`hops_of`), i64[rows, P], on the host."""
         order = self.order(rank)
         if given.name == BLOCKS:
-            return torch.tensor(order.table, device=device)
+            return on_device(torch.tensor(order.table), device)
         mesh, rows = self.program.mesh, list(self.rows(rank))
         meet = (ranks_that_meet(first[rows], last[rows], mesh, order) for first, last in self.bounds)
         return torch.cat([*map(hops_of, meet)])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +19,8 @@ from passes.program.torch_private import gloo_of_one_thread
 T = TypeVar("T")
 POLL_S = 0.1
 RECORDED = "2000"  # collectives that NCCL's flight recorder keeps
+QUEUES = "32"  # of the device: fewer than streams have kernels wait behind a transfer of another stream (CUDA has 8)
+PATIENCE = timedelta(hours=1)  # of ranks for others that compile; who hangs in a step, `run.timeout_s` tells before
 HOST = "gloo_in_order"  # the backend of groups over host memory
 dist.Backend.register_backend(HOST, gloo_of_one_thread, devices=["cpu"])
 groups, turns = itertools.count(), itertools.count()
@@ -32,12 +35,14 @@ def start_ranks() -> int:
         return 1
     if not dist.is_initialized():
         if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", QUEUES)
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED)
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         store, _, rank, size = meeting()
         # Addresses of an earlier group lie in the same store: each group reads under a name of its own.
         own = dist.PrefixStore(f"job{next(groups)}", store)
-        dist.init_process_group("nccl" if torch.cuda.is_available() else HOST, store=own, rank=rank, world_size=size)
+        backend = "nccl" if torch.cuda.is_available() else HOST
+        dist.init_process_group(backend, timeout=PATIENCE, store=own, rank=rank, world_size=size)
     return dist.get_world_size()
 
 
@@ -102,6 +107,11 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return found
 
 
+def new_group(members: Sequence[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
+    """A further group, of some ranks or all; every rank makes it at the same time, a member or not."""
+    return dist.new_group(members, PATIENCE, backend)  # type: ignore[return-value]
+
+
 def host_group() -> dist.ProcessGroup | None:
     """A further group of all ranks, over host memory; None without torchrun. Every rank makes it at the same time."""
-    return dist.new_group(backend=HOST) if dist.is_initialized() else None
+    return new_group(backend=HOST) if dist.is_initialized() else None

@@ -15,7 +15,8 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import LowerConfig
 from compiler_trainer.step.agree import agree
 from compiler_trainer.step.given import EVALUATE, why_nothing_is_recorded
-from compiler_trainer.step.ranks import gather, place_on_node
+from compiler_trainer.step.ranks import gather, new_group, place_on_node
+from compiler_trainer.step.turns import Ways
 from passes.check.simulate import Lockstep
 from passes.lower import inductor
 from passes.lower.backends import BACKENDS
@@ -36,6 +37,7 @@ class Runtime(Protocol):
 
     mesh: Mesh
     ranks: tuple[int, ...]
+    ways: Ways | None  # of values between the processes of pipeline ranks
 
     @property
     def apart(self) -> int: ...
@@ -74,6 +76,8 @@ def all_calls(program: ir.Program) -> Iterator[fx.Node]:
 
 class LockstepRanks(Staged):
     """All ranks in this process, interpreted node by node."""
+
+    ways = None
 
     def __init__(self, mesh: Mesh):
         self.mesh, self.ranks = mesh, tuple(range(mesh.world_size))
@@ -125,6 +129,7 @@ class ProcessRanks(Staged):
         self.groups: dict[str, dist.ProcessGroup] = {}  # of the communicators that programs name
         records = lower.cudagraphs and not why_nothing_is_recorded(mesh, device)
         self.recorder = Recorder() if records else None
+        self.ways = Ways(new_group(), new_group()) if self.distributed and mesh["pp"] > 1 else None
         workers = self.share_out() if self.distributed else ALONE
         self.workers = replace(workers, fast=lower.fast_start)
 
@@ -134,7 +139,7 @@ class ProcessRanks(Staged):
         if self.mesh["pp"] == 1:
             return Workers(local, count, dist.barrier)
         stages = [list(range(s * self.apart, (s + 1) * self.apart)) for s in range(self.mesh["pp"])]
-        group = [dist.new_group(ranks) for ranks in stages][self.stage_of(rank)]
+        group = [new_group(ranks) for ranks in stages][self.stage_of(rank)]
         near = [r for r in range(rank - local, rank - local + count) if self.stage_of(r) == self.stage_of(rank)]
         return Workers(near.index(rank), len(near), partial(dist.barrier, group))
 
@@ -169,7 +174,7 @@ class ProcessRanks(Staged):
         (rank,) = self.ranks
         for name, axis in {communicator_of(node): axis_of(node) for node in all_calls(program)}.items():
             if name is not None and axis is not None and name not in self.groups:
-                made = [(members, dist.new_group(members)) for members in self.mesh.groups(axis)]
+                made = [(members, new_group(members)) for members in self.mesh.groups(axis)]
                 self.groups[name] = next(group for members, group in made if rank in members)
 
     def name_groups(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.step.batch_layout import BatchLayout, balance
+from compiler_trainer.step.batch_layout import BatchLayout, balance, on_device
 from compiler_trainer.step.given import EVALUATE
 from compiler_trainer.step.runtime import Runtime
 from compiler_trainer.step.turns import Carried, Post, Turn, turns_of_evaluation, turns_of_step
@@ -97,10 +97,10 @@ class Step:
         turns = [turn for turn in turns if turn.program in found]
         assert not found.keys() - {turn.program for turn in turns}, f"programs that no turn runs, of {[*found]}"
         here = sorted({self.runtime.stage_of(rank) for rank in self.ranks})
-        post = None
-        if self.runtime.mesh["pp"] > 1 and len(self.ranks) == 1:
+        post, ways = None, self.runtime.ways
+        if ways is not None:
             (rank,) = self.ranks
-            post = Post(turns, found, rank, here[0], self.runtime.apart, self.device)
+            post = Post(turns, found, rank, here[0], self.runtime.apart, self.device, ways)
         return [turn for turn in turns if turn.rank in here], Carried(turns, found, here, post)
 
     def __call__(self, batch: Mapping[str, Tensor], lr: float | None = None) -> dict[str, float]:
@@ -111,7 +111,7 @@ class Step:
         With `passes.moe.dispatch=bounded` also "dropped_rows", how many found no room, of all layers and ranks.
         """
         rate, self.layouts = self.lr if lr is None else lr, []
-        count = int(self.state["optim.step"].local[self.ranks[0]])
+        count = self.state["optim.step"].local[self.ranks[0]].to(torch.int64, copy=True)
         return self.take(self.training, self.train, batch, rate, count)
 
     def take(
@@ -120,9 +120,12 @@ class Step:
         programs: Mapping[str, Compiled],
         batch: Mapping[str, Tensor],
         lr: float,
-        count: int,
+        count: Tensor,
     ) -> dict[str, float]:
-        """Run the turns of a step, the `count`-th, or of an evaluation; what it gives."""
+        """Run the turns of a step, the `count`-th (i64[]), or of an evaluation; what it gives.
+
+        The host reads nothing of the device until all turns are started, and then what the step gives.
+        """
         turns, carried = taken
         parts = self.split(batch)
         counts = self.counts(parts)
@@ -139,19 +142,23 @@ class Step:
         summed = {name: together(values, outputs[name]) for name, values in found.items()}
         return self.runtime.share(summed)
 
-    def scalars(self, lr: float, count: int) -> dict[str, Tensor]:
-        """What is fed as a value: the learning rate, and the seed of a (micro)batch's random numbers."""
-        seed = (self.seed << 32) + count
+    def scalars(self, lr: float, count: Tensor) -> dict[str, Tensor]:
+        """What is fed as a value: the learning rate, and the seed of a (micro)batch's random numbers.
+
+        They are filled in on the device: a copy of a number of the host would wait for all that was started before.
+        """
         return {
-            "lr": torch.tensor(lr, dtype=torch.float64, device=self.device),
-            "seed": torch.tensor(seed, dtype=torch.int64, device=self.device),
+            "lr": torch.full((), lr, dtype=torch.float64, device=self.device),
+            "seed": count + (self.seed << 32),
         }
 
     def counts(self, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """What programs are fed of all microbatches together: how many labels they have."""
         for part in parts:
             check_batch(part, self.entries)
-        return {name: count.of(parts, self.device) for name, count in self.counted.items()}
+        read = dict.fromkeys(name for count in self.counted.values() for name in count.names)
+        there = [{name: on_device(part[name], self.device) for name in read} for part in parts]
+        return {name: count.of(there) for name, count in self.counted.items()}
 
     def evaluate(self, batch: Mapping[str, Tensor]) -> float:
         """The mean loss of a global batch, nothing changed."""
@@ -162,7 +169,8 @@ class Step:
         if not self.evaluation:
             what = "is false, so that this step can only train; give compile_step(evaluate=True)"
             raise UserError("evaluate", what)
-        return self.take(self.measuring, self.evaluation, batch, 0.0, 0)
+        none = torch.zeros((), dtype=torch.int64, device=self.device)
+        return self.take(self.measuring, self.evaluation, batch, 0.0, none)
 
     def split(self, batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         """The microbatches of a global batch: consecutive rows."""
@@ -202,8 +210,8 @@ class Step:
     def value(self, given: ir.Input, rank: int, batch_layout: BatchLayout, scalars: Mapping[str, Tensor]) -> Tensor:
         """What one input of a program is on one rank."""
         if given.kind == "batch":
-            whole, spec = batch_layout.batch[given.name].to(self.device), given.spec.ordered(batch_layout.order(rank))
-            return shard(whole, spec, self.mesh, self.mesh.coordinates(rank))
+            whole, spec = batch_layout.batch[given.name], given.spec.ordered(batch_layout.order(rank))
+            return on_device(shard(whole, spec, self.mesh, self.mesh.coordinates(rank)), self.device)
         if given.kind == "layout":
             return batch_layout.value(given, rank, self.device)
         if given.kind == "coordinate":
@@ -239,7 +247,8 @@ class Step:
 def together(values: Sequence[Tensor], kind: str) -> float:
     """What microbatches gave, as one: counts added, all else averaged."""
     stacked = torch.stack(list(values))
-    return float(stacked.sum() if kind == "count" else stacked.mean())
+    found = stacked.sum() if kind == "count" else stacked.mean()
+    return float(found.item())  # here the host waits for the device, and so for other ranks
 
 
 def programs_of(compiled: Mapping[str, Compiled]) -> dict[str, ir.Program]:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -163,6 +163,21 @@ def messages(turns: Sequence[Turn], programs: Mapping[str, ir.Program]) -> Itera
                     numbers[turn.rank, to] += 1
 
 
+class Ways(NamedTuple):
+    """What carries messages to later pipeline ranks, and what carries those to earlier ones.
+
+    NCCL runs what two ranks send each other in one group in the order in which each of them asks for it: a rank that
+    has made room for the next forward would never get to send the backward that the other one waits for.
+    """
+
+    up: dist.ProcessGroup
+    down: dist.ProcessGroup
+
+    def of(self, source: int, to: int) -> dist.ProcessGroup:
+        """What carries a message from a pipeline rank to another."""
+        return self.up if source < to else self.down
+
+
 class Post:
     """Messages of one process: sent when they are made, with room for those that come made a little ahead.
 
@@ -177,12 +192,14 @@ class Post:
         stage: int,
         apart: int,
         device: torch.device,
+        ways: Ways,
     ):
-        self.rank, self.stage, self.apart, self.device = rank, stage, apart, device
+        self.rank, self.stage, self.apart, self.device, self.ways = rank, stage, apart, device, ways
         self.out: dict[Key, list[Message]] = {}
         self.come: dict[Key, Message] = {}
         self.queues: dict[int, list[Message]] = {}
-        for message in messages(turns, programs):
+        all_messages = list(messages(turns, programs))
+        for message in all_messages:
             if message.source == stage:
                 self.out.setdefault(message.key, []).append(message)
             if message.to == stage:
@@ -197,6 +214,19 @@ class Post:
         self.sent: list[tuple[dist.Work | None, Tensor]] = []
         self.room: dict[Key, tuple[dist.Work | None, Tensor]] = {}
         self.expected = Counter[int]()
+        self.greet({(message.source, message.to) for message in all_messages})
+
+    def greet(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Let pairs of pipeline ranks make their connections, all ranks in one order.
+
+        NCCL makes one when it is first used, and waits for the other rank, which might wait for a third.
+        """
+        byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        for source, to in sorted(pairs):
+            if self.stage == source:
+                dist.send(byte, self.peer(to), self.ways.of(source, to))
+            elif self.stage == to:
+                dist.recv(byte, self.peer(source), self.ways.of(source, to))
 
     def begin(self) -> None:
         """A step begins."""
@@ -210,7 +240,8 @@ class Post:
         """Send a value to those that read it."""
         for message in self.out.get(key, ()):
             sent = as_bytes(made[self.rank])
-            self.sent.append((dist.isend(sent, self.peer(message.to), tag=message.number), sent))
+            way = self.ways.of(self.stage, message.to)
+            self.sent.append((dist.isend(sent, self.peer(message.to), way, message.number), sent))
 
     def receive(self, key: Key) -> Tensor:
         """A value of another stage."""
@@ -227,7 +258,8 @@ class Post:
         """Make room for a message."""
         like = self.like[message.key[0]]
         value = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self.device)
-        work = dist.irecv(as_bytes(value), self.peer(message.source), tag=message.number)
+        way = self.ways.of(message.source, self.stage)
+        work = dist.irecv(as_bytes(value), self.peer(message.source), way, message.number)
         self.room[message.key] = work, value
         self.expected[message.source] += 1
 

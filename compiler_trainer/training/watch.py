@@ -29,7 +29,9 @@ from passes.program.torch_private import collectives_recorded
 FLIGHTS = "flight_recorder"
 LOOKS = 10  # in the time after which a rank counts as hung
 LONGEST_S = 30.0  # between two looks
-WAITS = re.compile(r"wait_tensor|all_reduce|all_gather|reduce_scatter|all_to_all|broadcast|barrier|\.wait\(|arrive")
+WAITS = re.compile(
+    r"wait_tensor|all_reduce|all_gather|reduce_scatter|all_to_all|broadcast|barrier|\.wait\(|arrive|\.item\("
+)
 NODES = re.compile(r"Source Nodes: \[([^\]]+)\]")
 ABOVE = 40  # lines of generated code above one, in which its comment is looked for
 

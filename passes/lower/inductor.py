@@ -12,7 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -178,7 +178,7 @@ def one_by_one(
     bodies: Sequence[Body], ctx: ir.Context, store: Store, fast: bool, tell: Tell
 ) -> dict[Body, Kernels]:
     """Bodies with their kernels built as Inductor does it."""
-    with damage_found() if in_cpp(bodies) else nullcontext():
+    with damage_found() if in_cpp(bodies) else one_triton_cache():
         found = stored_or_compiled(bodies, ctx, store, fast, tell)
     return {body: kernels_of(compiled) for body, compiled in found.items()}
 
@@ -226,6 +226,13 @@ def damage_found() -> Iterator[None]:
         kept().note(path)
 
 
+@contextmanager
+def one_triton_cache() -> Iterator[None]:
+    """Let ranks of a machine find each other's cubins: Inductor has a folder for the GPU of each number."""
+    os.environ.setdefault("TRITON_CACHE_DIR", str(compiler_folder() / "triton"))
+    yield
+
+
 def notes_of(path: Path) -> Store:
     """Where the digest of a file is kept: beside one that all caches share, as precompiled headers are."""
     return kept() if path.is_relative_to(compiler_folder()) else Store(path.parent / "digests")
@@ -247,7 +254,7 @@ def load(body: Body, store: Store, fast: bool) -> Any:
     if packed is None:
         return None
     counts["loaded"] += 1
-    return load_compiled(packed)
+    return load_compiled(packed, device_of(body))
 
 
 def compile_body(body: Body, ctx: ir.Context, store: Store, fast: bool) -> Any:

@@ -239,10 +239,10 @@ def _target(target: Any) -> str:
 
 
 def describe_layout(value: Any, flat: bool = False) -> str:
-    """Dtype, device, shape and strides of a tensor or several; of a `flat` one whether it has dims."""
+    """Dtype, kind of device, shape and strides of a tensor or several; of a `flat` one whether it has dims."""
     if isinstance(value, Tensor):
         shape = "line" if flat and value.dim() else f"{tuple(value.shape)} {value.stride()} {value.storage_offset()}"
-        return f"{value.dtype} {value.device} {shape}"
+        return f"{value.dtype} {value.device.type} {shape}"  # ranks of a machine share bodies
     if isinstance(value, (tuple, list)):
         return f"({', '.join(describe_layout(part, flat) for part in value)})"
     return repr(value)
@@ -258,10 +258,12 @@ def describe_operand(arg: Any, names: Mapping[fx.Node, str]) -> str:
         return f"{{{', '.join([f'{key}={describe_operand(part, names)}' for key, part in arg.items()])}}}"
     if isinstance(arg, slice):
         return f"slice{describe_operand((arg.start, arg.stop, arg.step), names)}"
+    if isinstance(arg, torch.device):
+        return arg.type
     if arg is None or isinstance(arg, _CONSTANTS):
         return repr(arg)
     kind = type(arg).__name__
     raise ir.CompileError("segment", None, f"an operator has a constant of type {kind}: two of them may read alike")
 
 
-_CONSTANTS = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_CONSTANTS = (bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format)

@@ -128,11 +128,14 @@ class Count:
     program: Program
     microbatches: int
 
-    def of(self, parts: Sequence[Mapping[str, Tensor]], device: torch.device | None = None) -> Tensor:
-        """The count of whole microbatches, 0-d, on a device (None: theirs)."""
-        names = [given.name for given in self.program.inputs]
-        given = [[part[name].to(device or part[name].device) for name in names] for part in parts]
-        found = torch.stack([self.program.module(*values)[0] for values in given])
+    @property
+    def names(self) -> list[str]:
+        """The entries of a batch that are counted."""
+        return [given.name for given in self.program.inputs]
+
+    def of(self, parts: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        """The count of whole microbatches, 0-d."""
+        found = torch.stack([self.program.module(*(part[name] for name in self.names))[0] for part in parts])
         return found.sum(dtype=found.dtype)
 
 

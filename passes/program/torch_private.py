@@ -66,6 +66,7 @@ __all__ = [
     "flex_attention",
     "flex_attention_backward",
     "flex_with_gradients",
+    "for_gpu",
     "functions_as",
     "gloo_of_one_thread",
     "graph_of",
@@ -265,6 +266,15 @@ def compile_inner(module: fx.GraphModule, values: Sequence[Tensor], mode: FakeTe
         return compile_fx_inner(module, list(values))
 
 
+# where code that Inductor writes for a GPU says which one it is for
+_GPU = re.compile(r"(_DeviceGuard\(|\bset_device\(|\bget_raw_stream\(|\bstream|type='cuda', index=|\bcuda:)\d+")
+
+
+def for_gpu(source: str, number: int) -> str:
+    """Inductor's code for a GPU, for the one of another number."""
+    return _GPU.sub(lambda found: f"{found[1]}{number}", source)
+
+
 def save_compiled(compiled: Any, source: str) -> bytes:
     """What `compile_inner` returned, with this as its source, to be loaded by another process of this machine."""
     from torch._inductor.codecache import PyCodeCache
@@ -276,13 +286,15 @@ def save_compiled(compiled: Any, source: str) -> bytes:
     return pickle.dumps(saved)
 
 
-def load_compiled(saved: bytes) -> Any:
-    """What `save_compiled` saved, as `compile_inner` returned it."""
+def load_compiled(saved: bytes, device: torch.device) -> Any:
+    """What `save_compiled` saved, as `compile_inner` returned it, for a device of that kind."""
     from torch._inductor.codecache import PyCodeCache
     from torch._inductor.output_code import CompiledFxGraphConstants
 
     compiled, constants = pickle.loads(saved), CompiledFxGraphConstants()
-    PyCodeCache.write(compiled.source_code)  # unless it is there as it was
+    if device.type == "cuda":  # another rank may have compiled it
+        compiled.source_code = for_gpu(compiled.source_code, device.index or 0)
+    compiled.cache_key, _ = PyCodeCache.write(compiled.source_code)  # unless it is there as it was
     compiled.after_deserialization(constants)
     compiled.post_compile((), constants, compiled.fx_kwargs)
     return compiled
