@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from passes.program.mesh import Mesh
 from passes.program.spec import Box
 
 ALIGNMENT = 64  # bytes, of every piece
+BLOCK = 1 << 30  # bytes; PyTorch pins powers of two: of one block for all, half might be for nothing
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ class Source:
 class Staging:
     """The pieces that the ranks of this process write, in memory of their own.
 
-    It is taken once, as much as those pieces have bytes; pinned where state is on a GPU. What ranks of several pipeline
-    stages hold is written by those of the one stage that has the `first` rank.
+    It is taken once, as much as those pieces have bytes; pinned, in blocks, where state is on a GPU. What ranks of
+    several pipeline stages hold is written by those of the one stage that has the `first` rank.
     """
 
     def __init__(self, state: Placed, mesh: Mesh, first: Mapping[str, int] | None = None):
@@ -55,12 +56,7 @@ class Staging:
                 raise UserError("checkpoint", f"{source.name} is {source.dtype}, which cannot be stored; {fix}")
         on_gpu = any(tensor.is_cuda for _, local in state.values() for tensor in local.values())
         self.bytes = sum(padded(source.bytes) for source in self.sources)
-        memory = torch.zeros(self.bytes, dtype=torch.uint8, pin_memory=on_gpu)
-        self.copies, at = [], 0
-        for source in self.sources:
-            part = memory[at : at + source.bytes].view(source.dtype).view(source.box.size)
-            self.copies.append(part)
-            at += padded(source.bytes)
+        self.copies = [copy for block in in_blocks(self.sources) for copy in copies_of(block, on_gpu)]
 
     @property
     def pieces(self) -> dict[int, dict[str, Tensor]]:
@@ -77,6 +73,26 @@ class Staging:
             copy.copy_(source.box.of_local(state[source.name][1][source.rank]), non_blocking=True)
         if any(tensor.is_cuda for _, local in state.values() for tensor in local.values()):
             torch.cuda.synchronize()
+
+
+def in_blocks(sources: Iterable[Source]) -> Iterator[list[Source]]:
+    """Sources in a row whose copies fill a block; one that is larger than that alone."""
+    block, size = list[Source](), 0
+    for source in sources:
+        if block and size + padded(source.bytes) > BLOCK:
+            yield block
+            block, size = [], 0
+        block.append(source)
+        size += padded(source.bytes)
+    yield block
+
+
+def copies_of(block: Sequence[Source], pinned: bool) -> Iterator[Tensor]:
+    """Room for copies of sources, in memory taken at once."""
+    memory, at = torch.zeros(sum(padded(each.bytes) for each in block), dtype=torch.uint8, pin_memory=pinned), 0
+    for source in block:
+        yield memory[at : at + source.bytes].view(source.dtype).view(source.box.size)
+        at += padded(source.bytes)
 
 
 def of_stage(rank: int, state: Placed, mesh: Mesh, first: Mapping[str, int]) -> Placed:

@@ -189,7 +189,9 @@ def test_every_checkpoint_of_a_folder_gets_its_line(tmp_path):
         list(checkpoint.check_all(tmp_path / "nowhere"))
 
 
-def test_memory_is_taken_once_and_is_what_a_rank_writes():
+@pytest.mark.parametrize("block", [1 << 30, 256])
+def test_memory_is_taken_once_and_is_what_a_rank_writes(block, monkeypatch):
+    monkeypatch.setattr("compiler_trainer.checkpoint.staging.BLOCK", block)
     staging = Saver(build("two"), Path("none"), CheckpointConfig()).staging
     addresses = [copy.data_ptr() for copy in staging.copies]
     staging.copy(build("two").tensors())

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from compiler_trainer.step.ranks import HOST, gather, host_group, stop_ranks
+from compiler_trainer.step.ranks import HOST, PATIENCE, gather, host_group, new_group, stop_ranks
 
 
 @pytest.fixture
@@ -30,3 +30,9 @@ def test_no_two_collectives_of_a_group_run_at_once(alone):
     work = dist.all_reduce(x, async_op=True)
     work.wait()
     assert x.tolist() == [1, 1, 1]
+
+
+def test_ranks_wait_for_others_that_compile_in_every_group(alone):
+    """NCCL's own time is ten minutes, and would end a job of which one rank compiles for longer."""
+    for group in (new_group(), new_group([0]), host_group()):
+        assert group._get_backend(torch.device("cpu")).options._timeout == PATIENCE
