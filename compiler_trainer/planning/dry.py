@@ -164,10 +164,10 @@ def predict_step(cfg: Config, step: DryStep, fused: Fused | None = None) -> dict
 
 def is_recorded(cfg: Config, step: DryStep) -> bool:
     """Whether the whole step is replayed as CUDA graphs."""
-    if cfg.lower.cudagraphs == "auto":
-        compiled = cfg.lower.backend == "inductor"
-        return cfg.mesh.pp == 1 and not any(breaks(program, compiled) for program, _ in step.programs.values())
-    return bool(cfg.lower.cudagraphs)
+    if not cfg.lower.cudagraphs or cfg.mesh.pp > 1:
+        return False
+    compiled = cfg.lower.backend == "inductor"
+    return not any(breaks(program, compiled) for program, _ in step.programs.values())
 
 
 def speed(cfg: Config, flops_per_token: int, step_s: float) -> dict[str, float]:

@@ -58,10 +58,9 @@ class Replayed:
     def record(self, args: Sequence[Tensor]) -> torch.cuda.CUDAGraph:
         """Record the calls on copies of what is fed; nothing is computed."""
         self.values = [value.clone() if i in self.fed else value for i, value in enumerate(args)]
-        graph, recorder = torch.cuda.CUDAGraph(), self.recorder
+        graph, pool, stream = torch.cuda.CUDAGraph(), self.recorder.pool, self.recorder.stream
         # NCCL's watchdog asks for events in a thread of its own, which "global" would take for a mistake of ours
-        how = {"pool": recorder.pool, "stream": recorder.stream, "capture_error_mode": "thread_local"}
-        with torch.cuda.graph(graph, **how):
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             self.results = self.run(list(self.values))
         return graph
 

@@ -1,0 +1,70 @@
+"""A step makes the host wait for the device once, in its end."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+from compiler_trainer.step.batch_layout import on_device
+from compiler_trainer.step.step import Step
+from compiler_trainer.step.turns import Turn
+from passes.program.torch_private import TorchDispatchMode
+
+MICROBATCHES, COUNT, SEED = 3, 5, 7
+
+
+class Seen(TorchDispatchMode):
+    """The operators that are called, with what else is noted."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.names.append(str(op.name()))
+        return op(*args, **kwargs or {})
+
+
+def test_nothing_is_read_until_all_turns_are_started():
+    step, seen, seeds = object.__new__(Step), Seen(), []
+
+    def run(turn, compiled, batch, scalars, carried):
+        seen.names.append(str(turn))
+        seeds.append(scalars["seed"])
+        return {"loss": torch.ones(())}
+
+    turns = [*(Turn("accumulate", m) for m in range(MICROBATCHES)), Turn("apply", None)]
+    outputs = SimpleNamespace(finished=SimpleNamespace(outputs=[SimpleNamespace(name="loss", kind="loss")]))
+    step.lr, step.seed, step.microbatches, step.device, step.ranks = 0.1, SEED, MICROBATCHES, torch.device("cpu"), (0,)
+    step.state = {"optim.step": SimpleNamespace(local={0: torch.tensor(float(COUNT), dtype=torch.float64)})}
+    step.split, step.counts, step.run = lambda batch: [{}] * MICROBATCHES, lambda parts: {}, run
+    step.runtime = SimpleNamespace(share=lambda found: found)
+    step.train = {"accumulate": outputs, "apply": outputs}
+    step.training = turns, SimpleNamespace(begin=lambda: None, end=lambda: None)
+    with seen:
+        assert step({}) == {"loss": 1.0}
+    last = seen.names.index("apply")
+    assert not {"aten::_local_scalar_dense", "aten::lift_fresh"} & set(seen.names[:last])  # a number read, a number sent
+    assert seen.names[last:].count("aten::_local_scalar_dense") == 1
+    numbers = [COUNT * MICROBATCHES + m for m in range(MICROBATCHES)] + [COUNT]
+    assert [int(seed) for seed in seeds] == [(SEED << 32) + number for number in numbers]
+
+
+class OnHost:
+    """A tensor in host memory, and what is asked of it."""
+
+    def __init__(self, kind="cpu", asked=()):
+        self.device, self.asked = torch.device(kind), asked
+
+    def pin_memory(self):
+        return OnHost(self.device.type, (*self.asked, "pin"))
+
+    def to(self, device, non_blocking):
+        return (*self.asked, device.type, non_blocking)
+
+
+def test_what_goes_to_a_gpu_is_pinned_and_not_waited_for():
+    assert on_device(OnHost(), torch.device("cuda", 3)) == ("pin", "cuda", True)
+    assert on_device(OnHost("cuda"), torch.device("cuda", 3)) == ("cuda", False)
+    assert on_device(OnHost(), torch.device("cpu")) == ("cpu", False)
