@@ -79,7 +79,8 @@ def reasons(node: fx.Node, compiled: bool) -> Iterator[str]:
         yield "is marked by its library as what no CUDA graph can record; use another operator"
     if node.target in MASKED and any(map(is_mask, node.args[1])):  # type: ignore[arg-type]
         yield "counts on the host what a mask selects; use torch.where"
-    if torch.Tag.dynamic_output_shape in tags or any(map(depends_on_data, values_of(node))):
+    is_dynamic = torch.Tag.dynamic_output_shape in tags and node.target not in MASKED  # of which only masks count
+    if is_dynamic or any(map(depends_on_data, values_of(node))):
         yield f"has a shape or a number that depends on data: {STALE}; give it a size that is always the same"
     devices = {v.device.type for n in (node, *node.all_input_nodes) for v in values_of(n) if isinstance(v, Tensor)}
     if len(devices) > 1:
