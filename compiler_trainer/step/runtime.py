@@ -77,7 +77,7 @@ def all_calls(program: ir.Program) -> Iterator[fx.Node]:
 class LockstepRanks(Staged):
     """All ranks in this process, interpreted node by node."""
 
-    ways = None
+    ways: Ways | None = None
 
     def __init__(self, mesh: Mesh):
         self.mesh, self.ranks = mesh, tuple(range(mesh.world_size))
