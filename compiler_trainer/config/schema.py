@@ -612,11 +612,16 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """Held-out loss over `batches` global batches every `interval` steps and at the end."""
+    """Held-out loss over `batches` global batches every `interval` steps and at the end.
+
+    There the model also adds `sample_tokens` to each of `prompts`, or, with `data.chat`, answers it.
+    """
 
     interval: Interval | None = 50  # null: never, and data.eval_fraction may be 0
     batches: Positive | None = 4  # the same each time; null: every held-out row once
     patience: Positive | None = None  # early stopping: end after so many evaluations without a lower loss; null: never
+    prompts: tuple[Text, ...] = ()  # samples while training, written to samples.jsonl; none: no samples
+    sample_tokens: Positive = 64  # most that is added to one
 
 
 @dataclass(frozen=True)

@@ -260,6 +260,16 @@ CHECKS: Checks = (
         "{c.eval.patience} counts evaluations, and eval.interval=null has none; set either",
     ),
     (
+        "eval.prompts",
+        lambda c: not c.eval.prompts or c.eval.interval is not None,
+        "are gone on with at evaluations, and eval.interval=null has none; set either",
+    ),
+    (
+        "eval.prompts",
+        lambda c: not c.eval.prompts or c.data.name != "custom",
+        "are texts, and data=custom has rows without a tokenizer; generate in a callback of your own",
+    ),
+    (
         "passes.remat.policy",
         lambda c: c.mesh.pp == 1 or c.passes.remat.policy != "budget",
         "budget with mesh.pp={c.mesh.pp}, whose ranks keep several microbatches at once; use another policy",

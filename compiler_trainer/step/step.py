@@ -237,11 +237,12 @@ class Step:
 
     def wholes(self, *kinds: str) -> dict[str, Tensor]:
         """Full tensors of the state whose names begin so; with processes, every rank must call it."""
-        found = {name: state for name, state in self.state.items() if name.startswith(kinds)}
-        return {
-            name: unshard(self.runtime.of_stage(s.local, s.stages[0], s.like), s.spec, self.mesh)
-            for name, s in found.items()
-        }
+        return {name: self.whole(name) for name in self.state if name.startswith(kinds)}
+
+    def whole(self, name: str) -> Tensor:
+        """A tensor of the state in full; with processes, every rank must call it."""
+        state = self.state[name]
+        return unshard(self.runtime.of_stage(state.local, state.stages[0], state.like), state.spec, self.mesh)
 
 
 def together(values: Sequence[Tensor], kind: str) -> float:

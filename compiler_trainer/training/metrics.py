@@ -10,10 +10,11 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.summary.writer.record_writer import RecordWriter
-from torch.utils.tensorboard.summary import scalar
+from torch.utils.tensorboard.summary import scalar, text
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.files import lines_of, put
@@ -110,10 +111,12 @@ class Steps(ABC):
 class JsonLines(Steps):
     """`metrics.jsonl`: a JSON object a step."""
 
+    name, kind = FILE, Record
+
     def begin(self, after: int) -> None:
         """It is there from the start."""
-        drop_later(self.folder / FILE, after)
-        self.file = Appended(self.folder / FILE)
+        drop_later(self.folder / self.name, after, self.kind)
+        self.file = Appended(self.folder / self.name)
         self.file.add(b"")
 
     def line(self, record: Record) -> bytes:
@@ -133,6 +136,10 @@ class TensorBoard(Steps):
     def line(self, record: Record) -> bytes:
         """An event a value."""
         return encoded(*scalars(record))
+
+    def text(self, step: int, name: str, written: str) -> None:
+        """Add a text, of the step that was added last."""
+        self.file.add(encoded(Event(step=step, summary=text(name, written))))
 
 
 def encoded(*events: Event) -> bytes:
@@ -156,17 +163,17 @@ def scalars(record: Record) -> Iterator[Event]:
             yield Event(step=int(record["step"]), summary=scalar(name, value))
 
 
-def read(path: Path) -> list[Record]:
+def read(path: Path, kind: Any = Record) -> list[Any]:
     """The records of a `metrics.jsonl`; a last line that was cut short is none. Raises UserError naming another."""
-    records = lines_of(path, Record)
+    records = lines_of(path, kind)
     if lacking := [number for number, record in enumerate(records, 1) if "step" not in record]:
         raise UserError(f"{path}, line {lacking[0]}", "has no step")
     return records
 
 
-def drop_later(path: Path, after: int) -> None:
+def drop_later(path: Path, after: int, kind: Any) -> None:
     """Keep the records of the first `after` steps only."""
     if not path.exists():
         return
-    kept = [record for record in read(path) if record["step"] <= after]
+    kept = [record for record in read(path, kind) if record["step"] <= after]
     put(path, "".join(json.dumps(record) + "\n" for record in kept))

@@ -55,6 +55,7 @@ from compiler_trainer.training.replicas import Replicas
 from compiler_trainer.training.resume import checkpoints_of, pass_over
 from compiler_trainer.training.room import check_room
 from compiler_trainer.training.rows import own_rows
+from compiler_trainer.training.samples import Samples
 from compiler_trainer.training.saving import saving
 from compiler_trainer.training.spans import DATA
 from compiler_trainer.training.speed import machine
@@ -93,6 +94,7 @@ def train(
     phases.end("data")
     trained = subject(cfg)
     check_vocabulary(datasets, trained.vocab_size)
+    samples = [Samples(cfg, trained, loggers)] if cfg.eval.prompts else []
     if cfg.eval.interval is not None:
         check_labels(datasets)
     check_room(cfg, trained)
@@ -115,7 +117,7 @@ def train(
             allocations(cfg),
             recording(cfg, start, step.metrics, loggers) as record,
         ):
-            told = Callbacks(Run(cfg, step, start.step, stop.ask), callbacks)
+            told = Callbacks(Run(cfg, step, start.step, stop.ask), [*samples, *callbacks])
             told.start()
             for measured in run(cfg, trained, step, datasets, start, stop, told):
                 owners.check()

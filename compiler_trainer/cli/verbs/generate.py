@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
 
 from compiler_trainer.cli.table import run_parser
+from compiler_trainer.config.device import settled
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import FolderConfig
-from compiler_trainer.data.tokenizers import Tokenizer, build_tokenizer, tokenizer_here
-from compiler_trainer.models.place import folder_of
-from compiler_trainer.runs.generate import chat_turn, ends_answers, tokens_after
+from compiler_trainer.data.prompts import prompt_of
+from compiler_trainer.data.tokenizers import build_tokenizer, tokenizer_here
+from compiler_trainer.models.sampling import Sampling, continued, in_use
 from compiler_trainer.runs.saved import at_checkpoint, options_of, trained_model
+from compiler_trainer.training.trainer import local_device
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -24,27 +24,24 @@ def main(arguments: Sequence[str]) -> None:
     takes.add_argument("--tokens", type=int, default=200, help="most tokens to add (default 200)")
     takes.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
     takes.add_argument("--top-k", type=int, help="sample among the K likeliest tokens only")
+    takes.add_argument("--top-p", type=float, default=1.0, help="and among the likeliest that together have P (default 1)")
     takes.add_argument("--seed", type=int, default=0, help="random seed of the sampling (default 0)")
     takes.add_argument("--ema", action="store_true", help="with the averages of weights (train.ema)")
     given = takes.parse_args(arguments)
-    if given.tokens < 1 or given.temperature < 0 or (given.top_k is not None and given.top_k < 1):
-        raise UserError("generate", "--tokens and --top-k must be at least 1, --temperature 0 or more")
-    cfg = at_checkpoint(options_of(given.run, []), given.checkpoint)
+    how = Sampling(given.tokens, given.temperature, given.top_p, given.top_k, given.seed)
+    check(how)
+    cfg = settled(at_checkpoint(options_of(given.run, []), given.checkpoint), torch.cuda.is_available())
     named = tokenizer_here(cfg.data)
     tokenizer = build_tokenizer(named)
+    prompt = prompt_of(given.prompt, given.chat, named, tokenizer)
     found, model = trained_model(cfg, given.ema)
-    text, end = chat_turn(given.prompt, named) if given.chat else (given.prompt, "")
-    prompt = ids_of(text, tokenizer) or [tokenizer.end_of_document]
-    draws = torch.Generator().manual_seed(given.seed)
-    how = (cfg.train.seq_len, given.temperature, given.top_k, draws)
-    drawn = itertools.islice(tokens_after(model, found.logits, prompt, *how), given.tokens)
-    ends = {tokenizer.end_of_document, *ids_of(end, tokenizer)}
-    if isinstance(cfg.model, FolderConfig):
-        ends |= ends_answers(folder_of(cfg).path)
-    ids = list(itertools.takewhile(lambda i: i not in ends, drawn))
+    ids = continued(cfg, found, in_use(cfg, model, local_device()), prompt.ids, prompt.ends, how)
     print(("" if given.chat else given.prompt) + tokenizer.decode(ids))
 
 
-def ids_of(text: str, tokenizer: Tokenizer) -> list[int]:
-    """The token ids of a text."""
-    return [int(i) for i in tokenizer.encode([text])[0]]
+def check(how: Sampling) -> None:
+    """Raise UserError where a flag is out of its range."""
+    if how.tokens < 1 or how.temperature < 0 or (how.top_k is not None and how.top_k < 1):
+        raise UserError("generate", "--tokens and --top-k must be at least 1, --temperature 0 or more")
+    if not 0 < how.top_p <= 1:
+        raise UserError("generate", f"--top-p is {how.top_p:g}; it must be above 0, at most 1")

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+from functools import partial
 
 import doc_places
 import folders
@@ -13,17 +14,19 @@ import numpy as np
 import peft
 import pytest
 import torch
+import transformers
 from commands import call
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from compiler_trainer import checkpoint
 from compiler_trainer.cli.table import VERBS
-from compiler_trainer.cli.verbs import generate
 from compiler_trainer.config import schema
 from compiler_trainer.data.datasets import build_datasets
+from compiler_trainer.models import sampling
+from compiler_trainer.models.sampling import Sampling, chances, ends_answers
 from compiler_trainer.models.subject import subject
-from compiler_trainer.runs.generate import ends_answers
 from compiler_trainer.runs.saved import trained_model
 from compiler_trainer.training import progress
 
@@ -232,13 +235,54 @@ def test_the_likeliest_tokens_are_those_of_the_model(kind, run, trained):
     assert said.removesuffix("\n") == "ab" + bytes(i for i in ids[2:] if i < 256).decode(errors="replace")
 
 
+def test_transformers_draws_from_its_cache_what_it_is_told_to(run, trained, monkeypatch):
+    seen, forward = [], transformers.Qwen3ForCausalLM.forward
+
+    def watched(self, input_ids=None, **given):
+        seen.append(input_ids.shape[1])
+        return forward(self, input_ids=input_ids, **given)
+
+    monkeypatch.setattr(transformers.Qwen3ForCausalLM, "forward", watched)
+    say = partial(run, "generate", trained("folder"), "--prompt", "ab", "--tokens", 6)
+    likeliest = say("--temperature", 0)
+    assert seen == [2, 1, 1, 1, 1, 1]
+    assert likeliest == say("--top-k", 1) == say("--top-p", 1e-6) != say("--temperature", 9, "--seed", 1)
+    before = torch.random.get_rng_state()
+    assert say("--seed", 1) == say("--seed", 1) and torch.equal(before, torch.random.get_rng_state())
+
+
+def test_a_model_of_transformers_ends_at_its_last_position(run, trained):
+    said = run("generate", trained("folder"), "--prompt", 60 * "a", "--temperature", 9, "--top-p", 0.99)
+    assert said.startswith(60 * "a") and len(said.encode("latin", "replace")) <= 60 + 4 + 1
+    refused = run("generate", trained("folder"), "--prompt", 64 * "a")
+    assert refused == "error: prompt: has 64 tokens, and the model 64 positions (max_position_embeddings of its config.json); shorten it\n"
+
+
+@pytest.mark.parametrize(("how", "kept"), [
+    ({}, [0, 1, 2, 3]), ({"top_k": 2}, [1, 3]), ({"top_p": 0.5}, [3]), ({"top_p": 0.51}, [1, 3]), ({"top_p": 0.9}, [1, 2, 3]),
+    ({"top_k": 2, "top_p": 0.6}, [3]), ({"temperature": 0.0}, [3]), ({"temperature": 1.6, "top_p": 0.5}, [1, 3]),
+])
+def test_of_which_tokens_one_is_drawn(how, kept):
+    likely = torch.tensor([0.0625, 0.25, 0.1875, 0.5], dtype=torch.float64)
+    sampling = Sampling(**{"tokens": 1, "temperature": 1.0} | how)
+    assert chances(likely.log(), sampling).nonzero().flatten().tolist() == kept
+    processors = LogitsProcessorList()
+    if sampling.temperature:
+        processors += [TemperatureLogitsWarper(sampling.temperature)]
+        processors += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
+        processors += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
+        theirs = processors(None, likely.log()[None])[0].softmax(0)
+        ours = chances(likely.log(), sampling)
+        torch.testing.assert_close(ours / ours.sum(), theirs)
+
+
 def test_an_answer_ends_where_the_folder_says(run, trained, monkeypatch, tmp_path):
     assert ends_answers(str(tmp_path)) == set()
     (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
     assert ends_answers(str(tmp_path)) == {7}
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 9]}')
     assert ends_answers(str(tmp_path)) == {2, 9}
-    monkeypatch.setattr(generate, "ends_answers", lambda folder: set(range(257)))
+    monkeypatch.setattr(sampling, "ends_answers", lambda folder: set(range(257)))
     assert run("generate", trained("folder"), "--prompt", "ab") == "ab\n"
 
 
@@ -268,7 +312,7 @@ def test_chat_is_one_turn_through_the_template_and_the_answer_alone_is_printed(r
 
 def test_an_answer_in_a_chat_ends_at_its_end_token(run, chatting, monkeypatch):
     folder, tokenizer = chatting
-    monkeypatch.setattr(generate, "tokens_after", lambda *how: iter(tokenizer.encode("yes<|end|>no").ids))
+    monkeypatch.setattr(sampling, "by_transformers", lambda *how: tokenizer.encode("yes<|end|>no").ids)
     assert run("generate", folder, "--chat", "--prompt", "hi") == "yes\n"
     assert run("generate", folder, "--prompt", "hi") == "hiyesno\n"
 
@@ -340,6 +384,7 @@ def test_a_module_of_ones_own_is_exported_by_its_names(run, trained, tmp_path):
     (["export", "RUN", "RUN"], "error: RUN: is there already; name a folder that is not, or an empty one\n"),
     (["export", "RUN", "OUT", "--merge"], "error: --merge: is for a model with model.lora, and this one has nothing to merge\n"),
     (["generate", "RUN", "--tokens", "0"], "error: generate: --tokens and --top-k must be at least 1, --temperature 0 or more\n"),
+    (["generate", "RUN", "--top-p", "0"], "error: generate: --top-p is 0; it must be above 0, at most 1\n"),
 ])
 def test_bad_input_is_refused_in_a_line(arguments, says, run, trained, tmp_path):
     names = {"RUN": str(trained("decoder")), "OUT": str(tmp_path / "out")}

@@ -1,0 +1,131 @@
+"""Tokens that a model goes on with: drawn by transformers where the model is of it, else each from a forward of all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Set
+from dataclasses import dataclass
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import Config, FolderConfig
+from compiler_trainer.models import folder
+from compiler_trainer.models.place import folder_of
+from compiler_trainer.models.subject import Subject
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn: at a `temperature` (0: the likeliest), of the `top_k` likeliest, of these of the likeliest
+    that together have `top_p`; at most `tokens` of them."""
+
+    tokens: int
+    temperature: float = 0.8
+    top_p: float = 1.0
+    top_k: int | None = None
+    seed: int = 0
+
+
+def continued(
+    cfg: Config, trained: Subject, model: nn.Module, prompt: list[int], ends: Set[int], how: Sampling
+) -> list[int]:
+    """What `model`, the one that was `trained` with values, adds to a prompt of at least one token, up to an end.
+
+    A model of transformers ends at its last position. Raises UserError where it does not take the prompt.
+    """
+    check_prompt(cfg, trained, prompt)
+    drawn: Iterable[int]
+    if isinstance(cfg.model, FolderConfig):
+        ends = ends | ends_answers(folder_of(cfg).path)
+        drawn = by_transformers(folder.plain(model), prompt, ends, how)
+    else:
+        drawn = islice(one_by_one(trained, model, prompt, cfg.train.seq_len, how), how.tokens)
+    return list(takewhile(lambda i: i not in ends, drawn))
+
+
+def check_prompt(cfg: Config, trained: Subject, prompt: list[int]) -> None:
+    """Raise UserError where a prompt has tokens beyond the vocabulary, or none fits behind it."""
+    if trained.vocab_size is not None and max(prompt) >= trained.vocab_size:
+        what = f"gives the prompt token {max(prompt):,}, and the model's vocabulary has {trained.vocab_size:,}"
+        raise UserError("data.tokenizer", f"{what}; name the model's own")
+    if isinstance(cfg.model, FolderConfig) and len(prompt) >= (most := positions(folder.plain(trained.module))):
+        what = f"has {len(prompt):,} tokens, and the model {most:,} positions (max_position_embeddings of its config.json)"
+        raise UserError("prompt", f"{what}; shorten it")
+
+
+@torch.no_grad()
+def by_transformers(model: Any, prompt: list[int], ends: Set[int], how: Sampling) -> list[int]:
+    """What transformers' `generate` adds, the first end among it."""
+    draws = {"temperature": how.temperature, "top_p": how.top_p, "top_k": how.top_k or 0} if how.temperature else {}
+    settings = folder.library().GenerationConfig(
+        max_new_tokens=min(how.tokens, positions(model) - len(prompt)),
+        do_sample=how.temperature > 0,
+        eos_token_id=sorted(ends),
+        pad_token_id=min(ends, default=0),
+        **draws,
+    )
+    ids = torch.tensor([prompt], device=model.device)
+    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+        torch.manual_seed(how.seed)
+        found = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+    return found[0, len(prompt) :].tolist()
+
+
+def positions(model: Any) -> int:
+    """How many tokens a model of transformers is made for; of some kinds there is no bound."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
+
+
+@torch.no_grad()
+def one_by_one(trained: Subject, model: nn.Module, prompt: list[int], window: int, how: Sampling) -> Iterator[int]:
+    """Tokens without end, each from a forward of the last `window` tokens."""
+    ids, device = list(prompt), next(model.parameters()).device
+    generator = torch.Generator().manual_seed(how.seed)
+    while True:
+        logits = trained.logits(model, row(ids[-window:], device))[0, -1].float().cpu()
+        ids.append(int(torch.multinomial(chances(logits, how), 1, generator=generator)))
+        yield ids[-1]
+
+
+def chances(logits: Tensor, how: Sampling) -> Tensor:
+    """How likely each token of a vocabulary is to be drawn, [V]."""
+    if not how.temperature:
+        return nn.functional.one_hot(logits.argmax(), len(logits)).float()
+    scores = logits / how.temperature
+    if how.top_k is not None:
+        scores[scores < scores.topk(min(how.top_k, len(scores))).values[-1]] = -torch.inf
+    likely, order = scores.softmax(0).sort(descending=True)
+    if how.top_p < 1:
+        likely[likely.cumsum(0) - likely >= how.top_p] = 0  # what stands before them is enough
+    return torch.zeros_like(likely).scatter(0, order, likely)
+
+
+def row(ids: list[int], device: torch.device) -> dict[str, Tensor]:
+    """A batch of one row that is one document."""
+    tokens = torch.tensor([ids], device=device)
+    positions = torch.arange(len(ids), device=device)[None]
+    return {"tokens": tokens, "positions": positions, "documents": torch.zeros_like(tokens)}
+
+
+def in_use(cfg: Config, model: nn.Module, device: torch.device) -> nn.Module:
+    """The model on a device; the weights of one of transformers in the dtype that the run computes with."""
+    dtype = cfg.passes.cast.param_dtype
+    if isinstance(cfg.model, FolderConfig) and dtype in ("float32", "bfloat16"):
+        for parameter in model.parameters():  # alone: rotary frequencies stay in float32
+            parameter.data = parameter.data.to(getattr(torch, dtype))
+    return model.to(device).eval()
+
+
+def ends_answers(folder: str) -> set[int]:
+    """Tokens that end an answer of a folder's model, as its generation_config.json or config.json says."""
+    for name in ("generation_config.json", "config.json"):
+        path = Path(folder, name)
+        found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+        if found is not None:
+            return set(found) if isinstance(found, list) else {found}
+    return set()

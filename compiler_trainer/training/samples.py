@@ -1,0 +1,100 @@
+"""What a model adds to some prompts, at each evaluation: on the console, in samples.jsonl, and for TensorBoard.
+
+The whole model is put together on rank 0, in host memory, and on its GPU where that has room; the others wait.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compiler_trainer.checkpoint.load import MODEL
+from compiler_trainer.config.schema import Config
+from compiler_trainer.console import say
+from compiler_trainer.data.prompts import Prompt, prompt_of
+from compiler_trainer.data.tokenizers import build_tokenizer, tokenizer_here
+from compiler_trainer.models.sampling import Sampling, check_prompt, continued, in_use
+from compiler_trainer.models.skeleton import fill
+from compiler_trainer.models.subject import Subject
+from compiler_trainer.step.step import Step
+from compiler_trainer.training.callbacks import Callback, Run
+from compiler_trainer.training.loggers import Logger
+from compiler_trainer.training.metrics import JsonLines, Record, TensorBoard
+
+FILE = "samples.jsonl"
+ROOM = 1.5  # times the bytes of weights: what a GPU needs free to generate
+
+
+class SampleLines(JsonLines):
+    """`samples.jsonl`: a JSON object an evaluation."""
+
+    name, kind = FILE, dict[str, Any]
+
+
+class Samples(Callback):
+    """Adds to each of `eval.prompts`, drawn alike each time; raises UserError where the model takes one of them not."""
+
+    def __init__(self, cfg: Config, trained: Subject, loggers: Sequence[Logger]):
+        named = tokenizer_here(cfg.data)
+        self.cfg, self.trained, self.tokenizer, self.lines = cfg, trained, build_tokenizer(named), SampleLines()
+        self.boards = [logger for logger in loggers if isinstance(logger, TensorBoard)]
+        self.prompts = {text: prompt_of(text, cfg.data.chat, named, self.tokenizer) for text in cfg.eval.prompts}
+        for prompt in self.prompts.values():
+            check_prompt(cfg, trained, prompt.ids)
+
+    def on_start(self, run: Run) -> None:
+        """Open the file."""
+        if run.rank == 0:
+            self.lines.start(run.cfg, run.done)
+
+    def on_evaluation(self, run: Run, record: Record) -> None:
+        """Put the model together, and let it speak."""
+        weights = on_rank_0(run.step, run.rank)
+        if run.rank != 0:
+            return
+        filled = fill(copy.deepcopy(self.trained.module), weights.items())
+        model = in_use(self.cfg, filled, device_with_room(run.step.device, weights))
+        texts = {text: self.after(model, prompt) for text, prompt in self.prompts.items()}
+        self.tell(int(record["step"]), [{"prompt": prompt, "text": text} for prompt, text in texts.items()])
+
+    def tell(self, step: int, samples: list[dict[str, str]]) -> None:
+        """Write them down, and show them."""
+        self.lines.log({"step": step, "samples": samples})
+        for number, sample in enumerate(samples):
+            said = json.dumps(sample, ensure_ascii=False)
+            say(f"sample at step {step:,}: {said}")
+            for board in self.boards:
+                board.text(step, f"sample/{number}", said)
+
+    def after(self, model: nn.Module, prompt: Prompt) -> str:
+        """What a model adds to a prompt."""
+        how = Sampling(self.cfg.eval.sample_tokens)
+        return self.tokenizer.decode(continued(self.cfg, self.trained, model, prompt.ids, prompt.ends, how))
+
+    def on_stop(self, run: Run) -> None:
+        """Write what a full disk did not take."""
+        if run.rank == 0:
+            self.lines.close(False)
+
+
+def on_rank_0(step: Step, rank: int) -> dict[str, Tensor]:
+    """Full parameters and buffers in the host memory of rank 0, nothing elsewhere; every rank calls it."""
+    found = {}
+    for name in (name for name in step.state if name.startswith(MODEL)):
+        whole = step.whole(name)
+        if rank == 0:
+            found[name.removeprefix(MODEL)] = whole.to("cpu", copy=True)
+    return found
+
+
+def device_with_room(device: torch.device, weights: dict[str, Tensor]) -> torch.device:
+    """The device of a rank, or the CPU where weights and what they need would not fit beside its state."""
+    size = sum(value.nbytes for value in weights.values())
+    if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < ROOM * size:
+        return torch.device("cpu")
+    return device

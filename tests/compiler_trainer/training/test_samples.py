@@ -1,0 +1,92 @@
+"""Samples while training are what `generate` makes of the same checkpoint, on every mesh, and training is as without."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import folders
+import pytest
+import torch
+from oracle import batches, compile_lockstep, llama, llama_loss
+from short_runs import FakeStep, options, resuming, timeless
+from short_runs import metrics as records
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import FolderConfig
+from compiler_trainer.data.tokenizers import ByteTokenizer
+from compiler_trainer.models.sampling import Sampling, continued
+from compiler_trainer.runs.saved import trained_model
+from compiler_trainer.training import trainer
+from compiler_trainer.training.samples import on_rank_0
+
+PROMPTS = ("def f", "The sea")
+FOLDER = FolderConfig(path=str(folders.folder("llama")))
+
+
+def sampling(cfg, prompts=PROMPTS):
+    return replace(cfg, eval=replace(cfg.eval, prompts=prompts, sample_tokens=5))
+
+
+def lines(run):
+    return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("model", [options("x").model, FOLDER], ids=["decoder", "folder"])
+def test_a_line_an_evaluation_with_what_the_weights_of_that_step_add(model, tmp_path, capsys):
+    cfg = sampling(options(tmp_path / "run", model=model))
+    trainer.train(cfg)
+    capsys_out = capsys.readouterr().out
+    found, tokenizer = lines(tmp_path / "run"), ByteTokenizer()
+    assert [line["step"] for line in found] == [4, 6]
+    of_last, trained = trained_model(cfg)
+    for sample, prompt in zip(found[-1]["samples"], PROMPTS, strict=True):
+        ids = continued(cfg, of_last, trained, list(prompt.encode()), {256}, Sampling(5))
+        assert sample == {"prompt": prompt, "text": tokenizer.decode(ids)}
+        assert f"sample at step 6: {json.dumps(sample, ensure_ascii=False)}\n" in capsys_out
+    events = EventAccumulator(str(tmp_path / "run"))
+    events.Reload()
+    shown = [(e.step, e.tensor_proto.string_val[0].decode()) for e in events.Tensors("sample/1/text_summary")]
+    assert shown == [(line["step"], json.dumps(line["samples"][1], ensure_ascii=False)) for line in found]
+    trainer.train(options(tmp_path / "without", model=model))
+    assert timeless(records(tmp_path / "run")) == timeless(records(tmp_path / "without"))
+
+
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2, "tp": 2}, {"cp": 2, "dp_replicate": 2}, {"pp": 2, "dp_shard": 2}], ids=str)
+def test_the_model_is_put_together_on_any_mesh(mesh):
+    model = llama(n_layers=2)
+    step = compile_lockstep(model, llama_loss, batches(rows=4)[0], mesh, **({"microbatches": 2} if "pp" in mesh else {}))
+    found = on_rank_0(step, 0)
+    assert found.keys() == {*dict(model.named_parameters()), *(name for name in found if name in dict(model.named_buffers()))}
+    assert all(torch.equal(found[name], parameter) for name, parameter in model.named_parameters())
+    assert on_rank_0(step, 1) == {}
+
+
+def test_a_run_that_goes_on_has_each_line_once(tmp_path, monkeypatch):
+    cfg = sampling(options(tmp_path / "run"))
+    trainer.train(cfg)
+    first = lines(tmp_path / "run")
+    trainer.train(resuming(replace(cfg, train=replace(cfg.train, steps=8)), tmp_path / "run/checkpoints/step_00000002"))
+    assert [line["step"] for line in lines(tmp_path / "run")] == [4, 8] and lines(tmp_path / "run")[0] == first[0]
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"eval": {"interval": None}}, "^eval.prompts: .*eval.interval=null has none"),
+    ({"data": {"name": "custom", "_target_": "x.Y"}}, "^eval.prompts: .*data=custom has rows without a tokenizer"),
+    ({"data": {"tokenizer": "nowhere.json"}}, "nowhere.json: no such file"),
+    ({"data": {"chat": True}}, "^data.tokenizer: bytes has no chat template"),
+])
+def test_what_cannot_be_sampled_is_refused_before_anything_is_written(change, said, tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer, "compile_step", FakeStep)
+    cfg = sampling(options(tmp_path / "run"))
+    cfg = replace(cfg, **{group: replace(getattr(cfg, group), **values) for group, values in change.items()})
+    with pytest.raises(UserError, match=said):
+        trainer.train(cfg)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(UserError, match=r"^prompt: has 64 tokens, and the model 64 positions \(max_position"):
+        trainer.train(sampling(options(tmp_path / "run", model=FOLDER), prompts=(64 * "a",)))
+    assert not (tmp_path / "run").exists()
