@@ -32,6 +32,7 @@ VERBS = {
     "generate": Verb("use", "RUN [--chat] --prompt TEXT", "sample text from the model, or its answer in a chat"),
     "eval": Verb("use", "RUN [OPTION=VALUE]", "loss and perplexity on held-out or other text"),
     "export": Verb("use", "RUN OUT", "write a checkpoint as a folder that transformers, peft or safetensors load"),
+    "check-export": Verb("use", "RUN OUT", "compare transformers' log-probabilities of an export with the trainer's"),
     "clean": Verb("keep", "[--gib GIB]", "delete of what compilers kept what was longest unused"),
     "check": Verb("keep", "FOLDER", "read every byte of the checkpoints in a folder, and say which are damaged"),
 }

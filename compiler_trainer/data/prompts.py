@@ -28,7 +28,7 @@ def prompt_of(text: str, chat: bool, named: str, tokenizer: Tokenizer) -> Prompt
 
 
 def chat_turn(said: str, tokenizer: str) -> tuple[str, str]:
-    """What a user says as the chat template beside a tokenizer writes it, up to the answer, and the token to end that."""
+    """What a user says as the chat template beside a tokenizer writes it, up to the answer, and what ends that."""
     template = template_beside(tokenizer)
     try:
         text = rendered(template, [{"role": "user", "content": said}], add_generation_prompt=True)

@@ -54,7 +54,7 @@ def check_prompt(cfg: Config, trained: Subject, prompt: list[int]) -> None:
         what = f"gives the prompt token {max(prompt):,}, and the model's vocabulary has {trained.vocab_size:,}"
         raise UserError("data.tokenizer", f"{what}; name the model's own")
     if isinstance(cfg.model, FolderConfig) and len(prompt) >= (most := positions(folder.plain(trained.module))):
-        what = f"has {len(prompt):,} tokens, and the model {most:,} positions (max_position_embeddings of its config.json)"
+        what = f"has {len(prompt):,} tokens, and the model {most:,} positions (max_position_embeddings)"
         raise UserError("prompt", f"{what}; shorten it")
 
 

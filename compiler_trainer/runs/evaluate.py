@@ -5,19 +5,20 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 
 from compiler_trainer import checkpoint
 from compiler_trainer.config.schema import Config
 from compiler_trainer.config.validate import validate
-from compiler_trainer.data.datasets import check_labels, check_vocabulary
+from compiler_trainer.data.datasets import Datasets, check_labels, check_vocabulary
 from compiler_trainer.data.loader import Batch, Loader
-from compiler_trainer.models.subject import subject
+from compiler_trainer.models.subject import Subject, subject
 from compiler_trainer.runs.saved import from_newest
 from compiler_trainer.step.compile import compile_step
 from compiler_trainer.step.ranks import rank, start_ranks, stop_ranks
 from compiler_trainer.step.shelf import Shelf
+from compiler_trainer.step.step import Step
 from compiler_trainer.training.evaluate import by_source, held_out, means
 from compiler_trainer.training.prepare import read_data
 from compiler_trainer.training.progress import Working
@@ -32,37 +33,50 @@ def evaluate(cfg: Config, other: bool) -> str:
     takes them. Every rank calls it.
     """
     cfg = validate(cfg, start_ranks())
-    if other:
-        cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, eval_fraction=0.0, validation=()))
-    datasets, trained = read_data(cfg), subject(cfg)
+    datasets, trained = data_of(cfg, other), subject(cfg)
     check_vocabulary(datasets, trained.vocab_size)
     check_labels(datasets)
     loader = datasets.eval or datasets.train
     with Working(sys.stderr) if rank() == 0 else nullcontext(lambda what: None) as tell:
-        step = compile_step(
-            trained.module,
-            trained.loss,
-            peek(loader),
-            mesh=cfg.mesh,
-            passes=cfg.passes,
-            lower=cfg.lower,
-            microbatches=cfg.train.microbatches,
-            initial=trained.initial(),
-            device=local_device(),
-            below=datasets.below,
-            train=False,
-            shelf=Shelf(),
-            tell=tell,
-        )
+        step = measuring(cfg, trained, peek(loader), datasets.below, tell)
         if not cfg.loss and step.mesh.world_size > 1:
             datasets.read_only(own_rows(step, step.ranks))
-        from_newest(cfg, lambda path: checkpoint.load_model(step, path))
         measured, tokens = means(step, told(loader, cfg.eval.batches, tell))
     stop_ranks()
     if not cfg.loss:
         measured["perplexity"] = math.exp(measured["loss"])
     shown = ", ".join(f"{name} {value:.6g}" for name, value in measured.items())
     return f"{shown}, tokens {tokens:,} in {taken(loader, cfg.eval.batches)}"
+
+
+def data_of(cfg: Config, other: bool) -> Datasets:
+    """What a run is evaluated on: what it held out, or all of `other` text."""
+    if other:
+        cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, eval_fraction=0.0, validation=()))
+    return read_data(cfg)
+
+
+def measuring(
+    cfg: Config, trained: Subject, batch: Batch, below: Mapping[str, int], tell: Callable[[str], None]
+) -> Step:
+    """The compiled evaluation of a run, with the weights of its newest checkpoint, for batches like one."""
+    step = compile_step(
+        trained.module,
+        trained.loss,
+        batch,
+        mesh=cfg.mesh,
+        passes=cfg.passes,
+        lower=cfg.lower,
+        microbatches=cfg.train.microbatches,
+        initial=trained.initial(),
+        device=local_device(),
+        below=below,
+        train=False,
+        shelf=Shelf(),
+        tell=tell,
+    )
+    from_newest(cfg, lambda path: checkpoint.load_model(step, path))
+    return step
 
 
 def told(loader: Loader, batches: int | None, tell: Callable[[str], None]) -> Iterator[tuple[str, Batch]]:

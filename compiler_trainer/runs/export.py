@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config, FolderConfig, ModelConfig
-from compiler_trainer.data.tokenizers import tokenizer_here
+from compiler_trainer.data.tokenizers import build_tokenizer, tokenizer_here
 from compiler_trainer.models.folder import library
 from compiler_trainer.models.place import folder_of
 from compiler_trainer.models.weights import ONE_FILE
@@ -23,6 +24,7 @@ from compiler_trainer.places.store import Place
 from compiler_trainer.runs.saved import trained_model
 
 LAST = ("config.json", "adapter_config.json", "config.yaml")
+BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")  # of a tokenizer.json
 END = "<|endoftext|>"  # what a byte tokenizer ends a document with
 NAMES = {
     "tok_embeddings": "model.embed_tokens",
@@ -60,8 +62,8 @@ def export(cfg: Config, out: Path, dtype: torch.dtype | None, merge: bool, avera
     """Write the newest checkpoint of a run as a folder; what it is and how it is loaded, in a sentence.
 
     `dtype` is that of its floating numbers (None: `train.dtype`). Of a model with LoRA the terms alone are written, or,
-    with `merge`, the model with them added to its weights. `averaged` weights are those of `train.ema`. Raises
-    UserError where a model has no such form.
+    with `merge`, the model with them added to its weights. `averaged` weights are those of `train.ema`. The folder is
+    there once it is whole. Raises UserError where a model has no such form.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(str(out), "is there already; name a folder that is not, or an empty one")
@@ -70,16 +72,32 @@ def export(cfg: Config, out: Path, dtype: torch.dtype | None, merge: bool, avera
     if merge and not (isinstance(cfg.model, FolderConfig) and cfg.model.lora):
         raise UserError("--merge", "is for a model with model.lora, and this one has nothing to merge")
     _, module = trained_model(cfg, averaged)
+    place = out.resolve()
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{place.name}.", dir=place.parent) as scratch:
+        made = Path(scratch, "export")
+        made.mkdir()
+        said = write(cfg, module, made, dtype, merge)
+        made.replace(place)
+    return said.replace(str(made), str(out))
+
+
+def write(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None, merge: bool) -> str:
+    """Write a module with the weights of a run; how it is loaded, in a sentence."""
     if isinstance(cfg.model, FolderConfig):
         write_folder(cfg, module, out, dtype, merge)
         if cfg.model.lora and not merge:
             return f"load it with peft's PeftModel.from_pretrained(model, {str(out)!r})"
         write_tokenizer(cfg, out)
         return loaded_by_transformers(out)
-    out.mkdir(parents=True, exist_ok=True)
     if isinstance(cfg.model, ModelConfig):
-        save(as_transformers(cfg.model, module).to(dtype), out)
+        model = as_transformers(cfg.model, module)
+        model.config.max_position_embeddings = cfg.train.seq_len  # further ones it has not seen
+        end = build_tokenizer(tokenizer_here(cfg.data)).end_of_document
+        model.config.eos_token_id = model.generation_config.eos_token_id = end
+        save(model.to(dtype), out)
         write_tokenizer(cfg, out)
+        name_end(out, end)
         return loaded_by_transformers(out)
     shutil.copy(Path(cfg.run.dir, "config.yaml"), out / "config.yaml")
     tensors = {name: converted(value, dtype).contiguous() for name, value in untied(module).items()}
@@ -190,10 +208,13 @@ def their_name(name: str) -> str:
 
 
 def write_tokenizer(cfg: Config, out: Path) -> None:
-    """The tokenizer of the run; that of bytes in the form of a tokenizer.json."""
+    """The tokenizer of the run and its chat template; that of bytes in the form of a tokenizer.json."""
     if cfg.data.tokenizer != "bytes":
-        if not (out / "tokenizer.json").exists():
-            shutil.copy(tokenizer_here(cfg.data), out / "tokenizer.json")
+        there = Path(tokenizer_here(cfg.data))
+        files = {"tokenizer.json": there, **{name: there.with_name(name) for name in BESIDE}}
+        for name, file in files.items():
+            if file.is_file() and not (out / name).exists():
+                shutil.copy(file, out / name)
         return
     symbols = byte_symbols()
     tokenizer = Tokenizer(tokenizer_models.BPE(vocab={s: i for i, s in enumerate(symbols)}, merges=[]))
@@ -201,6 +222,14 @@ def write_tokenizer(cfg: Config, out: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(END, special=True)])
     tokenizer.save(str(out / "tokenizer.json"))
+
+
+def name_end(out: Path, end: int) -> None:
+    """Let a tokenizer_config.json say which token ends a document, where there is none."""
+    path = out / "tokenizer_config.json"
+    if not path.exists():
+        token = Tokenizer.from_file(str(out / "tokenizer.json")).id_to_token(end)
+        path.write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": token}, indent=2) + "\n")
 
 
 def byte_symbols() -> list[str]:

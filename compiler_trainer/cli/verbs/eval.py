@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 
 from compiler_trainer.cli.ends import RANK
 from compiler_trainer.cli.table import run_parser
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import MeshConfig
+from compiler_trainer.config.schema import Config, MeshConfig
 from compiler_trainer.runs.evaluate import evaluate
 from compiler_trainer.runs.saved import at_checkpoint, options_of
 
@@ -24,8 +25,15 @@ def main(arguments: Sequence[str]) -> None:
     takes = run_parser("eval", overrides=True)
     takes.epilog = HOW_MUCH
     given = takes.parse_intermixed_args(arguments)
-    cfg = at_checkpoint(options_of(given.run, given.overrides), given.checkpoint)
-    names = [override.lstrip("+").partition("=")[0] for override in given.overrides]
+    said = evaluate(*asked(given.run, given.overrides, given.checkpoint))
+    if RANK == 0:
+        print(said)
+
+
+def asked(run: Path, overrides: Sequence[str], checkpoint: str | None) -> tuple[Config, bool]:
+    """The options of a run to evaluate, by default on one device, and whether on other text than it held out."""
+    cfg = at_checkpoint(options_of(run, overrides), checkpoint)
+    names = [override.lstrip("+").partition("=")[0] for override in overrides]
     if not any(name.startswith("mesh.") for name in names):
         cfg = dataclasses.replace(cfg, mesh=MeshConfig())
     other = any(name == "data" or name.startswith(OTHER_TEXT) for name in names)
@@ -33,6 +41,4 @@ def main(arguments: Sequence[str]) -> None:
         cfg = dataclasses.replace(cfg, eval=dataclasses.replace(cfg.eval, batches=None))
     if not other and cfg.data.eval_fraction == 0:
         raise UserError("data.eval_fraction", "is 0, so that nothing is held out; name a text, as in data.files=[FILE]")
-    said = evaluate(cfg, other)
-    if RANK == 0:
-        print(said)
+    return cfg, other

@@ -24,7 +24,7 @@ def main(arguments: Sequence[str]) -> None:
     takes.add_argument("--tokens", type=int, default=200, help="most tokens to add (default 200)")
     takes.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
     takes.add_argument("--top-k", type=int, help="sample among the K likeliest tokens only")
-    takes.add_argument("--top-p", type=float, default=1.0, help="and among the likeliest that together have P (default 1)")
+    takes.add_argument("--top-p", type=float, default=1.0, help="and among those that together have P (default 1)")
     takes.add_argument("--seed", type=int, default=0, help="random seed of the sampling (default 0)")
     takes.add_argument("--ema", action="store_true", help="with the averages of weights (train.ema)")
     given = takes.parse_args(arguments)

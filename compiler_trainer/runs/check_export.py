@@ -1,0 +1,122 @@
+"""Whether an export gives tokens the log-probabilities that the trainer's own evaluation gives them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import Config
+from compiler_trainer.config.validate import validate
+from compiler_trainer.data.datasets import check_vocabulary
+from compiler_trainer.data.loader import Batch, Loader
+from compiler_trainer.models import IGNORED_LABEL
+from compiler_trainer.models.subject import subject
+from compiler_trainer.runs import plainly
+from compiler_trainer.runs.evaluate import data_of, measuring
+from compiler_trainer.step.ranks import rank, start_ranks, stop_ranks
+from compiler_trainer.training.evaluate import Measures
+from compiler_trainer.training.progress import Working
+
+ROUNDINGS = 64  # relative roundings of the coarsest dtype by which two right computations may differ
+MOST_ROWS = 8
+
+
+class Text(NamedTuple):
+    """The first document of a row: its batch, its tokens, and which of them, from the second on, are compared."""
+
+    batch: Batch
+    ids: list[int]
+    places: list[int]
+
+
+def check_export(cfg: Config, other: bool, out: Path, tokens: int) -> tuple[bool, str]:
+    """Whether a folder gives `tokens` tokens of held-out or `other` text what the trainer gives them, and how nearly.
+
+    Of each row the first document is taken, which sees nothing but itself, as a server's request. Every rank calls it.
+    Raises UserError where transformers does not load the folder.
+    """
+    ranks = start_ranks()
+    one = dataclasses.replace(cfg.train, global_batch_size=ranks, microbatches=1)
+    cfg = validate(dataclasses.replace(cfg, train=one, loss={}), ranks)
+    datasets, trained = data_of(cfg, other), subject(cfg)
+    check_vocabulary(datasets, trained.vocab_size)
+    texts = texts_of(datasets.eval or datasets.train, tokens)
+    with Working(sys.stderr) if rank() == 0 else nullcontext(lambda what: None) as tell:
+        step = measuring(cfg, trained, texts[0].batch, datasets.below, tell)
+        ours = torch.tensor([value for text in texts for value in measured(step, text, tell)])
+    del step
+    stop_ranks()
+    if rank() != 0:
+        return True, ""
+    theirs = by_itself(out, [text.ids for text in texts])
+    pairs = zip(texts, theirs["log_probabilities"], strict=True)
+    own = torch.tensor([found[place - 1] for text, found in pairs for place in text.places])
+    return compared(ours, own, coarsest(cfg, theirs["dtype"]), len(texts))
+
+
+def texts_of(loader: Loader, tokens: int) -> list[Text]:
+    """The first documents of a few rows, with so many tokens to compare; raises UserError if none is long enough."""
+    numbers = range(min(MOST_ROWS, len(loader.rows)))
+    found = (text_of(loader, number, -(-tokens // len(numbers))) for number in numbers)
+    texts = [text for text in found if text.places]
+    if not texts:
+        raise UserError("data", "no row begins with two tokens of one document; name a longer text, data.files=[FILE]")
+    return texts
+
+
+def text_of(loader: Loader, number: int, tokens: int) -> Text:
+    """The first document of a row, and some places spread over it."""
+    rows = loader.rows.batch(np.full(loader.batch_size, number))
+    batch = {name: torch.from_numpy(array) for name, array in rows.items()}
+    length = int((batch["documents"][0] == 0).sum())
+    places = np.unique(np.linspace(1, length - 1, tokens).round().astype(int)) if length > 1 else np.empty(0, int)
+    return Text(batch, batch["tokens"][0, :length].tolist(), places.tolist())
+
+
+def measured(step: Measures, text: Text, tell: Callable[[str], None]) -> list[float]:
+    """The log-probability of each token at a text's places: minus the loss where it is the only label."""
+    found = []
+    for place in text.places:
+        labels = torch.full_like(text.batch["labels"], IGNORED_LABEL)
+        labels[0, place - 1] = text.ids[place]
+        found.append(-step.measure(text.batch | {"labels": labels})["loss"])
+        tell(f"token {place:,} of {len(text.ids):,} of a row")
+    return found
+
+
+def by_itself(out: Path, texts: list[list[int]]) -> dict[str, Any]:
+    """What transformers says of texts in a process of its own; raises UserError where it fails."""
+    command = [sys.executable, "-P", plainly.__file__, str(out)]
+    done = subprocess.run(command, input=json.dumps(texts), capture_output=True, text=True)
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
+        raise UserError(str(out), f"transformers does not compute with it: {said}")
+    return json.loads(done.stdout)
+
+
+def coarsest(cfg: Config, exported: str) -> str:
+    """The dtype with the fewest digits of those that either side computes with."""
+    names = {exported, cfg.train.dtype, cfg.passes.cast.param_dtype} & {"float32", "float16", "bfloat16"}
+    return max(names, key=lambda name: torch.finfo(getattr(torch, name)).eps)
+
+
+def compared(ours: Tensor, theirs: Tensor, dtype: str, rows: int) -> tuple[bool, str]:
+    """Whether log-probabilities are equal up to roundings of a dtype, and the worst of them."""
+    allowed = ROUNDINGS * torch.finfo(getattr(torch, dtype)).eps * ours.abs().clamp(min=1)
+    apart = (ours - theirs).abs()
+    worst = int((apart / allowed).nan_to_num(torch.inf).argmax())
+    is_same = bool((apart <= allowed).all())
+    what = f"log-probabilities of {len(ours)} tokens of {rows} rows {'are equal' if is_same else 'differ'}"
+    values = f"{theirs[worst]:.7g} where the trainer has {ours[worst]:.7g}"
+    return is_same, f"{what}: at most {apart[worst]:.2g} apart ({values}); {dtype} allows {allowed[worst]:.2g}"

@@ -1,0 +1,32 @@
+"""Log-probabilities that transformers computes by itself: run as a file, which imports nothing of this trainer.
+
+    python -P plainly.py FOLDER < texts.json
+
+Of texts [[id, ...], ...] it prints the folder's dtype, and [[log-probability of each id but the first, ...], ...].
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+
+@torch.inference_mode()
+def log_probabilities(folder: str, texts: list[list[int]]) -> dict[str, Any]:
+    """What `main` prints."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device).eval()
+    found = []
+    for text in texts:
+        ids = torch.tensor([text], device=device)
+        chances = model(ids).logits[0, :-1].float().log_softmax(-1)
+        found.append(chances.gather(-1, ids[0, 1:, None])[:, 0].tolist())
+    return {"dtype": str(model.dtype).removeprefix("torch."), "log_probabilities": found}
+
+
+if __name__ == "__main__":
+    json.dump(log_probabilities(sys.argv[1], json.load(sys.stdin)), sys.stdout)
