@@ -11,8 +11,10 @@ from compiler_trainer.config.errors import UserError
 
 FORM = "return the loss, or (loss, {name: scalar}) with metrics to log"
 RESERVED = frozenset(
-    ("loss", "grad_norm", "step", "tokens", "lr", "skipped", "tokens_per_s", "step_ms", "tflops", "mfu", "data_ms")
-) | {"eval_loss", "peak_mem_bytes", "dropped_rows"}  # names that a run's metrics have already
+    "step tokens loss eval_loss grad_norm lr skipped tokens_per_s step_ms data_ms tflops mfu peak_mem_bytes "
+    "busy_ms_median busy_ms_max slowest_rank wait_share cp_imbalance cp_imbalance_head_tail "
+    "expert_load expert_load_max expert_load_mean expert_entropy balance_loss dropped_rows".split()
+)  # names that a run's metrics have already, some with a "/" and more behind: docs/reference/metrics.md
 
 
 def parted(returned: Any) -> tuple[Tensor, dict[str, Tensor]]:

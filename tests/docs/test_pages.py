@@ -11,13 +11,18 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 from doc_pages import PAGES, ROOT, spans
 from omegaconf import OmegaConf
 
+from compiler_trainer.capture.returned import RESERVED
 from compiler_trainer.config.choices import CONF
 from compiler_trainer.config.defaults import defaults
 from compiler_trainer.config.meaning import groups
-from compiler_trainer.config.schema import ExpertsConfig, LatentConfig, LoraConfig, RopeScaling
+from compiler_trainer.config.schema import Config, ExpertsConfig, LatentConfig, LoraConfig, MeshConfig, RopeScaling
+from compiler_trainer.training.load import unevenness
+from compiler_trainer.training.pace import RANKS
+from compiler_trainer.training.speed import speed
 
 named = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 
@@ -107,17 +112,21 @@ def test_files_that_a_page_names_are_there(page):
             assert list(ROOT.glob(code.rstrip("/"))), f"{page.name}: {code}"
 
 
-def test_metrics_of_a_run_are_explained(tmp_path):
-    """Every key that code writes into a record stands on the page."""
+def test_the_page_of_metrics_has_every_key_that_a_run_may_write(tmp_path):
+    """Those that the trainer keeps for itself, and what writes into a record writes none but these."""
     page = (ROOT / "docs/reference/metrics.md").read_text()
-    known = {key.split("/")[0] for row in re.findall(r"^\| (`[^|]+) \|", page, re.MULTILINE) for key in re.findall(r"`([^`]+)`", row)}
+    keys = [key for row in re.findall(r"^\| (`[^|]+) \|", page, re.MULTILINE) for key in re.findall(r"`([^`]+)`", row)]
+    assert {key.partition("/")[0] for key in keys} >= RESERVED and len(set(keys)) == len(keys)
+    experts = unevenness({"model.layers.0.router.load": torch.tensor([0.25, 0.75]), "model.layers.0.router.auxiliary": torch.tensor(1.0)})
+    assert len(experts) == 5 and "cp_imbalance" in RESERVED
+    assert {key.partition("/")[0] for key in (*RANKS, *experts, *speed(Config(mesh=MeshConfig(dp_shard=1)), 1, 1, 1.0))} <= RESERVED
     from doc_places import furnish, run_of
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
         furnish(tmp_path)
         lines = (run_of("decoder") / "metrics.jsonl").read_text().splitlines()
-    assert {key for line in lines for key in json.loads(line)} <= known
+    assert {key.partition("/")[0] for line in lines for key in json.loads(line)} <= RESERVED
 
 
 def test_words_that_newcomers_search_for_are_there():
