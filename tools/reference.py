@@ -79,6 +79,7 @@ FEATURES = {
         Feature("NaN rollback", "train.nonfinite=rollback", "tests/compiler_trainer/training/test_nonfinite.py"),
         Feature("EMA", "train.ema=0.999", "tests/compiler_trainer/training/test_averages.py"),
         Feature("early stopping", "eval.patience=3", "tests/compiler_trainer/training/test_lengths.py"),
+        Feature("samples while training", "eval.prompts=[a]", "tests/compiler_trainer/training/test_samples.py"),
         Feature("sweeps", "run.dir=runs/sweep", "tests/compiler_trainer/sweep/test_sweep.py"),
     ),
     "Your own": (

@@ -23,6 +23,7 @@ CONTENTS = {
     "config.yaml": "the options, resolved",
     "metrics.jsonl": "one JSON object a step",
     "events.out.tfevents.*": "the same for TensorBoard",
+    "samples.jsonl": "what the model added to eval.prompts",
     "graphs/": "the graph after each pass, and the pass's report",
     "checkpoints/": "parameters, moments, step and data state",
     "pipeline.txt": "which task each pipeline rank runs when; edited, for passes.pipeline.schedule",

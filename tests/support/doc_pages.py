@@ -15,7 +15,7 @@ TRAIN = ("compiler-trainer", "-m compiler_trainer")
 STARTS = ("compiler-trainer", "torchrun", "python -m", "pip install", "make ", ".venv/bin/")
 OTHERS = {  # commands that are not ours: first word -> what the others of the line are not checked for
     "git": "git clone", "cd": "", "source": ".venv/bin/activate", "hf": "hf download", "vllm": "vllm serve",
-    "tensorboard": "", "apt-get": "", "tlparse": "", "head=$(scontrol": "SLURM",
+    "tensorboard": "", "lm_eval": "lm_eval --model hf", "apt-get": "", "tlparse": "", "head=$(scontrol": "SLURM",
 }
 SHELL_FENCES = ("sh", "bash")
 FIXED = {  # of a shell script, and of synopses
