@@ -55,10 +55,12 @@ def check_export(cfg: Config, other: bool, out: Path, tokens: int) -> tuple[bool
     with Working(sys.stderr) if rank() == 0 else nullcontext(lambda what: None) as tell:
         step = measuring(cfg, trained, texts[0].batch, datasets.below, tell)
         ours = torch.tensor([value for text in texts for value in measured(step, text, tell)])
-    del step
+    is_first = rank() == 0
     stop_ranks()
-    if rank() != 0:
+    if not is_first:
         return True, ""
+    del step
+    torch.cuda.empty_cache()  # the other process needs the GPU
     theirs = by_itself(out, [text.ids for text in texts])
     pairs = zip(texts, theirs["log_probabilities"], strict=True)
     own = torch.tensor([found[place - 1] for text, found in pairs for place in text.places])
@@ -78,6 +80,9 @@ def texts_of(loader: Loader, tokens: int) -> list[Text]:
 def text_of(loader: Loader, number: int, tokens: int) -> Text:
     """The first document of a row, and some places spread over it."""
     rows = loader.rows.batch(np.full(loader.batch_size, number))
+    if not {"tokens", "labels", "documents"} <= rows.keys():
+        what = f"has rows of {', '.join(rows)}, and tokens, labels and documents are needed"
+        raise UserError("data", f"{what}; name a text, data=text data.files=[FILE]")
     batch = {name: torch.from_numpy(array) for name, array in rows.items()}
     length = int((batch["documents"][0] == 0).sum())
     places = np.unique(np.linspace(1, length - 1, tokens).round().astype(int)) if length > 1 else np.empty(0, int)

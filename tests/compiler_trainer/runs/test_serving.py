@@ -24,6 +24,8 @@ from compiler_trainer import checkpoint
 from compiler_trainer.config.schema import FolderConfig
 from compiler_trainer.runs import check_export, plainly
 from compiler_trainer.runs.check_export import compared
+from compiler_trainer.runs.export import export
+from compiler_trainer.runs.saved import options_of
 from compiler_trainer.training import trainer
 
 FOLDER = FolderConfig(path=str(folders.folder("qwen3")))  # whose head is tied
@@ -123,7 +125,7 @@ def test_an_export_is_there_once_it_is_whole(trained, tmp_path, monkeypatch):
 
     monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", fails)
     with pytest.raises(OSError, match="disk is full"):
-        call("export", trained("folder"), tmp_path / "out")
+        export(options_of(trained("folder"), []), tmp_path / "out", None, False)
     assert list(tmp_path.iterdir()) == []
 
 
