@@ -112,7 +112,7 @@ def by_itself(out: Path, texts: list[list[int]]) -> dict[str, Any]:
 
 def coarsest(cfg: Config, exported: str) -> str:
     """The dtype with the fewest digits of those that either side computes with."""
-    names = {exported, cfg.train.dtype, cfg.passes.cast.param_dtype} & {"float32", "float16", "bfloat16"}
+    names = {exported, cfg.train.dtype, cfg.passes.cast.param_dtype or exported} & {"float32", "float16", "bfloat16"}
     return max(names, key=lambda name: torch.finfo(getattr(torch, name)).eps)
 
 

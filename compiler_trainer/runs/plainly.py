@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM
 def log_probabilities(folder: str, texts: list[list[int]]) -> dict[str, Any]:
     """What `main` prints."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device).eval()
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    model = loaded.to(device).eval()
     found = []
     for text in texts:
         ids = torch.tensor([text], device=device)

@@ -64,7 +64,8 @@ class Samples(Callback):
 
     def tell(self, step: int, samples: list[dict[str, str]]) -> None:
         """Write them down, and show them."""
-        self.lines.log({"step": step, "samples": samples})
+        line: dict[str, Any] = {"step": step, "samples": samples}
+        self.lines.log(line)
         for number, sample in enumerate(samples):
             said = json.dumps(sample, ensure_ascii=False)
             say(f"sample at step {step:,}: {said}")
