@@ -293,7 +293,7 @@ def given(command: Command, tmp_path: Path) -> list[str]:
     return [w for w in words if not w.startswith("run.dir=")]
 
 
-@pytest.mark.parametrize("command", first_of_each(VERB_LINES, use_of, always_full=("bisect",)))
+@pytest.mark.parametrize("command", first_of_each(VERB_LINES, use_of, always_full=("bisect", "check-export")))
 def test_does_what_the_verb_says(places, tmp_path, command):
     assert command.arguments[0] in VERBS, str(command)
     arguments = given(command, tmp_path)

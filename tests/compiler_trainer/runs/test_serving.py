@@ -162,6 +162,7 @@ def test_transformers_generates_from_an_export_what_the_run_generates(trained, t
     assert bytes(i for i in ids.tolist() if i < 256).decode(errors="replace") == capsys.readouterr().out.removesuffix("\n")
 
 
+@pytest.mark.full
 def test_what_is_no_export_is_refused(trained, tmp_path, capsys):
     assert call("check-export", trained("folder"), tmp_path / "none") == 2
     assert f"error: {tmp_path / 'none'}: is no folder; write one" in capsys.readouterr().err

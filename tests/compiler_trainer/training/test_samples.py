@@ -55,6 +55,7 @@ def test_a_line_an_evaluation_with_what_the_weights_of_that_step_add(model, tmp_
     assert timeless(records(tmp_path / "run")) == timeless(records(tmp_path / "without"))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh", [{"dp_shard": 2, "tp": 2}, {"cp": 2, "dp_replicate": 2}, {"pp": 2, "dp_shard": 2}], ids=str)
 def test_the_model_is_put_together_on_any_mesh(mesh):
     model = llama(n_layers=2)
