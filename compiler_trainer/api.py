@@ -42,7 +42,7 @@ class Trainer:
     def __init__(
         self,
         model: nn.Module | Options | None = None,
-        loss: LossFn | Mapping[str, Any] | None = None,
+        loss: LossFn | Options | None = None,
         data: Any = None,
         *,
         callbacks: Sequence[Callback | Own] = (),

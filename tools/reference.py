@@ -63,6 +63,11 @@ FEATURES = {
         Feature("models of transformers", "model=hf model.path=FOLDER", "tests/compiler_trainer/models/test_folder.py"),
         Feature("LoRA", "model=hf model.path=FOLDER model.lora.rank=8", "tests/compiler_trainer/models/test_folder.py"),
         Feature("chat data with packing", f"{TEXT} data.chat=true", "tests/compiler_trainer/data/test_chat.py"),
+        Feature(
+            "DPO, pairs for a loss of your own",
+            f"{TEXT} data.chat=true data.pairs=true loss=dpo",
+            "tests/compiler_trainer/training/test_preference.py",
+        ),
         Feature("mixtures", "data=mixture data.sources=[{files:[a]}]", "tests/compiler_trainer/data/test_mixture.py"),
         Feature("Muon", "optim=muon", "tests/passes/update/test_muon.py"),
         Feature(
@@ -106,7 +111,7 @@ FEATURES = {
 MISSING = (
     Missing("fp16, MXFP8, NVFP4", "passes.cast.param_dtype=float16"),
     Missing("QLoRA", "model=hf model.path=FOLDER model.lora.bits=4"),
-    Missing("DPO, RLHF", "loss=dpo"),
+    Missing("reinforcement learning", "loss=grpo"),
     Missing("images and video without a dataset of your own", "data=images"),
 )
 

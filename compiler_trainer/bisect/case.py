@@ -15,7 +15,7 @@ from compiler_trainer.config.compose import compose, typed
 from compiler_trainer.config.device import for_running
 from compiler_trainer.config.schema import Config
 from compiler_trainer.config.validate import validate
-from compiler_trainer.data.datasets import Datasets, build_datasets, check_vocabulary
+from compiler_trainer.data.datasets import Datasets, check_vocabulary, datasets_of
 from compiler_trainer.models.skeleton import fill
 from compiler_trainer.models.subject import Subject, subject
 from compiler_trainer.runs.saved import from_newest, options_of, trained_model
@@ -57,7 +57,7 @@ def on_its_ranks(cfg: Config) -> Config:
 
 def read(cfg: Config) -> Datasets:
     """The data of a run."""
-    return build_datasets(cfg.data, cfg.train.seq_len, cfg.train.global_batch_size)
+    return datasets_of(cfg, reference=0.0)
 
 
 def in_fp64(trained: Subject) -> nn.Module:

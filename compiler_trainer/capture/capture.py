@@ -60,7 +60,7 @@ class _WithLoss(nn.Module):
         self.model, self.loss_fn, self.keys, self.note = model, loss_fn, keys, note
 
     def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
-        loss, metrics = parted(self.loss_fn(self.model, dict(zip(self.keys, values))))
+        loss, metrics = parted(self.loss_fn(self.model, dict(zip(self.keys, values))), len(values[0]))
         self.note(metrics)
         return loss, *metrics.values()
 
@@ -316,7 +316,8 @@ def _to_program(
         placement = Spec.whole(tuple(node.meta["val"].shape))
         if spec.kind is OutputKind.USER_OUTPUT:
             name = next(returned)
-            outputs.append(ir.Output(name, "loss" if name == "loss" else "metric", placement))
+            kind: ir.OutputKind = "loss" if name == "loss" else "rows" if placement.shape else "metric"
+            outputs.append(ir.Output(name, kind, placement))
         else:
             outputs.append(ir.Output(spec.target.removeprefix("model."), "buffer", placement))
     for node in list(exported.graph.nodes):

@@ -17,8 +17,11 @@ RESERVED = frozenset(
 )  # names that a run's metrics have already, some with a "/" and more behind: docs/reference/metrics.md
 
 
-def parted(returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """(loss, metrics by name) of what a loss function returned; raises UserError where it is of neither form."""
+def parted(returned: Any, rows: int | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    """(loss, metrics by name) of what a loss function returned; raises UserError where it is of neither form.
+
+    A metric may have a value for each of so many `rows`.
+    """
     if isinstance(returned, Tensor):
         return checked(returned, "returns"), {}
     if not isinstance(returned, tuple | list) or len(returned) != 2 or not isinstance(returned[1], Mapping):
@@ -27,7 +30,7 @@ def parted(returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
     for name, value in metrics.items():
         if not isinstance(name, str) or not name or name in RESERVED:
             raise UserError("loss_fn", f"returns a metric named {name!r}, which is taken or no name; choose another")
-        if not isinstance(value, Tensor) or value.dim():
+        if not isinstance(value, Tensor) or value.shape not in ((), (rows,)):
             raise UserError("loss_fn", f"returns {described(value)} as the metric {name!r}; it must be a scalar tensor")
     numbers = {name: value if value.is_floating_point() else value.float() for name, value in metrics.items()}
     return checked(loss, "returns as the loss"), numbers

@@ -13,6 +13,7 @@ NO_FP16 = "there is no fp16, which needs loss scaling; use passes.cast.param_dty
 LENGTH = "a run takes train.steps; it says at its start how many epochs these are"
 LOGGERS = "metrics go to metrics.jsonl, TensorBoard and run.loggers=[{_target_: compiler_trainer.WandB}], or MLflow"
 CALLBACKS = "callbacks are train.callbacks=[{_target_: my_package.Callback}] (docs/guides/your-loop.md)"
+PREFERENCES = "preference pairs are trained on with recipe=dpo, or loss=dpo data.pairs=true data.chat=true"
 EMA = "averages of weights are train.ema=0.999"
 CHECKPOINTING = "activation checkpointing is passes.remat.policy=none|selective|attention|full, or a budget"
 SHARDING = "parameters are sharded over mesh.dp_shard (FSDP, ZeRO-3; ZeRO-2 with passes.remat.regather=false)"
@@ -188,7 +189,10 @@ ANSWERS = {
     "push_to_hub": "there is none: compiler-trainer export RUN FOLDER writes what `hf upload` takes",
     "hub_model_id": MODEL,
     "seed": "the seed is train.seed; of the order of data data.seed",
-    "dpo": "there are no pairs of answers: the loss is of one row at a time",
+    "dpo": PREFERENCES,
+    "ref_model": "the reference is the weights that training starts from; its log-probabilities are computed once",
+    "rlhf": "there is no reinforcement learning; preference pairs are trained on with recipe=dpo",
+    "grpo": "there is no reinforcement learning; preference pairs are trained on with recipe=dpo",
     "loss_type": "a loss of your own is loss._target_=package.function",
 }
 VALUES = {  # of an option: what to say of a value that is none of its choices

@@ -60,7 +60,7 @@ def groups(cls: type = schema.Config, prefix: str = "") -> Iterator[Group]:
 def parts_of(annotation: str) -> type | None:
     """The dataclass that an annotation names, first if there are several."""
     names = [name.strip() for name in annotation.split("|")]
-    found = meant({"Model": "ModelConfig"}.get(names[0], names[0]))
+    found = meant({"Model": "ModelConfig", "Loss": "DpoConfig"}.get(names[0], names[0]))
     return found if dataclasses.is_dataclass(found) and isinstance(found, type) else None
 
 

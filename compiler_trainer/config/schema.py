@@ -168,8 +168,27 @@ def is_none_or_call(given: Any) -> bool:
     return not given or is_call(given)
 
 
+@dataclass(frozen=True)
+class DpoConfig:
+    """What is minimized: by default cross-entropy of the next token; with `loss._target_` a function of (model, batch).
+
+    `loss=dpo` is direct preference optimization (arXiv:2305.18290) of `data.pairs`. Its reference are the weights that
+    training starts from.
+    """
+
+    name: Literal["dpo"] = "dpo"
+    beta: PositiveFloat = 0.1  # what it costs to leave the reference
+    label_smoothing: OpenFraction = 0.0  # the share of pairs that are taken to be labelled the wrong way
+
+
+def kind_of_loss(given: Any) -> Any:
+    """What the options of `loss` are: ours for preference pairs, or one's own."""
+    return DpoConfig if isinstance(given, Mapping) and "name" in given else OwnLoss
+
+
 Model = Annotated[ModelConfig | FolderConfig | Own, Chosen(kind_of_model)]
-Loss = Annotated[Own, Must("have a _target_, the dotted name of a function of (model, batch)", is_none_or_call)]
+OwnLoss = Annotated[Own, Must("have a _target_, the dotted name of a function of (model, batch)", is_none_or_call)]
+Loss = Annotated[DpoConfig | Own, Chosen(kind_of_loss)]
 Called = Annotated[Own, Must("have a _target_, the dotted name of what to call", is_call)]
 Target = Annotated[str, Must("be the dotted name of what to call", bool)]
 
@@ -219,6 +238,7 @@ class DataConfig(SourceConfig):
     validation: tuple[WeightedSource, ...] = ()  # what to evaluate on; nothing else is held out then
     tokenizer: str = "bytes"
     chat: bool = False
+    pairs: bool = False  # with `chat`: records hold `chosen` and `rejected` answers to a `prompt`, a row each
     packing: Literal["auto", "cut", "fit"] = "auto"  # documents end to end, cut; or whole ones, padded: with `chat`
     bad_records: Literal["stop", "skip"] = "stop"
     eval_fraction: OpenFraction = 0.05  # of each source's documents, held out where there is no validation set
@@ -227,8 +247,10 @@ class DataConfig(SourceConfig):
     cache_gib: PositiveFloat = 256.0  # above it the cache loses tokens unused for 30 days, copies unread for 10 minutes
 
     @property
-    def packs(self) -> Literal["cut", "fit"]:
+    def packs(self) -> Literal["cut", "fit", "pairs", "short pairs"]:
         """How documents are packed: conversations whole, so that no answer is parted from its question."""
+        if self.pairs:
+            return "short pairs" if self.bad_records == "skip" else "pairs"
         return self.packing if self.packing != "auto" else "fit" if self.chat else "cut"
 
     @property
@@ -681,6 +703,11 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     cluster: ClusterConfig = AUTO_CLUSTER
     plan: PlanConfig = field(default_factory=PlanConfig)
+
+    @property
+    def has_own_loss(self) -> bool:
+        """Whether the loss is a function that is plugged in."""
+        return bool(self.loss) and not isinstance(self.loss, DpoConfig)
 
 
 PLAIN_HEADS = (None, "none", None)

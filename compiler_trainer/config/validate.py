@@ -16,6 +16,7 @@ from compiler_trainer.config.schema import (
     PLAIN_HEADS,
     Config,
     DataConfig,
+    DpoConfig,
     ExpertsConfig,
     MeshConfig,
     ModelConfig,
@@ -167,6 +168,31 @@ CHECKS: Checks = (
         "data.chat",
         lambda c: not c.data.chat or c.data.tokenizer != "bytes",
         "needs a tokenizer with a chat template; set data.tokenizer to a tokenizer.json",
+    ),
+    (
+        "data.pairs",
+        lambda c: not c.data.pairs or c.data.chat,
+        "are conversations; set data.chat=true, too",
+    ),
+    (
+        "data.pairs",
+        lambda c: not c.data.pairs or bool(c.loss),
+        "need a loss that compares two answers: set loss=dpo, or a loss of your own",
+    ),
+    (
+        "loss.name",
+        lambda c: not isinstance(c.loss, DpoConfig) or c.data.pairs,
+        "dpo compares two answers; set data.pairs=true, data.chat=true",
+    ),
+    (
+        "data.packing",
+        lambda c: not c.data.pairs or c.data.packing == "auto",
+        "{c.data.packing} with data.pairs, of which each is a row; leave it auto",
+    ),
+    (
+        "model.attention",
+        lambda c: not c.data.pairs or getattr(c.model, "attention", "documents") == "documents",
+        "{c.model.attention} with data.pairs: both answers lie in a row and must not see each other; set documents",
     ),
     (
         "data.tokenizer",

@@ -47,6 +47,7 @@ class Manifest:
     tokenizer_digest: str
     chat: bool
     volumes: tuple[Volume, ...]
+    pairs: bool = False
 
 
 def write(cfg: DataConfig, out: Path, share: Share) -> Tokens | None:
@@ -80,7 +81,8 @@ def manifest_of(cfg: DataConfig, tokens: Tokens, tokenizer: Tokenizer) -> Manife
     summaries = [(volume.folder.name, summary(volume)) for volume in tokens.volumes]
     volumes = tuple(Volume(name, held.tokens, held.documents, held.digest) for name, held in summaries)
     whole = tokens.holds
-    return Manifest(whole.tokens, whole.documents, whole.digest, cfg.tokenizer, tokenizer.digest, cfg.chat, volumes)
+    of = cfg.tokenizer, tokenizer.digest, cfg.chat, volumes, cfg.pairs
+    return Manifest(whole.tokens, whole.documents, whole.digest, *of)
 
 
 def folder_of(name: str, cache: Cache) -> Path:
@@ -94,9 +96,10 @@ def opened(folder: Path, tokenizer: Tokenizer, cfg: DataConfig) -> Tokens:
     if manifest.tokenizer_digest != tokenizer.digest:
         what = f"is {cfg.tokenizer}, but {folder} was made with {manifest.tokenizer}"
         raise UserError("data.tokenizer", f"{what}, which differs from it; name that one")
-    if manifest.chat != cfg.chat:
-        yes, no = ("true", "false") if manifest.chat else ("false", "true")
-        raise UserError("data.chat", f"is {no}, but {folder} was made with {yes}; set it to {yes}")
+    for name in ("chat", "pairs"):
+        if (made := getattr(manifest, name)) != getattr(cfg, name):
+            yes, no = ("true", "false") if made else ("false", "true")
+            raise UserError(f"data.{name}", f"is {no}, but {folder} was made with {yes}; set it to {yes}")
     return Tokens(folder, [volume_of(folder, volume) for volume in manifest.volumes])
 
 

@@ -79,11 +79,17 @@ def settings(path: Path) -> dict[str, Any]:
         raise UserError(str(path), f"is not JSON: {error}") from error
 
 
-def encode(messages: list[Message], template: Template, tokenizer: Tokenizer) -> tuple[Ids, NDArray[np.bool_]]:
-    """Ids of a conversation, and which of them the assistant says; raises BadRecord where that cannot be told."""
+def encode(
+    messages: list[Message], template: Template, tokenizer: Tokenizer, after: int = 0
+) -> tuple[Ids, NDArray[np.bool_]]:
+    """Ids of a conversation, and which of them the assistant says `after` so many messages.
+
+    Raises BadRecord where that cannot be told.
+    """
     text, answers = written(messages, template)
     ids, places = tokenizer.encode_placed(text)
-    return ids, said(np.array(places).reshape(-1, 2), answers)
+    before = sum(message["role"] == "assistant" for message in messages[:after])
+    return ids, said(np.array(places).reshape(-1, 2), answers[before:])
 
 
 def said(places: NDArray[np.int_], answers: list[Place]) -> NDArray[np.bool_]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +12,7 @@ import numpy as np
 from rich.filesize import decimal
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import DataConfig, SourceConfig
+from compiler_trainer.config.schema import Config, DataConfig, DpoConfig, SourceConfig
 from compiler_trainer.config.targets import name_of as target_of
 from compiler_trainer.data import ahead
 from compiler_trainer.data.corpus import Ids, mapped
@@ -20,6 +21,7 @@ from compiler_trainer.data.loader import Loader
 from compiler_trainer.data.mixture import Joined, Mixture
 from compiler_trainer.data.own import OwnRows, dataset_of, halves
 from compiler_trainer.data.packing import PackedRows, Rows
+from compiler_trainer.data.pairs import PAIRED, PairRows, pairs_in
 from compiler_trainer.data.sources import source_of
 from compiler_trainer.data.stored import Tokens, stored
 from compiler_trainer.data.tokenizers import Tokenizer, build_tokenizer, tokenizer_here
@@ -100,6 +102,15 @@ class Datasets:
         return [{"source": name, "rows": len(rows), "padding": rows.padding, "cut": rows.cut} for name, rows in trained]
 
 
+def datasets_of(cfg: Config, reference: float = math.nan) -> Datasets:
+    """What a run trains and evaluates on, of pairs with a value in place of the log-probabilities of a reference."""
+    found = build_datasets(cfg.data, cfg.train.seq_len, cfg.train.global_batch_size)
+    if isinstance(cfg.loss, DpoConfig):
+        for rows in pairs_in(found):
+            rows.reference = np.full((len(rows), 2), reference, np.float32)
+    return found
+
+
 def build_datasets(cfg: DataConfig, seq_len: int, global_batch_size: int) -> Datasets:
     """Read, tokenize and pack the corpus; `global_batch_size` counts rows of `seq_len` (at least 2) over all ranks.
 
@@ -145,7 +156,10 @@ def part_of(
         found.append(laid(corpus, Wanted(seed, before, eval_fraction, seq_len, cfg.packs), cache))
         before += len(corpus)
     train, held_out = ([half for half in halves if half is not None] for halves in zip(*(each[:2] for each in found)))
-    return Part(name, tokens, joined(train, name), joined(held_out, name), any(each.is_cut for each in found))
+    rows = (joined(half, name) for half in (train, held_out))
+    if cfg.pairs:
+        rows = (half and PairRows(half) for half in rows)
+    return Part(name, tokens, *rows, any(each.is_cut for each in found))
 
 
 def own_part(source: SourceConfig, number: int, eval_fraction: float, seq_len: int, seed: int) -> Part:
@@ -214,10 +228,13 @@ def crossing(rows: Rows, packing: str) -> str:
     """How many conversations lie in several rows, and what keeps them whole."""
     if packing == "cut":
         return f"{rows.cut:.1%} of conversations are cut; data.packing=fit keeps answers with their questions"
+    if packing in PAIRED:
+        return f"{rows.cut:.1%} of pairs are longer than train.seq_len={rows.seq_len:,} and left out; set longer rows"
     return f"{rows.cut:.1%} of conversations are longer than train.seq_len={rows.seq_len:,} and cut; set longer rows"
 
 
 def describe_rows(rows: Rows) -> str:
     """How much a packed part holds, and how well."""
-    packed = f"{rows.padding:.2%} padding, {rows.cut:.1%} of documents cut"
+    lost = "pairs left out" if isinstance(rows, PairRows) else "documents cut"
+    packed = f"{rows.padding:.2%} padding, {rows.cut:.1%} of {lost}"
     return f"{rows.facts.tokens:,} tokens in {len(rows):,} rows of {rows.seq_len}, {packed}"

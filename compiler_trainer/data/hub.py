@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.data.records import columns_of
+from compiler_trainer.data.records import Columns, columns_of
 
 ROWS_AT_ONCE = 1000
 
@@ -33,10 +33,10 @@ def loaded(name: str) -> Any:
         raise UserError("data.path", f"{path} cannot be loaded: {' '.join(str(error).split())}") from error
 
 
-def rows(name: str, start: int, end: int, column: str | None) -> Iterator[tuple[int, dict[str, Any]]]:
+def rows(name: str, start: int, end: int, wanted: Columns) -> Iterator[tuple[int, dict[str, Any]]]:
     """Rows from `start` to before `end`, numbered; raises UserError where a column is missing."""
     dataset = loaded(name)
-    columns = columns_of(dataset.column_names, column)
+    columns = columns_of(dataset.column_names, wanted)
     if missing := set(columns) - set(dataset.column_names):
         raise UserError("data.path", f'has no column "{min(missing)}"; there are {", ".join(dataset.column_names)}')
     dataset = dataset.select_columns(columns)

@@ -11,6 +11,7 @@ import numpy as np
 from compiler_trainer.data.corpus import Corpus, Ids, split
 from compiler_trainer.data.layouts import Layout
 from compiler_trainer.data.packing import Facts, PackedRows, packed
+from compiler_trainer.data.pairs import PAIRED, split_pairs
 from compiler_trainer.places.cache import Cache, in_cache
 from compiler_trainer.places.kept import Kept
 
@@ -48,7 +49,8 @@ def laid(corpus: Corpus, wanted: Wanted, cache: Cache) -> Laid:
 
 def lay(folder: Path, corpus: Corpus, wanted: Wanted) -> dict[str, Any]:
     """Write both layouts of a volume, and say what they hold."""
-    whole, trained, held_out = split(corpus, wanted.eval_fraction, wanted.before)
+    halves = split_pairs if wanted.packing in PAIRED else split
+    whole, trained, held_out = halves(corpus, wanted.eval_fraction, wanted.before)
     np.random.default_rng(wanted.seed).shuffle(trained)
     holds = {half: write(folder, half, whole, order, wanted) for half, order in named_halves(trained, held_out)}
     return {**holds, "is_cut": len(whole) > len(corpus)}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from compiler_trainer.config.errors import UserError
 from compiler_trainer.data.best_fit import best_fit
 from compiler_trainer.data.corpus import Corpus, Ids
 
@@ -64,7 +66,33 @@ def fit(corpus: Corpus, order: Ids, seq_len: int) -> Layout:
     )
 
 
-LAYOUTS: dict[str, Callable[[Corpus, Ids, int], Layout]] = {"cut": cut, "fit": fit}
+def pairs(skip: bool, corpus: Corpus, order: Ids, seq_len: int) -> Layout:
+    """Two documents a row, of which the first has an even number, and the next is its rejected answer.
+
+    Pairs longer than a row are left out with `skip`; else they raise UserError.
+    """
+    chosen = order[order % 2 == 0]
+    lengths = np.stack((corpus.lengths(chosen), corpus.lengths(chosen + 1)), 1)
+    fits = (size := lengths.sum(1)) <= seq_len
+    if not (skip or fits.all()):
+        most = f"the longest takes {size.max():,}; set train.seq_len, or data.bad_records=skip to leave them out"
+        what = f"{np.sum(~fits):,} of {len(chosen):,} pairs are longer than rows of {seq_len:,} tokens"
+        raise UserError("data.pairs", f"{what}, {most}")
+    chosen, lengths = chosen[fits], lengths[fits]
+    sources = np.stack((corpus.offsets[chosen], corpus.offsets[chosen + 1], np.full(len(chosen), PADDING)), 1).ravel()
+    sizes = np.concatenate((lengths, seq_len - lengths.sum(1, keepdims=True)), 1).ravel()
+    there = sizes > 0
+    starts = np.concatenate(([0], np.cumsum(sizes[there])))
+    left_out = 2 * int(np.sum(~fits))
+    return Layout(starts, sources[there], np.zeros(int(there.sum()), bool), np.arange(len(chosen)), left_out)
+
+
+LAYOUTS: dict[str, Callable[[Corpus, Ids, int], Layout]] = {
+    "cut": cut,
+    "fit": fit,
+    "pairs": partial(pairs, False),
+    "short pairs": partial(pairs, True),
+}
 
 
 def pieces_of(corpus: Corpus, order: Ids, seq_len: int) -> tuple[Ids, Ids, Ids]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,11 +36,11 @@ class Joined(Rows):
             found[mine] = part.filled(numbers)
         return found
 
-    def batch(self, rows: Ids, read: Chosen = EVERY) -> dict[str, Ids]:
+    def batch(self, rows: Ids, read: Chosen = EVERY) -> dict[str, NDArray[Any]]:
         """The entries of rows of any parts, which have the same ones."""
         is_read = np.zeros(len(rows), bool)
         is_read[read] = True
-        found: dict[str, Ids] = {}
+        found: dict[str, NDArray[Any]] = {}
         for part, mine, numbers in self._by_part(rows):
             for name, array in part.batch(numbers, is_read[mine]).items():
                 found.setdefault(name, np.empty((len(rows), *array.shape[1:]), array.dtype))[mine] = array

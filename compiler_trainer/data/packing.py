@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +37,7 @@ class Rows(Protocol):
     def filled(self, rows: Ids) -> Ids:
         """How many tokens of each row are of documents."""
 
-    def batch(self, rows: Ids, read: Chosen = EVERY) -> dict[str, Ids]:
+    def batch(self, rows: Ids, read: Chosen = EVERY) -> dict[str, NDArray[Any]]:
         """`tokens`, `labels`, `positions` and `documents`, int64 [len(rows), seq_len], of the rows numbered `rows`.
 
         Positions count from 0 at each document's first token in the row; documents are numbered from 0 in the row, and
@@ -81,7 +81,7 @@ class PackedRows(Rows):
         last = self._pieces(ends - 1)
         return np.where(self.layout.sources[last] == PADDING, self.layout.starts[last], ends) - ends + self.seq_len
 
-    def batch(self, rows: Ids, read: Chosen = EVERY) -> dict[str, Ids]:
+    def batch(self, rows: Ids, read: Chosen = EVERY) -> dict[str, NDArray[Any]]:
         """`tokens`, `labels`, `positions` and `documents` of some rows."""
         layout, row_starts = self.layout, self.layout.rows[rows] * self.seq_len
         piece = self._pieces_of(row_starts)

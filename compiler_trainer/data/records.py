@@ -16,10 +16,23 @@ Message = dict[str, Any]
 Ids = NDArray[np.integer]
 
 
-class Document(NamedTuple):
-    """A text, messages, or token ids; of a text in several parts some do not begin or end it."""
+Columns = str | tuple[str, ...]  # what of a record makes its document: the text in one column, or several
+CONVERSATION = ("messages", "prompt", "completion")
+PAIR = ("prompt", "chosen", "rejected")
 
-    content: str | list[Message] | Ids
+
+class Pair(NamedTuple):
+    """Two conversations of which one was preferred; so many messages of both are the same."""
+
+    chosen: list[Message]
+    rejected: list[Message]
+    shared: int
+
+
+class Document(NamedTuple):
+    """A text, messages, token ids, or a pair, two documents; of a text in several parts some do not begin or end it."""
+
+    content: str | list[Message] | Ids | Pair
     begins: bool = True
     ends: bool = True
 
@@ -47,7 +60,7 @@ def decoded(content: bytes, offset: int) -> str:
         raise BadRecord(f"is not UTF-8: {bad} ({error.reason}); convert the file first") from error
 
 
-def from_json(line: bytes, offset: int, column: str | None) -> Document:
+def from_json(line: bytes, offset: int, columns: Columns) -> Document:
     """The document of a line of JSON."""
     try:
         record = json.loads(decoded(line, offset))
@@ -59,24 +72,26 @@ def from_json(line: bytes, offset: int, column: str | None) -> Document:
         raise BadRecord("holds a number of too many digits") from error
     if not isinstance(record, dict):
         raise BadRecord("is no object; each line must be one")
-    return from_row(record, column)
+    return from_row(record, columns)
 
 
-def columns_of(names: Sequence[str], column: str | None) -> list[str]:
+def columns_of(names: Sequence[str], columns: Columns) -> list[str]:
     """Those of a table's columns that make its documents; the last ones that could, where there are none."""
-    if column is not None:
-        return [column]
+    if isinstance(columns, str):
+        return [columns]
+    if columns == PAIR:
+        return [name for name in PAIR if name != "prompt" or name in names]
     return ["messages"] if "messages" in names else ["prompt", "completion"]
 
 
-def from_row(row: Mapping[str, Any], column: str | None) -> Document:
-    """The document of a row: the text in a column, without one a conversation."""
-    if column is None:
-        return Document(conversation(row))
-    if column not in row:
-        raise BadRecord(f'has no field "{column}"; each record must have one, or set data.text_column')
-    value = row[column]
-    return Document(ids_of(value, column) if isinstance(value, list | np.ndarray) else text_of(value, column))
+def from_row(row: Mapping[str, Any], columns: Columns) -> Document:
+    """The document of a row: the text in a column, a conversation, or a pair of them."""
+    if not isinstance(columns, str):
+        return Document(pair(row) if columns == PAIR else conversation(row))
+    if columns not in row:
+        raise BadRecord(f'has no field "{columns}"; each record must have one, or set data.text_column')
+    value = row[columns]
+    return Document(ids_of(value, columns) if isinstance(value, list | np.ndarray) else text_of(value, columns))
 
 
 def conversation(row: Mapping[str, Any]) -> list[Message]:
@@ -87,6 +102,35 @@ def conversation(row: Mapping[str, Any]) -> list[Message]:
         raise BadRecord('has neither "messages" nor "prompt" and "completion"')
     prompt, completion = (text_of(row[field], field) for field in ("prompt", "completion"))
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+
+
+def pair(row: Mapping[str, Any]) -> Pair:
+    """The two conversations of a row: its prompt, if it has one, with either answer."""
+    if not row.keys() >= {"chosen", "rejected"}:
+        raise BadRecord('has no "chosen" and "rejected", the answers of a preference pair')
+    chosen, rejected = (with_prompt(row, answers_of(row[field], field), field) for field in ("chosen", "rejected"))
+    shared = next((i for i, (a, b) in enumerate(zip(chosen, rejected)) if a != b), min(len(chosen), len(rejected)))
+    for field, messages in (("chosen", chosen), ("rejected", rejected)):
+        if not any(message["role"] == "assistant" for message in messages[shared:]):
+            raise BadRecord(f'field "{field}" holds nothing of the assistant that the other answer has not, too')
+    return Pair(chosen, rejected, shared)
+
+
+def answers_of(value: Any, field: str) -> list[Message]:
+    """The messages of an answer, which may be its text alone."""
+    if isinstance(value, list):
+        return messages_of(value, field)
+    return [{"role": "assistant", "content": text_of(value, field)}]
+
+
+def with_prompt(row: Mapping[str, Any], answer: list[Message], field: str) -> list[Message]:
+    """An answer after its prompt; one that begins with another role has it in itself."""
+    if not answer or answer[0]["role"] != "assistant":
+        return answer
+    if (prompt := row.get("prompt")) is None:
+        raise BadRecord(f'has no "prompt", and field "{field}" begins with the answer')
+    asked = messages_of(prompt, "prompt") if isinstance(prompt, list) else None
+    return (asked or [{"role": "user", "content": text_of(prompt, "prompt")}]) + answer
 
 
 def ids_of(value: list[Any] | Ids, field: str) -> Ids:
@@ -112,11 +156,11 @@ def text_of(value: Any, field: str) -> str:
     return value
 
 
-def messages_of(value: Any) -> list[Message]:
+def messages_of(value: Any, field: str = "messages") -> list[Message]:
     """The messages of a conversation, each with a role and, unless it calls tools, a text."""
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
-        raise BadRecord('field "messages" is no list of objects')
-    return [checked(message, f"messages[{number}]") for number, message in enumerate(value)]
+        raise BadRecord(f'field "{field}" is no list of objects')
+    return [checked(message, f"{field}[{number}]") for number, message in enumerate(value)]
 
 
 def checked(message: Message, where: str) -> Message:

@@ -22,7 +22,16 @@ from compiler_trainer.config.schema import DataConfig, SourceConfig
 from compiler_trainer.data import chat
 from compiler_trainer.data.cutting import PART_BYTES, parts
 from compiler_trainer.data.readers import READERS, Asked, Span
-from compiler_trainer.data.records import BadRecord, Document, Ids
+from compiler_trainer.data.records import (
+    CONVERSATION,
+    PAIR,
+    BadRecord,
+    Columns,
+    Document,
+    Ids,
+    Message,
+    Pair,
+)
 from compiler_trainer.data.shard import Encoded, Shard
 from compiler_trainer.data.tokenizers import Tokenizer, build_tokenizer, tokenizer_here
 from compiler_trainer.places.cache import Cache, cache_of
@@ -32,7 +41,10 @@ IDS_AT_ONCE = 2**17
 
 
 class Recipe(NamedTuple):
-    """How records become tokens: conversations by a `template`, else the texts in `column`; bad ones skipped or not."""
+    """How records become tokens: conversations by a `template`, else the texts in `column`; bad ones skipped or not.
+
+    With `pairs`, a record is two conversations, a document each.
+    """
 
     tokenizer: str
     column: str
@@ -40,11 +52,17 @@ class Recipe(NamedTuple):
     template: chat.Template | None
     skip_bad: bool
     cache: Cache  # of copies
+    pairs: bool = False
 
     @property
     def decides(self) -> tuple[Any, ...]:
         """What tokens depend on, beside the tokenizer."""
-        return self.column, self.separator, self.template, self.skip_bad
+        return self.column, self.separator, self.template, self.skip_bad, *(["pairs"] if self.pairs else [])
+
+    @property
+    def columns(self) -> Columns:
+        """What of a record makes its document."""
+        return PAIR if self.pairs else CONVERSATION if self.template else self.column
 
 
 def recipe_for(cfg: DataConfig, source: SourceConfig) -> Recipe:
@@ -52,7 +70,7 @@ def recipe_for(cfg: DataConfig, source: SourceConfig) -> Recipe:
     tokenizer = tokenizer_here(cfg)
     template = chat.template_beside(tokenizer) if cfg.chat else None
     skip_bad, cache = cfg.bad_records == "skip", cache_of(cfg)
-    return Recipe(tokenizer, source.text_column, source.document_separator, template, skip_bad, cache)
+    return Recipe(tokenizer, source.text_column, source.document_separator, template, skip_bad, cache, cfg.pairs)
 
 
 class Part(NamedTuple):
@@ -87,8 +105,7 @@ class Worker:
 
     def read(self, spans: Iterable[Span], shard: Shard) -> Iterator[Part]:
         """What the spans hold, in parts that a tokenizer takes; the shard counts what is skipped."""
-        column = None if self.recipe.template else self.recipe.column
-        asked = Asked(column, self.recipe.separator, self.tokenizer, self.recipe.cache)
+        asked = Asked(self.recipe.columns, self.recipe.separator, self.tokenizer, self.recipe.cache)
         for span in spans:
             for record in READERS[span.reader](span, asked):
                 try:
@@ -105,12 +122,18 @@ class Worker:
         content, begins, ends = document
         if isinstance(content, np.ndarray):
             return self.given(content)
+        if isinstance(content, Pair):
+            return [Part(self.said(messages, content.shared), True, True) for messages in content[:2]]
         if isinstance(content, list):
-            assert self.recipe.template
-            return [Part(chat.encode(content, self.recipe.template, self.tokenizer), begins, ends)]
+            return [Part(self.said(content), begins, ends)]
         found = list(parts(content, self.tokenizer.encode))
         last = len(found) - 1
         return [Part(text, begins and not i, ends and i == last) for i, text in enumerate(found)]
+
+    def said(self, messages: list[Message], after: int = 0) -> Encoded:
+        """A conversation, and which of its ids the assistant says after so many messages."""
+        assert self.recipe.template
+        return chat.encode(messages, self.recipe.template, self.tokenizer, after)
 
     def given(self, ids: Ids) -> list[Part]:
         """A document of ids in parts; what ends it is left out, for a shard adds it."""

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import Config, FolderConfig, ModelConfig, Own
+from compiler_trainer.config.schema import Config, DpoConfig, FolderConfig, ModelConfig, Own
 from compiler_trainer.config.targets import name_of
 from compiler_trainer.models import flops, folder, llama, own
 from compiler_trainer.models.init import initial_parameters
 from compiler_trainer.models.loss import LossFn, logits_of, loss_fn, loss_of_logits, outputs
 from compiler_trainer.models.place import folder_of
+from compiler_trainer.models.preference import dpo
 from passes.program.spec import Value
 
 
@@ -58,6 +59,8 @@ def subject(cfg: Config) -> Subject:
         found = of_folder(folder_of(cfg), cfg.model.path, dtype, cfg.train.seed)
     else:
         found = of_ones_own(cfg.model, dtype, cfg.train.seed)
+    if isinstance(cfg.loss, DpoConfig):
+        return replace(found, loss=partial(dpo, found.logits, cfg.loss.beta, cfg.loss.label_smoothing))
     return replace(found, loss=own.loss_of(cfg.loss)) if cfg.loss else found
 
 

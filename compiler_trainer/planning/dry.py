@@ -19,10 +19,11 @@ import torch
 from compiler_trainer import models
 from compiler_trainer.config.clusters import cluster_of
 from compiler_trainer.config.device import for_predicting
-from compiler_trainer.config.schema import CheckpointConfig, Config
+from compiler_trainer.config.schema import CheckpointConfig, Config, DpoConfig
 from compiler_trainer.config.tables import build_table
 from compiler_trainer.config.validate import dry_world_size, validate
 from compiler_trainer.console import say
+from compiler_trainer.data.pairs import REFERENCE
 from compiler_trainer.models.subject import Subject, named, subject
 from compiler_trainer.pipeline import build_pipeline
 from compiler_trainer.planning import stages
@@ -98,6 +99,10 @@ def compilation(cfg: Config, trained: Subject, observe: Observer | None = None) 
     model = trained.module
     rows, length = cfg.train.global_batch_size, cfg.train.seq_len
     batch = {key: torch.empty(rows, length, dtype=torch.int64, device="meta") for key in models.INPUTS}
+    if cfg.data.pairs:
+        batch["pairs"] = torch.empty(rows, dtype=torch.int64, device="meta")
+    if isinstance(cfg.loss, DpoConfig):
+        batch |= {name: torch.empty(rows, device="meta") for name in REFERENCE}
     masters = {name: p.dtype for name, p in model.named_parameters()}
     mesh, skip = mesh_of(cfg.mesh), cfg.train.nonfinite == "skip"
     return Compilation(

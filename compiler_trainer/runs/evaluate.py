@@ -16,14 +16,15 @@ from compiler_trainer.data.loader import Batch, Loader
 from compiler_trainer.models.subject import Subject, subject
 from compiler_trainer.runs.saved import from_newest
 from compiler_trainer.step.compile import compile_step
-from compiler_trainer.step.ranks import rank, start_ranks, stop_ranks
+from compiler_trainer.step.ranks import local_device, rank, start_ranks, stop_ranks
 from compiler_trainer.step.shelf import Shelf
 from compiler_trainer.step.step import Step
 from compiler_trainer.training.evaluate import by_source, held_out, means
 from compiler_trainer.training.prepare import read_data
 from compiler_trainer.training.progress import Working
+from compiler_trainer.training.reference import refer
 from compiler_trainer.training.rows import own_rows
-from compiler_trainer.training.trainer import local_device, peek
+from compiler_trainer.training.trainer import peek
 
 
 def evaluate(cfg: Config, other: bool) -> str:
@@ -36,10 +37,11 @@ def evaluate(cfg: Config, other: bool) -> str:
     datasets, trained = data_of(cfg, other), subject(cfg)
     check_vocabulary(datasets, trained.vocab_size)
     check_labels(datasets)
+    refer(cfg, datasets)
     loader = datasets.eval or datasets.train
     with Working(sys.stderr) if rank() == 0 else nullcontext(lambda what: None) as tell:
         step = measuring(cfg, trained, peek(loader), datasets.below, tell)
-        if not cfg.loss and step.mesh.world_size > 1:
+        if not cfg.has_own_loss and step.mesh.world_size > 1:
             datasets.read_only(own_rows(step, step.ranks))
         measured, tokens = means(step, told(loader, cfg.eval.batches, tell))
     stop_ranks()

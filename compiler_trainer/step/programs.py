@@ -96,6 +96,9 @@ class Compilation:
             "capture", lambda: capture(self.model, self.loss_fn, self.batch, self.device, dtype, self.pipeline.folding)
         )
         check_look_ups(program, self.below)
+        if self.pipeline.trains and (of_rows := [o for o in program.outputs if o.kind == "rows"]):
+            what = f"returns {of_rows[0].spec.shape} as the metric {of_rows[0].name!r}; it must be a scalar tensor"
+            raise UserError("loss_fn", what)
         return on_mesh(Captured(program, ctx), self.mesh)
 
     def run(self, stage: str, steps: Passes, given: Captured, known: Results | None = None) -> Captured:

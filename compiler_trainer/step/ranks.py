@@ -63,6 +63,11 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+def local_device() -> torch.device:
+    """Where this rank computes."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
 def place_on_node() -> tuple[int, int]:
     """This process's number among the ranks of its machine, and how many these are; without torchrun, all ranks are."""
     return int(os.environ.get("LOCAL_RANK", rank())), int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))

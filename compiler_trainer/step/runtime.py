@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from passes.program.mesh import Mesh
 from passes.program.operators import axis_of, communicator_of
 from passes.program.torch_private import register_axis_group
 
+T = TypeVar("T")
 ByRank = Mapping[int, Sequence[Tensor]]
 
 
@@ -48,7 +49,7 @@ class Runtime(Protocol):
     def stage_of(self, rank: int) -> int: ...
     def meet(self, programs: Mapping[str, Any]) -> None: ...
     def build(self, programs: Iterable[ir.Program], ctx: ir.Context) -> None: ...
-    def share(self, found: dict[str, float]) -> dict[str, float]: ...
+    def share(self, found: dict[str, T]) -> dict[str, T]: ...
     def of_stage(self, local: Mapping[int, Tensor], stage: int, like: Tensor) -> list[Tensor]: ...
 
 
@@ -102,7 +103,7 @@ class LockstepRanks(Staged):
     def build(self, programs: Iterable[ir.Program], ctx: ir.Context) -> None:
         """Nothing is compiled."""
 
-    def share(self, found: dict[str, float]) -> dict[str, float]:
+    def share(self, found: dict[str, T]) -> dict[str, T]:
         """What ranks found, which all ranks have."""
         return found
 
@@ -212,7 +213,7 @@ class ProcessRanks(Staged):
             workers = Workers(*place_on_node(), dist.barrier, self.lower.fast_start)
             inductor.compile_share(list(bodies), ctx, workers, self.tell)
 
-    def share(self, found: dict[str, float]) -> dict[str, float]:
+    def share(self, found: dict[str, T]) -> dict[str, T]:
         """What the ranks of any stage found; every rank must call it."""
         if self.mesh["pp"] == 1:
             return found

@@ -112,7 +112,12 @@ class Step:
         """
         rate, self.layouts = self.lr if lr is None else lr, []
         count = self.state["optim.step"].local[self.ranks[0]].to(torch.int64, copy=True)
-        return self.take(self.training, self.train, batch, rate, count)
+        return self.summed(self.take(self.training, self.train, batch, rate, count), self.train)
+
+    def summed(self, found: Mapping[str, list[Tensor]], programs: Mapping[str, Compiled]) -> dict[str, float]:
+        """Of what microbatches gave the numbers, as one of the whole batch."""
+        kinds = kinds_of(programs)
+        return self.runtime.share({n: together(v, kinds[n]) for n, v in found.items() if kinds[n] != "rows"})
 
     def take(
         self,
@@ -121,10 +126,10 @@ class Step:
         batch: Mapping[str, Tensor],
         lr: float,
         count: Tensor,
-    ) -> dict[str, float]:
-        """Run the turns of a step, the `count`-th (i64[]), or of an evaluation; what it gives.
+    ) -> dict[str, list[Tensor]]:
+        """Run the turns of a step, the `count`-th (i64[]), or of an evaluation; what each microbatch gives.
 
-        The host reads nothing of the device until all turns are started, and then what the step gives.
+        The host reads nothing of the device until all turns are started.
         """
         turns, carried = taken
         parts = self.split(batch)
@@ -138,9 +143,7 @@ class Step:
             for name, value in self.run(turn, compiled, {} if m is None else parts[m], scalars, carried).items():
                 found.setdefault(name, []).append(value)
         carried.end()
-        outputs = {o.name: o.kind for each in programs.values() for o in each.finished.outputs}
-        summed = {name: together(values, outputs[name]) for name, values in found.items()}
-        return self.runtime.share(summed)
+        return found
 
     def scalars(self, lr: float, count: Tensor) -> dict[str, Tensor]:
         """What is fed as a value: the learning rate, and the seed of a (micro)batch's random numbers.
@@ -166,6 +169,16 @@ class Step:
 
     def measure(self, batch: Mapping[str, Tensor]) -> dict[str, float]:
         """The mean loss of a global batch and its metrics, nothing changed."""
+        return self.summed(self.evaluated(batch), self.evaluation)
+
+    def rows(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the loss returns for each row of a global batch beside its metrics, [rows], nothing changed."""
+        kinds = kinds_of(self.evaluation)
+        found = {name: values for name, values in self.evaluated(batch).items() if kinds[name] == "rows"}
+        return self.runtime.share({name: torch.cat(values).cpu() for name, values in found.items()})
+
+    def evaluated(self, batch: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+        """What each microbatch of an evaluation gives."""
         if not self.evaluation:
             what = "is false, so that this step can only train; give compile_step(evaluate=True)"
             raise UserError("evaluate", what)
@@ -250,6 +263,11 @@ def together(values: Sequence[Tensor], kind: str) -> float:
     stacked = torch.stack(list(values))
     found = stacked.sum() if kind == "count" else stacked.mean()
     return float(found.item())  # here the host waits for the device, and so for other ranks
+
+
+def kinds_of(programs: Mapping[str, Compiled]) -> dict[str, ir.OutputKind]:
+    """The kinds of what programs give, by name."""
+    return {o.name: o.kind for each in programs.values() for o in each.finished.outputs}
 
 
 def programs_of(compiled: Mapping[str, Compiled]) -> dict[str, ir.Program]:

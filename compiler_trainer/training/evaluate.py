@@ -22,13 +22,13 @@ class Measures(Protocol):
 
 
 def means(step: Measures, batches: Iterable[tuple[str, Batch]]) -> tuple[dict[str, float], int]:
-    """Loss and metrics, means over all labelled tokens of global batches, and how many tokens these are.
+    """Loss and metrics, means over all labelled tokens or pairs of global batches, and how many these are.
 
     Of several sources, whose names come with the batches, also the loss of each, as `loss/NAME`.
     """
     total, labels = defaultdict[str, float](float), Counter[str]()
     for source, batch in batches:
-        labelled = int((batch["labels"] != IGNORED_LABEL).sum())
+        labelled = weight_of(batch)
         measured, name = step.measure(batch), f"loss/{source}"
         for metric, value in (*measured.items(), (name, measured["loss"])):
             total[metric] += value * labelled
@@ -37,6 +37,11 @@ def means(step: Measures, batches: Iterable[tuple[str, Batch]]) -> tuple[dict[st
     own = [name for name in total if name not in labels]
     by_source = {name: total[name] / labels[name] for name in labels if len(labels) > 1}
     return {name: total[name] / count for name in own} | by_source, count
+
+
+def weight_of(batch: Batch) -> int:
+    """How many pairs, else labelled tokens, a batch's loss is the mean of."""
+    return int(batch["pairs"].sum() if "pairs" in batch else (batch["labels"] != IGNORED_LABEL).sum())
 
 
 def held_out(loader: Loader, batches: int | None) -> Iterator[tuple[str, Batch]]:
@@ -59,4 +64,6 @@ def filled_up(loader: Loader, numbers: NDArray[np.int64]) -> Batch:
     missing = loader.batch_size - len(numbers)
     batch = loader.rows.batch(np.pad(numbers, (0, missing), mode="edge"), loader.read)
     batch["labels"][len(numbers) :] = IGNORED_LABEL
+    if "pairs" in batch:
+        batch["pairs"][len(numbers) :] = 0
     return {name: torch.from_numpy(array) for name, array in batch.items()}

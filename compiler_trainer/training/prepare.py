@@ -18,7 +18,7 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.lengths import steps_of
 from compiler_trainer.config.schema import Config, TrainConfig, lasting
 from compiler_trainer.config.validate import validate
-from compiler_trainer.data.datasets import Datasets, build_datasets
+from compiler_trainer.data.datasets import Datasets, datasets_of
 from compiler_trainer.step.ranks import first_of_each_machine_first, rank
 from compiler_trainer.training import folder
 from compiler_trainer.training.compare import check_meaning
@@ -47,7 +47,7 @@ def make_reproducible(cfg: TrainConfig) -> None:
 
 def read_data(cfg: Config) -> Datasets:
     """What `cfg` trains on; one rank of each machine tokenizes it where that was not done before."""
-    return first_of_each_machine_first(lambda: build_datasets(cfg.data, cfg.train.seq_len, cfg.train.global_batch_size))
+    return first_of_each_machine_first(lambda: datasets_of(cfg))
 
 
 def with_steps(cfg: Config, datasets: Datasets, ranks: int) -> Config:

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
@@ -25,7 +24,7 @@ from compiler_trainer.data.datasets import Datasets, check_labels, check_vocabul
 from compiler_trainer.data.loader import Loader
 from compiler_trainer.models.subject import Subject, subject
 from compiler_trainer.step.compile import compile_step
-from compiler_trainer.step.ranks import rank, start_ranks
+from compiler_trainer.step.ranks import local_device, rank, start_ranks
 from compiler_trainer.step.shelf import Shelf
 from compiler_trainer.step.step import Step
 from compiler_trainer.training import averages, folder, trace
@@ -51,6 +50,7 @@ from compiler_trainer.training.prepare import (
     with_steps,
 )
 from compiler_trainer.training.progress import Progress, Working, announce, say_contents, say_next
+from compiler_trainer.training.reference import refer
 from compiler_trainer.training.replicas import Replicas
 from compiler_trainer.training.resume import checkpoints_of, pass_over
 from compiler_trainer.training.room import check_room
@@ -108,6 +108,8 @@ def train(
             if said:
                 announce(said)
         phases.end("model")
+        refer(cfg, datasets)
+        phases.end("reference")
         step, start = prepare_step(cfg, trained, datasets, start, owners, phases)
         if start.stored is not None:
             announce(f"going on after step {start.step:,}, from {start.stored.path}")
@@ -212,7 +214,7 @@ def build_step(
     if cfg.train.ema is not None:
         averages.add(step, (name for name, p in trained.module.named_parameters() if p.requires_grad))
     # A loss of one's own may count more of all rows than which of their tokens have labels.
-    if not cfg.loss and step.mesh.world_size > 1:
+    if not cfg.has_own_loss and step.mesh.world_size > 1:
         datasets.read_only(own_rows(step, step.ranks))
     return step
 
@@ -304,11 +306,6 @@ def peek(loader: Loader) -> dict[str, Tensor]:
     batch = next_batch(loader)
     loader.load_state_dict(state)
     return batch
-
-
-def local_device() -> torch.device:
-    """Where this rank computes."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 @contextmanager

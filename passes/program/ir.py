@@ -24,7 +24,7 @@ from passes.program.torch_private import LazyGraphModule
 InputKind = Literal[
     "parameter", "buffer", "constant", "batch", "coordinate", "layout", "moment", "gradient", "scalar", "carried"
 ]
-OutputKind = Literal["loss", "gradient", "buffer", "metric", "count", "carried"]
+OutputKind = Literal["loss", "gradient", "buffer", "metric", "rows", "count", "carried"]
 
 
 @dataclass(frozen=True)

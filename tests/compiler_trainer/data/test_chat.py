@@ -8,7 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from byte_tokenizer import CHATML, write_template, write_tokenizer
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from compiler_trainer.config.errors import UserError
@@ -18,10 +19,6 @@ from compiler_trainer.data.chat import Template
 from compiler_trainer.data.datasets import build_datasets
 from compiler_trainer.data.records import BadRecord
 
-CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 MARKED = (
     "{{ bos_token }}{% for message in messages %}{% if message.role == 'assistant' %}[{% generation %}{{ message.content }}]{% endgeneration %}"
     "{% else %}<{{ message.content }}>{% endif %}{% endfor %}"
@@ -33,23 +30,12 @@ MESSAGES = [
     {"role": "user", "content": "2+2?"},
     {"role": "assistant", "content": "4"},
 ]
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
 @pytest.fixture
 def tokenizer(tmp_path):
     """A folder with a tokenizer of bytes and a chat template; the path of its tokenizer.json."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    backend.add_special_tokens(SPECIAL)
-    backend.save(str(tmp_path / "tokenizer.json"))
-    write_template(tmp_path, CHATML)
-    return str(tmp_path / "tokenizer.json")
-
-
-def write_template(folder, template):
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, "bos_token": {"content": "<|endoftext|>"}}))
+    return write_tokenizer(tmp_path)
 
 
 def datasets(path, tokenizer, seq_len=16, **options):

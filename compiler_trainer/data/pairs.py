@@ -1,0 +1,67 @@
+"""Preference pairs: rows of two documents, the chosen answer and the rejected one, each with its prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.data.corpus import Corpus, Ids, drawn
+from compiler_trainer.data.packing import EVERY, Chosen, Rows
+
+if TYPE_CHECKING:
+    from compiler_trainer.data.datasets import Datasets
+
+PAIRED = ("pairs", "short pairs")  # of packings
+REFERENCE = ("reference_chosen", "reference_rejected")
+
+
+def split_pairs(corpus: Corpus, eval_fraction: float, before: int = 0) -> tuple[Corpus, Ids, Ids]:
+    """The corpus, the documents of pairs to train on and those held out, each ascending, as `corpus.split` has them.
+
+    Both documents of a pair are of the same half. Where the draw gives no pair, the last one is held out.
+    """
+    is_held_out = np.full(len(corpus) // 2, eval_fraction == 1)
+    if 0 < eval_fraction < 1:
+        is_held_out = drawn(len(is_held_out), eval_fraction, before // 2)
+        if len(is_held_out) < 2:
+            raise UserError("data.eval_fraction", "there is one pair, none of which can be held out; set it to 0")
+        if is_held_out.all() or not is_held_out.any():
+            is_held_out = np.arange(len(is_held_out)) == len(is_held_out) - 1
+    of_documents = np.repeat(is_held_out, 2)
+    return corpus, np.flatnonzero(~of_documents), np.flatnonzero(of_documents)
+
+
+class PairRows(Rows):
+    """Rows of a pair each. An entry `pairs`, int64 [rows], is 1, or 0 where a row only fills a batch.
+
+    With `reference`, fp32 [all rows, 2], it is what another model gives as log-probabilities of both answers: the
+    entries `reference_chosen` and `reference_rejected`, fp32 [rows].
+    """
+
+    def __init__(self, rows: Rows, reference: NDArray[np.float32] | None = None):
+        self.rows, self.reference = rows, reference
+        self.seq_len, self.facts = rows.seq_len, rows.facts
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def filled(self, rows: Ids) -> Ids:
+        """How many tokens of each row are of documents."""
+        return self.rows.filled(rows)
+
+    def batch(self, rows: Ids, read: Chosen = EVERY) -> dict[str, NDArray[Any]]:
+        """The entries of some rows."""
+        found: dict[str, NDArray[Any]] = {**self.rows.batch(rows, read), "pairs": np.ones(len(rows), np.int64)}
+        if self.reference is not None:
+            found |= {name: self.reference[rows, i] for i, name in enumerate(REFERENCE)}
+        return found
+
+
+def pairs_in(datasets: Datasets) -> Iterator[PairRows]:
+    """The rows of pairs to train on and to evaluate."""
+    for loader in filter(None, (datasets.train, datasets.eval)):
+        yield from (part for part in loader.rows.parts if isinstance(part, PairRows))

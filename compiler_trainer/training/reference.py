@@ -1,0 +1,126 @@
+"""What the weights that training starts from give as log-probabilities of preference pairs, computed once a run.
+
+RUN/reference.npz keeps them, for when the run goes on. They are computed by all ranks, in the precision of training.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from compiler_trainer.config.schema import Config, DpoConfig
+from compiler_trainer.data.datasets import Datasets
+from compiler_trainer.data.mixture import Mixture
+from compiler_trainer.data.pairs import REFERENCE, PairRows, pairs_in
+from compiler_trainer.models.preference import reference
+from compiler_trainer.models.subject import subject
+from compiler_trainer.step.compile import compile_step
+from compiler_trainer.step.ranks import from_rank_0, local_device, rank
+from compiler_trainer.step.shelf import Shelf
+from compiler_trainer.step.step import Step
+from compiler_trainer.training.progress import Working, announce
+from compiler_trainer.training.rows import own_rows
+
+FILE = "reference.npz"
+Values = NDArray[np.float32]  # [pairs, 2]
+
+
+def refer(cfg: Config, datasets: Datasets) -> None:
+    """Give pairs the log-probabilities of a reference where `cfg.loss` is beside one; every rank calls it."""
+    if not isinstance(cfg.loss, DpoConfig):
+        return
+    parts, path, what = list(pairs_in(datasets)), Path(cfg.run.dir, FILE), made_of(cfg)
+    kept = from_rank_0(partial(read, path, what))
+    if any(part.fingerprint not in kept for part in parts):
+        announce("computing the log-probabilities of the reference, the weights that training starts from")
+        kept |= {part.fingerprint: values for part, values in computed(cfg, datasets)}
+        if rank() == 0:
+            write(path, what, kept)
+    for part in parts:
+        part.reference = kept[part.fingerprint]
+
+
+def made_of(cfg: Config) -> str:
+    """What log-probabilities depend on beside the pairs."""
+    return repr((cfg.model, cfg.train.seed, cfg.train.dtype, cfg.passes.cast))
+
+
+def read(path: Path, what: str) -> dict[str, Values]:
+    """What an earlier start left, by the fingerprint of rows; nothing where it is of another reference or damaged."""
+    if not path.exists():
+        return {}
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            return {name: stored[name] for name in stored.files if name != "of"} if str(stored["of"]) == what else {}
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        announce(f"{path} is damaged ({error}); its log-probabilities are computed anew")
+        return {}
+
+
+def write(path: Path, what: str, kept: dict[str, Values]) -> None:
+    """Keep log-probabilities; where the disk does not take them a later start computes them again, which is said."""
+    unfinished = path.with_name(f"{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(unfinished, "wb") as file:
+            np.savez(file, allow_pickle=False, of=np.array(what), **kept)
+        os.replace(unfinished, path)
+    except OSError as error:
+        announce(f"{path} cannot be written: {error.strerror}; a start that goes on computes it again")
+
+
+def computed(cfg: Config, datasets: Datasets) -> Iterator[tuple[PairRows, Values]]:
+    """The log-probabilities of all pairs, by a program that evaluates alone, with weights of its own."""
+    halves = [loader.rows for loader in (datasets.train, datasets.eval) if loader is not None]
+    trained, size = subject(cfg), cfg.train.global_batch_size
+    with Working(sys.stderr) if rank() == 0 else nullcontext(lambda what: None) as tell:
+        step = compile_step(
+            trained.module,
+            partial(reference, trained.logits),
+            entries(halves[0], np.arange(size) % len(halves[0])),
+            mesh=cfg.mesh,
+            passes=cfg.passes,
+            lower=dataclasses.replace(cfg.lower, programs=None),
+            microbatches=cfg.train.microbatches,
+            seed=cfg.train.seed,
+            initial=trained.initial(),
+            device=local_device(),
+            train=False,
+            below=datasets.below,
+            shelf=Shelf(),
+            cluster=cfg.cluster,
+            tell=tell,
+        )
+        for half in halves:
+            values = of_rows(step, half, size, tell)
+            for part, first in zip(half.parts, half.firsts):
+                yield part, values[first : first + len(part)]  # type: ignore[misc]
+
+
+def of_rows(step: Step, rows: Mixture, size: int, tell: Callable[[str], None]) -> Values:
+    """The log-probabilities of all rows, so many at a time, of which a rank reads its own."""
+    own, values = np.isin(np.arange(size), own_rows(step, step.ranks)), np.empty((len(rows), 2), np.float32)
+    for first in range(0, len(rows), size):
+        tell(f"reference: pair {first:,} of {len(rows):,}")
+        numbers = np.arange(first, min(first + size, len(rows)))
+        found = step.rows(entries(rows, np.pad(numbers, (0, size - len(numbers)), mode="edge"), own))
+        for i, name in enumerate(REFERENCE):
+            values[numbers, i] = found[name][: len(numbers)].numpy()
+    return values
+
+
+def entries(rows: Mixture, numbers: NDArray[np.int64], read: NDArray[np.bool_] | None = None) -> dict[str, Tensor]:
+    """The entries of rows that log-probabilities are made of."""
+    batch = rows.batch(numbers) if read is None else rows.batch(numbers, read)
+    return {name: torch.from_numpy(array) for name, array in batch.items() if name not in ("pairs", *REFERENCE)}

@@ -1,0 +1,191 @@
+"""Preference pairs: what DPO trains is what a plain loop makes of them, on any mesh, beside a reference of its own."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from byte_tokenizer import write_tokenizer
+from oracle import ADAMW, EXACT, LRS, assert_same, compile_lockstep, llama, train_plainly, train_step
+
+import compiler_trainer as ct
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.data.pairs import REFERENCE
+from compiler_trainer.models.preference import dpo, reference
+from compiler_trainer.models.subject import plain_logits
+from compiler_trainer.training.reference import FILE
+
+ROW, VOCAB = 13, 61
+
+
+def pairs(rows=6, seed=3):
+    """Batches of pairs of uneven lengths; the last row of each only fills it."""
+    draw = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in LRS:
+        tokens = torch.randint(0, VOCAB, (rows, ROW), generator=draw)
+        labels, positions, documents = torch.full_like(tokens, -100), torch.zeros_like(tokens), torch.full_like(tokens, 2)
+        for row in range(rows):
+            sizes = torch.randint(2, ROW // 2, (2,), generator=draw).tolist()
+            bounds = [0, sizes[0], sum(sizes), ROW]
+            for document, (start, end) in enumerate(zip(bounds, bounds[1:])):
+                documents[row, start:end] = document
+                positions[row, start:end] = torch.arange(end - start)
+                if document < 2 and row < rows - 1:
+                    labels[row, start + 1 : end - 1] = tokens[row, start + 2 : end]
+                    labels[row, start] = tokens[row, start + 1]
+        known = {name: -3 * torch.rand(rows, generator=draw) for name in REFERENCE}
+        counts = (torch.arange(rows) < rows - 1).long()
+        found.append({"tokens": tokens, "labels": labels, "positions": positions, "documents": documents, "pairs": counts, **known})
+    return found
+
+
+def by_hand(model, batch):
+    """Log-probabilities of each answer, its document run alone."""
+    found = torch.zeros(len(batch["tokens"]), 2, dtype=torch.float64)
+    for row, documents in enumerate(batch["documents"]):
+        for document in (0, 1):
+            there = documents == document
+            tokens, labels = batch["tokens"][row][there], batch["labels"][row][there]
+            logs = model(tokens[None], torch.arange(len(tokens))[None])[0].log_softmax(-1)
+            found[row, document] = sum(logs[i, label] for i, label in enumerate(labels) if label != -100)
+    return found
+
+
+def plain_dpo(model, batch, beta=0.3, smoothing=0.1):
+    """The loss of equation 7, pair by pair."""
+    answers, losses = by_hand(model, batch), []
+    for row in range(len(answers)):
+        if batch["pairs"][row]:
+            chosen, rejected = (answers[row, i] - batch[name][row] for i, name in enumerate(REFERENCE))
+            wins = torch.sigmoid(beta * (chosen - rejected))
+            losses.append(-(1 - smoothing) * wins.log() - smoothing * (1 - wins).log())
+    return sum(losses) / len(losses)
+
+
+def loss_of(model, batch):
+    return dpo(plain_logits, 0.3, 0.1, model, batch)
+
+
+MESHES = [({"dp_shard": 2, "cp": 2}, 1), ({"tp": 2, "dp_replicate": 2}, 2), ({"cp": 3}, 3), ({"pp": 2, "dp_shard": 2}, 2)]
+
+
+@pytest.mark.parametrize("mesh, microbatches", MESHES, ids=str)
+def test_updates_are_those_of_a_plain_loop(mesh, microbatches):
+    data = pairs()
+    metrics, state = train_plainly(llama(2), plain_dpo, data, ADAMW)
+    step = compile_lockstep(llama(2, attention="documents"), loss_of, data[0], mesh, microbatches=microbatches)
+    for found, wanted in zip(train_step(step, data), metrics, strict=True):
+        assert_same({name: found[name] for name in wanted}, wanted, EXACT)
+        assert found["reward_margin"] == pytest.approx(found["reward_chosen"] - found["reward_rejected"])
+    assert_same(step.state_dict(), state, EXACT)
+
+
+@pytest.mark.parametrize("mesh, microbatches", MESHES, ids=str)
+def test_a_reference_is_told_row_by_row(mesh, microbatches):
+    model, (batch, *_) = llama(2, attention="documents"), pairs()
+    given = {name: value for name, value in batch.items() if name not in ("pairs", *REFERENCE)}
+
+    def loss(model, batch):
+        return reference(plain_logits, model, batch)
+
+    how = {"mesh": mesh, "ranks": "lockstep", "microbatches": microbatches}
+    found = ct.compile_step(model, loss, given, train=False, **how).rows(given)
+    wanted = by_hand(llama(2), batch).detach()
+    assert_same(found, {name: wanted[:, i] for i, name in enumerate(REFERENCE)}, EXACT)
+    with pytest.raises(UserError, match="as the metric 'reference_chosen'; it must be a scalar"):
+        ct.compile_step(model, loss, given, **how)
+
+
+# ---- from a file to a run -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Pairs in a file, whose rejected answers are all alike, beside a tokenizer of bytes."""
+    folder = tmp_path_factory.mktemp("pairs")
+    write_tokenizer(folder)
+    lines = [{"prompt": f"{i}?", "chosen": f"{i + 1}.", "rejected": "never"} for i in range(40)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def trainer(folder, where, **options):
+    """A run of DPO on a small decoder."""
+    data = {"name": "text", "files": [str(folder / "pairs.jsonl")], "tokenizer": str(folder / "tokenizer.json"), "chat": True}
+    given = {
+        "model": {"n_layers": 1, "dim": 32, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 32, "vocab_size": 259, "attention": "documents"},
+        "data": data | {"pairs": True, "eval_fraction": 0.2},
+        "train": {"steps": 6, "seq_len": 96, "global_batch_size": 4},
+        "optim": {"lr": 3e-3},
+        "loss": "dpo",
+        "lower": {"backend": "eager"},
+        "run": {"dir": str(where), "dump_graphs": False},
+    }
+    return ct.Trainer(**{name: {**given.get(name, {}), **value} if isinstance(value, dict) else value for name, value in (given | options).items()})
+
+
+def records(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_begins_at_its_reference_and_learns_the_preference(folder, tmp_path):
+    trainer(folder, tmp_path / "whole", eval={"interval": 3}).train()
+    first, *_, last = records(tmp_path / "whole")
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-5) and abs(first["reward_margin"]) < 1e-4
+    assert last["loss"] < 0.5 and last["reward_margin"] > 0.4 and last["reward_accuracy"] == 1
+    assert last["eval_loss"] < 0.6 and last["eval_reward_accuracy"] == 1
+
+    part = {"steps": 3, "seq_len": 96, "global_batch_size": 4}
+    options = {"eval": {"interval": 3}, "lr_schedule": "constant", "run": {"dir": str(tmp_path / "parts"), "dump_graphs": False}}
+    trainer(folder, "", train=part, **options).train()
+    kept = (tmp_path / "parts" / FILE).read_bytes()
+    (tmp_path / "parts" / FILE).write_bytes(kept[:500] + b"?" + kept[501:])  # damaged: computed anew from initial weights
+    trainer(folder, "", checkpoint={"resume": "latest"}, **options).train()
+    trainer(folder, "", **options | {"run": {"dir": str(tmp_path / "undisturbed"), "dump_graphs": False}}).train()
+    with np.load(tmp_path / "parts" / FILE) as again, np.load(tmp_path / "undisturbed" / FILE) as wanted:
+        assert all(np.array_equal(again[name], wanted[name]) for name in wanted.files)
+    losses = [[record["loss"] for record in records(tmp_path / name)] for name in ("parts", "undisturbed")]
+    assert losses[0] == losses[1] and len(losses[0]) == 6
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"data": {"pairs": False}}, r"loss.name: dpo compares two answers; set data.pairs=true"),
+        ({"loss": "cross_entropy"}, r"data.pairs: need a loss that compares two answers"),
+        ({"data": {"chat": False}}, r"data.pairs: are conversations; set data.chat=true"),
+        ({"data": {"packing": "cut"}}, r"data.packing: cut with data.pairs, of which each is a row"),
+        ({"model": {"attention": "causal"}}, r"model.attention: causal with data.pairs: both answers lie in a row"),
+        ({"train": {"seq_len": 50}}, r"data.pairs: \d+ of \d+ pairs are longer than rows of 50 tokens, the longest takes \d+"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_does_not_fit_is_refused_before_anything_is_compiled(options, said, folder, tmp_path):
+    with pytest.raises(UserError, match=said):
+        trainer(folder, tmp_path / "run", **options).train()
+
+
+def test_a_reward_model_of_ones_own_ranks_pairs(folder, tmp_path):
+    class Reward(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.score = torch.nn.Embedding(259, 16), torch.nn.Linear(16, 1)
+
+        def forward(self, tokens):
+            return self.score(self.embed(tokens))[..., 0]
+
+    def ranking(model, batch):
+        answered = batch["labels"] != -100
+        scores = model(batch["tokens"]) * answered
+        chosen, rejected = ((scores * (batch["documents"] == i)).sum(1) for i in (0, 1))
+        return -F.logsigmoid(chosen - rejected).mean(), {"accuracy": (chosen > rejected).float().mean()}
+
+    trainer(folder, tmp_path / "run", model=Reward(), loss=ranking, train={"steps": 20, "seq_len": 96, "global_batch_size": 4}, optim={"lr": 1e-2}).train()
+    found = records(tmp_path / "run")
+    assert found[-1]["loss"] < 0.1 < 0.3 < found[0]["loss"] and found[-1]["accuracy"] == 1
+    assert not (tmp_path / "run" / FILE).exists()
