@@ -316,8 +316,8 @@ def _to_program(
         placement = Spec.whole(tuple(node.meta["val"].shape))
         if spec.kind is OutputKind.USER_OUTPUT:
             name = next(returned)
-            kind: ir.OutputKind = "loss" if name == "loss" else "rows" if placement.shape else "metric"
-            outputs.append(ir.Output(name, kind, placement))
+            given: ir.OutputKind = "loss" if name == "loss" else "rows" if placement.shape else "metric"
+            outputs.append(ir.Output(name, given, placement))
         else:
             outputs.append(ir.Output(spec.target.removeprefix("model."), "buffer", placement))
     for node in list(exported.graph.nodes):

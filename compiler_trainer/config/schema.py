@@ -176,7 +176,7 @@ class DpoConfig:
     training starts from.
     """
 
-    name: Literal["dpo"] = "dpo"
+    name: Literal["dpo"]
     beta: PositiveFloat = 0.1  # what it costs to leave the reference
     label_smoothing: OpenFraction = 0.0  # the share of pairs that are taken to be labelled the wrong way
 

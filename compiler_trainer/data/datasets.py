@@ -21,7 +21,7 @@ from compiler_trainer.data.loader import Loader
 from compiler_trainer.data.mixture import Joined, Mixture
 from compiler_trainer.data.own import OwnRows, dataset_of, halves
 from compiler_trainer.data.packing import PackedRows, Rows
-from compiler_trainer.data.pairs import PAIRED, PairRows, pairs_in
+from compiler_trainer.data.pairs import PAIRED, PairRows
 from compiler_trainer.data.sources import source_of
 from compiler_trainer.data.stored import Tokens, stored
 from compiler_trainer.data.tokenizers import Tokenizer, build_tokenizer, tokenizer_here
@@ -96,6 +96,11 @@ class Datasets:
         for loader in filter(None, (self.train, self.eval)):
             loader.read_only(rows)
 
+    def pairs(self) -> Iterator[PairRows]:
+        """The rows of preference pairs, to train on and to evaluate."""
+        for loader in filter(None, (self.train, self.eval)):
+            yield from (part for part in loader.rows.parts if isinstance(part, PairRows))
+
     def report(self) -> list[dict[str, Any]]:
         """Of each source how many rows to train on there are, and how well they are packed."""
         trained = zip(self.train.rows.names, self.train.rows.parts)
@@ -106,7 +111,7 @@ def datasets_of(cfg: Config, reference: float = math.nan) -> Datasets:
     """What a run trains and evaluates on, of pairs with a value in place of the log-probabilities of a reference."""
     found = build_datasets(cfg.data, cfg.train.seq_len, cfg.train.global_batch_size)
     if isinstance(cfg.loss, DpoConfig):
-        for rows in pairs_in(found):
+        for rows in found.pairs():
             rows.reference = np.full((len(rows), 2), reference, np.float32)
     return found
 
@@ -156,10 +161,10 @@ def part_of(
         found.append(laid(corpus, Wanted(seed, before, eval_fraction, seq_len, cfg.packs), cache))
         before += len(corpus)
     train, held_out = ([half for half in halves if half is not None] for halves in zip(*(each[:2] for each in found)))
-    rows = (joined(half, name) for half in (train, held_out))
+    rows = [joined(half, name) for half in (train, held_out)]
     if cfg.pairs:
-        rows = (half and PairRows(half) for half in rows)
-    return Part(name, tokens, *rows, any(each.is_cut for each in found))
+        rows = [None if half is None else PairRows(half) for half in rows]
+    return Part(name, tokens, rows[0], rows[1], any(each.is_cut for each in found))
 
 
 def own_part(source: SourceConfig, number: int, eval_fraction: float, seq_len: int, seed: int) -> Part:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,9 +10,6 @@ from numpy.typing import NDArray
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.data.corpus import Corpus, Ids, drawn
 from compiler_trainer.data.packing import EVERY, Chosen, Rows
-
-if TYPE_CHECKING:
-    from compiler_trainer.data.datasets import Datasets
 
 PAIRED = ("pairs", "short pairs")  # of packings
 REFERENCE = ("reference_chosen", "reference_rejected")
@@ -59,9 +55,3 @@ class PairRows(Rows):
         if self.reference is not None:
             found |= {name: self.reference[rows, i] for i, name in enumerate(REFERENCE)}
         return found
-
-
-def pairs_in(datasets: Datasets) -> Iterator[PairRows]:
-    """The rows of pairs to train on and to evaluate."""
-    for loader in filter(None, (datasets.train, datasets.eval)):
-        yield from (part for part in loader.rows.parts if isinstance(part, PairRows))

@@ -26,6 +26,7 @@ CONTENTS = {
     "samples.jsonl": "what the model added to eval.prompts",
     "graphs/": "the graph after each pass, and the pass's report",
     "checkpoints/": "parameters, moments, step and data state",
+    "reference.npz": "log-probabilities of preference pairs before training",
     "pipeline.txt": "which task each pipeline rank runs when; edited, for passes.pipeline.schedule",
     "report.json": "compile times, communication and memory; of a dry run the prediction",
     "trace.json.gz": "steps of rank 0, for Perfetto",

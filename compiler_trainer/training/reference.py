@@ -22,7 +22,7 @@ from torch import Tensor
 from compiler_trainer.config.schema import Config, DpoConfig
 from compiler_trainer.data.datasets import Datasets
 from compiler_trainer.data.mixture import Mixture
-from compiler_trainer.data.pairs import REFERENCE, PairRows, pairs_in
+from compiler_trainer.data.pairs import REFERENCE, PairRows
 from compiler_trainer.models.preference import reference
 from compiler_trainer.models.subject import subject
 from compiler_trainer.step.compile import compile_step
@@ -40,7 +40,7 @@ def refer(cfg: Config, datasets: Datasets) -> None:
     """Give pairs the log-probabilities of a reference where `cfg.loss` is beside one; every rank calls it."""
     if not isinstance(cfg.loss, DpoConfig):
         return
-    parts, path, what = list(pairs_in(datasets)), Path(cfg.run.dir, FILE), made_of(cfg)
+    parts, path, what = list(datasets.pairs()), Path(cfg.run.dir, FILE), made_of(cfg)
     kept = from_rank_0(partial(read, path, what))
     if any(part.fingerprint not in kept for part in parts):
         announce("computing the log-probabilities of the reference, the weights that training starts from")

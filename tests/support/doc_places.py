@@ -41,6 +41,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 TALK = {"text": SENTENCE, "messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": SENTENCE}]}
+PAIR = {"prompt": "?", "chosen": "Sea.", "rejected": "No."}
 DECODER = ModelConfig(dim=16, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=24)
 QWEN = FolderConfig(path="qwen", attention="causal")
 
@@ -60,6 +61,7 @@ def furnish(folder: Path) -> None:
     for name in ("chats.jsonl", "test.jsonl", "notes/a.jsonl", "FOLDER/train.jsonl"):
         Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
         Path(folder, name).write_text("".join(json.dumps(TALK) + "\n" for _ in range(60)))
+    (folder / "pairs.jsonl").write_text((json.dumps(PAIR) + "\n") * 30)
     model("qwen3").save_pretrained(folder / "qwen")
     tokenizer().save(str(folder / "qwen/tokenizer.json"))
     (folder / "qwen/chat_template.jinja").write_text(TEMPLATE)
