@@ -128,13 +128,16 @@ def drawn(schedule: str, table: Table) -> dict[str, Any]:
 def check_evaluated(programs: Mapping[str, Captured], rank_of: Mapping[str, int]) -> None:
     """Raises CompileError where evaluation would read state on a pipeline rank whose copy training leaves as it was."""
     ends = [(name, c.program, i) for name, c in programs.items() for i in range(len(c.program.inputs))]
+    training = [(c.program, rank_of[name]) for name, c in programs.items() if not name.startswith(EVALUATE)]
+    changed = {o.name for program, _ in training for o in program.outputs if o.kind == "buffer"}
     held = dict[str, set[int]]()
-    for name, program, i in ends:
-        if not name.startswith(EVALUATE):
-            held.setdefault(program.inputs[i].name, set()).add(rank_of[name])
+    for program, rank in training:
+        for given in program.inputs:
+            held.setdefault(given.name, set()).add(rank)
     for name, program, i in ends:
         given, rank = program.inputs[i], rank_of[name]
-        if given.kind in ("parameter", "buffer") and rank not in held.get(given.name, {rank}):
+        changes = given.kind == "parameter" or given.name in changed
+        if changes and rank not in held.get(given.name, {rank}):
             kept = ", ".join(map(str, sorted(held[given.name])))
             what = f"{given.kind} {given.name!r} is trained on pipeline rank {kept}, {name} reads it on {rank}"
             raise ir.CompileError("assign", program.placeholders()[i], what)

@@ -166,9 +166,12 @@ def without_unread(program: ir.Program) -> ir.Program:
 
 
 def over_same_state(steps: Passes, program: ir.Program) -> Passes:
-    """Passes by which a program has parameters where another one stores them: on which ranks, of which stages."""
+    """Passes by which a program has state where another one changes it: on which ranks, of which stages."""
     held = [i for i in program.inputs if i.kind == "parameter"]
     places, stages = {i.name: replace(i.spec, replicate=()) for i in held}, {own_name(i.name): i.stages for i in held}
+    for node, output in zip(program.results(), program.outputs, strict=True):
+        stage = ir.pipeline_stage(node) if output.kind == "buffer" else None
+        stages |= {} if stage is None else {output.name: (stage,)}
     stored = {Place: places, Assign: stages}
     return tuple(replace(s, stored=stored[type(s)]) if type(s) in stored else s for s in steps)  # type: ignore
 

@@ -39,7 +39,8 @@ class Assign(ir.Pass):
     """Give each operator a pipeline stage, one of `stages`.
 
     `layers` are how many each has; without, the stage that computes most computes as little as can be. `stored` are the
-    stages whose ranks hold parameters already, by name: those of another program over the same state, which are kept.
+    stages whose ranks hold state already, by name: parameters, and buffers that change, of another program over the
+    same state, which are kept.
     """
 
     stages: int = 1
@@ -126,10 +127,10 @@ def of_parameters(program: ir.Program) -> set[fx.Node]:
 def stages_of(
     program: ir.Program, work: Sequence[fx.Node], weights: set[fx.Node], stored: Mapping[str, Sequence[int]]
 ) -> dict[fx.Node, int]:
-    """The stage of each operator, in order: a later one begins with what reads a parameter that it alone holds."""
+    """The stage of each operator, in order: a later one begins with what reads state that it alone holds."""
     names = dict[fx.Node, set[str]]()
     for node, given in zip(program.placeholders(), program.inputs, strict=True):
-        names[node] = {given.name} if given.kind == "parameter" else set()
+        names[node] = {given.name} if given.kind in ("parameter", "buffer") else set()
     for node in program.calls():
         names[node] = set().union(*(names[n] for n in node.all_input_nodes)) if node in weights else set()
     stage, found = 0, {}

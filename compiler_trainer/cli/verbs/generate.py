@@ -13,7 +13,7 @@ from compiler_trainer.data.prompts import prompt_of
 from compiler_trainer.data.tokenizers import build_tokenizer, tokenizer_here
 from compiler_trainer.models.sampling import Sampling, continued, in_use
 from compiler_trainer.runs.saved import at_checkpoint, options_of, trained_model
-from compiler_trainer.training.trainer import local_device
+from compiler_trainer.step.ranks import local_device
 
 
 def main(arguments: Sequence[str]) -> None:
