@@ -17,7 +17,7 @@ def own_rows(step: Step, ranks: Sequence[int]) -> NDArray[np.int64]:
     entries = [given for given in inputs if given.kind == "batch"]
     size = entries[0].spec.shape[0]
     of_part = sorted({row for given in entries for rank in ranks for row in rows_of(given, step, rank)})
-    return np.concatenate([np.array(of_part) + part * size for part in range(step.microbatches)])
+    return np.concatenate([np.array(of_part, np.int64) + part * size for part in range(step.microbatches)])
 
 
 def rows_of(given: ir.Input, step: Step, rank: int) -> Iterator[int]:

@@ -184,7 +184,15 @@ def test_a_signal_that_is_repeated_while_the_process_ends_does_not_change_its_co
     assert sorted(filter(None, done.stdout.splitlines())) == [FIRST, "passed over"] and done.returncode == -signal.SIGTERM
 
 
-def test_when_it_is_over_signals_do_what_they_did_before():
+@pytest.fixture
+def plain_interrupts():
+    """SIGINT as Python has it; what launched ranks in this process may have left handlers of its own."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_when_it_is_over_signals_do_what_they_did_before(plain_interrupts):
     before = [signal.getsignal(each) for each in stop.SIGNALS]
     with stop.Stop(0.0, None) as watch:
         assert not watch.now()
