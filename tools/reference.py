@@ -65,7 +65,7 @@ FEATURES = {
         Feature("chat data with packing", f"{TEXT} data.chat=true", "tests/compiler_trainer/data/test_chat.py"),
         Feature(
             "DPO, pairs for a loss of your own",
-            f"{TEXT} data.chat=true data.pairs=true loss=dpo",
+            f"{TEXT} data.chat=true data.pairs=true loss=dpo model.attention=documents",
             "tests/compiler_trainer/training/test_preference.py",
         ),
         Feature("mixtures", "data=mixture data.sources=[{files:[a]}]", "tests/compiler_trainer/data/test_mixture.py"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -92,7 +92,8 @@ def compile_step(
     said = recorded(programs, lower, named, device, ranks == "lockstep")
     laid_out = next(iter(programs.values())).program.mesh  # as placement has it; evaluation comes last
     rank_of = ranks_of(programs, table)
-    check_evaluated(programs, rank_of)
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    check_evaluated(programs, rank_of, frozen)
     placed = [(captured.program, rank_of[name]) for name, captured in programs.items()]
     state = initial_state(placed, runtime, laid_out, device, values)
     compiled, evaluation = lowered(programs, rank_of, runtime, report)
@@ -125,19 +126,20 @@ def drawn(schedule: str, table: Table) -> dict[str, Any]:
     return {"schedule": schedule, "unit": "forwards", "idle": timing.idle, "slots": rows}
 
 
-def check_evaluated(programs: Mapping[str, Captured], rank_of: Mapping[str, int]) -> None:
-    """Raises CompileError where evaluation would read state on a pipeline rank whose copy training leaves as it was."""
+def check_evaluated(programs: Mapping[str, Captured], rank_of: Mapping[str, int], frozen: Set[str]) -> None:
+    """Raises CompileError where evaluation would read state on a pipeline rank whose copy training leaves as it was.
+
+    Parameters that are `frozen` stay as they were everywhere.
+    """
     ends = [(name, c.program, i) for name, c in programs.items() for i in range(len(c.program.inputs))]
-    training = [(c.program, rank_of[name]) for name, c in programs.items() if not name.startswith(EVALUATE)]
-    changed = {o.name for program, _ in training for o in program.outputs if o.kind == "buffer"}
     held = dict[str, set[int]]()
-    for program, rank in training:
-        for given in program.inputs:
-            held.setdefault(given.name, set()).add(rank)
+    for name, program, i in ends:
+        if not name.startswith(EVALUATE):
+            held.setdefault(program.inputs[i].name, set()).add(rank_of[name])
     for name, program, i in ends:
         given, rank = program.inputs[i], rank_of[name]
-        changes = given.kind == "parameter" or given.name in changed
-        if changes and rank not in held.get(given.name, {rank}):
+        is_changed = given.kind in ("parameter", "buffer") and given.name not in frozen
+        if is_changed and rank not in held.get(given.name, {rank}):
             kept = ", ".join(map(str, sorted(held[given.name])))
             what = f"{given.kind} {given.name!r} is trained on pipeline rank {kept}, {name} reads it on {rank}"
             raise ir.CompileError("assign", program.placeholders()[i], what)

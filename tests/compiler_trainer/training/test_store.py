@@ -169,7 +169,7 @@ def test_a_checkpoint_of_the_store_is_named_and_a_model_is_exported_there(tmp_pa
     train(job(tmp_path / "b", None, text, f"{url}/step_00000004"))
     assert_same(weights(tmp_path / "b"), undisturbed[0])
     assert call("export", tmp_path / "a", "s3://bucket/exported") == 0
-    assert "s3://bucket/exported: 4 files; once they are on a disk, load it with transformers" in capsys.readouterr().out
+    assert "s3://bucket/exported: 5 files; once they are on a disk, load it with transformers" in capsys.readouterr().out
     assert {name.rpartition("/")[2] for name in store.names("exported")} >= {"config.json", "model.safetensors", "tokenizer.json"}
     assert call("export", tmp_path / "a", "s3://bucket/exported") == 2
     assert "s3://bucket/exported: is there already" in capsys.readouterr().err
