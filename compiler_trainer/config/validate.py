@@ -185,6 +185,11 @@ CHECKS: Checks = (
         "dpo compares two answers; set data.pairs=true, data.chat=true",
     ),
     (
+        "model.experts.balance_loss",
+        lambda c: not (isinstance(c.loss, DpoConfig) and getattr(getattr(c.model, "experts", None), "balance_loss", 0)),
+        "{c.model.experts.balance_loss} is no part of loss=dpo; set it to 0",
+    ),
+    (
         "data.packing",
         lambda c: not c.data.pairs or c.data.packing == "auto",
         "{c.data.packing} with data.pairs, of which each is a row; leave it auto",

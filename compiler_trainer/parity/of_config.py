@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from compiler_trainer.capture.returned import parted
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import EIGHT_BITS, Config, MeshConfig
+from compiler_trainer.config.schema import EIGHT_BITS, Config, DpoConfig, MeshConfig
+from compiler_trainer.data.pairs import REFERENCE
 from compiler_trainer.models.skeleton import fill
 from compiler_trainer.models.subject import Subject as Trained
 from compiler_trainer.models.subject import subject as trained_by
@@ -54,7 +55,8 @@ def subject_of(cfg: Config) -> Subject:
 
     vocabulary = vocabulary_of(found, model)
     generators = (torch.Generator().manual_seed(cfg.train.seed + step) for step in range(STEPS))
-    batches = [batch_of(g, cfg.train.global_batch_size, cfg.train.seq_len, vocabulary) for g in generators]
+    rows = cfg.train.global_batch_size
+    batches = [batch_of(g, rows, cfg.train.seq_len, vocabulary) | pairs_of(cfg, g, rows) for g in generators]
     return Subject(model, terms, batches, on_one_device, head)
 
 
@@ -82,7 +84,15 @@ def batch_of(generator: torch.Generator, rows: int, length: int, vocabulary: int
     begins[:, 0] = True
     place = torch.arange(length).expand(rows, length)
     positions = place - torch.where(begins, place, 0).cummax(1).values
-    return {"tokens": tokens, "labels": labels, "positions": positions, "documents": begins.cumsum(1)}
+    return {"tokens": tokens, "labels": labels, "positions": positions, "documents": begins.cumsum(1) - 1}
+
+
+def pairs_of(cfg: Config, generator: torch.Generator, rows: int) -> Batch:
+    """What a batch of preference pairs has beside its tokens."""
+    found = {"pairs": torch.ones(rows, dtype=torch.int64)} if cfg.data.pairs else {}
+    if isinstance(cfg.loss, DpoConfig):
+        found |= {name: -torch.rand(rows, generator=generator) for name in REFERENCE}
+    return found
 
 
 def ranks_of(mesh: MeshConfig) -> int:

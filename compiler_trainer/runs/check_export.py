@@ -48,7 +48,7 @@ def check_export(cfg: Config, other: bool, out: Path, tokens: int) -> tuple[bool
     """
     ranks = start_ranks()
     one = dataclasses.replace(cfg.train, global_batch_size=ranks, microbatches=1)
-    cfg = validate(dataclasses.replace(cfg, train=one, loss={}), ranks)
+    cfg = dataclasses.replace(validate(dataclasses.replace(cfg, train=one), ranks), loss={})
     datasets, trained = data_of(cfg, other), subject(cfg)
     check_vocabulary(datasets, trained.vocab_size)
     texts = texts_of(datasets.eval or datasets.train, tokens)

@@ -28,7 +28,7 @@ from compiler_trainer.training.trainer import peek
 
 
 def evaluate(cfg: Config, other: bool) -> str:
-    """Mean loss of labelled tokens in nats, metrics, of next tokens the perplexity, and of how many tokens, in a line.
+    """Mean loss in nats, metrics, of next tokens the perplexity, and of how many tokens or pairs, in a line.
 
     Of what the run held out, or, of `other` text, of all that `cfg.data` names, `eval.batches` are taken as training
     takes them. Every rank calls it.
@@ -37,18 +37,18 @@ def evaluate(cfg: Config, other: bool) -> str:
     datasets, trained = data_of(cfg, other), subject(cfg)
     check_vocabulary(datasets, trained.vocab_size)
     check_labels(datasets)
-    refer(cfg, datasets)
+    refer(cfg, datasets, keep=False)
     loader = datasets.eval or datasets.train
     with Working(sys.stderr) if rank() == 0 else nullcontext(lambda what: None) as tell:
         step = measuring(cfg, trained, peek(loader), datasets.below, tell)
         if not cfg.has_own_loss and step.mesh.world_size > 1:
             datasets.read_only(own_rows(step, step.ranks))
-        measured, tokens = means(step, told(loader, cfg.eval.batches, tell))
+        measured, count = means(step, told(loader, cfg.eval.batches, tell))
     stop_ranks()
     if not cfg.loss:
         measured["perplexity"] = math.exp(measured["loss"])
     shown = ", ".join(f"{name} {value:.6g}" for name, value in measured.items())
-    return f"{shown}, tokens {tokens:,} in {taken(loader, cfg.eval.batches)}"
+    return f"{shown}, {'pairs' if cfg.data.pairs else 'tokens'} {count:,} in {taken(loader, cfg.eval.batches)}"
 
 
 def data_of(cfg: Config, other: bool) -> Datasets:

@@ -36,8 +36,11 @@ FILE = "reference.npz"
 Values = NDArray[np.float32]  # [pairs, 2]
 
 
-def refer(cfg: Config, datasets: Datasets) -> None:
-    """Give pairs the log-probabilities of a reference where `cfg.loss` is beside one; every rank calls it."""
+def refer(cfg: Config, datasets: Datasets, keep: bool = True) -> None:
+    """Give pairs the log-probabilities of a reference where `cfg.loss` is beside one; every rank calls it.
+
+    What is computed is kept in the run folder, or not.
+    """
     if not isinstance(cfg.loss, DpoConfig):
         return
     parts, path, what = list(datasets.pairs()), Path(cfg.run.dir, FILE), made_of(cfg)
@@ -45,7 +48,7 @@ def refer(cfg: Config, datasets: Datasets) -> None:
     if any(part.fingerprint not in kept for part in parts):
         announce("computing the log-probabilities of the reference, the weights that training starts from")
         kept |= {part.fingerprint: values for part, values in computed(cfg, datasets)}
-        if rank() == 0:
+        if keep and rank() == 0:
             write(path, what, kept)
     for part in parts:
         part.reference = kept[part.fingerprint]

@@ -161,6 +161,10 @@ def test_a_run_begins_at_its_reference_and_learns_the_preference(folder, tmp_pat
         ({"data": {"chat": False}}, r"data.pairs: are conversations; set data.chat=true"),
         ({"data": {"packing": "cut"}}, r"data.packing: cut with data.pairs, of which each is a row"),
         ({"model": {"attention": "causal"}}, r"model.attention: causal with data.pairs: both answers lie in a row"),
+        (
+            {"model": {"name": "moe_debug", "attention": "documents", "experts": {"count": 4, "top_k": 1, "width": 8, "balance_loss": 0.1}}},
+            r"model.experts.balance_loss: 0.1 is no part of loss=dpo",
+        ),
         ({"train": {"seq_len": 50}}, r"data.pairs: \d+ of \d+ pairs are longer than rows of 50 tokens, the longest takes \d+"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
