@@ -89,6 +89,11 @@ DECODER_CHECKS: Checks = (
         "gives heads their sizes and norms; leave model.head_dim and model.nope_every null and model.qk_norm none",
     ),
     (
+        "model.experts.balance_loss",
+        lambda c: not isinstance(c.loss, DpoConfig) or with_experts(lambda experts: not experts.balance_loss)(c),
+        "{c.model.experts.balance_loss} is no part of loss=dpo; set it to 0",
+    ),
+    (
         "model.experts.groups",
         with_experts(lambda e: e.groups == 1 or (e.count % e.groups == 0 and e.count // e.groups >= 2)),
         "{c.model.experts.groups} do not split model.experts.count={c.model.experts.count} into equal groups of two or "
@@ -183,11 +188,6 @@ CHECKS: Checks = (
         "loss.name",
         lambda c: not isinstance(c.loss, DpoConfig) or c.data.pairs,
         "dpo compares two answers; set data.pairs=true, data.chat=true",
-    ),
-    (
-        "model.experts.balance_loss",
-        lambda c: not (isinstance(c.loss, DpoConfig) and getattr(getattr(c.model, "experts", None), "balance_loss", 0)),
-        "{c.model.experts.balance_loss} is no part of loss=dpo; set it to 0",
     ),
     (
         "data.packing",

@@ -92,8 +92,7 @@ def compile_step(
     said = recorded(programs, lower, named, device, ranks == "lockstep")
     laid_out = next(iter(programs.values())).program.mesh  # as placement has it; evaluation comes last
     rank_of = ranks_of(programs, table)
-    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    check_evaluated(programs, rank_of, frozen)
+    check_evaluated(programs, rank_of, {name for name, p in model.named_parameters() if not p.requires_grad})
     placed = [(captured.program, rank_of[name]) for name, captured in programs.items()]
     state = initial_state(placed, runtime, laid_out, device, values)
     compiled, evaluation = lowered(programs, rank_of, runtime, report)

@@ -140,7 +140,7 @@ def fast(cfg: Config) -> str:
         return ""
     if cfg.optim.lr <= MOST_LR or cfg.optim.name == "sgd":
         return ""
-    usual = "set optim.lr=1e-5, as recipe=finetune has"
+    usual = "set optim.lr=5e-7, as recipe=dpo has" if cfg.data.pairs else "set optim.lr=1e-5, as recipe=finetune has"
     return f"optim.lr={cfg.optim.lr:g} is for training from scratch, and {cfg.model.path} has trained weights; {usual}"
 
 

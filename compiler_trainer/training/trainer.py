@@ -108,8 +108,6 @@ def train(
             if said:
                 announce(said)
         phases.end("model")
-        refer(cfg, datasets)
-        phases.end("reference")
         step, start = prepare_step(cfg, trained, datasets, start, owners, phases)
         if start.stored is not None:
             announce(f"going on after step {start.step:,}, from {start.stored.path}")
@@ -150,6 +148,8 @@ def prepare_step(
     cfg: Config, trained: Subject, datasets: Datasets, start: Start, owners: Owners, phases: Phases
 ) -> tuple[Step, Start]:
     """The compiled step as it starts, and where that is; on rank 0 also the run folder, once nothing was refused."""
+    refer(cfg, datasets)
+    phases.end("reference")
     if rank() != 0:
         step = build_step(cfg, trained, datasets, None, lambda what: None)
         return step, restore(cfg, trained, step, datasets, start)
