@@ -91,9 +91,11 @@ class Compilation:
     def capture(self) -> Captured:
         """The model and its loss on one device."""
         self.tell("capture")
-        dtype = DTYPES[self.options.cast.param_dtype]
+        dtype, folding = DTYPES[self.options.cast.param_dtype], self.pipeline.folding
+        if folding is not None:
+            folding = folding.among(self.mesh.world_size)
         program, ctx = self.report.time(
-            "capture", lambda: capture(self.model, self.loss_fn, self.batch, self.device, dtype, self.pipeline.folding)
+            "capture", lambda: capture(self.model, self.loss_fn, self.batch, self.device, dtype, folding)
         )
         check_look_ups(program, self.below)
         if self.pipeline.trains and (of_rows := [o for o in program.outputs if o.kind == "rows"]):

@@ -77,13 +77,18 @@ class Folding:
     """How layers are left out: `alike` tells what options say of a module or a parameter by its name.
 
     So many layers alike stay `before` those left out, and `after` them: what passes do at the ends of a model reaches
-    that far.
+    that far. What travels between ranks is `on_its_way` through so many more.
     """
 
     alike: Callable[[str], Hashable]
     before: int
     after: int
+    on_its_way: int = 0
 
+    def among(self, ranks: int) -> Folding:
+        """How they are left out where so many ranks share a model."""
+        more = self.on_its_way if ranks > 1 else 0
+        return replace(self, before=self.before + more, after=self.after + more, on_its_way=0)
 
 
 def number_in(name: str, stack: str) -> int | None:

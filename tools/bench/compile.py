@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--contenders", default="ours,whole,block")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--steps", type=int, default=1, help="timed steps after the first two")
+    parser.add_argument("--threads", type=int, help="of a rank; by default its share of the cores")
     parser.add_argument("--timeout-s", type=float, default=1800)
     parser.add_argument("--out", type=Path, help="a file for what was measured, as JSON")
     parser.add_argument("overrides", nargs="*", help="options of the trainer, after the defaults of this benchmark")

@@ -9,17 +9,14 @@ import argparse
 import dataclasses
 import resource
 import time
-from pathlib import Path
 
 import torch
-from omegaconf import OmegaConf
 
-import conf
 from compiler_trainer import models
 from compiler_trainer.capture.capture import capture
+from compiler_trainer.config.compose import compose, typed
 from compiler_trainer.config.device import passes_on
-from compiler_trainer.config.options import build
-from compiler_trainer.config.schema import ModelConfig, OptimConfig, PassesConfig
+from compiler_trainer.config.schema import ModelConfig
 from compiler_trainer.pipeline import build_pipeline
 from passes.check.runner import run_passes
 from passes.program.mesh import Mesh
@@ -29,15 +26,15 @@ GIB = 2**30
 
 def partition(model_name: str, layers: int | None, sizes: dict[str, int], seq_len: int) -> dict[str, float]:
     """Seconds of each stage and peak resident bytes."""
-    given = OmegaConf.to_container(OmegaConf.load(Path(conf.__path__[0]) / "model" / f"{model_name}.yaml"))
-    cfg = build(ModelConfig, given, "model")
-    cfg = dataclasses.replace(cfg, n_layers=layers or cfg.n_layers)
+    job = typed(compose([f"model={model_name}"]))
+    assert isinstance(job.model, ModelConfig), "a folder has layers of its own"
+    cfg = dataclasses.replace(job.model, n_layers=layers or job.model.n_layers)
     rows = sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1)
     with torch.device("meta"):
         model = models.build(cfg)
         batch = {k: torch.empty(rows, seq_len, dtype=torch.int64) for k in ("tokens", "labels", "positions")}
     masters = {name: torch.float32 for name, _ in model.named_parameters()}
-    pipeline = build_pipeline(passes_on(PassesConfig(), False), OptimConfig(), masters, 1)
+    pipeline = build_pipeline(passes_on(job.passes, False), job.optim, masters, 1)
     began = time.perf_counter()
     program, ctx = capture(model, models.loss_fn, batch, torch.device("cpu"), torch.bfloat16)
     captured = time.perf_counter()

@@ -1,0 +1,30 @@
+"""Benchmarks that no other test runs: each command that docs/measured shows, at a small size, gives its figures."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+SMALL = "model.dim=32 model.n_heads=2 model.n_kv_heads=2 model.ffn_dim=32"
+COMMANDS = {
+    "tools.bench.partition --model llama_debug --layers 2 --dp-shard 4 --tp 2 --seq-len 64": "2 layers, 8 ranks",
+    "tools.bench.context --tokens 512 --rows 2": "all_gather",
+    "tools.bench.documents --tokens 256 --counts 1,4 --heads 2 --width 16 --rounds 1": "by interval",
+    "tools.bench.save --mib 2 --ranks 1 --rounds 1": "2 MiB on 1 ranks",
+    "tools.bench.remat --layers 2 --rows 2 --seq-len 32 --steps 2": "| full |",
+    "tools.bench.compile --layers 1 --contenders ours --steps 1": "this trainer",
+    f"tools.bench.restart --layers 1 --rounds 1 {SMALL}": "| 1 |",
+    "tools.bench.published --only torchtitan_2024_12/8B,*FSDP*8": "FSDP 8",
+    "torch.distributed.run --standalone --nproc-per-node 2 -m tools.bench.pipeline "
+    "--layers 2 --dim 32 --rows 4 --length 32 --steps 1 --rounds 1": "largest difference of losses",
+}
+SHORT = 4  # of these, which every run of the tests has
+
+
+@pytest.mark.parametrize("called", [pytest.param(c, marks=() if i < SHORT else pytest.mark.full) for i, c in enumerate(COMMANDS)])
+def test_it_gives_its_figures(called):
+    done = subprocess.run([sys.executable, "-m", *called.split()], capture_output=True, text=True, check=False, timeout=500)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert COMMANDS[called] in done.stdout
