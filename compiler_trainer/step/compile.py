@@ -161,25 +161,27 @@ def initial_state(
 ) -> dict[str, State]:
     """Local state of the ranks here for every stored input: given values, zero moments and accumulators.
 
-    Programs come with the pipeline rank that runs them.
+    Programs come with the pipeline rank that runs them. What a tied parameter's readers add up, each stage keeps as it
+    comes: terms of a sum on one, a shard on another.
     """
     needed: dict[str, tuple[ir.Input, Tensor]] = {}
-    stages: dict[str, set[int]] = {}
+    likes: dict[str, dict[int, Tensor]] = {}  # by stage
     for program, stage in programs:
         for given, node in zip(program.inputs, program.placeholders()):
             if given.kind in ("parameter", "buffer", "moment", "gradient"):
                 needed.setdefault(name := state_name(given), (given, ir.example(node)))
-                stages.setdefault(name, set()).add(stage)
+                likes.setdefault(name, {}).setdefault(stage, ir.example(node))
 
     def state_of(name: str, given: ir.Input, like: Tensor, local: Callable[[int], Tensor]) -> State:
-        on = tuple(sorted(stages[name]))
+        on = tuple(sorted(likes[name]))
         here = {rank: local(rank) for rank in runtime.ranks if runtime.stage_of(rank) in on}
         return State(stored(given), here, torch.empty(like.shape, dtype=like.dtype, device="meta"), on)
 
     def part(full: Value, given: ir.Input, like: Tensor, rank: int) -> Tensor:
         return shard(full, stored(given), mesh, mesh.coordinates(rank), like.dtype, device)
 
-    def zeros(like: Tensor, rank: int) -> Tensor:
+    def zeros(name: str, rank: int) -> Tensor:
+        like = likes[name][runtime.stage_of(rank)]
         return torch.zeros(like.shape, dtype=like.dtype, device=device)
 
     state = {}
@@ -192,7 +194,7 @@ def initial_state(
     if missing := [name for name, (given, _) in needed.items() if given.kind in ("parameter", "buffer")]:
         raise UserError(missing[0].removeprefix("model."), "has no initial value; give real weights or `initial`")
     for name, (given, like) in needed.items():
-        state[name] = state_of(name, given, like, partial(zeros, like))
+        state[name] = state_of(name, given, like, partial(zeros, name))
     return state
 
 

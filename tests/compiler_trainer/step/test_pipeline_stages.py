@@ -120,3 +120,9 @@ def test_a_gradient_that_parameters_of_two_stages_share_reaches_both():
     options = "mesh.pp=2 mesh.tp=2 optim.name=sgd passes.shard.sequence_parallel=false"
     outcome = judged(Case.parse(f"gpt_neox seed=374 length=5 {options}")).outcome
     assert outcome.verdict == "right", outcome
+
+
+def test_a_tied_weight_is_added_up_as_each_stage_has_it():
+    """Where the first stage has terms of its gradient, and the last, which has all tokens, shards of it."""
+    outcome = judged(Case.parse("reader mesh.cp=2 mesh.pp=2 rows=1 length=2")).outcome
+    assert outcome.verdict == "right", outcome
