@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from compiler_trainer.parity import oracle
-from compiler_trainer.parity.compare import Outcome, compare
+from compiler_trainer.parity.compare import Outcome, compare, spread
 from compiler_trainer.parity.subject import Settings
 from tools.parity.case import Case, case_of
 from tools.parity.command import main
@@ -99,6 +99,17 @@ def test_what_rounding_moves_is_not_compared():
     assert compare(subject, adamw).verdict == "right"
     moved = changed(subject, lambda model: model.get_parameter(key)[1].add_(1e-3))
     assert key in compare(moved, Settings({"tp": 2})).value  # under SGD it is
+
+
+def test_what_eager_pytorch_makes_of_the_last_bit_is_allowed_and_no_more():
+    """AdamW divides small gradients by their size, and three steps of a deep model multiply what rounding makes."""
+    case = Case.parse("decoder seed=6 rows=1 layers=3 heads=3 latent=true labels=all optim.name=adamw optim.eps=1e-06")
+    subject, how = case.subject(), case.settings()
+    wanted = oracle.train(subject, how)
+    allowed = 2 * spread(subject, how, wanted)
+    assert 1e-12 < allowed < 1e-8 and compare(subject, how).error < max(allowed, 1e-10)
+    moved = changed(subject, lambda model: model.get_parameter("layers.2.feed_forward.w1.weight").mul_(1 + 100 * allowed))
+    assert compare(moved, how).verdict == "wrong"
 
 
 @pytest.mark.parametrize(
