@@ -75,7 +75,7 @@ def compare(subject: Subject, settings: Settings, alone: bool = False) -> Outcom
     else:
         wanted = train(subject, replace(settings, mesh={})) if alone else oracle.train(subject, settings)
         if settings.evaluates and not alone:
-            wanted[0]["evaluated"] = wanted[0]["loss"]
+            wanted[0]["evaluated"] = oracle.evaluate(subject, settings.microbatches)
         outcome = judged(found, wanted, tolerance(subject, settings))
         if outcome.verdict == "wrong" and not alone and outcome.error < DRIFT:
             outcome = judged(found, wanted, max(outcome.allowed, min(DRIFT, 2 * spread(subject, settings, wanted))))

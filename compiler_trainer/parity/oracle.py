@@ -99,28 +99,47 @@ def scaled(
 def backward(subject: Subject, model: nn.Module, batch: Batch, microbatches: int) -> Tensor:
     """The loss of a batch, its gradients times the number of microbatches added to the parameters'.
 
-    A mean over labels is over those of the whole batch, others are means over microbatches. Each microbatch's own loss
-    is differentiated, not its share of the whole: functions that are not linear in the gradient can tell. They get a
-    gradient of zero from a microbatch without labels, which they may make something of.
+    Each microbatch's own loss is differentiated, not its share of the whole: functions that are not linear in the
+    gradient can tell. They get a gradient of zero from a microbatch without labels, which they may make something of.
     """
-    parts = {key: value.chunk(microbatches) for key, value in batch.items()}
-    labels = [(part >= 0).sum().double() for part in parts.get("labels", ())]
     total = torch.zeros((), dtype=torch.float64)
-    for number in range(microbatches):
-        own = {key: chunks[number] for key, chunks in parts.items()}
-        if labels and not labels[number]:  # a mean of nothing, whose share is zero: that of any labels, times zero
-            own["labels"] = torch.zeros_like(own["labels"])
-        over_labels, other = subject.terms(model, own)
-        kept = [] if other is None else [other]
-        if over_labels is not None and not labels:
-            kept.append(over_labels)
-        elif over_labels is not None:
-            kept.append(over_labels * (labels[number] * microbatches / sum(labels)))
-        for term in kept:
+    for own, share in microbatches_of(batch, microbatches):
+        terms = list(terms_of(subject, model, own, share))
+        for term in terms:
             total = total + term.detach().double() / microbatches
-        if kept:
-            sum(kept).backward()  # type: ignore[union-attr]
+        if terms:
+            sum(terms).backward()  # type: ignore[union-attr]
     return total
+
+
+@torch.no_grad()
+def evaluate(subject: Subject, microbatches: int) -> Tensor:
+    """The loss of the first batch, of which no microbatch leaves anything in the model for the next."""
+    total = torch.zeros((), dtype=torch.float64)
+    for own, share in microbatches_of(subject.batches[0], microbatches):
+        for term in terms_of(subject, subject.eager(copy.deepcopy(subject.model)), own, share):
+            total = total + term.double() / microbatches
+    return total
+
+
+def microbatches_of(batch: Batch, number: int) -> Iterator[tuple[Batch, Tensor | None]]:
+    """Each with how many labels it has of the mean number, if there are labels."""
+    parts = {key: value.chunk(number) for key, value in batch.items()}
+    labels = [(part >= 0).sum().double() for part in parts.get("labels", ())]
+    for at in range(number):
+        own = {key: chunks[at] for key, chunks in parts.items()}
+        if labels and not labels[at]:  # a mean of nothing, whose share is zero: that of any labels, times zero
+            own["labels"] = torch.zeros_like(own["labels"])
+        yield own, labels[at] * number / sum(labels) if labels else None
+
+
+def terms_of(subject: Subject, model: nn.Module, batch: Batch, share: Tensor | None) -> Iterator[Tensor]:
+    """The terms of a microbatch's loss: its share of a mean over the whole batch's labels, and a mean of its own."""
+    over_labels, other = subject.terms(model, batch)
+    if other is not None:
+        yield other
+    if over_labels is not None:
+        yield over_labels if share is None else over_labels * share
 
 
 def optimizers_of(

@@ -211,6 +211,11 @@ def split_as_select(x: Tensor, size: int, dim: int = 0) -> tuple[Tensor, ...]:
     return tuple(x.unflatten(dim, (parts, size)).select(dim % x.dim(), i) for i in range(parts))
 
 
+def one_of_each(x: Tensor, dim: int, start: int, end: int, step: int) -> Tensor:
+    """Every n-th entry of a dim as one of each n: x[..., ::2] of gates and values that alternate."""
+    return x.unflatten(dim, (-1, step)).select(dim % x.dim() + 1, start)
+
+
 def _plain_cross_entropy(node: fx.Node) -> bool:
     logits, target, *rest = node.args
     return (
@@ -276,6 +281,13 @@ def _equal_split(node: fx.Node) -> bool:
     return isinstance(size, int) and ir.example(x).shape[dim[0] if dim else 0] % size == 0
 
 
+def _takes_every_nth(node: fx.Node) -> bool:
+    """Whether a slice takes one of each n entries of a dim that has so many times n."""
+    x, dim, start, _, step = (*node.args, *(0, 0, None, 1)[len(node.args) - 1 :])
+    size = ir.example(x).shape[dim]
+    return step > 1 and size % step == 0 and 0 <= (start or 0) < step and ir.example(node).shape[dim] * step == size
+
+
 def _divides_by_zero(node: fx.Node) -> bool:
     """Whether a norm of a row of zeros, which padding is, would be infinite or NaN."""
     eps = argument(node, "eps")
@@ -314,6 +326,8 @@ def replacement(node: fx.Node, mesh: Mesh) -> Any:
     split_vocabulary = any(axis in mesh.axes for axis in WEIGHT_AXES)
     if name == "split" and mesh["tp"] > 1 and _equal_split(node):
         return split_as_select
+    if name == "slice" and mesh["tp"] > 1 and _takes_every_nth(node):
+        return one_of_each
     if node.target in OPERATORS:
         return attention_written(node, OPERATORS[node.target], mesh["tp"])
     if name == "pad" and node.args[2:] and node.args[2] == "circular":

@@ -10,6 +10,7 @@ import torch
 import zoo
 from oracle import ADAMW, LRS, VOCAB, batches, compile_lockstep, llama, llama_loss, train_plainly
 from sweeps import quick
+from torch import nn
 
 import compiler_trainer as ct
 from compiler_trainer.config.schema import ModelConfig
@@ -118,3 +119,28 @@ def test_gpt2_vocabulary_over_eight() -> None:
     tokens = torch.randint(0, 50257, (2, 10))
     data = [{"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "positions": torch.arange(9).expand(2, 9).contiguous()}] * 3
     assert_trains_like_one_device(Llama(cfg).double(), llama_loss, data, {"tp": 8})
+
+
+class Alternating(nn.Module):
+    """A feed-forward layer whose gates and values alternate in one weight, as GPT-OSS stores them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up, self.down = nn.Embedding(VOCAB, 8), nn.Linear(8, 20), nn.Linear(10, 8)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        both = self.up(self.embed(tokens))
+        x = self.down(both[..., ::2].sigmoid() * both[..., 1::2])
+        return x @ self.embed.weight.T
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+def test_gates_and_values_that_alternate_are_sharded(tp: int) -> None:
+    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten())
+
+    model = Alternating().double()
+    assert_trains_like_one_device(model, loss, batches(), {"dp_shard": 2, "tp": tp})
+    step = compile_lockstep(model, loss, batches()[0], {"tp": tp})
+    held = {name: step.state[f"model.{name}"].local[0].shape for name in ("up.weight", "down.weight")}
+    assert held == {"up.weight": (2 * -(-10 // tp), 8), "down.weight": (8, -(-10 // tp))}

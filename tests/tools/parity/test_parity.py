@@ -112,6 +112,13 @@ def test_what_eager_pytorch_makes_of_the_last_bit_is_allowed_and_no_more():
     assert compare(moved, how).verdict == "wrong"
 
 
+def test_microbatches_that_change_buffers_are_evaluated_without_each_other():
+    case = Case.parse("teacher rows=3 length=1 train.microbatches=3 eval.interval=1")
+    assert judged(case).outcome.verdict == "right"
+    subject, how = case.subject(), case.settings()
+    assert oracle.evaluate(subject, 3) != oracle.train(subject, how)[0]["loss"]
+
+
 @pytest.mark.parametrize(
     ("line", "verdict", "why"),
     [
