@@ -1,6 +1,7 @@
-"""Time and memory of capture, shard and joint of a large model for many ranks: `python -m tools.bench.partition`.
+"""Time and memory of compiling the step of a large model for many ranks: `python -m tools.bench.partition`.
 
-Weights are on the meta device and nothing is run, so one process stands for any rank of any mesh.
+Weights are on the meta device and nothing is run, so one process stands for any rank of any mesh. `--whole` lets passes
+see every layer, not a few that stand for all.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ import time
 import torch
 
 from compiler_trainer import models
-from compiler_trainer.capture.capture import capture
 from compiler_trainer.config.compose import compose, typed
 from compiler_trainer.config.device import passes_on
 from compiler_trainer.config.schema import ModelConfig
 from compiler_trainer.pipeline import build_pipeline
-from passes.check.runner import run_passes
+from compiler_trainer.step.programs import Compilation
+from passes.program.bodies import flatten
 from passes.program.mesh import Mesh
 
 GIB = 2**30
 
 
-def partition(model_name: str, layers: int | None, sizes: dict[str, int], seq_len: int) -> dict[str, float]:
-    """Seconds of each stage and peak resident bytes."""
-    job = typed(compose([f"model={model_name}"]))
+def partition(model_name: str, layers: int | None, sizes: dict[str, int], seq_len: int, whole: bool) -> dict[str, float]:
+    """Seconds of all cores of capture, of each pass and in all, operators of the step, and peak resident bytes."""
+    job = typed(compose([f"model={model_name}", f"passes.fold_layers={not whole}", "passes.cast.param_dtype=bfloat16"]))
     assert isinstance(job.model, ModelConfig), "a folder has layers of its own"
     cfg = dataclasses.replace(job.model, n_layers=layers or job.model.n_layers)
     rows = sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1)
@@ -34,16 +35,15 @@ def partition(model_name: str, layers: int | None, sizes: dict[str, int], seq_le
         model = models.build(cfg)
         batch = {k: torch.empty(rows, seq_len, dtype=torch.int64) for k in ("tokens", "labels", "positions")}
     masters = {name: torch.float32 for name, _ in model.named_parameters()}
-    pipeline = build_pipeline(passes_on(job.passes, False), job.optim, masters, 1)
-    began = time.perf_counter()
-    program, ctx = capture(model, models.loss_fn, batch, torch.device("cpu"), torch.bfloat16)
-    captured = time.perf_counter()
-    program = dataclasses.replace(program, mesh=Mesh.of(sizes))
-    program, records = run_passes("forward", pipeline.forward, program, ctx)
-    program, more = run_passes("step", pipeline.train["step"][:1], program, ctx)
-    seconds = {r.name: r.seconds for r in (*records, *more)} | {"capture": captured - began}
-    seconds["all"] = time.perf_counter() - began
-    seconds["nodes"] = len(program.graph.nodes)
+    options = passes_on(job.passes, False)
+    pipeline = build_pipeline(options, job.optim, masters, 1)
+    work = Compilation(model, models.loss_fn, batch, Mesh.of(sizes), pipeline, options, torch.device("cpu"))
+    began = time.process_time()
+    found, report = work.programs(evaluate=False)
+    seconds = {"all": time.process_time() - began} | {record["name"]: record["seconds"] for record in report.passes}
+    seconds["capture"] = report.seconds["capture"]
+    (step,) = found.values()
+    seconds["nodes"] = len(flatten(step.program).graph.nodes)
     return {**seconds, "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 
 
@@ -55,11 +55,13 @@ def main() -> None:
     parser.add_argument("--dp-shard", type=int, default=2048)
     parser.add_argument("--tp", type=int, default=8)
     parser.add_argument("--seq-len", type=int, default=8192)
+    parser.add_argument("--whole", action="store_true", help="let passes see every layer")
     args = parser.parse_args()
-    found = partition(args.model, args.layers, {"dp_shard": args.dp_shard, "tp": args.tp}, args.seq_len)
+    sizes = {"dp_shard": args.dp_shard, "tp": args.tp}
+    found = partition(args.model, args.layers, sizes, args.seq_len, args.whole)
     peak, nodes = found.pop("peak_bytes"), found.pop("nodes")
     print(f"{args.model}, {args.layers or 'all'} layers, {args.dp_shard * args.tp:,} ranks: {nodes:,.0f} nodes")
-    print("  ".join(f"{name} {s:.1f} s" for name, s in found.items()) + f"  peak {peak / GIB:.2f} GiB")
+    print("  ".join(f"{name} {s:.1f} s" for name, s in found.items() if s >= 0.05) + f"  peak {peak / GIB:.2f} GiB")
 
 
 if __name__ == "__main__":
