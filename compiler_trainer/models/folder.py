@@ -25,7 +25,7 @@ from compiler_trainer.models.weights import InFile, Joined, Made, Stacked, store
 from passes.program.spec import Stored, Value
 
 SHOWN = 3  # tensors named in an error
-ADAPTED, INNER = "base_model.model.", ".base_layer."  # how peft renames what it adapts
+ADAPTED, INNER = "base_model.model.", re.compile(r"(\.base_layer)+\.")  # how peft renames what it adapts
 
 
 def library(name: str = "transformers") -> Any:
@@ -107,13 +107,13 @@ def loss_of(attention: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Te
 def initial(kept: Mapping[str, Stored] | None, module: nn.Module, seed: int) -> Iterator[tuple[str, Value]]:
     """Every parameter and buffer of a skeleton, as the folder has it, or drawn by name where none are `kept`."""
     for name, parameter in module.named_parameters():
-        own = name.removeprefix(ADAPTED).replace(INNER, ".")
+        own = unwrapped(name.removeprefix(ADAPTED))
         if ".lora_" in name or kept is None:
             yield name, drawn(module, name, parameter, seed)
         else:
             yield name, kept[own]
     for name, buffer in module.named_buffers():
-        own = name.removeprefix(ADAPTED).replace(INNER, ".")
+        own = unwrapped(name.removeprefix(ADAPTED))
         yield name, kept[own] if kept is not None and own in kept else buffer
 
 
@@ -153,7 +153,12 @@ def wanted_of(model: nn.Module) -> dict[str, tuple[str, Tensor]]:
 
 def bare(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Names as they were before peft, its own terms left out."""
-    return ((name.replace(INNER, "."), tensor) for name, tensor in named if ".lora_" not in name)
+    return ((unwrapped(name), tensor) for name, tensor in named if ".lora_" not in name)
+
+
+def unwrapped(name: str) -> str:
+    """The name of a parameter as it was before peft put layers around the one that has it, of experts two."""
+    return INNER.sub(".", name)
 
 
 def refuse(folder: Path, what: str, names: list[str], why: str) -> None:

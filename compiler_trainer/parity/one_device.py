@@ -1,4 +1,4 @@
-"""Our decoder as eager PyTorch can train it on a CPU in any dtype.
+"""Our decoder, or one of transformers, as eager PyTorch can train it on a CPU in any dtype.
 
 Experts loop over ordinary products, for grouped ones take no fp64; masks are dense, for FlexAttention has no backward.
 """
@@ -17,6 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from compiler_trainer.models import Llama, attention
 from compiler_trainer.models.experts import Experts, MixtureOfExperts
+from compiler_trainer.models.folder import plain
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -54,6 +55,9 @@ def looped(model: Model) -> Model:
 def on_one_device(model: Model) -> Model:
     """A copy of the model that eager PyTorch can train."""
     model = looped(model)
+    published: Any = plain(model)
+    if hasattr(published, "set_experts_implementation"):  # of transformers
+        published.set_experts_implementation("eager")
     if isinstance(model, Llama) and model.cfg.attention == "documents":
         forward = model.forward
 

@@ -21,27 +21,12 @@ from compiler_trainer.models.folder import library
 from compiler_trainer.models.place import folder_of
 from compiler_trainer.models.weights import ONE_FILE
 from compiler_trainer.places.store import Place
+from compiler_trainer.runs.decoders import as_transformers, form_of
 from compiler_trainer.runs.saved import trained_model
 
 LAST = ("config.json", "adapter_config.json", "config.yaml")
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")  # of a tokenizer.json
 END = "<|endoftext|>"  # what a byte tokenizer ends a document with
-NAMES = {
-    "tok_embeddings": "model.embed_tokens",
-    "attention.wq": "self_attn.q_proj",
-    "attention.wk": "self_attn.k_proj",
-    "attention.wv": "self_attn.v_proj",
-    "attention.wo": "self_attn.o_proj",
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
-    "feed_forward.w1": "mlp.gate_proj",
-    "feed_forward.w2": "mlp.down_proj",
-    "feed_forward.w3": "mlp.up_proj",
-    "attention_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "norm": "model.norm",
-    "output": "lm_head",
-}  # of our parts in transformers' Llama and Qwen3
 
 
 def export_to_store(cfg: Config, url: str, dtype: torch.dtype | None, merge: bool, averaged: bool = False) -> str:
@@ -68,7 +53,7 @@ def export(cfg: Config, out: Path, dtype: torch.dtype | None, merge: bool, avera
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(str(out), "is there already; name a folder that is not, or an empty one")
     if isinstance(cfg.model, ModelConfig):
-        check_decoder(cfg.model)
+        form_of(cfg.model)  # before its weights are read
     if merge and not (isinstance(cfg.model, FolderConfig) and cfg.model.lora):
         raise UserError("--merge", "is for a model with model.lora, and this one has nothing to merge")
     _, module = trained_model(cfg, averaged)
@@ -143,68 +128,6 @@ def untied(module: nn.Module) -> dict[str, Tensor]:
 def converted(value: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Floating numbers in another dtype."""
     return value.to(dtype) if dtype is not None and value.is_floating_point() else value
-
-
-# ---- our decoders as transformers has them ------------------------------------------------------------
-
-
-def check_decoder(cfg: ModelConfig) -> None:
-    """Raise UserError unless transformers' Llama or Qwen3 computes what this decoder does."""
-    beyond = {
-        "model.experts": cfg.experts,
-        "model.latent": cfg.latent,
-        "model.nope_every": cfg.nope_every,
-        "model.qk_norm": cfg.qk_norm if cfg.qk_norm == "plain" else None,
-    }
-    for option, value in beyond.items():
-        if value is not None:
-            raise UserError(option, "is not in transformers' Llama or Qwen3, the forms in which decoders are exported")
-
-
-def as_transformers(cfg: ModelConfig, module: nn.Module) -> Any:
-    """transformers' model of the same sizes, with the same weights: Qwen3 where queries and keys have norms."""
-    transformers = library()
-    kind = "Qwen3" if cfg.qk_norm == "learned" else "Llama"
-    scaling = cfg.rope_scaling
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": cfg.rope_theta}
-    if scaling is not None:
-        rope |= {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_position,
-        }
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=cfg.vocab_size,
-        hidden_size=cfg.dim,
-        intermediate_size=cfg.ffn_dim,
-        num_hidden_layers=cfg.n_layers,
-        num_attention_heads=cfg.n_heads,
-        num_key_value_heads=cfg.n_kv_heads,
-        head_dim=cfg.head_dim or cfg.dim // cfg.n_heads,
-        rms_norm_eps=cfg.norm_eps,
-        rope_parameters=rope,
-        tie_word_embeddings=cfg.tied,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    model = getattr(transformers, f"{kind}ForCausalLM")(config)
-    values = {their_name(name): value for name, value in module.state_dict().items()}
-    if cfg.tied:
-        values["lm_head.weight"] = values["model.embed_tokens.weight"]
-    model.load_state_dict(values)
-    return model
-
-
-def their_name(name: str) -> str:
-    """`layers.3.attention.wq.weight` -> `model.layers.3.self_attn.q_proj.weight`."""
-    owner, _, own = name.rpartition(".")
-    if not owner.startswith("layers."):
-        return f"{NAMES[owner]}.{own}"
-    _, number, part = owner.split(".", 2)
-    return f"model.layers.{number}.{NAMES[part]}.{own}"
 
 
 def write_tokenizer(cfg: Config, out: Path) -> None:

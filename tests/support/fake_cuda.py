@@ -114,15 +114,15 @@ def fake_h100() -> Iterator[list[CachingAutotuner]]:
 
 
 def programs_of(cfg: Config) -> dict[str, Captured]:
-    """The training programs of a job on CUDA, as bodies, of rank 0; its process groups are there and send nothing."""
+    """The training programs of a job on CUDA, as bodies, of all stages; process groups are there and send nothing."""
     mesh = mesh_of(cfg.mesh)
     model = models.build(cfg.model, DTYPES[cfg.train.dtype])
-    shape, masters = (cfg.train.global_batch_size, cfg.train.seq_len), {n: p.dtype for n, p in model.named_parameters()}
+    microbatches, masters = cfg.train.microbatches, {name: p.dtype for name, p in model.named_parameters()}
+    shape = (cfg.train.global_batch_size // microbatches, cfg.train.seq_len)
     batch = {key: torch.empty(shape, dtype=torch.int64, device="meta") for key in models.INPUTS}
     passes = passes_on(cfg.passes, on_gpu=True)
-    pipeline = build_pipeline(passes, cfg.optim, masters, 1)
-    work = Compilation(model, models.loss_fn, batch, mesh, pipeline, passes, torch.device("cuda"))
-    programs = work.train(work.run("forward", pipeline.forward, work.capture()))
+    pipeline = build_pipeline(passes, cfg.optim, masters, microbatches, pp=mesh["pp"], cluster=cfg.cluster)
+    programs = Compilation(model, models.loss_fn, batch, mesh, pipeline, passes, torch.device("cuda")).all_of(evaluate=False)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=mesh.world_size)
     ranks = ProcessRanks(mesh, LowerConfig(), torch.device("cuda"), lambda what: None)
     for program, _ in programs.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import folders
 import pytest
 import torch
 from commands import call
@@ -61,6 +62,14 @@ def test_a_decoder_with_experts_is_compared_by_options_alone(capsys):
     small = ("model.dim=8", "model.n_heads=2", "model.n_kv_heads=1", "model.ffn_dim=8", "model.n_layers=2")
     experts = ("model.experts.count=4", "model.experts.top_k=2", "model.experts.width=6", "model.experts.balance_loss=0")
     assert call("check-model", "model=moe_debug", *small, *experts, "mesh.dp_shard=2", "mesh.ep=2") == 0
+    assert "right, off by " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mesh", [("mesh.dp_shard=2", "mesh.ep=2"), ("mesh.dp_shard=2", "mesh.tp=2")], ids="_".join)
+def test_experts_of_transformers_are_compared_and_adapted_by_lora_as_other_layers(mesh, capsys):
+    """peft puts two layers around them, one a weight."""
+    given = ("check-model", "model=hf", f"model.path={folders.folder('mixtral')}")
+    assert call(*given, "+model.lora.rank=4", "model.lora.targets=[all-linear]", *mesh) == 0
     assert "right, off by " in capsys.readouterr().out
 
 

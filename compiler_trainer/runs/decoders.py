@@ -1,0 +1,196 @@
+"""Our decoders as transformers has them: Llama, Qwen3, Mixtral, Qwen3-MoE and DeepSeek-V3.
+
+    layers.3.attention.wq.weight          model.layers.3.self_attn.q_proj.weight
+    layers.3.feed_forward.experts.w1, w3  model.layers.3.mlp.experts.gate_up_proj, one above the other
+
+Which form a decoder has its options say: latent attention is DeepSeek-V3's, norms of queries and keys are Qwen3's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import ExpertsConfig, LatentConfig, ModelConfig
+from compiler_trainer.models.folder import library
+
+FORMS = "transformers' Llama, Qwen3, Mixtral, Qwen3-MoE or DeepSeek-V3"
+NAMES = {
+    "tok_embeddings": "model.embed_tokens",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "attention.wq.0": "self_attn.q_a_proj",
+    "attention.wq.1": "self_attn.q_a_layernorm",
+    "attention.wq.2": "self_attn.q_b_proj",
+    "attention.wkv_a": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_norm": "self_attn.kv_a_layernorm",
+    "attention.wkv_b": "self_attn.kv_b_proj",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "feed_forward.router": "mlp.gate",
+    "feed_forward.experts": "mlp.experts",
+    "feed_forward.shared.w1": "mlp.shared_experts.gate_proj",
+    "feed_forward.shared.w2": "mlp.shared_experts.down_proj",
+    "feed_forward.shared.w3": "mlp.shared_experts.up_proj",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "norm": "model.norm",
+    "output": "lm_head",
+}  # of our parts in all of these
+OF_TRAINING = ("load", "auxiliary")  # what a router holds for its own balance
+
+
+def form_of(cfg: ModelConfig) -> str:
+    """The form that computes what this decoder does; raises UserError naming the option that none has."""
+    form = "Llama" if cfg.experts is None else "Mixtral"
+    if cfg.qk_norm == "learned":
+        form = "Qwen3" if cfg.experts is None else "Qwen3Moe"
+    if cfg.latent is not None:
+        form = "DeepseekV3"
+    if unlike := next(beyond(cfg, form), None):
+        raise UserError(unlike, f"is of no form in which decoders are exported: {FORMS}")
+    return form
+
+
+def beyond(cfg: ModelConfig, form: str) -> Iterator[str]:
+    """The options of a decoder that a form does not have."""
+    if cfg.nope_every is not None:
+        yield "model.nope_every"
+    if cfg.qk_norm == "plain" or cfg.latent is not None and cfg.qk_norm != "none":
+        yield "model.qk_norm"
+    if cfg.latent is not None and cfg.rope_scaling is not None:
+        yield "model.rope_scaling"
+    if cfg.experts is not None:
+        yield from (f"model.experts.{name}" for name in beyond_experts(cfg.experts, form))
+
+
+def beyond_experts(experts: ExpertsConfig, form: str) -> Iterator[str]:
+    """The options of experts that a form does not have."""
+    if experts.weigh != "output":
+        yield "weigh"
+    if experts.score != ("sigmoid" if form == "DeepseekV3" else "softmax"):
+        yield "score"
+    if form == "DeepseekV3":
+        yield from ["every"] * (experts.every > 1)
+        return
+    fixed = {"groups": 1, "shared": 0, "scale": 1.0, "bias_rate": 0.0}
+    if form == "Mixtral":
+        fixed |= {"normalize": True, "dense_layers": 0, "every": 1}
+    yield from (name for name, value in fixed.items() if getattr(experts, name) != value)
+
+
+def as_transformers(cfg: ModelConfig, module: nn.Module) -> Any:
+    """transformers' model of the same sizes, with the same weights."""
+    form, transformers = form_of(cfg), library()
+    config = getattr(transformers, f"{form}Config")(**sizes(cfg) | further_sizes(cfg, form))
+    model = getattr(transformers, f"{form}ForCausalLM")(config)
+    values = dict(their_values(cfg, module.state_dict()))
+    if cfg.tied:
+        values["lm_head.weight"] = values["model.embed_tokens.weight"]
+    if cfg.latent is not None:  # corrections where there are none, shared experts without features
+        states = model.state_dict().items()
+        values = {n: torch.zeros_like(v) for n, v in states if n.endswith("_bias") or not v.numel()} | values
+    model.load_state_dict(values)
+    return model
+
+
+def sizes(cfg: ModelConfig) -> dict[str, Any]:
+    """The options that all forms have."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": cfg.rope_theta}
+    if (scaling := cfg.rope_scaling) is not None:
+        rope |= {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_position,
+        }
+    return {
+        "vocab_size": cfg.vocab_size,
+        "hidden_size": cfg.dim,
+        "intermediate_size": cfg.ffn_dim,
+        "num_hidden_layers": cfg.n_layers,
+        "num_attention_heads": cfg.n_heads,
+        "num_key_value_heads": cfg.n_kv_heads,
+        "head_dim": cfg.head_dim or cfg.dim // cfg.n_heads,
+        "rms_norm_eps": cfg.norm_eps,
+        "rope_parameters": rope,
+        "tie_word_embeddings": cfg.tied,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+
+
+def further_sizes(cfg: ModelConfig, form: str) -> dict[str, Any]:
+    """Those that one form has, or has in another way."""
+    found: dict[str, Any] = {}
+    dense = [n for n in range(cfg.n_layers) if cfg.experts is None or not cfg.experts.are_in(n)]
+    if (latent := cfg.latent) is not None:
+        found |= {
+            "num_key_value_heads": cfg.n_heads,
+            "head_dim": latent.rope_dim,
+            "q_lora_rank": latent.q_rank,
+            "kv_lora_rank": latent.kv_rank,
+            "qk_nope_head_dim": latent.nope_dim,
+            "qk_rope_head_dim": latent.rope_dim,
+            "v_head_dim": latent.v_dim,
+            "first_k_dense_replace": len(dense),
+        }
+    if (experts := cfg.experts) is None:
+        return found
+    found["num_experts_per_tok"] = experts.top_k
+    if form == "Mixtral":
+        return found | {"num_local_experts": experts.count, "intermediate_size": experts.width}
+    found |= {"moe_intermediate_size": experts.width, "norm_topk_prob": experts.normalize}
+    if form == "Qwen3Moe":
+        return found | {"num_experts": experts.count, "mlp_only_layers": dense}
+    groups = {"n_group": experts.groups, "topk_group": experts.top_groups}
+    counts = {"n_routed_experts": experts.count, "n_shared_experts": experts.shared}
+    return found | groups | counts | {"routed_scaling_factor": experts.scale}
+
+
+def their_values(cfg: ModelConfig, ours: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Names and values as transformers has them."""
+    for name, value in ours.items():
+        owner, _, own = name.rpartition(".")
+        if own in OF_TRAINING and owner.endswith(".router"):
+            continue
+        if owner.endswith(".experts"):
+            if own != "w3":  # it comes with w1
+                gates = torch.cat([value, ours[f"{owner}.w3"]], -1) if own == "w1" else value
+                yield f"{their_name(owner)}.{'gate_up' if own == 'w1' else 'down'}_proj", gates.mT.contiguous()
+        elif own == "correction":
+            yield f"{their_name(owner)}.e_score_correction_bias", value
+        else:
+            latent = cfg.latent if owner.startswith("layers.") else None
+            yield f"{their_name(owner)}.{own}", value if latent is None else in_pairs(cfg, latent, owner, value)
+
+
+def their_name(owner: str) -> str:
+    """`layers.3.attention.wq` -> `model.layers.3.self_attn.q_proj`."""
+    if not owner.startswith("layers."):
+        return NAMES[owner]
+    _, number, part = owner.split(".", 2)
+    return f"model.layers.{number}.{NAMES[part]}"
+
+
+def in_pairs(cfg: ModelConfig, latent: LatentConfig, owner: str, weight: Tensor) -> Tensor:
+    """A weight with its rotating features in DeepSeek's order, in which 2i and 2i + 1 turn together."""
+    queries = "attention.wq" if latent.q_rank is None else "attention.wq.2"
+    if not owner.endswith((queries, "attention.wkv_a")):
+        return weight
+    heads = cfg.n_heads if owner.endswith(queries) else 1
+    of_head = weight.unflatten(0, (heads, -1))
+    still, turning = of_head.split([of_head.shape[1] - latent.rope_dim, latent.rope_dim], 1)
+    turning = turning.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+    return torch.cat([still, turning], 1).flatten(0, 1)
