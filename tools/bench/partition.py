@@ -25,7 +25,9 @@ from passes.program.mesh import Mesh
 GIB = 2**30
 
 
-def partition(model_name: str, layers: int | None, sizes: dict[str, int], seq_len: int, whole: bool) -> dict[str, float]:
+def partition(
+    model_name: str, layers: int | None, sizes: dict[str, int], seq_len: int, whole: bool
+) -> dict[str, float]:
     """Seconds of all cores of capture, of each pass and in all, operators of the step, and peak resident bytes."""
     job = typed(compose([f"model={model_name}", f"passes.fold_layers={not whole}", "passes.cast.param_dtype=bfloat16"]))
     assert isinstance(job.model, ModelConfig), "a folder has layers of its own"

@@ -236,6 +236,7 @@ def test_the_likeliest_tokens_are_those_of_the_model(kind, run, trained):
 
 
 def test_transformers_draws_from_its_cache_what_it_is_told_to(run, trained, monkeypatch):
+    path = trained("folder")  # before what it calls is watched
     seen, forward = [], transformers.Qwen3ForCausalLM.forward
 
     def watched(self, input_ids=None, **given):
@@ -243,7 +244,7 @@ def test_transformers_draws_from_its_cache_what_it_is_told_to(run, trained, monk
         return forward(self, input_ids=input_ids, **given)
 
     monkeypatch.setattr(transformers.Qwen3ForCausalLM, "forward", watched)
-    say = partial(run, "generate", trained("folder"), "--prompt", "ab", "--tokens", 6)
+    say = partial(run, "generate", path, "--prompt", "ab", "--tokens", 6)
     likeliest = say("--temperature", 0)
     assert seen == [2, 1, 1, 1, 1, 1]
     assert likeliest == say("--top-k", 1) == say("--top-p", 1e-6) != say("--temperature", 9, "--seed", 1)
