@@ -73,7 +73,7 @@ SHOWN = {  # what PyTorch asks of CUDA in Python
     "is_bf16_supported": lambda *_, **__: True,
     "synchronize": lambda *_: None,
 }
-EXTERN = ("attention", "_scaled_mm")  # what CUDA has kernels of its own for, to be told by name
+EXTERN = ("attention", "_scaled_mm", "grouped_mm")  # what CUDA has kernels of its own for, to be told by name
 
 
 class Driver:
