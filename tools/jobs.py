@@ -110,7 +110,7 @@ def drawn(rng: random.Random, library: Path) -> tuple[list[str], int]:
     options = [*model_of(rng, kind, library), *data_of(rng, data, library, kind in ("folder", "lora"))]
     mesh = mesh_of(rng, ranks, experts=kind == "experts")
     options += [*mesh, f"train.microbatches={microbatches}", f"train.global_batch_size={rng.choice((4, 8))}"]
-    options += [f"train.seq_len={160 if data == 'pairs' else rng.choice((64, 65, 96))}"]
+    options += [f"train.seq_len={256 if data == 'pairs' else rng.choice((64, 65, 96))}"]
     options += [f"optim={rng.choice(('adamw', 'adamw', 'sgd', 'muon', 'adamw8bit'))}", "optim.block=16"]
     options += [f"passes.remat.policy={rng.choice(('selective', 'none', 'full', 'offload', 'attention'))}"]
     seldom = {
@@ -136,6 +136,7 @@ def model_of(rng: random.Random, kind: str, library: Path) -> list[str]:
     options += ["model.tied=true"] * (rng.random() < 0.3) + ["model.qk_norm=learned"] * (kind != "latent")
     if kind == "experts":
         options += ["model.experts.count=4", "model.experts.top_k=2", "model.experts.width=24"]
+        options += ["model.experts.balance_loss=0.0", f"model.experts.shared={rng.choice((0, 0, 1))}"]
     if kind == "latent":
         sizes = {"kv_rank": 16, "nope_dim": 8, "rope_dim": 4, "v_dim": 8}
         options += [f"+model.latent.{name}={size}" for name, size in sizes.items()]

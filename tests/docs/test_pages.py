@@ -23,6 +23,7 @@ from compiler_trainer.config.schema import Config, ExpertsConfig, LatentConfig, 
 from compiler_trainer.training.load import unevenness
 from compiler_trainer.training.pace import RANKS
 from compiler_trainer.training.speed import speed
+from tools.parity.models.kind import MEANS
 
 named = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 
@@ -85,7 +86,7 @@ def test_values_after_an_option_are_its_defaults(page):
 def test_choices_that_a_page_names_are_there(page):
     kinds = [path.name for path in CONF.iterdir() if path.is_dir() and path.name != "__pycache__"]
     for group, choice in re.findall(rf"(?<![\w.=])({'|'.join(kinds)})=([a-z0-9_]+)\b(?![./])", page.read_text()):
-        own = {"desk", "reader", "hf", "decoder", "auto", "masked", "rows"}  # the last two are losses of parity's own
+        own = {"desk", "reader", "hf", "decoder", "auto", "rows", *MEANS}  # the last are losses of parity's own
         assert choice in own or (CONF / group / f"{choice}.yaml").exists(), f"{page.name}: {group}={choice}"
 
 
