@@ -139,7 +139,7 @@ def model_of(rng: random.Random, kind: str, library: Path) -> list[str]:
         options += ["model.experts.balance_loss=0.0", f"model.experts.shared={rng.choice((0, 0, 1))}"]
     if kind == "latent":
         sizes = {"kv_rank": 16, "nope_dim": 8, "rope_dim": 4, "v_dim": 8}
-        options += [f"+model.latent.{name}={size}" for name, size in sizes.items()]
+        options += ["model.norm_eps=1e-6", *(f"+model.latent.{name}={size}" for name, size in sizes.items())]
     return options
 
 

@@ -46,6 +46,7 @@ NAMES = {
     "norm": "model.norm",
     "output": "lm_head",
 }  # of our parts in all of these
+INNER_EPS = 1e-6  # of DeepSeek-V3's norms within attention, whatever its config.json says
 OF_TRAINING = ("load", "auxiliary")  # what a router holds for its own balance
 
 
@@ -69,6 +70,8 @@ def beyond(cfg: ModelConfig, form: str) -> Iterator[str]:
         yield "model.qk_norm"
     if cfg.latent is not None and cfg.rope_scaling is not None:
         yield "model.rope_scaling"
+    if cfg.latent is not None and cfg.norm_eps != INNER_EPS:
+        yield "model.norm_eps"
     if cfg.experts is not None:
         yield from (f"model.experts.{name}" for name in beyond_experts(cfg.experts, form))
 

@@ -14,8 +14,8 @@ from compiler_trainer.models.llama import Llama
 from compiler_trainer.runs.decoders import as_transformers, form_of
 
 PLAIN = ModelConfig(dim=24, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=40, vocab_size=61)
+NARROW = replace(PLAIN, norm_eps=1e-6, latent=LatentConfig(kv_rank=12, nope_dim=6, rope_dim=4, v_dim=8))
 FEW = ExpertsConfig(count=4, top_k=2, width=20)
-LATENT = LatentConfig(kv_rank=12, nope_dim=6, rope_dim=4, v_dim=8)
 SIGMOID = ExpertsConfig(count=8, top_k=3, width=20, shared=2, dense_layers=1, score="sigmoid", groups=4, top_groups=2,
                         scale=2.5, bias_rate=0.1)  # fmt: skip
 FORMS = {
@@ -25,21 +25,22 @@ FORMS = {
     "Mixtral": replace(PLAIN, experts=replace(FEW, balance_loss=0.1)),
     "Qwen3Moe": replace(PLAIN, qk_norm="learned", experts=replace(FEW, dense_layers=1, every=2)),
     "Qwen3Moe, shares as they are": replace(PLAIN, qk_norm="learned", tied=True, experts=replace(FEW, normalize=False)),
-    "DeepseekV3": replace(PLAIN, latent=replace(LATENT, q_rank=10), experts=SIGMOID),
+    "DeepseekV3": replace(NARROW, latent=replace(NARROW.latent, q_rank=10), experts=SIGMOID),
     "DeepseekV3, one group, uncorrected": replace(
-        PLAIN, latent=LATENT, experts=replace(SIGMOID, groups=1, top_groups=1, bias_rate=0.0, shared=0, dense_layers=0)
+        NARROW, experts=replace(SIGMOID, groups=1, top_groups=1, bias_rate=0.0, shared=0, dense_layers=0)
     ),
-    "DeepseekV3, no experts": replace(PLAIN, latent=LATENT, tied=True),
+    "DeepseekV3, no experts": replace(NARROW, tied=True),
 }
 OF_NONE = {
     "model.qk_norm": replace(PLAIN, qk_norm="plain"),
+    "model.norm_eps": replace(NARROW, norm_eps=1e-5),
     "model.nope_every": replace(PLAIN, nope_every=2),
-    "model.rope_scaling": replace(PLAIN, latent=LATENT, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8)),
+    "model.rope_scaling": replace(NARROW, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8)),
     "model.experts.weigh": replace(PLAIN, experts=replace(FEW, weigh="input")),
     "model.experts.score": replace(PLAIN, experts=replace(FEW, score="sigmoid")),
     "model.experts.shared": replace(PLAIN, qk_norm="learned", experts=replace(FEW, shared=1)),
     "model.experts.dense_layers": replace(PLAIN, experts=replace(FEW, dense_layers=1)),
-    "model.experts.every": replace(PLAIN, latent=LATENT, experts=replace(SIGMOID, every=2)),
+    "model.experts.every": replace(NARROW, experts=replace(SIGMOID, every=2)),
 }
 
 
@@ -64,7 +65,7 @@ def test_a_form_has_the_logits_of_the_decoder(name, tmp_path):
         wanted = ours(tokens, torch.arange(13).expand(2, -1))
         found = theirs(tokens).logits
     assert type(theirs).__name__ == f"{form_of(cfg)}ForCausalLM"
-    assert (found - wanted).abs().max() < 2e-5 * wanted.abs().max()
+    assert (found - wanted).abs().max() < 3e-6 * wanted.abs().max()
 
 
 @pytest.mark.parametrize("option", OF_NONE)
