@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from tools.models.case import MESHES, Entry
-from tools.models.judge import EXACT, HALF, NOISE, ROUNDED, SINGLE, Record
+from tools.models.judge import AS_PLAIN, EXACT, HALF, NOISE, ROUNDED, SINGLE, Record
 
 FEW = 0.1  # of all models; a mesh with fewer has a table of its own
 VERDICTS = ("right", "refused", "wrong", "crash", "time-out", "unbuilt")
@@ -20,8 +20,9 @@ in fp64.
 - right: loss, gradient norm, all parameters and buffers agree after each step to {EXACT:.0e}, absolutely or
   relatively; to {ROUNDED:.0e} where the model itself computes parts in fp32 ("r"), to {SINGLE:.0e} where PyTorch or the
   model takes no fp64 ("s"). In bf16 (`passes.cast.param_dtype`, and what batches have of floating numbers) loss and
-  gradient norm agree to {HALF:.0e} with those of the plain model. A percentage stands for right: it is the share of its
-  parameters that a rank stores.
+  gradient norm agree to {HALF:.0e} with those of the plain model, or are at most twice as far off as eager PyTorch's
+  with all of the model in bf16 ("h": batch norm of three rows, gradients of thousands). A percentage stands for right:
+  it is the share of its parameters that a rank stores.
 - wrong: they do not. refused: an error that names a field, a node or a line of the model. crash: any other. time-out:
   a limit of time was passed. unbuilt: the model or its plain training fails by itself, or its library is missing.
 - gathered: operators for which activations that the ranks of an axis of the data share out are gathered, so that every
@@ -87,7 +88,8 @@ def cell(record: Record | None) -> str:
         return ""
     if record["verdict"] != "right":
         return record["verdict"]
-    return f"{record['share']:.0%}{ {EXACT: '', ROUNDED: ' r', SINGLE: ' s', HALF: ''}[record['tolerance']]}"
+    marks = {EXACT: "", ROUNDED: " r", SINGLE: " s", HALF: "", AS_PLAIN: " h"}
+    return f"{record['share']:.0%}{marks[record['tolerance']]}"
 
 
 def operators(entry: Entry, known: Mapping[tuple[str, str], Record]) -> str:
