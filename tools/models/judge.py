@@ -34,6 +34,7 @@ ADAMW: dict[str, Any] = {"betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.1}
 NOISE = 0.02  # added to all parameters: many libraries begin with zeros, behind which nothing can be seen
 EXACT, ROUNDED, SINGLE = 1e-8, 1e-5, 1e-4  # tolerances: in fp64; with parts in fp32 (norms, rotations); all in fp32
 HALF, HALF_SAYS = 5e-2, ("loss", "grad_norm")  # in bf16, of these alone, against the plain model's
+ROUNDINGS = 4
 AS_PLAIN = -1.0  # stands for twice as far as eager PyTorch is off with the model in bf16
 
 
@@ -136,13 +137,26 @@ def on_mesh(case: Case, mesh: str, plain: Found, tolerances: Sequence[float]) ->
 
 
 def plainly_rounded(case: Case, plain: Found) -> float:
-    """How far eager PyTorch itself is off with the whole model in bf16, at worst and relatively; 0 if it cannot run."""
+    """How far eager PyTorch itself is off with the whole model in bf16, at worst and relatively; 0 if it cannot run.
+
+    Rounding is a matter of chance: each parameter is moved by up to its last bit first, in several ways.
+    """
     try:
-        found = trained_plainly(replace(case, model=copy.deepcopy(case.model).bfloat16()))
+        found = [trained_plainly(replace(case, model=moved(case.model, seed).bfloat16())) for seed in range(ROUNDINGS)]
     except Exception:
         return 0.0
-    pairs = [(ours[name], theirs[name]) for ours, theirs in zip(found, plain) for name in HALF_SAYS]
+    pairs = [(ours[n], theirs[n]) for run in found for ours, theirs in zip(run, plain) for n in HALF_SAYS]
     return max(abs(float(a) - float(b)) / (1 + abs(float(b))) for a, b in pairs)
+
+
+@torch.no_grad()
+def moved(model: nn.Module, seed: int) -> nn.Module:
+    """A copy whose parameters differ by up to the last bit of bf16."""
+    generator, model = torch.Generator().manual_seed(seed), copy.deepcopy(model)
+    for parameter in model.parameters():
+        noise = 2 * torch.rand(parameter.shape, generator=generator).to(parameter.dtype) - 1
+        parameter.mul_(1 + torch.finfo(torch.bfloat16).eps / 2 * noise)
+    return model
 
 
 def trained(step: Step, case: Case) -> Found:
