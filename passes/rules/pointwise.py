@@ -37,7 +37,6 @@ LINEAR = {
 }
 MOVES = {"clone", "contiguous", "alias"}
 UNDEFINED = {"empty_like"}  # what they yield is whatever lay in memory, which differs from call to call
-LARGEST, HUGE = 1e30, 2  # a number above it may be infinite in another dtype, or twice over
 # What padding must hold (operand -> value) lest the result or its gradient be infinite.
 SAFE = {
     "log": {0: 1.0},
@@ -131,18 +130,13 @@ def _safe(node: fx.Node, name: str) -> dict[int, float]:
     if name == "masked_fill":
         return {1: 0.0}
     if name == "where":
-        first, second = map(_danger, node.args[1:3])
-        return {} if first == second else {0: float(first < second)}
-    if name == "mul" and _danger(node.args[1]) == HUGE:
-        return {0: 0.0}
+        return {0: float(_is_single(node.args[2]))} if _is_single(node.args[1]) != _is_single(node.args[2]) else {}
     return SAFE.get(name, {})
 
 
-def _danger(value: object) -> int:
-    """How likely an argument is what a mask puts in, infinite or made so where a number is added or cast: 0 to HUGE."""
-    if isinstance(value, fx.Node):
-        return int(ir.example(value).numel() == 1)
-    return 0 if isinstance(value, (int, float)) and abs(value) <= LARGEST else HUGE
+def _is_single(value: object) -> bool:
+    """Whether an argument is a number, or a tensor of one: perhaps the infinity that a mask puts in."""
+    return not isinstance(value, fx.Node) or ir.example(value).numel() == 1
 
 
 def rules() -> dict[str, RuleMaker]:

@@ -171,6 +171,11 @@ def join(node: fx.Node) -> Rule:
     )
 
 
+# A row of padding sees nothing: all of its scores may be infinite, by a mask that is cast or added twice, and what
+# softmax makes of these, NaN, would reach the weights as NaN times zero.
+SOFTMAX = frozenset({"softmax", "_softmax", "log_softmax", "_log_softmax"})
+
+
 def along_dim(node: fx.Node) -> Rule:
     """cumsum, softmax, sort, roll, fft...: an operator along one dim, which must be whole; the others are free."""
     operands = tensor_operands(node)
@@ -190,6 +195,7 @@ def along_dim(node: fx.Node) -> Rule:
         tuple(results),
         sizes,
         whole=frozenset([f"d{i}" for i in along] + [n for n in sizes if n.startswith("o")]),
+        pad_safe={0: 0.0} if name_of(node) in SOFTMAX else {},
     )
 
 

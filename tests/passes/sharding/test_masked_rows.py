@@ -17,6 +17,10 @@ MASKED = {
     "the least number added": lambda scores, seen: (scores + torch.where(seen, ZERO, MIN)).float(),
     "times the least number": lambda scores, seen: (scores + (1.0 - seen.to(F64)) * MIN).float(),
     "the least number twice": lambda scores, seen: scores + 2 * torch.where(seen, ZERO, MIN),
+    "a tensor of least numbers": lambda scores, seen: (
+        scores + torch.where(seen.expand_as(scores), torch.zeros_like(scores), torch.full_like(scores, MIN))
+    ).float(),
+    "the lesser of two": lambda scores, seen: torch.minimum(scores, torch.where(seen, 9.0, ZERO + MIN)).float(),
 }
 
 
