@@ -11,6 +11,7 @@ from pathlib import Path
 
 from compiler_trainer.cli.ends import end, refuse
 from compiler_trainer.cli.extras import not_installed
+from compiler_trainer.cli.imports import unwatched
 from compiler_trainer.cli.table import VERBS, usage
 from compiler_trainer.config.errors import STOPPED, RunError, UserError
 
@@ -66,7 +67,8 @@ def act(arguments: list[str]) -> int | None:
     else:
         if sys.stdout.isatty():
             print("starting", flush=True)  # what is imported next takes seconds
-        from compiler_trainer.cli import app
+        with unwatched():
+            from compiler_trainer.cli import app
 
         app.main()
     return None

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from compiler_trainer.cli.imports import unwatched
 from compiler_trainer.config.errors import RunError, UserError
 from compiler_trainer.config.schema import Config, is_open
 from compiler_trainer.console import say
@@ -46,8 +47,9 @@ def on_ranks(cfg: Config, callbacks: Sequence[Callback] = ()) -> float:
 
 def trained(cfg: Config, callbacks: Sequence[Callback]) -> float:
     """Train; raises RunError where memory does not hold it, once the first rank to find that has said what helps."""
-    from compiler_trainer.training.exhausted import failure_of, let_go
-    from compiler_trainer.training.trainer import train
+    with unwatched():
+        from compiler_trainer.training.exhausted import failure_of, let_go
+        from compiler_trainer.training.trainer import train
 
     try:
         return train(cfg, remark, callbacks)

@@ -47,11 +47,13 @@ class Reporter:
     is_read: bool = False
     read_from: str = ""  # the folder
 
-    def add(self, stage: str, records: Iterable[PassRecord]) -> None:
-        """Record the passes of one program."""
+    def add(self, stage: str, records: Iterable[PassRecord], took: float) -> None:
+        """Record the passes of one program, and what of the seconds that they took was for checks and dumps."""
         for record in records:
             self.seconds[f"{stage}.{record.name}"] = record.seconds
             self.passes.append({"program": stage, **record.as_dict()})
+            took -= record.seconds
+        self.seconds["checks"] = self.seconds.get("checks", 0.0) + took
 
     def time(self, name: str, work: Callable[[], T]) -> T:
         """Do something and record how long it took."""

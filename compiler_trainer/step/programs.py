@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -109,11 +110,12 @@ class Compilation:
             steps = (*steps, self.pipeline.unfold)
         how: dict[str, Any] = {"verify": self.options.verify, "observe": self.observe, "inputs": self.whole}
         how |= {"known": known, "tell": lambda what: self.tell(f"{stage}: {what}")}
+        began = time.perf_counter()
         try:
             program, records = run_passes(stage, steps, given.program, given.ctx, **how)
         except ir.Refused as error:
             raise UserError(*str(error).split(": ", 1)) from error
-        self.report.add(stage, records)
+        self.report.add(stage, records, time.perf_counter() - began)
         self.results[stage] = records[-1].results if records else {}
         return Captured(program, given.ctx)
 

@@ -14,6 +14,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from os.path import commonprefix
 from pathlib import Path
@@ -131,7 +132,7 @@ def stored_or_made(shelf: Shelf | None, what: Callable[[], MadeOf], make: Callab
     if made_of and found:
         check_same(made_of.key, found[0], programs)
     elif made_of:
-        why = keep(shelf, made_of, programs, report)
+        why = report.time("store", partial(keep, shelf, made_of, programs, report))
     if why:
         report.notes.append(f"the program is not stored: {why}")
     return programs, report

@@ -194,6 +194,13 @@ def stored_or_compiled(
     return found
 
 
+def get_ready() -> None:
+    """Begin beside capture, where all has to be compiled: what was compiled before is loaded without Inductor."""
+    untouched()
+    if not kept().folder.is_dir():
+        begin()
+
+
 @cache
 def begin() -> tuple[Future[None], Future[None]]:
     """Get ready for C++ kernels in a thread, once a process: what to lower waits for, and what kernels wait for."""

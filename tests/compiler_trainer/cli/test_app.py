@@ -73,6 +73,9 @@ def test_the_default_job_is_the_defaults_and_three_recipes(command):
     assert cfg == dataclasses.replace(Config(), **recipes)
 
 
+DOCUMENTS = "model.attention=documents"
+
+
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
 @pytest.mark.sample(4)
 def test_every_choice_trains_under_its_own_name(command, group, choice):
@@ -82,11 +85,15 @@ def test_every_choice_trains_under_its_own_name(command, group, choice):
         "hf_dataset": "data.path=folder",
         "tokens": "data.tokens=folder",
         "hf": "model.path=folder",
+        "dpo": ("data=text", "data.files=[a]", "data.tokenizer=T", "data.chat=true", "data.pairs=true", DOCUMENTS),
         "custom": f"{group}._target_=my.Own",
     }
-    (cfg,) = command(f"{group}={choice}", *filter(None, [needed.get(choice)]))
+    further = needed.get(choice, ())
+    (cfg,) = command(f"{group}={choice}", *([further] if isinstance(further, str) else further))
     chosen = getattr(cfg, group)
-    if group == "model" and choice == "custom":
+    if group == "loss":
+        assert chosen == ({} if choice == "cross_entropy" else {"name": choice})
+    elif group == "model" and choice == "custom":
         assert chosen == {"_target_": "my.Own"}
     else:
         assert chosen.name == choice and (choice != "custom" or chosen._target_ == "my.Own")

@@ -13,7 +13,7 @@ from compiler_trainer.config.schema import AUTOMATIC, closed, is_open, open_axes
 from compiler_trainer.config.validate import validate
 
 RECIPES = sorted(path.stem for path in Path(CONF, "recipe").glob("*.yaml"))
-TUNING = ("finetune", "lora")
+TUNING = ("finetune", "lora", "dpo")
 SHAPED = [name for name in RECIPES if name not in (*TUNING, "pretrain")]
 
 
