@@ -91,8 +91,8 @@ def test_every_choice_trains_under_its_own_name(command, group, choice):
     further = needed.get(choice, ())
     (cfg,) = command(f"{group}={choice}", *([further] if isinstance(further, str) else further))
     chosen = getattr(cfg, group)
-    if group == "loss":
-        assert chosen == ({} if choice == "cross_entropy" else {"name": choice})
+    if choice == "cross_entropy":
+        assert chosen == {}
     elif group == "model" and choice == "custom":
         assert chosen == {"_target_": "my.Own"}
     else:
