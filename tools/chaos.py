@@ -14,6 +14,7 @@ import faulthandler
 import multiprocessing
 import os
 import random
+import re
 import resource
 import signal
 import socket
@@ -27,6 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -48,7 +50,7 @@ from compiler_trainer.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from compiler_trainer.training import owner
+from compiler_trainer.training import owner, phases
 from compiler_trainer.training.metrics import FILE, read
 from compiler_trainer.training.pace import RANKS
 from compiler_trainer.training.trainer import train
@@ -98,9 +100,11 @@ def main() -> None:
             if wrong:
                 said = (last_words(folder, r) for r in range(given.ranks))
                 print(*said, sep="\n----\n", flush=True)
+        restarts = restarted(Path(scratch))
     counts = ", ".join(f"{count} {what}" for what, count in tally.happened.items())
     counts = f"{counts}; {tally.in_a_save} in a save, {tally.stops} times all ranks saved and stopped"
     print(f"{given.trials} trials, {counts}: {tally.wrong} with other bits")
+    print(restarts)
     sys.exit(1 if tally.wrong else 0)
 
 
@@ -257,6 +261,7 @@ def run(cfg: Config, rank: int, ranks: int, port: int, folder: Path, patience_s:
     os.dup2(said.fileno(), 2)
     said.close()
     owner.PATIENCE_S = patience_s
+    next(phases.runs)  # seconds count from now, not from imports before the fork
     faulthandler.enable()  # for a rank that hangs
     torch.set_num_threads(1)
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
@@ -288,6 +293,13 @@ def log_of(folder: Path, rank: int) -> Path:
 def last_words(folder: Path, rank: int) -> str:
     """The end of what a rank said; several threads that fail at once may cut each other's characters."""
     return log_of(folder, rank).read_text(errors="replace")[-SAID:]
+
+
+def restarted(scratch: Path) -> str:
+    """How long ranks that started again took to their first step, imports apart: a fork has them."""
+    said = "".join(log.read_text(errors="replace") for log in scratch.glob("*.0.log"))
+    seconds = [float(found) for found in re.findall(r"^restarted in ([\d.]+) s", said, re.MULTILINE)] or [0.0]
+    return f"{len(seconds)} restarts: median {median(seconds):.1f} s to the first step, at most {max(seconds):.1f} s"
 
 
 def is_done(folder: Path) -> bool:

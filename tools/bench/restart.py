@@ -1,7 +1,7 @@
 """How long a job takes to its first step, by depth: `python -m tools.bench.restart --layers 4,12,24`.
 
-The command itself, in a process of its own: cold with an empty cache; warm, with compiled bodies and no programs; and
-restarted, with both. Seconds by the clock and of all cores, beside those of `import torch`, in turns.
+The command itself, in processes of its own: cold with an empty cache; warm, with compiled bodies and no programs; and
+restarted, with both. Seconds of all cores, with `--ranks` of rank 0, beside those of `import torch`, in turns.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", default="4,12,24")
     parser.add_argument("--rounds", type=int, default=3, help="warm starts and restarts of each depth, in turns")
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("overrides", nargs="*", help="options of the trainer")
     args = parser.parse_args()
-    print("| layers | import torch, CPU s | cold | warm | restart | warm / cold | restart above import torch |")
+    print("| layers | import torch | cold | warm | restart | warm / cold | restart above import torch |")
     print("|---" * 7 + "|")
     for layers in map(int, args.layers.split(",")):
         with tempfile.TemporaryDirectory() as scratch:
             options = [*DEFAULTS, *args.overrides, f"model.n_layers={layers}"]
-            print(row(layers, args.rounds, options, Path(scratch)), flush=True)
+            print(row(layers, args.rounds, args.ranks, options, Path(scratch)), flush=True)
 
 
-def row(layers: int, rounds: int, options: list[str], scratch: Path) -> str:
+def row(layers: int, rounds: int, ranks: int, options: list[str], scratch: Path) -> str:
     """A depth: medians of seconds of all cores."""
-    found: dict[str, list[float]] = {"cold": [start(options, scratch)]}
+    found: dict[str, list[float]] = {"cold": [start(options, ranks, scratch)]}
     for _ in range(rounds):
         shutil.rmtree(scratch / "cache" / "programs")
-        found.setdefault("warm", []).append(start(options, scratch))
-        found.setdefault("restart", []).append(start(options, scratch))
+        found.setdefault("warm", []).append(start(options, ranks, scratch))
+        found.setdefault("restart", []).append(start(options, ranks, scratch))
         found.setdefault("torch", []).append(importing())
     seconds = {name: median(values) for name, values in found.items()}
     shown = [f"{seconds[name]:.1f}" for name in STARTS]
@@ -51,12 +52,13 @@ def row(layers: int, rounds: int, options: list[str], scratch: Path) -> str:
     return f"| {layers} | {seconds['torch']:.1f} | {' | '.join(shown)} | {ratio:.2f} | {above:.1f} |"
 
 
-def start(options: list[str], scratch: Path) -> float:
-    """Seconds of all cores before the first step."""
+def start(options: list[str], ranks: int, scratch: Path) -> float:
+    """Seconds of all cores before the first step, of rank 0."""
     run = scratch / "run"
     shutil.rmtree(run, ignore_errors=True)
     env = environ | {"TORCHINDUCTOR_CACHE_DIR": str(scratch / "cache")}
-    called = [sys.executable, "-m", "compiler_trainer", *options, f"run.dir={run}"]
+    launch = ["launch", "-n", str(ranks)] if ranks > 1 else []
+    called = [sys.executable, "-m", "compiler_trainer", *launch, *options, f"run.dir={run}"]
     subprocess.run(called, env=env, check=True, capture_output=True)
     report: dict[str, Any] = json.loads((run / "report.json").read_text())
     return report["start_cpu_s"]

@@ -16,6 +16,7 @@ COMMANDS = {
     "tools.bench.remat --layers 2 --rows 2 --seq-len 32 --steps 2": "| full |",
     "tools.bench.compile --layers 1 --contenders ours --steps 1": "this trainer",
     f"tools.bench.restart --layers 1 --rounds 1 {SMALL}": "| 1 |",
+    f"tools.bench.restart --layers 1 --rounds 1 --ranks 2 mesh.dp_shard=2 {SMALL}": "| 1 |",
     "tools.bench.published --only torchtitan_2024_12/8B,*FSDP*8": "FSDP 8",
     "torch.distributed.run --standalone --nproc-per-node 2 -m tools.bench.pipeline "
     "--layers 2 --dim 32 --rows 4 --length 32 --steps 1 --rounds 1": "largest difference of losses",
