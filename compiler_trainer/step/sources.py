@@ -26,7 +26,8 @@ HOME = Path(__file__).parents[2]  # of our packages
 INSTALLED = tuple(os.path.realpath(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
 STANDARD = os.path.realpath(sysconfig.get_path("stdlib"))
 VARIABLES = re.compile(r"(TORCH|PYTORCH|TRITON|ATEN|CUDA|CUBLAS|NVIDIA|HF|TRANSFORMERS)(_|INDUCTOR|DYNAMO)")
-OF_RANKS = frozenset({"TORCHINDUCTOR_CACHE_DIR", "CUDA_VISIBLE_DEVICES"})  # whoever reads them
+# whoever reads them: places that do not matter, of which PyTorch sets one itself when it compiles
+OF_RANKS = frozenset({"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_VISIBLE_DEVICES"})
 # Where things lie and how ranks talk: of no matter to PyTorch's programs, but to code that names one.
 ELSEWHERE = re.compile(r"CUDA_(HOME|PATH|VERSION)|NVIDIA_\w+|TORCH_NCCL_\w+|HF_(HOME|TOKEN|HUB_\w+)")
 NAMED = re.compile(r"""(?:environ(?:\.\w+)?|getenv)\s*[\[(]\s*["'](\w+)["']""")

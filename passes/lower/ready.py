@@ -29,7 +29,10 @@ from passes.program.torch_private import inductor_options
 Kernel = tuple[tuple[str, ...], str]  # the types of its arguments, and its source
 UNTOUCHED = "as the environment says"  # Inductor's options before anybody imports them
 VARIABLES = ("TORCH", "PYTORCH", "ATEN", "OMP", "MKL", "KMP", "CXX", "CC", "CFLAGS", "CXXFLAGS", "TRITON")
-NO_MATTER = ("TORCHINDUCTOR_CACHE_DIR", "TORCHELASTIC", "TORCH_TRACE", "TORCH_LOGS", "TORCH_NCCL", "OMP_NUM_THREADS")
+NO_MATTER = (
+    "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHELASTIC", "TORCH_TRACE", "TORCH_LOGS", "TORCH_NCCL",
+    "OMP_NUM_THREADS",
+)  # fmt: skip
 
 
 @dataclass

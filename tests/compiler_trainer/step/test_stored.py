@@ -309,7 +309,7 @@ def test_weights_and_seeds_do_not_matter(place, name):
 
 
 @pytest.mark.parametrize("name", ["HOME", "PATH", "LANG", "USER", "MASTER_PORT", "LOCAL_RANK", "SLURM_JOB_ID", "EDITOR",
-    "CUDA_HOME", "HF_TOKEN", "NVIDIA_VISIBLE_DEVICES", "TORCH_NCCL_ASYNC_ERROR_HANDLING"])
+    "CUDA_HOME", "HF_TOKEN", "NVIDIA_VISIBLE_DEVICES", "TRITON_CACHE_DIR", "TORCH_NCCL_ASYNC_ERROR_HANDLING"])
 def test_variables_that_code_does_not_read_do_not_matter(place, name, monkeypatch):
     model = place.model()
     before = key(model)
