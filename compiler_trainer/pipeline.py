@@ -265,7 +265,7 @@ def build_folding(passes: PassesConfig, optim: OptimConfig, masters: Mapping[str
     patterns = (*(passes.shard.plan or ()), *passes.cast.modules, *passes.cast.float8_skip, *remat.modules)
     patterns += tuple(pattern for group in optim.groups.values() for pattern in group.names)
     offloads = "offload" in (remat.policy, *remat.layers.values(), *remat.modules.values(), *remat.ops.values())
-    further = 3 if offloads else 2 if passes.cast.float8 else 0  # what is fetched comes early, as maxima do
+    further = 2 if passes.cast.float8 or offloads else 0  # what is fetched comes early, as maxima do
     # Gathers start `prefetch` layers early, gradients are waited for as late, for each axis.
     return Folding(
         lambda name: (
@@ -273,9 +273,9 @@ def build_folding(passes: PassesConfig, optim: OptimConfig, masters: Mapping[str
             [p for p in patterns if within(name, p)],
             next((policy for p, policy in remat.layers.items() if within(name, p)), None),
         ),
-        before=2 + further,
-        after=1 + further,
-        on_its_way=1 + 2 * prefetch,
+        before=3 + further,
+        after=2 + further,
+        on_its_way=2 * prefetch,
     )
 
 

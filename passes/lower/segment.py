@@ -159,8 +159,9 @@ def bodies_of(found: Sequence[Piece]) -> list[Body]:
 
 def is_flat(piece: Piece) -> bool:
     """Whether a piece is elementwise, but for whole sums, on contiguous tensors of one shape and on numbers."""
-    if piece.views and not set(piece.views).isdisjoint(piece.results):
-        return False
+    of_views = {n for view in piece.views for n in (view, *view.all_input_nodes)}
+    if not of_views.isdisjoint((*piece.results, *piece.nodes)):
+        return False  # they cannot be made before it
     shapes = set()
     for node in (*piece.reads, *piece.nodes):
         if not ir.is_tensor(node):

@@ -206,8 +206,9 @@ def test_updates_of_any_shape_are_one_body():
             False,
         ),
         (lambda s, x, y: s.call(aten.cumsum.default, x, 0), False),
+        (lambda s, x, y: s.call(aten.mul.Tensor, s.call(aten.movedim.int, s.call(aten.exp.default, x), 0, 0), y), False),
     ],
-    ids=["product", "sum", "number", "transposed", "rows", "broadcast", "expanded", "cumulative"],
+    ids=["product", "sum", "number", "transposed", "rows", "broadcast", "expanded", "cumulative", "of its own"],
 )
 def test_what_is_flat(make, flat):
     small = Small()
