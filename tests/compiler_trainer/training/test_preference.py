@@ -121,6 +121,17 @@ def test_a_reference_is_told_row_by_row(mesh, microbatches, chunks):
         ct.compile_step(model, loss, given, **how)
 
 
+def test_a_reference_needs_less_memory_than_a_step_that_keeps_least():
+    (batch, *_), model, passes = pairs(), llama(2, attention="documents"), {"remat": {"policy": "full"}}
+    given = {name: value for name, value in batch.items() if name not in ("pairs", *REFERENCE)}
+    step = compile_lockstep(model, loss_of, batch, {"dp_shard": 2}, {"name": "sgd", "max_norm": None}, passes=passes)
+    referring = ct.compile_step(
+        model, lambda *given: reference(plain_logits, *given), given, train=False, mesh={"dp_shard": 2}, ranks="lockstep", passes=passes
+    )
+    peaks = [[p["accounting"]["peak_bytes"] for p in found.report["passes"]][-1] for found in (step, referring)]
+    assert peaks[1] < peaks[0]
+
+
 # ---- from a file to a run -----------------------------------------------------------------------------
 
 
