@@ -14,7 +14,7 @@ for what each knows by itself: a placement says what every rank holds of a tenso
 from compiler_trainer.checkpoint.elsewhere import Elsewhere, bring_newest
 from compiler_trainer.checkpoint.index import Damaged, TrainState
 from compiler_trainer.checkpoint.listing import aside, complete, number_of, set_aside
-from compiler_trainer.checkpoint.load import load, load_model, on_all_ranks, read_averaged, read_model
+from compiler_trainer.checkpoint.load import load, load_averaged, load_model, on_all_ranks, read_averaged, read_model
 from compiler_trainer.checkpoint.save import SaveError, Saver
 from compiler_trainer.checkpoint.sender import Sender
 from compiler_trainer.checkpoint.stored import Checkpoint, check_format, opened
@@ -22,6 +22,6 @@ from compiler_trainer.checkpoint.verify import check, check_all
 
 __all__ = [
     "Checkpoint", "Damaged", "Elsewhere", "SaveError", "Saver", "Sender", "TrainState", "aside", "bring_newest",
-    "check", "check_all", "check_format", "complete", "load", "load_model", "number_of", "on_all_ranks", "opened",
-    "read_averaged", "read_model", "set_aside",
+    "check", "check_all", "check_format", "complete", "load", "load_averaged", "load_model", "number_of",
+    "on_all_ranks", "opened", "read_averaged", "read_model", "set_aside",
 ]  # fmt: skip

@@ -44,6 +44,15 @@ def load_model(step: Stateful, path: Path) -> None:
     on_all_ranks(lambda: fill(step, state, stored))
 
 
+def load_averaged(step: Stateful, path: Path) -> None:
+    """The same, with the averages of weights in the place of those that have one; raises UserError where none has."""
+    load_model(step, path)
+    stored = on_all_ranks(lambda: opened(path))
+    averages, state = averages_of(stored), state_of(step)
+    here = {name: dtype for name, dtype in averages.items() if name in state}  # not those of other stages
+    on_all_ranks(lambda: fill_narrowed(step, here, state, stored))
+
+
 def read_model(path: Path) -> dict[str, Tensor]:
     """Full parameters and buffers of a checkpoint, by the model's own names, in this process."""
     return read_named(opened(path), MODEL)
@@ -52,10 +61,18 @@ def read_model(path: Path) -> dict[str, Tensor]:
 def read_averaged(path: Path) -> dict[str, Tensor]:
     """The same, with the averages of weights in the place of those that have one; raises UserError where none has."""
     stored = opened(path)
+    averages_of(stored)
     model, averages = read_named(stored, MODEL), read_named(stored, AVERAGE)
-    if not averages:
-        raise UserError("--ema", f"{path} holds no averages of weights; train with train.ema=0.999")
     return model | {name: average.to(model[name].dtype) for name, average in averages.items()}
+
+
+def averages_of(stored: Checkpoint) -> dict[str, torch.dtype]:
+    """The dtypes of a checkpoint's averages, by the names of their weights; raises UserError where there are none."""
+    tensors = stored.index.tensors
+    found = {f"{MODEL}{n.removeprefix(AVERAGE)}": BY_NAME[t.dtype] for n, t in tensors.items() if n.startswith(AVERAGE)}
+    if not found:
+        raise UserError("--ema", f"{stored.path} holds no averages of weights; train with train.ema=0.999")
+    return found
 
 
 def read_named(stored: Checkpoint, kind: str) -> dict[str, Tensor]:
@@ -80,6 +97,16 @@ def fill(step: Stateful, state: Placed, stored: Checkpoint) -> None:
             ],
             stored.pieces[name],
         )
+
+
+def fill_narrowed(step: Stateful, averages: Mapping[str, torch.dtype], state: Placed, stored: Checkpoint) -> None:
+    """Read averages in their dtype, one after the other, into weights of another."""
+    for name, dtype in averages.items():
+        spec, local = state[name]
+        wide = {rank: torch.empty_like(weight, dtype=dtype) for rank, weight in local.items()}
+        fill(step, {f"{AVERAGE}{name.removeprefix(MODEL)}": (spec, wide)}, stored)
+        for rank, weight in local.items():
+            weight.copy_(wide[rank])
 
 
 def read_into(targets: Iterable[Target], pieces: Iterable[Piece]) -> None:

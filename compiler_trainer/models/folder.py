@@ -35,7 +35,7 @@ def library(name: str = "transformers") -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise UserError("model", f"a folder needs {name} ({error}); pip install 'compiler-trainer[hf]'") from error
+        raise UserError("model", f"needs {name} here ({error}); pip install 'compiler-trainer[hf]'") from error
 
 
 def config_of(cfg: FolderConfig) -> Any:

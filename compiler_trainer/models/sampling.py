@@ -1,10 +1,10 @@
-"""Tokens that a model goes on with: drawn by transformers where the model is of it, else each from a forward of all."""
+"""Tokens that a model goes on with: drawn by transformers where it has the model, else each from a forward of all."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import Config, FolderConfig
+from compiler_trainer.config.schema import Config, FolderConfig, ModelConfig
 from compiler_trainer.models import folder
+from compiler_trainer.models.decoders import as_transformers, form_of
 from compiler_trainer.models.place import folder_of
 from compiler_trainer.models.subject import Subject
 
@@ -34,18 +35,33 @@ class Sampling:
 def continued(
     cfg: Config, trained: Subject, model: nn.Module, prompt: list[int], ends: Set[int], how: Sampling
 ) -> list[int]:
-    """What `model`, the one that was `trained` with values, adds to a prompt of at least one token, up to an end.
+    """What `model`, the one that was `trained`, `in_use`, adds to a prompt of at least one token, up to an end.
 
-    A model of transformers ends at its last position. Raises UserError where it does not take the prompt.
+    With a cache it ends at its last position. Raises UserError where it does not take the prompt.
     """
     check_prompt(cfg, trained, prompt)
     drawn: Iterable[int]
-    if isinstance(cfg.model, FolderConfig):
-        ends = ends | ends_answers(folder_of(cfg).path)
-        drawn = by_transformers(folder.plain(model), prompt, ends, how)
-    else:
+    if why_uncached(cfg):
         drawn = islice(one_by_one(trained, model, prompt, cfg.train.seq_len, how), how.tokens)
+    else:
+        ends = ends | (ends_answers(folder_of(cfg).path) if isinstance(cfg.model, FolderConfig) else set())
+        how = replace(how, tokens=min(how.tokens, positions(cfg, trained)[0] - len(prompt)))
+        drawn = by_transformers(folder.plain(model), prompt, ends, how)
     return list(takewhile(lambda i: i not in ends, drawn))
+
+
+def why_uncached(cfg: Config) -> str:
+    """Why a model is sampled without a KV cache; empty where transformers has the model, and so one."""
+    if isinstance(cfg.model, FolderConfig):
+        return ""
+    if not isinstance(cfg.model, ModelConfig):
+        return "model: is a module of one's own"
+    try:
+        form_of(cfg.model)
+        folder.library()
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def check_prompt(cfg: Config, trained: Subject, prompt: list[int]) -> None:
@@ -53,9 +69,18 @@ def check_prompt(cfg: Config, trained: Subject, prompt: list[int]) -> None:
     if trained.vocab_size is not None and max(prompt) >= trained.vocab_size:
         what = f"gives the prompt token {max(prompt):,}, and the model's vocabulary has {trained.vocab_size:,}"
         raise UserError("data.tokenizer", f"{what}; name the model's own")
-    if isinstance(cfg.model, FolderConfig) and len(prompt) >= (most := positions(folder.plain(trained.module))):
-        what = f"has {len(prompt):,} tokens, and the model {most:,} positions (max_position_embeddings)"
+    most, option = positions(cfg, trained)
+    if not why_uncached(cfg) and len(prompt) >= most:
+        what = f"has {len(prompt):,} tokens, and the model {most:,} positions ({option})"
         raise UserError("prompt", f"{what}; shorten it")
+
+
+def positions(cfg: Config, trained: Subject) -> tuple[int, str]:
+    """How many tokens a model is made for, and what says so; of some of transformers there is no bound."""
+    if not isinstance(cfg.model, FolderConfig):
+        return cfg.train.seq_len, "train.seq_len"
+    config, name = folder.plain(trained.module).config.get_text_config(), "max_position_embeddings"
+    return getattr(config, name, None) or 2**31, name
 
 
 @torch.no_grad()
@@ -63,7 +88,7 @@ def by_transformers(model: Any, prompt: list[int], ends: Set[int], how: Sampling
     """What transformers' `generate` adds, the first end among it."""
     draws = {"temperature": how.temperature, "top_p": how.top_p, "top_k": how.top_k or 0} if how.temperature else {}
     settings = folder.library().GenerationConfig(
-        max_new_tokens=min(how.tokens, positions(model) - len(prompt)),
+        max_new_tokens=how.tokens,
         do_sample=how.temperature > 0,
         eos_token_id=sorted(ends),
         pad_token_id=min(ends, default=0),
@@ -74,11 +99,6 @@ def by_transformers(model: Any, prompt: list[int], ends: Set[int], how: Sampling
         torch.manual_seed(how.seed)
         found = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
     return found[0, len(prompt) :].tolist()
-
-
-def positions(model: Any) -> int:
-    """How many tokens a model of transformers is made for; of some kinds there is no bound."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
 
 
 @torch.no_grad()
@@ -113,9 +133,11 @@ def row(ids: list[int], device: torch.device) -> dict[str, Tensor]:
 
 
 def in_use(cfg: Config, model: nn.Module, device: torch.device) -> nn.Module:
-    """The model on a device; the weights of one of transformers in the dtype that the run computes with."""
-    dtype = cfg.passes.cast.param_dtype
-    if isinstance(cfg.model, FolderConfig) and dtype in ("float32", "bfloat16"):
+    """The model on a device; where it has a cache, as transformers has it, in the dtype that the run computes with."""
+    dtype, cached = cfg.passes.cast.param_dtype, not why_uncached(cfg)
+    if cached and isinstance(cfg.model, ModelConfig):
+        model = as_transformers(cfg.model, model)
+    if cached and dtype in ("float32", "bfloat16"):
         for parameter in model.parameters():  # alone: rotary frequencies stay in float32
             parameter.data = parameter.data.to(getattr(torch, dtype))
     return model.to(device).eval()

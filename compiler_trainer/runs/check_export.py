@@ -40,11 +40,11 @@ class Text(NamedTuple):
     places: list[int]
 
 
-def check_export(cfg: Config, other: bool, out: Path, tokens: int) -> tuple[bool, str]:
+def check_export(cfg: Config, other: bool, out: Path, tokens: int, averaged: bool = False) -> tuple[bool, str]:
     """Whether a folder gives `tokens` tokens of held-out or `other` text what the trainer gives them, and how nearly.
 
-    Of each row the first document is taken, which sees nothing but itself, as a server's request. Every rank calls it.
-    Raises UserError where transformers does not load the folder.
+    Of each row the first document is taken, which sees nothing but itself, as a server's request. `averaged` weights
+    are those of `train.ema`. Every rank calls it. Raises UserError where transformers does not load the folder.
     """
     ranks = start_ranks()
     one = dataclasses.replace(cfg.train, global_batch_size=ranks, microbatches=1)
@@ -53,7 +53,7 @@ def check_export(cfg: Config, other: bool, out: Path, tokens: int) -> tuple[bool
     check_vocabulary(datasets, trained.vocab_size)
     texts = texts_of(datasets.eval or datasets.train, tokens)
     with Working(sys.stderr) if rank() == 0 else nullcontext(lambda what: None) as tell:
-        step = measuring(cfg, trained, texts[0].batch, datasets.below, tell)
+        step = measuring(cfg, trained, texts[0].batch, datasets.below, tell, averaged)
         ours = torch.tensor([value for text in texts for value in measured(step, text, tell)])
     is_first = rank() == 0
     stop_ranks()

@@ -59,9 +59,17 @@ def data_of(cfg: Config, other: bool) -> Datasets:
 
 
 def measuring(
-    cfg: Config, trained: Subject, batch: Batch, below: Mapping[str, int], tell: Callable[[str], None]
+    cfg: Config,
+    trained: Subject,
+    batch: Batch,
+    below: Mapping[str, int],
+    tell: Callable[[str], None],
+    averaged: bool = False,
 ) -> Step:
-    """The compiled evaluation of a run, with the weights of its newest checkpoint, for batches like one."""
+    """The compiled evaluation of a run, with the weights of its newest checkpoint, for batches like one.
+
+    With `averaged` these are the averages of weights. Raises UserError where there are none.
+    """
     step = compile_step(
         trained.module,
         trained.loss,
@@ -77,7 +85,8 @@ def measuring(
         shelf=Shelf(),
         tell=tell,
     )
-    from_newest(cfg, lambda path: checkpoint.load_model(step, path))
+    load = checkpoint.load_averaged if averaged else checkpoint.load_model
+    from_newest(cfg, lambda path: load(step, path))
     return step
 
 

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config, FolderConfig, ModelConfig
 from compiler_trainer.data.tokenizers import build_tokenizer, tokenizer_here
+from compiler_trainer.models.decoders import as_transformers, form_of
 from compiler_trainer.models.folder import library
 from compiler_trainer.models.place import folder_of
 from compiler_trainer.models.weights import ONE_FILE
 from compiler_trainer.places.store import Place
-from compiler_trainer.runs.decoders import as_transformers, form_of
 from compiler_trainer.runs.saved import trained_model
 
 LAST = ("config.json", "adapter_config.json", "config.yaml")

@@ -6,11 +6,12 @@
 becomes
     total = ct::linear_cross_entropy(view(hidden, [-1, d]), w, labels, None, ["to float32"], -100, 31)
     loss = total / (labels != -100).sum()
+and, where a loss a token is asked for (DPO), `ct::linear_cross_entropies`, which makes logits again for gradients.
 
 A head is a product that no other product follows. What may stand between it and the loss: a bias, casts, numbers that
-scale, a tanh (a soft-cap), views, some of the tokens. The loss is a cross-entropy by class ids, summed or averaged, or
-the same of a log-softmax. Where logits are large and anything else reads them they stay whole, and the report names it;
-with a number of chunks asked for, that is an error if it is so of every head.
+scale, a tanh (a soft-cap), views, some of the tokens. The loss is a cross-entropy by class ids, summed, averaged or
+of each token, or the same of a log-softmax. Where logits are large and anything else reads them they stay whole, and
+the report names it; with a number of chunks asked for, that is an error if it is so of every head.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ import torch
 from torch import Tensor, fx
 
 from passes.memory.chunked import linear_cross_entropy, name_of_dtype
+from passes.memory.chunked_tokens import linear_cross_entropies
 from passes.program import ir
 from passes.program.mesh import DATA_AXES, WEIGHT_AXES, Mesh
 from passes.program.operators import CASTS, bind, is_operator, name_of
 from passes.program.rewrite import inline
 from passes.program.stages import Stage
-from passes.rules.losses import SUM
 from passes.rules.roles import PRODUCTS, last_of
 
 aten = torch.ops.aten
-NONE = 0  # aten's code for reduction="none"
+NONE, MEAN = 0, 1  # aten's codes for reduction="none" and "mean"
 MIB, GIB = 2**20, 2**30
 LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
 VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "unsqueeze", "squeeze", "alias", "contiguous", "clone")
@@ -60,6 +61,11 @@ class Found:
     def classes(self) -> int:
         """How many there are."""
         return ir.example(self.product).shape[-1]
+
+    @property
+    def is_by_token(self) -> bool:
+        """Whether each token's loss is asked for."""
+        return self.loss is not None and bind(self.loss).get("reduction", MEAN) == NONE
 
     @property
     def hidden(self) -> fx.Node:
@@ -165,7 +171,7 @@ def changes(found: Found, node: fx.Node, before: fx.Node) -> bool:
 
 
 def end(found: Found, node: fx.Node) -> bool:
-    """Take a loss as the end, if it is a sum or a mean over tokens by their class ids."""
+    """Take a loss as the end, if it is over tokens by their class ids."""
     given = bind(node)
     target = ir.example(given["target"])
     if given.get("weight") is not None:
@@ -174,8 +180,6 @@ def end(found: Found, node: fx.Node) -> bool:
         raise NotChunkable(f"{describe(node)} takes {'logits' if found.logs else 'logarithms'}")
     if target.is_floating_point() or given.get("label_smoothing", 0.0):
         raise NotChunkable(f"{describe(node)} has labels that are no class ids, or smooths them")
-    if given.get("reduction", 1) == NONE:
-        raise NotChunkable(f"{describe(node)} gives a loss a token")
     if found.swapped != (target.dim() == 2):
         raise NotChunkable(f"{describe(node)} takes classes along another dim")
     found.loss = node
@@ -202,7 +206,8 @@ def loss_in_chunks(found: Found, chunks: int) -> Callable[..., Tensor]:
     """The loss as a function of hidden, weight, labels and bias."""
     assert found.loss is not None
     given = bind(found.loss)
-    ignored, mean = given.get("ignore_index", -100), given.get("reduction", 1) != SUM
+    ignored, reduction = given.get("ignore_index", -100), given.get("reduction", MEAN)
+    taken = linear_cross_entropies if found.is_by_token else linear_cross_entropy
     is_linear, dtype = name_of(found.product) == "linear", ir.example(found.loss).dtype
     slices = [(ir.example(n.args[0]).shape[:-1], n.args[1:]) for n in found.taken]  # type: ignore[arg-type]
 
@@ -211,9 +216,11 @@ def loss_in_chunks(found: Found, chunks: int) -> Callable[..., Tensor]:
             hidden = aten.slice.Tensor(hidden.reshape(*shape, hidden.shape[-1]), *args)
         rows, ids = rows_of(hidden, 1), rows_of(labels, 0)
         weight = weight if is_linear else weight.t()
-        total = linear_cross_entropy(rows, weight, ids, bias, found.between, ignored, chunks)
+        total = taken(rows, weight, ids, bias, found.between, ignored, chunks)
         total = total if total.dtype == dtype else total.to(dtype)
-        return total / (ids != ignored).sum() if mean else total
+        if found.is_by_token:
+            return total if labels.dim() == 1 else total.reshape(labels.shape)
+        return total / (ids != ignored).sum() if reduction == MEAN else total
 
     return loss
 
@@ -262,7 +269,8 @@ class ChunkLoss(ir.Pass):
                 notes.append(f"{what} stay whole: {why}")
                 continue
             rewrite(found, chunks, ctx)
-            notes.append(f"{what} in {chunks} chunks of {size / chunks / GIB:.4g} GiB, gradients with the loss")
+            when = "made again for gradients" if found.is_by_token else "gradients with the loss"
+            notes.append(f"{what} in {chunks} chunks of {size / chunks / GIB:.4g} GiB, {when}")
             saved, done = saved + size - -(-size // chunks), done + 1
         if not done:
             if self.chunks is not None:

@@ -102,21 +102,46 @@ class Head:
         """The gradient of x[m, d], and with those before it the sums of losses and of gradients of weight and bias."""
         count = len(sums_and_weights) // 2 + 1
         sums, (weight, *bias) = sums_and_weights[:count], sums_and_weights[count:]
+        value, undo = self.values(x, ids, weight, *bias)
+        lse = self.over_all(value.logsumexp(1))
+        counts, hit = self.labelled(y, ids)
+        loss = torch.where(counts, lse, 0.0).sum() / self.shares - torch.where(hit, value, 0.0).sum()
+        along, *terms = self.along(self.slope(value, lse, counts, hit), undo, x, weight, *bias)
+        return [along, *(before + term for before, term in zip(sums, (loss, *terms), strict=True))]
+
+    @property
+    def shares(self) -> int:
+        """How many ranks have the same lse."""
+        return math.prod(parts for _, parts in self.axes)
+
+    def values(
+        self, x: Tensor, ids: Tensor, weight: Tensor, *bias: Tensor
+    ) -> tuple[Tensor, list[Callable[[Tensor], Tensor]]]:
+        """What the loss is taken of, [m, c] in fp32 or wider, and the way back of its gradient."""
         logits = torch.addmm(*bias, x, weight.t()) if bias else x.mm(weight.t())
         value, undo = self.changed(logits)
         if self.padded:
             value = torch.where(ids >= 0, value, -math.inf)
-        lse = self.over_all(value.logsumexp(1))
+        return value, undo
+
+    def labelled(self, y: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Which tokens count, [m], and which class each has for its label, [m, c]."""
         counts = y != self.ignored
-        hit = (y.unsqueeze(1) == ids) & counts.unsqueeze(1)
-        shares = math.prod(parts for _, parts in self.axes)  # each rank has the same lse
-        loss = torch.where(counts, lse, 0.0).sum() / shares - torch.where(hit, value, 0.0).sum()
-        slope = torch.where(counts.unsqueeze(1), (value - lse.unsqueeze(1)).exp(), 0.0) - hit.to(value.dtype)
+        return counts, (y.unsqueeze(1) == ids) & counts.unsqueeze(1)
+
+    def slope(self, value: Tensor, lse: Tensor, counts: Tensor, hit: Tensor) -> Tensor:
+        """The gradient of each token's loss along what it is taken of, [m, c]."""
+        slope = torch.where(counts.unsqueeze(1), (value - lse.unsqueeze(1)).exp(), 0.0)
+        return slope - hit.to(value.dtype)
+
+    def along(
+        self, slope: Tensor, undo: list[Callable[[Tensor], Tensor]], x: Tensor, weight: Tensor, *bias: Tensor
+    ) -> list[Tensor]:
+        """Gradients of x, weight and bias, from that of what the loss is taken of."""
+        dtype = slope.dtype
         for back in reversed(undo):
             slope = back(slope)
-        along_bias = [slope.sum(0, dtype=loss.dtype) for _ in bias]
-        terms = (loss, slope.t().mm(x), *along_bias)
-        return [slope.mm(weight), *(before + term for before, term in zip(sums, terms, strict=True))]
+        return [slope.mm(weight), slope.t().mm(x), *(slope.sum(0, dtype=dtype) for _ in bias)]
 
     def changed(self, logits: Tensor) -> tuple[Tensor, list[Callable[[Tensor], Tensor]]]:
         """What the loss is taken of, in fp32 or wider, and the way back of its gradient, in order."""
@@ -223,9 +248,15 @@ def flops(hidden: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> i
 
 
 def emit(
-    builder: Builder, node: fx.Node, operands: list[fx.Node], specs: list[Spec], results: list[Spec]
+    kind: type[Head],
+    local: Callable[..., Any],
+    builder: Builder,
+    node: fx.Node,
+    operands: list[fx.Node],
+    specs: list[Spec],
+    results: list[Spec],
 ) -> fx.Node:
-    """The rank's term of the sum: tokens that are padding are ignored, classes known by their ids."""
+    """The first result of a `local` operator of a head: tokens that are padding are ignored, classes known by ids."""
     hidden, weight, labels, *bias = operands
     between, ignored, chunks = node.args[4:]
     labels = builder.fill_padding(labels, specs[2], float(ignored))  # type: ignore[arg-type]
@@ -237,12 +268,12 @@ def emit(
         return torch.where(valid, index, -1) if padded else index
 
     axes = tuple((axis, builder.mesh[axis]) for axis in factor.axes)
-    key = Head(tuple(between), ignored, chunks, axes, padded), bool(bias)  # type: ignore[arg-type]
+    key = kind(tuple(between), ignored, chunks, axes, padded), bool(bias)  # type: ignore[arg-type]
     if key not in builder.operators:
-        builder.operators[key] = local_operator(*key)
+        builder.operators[key] = local(*key)
     numbers = builder.trace(ids, *at.values())
     found = builder.call(builder.operators[key], (hidden, weight, labels, numbers, *bias))
     return builder.call(operator.getitem, (found, 0))
 
 
-EMITTERS[LINEAR_CROSS_ENTROPY] = emit
+EMITTERS[LINEAR_CROSS_ENTROPY] = partial(emit, Head, local_operator)

@@ -28,7 +28,7 @@ from passes.program.functions import Function, define, record
 from passes.program.layer import within
 from passes.program.operators import name_of
 from passes.program.stages import Stage
-from passes.rules.losses import LINEAR_CROSS_ENTROPY
+from passes.rules.losses import IN_CHUNKS
 from passes.rules.roles import last_of
 
 aten = torch.ops.aten
@@ -109,7 +109,7 @@ class Float8(ir.Pass):
         matched: set[str] = set()
         count = 0
         layers = [n for n in program.calls() if n.target is aten.linear.default]
-        chunked = [n for n in program.calls() if name_of(n) == LINEAR_CROSS_ENTROPY]
+        chunked = [n for n in program.calls() if name_of(n) in IN_CHUNKS]
         heads = set() if self.head else last_of(program, [*layers, *chunked])
         linear = self.operator()
         if grouped := sum(n.target in (routed.expert_mm, routed.grouped_mm) for n in program.calls()):

@@ -7,12 +7,15 @@ from torch import fx
 
 from passes.program import ir
 from passes.program.builder import Builder
+from passes.program.operators import name_of
 from passes.program.spec import Spec
 from passes.rules.base import Rule, RuleMaker, emit_of, tensor_operands
 
 aten = torch.ops.aten
 SUM = 2  # aten's code for reduction="sum"
 LINEAR_CROSS_ENTROPY = "ct::linear_cross_entropy"  # its local form is of `passes/memory/chunked.py`
+LINEAR_CROSS_ENTROPIES = "ct::linear_cross_entropies"  # that of each token, of `passes/memory/chunked_tokens.py`
+IN_CHUNKS = (LINEAR_CROSS_ENTROPY, LINEAR_CROSS_ENTROPIES)
 
 
 def cross_entropy_loss(node: fx.Node) -> Rule:
@@ -42,20 +45,23 @@ def emit_cross_entropy(
 
 
 def linear_cross_entropy(node: fx.Node) -> Rule:
-    """hidden[n, d], weight[c, d], labels[n], bias[c] -> the summed cross-entropy of hidden weight^T + bias."""
+    """hidden[n, d], weight[c, d], labels[n], bias[c] -> the cross-entropy of hidden weight^T + bias, summed or [n]."""
     hidden, weight, labels, *bias = tensor_operands(node)
     (n, d), c = ir.example(hidden).shape, ir.example(weight).shape[0]
     classes, features, tokens = ("c",), ("d",), ("n",)
+    name = name_of(node)
+    is_summed = name == LINEAR_CROSS_ENTROPY
     return Rule(
         ((tokens, features), (classes, features), (tokens,), *[(classes,)] * len(bias)),
-        ((),),
+        ((),) if is_summed else ((tokens,),),
         {"n": n, "c": c, "d": d},
-        {"n": "sum", "c": "sum"},
+        {"n": "sum", "c": "sum"} if is_summed else {"c": "sum"},
         whole=frozenset("d"),
-        emit=emit_of(LINEAR_CROSS_ENTROPY),
+        pad_out=lambda fills: 0.0,  # labels of padding are ignored
+        emit=emit_of(name),
     )
 
 
 def rules() -> dict[str, RuleMaker]:
     """Operator name -> rule, for losses."""
-    return {"cross_entropy_loss": cross_entropy_loss, LINEAR_CROSS_ENTROPY: linear_cross_entropy}
+    return {"cross_entropy_loss": cross_entropy_loss, **dict.fromkeys(IN_CHUNKS, linear_cross_entropy)}

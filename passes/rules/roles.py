@@ -10,7 +10,7 @@ from torch import fx
 from passes.program import ir
 from passes.program.operators import is_operator, name_of
 from passes.rules import rule_of, tensor_operands
-from passes.rules.losses import LINEAR_CROSS_ENTROPY
+from passes.rules.losses import IN_CHUNKS
 
 PRODUCTS = ("linear", "mm", "matmul")
 
@@ -45,7 +45,7 @@ def last_of(program: ir.Program, layers: Collection[fx.Node]) -> set[fx.Node]:
 def roles(program: ir.Program) -> Mapping[str, frozenset[str]]:
     """Parameter name -> `embedding`, `head` or both; the others have none."""
     names = {n: i.name for n, i in zip(program.placeholders(), program.inputs) if i.kind == "parameter"}
-    named = (*PRODUCTS, LINEAR_CROSS_ENTROPY)
+    named = (*PRODUCTS, *IN_CHUNKS)
     products = [n for n in program.calls() if name_of(n) in named]
     uses = [("head", operand) for node in last_of(program, products) for operand in tensor_operands(node)[:2]]
     lookups = (n for n in program.calls() if n.target is torch.ops.aten.embedding.default)

@@ -21,7 +21,7 @@ from torch import fx
 from passes.program import ir
 from passes.program.operators import is_operator, name_of
 from passes.rules import Rule, rule_of, tensor_operands
-from passes.rules.losses import LINEAR_CROSS_ENTROPY
+from passes.rules.losses import IN_CHUNKS
 from passes.rules.roles import root
 
 
@@ -125,7 +125,7 @@ class _Finder:
             if self.root(weight) is not None and self.from_batch(ids):
                 self.split(weight, Blocks(0, 1, ir.example(weight).shape[0], 1), None)
             return
-        if name_of(node) == LINEAR_CROSS_ENTROPY:
+        if name_of(node) in IN_CHUNKS:
             _, weight, _, *bias = tensor_operands(node)
             for operand in (weight, *bias):
                 if self.root(operand) is not None:

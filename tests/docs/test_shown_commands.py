@@ -283,7 +283,7 @@ def given(command: Command, tmp_path: Path) -> list[str]:
             words[i] = "cluster=cpu"  # else a library is built first
         elif verb == "check-export" and i == 2:
             words[i] = str(tmp_path / word)
-            assert call("export", words[1], words[i]) == 0
+            assert call("export", words[1], words[i], *(word for word in words if word == "--ema")) == 0
         elif word == "fold_scales":  # the pass that the page writes
             words[i] = "simplify"
         elif verb == "export" and i == 2 and "://" not in word or words[i - 1] == "--out" and verb == "compile":

@@ -1,6 +1,7 @@
 """`check-export`: whether what transformers computes with an export is what the trainer computes with the checkpoint.
 
     compiler-trainer check-export RUN OUT
+    compiler-trainer check-export RUN OUT --ema
     compiler-trainer check-export RUN OUT data=text data.files=[FILE]
 
 Exit codes: 0 it is, 1 it is not, 2 the folder is refused.
@@ -23,6 +24,7 @@ def main(arguments: Sequence[str]) -> int:
     takes = run_parser("check-export")
     takes.add_argument("out", type=Path, metavar="OUT", help="a folder that `export` wrote of the same checkpoint")
     takes.add_argument("--tokens", type=int, default=64, help="how many tokens to compare, about (default 64)")
+    takes.add_argument("--ema", action="store_true", help="compare with the averages of weights (train.ema)")
     takes.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="options that change")
     given = takes.parse_intermixed_args(arguments)
     if given.tokens < 1:
@@ -30,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     if not given.out.is_dir():
         raise UserError(str(given.out), "is no folder; write one with compiler-trainer export RUN OUT")
     cfg, other = asked(given.run, given.overrides, given.checkpoint)
-    is_same, said = check_export(cfg, other, given.out, given.tokens)
+    is_same, said = check_export(cfg, other, given.out, given.tokens, given.ema)
     if RANK == 0:
         print(f"{given.out}: {said}")
     return 0 if is_same else 1

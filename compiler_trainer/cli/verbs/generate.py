@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -9,9 +10,10 @@ import torch
 from compiler_trainer.cli.table import run_parser
 from compiler_trainer.config.device import settled
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.console import say
 from compiler_trainer.data.prompts import prompt_of
 from compiler_trainer.data.tokenizers import build_tokenizer, tokenizer_here
-from compiler_trainer.models.sampling import Sampling, continued, in_use
+from compiler_trainer.models.sampling import Sampling, continued, in_use, why_uncached
 from compiler_trainer.runs.saved import at_checkpoint, options_of, trained_model
 from compiler_trainer.step.ranks import local_device
 
@@ -35,6 +37,8 @@ def main(arguments: Sequence[str]) -> None:
     tokenizer = build_tokenizer(named)
     prompt = prompt_of(given.prompt, given.chat, named, tokenizer)
     found, model = trained_model(cfg, given.ema)
+    if why := why_uncached(cfg):
+        say(f"without a KV cache, each token from the whole text: {why}", sys.stderr)
     ids = continued(cfg, found, in_use(cfg, model, local_device()), prompt.ids, prompt.ends, how)
     print(("" if given.chat else given.prompt) + tokenizer.decode(ids))
 

@@ -259,6 +259,19 @@ def test_a_model_of_transformers_ends_at_its_last_position(run, trained):
     assert refused == "error: prompt: has 64 tokens, and the model 64 positions (max_position_embeddings); shorten it\n"
 
 
+def test_a_decoder_without_a_form_is_sampled_without_a_cache_and_that_is_said(trained, capsys, tmp_path):
+    path = tmp_path / "run"
+    assert call(*FEW, *SMALL, "model.nope_every=2", f"run.dir={path}") == 0
+    capsys.readouterr()
+    assert call("generate", path, "--prompt", "ab", "--tokens", 20) == 0  # beyond train.seq_len too
+    shown, said = capsys.readouterr()
+    assert shown.startswith("ab") and said.startswith("without a KV cache, each token from the whole text: model.nope_every: is of no form")
+    assert call("generate", trained("decoder"), "--prompt", 15 * "a") == 0
+    assert capsys.readouterr().err == ""
+    assert call("generate", trained("decoder"), "--prompt", 16 * "a") == 2
+    assert capsys.readouterr().err == "error: prompt: has 16 tokens, and the model 16 positions (train.seq_len); shorten it\n"
+
+
 @pytest.mark.parametrize(("how", "kept"), [
     ({}, [0, 1, 2, 3]), ({"top_k": 2}, [1, 3]), ({"top_p": 0.5}, [3]), ({"top_p": 0.51}, [1, 3]), ({"top_p": 0.9}, [1, 2, 3]),
     ({"top_k": 2, "top_p": 0.6}, [3]), ({"temperature": 0.0}, [3]), ({"temperature": 1.6, "top_p": 0.5}, [1, 3]),

@@ -32,6 +32,12 @@ FOLDER = FolderConfig(path=str(folders.folder("qwen3")))  # whose head is tied
 MODELS = {"decoder": options("x").model, "folder": FOLDER}
 
 
+@pytest.fixture
+def at_once(monkeypatch):
+    """transformers computes in this process: one of its own takes seconds to start."""
+    monkeypatch.setattr(check_export, "by_itself", lambda out, texts: plainly.log_probabilities(str(out), texts))
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Runs by model, each trained when it is first asked for."""
@@ -153,6 +159,25 @@ def test_an_export_has_the_trainers_log_probabilities_and_one_that_was_changed_h
     assert " differ: at most " in capsys.readouterr().out
 
 
+def test_averages_are_compared_with_averages_and_told_from_weights(tmp_path, capsys, at_once):
+    cfg = options(tmp_path / "run", steps=4)
+    trainer.train(replace(cfg, train=replace(cfg.train, ema=0.5)))
+    codes = {}
+    for name, flags in {"plain": [], "averaged": ["--ema"]}.items():
+        assert call("export", tmp_path / "run", tmp_path / name, *flags) == 0
+        for compared_with in ([], ["--ema"]):
+            codes[name, *compared_with] = call("check-export", tmp_path / "run", tmp_path / name, "--tokens", 24, *compared_with)
+    assert codes == {("plain",): 0, ("plain", "--ema"): 1, ("averaged",): 1, ("averaged", "--ema"): 0}
+    said = [line for line in capsys.readouterr().out.splitlines() if "log-probabilities" in line]
+    assert [" are equal: " in line for line in said] == [True, False, False, True]
+
+
+def test_averages_of_a_run_without_any_are_refused(trained, tmp_path, capsys, at_once):
+    assert call("export", trained("decoder"), tmp_path / "out") == 0
+    assert call("check-export", trained("decoder"), tmp_path / "out", "--ema") == 2
+    assert "error: --ema: " in capsys.readouterr().err
+
+
 def test_transformers_generates_from_an_export_what_the_run_generates(trained, tmp_path, capsys):
     assert call("export", trained("folder"), tmp_path / "out") == 0
     capsys.readouterr()
@@ -181,8 +206,7 @@ def test_how_far_apart_they_may_be_follows_from_the_dtype(apart, value, dtype, i
     assert found == is_same and f"{dtype} allows" in said and "2 tokens of 3 rows" in said
 
 
-def test_other_text_is_compared_too(trained, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(check_export, "by_itself", lambda out, texts: plainly.log_probabilities(str(out), texts))
+def test_other_text_is_compared_too(trained, tmp_path, capsys, at_once):
     (tmp_path / "a.txt").write_text("abcdefgh" * 9)
     assert call("export", trained("folder"), tmp_path / "out") == 0
     assert call("check-export", trained("folder"), tmp_path / "out", "data=text", f"data.files=[{tmp_path / 'a.txt'}]") == 0

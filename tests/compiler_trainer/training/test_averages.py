@@ -14,8 +14,11 @@ from short_runs import options, resuming
 import compiler_trainer as ct
 from compiler_trainer import checkpoint
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.models.subject import subject
 from compiler_trainer.training import averages, trainer
 from compiler_trainer.training.callbacks import Callback, Run
+from compiler_trainer.training.prepare import read_data
+from compiler_trainer.training.trainer import peek
 
 
 class Weights(Callback):
@@ -74,6 +77,21 @@ def test_a_run_that_is_interrupted_keeps_them_and_exports_them(tmp_path):
     exported = load_file(tmp_path / "out/model.safetensors")
     assert torch.allclose(exported["lm_head.weight"], wanted["output.weight"], rtol=0, atol=1e-6)
     assert not torch.allclose(exported["lm_head.weight"], weights.seen[-1]["output.weight"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2, "tp": 2}, {"pp": 2}], ids=str)
+def test_they_are_read_into_weights_of_any_mesh_and_of_a_narrower_dtype(mesh, tmp_path):
+    cfg = options(tmp_path / "run", steps=2)
+    cfg = replace(cfg, train=replace(cfg.train, ema=0.5, dtype="bfloat16"), model=replace(cfg.model, n_layers=2))
+    trainer.train(cfg)
+    path, found = tmp_path / "run/checkpoints/step_00000002", subject(cfg)
+    batch, rest = peek(read_data(cfg).train), {"microbatches": 2, "initial": found.initial(), "lower": cfg.lower}
+    step = compile_lockstep(found.module, found.loss, batch, mesh, **rest)
+    checkpoint.load_averaged(step, path)
+    wanted, weights = checkpoint.read_averaged(path), checkpoint.read_model(path)
+    assert wanted["output.weight"].dtype == torch.bfloat16 and not torch.equal(wanted["output.weight"], weights["output.weight"])
+    assert step.state_dict().keys() == wanted.keys()
+    assert all(torch.equal(value, wanted[name]) for name, value in step.state_dict().items())
 
 
 def test_they_begin_at_the_weights_of_a_checkpoint_without_any(tmp_path):

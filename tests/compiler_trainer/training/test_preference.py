@@ -72,33 +72,64 @@ def loss_of(model, batch):
 
 
 MESHES = [({"dp_shard": 2, "cp": 2}, 1), ({"tp": 2, "dp_replicate": 2}, 2), ({"cp": 3}, 3), ({"pp": 2, "dp_shard": 2}, 2)]
+IN_CHUNKS = [({"dp_shard": 2}, 2), ({"cp": 2}, 1), ({"tp": 2}, 1), ({"pp": 2, "tp": 2}, 2)]  # 61 classes on two ranks
+CASES = [(*case, 1) for case in MESHES] + [(*case, 5) for case in IN_CHUNKS]
 
 
-@pytest.mark.parametrize("mesh, microbatches", MESHES, ids=str)
-def test_updates_are_those_of_a_plain_loop(mesh, microbatches):
-    data = pairs()
+def in_chunks(step):
+    """How many losses it takes in chunks."""
+    return next(p["report"]["counts"].get("losses", 0) for p in step.report["passes"] if p["name"] == "chunk_loss")
+
+
+@pytest.mark.parametrize("mesh, microbatches, chunks", CASES, ids=str)
+def test_updates_are_those_of_a_plain_loop(mesh, microbatches, chunks):
+    data, passes = pairs(), {"chunk_loss": {"chunks": chunks}}
     metrics, state = train_plainly(llama(2), plain_dpo, data, ADAMW)
-    step = compile_lockstep(llama(2, attention="documents"), loss_of, data[0], mesh, microbatches=microbatches)
+    step = compile_lockstep(llama(2, attention="documents"), loss_of, data[0], mesh, microbatches=microbatches, passes=passes)
+    assert in_chunks(step) == (chunks > 1)
     for found, wanted in zip(train_step(step, data), metrics, strict=True):
         assert_same({name: found[name] for name in wanted}, wanted, EXACT)
         assert found["reward_margin"] == pytest.approx(found["reward_chosen"] - found["reward_rejected"])
     assert_same(step.state_dict(), state, EXACT)
 
 
-@pytest.mark.parametrize("mesh, microbatches", MESHES, ids=str)
-def test_a_reference_is_told_row_by_row(mesh, microbatches):
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"cp": 2}, {"tp": 2}], ids=str)
+def test_losses_in_chunks_are_those_of_whole_logits(mesh):
+    data, model = pairs(), llama(2, attention="documents")
+    steps = [compile_lockstep(model, loss_of, data[0], mesh, passes={"chunk_loss": {"chunks": n}}) for n in (1, 4)]
+    whole, chunked = [(train_step(step, data), step.state_dict()) for step in steps]
+    for found, wanted in zip(chunked[0], whole[0], strict=True):
+        assert_same(found, wanted, EXACT)
+    assert_same(chunked[1], whole[1], EXACT)
+
+
+@pytest.mark.parametrize("mesh, microbatches, chunks", CASES, ids=str)
+def test_a_reference_is_told_row_by_row(mesh, microbatches, chunks):
     model, (batch, *_) = llama(2, attention="documents"), pairs()
     given = {name: value for name, value in batch.items() if name not in ("pairs", *REFERENCE)}
 
     def loss(model, batch):
         return reference(plain_logits, model, batch)
 
-    how = {"mesh": mesh, "ranks": "lockstep", "microbatches": microbatches}
-    found = ct.compile_step(model, loss, given, train=False, **how).rows(given)
+    how = {"mesh": mesh, "ranks": "lockstep", "microbatches": microbatches, "passes": {"chunk_loss": {"chunks": chunks}}}
+    step = ct.compile_step(model, loss, given, train=False, **how)
+    found = step.rows(given)
+    assert in_chunks(step) == (chunks > 1)
     wanted = by_hand(llama(2), batch).detach()
     assert_same(found, {name: wanted[:, i] for i, name in enumerate(REFERENCE)}, EXACT)
     with pytest.raises(UserError, match="as the metric 'reference_chosen'; it must be a scalar"):
         ct.compile_step(model, loss, given, **how)
+
+
+def test_a_reference_needs_less_memory_than_a_step_that_keeps_least():
+    (batch, *_), model, passes = pairs(), llama(2, attention="documents"), {"remat": {"policy": "full"}}
+    given = {name: value for name, value in batch.items() if name not in ("pairs", *REFERENCE)}
+    step = compile_lockstep(model, loss_of, batch, {"dp_shard": 2}, {"name": "sgd", "max_norm": None}, passes=passes)
+    referring = ct.compile_step(
+        model, lambda *given: reference(plain_logits, *given), given, train=False, mesh={"dp_shard": 2}, ranks="lockstep", passes=passes
+    )
+    peaks = [[p["accounting"]["peak_bytes"] for p in found.report["passes"]][-1] for found in (step, referring)]
+    assert peaks[1] < peaks[0]
 
 
 # ---- from a file to a run -----------------------------------------------------------------------------

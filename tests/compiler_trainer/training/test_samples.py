@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import FolderConfig
 from compiler_trainer.data.tokenizers import ByteTokenizer
-from compiler_trainer.models.sampling import Sampling, continued
+from compiler_trainer.models.sampling import Sampling, continued, in_use
 from compiler_trainer.runs.saved import trained_model
 from compiler_trainer.training import trainer
 from compiler_trainer.training.samples import on_rank_0
@@ -43,6 +43,7 @@ def test_a_line_an_evaluation_with_what_the_weights_of_that_step_add(model, tmp_
     found, tokenizer = lines(tmp_path / "run"), ByteTokenizer()
     assert [line["step"] for line in found] == [4, 6] and found[0]["samples"] != found[1]["samples"]
     of_last, trained = trained_model(cfg)
+    trained = in_use(cfg, trained, torch.device("cpu"))
     for sample, prompt in zip(found[-1]["samples"], PROMPTS, strict=True):
         ids = continued(cfg, of_last, trained, list(prompt.encode()), {256}, Sampling(5))
         assert sample == {"prompt": prompt, "text": tokenizer.decode(ids)}

@@ -22,6 +22,7 @@ from verified import apply
 from compiler_trainer.capture.capture import capture
 from passes.memory.chunk_loss import ChunkLoss
 from passes.memory.chunked import Head, linear_cross_entropy
+from passes.memory.chunked_tokens import linear_cross_entropies
 from passes.precision.float8 import Float8
 from passes.program import ir
 from passes.program.mesh import Mesh
@@ -105,7 +106,20 @@ def ignoring_a_class(model, batch):
     return flat(model(batch["tokens"]), {"labels": batch["labels"].clamp(min=0)}, ignore_index=0)
 
 
+def by_token(model, batch):
+    """Weighs the losses of tokens, then of rows, which no sum over all tokens tells."""
+    found = flat(model(batch["tokens"]), batch, reduction="none").view(batch["labels"].shape)
+    return F.softplus((found * batch["tokens"]).sum(1) / VOCAB).mean()
+
+
+def by_token_of_logarithms(model, batch):
+    logs = torch.tanh(model(batch["tokens"]) / 3.0).log_softmax(-1).transpose(1, 2)
+    return F.nll_loss(logs, batch["labels"], reduction="none").square().mean()
+
+
 LOSSES = {
+    "by token": (by_token, {"bias": True}),
+    "by token of logarithms": (by_token_of_logarithms, {"tied": True}),
     "plain": (plain, {}),
     "tied": (plain, {"tied": True}),
     "bias": (plain, {"bias": True}),
@@ -195,34 +209,42 @@ def summed(hidden, weight, labels, bias):
     return linear_cross_entropy(hidden, weight, labels, bias, ["div 2.0", "tanh", "mul 3.0"], -1, 3)
 
 
-def test_the_operator_is_what_pytorch_computes():
+def by_tokens(hidden, weight, labels, bias):
+    return linear_cross_entropies(hidden, weight, labels, bias, ["div 2.0", "tanh", "mul 3.0"], -1, 3)
+
+
+@pytest.mark.parametrize("taken", [summed, by_tokens])
+def test_the_operator_is_what_pytorch_computes(taken):
     leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in HEAD]
     hidden, weight, labels, bias = leaves
-    wanted = F.cross_entropy(torch.tanh((hidden @ weight.t() + bias) / 2) * 3, labels, ignore_index=-1, reduction="sum")
-    found = summed(*leaves)
+    wanted = F.cross_entropy(torch.tanh((hidden @ weight.t() + bias) / 2) * 3, labels, ignore_index=-1, reduction="none")
+    found, factors = taken(*leaves), torch.arange(8.0, dtype=torch.float64)
+    wanted, factors = (wanted.sum(), torch.tensor(2.0)) if taken is summed else (wanted, factors)
     torch.testing.assert_close(found, wanted, atol=1e-12, rtol=1e-12)
     given = [hidden, weight, bias]
-    for ours, theirs in zip(torch.autograd.grad(2 * found, given), torch.autograd.grad(2 * wanted, given)):
+    for ours, theirs in zip(torch.autograd.grad(found, given, factors), torch.autograd.grad(wanted, given, factors)):
         torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize(("ranks", "fill"), [(2, 0.0), (3, None), (4, None)])
 @pytest.mark.parametrize("weights", [(), (1, 3)])
-@pytest.mark.sample(2)
-def test_the_rule_by_value(ranks, fill, weights):
+@pytest.mark.parametrize("taken", [summed, by_tokens])
+@pytest.mark.sample(4)
+def test_the_rule_by_value(ranks, fill, weights, taken):
     """Each dim of each operand sharded, even and uneven, padding of zeros and of garbage."""
     for axis in ("tp", "dp_shard"):
-        function = capture_function(summed, HEAD, Mesh.of({axis: ranks}), weights)
+        function = capture_function(taken, HEAD, Mesh.of({axis: ranks}), weights)
         for i, dim in [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (3, 0)]:
             check(function, {i: sharded(HEAD[i].shape, dim, axis, fill)})
     both = {0: sharded(HEAD[0].shape, 0, "tp", fill), 1: sharded(HEAD[1].shape, 0, "tp", fill)}
-    check(capture_function(summed, HEAD, Mesh.of({"tp": ranks}), weights), both)
+    check(capture_function(taken, HEAD, Mesh.of({"tp": ranks}), weights), both)
 
 
-def test_what_ranks_share_is_summed_once():
+@pytest.mark.parametrize("taken", [summed, by_tokens])
+def test_what_ranks_share_is_summed_once(taken):
     """Three ranks and five classes: one rank owns padding only in the case of four."""
     tensors = (HEAD[0], HEAD[1][:5], HEAD[2].clamp(max=4), HEAD[3][:5])
-    check(capture_function(summed, tensors, Mesh.of({"tp": 4}), (1, 3)), {1: sharded((5, 5), 0, "tp", None)})
+    check(capture_function(taken, tensors, Mesh.of({"tp": 4}), (1, 3)), {1: sharded((5, 5), 0, "tp", None)})
 
 
 # ---- bits ------------------------------------------------------------------------------------------------
@@ -258,21 +280,27 @@ def test_gradients_of_the_weight_are_added_in_fp32():
 # ---- memory ------------------------------------------------------------------------------------------------
 
 
-def long(chunks):
+def token_loss(model, batch):
+    logits = model(batch["tokens"], batch["positions"])
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none").square().mean()
+
+
+def long(chunks, loss=llama_loss):
     """A step of 1,024 tokens and 4,000 classes on one rank: logits of 15.6 MiB."""
     model = llama(dtype=torch.float32, vocab_size=4000)
     tokens = torch.randint(0, 4000, (1, 1024), generator=torch.Generator().manual_seed(0))
     batch = {"tokens": tokens, "labels": tokens, "positions": torch.arange(1024)[None]}
-    return compile_lockstep(model, llama_loss, batch, {}, passes={"chunk_loss": {"chunks": chunks}})
+    return compile_lockstep(model, loss, batch, {}, passes={"chunk_loss": {"chunks": chunks}})
 
 
 def peak(step):
     return [p["accounting"]["peak_bytes"] for p in step.report["passes"] if p["program"] == "step"][-1]
 
 
-def test_no_more_logits_are_alive_than_of_a_chunk():
+@pytest.mark.parametrize("loss", [llama_loss, token_loss])
+def test_no_more_logits_are_alive_than_of_a_chunk(loss):
     logits = 1024 * 4000 * 4
-    whole, chunked = long(1), long(16)
+    whole, chunked = long(1, loss), long(16, loss)
     assert peak(whole) > 3 * logits and peak(chunked) < logits
 
 
@@ -314,10 +342,6 @@ def test_by_itself_a_head_is_taken_in_chunks_if_a_ranks_logits_are_large(mesh, s
     assert "in 4 chunks" in report.notes[0]
 
 
-def a_loss_a_token(model, batch):
-    return flat(model(batch["tokens"]), batch, reduction="none").mean()
-
-
 def smoothed(model, batch):
     return flat(model(batch["tokens"]), batch, label_smoothing=0.1)
 
@@ -340,7 +364,6 @@ def weighed(model, batch):
 
 
 @pytest.mark.parametrize(("loss", "why"), [
-    (a_loss_a_token, r"%cross_entropy_loss \(test_chunk_loss.py:\d+\) gives a loss a token"),
     (smoothed, r"%cross_entropy_loss \(.*\) has labels that are no class ids, or smooths them"),
     (z_loss, r"%linear_2 is read by %(view|flatten) .*, %logsumexp"),
     (learned_scale, r"what reads %linear_2 is %mul_?\d* \(test_chunk_loss.py:\d+\)"),

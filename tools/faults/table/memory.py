@@ -63,8 +63,8 @@ FAULTS = (
     Fault(
         "mean_over_all_labels",
         "passes/memory/chunk_loss.py",
-        "return total / (ids != ignored).sum() if mean else total",
-        "return total / len(ids) if mean else total",
+        "return total / (ids != ignored).sum() if reduction == MEAN else total",
+        "return total / len(ids) if reduction == MEAN else total",
         "A loss in chunks is averaged over ignored labels, too.",
     ),
     Fault(
@@ -99,7 +99,7 @@ FAULTS = (
     Fault(
         "lse_from_each_rank",
         "passes/memory/chunked.py",
-        "torch.where(counts, lse, 0.0).sum() / shares",
+        "torch.where(counts, lse, 0.0).sum() / self.shares",
         "torch.where(counts, lse, 0.0).sum()",
         "Ranks that share the vocabulary count the log-sum-exp once each.",
     ),
@@ -120,8 +120,8 @@ FAULTS = (
     Fault(
         "last_chunk_only",
         "passes/memory/chunked.py",
-        "(before + term for before, term in zip(sums, terms, strict=True))",
-        "(term for before, term in zip(sums, terms, strict=True))",
+        "(before + term for before, term in zip(sums, (loss, *terms), strict=True))",
+        "(term for before, term in zip(sums, (loss, *terms), strict=True))",
         "Loss and gradient of the weight are those of the last chunk.",
     ),
 )

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import ExpertsConfig, LatentConfig, ModelConfig
 from compiler_trainer.models.folder import library
+from compiler_trainer.models.skeleton import fill, skeleton
 
 FORMS = "transformers' Llama, Qwen3, Mixtral, Qwen3-MoE or DeepSeek-V3"
 NAMES = {
@@ -92,18 +93,12 @@ def beyond_experts(experts: ExpertsConfig, form: str) -> Iterator[str]:
 
 
 def as_transformers(cfg: ModelConfig, module: nn.Module) -> Any:
-    """transformers' model of the same sizes, with the same weights."""
+    """transformers' model of the same sizes, with the weights of a decoder: the same memory where they are the same."""
     form, transformers = form_of(cfg), library()
     config = getattr(transformers, f"{form}Config")(**sizes(cfg) | further_sizes(cfg, form))
-    model = getattr(transformers, f"{form}ForCausalLM")(config)
-    values = dict(their_values(cfg, module.state_dict()))
-    if cfg.tied:
-        values["lm_head.weight"] = values["model.embed_tokens.weight"]
-    if cfg.latent is not None:  # corrections where there are none, shared experts without features
-        states = model.state_dict().items()
-        values = {n: torch.zeros_like(v) for n, v in states if n.endswith("_bias") or not v.numel()} | values
-    model.load_state_dict(values)
-    return model
+    model = skeleton(lambda: getattr(transformers, f"{form}ForCausalLM")(config))
+    of_no_features = {n: torch.empty(p.shape) for n, p in model.named_parameters() if not p.numel()}  # shared experts
+    return fill(model, [*of_no_features.items(), *their_values(cfg, module.state_dict())])
 
 
 def sizes(cfg: ModelConfig) -> dict[str, Any]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import ExpertsConfig, LatentConfig, ModelConfig, RopeScaling
+from compiler_trainer.config.schema import Config, ExpertsConfig, LatentConfig, ModelConfig, RopeScaling, TrainConfig
+from compiler_trainer.models.decoders import as_transformers, form_of
 from compiler_trainer.models.llama import Llama
-from compiler_trainer.runs.decoders import as_transformers, form_of
+from compiler_trainer.models.sampling import Sampling, continued, in_use, one_by_one, why_uncached
+from compiler_trainer.models.subject import subject
 
 PLAIN = ModelConfig(dim=24, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=40, vocab_size=61)
 NARROW = replace(PLAIN, norm_eps=1e-6, latent=LatentConfig(kv_rank=12, nope_dim=6, rope_dim=4, v_dim=8))
@@ -68,7 +72,34 @@ def test_a_form_has_the_logits_of_the_decoder(name, tmp_path):
     assert (found - wanted).abs().max() < 3e-6 * wanted.abs().max()
 
 
+@pytest.mark.parametrize("name", FORMS)
+def test_the_likeliest_tokens_are_the_same_with_a_cache(name):
+    cfg, how = Config(model=FORMS[name], train=TrainConfig(seq_len=24)), Sampling(30, temperature=0.0)
+    trained, ours, prompt = subject(cfg), decoder(FORMS[name]), [5, 60, 7, 7]
+    with torch.no_grad():
+        for weight in ours.layers.parameters():  # so that what a tied head repeats is not the likeliest
+            weight.mul_(4)
+    model, seen = in_use(cfg, ours, torch.device("cpu")), []
+    model.register_forward_pre_hook(lambda m, args, given: seen.append(given["input_ids"].shape[1]), with_kwargs=True)
+    cached = continued(cfg, trained, model, prompt, frozenset(), how)
+    assert seen == [4] + 19 * [1] and len(cached) == 20  # to the last position
+    assert cached == [*islice(one_by_one(trained, ours, prompt, 24, how), 20)] and len({*cached}) > 4
+
+
 @pytest.mark.parametrize("option", OF_NONE)
 def test_what_has_no_form_is_refused_by_its_option(option):
     with pytest.raises(UserError, match=f"{option}: is of no form in which decoders are exported"):
         form_of(OF_NONE[option])
+    assert why_uncached(Config(model=OF_NONE[option])).startswith(f"{option}: is of no form")
+
+
+def test_a_form_has_the_memory_of_its_decoder():
+    ours = decoder(PLAIN)
+    theirs = as_transformers(PLAIN, ours)
+    assert theirs.lm_head.weight.data_ptr() == ours.output.weight.data_ptr()
+    assert theirs.model.layers[1].mlp.up_proj.weight.data_ptr() == ours.layers[1].feed_forward.w3.weight.data_ptr()
+
+
+def test_without_transformers_there_is_no_cache(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert "needs transformers here" in why_uncached(Config(model=PLAIN))
