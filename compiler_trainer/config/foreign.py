@@ -10,6 +10,8 @@ ACCUMULATION = "gradient accumulation is train.microbatches: parts of train.glob
 ROWS = "train.global_batch_size counts the rows of a step on all ranks, train.microbatches accumulates them in parts"
 MIXED = "mixed precision is passes.cast.param_dtype=bfloat16 over float32 master weights (train.dtype)"
 NO_FP16 = "there is no fp16, which needs loss scaling; use passes.cast.param_dtype=bfloat16"
+NO_BLOCKS = "there is no MXFP8 and no NVFP4; float8 is passes.cast.float8=rowwise or tensorwise"
+NO_GROUPED = "products of experts are not taken in float8; passes.cast.float8=rowwise or tensorwise is of linear layers"
 LENGTH = "a run takes train.steps; it says at its start how many epochs these are"
 LOGGERS = "metrics go to metrics.jsonl, TensorBoard and run.loggers=[{_target_: compiler_trainer.WandB}], or MLflow"
 CALLBACKS = "callbacks are train.callbacks=[{_target_: my_package.Callback}] (docs/guides/your-loop.md)"
@@ -55,6 +57,11 @@ ANSWERS = {
     "half": NO_FP16,
     "tf32": "products of float32 are not taken in TF32; use passes.cast.param_dtype=bfloat16",
     "fp8": "float8 is passes.cast.float8=rowwise or tensorwise",
+    "mxfp8": NO_BLOCKS,
+    "nvfp4": NO_BLOCKS,
+    "float8_grouped_mm": NO_GROUPED,
+    "fp8_grouped_mm": NO_GROUPED,
+    "moe_fp8": NO_GROUPED,
     "load_in_8bit": "there is no quantized training; passes.cast.param_dtype=bfloat16 and recipe=lora save memory",
     "load_in_4bit": "there is no quantized training; passes.cast.param_dtype=bfloat16 and recipe=lora save memory",
     # length and schedule
@@ -196,6 +203,8 @@ ANSWERS = {
     "loss_type": "a loss of your own is loss._target_=package.function",
 }
 VALUES = {  # of an option: what to say of a value that is none of its choices
+    "passes.cast.float8": NO_BLOCKS,
+    "passes.moe.dispatch": "counts of rows stay on the device, so that buffers have a size that no count decides",
     "train.dtype": "it is of the master weights; mixed precision is passes.cast.param_dtype=bfloat16 over float32 ones",
 }
 

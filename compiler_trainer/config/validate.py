@@ -311,11 +311,6 @@ CHECKS: Checks = (
         "numeric with mesh.pp={c.mesh.pp}, whose programs are parts of a step; use spec",
     ),
     (
-        "lower.cudagraphs",
-        lambda c: c.mesh.pp == 1 or c.lower.cudagraphs is not True,
-        "true with mesh.pp={c.mesh.pp}, whose ranks send values between programs; leave it false",
-    ),
-    (
         "passes.remat.policy",
         lambda c: not (c.run.dry and "offload" in (c.passes.remat.policy, *c.passes.remat.layers.values())),
         "offload with run.dry=true, which cannot predict copies to host memory; use another policy",

@@ -169,7 +169,7 @@ def predict_step(cfg: Config, step: DryStep, fused: Fused | None = None) -> dict
 
 def is_recorded(cfg: Config, step: DryStep) -> bool:
     """Whether the whole step is replayed as CUDA graphs."""
-    if not cfg.lower.cudagraphs or cfg.mesh.pp > 1:
+    if not cfg.lower.cudagraphs:
         return False
     compiled = cfg.lower.backend == "inductor"
     return not any(breaks(program, compiled) for program, _ in step.programs.values())

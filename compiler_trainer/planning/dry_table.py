@@ -16,7 +16,8 @@ def show(cfg: Config, report: dict[str, Any]) -> None:
     """Print the prediction as tables: speed, memory, communication, and the figures that it rests on."""
     console = Console(file=sys.stdout)
     for table in (speed(report), memory(cfg, report), communication(report), stated(cfg)):
-        console.print(table)
+        if table.rows:
+            console.print(table)
     if "pipeline" in report["prediction"]:
         console.print(stages(report["prediction"]["pipeline"]))
 

@@ -89,7 +89,7 @@ def compile_step(
     job = Job(model, loss_fn, batch, named, options, update, device, *how)
     compiles = on_cpu and lower.backend == "inductor" and lower.fast_start
     (programs, report), table = job.programs(shelf, lower.check_stored, compiles, observe, tell)
-    said = recorded(programs, lower, named, device, ranks == "lockstep")
+    said = recorded(programs, lower, device, ranks == "lockstep")
     laid_out = next(iter(programs.values())).program.mesh  # as placement has it; evaluation comes last
     rank_of = ranks_of(programs, table)
     check_evaluated(programs, rank_of, {name for name, p in model.named_parameters() if not p.requires_grad})

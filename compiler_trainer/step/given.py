@@ -86,15 +86,13 @@ def check_recordable(programs: Mapping[str, Captured], compiled: bool = True) ->
         raise UserError("lower.cudagraphs", f"cannot record {'; '.join(found)}; {fix}")
 
 
-def why_nothing_is_recorded(mesh: Mesh, device: torch.device) -> str:
+def why_nothing_is_recorded(device: torch.device) -> str:
     """Why no program of a job is recorded, empty if those are that can be."""
-    if device.type != "cuda":
-        return f"the step runs on {device.type}"
-    return "pipeline stages send values between programs" if mesh["pp"] > 1 else ""
+    return "" if device.type == "cuda" else f"the step runs on {device.type}"
 
 
 def recorded(
-    programs: Mapping[str, Captured], lower: LowerConfig, mesh: Mesh, device: torch.device, interpreted: bool = False
+    programs: Mapping[str, Captured], lower: LowerConfig, device: torch.device, interpreted: bool = False
 ) -> list[str]:
     """What of the programs of training is recorded as CUDA graphs and what is not, and why, in sentences.
 
@@ -106,9 +104,9 @@ def recorded(
     compiled = lower.backend == "inductor"
     if lower.cudagraphs is True:
         check_recordable(training, compiled)
-    if why := "ranks in lockstep are interpreted" if interpreted else why_nothing_is_recorded(mesh, device):
+    if why := "ranks in lockstep are interpreted" if interpreted else why_nothing_is_recorded(device):
         return [f"nothing is recorded: {why}"]
-    return [said(name, program, compiled) for name, (program, _) in training.items()]
+    return said({name: program for name, (program, _) in training.items()}, compiled)
 
 
 def mesh_of(given: Mapping[str, int] | MeshConfig | None) -> Mesh:

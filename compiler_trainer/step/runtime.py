@@ -16,12 +16,12 @@ from compiler_trainer.config.schema import LowerConfig
 from compiler_trainer.step.agree import agree
 from compiler_trainer.step.given import EVALUATE, why_nothing_is_recorded
 from compiler_trainer.step.ranks import gather, new_group, place_on_node
-from compiler_trainer.step.turns import Ways
+from compiler_trainer.step.turns import Ways, sent_between
 from passes.check.simulate import Lockstep
 from passes.lower import inductor
 from passes.lower.backends import BACKENDS
 from passes.lower.calls import Executable
-from passes.lower.cudagraphs import Recorder
+from passes.lower.cudagraphs import InSlots, Recorder
 from passes.lower.inductor import ALONE, Workers
 from passes.program import ir
 from passes.program.bodies import body_of_call, calls_of
@@ -43,7 +43,8 @@ class Runtime(Protocol):
     @property
     def apart(self) -> int: ...
     def compile(self, name: str, program: ir.Program, ctx: ir.Context) -> Any: ...
-    def run(self, compiled: Any, inputs: ByRank) -> dict[int, tuple[Tensor, ...]]: ...
+    def begin(self) -> None: ...
+    def run(self, compiled: Any, inputs: ByRank, slot: int | None) -> dict[int, tuple[Tensor, ...]]: ...
     def all_locals(self, local: Mapping[int, Tensor]) -> list[Tensor]: ...
     def send(self, local: Mapping[int, Tensor], source: int, to: Collection[int], like: Tensor) -> None: ...
     def stage_of(self, rank: int) -> int: ...
@@ -87,7 +88,10 @@ class LockstepRanks(Staged):
         """The simulator of a program."""
         return Lockstep(program)
 
-    def run(self, compiled: Lockstep, inputs: ByRank) -> dict[int, tuple[Tensor, ...]]:
+    def begin(self) -> None:
+        """Nothing is recorded."""
+
+    def run(self, compiled: Lockstep, inputs: ByRank, slot: int | None = None) -> dict[int, tuple[Tensor, ...]]:
         """The outputs of the ranks that have inputs: all of them, or those of a pipeline stage."""
         ranks = sorted(inputs)
         with torch.no_grad():
@@ -128,7 +132,7 @@ class ProcessRanks(Staged):
             raise UserError("mesh", f"{dict(mesh.sizes)} is for {mesh.world_size} ranks, {world_size} are running")
         self.ranks: tuple[int, ...] = (rank,)
         self.groups: dict[str, dist.ProcessGroup] = {}  # of the communicators that programs name
-        records = lower.cudagraphs and not why_nothing_is_recorded(mesh, device)
+        records = lower.cudagraphs and not why_nothing_is_recorded(device)
         self.recorder = Recorder() if records else None
         self.ways = Ways(new_group(), new_group()) if self.distributed and mesh["pp"] > 1 else None
         workers = self.share_out() if self.distributed else ALONE
@@ -164,11 +168,18 @@ class ProcessRanks(Staged):
             self.name_groups()
         return lower(program, ctx, self.workers, tell)
 
-    def run(self, compiled: Executable, inputs: ByRank) -> dict[int, tuple[Tensor, ...]]:
-        """This rank's outputs."""
+    def begin(self) -> None:
+        """A training step begins, and nothing travels between ranks."""
+        if self.recorder is not None:
+            self.name_groups()
+            self.recorder.begin()
+
+    def run(self, compiled: Executable, inputs: ByRank, slot: int | None = None) -> dict[int, tuple[Tensor, ...]]:
+        """This rank's outputs; of what is recorded, in a slot."""
         (rank,) = self.ranks
         self.name_groups()
-        return {rank: compiled(inputs[rank])}
+        values = inputs[rank]
+        return {rank: compiled(values, slot) if isinstance(compiled, InSlots) else compiled(values)}
 
     def make_groups(self, program: ir.Program) -> None:
         """Make the process groups that a program names first, by communicator; every rank makes all, in its order."""
@@ -204,6 +215,8 @@ class ProcessRanks(Staged):
             for name, program in programs.items():
                 agree(name, program)
                 self.make_groups(program)
+        if self.recorder is not None and self.mesh["pp"] > 1:
+            self.recorder.sent = sent_between({n: p for n, p in programs.items() if not n.startswith(EVALUATE)})
 
     def build(self, programs: Iterable[ir.Program], ctx: ir.Context) -> None:
         """Compile what programs of several stages call, each body once on a machine; every rank must call it."""

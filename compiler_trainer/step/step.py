@@ -14,7 +14,7 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.step.batch_layout import BatchLayout, balance, on_device
 from compiler_trainer.step.given import EVALUATE
 from compiler_trainer.step.runtime import Runtime
-from compiler_trainer.step.turns import Carried, Post, Turn, turns_of_evaluation, turns_of_step
+from compiler_trainer.step.turns import Carried, Post, Turn, slots_of, turns_of_evaluation, turns_of_step
 from passes.pipeline.tables import Table
 from passes.program import ir
 from passes.program.bodies import flatten
@@ -89,6 +89,7 @@ class Step:
         self.counted = {i.name: i.count for i in given if i.count is not None}
         self.entries = {entry: of for each in compiled for entry, of in entries_of(each.finished).items()}
         self.training = self.turns(turns_of_step(programs_of(train), table, microbatches), train)
+        self.slots = slots_of(self.training[0], table)
         self.measuring = self.turns(turns_of_evaluation(EVALUATE, table, microbatches), evaluation)
 
     def turns(self, turns: Sequence[Turn], programs: Mapping[str, Compiled]) -> tuple[list[Turn], Carried]:
@@ -111,6 +112,7 @@ class Step:
         With `passes.moe.dispatch=bounded` also "dropped_rows", how many found no room, of all layers and ranks.
         """
         rate, self.layouts = self.lr if lr is None else lr, []
+        self.runtime.begin()
         count = self.state["optim.step"].local[self.ranks[0]].to(torch.int64, copy=True)
         return self.summed(self.take(self.training, self.train, batch, rate, count), self.train)
 
@@ -210,7 +212,7 @@ class Step:
             return self.value(given, rank, batch_layout, scalars)
 
         inputs = {rank: [value(i, rank) for i in program.inputs] for rank in ranks}
-        results = self.runtime.run(compiled.executable, inputs)
+        results = self.runtime.run(compiled.executable, inputs, self.slots.get(turn))
         found = {}
         for k, output in enumerate(program.outputs):
             if output.kind == "carried":

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from passes.pipeline.tables import Table, in_order
-from passes.pipeline.tasks import FORWARD, GATHER, OF_RANKS, Task
+from passes.pipeline.tasks import FORWARD, GATHER, OF_RANKS, Task, task_in
 from passes.program import ir
 
 AHEAD = 4  # messages of a sender for which room is made before they are asked for
@@ -56,6 +56,32 @@ def turns_of_evaluation(name: str, table: Table | None, microbatches: int) -> tu
         return tuple(Turn(name, m) for m in range(microbatches))
     stages = list(enumerate(table.rank_of))
     return tuple(Turn(f"{name}.{Task(s, FORWARD)}", m, rank) for m in range(microbatches) for s, rank in stages)
+
+
+def slots_of(turns: Sequence[Turn], table: Table | None) -> dict[Turn, int]:
+    """Where turns of microbatches are recorded: two that are in a stage at once in different slots, as are stages."""
+
+    def passing(turn: Turn) -> tuple[int, int | None]:
+        return task_in(turn.program).stage if table else 0, turn.microbatch
+
+    of_microbatches = [turn for turn in turns if turn.microbatch is not None]
+    last = {passing(turn): turn for turn in of_microbatches}
+    free, taken, slots = defaultdict[int, list[int]](list), dict[tuple[int, int | None], int](), dict[Turn, int]()
+    for turn in of_microbatches:
+        here = stage, _ = passing(turn)
+        if here not in taken:
+            taken[here] = free[stage].pop() if free[stage] else len({*taken.values()})
+        slots[turn] = taken[here]
+        if turn == last[here]:
+            free[stage].append(taken[here])
+    return slots
+
+
+def sent_between(programs: Mapping[str, ir.Program]) -> frozenset[str]:
+    """Names of what tasks of one stage, or rank, make for those of another."""
+    made = {o.name: task_in(name).stage for name, p in programs.items() for o in p.outputs if o.kind == "carried"}
+    reads = [(task_in(name).stage, given.name) for name, p in programs.items() for given in carried(p)]
+    return frozenset(name for stage, name in reads if made[name] != stage)
 
 
 Keys = dict[Turn, dict[str, Key]]

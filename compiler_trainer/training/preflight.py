@@ -65,8 +65,17 @@ def precision(cfg: Config) -> str:
     cast, masters = cfg.passes.cast, cfg.train.dtype
     products = f", linear layers in float8 ({cast.float8})" if cast.float8 else ""
     if cast.param_dtype in (None, masters):
-        return f"{masters} throughout{products}"
+        return f"{masters} throughout{products}{tensor_cores(masters)}"
     return f"computed in {cast.param_dtype}{products}, master weights in {masters}"
+
+
+def tensor_cores(dtype: str) -> str:
+    """How a GPU takes products of float32: rounded to fewer bits or not; empty of other dtypes and devices."""
+    if dtype != "float32" or not torch.cuda.is_available():
+        return ""
+    chosen = torch.get_float32_matmul_precision()
+    rounded = {"highest": "not rounded to TF32", "high": "rounded to TF32", "medium": "rounded to bfloat16"}[chosen]
+    return f", products {rounded} (torch.set_float32_matmul_precision is {chosen!r})"
 
 
 def update(cfg: Config) -> str:

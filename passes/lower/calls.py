@@ -88,6 +88,27 @@ class Calls:
         return BodyCall(name, run, reads, tuple(i for i in reads if i in freed), tuple(enumerate(left)))
 
 
+class AsOne(Calls):
+    """A program that something else runs, as one call."""
+
+    def __init__(self, program: ir.Program, run: Executable):
+        count = len(program.inputs)
+        self.given, self.returned = list(range(count)), [count + k for k in range(len(program.outputs))]
+        all_of_it = BodyCall("program", emptying(run), tuple(self.given), (), tuple(enumerate(self.returned)))
+        self.calls = [all_of_it]
+
+
+def emptying(run: Executable) -> Kernels:
+    """What empties the list that it is given."""
+
+    def kernels(args: list[Tensor]) -> Sequence[Tensor]:
+        values = list(args)
+        args.clear()
+        return run(values)
+
+    return kernels
+
+
 def steps_of(program: ir.Program) -> list[fx.Node]:
     """What is run one after another: calls of bodies, and views that are in none."""
     return [node for node in program.calls() if not is_result(node)]

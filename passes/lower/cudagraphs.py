@@ -1,105 +1,99 @@
-"""A program that is started kernel by kernel twice, recorded as CUDA graphs, and replayed from then on.
+"""Programs that are started kernel by kernel in two steps, recorded as CUDA graphs before the third, and replayed.
 
     step 1, 2      run: kernels are loaded and tuned, communicators and workspaces made
-    step 3         recorded, and replayed
-    step 4 ...     batch and scalars copied to where they were recorded; replayed
+    before step 3  recorded, program after program in the order of a step; nothing is computed
+    step 3 ...     batch and scalars copied to where they were recorded; replayed
 
-What reads the host is started by it at every step, between the recordings (`runs.py`). All recordings share one memory:
-none reads what another has left in it, but for results, which each keeps. NCCL leaves no communicator that a recording
-still uses, so `release` ends them before ranks part.
+Recordings are made between steps, when nothing travels: to begin one waits for all that was started, and a rank that
+has made room for what a later microbatch brings would wait for what nobody has been asked for.
+
+What reads the host is started by it at every step, between the recordings (`runs.py`). Microbatches of a pipeline
+stage that are in flight at once are in slots of their own: a slot has recordings of its own, and a memory of its own,
+so that what a forward keeps lies where the backward has recorded it, and no other microbatch writes over it. In a slot
+recordings share their memory: they run in the order in which they were made, and none reads what another has left, but
+for results, which each keeps. NCCL leaves no communicator that a recording still uses, so `release` ends them before
+ranks part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from passes.lower.calls import BodyCall, Calls, Executable, Kernels
+from passes.lower.calls import AsOne, BodyCall, Calls, Executable, Kernels
 from passes.lower.host_reads import breaks
-from passes.lower.runs import runs_of
+from passes.lower.runs import Run, runs_of
 from passes.program import ir
 
-WARM_UP = 2  # runs before a program is recorded
+WARM_UP = 2  # steps before all is recorded
 FED = ("batch", "layout", "scalar", "carried")  # inputs that are new at a run; others are written where they are
+
+Slot = int | None  # of what runs once a step: None
 
 
 class Replayed:
-    """Calls on CUDA that are recorded when they have run `WARM_UP` times, and are `ready`; replayed from then on.
+    """Calls on CUDA that the host starts until they are recorded; replayed from then on.
 
-    Operands `fed` are others at each run, and copied to where the recording reads them.
+    Operands `fed` are others at each run, and copied to where the recording reads them. Operands `left` lie where
+    other recordings leave them. All else is written in place.
     """
 
-    def __init__(
-        self, run: Kernels, names: Sequence[str], fed: Collection[int], recorder: Recorder, ready: Callable[[], bool]
-    ):
-        self.run, self.names, self.fed, self.recorder, self.ready = run, names, fed, recorder, ready
-        self.runs = 0
+    def __init__(self, run: Kernels, names: Sequence[str], fed: Collection[int], left: Collection[int] = ()):
+        self.run, self.names, self.fed, self.left = run, names, fed, left
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.values: list[Tensor] = []  # that were recorded
+        self.values: dict[int, Tensor] = {}  # of the last run, but what others left; then those that were recorded
         self.results: Sequence[Tensor] = ()
-        _all.add(self)
 
     def __call__(self, args: list[Tensor]) -> Sequence[Tensor]:
-        """The results, which the next run writes over; empties the list that it is given."""
+        """The results, which the next replay writes over; empties the list that it is given."""
         if self.graph is None:
-            self.runs += 1
-            if self.runs <= WARM_UP or not self.ready():
-                return self.run(args)
-            self.graph = self.record(args)
+            own = [i for i in range(len(args)) if i not in self.left]
+            self.values = {i: args[i].clone() if i in self.fed else args[i] for i in own}
+            return self.run(args)
         self.feed(args)
         args.clear()
         self.graph.replay()
         return self.results
 
-    def record(self, args: Sequence[Tensor]) -> torch.cuda.CUDAGraph:
-        """Record the calls on copies of what is fed; nothing is computed."""
-        self.values = [value.clone() if i in self.fed else value for i, value in enumerate(args)]
-        graph, pool, stream = torch.cuda.CUDAGraph(), self.recorder.pool, self.recorder.stream
+    def record(self, left: Mapping[int, Tensor], pool: tuple[int, int], stream: torch.cuda.Stream) -> None:
+        """Record the calls on the values of the last run, and on what others have `left`."""
+        self.values |= left
+        graph, values = torch.cuda.CUDAGraph(), [self.values[i] for i in sorted(self.values)]
         # NCCL's watchdog asks for events in a thread of its own, which "global" would take for a mistake of ours
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            self.results = self.run(list(self.values))
-        return graph
+            self.results = self.run(values)
+        self.graph = graph
 
     def feed(self, args: Sequence[Tensor]) -> None:
         """Copy what is new; raises RuntimeError if state is no longer where it was recorded."""
-        for i, (value, recorded) in enumerate(zip(args, self.values, strict=True)):
+        for i, value in enumerate(args):
             if i in self.fed:
-                recorded.copy_(value)
-            elif value is not recorded:
+                self.values[i].copy_(value)
+            elif value is not self.values[i]:
                 raise RuntimeError(f"{self.names[i]} is another tensor than the CUDA graph has recorded; write into it")
 
     def release(self) -> None:
         """End the recording, and what it holds."""
         if self.graph is not None:
             self.graph.reset()
-        self.graph, self.values, self.results, self.runs = None, [], (), 0
-
-
-_all: WeakSet[Replayed] = WeakSet()
-
-
-def release() -> None:
-    """End all recordings of this process: a communicator that one uses would be waited for without end."""
-    for replayed in list(_all):
-        replayed.release()
+        self.graph, self.values, self.results = None, {}, ()
 
 
 class Recorded:
-    """A program of which calls are recorded, on the stream of its recorder.
+    """A program in a slot, of which calls are recorded, on the stream of its recorder.
 
     Results are in memory of their own; values `still` are not: carried to other programs, they lie where they lay.
     """
 
-    def __init__(
-        self, run: Executable, parts: Sequence[Replayed], outputs: Sequence[ir.Output], still: Collection[str]
-    ):
-        self.run, self.parts, self.still = run, parts, still
-        self.own = [output.name not in still for output in outputs]
-        self.stream = parts[0].recorder.stream
+    def __init__(self, program: ir.Program, run: Calls, still: Collection[str], stream: torch.cuda.Stream):
+        self.program, self.run, self.still, self.stream = program, run, still, stream
+        self.own = [output.name not in still for output in program.outputs]
 
     def __call__(self, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The program's results."""
@@ -110,81 +104,114 @@ class Recorded:
         torch.cuda.current_stream().wait_stream(self.stream)
         return results
 
-    @property
-    def is_recorded(self) -> bool:
-        """Whether nothing of it is run for the first time any more."""
-        return all(part.graph is not None for part in self.parts)
+    def record(self, lying: Mapping[str, Tensor], pool: tuple[int, int]) -> dict[str, Tensor]:
+        """Record its calls on carried values that are `lying` somewhere; those that it leaves for others."""
+        given = zip(self.run.given, self.program.inputs, strict=True)
+        env = {number: lying[each.name] for number, each in given if each.name in lying}
+        for call in self.run.calls:
+            if isinstance(call.run, Replayed):
+                call.run.record({i: env[call.reads[i]] for i in call.run.left}, pool, self.stream)
+                env |= {number: call.run.results[index] for index, number in call.yields}
+        ends = zip(self.program.outputs, self.run.returned, strict=True)
+        return {output.name: env[number] for output, number in ends if output.name in self.still}
+
+    def release(self) -> None:
+        """End its recordings."""
+        for call in self.run.calls:
+            if isinstance(call.run, Replayed):
+                call.run.release()
 
 
 class Recorder:
-    """The stream that programs of a step run and are recorded on, and the memory that their recordings share."""
+    """The stream that programs of a step run and are recorded on, and the memory that recordings of a slot share.
+
+    Carried values that are `sent` go to other ranks, so that they are copied out of the memory of recordings.
+    """
 
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream()
-        self.pool = torch.cuda.graph_pool_handle()
-        self.programs: list[Recorded] = []
+        self.sent: Collection[str] = ()
+        self.still = set[str]()  # carried values that lie where recordings leave them
+        self.pools: dict[int, tuple[int, int]] = defaultdict(torch.cuda.graph_pool_handle)
+        self.made: list[tuple[Slot, Recorded]] = []  # in the order of a step
+        self.steps = 0
+        _all.add(self)
+
+    def begin(self) -> None:
+        """A step begins, and nothing travels; the first after the warm-up is recorded."""
+        self.steps += 1
+        if self.steps == WARM_UP + 1:
+            lying = defaultdict[Slot, dict[str, Tensor]](dict)
+            for slot, each in self.made:
+                lying[slot] |= each.record(lying[None] | lying[slot], self.pools[slot or 0])
 
     def recorded(self, program: ir.Program, run: Executable) -> Executable:
-        """What runs a program, as it is recorded; as it was where nothing of it can be.
-
-        It reads values that other programs carry, and which lie `still`, once these are recorded.
-        """
-        names = {given.name for given in program.inputs if given.kind == "carried"}
-        sources = [each for each in self.programs if not names.isdisjoint(each.still)]
-        still = {name for each in sources for name in each.still}
-        fed = [i for i, given in enumerate(program.inputs) if given.kind in FED and given.name not in still]
-
-        def ready() -> bool:
-            return all(each.is_recorded for each in sources)
-
+        """What runs a program, as it is recorded; as it was where nothing of it can be."""
         if isinstance(run, Calls):
-            made = self.in_runs(program, run, fed, ready)
+            calls, runs = run, runs_of(program)
         else:
-            made = self.as_whole(program, run, fed, ready)
-        if made is None:
+            calls, runs = AsOne(program, run), [Run(not breaks(program, compiled=False), 0, 1)]
+        if not any(each.recorded for each in runs):
             return run
-        self.programs.append(made)
-        return made
+        found = InSlots(self, program, calls, runs, self.still & names_carried(program.inputs))
+        self.still |= found.still
+        return found
 
-    def in_runs(
-        self, program: ir.Program, run: Calls, fed: Sequence[int], ready: Callable[[], bool]
-    ) -> Recorded | None:
-        """Compiled calls, recorded run by run; None where none is."""
-        names = {number: given.name for number, given in zip(run.given, program.inputs, strict=True)}
-        moving, parts, calls = {run.given[i] for i in fed}, list[Replayed](), list[BodyCall]()
-        still = set[int]()
-        for recorded, first, last in runs_of(program):
-            call = run.together(run.calls[first:last])
-            made = {number for _, number in call.yields}
-            if recorded:
-                said = [names.get(number, f"value {number}") for number in call.reads]
-                moved = {i for i, number in enumerate(call.reads) if number in moving}
-                parts.append(Replayed(call.run, said, moved, self, ready))
-                call = replace(call, run=parts[-1])
-            (still if recorded else moving).update(made)
-            calls.append(call)
-        if not parts:
-            return None
-        run.calls = calls
+    def release(self) -> None:
+        """End all recordings, as if no step had run."""
+        for _, each in self.made:
+            each.release()
+        self.steps = 0
+
+
+class InSlots:
+    """A program that is recorded in each slot it runs in; it reads carried values `lying` where others left them."""
+
+    def __init__(
+        self, recorder: Recorder, program: ir.Program, run: Calls, runs: Sequence[Run], lying: Collection[str]
+    ):
+        self.recorder, self.program, self.run, self.runs = recorder, program, run, runs
+        self.by_slot: dict[Slot, Recorded] = {}
+        given = list(zip(run.given, program.inputs, strict=True))
+        self.names = {number: each.name for number, each in given}
+        self.left = {number for number, each in given if each.kind == "carried" and each.name in lying}
+        self.fed = {number for number, each in given if each.kind in FED} - self.left
+        self.calls = list(zip(runs, (run.together(run.calls[first:last]) for _, first, last in runs), strict=True))
+        for each, call in self.calls:
+            (self.left if each.recorded else self.fed).update(number for _, number in call.yields)
         ends = zip(program.outputs, run.returned, strict=True)
-        lasting = {output.name for output, number in ends if output.kind == "carried" and number in still}
-        return Recorded(run, parts, program.outputs, lasting)
+        carried = {output.name for output, number in ends if output.kind == "carried" and number in self.left}
+        self.still = carried - set(recorder.sent)
 
-    def as_whole(
-        self, program: ir.Program, run: Executable, fed: Sequence[int], ready: Callable[[], bool]
-    ) -> Recorded | None:
-        """A program that is interpreted, recorded as one; None where something reads the host."""
-        if breaks(program, compiled=False):
-            return None
-        part = Replayed(run, [given.name for given in program.inputs], set(fed), self, ready)
-        return Recorded(part_as_program(part), [part], program.outputs, carried_of(program))
+    def __call__(self, values: Sequence[Tensor], slot: Slot = None) -> tuple[Tensor, ...]:
+        """The program's results, in a slot."""
+        return self.at(slot)(values)
+
+    def at(self, slot: Slot) -> Recorded:
+        """The program in a slot."""
+        if slot not in self.by_slot:
+            run = copy(self.run)
+            run.calls = [self.replayed(call) if each.recorded else call for each, call in self.calls]
+            self.by_slot[slot] = Recorded(self.program, run, self.still, self.recorder.stream)
+            self.recorder.made.append((slot, self.by_slot[slot]))
+        return self.by_slot[slot]
+
+    def replayed(self, call: BodyCall) -> BodyCall:
+        """A call, to be recorded."""
+        fed, left = ({i for i, number in enumerate(call.reads) if number in of} for of in (self.fed, self.left))
+        names = [self.names.get(number, f"value {number}") for number in call.reads]
+        return replace(call, run=Replayed(call.run, names, fed, left))
 
 
-def part_as_program(part: Replayed) -> Executable:
-    """What runs a program of one part."""
-    return lambda values: tuple(part(list(values)))
+def names_carried(inputs: Sequence[ir.Input]) -> set[str]:
+    """Of inputs the carried ones."""
+    return {given.name for given in inputs if given.kind == "carried"}
 
 
-def carried_of(program: ir.Program) -> frozenset[str]:
-    """What a program makes for others."""
-    return frozenset(output.name for output in program.outputs if output.kind == "carried")
+_all: WeakSet[Recorder] = WeakSet()
+
+
+def release() -> None:
+    """End all recordings of this process: a communicator that one uses would be waited for without end."""
+    for recorder in list(_all):
+        recorder.release()

@@ -10,7 +10,7 @@ that travels there, and what travels with that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -69,10 +69,16 @@ def without_cuts(count: int, inside: set[int]) -> Iterator[list[int]]:
             block = []
 
 
-def said(name: str, program: ir.Program, compiled: bool) -> str:
-    """What of a program is recorded, in a sentence that names what is not, and why."""
-    if not (found := breaks(program, compiled)):
-        return f"{name} is recorded"
+def said(programs: Mapping[str, ir.Program], compiled: bool) -> list[str]:
+    """What of programs is recorded, in sentences that name what is not, and why."""
+    found = {name: breaks(program, compiled) for name, program in programs.items()}
+    parts = [part_said(name, programs[name], compiled, of) for name, of in found.items() if of]
+    whole = [name for name, of in found.items() if not of]
+    return [*parts, *([f"{', '.join(whole)} {'is' if len(whole) == 1 else 'are'} recorded"] if whole else [])]
+
+
+def part_said(name: str, program: ir.Program, compiled: bool, found: Sequence[Break]) -> str:
+    """What of a program is recorded although some of it cannot be."""
     runs = runs_of(program) if compiled else []
     count, recorded = sum(run.last - run.first for run in runs), sum(r.last - r.first for r in runs if r.recorded)
     part = f"{recorded} of {count} calls of {name} are recorded" if recorded else f"{name} is not recorded"

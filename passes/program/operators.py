@@ -23,6 +23,7 @@ from passes.program.shift import SHIFTS
 from passes.program.torch_private import OpOverload, c10d
 
 CASTS = frozenset({"to", "_to_copy"})  # operators by name that change a dtype, or nothing
+EXCHANGES = "exchanges"  # of rows or heads: likewise, where gathers of the next layer's parameters are in flight
 GRADIENTS = "gradients"  # whose a communicator is, where an axis has one for them and one for the rest
 # of the functional collectives that reshard operators become, and of the steps of a ring
 KINDS: dict[OpOverload, Kind] = {
@@ -132,7 +133,7 @@ def kind_of(node: fx.Node) -> Kind | None:
 
 
 def communicator_of(node: fx.Node) -> str | None:
-    """What an operator names to communicate, or None: the mesh axis, or with several on it "axis:gradients"."""
+    """What an operator names to communicate, or None: the mesh axis, or with several on it "axis:whose"."""
     if not isinstance(node.target, OpOverload) or node.target.namespace not in ("ct", "_c10d_functional"):
         return None
     bound = bind(node)

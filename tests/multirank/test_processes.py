@@ -53,8 +53,8 @@ def outcome(ranks: int, folder: Path, *checks: str, deadline_s: float = DEADLINE
 
 
 JOBS = {  # name -> ranks, and the checks that one job runs
-    "two": (2, ("shard2", "inductor2", "stages2", "rings2", "disagree", "flipped")),
-    "four": (4, ("hybrid4", "context4", "stages4")),
+    "two": (2, ("shard2", "inductor2", "stages2", "recorded2", "rings2", "disagree", "flipped")),
+    "four": (4, ("hybrid4", "context4", "stages4", "recorded4")),
     "two more": (2, ("replicate2",)),
     "four more": (4, ("shard4", "ring4", "rings4", "disagree")),
 }
@@ -144,6 +144,12 @@ def test_sharded_pipeline_stages_are_lockstep(jobs):
     for found in jobs("four")["stages4"]:
         assert_equal(found, of_stages({"pp": 2, "dp_shard": 2}, "zero_bubble", 2), 1e-5)
         assert found["differences"] == []
+
+
+@pytest.mark.parametrize(("job", "check"), [("two", "recorded2"), full("four", "recorded4")])
+def test_recorded_stages_of_processes_have_the_bits_of_others(jobs, job, check):
+    for (wanted, none), (found, recordings) in jobs(job)[check]:
+        assert found == wanted and recordings > none == 0
 
 
 def test_a_flipped_bit_of_a_replica_is_found_and_gone_once_the_other_is_sent(jobs):

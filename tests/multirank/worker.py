@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ import torch.distributed as dist
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 
 from oracle import NO_DECAY, VOCAB, batches, llama, llama_loss, perceptron, points, squared_error, train_step  # noqa: E402
+from played_cuda import played_cuda  # noqa: E402
 
 from compiler_trainer import compile_step  # noqa: E402
 from compiler_trainer.config.schema import ModelConfig  # noqa: E402
@@ -101,6 +104,20 @@ def cut(name):
     return found
 
 
+def recorded(mesh, layers, backend, schedule):
+    """Metrics of steps and final parameters, plainly and with played CUDA graphs; how many recordings were made."""
+    how = {"mesh": mesh, "optim": NO_DECAY, "microbatches": 4, "lower": {"backend": backend, "cudagraphs": "auto"},
+           "passes": {"verify": "none", "pipeline": {"schedule": schedule}}}
+    found = []
+    for here in (nullcontext(), patch("compiler_trainer.step.runtime.why_nothing_is_recorded", lambda device: "")):
+        with played_cuda() as done, here:
+            data = batches(rows=8)
+            step = compile_step(llama(layers, tied=True, dtype=F32), llama_loss, data[0], **how)
+            metrics = [step(data[i % len(data)]) for i in range(5)]
+            found.append(((metrics, {name: t.tolist() for name, t in step.state_dict().items()}), done.count("record")))
+    return found
+
+
 CHECKS = {
     **{f"cut_{name}": functools.partial(cut, name) for name in CUT},
     "flipped": flipped,
@@ -115,6 +132,8 @@ CHECKS = {
     "stages4": lambda: train({"pp": 2, "dp_shard": 2}, llama(2, dtype=F32), backend="inductor", schedule="zero_bubble", microbatches=3),
     "rings2": lambda: train({"tp": 2}, async_tp="all"),
     "rings4": lambda: train({"tp": 4}, async_tp="all"),
+    "recorded2": lambda: recorded({"pp": 2}, 4, "eager", "zbv"),
+    "recorded4": lambda: recorded({"pp": 2, "dp_shard": 2}, 4, "inductor", "interleaved"),
     "disagree": disagree,
     "raise": raise_on_rank_1,
 }

@@ -36,6 +36,10 @@ def test_every_option_that_an_answer_names_exists(said):
     ({"wandb": True}, "wandb: no such option; metrics go to metrics.jsonl, TensorBoard and run.loggers="),
     ({"model": {"attn_implementation": "sdpa"}}, "kernels are chosen automatically"),
     ({"train": {"dtype": "bf16"}}, "did you mean 'bfloat16'?; it is of the master weights; mixed precision is passes.cast.param_dtype"),
+    ({"passes": {"cast": {"float8": "mxfp8"}}}, "'mxfp8' is not one of tensorwise, rowwise; there is no MXFP8 and no NVFP4"),
+    ({"passes": {"cast": {"nvfp4": True}}}, "passes.cast.nvfp4: no such option; there is no MXFP8 and no NVFP4"),
+    ({"passes": {"moe": {"fp8_grouped_mm": True}}}, "no such option; products of experts are not taken in float8"),
+    ({"passes": {"moe": {"dispatch": "exact"}}}, "'exact' is not one of auto, all_gather, dropless, bounded; counts of rows stay"),
     ({"train": {"stepz": 4}}, "train.stepz: no such option; did you mean 'steps'?"),
 ])
 def test_a_name_of_another_trainer_is_answered_where_it_is_refused(given, said):

@@ -56,6 +56,21 @@ def named(program: Small, *results) -> list[str]:
     return [str(communicator_of(node)) for node in found.calls() if kind_of(node)]
 
 
+def exchanged(program: Small, x, axis: str):
+    sizes = [2] * program.mesh[axis]
+    return program.call(c10d.wait_tensor.default, program.call(c10d.all_to_all_single.default, x, sizes, sizes, axis))
+
+
+@pytest.mark.parametrize(("gathers", "names"), [
+    (("ep",), ["ep", "ep:exchanges"]), (("cp",), ["cp", "ep"]), ((), ["ep"]),
+])
+def test_exchanges_do_not_queue_with_gathers(gathers, names):
+    program = Small(ep=2, cp=2)
+    weights = [gathered(program, f"w{i}", axis) for i, axis in enumerate(gathers)]
+    rows = program.input("rows", cut((4, 4)), "batch", F32)
+    assert named(program, *weights, exchanged(program, rows, "ep")) == names
+
+
 def test_gradients_do_not_queue_with_gathers():
     program = Small(dp_shard=2)
     whole = gathered(program, "w", "dp_shard")

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from types import SimpleNamespace
-
 import pytest
 import torch
+from played_cuda import played_cuda
 from small_programs import Small, cut, ordered
 from torch import fx
 
 from compiler_trainer.step.ranks import stop_ranks
-from passes.lower import cudagraphs
 from passes.lower.backends import NamingInterpreter
 from passes.lower.calls import Calls
 from passes.lower.cudagraphs import Recorder, Replayed
@@ -25,42 +22,11 @@ aten = torch.ops.aten
 F32 = torch.float32
 
 
-class PlayedGraph:
-    """Replays what was recorded into the same results, by running it again."""
-
-    def replay(self):
-        (part,) = (part for part in cudagraphs._all if part.graph is self)
-        for result, new in zip(part.results, part.run(list(part.values)), strict=True):
-            result.copy_(new)
-
-    def reset(self):
-        pass
-
-
 @pytest.fixture
-def done(monkeypatch):
+def done():
     """A CUDA that is not there; what was done on it."""
-    found = []
-
-    @contextlib.contextmanager
-    def recording(graph, **options):
-        (part,) = (part for part in cudagraphs._all if part.values and part.graph is None)
-        kept = [value.clone() for value in part.values]
-        yield
-        found.append("record")
-        for value, before in zip(part.values, kept, strict=True):  # what is recorded computes nothing
-            value.copy_(before)
-
-    class Stream:
-        def wait_stream(self, other):
-            found.append("wait")
-
-    on = {"Stream": Stream, "CUDAGraph": PlayedGraph, "graph": recording, "current_stream": Stream}
-    on |= {"stream": lambda stream: contextlib.nullcontext(), "graph_pool_handle": lambda: (0, 0)}
-    for name, value in on.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    yield found
-    cudagraphs.release()
+    with played_cuda() as found:
+        yield found
 
 
 def stepping(args):
@@ -73,35 +39,28 @@ def stepping(args):
 
 @pytest.fixture
 def replayed(done):
-    return Replayed(stepping, ["x", "lr", "w"], {0, 1}, SimpleNamespace(pool=None, stream=None), lambda: True)
+    return Replayed(stepping, ["x", "lr", "w"], {0, 1})
 
 
-def test_two_runs_then_one_recording_then_replays_of_what_is_new(replayed, done):
+def test_started_then_recorded_on_what_it_was_given_then_replayed_with_what_is_new(replayed, done):
     w, wanted = torch.zeros(3), torch.zeros(3)
     for i in range(5):
+        if i == 2:
+            replayed.record({}, (0, 0), None)
         x, lr = torch.full((3,), i + 1.0), torch.tensor(0.1 * (i + 1))
         wanted = wanted + lr * x
         (found,) = replayed([x, lr, w])
         torch.testing.assert_close((w, found), (wanted, wanted.sum()))
-        assert done == ["record"] * (i > 1)
+    assert done == ["record"]
 
 
 def test_state_that_moved_is_refused(replayed):
     given = [torch.ones(3), torch.tensor(0.1), torch.zeros(3)]
-    for _ in range(3):
-        replayed(list(given))
+    replayed(list(given))
+    replayed.record({}, (0, 0), None)
+    replayed(list(given))
     with pytest.raises(RuntimeError, match="w is another tensor than the CUDA graph has recorded"):
         replayed([*given[:2], torch.zeros(3)])
-
-
-def test_recordings_end_before_ranks_part(replayed, done):
-    """NCCL waits for those that use a communicator when it is destroyed."""
-    w = torch.zeros(3)
-    for _ in range(3):
-        replayed([torch.ones(3), torch.tensor(0.1), w])
-    assert replayed.graph is not None
-    stop_ranks()
-    assert replayed.graph is None and not replayed.values and not replayed.results
 
 
 # ---- in runs ----------------------------------------------------------------------------------------
@@ -141,24 +100,28 @@ def test_a_program_that_reads_the_host_is_recorded_around_it(done, monkeypatch):
     program, host = three_layers()
     monkeypatch.setattr("passes.lower.host_reads.why_not", lambda node, compiled: "reads" if node.name == host else "")
     bodies = {body: interpreted(body) for body in calls_of(program)}
-    run = Recorder().recorded(program, Calls(program, bodies))
-    assert [type(call.run) is Replayed for call in run.run.calls] == [True, False, True]
+    recorder = Recorder()
+    run = recorder.recorded(program, Calls(program, bodies))
+    assert [type(call.run) is Replayed for call in run.at(None).run.calls] == [True, False, True]
     w = torch.eye(4) * 2
     for i in range(5):
+        recorder.begin()
         x = torch.full((4, 4), i + 1.0)
         loss, count = run([x, w])
         first = x @ w
         torch.testing.assert_close((loss, count), (first @ w @ first, torch.tensor(16)))
         w += 0.1  # state changes in place
-    assert done == ["wait"] * 4 + ["wait", "record", "record", "wait"] + ["wait"] * 4
+    assert done == ["wait"] * 4 + ["record", "record"] + ["wait"] * 6
 
 
 def test_results_are_not_written_over_by_later_replays(done, monkeypatch):
     program, _ = three_layers()
     monkeypatch.setattr("passes.lower.host_reads.why_not", lambda node, compiled: "")
-    run = Recorder().recorded(program, Calls(program, {body: interpreted(body) for body in calls_of(program)}))
+    recorder = Recorder()
+    run = recorder.recorded(program, Calls(program, {body: interpreted(body) for body in calls_of(program)}))
     w, kept = torch.eye(4), []
     for i in range(5):
+        recorder.begin()
         x = torch.full((4, 4), i + 1.0)
         kept.append((run([x, w])[0], x @ w @ w @ (x @ w)))
     for ours, theirs in kept:
@@ -175,10 +138,10 @@ def test_nothing_is_recorded_of_what_reads_the_host_everywhere(done, monkeypatch
 # ---- between programs -------------------------------------------------------------------------------
 
 
-def gathering():
-    """What is made once a step, of a parameter."""
+def gathering(kind="parameter"):
+    """What is made for others, once a step of a parameter, or of what a microbatch brings."""
     small = Small()
-    w = small.input("w", cut((3,)), dtype=F32)
+    w = small.input("w", cut((3,)), kind, F32)
     return small.program([("carried", "full", small.call(aten.mul.Tensor, w, 2.0), cut((3,)))])
 
 
@@ -194,20 +157,67 @@ def test_what_is_carried_from_a_recording_is_read_where_it_lies(done):
     gather, read = (recorder.recorded(p, NamingInterpreter(p.module)) for p in (gathering(), reading()))
     w, lay = torch.ones(3), []
     for _ in range(5):
+        recorder.begin()
         (full,) = gather([w])
         lay.append(full)
         for m in range(2):
-            (loss,) = read([full, torch.full((3,), m + 1.0)])
+            (loss,) = read([full, torch.full((3,), m + 1.0)], 0)
             torch.testing.assert_close(loss, (2 * w * (m + 1)).sum())
         w += 1.0
     assert lay[2] is lay[3] is lay[4]  # no copy of gathered parameters, not even one
-    assert done.count("record") == 2  # reading was recorded once it was known where they lie
+    assert done.count("record") == 2
+
+
+def test_what_is_in_flight_in_two_slots_does_not_meet(done):
+    """Two are made before the first is read; each is read where it was left in its slot."""
+    recorder = Recorder()
+    make, read = (recorder.recorded(p, NamingInterpreter(p.module)) for p in (gathering("batch"), reading()))
+    w, lay = torch.ones(3), []
+    for _ in range(5):
+        recorder.begin()
+        made = [make([w * (slot + 1)], slot)[0] for slot in range(2)]
+        lay.append(made)
+        for slot in range(2):
+            (loss,) = read([made[slot], torch.ones(3)], slot)
+            torch.testing.assert_close(loss, (2 * w * (slot + 1)).sum())
+        w += 1.0
+    assert all(lay[2][slot] is lay[4][slot] for slot in range(2)) and lay[2][0] is not lay[2][1]
+    assert done.count("record") == 4
+
+
+@pytest.mark.parametrize("sent", [(), ("full",)])
+def test_what_other_ranks_are_sent_is_copied_out_of_the_recording(done, sent):
+    recorder = Recorder()
+    recorder.sent = sent
+    make, read = (recorder.recorded(p, NamingInterpreter(p.module)) for p in (gathering(), reading()))
+    w, made = torch.ones(3), []
+    for _ in range(5):
+        recorder.begin()
+        made.append(make([w], 0)[0])
+        (loss,) = read([made[-1], torch.ones(3)], 0)
+        torch.testing.assert_close(loss, (2 * w).sum())
+        w += 1.0
+    assert (made[3] is made[4]) == (not sent)
 
 
 def test_what_is_carried_from_elsewhere_is_copied(done):
-    program = reading()
-    read = Recorder().recorded(program, NamingInterpreter(program.module))
+    program, recorder = reading(), Recorder()
+    read = recorder.recorded(program, NamingInterpreter(program.module))
     for i in range(5):
+        recorder.begin()
         (loss,) = read([torch.full((3,), i + 1.0), torch.ones(3)])
         torch.testing.assert_close(loss, torch.tensor(3.0 * (i + 1)))
+    assert done.count("record") == 1
 
+
+def test_recordings_end_before_ranks_part(done):
+    """NCCL waits for those that use a communicator when it is destroyed."""
+    program, recorder = reading(), Recorder()
+    read = recorder.recorded(program, NamingInterpreter(program.module))
+    for _ in range(3):
+        recorder.begin()
+        read([torch.ones(3), torch.ones(3)])
+    (part,) = (call.run for call in read.at(None).run.calls)
+    assert part.graph is not None
+    stop_ranks()
+    assert part.graph is None and not part.values and not part.results

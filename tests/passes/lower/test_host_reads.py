@@ -17,7 +17,7 @@ from compiler_trainer.config.device import settled
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import Config, LowerConfig
-from compiler_trainer.planning.dry import compile_dry
+from compiler_trainer.planning.dry import compile_dry, predict_step
 from compiler_trainer.step import given as programs
 from compiler_trainer.step.given import Captured, check_recordable, recorded
 from passes.communication.layer_starts import products_of
@@ -31,7 +31,6 @@ from passes.program.attend import attend
 from passes.program.bodies import calls_of, flatten
 from passes.program.host import offload
 from passes.program.layer import Layer
-from passes.program.mesh import Mesh
 from passes.program.operators import name_of
 from passes.program.stages import Stage
 from passes.program.torch_private import FakeTensor
@@ -144,14 +143,19 @@ def test_there_are_no_cuda_graphs_on_the_cpu(ranks, says):
 
 def test_auto_says_why_it_records_nothing():
     lower, program = build(LowerConfig, {"cudagraphs": "auto"}), {"step": Captured(BREAKS["a mask"][0], None)}
-    (here,) = recorded(program, lower, Mesh.of({}), torch.device("cpu"))
+    (here,) = recorded(program, lower, torch.device("cpu"))
     assert here == "nothing is recorded: the step runs on cpu"
-    (staged,) = recorded(program, lower, Mesh.of({"pp": 2}), torch.device("cuda"))
-    assert "pipeline stages" in staged
-    (there,) = recorded(program, lower, Mesh.of({}), torch.device("cuda"))
+    (there,) = recorded(program, lower, torch.device("cuda"))
     assert there.startswith("1 of 2 calls of step are recorded: %index_put") and "use torch.where" in there
     with pytest.raises(UserError, match="lower.cudagraphs=auto records what is around"):
-        recorded(program, build(LowerConfig, {"cudagraphs": True}), Mesh.of({}), torch.device("cuda"))
+        recorded(program, build(LowerConfig, {"cudagraphs": True}), torch.device("cuda"))
+
+
+def test_programs_that_are_recorded_whole_are_one_line():
+    whole = Captured(planted(aten.neg.default), None)
+    programs = {"F0": whole, "B0": Captured(BREAKS["a mask"][0], None), "U0": whole}
+    part, rest = recorded(programs, build(LowerConfig, {"cudagraphs": "auto"}), torch.device("cuda"))
+    assert part.startswith("1 of 2 calls of B0 are recorded: %index_put") and rest == "F0, U0 are recorded"
 
 
 # ---- whole jobs -------------------------------------------------------------------------------------
@@ -188,6 +192,13 @@ def test_no_node_of_a_job_reads_the_host(job):
 def test_what_does_is_said_with_the_option(options, on_gpu, why):
     found = [each for program in programs_of(options, on_gpu).values() for each in breaks(program)]
     assert found and all(why in each.why for each in found)
+
+
+def test_launches_of_recorded_stages_cost_nothing():
+    slow = {"cluster": compose(["cluster=h100", "cluster.launch_us=500"])["cluster"]}
+    jobs = (settled(build(Config, JOBS["pp 2"] | slow | {"lower": {"cudagraphs": here}}), True) for here in (False, True))
+    started, replayed = (predict_step(cfg, compile_dry(cfg, None))["predicted"]["step_ms"] for cfg in jobs)
+    assert replayed < 0.1 * started
 
 
 def in_phase(program, phase):
@@ -242,4 +253,4 @@ def test_one_that_is_planted_is_named_and_splits_the_recording_in_each_phase(pha
     assert travelling and all(run_of[start.name] == run_of[wait.name] for start, wait in travelling)
     kinds = [run.recorded for run in runs_of(cut_up)]
     assert all(a != b for a, b in zip(kinds, kinds[1:])) and kinds.count(False) == 1
-    assert said("step", cut_up, True).endswith(str(found))
+    assert said({"step": cut_up}, True)[0].endswith(str(found))

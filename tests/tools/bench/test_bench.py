@@ -66,6 +66,15 @@ def test_other_losses_than_those_of_one_plain_rank_are_an_error(losses, fails):
     assert ("error" in result) == fails
 
 
+def test_losses_are_not_compared_where_plain_pytorch_fails_and_that_is_said():
+    """It has no loss in chunks, so that long rows may be out of memory for it alone."""
+    measured = found(10.0, floor_ms=30.0)
+    del measured["off"]
+    result = command.compared(measured, {"error": "OutOfMemoryError: 16 GiB"})
+    text = command.report({"ours": [result]}, options())
+    assert cells(text, "this trainer")["loss off by"] == "" and "- losses are not compared: plain PyTorch on one rank failed: OutOfMemoryError" in text
+
+
 def test_the_rank_that_failed_first_is_believed(tmp_path):
     for rank, at in enumerate((7.0, 5.0)):
         (tmp_path / f"error.{rank}.json").write_text(json.dumps({"error": f"rank {rank}", "at": at}))
