@@ -13,7 +13,7 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.console import say
 from compiler_trainer.data.prompts import prompt_of
 from compiler_trainer.data.tokenizers import build_tokenizer, tokenizer_here
-from compiler_trainer.models.sampling import Sampling, continued, in_use, why_uncached
+from compiler_trainer.models.sampling import Sampling, continued, in_use, positions, why_uncached
 from compiler_trainer.runs.saved import at_checkpoint, options_of, trained_model
 from compiler_trainer.step.ranks import local_device
 
@@ -37,8 +37,11 @@ def main(arguments: Sequence[str]) -> None:
     tokenizer = build_tokenizer(named)
     prompt = prompt_of(given.prompt, given.chat, named, tokenizer)
     found, model = trained_model(cfg, given.ema)
+    most, option = positions(cfg, found)
     if why := why_uncached(cfg):
         say(f"without a KV cache, each token from the whole text: {why}", sys.stderr)
+    elif 0 < (room := most - len(prompt.ids)) < how.tokens:
+        say(f"at most {room} tokens: the model has {most:,} positions ({option})", sys.stderr)
     ids = continued(cfg, found, in_use(cfg, model, local_device()), prompt.ids, prompt.ends, how)
     print(("" if given.chat else given.prompt) + tokenizer.decode(ids))
 

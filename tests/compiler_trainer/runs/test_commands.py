@@ -267,6 +267,8 @@ def test_a_decoder_without_a_form_is_sampled_without_a_cache_and_that_is_said(tr
     shown, said = capsys.readouterr()
     assert shown.startswith("ab") and said.startswith("without a KV cache, each token from the whole text: model.nope_every: is of no form")
     assert call("generate", trained("decoder"), "--prompt", 15 * "a") == 0
+    assert capsys.readouterr().err == "at most 1 tokens: the model has 16 positions (train.seq_len)\n"
+    assert call("generate", trained("decoder"), "--prompt", "ab", "--tokens", 14) == 0
     assert capsys.readouterr().err == ""
     assert call("generate", trained("decoder"), "--prompt", 16 * "a") == 2
     assert capsys.readouterr().err == "error: prompt: has 16 tokens, and the model 16 positions (train.seq_len); shorten it\n"
