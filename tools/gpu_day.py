@@ -84,7 +84,8 @@ class Part:
         """What makes its jobs for a GPU that is not there, and predicts one of `tools.bench`: names and commands."""
         for number, options in enumerate([(*WORKLOAD, *self.job)] if self.job else self.within):
             name = self.name if self.job else f"{self.name}, job {number}"
-            yield name, ("compiler_trainer", "compile", "--out", str(out / "programs"), *ABSENT, *options)
+            made = ("compiler_trainer", "compile", "--out", str(out / "programs"), *ABSENT, *options)
+            yield name, (*made, *BYTES * bool(self.job))
             if self.job:
                 dry = predicting(self, out, (*ABSENT, *options))
                 yield from ((f"{name}, predicted", command) for command in dry)
@@ -97,6 +98,7 @@ def predicting(part: Part, out: Path, options: Sequence[str]) -> Iterator[tuple[
 
 
 ABSENT = ("cluster=h100", "cluster.gpus=1")
+BYTES = ("model.vocab_size=257",)  # that `compile` has data for, which it asks about
 WORKLOAD = ("data=synthetic", "data.tokenizer=bytes", "optim=adamw")
 FEW = ("--rounds", "2", "--steps", "4", "--timeout-s", "240")
 FEWER = ("--rounds", "1", "--steps", "2")
