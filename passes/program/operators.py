@@ -105,7 +105,7 @@ def _may_alias(op: OpOverload) -> bool:
     return not op._schema.is_mutable and any(result.alias_info is not None for result in op._schema.returns)
 
 
-PERHAPS_COPIES = frozenset({"to", "contiguous", "reshape"})
+PERHAPS_COPIES = frozenset({"to", "contiguous", "reshape", "reshape_as", "flatten", "ravel"})
 
 
 def is_same_line(node: fx.Node) -> bool:
