@@ -91,9 +91,15 @@ def tried(probe: Probe, ranks: int) -> Tried:
     except Exception as failure:
         if ranks > 1:
             raise
-        said = " ".join(str(failure).split())[:300]
-        return Tried(probe, time.perf_counter() - began, float("inf"), f"{type(failure).__name__}: {said}")
+        return Tried(probe, time.perf_counter() - began, float("inf"), shortened(failure))
     return Tried(probe, time.perf_counter() - began, error)
+
+
+def shortened(failure: Exception) -> str:
+    """The beginning of what an error says; of a compiler's what it printed, not how it was called."""
+    what, _, of_command = str(failure).partition("Command:")
+    printed = of_command.partition("Output:")[2]
+    return f"{type(failure).__name__}: {' '.join((what + (printed or of_command)).split())[:300]}"
 
 
 def job(probe: Probe, ranks: int) -> Config:

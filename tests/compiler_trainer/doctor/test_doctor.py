@@ -52,6 +52,12 @@ def test_each_feature_works_fails_or_says_why(monkeypatch, capsys):
     assert "as refused" in rows["again"]
 
 
+def test_of_a_compiler_s_error_what_it_printed_is_shown():
+    failure = RuntimeError("C++ compile error\n\nCommand:\ng++ " + 400 * "-D X " + "\n\nOutput:\ncannot find -lgone\n")
+    assert probes.shortened(failure) == "RuntimeError: C++ compile error cannot find -lgone"
+    assert probes.shortened(ValueError("no\n number")) == "ValueError: no number"
+
+
 def test_an_error_is_of_what_the_step_computes(monkeypatch):
     """A model that is trained with a wrong rate is off by more than is allowed."""
     job = probes.job(EAGER, 1)

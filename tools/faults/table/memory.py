@@ -124,4 +124,26 @@ FAULTS = (
         "(term for before, term in zip(sums, (loss, *terms), strict=True))",
         "Loss and gradient of the weight are those of the last chunk.",
     ),
+    # chunked_tokens.py
+    Fault(
+        "tokens_count_alike",
+        "passes/memory/chunked_tokens.py",
+        "slope = self.slope(value, lse, *self.labelled(y, ids)) * slopes.unsqueeze(1)",
+        "slope = self.slope(value, lse, *self.labelled(y, ids))",
+        "In losses by token in chunks each token's gradient counts once, whatever becomes of its loss.",
+    ),
+    Fault(
+        "lse_of_a_token_from_each_rank",
+        "passes/memory/chunked_tokens.py",
+        "torch.where(counts, lse, 0.0) / self.shares",
+        "torch.where(counts, lse, 0.0)",
+        "In losses by token ranks that share the vocabulary count the log-sum-exp once each.",
+    ),
+    Fault(
+        "last_chunk_of_tokens_only",
+        "passes/memory/chunked_tokens.py",
+        "(before + term for before, term in zip(sums, terms, strict=True))",
+        "(term for before, term in zip(sums, terms, strict=True))",
+        "The gradient of the weight is that of the last chunk of tokens.",
+    ),
 )
