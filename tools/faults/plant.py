@@ -65,19 +65,28 @@ class Judge:
 
 
 def tested(folder: Path, fault: Fault | None, limit_seconds: float) -> str:
-    """The first test that fails, those of the fault's own room first, or "survives"."""
-    rooms = sorted((folder / "tests/passes").glob("*"), key=lambda path: (path.name != room(fault), path))
-    tests = [path for path in rooms if path.is_dir() or path.name.startswith("test_")]
-    places = [str(path.relative_to(folder)) for path in tests if path.name != "__pycache__"]
+    """The first test that fails, or "survives"; those first that import what has the fault, then those of its room."""
     options = ("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=no")
     try:
-        run = python(folder, limit_seconds, *options, *places, "tests/compiler_trainer")
+        run = python(folder, limit_seconds, *options, *nearest_tests(folder, fault))
     except subprocess.TimeoutExpired:
         return f"survives {limit_seconds:.0f} s"
     if run.returncode == 0:
         return "survives"
     found = re.search(r"^(?:FAILED|ERROR) (\S+)", run.stdout, re.MULTILINE)
     return found[1].removeprefix("tests/") if found else run.stdout.strip().splitlines()[-1]
+
+
+def nearest_tests(folder: Path, fault: Fault | None) -> list[str]:
+    """All files of tests of the passes and the trainer, in the order in which they are likely to hear of a fault."""
+    module = fault.file.removesuffix(".py").replace("/", ".") if fault else ""
+
+    def far(path: Path) -> tuple[bool, bool, bool, Path]:
+        parts = path.relative_to(folder).parts
+        return f"from {module} import" not in path.read_text(), room(fault) not in parts, parts[1] != "passes", path
+
+    found = [path for part in ("passes", "compiler_trainer") for path in (folder / "tests" / part).rglob("test_*.py")]
+    return [str(path.relative_to(folder)) for path in sorted(found, key=far)]
 
 
 def python(folder: Path, limit_seconds: float, *arguments: str) -> subprocess.CompletedProcess[str]:

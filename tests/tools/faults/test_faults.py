@@ -40,6 +40,11 @@ def test_only_the_faulty_file_differs():
     assert [str(path.relative_to(ROOT)) for path in differ] == [fault.file]
 
 
+def test_tests_that_import_what_is_at_fault_come_first():
+    first, *others = plant.nearest_tests(ROOT, BY_NAME["shift_backwards"])
+    assert first == "tests/passes/program/test_shift.py" and len(set(others)) == len(others) > 150
+
+
 @pytest.mark.full
 def test_faults_are_judged_resumed_and_listed(tmp_path, capsys):
     results, wanted = tmp_path / "faults.jsonl", tmp_path / "faults.md"
