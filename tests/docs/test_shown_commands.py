@@ -143,8 +143,8 @@ def test_commands_are_found_wherever_they_stand():
 
 def on_gpus(command: Command) -> bool:
     """Whether a page means GPUs."""
-    dry = "run.dry=true" in command.options and "cluster=h100" in command.options
-    return dry or command.ranks >= LARGE
+    named = {option for option in command.options if option.startswith("cluster=")} - {"cluster=cpu"}
+    return bool(named) and "run.dry=true" in command.options or command.ranks >= LARGE
 
 
 @pytest.mark.parametrize("command", of_kind("job", "plan", "sweep"), ids=named)
