@@ -217,6 +217,23 @@ def test_rows_dropped_in_all_layers_and_microbatches_are_counted():
     assert step(sequences(8, 6)[0])["dropped_rows"] == 2 * (48 - 4 * 3)
 
 
+def test_rows_of_padding_take_no_room():
+    model = nn.Sequential(nn.Linear(3, 3), Layers()).double()
+    data = sequences(2, 5)[0]  # three tokens a sequence on each rank, of which the second rank's last is padding
+    kept = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 0, 1, 0]])[..., None]  # an owner has room for 3 of each rank's 6 and 4
+
+    def plainly(x):
+        rows = model[0](x)
+        for weight in model[1].weights:
+            rows = rows + kept * (rows @ weight[0])
+        return model[1].last(rows)
+
+    step = compile_lockstep(model, squared_error, data, MESHES[5], passes={"moe": {"dispatch": "bounded", "capacity_factor": 1.0}})
+    found = step(data)
+    assert found["dropped_rows"] == 2 * (6 - 3 + 4 - 3)
+    assert found["loss"] == pytest.approx(squared_error(plainly, data).item(), abs=1e-12)
+
+
 @pytest.mark.parametrize(("mesh", "chunks", "changes", "sizes"),
                          in_turn(MESHES[:8:2], (2, 3), ({}, {"biases": True}, {"favoured": 5}), ((3, 5), (4, 6))))
 @pytest.mark.sample(2)
