@@ -26,6 +26,7 @@ from torch import nn
 from compiler_trainer import checkpoint
 from compiler_trainer.config.errors import UserError
 
+F64 = torch.float64
 N_LAYERS = 2
 
 
@@ -167,3 +168,29 @@ def test_a_plan_that_shards_a_parameter_where_it_is_stored_is_refused(axis):
     said = f"layers.0.attention.wq.weight is sharded on {axis}, but parameters are stored over dp_shard and cp"
     with pytest.raises(UserError, match=said):
         compile_lockstep(llama(1), llama_loss, batches(1)[0], MESHES[0], passes={"shard": {"plan": plan}})
+
+
+class Rotated(nn.Module):
+    """A layer with a weight of complex numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.w, self.out = nn.Parameter(torch.randn(4, dtype=torch.complex128)), nn.Linear(4, 2, dtype=F64)
+
+    def forward(self, x):
+        return self.out((torch.complex(x, x.flip(-1)) * self.w).real)
+
+
+def test_a_complex_weight_is_sharded_and_updated_as_in_eager_pytorch():
+    torch.manual_seed(0)
+    model, x = Rotated(), torch.randn(4, 5, 4, dtype=F64)
+
+    def loss(model, batch):
+        return model(batch["x"]).square().mean()
+
+    step = compile_lockstep(model, loss, {"x": x}, {"dp_shard": 2}, {"name": "sgd", "lr": 0.1, "max_norm": None})
+    value = loss(model, {"x": x})
+    value.backward()
+    assert step({"x": x})["loss"] == pytest.approx(value.item(), abs=1e-12)
+    assert step.state["model.w"].spec.sharded
+    assert_same({"w": step.state_dict()["w"]}, {"w": (model.w - 0.1 * model.w.grad).detach()}, 1e-12)
