@@ -173,6 +173,10 @@ def loss_dtype(dtype: torch.dtype, between: tuple[str, ...]) -> torch.dtype:
 
 # ---- the operator of the whole program ---------------------------------------------------------------
 
+SCHEMA = (
+    "(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, str[] between, int ignored, int chunks) -> Tensor"
+)
+
 
 def _whole(
     hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, between: list[str], ignored: int, chunks: int
@@ -181,23 +185,26 @@ def _whole(
     return head.run(head.chunk, hidden, weight, labels, ids, *[] if bias is None else [bias])
 
 
-_op = torch.library.custom_op(
-    LINEAR_CROSS_ENTROPY,
-    lambda *args: _whole(*args)[0],
-    mutates_args=(),
-    schema="(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, str[] between, int ignored, int chunks)"
-    " -> Tensor",
-)
-_op.register_fake(
-    lambda hidden, weight, labels, bias, between, ignored, chunks: hidden.new_empty(
-        (), dtype=loss_dtype(hidden.dtype, tuple(between))
+def whole_operator(
+    name: str,
+    whole: Callable[..., list[Tensor]],
+    shape_of: Callable[[Tensor], Sequence[int]],
+    differentiate: Callable[..., tuple],
+) -> Any:
+    """The operator `name` that yields the first result of `whole`, of the shape that labels say, and its backward."""
+    op = torch.library.custom_op(name, lambda *args: whole(*args)[0], mutates_args=(), schema=SCHEMA)
+    op.register_fake(
+        lambda hidden, weight, labels, bias, between, ignored, chunks: hidden.new_empty(
+            shape_of(labels), dtype=loss_dtype(hidden.dtype, tuple(between))
+        )
     )
-)
 
+    def keep(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        hidden, weight, labels, bias, *ctx.rest = inputs
+        ctx.save_for_backward(hidden, weight, labels, *[] if bias is None else [bias])
 
-def _setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    hidden, weight, labels, bias, *ctx.rest = inputs
-    ctx.save_for_backward(hidden, weight, labels, *[] if bias is None else [bias])
+    op.register_autograd(differentiate, setup_context=keep)
+    return getattr(torch.ops.ct, name.removeprefix("ct::")).default
 
 
 def _differentiate(ctx: Any, gradient: Tensor) -> tuple:
@@ -212,8 +219,7 @@ def scaled(gradient: Tensor, along: list[Tensor], operands: tuple[Tensor, ...]) 
     return [(gradient * g).to(x.dtype) for g, x in zip(along, operands, strict=True)]
 
 
-_op.register_autograd(_differentiate, setup_context=_setup)
-linear_cross_entropy = torch.ops.ct.linear_cross_entropy.default
+linear_cross_entropy = whole_operator(LINEAR_CROSS_ENTROPY, _whole, lambda labels: (), _differentiate)
 
 
 # ---- the operator of a rank --------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from passes.memory.chunked import Head, emit, flops, loss_dtype
+from passes.memory.chunked import Head, emit, flops, whole_operator
 from passes.program.functions import define, remember
 from passes.rules.base import EMITTERS
 from passes.rules.losses import LINEAR_CROSS_ENTROPIES
@@ -99,25 +99,6 @@ def _whole(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, 
     return head.losses(head.losses_of_chunk, hidden, weight, labels, ids, *[] if bias is None else [bias])
 
 
-_op = torch.library.custom_op(
-    LINEAR_CROSS_ENTROPIES,
-    lambda *args: _whole(*args)[0],
-    mutates_args=(),
-    schema="(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, str[] between, int ignored, int chunks)"
-    " -> Tensor",
-)
-_op.register_fake(
-    lambda hidden, weight, labels, bias, between, ignored, chunks: hidden.new_empty(
-        labels.shape, dtype=loss_dtype(hidden.dtype, tuple(between))
-    )
-)
-
-
-def _setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    hidden, weight, labels, bias, *ctx.rest = inputs
-    ctx.save_for_backward(hidden, weight, labels, *[] if bias is None else [bias])
-
-
 def _differentiate(ctx: Any, gradient: Tensor) -> tuple:
     hidden, weight, labels, *bias = ctx.saved_tensors
     _, lse = _whole(hidden, weight, labels, bias[0] if bias else None, *ctx.rest)
@@ -127,8 +108,7 @@ def _differentiate(ctx: Any, gradient: Tensor) -> tuple:
     return *along[:2], None, along[2] if bias else None, None, None, None
 
 
-_op.register_autograd(_differentiate, setup_context=_setup)
-linear_cross_entropies = torch.ops.ct.linear_cross_entropies.default
+linear_cross_entropies = whole_operator(LINEAR_CROSS_ENTROPIES, _whole, lambda labels: labels.shape, _differentiate)
 
 
 # ---- the operators of a rank -------------------------------------------------------------------------
