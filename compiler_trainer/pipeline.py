@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from compiler_trainer.config.cluster import AUTO_CLUSTER, ClusterConfig
-from compiler_trainer.config.clusters import cluster_of
+from compiler_trainer.config.clusters import balance_of, cluster_of
 from compiler_trainer.config.device import described
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import (
@@ -158,7 +158,8 @@ def built_in(
     rest = build_optimizer(optim, DTYPES[cast.param_dtype])
     groups = tuple(build_group(label, group, optim, rest) for label, group in optim.groups.items())
     optimize = Optimize(rest, optim.max_norm, reduce_dtype, 1 / microbatches, *how, groups, skip_nonfinite)
-    overlap, segment = Overlap(passes.communication.prefetch), Segment(passes.segment.max_nodes)
+    balance = balance_of(described(cluster), cast.param_dtype or "float32")
+    overlap, segment = Overlap(passes.communication.prefetch, balance), Segment(passes.segment.max_nodes)
     finish = (Bucket(passes.communication.bucket_mib), Collectives(), Communicators(), overlap)
     evaluate = (Collectives(), overlap, segment)
     joint: Passes = (Joint(), Simplify(), CSE(), Reassociate())

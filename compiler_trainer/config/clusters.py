@@ -14,7 +14,7 @@ from compiler_trainer.config.options import build, not_one_of
 from compiler_trainer.config.rates import CollectiveTimes, RatesConfig
 from compiler_trainer.config.schema import ClusterConfig
 from passes.cost.accounting import SENT
-from passes.cost.cluster import Beside, Cluster, Links, Protocol
+from passes.cost.cluster import Balance, Beside, Cluster, Links, Protocol
 from passes.cost.rates import Curve, Rates
 
 TABLES = CONF / "cluster" / "rates"
@@ -40,6 +40,12 @@ def cluster_of(cfg: ClusterConfig) -> Cluster:
         beside=Beside(cfg.beside_computing, cfg.beside_moving, cfg.beside_sending),
         expert_load=cfg.expert_load,
     )
+
+
+def balance_of(cfg: ClusterConfig, dtype: str) -> Balance:
+    """FLOPs of products in a dtype that a GPU does while it sends a byte."""
+    flops = 1e12 * cfg.throttle * getattr(cfg.peak_tflops, dtype)
+    return Balance(cfg.gpus_per_node, flops / (1e9 * cfg.intra_gb_s), flops / (1e9 * cfg.inter_gb_s))
 
 
 def tables_of(cfg: ClusterConfig) -> RatesConfig:

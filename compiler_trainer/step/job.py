@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from compiler_trainer.config.cluster import ClusterConfig
+from compiler_trainer.config.clusters import balance_of
 from compiler_trainer.config.device import described
 from compiler_trainer.config.schema import OptimConfig, PassesConfig
 from compiler_trainer.config.tables import build_table
@@ -62,11 +63,12 @@ class Job:
         Where this process `compiles` kernels, it gets ready for that beside the passes.
         """
         table = self.table()
-        device = self.device_name or name_of_device(self.device)
+        device, cluster = self.device_name or name_of_device(self.device), described(self.cluster)
         wanted = options_of(
             self.passes, self.optim, self.mesh, device, below=dict(self.below), train=self.train,
             evaluate=self.evaluate, microbatches=self.microbatches, skip=self.skip_nonfinite,
-            cluster=described(self.cluster) if self.passes.communication.async_tp == "auto" else None,
+            cluster=cluster if self.passes.communication.async_tp == "auto" else None,
+            balance=balance_of(cluster, self.passes.cast.param_dtype or "float32"),
             tasks=(table.rank_of, table.is_split) if table else None,
         )  # fmt: skip
         what = partial(made_of, self.model, self.loss_fn, self.batch, wanted)

@@ -18,10 +18,10 @@
 - A wait stands right before what needs its result, and with it whatever only lays that result out anew. Gradients are
   waited for `prefetch` layers later at the latest: until then what was sent stays in memory. What is then reduced over
   another axis is waited for as much later again.
-- A collective should have products beside it that take as long as it does (`FLOPS_PER_SENT_BYTE`). One that needs
-  none of the products before it, as when activations are gathered again, or rows of experts travel in chunks, starts
-  that much earlier. Another gets, in the backward, products of gradients of weights from before its start. Both reach
-  back one layer at most.
+- A collective should have products beside it that take as long as it does (`Balance`). It starts before the products
+  that it does not need, as when activations are gathered again, or rows of experts travel in chunks. If that is not
+  enough it gets, in the backward, products of gradients of weights from before its start, and then is waited for after
+  products that do not need it, as those of shared experts. All of these are of its layer, or of the one before.
 
 The operators stay the same, and so do results, to the bit: only the order changes, and each says in the end what it is
 to the layers (`Role` in `passes/program/layer.py`). Collectives of a communicator keep one order on all ranks, for all
@@ -49,12 +49,13 @@ from passes.communication.layer_starts import (
     roles_of,
 )
 from passes.cost.accounting import sent_bytes
+from passes.cost.cluster import Balance
 from passes.cost.fusion import WAITS
 from passes.program import ir
 from passes.program.abstract_eval import recorded
 from passes.program.bodies import base_of
-from passes.program.machine import FLOPS_PER_SENT_BYTE
-from passes.program.operators import communicator_of, is_mutable, kind_of, started
+from passes.program.mesh import Mesh
+from passes.program.operators import axis_of, communicator_of, is_mutable, kind_of, started
 from passes.program.rewrite import move_after, move_before
 from passes.program.stages import Stage
 from passes.program.weights import weight_nodes
@@ -64,9 +65,13 @@ COUNTS = ("collectives", "with_products_beside_before", "with_products_beside_af
 
 @dataclass(frozen=True)
 class Overlap(ir.Pass):
-    """Start gathers of parameters `prefetch` layers early, wait for gradients as late; 0 leaves the order as it is."""
+    """Start gathers of parameters `prefetch` layers early, wait for gradients as late; 0 leaves the order as it is.
+
+    How much is to be computed beside a collective the `balance` of a machine says.
+    """
 
     prefetch: int = 1
+    balance: Balance = Balance()
     name = "overlap"
     takes = (Stage.EXPLICIT,)
     gives = Stage.ORDERED
@@ -90,7 +95,7 @@ class Overlap(ir.Pass):
         tails, begins = gradient_tails(program, kernels), begins_of(program, kernels)
         wait_late(program, self.prefetch, tails, kernels.union(begins))
         start_early(program, self.prefetch, begins)
-        fill(program, products, tails)
+        fill(program, products, tails, self.balance)
 
 
 # ---- what is in flight ------------------------------------------------------------------------------
@@ -199,12 +204,12 @@ def latest_places(
 # ---- products beside collectives --------------------------------------------------------------------
 
 
-def fill(program: ir.Program, products: Mapping[fx.Node, int], tails: set[fx.Node]) -> None:
+def fill(program: ir.Program, products: Mapping[fx.Node, int], tails: set[fx.Node], balance: Balance) -> None:
     """See that collectives have as many products beside them as they take time."""
-    sizes = recorded()
     pairs, busy = list(in_flight(program.graph)), set[fx.Node]()
+    takes = travel_flops(pairs, program.mesh, balance)
     elsewhere = tails.union(weight_nodes(program))  # what `start_early` and `wait_late` see to
-    waited, coming = {wait: start for start, wait in pairs}, sorted((start for start, _ in pairs), reverse=True)
+    waited, coming = {wait: start for start, wait in pairs}, sorted(takes, reverse=True)
     flying = set[fx.Node]()  # what started before the wait at hand and is waited for after it
     for start, wait in pairs:
         while coming and coming[-1] < wait:
@@ -214,21 +219,45 @@ def fill(program: ir.Program, products: Mapping[fx.Node, int], tails: set[fx.Nod
             continue
         inside = list(between(start, wait))
         beside = [node for node in inside if node in products]
-        busy.update(beside)
-        missing = sent_bytes(start, sizes, program.mesh) * FLOPS_PER_SENT_BYTE - sum(map(products.__getitem__, beside))
-        if missing <= 0:
-            continue
-        near = products_before(start, products)
         around = flying.union(waited[node] for node in inside if node in waited)
         others = {s for s in around if s < start and communicator_of(s) == communicator_of(start)}
-        if place := earlier(start, missing, near, others, products):
-            move_before(start, place)
-            continue
+        near = products_before(start, products)
+        missing = takes[start] - sum(map(products.__getitem__, beside))
+        passed = earlier(start, missing, near, others, products, takes)
+        if passed:
+            move_before(start, passed[-1])
+        busy.update(beside, passed)
+        missing -= sum(map(products.__getitem__, passed))
         for product in near:  # of the backward, gradients of weights: nothing but tails needs them
-            if missing > 0 and product not in busy and leaves(product, tails):
+            if missing > 0 and product not in busy and can_follow(product, wait, tails):
                 move_after(product, wait.prev)
                 busy.add(product)
                 missing -= products[product]
+        for product in independent(wait, products):
+            if missing > 0 and product not in busy and not leaves(product, tails):  # a later one may get those
+                move_after(wait, product)
+                busy.add(product)
+                missing -= products[product]
+
+
+def can_follow(product: fx.Node, wait: fx.Node, tails: set[fx.Node]) -> bool:
+    """Whether only tails need a product, and none that waits before the wait at hand."""
+    following, waiting = {product}, [product]
+    while waiting:
+        new = {user for user in waiting.pop().users if user < wait} - following
+        following |= new
+        waiting += new
+    return leaves(product, tails) and not any(node.target in WAITS for node in following)
+
+
+def travel_flops(pairs: list[tuple[fx.Node, fx.Node]], mesh: Mesh, balance: Balance) -> dict[fx.Node, float]:
+    """FLOPs that take as long as each collective."""
+    sizes, found = recorded(), {}
+    for start, _ in pairs:
+        kind, axis = kind_of(start), axis_of(start)
+        assert kind is not None and axis is not None
+        found[start] = balance.flops(kind, sent_bytes(start, sizes, mesh), mesh, axis)
+    return found
 
 
 def products_before(start: fx.Node, products: Mapping[fx.Node, int]) -> list[fx.Node]:
@@ -244,26 +273,64 @@ def products_before(start: fx.Node, products: Mapping[fx.Node, int]) -> list[fx.
 
 
 def earlier(
-    start: fx.Node, missing: int, near: list[fx.Node], others: set[fx.Node], products: Mapping[fx.Node, int]
-) -> fx.Node | None:
-    """The earliest of the products `near` before which a collective can start, needing none from there on, or None.
+    start: fx.Node,
+    missing: float,
+    near: list[fx.Node],
+    others: set[fx.Node],
+    products: Mapping[fx.Node, int],
+    takes: Mapping[fx.Node, float],
+) -> list[fx.Node]:
+    """The products `near` that a collective can start before, needing none from there on: those that hide it, no more.
 
-    Products beside another collective of the same communicator do not count, since that one goes first: `others` are
-    those in flight where it starts.
+    Those beside another collective of its communicator that takes longer do not count, since that one goes first:
+    `others` are in flight where it starts.
     """
     needed, others = set(start.all_input_nodes), set(others)
+    passed, counted = list[fx.Node](), 0  # all, and how many of them there are up to the last that counts
     for node in before(start):
-        if not near or node in needed and (node in products or kind_of(node)):
-            return None
+        if missing <= 0 or len(passed) == len(near) or node in needed and (node in products or kind_of(node)):
+            break
+        if is_mutable(node) and base_of(node.args[0]) in map(base_of, needed):  # type: ignore[arg-type]
+            break
         if node in needed:
             needed.update(node.all_input_nodes)
         if node.target in WAITS and communicator_of(started(node)) == communicator_of(start):
             others.add(started(node))
         others.discard(node)
         if node in products:
-            missing -= 0 if others else products[node]
-            if missing <= 0:
-                return node
-            if node is near[-1]:
-                return None
-    return None
+            passed.append(node)
+            if all(takes[other] <= products[node] for other in others):
+                counted, missing = len(passed), missing - products[node]
+    return passed[:counted]
+
+
+def independent(wait: fx.Node, products: Container[fx.Node]) -> list[fx.Node]:
+    """Products after a wait, of its phase and layer, up to the first node that has to come after it.
+
+    That is a kernel that needs it, a write of what is read for it, or the wait for what comes after it on its way.
+    """
+    start, held = started(wait), {wait}
+    read = set(map(base_of, start.all_input_nodes))
+    found = []
+    for node in after(wait):
+        needs = not held.isdisjoint(node.all_input_nodes)
+        if needs and (node in products or kind_of(node) or is_mutable(node)) or comes_later(node, start):
+            break
+        if is_mutable(node) and base_of(node.args[0]) in read:  # type: ignore[arg-type]
+            break
+        if node in products and place_of(node) != place_of(wait):
+            break
+        if needs:
+            held.add(node)
+            read.update(map(base_of, node.all_input_nodes))
+        elif node in products:
+            found.append(node)
+    return found
+
+
+def comes_later(wait: fx.Node, start: fx.Node) -> bool:
+    """Whether a node waits for a collective that its communicator begins after another one."""
+    if wait.target not in WAITS:
+        return False
+    other = started(wait)
+    return start < other and communicator_of(other) == communicator_of(start)

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from passes.cost.rates import Curve, Rates
+from passes.program.machine import FLOPS_PER_SENT_BYTE
 from passes.program.mesh import Mesh
 
 TREE_SHARE = 0.92  # of a ring's bandwidth, in NCCL's model
@@ -100,6 +101,21 @@ def within_nodes(kind: str, sent_bytes: int, axis: Reach) -> float:
     if axis.per_node == 1:
         return 0.0
     return sent_bytes - between_nodes(kind, sent_bytes, axis) if kind == "all_to_all" else float(sent_bytes)
+
+
+@dataclass(frozen=True)
+class Balance:
+    """FLOPs that a GPU does while it sends a byte, in its node and out of it: an H100 in bf16, 400 Gb/s adapters."""
+
+    gpus_per_node: int = 8
+    inside: float = FLOPS_PER_SENT_BYTE
+    outside: float = 9 * FLOPS_PER_SENT_BYTE
+
+    def flops(self, kind: str, sent_bytes: int, mesh: Mesh, axis: str) -> float:
+        """FLOPs that take as long as a collective in which every rank sends that much."""
+        where = reach(mesh, axis, self.gpus_per_node)
+        inside, outside = (link(kind, sent_bytes, where) for link in (within_nodes, between_nodes))
+        return max(self.inside * inside, self.outside * outside)
 
 
 def collective_seconds(kind: str, sent_bytes: int, axis: Reach, links: Links) -> float:

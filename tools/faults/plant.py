@@ -65,7 +65,7 @@ class Judge:
 
 
 def tested(folder: Path, fault: Fault | None, limit_seconds: float) -> str:
-    """The first test that fails, or "survives"; those first that import what has the fault, then those of its room."""
+    """The first test that fails, or "survives"; those first that are named after what has the fault, or import it."""
     options = ("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=no")
     try:
         run = python(folder, limit_seconds, *options, *nearest_tests(folder, fault))
@@ -81,9 +81,10 @@ def nearest_tests(folder: Path, fault: Fault | None) -> list[str]:
     """All files of tests of the passes and the trainer, in the order in which they are likely to hear of a fault."""
     module = fault.file.removesuffix(".py").replace("/", ".") if fault else ""
 
-    def far(path: Path) -> tuple[bool, bool, bool, Path]:
-        parts = path.relative_to(folder).parts
-        return f"from {module} import" not in path.read_text(), room(fault) not in parts, parts[1] != "passes", path
+    def far(path: Path) -> tuple[bool, bool, bool, bool, Path]:
+        parts, named = path.relative_to(folder).parts, path.stem == f"test_{module.rpartition('.')[2]}"
+        imports = f"from {module} import" in path.read_text()
+        return not named, not imports, room(fault) not in parts, parts[1] != "passes", path
 
     found = [path for part in ("passes", "compiler_trainer") for path in (folder / "tests" / part).rglob("test_*.py")]
     return [str(path.relative_to(folder)) for path in sorted(found, key=far)]

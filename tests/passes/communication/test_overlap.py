@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from joint_programs import equal, joint, plain, run
 from small_programs import Small, cut
+from torch import fx
 
 from compiler_trainer.config.device import settled
 from compiler_trainer.config.schema import Config, MeshConfig, ModelConfig, TrainConfig
@@ -19,10 +20,12 @@ from passes.check.verify import verify_spec
 from passes.communication.bucket import Bucket
 from passes.communication.layer_starts import products_of
 from passes.communication.overlap import Overlap, count_beside, in_flight
+from passes.cost.cluster import Balance
 from passes.lower.backends import lower_inductor
 from passes.memory.remat import Remat
 from passes.program import ir
 from passes.program.layer import Layer
+from passes.program.mesh import Mesh
 from passes.program.printer import print_program
 from passes.program.shift import arrive, shift
 from passes.program.stages import Stage
@@ -42,11 +45,12 @@ class Steps(Small):
     def __init__(self, **mesh: int):
         super().__init__(**mesh)
         self.labels: dict[str, str] = {}
+        self.nodes: dict[str, fx.Node] = {}
 
     def do(self, label: str, target, *args, phase: str = "backward", layer: int = 0):
         node = self.call(target, *args, phase=phase)
         ir.set_layer(node, Layer("layers", layer))
-        self.labels[node.name] = label
+        self.labels[node.name], self.nodes[label] = label, node
         return node
 
     def square(self, name: str, kind="batch"):
@@ -232,18 +236,127 @@ def test_no_more_is_moved_than_travels_long_enough():
         "dw 0", "dx", "sum", "cut", "start dx", "dw 1", "wait dx", "sum again", "use", "next"]
 
 
-def test_what_needs_no_product_starts_earlier_but_not_beside_another_of_its_axis():
+@pytest.mark.parametrize(("width", "first"), ((64, "norm"), (16, "a")))
+def test_what_needs_no_product_starts_earlier_but_not_beside_what_takes_longer(width, first):
+    """Beside a sum of its axis that takes as long as the product, it hides nothing; beside a short one it does."""
     steps = Steps(tp=2)
     x, saved = steps.square("x"), steps.input("saved", cut((1, 16)), "batch", F32)
+    large = steps.input("large", cut((1, width)), "batch", F32)
     chain = steps.mm("a", x, x)
-    first = steps.sent("first", steps.do("cut", aten.mul.Tensor, saved, steps.do("sum", aten.sum.default, chain)))
+    there = steps.sent("first", steps.do("cut", aten.mul.Tensor, large, steps.do("sum", aten.sum.default, chain)))
     beside = steps.mm("beside", x, x)
-    waited = steps.wait("first", first)
+    waited = steps.do("sum of it", aten.sum.default, steps.wait("first", there))
     again = steps.sent("again", steps.do("norm", aten.neg.default, saved))
     last = steps.mm("next", chain, steps.do("use", aten.mul.Tensor, chain, steps.do(
         "sum again", aten.sum.default, steps.do("both", aten.add.Tensor, waited, steps.wait("again", again)))))
     order = steps.order(beside, last)
-    assert order[:3] == ["norm", "start again", "a"] and order.index("start first") < order.index("beside")
+    assert order[0] == first
+    assert order.index("start first") < order.index("beside")
+    assert order.index("start again") < order.index("a" if first == "norm" else "beside")
+
+
+def forward(steps: Steps):
+    """Products of three weights of a layer, and what is sent of the first, waited for before the others."""
+    where = {"phase": "forward"}
+    x, large = steps.square("x"), steps.input("large", cut((1, 1024)), "batch", F32)
+    made = steps.do("sum", aten.sum.default, steps.mm("sent", x, x, **where), **where)
+    start = steps.sent("rows", steps.do("cut", aten.mul.Tensor, large, made, **where), **where)
+    wait = steps.wait("rows", start, **where)
+    return x, steps.do("use", aten.sum.default, wait, **where), where
+
+
+def test_what_travels_is_waited_for_after_products_that_do_not_need_it():
+    """As those of shared experts; a product that does not hide all of it hides some."""
+    steps = Steps(tp=2)
+    x, used, where = forward(steps)
+    shared = steps.mm("shared 1", steps.mm("shared 0", x, x, **where), x, **where)
+    both = steps.do("add", aten.add.Tensor, shared, used, **where)
+    other = steps.mm("other layer", both, x, phase="forward", layer=1)
+    assert steps.order(other) == [
+        "sent", "sum", "cut", "start rows", "shared 0", "shared 1", "wait rows", "use", "add", "other layer"]
+
+
+def test_what_travels_is_waited_for_before_what_comes_after_it_and_before_writes_of_what_it_reads():
+    for label in ("start more", "write"):
+        steps = Steps(tp=2)
+        x, used, where = forward(steps)
+        if label == "write":
+            steps.do(label, aten.add_.Tensor, steps.nodes["cut"], 1.0, **where)
+        else:
+            more = steps.wait("more", steps.sent("more", steps.nodes["cut"], **where), **where)
+            used = steps.do("both", aten.add.Tensor, used, steps.do("sum more", aten.sum.default, more, **where), **where)
+        shared = steps.mm("shared", x, x, **where)
+        order = steps.order(steps.do("add", aten.add.Tensor, shared, used, **where))
+        assert order.index("wait rows") < order.index("shared"), label
+        assert order.index("wait rows") < order.index("write" if label == "write" else "wait more"), label
+
+
+def test_it_starts_before_as_many_products_as_there_are_though_they_do_not_hide_it():
+    steps = Steps(tp=2)
+    where = {"phase": "forward"}
+    x, large = steps.square("x"), steps.input("large", cut((1, 1024)), "batch", F32)
+    chunk = steps.mm("chunk 1", steps.mm("chunk 0", x, x, **where), x, **where)
+    start = steps.sent("rows", steps.do("next chunk", aten.neg.default, large, **where), **where)
+    used = steps.do("use", aten.sum.default, steps.wait("rows", start, **where), **where)
+    assert steps.order(steps.do("add", aten.add.Tensor, chunk, used, **where))[:4] == [
+        "next chunk", "start rows", "chunk 0", "chunk 1"]
+
+
+def test_a_gradient_that_is_waited_for_already_does_not_move():
+    """It would be waited for where it is sent."""
+    steps = Steps(tp=2, dp_shard=2)
+    g, large = steps.square("g"), steps.input("large", cut((1, 1024)), "batch", F32)
+    of_weight = steps.mm("dw 1", g, g, layer=1)
+    dx = steps.mm("dx", g, g, layer=1)
+    reduced = steps.wait("dw 1", steps.sent("dw 1", of_weight, "dp_shard", layer=1), layer=1)
+    later = steps.sent("dw 0", steps.mm("dw 0", dx, g), "dp_shard")
+    rows = steps.sent("rows", steps.do("cut", aten.mul.Tensor, large, steps.do("sum", aten.sum.default, dx)))
+    last = steps.mm("last", dx, steps.do("use", aten.mul.Tensor, dx, steps.do(
+        "sum again", aten.sum.default, steps.wait("rows", rows))))
+    update = steps.call(aten.neg.default, reduced, phase="optimizer")
+    order = steps.order(update, steps.call(aten.neg.default, steps.wait("dw 0", later), phase="optimizer"), last)
+    assert order.index("dw 1") < order.index("start rows")
+
+
+def test_gradients_of_weights_stay_for_what_nothing_else_hides():
+    """What is sent first has the product of the next chunk beside it, what is sent then its gradient of a weight."""
+    steps = Steps(tp=2)
+    g, large = steps.square("g"), steps.input("large", cut((1, 1024)), "batch", F32)
+    first = steps.do("use 1", aten.sum.default, steps.wait("rows 1", steps.sent("rows 1", large)))
+    of_weight, dx = steps.mm("dw 2", g, g), steps.mm("dx 2", g, g)
+    rows = steps.sent("rows 2", steps.do("cut", aten.mul.Tensor, large, steps.do("sum", aten.sum.default, dx)))
+    both = steps.do("both", aten.add.Tensor, first, steps.do("use 2", aten.sum.default, steps.wait("rows 2", rows)))
+    order = steps.order(of_weight, steps.mm("last", dx, steps.do("use", aten.mul.Tensor, dx, both)))
+    assert order.index("start rows 1") < order.index("dx 2") < order.index("wait rows 1")
+    assert order.index("start rows 2") < order.index("dw 2") < order.index("wait rows 2")
+
+
+def test_what_is_sent_does_not_start_before_it_is_written():
+    steps = Steps(tp=2)
+    x, saved = steps.square("x"), steps.input("saved", cut((1, 16)), "batch", F32)
+    steps.do("write", aten.add_.Tensor, saved, 1.0)
+    beside = steps.mm("beside", x, x)
+    there = steps.wait("rows", steps.sent("rows", steps.do("neg", aten.neg.default, saved)))
+    last = steps.mm("last", beside, steps.do("use", aten.mul.Tensor, x, steps.do("sum", aten.sum.default, there)))
+    assert steps.order(last)[:4] == ["write", "neg", "start rows", "beside"]
+    steps = Steps(tp=2)
+    x, saved = steps.square("x"), steps.input("saved", cut((1, 16)), "batch", F32)
+    beside = steps.mm("beside", x, x)
+    steps.do("write", aten.add_.Tensor, saved, 1.0)
+    there = steps.wait("rows", steps.sent("rows", steps.do("neg", aten.neg.default, saved)))
+    last = steps.mm("last", beside, steps.do("use", aten.mul.Tensor, x, steps.do("sum", aten.sum.default, there)))
+    order = steps.order(last)
+    assert order.index("write") < order.index("neg")
+
+
+@pytest.mark.parametrize(("kind", "ranks", "flops"), (
+    ("all_to_all", 8, 100 * 2.0), ("all_to_all", 16, 100 * 8 / 15 * 50.0), ("all_gather", 16, 100 * 1 / 15 * 50.0),
+    ("all_gather", 64, 100 * 7 / 63 * 50.0), ("shift", 16, 100 * 50.0),
+))
+def test_between_nodes_more_is_computed_beside_what_travels(kind, ranks, flops):
+    """Of an all-to-all what leaves a node counts, of a ring of gathers a node's share."""
+    found = Balance(8, 2.0, 50.0).flops(kind, 100, Mesh((("ep", ranks),)), "ep")
+    assert found == pytest.approx(flops)
 
 
 def test_rings_are_waited_for_late_and_what_they_send_stays_until_then():

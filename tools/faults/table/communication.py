@@ -167,4 +167,25 @@ FAULTS = (
         "max(latest.get(node, node), *barriers, *node.users).prepend(node)",
         "A result is used before it is waited for.",
     ),
+    Fault(
+        "moved_gradients_are_waited_for",
+        "passes/communication/overlap.py",
+        "return leaves(product, tails) and not any(node.target in WAITS for node in following)",
+        "return leaves(product, tails)",
+        "A gradient that is computed later is waited for where it is sent.",
+    ),
+    Fault(
+        "sunk_past_writes",
+        "passes/communication/overlap.py",
+        "        if is_mutable(node) and base_of(node.args[0]) in read:  # type: ignore[arg-type]\n            break\n",
+        "",
+        "What is on its way, or read beside it, is overwritten.",
+    ),
+    Fault(
+        "earlier_across_writes",
+        "passes/communication/overlap.py",
+        "if is_mutable(node) and base_of(node.args[0]) in map(base_of, needed):",
+        "if False:",
+        "What a collective sends is read before it is written.",
+    ),
 )
