@@ -53,6 +53,7 @@ from passes.precision.float8 import Float8
 from passes.program.folds import Folding
 from passes.program.ir import Pass, Program
 from passes.program.layer import within
+from passes.program.machine import Balance
 from passes.program.placing import end, placed
 from passes.program.stages import Stage
 from passes.sharding.collectives import Collectives
@@ -138,7 +139,9 @@ def built_in(
 ) -> Pipeline:
     """Those of them that are our own."""
     reduce_dtype = DTYPES[passes.cast.reduce_dtype]
-    cast, shard, remat = passes.cast, passes.shard, passes.remat
+    balance = balance_of(described(cluster), passes.cast.param_dtype or "float32")
+    links = Balance(balance.gpus_per_node, outside=balance.outside)  # methods were measured with its other figure
+    cast, shard, context, remat = passes.cast, passes.shard, passes.context, passes.remat
     table = build_table(passes.pipeline, pp, microbatches)
     means: Passes = (TokenMean(microbatches),) if microbatches > 1 else ()
     forward: Passes = (
@@ -147,18 +150,17 @@ def built_in(
         ChunkLoss(passes.chunk_loss.chunks, passes.chunk_loss.logits_mib),
         Normalize(),
         *means,
-        SequenceLayout(passes.context.load_balance, passes.context.block),
+        SequenceLayout(context.load_balance, context.block),
         Experts(passes.moe.dispatch, passes.moe.capacity_factor, passes.moe.chunks),
         Place(shard.plan, shard.min_shard_elements),
         Float8(cast.float8, cast.float8_skip, cast.float8_min_size, cast.float8_head),
-        Shard(shard.sequence_parallel, shard.strict, reduce_dtype, passes.context.method, passes.context.skip_steps),
+        Shard(shard.sequence_parallel, shard.strict, reduce_dtype, context.method, context.skip_steps, links),
         *((Assign(table.stages, passes.pipeline.stages),) if pp > 1 else ()),
     )
     how = (EIGHT_BITS.get(optim.name, optim.state), optim.block, optim.stochastic_rounding)
     rest = build_optimizer(optim, DTYPES[cast.param_dtype])
     groups = tuple(build_group(label, group, optim, rest) for label, group in optim.groups.items())
     optimize = Optimize(rest, optim.max_norm, reduce_dtype, 1 / microbatches, *how, groups, skip_nonfinite)
-    balance = balance_of(described(cluster), cast.param_dtype or "float32")
     overlap, segment = Overlap(passes.communication.prefetch, balance), Segment(passes.segment.max_nodes)
     finish = (Bucket(passes.communication.bucket_mib), Collectives(), Communicators(), overlap)
     evaluate = (Collectives(), overlap, segment)

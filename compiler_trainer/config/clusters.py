@@ -14,8 +14,9 @@ from compiler_trainer.config.options import build, not_one_of
 from compiler_trainer.config.rates import CollectiveTimes, RatesConfig
 from compiler_trainer.config.schema import ClusterConfig
 from passes.cost.accounting import SENT
-from passes.cost.cluster import Balance, Beside, Cluster, Links, Protocol
+from passes.cost.cluster import Beside, Cluster, Links, Protocol
 from passes.cost.rates import Curve, Rates
+from passes.program.machine import Balance
 
 TABLES = CONF / "cluster" / "rates"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.float8_e4m3fn}
@@ -43,9 +44,9 @@ def cluster_of(cfg: ClusterConfig) -> Cluster:
 
 
 def balance_of(cfg: ClusterConfig, dtype: str) -> Balance:
-    """FLOPs of products in a dtype that a GPU does while it sends a byte."""
-    flops = 1e12 * cfg.throttle * getattr(cfg.peak_tflops, dtype)
-    return Balance(cfg.gpus_per_node, flops / (1e9 * cfg.intra_gb_s), flops / (1e9 * cfg.inter_gb_s))
+    """What a GPU computes in a dtype while bytes travel, in its node and out of it."""
+    flops_per_s = 1e12 * cfg.throttle * getattr(cfg.peak_tflops, dtype)
+    return Balance(cfg.gpus_per_node, flops_per_s / (1e9 * cfg.intra_gb_s), cfg.intra_gb_s / cfg.inter_gb_s)
 
 
 def tables_of(cfg: ClusterConfig) -> RatesConfig:

@@ -19,7 +19,8 @@ from compiler_trainer.pipeline import build_optimizer
 from compiler_trainer.planning.sizes import Sizes
 from compiler_trainer.training.speed import computes_in
 from passes.cost.accounting import SENT
-from passes.cost.cluster import Cluster, collective_seconds, reach
+from passes.cost.cluster import Cluster, collective_seconds
+from passes.program.machine import reach
 from passes.program.mesh import Mesh
 
 MASTER = {"float32": 4, "bfloat16": 2}

@@ -8,10 +8,11 @@ from typing import Any
 
 from compiler_trainer.planning.playing import Played
 from compiler_trainer.step.turns import Message, Turn
-from passes.cost.cluster import Cluster, Reach, collective_seconds
+from passes.cost.cluster import Cluster, collective_seconds
 from passes.pipeline.tables import Table, most_alive
 from passes.pipeline.tasks import FORWARD, Task, task_in
 from passes.program import ir
+from passes.program.machine import Reach
 from passes.program.mesh import Mesh
 
 PP = "pp"

@@ -49,11 +49,11 @@ from passes.communication.layer_starts import (
     roles_of,
 )
 from passes.cost.accounting import sent_bytes
-from passes.cost.cluster import Balance
 from passes.cost.fusion import WAITS
 from passes.program import ir
 from passes.program.abstract_eval import recorded
 from passes.program.bodies import base_of
+from passes.program.machine import Balance
 from passes.program.mesh import Mesh
 from passes.program.operators import axis_of, communicator_of, is_mutable, kind_of, started
 from passes.program.rewrite import move_after, move_before

@@ -61,7 +61,8 @@ def call_of(builder: Builder, node: fx.Node, operands: Nodes, specs: Specs) -> A
     """The call as its rank sees it, if nothing is known of what its queries see."""
     q, k, v = (tuple(ir.example(x).shape) for x in operands[:3])
     dtype, ranks, order = ir.example(operands[0]).dtype, builder.mesh[SEQUENCE_AXIS], specs[1].order
-    return AttentionCall(q, k, v, dtype, ranks, zigzag=order.zigzag, in_blocks=bool(order.table))
+    where = {"stride": builder.mesh.stride(SEQUENCE_AXIS), "balance": builder.balance}
+    return AttentionCall(q, k, v, dtype, ranks, zigzag=order.zigzag, in_blocks=bool(order.table), **where)
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ KV' those in fp32 or wider, a rank sends
                  R: copies of the keys' heads, where there are fewer than U ranks
                  N: steps of P/U at which any rank sees anything; one step sends nothing
 
-`auto` takes what is cheapest, in bytes: a ring's travel beside the computation, so only what that does not hide
-counts, and never less than the last way home; an all-gather computes what a causal mask hides, which counts as the
-bytes that could have been sent meanwhile.
+`auto` takes what is cheapest, in bytes inside a node: one that leaves it counts as those that travel there as long
+(`Balance`). A ring's travel beside the computation, so only what that does not hide counts, and never less than the
+last way home; an all-gather computes what a causal mask hides, which counts as the bytes that could have been sent
+meanwhile.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Literal
 import torch
 
 from passes.context.kernels import wide
-from passes.program.machine import FLOPS_PER_SENT_BYTE
+from passes.program.machine import Balance, spread
 
 Method = Literal["auto", "ring", "all_gather", "ulysses", "hybrid"]
 METHODS = ("ring", "all_gather", "ulysses", "hybrid")
@@ -34,7 +35,7 @@ class AttentionCall:
 
     `pairs` are the (rank of queries, rank of keys) that see anything, None if that is not known or all do. Keys
     `in_blocks` are not where a causal ring, or the mask of one, has them; attention by interval takes them anywhere.
-    `forms` are the methods that the operator has a local form for.
+    `forms` are the methods that the operator has a local form for. Its ranks are a `stride` apart.
     """
 
     query: tuple[int, ...]  # b, h, s, e
@@ -49,6 +50,8 @@ class AttentionCall:
     pairs: Pairs | None = None
     in_blocks: bool = False
     forms: tuple[str, ...] = METHODS
+    stride: int = 1
+    balance: Balance = Balance()
 
     # -- ranks that exchange heads (U), and steps of the ring across ------------------------------
 
@@ -115,18 +118,26 @@ class AttentionCall:
         """What could be sent while attention is computed; its backward is 2.5 times the forward (arXiv 2307.08691)."""
         (b, h, s, e), (*_, f) = self.query, self.value
         flops = 3.5 * 2 * b * h * s * s * self.parts * (e + f)
-        return int(flops * (0.5 if self.causal else 1.0) / FLOPS_PER_SENT_BYTE)
+        return int(flops * (0.5 if self.causal else 1.0) / self.balance.flops_per_byte)
+
+    def near_bytes(self, kind: str, sent: int, ranks: int, apart: int = 1) -> int:
+        """What would travel inside a node as long as bytes sent among so many of its ranks, every so many of them."""
+        where = spread(ranks, self.stride * apart, self.balance.gpus_per_node)
+        return int(self.balance.near_bytes(kind, sent, where))
 
     def cost_across(self, inner: int) -> int:
         """Bytes that nothing hides, of heads exchanged and a ring across."""
-        travelling = self.travelling_bytes(inner)
-        home = self.keys * self.copies(inner) * wide(self.dtype).itemsize
-        return self.exchanged_bytes(inner) + min(travelling, max(home, travelling - self.hidden_bytes))
+        parts = self.parts // inner
+        exchanged = self.near_bytes("all_to_all", self.exchanged_bytes(inner), inner)
+        travelling = self.near_bytes("shift", self.travelling_bytes(inner), parts, inner)
+        home = self.near_bytes("shift", self.keys * self.copies(inner) * wide(self.dtype).itemsize, parts, inner)
+        return exchanged + min(travelling, max(home, travelling - self.hidden_bytes))
 
     def cost(self, method: str) -> int:
-        """What `auto` compares, in bytes."""
+        """What `auto` compares, in bytes inside a node."""
         if method == "all_gather":
-            return self.sent_bytes(method) + (self.hidden_bytes if self.causal else 0)
+            gathered = self.near_bytes("all_gather", self.sent_bytes(method), self.parts)
+            return gathered + (self.hidden_bytes if self.causal else 0)
         return self.cost_across(self.exchanging(method))
 
     def obstacle(self, method: str) -> str:

@@ -15,8 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from passes.cost.rates import Curve, Rates
-from passes.program.machine import FLOPS_PER_SENT_BYTE
-from passes.program.mesh import Mesh
+from passes.program.machine import Reach, between_nodes, within_nodes
 
 TREE_SHARE = 0.92  # of a ring's bandwidth, in NCCL's model
 
@@ -65,57 +64,6 @@ class Cluster:
     links: Links
     beside: Beside = Beside()
     expert_load: float = 1.0
-
-
-@dataclass(frozen=True)
-class Reach:
-    """Over how many nodes the ranks of an axis are spread, and how many of them are in each."""
-
-    nodes: int
-    per_node: int
-
-    @property
-    def ranks(self) -> int:
-        """Ranks of the axis."""
-        return self.nodes * self.per_node
-
-
-def reach(mesh: Mesh, axis: str, gpus_per_node: int) -> Reach:
-    """Where the ranks of an axis are; a node that the inner axes do not fill evenly counts as holding fewer."""
-    per_node = min(mesh[axis], max(1, gpus_per_node // mesh.stride(axis)))
-    return Reach(-(-mesh[axis] // per_node), per_node)
-
-
-def between_nodes(kind: str, sent_bytes: int, axis: Reach) -> float:
-    """Bytes of what a rank sends that leave its node, the ranks of a node sharing the load."""
-    if axis.nodes == 1:
-        return 0.0
-    if kind == "shift":
-        return float(sent_bytes)  # the rank at the end of a node sends all of it
-    peers = axis.ranks - axis.per_node if kind == "all_to_all" else axis.nodes - 1
-    return sent_bytes * peers / (axis.ranks - 1)
-
-
-def within_nodes(kind: str, sent_bytes: int, axis: Reach) -> float:
-    """Bytes that a rank sends over the links inside its node."""
-    if axis.per_node == 1:
-        return 0.0
-    return sent_bytes - between_nodes(kind, sent_bytes, axis) if kind == "all_to_all" else float(sent_bytes)
-
-
-@dataclass(frozen=True)
-class Balance:
-    """FLOPs that a GPU does while it sends a byte, in its node and out of it: an H100 in bf16, 400 Gb/s adapters."""
-
-    gpus_per_node: int = 8
-    inside: float = FLOPS_PER_SENT_BYTE
-    outside: float = 9 * FLOPS_PER_SENT_BYTE
-
-    def flops(self, kind: str, sent_bytes: int, mesh: Mesh, axis: str) -> float:
-        """FLOPs that take as long as a collective in which every rank sends that much."""
-        where = reach(mesh, axis, self.gpus_per_node)
-        inside, outside = (link(kind, sent_bytes, where) for link in (within_nodes, between_nodes))
-        return max(self.inside * inside, self.outside * outside)
 
 
 def collective_seconds(kind: str, sent_bytes: int, axis: Reach, links: Links) -> float:

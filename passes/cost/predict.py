@@ -18,11 +18,12 @@ from torch import fx
 
 from passes.context.operators import is_backward, kernel_of
 from passes.cost.accounting import SENT, count_flops, lifetimes, payload_bytes
-from passes.cost.cluster import Cluster, Reach, between_nodes, collective_seconds, reach, within_nodes
+from passes.cost.cluster import Cluster, collective_seconds
 from passes.cost.fusion import Fused, Kernel, fuse
 from passes.cost.timeline import Cost, Timeline, play
 from passes.program import ir, routed
 from passes.program.abstract_eval import Avals, abstract_eval, tensors
+from passes.program.machine import Reach, between_nodes, reach, within_nodes
 from passes.program.operators import axis_of, bind, kind_of
 
 GROUPED = (routed.grouped_mm, routed.grouped_outer)

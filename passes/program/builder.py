@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.program import ir
+from passes.program.machine import Balance
 from passes.program.mesh import Mesh
 from passes.program.spec import Factor, Spec
 
@@ -18,8 +19,8 @@ class Builder(Protocol):
 
     `coordinates` are the rank's by axis, with the block table of a sequence, `operators` the local operators
     made for this program by what makes them, `notes` lines for the pass's report, `context_method` the method of
-    context parallelism asked for. Ranks with other rows may hold other blocks of them, unless there is `one_table`
-    for all: something of several rows is exchanged.
+    context parallelism asked for, `balance` what `auto` takes of the machine. Ranks with other rows may hold other
+    blocks of them, unless there is `one_table` for all: something of several rows is exchanged.
     """
 
     mesh: Mesh
@@ -28,6 +29,7 @@ class Builder(Protocol):
     operators: dict[Any, Any]
     notes: list[str]
     context_method: str
+    balance: Balance
     one_table: bool
 
     def call(self, target: Any, args: tuple, kwargs: dict | None = None) -> fx.Node:

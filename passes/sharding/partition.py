@@ -25,6 +25,7 @@ from passes.cost.accounting import sent_bytes
 from passes.program import ir, reshard
 from passes.program.abstract_eval import recorded
 from passes.program.layout import entries
+from passes.program.machine import H100, Balance
 from passes.program.mesh import BATCH_AXES, BLOCKS, HOPS, SEQUENCE_AXIS, Mesh
 from passes.program.operators import kind_of
 from passes.program.rewrite import graft
@@ -49,7 +50,7 @@ class GraphBuilder:
         self.coordinates: dict[str, fx.Node] = {}
         self.origin: fx.Node | None = None
         self.masks = 0
-        self.context_method: str = "auto"
+        self.context_method, self.balance = "auto", H100
         self.one_table = False
         self.attentions: list[tuple[str, str]] = []  # bounds of which hops are known, row by row
         self.operators: dict[Any, Any] = {}  # local operators made for this program
@@ -170,11 +171,12 @@ class Partitioner:
         differentiable: bool = True,
         context_method: str = "auto",
         skip_steps: bool = True,
+        balance: Balance = H100,
     ):
         self.program, self.plan, self.reduce_dtype = program, plan, reduce_dtype
         self.propagate, self.differentiable, self.skip_steps = propagate, differentiable, skip_steps
         self.builder = GraphBuilder(program.mesh, ctx)
-        self.builder.context_method = context_method
+        self.builder.context_method, self.builder.balance = context_method, balance
         self.versions: dict[tuple[fx.Node, Spec], fx.Node] = {}
         self.grads: set[fx.Node] = set()
         self.tuples: dict[Any, fx.Node] = {}

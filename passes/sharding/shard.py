@@ -19,6 +19,7 @@ import torch
 from passes.context.call import Method
 from passes.program import ir
 from passes.program.functions import function_of
+from passes.program.machine import Balance
 from passes.program.operators import is_operator, name_of
 from passes.program.stages import Stage
 from passes.rules import has_rule, tensor_operands
@@ -30,8 +31,8 @@ from passes.sharding.propagate import propagate
 class Shard(ir.Pass):
     """Partition the program; gradients of weights are reduced in `reduce_dtype` (None: their own).
 
-    `context` is the method of attention over a sequence that `cp` shards; with `skip_steps` rings leave out, batch by
-    batch, steps that no rank needs.
+    `context` is the method of attention over a sequence that `cp` shards, `auto` by the `balance` of a machine; with
+    `skip_steps` rings leave out, batch by batch, steps that no rank needs.
     """
 
     sequence_parallel: bool = True
@@ -39,6 +40,7 @@ class Shard(ir.Pass):
     reduce_dtype: torch.dtype | None = None
     context: Method = "auto"
     skip_steps: bool = True
+    balance: Balance = Balance()
     name = "shard"
     takes = (Stage.PLACED,)
     gives = Stage.LOCAL
@@ -57,7 +59,7 @@ class Shard(ir.Pass):
                 "passes.rules.add_rule or set passes.shard.strict=false to gather its operands",
             )
         decide = partial(propagate, sequence_parallel=self.sequence_parallel, ctx=ctx)
-        how = (ctx, self.reduce_dtype, decide, True, self.context, self.skip_steps)
+        how = (ctx, self.reduce_dtype, decide, True, self.context, self.skip_steps, self.balance)
         partitioner = Partitioner(program, plan := decide(program), *how)
         local = partitioner.run()
         notes = [f"%{n.name} ({ir.source(n)}): {name_of(n)} has no rule, its operands are gathered" for n in unknown]

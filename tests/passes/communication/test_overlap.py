@@ -20,11 +20,11 @@ from passes.check.verify import verify_spec
 from passes.communication.bucket import Bucket
 from passes.communication.layer_starts import products_of
 from passes.communication.overlap import Overlap, count_beside, in_flight
-from passes.cost.cluster import Balance
 from passes.lower.backends import lower_inductor
 from passes.memory.remat import Remat
 from passes.program import ir
 from passes.program.layer import Layer
+from passes.program.machine import Balance
 from passes.program.mesh import Mesh
 from passes.program.printer import print_program
 from passes.program.shift import arrive, shift
@@ -355,7 +355,7 @@ def test_what_is_sent_does_not_start_before_it_is_written():
 ))
 def test_between_nodes_more_is_computed_beside_what_travels(kind, ranks, flops):
     """Of an all-to-all what leaves a node counts, of a ring of gathers a node's share."""
-    found = Balance(8, 2.0, 50.0).flops(kind, 100, Mesh((("ep", ranks),)), "ep")
+    found = Balance(8, 2.0, 25.0).flops(kind, 100, Mesh((("ep", ranks),)), "ep")
     assert found == pytest.approx(flops)
 
 

@@ -27,6 +27,7 @@ from passes.cost.accounting import count_traffic
 from passes.memory.recompute import saved_bytes
 from passes.program import ir
 from passes.program.abstract_eval import abstract_eval
+from passes.program.machine import Balance
 from passes.program.mesh import Mesh
 from passes.program.order import PLAIN, ZIGZAG
 from passes.program.shift import shift
@@ -258,11 +259,16 @@ CHOICES = [  # heads, heads of keys, queries of a rank, ranks, what is masked ->
     (32, 8, 8192, 4, SEEN, "ring"),  # few keys, and long enough to hide them
     (32, 1, 1024, 4, SEEN, "ring"),
     (6, 6, 1024, 4, SEEN, "hybrid"),  # heads go over two ranks, not over four
-    (40, 40, 1024, 16, SEEN, "hybrid"),
+    (36, 36, 1024, 8, SEEN, "hybrid"),
     (6, 6, 64, 4, SEEN, "all_gather"),  # too short to hide anything
     (32, 32, 1024, 4, {"mask": "numbers"}, "ulysses"),
     (30, 6, 1024, 4, {"mask": "numbers"}, "all_gather"),  # the mask may have a gradient, and heads do not go over the ranks
     (32, 8, 1024, 8, {"mask": "bool", "pairs": NEIGHBOURS}, "ring"),  # of a window two steps are left
+    (32, 8, 8192, 16, SEEN, "hybrid"),  # of two nodes: heads are exchanged inside, few keys travel between
+    (32, 8, 65536, 16, SEEN, "ring"),  # long enough to hide keys between nodes
+    (32, 8, 8192, 16, SEEN | {"balance": Balance(gpus_per_node=16)}, "ring"),
+    (32, 8, 1024, 4, SEEN | {"stride": 8}, "all_gather"),  # each in a node of its own
+    (32, 8, 1024, 4, SEEN, "ring"),
 ]
 
 

@@ -40,12 +40,13 @@ from compiler_trainer.config.validate import dry_world_size, validate
 from compiler_trainer.models import llama
 from compiler_trainer.models.flops import of_decoder
 from compiler_trainer.planning.dry import compile_dry, dry_run, predict_step
-from passes.cost.cluster import Beside, Cluster, Links, Protocol, Reach, collective_seconds, reach
+from passes.cost.cluster import Beside, Cluster, Links, Protocol, collective_seconds
 from passes.cost.fusion import fuse
 from passes.cost.predict import predict
 from passes.cost.rates import Curve, Rates
 from passes.program import ir
 from passes.program.abstract_eval import abstract_eval
+from passes.program.machine import Reach, reach
 from passes.program.mesh import Mesh
 from passes.program.spec import Spec
 from passes.program.torch_private import c10d

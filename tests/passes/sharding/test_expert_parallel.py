@@ -26,11 +26,12 @@ import compiler_trainer as ct
 from compiler_trainer import checkpoint, pipeline
 from compiler_trainer.config.errors import UserError
 from passes.communication import overlap
-from passes.cost.cluster import Balance, Cluster, Links
+from passes.cost.cluster import Cluster, Links
 from passes.cost.predict import Prices
 from passes.cost.rates import Curve, Rates
 from passes.program import ir, reshard, routed
 from passes.program.abstract_eval import recorded
+from passes.program.machine import Balance
 from passes.program.mesh import Mesh
 from passes.program.torch_private import c10d
 
@@ -262,7 +263,7 @@ def test_chunks_drop_the_rows_that_one_buffer_would():
 ))
 def test_a_chunk_travels_beside_the_products_of_another(monkeypatch, chunks, forward, backward):
     """Of exchanges of rows, whether products of experts are computed meanwhile: all but the first and the last."""
-    monkeypatch.setattr(pipeline, "balance_of", lambda *_: Balance(8, 1e-3, 1e-3))  # these products are short beside what small rows take
+    monkeypatch.setattr(pipeline, "balance_of", lambda *_: Balance(8, 1e-3))  # these products are short beside what small rows take
     program = spread(MESHES[2], "dropless", moe={"dispatch": "dropless", "chunks": chunks})["overlap"]
     found = {"forward": [], "backward": []}
     for start, wait in overlap.in_flight(program.graph):
