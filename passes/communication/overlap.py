@@ -261,15 +261,19 @@ def travel_flops(pairs: list[tuple[fx.Node, fx.Node]], mesh: Mesh, balance: Bala
 
 
 def products_before(start: fx.Node, products: Mapping[fx.Node, int]) -> list[fx.Node]:
-    """Products of its phase before a collective, of its layer and of one more, the nearest first."""
-    found, seen = [], {ir.layer(start)}
+    """Products of its phase before a collective, of its layer and of one more, the nearest first.
+
+    What is of no layer stays behind the first product that is of none, and what is of one before none of these: else
+    the last layer is not like the others.
+    """
+    found, layers = [], {ir.layer(start)}
     for node in before(start):
         if node in products:
-            seen.add(ir.layer(node))
-            if len(seen) > 2 or ir.phase(node) != ir.phase(start):
+            layers.add(ir.layer(node))
+            if len(layers) > 2 or len(layers) > 1 and None in layers or ir.phase(node) != ir.phase(start):
                 break
             found.append(node)
-    return found
+    return found if ir.layer(start) else found[:-1]
 
 
 def earlier(

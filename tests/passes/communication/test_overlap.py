@@ -302,6 +302,22 @@ def test_it_starts_before_as_many_products_as_there_are_though_they_do_not_hide_
         "next chunk", "start rows", "chunk 0", "chunk 1"]
 
 
+def test_what_is_of_no_layer_stays_out_of_layers():
+    """As the count of all labels, whose sum would part the last layer's body from the others'."""
+    steps = Steps(tp=2)
+    where = {"phase": "forward"}
+    x, labels = steps.square("x"), steps.input("labels", cut((1, 1024)), "batch", F32)
+    layer, head = steps.mm("layer", x, x, **where), steps.mm("head", x, x, **where)
+    last = steps.mm("second head", x, x, **where)
+    start = steps.sent("count", steps.do("neg", aten.neg.default, labels, **where), **where)
+    wait = steps.wait("count", start, **where)
+    for node in (head, last, start, wait, steps.nodes["neg"]):
+        ir.set_layer(node, None)
+    loss = steps.do("loss", aten.mul.Tensor, head, steps.do("sum", aten.sum.default, wait, **where), **where)
+    order = steps.order(steps.do("add", aten.add.Tensor, layer, loss, **where), last)
+    assert order[:5] == ["layer", "head", "neg", "start count", "second head"]
+
+
 def test_a_gradient_that_is_waited_for_already_does_not_move():
     """It would be waited for where it is sent."""
     steps = Steps(tp=2, dp_shard=2)
