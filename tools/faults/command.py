@@ -77,8 +77,10 @@ def sound(known: dict[str, Record], judge: Judge, options: argparse.Namespace) -
     if UNMUTATED not in known:
         with planted(None) as folder:
             learn(known, UNMUTATED, judge(folder, options.models, options.limit), options)
+    if any(fault.name not in known for fault in FAULTS):
         for name, models in reached(options.models).items():
-            learn(known, name, {"models": " ".join(models)}, options)
+            if name not in known:
+                learn(known, name, {"models": " ".join(models)}, options)
     return not any(known[UNMUTATED][who] for who in VERDICT)
 
 
