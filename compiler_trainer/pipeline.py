@@ -139,7 +139,7 @@ def built_in(
 ) -> Pipeline:
     """Those of them that are our own."""
     reduce_dtype = DTYPES[passes.cast.reduce_dtype]
-    balance = balance_of(described(cluster), passes.cast.param_dtype or "float32")
+    balance = balance_of(described(cluster), passes.cast.param_dtype)
     links = Balance(balance.gpus_per_node, outside=balance.outside)  # methods were measured with its other figure
     cast, shard, context, remat = passes.cast, passes.shard, passes.context, passes.remat
     table = build_table(passes.pipeline, pp, microbatches)

@@ -43,9 +43,9 @@ def cluster_of(cfg: ClusterConfig) -> Cluster:
     )
 
 
-def balance_of(cfg: ClusterConfig, dtype: str) -> Balance:
-    """What a GPU computes in a dtype while bytes travel, in its node and out of it."""
-    flops_per_s = 1e12 * cfg.throttle * getattr(cfg.peak_tflops, dtype)
+def balance_of(cfg: ClusterConfig, dtype: str | None) -> Balance:
+    """What a GPU computes in a dtype (None: fp32) while bytes travel, in its node and out of it."""
+    flops_per_s = 1e12 * cfg.throttle * getattr(cfg.peak_tflops, dtype or "float32")
     return Balance(cfg.gpus_per_node, flops_per_s / (1e9 * cfg.intra_gb_s), cfg.intra_gb_s / cfg.inter_gb_s)
 
 

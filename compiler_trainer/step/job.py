@@ -68,7 +68,7 @@ class Job:
             self.passes, self.optim, self.mesh, device, below=dict(self.below), train=self.train,
             evaluate=self.evaluate, microbatches=self.microbatches, skip=self.skip_nonfinite,
             cluster=cluster if self.passes.communication.async_tp == "auto" else None,
-            balance=balance_of(cluster, self.passes.cast.param_dtype or "float32"),
+            balance=balance_of(cluster, self.passes.cast.param_dtype),
             tasks=(table.rank_of, table.is_split) if table else None,
         )  # fmt: skip
         what = partial(made_of, self.model, self.loss_fn, self.batch, wanted)

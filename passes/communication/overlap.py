@@ -53,7 +53,7 @@ from passes.cost.fusion import WAITS
 from passes.program import ir
 from passes.program.abstract_eval import recorded
 from passes.program.bodies import base_of
-from passes.program.machine import Balance
+from passes.program.machine import H100, Balance
 from passes.program.mesh import Mesh
 from passes.program.operators import axis_of, communicator_of, is_mutable, kind_of, started
 from passes.program.rewrite import move_after, move_before
@@ -71,7 +71,7 @@ class Overlap(ir.Pass):
     """
 
     prefetch: int = 1
-    balance: Balance = Balance()
+    balance: Balance = H100
     name = "overlap"
     takes = (Stage.EXPLICIT,)
     gives = Stage.ORDERED
@@ -219,14 +219,17 @@ def fill(program: ir.Program, products: Mapping[fx.Node, int], tails: set[fx.Nod
             continue
         inside = list(between(start, wait))
         beside = [node for node in inside if node in products]
+        busy.update(beside)
+        missing = takes[start] - sum(map(products.__getitem__, beside))
+        if missing <= 0:
+            continue
         around = flying.union(waited[node] for node in inside if node in waited)
         others = {s for s in around if s < start and communicator_of(s) == communicator_of(start)}
         near = products_before(start, products)
-        missing = takes[start] - sum(map(products.__getitem__, beside))
         passed = earlier(start, missing, near, others, products, takes)
         if passed:
             move_before(start, passed[-1])
-        busy.update(beside, passed)
+        busy.update(passed)
         missing -= sum(map(products.__getitem__, passed))
         for product in near:  # of the backward, gradients of weights: nothing but tails needs them
             if missing > 0 and product not in busy and can_follow(product, wait, tails):

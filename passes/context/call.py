@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 
 from passes.context.kernels import wide
-from passes.program.machine import Balance, spread
+from passes.program.machine import H100, Balance, spread
 
 Method = Literal["auto", "ring", "all_gather", "ulysses", "hybrid"]
 METHODS = ("ring", "all_gather", "ulysses", "hybrid")
@@ -51,7 +51,7 @@ class AttentionCall:
     in_blocks: bool = False
     forms: tuple[str, ...] = METHODS
     stride: int = 1
-    balance: Balance = Balance()
+    balance: Balance = H100
 
     # -- ranks that exchange heads (U), and steps of the ring across ------------------------------
 

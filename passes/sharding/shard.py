@@ -19,7 +19,7 @@ import torch
 from passes.context.call import Method
 from passes.program import ir
 from passes.program.functions import function_of
-from passes.program.machine import Balance
+from passes.program.machine import H100, Balance
 from passes.program.operators import is_operator, name_of
 from passes.program.stages import Stage
 from passes.rules import has_rule, tensor_operands
@@ -40,7 +40,7 @@ class Shard(ir.Pass):
     reduce_dtype: torch.dtype | None = None
     context: Method = "auto"
     skip_steps: bool = True
-    balance: Balance = Balance()
+    balance: Balance = H100
     name = "shard"
     takes = (Stage.PLACED,)
     gives = Stage.LOCAL
