@@ -1,13 +1,14 @@
 """Configuration in, passes out: read this page first.
 
-    capture -> cast, intervals, chunk_loss, normalize, token_mean, sequence_layout, experts, place, float8, shard
+    capture -> cast, intervals, chunk_loss, normalize, token_mean, batch_overlap
+            -> sequence_layout, experts, place, float8, shard
             -> joint, simplify, cse, reassociate, remat, async_tp, optimize
-            -> bucket, collectives, communicators, overlap, segment -> lower
+            -> bucket, collectives, communicators, take_turns, overlap, segment -> lower
 
 `forward` ends in the program that every rank runs to get the loss. Training goes on from there: with one
 microbatch as one `step` program, with several as `accumulate`, run once a microbatch, and `apply`.
-`async_tp` is there where it is asked for. `bucket` comes after `optimize` because the reductions of replicated
-gradients appear only there.
+`async_tp`, `batch_overlap` and `take_turns` are there where asked for. `bucket` comes after `optimize` because the
+reductions of replicated gradients appear only there.
 """
 
 from __future__ import annotations
@@ -35,11 +36,13 @@ from compiler_trainer.config.targets import called, import_rules
 from passes.autograd.joint import Joint
 from passes.autograd.simplify import Simplify
 from passes.communication.async_tp import AsyncTP
+from passes.communication.batch_overlap import BatchOverlap
 from passes.communication.bucket import Bucket
 from passes.communication.communicators import Communicators
 from passes.communication.cse import CSE
 from passes.communication.overlap import Overlap
 from passes.communication.reassociate import Reassociate
+from passes.communication.take_turns import TakeTurns
 from passes.context.intervals import Intervals
 from passes.context.sequence_layout import SequenceLayout
 from passes.lower.segment import Segment
@@ -122,10 +125,21 @@ def build_pipeline(
     """The passes that a configuration asks for; `masters` are the dtypes of the stored parameters.
 
     What a pass decides by time, it decides on the `cluster`.
-    Raises UserError where a pass of one's own has no place among them.
+    Raises UserError where a pass of one's own has no place among them, or microbatches cannot be taken at once.
     """
     import_rules(passes.rules)
+    check_at_once(passes.communication.batch_overlap, microbatches, pp)
     return with_extra(built_in(passes, optim, masters, microbatches, skip_nonfinite, pp, cluster), build_extra(passes))
+
+
+def check_at_once(at_once: int, microbatches: int, pp: int) -> None:
+    """Raises UserError where microbatches cannot be computed so many at once."""
+    if microbatches % at_once:
+        fix = "make train.microbatches a multiple of it"
+        raise UserError("passes.communication.batch_overlap", f"is {at_once}, of {microbatches} microbatches; {fix}")
+    if at_once > 1 and pp > 1:
+        what = f"is {at_once} with mesh.pp={pp}, whose stages take microbatches one by one; set it to 1"
+        raise UserError("passes.communication.batch_overlap", what)
 
 
 def built_in(
@@ -144,12 +158,15 @@ def built_in(
     cast, shard, context, remat = passes.cast, passes.shard, passes.context, passes.remat
     table = build_table(passes.pipeline, pp, microbatches)
     means: Passes = (TokenMean(microbatches),) if microbatches > 1 else ()
+    together = passes.communication.batch_overlap
+    beside: Passes = (BatchOverlap(together),) if together > 1 else ()
     forward: Passes = (
         build_cast(cast, masters),
         Intervals(),
         ChunkLoss(passes.chunk_loss.chunks, passes.chunk_loss.logits_mib),
         Normalize(),
         *means,
+        *beside,
         SequenceLayout(context.load_balance, context.block),
         Experts(passes.moe.dispatch, passes.moe.capacity_factor, passes.moe.chunks),
         Place(shard.plan, shard.min_shard_elements),
@@ -162,10 +179,11 @@ def built_in(
     groups = tuple(build_group(label, group, optim, rest) for label, group in optim.groups.items())
     optimize = Optimize(rest, optim.max_norm, reduce_dtype, 1 / microbatches, *how, groups, skip_nonfinite)
     overlap, segment = Overlap(passes.communication.prefetch, balance), Segment(passes.segment.max_nodes)
-    finish = (Bucket(passes.communication.bucket_mib), Collectives(), Communicators(), overlap)
-    evaluate = (Collectives(), overlap, segment)
+    turns: Passes = (TakeTurns(),) if together > 1 else ()
+    finish = (Bucket(passes.communication.bucket_mib), Collectives(), Communicators(), *turns, overlap)
+    evaluate = (Collectives(), *turns, overlap, segment)
     joint: Passes = (Joint(), Simplify(), CSE(), Reassociate())
-    if microbatches == pp == 1:
+    if microbatches // together == pp == 1:
         then = with_async_tp(passes, cluster, (optimize, *finish))
         step = (*joint, build_remat(remat, then), *then, segment)
         return Pipeline(forward, evaluate, {"step": step}, folding=build_folding(passes, optim, masters))

@@ -107,6 +107,8 @@ def bisect(
     if pipeline.staged is not None:
         what = "bisect follows one program from pass to pass; set it to microbatch"
         raise UserError("passes.accumulate.gather", what)
+    if any(step.name == "batch_overlap" for step in pipeline.forward):
+        raise UserError("passes.communication.batch_overlap", "bisect follows one microbatch; set it to 1")
     part = {key: value[: len(value) // microbatches] for key, value in batch.items()}
     program, ctx = capture(model, loss_fn, part, torch.device("cpu"), dtype)
     try:

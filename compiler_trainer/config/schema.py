@@ -518,11 +518,14 @@ class CommunicationConfig:
 
     With `async_tp`, products run in pieces beside the steps of a ring instead of after a gather or before a reduction:
     all that can, or with `auto` those by which the step predicted on `cluster` is shorter.
+    With `batch_overlap`, so many of a step's microbatches are computed in turns by one program: while one waits for
+    other ranks, another is computed (two-batch overlap).
     """
 
     bucket_mib: NonNegativeFloat = 25.0
     prefetch: Count = 1
     async_tp: Literal["none", "auto", "all"] = "none"
+    batch_overlap: Positive = 1  # microbatches in one program; `train.microbatches` is a multiple of it
 
 
 @dataclass(frozen=True)

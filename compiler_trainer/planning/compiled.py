@@ -25,6 +25,7 @@ from compiler_trainer.planning.space import Candidate, depth_pattern, replaced
 from compiler_trainer.step.given import Captured
 from compiler_trainer.step.programs import on_mesh
 from passes.check.runner import apply_pass
+from passes.communication.batch_overlap import microbatches_in
 from passes.cost.accounting import Ledger
 from passes.cost.cluster import Cluster
 from passes.cost.predict import Timeline, predict
@@ -109,7 +110,8 @@ def figures(cfg: Config, clusters: Sequence[ClusterConfig]) -> list[Figures]:
 def times(programs: Mapping[str, Captured], microbatches: int, cluster: Cluster) -> Figures:
     """Seconds of a step, computing and waiting, and bytes sent."""
     found = {name: predict(*captured, cluster) for name, captured in programs.items()}
-    runs = {name: microbatches if name == "accumulate" else 1 for name in found}
+    turns = microbatches // microbatches_in(program for program, _ in programs.values())
+    runs = {name: turns if name == "accumulate" else 1 for name in found}
     known: Counter[tuple[str, ...]] = Counter()
     for name, prediction in found.items():
         timeline = prediction.timeline

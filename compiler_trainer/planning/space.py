@@ -140,7 +140,7 @@ class Left:
 
 def candidates(asked: Asked, sizes: Sizes, left: Left) -> Iterator[Candidate]:
     """Every way to run the job that its batch and its heads allow; others are counted as `left` out."""
-    cfg = asked.cfg
+    cfg, at_once = asked.cfg, asked.cfg.passes.communication.batch_overlap
     for mesh in meshes(asked, sizes):
         data, rows = mesh.dp_replicate * mesh.dp_shard, cfg.train.global_batch_size
         if rows % data:
@@ -152,6 +152,9 @@ def candidates(asked: Asked, sizes: Sizes, left: Left) -> Iterator[Candidate]:
         for count in microbatches(asked, rows // data):
             if count < mesh.pp:
                 left.out("fewer microbatches than pipeline stages")
+                continue
+            if count % at_once or at_once > 1 < mesh.pp:
+                left.out(f"microbatches that do not go by passes.communication.batch_overlap={at_once}")
                 continue
             for rest in itertools.product(
                 recomputations(asked, mesh), methods(asked, sizes, mesh), products(asked), chunks(asked, sizes, mesh)

@@ -98,13 +98,16 @@ def others(cfg: Config) -> Iterator[Config]:
 
 
 def of_communication(cfg: Config) -> Iterator[Mapping[str, Any]]:
-    """Buckets, prefetching, gathering once."""
+    """Buckets, prefetching, microbatches side by side, gathering once."""
     if mesh_of(cfg.mesh).world_size == 1:
         return
     now = cfg.passes.communication
     for mib in (USUAL_MIB,) if now.bucket_mib < USUAL_MIB else (4 * now.bucket_mib,):
         yield passes(communication={"bucket_mib": mib})
     yield passes(communication={"prefetch": now.prefetch + 1})
+    if cfg.mesh.pp == now.batch_overlap == 1 and cfg.mesh.tp * cfg.mesh.cp * cfg.mesh.ep > 1:
+        parts = cfg.train.microbatches * (1 + cfg.train.microbatches % 2)
+        yield {"train": {"microbatches": parts}, **passes(communication={"batch_overlap": 2})}
     if cfg.passes.remat.regather and cfg.mesh.dp_shard * cfg.mesh.cp > 1:
         yield passes(remat={"regather": False})
 

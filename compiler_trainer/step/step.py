@@ -15,6 +15,7 @@ from compiler_trainer.step.batch_layout import BatchLayout, balance, on_device
 from compiler_trainer.step.given import EVALUATE
 from compiler_trainer.step.runtime import Runtime
 from compiler_trainer.step.turns import Carried, Post, Turn, slots_of, turns_of_evaluation, turns_of_step
+from passes.communication.batch_overlap import SEED, entry_of, microbatches_in, name_of, together
 from passes.pipeline.tables import Table
 from passes.program import ir
 from passes.program.bodies import flatten
@@ -75,6 +76,7 @@ class Step:
         self.runtime, self.mesh, self.ranks = runtime, mesh, runtime.ranks
         self.train, self.evaluation, self.state = train, evaluation, state
         self.lr, self.seed, self.microbatches, self.table = lr, seed, microbatches, table
+        self.at_once = microbatches_in(each.finished for each in (*train.values(), *evaluation.values()))
         self.device, self.report = device, report
         self.layouts: list[BatchLayout] = []  # the microbatches of the last step
         compiled = (*train.values(), *evaluation.values())
@@ -90,7 +92,8 @@ class Step:
         self.entries = {entry: of for each in compiled for entry, of in entries_of(each.finished).items()}
         self.training = self.turns(turns_of_step(programs_of(train), table, microbatches), train)
         self.slots = slots_of(self.training[0], table)
-        self.measuring = self.turns(turns_of_evaluation(EVALUATE, table, microbatches), evaluation)
+        measuring = turns_of_evaluation(EVALUATE, programs_of(evaluation), table, microbatches)
+        self.measuring = self.turns(measuring, evaluation)
 
     def turns(self, turns: Sequence[Turn], programs: Mapping[str, Compiled]) -> tuple[list[Turn], Carried]:
         """Of the turns of all ranks those that are taken here, and what they carry; none without programs."""
@@ -119,7 +122,8 @@ class Step:
     def summed(self, found: Mapping[str, list[Tensor]], programs: Mapping[str, Compiled]) -> dict[str, float]:
         """Of what microbatches gave the numbers, as one of the whole batch."""
         kinds = kinds_of(programs)
-        return self.runtime.share({n: together(v, kinds[n]) for n, v in found.items() if kinds[n] != "rows"})
+        numbers = {n: number_of(v, kinds[n], self.at_once) for n, v in found.items() if kinds[n] != "rows"}
+        return self.runtime.share(numbers)
 
     def take(
         self,
@@ -136,25 +140,26 @@ class Step:
         turns, carried = taken
         parts = self.split(batch)
         counts = self.counts(parts)
+        given = [together(parts[i : i + self.at_once]) for i in range(0, len(parts), self.at_once)]
         found: dict[str, list[Tensor]] = {}
         carried.begin()
         for turn in turns:
             compiled, m = programs[turn.program], turn.microbatch
-            number = count if m is None else count * self.microbatches + m
+            number = count if m is None else count * self.microbatches + m * self.at_once
             scalars = self.scalars(lr, number) | counts
-            for name, value in self.run(turn, compiled, {} if m is None else parts[m], scalars, carried).items():
+            for name, value in self.run(turn, compiled, {} if m is None else given[m], scalars, carried).items():
                 found.setdefault(name, []).append(value)
         carried.end()
         return found
 
     def scalars(self, lr: float, count: Tensor) -> dict[str, Tensor]:
-        """What is fed as a value: the learning rate, and the seed of a (micro)batch's random numbers.
+        """What is fed as a value: the learning rate, and the seeds of (micro)batches' random numbers.
 
         They are filled in on the device: a copy of a number of the host would wait for all that was started before.
         """
         return {
             "lr": torch.full((), lr, dtype=torch.float64, device=self.device),
-            "seed": count + (self.seed << 32),
+            **{name_of(SEED, k): count + k + (self.seed << 32) for k in range(self.at_once)},
         }
 
     def counts(self, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -260,10 +265,10 @@ class Step:
         return unshard(self.runtime.of_stage(state.local, state.stages[0], state.like), state.spec, self.mesh)
 
 
-def together(values: Sequence[Tensor], kind: str) -> float:
-    """What microbatches gave, as one: counts added, all else averaged."""
+def number_of(values: Sequence[Tensor], kind: str, at_once: int) -> float:
+    """What programs of so many microbatches gave, as one: counts added, all else averaged."""
     stacked = torch.stack(list(values))
-    found = stacked.sum() if kind == "count" else stacked.mean()
+    found = stacked.sum() if kind == "count" else stacked.mean() / (at_once if kind == "loss" else 1)
     return float(found.item())  # here the host waits for the device, and so for other ranks
 
 
@@ -299,7 +304,7 @@ class Entry(NamedTuple):
 def entries_of(program: ir.Program) -> dict[str, Entry]:
     """The entries of a batch that a program reads."""
     nodes = zip(program.inputs, program.placeholders(), strict=True)
-    return {i.name: Entry(i.spec.shape, ir.example(n).dtype, i.runs) for i, n in nodes if i.kind == "batch"}
+    return {entry_of(i.name): Entry(i.spec.shape, ir.example(n).dtype, i.runs) for i, n in nodes if i.kind == "batch"}
 
 
 def check_batch(batch: Mapping[str, Tensor], wanted: Mapping[str, Entry]) -> None:

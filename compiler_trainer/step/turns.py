@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from passes.communication.batch_overlap import microbatches_in
 from passes.pipeline.tables import Table, in_order
 from passes.pipeline.tasks import FORWARD, GATHER, OF_RANKS, Task, task_in
 from passes.program import ir
@@ -37,6 +38,7 @@ class Turn(NamedTuple):
 def turns_of_step(programs: Mapping[str, ir.Program], table: Table | None, microbatches: int) -> tuple[Turn, ...]:
     """A training step."""
     if table is None:
+        microbatches //= microbatches_in(programs.values())
         if microbatches == 1:
             return (Turn("step", 0),)
         gather = [Turn("gather", None)] if "gather" in programs else []
@@ -50,10 +52,12 @@ def turns_of_step(programs: Mapping[str, ir.Program], table: Table | None, micro
     return tuple(turns)
 
 
-def turns_of_evaluation(name: str, table: Table | None, microbatches: int) -> tuple[Turn, ...]:
+def turns_of_evaluation(
+    name: str, programs: Mapping[str, ir.Program], table: Table | None, microbatches: int
+) -> tuple[Turn, ...]:
     """An evaluation."""
     if table is None:
-        return tuple(Turn(name, m) for m in range(microbatches))
+        return tuple(Turn(name, m) for m in range(microbatches // microbatches_in(programs.values())))
     stages = list(enumerate(table.rank_of))
     return tuple(Turn(f"{name}.{Task(s, FORWARD)}", m, rank) for m in range(microbatches) for s, rank in stages)
 

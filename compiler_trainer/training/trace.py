@@ -158,8 +158,8 @@ def of_rank(events: list[dict[str, Any]], marks: Mapping[str, Mark]) -> dict[str
 
 def nodes_of(step: Step) -> list[fx.Node]:
     """The collectives that one step runs and the waits for them, in order."""
-    times = {"accumulate": step.microbatches}
-    runs = [[compiled.program] * times.get(name, 1) for name, compiled in step.train.items()]
+    times = Counter(turn.program for turn in step.training[0])
+    runs = [[compiled.program] * times[name] for name, compiled in step.train.items()]
     return [n for programs in runs for program in programs for n in program.calls() if kind_of(n) or is_wait(n)]
 
 

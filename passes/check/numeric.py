@@ -20,6 +20,7 @@ from torch import Tensor, fx
 
 from passes.check.simulate import Lockstep, coordinate
 from passes.check.verify import failure
+from passes.communication.batch_overlap import entry_of, is_own, microbatches_in
 from passes.program import ir
 from passes.program.functions import Function, body_of, function_of
 from passes.program.mesh import Mesh
@@ -115,7 +116,12 @@ def run(program: ir.Program, ctx: ir.Context, inputs: Mapping[str, Tensor]) -> R
             value.requires_grad_(i.kind == "parameter")
     with torch.set_grad_enabled(differentiable):
         results = collect(program, Lockstep(program).run(given), given)
-    return results | differentiate(program, results, given) if differentiable else results
+    results |= differentiate(program, results, given) if differentiable else {}
+    several = microbatches_in([program])  # whose losses, and so gradients, are added: all of them are the one given
+    return {
+        (kind, name): replace(result, value=result.value / several) if kind in ("loss", "gradient") else result
+        for (kind, name), result in results.items()
+    }
 
 
 def on_one_device(program: ir.Program) -> ir.Program:
@@ -185,7 +191,8 @@ def telling(value: Tensor) -> Tensor:
 
 
 def _whole(node: fx.Node, given: ir.Input, inputs: Mapping[str, Tensor]) -> Tensor:
-    name = f"gradient.{given.name}" if given.kind == "gradient" else given.name
+    name = entry_of(given.name) if is_own(given) else given.name
+    name = f"gradient.{name}" if given.kind == "gradient" else name
     dtype = ir.example(node).dtype
     if given.value is not None:
         return given.value

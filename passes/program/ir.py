@@ -378,6 +378,16 @@ def set_pipeline_stage(node: fx.Node, stage: int | None) -> None:
     node.meta["stage"] = stage
 
 
+def microbatch(node: fx.Node) -> int | None:
+    """Which of a program's microbatches the node computes; None where it has one, or what is computed is of all."""
+    return node.meta.get("microbatch")
+
+
+def set_microbatch(node: fx.Node, number: int) -> None:
+    """Record which of a program's microbatches the node computes."""
+    node.meta["microbatch"] = number
+
+
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _LIBRARY = re.compile(
     r"/torch/(nn|_|functional|utils|fx)|/site-packages/torch/|/compiler_trainer/capture/(capture|functions|hidden)\.py$"
@@ -425,9 +435,14 @@ def origin_of(line: str, module: str) -> dict[str, Any]:
     return {"stack_trace": trace, "nn_module_stack": {module: (module, None)} if module else {}}
 
 
+ORIGIN = (
+    "stack_trace", "nn_module_stack", "phase", "layer", "recomputed", "checkpoint", "parameter", "stage", "microbatch"
+)  # fmt: skip
+
+
 def copy_origin(new: fx.Node, old: fx.Node) -> None:
     """Let `new` say that it came from where `old` came from (source line, module, phase, layer, recomputed, ...)."""
-    for key in ("stack_trace", "nn_module_stack", "phase", "layer", "recomputed", "checkpoint", "parameter", "stage"):
+    for key in ORIGIN:
         if key in old.meta:
             new.meta[key] = old.meta[key]
 

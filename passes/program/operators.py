@@ -23,6 +23,9 @@ from passes.program.shift import SHIFTS
 from passes.program.torch_private import OpOverload, c10d
 
 CASTS = frozenset({"to", "_to_copy"})  # operators by name that change a dtype, or nothing
+SHAPED = frozenset(f"{what}_like" for what in ("empty", "full", "ones", "zeros")) | frozenset(
+    f"new_{what}" for what in ("empty", "full", "ones", "zeros")
+)  # operators by name that take no more of their operand than its shape, dtype and device
 EXCHANGES = "exchanges"  # of rows or heads: likewise, where gathers of the next layer's parameters are in flight
 GRADIENTS = "gradients"  # whose a communicator is, where an axis has one for them and one for the rest
 # of the functional collectives that reshard operators become, and of the steps of a ring

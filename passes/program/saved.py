@@ -32,7 +32,7 @@ RECORDS: dict[str, Any] = {kind.__name__: kind for kind in (Mesh, Spec, Factor, 
 CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 PLAIN = (bool, int, float, str, type(None))
 OF_A_PROCESS = ("fn", "local")  # namespaces of operators that are made for one program
-ORIGIN = ("phase", "recomputed", "checkpoint", "parameter", "stands_for", "layer", "role", "stage")
+ORIGIN = ("phase", "recomputed", "checkpoint", "parameter", "stands_for", "layer", "role", "stage", "microbatch")
 
 
 class Unwritable(Exception):

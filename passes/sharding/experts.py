@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from passes.program import ir, routed
-from passes.program.operators import argument, is_operator, name_of
+from passes.program.operators import SHAPED, argument, is_operator, name_of
 from passes.program.routed import Way
 from passes.program.spec import Spec
 from passes.program.stages import Stage
@@ -37,7 +37,6 @@ from passes.sharding.normalize import drops
 aten = torch.ops.aten
 DROPPED = "dropped_rows"  # the count of rows which found no room
 PRODUCTS = ("_grouped_mm", "ct::grouped_mm")
-SHAPED = ("empty_like", "zeros_like", "new_empty", "new_zeros")  # take no more than the shape
 SAME = ("_to_copy", "alias", "detach", "clone")
 
 # what a value is: the permutation, the tokens that it names, a sort of it, its inverse; ids (in any order), a column of

@@ -53,7 +53,7 @@ def outcome(ranks: int, folder: Path, *checks: str, deadline_s: float = DEADLINE
 
 
 JOBS = {  # name -> ranks, and the checks that one job runs
-    "two": (2, ("shard2", "inductor2", "stages2", "recorded2", "rings2", "disagree", "flipped")),
+    "two": (2, ("shard2", "inductor2", "stages2", "recorded2", "rings2", "turns2", "disagree", "flipped")),
     "four": (4, ("hybrid4", "context4", "stages4", "recorded4")),
     "two more": (2, ("replicate2",)),
     "four more": (4, ("shard4", "ring4", "rings4", "disagree")),
@@ -120,6 +120,12 @@ def test_four_processes_are_lockstep_but_for_the_order_of_sums(jobs, job, check,
 def test_products_beside_rings_are_lockstep_without_them(jobs, job, check, tp):
     for found in jobs(job)[check]:
         assert_equal(found, lockstep((("tp", tp),)), 1e-5)
+        assert found["differences"] == []
+
+
+def test_microbatches_side_by_side_are_lockstep_of_the_whole_batch(jobs):
+    for found in jobs("two")["turns2"]:
+        assert_equal(found, lockstep((("tp", 2),)), 1e-5)
         assert found["differences"] == []
 
 

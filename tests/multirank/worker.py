@@ -28,12 +28,12 @@ F32 = torch.float32
 
 
 def train(mesh, model=None, loss_fn=llama_loss, data=None, backend="eager", schedule="1f1b", async_tp="none",
-          **options):
+          batch_overlap=1, **options):
     """Metrics of each step and the final full parameters, of all ranks together."""
     model, data = model or llama(dtype=F32), data or batches(rows=6)
     step = compile_step(model, loss_fn, data[0], mesh=mesh, optim=NO_DECAY, lower={"backend": backend},
                         passes={"verify": "none", "context": {"method": "ring"}, "pipeline": {"schedule": schedule},
-                                "communication": {"async_tp": async_tp}},
+                                "communication": {"async_tp": async_tp, "batch_overlap": batch_overlap}},
                         **options)
     metrics = train_step(step, data)
     return {"metrics": metrics, "evaluation": step.evaluate(data[0]), "state": step.state_dict(),
@@ -82,6 +82,7 @@ CUT = {  # name -> mesh and options, as jobs that are compiled whole and in segm
     "float8": ({"dp_shard": 2}, {"cast": {"param_dtype": "bfloat16", "float8": "tensorwise"}}, {}),
     "remat": ({"dp_shard": 2}, {"remat": {"policy": "full"}}, {}),
     "microbatches": ({"dp_shard": 2}, {}, {"microbatches": 2}),
+    "turns": ({"tp": 2}, {"communication": {"batch_overlap": 2}}, {"microbatches": 2}),
 }
 
 
@@ -131,6 +132,7 @@ CHECKS = {
     "stages2": lambda: train({"pp": 2}, llama(4, tied=True, dtype=F32), schedule="zbv", microbatches=3),
     "stages4": lambda: train({"pp": 2, "dp_shard": 2}, llama(2, dtype=F32), backend="inductor", schedule="zero_bubble", microbatches=3),
     "rings2": lambda: train({"tp": 2}, async_tp="all"),
+    "turns2": lambda: train({"tp": 2}, batch_overlap=2, microbatches=2),
     "rings4": lambda: train({"tp": 4}, async_tp="all"),
     "recorded2": lambda: recorded({"pp": 2}, 4, "eager", "zbv"),
     "recorded4": lambda: recorded({"pp": 2, "dp_shard": 2}, 4, "inductor", "interleaved"),

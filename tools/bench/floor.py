@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
@@ -27,11 +28,11 @@ Pool = dict[Layout, Tensor]
 def floor_s(step: Step) -> float:
     """Seconds that the products and attention kernels of one optimizer step take on a rank, one after another."""
     pool: Pool = {}
-    times = {"accumulate": step.microbatches}
+    times = Counter(turn.program for turn in step.training[0])
     kernels = [
         kernel
         for name, compiled in step.train.items()
-        for kernel in kernels_of(compiled.program, pool) * times.get(name, 1)
+        for kernel in kernels_of(compiled.program, pool) * times[name]
     ]
     return statistics.median(seconds(kernels) for _ in range(ROUNDS))
 

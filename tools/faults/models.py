@@ -59,6 +59,11 @@ def rings() -> Case:
     return replace(case, mesh={"tp": 3}, passes={"communication": {"async_tp": "all"}}, microbatches=1)
 
 
+def turns() -> Case:
+    """The same with microbatches that take turns in one program."""
+    return replace(llama(), passes={"communication": {"batch_overlap": 2}})
+
+
 # ---- attention over a sharded sequence ---------------------------------------------------------------
 
 
@@ -359,6 +364,7 @@ CASES = {  # cheap ones first
     "images": images,
     "llama": llama,
     "rings": rings,
+    "turns": turns,
     "context": context,
     "blocks": in_blocks,
     "cast": cast,

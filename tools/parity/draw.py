@@ -91,6 +91,8 @@ def one(draw: random.Random) -> Case:
         options["passes.communication.async_tp"] = "all"
     if draw.random() < 0.25:
         options["eval.interval"] = 1
+    if "pp" not in mesh and options.get("train.microbatches") in (2, 4) and draw.random() < 0.5:
+        options["passes.communication.batch_overlap"] = 2
     return case_of(
         model,
         sizes

@@ -18,6 +18,7 @@ def has(name: str, *values: Any) -> Asks:
 
 OPTIONS: dict[str, Asks] = {
     "microbatches": has("train.microbatches"),
+    "batch overlap": has("passes.communication.batch_overlap"),
     "sgd": has("optim.name", "sgd"),
     "adamw": has("optim.name", "adamw"),
     "muon": has("optim.name", "muon"),

@@ -41,6 +41,42 @@ FAULTS = (
         "x = x if coming is None else coming",
         "A shard is multiplied before it has arrived.",
     ),
+    # batch_overlap.py, take_turns.py
+    Fault(
+        "microbatches_read_old_buffers",
+        "passes/communication/batch_overlap.py",
+        "            elif node not in self.changed:",
+        "            else:",
+        "A microbatch reads a buffer as it was before the one before it.",
+    ),
+    Fault(
+        "microbatches_draw_alike",
+        "passes/communication/batch_overlap.py",
+        'return given.kind == "batch" or given.kind == "scalar" and entry_of(given.name) == SEED',
+        'return given.kind == "batch"',
+        "Microbatches of one program have the same random numbers.",
+    ),
+    Fault(
+        "microbatches_share_functions",
+        "passes/communication/batch_overlap.py",
+        "if function_of(node) or not self.own.isdisjoint(node.all_input_nodes):",
+        "if not self.own.isdisjoint(node.all_input_nodes):",
+        "A custom function of weights goes back once from the sum of the microbatches' gradients.",
+    ),
+    Fault(
+        "microbatches_lose_averaged",
+        "passes/communication/batch_overlap.py",
+        '"loss": total,',
+        '"loss": mean,',
+        "The loss of a program of several microbatches, and each gradient, is one of them, not of their sum.",
+    ),
+    Fault(
+        "turns_across_writes",
+        "passes/communication/take_turns.py",
+        "                needs[read[base][0]] = None",
+        "                pass",
+        "What is read after a write in place may come before it.",
+    ),
     # cse.py
     Fault(
         "cse_across_writes",

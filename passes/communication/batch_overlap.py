@@ -1,0 +1,185 @@
+"""Compute several microbatches in one program, so that one can be computed while values of another travel.
+
+    x = embedding(tokens)            x, x_1 = embedding(tokens), embedding(tokens@1)
+    y = block(x)                     y, y_1 = block(x), block(x_1)
+    loss = cross_entropy(y)          loss = cross_entropy(y) + cross_entropy(y_1)
+
+What is made of parameters alone is there once: weights are gathered, and gradients reduced, for all of them together.
+Not so custom functions, for what their authors' backwards make of a sum need not be the sum of what they make of each.
+Each layer has the operators of one microbatch, then those of the next; `take_turns` lets them alternate once it is
+known what travels. Losses and counts are added, of metrics the mean is taken, buffers are changed by one after the
+other, so that gradients are those of microbatches in turn, added.
+
+Elsewhere: two-batch overlap (SGLang), dual batch overlap (vLLM); first in DeepSeek-V3 (arXiv 2412.19437, 3.2.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import torch
+from torch import Tensor, fx
+
+from passes.program import ir
+from passes.program.functions import function_of
+from passes.program.rewrite import Editor, own_memory
+from passes.program.spec import Spec
+from passes.program.stages import Stage
+
+AT = "@"  # between the name of what each microbatch has of its own and the number of the microbatch
+SEED = "seed"
+
+
+def name_of(name: str, number: int) -> str:
+    """What an entry of the batch, or the seed, of a microbatch is called in a program of several."""
+    return f"{name}{AT}{number}" if number else name
+
+
+def entry_of(name: str) -> str:
+    """The entry of that name."""
+    return name.partition(AT)[0]
+
+
+def together(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Microbatches as a program of all of them is given them."""
+    return {name_of(name, number): value for number, part in enumerate(parts) for name, value in part.items()}
+
+
+def is_own(given: ir.Input) -> bool:
+    """Whether each microbatch has an input of its own."""
+    return given.kind == "batch" or given.kind == "scalar" and entry_of(given.name) == SEED
+
+
+def number_of(given: ir.Input) -> int:
+    """The number of the microbatch that an input is of."""
+    return int(given.name.partition(AT)[2] or 0)
+
+
+def microbatches_in(programs: Iterable[ir.Program]) -> int:
+    """How many microbatches programs compute at once."""
+    return 1 + max((number_of(given) for each in programs for given in each.inputs if is_own(given)), default=0)
+
+
+@dataclass(frozen=True)
+class BatchOverlap(ir.Pass):
+    """Compute so many microbatches in one program."""
+
+    microbatches: int
+    name = "batch_overlap"
+    takes = (Stage.NORMALIZED,)
+
+    def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+        writer = Writer(program, self.microbatches, ctx)
+        written = writer.write()
+        return written, ir.Report({"microbatches": self.microbatches, "shared_operators": writer.shared})
+
+
+class Writer:
+    """A graph that grows by the operators of each of `count` microbatches; `copies` has the nodes of each."""
+
+    def __init__(self, program: ir.Program, count: int, ctx: ir.Context):
+        self.program, self.ctx, self.graph = program, ctx, fx.Graph()
+        self.given = dict(zip(program.placeholders(), program.inputs, strict=True))
+        new = {o.name: node for node, o in zip(program.results(), program.outputs, strict=True) if o.kind == "buffer"}
+        self.changed = {n: new[i.name] for n, i in self.given.items() if i.kind == "buffer" and i.name in new}
+        self.own = {node for node, given in self.given.items() if is_own(given) or node in self.changed}
+        for node in program.calls():
+            if function_of(node) or not self.own.isdisjoint(node.all_input_nodes):
+                self.own.add(node)
+        self.shared = sum(node not in self.own for node in program.calls())
+        self.copies: list[dict[fx.Node, fx.Node]] = [{} for _ in range(count)]
+
+    def write(self) -> ir.Program:
+        """The program of all microbatches, layer by layer."""
+        inputs = [given for k, copies in enumerate(self.copies) for given in self.put_inputs(k, copies)]
+        for _, run in groupby(self.program.calls(), ir.layer):
+            nodes = list(run)
+            for k in range(len(self.copies)):
+                for node in nodes:
+                    self.put(node, k)
+        for first, copies in zip(self.copies, self.copies[1:]):
+            own_memory([new for old, new in copies.items() if new is not first.get(old)], self.ctx)
+        outputs = tuple(self.put_outputs())
+        return self.program.with_graph(self.graph, inputs=tuple(inputs), outputs=outputs)
+
+    def put_inputs(self, number: int, copies: dict[fx.Node, fx.Node]) -> list[ir.Input]:
+        """Append the inputs of a microbatch, with the first those that all share; a changed buffer is read later."""
+        added = []
+        for node, given in self.given.items():
+            if not number or is_own(given):
+                copies[node] = ir.copy_node(self.graph, node, {})
+                added.append(replace(given, name=name_of(given.name, number)))
+                copies[node].target = copies[node].name if number else node.target
+            elif node not in self.changed:
+                copies[node] = self.copies[0][node]
+        return added
+
+    def put(self, node: fx.Node, number: int) -> None:
+        """Append an operator for a microbatch, after what it reads."""
+        waiting = [(node, number)]  # a stack of our own: chains are as long as programs are
+        while waiting:
+            node, k = waiting[-1]
+            copies = self.copies[k]
+            if node in self.changed and k and node not in copies:
+                new = self.changed[node]
+                if new in self.copies[k - 1]:
+                    copies[node] = self.copies[k - 1][new]
+                else:
+                    waiting.append((new, k - 1))
+                continue
+            missing = [] if node in copies else [n for n in node.all_input_nodes if n not in copies]
+            waiting += [(operand, k) for operand in reversed(missing)]
+            if missing:
+                continue
+            waiting.pop()
+            if node in copies:
+                continue
+            if k and node not in self.own:
+                self.put(node, 0)
+                copies[node] = self.copies[0][node]
+            else:
+                copies[node] = ir.copy_node(self.graph, node, copies)
+                if node in self.own:
+                    ir.set_microbatch(copies[node], k)
+
+    def put_outputs(self) -> list[ir.Output]:
+        """Append what the program gives of what the microbatches give."""
+        last = self.graph.output(())
+        last.meta.update(self.program.graph.output_node().meta)
+        editor, results, outputs = Editor(self.ctx), list[fx.Node](), list[ir.Output]()
+        for node, output in zip(self.program.results(), self.program.outputs, strict=True):
+            result = self.copies[-1][node]
+            if output.kind in JOINED:
+                found = [copies[node] for copies in self.copies]
+                result = editor.put(last, output.kind, JOINED[output.kind], found, mark_as(node))
+            results.append(result)
+            outputs.append(replace(output, spec=Spec.whole(tuple(ir.example(result).shape))))
+        last.args = (tuple(results),)
+        return outputs
+
+
+def mark_as(node: fx.Node) -> Callable[[fx.Node], None]:
+    """What gives new nodes the origin of one."""
+    return lambda new: ir.copy_origin(new, node)
+
+
+def mean(*values: Tensor) -> Tensor:
+    """The mean of numbers."""
+    return total(*values) / len(values)
+
+
+def total(first: Tensor, *others: Tensor) -> Tensor:
+    """The sum of numbers, in order."""
+    for value in others:
+        first = first + value
+    return first
+
+
+def rows(*values: Tensor) -> Tensor:
+    """The rows of one after those of the other."""
+    return torch.cat(values)
+
+
+JOINED: dict[str, Callable[..., Tensor]] = {"loss": total, "metric": mean, "count": total, "rows": rows}
