@@ -178,7 +178,7 @@ def test_ranks_share_out_the_bodies_and_take_each_others(jobs):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["dp", "tp", "cp", "float8", "remat", "microbatches"])
+@pytest.mark.parametrize("name", ["dp", "tp", "cp", "float8", "remat", "microbatches", "turns"])
 def test_segments_under_inductor_train_as_the_whole(name, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_EMULATE_PRECISION_CASTS", "1")  # or what is fused differently is rounded so
     for segments, whole in outcome(2, tmp_path, f"cut_{name}", deadline_s=550)[f"cut_{name}"]:
