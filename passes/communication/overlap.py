@@ -21,7 +21,8 @@
 - A collective should have products beside it that take as long as it does (`Balance`). It starts before the products
   that it does not need, as when activations are gathered again, or rows of experts travel in chunks. If that is not
   enough it gets, in the backward, products of gradients of weights from before its start, and then is waited for after
-  products that do not need it, as those of shared experts. All of these are of its layer, or of the one before.
+  products that do not need it, as those of shared experts. All of these are of its layer, or of the one before. How
+  much is missing a `Clock` tells: what a communicator was given before goes first.
 
 The operators stay the same, and so do results, to the bit: only the order changes, and each says in the end what it is
 to the layers (`Role` in `passes/program/layer.py`). Collectives of a communicator keep one order on all ranks, for all
@@ -211,28 +212,28 @@ def fill(program: ir.Program, products: Mapping[fx.Node, int], tails: set[fx.Nod
     elsewhere = tails.union(weight_nodes(program))  # what `start_early` and `wait_late` see to
     waited, coming = {wait: start for start, wait in pairs}, sorted(takes, reverse=True)
     flying = set[fx.Node]()  # what started before the wait at hand and is waited for after it
+    clock = Clock(program.graph, products, takes)
     for start, wait in pairs:
         while coming and coming[-1] < wait:
             flying.add(coming.pop())
         flying.remove(start)
-        if ir.phase(start) == "optimizer" or start in elsewhere:
-            continue
+        missing = clock.missing(start, wait)
         inside = list(between(start, wait))
-        beside = [node for node in inside if node in products]
-        busy.update(beside)
-        missing = takes[start] - sum(map(products.__getitem__, beside))
-        if missing <= 0:
+        seen_to = ir.phase(start) == "optimizer" or start in elsewhere
+        busy.update(node for node in inside if node in products and not seen_to)
+        if missing <= 0 or seen_to:
+            clock.wait(wait, missing)
             continue
         around = flying.union(waited[node] for node in inside if node in waited)
         others = {s for s in around if s < start and communicator_of(s) == communicator_of(start)}
         near = products_before(start, products)
-        passed = earlier(start, missing, near, others, products, takes)
+        passed, missing = earlier(start, missing, near, others, clock)
         if passed:
             move_before(start, passed[-1])
         busy.update(passed)
-        missing -= sum(map(products.__getitem__, passed))
         for product in near:  # of the backward, gradients of weights: nothing but tails needs them
             if missing > 0 and product not in busy and can_follow(product, wait, tails):
+                clock.moves(product, wait)
                 move_after(product, wait.prev)
                 busy.add(product)
                 missing -= products[product]
@@ -241,6 +242,49 @@ def fill(program: ir.Program, products: Mapping[fx.Node, int], tails: set[fx.Nod
                 move_after(wait, product)
                 busy.add(product)
                 missing -= products[product]
+        clock.wait(wait, missing)
+
+
+class Clock:
+    """How long it takes to come to a wait, in FLOPs, and until what it waits for is there.
+
+    What a communicator sends comes in turn.
+    """
+
+    def __init__(self, graph: fx.Graph, products: Mapping[fx.Node, int], takes: Mapping[fx.Node, int]):
+        self.products, self.takes, self.now = products, takes, 0
+        self.at = next(iter(graph.nodes))  # up to where it has been counted
+        self.free = dict[str | None, int]()  # when a communicator has sent what it was given
+        self.began, self.there = dict[fx.Node, int](), dict[fx.Node, int]()  # of a collective
+        self.idle = dict[fx.Node, int]()  # how long nothing was computed at a wait
+
+    def missing(self, start: fx.Node, wait: fx.Node) -> int:
+        """How long after the wait is come to a collective is there, if this is later."""
+        while (node := self.at.next) is not wait:
+            self.at = node
+            self.now += self.products.get(node, 0)
+            if node in self.takes:
+                communicator = communicator_of(node)
+                self.began[node] = self.now
+                begins = max(self.now, self.free.get(communicator, 0))
+                self.there[node] = self.free[communicator] = begins + self.takes[node]
+        return self.there[start] - self.now
+
+    def moves(self, product: fx.Node, wait: fx.Node) -> None:
+        """A product that was counted will stand right before the wait: what starts in between does so earlier."""
+        flops = self.products[product]
+        self.now -= flops
+        for start in (node for node in between(product, wait) if node in self.there):
+            communicator = communicator_of(start)
+            if self.free[communicator] == self.there[start]:
+                self.free[communicator] -= flops
+            self.began[start] -= flops
+            self.there[start] -= flops
+
+    def wait(self, wait: fx.Node, flops: int) -> None:
+        """Come to a wait that nothing is computed beside for a while."""
+        self.idle[wait] = max(0, flops)
+        self.now += self.idle[wait]
 
 
 def can_follow(product: fx.Node, wait: fx.Node, tails: set[fx.Node]) -> bool:
@@ -253,13 +297,13 @@ def can_follow(product: fx.Node, wait: fx.Node, tails: set[fx.Node]) -> bool:
     return leaves(product, tails) and not any(node.target in WAITS for node in following)
 
 
-def travel_flops(pairs: list[tuple[fx.Node, fx.Node]], mesh: Mesh, balance: Balance) -> dict[fx.Node, float]:
-    """FLOPs that take as long as each collective."""
+def travel_flops(pairs: list[tuple[fx.Node, fx.Node]], mesh: Mesh, balance: Balance) -> dict[fx.Node, int]:
+    """FLOPs that take as long as each collective; whole numbers, of which equal sums are equal."""
     sizes, found = recorded(), {}
     for start, _ in pairs:
         kind, axis = kind_of(start), axis_of(start)
         assert kind is not None and axis is not None
-        found[start] = balance.flops(kind, sent_bytes(start, sizes, mesh), mesh, axis)
+        found[start] = round(balance.flops(kind, sent_bytes(start, sizes, mesh), mesh, axis))
     return found
 
 
@@ -280,35 +324,37 @@ def products_before(start: fx.Node, products: Mapping[fx.Node, int]) -> list[fx.
 
 
 def earlier(
-    start: fx.Node,
-    missing: float,
-    near: list[fx.Node],
-    others: set[fx.Node],
-    products: Mapping[fx.Node, int],
-    takes: Mapping[fx.Node, float],
-) -> list[fx.Node]:
-    """The products `near` that a collective can start before, needing none from there on: those that hide it, no more.
+    start: fx.Node, missing: int, near: list[fx.Node], others: set[fx.Node], clock: Clock
+) -> tuple[list[fx.Node], int]:
+    """The products `near` that a collective can start before, needing none from there on, and what is missing then.
 
-    Those beside another collective of its communicator that takes longer do not count, since that one goes first:
-    `others` are in flight where it starts.
+    No more than hide it, or help: it may have to wait for what it needs itself, and for `others` of its communicator,
+    which are in flight where it starts now.
     """
     needed, others = set(start.all_input_nodes), set(others)
-    passed, counted = list[fx.Node](), 0  # all, and how many of them there are up to the last that counts
+    passed, counted = list[fx.Node](), 0  # all, and how many of them there are up to the last that helps
+    now, there = clock.began[start], 0
     for node in before(start):
-        if missing <= 0 or len(passed) == len(near) or node in needed and (node in products or kind_of(node)):
+        if missing <= 0 or len(passed) == len(near) or node in needed and (node in clock.products or kind_of(node)):
             break
         if is_mutable(node) and base_of(node.args[0]) in map(base_of, needed):  # type: ignore[arg-type]
             break
         if node in needed:
             needed.update(node.all_input_nodes)
+            there = max(there, clock.there[started(node)] if node.target in WAITS else 0)
+        now -= clock.idle.get(node, 0)
         if node.target in WAITS and communicator_of(started(node)) == communicator_of(start):
             others.add(started(node))
         others.discard(node)
-        if node in products:
+        if node in clock.products:
+            now -= clock.products[node]
             passed.append(node)
-            if all(takes[other] <= products[node] for other in others):
-                counted, missing = len(passed), missing - products[node]
-    return passed[:counted]
+            idle = max(0, there - now)
+            begins = max(now + idle, *(clock.there[other] for other in others), 0)
+            lost = idle + max(0, begins + clock.takes[start] - clock.now - idle)
+            if lost < missing or lost == missing and not idle:
+                counted, missing = len(passed), lost
+    return passed[:counted], missing
 
 
 def independent(wait: fx.Node, products: Container[fx.Node]) -> list[fx.Node]:

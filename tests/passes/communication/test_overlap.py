@@ -347,6 +347,36 @@ def test_gradients_of_weights_stay_for_what_nothing_else_hides():
     assert order.index("start rows 2") < order.index("dw 2") < order.index("wait rows 2")
 
 
+def test_what_a_communicator_was_given_before_goes_first():
+    """Beside the product that hides the first of two, the second has not begun: it gets another."""
+    steps = Steps(tp=2)
+    x, small = steps.square("x"), steps.input("small", cut((1, 48)), "batch", F32)
+    dw = [steps.mm(f"dw {i}", x, x) for i in range(3)]
+    chain = steps.mm("dx", x, x)
+    made = steps.do("cut", aten.mul.Tensor, small, steps.do("sum", aten.sum.default, chain))
+    starts = [steps.sent(label, made) for label in "ab"]
+    used = [steps.do(f"use {label}", aten.sum.default, steps.wait(label, start)) for label, start in zip("ab", starts)]
+    both = steps.do("both", aten.add.Tensor, *used)
+    last = steps.mm("next", chain, steps.do("use", aten.mul.Tensor, chain, both))
+    assert steps.order(*dw, last) == ["dw 0", "dx", "sum", "cut", "start a", "start b", "dw 2", "wait a", "use a", "dw 1",
+                                      "wait b", "use b", "both", "use", "next"]  # fmt: skip
+
+
+def test_what_waits_for_another_does_not_take_what_that_has_beside_it():
+    """A gather that reads what a reduction gives, as between two tensor parallel layers."""
+    steps = Steps(tp=2)
+    x, small = steps.square("x"), steps.input("small", cut((1, 48)), "batch", F32)
+    dw = [steps.mm(f"dw {i}", x, x) for i in range(2)]
+    chain = steps.mm("dx", x, x)
+    used = steps.do("sum", aten.sum.default, chain)
+    for label in ("first", "second"):
+        start = steps.sent(label, steps.do(f"cut {label}", aten.mul.Tensor, small, used))
+        used = steps.do(f"use {label}", aten.sum.default, steps.wait(label, start))
+    last = steps.mm("next", chain, steps.do("use", aten.mul.Tensor, chain, used))
+    assert steps.order(*dw, last) == ["dx", "sum", "cut first", "start first", "dw 1", "wait first", "use first", "cut second",
+                                      "start second", "dw 0", "wait second", "use second", "use", "next"]  # fmt: skip
+
+
 def test_what_is_sent_does_not_start_before_it_is_written():
     steps = Steps(tp=2)
     x, saved = steps.square("x"), steps.input("saved", cut((1, 16)), "batch", F32)
