@@ -12,13 +12,18 @@ import pytest
 from doc_pages import ROOT, Command, commands
 
 from compiler_trainer.cli.verbs.plan import question
+from compiler_trainer.config.device import settled
+from compiler_trainer.config.schema import Config, MeshConfig
 from compiler_trainer.models.subject import subject
+from compiler_trainer.planning.dry import compile_dry
 from compiler_trainer.planning.search import all_forms
 from compiler_trainer.planning.sizes import sizes_of
 from compiler_trainer.planning.space import Left
+from passes.program.printer import print_program
 
 README, PLANNER = (ROOT / "README.md").read_text(), (ROOT / "docs/internals/planner.md").read_text()
 PLAN, RUN = [c for c in commands() if c.page == "README.md" and c.words[0] == "compiler-trainer"][:2]
+SHORTENED = re.compile(r"_default|_tensor|\.Tensor|p_model_layers_0_feed_forward_|_weight")
 (TUNE,) = [c for c in commands() if "model.path=smol" in c.words]
 
 
@@ -79,3 +84,15 @@ def test_readme_and_guide_show_what_a_run_prints(tmp_path):
 def shape(line: str) -> str:
     """A line without its numbers."""
     return re.sub(r"[\d.,:e+-]*\d", "#", line)
+
+
+def test_readme_shows_what_shard_makes():
+    cfg = settled(Config(mesh=MeshConfig(dp_shard=2, tp=2)), on_gpu=False)
+    found: list[str] = []
+    compile_dry(cfg, lambda program, record: found.append(print_program(program)) if record.name == "shard" else None)
+    lines = [" ".join(SHORTENED.sub("", line).split()) for line in found[0].splitlines()]
+    block = README[README.index("One file a pass.") :].split("\n\n")[1].splitlines()
+    assert len(block) == 6
+    for line in block:
+        wanted = re.compile(re.escape(" ".join(line.split())).replace(r"\.\.\.", ".*"))
+        assert any(wanted.match(each) for each in lines), line
