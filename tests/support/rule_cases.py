@@ -140,7 +140,7 @@ POINTWISE: dict[str, list[Case]] = {
 
 CONTRACTIONS: dict[str, list[Case]] = {
     "_scaled_mm": [(scaled, (whole(9, 8, 7), whole(9, 5, 7))), (scaled, (whole(9, 7, 8), whole(9, 8, 8)))],
-    "_cdist_forward": [(torch.cdist, (X, real(5, 7))), (torch.cdist, (real(2, 1, 5, 7), X3)), (bound(torch.cdist, p=1.0), (X3, X3))],
+    "_cdist_forward": [(torch.cdist, (X, real(5, 7))), (torch.cdist, (real(2, 1, 5, 7), X3)), (bound(torch.cdist, p=1.0), (X3, X3.roll(1, -1)))],
     "addmm": [(torch.addmm, (real(7), real(8, 6), real(6, 7))),
               (bound(torch.addmm, beta=0.5, alpha=2), (real(8, 7), real(8, 6), real(6, 7)))],
     "bmm": [(torch.bmm, (real(3, 8, 7), real(3, 7, 5)))],

@@ -22,6 +22,7 @@ COMMON = "layers=2 rows=6 length=7 train.microbatches=3 optim.max_norm=0.3"
     [
         "decoder mesh.dp_shard=3 mesh.tp=2 tied=true passes.accumulate.gather=step passes.accumulate.reduce=step",
         "decoder mesh.dp_replicate=2 mesh.dp_shard=2 mesh.cp=2 passes.accumulate.reduce=step",
+        "decoder mesh.dp_shard=2 mesh.tp=2 passes.shard.min_shard_elements=2000 passes.accumulate.reduce=step",
         "experts mesh.dp_shard=2 mesh.ep=2 balance_loss=0.1 passes.accumulate.gather=step passes.accumulate.reduce=step",
         "decoder mesh.pp=2 mesh.dp_shard=2 mesh.tp=2 tied=true passes.accumulate.reduce=microbatch",
         "decoder mesh.pp=2 mesh.dp_shard=2 passes.accumulate.gather=microbatch",
@@ -63,7 +64,13 @@ def test_an_accumulator_holds_the_terms_of_a_rank():
     assert not any(spec.sharded for spec in specs.values())
 
 
-def programs(when: str) -> dict[str, ir.Program]:
+def test_terms_are_added_up_in_the_dtype_of_the_gradient():
+    once = programs("step", cast={"param_dtype": "bfloat16"})["accumulate"]
+    totals = [n for n, i in zip(once.placeholders(), once.inputs, strict=True) if i.kind == "gradient"]
+    assert totals and {ir.example(node).dtype for node in totals} == {torch.float32}
+
+
+def programs(when: str, **options) -> dict[str, ir.Program]:
     """The programs of a small decoder on two ranks, as they are scheduled."""
     model = Llama(ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48))
     batch = {key: torch.zeros(4, 12, dtype=torch.int64) for key in ("tokens", "labels", "positions", "documents")}
@@ -73,7 +80,7 @@ def programs(when: str) -> dict[str, ir.Program]:
         if record.name == "bucket":
             found[record.program] = program
 
-    passes = {"accumulate": {"gather": when, "reduce": when}, "fold_layers": False}
+    passes = {"accumulate": {"gather": when, "reduce": when}, "fold_layers": False, **options}
     how = {"mesh": {"dp_shard": 2}, "microbatches": 2, "passes": passes, "evaluate": False}
     compile_step(model, loss_fn, batch, ranks="lockstep", observe=observe, **how)
     return found
