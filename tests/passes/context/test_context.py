@@ -20,9 +20,11 @@ from passes.autograd.joint import Joint
 from passes.check.simulate import Lockstep
 from passes.check.verify import check_specs
 from passes.context import kernels
+from passes.context.attention import repeat_heads
 from passes.context.balance import imbalance, pairs_by_rank
 from passes.context.call import METHODS, AttentionCall
 from passes.context.kernels import Block, merge
+from passes.context.sdpa import dropping
 from passes.cost.accounting import count_traffic
 from passes.memory.recompute import saved_bytes
 from passes.program import ir
@@ -434,3 +436,17 @@ def test_work_within_documents_is_that_of_a_mask():
     spec = sharded(mask.shape, 1, "cp", 0).ordered(ZIGZAG)
     by_rank = [shard(mask, spec, mesh, place).sum() for place in mesh]
     assert pairs_by_rank(position + 1, mesh, ZIGZAG).tolist() == torch.stack(by_rank).tolist()
+
+
+def test_key_heads_are_repeated_for_their_own_queries():
+    keys = torch.arange(24.0).view(2, 3, 2, 2)
+    assert torch.equal(repeat_heads(keys, 2), keys.repeat_interleave(2, dim=1))
+
+
+def test_what_drops_out_of_a_row_that_sees_nothing_is_nothing():
+    q, k, v = (torch.randn(1, 2, 3, 4, dtype=F64) for _ in range(3))
+    mask = torch.tensor([[True, False, False], [False, False, False], [True, True, True]])
+    out = dropping(lambda weights, p: weights, q, k, v, mask)
+    wanted = F.scaled_dot_product_attention(q, k, v, mask)
+    torch.testing.assert_close(out[..., [0, 2], :], wanted[..., [0, 2], :])
+    assert not out[..., 1, :].any()

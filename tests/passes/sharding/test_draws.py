@@ -10,13 +10,14 @@ from sweeps import in_turn
 from torch import nn
 
 from compiler_trainer import UserError
-from passes.sharding.draws import integers
+from passes.sharding.draws import integers, normal
 from passes.sharding.random import uniform_at
 
 MESHES = [{"dp_shard": 2}, {"tp": 2}, {"cp": 2}, {"dp_shard": 2, "tp": 2}]
 DRAWS = {  # operator -> (what it draws for x, its mean, its variance)
     "bernoulli": (lambda x: torch.empty_like(x).bernoulli_(0.7), 0.7, 0.21),
     "bernoulli_each": (lambda x: torch.full_like(x, 0.4).bernoulli(), 0.4, 0.24),
+    "dropout": (lambda x: F.dropout(torch.ones_like(x), 0.5), 1.0, 1.0),
     "exponential": (lambda x: torch.empty_like(x).exponential_(2.0), 0.5, 0.25),
     "normal": (lambda x: torch.empty_like(x).normal_(1.0, 2.0), 1.0, 4.0),
     "rand": (lambda x: torch.rand(x.shape, dtype=x.dtype), 0.5, 1 / 12),
@@ -88,6 +89,18 @@ def test_mean_and_variance_and_two_draws_that_differ(name):
         step = compile_lockstep(model, lambda m, b: m(b["x"]), batch, {}, NO_DECAY)
         found = [step(batch, 0.0)["loss"] for _ in range(2)]
         assert found[0] != found[1] and found == pytest.approx([wanted] * 2, abs=0.04 * max(1.0, variance))
+
+
+def test_two_draws_of_each_kind_are_apart_in_any_test():
+    """Of the cases above few are run each time."""
+    seed, x = torch.zeros((), dtype=torch.int64), torch.zeros(20_000, dtype=torch.float64)
+    first, second = (normal(seed, site, x) for site in (3, 4))
+    assert abs((first * second).mean()) < 0.03 and abs(first.var() - 1) < 0.03
+    model = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5), nn.Linear(1, 1, bias=False))
+    nn.init.ones_(model[2].weight)
+    batch = {"x": torch.ones(2000, 1)}
+    step = compile_lockstep(model, lambda m, b: (m(b["x"]) > 0).float().mean() * m[2].weight.mean(), batch, {}, NO_DECAY)
+    assert step(batch, 0.0)["loss"] == pytest.approx(0.25, abs=0.03)
 
 
 def test_whole_numbers_of_a_wide_range_have_all_their_bits():

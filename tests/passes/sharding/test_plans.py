@@ -9,11 +9,13 @@ import pytest
 import torch
 import zoo
 from oracle import batches, llama, llama_loss
+from torch import nn
 
 from compiler_trainer.capture.capture import capture
 from passes.program.mesh import Mesh
 from passes.sharding.infer import infer
 from passes.sharding.normalize import Normalize
+from passes.sharding.place import Place
 
 GOLDEN = Path(__file__).parent / "golden" / "plans"
 
@@ -38,3 +40,19 @@ def test_inferred_plan_is_megatrons(name: str, request: pytest.FixtureRequest) -
     if request.config.getoption("--update"):
         path.write_text(text)
     assert text == path.read_text()
+
+
+@pytest.mark.parametrize(("dim", "placed"), [(2, "[3, 4, 6@tp]"), (-1, "[3, 4, 6@tp]"), (-3, "[3@tp, 4, 6]")])
+def test_a_dim_of_a_plan_may_be_counted_from_the_end(dim, placed):
+    class Batched(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(3, 4, 6))
+
+        def forward(self, x):
+            return torch.bmm(x, self.w)
+
+    program, ctx = capture(Batched(), lambda m, b: m(b["x"]).sum(), {"x": torch.ones(3, 2, 4)}, torch.device("cpu"))
+    program, _ = Normalize()(replace(program, mesh=Mesh.of({"tp": 2})), ctx)
+    program, _ = Place({"w": {"tp": dim}})(program, ctx)
+    assert str(next(i.spec for i in program.inputs if i.name == "w")) == placed
