@@ -31,6 +31,7 @@ ranks run one program.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby, takewhile
@@ -303,7 +304,7 @@ def travel_flops(pairs: list[tuple[fx.Node, fx.Node]], mesh: Mesh, balance: Bala
     for start, _ in pairs:
         kind, axis = kind_of(start), axis_of(start)
         assert kind is not None and axis is not None
-        found[start] = round(balance.flops(kind, sent_bytes(start, sizes, mesh), mesh, axis))
+        found[start] = math.ceil(balance.flops(kind, sent_bytes(start, sizes, mesh), mesh, axis))
     return found
 
 
