@@ -304,7 +304,7 @@ class Entry(NamedTuple):
 def entries_of(program: ir.Program) -> dict[str, Entry]:
     """The entries of a batch that a program reads."""
     nodes = zip(program.inputs, program.placeholders(), strict=True)
-    return {entry_of(i.name): Entry(i.spec.shape, ir.example(n).dtype, i.runs) for i, n in nodes if i.kind == "batch"}
+    return {entry_of(i): Entry(i.spec.shape, ir.example(n).dtype, i.runs) for i, n in nodes if i.kind == "batch"}
 
 
 def check_batch(batch: Mapping[str, Tensor], wanted: Mapping[str, Entry]) -> None:

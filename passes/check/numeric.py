@@ -191,7 +191,7 @@ def telling(value: Tensor) -> Tensor:
 
 
 def _whole(node: fx.Node, given: ir.Input, inputs: Mapping[str, Tensor]) -> Tensor:
-    name = entry_of(given.name) if is_own(given) else given.name
+    name = entry_of(given) if is_own(given) else given.name
     name = f"gradient.{name}" if given.kind == "gradient" else name
     dtype = ir.example(node).dtype
     if given.value is not None:

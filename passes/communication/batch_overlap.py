@@ -37,9 +37,9 @@ def name_of(name: str, number: int) -> str:
     return f"{name}{AT}{number}" if number else name
 
 
-def entry_of(name: str) -> str:
-    """The entry of that name."""
-    return name.partition(AT)[0]
+def entry_of(given: ir.Input) -> str:
+    """What a microbatch calls an input of its own."""
+    return given.name.removesuffix(f"{AT}{given.microbatch}") if given.microbatch else given.name
 
 
 def together(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -49,17 +49,12 @@ def together(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 def is_own(given: ir.Input) -> bool:
     """Whether each microbatch has an input of its own."""
-    return given.kind == "batch" or given.kind == "scalar" and entry_of(given.name) == SEED
-
-
-def number_of(given: ir.Input) -> int:
-    """The number of the microbatch that an input is of."""
-    return int(given.name.partition(AT)[2] or 0)
+    return given.kind == "batch" or given.kind == "scalar" and entry_of(given) == SEED
 
 
 def microbatches_in(programs: Iterable[ir.Program]) -> int:
     """How many microbatches programs compute at once."""
-    return 1 + max((number_of(given) for each in programs for given in each.inputs if is_own(given)), default=0)
+    return 1 + max((given.microbatch for each in programs for given in each.inputs), default=0)
 
 
 @dataclass(frozen=True)
@@ -71,6 +66,9 @@ class BatchOverlap(ir.Pass):
     takes = (Stage.NORMALIZED,)
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
+        if clash := next((i.name for i in program.inputs if i.kind == "batch" and AT in i.name), None):
+            what = f"has {AT!r} in its name, by which microbatches of one program are told apart; call it otherwise"
+            raise ir.Refused(f"batch[{clash!r}]", None, what)
         writer = Writer(program, self.microbatches, ctx)
         written = writer.write()
         return written, ir.Report({"microbatches": self.microbatches, "shared_operators": writer.shared})
@@ -110,7 +108,7 @@ class Writer:
         for node, given in self.given.items():
             if not number or is_own(given):
                 copies[node] = ir.copy_node(self.graph, node, {})
-                added.append(replace(given, name=name_of(given.name, number)))
+                added.append(replace(given, name=name_of(given.name, number), microbatch=number))
                 copies[node].target = copies[node].name if number else node.target
             elif node not in self.changed:
                 copies[node] = self.copies[0][node]

@@ -24,7 +24,7 @@ from itertools import groupby
 
 from torch import fx
 
-from passes.communication.batch_overlap import is_own, number_of
+from passes.communication.batch_overlap import is_own
 from passes.communication.layer_starts import kernels_of
 from passes.cost.accounting import sent_bytes
 from passes.cost.fusion import WAITS
@@ -66,7 +66,7 @@ def microbatches_of(program: ir.Program) -> dict[fx.Node, frozenset[int]]:
     There one reads buffers as another has left them.
     """
     found = {
-        node: frozenset([number_of(given)] if is_own(given) else [])
+        node: frozenset([given.microbatch] if is_own(given) else [])
         for node, given in zip(program.placeholders(), program.inputs, strict=True)
     }
     for node in program.calls():

@@ -37,7 +37,7 @@ class Input:
     may bring the `count` that it is fed. A `layout` is made of each batch on the host: which blocks of it ranks hold.
     `layer` is the one that a parameter or buffer is of, with its moments and total, None where it is of none or of
     several. What is `carried` is a value of another task of the step. `stages` are
-    the pipeline stages that use a parameter.
+    the pipeline stages that use a parameter, `microbatch` is the number of that which a batch input, or seed, is of.
     """
 
     name: str
@@ -49,6 +49,7 @@ class Input:
     count: Count | None = field(default=None, compare=False, repr=False)
     layer: Layer | None = None
     stages: tuple[int, ...] = ()
+    microbatch: int = 0
 
 
 @dataclass(frozen=True)

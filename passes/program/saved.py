@@ -123,7 +123,7 @@ class Writer:
         if given.value is not None:
             value = [self.value(given.value), base64.b64encode(bytes_of(given.value)).decode()]
         head = {"name": given.name, "kind": given.kind, "spec": self.spec(given.spec)}
-        where = {"layer": record(given.layer), "stages": list(given.stages)}
+        where = {"layer": record(given.layer), "stages": list(given.stages), "microbatch": given.microbatch}
         return head | where | {"value": value, "roles": sorted(given.roles), "runs": given.runs, "count": count}
 
     def graph(self, graph: fx.Graph) -> list[Any]:
@@ -260,13 +260,14 @@ class Reader:
         )
 
     def input(
-        self, name: str, kind: Any, spec: int, value: Any, roles: Any, runs: bool, count: Any, layer: Any, stages: Any
+        self, name: str, kind: Any, spec: int, value: Any, roles: Any, runs: bool, count: Any, layer: Any, stages: Any,
+        microbatch: int,
     ) -> ir.Input:
         """An input, with its value if it is a constant."""
         number = count and ir.Count(self.program(count[0]), count[1])
         real = None if value is None else tensor_from(self.value(value[0], ()), value[1])
-        of = recorded(layer)
-        return ir.Input(name, kind, self.specs[spec], real, frozenset(roles), runs, number, of, tuple(stages))
+        what = real, frozenset(roles), runs, number, recorded(layer), tuple(stages), microbatch
+        return ir.Input(name, kind, self.specs[spec], *what)
 
     def graph(self, nodes: Sequence[Any]) -> fx.Graph:
         """A graph of nodes in order."""

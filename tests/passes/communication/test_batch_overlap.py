@@ -152,6 +152,18 @@ def test_microbatches_that_cannot_be_taken_at_once(microbatches, mesh, said):
         compile_lockstep(llama(2), llama_loss, batches(rows=6)[0], mesh, microbatches=microbatches, passes=AT_ONCE)
 
 
+def test_a_name_that_tells_microbatches_apart_is_any_name_without_them():
+    """An entry of a batch may be called so; side by side it is refused."""
+    batch = {"x@2": torch.randn(4, 5).double(), "y@of": torch.randn(4, 3).double()}
+    how = {"mesh": {}, "microbatches": 2, "evaluate": True}
+    wanted = compile_lockstep(perceptron(), squared_error, {"x": batch["x@2"], "y": batch["y@of"]}, **how)
+    renamed = lambda m, b: squared_error(m, {"x": b["x@2"], "y": b["y@of"]})  # noqa: E731
+    step = compile_lockstep(perceptron(), renamed, batch, **how)
+    assert step(batch) == wanted({"x": batch["x@2"], "y": batch["y@of"]})
+    with pytest.raises(UserError, match=r"batch\['x@2'\]: has '@' in its name"):
+        compile_lockstep(perceptron(), renamed, batch, **how, passes=AT_ONCE)
+
+
 def test_bisect_follows_one_microbatch():
     with pytest.raises(UserError, match="passes.communication.batch_overlap: bisect follows one microbatch"):
         bisect(llama(), llama_loss, batches(rows=4)[0], microbatches=2, passes=AT_ONCE, optim=ADAMW)

@@ -40,7 +40,7 @@ class Two(Small):
         self.labels: dict[str, str] = {}
         self.w = self.input("w", cut((SIDE, SIDE)))
         self.x = [self.input(name, cut((SIDE, SIDE)), "batch") for name in ("x", "x_1")]
-        self.inputs[-1] = replace(self.inputs[-1], name="x@1")
+        self.inputs[-1] = replace(self.inputs[-1], name="x@1", microbatch=1)
 
     def do(self, label: str, target, *args, phase: str = "forward", layer: int | None = 0, of: int | None = None):
         node = self.call(target, *args, phase=phase)

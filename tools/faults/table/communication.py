@@ -52,7 +52,7 @@ FAULTS = (
     Fault(
         "microbatches_draw_alike",
         "passes/communication/batch_overlap.py",
-        'return given.kind == "batch" or given.kind == "scalar" and entry_of(given.name) == SEED',
+        'return given.kind == "batch" or given.kind == "scalar" and entry_of(given) == SEED',
         'return given.kind == "batch"',
         "Microbatches of one program have the same random numbers.",
     ),
