@@ -157,16 +157,13 @@ def built_in(
     links = Balance(balance.gpus_per_node, outside=balance.outside)  # methods were measured with its other figure
     cast, shard, context, remat = passes.cast, passes.shard, passes.context, passes.remat
     table = build_table(passes.pipeline, pp, microbatches)
-    means: Passes = (TokenMean(microbatches),) if microbatches > 1 else ()
     together = passes.communication.batch_overlap
-    beside: Passes = (BatchOverlap(together),) if together > 1 else ()
     forward: Passes = (
         build_cast(cast, masters),
         Intervals(),
         ChunkLoss(passes.chunk_loss.chunks, passes.chunk_loss.logits_mib),
         Normalize(),
-        *means,
-        *beside,
+        *of_microbatches(microbatches, together),
         SequenceLayout(context.load_balance, context.block),
         Experts(passes.moe.dispatch, passes.moe.capacity_factor, passes.moe.chunks),
         Place(shard.plan, shard.min_shard_elements),
@@ -206,6 +203,12 @@ def built_in(
         "apply": (apply, optimize, *finish, segment),
     }
     return Pipeline(forward, evaluate, train, joint, build_folding(passes, optim, masters))
+
+
+def of_microbatches(count: int, at_once: int) -> Passes:
+    """What makes of a microbatch one of so many, of which some are computed at once."""
+    means: Passes = (TokenMean(count),) if count > 1 else ()
+    return (*means, BatchOverlap(at_once)) if at_once > 1 else means
 
 
 def build_extra(passes: PassesConfig) -> Passes:
