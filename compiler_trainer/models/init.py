@@ -16,17 +16,22 @@ STD = 0.02
 RESIDUAL_OUTPUTS = ("wo", "w2")
 
 
-def initial_parameters(model: Llama, seed: int, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Name and full initial value, on the CPU, of each parameter, of `dtype`, and each buffer in turn."""
+def initial_parameters(
+    model: Llama, seed: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and full initial value of each parameter, of `dtype`, and each buffer in turn.
+
+    Values are drawn on `device`, and each kind of device draws others.
+    """
     for name, parameter in model.named_parameters():
         owner = model.get_submodule(name.rpartition(".")[0])
         if isinstance(owner, nn.RMSNorm):
-            yield name, torch.ones(parameter.shape, dtype=dtype)
+            yield name, torch.ones(parameter.shape, dtype=dtype, device=device)
         else:
             std = initial_std(name, model.cfg.n_layers)
-            yield name, init_parameter(name, parameter.shape, std, seed).to(dtype)
+            yield name, init_parameter(name, parameter.shape, std, seed, device).to(dtype)
     for name, buffer in model.named_buffers():
-        yield name, torch.zeros(buffer.shape, dtype=buffer.dtype)
+        yield name, torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
 
 
 def initial_std(name: str, n_layers: int) -> float:
@@ -35,10 +40,12 @@ def initial_std(name: str, n_layers: int) -> float:
     return STD / math.sqrt(2 * n_layers) if is_residual_output else STD
 
 
-def init_parameter(name: str, shape: torch.Size, std: float, seed: int) -> Tensor:
-    """Normal fp32 tensor of the full logical `shape`, drawn from a generator keyed by `seed` and `name` alone."""
-    generator = torch.Generator().manual_seed(keyed(seed, name))
-    return torch.empty(shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
+def init_parameter(
+    name: str, shape: torch.Size, std: float, seed: int, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Return a normal fp32 tensor of the full logical `shape`, from a generator keyed by `seed` and `name` alone."""
+    generator = torch.Generator(device).manual_seed(keyed(seed, name))
+    return torch.empty(shape, dtype=torch.float32, device=device).normal_(0.0, std, generator=generator)
 
 
 def keyed(seed: int, name: str) -> int:

@@ -3,6 +3,9 @@
 Each contender is a job of its own. It is started once with an empty cache (cold), once with what that left (warm), and
 stays; then steps are timed in turn, A B C A B C, all but one job asleep. What fails, or computes other losses than
 plain PyTorch on one rank, is a row with its error. Options are those of the trainer, the mesh among them.
+
+With `--once` each contender is started once, with an empty cache, and ends before the next begins: for models of which
+a device holds one.
 """
 
 from __future__ import annotations
@@ -26,11 +29,10 @@ from typing import Any
 
 import psutil
 import torch
-from plotly import graph_objects as go
-from plotly.subplots import make_subplots
 from rich.console import Console
 from rich.markdown import Markdown
 
+from compiler_trainer.cli.extras import not_installed
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config
 from tools.bench.job import composed
@@ -44,6 +46,7 @@ CONTENDERS = {
 REFERENCE = "eager"  # on one rank; its losses are the right ones
 TOLERANCE, IN_BF16, IN_FLOAT8 = 1e-3, 2e-2, 1e-1  # of losses
 MIB = 2**20
+OUTPUT = 6000  # characters of a failed contender's output that are printed
 HEADINGS = (
     "contender", "tokens/s", "ratio", "step ms", "floor / step", "peak MiB", "sent MiB", "first step cold, s",
     "warm, s", "loss off by",
@@ -60,6 +63,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="timed steps of a round, after one that is not")
     parser.add_argument("--threads", type=int, help="of a rank; by default its share of the cores")
     parser.add_argument("--timeout-s", type=float, default=600, help="after which a contender has failed")
+    parser.add_argument("--once", action="store_true", help="start each contender once, one after another")
+    parser.add_argument("--unchecked", action="store_true", help="do not compare losses with plain PyTorch on one rank")
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help="those to run, in order")
     parser.add_argument("--out", type=Path, help="a folder for bench.json, bench.md and bench.html")
     parser.add_argument("--write", type=Path, help="a file whose table between this benchmark's markers is renewed")
@@ -94,7 +99,29 @@ def check(args: argparse.Namespace) -> None:
 
 
 def measure(args: argparse.Namespace) -> dict[str, list[Found]]:
-    """What each contender gave in each round; one that failed is not run again."""
+    """Run the contenders; return the results of each by round. One that failed is not run again."""
+    return measured_once(args) if args.once else measured_in_turns(args)
+
+
+def measured_once(args: argparse.Namespace) -> dict[str, list[Found]]:
+    """Start each contender once, with an empty cache, run all its rounds and end it."""
+    allowed = tolerance(composed(args.overrides, args.ranks))
+    unchecked = {"error": "--unchecked"}
+    with tempfile.TemporaryDirectory() as scratch:
+        right = [unchecked] if args.unchecked else Job(REFERENCE, 1, args, Path(scratch, "reference"), rounds=1).all()
+        results = {}
+        for name in args.contenders.split(","):
+            first, *rounds = Job(name, args.ranks, args, Path(scratch, name)).all()
+            first = compared(first | {"cold_s": first.get("first_s")}, right[0], allowed)
+            results[name] = [first | each for each in rounds] or [first]
+            if rounds:
+                results[name][0] = compared(results[name][0], right[-1], allowed)
+            print(f"{name}: {results[name][-1].get('error') or one_line(results[name][-1])}", file=sys.stderr)
+    return results
+
+
+def measured_in_turns(args: argparse.Namespace) -> dict[str, list[Found]]:
+    """Start each contender cold and warm, then run the rounds of all in turns."""
     names, allowed = args.contenders.split(","), tolerance(composed(args.overrides, args.ranks))
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as running:
         right = Job(REFERENCE, 1, args, Path(scratch, "reference"), rounds=1).all()
@@ -167,12 +194,13 @@ class Job:
     def why(self, ended: bool) -> Found:
         """What the rank that failed first said, or all that is known."""
         self.close()
+        output = (self.results.parent / "output").read_text()
+        print(output[-OUTPUT:], file=sys.stderr)
         if error := first_error(self.results):
             return error
         if not ended:
             return {"error": f"no result after {self.timeout_s:.0f} s"}
-        said = (self.results.parent / "output").read_text().split()
-        return {"error": f"exit code {self.worker.returncode}: {' '.join(said[-30:])}"}
+        return {"error": f"exit code {self.worker.returncode}: {' '.join(output.split()[-30:])}"}
 
     def close(self) -> None:
         """End what still runs: torchrun then ends its ranks, but not those that it was just about to start."""
@@ -313,11 +341,17 @@ def save(folder: Path, found: dict[str, list[Found]], text: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "bench.json").write_text(json.dumps(found, indent=1) + "\n")
     (folder / "bench.md").write_text(text + "\n")
-    plot(found).write_html(folder / "bench.html", include_plotlyjs=True)
+    try:
+        plot(found).write_html(folder / "bench.html", include_plotlyjs=True)
+    except ModuleNotFoundError as error:
+        print(f"no bench.html: {not_installed(error)}", file=sys.stderr)
 
 
-def plot(found: dict[str, list[Found]]) -> go.Figure:
-    """Medians as bars with their spread; a bar for each contender that did not fail."""
+def plot(found: dict[str, list[Found]]) -> Any:
+    """Return a plotly figure: medians as bars with their spread; a bar for each contender that did not fail."""
+    from plotly import graph_objects as go
+    from plotly.subplots import make_subplots
+
     shown = (("tokens_per_s", "tokens/s", 1), ("peak_bytes", "peak memory, MiB", MIB), ("cold_s", "cold start, s", 1))
     names = ran(found)
     figure = make_subplots(1, len(shown), subplot_titles=[heading for _, heading, _ in shown])

@@ -12,6 +12,7 @@ import resource
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -48,6 +49,8 @@ def main(name: str, results: Path, rounds: int, steps: int, overrides: Sequence[
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())
         leave(results / f"error.{number}.json", {"error": text, "at": time.time()})
+        traceback.print_exc()
+        sys.stderr.flush()
         os._exit(1)  # at once, for others wait for this rank
     stop_ranks()
 
@@ -122,7 +125,7 @@ def our_step(
 ) -> tuple[Callable[[], float], Callable[[], list[Tensor]], Callable[[], float]]:
     """Our step, the tensors that live from one to the next, and what measures the step's floor, in seconds."""
     model = models.build(decoder_of(cfg))
-    weights = models.initial_parameters(model, 0, torch.float32)
+    weights = models.initial_parameters(model, 0, torch.float32, local_device())  # billions take long on a CPU
     step = compile_step(
         model, models.loss_fn, batch,
         mesh=cfg.mesh, optim=cfg.optim, passes=cfg.passes, lower=cfg.lower, initial=weights,

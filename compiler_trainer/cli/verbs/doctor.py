@@ -2,6 +2,7 @@
 
     compiler-trainer doctor                # features of one device
     compiler-trainer doctor --ranks 8      # those of several: FSDP, tensor, context, expert and pipeline parallelism
+    compiler-trainer doctor --only float8  # the features that a pattern names
 
 Exit codes: 0 all of it works, 1 something does not.
 """
@@ -11,14 +12,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from fnmatch import fnmatch
 
 from rich.table import Table
 
 from compiler_trainer.cli.table import parser
 from compiler_trainer.cli.verbs.launch import started
+from compiler_trainer.config.errors import UserError
 from compiler_trainer.console import wide
 from compiler_trainer.doctor.machine import facts
-from compiler_trainer.doctor.probes import Tried, probes, tried
+from compiler_trainer.doctor.probes import Probe, Tried, probes, tried
 from compiler_trainer.step.ranks import rank, start_ranks, stop_ranks
 
 HEAD = ("feature", "", "seconds", "worst error", "allowed", "options", "what to do")
@@ -28,18 +31,22 @@ def main(arguments: Sequence[str]) -> int:
     """Say what there is and try each feature; the exit code."""
     takes = parser("doctor")
     takes.add_argument("--ranks", type=int, default=1, help="how many ranks of this machine to start (1)")
+    takes.add_argument("--only", default="*", metavar="PATTERN", help="features to try, 'C*' for instance (all)")
     given = takes.parse_args(arguments)
     if given.ranks > 1 and "RANK" not in os.environ:
-        return started([f"--nproc-per-node={given.ranks}", "-m", "compiler_trainer", "doctor"])
+        return started([f"--nproc-per-node={given.ranks}", "-m", "compiler_trainer", "doctor", "--only", given.only])
     ranks = start_ranks()
+    chosen = [probe for probe in probes(ranks) if fnmatch(probe.name, given.only)]
+    if not chosen:
+        raise UserError("--only", f"{given.only!r} names none of {', '.join(probe.name for probe in probes(ranks))}")
     try:
-        return examined(ranks)
+        return examined(ranks, chosen)
     finally:
         stop_ranks()
 
 
-def examined(ranks: int) -> int:
-    """The tables, printed by rank 0; the exit code."""
+def examined(ranks: int, chosen: Sequence[Probe]) -> int:
+    """Print the tables on rank 0; return the exit code."""
     console = wide(highlight=False, markup=False, quiet=rank() > 0)
     if rank() == 0:
         table = Table("", "this machine", "what to do", show_lines=False)
@@ -47,7 +54,7 @@ def examined(ranks: int) -> int:
             table.add_row(fact.name, fact.said, fact.fix)
         console.print(table)
     began, found = time.perf_counter(), []
-    for probe in probes(ranks):
+    for probe in chosen:
         console.print(f"{probe.name} ...")
         found.append(tried(probe, ranks))
     console.print(shown(found))

@@ -1,0 +1,88 @@
+"""The page of a GPU session: `docs/measured/gpu.md`."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tools.gpu_day.parts import PARTS, Part
+from tools.gpu_day.results import Result, Session
+
+BEGIN, END = "<!-- gpu day -->", "<!-- end of gpu day -->"
+COLUMNS = (
+    "job", "tokens/s", "torch.compile", "ratio", "predicted", "MFU, %", "peak GiB", "torch.compile", "predicted",
+    "first step, s", "torch.compile",
+)  # fmt: skip
+SPEEDS = (f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|")
+GIB = 2**30
+
+
+def write(session: Session, path: Path) -> None:
+    """Replace the generated part of a page."""
+    with tempfile.TemporaryDirectory() as folder:
+        text = "\n".join((BEGIN, *lines(session, Path(folder)), END))
+    before, _, rest = path.read_text().partition(BEGIN)
+    path.write_text(before + text + rest.partition(END)[2])
+
+
+def lines(session: Session, folder: Path) -> Iterator[str]:
+    """Yield the page: the machine, what works, speeds next to predictions, outputs."""
+    yield f"{session.date}: " + "; ".join(f"{name} {value}" for name, value in session.machine.items()) + "."
+    yield from ("", "| part | result | seconds | command |", "|---|---|---|---|")
+    for result in session.results.values():
+        yield f"| {result.name} | {outcome(result)} | {result.seconds:.0f} | `python -m {result.command}` |"
+    measured = [part for part in PARTS if session.results.get(part.name, Result("", "")).rounds]
+    if measured:
+        yield from ("", *SPEEDS)
+        yield from (speeds(part, session.results[part.name], prediction(part, folder)) for part in measured)
+    for result in session.results.values():
+        if not result.rounds and result.output:
+            yield f"\n### {result.name}\n\n```text\n{result.output}\n```"
+
+
+def outcome(result: Result) -> str:
+    """Return a word for the result of a part."""
+    if result.code is None:
+        return "not reached"
+    if result.code == 124:
+        return "**out of time**"
+    return "passed" if result.is_done else "**failed**"
+
+
+def prediction(part: Part, folder: Path) -> dict[str, Any]:
+    """Return what the dry run of a part's job predicts for an H100; empty without one."""
+    if command := part.prediction(folder):
+        subprocess.run([sys.executable, "-m", *command], check=True, capture_output=True)
+        return json.loads((folder / "dry" / part.slug / "report.json").read_text())["predicted"]
+    return {}
+
+
+def speeds(part: Part, result: Result, predicted: dict[str, Any]) -> str:
+    """Return a row of the table of speeds; MFU by the operations that the prediction counts."""
+    ours, stock = ([r for r in result.rounds.get(name, ()) if "error" not in r] for name in ("ours", "whole"))
+    speed, stock_speed = (statistics.median(r["tokens_per_s"] for r in of) if of else None for of in (ours, stock))
+    promised = predicted.get("tokens_per_s_per_gpu")
+    mfu = predicted["mfu"] * speed / promised if speed and promised else None
+    peaks = [max(r["peak_bytes"] for r in of) / GIB if of else None for of in (ours, stock)]
+    promised_peak = predicted["peak_mem_bytes"] / GIB if predicted else None
+    first = [of[0]["cold_s"] if of else None for of in (ours, stock)]
+    ratio = speed / stock_speed if speed and stock_speed else None
+    cells = (
+        shown(speed, 0), shown(stock_speed, 0), shown(ratio, 2), shown(promised, 0), shown(mfu and 100 * mfu, 1),
+        shown(peaks[0], 1), shown(peaks[1], 1), shown(promised_peak, 1), shown(first[0], 0), shown(first[1], 0),
+    )  # fmt: skip
+    errors = "; ".join(
+        f"{name}: {rounds[-1]['error']}" for name, rounds in result.rounds.items() if "error" in rounds[-1]
+    )
+    return f"| {' | '.join((part.name + (f' ({errors})' if errors else ''), *cells))} |"
+
+
+def shown(number: float | None, digits: int) -> str:
+    """Return a number for a table, nothing for None."""
+    return "" if number is None else f"{number:,.{digits}f}"
