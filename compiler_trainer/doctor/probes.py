@@ -1,4 +1,4 @@
-"""One small step a feature on this machine, against eager PyTorch in fp64 on the CPU.
+"""A few small steps a feature on this machine, against eager PyTorch in fp64 on the CPU.
 
 A feature is options of a job, so what fails here fails with `compiler-trainer` and the same options.
 """
@@ -6,6 +6,8 @@ A feature is options of a job, so what fails here fails with `compiler-trainer` 
 from __future__ import annotations
 
 import copy
+import dataclasses
+import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -40,10 +42,15 @@ class Probe:
     allowed: float = FP32
     mesh: bool = False  # whether it is of several ranks
     gpu: bool = False  # whether it is of GPUs alone
+    steps: int = 1
 
 
 EAGER = "lower.backend=eager trains without"
+REPLAYED = 5  # steps: CUDA graphs run two, record, and replay three
 BF16_OPTIONS = ("passes.cast.param_dtype=bfloat16",)
+STAGES = ("mesh.pp=2", "train.microbatches=4")
+RING = ("mesh.cp=-1", "mesh.dp_shard=1", "passes.context.method=ring", "passes.context.skip_steps=false")
+RECORD, UNRECORDED = "lower.cudagraphs=true", "leave lower.cudagraphs=false"
 PROBES = (
     Probe("eager", ("lower.backend=eager",), "PyTorch itself does not run here: install it anew"),
     Probe("compiled", (), f"Inductor needs a C++ compiler, or Triton on a GPU; {EAGER}"),
@@ -53,12 +60,16 @@ PROBES = (
     Probe("experts", ("model=moe_debug",), f"grouped products need Triton on a GPU; {EAGER}"),
     Probe("recomputation", ("passes.remat.policy=full",), "use passes.remat.policy=none, and report it"),
     Probe("offloading", ("passes.remat.policy=offload",), "needs pinned memory (ulimit -l); use policy=selective"),
-    Probe("CUDA graphs", ("lower.cudagraphs=true",), "leave lower.cudagraphs=false", gpu=True),
+    Probe("CUDA graphs", (RECORD,), UNRECORDED, gpu=True, steps=REPLAYED),
     Probe("FSDP", ("mesh.dp_shard=-1",), "NCCL_DEBUG=INFO says which link fails", mesh=True),
     Probe("tensor parallelism", ("mesh.tp=-1", "mesh.dp_shard=1"), "as FSDP", mesh=True),
     Probe("context parallelism", ("mesh.cp=-1", "mesh.dp_shard=1"), "as FSDP", mesh=True),
     Probe("expert parallelism", ("model=moe_debug", "mesh.ep=2"), "leave mesh.ep=1", mesh=True),
-    Probe("pipeline stages", ("mesh.pp=2", "train.microbatches=4"), "leave mesh.pp=1", mesh=True),
+    Probe("pipeline stages", STAGES, "leave mesh.pp=1", mesh=True),
+    Probe("pipeline stages that offload", (*STAGES, "passes.remat.policy=offload"), "use policy=selective", mesh=True),
+    Probe("FSDP in CUDA graphs", ("mesh.dp_shard=-1", RECORD), UNRECORDED, mesh=True, gpu=True, steps=REPLAYED),
+    Probe("a ring in CUDA graphs", (*RING, RECORD), UNRECORDED, mesh=True, gpu=True, steps=REPLAYED),
+    Probe("pipeline stages in CUDA graphs", (*STAGES, RECORD), UNRECORDED, mesh=True, gpu=True, steps=REPLAYED),
 )
 
 
@@ -87,7 +98,7 @@ def tried(probe: Probe, ranks: int) -> Tried:
     """The probe's first step; on several ranks an error is raised, for the others would wait for this one."""
     began = time.perf_counter()
     try:
-        error = worst_error(job(probe, ranks))
+        error = worst_error(job(probe, ranks), probe.steps)
     except Exception as failure:
         if ranks > 1:
             raise
@@ -110,16 +121,18 @@ def job(probe: Probe, ranks: int) -> Config:
     return validate(cfg, ranks)
 
 
-def worst_error(cfg: Config) -> float:
-    """The largest difference of what a step leaves, over the largest entry of each value: moments are gradients."""
+def worst_error(cfg: Config, steps: int = 1) -> float:
+    """Return the largest difference after some steps, over the largest entry of each value: moments are gradients."""
     subject, few = subject_of(cfg), cfg.train.microbatches
-    (wanted,) = oracle.train(subject, Settings(optim=cfg.optim, microbatches=few, lrs=(LR,)))
+    batches = [*itertools.islice(itertools.cycle(subject.batches), steps)]
+    subject = dataclasses.replace(subject, batches=batches)
+    *_, wanted = oracle.train(subject, Settings(optim=cfg.optim, microbatches=few, lrs=(LR,) * steps))
     model, device = copy.deepcopy(subject.model).float(), torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     how = {"mesh": cfg.mesh, "optim": cfg.optim, "passes": cfg.passes, "lower": cfg.lower}
-    batch = subject.batches[0]
-    step = compile_step(model, subject.loss, batch, **how, device=device, microbatches=few, evaluate=False)  # type: ignore[arg-type]
-    metrics = step(batch, LR)
+    step = compile_step(model, subject.loss, batches[0], **how, device=device, microbatches=few, evaluate=False)  # type: ignore[arg-type]
+    for batch in batches:
+        metrics = step(batch, LR)
     found = {name: torch.tensor(value) for name, value in metrics.items()} | dict(wholes(step))
     return max(difference(found[name].cpu(), value) for name, value in wanted.items() if not name.startswith("chance."))

@@ -31,9 +31,10 @@ from compiler_trainer.planning.dry_table import show
 from compiler_trainer.planning.playing import kept_beside, play
 from compiler_trainer.planning.stages import PP
 from compiler_trainer.step.given import Captured, check_recordable, mesh_of, one_microbatch
+from compiler_trainer.step.messages import messages
 from compiler_trainer.step.programs import Compilation
 from compiler_trainer.step.step import state_name
-from compiler_trainer.step.turns import Turn, messages, turns_of_step
+from compiler_trainer.step.turns import Turn, turns_of_step
 from compiler_trainer.training import folder
 from compiler_trainer.training.progress import say_contents
 from compiler_trainer.training.speed import computes_in, peak_flops

@@ -21,7 +21,8 @@ from compiler_trainer.planning.dry import DryStep, compile_dry, stored_bytes
 from compiler_trainer.planning.estimate import Estimate
 from compiler_trainer.planning.space import Candidate, depth_pattern, replaced
 from compiler_trainer.step.given import mesh_of
-from compiler_trainer.step.turns import Message, messages, turns_of_step
+from compiler_trainer.step.messages import Message, messages
+from compiler_trainer.step.turns import turns_of_step
 from passes.cost.cluster import Cluster, collective_seconds
 from passes.cost.predict import Timeline, predict
 from passes.pipeline.assign import even

@@ -10,7 +10,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from compiler_trainer.step.turns import Key, Message, Turn, keys_of, messages
+from compiler_trainer.step.messages import Message, messages
+from compiler_trainer.step.turns import Key, Turn, keys_of
 from passes.program import ir
 
 

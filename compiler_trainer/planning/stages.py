@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from compiler_trainer.planning.playing import Played
-from compiler_trainer.step.turns import Message, Turn
+from compiler_trainer.step.messages import Message
+from compiler_trainer.step.turns import Turn
 from passes.cost.cluster import Cluster, collective_seconds
 from passes.pipeline.tables import Table, most_alive
 from passes.pipeline.tasks import FORWARD, Task, task_in

@@ -15,8 +15,9 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import LowerConfig
 from compiler_trainer.step.agree import agree
 from compiler_trainer.step.given import EVALUATE, why_nothing_is_recorded
+from compiler_trainer.step.messages import Ways
 from compiler_trainer.step.ranks import gather, new_group, place_on_node
-from compiler_trainer.step.turns import Ways, sent_between
+from compiler_trainer.step.turns import sent_between
 from passes.check.simulate import Lockstep
 from passes.lower import inductor
 from passes.lower.backends import BACKENDS

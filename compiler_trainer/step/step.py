@@ -13,8 +13,9 @@ from torch import Tensor
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.step.batch_layout import BatchLayout, balance, on_device
 from compiler_trainer.step.given import EVALUATE
+from compiler_trainer.step.messages import Post
 from compiler_trainer.step.runtime import Runtime
-from compiler_trainer.step.turns import Carried, Post, Turn, slots_of, turns_of_evaluation, turns_of_step
+from compiler_trainer.step.turns import Carried, Turn, slots_of, turns_of_evaluation, turns_of_step
 from passes.communication.batch_overlap import SEED, entry_of, microbatches_in, name_of, together
 from passes.pipeline.tables import Table
 from passes.program import ir
@@ -54,6 +55,10 @@ class Compiled:
     def executable(self) -> Any:
         """What a runtime runs."""
         return self.lower()
+
+    def compile(self) -> None:
+        """Make the executable now: ranks compile together, which no message may wait for."""
+        self.executable  # noqa: B018
 
 
 class Step:
@@ -142,8 +147,11 @@ class Step:
         counts = self.counts(parts)
         given = [together(parts[i : i + self.at_once]) for i in range(0, len(parts), self.at_once)]
         found: dict[str, list[Tensor]] = {}
+        for name in {turn.program: None for turn in turns}:
+            programs[name].compile()
         carried.begin()
         for turn in turns:
+            carried.start(turn)
             compiled, m = programs[turn.program], turn.microbatch
             number = count if m is None else count * self.microbatches + m * self.at_once
             scalars = self.scalars(lr, number) | counts

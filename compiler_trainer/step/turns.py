@@ -7,19 +7,15 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from passes.communication.batch_overlap import microbatches_in
 from passes.pipeline.tables import Table, in_order
 from passes.pipeline.tasks import FORWARD, GATHER, OF_RANKS, Task, task_in
 from passes.program import ir
-
-AHEAD = 4  # messages of a sender for which room is made before they are asked for
 
 Key = tuple[str, int | None]  # a carried value, and its microbatch; None: it is the same for all
 
@@ -106,10 +102,21 @@ def keys_of(turns: Sequence[Turn], programs: Mapping[str, ir.Program]) -> tuple[
     return reads, makes
 
 
+class Mail(Protocol):
+    """Carries values between the processes of pipeline ranks (`messages.py`)."""
+
+    def begin(self) -> None: ...
+    def start(self, turn: Turn) -> None: ...
+    def send(self, key: Key, made: Mapping[int, Tensor]) -> None: ...
+    def receive(self, key: Key) -> Tensor: ...
+    def done(self, turn: Turn) -> None: ...
+    def end(self) -> None: ...
+
+
 class Carried:
     """Values on their way between the turns that run here, each kept until its last reader has it.
 
-    `here` are the pipeline ranks of this process; what others make comes by `post`.
+    `here` are the pipeline ranks of this process; values of others come by `post`.
     """
 
     def __init__(
@@ -117,7 +124,7 @@ class Carried:
         turns: Sequence[Turn],
         programs: Mapping[str, ir.Program],
         here: Sequence[int] = (0,),
-        post: Post | None = None,
+        post: Mail | None = None,
     ):
         self.post = post
         self.read_by, self.made_by = keys_of(turns, programs)
@@ -131,6 +138,11 @@ class Carried:
         self.left = self.reads.copy()
         if self.post is not None:
             self.post.begin()
+
+    def start(self, turn: Turn) -> None:
+        """A turn begins."""
+        if self.post is not None:
+            self.post.start(turn)
 
     def put(self, turn: Turn, name: str, made: Mapping[int, Tensor]) -> None:
         """Keep what ranks have made if a turn here reads it, and send it to those elsewhere that do."""
@@ -153,156 +165,15 @@ class Carried:
             self.left[key] -= 1
             if not self.left[key]:
                 del self.values[key]
+        if self.post is not None:
+            self.post.done(turn)
 
     def end(self) -> None:
         """A step ends: all that was sent has left."""
         if self.post is not None:
-            self.post.wait()
+            self.post.end()
 
 
 def carried(program: ir.Program) -> Iterator[ir.Input]:
     """The inputs that other tasks make."""
     return (given for given in program.inputs if given.kind == "carried")
-
-
-# ---- between processes -------------------------------------------------------------------------------------
-
-
-class Message(NamedTuple):
-    """A value that one pipeline rank sends another; `number` counts those of the pair."""
-
-    key: Key
-    source: int
-    to: int
-    number: int
-
-
-def messages(turns: Sequence[Turn], programs: Mapping[str, ir.Program]) -> Iterator[Message]:
-    """All that is sent in a step, in the order in which it is made: each value once to each rank that reads it."""
-    reads, makes = keys_of(turns, programs)
-    readers: dict[Key, dict[int, None]] = {}
-    for turn in turns:
-        for key in reads[turn].values():
-            readers.setdefault(key, {})[turn.rank] = None
-    numbers = Counter[tuple[int, int]]()
-    for turn in turns:
-        for key in makes[turn].values():
-            for to in readers.get(key, ()):
-                if to != turn.rank:
-                    yield Message(key, turn.rank, to, numbers[turn.rank, to])
-                    numbers[turn.rank, to] += 1
-
-
-class Ways(NamedTuple):
-    """What carries messages to later pipeline ranks, and what carries those to earlier ones.
-
-    NCCL runs what two ranks send each other in one group in the order in which each of them asks for it: a rank that
-    has made room for the next forward would never get to send the backward that the other one waits for.
-    """
-
-    up: dist.ProcessGroup
-    down: dist.ProcessGroup
-
-    def of(self, source: int, to: int) -> dist.ProcessGroup:
-        """What carries a message from a pipeline rank to another."""
-        return self.up if source < to else self.down
-
-
-class Post:
-    """Messages of one process: sent when they are made, with room for those that come made a little ahead.
-
-    `rank` is its own, `stage` its pipeline rank, `apart` how many ranks lie between neighbours.
-    """
-
-    def __init__(
-        self,
-        turns: Sequence[Turn],
-        programs: Mapping[str, ir.Program],
-        rank: int,
-        stage: int,
-        apart: int,
-        device: torch.device,
-        ways: Ways,
-    ):
-        self.rank, self.stage, self.apart, self.device, self.ways = rank, stage, apart, device, ways
-        self.out: dict[Key, list[Message]] = {}
-        self.come: dict[Key, Message] = {}
-        self.queues: dict[int, list[Message]] = {}
-        all_messages = list(messages(turns, programs))
-        for message in all_messages:
-            if message.source == stage:
-                self.out.setdefault(message.key, []).append(message)
-            if message.to == stage:
-                self.come[message.key] = message
-                self.queues.setdefault(message.source, []).append(message)
-        self.like = {
-            given.name: ir.example(node)
-            for name in {turn.program for turn in turns if turn.rank == stage}
-            for node, given in zip(programs[name].placeholders(), programs[name].inputs, strict=True)
-            if given.kind == "carried"
-        }
-        self.sent: list[tuple[dist.Work | None, Tensor]] = []
-        self.room: dict[Key, tuple[dist.Work | None, Tensor]] = {}
-        self.expected = Counter[int]()
-        self.greet({(message.source, message.to) for message in all_messages})
-
-    def greet(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Let pairs of pipeline ranks make their connections, all ranks in one order.
-
-        NCCL makes one when it is first used, and waits for the other rank, which might wait for a third.
-        """
-        byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
-        for source, to in sorted(pairs):
-            if self.stage == source:
-                dist.send(byte, self.peer(to), self.ways.of(source, to))
-            elif self.stage == to:
-                dist.recv(byte, self.peer(source), self.ways.of(source, to))
-
-    def begin(self) -> None:
-        """A step begins."""
-        self.expected.clear()
-
-    def peer(self, other: int) -> int:
-        """The rank of another stage that stands where this one does."""
-        return self.rank + (other - self.stage) * self.apart
-
-    def send(self, key: Key, made: Mapping[int, Tensor]) -> None:
-        """Send a value to those that read it."""
-        for message in self.out.get(key, ()):
-            sent = as_bytes(made[self.rank])
-            way = self.ways.of(self.stage, message.to)
-            self.sent.append((dist.isend(sent, self.peer(message.to), way, message.number), sent))
-
-    def receive(self, key: Key) -> Tensor:
-        """A value of another stage."""
-        message = self.come[key]
-        queue, source = self.queues[message.source], message.source
-        while self.expected[source] < min(len(queue), message.number + 1 + AHEAD):
-            self.expect(queue[self.expected[source]])
-        work, value = self.room.pop(key)
-        if work is not None:
-            work.wait()
-        return value
-
-    def expect(self, message: Message) -> None:
-        """Make room for a message."""
-        like = self.like[message.key[0]]
-        value = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self.device)
-        way = self.ways.of(message.source, self.stage)
-        work = dist.irecv(as_bytes(value), self.peer(message.source), way, message.number)
-        self.room[message.key] = work, value
-        self.expected[message.source] += 1
-
-    def wait(self) -> None:
-        """Until all that was sent has left."""
-        for work, _ in self.sent:
-            if work is not None:
-                work.wait()
-        self.sent.clear()
-
-
-def as_bytes(value: Tensor) -> Tensor:
-    """The bytes of a tensor without gaps, in the order in which they lie in memory."""
-    span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride()))
-    assert span == value.numel(), f"a carried value has gaps: {tuple(value.shape)} {value.stride()}"
-    return torch.as_strided(value, (span,), (1,)).view(torch.uint8)

@@ -35,6 +35,7 @@ from passes.lower.fast_start import (
     without_lowering,
 )
 from passes.lower.kernels import Libraries
+from passes.lower.miscompilations import avoided
 from passes.lower.ready import Ready, as_imported, switched, untouched
 from passes.lower.store import Store, bound, replace
 from passes.program import ir
@@ -270,7 +271,7 @@ def compile_body(body: Body, ctx: ir.Context, store: Store, fast: bool) -> Any:
     # fusion moves a wait to where the first operator of the kernel that needs it stood; with nothing beside it, it may
     keep_after(module.graph, products_to_wait_for(module.graph, products_of(module.graph)))
     values = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
-    compiled = compile_inner(module, values, mode)
+    compiled = compile_inner(module, values, mode, avoided())
     source = without_lowering(compiled.source_code) if fast else compiled.source_code
     store.put(stored_key(body, fast), save_compiled(compiled, source))
     counts["compiled"] += 1

@@ -250,19 +250,25 @@ def _let_order_be_run() -> None:
             control_deps.py_impl(key)(lambda earlier, graph, *args, **kwargs: graph(*args, **kwargs))
 
 
-def compile_inner(module: fx.GraphModule, values: Sequence[Tensor], mode: FakeTensorMode) -> Any:
-    """Inductor's compilation of a flat graph whose results keep their strides; called with a list, which it empties."""
+def compile_inner(
+    module: fx.GraphModule, values: Sequence[Tensor], mode: FakeTensorMode, options: Mapping[str, Any]
+) -> Any:
+    """Return Inductor's compilation of a flat graph, by its `options`; results keep their strides.
+
+    It is called with a list, which it empties.
+    """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.virtualized import V
 
     output = module.graph.output_node()
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # or Inductor picks strides of its own
-    options = {
+    settings = {
+        **options,
         "reorder_for_peak_memory": False,  # the order is the graph's
         "fx_graph_cache": False,  # we keep what is compiled
     }
-    with tracing(TracingContext(mode)), V.set_fake_mode(mode), config.patch(options), _flex_as_laid_out():
+    with tracing(TracingContext(mode)), V.set_fake_mode(mode), config.patch(settings), _flex_as_laid_out():
         return compile_fx_inner(module, list(values))
 
 

@@ -83,6 +83,8 @@ OURS = ("--contenders", "ours", "--unchecked", *ROUNDS)
 DENSE = ("model=llama3_8b", "model.n_layers=4", "train.seq_len=4096", "train.global_batch_size=2")
 TINY = ("model.dim=128", "model.ffn_dim=256", "model.n_layers=2", "model.n_heads=4", "model.n_kv_heads=2",
         "model.vocab_size=512", "train.seq_len=128", "train.global_batch_size=4")  # fmt: skip
+PROFILED = (*WORKLOAD, "model=llama3_8b", "model.n_layers=2", "model.vocab_size=32000", "train.seq_len=4096",
+            "train.global_batch_size=2")  # fmt: skip
 PROBED = tuple((*SMALL, *probe.options) for probe in PROBES if not probe.mesh)
 
 
@@ -91,15 +93,17 @@ def on_two_ranks() -> Iterator[Part]:
     for probe in PROBES:
         if probe.mesh:
             command = ("tools.gpu_day.ranks", "2", "compiler_trainer", "doctor", "--only", probe.name)
-            yield Part(f"{probe.name} on two ranks of one GPU", 2.5, command, (), alone=False)
+            yield Part(f"{probe.name} on two ranks of one GPU", 2.5, command, None if probe.gpu else (), alone=False)
 
 
 PARTS: Sequence[Part] = (
     Part("doctor", 2.5, ("compiler_trainer", "doctor"), (), jobs=PROBED, alone=False),
     Part("losses of the default job, GPU and CPU", 2.5, ("tools.gpu_day.losses", "--out", "{out}/losses"), (),
          alone=False),
+    Part("compiled bodies against their operators", 2.5, ("tools.gpu_day.bodies",), (), alone=False),
     *on_two_ranks(),
     Part("dense, 8B in 4 layers", 3, BESIDE, TINY, DENSE),
+    Part("profile of two layers of 8B", 1.5, ("tools.gpu_day.profile", "--out", "{out}/profile", *PROFILED), TINY),
     Part("dense, CUDA graphs", 1.5, OURS, None, (*DENSE, "lower.cudagraphs=true")),
     Part("dense, float8", 1.5, OURS, TINY, (*DENSE, "passes.cast.float8=tensorwise")),
     Part("experts", 1.5, OURS, (*TINY, "model.experts.width=64", "model.experts.count=4", "model.experts.top_k=2"),

@@ -57,6 +57,7 @@ def examined(ranks: int, chosen: Sequence[Probe]) -> int:
     for probe in chosen:
         console.print(f"{probe.name} ...")
         found.append(tried(probe, ranks))
+        console.print(f"  {'works' if found[-1].works else 'FAILS'}, {found[-1].seconds:.1f} s")
     console.print(shown(found))
     works = sum(each.works for each in found)
     console.print(f"{works} of {len(found)} features work, ranks: {ranks}, {time.perf_counter() - began:.0f} s")

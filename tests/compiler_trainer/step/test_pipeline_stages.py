@@ -12,8 +12,9 @@ from compiler_trainer.config.schema import ModelConfig
 from compiler_trainer.models.llama import Llama
 from compiler_trainer.models.loss import loss_fn
 from compiler_trainer.step.compile import compile_step
+from compiler_trainer.step.messages import messages
 from compiler_trainer.step.step import programs_of
-from compiler_trainer.step.turns import messages, turns_of_step
+from compiler_trainer.step.turns import turns_of_step
 from passes.program import ir
 from tests.support.sweeps import in_turn
 from tools.parity.case import Case

@@ -35,14 +35,15 @@ def test_nothing_is_read_until_all_turns_are_started():
         return {"loss": torch.ones(())}
 
     turns = [*(Turn("accumulate", m) for m in range(MICROBATCHES)), Turn("apply", None)]
-    outputs = SimpleNamespace(finished=SimpleNamespace(outputs=[SimpleNamespace(name="loss", kind="loss")]))
+    finished = SimpleNamespace(outputs=[SimpleNamespace(name="loss", kind="loss")])
+    outputs = SimpleNamespace(finished=finished, compile=lambda: None)
     step.lr, step.seed, step.microbatches, step.device, step.ranks = 0.1, SEED, MICROBATCHES, torch.device("cpu"), (0,)
     step.at_once = 1
     step.state = {"optim.step": SimpleNamespace(local={0: torch.tensor(float(COUNT), dtype=torch.float64)})}
     step.split, step.counts, step.run = lambda batch: [{}] * MICROBATCHES, lambda parts: {}, run
     step.runtime = SimpleNamespace(share=lambda found: found, begin=lambda: None)
     step.train = {"accumulate": outputs, "apply": outputs}
-    step.training = turns, SimpleNamespace(begin=lambda: None, end=lambda: None)
+    step.training = turns, SimpleNamespace(begin=lambda: None, start=lambda turn: None, end=lambda: None)
     with seen:
         assert step({}) == {"loss": 1.0}
     last = seen.names.index("apply")
