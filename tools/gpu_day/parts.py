@@ -93,14 +93,14 @@ def on_two_ranks() -> Iterator[Part]:
     for probe in PROBES:
         if probe.mesh:
             command = ("tools.gpu_day.ranks", "2", "compiler_trainer", "doctor", "--only", probe.name)
-            yield Part(f"{probe.name} on two ranks of one GPU", 2.5, command, None if probe.gpu else (), alone=False)
+            yield Part(f"{probe.name} on two ranks of one GPU", 2, command, None if probe.gpu else (), alone=False)
 
 
 PARTS: Sequence[Part] = (
-    Part("doctor", 2.5, ("compiler_trainer", "doctor"), (), jobs=PROBED, alone=False),
-    Part("losses of the default job, GPU and CPU", 2.5, ("tools.gpu_day.losses", "--out", "{out}/losses"), (),
+    Part("doctor", 2, ("compiler_trainer", "doctor"), (), jobs=PROBED, alone=False),
+    Part("losses of the default job, GPU and CPU", 2, ("tools.gpu_day.losses", "--out", "{out}/losses"), (),
          alone=False),
-    Part("compiled bodies against their operators", 2.5, ("tools.gpu_day.bodies",), (), alone=False),
+    Part("compiled bodies against their operators", 2, ("tools.gpu_day.bodies",), (), alone=False),
     *on_two_ranks(),
     Part("dense, 8B in 4 layers", 3, BESIDE, TINY, DENSE),
     Part("profile of two layers of 8B", 1.5, ("tools.gpu_day.profile", "--out", "{out}/profile", *PROFILED), TINY),

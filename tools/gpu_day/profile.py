@@ -1,4 +1,4 @@
-"""Train a few steps under the profiler and print where they go: `python -m tools.gpu_day.profile --out DIR OPTION=VALUE`.
+"""Train a few steps under the profiler: `python -m tools.gpu_day.profile --out DIR OPTION=VALUE`.
 
 After the report of `compiler-trainer profile` come the kernels that take longest, in microseconds a step.
 """
