@@ -18,7 +18,7 @@ from compiler_trainer.step.runtime import Runtime
 from compiler_trainer.step.turns import Carried, Turn, slots_of, turns_of_evaluation, turns_of_step
 from passes.communication.batch_overlap import SEED, entry_of, microbatches_in, name_of, together
 from passes.pipeline.tables import Table
-from passes.program import ir
+from passes.program import host, ir, shift
 from passes.program.bodies import flatten
 from passes.program.mesh import Mesh
 from passes.program.spec import Spec, shard, unshard
@@ -149,6 +149,8 @@ class Step:
         found: dict[str, list[Tensor]] = {}
         for name in {turn.program: None for turn in turns}:
             programs[name].compile()
+        host.forget()
+        shift.forget()
         carried.begin()
         for turn in turns:
             carried.start(turn)

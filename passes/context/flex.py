@@ -88,6 +88,8 @@ def pairs_of_blocks(first: Tensor, last: Tensor, where: Tensor, size: int) -> tu
 def listed(pairs: Tensor) -> tuple[Tensor, Tensor]:
     """How many blocks each row has, i32[..., m], and which these are, first and in order, i32[..., m, n]."""
     count, blocks = pairs.cumsum(-1, dtype=torch.int32), pairs.shape[-1]
+    if blocks == 1:  # Triton refuses the search for a constant (torch 2.11 to 2.13)
+        return pairs.sum(-1, dtype=torch.int32), torch.zeros_like(count)
     number = torch.arange(1, blocks + 1, dtype=torch.int32, device=pairs.device).expand(pairs.shape).contiguous()
     order = torch.searchsorted(count.contiguous(), number, out_int32=True).clamp(max=blocks - 1)
     return pairs.sum(-1, dtype=torch.int32), order

@@ -41,6 +41,8 @@ from passes.lower.store import Store, bound, replace
 from passes.program import ir
 from passes.program.abstract_eval import Layout
 from passes.program.bodies import Body, key_of
+from passes.program.host import STARTS
+from passes.program.shift import SHIFTS
 from passes.program.signals import undisturbed
 from passes.program.torch_private import (
     FakeTensorMode,
@@ -271,7 +273,7 @@ def compile_body(body: Body, ctx: ir.Context, store: Store, fast: bool) -> Any:
     # fusion moves a wait to where the first operator of the kernel that needs it stood; with nothing beside it, it may
     keep_after(module.graph, products_to_wait_for(module.graph, products_of(module.graph)))
     values = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
-    compiled = compile_inner(module, values, mode, avoided())
+    compiled = compile_inner(module, values, mode, avoided(), STARTS | SHIFTS)
     source = without_lowering(compiled.source_code) if fast else compiled.source_code
     store.put(stored_key(body, fast), save_compiled(compiled, source))
     counts["compiled"] += 1

@@ -26,6 +26,7 @@ from passes.program import ir
 from passes.program.layer import Layer
 
 aten = torch.ops.aten
+CLONED = {"cpu"}  # devices whose memory is the host's
 
 
 def offload(program: ir.Program, chosen: set[fx.Node], ctx: ir.Context) -> int:
@@ -99,7 +100,7 @@ class Move:
         last = max(n for s in storages(self.node) for n in self.timetable.readers[id(s)])
         first = first_use(self.node)
         ahead = self.timetable.ahead_of(first)
-        if value.device.type == "cpu":
+        if value.device.type in CLONED:
             host = self.call(last.next, "forward", aten.clone.default, self.node)
             back = self.call(ahead, "backward", aten.clone.default, host)
         else:

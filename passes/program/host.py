@@ -1,4 +1,4 @@
-"""Copies to the host's memory and back, on a stream of their own.
+"""Copies to the host's memory and back, each way on a stream of its own.
 
     h = offload(x)                             under way to pinned memory
     ...
@@ -9,47 +9,65 @@
     y = there(y, h)                            y may be read, h be freed
 
 To start and to end are two operators, as of collectives, so that what stands between them runs beside the copy. What is
-allocated is of the computation's stream, which the copy waits for, and which waits for the copy in `there`.
+allocated is of the computation's stream, which the copy waits for, and which waits for the copy in `there`. Until then
+the tensor that is read is kept here: Inductor may pass a copy of its own to `offload`, in the layout it wants, and free
+it at once.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import has_side_effect
 
 _library = torch.library.Library("ct", "FRAGMENT")
-_library.define("offload(Tensor x) -> Tensor")
+_any_layout = (torch.Tag.flexible_layout,)  # so that Inductor passes the tensor itself, not a copy in other strides
+_library.define("offload(Tensor x) -> Tensor", tags=_any_layout)
 _library.define("reload(Tensor h, Device device, int[] shape, int[] stride) -> Tensor")
-_library.define("there(Tensor(a) y, Tensor x) -> Tensor(a)")
-_under_way: dict[int, tuple[torch.Event, torch.device]] = {}  # address of what is written -> its end, and whose stream
+_library.define("there(Tensor(a) y, Tensor x) -> Tensor(a)", tags=_any_layout)
+_under_way: dict[int, Copy] = {}  # by address of the tensor that is written
+
+
+class Copy(NamedTuple):
+    """A copy under way: the event at its end, the device whose stream waits for it, and the tensor that it reads."""
+
+    end: torch.Event
+    device: torch.device
+    source: Tensor
+
+
+def forget() -> None:
+    """Forget the copies of a step that failed."""
+    _under_way.clear()
 
 
 @functools.cache
-def _stream(device: torch.device) -> torch.Stream:
+def _stream(device: torch.device, out: bool) -> torch.Stream:
     return torch.Stream(device=device)
 
 
-def _copy(source: Tensor, into: Tensor, device: torch.device) -> Tensor:
-    """Begin a copy from or to a device, once what it has been given so far is done."""
-    _stream(device).wait_stream(torch.accelerator.current_stream(device))
-    with _stream(device):
+def _copy(source: Tensor, into: Tensor, device: torch.device, out: bool) -> Tensor:
+    """Begin a copy out of a device or back, after all that the device has been given so far."""
+    stream = _stream(device, out)
+    stream.wait_stream(torch.accelerator.current_stream(device))
+    with stream:
         into.copy_(source, non_blocking=True)
-    _under_way[into.data_ptr()] = _stream(device).record_event(), device
+    _under_way[into.data_ptr()] = Copy(stream.record_event(), device, source)
     return into
 
 
 @torch.library.impl(_library, "offload", "CompositeExplicitAutograd")
 def _offload(x: Tensor) -> Tensor:
-    return _copy(x, torch.empty(x.shape, dtype=x.dtype, pin_memory=True), x.device)
+    return _copy(x, torch.empty(x.shape, dtype=x.dtype, pin_memory=True), x.device, out=True)
 
 
 @torch.library.impl(_library, "reload", "CompositeExplicitAutograd")
 def _reload(h: Tensor, device: torch.device, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
-    return _copy(h, torch.empty_strided(shape, stride, dtype=h.dtype, device=device), device)
+    return _copy(h, torch.empty_strided(shape, stride, dtype=h.dtype, device=device), device, out=False)
 
 
 @torch.library.impl(_library, "there", "CompositeExplicitAutograd")
@@ -58,8 +76,8 @@ def _there(y: Tensor, x: Tensor) -> Tensor:
         return y
     if y.data_ptr() not in _under_way:
         raise RuntimeError("ct::there: nothing is under way to this tensor; a copy was made of what was started")
-    end, device = _under_way.pop(y.data_ptr())
-    torch.accelerator.current_stream(device).wait_event(end)
+    copy = _under_way.pop(y.data_ptr())
+    torch.accelerator.current_stream(copy.device).wait_event(copy.end)
     return y
 
 
@@ -79,5 +97,6 @@ def _(y: Tensor, x: Tensor) -> Tensor:
 
 
 offload, reload, there = torch.ops.ct.offload.default, torch.ops.ct.reload.default, torch.ops.ct.there.default
-COPIES = frozenset({offload, reload, there})
+STARTS = frozenset({offload, reload})
+COPIES = STARTS | {there}
 has_side_effect(there)

@@ -12,7 +12,7 @@ beside the transfer. `arrive` takes what was sent as well: its memory must not b
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,14 +25,26 @@ _library = torch.library.Library("ct", "FRAGMENT")
 _library.define("shift(Tensor x, str axis, int by) -> Tensor")
 _library.define("shift_by(Tensor x, Tensor hops, str axis, int row, int step, bool home) -> Tensor")
 _library.define("arrive(Tensor(a) y, Tensor x) -> Tensor(a)")
-_in_flight: dict[int, list[Any]] = {}  # address of what is being received -> its transfers
+_in_flight: dict[int, Flight] = {}  # by address of the tensor that is received
+
+
+class Flight(NamedTuple):
+    """Transfers to be waited for, and the tensor that is sent: Inductor may pass a copy of its own, and free it."""
+
+    works: list[Any]
+    sent: Tensor
+
+
+def forget() -> None:
+    """Forget the transfers of a step that failed."""
+    _in_flight.clear()
 
 
 @torch.library.impl(_library, "shift", "CompositeExplicitAutograd")
 def _shift(x: Tensor, axis: str, by: int) -> Tensor:
     if by == 0 or x.numel() == 0:
         y = x.clone()
-        _in_flight[y.data_ptr()] = []
+        _in_flight[y.data_ptr()] = Flight([], x)
         return y
     group = resolve_axis_group(axis)
     rank, axis_size = group.rank(), group.size()
@@ -40,7 +52,7 @@ def _shift(x: Tensor, axis: str, by: int) -> Tensor:
     there, back = (rank + by) % axis_size, (rank - by) % axis_size
     send = dist.P2POp(dist.isend, x, group=group, group_peer=there)
     receive = dist.P2POp(dist.irecv, y, group=group, group_peer=back)
-    _in_flight[y.data_ptr()] = dist.batch_isend_irecv([send, receive])
+    _in_flight[y.data_ptr()] = Flight(dist.batch_isend_irecv([send, receive]), x)
     return y
 
 
@@ -68,8 +80,9 @@ def _shift_by(x: Tensor, hops: Tensor, axis: str, row: int, step: int, home: boo
 def _arrive(y: Tensor, x: Tensor) -> Tensor:
     if y.numel() and y.data_ptr() not in _in_flight:
         raise RuntimeError("ct::arrive: nothing is on its way to this tensor; a copy was made of what a shift returned")
-    for transfer in _in_flight.pop(y.data_ptr(), ()):
-        transfer.wait()
+    if y.numel():
+        for work in _in_flight.pop(y.data_ptr()).works:
+            work.wait()
     return y
 
 

@@ -9,11 +9,12 @@ import copy
 import functools
 import getpass
 import logging
+import operator
 import os
 import pickle
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -251,11 +252,16 @@ def _let_order_be_run() -> None:
 
 
 def compile_inner(
-    module: fx.GraphModule, values: Sequence[Tensor], mode: FakeTensorMode, options: Mapping[str, Any]
+    module: fx.GraphModule,
+    values: Sequence[Tensor],
+    mode: FakeTensorMode,
+    options: Mapping[str, Any],
+    starts: Collection[OpOverload] = (),
 ) -> Any:
     """Return Inductor's compilation of a flat graph, by its `options`; results keep their strides.
 
-    It is called with a list, which it empties.
+    It is called with a list, which it empties. No kernel writes over the operands of the operators that it `starts`
+    transfers with, nor of collectives that are waited for elsewhere.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
@@ -268,8 +274,42 @@ def compile_inner(
         "reorder_for_peak_memory": False,  # the order is the graph's
         "fx_graph_cache": False,  # we keep what is compiled
     }
-    with tracing(TracingContext(mode)), V.set_fake_mode(mode), config.patch(settings), _flex_as_laid_out():
+    with ExitStack() as on:
+        for each in (tracing(TracingContext(mode)), V.set_fake_mode(mode), config.patch(settings)):
+            on.enter_context(each)
+        on.enter_context(_flex_as_laid_out())
+        on.enter_context(_never_reused(starts))
         return compile_fx_inner(module, list(values))
+
+
+@contextmanager
+def _never_reused(operators: Collection[OpOverload]) -> Iterator[None]:
+    """Let Inductor never use the memory of what is in flight after an operator, or a body, for another value.
+
+    It may pass an operand as a copy, in other strides, of which it takes the operator to be the last reader.
+    """
+    from torch._inductor.ir import FallbackKernel
+    from torch._inductor.virtualized import V
+
+    def __init__(kernel: Any, layout: Any, called: Any, *args: Any, **kwargs: Any) -> None:
+        _init(kernel, layout, called, *args, **kwargs)
+        if called in operators or _is_waited_for_elsewhere(V.graph.current_node):
+            V.graph.never_reuse_buffers.update(operand.get_name() for operand in kernel.inputs)
+
+    _init = FallbackKernel.__init__
+    with patch.object(FallbackKernel, "__init__", __init__):
+        yield
+
+
+def _is_waited_for_elsewhere(node: fx.Node) -> bool:
+    """Return whether a node starts a collective that no node of its graph waits for."""
+    if getattr(node.target, "namespace", "") != "_c10d_functional" or node.target is _WAIT:
+        return False
+    results = [user for user in node.users if user.target is operator.getitem]
+    return not any(user.target is _WAIT for each in (node, *results) for user in each.users)
+
+
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 # where code that Inductor writes for a GPU says which one it is for
