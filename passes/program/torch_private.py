@@ -14,6 +14,7 @@ import os
 import pickle
 import re
 import tempfile
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
@@ -277,6 +278,8 @@ def compile_inner(
     with ExitStack() as on:
         for each in (tracing(TracingContext(mode)), V.set_fake_mode(mode), config.patch(settings)):
             on.enter_context(each)
+        on.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # a job in float32 says it when it starts
         on.enter_context(_flex_as_laid_out())
         on.enter_context(_never_reused(starts))
         return compile_fx_inner(module, list(values))

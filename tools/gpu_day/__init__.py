@@ -2,7 +2,7 @@
 
     python -m tools.gpu_day --out day --minutes 7             # on the machine with the GPU, offline
     python -m tools.gpu_day --out day --minutes 3 --again day/gpu_day.json   # what failed or was not reached
-    python -m tools.gpu_day --results day/gpu_day.json --write docs/measured/gpu.md   # the page, on any machine
+    python -m tools.gpu_day --results day/gpu_day.json --write docs/measured/gpu.md    # the page, on any machine
     python -m tools.gpu_day --out day --device cpu            # a rehearsal with small models
     python -m tools.gpu_day --out day --device none           # compile and predict all jobs for an H100, run nothing
 

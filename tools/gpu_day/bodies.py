@@ -89,6 +89,8 @@ def differences(body: Body, kernels: object, values: Sequence[Tensor]) -> Iterat
     allowed = ALLOWED if all(dtype.itemsize >= 4 or not dtype.is_floating_point for dtype in dtypes) else IN_HALF
     pairs = [("result", *pair) for pair in results] + [("input", *pair) for pair in zip(operands, written, strict=True)]
     for number, (kind, right, actual) in enumerate(pairs):
+        if not right.is_floating_point() and right.dim() == 0:
+            continue  # the seed of attention without dropout, which nobody writes
         off = difference(right, actual)
         if off > allowed:
             yield f"{kind} {number} {right.dtype}{list(right.shape)} is off by {off:.1e}"

@@ -37,13 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cuda", "cpu", "none"), default="cuda", help="cpu: small; none: no step")
     parser.add_argument("--again", type=Path, metavar="RESULTS", help="run the parts that this file has no success of")
     parser.add_argument("--list", action="store_true", help="print the parts that fit, with their commands")
-    parser.add_argument("--results", type=Path, help=f"a {FILE} for --write")
+    parser.add_argument("--results", type=Path, nargs="+", help=f"{FILE} of one or more calls, for --write")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="write the page of --results and end")
     args = parser.parse_args(arguments)
     if args.write:
         if not args.results:
             parser.error("--write needs --results FILE")
-        page.write(read(args.results), args.write)
+        page.write([read(path) for path in args.results], args.write)
         return 0
     parts = chosen(args.device, args.only, args.again)
     if args.list:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,24 @@ COLUMNS = (
     "first step, s", "torch.compile",
 )  # fmt: skip
 SPEEDS = (f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|")
-GIB = 2**30
+GIB, SHOWN = 2**30, 14
+VERDICTS = ("works", "FAILS", "right ", "WRONG", "bodies compared", "further bodies", "error: ", "tokens/s")
 
 
-def write(session: Session, path: Path) -> None:
-    """Replace the generated part of a page."""
+def write(sessions: Sequence[Session], path: Path) -> None:
+    """Replace the generated part of a page by one session after another; the newest result of a part is taken."""
     with tempfile.TemporaryDirectory() as folder:
-        text = "\n".join((BEGIN, *lines(session, Path(folder)), END))
+        text = "\n".join((BEGIN, *lines(merged(sessions), Path(folder)), END))
     before, _, rest = path.read_text().partition(BEGIN)
     path.write_text(before + text + rest.partition(END)[2])
+
+
+def merged(sessions: Sequence[Session]) -> Session:
+    """Return the results of all sessions, of each part the newest that was reached."""
+    results: dict[str, Result] = {}
+    for session in sessions:
+        results |= {n: r for n, r in session.results.items() if r.code is not None or n not in results}
+    return Session(sessions[-1].machine, sessions[-1].date, results)
 
 
 def lines(session: Session, folder: Path) -> Iterator[str]:
@@ -42,8 +52,17 @@ def lines(session: Session, folder: Path) -> Iterator[str]:
         yield from ("", *SPEEDS)
         yield from (speeds(part, session.results[part.name], prediction(part, folder)) for part in measured)
     for result in session.results.values():
-        if not result.rounds and result.output:
-            yield f"\n### {result.name}\n\n```text\n{result.output}\n```"
+        if told := verdicts(result.output) if not result.rounds else []:
+            yield from (f"\n{result.name}:\n", "```text", *told, "```")
+
+
+def verdicts(output: str) -> list[str]:
+    """Return the lines of an output that say what is right and what is not."""
+    lines = (
+        " ".join(line.replace("│", " ").split()) for line in output.partition("Fatal Python error")[0].splitlines()
+    )
+    told = [line for line in lines if any(word in line for word in VERDICTS) and "loopback" not in line]
+    return [line for line in told if not re.fullmatch(r"(works|FAILS), [\d.]+ s", line)] if len(told) < SHOWN else told
 
 
 def outcome(result: Result) -> str:

@@ -83,8 +83,7 @@ OURS = ("--contenders", "ours", "--unchecked", *ROUNDS)
 DENSE = ("model=llama3_8b", "model.n_layers=4", "train.seq_len=4096", "train.global_batch_size=2")
 TINY = ("model.dim=128", "model.ffn_dim=256", "model.n_layers=2", "model.n_heads=4", "model.n_kv_heads=2",
         "model.vocab_size=512", "train.seq_len=128", "train.global_batch_size=4")  # fmt: skip
-PROFILED = (*WORKLOAD, "model=llama3_8b", "model.n_layers=2", "model.vocab_size=32000", "train.seq_len=4096",
-            "train.global_batch_size=2")  # fmt: skip
+PROFILED = (*WORKLOAD, "model=llama3_8b", "model.n_layers=4", *BYTES, "train.seq_len=4096", "train.global_batch_size=2")
 PROBED = tuple((*SMALL, *probe.options) for probe in PROBES if not probe.mesh)
 
 
@@ -103,7 +102,7 @@ PARTS: Sequence[Part] = (
     Part("compiled bodies against their operators", 2, ("tools.gpu_day.bodies",), (), alone=False),
     *on_two_ranks(),
     Part("dense, 8B in 4 layers", 3, BESIDE, TINY, DENSE),
-    Part("profile of two layers of 8B", 1.5, ("tools.gpu_day.profile", "--out", "{out}/profile", *PROFILED), TINY),
+    Part("profile of four layers of 8B", 1.5, ("tools.gpu_day.profile", "--out", "{out}/profile", *PROFILED), TINY),
     Part("dense, CUDA graphs", 1.5, OURS, None, (*DENSE, "lower.cudagraphs=true")),
     Part("dense, float8", 1.5, OURS, TINY, (*DENSE, "passes.cast.float8=tensorwise")),
     Part("experts", 1.5, OURS, (*TINY, "model.experts.width=64", "model.experts.count=4", "model.experts.top_k=2"),
