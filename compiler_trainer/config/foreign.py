@@ -12,7 +12,7 @@ MIXED = "mixed precision is passes.cast.param_dtype=bfloat16 over float32 master
 NO_FP16 = "there is no fp16, which needs loss scaling; use passes.cast.param_dtype=bfloat16"
 NO_BLOCKS = "there is no MXFP8 and no NVFP4; float8 is passes.cast.float8=rowwise or tensorwise"
 NO_GROUPED = "products of experts are not taken in float8; passes.cast.float8=rowwise or tensorwise is of linear layers"
-LENGTH = "a run takes train.steps; it says at its start how many epochs these are"
+LENGTH = "the length of a run is train.steps: a number of steps, or epochs as in train.steps=3epochs"
 LOGGERS = "metrics go to metrics.jsonl, TensorBoard and run.loggers=[{_target_: compiler_trainer.WandB}], or MLflow"
 CALLBACKS = "callbacks are train.callbacks=[{_target_: my_package.Callback}] (docs/guides/your-loop.md)"
 PREFERENCES = "preference pairs are trained on with recipe=dpo, or loss=dpo data.pairs=true data.chat=true"
@@ -26,7 +26,9 @@ LORA = "LoRA goes with model=hf: model.lora.rank, alpha, dropout and targets, or
 STOPPING = "early stopping is eval.patience=3: evaluations without a lower loss; checkpoint.keep_best keeps the best"
 EVALUATION = "held-out loss is every eval.interval steps over eval.batches batches"
 VALIDATION = "data.eval_fraction of the text is held out; compiler-trainer eval RUN data=text takes other text"
-NO_PP = "there is no pipeline parallelism; mesh.tp, mesh.cp and mesh.dp_shard divide a model"
+PIPELINE = "pipeline parallelism is mesh.pp, with at least as many train.microbatches (docs/guides/pipeline.md)"
+REPLICAS = "data parallelism is mesh.dp_shard (sharded, FSDP) and mesh.dp_replicate (replicated, DDP)"
+DEVICE = "a GPU is used if there is one; CUDA_VISIBLE_DEVICES says which, and none if it is empty"
 BUILT = "torch.compile is not called: each job is compiled, by lower.backend=inductor or, not compiled, eager"
 
 ANSWERS = {
@@ -107,7 +109,7 @@ ANSWERS = {
     "zero_stage": SHARDING,
     "zero": SHARDING,
     "ddp": "parameters are replicated over mesh.dp_replicate",
-    "data_parallel_size": "data parallelism is mesh.dp_shard (sharded) and mesh.dp_replicate (replicated)",
+    "data_parallel_size": REPLICAS,
     "data_parallel_shard_degree": "sharded data parallelism is mesh.dp_shard",
     "data_parallel_replicate_degree": "replicated data parallelism is mesh.dp_replicate",
     "tensor_parallel_size": "tensor parallelism is mesh.tp",
@@ -119,9 +121,16 @@ ANSWERS = {
     "expert_parallel_size": "expert parallelism is mesh.ep",
     "expert_parallel_degree": "expert parallelism is mesh.ep",
     "expert_model_parallel_size": "expert parallelism is mesh.ep",
-    "pipeline_parallel_size": NO_PP,
-    "pipeline_parallel_degree": NO_PP,
-    "pipeline_model_parallel_size": NO_PP,
+    "pipeline_parallel_size": PIPELINE,
+    "pipeline_parallel_degree": PIPELINE,
+    "pipeline_model_parallel_size": PIPELINE,
+    "pp_size": PIPELINE,
+    "dp": REPLICAS,
+    "dp_size": REPLICAS,
+    "data_parallel": REPLICAS,
+    "device": DEVICE,
+    "no_cuda": DEVICE,
+    "use_cpu": DEVICE,
     "devices": "torchrun --nproc-per-node N -m compiler_trainer starts N ranks; mesh says what they do",
     "num_gpus": "torchrun --nproc-per-node N -m compiler_trainer starts N ranks; a plan or dry run is for cluster.gpus",
     "strategy": "mesh says how ranks divide a model and its data; mesh=auto plans it",

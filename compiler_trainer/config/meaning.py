@@ -40,28 +40,31 @@ class Group(NamedTuple):
     options: list[Option]
 
 
-def groups(cls: type = schema.Config, prefix: str = "") -> Iterator[Group]:
-    """Every group of options below a dataclass of the schema, itself first, with the defaults of a job."""
+def groups(cls: type = schema.Config, prefix: str = "", in_default_job: bool = True) -> Iterator[Group]:
+    """Yield every group of options below a dataclass of the schema, itself first.
+
+    Defaults are those of the default job, or of the schema for a choice that the default job does not make.
+    """
     lines, notes = source_of(cls), comments(cls)
-    inner: list[tuple[str, type]] = []
+    inner: list[tuple[str, type, bool]] = []
     options = []
     for field in dataclasses.fields(cls):
-        part = parts_of(lines[field.name])
-        if part is not None:
-            inner.append((f"{prefix}{field.name}", part))
+        name = f"{prefix}{field.name}"
+        if parts := parts_of(lines[field.name]):
+            inner += [(name, part, in_default_job and part is parts[0]) for part in parts]
         else:
-            name = f"{prefix}{field.name}"
-            options.append(Option(name, lines[field.name], shown(field, name), notes[field.name]))
+            default = shown(field, name if in_default_job else "")
+            options.append(Option(name, lines[field.name], default, notes[field.name]))
     yield Group(prefix.rstrip("."), inspect.cleandoc(cls.__doc__ or ""), options)
-    for name, part in inner:
-        yield from groups(part, f"{name}.")
+    for name, part, is_chosen in inner:
+        yield from groups(part, f"{name}.", is_chosen)
 
 
-def parts_of(annotation: str) -> type | None:
-    """The dataclass that an annotation names, first if there are several."""
-    names = [name.strip() for name in annotation.split("|")]
-    found = meant({"Model": "ModelConfig", "Loss": "DpoConfig"}.get(names[0], names[0]))
-    return found if dataclasses.is_dataclass(found) and isinstance(found, type) else None
+def parts_of(annotation: str) -> tuple[type, ...]:
+    """Return the dataclasses of options that an annotation names, that of the default job first."""
+    first = annotation.split("|")[0].strip()
+    named = {"Model": ("ModelConfig", "FolderConfig"), "Loss": ("DpoConfig",)}.get(first, (first,))
+    return tuple(part for part in map(meant, named) if dataclasses.is_dataclass(part) and isinstance(part, type))
 
 
 def meant(name: str) -> Any:
@@ -137,7 +140,7 @@ def comments(cls: type) -> dict[str, str]:
 
 
 def shown(field: dataclasses.Field[Any], name: str) -> str:
-    """What an option is where it is not given, as one would write it: the default job's value, else the schema's."""
+    """Return an option's default as one would write it: the default job's value, else the schema's."""
     if name in default_job():
         return spelled(default_job()[name])
     if field.default is field.default_factory is dataclasses.MISSING:

@@ -14,7 +14,11 @@ from compiler_trainer.config.defaults import defaults
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import not_one_of, unknown
 
-OWN = "model._target_"
+GOES_WITH = {  # options of a choice that is not made
+    "model._target_": "goes with model=custom, next to the arguments of what it names",
+    "model.path": "goes with model=hf: a folder that transformers saved, or ORGANIZATION/NAME of a model of the hub",
+    "model.lora": "goes with model=hf, or recipe=lora",
+}
 INPUT_ERRORS = (UserError, HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError)  # hydra raises the last
 LECTURES = ("See https://hydra.cc", "\n\n")  # where hydra goes on to explain its grammar
 
@@ -42,8 +46,7 @@ def user_error(error: Exception) -> UserError:
         return several_values(error) or UserError("config", one_line(str(error)))
     if isinstance(cause, ConfigAttributeError | ConfigKeyError) and cause.full_key:
         group, _, key = cause.full_key.rpartition(".")
-        own = "goes with model=custom, beside the arguments of what it names" if cause.full_key == OWN else None
-        return UserError(cause.full_key, own or unknown(key, names_in(group)))
+        return UserError(cause.full_key, GOES_WITH.get(cause.full_key) or unknown(key, names_in(group)))
     if isinstance(cause, MissingMandatoryValue) and cause.full_key:
         name = cause.full_key
         return UserError(name, f"must be given, as {name}=VALUE; compiler-trainer --help {name} says what it is")

@@ -117,7 +117,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Terms of low rank, the only ones trained, beside linear layers (arXiv:2106.09685), as `peft` builds them.
+    """LoRA (arXiv:2106.09685): low-rank terms of linear layers, as `peft` builds them; nothing else is trained.
 
     `targets` are names of layers, or `all-linear`; with none, those that peft knows for the kind of model.
     """
@@ -130,7 +130,7 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class FolderConfig:
-    """A causal language model in a folder as transformers writes one: config.json, safetensors, tokenizer.json.
+    """`model=hf`: a causal language model as transformers writes it, with config.json, safetensors and a tokenizer.
 
     `path` is a folder, one in a store (s3://bucket/folder), or a model of the hub (organization/name, with @revision).
     With `documents`, positions start anew at each document of a row, and attention stays within it; with `causal` a

@@ -147,7 +147,7 @@ CHECKS: Checks = (
     (
         "data.files",
         lambda c: all(bool(s.files) == (s.name == "text") for s in c.data.listed),
-        "{c.data.files} with data={c.data.name}; files go with data=text, which needs some; so do those of a source",
+        "{c.data.files} with data={c.data.name}; data=text needs some, as data.files=[a.txt,b.jsonl], other data none",
     ),
     (
         "data.path",

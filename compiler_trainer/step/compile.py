@@ -16,6 +16,7 @@ from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import LowerConfig, MeshConfig, OptimConfig, PassesConfig
 from compiler_trainer.step.given import EVALUATE, Captured, Reporter, mesh_of, one_microbatch, recorded
 from compiler_trainer.step.job import Job
+from compiler_trainer.step.ranks import local_device
 from compiler_trainer.step.runtime import LockstepRanks, ProcessRanks, Runtime
 from compiler_trainer.step.shelf import Shelf
 from compiler_trainer.step.step import Compiled, State, Step, state_name, stored
@@ -49,7 +50,7 @@ def compile_step(
     skip_nonfinite: bool = False,
     ranks: Literal["processes", "lockstep"] = "processes",
     initial: Iterable[tuple[str, Value]] | None = None,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
     train: bool = True,
     evaluate: bool = True,
     below: Mapping[str, int] | None = None,
@@ -65,14 +66,15 @@ def compile_step(
     it owns. `seed` keys random operators such as dropout, which are off in evaluation: that is captured in eval mode.
     With `skip_nonfinite` a step whose gradient norm is infinite or not a number changes nothing.
     With "processes" torch.distributed is up and this process is one rank; with "lockstep" all ranks are interpreted
-    here. Without `train` the step can only evaluate, without `evaluate` only train (it stores nothing that evaluation
-    alone reads). Numbers of batch entries are `below` those given. `tell` is called with what begins: a pass, a body.
-    What passes decide by time (`async_tp=auto`) they decide on the `cluster`, by default the one of this device.
-    With a `shelf`, programs that an earlier start made of the very same are read, and passes do not run.
+    here. `device` is by default this rank's GPU if there is one, else the CPU; lockstep ranks run on the CPU. Without
+    `train` the step can only evaluate, without `evaluate` only train (it stores nothing that evaluation alone reads).
+    Numbers of batch entries are `below` those given. `tell` is called with what begins: a pass, a body. What passes
+    decide by time (`async_tp=auto`) they decide on the `cluster`, by default the one of this device. With a `shelf`,
+    programs that an earlier start made of the very same are read, and passes do not run.
     Raises UserError naming what is at fault.
     """
     update, options = _typed(OptimConfig, optim, "optim"), _typed(PassesConfig, passes, "passes")
-    named, device = mesh_of(mesh), torch.device(device)
+    named, device = mesh_of(mesh), default_device(ranks) if device is None else torch.device(device)
     options = passes_on(options, device.type == "cuda")
     lower = _typed(LowerConfig, lower or _default_lower(ranks), "lower")
     runtime = _runtime(ranks, named, lower, device, tell)
@@ -101,6 +103,11 @@ def compile_step(
         shown["pipeline"] = drawn(options.pipeline.schedule, table)
     parts = (compiled, evaluation, table, state)
     return Step(runtime, laid_out, *parts, update.lr, seed, microbatches, device, report.finish() | shown)
+
+
+def default_device(ranks: str) -> torch.device:
+    """Return the device of this rank, a GPU if there is one; lockstep ranks are interpreted on the CPU."""
+    return local_device() if ranks == "processes" else torch.device("cpu")
 
 
 def lowered(

@@ -2,46 +2,135 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+import compiler_trainer
+from compiler_trainer.config.compose import compose, typed
+from compiler_trainer.config.device import settled
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.foreign import ANSWERS, VALUES, answer
+from compiler_trainer.config.meaning import groups
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import Config
-from compiler_trainer.training.compare import leaves
+from compiler_trainer.config.validate import validate
+from tools.reference import FEATURES
+
+GROUPS = (
+    "train",
+    "optim",
+    "lr_schedule",
+    "data",
+    "mesh",
+    "passes",
+    "lower",
+    "checkpoint",
+    "eval",
+    "run",
+    "model",
+    "loss",
+    "cluster",
+    "plan",
+)
+NAMED = re.compile(rf"(?<![\w./-])(?:{'|'.join(GROUPS)})\.[a-z_][a-z_.0-9]*[a-z_0-9](?![\w/]|\()")
+NO_OPTIONS = {  # a name in the state or in a model, a file, a function, an option of an earlier version
+    "optim.step", "model.embed_tokens", "model.norm", "model.layers",
+    "passes.program.ir", "passes.rules.add_rule", "checkpoint.enabled", "passes.segment.enabled", "passes.roll",
+    "passes.schedule.bucket_mib", "passes.schedule.ahead",
+}  # fmt: skip
+FILES = (".yaml", ".json", ".jsonl", ".html", ".js", ".md", ".py", ".safetensors")
+DENIALS = re.compile(r"there is (?:no|none)\b[^;,:]*|[^;,:]* (?:is|are) not (?:taken|called)[^;,:]*")
+REFUSED = {  # by the beginning of a denial: an option that asks for what is denied
+    "there is no fp16": ["passes.cast.param_dtype=float16"],
+    "there is no MXFP8 and no NVFP4": ["passes.cast.float8=mxfp8"],
+    "products of experts are not taken in float8": ["passes.moe.fp8_grouped_mm=true"],
+    "there is no quantized training": ["train.load_in_4bit=true"],
+    "there is no quantized LoRA": ["model=hf", "model.path=FOLDER", "model.lora.bits=4"],
+    "products of float32 are not taken in TF32": ["train.tf32=true"],
+    "torch.compile is not called": ["train.torch_compile=true"],
+    "there is none": ["run.push_to_hub=true"],
+    "there is no reinforcement learning": ["loss=grpo"],
+}
 
 
 def options() -> set[str]:
-    import dataclasses
-
-    named = {name for name, _ in leaves(dataclasses.asdict(Config()))}
-    lora = {f"model.lora.{name}" for name in ("rank", "alpha", "dropout", "targets")}
-    return named | lora | {"model.path", "model.lora", "loss._target_", "recipe", "optim.groups"}
+    named = {option.name for group in groups() for option in group.options} | {group.name for group in groups()}
+    return named | {"model._target_", "loss._target_", "recipe"}
 
 
-@pytest.mark.parametrize("said", sorted({*ANSWERS.values(), *VALUES.values()}))
-def test_every_option_that_an_answer_names_exists(said):
-    groups = ("train", "optim", "lr_schedule", "data", "mesh", "passes", "lower", "checkpoint", "eval", "run", "model", "loss", "cluster")
-    for name in re.findall(rf"\b(?:{'|'.join(groups)})\.[a-z_.0-9]*[a-z_0-9]", said):
-        assert name in options() or any(known.startswith(f"{name}.") for known in options()), name
+def messages() -> Iterator[tuple[str, str]]:
+    """Yield the strings of the program that are no docstrings, with their places."""
+    root = Path(compiler_trainer.__file__).parents[1]
+    for path in sorted([*root.glob("compiler_trainer/**/*.py"), *root.glob("passes/**/*.py")]):
+        tree = ast.parse(path.read_text())
+        bodies = [node.body for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
+        docstrings = {id(body[0].value) for body in bodies if body and isinstance(body[0], ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+                yield f"{path.relative_to(root)}:{node.lineno}", node.value
 
 
-@pytest.mark.parametrize(("given", "said"), [
-    ({"train": {"gradient_accumulation_steps": 4}}, "train.gradient_accumulation_steps: no such option; gradient accumulation is train.microbatches"),
-    ({"train": {"bf16": True}}, "mixed precision is passes.cast.param_dtype=bfloat16"),
-    ({"train": {"lr": 1e-4}}, "train.lr: no such option; the learning rate is optim.lr"),
-    ({"learning_rate": 1e-4}, "learning_rate: no such option; the learning rate is optim.lr"),
-    ({"wandb": True}, "wandb: no such option; metrics go to metrics.jsonl, TensorBoard and run.loggers="),
-    ({"model": {"attn_implementation": "sdpa"}}, "kernels are chosen automatically"),
-    ({"train": {"dtype": "bf16"}}, "did you mean 'bfloat16'?; it is of the master weights; mixed precision is passes.cast.param_dtype"),
-    ({"passes": {"cast": {"float8": "mxfp8"}}}, "'mxfp8' is not one of tensorwise, rowwise; there is no MXFP8 and no NVFP4"),
-    ({"passes": {"cast": {"nvfp4": True}}}, "passes.cast.nvfp4: no such option; there is no MXFP8 and no NVFP4"),
-    ({"passes": {"moe": {"fp8_grouped_mm": True}}}, "no such option; products of experts are not taken in float8"),
-    ({"passes": {"moe": {"dispatch": "exact"}}}, "'exact' is not one of auto, all_gather, dropless, bounded; counts of rows stay"),
-    ({"train": {"stepz": 4}}, "train.stepz: no such option; did you mean 'steps'?"),
-])
+def test_every_option_that_a_message_names_exists():
+    known = options()
+    missing = [
+        (place, name)
+        for place, text in messages()
+        for name in NAMED.findall(text)
+        if not name.endswith(FILES)
+        and name not in known | NO_OPTIONS
+        and not any(option.startswith(f"{name}.") for option in known)
+    ]
+    assert not missing
+
+
+@pytest.mark.parametrize(
+    "denial", sorted({d for said in {*ANSWERS.values(), *VALUES.values()} for d in DENIALS.findall(said)})
+)
+def test_what_an_answer_denies_is_refused_and_no_feature(denial):
+    """An answer outlives what it says: there was no pipeline parallelism once."""
+    (refused,) = (asked for beginning, asked in REFUSED.items() if denial.startswith(beginning))
+    with pytest.raises(UserError):
+        validate(settled(typed(compose(refused)), on_gpu=True), 1)
+    features = {feature.name.partition(" (")[0].lower() for row in FEATURES.values() for feature in row}
+    assert denial.lower().removeprefix("there is no ") not in features
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"train": {"gradient_accumulation_steps": 4}},
+            "train.gradient_accumulation_steps: no such option; gradient accumulation is train.microbatches",
+        ),
+        ({"mesh": {"dp": 2}}, "mesh.dp: no such option; data parallelism is mesh.dp_shard"),
+        ({"pipeline_model_parallel_size": 2}, "no such option; pipeline parallelism is mesh.pp"),
+        ({"train": {"num_train_epochs": 3}}, "epochs as in train.steps=3epochs"),
+        ({"train": {"bf16": True}}, "mixed precision is passes.cast.param_dtype=bfloat16"),
+        ({"train": {"lr": 1e-4}}, "train.lr: no such option; the learning rate is optim.lr"),
+        ({"learning_rate": 1e-4}, "learning_rate: no such option; the learning rate is optim.lr"),
+        ({"wandb": True}, "wandb: no such option; metrics go to metrics.jsonl, TensorBoard and run.loggers="),
+        ({"model": {"attn_implementation": "sdpa"}}, "kernels are chosen automatically"),
+        (
+            {"train": {"dtype": "bf16"}},
+            "did you mean 'bfloat16'?; it is of the master weights; mixed precision is passes.cast.param_dtype",
+        ),
+        (
+            {"passes": {"cast": {"float8": "mxfp8"}}},
+            "'mxfp8' is not one of tensorwise, rowwise; there is no MXFP8 and no NVFP4",
+        ),
+        ({"passes": {"cast": {"nvfp4": True}}}, "passes.cast.nvfp4: no such option; there is no MXFP8 and no NVFP4"),
+        ({"passes": {"moe": {"fp8_grouped_mm": True}}}, "no such option; products of experts are not taken in float8"),
+        (
+            {"passes": {"moe": {"dispatch": "exact"}}},
+            "'exact' is not one of auto, all_gather, dropless, bounded; counts of rows stay",
+        ),
+        ({"train": {"stepz": 4}}, "train.stepz: no such option; did you mean 'steps'?"),
+    ],
+)
 def test_a_name_of_another_trainer_is_answered_where_it_is_refused(given, said):
     with pytest.raises(UserError) as refused:
         build(Config, given)

@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from compiler_trainer.config.compose import compose
+from compiler_trainer.doctor.probes import PROBES
+from compiler_trainer.doctor.probes import SMALL as PROBED
 from passes.lower import trace_cuda
 
 FAKE_CUDA = Path(__file__).parents[2] / "support" / "fake_cuda.py"
@@ -63,6 +66,16 @@ def test_every_body_becomes_cubins(name, library, record_property):
     extern = ", ".join(f"{count} {operator}" for operator, count in sorted(found["extern"].items())) or "none"
     counted = f"{found['bodies']} bodies, {found['kernels']} Triton kernels, {len(found['cubins'])} cubins"
     record_property("counted", f"Triton for an H100, {name}: {counted}; attention and float8 products called: {extern}")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("probe", [probe for probe in PROBES if "lower.backend=eager" not in probe.options], ids=lambda p: p.name)
+def test_the_small_jobs_of_the_doctor_compile_for_an_h100(probe, library):
+    """Sequences of one block, a batch of four: sizes that become constants in a kernel."""
+    options = [option.replace("=-1", "=2") for option in probe.options]
+    job = compose([*PROBED, "mesh.dp_shard=1", f"train.global_batch_size={8 if probe.mesh else 4}", *options])
+    assert run(FAKE_CUDA, library, job)["kernels"] > 5
 
 
 # ---- attention by interval --------------------------------------------------------------------------

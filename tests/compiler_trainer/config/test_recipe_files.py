@@ -1,0 +1,35 @@
+"""A file of options is a recipe as it is, and help knows the options of every choice."""
+
+from __future__ import annotations
+
+import pytest
+from commands import call
+
+from compiler_trainer.config import recipes
+from compiler_trainer.config.errors import UserError
+
+
+@pytest.mark.parametrize("head", ["", "# @package _global_\n"])
+@pytest.mark.parametrize("name", ["job.yaml", "job.yml"])
+def test_a_plain_file_of_options_is_a_recipe(head, name, tmp_path, capfd):
+    """As a run's own config.yaml is; without its package, hydra looks for an option called recipe."""
+    path = tmp_path / name
+    path.write_text(f"{head}train:\n  steps: 7\n")
+    assert not call(f"recipe={path}", "--cfg", "job")
+    assert "steps: 7" in capfd.readouterr().out
+
+
+def test_a_recipe_that_is_no_file_is_named(tmp_path):
+    with pytest.raises(UserError, match="recipe: nowhere.yaml is not a file"):
+        recipes.by_name(["recipe=nowhere.yaml"], tmp_path)
+
+
+@pytest.mark.parametrize("option", ["model.path", "model.lora.rank", "model.init"])
+def test_help_knows_the_options_of_a_folder(option, capfd):
+    assert not call("--help", option)
+    assert option in capfd.readouterr().out
+
+
+def test_an_option_of_another_choice_says_which(capfd):
+    assert call("model.path=qwen") == 2
+    assert "model.path: goes with model=hf" in capfd.readouterr().err
