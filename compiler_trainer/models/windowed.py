@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from compiler_trainer.models.attention import rotate
 
@@ -67,12 +66,12 @@ class Layer(nn.Module):
         self.w1, self.w2 = nn.Linear(dim, 4 * dim, bias=False), nn.Linear(4 * dim, dim, bias=False)
         self.values = nn.Embedding(vocab_size, dim) if has_values else None
 
-    def forward(self, x: Tensor, embedded: Tensor, tokens: Tensor, cos: Tensor, sin: Tensor, mask: BlockMask) -> Tensor:
+    def forward(self, x: Tensor, embedded: Tensor, tokens: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
         x = self.residual * x + self.embedded * embedded
         x = x + self.attend(normalize(x), tokens, cos, sin, mask)
         return x + self.w2(F.relu(self.w1(normalize(x))).square())
 
-    def attend(self, x: Tensor, tokens: Tensor, cos: Tensor, sin: Tensor, mask: BlockMask) -> Tensor:
+    def attend(self, x: Tensor, tokens: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
         """Return attention of `x` [B, T, D], causal and within the window unless the layer sees everything."""
         heads = (*x.shape[:2], -1, self.head_dim)
         v = self.wv(x) if self.values is None else self.wv(x) + self.values(tokens)
@@ -81,7 +80,7 @@ class Layer(nn.Module):
         if self.is_full:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
-            out = flex_attention(q, k, v, block_mask=mask)  # type: ignore[assignment]
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return self.wo(out.transpose(1, 2).flatten(2))
 
 
@@ -90,13 +89,11 @@ def normalize(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],))
 
 
-def window_mask(length: int, window: int, device: torch.device) -> BlockMask:
-    """Return the mask of tokens that see the last `window` tokens, themselves among them."""
-
-    def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return (i >= j) & (i - j < window)
-
-    return create_block_mask(sees, None, None, length, length, device=device)
+def window_mask(length: int, window: int, device: torch.device) -> Tensor:
+    """Return the mask, bool [T, T], of tokens that see the last `window` tokens, themselves among them."""
+    place = torch.arange(length, device=device)
+    distance = place[:, None] - place
+    return (distance >= 0) & (distance < window)
 
 
 def initialize(module: nn.Module) -> None:
