@@ -23,7 +23,7 @@ from compiler_trainer.data.workers import tokenize
 from compiler_trainer.places.cache import Cache, in_cache, named, writable
 from compiler_trainer.places.kept import Kept, alone, found, made, part_of
 
-FORMAT = 4  # of what is stored, and of what it depends on
+FORMAT = 5  # of what is stored, and of what it depends on
 
 
 class Share(NamedTuple):
