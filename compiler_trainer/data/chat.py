@@ -58,7 +58,7 @@ class Chats:
     tries: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def write(self, chat: Conversation) -> Written:
-        """The samples of a conversation; raises BadRecord without an answer, or if its prompt cannot be told from it."""
+        """The samples of a conversation; raises BadRecord without an answer, or if its prompt is not its start."""
         if not any(message["role"] == ASSISTANT for message in chat.messages):
             raise BadRecord("the assistant says nothing: no message is of the role assistant")
         if not chat.labelled:
@@ -68,7 +68,7 @@ class Chats:
         tokens = [self.tokens(sample, chat, notes) for sample in samples]
         if not any(each.counted.any() for each in tokens):
             raise BadRecord("the chat template writes nothing of the answers")
-        notes += [*self.unused(chat, samples), *omitted(chat, samples)]
+        notes += [*self.unused(chat, samples), *self.omitted(chat, samples), *quoted(chat, samples)]
         return Written(samples, tokens, list(dict.fromkeys(notes)))
 
     def samples(self, chat: Conversation, notes: list[str]) -> list[Sample]:
@@ -77,7 +77,7 @@ class Chats:
         if marks:
             return [Sample(text, self.marks_of(chat, marks), len(chat.messages))]
         if self.template.misplacing:
-            notes.append("the chat template marks answers inside a macro, where their places are lost: marks are not used")
+            notes.append("the chat template marks answers inside a macro, where places are lost: marks are not used")
         samples: list[Sample] = []
         for number in chat.labelled:
             upto = self.template.text(chat, number + 1)
@@ -171,6 +171,25 @@ class Chats:
             of = f" of messages of role {role}" if role else ""
             yield f'"{key}"{of} is not used: the chat template does not write it'
 
+    def omitted(self, chat: Conversation, samples: Sequence[Sample]) -> Iterator[str]:
+        """Say which contents are not wholly in the samples; raises BadRecord if one of an answer is not at all."""
+        texts = [" ".join(sample.text.split()) for sample in samples]
+        for number, message in enumerate(chat.messages[: samples[-1].upto]):
+            content, role = message.get("content", ""), message["role"]
+            parts = [content] if isinstance(content, str) else [each["text"] for each in content]
+            if all(is_within(part, texts) for part in parts):
+                continue
+            emptied = [*chat.messages[:number], {**message, "content": f"{content}?"}, *chat.messages[number + 1 :]]
+            if not self.is_same(chat._replace(messages=emptied), samples):
+                more = ", such as reasoning: answers are trained on without it" if role == ASSISTANT else ""
+                yield f"the chat template leaves out part of the content of role {role}{more}"
+            elif number in chat.labelled:
+                parts_of = 'if it takes parts, give [{"type": "text", "text": ...}]'
+                fix = parts_of if isinstance(content, str) else "give a string"
+                raise BadRecord(f"the chat template writes nothing of the content of message {number}; {fix}")
+            else:
+                yield f"the content of role {role} is not used: the chat template does not write it"
+
     def is_same(self, changed: Conversation, samples: Sequence[Sample]) -> bool:
         """True if another conversation has the texts of some samples."""
         try:
@@ -195,18 +214,17 @@ def without(chat: Conversation, keys: Sequence[tuple[str, str]]) -> Conversation
     return chat._replace(messages=messages, names={k: v for k, v in chat.names.items() if ("", k) not in keys})
 
 
-def omitted(chat: Conversation, samples: Sequence[Sample]) -> Iterator[str]:
-    """Say which contents are not wholly in the samples, and which calls are written as JSON of JSON."""
-    texts = [" ".join(sample.text.split()) for sample in samples]
-    for message in chat.messages[: samples[-1].upto]:
-        content = message.get("content", "")
-        for part in [content] if isinstance(content, str) else [each["text"] for each in content]:
-            plain = " ".join(part.split())
-            if not any(plain in text or json.dumps(part, ensure_ascii=False)[1:-1] in text for text in texts):
-                more = ", such as reasoning: answers are trained on without it" if message["role"] == ASSISTANT else ""
-                yield f"the chat template leaves out part of the content of role {message['role']}{more}"
-        for call in message.get("tool_calls") or ():
-            of = call.get("function", call) if isinstance(call, dict) else {}
-            given = of.get("arguments") if isinstance(of, dict) else None
-            if isinstance(given, str) and any(json.dumps(given, ensure_ascii=False) in s.text for s in samples):
-                yield "arguments of tool_calls are a string, which the chat template writes in quotes; give an object"
+def is_within(content: str, texts: Sequence[str]) -> bool:
+    """True if a text holds some content, as it is or as JSON, whatever the white space."""
+    plain = " ".join(content.split())
+    return any(plain in text or json.dumps(content, ensure_ascii=False)[1:-1] in text for text in texts)
+
+
+def quoted(chat: Conversation, samples: Sequence[Sample]) -> Iterator[str]:
+    """Say that arguments of calls are written as JSON of JSON."""
+    calls = [call for message in chat.messages for call in message.get("tool_calls") or () if isinstance(call, dict)]
+    for call in calls:
+        function = call.get("function", call)
+        arguments = function.get("arguments") if isinstance(function, dict) else None
+        if isinstance(arguments, str) and any(json.dumps(arguments, ensure_ascii=False) in s.text for s in samples):
+            yield "arguments of tool_calls are a string, which the chat template writes in quotes; give an object"
