@@ -23,6 +23,7 @@ from compiler_trainer.places.store import parted
 
 BESIDE = ("*token*", "*.jinja", "config.json", "generation_config.json")  # read together with a tokenizer.json
 CONFIGS = ("tokenizer_config.json", "special_tokens_map.json", "config.json")  # with one of them transformers loads it
+TRIES = 100  # texts of which one should have tokens
 Ids = NDArray[np.integer]
 Place = tuple[int, int]  # characters of a text, from the first to before the second
 
@@ -249,14 +250,16 @@ def added_around(backend: Backend) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The ids that the post-processor of a tokenizer puts before and after a text."""
     backend.no_truncation()
     backend.no_padding()
-    try:
-        encoding = backend.encode("a", add_special_tokens=True)
-    except Exception:  # WordLevel without an unknown token has no id for "a"
-        encoding = backend.encode("", add_special_tokens=True)
-    added = np.array(encoding.special_tokens_mask, bool)
-    text = np.flatnonzero(~added)
-    first, last = (text[0], text[-1] + 1) if len(text) else (len(added), len(added))
-    return tuple(encoding.ids[:first]), tuple(encoding.ids[last:])
+    some = sorted(backend.get_vocab(with_added_tokens=False).items(), key=lambda entry: entry[1])[-TRIES:]
+    for text in ("a", *(backend.decode([i]) or token for token, i in some)):
+        try:
+            encoding = backend.encode(text, add_special_tokens=True)
+        except Exception:  # WordLevel without an unknown token has no id for most texts
+            continue
+        own = np.flatnonzero(~np.array(encoding.special_tokens_mask, bool))
+        if len(own):
+            return tuple(encoding.ids[: own[0]]), tuple(encoding.ids[own[-1] + 1 :])
+    return (), ()
 
 
 def before_end(ending: tuple[int, ...], end: int) -> tuple[int, ...]:
