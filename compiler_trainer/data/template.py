@@ -55,7 +55,7 @@ class ChatTemplate:
         self.templates, self.special_tokens = tokenizer.settings.templates, tokenizer.settings.special_tokens
         if "default" not in self.templates:
             there = f"those named {', '.join(self.templates)}, and no default" if self.templates else "no chat template"
-            fix = "conversations need one in the chat_template.jinja or tokenizer_config.json beside the tokenizer.json"
+            fix = "conversations need one in the tokenizer_config.json or chat_template.jinja beside the tokenizer.json"
             raise UserError("data.tokenizer", f"{tokenizer.path} has {there}; {fix}")
         free: set[str] = set()
         self.marking: dict[str, bool] = {}  # by source: whether answers are marked where transformers can place marks
