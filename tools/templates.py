@@ -147,6 +147,9 @@ def differences(
         counted = np.append(tokens.counted, False)[: len(ids)]
         if chats.template.marking[chats.template.source(chat.names)]:
             expected = np.array(masks(upto, tools, theirs), bool)
+            _, places = chats.tokenizer.encode_placed(sample.text)
+            for i in range(1, len(expected)):  # theirs ends at the first of several tokens of a character
+                expected[i] |= expected[i - 1] and places[i] == places[i - 1]
             for number in set(roles(messages)) - set(labelled):
                 ends = [theirs.apply_chat_template(messages[: number + n], tools=tools)["input_ids"] for n in (0, 2)]
                 expected[parting(ends[0], ids) : parting(ends[1], ids)] = False
