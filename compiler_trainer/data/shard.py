@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from compiler_trainer.data.tokenizers import Tokenizer, dtype_of
 
 NOTES_MOST = 40  # of a source
-# Ids; where documents end, int64; of conversations which ids count, bool. And what they are once they are joined.
-ARRAYS = {"tokens": "tokens.bin", "ends": "offsets.bin", "counted": "counted.bin"}
+# Ids; where documents end, int64; of conversations which ids count, bool, and which documents are of the same record as
+# the one before, bool. And what they are once they are joined.
+ARRAYS = {"tokens": "tokens.bin", "ends": "offsets.bin", "counted": "counted.bin", "continues": "continues.bin"}
 
 # Ids, and which of them count as labels, with one entry more for the token that closes a document: None for all.
 Encoded = tuple[NDArray[Any], NDArray[np.bool_] | None]
@@ -49,6 +50,10 @@ class Delimited(Protocol):
     @property
     def ends(self) -> bool: ...
 
+    @property
+    def continues(self) -> bool:
+        """True if it is a sample of the same record as the one before."""
+
 
 class Shard:
     """Writes a piece's tokens, and in the end a summary, without which there is no shard; used as a context manager."""
@@ -62,7 +67,7 @@ class Shard:
 
     def add(self, parts: Iterable[Delimited], encoded: Iterable[Encoded]) -> None:
         """Append documents or parts of them; what ends a document is added, and an empty one is counted only."""
-        ids, counts, ends, at = [], [], [], self.summary.tokens
+        ids, counts, ends, continues, at = [], [], [], [], self.summary.tokens
         documents = empty = 0
         for part, (own, counted) in zip(parts, encoded, strict=True):
             documents += part.ends
@@ -73,9 +78,11 @@ class Shard:
             counts += [] if counted is None else [counted]
             at += len(own) + part.ends
             ends += [at] * part.ends
+            continues += [part.continues] * (part.ends and counted is not None)
         self.write("tokens", ids, self.dtype)
         self.write("counted", counts, np.dtype(bool))
         self.write("ends", [ends], np.dtype(np.int64))
+        self.write("continues", [continues], np.dtype(bool))
         now = self.summary
         self.summary = now._replace(tokens=at, documents=now.documents + documents, empty=now.empty + empty)
 

@@ -1,6 +1,6 @@
 """The tokens of a source on disk, in volumes of 64 GiB of text, each made of pieces by several processes.
 
-    <volume>/  tokens.bin  offsets.bin  counted.bin  kept.json
+    <volume>/  tokens.bin  offsets.bin  counted.bin  continues.bin  kept.json
 
 A volume's name depends on each file's path, size and time of change, on the tokenizer and on the options. It is made
 where it will lie, piece by piece, and pieces that are whole are kept when its making is interrupted.

@@ -86,6 +86,7 @@ class Part(NamedTuple):
     content: str | Encoded
     begins: bool
     ends: bool
+    continues: bool = False  # it is a sample of the same record as the one before
 
     @property
     def size(self) -> int:
@@ -150,7 +151,7 @@ class Worker:
         if most is not None and len(written.samples) > most:
             why = "has several answers after the first difference, and the chat template rewrites earlier ones"
             raise BadRecord(f"{why}: give each its last answer alone, the others as its prompt")
-        return [Part((tokens.ids, tokens.counted), True, True) for tokens in written.tokens]
+        return [Part((ids, counted), True, True, i > 0) for i, (ids, counted) in enumerate(written.tokens)]
 
     def given(self, ids: Ids) -> list[Part]:
         """A document of ids in parts; what ends it is left out, for a shard adds it."""

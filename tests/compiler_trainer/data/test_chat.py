@@ -108,7 +108,9 @@ def test_a_template_in_a_file_of_its_own_comes_first(tokenizer, tmp_path):
 def test_rows_without_a_label_are_left_out(tokenizer, tmp_path):
     question = {"role": "user", "content": "long " * 100}
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [question, {"role": "assistant", "content": "short"}]}) * 1)
-    rows = datasets(tmp_path / "a.jsonl", tokenizer, seq_len=8).train.rows
+    found = datasets(tmp_path / "a.jsonl", tokenizer, seq_len=8)
+    rows = found.train.rows
+    assert f"train {rows.facts.filled} tokens in {len(rows)} rows of 8 ({rows.facts.tokens - rows.facts.filled} more are in rows without labels" in found.describe(1)
     labels = rows.batch(np.arange(len(rows)))["labels"]
     assert len(rows) <= 2 < rows.facts.tokens / 8 and (labels != -100).any(axis=1).all()
     assert (labels != -100).sum() == len("short") + 1 + len("\n")

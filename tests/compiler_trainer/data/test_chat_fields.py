@@ -367,3 +367,17 @@ def test_texts_and_labels_are_those_of_transformers_by_shape(template, tmp_path)
     outcomes = compare(template, tmp_path)
     assert not [(name, outcome) for name, outcome in outcomes.items() if outcome.verdict == "wrong"]
     assert outcomes["one turn"].verdict == outcomes["three turns"].verdict == "right"
+
+
+def test_samples_of_one_conversation_are_of_the_same_half(tmp_path):
+    folder = Folder(tmp_path, THINKS)
+    rows = [{"messages": [{**U, "content": f"q{i}"}, {**A, "content": f"<{i}>"}, U, {**A, "content": f"({i})"}]} for i in range(60)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = DataConfig("text", files=(str(tmp_path / "a.jsonl"),), tokenizer=folder.path, chat=True, eval_fraction=0.2)
+    found = build_datasets(cfg, 200, 1)
+    seen = []
+    for rows in (found.train.rows, found.eval.rows):
+        text = folder.theirs.decode(rows.batch(np.arange(len(rows)))["tokens"].ravel().tolist())
+        seen.append({i for i in range(60) if f"<{i}>" in text})
+        assert seen[-1] == {i for i in range(60) if f"({i})" in text}
+    assert not seen[0] & seen[1] and seen[0] | seen[1] == set(range(60)) and 4 < len(seen[1]) < 24
