@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from compiler_trainer.data.records import ASSISTANT, BadRecord, Conversation
+from compiler_trainer.data.records import ASSISTANT, BadRecord, Conversation, one_line
 from compiler_trainer.data.template import ChatTemplate
 from compiler_trainer.data.tokenizers import Ids, Place, Tokenizer
 
@@ -69,7 +69,7 @@ class Chats:
         if not any(each.counted.any() for each in tokens):
             raise BadRecord("the chat template writes nothing of the answers")
         notes += [*self.unused(chat, samples), *self.omitted(chat, samples), *quoted(chat, samples)]
-        return Written(samples, tokens, list(dict.fromkeys(notes)))
+        return Written(samples, tokens, list(dict.fromkeys(map(one_line, notes))))
 
     def samples(self, chat: Conversation, notes: list[str]) -> list[Sample]:
         """The fewest samples in which each answer stands as it is generated."""
@@ -80,7 +80,7 @@ class Chats:
             notes.append("the chat template marks answers inside a macro, where places are lost: marks are not used")
         samples: list[Sample] = []
         for number in chat.labelled:
-            upto = self.template.text(chat, number + 1)
+            upto = text if number + 1 == len(chat.messages) else self.template.text(chat, number + 1)
             answer = self.answer_of(chat, number, upto, notes)
             before = samples.pop().answers if samples and upto.startswith(samples[-1].text) else []
             samples.append(Sample(upto, [*before, answer], number + 1))
@@ -222,7 +222,7 @@ def is_within(content: str, texts: Sequence[str]) -> bool:
 
 def quoted(chat: Conversation, samples: Sequence[Sample]) -> Iterator[str]:
     """Say that arguments of calls are written as JSON of JSON."""
-    calls = [call for message in chat.messages for call in message.get("tool_calls") or () if isinstance(call, dict)]
+    calls = [call for message in chat.messages for call in message.get("tool_calls", [])]
     for call in calls:
         function = call.get("function", call)
         arguments = function.get("arguments") if isinstance(function, dict) else None

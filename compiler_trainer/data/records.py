@@ -78,9 +78,23 @@ class Document(NamedTuple):
     ends: bool = True
     unused: tuple[str, ...] = ()
 
+    @property
+    def notes(self) -> list[str]:
+        """The line that names unused fields, if there are any."""
+        return [one_line(f"fields not used: {', '.join(self.unused)}")] if self.unused else []
+
 
 class BadRecord(Exception):
-    """The reason why a record holds no document."""
+    """The reason why a record holds no document, in one line of bounded length whatever the record has in it."""
+
+    def __init__(self, why: str):
+        super().__init__(one_line(why))
+
+
+def one_line(text: str, most: int = 400) -> str:
+    """A text on one line, cut in its middle if it is longer than `most` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[: most // 2]} ... {line[-most // 2 :]}"
 
 
 class Record(NamedTuple):
@@ -278,6 +292,9 @@ def checked(message: Message, where: str) -> Message:
         raise BadRecord(f'field "{where}" has "from" and "value"; {fix}')
     there = {key: value for key, value in message.items() if value is not None}
     there["role"] = text_of(there.get("role"), f"{where}.role")
+    calls = there.get("tool_calls", [])
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise BadRecord(f'field "{where}.tool_calls" is no list of objects')
     if isinstance(there.get("content"), list):
         for number, part in enumerate(there["content"]):
             check_part(part, f"{where}.content[{number}]")

@@ -96,8 +96,7 @@ class Reader:
 
     def documents(self, document: Document, notes: list[str]) -> list[Shown]:
         """The documents of a record, each whole."""
-        if document.unused:
-            notes.append(f"fields not used: {', '.join(document.unused)}")
+        notes += document.notes
         parts = self.worker.prepared(document, notes)
         encoded = self.worker.encode(parts)
         content = document.content
@@ -147,8 +146,7 @@ class Reader:
             counts.records += 1
             try:
                 document = record.read()
-                if document.unused:
-                    notes.append(f"fields not used: {', '.join(document.unused)}")
+                notes += document.notes
                 parts = self.worker.prepared(document, notes)
             except BadRecord as error:
                 counts.bad[str(error)] += 1

@@ -126,8 +126,7 @@ class Worker:
                         raise UserError(record.where(), str(error)) from error
                     shard.skip(record.where, str(error))
                 else:
-                    unused = [f"fields not used: {', '.join(document.unused)}"] if document.unused else []
-                    shard.note(record.where, [*unused, *notes])
+                    shard.note(record.where, [*document.notes, *notes])
                     yield from found
 
     def prepared(self, document: Document, notes: list[str]) -> list[Part]:
