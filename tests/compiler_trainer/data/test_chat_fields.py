@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import DataConfig
+from compiler_trainer.data import sources, workers
 from compiler_trainer.data.chat import Chats
 from compiler_trainer.data.datasets import build_datasets
 from compiler_trainer.data.records import BadRecord, Fields, from_row
@@ -381,3 +382,19 @@ def test_samples_of_one_conversation_are_of_the_same_half(tmp_path):
         seen.append({i for i in range(60) if f"<{i}>" in text})
         assert seen[-1] == {i for i in range(60) if f"({i})" in text}
     assert not seen[0] & seen[1] and seen[0] | seen[1] == set(range(60)) and 4 < len(seen[1]) < 24
+
+
+def test_several_processes_write_what_one_does(tmp_path, monkeypatch):
+    folder = Folder(tmp_path, "{% if style %}{{ style }}{% endif %}" + THINKS)
+    rows = [{"messages": [{**U, "content": f"q{i}"}, A, U, A], "style": "s", "id": i} for i in range(60)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"files": (str(tmp_path / "a.jsonl"),), "tokenizer": folder.path, "chat": True, "eval_fraction": 0.0}
+    one = build_datasets(DataConfig("text", **options, cache=str(tmp_path / "one")), 100, 1)
+    monkeypatch.setattr(sources, "PIECE_BYTES", 1500)
+    monkeypatch.setattr(workers, "ALONE", 0)
+    several = build_datasets(DataConfig("text", **options, cache=str(tmp_path / "several")), 100, 1)
+    first, second = (found.parts[0].train.corpus for found in (one, several))
+    for name in ("tokens", "offsets", "counted", "continues"):
+        assert getattr(first, name).tolist() == getattr(second, name).tolist()
+    notes = [found.parts[0].tokens.holds.notes for found in (one, several)]
+    assert notes[0] == notes[1] and "fields not used: id" in notes[0]
