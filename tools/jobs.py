@@ -99,7 +99,7 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     tokenizer.save(str(folder / "tokenizer.json"))
-    said = {"chat_template": CHATML, "bos_token": {"content": "<|endoftext|>"}}
+    said = {"chat_template": CHATML, "eos_token": "<|endoftext|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(said))
 
 

@@ -19,6 +19,9 @@ VERBS = {
     "doctor": Verb("begin", "[--ranks N]", "what this machine is, and whether each feature works on it"),
     "launch": Verb("train", "[-n RANKS] ...", "start several ranks, as torchrun does, without its tracebacks"),
     "resume": Verb("train", "RUN [OPTION=VALUE]", "continue a run from its newest checkpoint"),
+    "check-data": Verb(
+        "begin", "FILE [OPTION=VALUE]", "print a record as the model will see it: tokens, labels, what is not used"
+    ),
     "tokenize": Verb("train", "--out DIR [OPTION=VALUE]", "make the tokens of a job's data ahead of it"),
     "compile": Verb("train", "--out DIR [OPTION=VALUE]", "make the programs of a job ahead of it, without its GPUs"),
     "plan": Verb("plan", "[OPTION=VALUE]", "find the fastest mesh, microbatches and recomputation for a cluster"),

@@ -15,11 +15,16 @@ def is_length(given: str) -> bool:
     return found is not None and float(found[1]) > 0
 
 
-def steps_of(given: str, rows: int, rows_a_step: int, tokens_a_row: float) -> int:
-    """The least number of steps in which so many epochs of `rows`, or so many tokens, are trained on."""
+def steps_of(
+    given: str, rows: int, rows_a_step: int, tokens_a_row: float, done: int = 0, rows_done: int = 0
+) -> int:
+    """The least number of steps in which so many epochs of `rows`, or so many tokens, are trained on.
+
+    `done` of them are over, in which `rows_done` rows were trained on, maybe of another number a step.
+    """
     number, unit = PATTERN.fullmatch(given).groups()  # type: ignore[union-attr]
     if unit.startswith("epoch"):
         wanted = float(number) * rows
     else:
         wanted = float(number) * SIZES[unit.removesuffix("tokens")] / tokens_a_row
-    return max(1, math.ceil(round(wanted / rows_a_step, 9)))
+    return max(1, done + max(0, math.ceil(round((wanted - rows_done) / rows_a_step, 9))))

@@ -225,7 +225,8 @@ class WeightedSource(SourceConfig):
 
 @dataclass(frozen=True)
 class DataConfig(SourceConfig):
-    """What to train on: one source, or `sources`; `tokenizer` is `bytes` or the path of a `tokenizer.json`.
+    """What to train on: one source, or `sources`; `tokenizer` is `bytes` or the path of a `tokenizer.json`, which
+    transformers loads with the files beside it.
 
     A recipe for a vocabulary of its own leaves `tokenizer` empty: it has to be named.
 
@@ -237,6 +238,8 @@ class DataConfig(SourceConfig):
     sources: tuple[WeightedSource, ...] = ()
     validation: tuple[WeightedSource, ...] = ()  # what to evaluate on; nothing else is held out then
     tokenizer: str = "bytes"
+    eos_token: Text | None = None  # the token that closes a document; null: the tokenizer's own eos_token
+    add_bos_token: bool | None = None  # begin texts with the bos_token; null: as the tokenizer does
     chat: bool = False
     pairs: bool = False  # with `chat`: records hold `chosen` and `rejected` answers to a `prompt`, a row each
     packing: Literal["auto", "cut", "fit"] = "auto"  # documents end to end, cut; or whole ones, padded: with `chat`

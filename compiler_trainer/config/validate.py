@@ -175,6 +175,11 @@ CHECKS: Checks = (
         "needs a tokenizer with a chat template; set data.tokenizer to a tokenizer.json",
     ),
     (
+        "data.add_bos_token",
+        lambda c: not c.data.chat or c.data.add_bos_token is None,
+        "is {c.data.add_bos_token} with data.chat=true, where the chat template writes the bos_token; leave it null",
+    ),
+    (
         "data.pairs",
         lambda c: not c.data.pairs or c.data.chat,
         "are conversations; set data.chat=true, too",

@@ -16,7 +16,7 @@ from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import DataConfig
 from compiler_trainer.data.sources import source_of
 from compiler_trainer.data.stored import Share, Tokens, folders_of, make_share, summary
-from compiler_trainer.data.tokenizers import Tokenizer, build_tokenizer, tokenizer_here
+from compiler_trainer.data.tokenizers import Tokenizer, tokenizer_of
 from compiler_trainer.data.worker import recipe_for
 from compiler_trainer.places.cache import Cache, cache_of
 from compiler_trainer.places.copies import copied
@@ -38,7 +38,10 @@ class Volume:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What has to be known of tokens to train on them; `digest` depends on each of them."""
+    """The facts about tokens that training needs; `digest` depends on each of them.
+
+    `opening` are the ids before each text, `end_of_document` the one after each document; None of an earlier version.
+    """
 
     tokens: int
     documents: int
@@ -48,6 +51,8 @@ class Manifest:
     chat: bool
     volumes: tuple[Volume, ...]
     pairs: bool = False
+    opening: tuple[int, ...] | None = None
+    end_of_document: int | None = None
 
 
 def write(cfg: DataConfig, out: Path, share: Share) -> Tokens | None:
@@ -60,7 +65,8 @@ def write(cfg: DataConfig, out: Path, share: Share) -> Tokens | None:
         raise UserError("data.sources", f"are several; {fix}")
     if cfg.tokens is not None:
         raise UserError("data.tokens", "are tokens already; name the data that they are to be made of")
-    tokenizer, recipe = build_tokenizer(tokenizer_here(cfg)), recipe_for(cfg, cfg)
+    tokenizer = tokenizer_of(cfg)
+    recipe = recipe_for(cfg, cfg, tokenizer)
     source = source_of(cfg, cfg.seed, cache_of(cfg))
     check_free(out, folders_of(source, recipe, tokenizer.digest, out))
     tokens = make_share(source, recipe, tokenizer.digest, out, share)
@@ -81,7 +87,8 @@ def manifest_of(cfg: DataConfig, tokens: Tokens, tokenizer: Tokenizer) -> Manife
     summaries = [(volume.folder.name, summary(volume)) for volume in tokens.volumes]
     volumes = tuple(Volume(name, held.tokens, held.documents, held.digest) for name, held in summaries)
     whole = tokens.holds
-    of = cfg.tokenizer, tokenizer.digest, cfg.chat, volumes, cfg.pairs
+    opening, end = tuple(tokenizer.settings.opening), tokenizer.end_of_document
+    of = cfg.tokenizer, tokenizer.digest, cfg.chat, volumes, cfg.pairs, opening, end
     return Manifest(whole.tokens, whole.documents, whole.digest, *of)
 
 
@@ -93,6 +100,9 @@ def folder_of(name: str, cache: Cache) -> Path:
 def opened(folder: Path, tokenizer: Tokenizer, cfg: DataConfig) -> Tokens:
     """The tokens of a folder, which may have moved; raises UserError where they are not whole, or made otherwise."""
     manifest = read(folder)
+    if manifest.end_of_document is None and manifest.tokenizer != "bytes":
+        fix = "run compiler-trainer tokenize again"
+        raise UserError("data.tokens", f"{folder} is of an earlier version, which did not say how texts begin; {fix}")
     if manifest.tokenizer_digest != tokenizer.digest:
         what = f"is {cfg.tokenizer}, but {folder} was made with {manifest.tokenizer}"
         raise UserError("data.tokenizer", f"{what}, which differs from it; name that one")
@@ -100,7 +110,25 @@ def opened(folder: Path, tokenizer: Tokenizer, cfg: DataConfig) -> Tokens:
         if (made := getattr(manifest, name)) != getattr(cfg, name):
             yes, no = ("true", "false") if made else ("false", "true")
             raise UserError(f"data.{name}", f"is {no}, but {folder} was made with {yes}; set it to {yes}")
+    check_borders(manifest, folder, tokenizer)
     return Tokens(folder, [volume_of(folder, volume) for volume in manifest.volumes])
+
+
+def check_borders(manifest: Manifest, folder: Path, tokenizer: Tokenizer) -> None:
+    """Raise UserError if documents of a folder begin or end with other tokens than the options ask for."""
+    if manifest.end_of_document is None:
+        return
+    names = tokenizer.name_of
+    if manifest.end_of_document != tokenizer.end_of_document:
+        what = f"is {names(tokenizer.end_of_document)}, but documents in {folder} end with"
+        raise UserError("data.eos_token", f"{what} {names(manifest.end_of_document)}; set it to that")
+    if not manifest.chat and tuple(manifest.opening or ()) != tuple(tokenizer.settings.opening):
+        there, here = (
+            "".join(map(names, ids)) or "nothing" for ids in (manifest.opening or (), tokenizer.settings.opening)
+        )
+        fix = f"set it to {'true' if manifest.opening else 'false'}"
+        what = f"puts {here} before a text, but {folder} was made with {there}"
+        raise UserError("data.add_bos_token", f"{what}; {fix}")
 
 
 def volume_of(folder: Path, volume: Volume) -> Kept:

@@ -1,177 +1,230 @@
-"""Conversations as a tokenizer's chat template writes them, and what of the text the assistant says.
+"""Conversations as samples: texts as the tokenizer's chat template writes them, and the answers in them, the labels.
 
-A template that marks answers by `{% generation %}` is taken at its word. Of any other, an answer is what the text of
-all messages up to it has beyond the prompt for it, its end-of-turn token included.
+A template that marks answers by `{% generation %}` is taken at its word. With any other, an answer is what the text of
+all messages up to it has beyond the prompt for it, its end-of-turn token included: the tokens that the model would
+have to generate. A template that writes earlier answers otherwise once more turns follow (Qwen3 drops their thoughts)
+gives a sample for each answer, with the text before it as it is when that answer is generated.
 """
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Callable
-from datetime import datetime
-from pathlib import Path
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import jinja2
 import numpy as np
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from numpy.typing import NDArray
 
-from compiler_trainer.config.errors import UserError
-from compiler_trainer.data.records import BadRecord, Message
+from compiler_trainer.data.records import ASSISTANT, BadRecord, Conversation, one_line
+from compiler_trainer.data.template import ChatTemplate
 from compiler_trainer.data.tokenizers import Ids, Place, Tokenizer
 
-NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # for use inside a program; yet a text may hold some
-Marks = tuple[str, str]  # around an answer
-UNMARKED: Marks = ("", "")
+TRIES = 20  # records in which a field is looked at before it counts as unused
+LABELLING = {"role", "content", "weight", "train"}  # keys of a message that are used in any case
 
 
-class Template(NamedTuple):
-    """The source of a chat template, and the special tokens that it may name."""
+class Sample(NamedTuple):
+    """The text of the first `upto` messages, and the characters of its answers that are labels."""
 
-    source: str
-    tokens: dict[str, str]
-
-
-class Generation(Extension):
-    """`{% generation %}` answer `{% endgeneration %}`, as transformers has it: the answer, here between marks."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        """The block, as a call of `marked` with what is inside."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("marked"), [], [], body).set_lineno(line)
-
-    def marked(self, caller: Callable[[], str]) -> str:
-        """What is inside, marked."""
-        start, end = self.environment.marks  # type: ignore[attr-defined]
-        return f"{start}{caller()}{end}"
+    text: str
+    answers: list[Place]
+    upto: int
 
 
-def template_beside(tokenizer: str) -> Template:
-    """The chat template of the tokenizer.json at a path; raises UserError where there is none."""
-    folder = Path(tokenizer).parent
-    config = settings(folder / "tokenizer_config.json")
-    own, found = folder / "chat_template.jinja", config.get("chat_template")
-    if isinstance(found, list):
-        found = {entry["name"]: entry["template"] for entry in found}.get("default")
-    source = own.read_text(encoding="utf-8") if own.is_file() else found
-    if tokenizer == "bytes" or not isinstance(source, str):
-        fix = "conversations need one in the tokenizer_config.json or chat_template.jinja beside the tokenizer.json"
-        raise UserError("data.tokenizer", f"{tokenizer} has no chat template; {fix}")
-    special = {name: value for name, value in sorted(config.items()) if name.endswith("_token") and value}
-    return Template(source, {name: v["content"] if isinstance(v, dict) else str(v) for name, v in special.items()})
+class Tokens(NamedTuple):
+    """Ids of a document without the one that closes it; `counted`, one entry more, tells which are labels."""
+
+    ids: Ids
+    counted: NDArray[np.bool_]
 
 
-def settings(path: Path) -> dict[str, Any]:
-    """A tokenizer_config.json, empty where there is none."""
-    if not path.is_file():
-        return {}
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(str(path), f"is not JSON: {error}") from error
+class Written(NamedTuple):
+    """The samples of a conversation, their tokens, and what there is to say about them."""
+
+    samples: list[Sample]
+    tokens: list[Tokens]
+    notes: list[str]
 
 
-def encode(
-    messages: list[Message], template: Template, tokenizer: Tokenizer, after: int = 0
-) -> tuple[Ids, NDArray[np.bool_]]:
-    """Ids of a conversation, and which of them the assistant says `after` so many messages.
+@dataclass
+class Chats:
+    """Writes conversations with the chat template of a tokenizer."""
 
-    Raises BadRecord where that cannot be told.
-    """
-    text, answers = written(messages, template)
-    ids, places = tokenizer.encode_placed(text)
-    before = sum(message["role"] == "assistant" for message in messages[:after])
-    return ids, said(np.array(places).reshape(-1, 2), answers[before:])
+    template: ChatTemplate
+    tokenizer: Tokenizer
+    used: set[tuple[str, str]] = field(default_factory=set)  # (role, key) of messages, ("", name) of records
+    tries: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def write(self, chat: Conversation) -> Written:
+        """The samples of a conversation; raises BadRecord without an answer, or if its prompt is not its start."""
+        if not any(message["role"] == ASSISTANT for message in chat.messages):
+            raise BadRecord("the assistant says nothing: no message is of the role assistant")
+        if not chat.labelled:
+            raise BadRecord("no answer counts: those of the assistant have weight 0 or train false")
+        notes: list[str] = []
+        samples = self.samples(chat, notes)
+        tokens = [self.tokens(sample, chat, notes) for sample in samples]
+        if not any(each.counted.any() for each in tokens):
+            raise BadRecord("the chat template writes nothing of the answers")
+        notes += [*self.unused(chat, samples), *self.omitted(chat, samples), *quoted(chat, samples)]
+        return Written(samples, tokens, list(dict.fromkeys(map(one_line, notes))))
+
+    def samples(self, chat: Conversation, notes: list[str]) -> list[Sample]:
+        """The fewest samples in which each answer stands as it is generated."""
+        text, marks = self.template.marked(chat)
+        if marks:
+            return [Sample(text, self.marks_of(chat, marks), len(chat.messages))]
+        if self.template.misplacing:
+            notes.append("the chat template marks answers inside a macro, where places are lost: marks are not used")
+        samples: list[Sample] = []
+        for number in chat.labelled:
+            upto = text if number + 1 == len(chat.messages) else self.template.text(chat, number + 1)
+            answer = self.answer_of(chat, number, upto, notes)
+            before = samples.pop().answers if samples and upto.startswith(samples[-1].text) else []
+            samples.append(Sample(upto, [*before, answer], number + 1))
+        if len(samples) > 1:
+            why = "the chat template writes earlier answers otherwise once more turns follow"
+            notes.append(f"{why}: each answer of such a conversation is a sample with the text before it")
+        if text.startswith(samples[-1].text):
+            samples[-1] = Sample(text, samples[-1].answers, len(chat.messages))
+        return samples
+
+    def marks_of(self, chat: Conversation, marks: list[Place]) -> list[Place]:
+        """The marks of answers that are labels."""
+        if len(chat.labelled) == sum(message["role"] == ASSISTANT for message in chat.messages):
+            return marks
+        counts = {n: len(self.template.marked(chat, n)[1]) if n else 0 for i in chat.labelled for n in (i, i + 1)}
+        return [mark for number in chat.labelled for mark in marks[counts[number] : counts[number + 1]]]
+
+    def answer_of(self, chat: Conversation, number: int, text: str, notes: list[str]) -> Place:
+        """The characters of the answer that ends a text: those beyond the prompt for it.
+
+        If the generation prompt ends otherwise than the answer begins, as one that opens a thought does, the answer
+        begins with the first token that differs.
+        """
+        prompt = self.template.text(chat, number, prompt=True)
+        if text.startswith(prompt):
+            return len(prompt), len(text)
+        start = self.parting(text, prompt)
+        if number and start < self.parting(prompt, self.template.text(chat, number)):
+            why = f"the chat template writes the messages before message {number} otherwise once it follows"
+            raise BadRecord(f"{why}, so that the answer cannot be told from its prompt; mark it by {{% generation %}}")
+        what = f"the generation prompt ends with {prompt[start:]!r}, with which answers do not begin"
+        notes.append(f"{what}: they are trained on without it")
+        return start, len(text)
+
+    def parting(self, text: str, other: str) -> int:
+        """The character of a text at which its first token begins that another text does not have there."""
+        (ids, places), (others, _) = self.tokenizer.encode_placed(text), self.tokenizer.encode_placed(other)
+        size = min(len(ids), len(others))
+        differ = np.flatnonzero(ids[:size] != others[:size])
+        first = int(differ[0]) if len(differ) else size
+        return places[first][0] if first < len(places) else len(text)
+
+    def tokens(self, sample: Sample, chat: Conversation, notes: list[str]) -> Tokens:
+        """The ids of a sample; a token that is partly in an answer is a label, as in transformers' masks.
+
+        The closing token is a label if nothing else ends the last answer.
+        """
+        ids, found = self.tokenizer.encode_placed(sample.text)
+        places = np.array(found).reshape(-1, 2)
+        counted, is_partly = labels(places, sample.answers)
+        if is_partly:
+            notes.append("an answer begins or ends inside a token of the text around it: the whole token is a label")
+        for message in chat.messages[: sample.upto]:
+            if isinstance(message.get("content"), list) and repr(message["content"]) in sample.text:
+                raise BadRecord("the chat template writes a list of parts as Python does; give content as a string")
+        if len(ids) and ids[-1] == self.tokenizer.end_of_document:  # the text closes its document itself
+            return Tokens(ids[:-1], counted)
+        is_open = self.is_open(sample.text, ids, places)
+        ends_text = not sample.text[sample.answers[-1][1] :].strip() if sample.answers else False
+        if is_open and ends_text:
+            end = self.tokenizer.name_of(self.tokenizer.end_of_document)
+            notes.append(f"answers have no end-of-turn token: {end}, which closes the document, is a label of the last")
+        elif sample.upto - 1 in chat.labelled and not ends_text and not self.ends(sample.answers[-1], ids, places):
+            notes.append("the chat template's marks leave the end of the turn out: the model does not learn to stop")
+        return Tokens(ids, np.append(counted, is_open and ends_text))
+
+    def is_open(self, text: str, ids: Ids, places: NDArray[Any]) -> bool:
+        """True if the last token of a text that is not white space is no added token of the tokenizer."""
+        return not self.ends((0, len(text.rstrip())), ids, places)
+
+    def ends(self, place: Place, ids: Ids, places: NDArray[Any]) -> bool:
+        """True if the last token of some characters is an added token, as ends of turns are."""
+        inside = np.flatnonzero((places[:, 0] < place[1]) & (places[:, 1] > place[0]))
+        return len(inside) > 0 and int(ids[inside[-1]]) in self.tokenizer.whole
+
+    def unused(self, chat: Conversation, samples: Sequence[Sample]) -> Iterator[str]:
+        """Say which keys of messages, and which fields, change nothing of the samples."""
+        keys = {(m["role"], key) for m in chat.messages for key in m if key not in LABELLING}
+        keys |= {("", name) for name in chat.names}
+        asked = sorted(key for key in keys - self.used if self.tries[key] < TRIES)
+        self.tries.update(asked)
+        if asked and self.is_same(without(chat, asked), samples):
+            idle = asked
+        else:
+            idle = [key for key in asked if self.is_same(without(chat, [key]), samples)]
+            self.used |= set(asked) - set(idle)
+        for role, key in idle:
+            of = f" of messages of role {role}" if role else ""
+            yield f'"{key}"{of} is not used: the chat template does not write it'
+
+    def omitted(self, chat: Conversation, samples: Sequence[Sample]) -> Iterator[str]:
+        """Say which contents are not wholly in the samples; raises BadRecord if one of an answer is not at all."""
+        texts = [" ".join(sample.text.split()) for sample in samples]
+        for number, message in enumerate(chat.messages[: samples[-1].upto]):
+            content, role = message.get("content", ""), message["role"]
+            parts = [content] if isinstance(content, str) else [each["text"] for each in content]
+            if all(is_within(part, texts) for part in parts):
+                continue
+            emptied = [*chat.messages[:number], {**message, "content": f"{content}?"}, *chat.messages[number + 1 :]]
+            if not self.is_same(chat._replace(messages=emptied), samples):
+                more = ", such as reasoning: answers are trained on without it" if role == ASSISTANT else ""
+                yield f"the chat template leaves out part of the content of role {role}{more}"
+            elif number in chat.labelled:
+                parts_of = 'if it takes parts, give [{"type": "text", "text": ...}]'
+                fix = parts_of if isinstance(content, str) else "give a string"
+                raise BadRecord(f"the chat template writes nothing of the content of message {number}; {fix}")
+            else:
+                yield f"the content of role {role} is not used: the chat template does not write it"
+
+    def is_same(self, changed: Conversation, samples: Sequence[Sample]) -> bool:
+        """True if another conversation has the texts of some samples."""
+        try:
+            return all(self.template.text(changed, sample.upto) == sample.text for sample in samples)
+        except BadRecord:
+            return False
 
 
-def said(places: NDArray[np.int_], answers: list[Place]) -> NDArray[np.bool_]:
-    """Which tokens, by the characters they stand for, are of answers; raises BadRecord where one is half of it."""
-    counted = np.zeros(len(places), bool)
+def labels(places: NDArray[Any], answers: Sequence[Place]) -> tuple[NDArray[np.bool_], bool]:
+    """Which tokens are of answers, by the characters that they stand for; whether one is so in part."""
+    counted, is_partly = np.zeros(len(places), bool), False
     for start, end in answers:
         touching = (places[:, 0] < end) & (places[:, 1] > start)
-        if (touching & ((places[:, 0] < start) | (places[:, 1] > end))).any():
-            raise BadRecord("a token is half in an answer, half outside: chat template and tokenizer do not fit")
+        is_partly = is_partly or bool((touching & ((places[:, 0] < start) | (places[:, 1] > end))).any())
         counted |= touching
-    return counted
+    return counted, is_partly
 
 
-def written(messages: list[Message], template: Template) -> tuple[str, list[Place]]:
-    """The text of a conversation, and where in it the assistant speaks."""
-    if not any(message["role"] == "assistant" for message in messages):
-        raise BadRecord("the assistant says nothing: no message is of the role assistant")
-    text = rendered(template, messages)
-    if "endgeneration" in template.source:
-        marks = marks_for(text)
-        if marks[0] in (marked := rendered(template, messages, marks=marks)):
-            return unmarked(marked, marks)
-    return text, answers_in(text, messages, template)
+def without(chat: Conversation, keys: Sequence[tuple[str, str]]) -> Conversation:
+    """A conversation without some keys of messages, (role, key), and some names, ("", name)."""
+    messages = [{k: v for k, v in m.items() if (m["role"], k) not in keys} for m in chat.messages]
+    return chat._replace(messages=messages, names={k: v for k, v in chat.names.items() if ("", k) not in keys})
 
 
-def marks_for(text: str) -> Marks:
-    """Two characters that a text does not hold, so that where they stand in it once it is marked, we put them."""
-    free = [character for character in NONCHARACTERS if character not in text]
-    if len(free) < 2:
-        raise BadRecord("holds all the noncharacters U+FDD0 to U+FDEF, of which two mark answers")
-    return free[0], free[1]
+def is_within(content: str, texts: Sequence[str]) -> bool:
+    """True if a text holds some content, as it is or as JSON, whatever the white space."""
+    plain = " ".join(content.split())
+    return any(plain in text or json.dumps(content, ensure_ascii=False)[1:-1] in text for text in texts)
 
 
-def unmarked(text: str, marks: Marks) -> tuple[str, list[Place]]:
-    """A text without the marks of answers, and where these were."""
-    start, end = marks
-    plain, answers = "", []
-    for part in text.split(end):
-        before, _, answer = part.partition(start)
-        answers += [(len(plain) + len(before), len(plain) + len(before) + len(answer))] if answer else []
-        plain += before + answer
-    return plain, answers
-
-
-def answers_in(text: str, messages: list[Message], template: Template) -> list[Place]:
-    """Where the assistant speaks: from the end of the prompt for an answer to that of the text up to it."""
-    answers = []
-    for number, message in enumerate(messages):
-        if message["role"] == "assistant":
-            prompt = rendered(template, messages[:number], add_generation_prompt=True)
-            upto = rendered(template, messages[: number + 1])
-            if not (upto.startswith(prompt) and text.startswith(upto)):
-                why = f"the chat template writes message {number} otherwise once more follow"
-                raise BadRecord(f"{why}, so that answers cannot be told from prompts; mark them by {{% generation %}}")
-            answers.append((len(prompt), len(upto)))
-    return answers
-
-
-def rendered(
-    template: Template, messages: list[Message], add_generation_prompt: bool = False, marks: Marks = UNMARKED
-) -> str:
-    """The text of messages, with marks around what the template marks as answers."""
-    try:
-        return compiled(template.source, marks).render(
-            messages=messages, add_generation_prompt=add_generation_prompt, **template.tokens
-        )
-    except jinja2.TemplateError as error:
-        raise BadRecord(f"the chat template refuses it: {error}") from error
-
-
-@functools.cache
-def compiled(source: str, marks: Marks) -> jinja2.Template:
-    """A chat template, with the names that transformers gives one."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.extend(marks=marks)
-    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
-    environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
-    return environment.from_string(source)
-
-
-def refuse(message: str) -> None:
-    """What a template calls where messages do not fit it."""
-    raise jinja2.TemplateError(message)
+def quoted(chat: Conversation, samples: Sequence[Sample]) -> Iterator[str]:
+    """Say that arguments of calls are written as JSON of JSON."""
+    calls = [call for message in chat.messages for call in message.get("tool_calls", [])]
+    for call in calls:
+        function = call.get("function", call)
+        arguments = function.get("arguments") if isinstance(function, dict) else None
+        if isinstance(arguments, str) and any(json.dumps(arguments, ensure_ascii=False) in s.text for s in samples):
+            yield "arguments of tool_calls are a string, which the chat template writes in quotes; give an object"

@@ -29,6 +29,7 @@ class Corpus:
     end_of_document: int
     fingerprint: str
     counted: NDArray[np.bool_] | None = None  # which tokens are labels, None for all
+    continues: NDArray[np.bool_] | None = None  # documents of the same record as the one before
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -46,6 +47,7 @@ def mapped(volume: Kept, tokenizer: Tokenizer, is_chat: bool) -> Corpus:
         tokenizer.end_of_document,
         Summary(*volume.holds).digest,
         volume.array("counted", bool) if is_chat else None,
+        volume.array("continues", bool) if is_chat else None,
     )
 
 
@@ -54,12 +56,15 @@ def split(corpus: Corpus, eval_fraction: float, before: int = 0) -> tuple[Corpus
 
     A document is held out where the hash of its index falls below `eval_fraction`, so the choice outlives a new seed
     and a longer corpus. Where a handful of documents makes that no tokens or far too many, the end of the longest one
-    is cut off instead and becomes the held-out document.
+    is cut off instead and becomes the held-out document. Samples of one record are of the same half.
     """
     if eval_fraction in (0, 1):
         every, none = np.arange(len(corpus)), np.arange(0)
         return corpus, *((none, every) if eval_fraction else (every, none))
     is_held_out = drawn(len(corpus), eval_fraction, before)
+    if corpus.continues is not None:
+        first = np.where(corpus.continues, 0, np.arange(len(corpus)))
+        is_held_out = is_held_out[np.maximum.accumulate(first)]
     trained, held_out = np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)
     share = corpus.lengths(held_out).sum() / len(corpus.tokens)
     if 0 < share < (1 + eval_fraction) / 2:

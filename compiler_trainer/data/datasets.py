@@ -24,7 +24,7 @@ from compiler_trainer.data.packing import PackedRows, Rows
 from compiler_trainer.data.pairs import PAIRED, PairRows
 from compiler_trainer.data.sources import source_of
 from compiler_trainer.data.stored import Tokens, stored
-from compiler_trainer.data.tokenizers import Tokenizer, build_tokenizer, tokenizer_here
+from compiler_trainer.data.tokenizers import Tokenizer, tokenizer_of
 from compiler_trainer.data.worker import recipe_for
 from compiler_trainer.places.cache import Cache, cache_of
 
@@ -60,6 +60,8 @@ class Part:
         yield f"{self.name}: {'; '.join(facts)}"
         if holds.skipped:
             yield f"{self.name}: {holds.skipped:,} bad records are skipped, the first is {holds.first_skipped}"
+        for note, where in holds.notes.items():
+            yield f"note: {self.name}: {note} (first: {where})"
         yield f"{self.name}: tokens are kept in {self.tokens.where}, {decimal(self.tokens.size_bytes)}"
 
 
@@ -121,7 +123,7 @@ def build_datasets(cfg: DataConfig, seq_len: int, global_batch_size: int) -> Dat
 
     Every rank builds the same datasets from the same config. Raises UserError on bad input.
     """
-    tokenizer, cache = build_tokenizer(tokenizer_here(cfg)), cache_of(cfg)
+    tokenizer, cache = tokenizer_of(cfg), cache_of(cfg)
     read = partial(part_of, cfg, tokenizer=tokenizer, seq_len=seq_len, cache=cache)
     parts = [read(source, number, cfg.held_out) for number, source in enumerate(cfg.read)]
     own = [read(source, number, 1.0) for number, source in enumerate(cfg.validation)]
@@ -186,7 +188,7 @@ def tokens_of(cfg: DataConfig, source: SourceConfig, tokenizer: Tokenizer, cache
     """The tokens of a source, made if need be."""
     if source.tokens is not None:
         return ahead.opened(ahead.folder_of(source.tokens, cache), tokenizer, cfg)
-    return stored(source_of(source, cfg.seed, cache), recipe_for(cfg, source), tokenizer.digest, cache)
+    return stored(source_of(source, cfg.seed, cache), recipe_for(cfg, source, tokenizer), tokenizer.digest, cache)
 
 
 def joined(parts: list[PackedRows], name: str) -> Rows | None:
@@ -242,4 +244,8 @@ def describe_rows(rows: Rows) -> str:
     """How much a packed part holds, and how well."""
     lost = "pairs left out" if isinstance(rows, PairRows) else "documents cut"
     packed = f"{rows.padding:.2%} padding, {rows.cut:.1%} of {lost}"
-    return f"{rows.facts.tokens:,} tokens in {len(rows):,} rows of {rows.seq_len}, {packed}"
+    tokens, left_out = rows.facts.tokens, rows.facts.tokens - rows.facts.filled
+    if left_out <= 1 or isinstance(rows, PairRows):  # the last token of all may be a label without being an input
+        return f"{tokens:,} tokens in {len(rows):,} rows of {rows.seq_len}, {packed}"
+    unlabelled = f"{left_out:,} more are in rows without labels, which are left out"
+    return f"{rows.facts.filled:,} tokens in {len(rows):,} rows of {rows.seq_len} ({unlabelled}), {packed}"

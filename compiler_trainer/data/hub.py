@@ -6,12 +6,14 @@ import functools
 import json
 from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.data.records import Columns, columns_of
+from compiler_trainer.data.records import Fields
 
 ROWS_AT_ONCE = 1000
+SAVED = ("state.json", "dataset_dict.json")  # one of them lies in a folder that `save_to_disk` wrote
 
 
 @functools.cache
@@ -28,15 +30,34 @@ def loaded(name: str) -> Any:
     """The split that a name stands for: JSON of path, name of a configuration, and split."""
     path, configuration, split = json.loads(name)
     try:
+        if any(Path(path, file).is_file() for file in SAVED):
+            return split_of(library().load_from_disk(path), split)
         return library().load_dataset(path, configuration, split=split)
+    except UserError:
+        raise
     except Exception as error:  # the library raises whatever its readers raise
         raise UserError("data.path", f"{path} cannot be loaded: {' '.join(str(error).split())}") from error
 
 
-def rows(name: str, start: int, end: int, wanted: Columns) -> Iterator[tuple[int, dict[str, Any]]]:
+def split_of(saved: Any, split: str) -> Any:
+    """A split, or a part of one, of a dataset that `save_to_disk` wrote; one without splits stands for any split."""
+    whole, _, part = split.partition("[")
+    if isinstance(saved, dict):
+        if whole not in saved:
+            raise UserError("data.split", f"is {split}, and the folder has {', '.join(saved)}; name one of these")
+        saved = saved[whole]
+    if not part:
+        return saved
+    if "+" in split:
+        raise UserError("data.split", f"is {split}; of a folder of save_to_disk name one part, as '{whole}[:10%]'")
+    (absolute,) = library().ReadInstruction.from_spec(split).to_absolute({whole: len(saved)})
+    return saved.select(range(absolute.from_, absolute.to))
+
+
+def rows(name: str, start: int, end: int, fields: Fields) -> Iterator[tuple[int, dict[str, Any]]]:
     """Rows from `start` to before `end`, numbered; raises UserError where a column is missing."""
     dataset = loaded(name)
-    columns = columns_of(dataset.column_names, wanted)
+    columns = fields.used(dataset.column_names)
     if missing := set(columns) - set(dataset.column_names):
         raise UserError("data.path", f'has no column "{min(missing)}"; there are {", ".join(dataset.column_names)}')
     dataset = dataset.select_columns(columns)

@@ -1,12 +1,12 @@
-"""What a model is asked to go on with: a text, or what a user says in a chat."""
+"""Prompts to generate from: a text, or a user's message in a chat."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.data.chat import rendered, template_beside
-from compiler_trainer.data.records import BadRecord
+from compiler_trainer.data.records import BadRecord, Conversation
+from compiler_trainer.data.template import ChatTemplate
 from compiler_trainer.data.tokenizers import Tokenizer
 
 
@@ -17,24 +17,24 @@ class Prompt(NamedTuple):
     ends: frozenset[int]
 
 
-def prompt_of(text: str, chat: bool, named: str, tokenizer: Tokenizer) -> Prompt:
-    """The prompt that a text is to a tokenizer, of which `named` is the path; with `chat` said by a user.
+def prompt_of(text: str, chat: bool, tokenizer: Tokenizer) -> Prompt:
+    """The prompt that a text is to a tokenizer, with `chat` said by a user.
 
-    Raises UserError where there is no chat template, or it refuses.
+    Raises UserError if there is no chat template, or it refuses.
     """
-    written, end = chat_turn(text, named) if chat else (text, "")
-    ids = ids_of(written, tokenizer) or [tokenizer.end_of_document]
-    return Prompt(ids, frozenset([tokenizer.end_of_document, *ids_of(end, tokenizer)]))
+    if chat:
+        ids = ids_of(user_turn(text, tokenizer), tokenizer)
+    else:
+        ids = [*tokenizer.settings.opening, *ids_of(text, tokenizer)]
+    return Prompt(ids or [tokenizer.end_of_document], frozenset([tokenizer.end_of_document, *tokenizer.settings.stops]))
 
 
-def chat_turn(said: str, tokenizer: str) -> tuple[str, str]:
-    """What a user says as the chat template beside a tokenizer writes it, up to the answer, and what ends that."""
-    template = template_beside(tokenizer)
+def user_turn(said: str, tokenizer: Tokenizer) -> str:
+    """A user's message as the chat template of a tokenizer writes it, up to the answer."""
     try:
-        text = rendered(template, [{"role": "user", "content": said}], add_generation_prompt=True)
+        return ChatTemplate(tokenizer).text(Conversation([{"role": "user", "content": said}]), prompt=True)
     except BadRecord as refusal:
         raise UserError("prompt", str(refusal)) from refusal
-    return text, template.tokens.get("eos_token", "")
 
 
 def ids_of(text: str, tokenizer: Tokenizer) -> list[int]:

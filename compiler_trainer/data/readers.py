@@ -22,7 +22,7 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.data import hub, ids
 from compiler_trainer.data.cutting import next_cut
 from compiler_trainer.data.ids import index_beside
-from compiler_trainer.data.records import BadRecord, Columns, Document, Record, columns_of, decoded, from_json, from_row
+from compiler_trainer.data.records import BadRecord, Document, Fields, Record, decoded, from_json, from_table_row
 from compiler_trainer.data.synthetic import walks
 from compiler_trainer.data.tokenizers import Tokenizer, dtype_of
 from compiler_trainer.places.cache import Cache
@@ -42,9 +42,9 @@ class Span(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What readers have to know: the field with the text (None: conversations), what separates texts, and so on."""
+    """The facts that readers need: the fields of records, the separator of texts, and so on."""
 
-    columns: Columns
+    fields: Fields
     separator: str | None
     tokenizer: Tokenizer
     cache: Cache  # of copies
@@ -96,7 +96,7 @@ def read_lines(span: Span, asked: Asked) -> Found:
     content = mapped(asked.here(span.path))
     for at, line in split(content, span, b"\n"):
         if line.strip():
-            yield Record(partial(line_name, span.path, content, at), partial(from_json, line, at, asked.columns))
+            yield Record(partial(line_name, span.path, content, at), partial(from_json, line, at, asked.fields))
 
 
 def read_packed_lines(span: Span, asked: Asked) -> Found:
@@ -106,7 +106,7 @@ def read_packed_lines(span: Span, asked: Asked) -> Found:
             at = 0
             for number, line in enumerate(io.BufferedReader(stream), start=1):
                 if line.strip():
-                    read = partial(from_json, line, at, asked.columns)
+                    read = partial(from_json, line, at, asked.fields)
                     yield Record(partial("{}:{}".format, span.path, number), read)
                 at += len(line)
     except OSError as error:
@@ -155,33 +155,34 @@ def read_table(span: Span, asked: Asked) -> Found:
     """One document a row of some row groups of a parquet file."""
     try:
         with pq.ParquetFile(asked.here(span.path)) as table:
-            columns = checked_columns(table.schema_arrow, span.path, asked.columns)
+            names, columns = table.schema_arrow.names, checked_columns(table.schema_arrow, span.path, asked.fields)
             row = sum(table.metadata.row_group(number).num_rows for number in range(span.start))
             groups = list(range(span.start, span.end))
             for batch in table.iter_batches(ROWS_AT_ONCE, groups, columns):
-                yield from rows_of(batch, span.path, row, asked.columns)
+                yield from rows_of(batch, span.path, row, asked.fields, names)
                 row += len(batch)
     except (pa.ArrowInvalid, OSError, UnicodeDecodeError) as error:
         raise UserError(span.path, f"is not readable parquet: {one_line(error)}") from error
 
 
-def rows_of(batch: pa.RecordBatch, path: str, first: int, columns: Columns) -> Found:
-    """Records of rows, numbered from `first`."""
-    if isinstance(columns, str) and holds_ids(batch.schema.field(columns).type):
-        rows = [{columns: found} for found in ids_in(batch.column(columns))]
+def rows_of(batch: pa.RecordBatch, path: str, first: int, fields: Fields, names: list[str]) -> Found:
+    """Records of rows of a table with columns `names`, numbered from `first`."""
+    if fields.kind == "text" and holds_ids(batch.schema.field(fields.column).type):
+        rows = [{fields.column: found} for found in ids_in(batch.column(fields.column))]
     else:
         rows = batch.to_pylist()
     for number, row in enumerate(rows, first):
-        yield Record(partial("{}: row {}".format, path, number), partial(from_row, row, columns))
+        yield Record(partial("{}: row {}".format, path, number), partial(from_table_row, row, fields, names))
 
 
-def checked_columns(schema: pa.Schema, path: str, wanted: Columns) -> list[str]:
+def checked_columns(schema: pa.Schema, path: str, fields: Fields) -> list[str]:
     """The columns to read of a table; raises UserError unless each is there once, and a single one holds text."""
-    columns = columns_of(schema.names, wanted)
+    columns = fields.used(schema.names)
     for name in columns:
         if schema.names.count(name) != 1:
             raise UserError(path, f'needs one column "{name}"; it has {", ".join(schema.names)}')
-    if isinstance(wanted, str) and not (holds_text(kind := schema.field(wanted).type) or holds_ids(kind)):
+    wanted = fields.column
+    if fields.kind == "text" and not (holds_text(kind := schema.field(wanted).type) or holds_ids(kind)):
         raise UserError(path, f'column "{wanted}" is {kind}, neither string nor lists of token ids')
     return columns
 
@@ -208,8 +209,8 @@ def read_arrow(span: Span, asked: Asked) -> Found:
     batches = batches_of(asked.here(span.path))
     row = sum(map(len, batches[: span.start]))
     for batch in batches[span.start : span.end]:
-        columns = checked_columns(batch.schema, span.path, asked.columns)
-        yield from rows_of(batch.select(columns), span.path, row, asked.columns)
+        columns = checked_columns(batch.schema, span.path, asked.fields)
+        yield from rows_of(batch.select(columns), span.path, row, asked.fields, batch.schema.names)
         row += len(batch)
 
 
@@ -229,8 +230,9 @@ def batches_of(path: str) -> list[pa.RecordBatch]:
 
 def read_dataset(span: Span, asked: Asked) -> Found:
     """One document a row of a dataset."""
-    for number, row in hub.rows(span.path, span.start, span.end, asked.columns):
-        yield Record(partial("{}: row {}".format, span.path, number), partial(from_row, row, asked.columns))
+    names = hub.loaded(span.path).column_names
+    for number, row in hub.rows(span.path, span.start, span.end, asked.fields):
+        yield Record(partial("{}: row {}".format, span.path, number), partial(from_table_row, row, asked.fields, names))
 
 
 def read_indexed(span: Span, asked: Asked) -> Found:

@@ -3,42 +3,98 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 BYTE_ORDER_MARK = "\ufeff"
 Message = dict[str, Any]
-
-
 Ids = NDArray[np.integer]
+ASSISTANT = "assistant"
 
 
-Columns = str | tuple[str, ...]  # what of a record makes its document: the text in one column, or several
-CONVERSATION = ("messages", "prompt", "completion")
-PAIR = ("prompt", "chosen", "rejected")
+class Fields(NamedTuple):
+    """The fields of a record that make its document.
+
+    A text, or ids, in `column`; or the messages of a `conversation` or of a `pair` of them, with those `names` that
+    the chat template takes besides messages.
+    """
+
+    kind: Literal["text", "conversation", "pair"]
+    column: str = "text"
+    names: frozenset[str] = frozenset()
+
+    def required(self, names: Collection[str]) -> tuple[str, ...]:
+        """The fields that a record needs, of which it has those of `names`; the last possible ones if it has none."""
+        if self.kind == "text":
+            return (self.column,)
+        if self.kind == "pair":
+            return ("prompt", "chosen", "rejected") if "prompt" in names else ("chosen", "rejected")
+        return ("messages",) if "messages" in names else ("prompt", "completion")
+
+    def used(self, names: Collection[str]) -> list[str]:
+        """The fields to read of a record that has `names`, in their order; required ones that it lacks come last."""
+        required = self.required(names)
+        taken = {*required, *(self.names if self.kind != "text" else ())}
+        return [*(name for name in names if name in taken), *(name for name in required if name not in names)]
+
+
+def text_in(column: str) -> Fields:
+    """The fields of texts, or of token ids, in a column."""
+    return Fields("text", column)
+
+
+class Conversation(NamedTuple):
+    """Messages, and what the chat template gets besides; answers among the `first` messages are no labels."""
+
+    messages: list[Message]
+    names: dict[str, Any] = {}
+    first: int = 0
+
+    @property
+    def labelled(self) -> list[int]:
+        """The numbers of the messages that are labels."""
+        numbers = range(self.first, len(self.messages))
+        return [i for i in numbers if self.messages[i]["role"] == ASSISTANT and is_counted(self.messages[i])]
 
 
 class Pair(NamedTuple):
-    """Two conversations of which one was preferred; so many messages of both are the same."""
+    """Two conversations of which one was preferred."""
 
-    chosen: list[Message]
-    rejected: list[Message]
-    shared: int
+    chosen: Conversation
+    rejected: Conversation
 
 
 class Document(NamedTuple):
-    """A text, messages, token ids, or a pair, two documents; of a text in several parts some do not begin or end it."""
+    """A text, a conversation, token ids, or a pair, two documents; a part of a text may not begin or end it.
 
-    content: str | list[Message] | Ids | Pair
+    `unused` are fields of the record that are not part of it.
+    """
+
+    content: str | Conversation | Ids | Pair
     begins: bool = True
     ends: bool = True
+    unused: tuple[str, ...] = ()
+
+    @property
+    def notes(self) -> list[str]:
+        """The line that names unused fields, if there are any."""
+        return [one_line(f"fields not used: {', '.join(self.unused)}")] if self.unused else []
 
 
 class BadRecord(Exception):
-    """Why a record holds no document."""
+    """The reason why a record holds no document, in one line of bounded length whatever the record has in it."""
+
+    def __init__(self, why: str):
+        super().__init__(one_line(why))
+
+
+def one_line(text: str, most: int = 400) -> str:
+    """A text on one line, cut in its middle if it is longer than `most` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[: most // 2]} ... {line[-most // 2 :]}"
 
 
 class Record(NamedTuple):
@@ -60,7 +116,7 @@ def decoded(content: bytes, offset: int) -> str:
         raise BadRecord(f"is not UTF-8: {bad} ({error.reason}); convert the file first") from error
 
 
-def from_json(line: bytes, offset: int, columns: Columns) -> Document:
+def from_json(line: bytes, offset: int, fields: Fields) -> Document:
     """The document of a line of JSON."""
     try:
         record = json.loads(decoded(line, offset))
@@ -72,65 +128,131 @@ def from_json(line: bytes, offset: int, columns: Columns) -> Document:
         raise BadRecord("holds a number of too many digits") from error
     if not isinstance(record, dict):
         raise BadRecord("is no object; each line must be one")
-    return from_row(record, columns)
+    return from_row(record, fields)
 
 
-def columns_of(names: Sequence[str], columns: Columns) -> list[str]:
-    """Those of a table's columns that make its documents; the last ones that could, where there are none."""
-    if isinstance(columns, str):
-        return [columns]
-    if columns == PAIR:
-        return [name for name in PAIR if name != "prompt" or name in names]
-    return ["messages"] if "messages" in names else ["prompt", "completion"]
+def from_table_row(row: Mapping[str, Any], fields: Fields, columns: Sequence[str] = ()) -> Document:
+    """The document of a row of a table that has `columns`.
+
+    Arrow gives each struct all keys that any row has, null where a row lacks one; such keys are no keys.
+    """
+    filled = row if fields.kind == "text" else {name: without_nulls(value) for name, value in row.items()}
+    return from_row(filled, fields, columns)
 
 
-def from_row(row: Mapping[str, Any], columns: Columns) -> Document:
-    """The document of a row: the text in a column, a conversation, or a pair of them."""
-    if not isinstance(columns, str):
-        return Document(pair(row) if columns == PAIR else conversation(row))
-    if columns not in row:
-        raise BadRecord(f'has no field "{columns}"; each record must have one, or set data.text_column')
-    value = row[columns]
-    return Document(ids_of(value, columns) if isinstance(value, list | np.ndarray) else text_of(value, columns))
+def without_nulls(value: Any) -> Any:
+    """A value without the keys that are null, at any depth."""
+    if isinstance(value, list):
+        return [without_nulls(each) for each in value]
+    if isinstance(value, dict):
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    return value
 
 
-def conversation(row: Mapping[str, Any]) -> list[Message]:
-    """The messages of a row, or those that its prompt and completion stand for."""
+def from_row(row: Mapping[str, Any], fields: Fields, columns: Sequence[str] = ()) -> Document:
+    """The document of a row: the text in a column, a conversation, or a pair of them.
+
+    `columns` are all fields that the record has, if the row has only those to read.
+    """
+    used = fields.used(row)
+    unused = tuple(name for name in columns or row if name not in used and row.get(name, "") is not None)
+    content = content_of(row, fields)
+    if isinstance(content, Pair) and row.get("prompt") is not None and not begins_with(content, row["prompt"]):
+        unused = (*unused, "prompt")
+    return Document(content, unused=unused)
+
+
+def begins_with(content: Pair, prompt: Any) -> bool:
+    """Whether one of the conversations begins with a prompt; if not, both bring one of their own."""
+    asked = said_by("user", prompt, "prompt")
+    return any(each.messages[: len(asked)] == asked for each in content)
+
+
+def content_of(row: Mapping[str, Any], fields: Fields) -> str | Conversation | Ids | Pair:
+    """The content of a document."""
+    if fields.kind == "pair":
+        return pair(row, fields)
+    if fields.kind == "conversation":
+        return conversation(row, fields)
+    if fields.column not in row:
+        raise BadRecord(f'has no field "{fields.column}"; each record must have one, or set data.text_column')
+    value = row[fields.column]
+    return ids_of(value, fields.column) if isinstance(value, list | np.ndarray) else text_of(value, fields.column)
+
+
+def conversation(row: Mapping[str, Any], fields: Fields) -> Conversation:
+    """The messages of a row, or those in its prompt and completion, of which the completion alone is labels."""
     if "messages" in row:
-        return messages_of(row["messages"])
+        return Conversation(messages_of(row["messages"]), names_of(row, fields))
     if not row.keys() >= {"prompt", "completion"}:
-        raise BadRecord('has neither "messages" nor "prompt" and "completion"')
-    prompt, completion = (text_of(row[field], field) for field in ("prompt", "completion"))
-    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+        raise BadRecord(f'has neither "messages" nor "prompt" and "completion"{but_has(row)}')
+    prompt = said_by("user", row["prompt"], "prompt")
+    answer = said_by(ASSISTANT, row["completion"], "completion")
+    return Conversation(prompt + answer, names_of(row, fields), len(prompt))
 
 
-def pair(row: Mapping[str, Any]) -> Pair:
-    """The two conversations of a row: its prompt, if it has one, with either answer."""
+def but_has(row: Mapping[str, Any]) -> str:
+    """The fields of a row that has not the right ones."""
+    return f"; its fields are {', '.join(list(row)[:8])}" if row else ""
+
+
+def names_of(row: Mapping[str, Any], fields: Fields) -> dict[str, Any]:
+    """The values that the chat template gets besides messages: tools, documents and others that it names."""
+    names = {name: row[name] for name in fields.names if row.get(name) is not None}
+    more = names.pop("chat_template_kwargs", {})
+    if not isinstance(more, dict):
+        raise BadRecord('field "chat_template_kwargs" is no object')
+    names |= more
+    for field in ("tools", "documents"):
+        if field in names:
+            names[field] = objects_in(names[field], field)
+    return names
+
+
+def objects_in(value: Any, field: str) -> list[dict[str, Any]]:
+    """A list of objects, which may be written as JSON."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise BadRecord(f'field "{field}" is a string, but no JSON: {error}') from error
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        raise BadRecord(f'field "{field}" is no list of objects')
+    return value
+
+
+def pair(row: Mapping[str, Any], fields: Fields) -> Pair:
+    """The two conversations of a row: its prompt, if it has one, with either answer.
+
+    Where both conversations are still the same, nothing is a label.
+    """
     if not row.keys() >= {"chosen", "rejected"}:
-        raise BadRecord('has no "chosen" and "rejected", the answers of a preference pair')
-    chosen, rejected = (with_prompt(row, answers_of(row[field], field), field) for field in ("chosen", "rejected"))
+        raise BadRecord(f'has no "chosen" and "rejected", the answers of a preference pair{but_has(row)}')
+    chosen, rejected = (
+        with_prompt(row, said_by(ASSISTANT, row[field], field), field) for field in ("chosen", "rejected")
+    )
     shared = next((i for i, (a, b) in enumerate(zip(chosen, rejected)) if a != b), min(len(chosen), len(rejected)))
     for field, messages in (("chosen", chosen), ("rejected", rejected)):
-        if not any(message["role"] == "assistant" for message in messages[shared:]):
+        if not any(message["role"] == ASSISTANT for message in messages[shared:]):
             raise BadRecord(f'field "{field}" holds nothing of the assistant that the other answer has not, too')
-    return Pair(chosen, rejected, shared)
+    names = names_of(row, fields)
+    return Pair(Conversation(chosen, names, shared), Conversation(rejected, names, shared))
 
 
-def answers_of(value: Any, field: str) -> list[Message]:
-    """The messages of an answer, which may be its text alone."""
-    if isinstance(value, list):
-        return messages_of(value, field)
-    return [{"role": "assistant", "content": text_of(value, field)}]
+def said_by(role: str, value: Any, field: str) -> list[Message]:
+    """The messages in a field: a list of them, one, or the text of one by `role`."""
+    if isinstance(value, list | dict):
+        return messages_of(value if isinstance(value, list) else [value], field)
+    return [{"role": role, "content": text_of(value, field)}]
 
 
 def with_prompt(row: Mapping[str, Any], answer: list[Message], field: str) -> list[Message]:
-    """An answer after its prompt; one that begins with another role has it in itself."""
-    if not answer or answer[0]["role"] != "assistant":
+    """An answer after its prompt; if it begins with another role, the prompt is in it."""
+    if not answer or answer[0]["role"] != ASSISTANT:
         return answer
-    if (prompt := row.get("prompt")) is None:
-        raise BadRecord(f'has no "prompt", and field "{field}" begins with the answer')
-    asked = messages_of(prompt, "prompt") if isinstance(prompt, list) else None
-    return (asked or [{"role": "user", "content": text_of(prompt, "prompt")}]) + answer
+    if row.get("prompt") is None:
+        raise BadRecord(f'has no "prompt", and field "{field}" begins with the answer{but_has(row)}')
+    return said_by("user", row["prompt"], "prompt") + answer
 
 
 def ids_of(value: list[Any] | Ids, field: str) -> Ids:
@@ -157,13 +279,45 @@ def text_of(value: Any, field: str) -> str:
 
 
 def messages_of(value: Any, field: str = "messages") -> list[Message]:
-    """The messages of a conversation, each with a role and, unless it calls tools, a text."""
+    """The messages of a conversation, each with a role and, unless it calls tools, a text; keys with null are none."""
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise BadRecord(f'field "{field}" is no list of objects')
     return [checked(message, f"{field}[{number}]") for number, message in enumerate(value)]
 
 
 def checked(message: Message, where: str) -> Message:
-    """A message whose role and text are strings."""
-    fields = ("role",) if message.get("tool_calls") is not None else ("role", "content")
-    return message | {field: text_of(message.get(field), f"{where}.{field}") for field in fields}
+    """A message as transformers passes it to a template; raises BadRecord if its role, text or weight is none."""
+    if "role" not in message and "from" in message:
+        fix = 'name them "role" and "content", with the roles user, assistant, system and tool'
+        raise BadRecord(f'field "{where}" has "from" and "value"; {fix}')
+    there = {key: value for key, value in message.items() if value is not None}
+    there["role"] = text_of(there.get("role"), f"{where}.role")
+    calls = there.get("tool_calls", [])
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise BadRecord(f'field "{where}.tool_calls" is no list of objects')
+    if isinstance(there.get("content"), list):
+        for number, part in enumerate(there["content"]):
+            check_part(part, f"{where}.content[{number}]")
+    elif "content" in there or not there.get("tool_calls"):
+        there["content"] = text_of(there.get("content"), f"{where}.content")
+    if is_counted(there, where) and there["role"] != ASSISTANT and {"weight", "train"} & there.keys():
+        key = "weight" if "weight" in there else "train"
+        why = f"is {there[key]} in a message of role {there['role']}, and only answers of the assistant are labels"
+        raise BadRecord(f'field "{where}.{key}" {why}; leave it out')
+    return there
+
+
+def check_part(part: Any, where: str) -> None:
+    """Raise BadRecord unless a part of a message is a text."""
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if kind != "text":
+        raise BadRecord(f'field "{where}" is of type {kind}; only parts of type text are trained on')
+    text_of(part.get("text"), f"{where}.text")
+
+
+def is_counted(message: Message, where: str = "message") -> bool:
+    """True unless `weight` is 0 or `train` is false; raises BadRecord for other values than 0, 1, false and true."""
+    for key in ("weight", "train"):
+        if key in message and message[key] not in (0, 1):
+            raise BadRecord(f'field "{where}.{key}" is {message[key]!r}; an answer counts (1, true) or not (0, false)')
+    return bool(message.get("weight", 1)) and bool(message.get("train", True))

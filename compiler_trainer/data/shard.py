@@ -17,15 +17,20 @@ from numpy.typing import NDArray
 
 from compiler_trainer.data.tokenizers import Tokenizer, dtype_of
 
-# Ids; where documents end, int64; of conversations which ids count, bool. And what they are once they are joined.
-ARRAYS = {"tokens": "tokens.bin", "ends": "offsets.bin", "counted": "counted.bin"}
-UNCOUNTED = np.array([False])
+NOTES_MOST = 40  # of a source
+# Ids; where documents end, int64; of conversations which ids count, bool, and which documents are of the same record as
+# the one before, bool. And what they are once they are joined.
+ARRAYS = {"tokens": "tokens.bin", "ends": "offsets.bin", "counted": "counted.bin", "continues": "continues.bin"}
 
-Encoded = tuple[NDArray[Any], NDArray[np.bool_] | None]  # ids, and which of them count as labels: None for all
+# Ids, and which of them count as labels, with one entry more for the token that closes a document: None for all.
+Encoded = tuple[NDArray[Any], NDArray[np.bool_] | None]
 
 
 class Summary(NamedTuple):
-    """What a shard holds: `documents` that end in it, of which `empty` and `skipped` ones have no tokens."""
+    """The contents of a shard: `documents` that end in it, of which `empty` and `skipped` ones have no tokens.
+
+    `notes` are things to say once about its records, each with the first one that it is about.
+    """
 
     tokens: int = 0
     documents: int = 0
@@ -33,6 +38,7 @@ class Summary(NamedTuple):
     skipped: int = 0
     first_skipped: str | None = None
     digest: str = ""
+    notes: dict[str, str] = {}
 
 
 class Delimited(Protocol):
@@ -44,6 +50,10 @@ class Delimited(Protocol):
     @property
     def ends(self) -> bool: ...
 
+    @property
+    def continues(self) -> bool:
+        """True if it is a sample of the same record as the one before."""
+
 
 class Shard:
     """Writes a piece's tokens, and in the end a summary, without which there is no shard; used as a context manager."""
@@ -52,12 +62,12 @@ class Shard:
         self.stem = stem(folder, number)
         self.dtype = dtype_of(tokenizer.vocab_size)
         self.closing = np.array([tokenizer.end_of_document], self.dtype)
-        self.summary, self.digest = Summary(), hashlib.blake2b(digest_size=16)
+        self.summary, self.digest = Summary(notes={}), hashlib.blake2b(digest_size=16)
         self.files = {name: open(f"{self.stem}.{name}", "wb") for name in ARRAYS}
 
     def add(self, parts: Iterable[Delimited], encoded: Iterable[Encoded]) -> None:
         """Append documents or parts of them; what ends a document is added, and an empty one is counted only."""
-        ids, counts, ends, at = [], [], [], self.summary.tokens
+        ids, counts, ends, continues, at = [], [], [], [], self.summary.tokens
         documents = empty = 0
         for part, (own, counted) in zip(parts, encoded, strict=True):
             documents += part.ends
@@ -65,12 +75,14 @@ class Shard:
                 empty += 1
                 continue
             ids += [own, self.closing[: part.ends]]
-            counts += [] if counted is None else [counted, UNCOUNTED[: part.ends]]
+            counts += [] if counted is None else [counted]
             at += len(own) + part.ends
             ends += [at] * part.ends
+            continues += [part.continues] * (part.ends and counted is not None)
         self.write("tokens", ids, self.dtype)
         self.write("counted", counts, np.dtype(bool))
         self.write("ends", [ends], np.dtype(np.int64))
+        self.write("continues", [continues], np.dtype(bool))
         now = self.summary
         self.summary = now._replace(tokens=at, documents=now.documents + documents, empty=now.empty + empty)
 
@@ -78,6 +90,12 @@ class Shard:
         """Count a bad record."""
         first = self.summary.first_skipped or f"{where()}: {reason}"
         self.summary = self.summary._replace(skipped=self.summary.skipped + 1, first_skipped=first)
+
+    def note(self, where: Callable[[], str], notes: Iterable[str]) -> None:
+        """Keep notes about a record, unless an earlier one has them."""
+        for note in notes:
+            if note not in self.summary.notes and len(self.summary.notes) < NOTES_MOST:
+                self.summary.notes[note] = where()
 
     def write(self, name: str, arrays: list[Any], dtype: np.dtype[Any]) -> None:
         """Append arrays to a file."""
@@ -144,4 +162,5 @@ def sum_of(a: Summary, b: Summary | None) -> Summary:
         a.skipped + b.skipped,
         a.first_skipped or b.first_skipped,
         hashlib.blake2b((a.digest + b.digest).encode(), digest_size=16).hexdigest(),
+        dict(list({**b.notes, **a.notes}.items())[:NOTES_MOST]),
     )

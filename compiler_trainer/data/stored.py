@@ -1,6 +1,6 @@
 """The tokens of a source on disk, in volumes of 64 GiB of text, each made of pieces by several processes.
 
-    <volume>/  tokens.bin  offsets.bin  counted.bin  kept.json
+    <volume>/  tokens.bin  offsets.bin  counted.bin  continues.bin  kept.json
 
 A volume's name depends on each file's path, size and time of change, on the tokenizer and on the options. It is made
 where it will lie, piece by piece, and pieces that are whole are kept when its making is interrupted.
@@ -23,7 +23,7 @@ from compiler_trainer.data.workers import tokenize
 from compiler_trainer.places.cache import Cache, in_cache, named, writable
 from compiler_trainer.places.kept import Kept, alone, found, made, part_of
 
-FORMAT = 4  # of what is stored, and of what it depends on
+FORMAT = 5  # of what is stored, and of what it depends on
 
 
 class Share(NamedTuple):

@@ -1,11 +1,14 @@
-"""Text to token ids: raw bytes, or any `tokenizer.json`."""
+"""Text to token ids: raw bytes, a `tokenizer.json` alone, or the tokenizer of a folder as transformers loads it."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import json
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,18 +21,45 @@ from compiler_trainer.places.cache import cache_of
 from compiler_trainer.places.copies import folder_here
 from compiler_trainer.places.store import parted
 
-END_OF_DOCUMENT_TOKENS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "[SEP]")
-BESIDE = ("*token*", "*.jinja")  # what belongs to a tokenizer.json
+BESIDE = ("*token*", "*.jinja", "config.json", "generation_config.json")  # read together with a tokenizer.json
+CONFIGS = ("tokenizer_config.json", "special_tokens_map.json", "config.json")  # with one of them transformers loads it
+TRIES = 100  # texts of which one should have tokens
 Ids = NDArray[np.integer]
 Place = tuple[int, int]  # characters of a text, from the first to before the second
 
 
-class Tokenizer(Protocol):
-    """Turns texts into token ids below `vocab_size`; `end_of_document` is the id that closes a document."""
+class Settings(NamedTuple):
+    """Facts about a tokenizer besides its vocabulary.
 
-    vocab_size: int
+    `end_of_document` closes each document. `opening` and `ending` are the ids that the tokenizer itself puts around a
+    plain text. `special_tokens` are names for chat templates, `templates` these by name, `stops` ids that
+    end an answer.
+    """
+
     end_of_document: int
-    digest: str  # of what decides which ids a text gets
+    opening: tuple[int, ...] = ()
+    ending: tuple[int, ...] = ()
+    special_tokens: dict[str, str] = {}
+    templates: dict[str, str] = {}
+    stops: tuple[int, ...] = ()
+    splits_special_tokens: bool = False
+
+
+class Tokenizer(Protocol):
+    """Turns texts into token ids below `vocab_size`."""
+
+    path: str
+    vocab_size: int
+    settings: Settings
+    whole: frozenset[int]  # ids of added tokens, which are matched as a whole
+
+    @property
+    def digest(self) -> str:
+        """A digest of everything that decides which ids a text gets."""
+
+    @property
+    def end_of_document(self) -> int:
+        """The id that closes a document."""
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         """Ids of each text, without special tokens added."""
@@ -38,15 +68,24 @@ class Tokenizer(Protocol):
         """Ids of a text, and the characters that each stands for."""
 
     def decode(self, ids: list[int]) -> str:
-        """The text of ids."""
+        """The text of ids, special tokens left out."""
+
+    def name_of(self, token: int) -> str:
+        """The text of one id, of special tokens too."""
+
+    def saved(self) -> list[Any]:
+        """JSON from which `restored` makes the tokenizer in another process."""
 
 
 class ByteTokenizer:
     """The bytes of UTF-8, and 256 for the end of a document."""
 
+    path = "bytes"
     vocab_size = 257
     end_of_document = 256
+    settings = Settings(256, stops=(256,))
     digest = "bytes"
+    whole = frozenset({256})
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         """uint8 ids of each text."""
@@ -60,67 +99,238 @@ class ByteTokenizer:
         """The text of bytes, with a mark where they are none."""
         return bytes(i for i in ids if i < self.end_of_document).decode(errors="replace")
 
+    def name_of(self, token: int) -> str:
+        """A byte as Python writes it."""
+        return "end of document" if token == self.end_of_document else repr(bytes([token]))[2:-1]
+
+    def saved(self) -> list[Any]:
+        """Nothing but the kind."""
+        return []
+
 
 class FileTokenizer:
-    """A Hugging Face `tokenizer.json`; raises UserError where it is missing, broken or has no end-of-document token."""
+    """A tokenizer of the `tokenizers` library, and what its folder says about it."""
 
-    def __init__(self, path: str):
-        self.path = path
-        if not Path(path).is_file():
-            raise UserError(path, 'no such file (data.tokenizer takes "bytes" or the path of a tokenizer.json)')
-        content = Path(path).read_bytes()
-        self.digest = hashlib.blake2b(content, digest_size=16).hexdigest()
-        try:
-            self.backend = Backend.from_buffer(content)
-        except Exception as error:  # the library raises bare Exception
-            raise UserError(path, f"is not a tokenizer.json: {one_line(error)}") from error
-        # A saved limit would cut documents in silence.
-        self.backend.no_truncation()
-        self.backend.no_padding()
-        self.end_of_document = self._find_end_of_document()
-        self.vocab_size = max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
-        if not self.backend.get_vocab(with_added_tokens=False):
-            raise UserError(path, "has an empty vocabulary: no text has tokens")
+    def __init__(self, path: str, backend: Backend, settings: Settings):
+        self.path, self.backend, self.settings = path, backend, settings
+        # A saved limit would cut documents in silence. A post-processor trims places; its ids are in `settings`.
+        backend.no_truncation()
+        backend.no_padding()
+        backend.post_processor = None  # type: ignore[assignment]
+        backend.encode_special_tokens = settings.splits_special_tokens
+        self.whole = frozenset(backend.get_added_tokens_decoder())
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """A digest of the vocabulary and the rules."""
+        settings = repr(self.settings.splits_special_tokens)
+        return hashlib.blake2b((self.backend.to_str() + settings).encode(), digest_size=16).hexdigest()
+
+    @property
+    def end_of_document(self) -> int:
+        """The id that closes a document."""
+        return self.settings.end_of_document
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         """uint32 ids of each text."""
         try:
-            found = self.backend.encode_batch_fast(texts, add_special_tokens=False)
+            encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
         except Exception as error:  # the library raises bare Exception
             raise UserError(self.path, f"cannot tokenize: {one_line(error)}") from error
-        return [np.asarray(encoding.ids, np.uint32) for encoding in found]
+        return [np.asarray(encoding.ids, np.uint32) for encoding in encodings]
 
     def encode_placed(self, text: str) -> tuple[Ids, Sequence[Place]]:
         """uint32 ids of a text, and the characters that each stands for."""
         try:
-            found: Encoding = self.backend.encode(text, add_special_tokens=False)
+            encoding: Encoding = self.backend.encode(text, add_special_tokens=False)
         except Exception as error:  # the library raises bare Exception
             raise UserError(self.path, f"cannot tokenize: {one_line(error)}") from error
-        return np.asarray(found.ids, np.uint32), found.offsets
+        return np.asarray(encoding.ids, np.uint32), encoding.offsets
 
     def decode(self, ids: list[int]) -> str:
         """The text of ids, special tokens left out."""
         return self.backend.decode(ids)
 
-    def _find_end_of_document(self) -> int:
-        added = {token.content: index for index, token in self.backend.get_added_tokens_decoder().items()}
-        for content in END_OF_DOCUMENT_TOKENS:
-            if content in added:
-                return added[content]
-        known = ", ".join(END_OF_DOCUMENT_TOKENS)
-        raise UserError(self.path, f"none of its {len(added)} added tokens ends a document; it needs one of {known}")
+    def name_of(self, token: int) -> str:
+        """The text of one id, of special tokens too."""
+        return self.backend.decode([token], skip_special_tokens=False) or self.backend.id_to_token(token) or ""
+
+    def saved(self) -> list[Any]:
+        """The path, the backend and the settings."""
+        return [self.path, self.backend.to_str(), self.settings]
+
+
+def restored(saved: list[Any]) -> Tokenizer:
+    """The tokenizer that `saved` was made of."""
+    if not saved:
+        return ByteTokenizer()
+    path, backend, settings = saved
+    return FileTokenizer(path, Backend.from_str(backend), Settings(*settings))
 
 
 def one_line(error: Exception) -> str:
-    """The first line of what an error says."""
+    """The first line of an error's message."""
     return str(error).partition("\n")[0]
 
 
-def build_tokenizer(name: str) -> Tokenizer:
-    """The byte tokenizer for "bytes", else the tokenizer.json at that path; raises UserError."""
+def tokenizer_of(cfg: DataConfig) -> Tokenizer:
+    """The tokenizer that `data.tokenizer` names; raises UserError."""
+    return build_tokenizer(tokenizer_here(cfg), cfg.eos_token, cfg.add_bos_token)
+
+
+def build_tokenizer(name: str, eos_token: str | None = None, add_bos_token: bool | None = None) -> Tokenizer:
+    """The byte tokenizer for "bytes", else the tokenizer.json at that path; raises UserError.
+
+    Both options replace what the tokenizer says of itself.
+    """
     if not name:
         raise UserError("data.tokenizer", 'is empty; give "bytes" or the path of a tokenizer.json')
-    return ByteTokenizer() if name == "bytes" else FileTokenizer(name)
+    if name == "bytes":
+        if eos_token is not None or add_bos_token:
+            option = "data.eos_token" if eos_token is not None else "data.add_bos_token"
+            raise UserError(option, "is set, and data.tokenizer=bytes has no such token; leave it null")
+        return ByteTokenizer()
+    if not Path(name).is_file():
+        raise UserError(name, 'no such file (data.tokenizer takes "bytes" or the path of a tokenizer.json)')
+    is_folder = Path(name).name == "tokenizer.json" and any(Path(name).with_name(file).is_file() for file in CONFIGS)
+    backend, settings = (of_folder if is_folder else of_file)(name, eos_token)
+    if not backend.get_vocab(with_added_tokens=False):
+        raise UserError(name, "has an empty vocabulary: no text has tokens")
+    return FileTokenizer(name, backend, settings._replace(opening=opening_of(settings, backend, add_bos_token)))
+
+
+def opening_of(settings: Settings, backend: Backend, add_bos_token: bool | None) -> tuple[int, ...]:
+    """The ids before a plain text: as the tokenizer puts them, unless `data.add_bos_token` says otherwise."""
+    if add_bos_token is None:
+        return settings.opening
+    name = settings.special_tokens.get("bos_token")
+    bos = None if name is None else backend.token_to_id(str(name))
+    if not add_bos_token:
+        return tuple(i for i in settings.opening if i != bos)
+    if bos is None:
+        fix = "leave it null, or name bos_token in the tokenizer_config.json beside the tokenizer.json"
+        raise UserError("data.add_bos_token", f"is true, and the tokenizer names no bos_token; {fix}")
+    return settings.opening if bos in settings.opening else (bos, *settings.opening)
+
+
+# ---- a tokenizer.json alone -----------------------------------------------------------------------------------------
+
+
+def of_file(path: str, eos_token: str | None) -> tuple[Backend, Settings]:
+    """The backend in a file, and settings that follow from it alone."""
+    try:
+        backend = Backend.from_buffer(Path(path).read_bytes())
+    except Exception as error:  # the library raises bare Exception
+        raise UserError(path, f"is not a tokenizer.json: {one_line(error)}") from error
+    opening, ending = added_around(backend)
+    end = id_of(eos_token, backend) if eos_token is not None else ending[-1] if ending else only_special(path, backend)
+    return backend, Settings(end, opening, before_end(ending, end), stops=(end,))
+
+
+def only_special(path: str, backend: Backend) -> int:
+    """The single special token of a tokenizer, the unknown token aside; raises UserError if there are several."""
+    unknown = getattr(backend.model, "unk_token", None)
+    decoder = backend.get_added_tokens_decoder()
+    special = {i: token.content for i, token in decoder.items() if token.special and token.content != unknown}
+    if len(special) == 1:
+        return next(iter(special))
+    among = f"one of {', '.join(list(special.values())[:8])}" if special else "it has no special token"
+    raise UserError(path, f"does not say which token ends a document; set data.eos_token ({among})")
+
+
+def id_of(eos_token: str, backend: Backend) -> int:
+    """The id of the token in `data.eos_token`; raises UserError."""
+    if (found := backend.token_to_id(eos_token)) is None:
+        raise UserError("data.eos_token", f"{eos_token} is no token of the tokenizer; name one of its vocabulary")
+    return found
+
+
+def added_around(backend: Backend) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ids that the post-processor of a tokenizer puts before and after a text."""
+    backend.no_truncation()
+    backend.no_padding()
+    some = sorted(backend.get_vocab(with_added_tokens=False).items(), key=lambda entry: entry[1])[-TRIES:]
+    for text in ("a", *(backend.decode([i]) or token for token, i in some)):
+        try:
+            encoding = backend.encode(text, add_special_tokens=True)
+        except Exception:  # WordLevel without an unknown token has no id for most texts
+            continue
+        own = np.flatnonzero(~np.array(encoding.special_tokens_mask, bool))
+        if len(own):
+            return tuple(encoding.ids[: own[0]]), tuple(encoding.ids[own[-1] + 1 :])
+    return (), ()
+
+
+def before_end(ending: tuple[int, ...], end: int) -> tuple[int, ...]:
+    """The ids after a text, without the one that closes a document anyway."""
+    return ending[:-1] if ending and ending[-1] == end else ending
+
+
+# ---- the tokenizer of a folder --------------------------------------------------------------------------------------
+
+
+@functools.cache
+def library() -> Any:
+    """The transformers library; raises UserError if it is missing."""
+    try:
+        return import_module("transformers")
+    except ImportError as error:
+        why = f"its folder is read by transformers, which is missing ({error}); pip install 'compiler-trainer[hf]'"
+        raise UserError("data.tokenizer", why) from error
+
+
+def of_folder(path: str, eos_token: str | None) -> tuple[Backend, Settings]:
+    """The backend and settings of a folder, as transformers' AutoTokenizer reads it; raises UserError."""
+    loaded = loaded_by_transformers(path)
+    backend = Backend.from_str(loaded.backend_tokenizer.to_str())
+    opening, ending = added_around(backend)
+    stops = stops_beside(path)
+    if eos_token is not None:
+        end = id_of(eos_token, backend)
+    elif loaded.eos_token_id is not None:
+        end = loaded.eos_token_id
+    elif ending:
+        end = ending[-1]
+    else:
+        end = stops[0] if stops else only_special(path, backend)
+    templates = loaded.chat_template
+    named = templates if isinstance(templates, dict) else {"default": templates} if templates else {}
+    special = dict(loaded.special_tokens_map)
+    stops = tuple(i for i in (*stops, end, loaded.eos_token_id) if i is not None)
+    splits = bool(loaded.split_special_tokens)
+    return backend, Settings(end, opening, before_end(ending, end), special, named, stops, splits)
+
+
+def loaded_by_transformers(path: str) -> Any:
+    """The tokenizer of a folder as transformers' AutoTokenizer loads it; raises UserError."""
+    folder = str(Path(path).parent)
+    try:
+        loaded = library().AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except UserError:
+        raise
+    except Exception as error:  # the library raises whatever its readers raise
+        raise UserError(path, f"transformers cannot load the tokenizer of its folder: {one_line(error)}") from error
+    if not hasattr(loaded, "backend_tokenizer"):
+        fix = "only those of the tokenizers library are used; save it as one"
+        raise UserError(path, f"transformers loads it as {type(loaded).__name__}, which is written in Python; {fix}")
+    return loaded
+
+
+def stops_beside(path: str) -> tuple[int, ...]:
+    """The ids at which generation ends: eos_token_id of generation_config.json, else of config.json."""
+    for name in ("generation_config.json", "config.json"):
+        file = Path(path).with_name(name)
+        if not file.is_file():
+            continue
+        try:
+            ends = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        except (ValueError, AttributeError) as error:
+            raise UserError(str(file), f"is not a JSON object: {one_line(error)}") from error
+        ends = ends if isinstance(ends, list) else [ends]
+        if found := tuple(end for end in ends if isinstance(end, int)):
+            return found
+    return ()
 
 
 def tokenizer_here(cfg: DataConfig) -> str:

@@ -19,21 +19,13 @@ import numpy as np
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import DataConfig, SourceConfig
-from compiler_trainer.data import chat
+from compiler_trainer.data.chat import Chats
 from compiler_trainer.data.cutting import PART_BYTES, parts
 from compiler_trainer.data.readers import READERS, Asked, Span
-from compiler_trainer.data.records import (
-    CONVERSATION,
-    PAIR,
-    BadRecord,
-    Columns,
-    Document,
-    Ids,
-    Message,
-    Pair,
-)
+from compiler_trainer.data.records import BadRecord, Conversation, Document, Fields, Ids, Pair
 from compiler_trainer.data.shard import Encoded, Shard
-from compiler_trainer.data.tokenizers import Tokenizer, build_tokenizer, tokenizer_here
+from compiler_trainer.data.template import ChatTemplate
+from compiler_trainer.data.tokenizers import Tokenizer, restored, tokenizer_of
 from compiler_trainer.places.cache import Cache, cache_of
 
 DOCUMENTS_AT_ONCE = 1000
@@ -41,36 +33,51 @@ IDS_AT_ONCE = 2**17
 
 
 class Recipe(NamedTuple):
-    """How records become tokens: conversations by a `template`, else the texts in `column`; bad ones skipped or not.
+    """How records become tokens: conversations with `chat`, else the texts in `column`; bad ones skipped or not.
 
     With `pairs`, a record is two conversations, a document each.
     """
 
-    tokenizer: str
+    tokenizer: Tokenizer
     column: str
     separator: str | None
-    template: chat.Template | None
+    chat: bool
     skip_bad: bool
     cache: Cache  # of copies
     pairs: bool = False
 
     @property
     def decides(self) -> tuple[Any, ...]:
-        """What tokens depend on, beside the tokenizer."""
-        return self.column, self.separator, self.template, self.skip_bad, *(["pairs"] if self.pairs else [])
+        """What tokens depend on, besides the tokenizer's vocabulary and rules."""
+        settings = self.tokenizer.settings
+        templates = [settings.special_tokens, settings.templates] if self.chat else None
+        around = [settings.opening, settings.ending, settings.end_of_document]
+        return self.column, self.separator, templates, around, self.skip_bad, *(["pairs"] if self.pairs else [])
 
-    @property
-    def columns(self) -> Columns:
-        """What of a record makes its document."""
-        return PAIR if self.pairs else CONVERSATION if self.template else self.column
+    def fields(self, template: ChatTemplate | None) -> Fields:
+        """The fields of a record that make its document."""
+        kind: Any = "pair" if self.pairs else "conversation" if self.chat else "text"
+        return Fields(kind, self.column, template.names if template else frozenset())
+
+    def saved(self) -> list[Any]:
+        """JSON from which `recipe_of` makes the recipe in another process."""
+        return [self.tokenizer.saved(), *self[1:]]
 
 
-def recipe_for(cfg: DataConfig, source: SourceConfig) -> Recipe:
-    """How the records of a source become tokens."""
-    tokenizer = tokenizer_here(cfg)
-    template = chat.template_beside(tokenizer) if cfg.chat else None
+def recipe_of(saved: list[Any]) -> Recipe:
+    """A recipe that has been through JSON."""
+    recipe = Recipe(*saved)
+    folder, most = recipe.cache
+    return recipe._replace(tokenizer=restored(saved[0]), cache=Cache(Path(folder), most))
+
+
+def recipe_for(cfg: DataConfig, source: SourceConfig, tokenizer: Tokenizer | None = None) -> Recipe:
+    """How the records of a source become tokens; raises UserError without a chat template that `cfg` needs."""
+    tokenizer = tokenizer or tokenizer_of(cfg)
+    if cfg.chat:
+        ChatTemplate(tokenizer)
     skip_bad, cache = cfg.bad_records == "skip", cache_of(cfg)
-    return Recipe(tokenizer, source.text_column, source.document_separator, template, skip_bad, cache, cfg.pairs)
+    return Recipe(tokenizer, source.text_column, source.document_separator, cfg.chat, skip_bad, cache, cfg.pairs)
 
 
 class Part(NamedTuple):
@@ -79,6 +86,7 @@ class Part(NamedTuple):
     content: str | Encoded
     begins: bool
     ends: bool
+    continues: bool = False  # it is a sample of the same record as the one before
 
     @property
     def size(self) -> int:
@@ -90,12 +98,12 @@ class Worker:
     """Tokenizes by a recipe, into shards in a folder."""
 
     def __init__(self, recipe: Recipe, folder: Path):
-        self.recipe, self.folder = recipe, folder
+        self.recipe, self.folder, self.tokenizer = recipe, folder, recipe.tokenizer
 
     @cached_property
-    def tokenizer(self) -> Tokenizer:
-        """What the recipe names."""
-        return build_tokenizer(self.recipe.tokenizer)
+    def chats(self) -> Chats | None:
+        """The writer of conversations."""
+        return Chats(ChatTemplate(self.tokenizer), self.tokenizer) if self.recipe.chat else None
 
     def tokenize(self, number: int, spans: Iterable[Span]) -> None:
         """Make the shard of piece `number`; raises UserError where it holds a bad record that is not to be skipped."""
@@ -104,40 +112,49 @@ class Worker:
                 shard.add(batch, self.encode(batch))
 
     def read(self, spans: Iterable[Span], shard: Shard) -> Iterator[Part]:
-        """What the spans hold, in parts that a tokenizer takes; the shard counts what is skipped."""
-        asked = Asked(self.recipe.columns, self.recipe.separator, self.tokenizer, self.recipe.cache)
+        """The contents of spans, in parts that a tokenizer takes; the shard counts skipped records, and has notes."""
+        fields = self.recipe.fields(self.chats.template if self.chats else None)
+        asked = Asked(fields, self.recipe.separator, self.tokenizer, self.recipe.cache)
         for span in spans:
             for record in READERS[span.reader](span, asked):
+                notes: list[str] = []
                 try:
-                    found = self.prepared(record.read())
+                    document = record.read()
+                    found = self.prepared(document, notes)
                 except BadRecord as error:
                     if not self.recipe.skip_bad:
                         raise UserError(record.where(), str(error)) from error
                     shard.skip(record.where, str(error))
                 else:
+                    shard.note(record.where, [*document.notes, *notes])
                     yield from found
 
-    def prepared(self, document: Document) -> list[Part]:
-        """A text in parts of bounded length; the tokens of a conversation."""
-        content, begins, ends = document
+    def prepared(self, document: Document, notes: list[str]) -> list[Part]:
+        """A text in parts of bounded length; the tokens of the samples of a conversation."""
+        content, begins, ends, _ = document
         if isinstance(content, np.ndarray):
             return self.given(content)
         if isinstance(content, Pair):
-            return [Part(self.said(messages, content.shared), True, True) for messages in content[:2]]
-        if isinstance(content, list):
-            return [Part(self.said(content), begins, ends)]
+            return [part for chat in content for part in self.said(chat, notes, 1)]
+        if isinstance(content, Conversation):
+            return self.said(content, notes)
         found = list(parts(content, self.tokenizer.encode))
         last = len(found) - 1
         return [Part(text, begins and not i, ends and i == last) for i, text in enumerate(found)]
 
-    def said(self, messages: list[Message], after: int = 0) -> Encoded:
-        """A conversation, and which of its ids the assistant says after so many messages."""
-        assert self.recipe.template
-        return chat.encode(messages, self.recipe.template, self.tokenizer, after)
+    def said(self, chat: Conversation, notes: list[str], most: int | None = None) -> list[Part]:
+        """The samples of a conversation; raises BadRecord if there are more than `most`."""
+        assert self.chats
+        written = self.chats.write(chat)
+        notes += written.notes
+        if most is not None and len(written.samples) > most:
+            why = "has several answers after the first difference, and the chat template rewrites earlier ones"
+            raise BadRecord(f"{why}: give each its last answer alone, the others as its prompt")
+        return [Part((ids, counted), True, True, i > 0) for i, (ids, counted) in enumerate(written.tokens)]
 
     def given(self, ids: Ids) -> list[Part]:
         """A document of ids in parts; what ends it is left out, for a shard adds it."""
-        if self.recipe.template:
+        if self.recipe.chat:
             raise BadRecord("holds token ids, and no conversation; set data.chat=false")
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.tokenizer.vocab_size:
             wrong = ids.min() if ids.min() < 0 else ids.max()
@@ -148,10 +165,19 @@ class Worker:
         return [Part((ids[at : at + IDS_AT_ONCE], None), at == 0, at == starts[-1]) for at in starts]
 
     def encode(self, batch: list[Part]) -> list[Encoded]:
-        """Ids of each part and which of them count."""
+        """Ids of each part and which of them count; texts get the ids that the tokenizer puts around them."""
         texts = [part.content for part in batch if isinstance(part.content, str)]
         ids = iter(self.tokenizer.encode(texts))
-        return [(next(ids), None) if isinstance(part.content, str) else part.content for part in batch]
+        return [
+            (self.around(part, next(ids)), None) if isinstance(part.content, str) else part.content for part in batch
+        ]
+
+    def around(self, part: Part, ids: Ids) -> Ids:
+        """The ids of a text, with those before it if it begins there, and those after it if it ends; none of none."""
+        opening, ending = self.tokenizer.settings.opening, self.tokenizer.settings.ending
+        if not (opening or ending) or not len(ids):
+            return ids
+        return np.concatenate((opening if part.begins else (), ids, ending if part.ends else ())).astype(ids.dtype)
 
 
 def batches(found: Iterable[Part]) -> Iterator[list[Part]]:
@@ -175,7 +201,7 @@ def main() -> None:
     lines: SimpleQueue[str] = SimpleQueue()
     Thread(target=receive, args=(lines,), daemon=True).start()
     recipe, folder = json.loads(lines.get())
-    worker = Worker(recipe_of(recipe), Path(folder))
+    worker = Worker(recipe_of(json.loads(Path(recipe).read_text(encoding="utf-8"))), Path(folder))
     while True:
         number, spans = json.loads(lines.get())
         try:
@@ -193,15 +219,6 @@ def receive(lines: SimpleQueue[str]) -> None:
     for line in sys.stdin:
         lines.put(line)
     os._exit(0)
-
-
-def recipe_of(fields: list[Any]) -> Recipe:
-    """A recipe that has been through JSON."""
-    recipe = Recipe(*fields)
-    folder, most = recipe.cache
-    return recipe._replace(
-        template=recipe.template and chat.Template(*recipe.template), cache=Cache(Path(folder), most)
-    )
 
 
 if __name__ == "__main__":

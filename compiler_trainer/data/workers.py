@@ -7,6 +7,7 @@ import os
 import select
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,17 +82,20 @@ def processes(count: int, recipe: Recipe, folder: Path) -> Iterator[list[subproc
     env = os.environ | {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     command = [sys.executable, "-m", "compiler_trainer.data.worker"]
     started = []
-    try:
-        for _ in range(count):
-            # In a group of their own, they leave Ctrl-C to this process.
-            started.append(subprocess.Popen(command, env=env, process_group=0, stdin=PIPE, stdout=PIPE, text=True))
-            ask(started[-1], [recipe, str(folder)])
-        yield list(started)
-    finally:
-        for process in started:
-            process.kill()
-        for process in started:
-            process.wait()
+    with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:  # the vocabulary takes megabytes
+        json.dump(recipe.saved(), file, default=str)
+        file.flush()
+        try:
+            for _ in range(count):
+                # In a group of their own, they leave Ctrl-C to this process.
+                started.append(subprocess.Popen(command, env=env, process_group=0, stdin=PIPE, stdout=PIPE, text=True))
+                ask(started[-1], [file.name, str(folder)])
+            yield list(started)
+        finally:
+            for process in started:
+                process.kill()
+            for process in started:
+                process.wait()
 
 
 def ask(process: subprocess.Popen[str], what: object) -> None:

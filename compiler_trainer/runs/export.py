@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config, FolderConfig, ModelConfig
-from compiler_trainer.data.tokenizers import build_tokenizer, tokenizer_here
+from compiler_trainer.data.tokenizers import tokenizer_here, tokenizer_of
 from compiler_trainer.models.decoders import as_transformers, form_of
 from compiler_trainer.models.folder import library
 from compiler_trainer.models.place import folder_of
@@ -78,7 +78,7 @@ def write(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None, merge:
     if isinstance(cfg.model, ModelConfig):
         model = as_transformers(cfg.model, module)
         model.config.max_position_embeddings = cfg.train.seq_len  # further ones it has not seen
-        end = build_tokenizer(tokenizer_here(cfg.data)).end_of_document
+        end = tokenizer_of(cfg.data).end_of_document
         model.config.eos_token_id = model.generation_config.eos_token_id = end
         save(model.to(dtype), out)
         write_tokenizer(cfg, out)

@@ -51,13 +51,29 @@ def read_data(cfg: Config) -> Datasets:
 
 
 def with_steps(cfg: Config, datasets: Datasets, ranks: int) -> Config:
-    """`cfg` with the steps that its epochs or tokens come to, validated with these; padding counts as no token."""
+    """`cfg` with the steps that its epochs or tokens come to, validated with these; padding counts as no token.
+
+    Steps of a checkpoint that the run goes on from count as they were, whatever the batch size was.
+    """
     length, rows, batch = cfg.train.steps, datasets.train.rows, cfg.train.global_batch_size
     if isinstance(length, int):
         return cfg
-    steps = steps_of(length, len(rows), batch, cfg.train.seq_len * (1 - rows.padding))
+    done, rows_done = behind(cfg)
+    steps = steps_of(length, len(rows), batch, cfg.train.seq_len * (1 - rows.padding), done, rows_done)
     announce(f"train.steps={length} are {steps:,} steps")
     return validate(lasting(cfg, steps), ranks)
+
+
+def behind(cfg: Config) -> tuple[int, int]:
+    """The steps and rows that lie behind a run in the checkpoint that it goes on from; 0 and 0 without one."""
+    bring(cfg)
+    stored, _ = first_whole(cfg, lambda path: on_all_ranks(lambda: checkpoint.opened(path)))
+    if stored is None:
+        return 0, 0
+    taken = stored.index.data.get("taken")
+    if is_in("data.packing", cfg.checkpoint.allow) or not isinstance(taken, list | tuple):
+        return stored.index.step, stored.index.step * cfg.train.global_batch_size
+    return stored.index.step, sum(taken)
 
 
 def same_on_all_ranks(cfg: Config, datasets: Datasets) -> Config:

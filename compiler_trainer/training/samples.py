@@ -17,7 +17,7 @@ from compiler_trainer.checkpoint.load import MODEL
 from compiler_trainer.config.schema import Config
 from compiler_trainer.console import say
 from compiler_trainer.data.prompts import Prompt, prompt_of
-from compiler_trainer.data.tokenizers import build_tokenizer, tokenizer_here
+from compiler_trainer.data.tokenizers import tokenizer_of
 from compiler_trainer.models.sampling import Sampling, check_prompt, continued, in_use
 from compiler_trainer.models.skeleton import fill
 from compiler_trainer.models.subject import Subject
@@ -40,10 +40,9 @@ class Samples(Callback):
     """Adds to each of `eval.prompts`, drawn alike each time; raises UserError where the model takes one of them not."""
 
     def __init__(self, cfg: Config, trained: Subject, loggers: Sequence[Logger]):
-        named = tokenizer_here(cfg.data)
-        self.cfg, self.trained, self.tokenizer, self.lines = cfg, trained, build_tokenizer(named), SampleLines()
+        self.cfg, self.trained, self.tokenizer, self.lines = cfg, trained, tokenizer_of(cfg.data), SampleLines()
         self.boards = [logger for logger in loggers if isinstance(logger, TensorBoard)]
-        self.prompts = {text: prompt_of(text, cfg.data.chat, named, self.tokenizer) for text in cfg.eval.prompts}
+        self.prompts = {text: prompt_of(text, cfg.data.chat, self.tokenizer) for text in cfg.eval.prompts}
         for prompt in self.prompts.values():
             check_prompt(cfg, trained, prompt.ids)
 

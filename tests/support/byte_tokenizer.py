@@ -27,5 +27,5 @@ def write_tokenizer(folder: Path) -> str:
 
 def write_template(folder: Path, template: str) -> None:
     """Let the folder's tokenizer have this template."""
-    config = {"chat_template": template, "bos_token": {"content": "<|endoftext|>"}}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | ({"chat_template": template} if template else {})))

@@ -64,9 +64,10 @@ def furnish(folder: Path) -> None:
     (folder / "pairs.jsonl").write_text((json.dumps(PAIR) + "\n") * 30)
     model("qwen3").save_pretrained(folder / "qwen")
     tokenizer().save(str(folder / "qwen/tokenizer.json"))
+    (folder / "qwen/tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
     (folder / "qwen/chat_template.jinja").write_text(TEMPLATE)
     shutil.copytree(folder / "qwen", folder / "smol")
-    shutil.copy(folder / "qwen/tokenizer.json", folder / "TOK")
+    tokenizer(of_chat=False).save(str(folder / "TOK"))
     for out, files in (("tokens", "books"), ("tokens/books", "books"), ("tokens/code", "code")):
         ahead.write(DataConfig(name="text", files=(files,), tokenizer="TOK"), folder / out, ALL)
     Path(folder, "my_package.py").write_text(python_of("docs/guides/your-model.md"))
@@ -112,13 +113,13 @@ def shown_module(page: str, name: str) -> str:
     return "\n\n".join(re.findall(rf"^```python\n(# {name}\.py.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE))
 
 
-def tokenizer() -> Tokenizer:
-    """A token a byte, and those that a conversation has beside."""
+def tokenizer(of_chat: bool = True) -> Tokenizer:
+    """A token a byte, the end of a document, and the tokens of a conversation, which are special ones in a chat."""
     special = ["<|endoftext|>", "<|end|>", "<|user|>", "<|assistant|>"]
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE({token: i for i, token in enumerate([*special, *letters])}, []))
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    made.add_special_tokens(special)
+    made.add_special_tokens(special if of_chat else special[:1])
     return made
 
 

@@ -12,7 +12,7 @@ from compiler_trainer.config.device import settled
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.console import say
 from compiler_trainer.data.prompts import prompt_of
-from compiler_trainer.data.tokenizers import build_tokenizer, tokenizer_here
+from compiler_trainer.data.tokenizers import tokenizer_of
 from compiler_trainer.models.sampling import Sampling, continued, in_use, positions, why_uncached
 from compiler_trainer.runs.saved import at_checkpoint, options_of, trained_model
 from compiler_trainer.step.ranks import local_device
@@ -33,9 +33,8 @@ def main(arguments: Sequence[str]) -> None:
     how = Sampling(given.tokens, given.temperature, given.top_p, given.top_k, given.seed)
     check(how)
     cfg = settled(at_checkpoint(options_of(given.run, []), given.checkpoint), torch.cuda.is_available())
-    named = tokenizer_here(cfg.data)
-    tokenizer = build_tokenizer(named)
-    prompt = prompt_of(given.prompt, given.chat, named, tokenizer)
+    tokenizer = tokenizer_of(cfg.data)
+    prompt = prompt_of(given.prompt, given.chat, tokenizer)
     found, model = trained_model(cfg, given.ema)
     most, option = positions(cfg, found)
     if why := why_uncached(cfg):

@@ -57,6 +57,12 @@ def test_a_process_that_tokenizes_imports_no_torch_and_no_pass():
     assert done.stdout == f"{words}\n"  # names of policies and operators, which options are made of
 
 
+def test_a_process_that_writes_conversations_imports_no_torch():
+    script = "import sys; from compiler_trainer.data.template import renderer; renderer(); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
 def test_a_warning_of_ours_is_a_line_and_others_name_their_line(monkeypatch):
     monkeypatch.setattr(command.warnings, "formatwarning", command.USUAL)
     call("--version")

@@ -30,7 +30,7 @@ from compiler_trainer.data.cutting import next_cut, parts
 from compiler_trainer.data.datasets import build_datasets
 from compiler_trainer.data.readers import Span
 from compiler_trainer.data.stored import summary
-from compiler_trainer.data.tokenizers import FileTokenizer, build_tokenizer
+from compiler_trainer.data.tokenizers import build_tokenizer
 from compiler_trainer.data.worker import Recipe
 from compiler_trainer.places import kept
 from compiler_trainer.places.cache import Cache
@@ -401,7 +401,7 @@ def test_of_bad_records_in_several_processes_the_first_is_named(tmp_path, monkey
     (tmp_path / "soon.jsonl").write_text("soon")
     pieces = {i: [Span("lines", str(tmp_path / name), 0, 2**24, 1)] for i, name in enumerate(("late.jsonl", "soon.jsonl"))}
     with pytest.raises(UserError, match="late.jsonl:100001: is not JSON"):
-        workers.tokenize(Recipe("bytes", "text", None, None, False, Cache(tmp_path)), tmp_path, pieces, lambda spans: None)
+        workers.tokenize(Recipe(build_tokenizer("bytes"), "text", None, False, False, Cache(tmp_path)), tmp_path, pieces, lambda spans: None)
 
 
 def test_a_long_text_is_not_left_with_a_hole(tmp_path, small_pieces):
@@ -458,14 +458,14 @@ def test_an_interrupted_start_ends_with_its_processes_and_the_next_goes_on(numbe
     assert partial.suffix == ".part"
     found, _ = corpus(tmp_path / "a.txt", tokenizer=long_text)
     assert "going on with" in capsys.readouterr().out
-    tokenizer = FileTokenizer(long_text)
+    tokenizer = build_tokenizer(long_text)
     text = (tmp_path / "a.txt").read_text()
     assert found.tokens[:-1].tolist() == np.concatenate(tokenizer.encode(list(parts(text, tokenizer.encode)))).tolist()
 
 
 def test_a_process_ends_at_once_when_nobody_can_ask_it_any_more(tmp_path, long_text):
     (tmp_path / "b.txt").write_text(TEXT * (20 * 2**20 // len(TEXT)))
-    with workers.processes(1, Recipe(long_text, "text", None, None, False, Cache(tmp_path)), tmp_path) as (process,):
+    with workers.processes(1, Recipe(build_tokenizer(long_text), "text", None, False, False, Cache(tmp_path)), tmp_path) as (process,):
         workers.ask(process, [0, [Span("text", str(tmp_path / "b.txt"), 0, 20 * 2**20, 1)]])
         until(lambda: list(tmp_path.glob("*.tokens")))
         process.stdin.close()

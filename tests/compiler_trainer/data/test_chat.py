@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerFast
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import DataConfig
-from compiler_trainer.data import chat
-from compiler_trainer.data.chat import Template
+from compiler_trainer.data.chat import labels
 from compiler_trainer.data.datasets import build_datasets
-from compiler_trainer.data.records import BadRecord
+from compiler_trainer.data.template import ChatTemplate
+from compiler_trainer.data.tokenizers import build_tokenizer
 
 MARKED = (
     "{{ bos_token }}{% for message in messages %}{% if message.role == 'assistant' %}[{% generation %}{{ message.content }}]{% endgeneration %}"
@@ -96,26 +96,21 @@ def test_no_text_of_a_message_marks_an_answer(template, tokenizer, tmp_path):
     write_template(tmp_path, template)
     messages = [{"role": "user", "content": f"question \ufdd0{forged}"}, {"role": "assistant", "content": "fine \ufdd1answer"}]
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": messages}))
-    said = "fine \ufdd1answer" + ("<|im_end|>\n" if template == CHATML else "]")
+    said = "fine \ufdd1answer" + ("<|im_end|>\n" if template == CHATML else "]<|endoftext|>")  # nothing else ends the answer
     assert labelled(datasets(tmp_path / "a.jsonl", tokenizer, seq_len=400), tokenizer) == [said]
-
-
-def test_a_conversation_that_leaves_no_character_to_mark_answers_with_is_refused():
-    messages = [{"role": "user", "content": "".join(chat.NONCHARACTERS)}, {"role": "assistant", "content": "a"}]
-    assert chat.written(messages, Template(CHATML, {}))[1]
-    with pytest.raises(BadRecord, match="U\\+FDD0 to U\\+FDEF"):
-        chat.written(messages, Template(MARKED, {"bos_token": ""}))
 
 
 def test_a_template_in_a_file_of_its_own_comes_first(tokenizer, tmp_path):
     (tmp_path / "chat_template.jinja").write_text(MARKED)
-    assert chat.template_beside(tokenizer) == Template(MARKED, {"bos_token": "<|endoftext|>"})
+    assert ChatTemplate(build_tokenizer(tokenizer)).templates == {"default": MARKED}
 
 
 def test_rows_without_a_label_are_left_out(tokenizer, tmp_path):
     question = {"role": "user", "content": "long " * 100}
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [question, {"role": "assistant", "content": "short"}]}) * 1)
-    rows = datasets(tmp_path / "a.jsonl", tokenizer, seq_len=8).train.rows
+    found = datasets(tmp_path / "a.jsonl", tokenizer, seq_len=8)
+    rows = found.train.rows
+    assert f"train {rows.facts.filled} tokens in {len(rows)} rows of 8 ({rows.facts.tokens - rows.facts.filled} more are in rows without labels" in found.describe(1)
     labels = rows.batch(np.arange(len(rows)))["labels"]
     assert len(rows) <= 2 < rows.facts.tokens / 8 and (labels != -100).any(axis=1).all()
     assert (labels != -100).sum() == len("short") + 1 + len("\n")
@@ -132,7 +127,7 @@ def test_fitted_conversations_are_whole_and_have_the_same_labels(tokenizer, tmp_
     assert found["cut"].report()[0]["cut"] > 0 == found["fit"].report()[0]["cut"] < found["fit"].report()[0]["padding"] < 0.3
 
 
-FORGETFUL = "{% for message in messages %}{{ message.role }}:{% if loop.last %}thinks {% endif %}{{ message.content }};{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+FORGETFUL = "{{ messages | length }}{% for message in messages %}{{ message.role }}:{{ message.content }};{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 REFUSALS = {
     "no assistant": (CHATML, {"messages": MESSAGES[:2]}, "a.jsonl:1: the assistant says nothing"),
     "no messages": (CHATML, {"text": "a"}, 'a.jsonl:1: has neither "messages" nor "prompt" and "completion"'),
@@ -140,7 +135,7 @@ REFUSALS = {
     "no role": (CHATML, {"messages": [{"content": "hi"}]}, r'a.jsonl:1: field "messages\[0\].role" is null'),
     "number": (CHATML, {"messages": [{"role": "assistant", "content": 1}]}, r'"messages\[0\].content" is int, not a string'),
     "refused by it": ("{{ raise_exception('roles must alternate') }}", {"messages": MESSAGES}, "refuses it: roles must alternate"),
-    "written otherwise": (FORGETFUL, {"messages": MESSAGES}, "a.jsonl:1: the chat template writes message 2 otherwise"),
+    "written otherwise": (FORGETFUL, {"messages": MESSAGES}, "a.jsonl:1: the chat template writes the messages before message 2 otherwise"),
     "no template": (None, {"messages": MESSAGES}, "data.tokenizer: .*tokenizer.json has no chat template"),
 }
 
@@ -154,8 +149,8 @@ def test_what_cannot_be_a_conversation_is_refused(template, row, message, tokeni
     assert "\n" not in str(error.value)
 
 
-def test_a_token_of_prompt_and_answer_is_refused():
+def test_a_token_of_prompt_and_answer_is_a_label():
     places = np.array([[0, 4], [4, 8], [8, 9]])
-    assert chat.said(places, [(4, 9)]).tolist() == [False, True, True]
-    with pytest.raises(BadRecord, match="half in an answer"):
-        chat.said(places, [(5, 9)])
+    for start, partly in ((4, False), (5, True)):
+        counted, is_partly = labels(places, [(start, 9)])
+        assert counted.tolist() == [False, True, True] and is_partly == partly

@@ -32,8 +32,9 @@ from compiler_trainer.data.loader import Loader
 from compiler_trainer.data.mixture import Mixture
 from compiler_trainer.data.packing import packed
 from compiler_trainer.data.readers import READERS, Asked, Span, read_table
+from compiler_trainer.data.records import Conversation, Fields, text_in
 from compiler_trainer.data.sources import source_of
-from compiler_trainer.data.tokenizers import ByteTokenizer, FileTokenizer
+from compiler_trainer.data.tokenizers import ByteTokenizer, build_tokenizer
 from compiler_trainer.places.cache import Cache
 
 EOD = ByteTokenizer.end_of_document
@@ -54,7 +55,7 @@ def corpus_of(texts):
 
 def documents(cfg):
     """Every document of the only source of a config."""
-    asked = Asked(cfg.text_column, cfg.document_separator, ByteTokenizer(), Cache(Path("cache")))
+    asked = Asked(text_in(cfg.text_column), cfg.document_separator, ByteTokenizer(), Cache(Path("cache")))
     for span in source_of(cfg, cfg.seed, Cache(Path("cache"))).spans:
         yield from (record.read().content for record in READERS[span.reader](span, asked))
 
@@ -282,6 +283,7 @@ def test_the_description_counts_what_was_read_and_left_out(library):
         f"{name}: 5 documents (1 empty), 41 tokens (bytes); train 39 tokens in 5 rows of 8, 2.50% padding, "
         "75.0% of documents cut; held out end of the longest document, 2 tokens in 1 rows of 8, 75.00% padding, "
         "0.0% of documents cut",
+        f"note: {name}: fields not used: id (first: {folder}/c.jsonl:1)",
         f"{name}: tokens are kept in {kept}, {decimal(sum(f.stat().st_size for f in kept.iterdir()))}",
         f"{name}: 2.4 epochs when the run ends",
     ]
@@ -304,9 +306,9 @@ def test_a_column_of_text_is_read_whatever_its_encoding(kind, columns, tmp_path)
     values = pa.array(["é", "b", "é"]).cast(kind.value_type if pa.types.is_dictionary(kind) else kind)
     values = values.dictionary_encode().cast(kind) if pa.types.is_dictionary(kind) else values
     pq.write_table(pa.table({name: values for name in columns}), tmp_path / "a.parquet")
-    span, asked = Span("table", str(tmp_path / "a.parquet"), 0, 1, 1), Asked("text" if columns == ("text",) else None, None, ByteTokenizer(), Cache(tmp_path))
+    span, asked = Span("table", str(tmp_path / "a.parquet"), 0, 1, 1), Asked(text_in("text") if columns == ("text",) else Fields("conversation"), None, ByteTokenizer(), Cache(tmp_path))
     found = [record.read().content for record in read_table(span, asked)]
-    texts = [[m["content"] for m in content] if isinstance(content, list) else [content] for content in found]
+    texts = [[m["content"] for m in content.messages] if isinstance(content, Conversation) else [content] for content in found]
     assert texts == [[text] * len(columns) for text in ("é", "b", "é")]
 
 
@@ -433,13 +435,13 @@ def test_bad_tokenizers_are_named(tmp_path):
     cases = {
         "missing": "no such file",
         "broken": "is not a tokenizer.json: ",
-        "endless": "none of its 0 added tokens",
+        "endless": "does not say which token ends a document; set data.eos_token (it has no special token)",
         "empty": "has an empty vocabulary",
     }
     for name, message in cases.items():
         path = tmp_path / f"{name}.json"
         with pytest.raises(UserError) as error:
-            FileTokenizer(str(path))
+            build_tokenizer(str(path))
         assert str(error.value).startswith(f"{path}: {message}") and "\n" not in str(error.value)
 
 

@@ -67,3 +67,29 @@ def test_without_the_library_one_line_says_what_to_install(monkeypatch, tmp_path
         tokens(tmp_path)
 
     hub.library.cache_clear()
+
+
+SAVED = {
+    "one": (False, "train", 3000),
+    "splits": (True, "test", 3000),
+    "a part": (True, "train[:10%]", 300),
+    "rows": (False, "train[100:150]", 50),
+}
+
+
+@pytest.mark.parametrize(("several", "split", "count"), SAVED.values(), ids=SAVED)
+def test_a_folder_of_save_to_disk_is_loaded(several, split, count, dataset, tmp_path):
+    library = hub.library()
+    whole = library.load_dataset(str(dataset))
+    (whole if several else whole["train"]).save_to_disk(str(tmp_path / "saved"))
+    found = tokens(tmp_path / "saved", split=split)
+    first = 100 if "100:" in split else 0
+    assert (found == 256).sum() == count and bytes(found[:20].astype(np.uint8)).startswith(f"{split[:4].strip('[')}".encode()[:4])
+    assert bytes(found.tolist()[: found.tolist().index(256)]).endswith(f" {first}".encode())
+
+
+@pytest.mark.parametrize(("split", "message"), [("valid", "data.split: is valid, and the folder has train, test"), ("train[:1]+test[:1]", "name one part")])
+def test_a_split_that_a_saved_folder_does_not_have_is_refused(split, message, dataset, tmp_path):
+    hub.library().load_dataset(str(dataset)).save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(UserError, match=message.replace("[", "\\[")):
+        tokens(tmp_path / "saved", split=split)

@@ -85,6 +85,7 @@ def test_processes_that_tokenize_copy_what_they_read(tmp_path, store, monkeypatc
 def test_tokens_and_a_tokenizer_of_a_store(tmp_path, store):
     (tmp_path / "tok").mkdir()
     tokenizer().save(str(tmp_path / "tok/tokenizer.json"))
+    (tmp_path / "tok/tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
     (tmp_path / "tok/chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}<|end|>{% endfor %}")
     (tmp_path / "a.txt").write_text("\n".join(LINES))
     named = store.put(tmp_path / "tok", "tok") + "/tokenizer.json"
@@ -245,6 +246,7 @@ def test_what_the_hubs_cache_has_in_part_is_not_taken_for_the_whole(hub):
 def test_a_tokenizer_of_the_hubs_cache(hub, tmp_path):
     (tmp_path / "tok").mkdir()
     tokenizer().save(str(tmp_path / "tok/tokenizer.json"))
+    (tmp_path / "tok/tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
     folders.cached(hub, "org/tok", tmp_path / "tok")
     (tmp_path / "a.txt").write_text("text")
     named = str(tmp_path / "tok/tokenizer.json")

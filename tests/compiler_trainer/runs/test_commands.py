@@ -330,7 +330,7 @@ def test_an_answer_in_a_chat_ends_at_its_end_token(run, chatting, monkeypatch):
     folder, tokenizer = chatting
     monkeypatch.setattr(sampling, "by_transformers", lambda *how: tokenizer.encode("yes<|end|>no").ids)
     assert run("generate", folder, "--chat", "--prompt", "hi") == "yes\n"
-    assert run("generate", folder, "--prompt", "hi") == "hiyesno\n"
+    assert run("generate", folder, "--prompt", "hi") == "hiyes\n"  # it is the tokenizer's eos_token
 
 
 def test_without_a_chat_template_there_is_no_chat(run, trained):

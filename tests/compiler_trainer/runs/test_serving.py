@@ -94,7 +94,7 @@ def test_what_lies_beside_a_tokenizer_comes_along(tmp_path):
     doc_places.tokenizer().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text(doc_places.TEMPLATE)
     cfg = options(tmp_path / "run", steps=2)
-    cfg = replace(cfg, data=replace(cfg.data, tokenizer=str(tmp_path / "tokenizer.json")), model=replace(cfg.model, vocab_size=260))
+    cfg = replace(cfg, data=replace(cfg.data, tokenizer=str(tmp_path / "tokenizer.json"), eos_token="<|endoftext|>"), model=replace(cfg.model, vocab_size=260))
     trainer.train(cfg)
     assert call("export", tmp_path / "run", tmp_path / "out") == 0
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")

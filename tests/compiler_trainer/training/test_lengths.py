@@ -11,7 +11,7 @@ from short_runs import FakeStep, metrics, options, resuming
 from compiler_trainer.config.compose import compose, typed
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.lengths import steps_of
-from compiler_trainer.config.schema import Config, DataConfig, EvalConfig, TrainConfig, WeightedSource
+from compiler_trainer.config.schema import CheckpointConfig, Config, DataConfig, EvalConfig, TrainConfig, WeightedSource
 from compiler_trainer.config.validate import validate
 from compiler_trainer.data.datasets import build_datasets
 from compiler_trainer.models import IGNORED_LABEL
@@ -161,3 +161,23 @@ def test_a_run_that_goes_on_counts_on(fake, tmp_path, monkeypatch):
 def test_patience_without_evaluations_is_refused():
     with pytest.raises(UserError, match="^eval.patience: 3 counts evaluations, and eval.interval=null has none; set either"):
         validate(Config(eval=EvalConfig(interval=None, patience=3)), 1)
+
+
+@pytest.mark.parametrize(("before", "after", "rows"), [((3, 12), 2, 58), ((20, 40), 4, 60), ((29, 58), 2, 58), ((0, 0), 2, 58), ((15, 60), 2, 60)])
+def test_epochs_after_a_resume_with_another_batch_size_count_rows(before, after, rows):
+    done, rows_done = before
+    steps = steps_of("3epochs", rows=19, rows_a_step=after, tokens_a_row=1.0, done=done, rows_done=rows_done)
+    assert rows_done + (steps - done) * after == rows  # 57 or the next multiple
+
+
+@pytest.mark.parametrize(("first", "second", "wanted"), [(4, 2, 58), (2, 4, 60)])
+def test_a_run_of_epochs_goes_on_with_another_batch_size(first, second, wanted, fake, tmp_path):
+    (tmp_path / "a.txt").write_text("x" * 303)  # 19 rows of 16
+    data = DataConfig("text", files=(str(tmp_path / "a.txt"),), eval_fraction=0.0, cache=str(tmp_path / "cache"))
+    begun, saved = TrainConfig(steps=12 // first, seq_len=16, global_batch_size=first), CheckpointConfig(interval=1)
+    assert len(build_datasets(data, 16, 1).train.rows) == 19
+    trainer.train(options(tmp_path / "run", train=begun, data=data, eval=EvalConfig(interval=None), checkpoint=saved))
+    resumed = replace(begun, steps="3epochs", global_batch_size=second)
+    trainer.train(options(tmp_path / "run", train=resumed, data=data, eval=EvalConfig(interval=None), checkpoint=replace(saved, resume="latest")))
+    last = metrics(tmp_path / "run")[-1]["step"]
+    assert 12 + (last - 12 // first) * second == wanted

@@ -1,0 +1,178 @@
+"""A record as the model sees it: its tokens, which of them are labels, and transformers' own text beside ours."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import DataConfig
+from compiler_trainer.data.readers import READERS, Asked
+from compiler_trainer.data.records import BadRecord, Conversation, Document, Fields, Pair, Record
+from compiler_trainer.data.sources import source_of
+from compiler_trainer.data.template import ChatTemplate
+from compiler_trainer.data.tokenizers import Tokenizer, loaded_by_transformers, tokenizer_of
+from compiler_trainer.data.worker import Part, Recipe, Worker
+from compiler_trainer.places.cache import cache_of
+
+KINDS: tuple[dict[str, Any], ...] = ({"chat": True}, {"chat": True, "pairs": True}, {"chat": False})  # of records
+
+
+class Shown(NamedTuple):
+    """A document: its tokens, with the closing one, and which are labels; of a chat the text of transformers."""
+
+    tokens: list[int]
+    labels: list[bool]
+    theirs: str | None = None  # apply_chat_template's text; None of a plain text
+    is_same: bool = True  # text and ids are those of transformers
+
+
+@dataclass
+class Counts:
+    """Counts over some records; `notes` and `bad` are with the first record that each is about."""
+
+    records: int = 0
+    samples: int = 0
+    labels: int = 0
+    lengths: list[int] = field(default_factory=list)
+    notes: dict[str, str] = field(default_factory=dict)
+    bad: Counter[str] = field(default_factory=Counter)
+    first_bad: dict[str, str] = field(default_factory=dict)
+
+    def lines(self) -> Iterator[str]:
+        """The counts in words."""
+        bad = sum(self.bad.values())
+        yield f"{self.records:,} records read: {self.samples:,} samples" + (f", {bad:,} bad records" if bad else "")
+        if self.lengths:
+            shortest, middle, longest = (int(n) for n in np.quantile(self.lengths, (0, 0.5, 1), method="nearest"))
+            share = self.labels / sum(self.lengths)
+            half = f"half have at most {middle:,}"
+            yield f"tokens of a sample: {shortest:,} to {longest:,}, {half}; {share:.1%} are labels"
+        yield from (f"note: {note} (first: {where})" for note, where in self.notes.items())
+        yield from (f"bad: {why} (first: {self.first_bad[why]}; {count:,} in all)" for why, count in self.bad.items())
+
+
+class Reader:
+    """Reads the records of the only source of a config, of the kind that the first one is unless the config says it."""
+
+    def __init__(self, cfg: DataConfig, kinds: Sequence[dict[str, Any]]):
+        self.cfg, self.tokenizer = cfg, tokenizer_of(cfg)
+        self.cache = cache_of(cfg)
+        self.source = source_of(cfg, cfg.seed, self.cache)
+        self.chat, self.pairs = self.kind(kinds)
+        recipe = Recipe(
+            self.tokenizer, cfg.text_column, cfg.document_separator, self.chat, True, self.cache, self.pairs
+        )
+        self.worker = Worker(recipe, self.cache.folder)
+
+    def kind(self, kinds: Sequence[dict[str, Any]]) -> tuple[bool, bool]:
+        """Whether records are conversations, and whether pairs; raises UserError if the first is none of them."""
+        refusals: list[UserError] = []
+        for kind in kinds:
+            chat, pairs = kind["chat"], kind.get("pairs", False)
+            fields = Fields("pair" if pairs else "conversation" if chat else "text", self.cfg.text_column)
+            try:
+                for record in itertools.islice(self.records(fields), 1):
+                    record.read()
+                return chat, pairs
+            except BadRecord as error:
+                refusals.append(UserError(record.where(), str(error)))
+            except UserError as error:
+                refusals.append(error)
+        raise refusals[0]
+
+    def records(self, fields: Fields | None = None) -> Iterator[Record]:
+        """All records."""
+        template = ChatTemplate(self.tokenizer) if fields is None and self.chat else None
+        fields = fields or self.worker.recipe.fields(template)
+        asked = Asked(fields, self.cfg.document_separator, self.tokenizer, self.cache)
+        for span in self.source.spans:
+            yield from READERS[span.reader](span, asked)
+
+    def documents(self, document: Document, notes: list[str]) -> list[Shown]:
+        """The documents of a record, each whole."""
+        notes += document.notes
+        parts = self.worker.prepared(document, notes)
+        encoded = self.worker.encode(parts)
+        content = document.content
+        if not isinstance(content, Conversation | Pair):
+            ids = [int(i) for part, _ in encoded for i in part]
+            return [self.plain(content, ids)]
+        end, shown = self.tokenizer.end_of_document, []
+        for sample, counted in encoded:
+            assert counted is not None
+            shown.append(Shown([*map(int, sample), end], [bool(c) for c in counted]))
+        return [self.beside(each, text, chat) for each, (text, chat) in zip(shown, self.theirs(content))]
+
+    def plain(self, content: Any, ids: list[int]) -> Shown:
+        """A plain text, compared with the ids that the tokenizer gives it by itself."""
+        tokens, is_same = [*ids, self.tokenizer.end_of_document], True
+        if isinstance(content, str) and self.loaded is not None and self.cfg.add_bos_token is None:
+            theirs = list(self.loaded(content)["input_ids"])
+            is_same = theirs in (ids, tokens)
+        return Shown(tokens, [False, *[True] * (len(tokens) - 1)], None, is_same)
+
+    @property
+    def loaded(self) -> Any:
+        """The tokenizer as transformers loads it, None for one that does not come from a folder."""
+        return loaded_by_transformers(self.tokenizer.path) if self.tokenizer.settings.special_tokens else None
+
+    def theirs(self, content: Conversation | Pair) -> Iterator[tuple[int, Conversation]]:
+        """For each sample the number of messages, and the conversation that they are of."""
+        assert self.worker.chats
+        for chat in content if isinstance(content, Pair) else [content]:
+            for sample in self.worker.chats.samples(chat, []):
+                yield sample.upto, chat
+
+    def beside(self, shown: Shown, upto: int, chat: Conversation) -> Shown:
+        """A sample, with what apply_chat_template makes of the same messages."""
+        names = dict(chat.names)
+        given = {"tools": names.pop("tools", None), "documents": names.pop("documents", None), **names}
+        loaded = self.loaded
+        text = loaded.apply_chat_template(chat.messages[:upto], tokenize=False, **given)
+        ids = list(loaded.apply_chat_template(chat.messages[:upto], return_dict=True, **given)["input_ids"])
+        return shown._replace(theirs=text, is_same=ids in (shown.tokens, shown.tokens[:-1]))
+
+    def scan(self, most: int) -> Counts:
+        """Counts over the first records."""
+        counts = Counts()
+        for record in itertools.islice(self.records(), most):
+            notes: list[str] = []
+            counts.records += 1
+            try:
+                document = record.read()
+                notes += document.notes
+                parts = self.worker.prepared(document, notes)
+            except BadRecord as error:
+                counts.bad[str(error)] += 1
+                counts.first_bad.setdefault(str(error), record.where())
+                continue
+            for note in notes:
+                if note not in counts.notes:
+                    counts.notes[note] = record.where()
+            self.count(parts, counts)
+        return counts
+
+    def count(self, parts: list[Part], counts: Counts) -> None:
+        """Add the samples of a record."""
+        length = 0
+        for part, (ids, counted) in zip(parts, self.worker.encode(parts)):
+            length += len(ids)
+            counts.labels += len(ids) if counted is None else int(counted.sum())
+            if part.ends:
+                counts.lengths.append(length + 1)
+                counts.samples, length = counts.samples + 1, 0
+
+
+def table(shown: Shown, tokenizer: Tokenizer, most: int) -> Iterator[str]:
+    """A line for each token: number, id, text, and a mark if it is a label."""
+    for number, (token, is_label) in enumerate(zip(shown.tokens[:most], shown.labels)):
+        closing = "   closes the document" if number == len(shown.tokens) - 1 else ""
+        yield f"{number:6} {token:8} {'label' if is_label else '':5}  {tokenizer.name_of(token)!r}{closing}"
+    if len(shown.tokens) > most:
+        yield f"       {len(shown.tokens) - most:,} tokens more"

@@ -1,0 +1,84 @@
+"""`check-data`: a record token by token, beside transformers' text, and what of the data is not used."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from byte_tokenizer import CHATML, write_template, write_tokenizer
+from commands import call
+
+U, A = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    return tmp_path
+
+
+def shown(folder, capsys, *records, arguments=(), code=0):
+    (folder / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert call("check-data", str(folder / "a.jsonl"), f"model.path={folder}", f"data.cache={folder / 'cache'}", *arguments) == code
+    return capsys.readouterr().out
+
+
+def labels(said):
+    return re.findall(r"^ *\d+ +\d+ label  '(.*)'", said, re.MULTILINE)
+
+
+def test_a_conversation_is_shown_with_its_labels_and_what_is_not_used(folder, capsys):
+    said = shown(folder, capsys, {"messages": [{**U, "name": "Ann"}, A], "id": 1}, {"messages": [U, A, U, A]})
+    assert said.startswith(f"{folder}/a.jsonl:1\n\nsample 1 of 1: 26 tokens, 4 labels\n     0      257        '<|im_start|>'\n")
+    assert labels(said) == ["y", "o", "<|im_end|>", "\\n"] and "closes the document" in said
+    assert "apply_chat_template gives the same tokens, of this text:\n<|im_start|>user\nhi<|im_end|>\n" in said
+    assert "note: fields not used: id\n" in said and 'note: "name" of messages of role user is not used' in said
+    assert "2 records read: 2 samples\n" in said and said.endswith("train on it with: data=text data.chat=true\n")
+
+
+def test_texts_and_pairs_are_told_from_conversations(folder, capsys):
+    said = shown(folder, capsys, {"text": "hi"})
+    assert labels(said) == ["i", "<|endoftext|>"] and said.endswith("train on it with: data=text\n")
+    said = shown(folder, capsys, {"prompt": "hi", "chosen": "yo", "rejected": "no"})
+    assert "sample 2 of 2" in said and labels(said)[4:6] == ["n", "o"] and said.endswith("data.chat=true data.pairs=true\n")
+
+
+def test_another_record_and_bad_ones_are_shown(folder, capsys):
+    records = [{"messages": [U, A]}, {"messages": [U]}, {"messages": [U, {**A, "content": "so"}]}]
+    said = shown(folder, capsys, *records, arguments=("--record", "3", "--tokens", "5"), code=1)
+    assert said.startswith(f"{folder}/a.jsonl:3\n") and "21 tokens more" in said
+    assert f"bad: the assistant says nothing: no message is of the role assistant (first: {folder}/a.jsonl:2; 1 in all)" in said
+    assert "bad: the assistant says nothing" in shown(folder, capsys, records[1], arguments=("data.chat=true",), code=1)
+
+
+def test_a_template_that_differs_by_turn_is_shown_by_sample(folder, capsys):
+    write_template(folder, CHATML.replace("message['content']", "message['content'] + ('!' if loop.last and message.role == 'assistant' else '')"))
+    said = shown(folder, capsys, {"messages": [U, A, U, A]})
+    assert "sample 2 of 2" in said and "each answer of such a conversation is a sample" in said
+    assert said.count("gives the same tokens") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--record", "9"], "error: --record: 9 is beyond the last record; name a lower one"),
+        (["--tokens", "0"], "error: --tokens: 0 must be at least 1"),
+        (["data.files=[b]"], "error: data.files: is set, and "),
+        (["data=stdlib"], "error: data.files: "),
+        (["data.chat=true", "data.text_column=x", "data.eos_token=nope"], "error: data.eos_token: nope is no token"),
+    ],
+    ids=range(5),
+)
+def test_a_wrong_flag_gets_one_line(arguments, message, folder, capsys):
+    (folder / "a.jsonl").write_text(json.dumps({"messages": [U, A]}))
+    assert call("check-data", str(folder / "a.jsonl"), f"model.path={folder}", *arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(message) and error.count("\n") == 1
+
+
+def test_a_record_of_no_kind_is_refused_with_its_fields(folder, capsys):
+    (folder / "a.jsonl").write_text('{"instruction": "hi", "output": "yo"}')
+    assert call("check-data", str(folder / "a.jsonl"), f"model.path={folder}") == 2
+    assert 'has neither "messages" nor "prompt" and "completion"; its fields are instruction, output' in capsys.readouterr().err
