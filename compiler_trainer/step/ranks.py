@@ -104,17 +104,20 @@ def first_of_each_machine_first(make: Callable[[], T]) -> T:
 
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Every rank's value, by rank."""
+    """Return the value of each rank of a group, or of all, by rank."""
     if not dist.is_initialized():
         return [value]
-    found: list[Any] = [None] * dist.get_world_size()
+    found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, value, group)
     return found
 
 
 def new_group(members: Sequence[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
-    """A further group, of some ranks or all; every rank makes it at the same time, a member or not."""
-    return dist.new_group(members, PATIENCE, backend)  # type: ignore[return-value]
+    """Return a further group of some ranks, or of all; its members make it at the same time, no other rank takes part.
+
+    Its name holds the number of groups that a member has made before, so all ranks make as many groups.
+    """
+    return dist.new_group(members, PATIENCE, backend, use_local_synchronization=True)  # type: ignore[return-value]
 
 
 def host_group() -> dist.ProcessGroup | None:

@@ -51,7 +51,8 @@ class Runtime(Protocol):
     def stage_of(self, rank: int) -> int: ...
     def meet(self, programs: Mapping[str, Any]) -> None: ...
     def build(self, programs: Iterable[ir.Program], ctx: ir.Context) -> None: ...
-    def share(self, found: dict[str, T]) -> dict[str, T]: ...
+    def numbers(self, values: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, float]: ...
+    def share(self, values: dict[str, T]) -> dict[str, T]: ...
     def of_stage(self, local: Mapping[int, Tensor], stage: int, like: Tensor) -> list[Tensor]: ...
 
 
@@ -108,9 +109,13 @@ class LockstepRanks(Staged):
     def build(self, programs: Iterable[ir.Program], ctx: ir.Context) -> None:
         """Nothing is compiled."""
 
-    def share(self, found: dict[str, T]) -> dict[str, T]:
-        """What ranks found, which all ranks have."""
-        return found
+    def numbers(self, values: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, float]:
+        """Return numbers, fp64[] each; all stages are here."""
+        return {name: float(value) for name, value in values.items()}
+
+    def share(self, values: dict[str, T]) -> dict[str, T]:
+        """Return the values of all stages, which are here."""
+        return values
 
     def all_locals(self, local: Mapping[int, Tensor]) -> list[Tensor]:
         """The local tensors of all ranks that have one, by rank."""
@@ -135,7 +140,10 @@ class ProcessRanks(Staged):
         self.groups: dict[str, dist.ProcessGroup] = {}  # of the communicators that programs name
         records = lower.cudagraphs and not why_nothing_is_recorded(device)
         self.recorder = Recorder() if records else None
-        self.ways = Ways(new_group(), new_group()) if self.distributed and mesh["pp"] > 1 else None
+        self.ways: Ways | None = None
+        self.stages: dist.ProcessGroup | None = None  # the ranks of other stages that stand where this one does
+        if self.distributed and mesh["pp"] > 1:
+            self.ways, self.stages = Ways(new_group(), new_group()), new_group(self.neighbours("pp"))
         workers = self.share_out() if self.distributed else ALONE
         self.workers = replace(workers, fast=lower.fast_start)
 
@@ -144,8 +152,8 @@ class ProcessRanks(Staged):
         (rank,), (local, count) = self.ranks, place_on_node()
         if self.mesh["pp"] == 1:
             return Workers(local, count, dist.barrier)
-        stages = [list(range(s * self.apart, (s + 1) * self.apart)) for s in range(self.mesh["pp"])]
-        group = [new_group(ranks) for ranks in stages][self.stage_of(rank)]
+        first = self.stage_of(rank) * self.apart
+        group = new_group(range(first, first + self.apart))
         near = [r for r in range(rank - local, rank - local + count) if self.stage_of(r) == self.stage_of(rank)]
         return Workers(near.index(rank), len(near), partial(dist.barrier, group))
 
@@ -183,12 +191,15 @@ class ProcessRanks(Staged):
         return {rank: compiled(values, slot) if isinstance(compiled, InSlots) else compiled(values)}
 
     def make_groups(self, program: ir.Program) -> None:
-        """Make the process groups that a program names first, by communicator; every rank makes all, in its order."""
-        (rank,) = self.ranks
+        """Make this rank's process groups of the communicators that a program names first, in its order."""
         for name, axis in {communicator_of(node): axis_of(node) for node in all_calls(program)}.items():
             if name is not None and axis is not None and name not in self.groups:
-                made = [(members, new_group(members)) for members in self.mesh.groups(axis)]
-                self.groups[name] = next(group for members, group in made if rank in members)
+                self.groups[name] = new_group(self.neighbours(axis))
+
+    def neighbours(self, axis: str) -> list[int]:
+        """Return the ranks that differ from this one in their coordinate on an axis only."""
+        (rank,) = self.ranks
+        return next(members for members in self.mesh.groups(axis) if rank in members)
 
     def name_groups(self) -> None:
         """Register the groups under their communicators' names: another step of this process may be of another mesh."""
@@ -227,11 +238,28 @@ class ProcessRanks(Staged):
             workers = Workers(*place_on_node(), dist.barrier, self.lower.fast_start)
             inductor.compile_share(list(bodies), ctx, workers, self.tell)
 
-    def share(self, found: dict[str, T]) -> dict[str, T]:
-        """What the ranks of any stage found; every rank must call it."""
+    def numbers(self, values: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, float]:
+        """Return numbers, fp64[] each on the device, of this stage and of others; every rank must call it.
+
+        `names` are those of all stages, in one order. Here the host waits for the device, and so for other ranks.
+        """
+        if self.stages is None:
+            return dict(zip(values, torch.stack([*values.values()]).tolist(), strict=True)) if values else {}
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        row = [values.get(name, zero) for name in names] + [zero + (name in values) for name in names]
+        mine = torch.stack(row)
+        rows = [torch.empty_like(mine) for _ in range(self.mesh["pp"])]
+        dist.all_gather(rows, mine, self.stages)
+        result: dict[str, float] = {}
+        for numbers in torch.stack(rows).tolist():
+            result |= {name: numbers[i] for i, name in enumerate(names) if numbers[len(names) + i]}
+        return result
+
+    def share(self, values: dict[str, T]) -> dict[str, T]:
+        """Return the values of all stages, of any type; every rank must call it."""
         if self.mesh["pp"] == 1:
-            return found
-        return {name: value for of_rank in gather(found) for name, value in of_rank.items()}
+            return values
+        return {name: value for of_rank in gather(values, self.stages) for name, value in of_rank.items()}
 
     def send(self, local: Mapping[int, Tensor], source: int, to: Collection[int], like: Tensor) -> None:
         """Give some ranks the local tensor of another, `like` one, in place; every rank must call it."""

@@ -24,6 +24,7 @@ from passes.program.mesh import Mesh
 from passes.program.spec import Spec, shard, unshard
 
 ByRank = dict[int, Tensor]
+NUMBERS = ("loss", "metric", "count")  # kinds of results that are numbers
 
 
 @dataclass
@@ -126,9 +127,9 @@ class Step:
 
     def summed(self, found: Mapping[str, list[Tensor]], programs: Mapping[str, Compiled]) -> dict[str, float]:
         """Of what microbatches gave the numbers, as one of the whole batch."""
-        kinds = kinds_of(programs)
-        numbers = {n: number_of(v, kinds[n], self.at_once) for n, v in found.items() if kinds[n] != "rows"}
-        return self.runtime.share(numbers)
+        kinds = {name: kind for name, kind in kinds_of(programs).items() if kind in NUMBERS}
+        numbers = {n: number_of(values, kinds[n], self.at_once) for n, values in found.items() if n in kinds}
+        return self.runtime.numbers(numbers, list(kinds))
 
     def take(
         self,
@@ -275,11 +276,11 @@ class Step:
         return unshard(self.runtime.of_stage(state.local, state.stages[0], state.like), state.spec, self.mesh)
 
 
-def number_of(values: Sequence[Tensor], kind: str, at_once: int) -> float:
-    """What programs of so many microbatches gave, as one: counts added, all else averaged."""
+def number_of(values: Sequence[Tensor], kind: str, at_once: int) -> Tensor:
+    """Return the values of microbatches as one number, fp64[]: counts added, all else averaged."""
     stacked = torch.stack(list(values))
-    found = stacked.sum() if kind == "count" else stacked.mean() / (at_once if kind == "loss" else 1)
-    return float(found.item())  # here the host waits for the device, and so for other ranks
+    number = stacked.sum() if kind == "count" else stacked.mean() / (at_once if kind == "loss" else 1)
+    return number.double()
 
 
 def kinds_of(programs: Mapping[str, Compiled]) -> dict[str, ir.OutputKind]:
