@@ -327,7 +327,8 @@ def check_batch(batch: Mapping[str, Tensor], wanted: Mapping[str, Entry]) -> Non
 def check_runs(name: str, value: Tensor) -> None:
     """Raises UserError unless equal entries of each row are neighbours, which attention's bounds were made for."""
     turns = value[..., 1:] != value[..., :-1]
-    if bool((value[..., 1:] >= value[..., :-1]).all()):
+    last = value.masked_fill(value == -1, 2**31 - 1)  # padding, document -1, ends a row
+    if bool((last[..., 1:] >= last[..., :-1]).all()):
         return
     for number, (row, turn) in enumerate(zip(value.flatten(0, -2), turns.flatten(0, -2))):
         ids = torch.cat([row[:1], row[1:][turn]])
