@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -88,6 +89,7 @@ class Step:
             rank: {axis: torch.tensor(at, device=device) for axis, at in mesh.coordinates(rank).items()}
             for rank in self.ranks
         }
+        self.restored = {state_name(i): None for each in train.values() for i in each.finished.inputs if i.restored}
         self.counted = {i.name: i.count for i in given if i.count is not None}
         self.entries = {entry: of for each in compiled for entry, of in entries_of(each.finished).items()}
         self.training = self.turns(turns_of_step(programs_of(train), table, microbatches), train)
@@ -117,7 +119,12 @@ class Step:
         rate, self.layouts = self.lr if lr is None else lr, []
         self.runtime.begin()
         count = self.state["optim.step"].local[self.ranks[0]].to(torch.int64, copy=True)
-        return self.summed(self.take(self.training, self.train, batch, rate, count), self.train)
+        before = [(local, local.clone()) for name in self.restored for local in self.state[name].local.values()]
+        found = self.summed(self.take(self.training, self.train, batch, rate, count), self.train)
+        if not math.isfinite(found["grad_norm"]):
+            for local, value in before:
+                local.copy_(value)
+        return found
 
     def summed(self, found: Mapping[str, list[Tensor]], programs: Mapping[str, Compiled]) -> dict[str, float]:
         """Of what microbatches gave the numbers, as one of the whole batch."""

@@ -9,6 +9,7 @@ import torch
 from oracle import ADAMW, LRS, assert_same, batches, compile_lockstep, llama, llama_loss, train_step
 from torch import Tensor, nn
 
+from compiler_trainer import compile_step
 from passes.program import ir
 from passes.program.printer import op_name
 from passes.update.optimizers import SGD, AdamW
@@ -122,6 +123,17 @@ def test_bf16_parameters_are_updated_in_fp32():
     step = compile_lockstep(model, lambda m, b: m(b["x"]).sum(), {"x": x}, {}, how)
     step({"x": x}, lr=1.0)
     assert step.state_dict()["weight"].item() == -(2**-9)  # 1 - (1 + 2^-9); in bf16 the sum is 1
+
+
+
+@pytest.mark.parametrize(("dtype", "wanted"), [("float32", 18.0), (None, 8.0)], ids=str)
+def test_gradients_of_many_microbatches_are_added_up_in_float32(dtype, wanted):
+    """Each is 9. In bfloat16, neighbours of 4,096 are 32 apart, so that adding 9 leaves it as it is."""
+    model = nn.Linear(4, 1, bias=False, dtype=torch.bfloat16)
+    batch = {"x": torch.full((1024, 4), 9.0, dtype=torch.bfloat16)}
+    how = {"microbatches": 1024, "ranks": "lockstep", "passes": {"accumulate": {"dtype": dtype}}}
+    step = compile_step(model, lambda model, batch: model(batch["x"]).mean(), batch, optim={"name": "sgd"}, **how)
+    assert step(batch)["grad_norm"] == pytest.approx(wanted, rel=1e-6)
 
 
 def test_what_all_updates_share_is_computed_once_and_nothing_is_cast_to_its_own_dtype():
