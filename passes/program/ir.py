@@ -179,6 +179,7 @@ class Reshard:
 class Report:
     """What a pass did: `counts` of rewrites, one-line `notes` that name nodes and reasons, changes of placement.
 
+    `remarks` are notes that the user reads when the job starts.
     `bodies` are those of custom functions, whole and as partitioned: the verifier compares them as it does the program.
     """
 
@@ -186,6 +187,7 @@ class Report:
     notes: tuple[str, ...] = ()
     reshards: tuple[Reshard, ...] = ()
     bodies: tuple[tuple[Program, Program], ...] = field(default=(), compare=False, repr=False)
+    remarks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
