@@ -539,9 +539,9 @@ class SegmentConfig:
 class AccumulateConfig:
     """What a step in microbatches does once, or for each: gather sharded parameters, reduce gradients.
 
-    Gradients are added up in `dtype` or their own, whichever is wider; null: in their own, which rounds away small
-    terms of many microbatches where `train.dtype=bfloat16`. Once costs less communication and keeps weights, or gradients, whole in memory as long as a step; auto: once where
-    `mesh.pp` is more than 1.
+    Once costs less communication and keeps weights, or gradients, whole in memory as long as a step; auto: once where
+    `mesh.pp` is more than 1. Gradients are added up in `dtype` or their own, whichever is wider; null: in their own,
+    which with `train.dtype=bfloat16` rounds away small terms of many microbatches.
     """
 
     gather: Literal["auto", "step", "microbatch"] = "auto"

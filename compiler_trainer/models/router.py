@@ -77,7 +77,8 @@ class Router(nn.Module):
         share = slots.to(scores.dtype) / at_least_one(ids.shape[1] * tokens)
         self.load.copy_(share)
         if self.correction is not None:
-            towards = (ids.shape[1] * tokens - count * slots).sign().to(scores.dtype)  # of integers: a mean share is just that
+            # Of integers, so that a mean share is just that.
+            towards = (ids.shape[1] * tokens - count * slots).sign().to(scores.dtype)
             self.correction.add_(self.cfg.bias_rate * (towards - towards.mean()))
         if self.auxiliary is None:
             return None

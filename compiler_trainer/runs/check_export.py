@@ -8,12 +8,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config, MeshConfig
@@ -21,6 +22,7 @@ from compiler_trainer.config.validate import validate
 from compiler_trainer.data.datasets import check_vocabulary
 from compiler_trainer.data.loader import Batch, Loader
 from compiler_trainer.models import IGNORED_LABEL
+from compiler_trainer.models.loss import cross_entropy
 from compiler_trainer.models.sampling import row
 from compiler_trainer.models.subject import Subject, subject
 from compiler_trainer.runs import plainly
@@ -74,6 +76,7 @@ def compared_texts(
     cfg: Config, trained: Subject, texts: list[Text], out: Path, below: Mapping[str, int], averaged: bool
 ) -> tuple[bool, str]:
     """Whether a folder gives texts the log-probabilities that the trainer gives them, and how nearly."""
+    trained = dataclasses.replace(trained, loss=partial(loss_of_predictions, trained.logits))
     with Working(sys.stderr) if rank() == 0 else nullcontext(lambda what: None) as tell:
         step = measuring(cfg, trained, texts[0].batch, below, tell, averaged)
         ours = torch.tensor([value for text in texts for value in measured(step, text, tell)])
@@ -87,6 +90,13 @@ def compared_texts(
     pairs = zip(texts, theirs["log_probabilities"], strict=True)
     own = torch.tensor([found[place - 1] for text, found in pairs for place in text.places])
     return compared(ours, own, coarsest(cfg, theirs["dtype"]), len(texts))
+
+
+def loss_of_predictions(
+    logits: Callable[[nn.Module, Mapping[str, Tensor]], Tensor], model: nn.Module, batch: Mapping[str, Tensor]
+) -> Tensor:
+    """The cross-entropy alone: auxiliary terms of a loss are no log-probabilities."""
+    return cross_entropy(logits(model, batch), batch["labels"])
 
 
 def texts_of(loader: Loader, tokens: int) -> list[Text]:

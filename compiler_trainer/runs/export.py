@@ -146,7 +146,7 @@ def write_folder(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None,
 
 
 def is_copied(name: Path) -> bool:
-    """Whether an export takes over a file of the folder that a model came from: all but weights and what tells of them."""
+    """Whether an export copies a file of the model's folder: all but weights, their indexes and the config."""
     inside = len(name.parts) == 1 or name.parts[0] == TEMPLATES and len(name.parts) == 2
     return inside and name.suffix not in NOT_COPIED and not name.name.startswith((".", *TELLS_OF_WEIGHTS))
 

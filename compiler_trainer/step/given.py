@@ -72,7 +72,7 @@ class Reporter:
         return 1.0 + self.flops(str(task))
 
     def finish(self) -> dict[str, Any]:
-        """The report: seconds by pass, each pass's counts, notes, communication and memory, notes on the whole, remarks."""
+        """The report: seconds by pass, counts, notes, traffic and memory of each pass, notes on the whole, remarks."""
         seconds = {name: round(s, 4) for name, s in self.seconds.items()}
         stored = {"stored_as": self.key, "read": self.is_read, "from": self.read_from}
         remarks = dict.fromkeys(remark for done in self.passes for remark in done["report"]["remarks"])
