@@ -99,7 +99,10 @@ def adapted(module: nn.Module, lora: LoraConfig) -> nn.Module:
 
 def outputs(way: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
     """All that the model gives; `way` is how it is told of the documents of a row (`documents.way_of`)."""
-    inputs = inputs_of(way, plain(model).config, model, batch)
+    config = plain(model).config
+    inputs = inputs_of(way, config, model, batch)
+    if not getattr(config, "output_router_logits", False):
+        return model(input_ids=batch["tokens"], use_cache=False, **inputs)
     with balance_of_real_tokens(plain(model), batch["documents"] != PADDING_DOCUMENT):
         return model(input_ids=batch["tokens"], use_cache=False, **inputs)
 

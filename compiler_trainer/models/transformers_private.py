@@ -46,7 +46,7 @@ def balance_of_real_tokens(model: Any, is_real: Tensor) -> Iterator[None]:
     """
     module, name = import_module(type(model).__module__), "load_balancing_loss_func"
     own = getattr(module, name, None)
-    if own is None:
+    if own is None:  # some configs have the field, and the model no such loss
         yield
         return
 
