@@ -186,7 +186,8 @@ def built_in(
         return Pipeline(forward, evaluate, {"step": step}, folding=build_folding(passes, optim, masters))
     joint += (Defer(),) if once(passes.accumulate.reduce, pp) else ()
     gathers = once(passes.accumulate.gather, pp)
-    total, apply = Accumulate(skip_nonfinite), ApplyOnly(reduce_dtype=reduce_dtype)
+    added_in = DTYPES[passes.accumulate.dtype]
+    total, apply = Accumulate(skip_nonfinite, added_in), ApplyOnly(reduce_dtype=reduce_dtype, dtype=added_in)
     if pp > 1 or gathers:
 
         def update(rank: int) -> Passes:

@@ -543,11 +543,13 @@ class AccumulateConfig:
     """What a step in microbatches does once, or for each: gather sharded parameters, reduce gradients.
 
     Once costs less communication and keeps weights, or gradients, whole in memory as long as a step; auto: once where
-    `mesh.pp` is more than 1.
+    `mesh.pp` is more than 1. Gradients are added up in `dtype` or their own, whichever is wider; null: in their own,
+    which with `train.dtype=bfloat16` rounds away small terms of many microbatches.
     """
 
     gather: Literal["auto", "step", "microbatch"] = "auto"
     reduce: Literal["auto", "step", "microbatch"] = "auto"
+    dtype: Dtype | None = "float32"
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ class Dataset(Protocol):
     """Rows by number, each time the same; as `torch.utils.data.Dataset` has it.
 
     A row has entries by name, tensors or arrays, of the same shapes in all rows. With `tokens`, int64 [train.seq_len],
-    those of `labels`, `positions` and `documents` that are left out are of one document that fills the row. With
+    those of `labels`, `positions` and `documents` that are left out are of one document that fills the row; tokens of
+    document -1 are padding. With
     `vocab_size` the model is checked; `fingerprint`, a text, changes where rows do.
     """
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from compiler_trainer.data.corpus import Corpus, Ids, hash_arrays
 from compiler_trainer.data.layouts import LAYOUTS, PADDING, Layout
 from compiler_trainer.models import IGNORED_LABEL
+from compiler_trainer.models.loss import PADDING_DOCUMENT
 
 
 class Facts(NamedTuple):
@@ -40,8 +41,8 @@ class Rows(Protocol):
     def batch(self, rows: Ids, read: Chosen = EVERY) -> dict[str, NDArray[Any]]:
         """`tokens`, `labels`, `positions` and `documents`, int64 [len(rows), seq_len], of the rows numbered `rows`.
 
-        Positions count from 0 at each document's first token in the row; documents are numbered from 0 in the row, and
-        padding counts as one more document. Of rows that are not to be `read`, bool [len(rows)], tokens are
+        Positions count from 0 at each document's first token in the row; documents are numbered from 0 in the row,
+        padding is of document -1. Of rows that are not to be `read`, bool [len(rows)], tokens are
         end-of-document ones, and labels are 0 where there are any.
         """
 
@@ -99,7 +100,7 @@ class PackedRows(Rows):
             "tokens": tokens,
             "labels": labels,
             "positions": at - np.maximum(layout.starts[piece], row_starts[:, None]),
-            "documents": piece - piece[:, :1],
+            "documents": np.where(is_padding, PADDING_DOCUMENT, piece - piece[:, :1]),
         }
 
     def _pieces(self, at: Ids) -> Ids:

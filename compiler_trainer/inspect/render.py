@@ -88,7 +88,7 @@ def stage_summary(run: Run, stage: Stage) -> dict[str, Any]:
         "seconds": seconds_of(run, stage),
         **dataclasses.asdict(totals(stage)),
         "counts": list(told(report["counts"])),
-        "notes": report["notes"],
+        "notes": [*report["notes"], *report.get("remarks", ())],  # runs of earlier commits have none
     }
 
 

@@ -26,10 +26,13 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(dim, cfg)
         self.shared = FeedForward(dim, cfg.shared * cfg.width) if cfg.shared else None
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[B, T, D] of `x` [B, T, D], and this layer's auxiliary loss, None in eval mode or without one."""
+    def forward(self, x: Tensor, is_real: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """[B, T, D] of `x` [B, T, D], and this layer's auxiliary loss, None in eval mode or without one.
+
+        Tokens that are not real, bool [B, T], are padding, which does not count in what keeps shares even.
+        """
         tokens = x.flatten(0, 1)
-        ids, weights, balance = self.router(tokens)
+        ids, weights, balance = self.router(tokens, None if is_real is None else is_real.flatten())
         out = self.experts(tokens, ids, weights).view(x.shape)
         return out if self.shared is None else out + self.shared(x), balance
 

@@ -25,10 +25,12 @@ def of_decoder(cfg: ModelConfig, module: Llama, seq_len: int) -> int:
 
 
 def of_folder(config: Any, module: nn.Module, seq_len: int) -> int:
-    """Of a model that transformers built from its `config`."""
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    """Of a model that transformers built from its `config`; one without attention has weights alone."""
     taken = getattr(config, "num_experts_per_tok", None) or 1
+    heads = getattr(config, "num_attention_heads", None)
+    if not heads:
+        return of_weights(module, taken)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return of_weights(module, taken) + 12 * config.num_hidden_layers * heads * head_dim * seq_len
 
 

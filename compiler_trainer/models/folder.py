@@ -17,10 +17,17 @@ from torch import Tensor, nn
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.kinds import MOST_LAYERS
 from compiler_trainer.config.schema import FolderConfig, LoraConfig
+from compiler_trainer.models.documents import inputs_of
 from compiler_trainer.models.init import seeded
-from compiler_trainer.models.loss import cross_entropy
+from compiler_trainer.models.loss import PADDING_DOCUMENT, cross_entropy
 from compiler_trainer.models.skeleton import skeleton
-from compiler_trainer.models.transformers_private import conversion_of, ignored, in_order, initialize
+from compiler_trainer.models.transformers_private import (
+    balance_of_real_tokens,
+    conversion_of,
+    ignored,
+    in_order,
+    initialize,
+)
 from compiler_trainer.models.weights import InFile, Joined, Made, Stacked, stored_in
 from passes.program.spec import Stored, Value
 
@@ -90,15 +97,38 @@ def adapted(module: nn.Module, lora: LoraConfig) -> nn.Module:
         raise UserError("model.lora.targets", " ".join(str(error).split())) from error
 
 
-def logits(attention: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """[B, T, V]; given positions that start anew, transformers keeps attention within each document of a row."""
-    positions = {"position_ids": batch["positions"]} if attention == "documents" else {}
-    return model(input_ids=batch["tokens"], use_cache=False, **positions).logits
+def outputs(way: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
+    """All that the model gives; `way` is how it is told of the documents of a row (`documents.way_of`)."""
+    config = plain(model).config
+    inputs = inputs_of(way, config, model, batch)
+    if not getattr(config, "output_router_logits", False):
+        return model(input_ids=batch["tokens"], use_cache=False, **inputs)
+    with balance_of_real_tokens(plain(model), batch["documents"] != PADDING_DOCUMENT):
+        return model(input_ids=batch["tokens"], use_cache=False, **inputs)
 
 
-def loss_of(attention: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Mean cross-entropy of the labels, as `cross_entropy`."""
-    return cross_entropy(logits(attention, model, batch), batch["labels"])
+def logits(way: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Logits [B, T, V]."""
+    return outputs(way, model, batch).logits
+
+
+def loss_of(way: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Mean cross-entropy of the labels, as `cross_entropy`, and the terms that transformers adds to it."""
+    out = outputs(way, model, batch)
+    loss = cross_entropy(out.logits, batch["labels"])
+    for weight, term in further_terms(plain(model), out):
+        loss = loss + weight * term
+    return loss
+
+
+def further_terms(model: Any, out: Any) -> Iterator[tuple[float, Tensor]]:
+    """Terms with their weights: the balance of routers (`output_router_logits`), and Bamba's z-loss."""
+    balance = getattr(out, "aux_loss", None)
+    if isinstance(balance, Tensor):
+        names = ("router_aux_loss_coef", "aux_loss_coef")
+        yield next(float(getattr(model.config, name)) for name in names if hasattr(model.config, name)), balance
+    if getattr(model, "z_loss_coefficient", 0) > 0:
+        yield model.z_loss_coefficient, out.logits.float().logsumexp(-1).square().mean()
 
 
 # ---- values -------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from compiler_trainer.config.schema import ModelConfig
 from compiler_trainer.models.attention import Attention, LatentAttention, rotary_tables, within_documents
 from compiler_trainer.models.experts import MixtureOfExperts
 from compiler_trainer.models.feed_forward import FeedForward
+from compiler_trainer.models.loss import PADDING_DOCUMENT
 from compiler_trainer.models.skeleton import skeleton
 
 
@@ -43,14 +44,16 @@ class Llama(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Logits [B, T, V] of int64 `tokens` [B, T] standing at int64 `positions` of the `documents` numbered so.
 
+        Document -1 is padding, which experts do not count.
         In training mode, with `cfg.experts.balance_loss`, also the sum of the layers' auxiliary losses.
         """
         x = self.tok_embeddings(tokens)
         cos, sin = rotary_tables(self.cfg, positions)
         cos, sin = cos.to(x.dtype), sin.to(x.dtype)
         mask, total = self.mask(documents), None
+        is_real = None if documents is None or self.cfg.experts is None else documents != PADDING_DOCUMENT
         for layer in self.layers:
-            x, balance = layer(x, cos, sin, mask)
+            x, balance = layer(x, cos, sin, mask, is_real)
             if balance is not None:
                 total = balance if total is None else total + balance  # in turn: layers are read by the next one only
         head = self.tok_embeddings if self.output is None else self.output
@@ -90,10 +93,12 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.ffn_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: BlockMask | None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: BlockMask | None, is_real: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """[B, T, D], and the auxiliary loss of its experts, if they have one."""
         x = x + self.attention(self.attention_norm(x), cos, sin, mask)
         if isinstance(self.feed_forward, FeedForward):
             return x + self.feed_forward(self.ffn_norm(x)), None
-        out, balance = self.feed_forward(self.ffn_norm(x))
+        out, balance = self.feed_forward(self.ffn_norm(x), is_real)
         return x + out, balance

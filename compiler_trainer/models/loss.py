@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 LossFn = Callable[[nn.Module, dict[str, Tensor]], Tensor | tuple[Tensor, Mapping[str, Tensor]]]
 IGNORED_LABEL = -100
+PADDING_DOCUMENT = -1  # the number of the document that padding is of
 INPUTS = ("tokens", "labels", "positions", "documents")  # what is in a batch, int64 [B, T] each
 
 

@@ -12,7 +12,7 @@ from compiler_trainer.places.cache import cache_of
 from compiler_trainer.places.copies import folder_here
 
 CONFIG = "config.json"
-BESIDE = ("*.json", "*token*", "*.jinja")  # of a model, beside its weights
+BESIDE = ("*.json", "*token*", "*.jinja", "*.txt", "*.model")  # of a model, beside its weights
 WEIGHTS = ("model*.safetensors", INDEX)
 
 

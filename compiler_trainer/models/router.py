@@ -16,8 +16,8 @@ class Router(nn.Module):
     """Top-k of softmax (Mixtral, Qwen3) or sigmoid scores (DeepSeek-V3, arXiv:2412.19437; Llama 4), in fp32 or wider.
 
     Against uneven shares there are an auxiliary loss (`balance_loss`), and a correction that is added to scores for the
-    choice alone and moved by each forward in training mode (`bias_rate`; arXiv:2408.15664). Both go by the shares in
-    the batch that the forward is given, which is all that a plain model sees of a step: with n microbatches the loss
+    choice alone and moved by each forward in training mode (`bias_rate`; arXiv:2408.15664). Both go by the shares of
+    the real tokens in the forward's batch, which is all that a plain model sees of a step: with n microbatches the loss
     evens out each of them, and the correction moves n times a step, by up to n times the rate. Shares added up over a
     step would be smoother, but the model would have to be told where steps end. A forward that is run again for its
     backward (`torch.utils.checkpoint`) moves the correction twice; a captured one moves it once.
@@ -38,10 +38,11 @@ class Router(nn.Module):
         self.register_buffer("correction", torch.zeros(cfg.count) if cfg.bias_rate else None)
         self.register_buffer("auxiliary", torch.zeros(()) if cfg.balance_loss else None)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(self, x: Tensor, is_real: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Experts int64 [N, k] of tokens `x` [N, D], their weights [N, k] in the dtype of `x`, and the auxiliary loss.
 
-        That is None in eval mode, which changes nothing either, and without `balance_loss`.
+        That is None in eval mode, which changes nothing either, and without `balance_loss`. Padding has experts too;
+        with `is_real`, bool [N], it does not count in loads, the correction and the auxiliary loss.
         """
         wide = torch.promote_types(x.dtype, torch.float32)
         scores = self.score(F.linear(x.to(wide), self.weight.to(wide)))
@@ -49,7 +50,7 @@ class Router(nn.Module):
         weights = scores.gather(1, ids)
         if self.cfg.normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        balance = self.balance(scores, ids) if self.training else None
+        balance = self.balance(scores, ids, is_real) if self.training else None
         return ids, (self.cfg.scale * weights).to(x.dtype), balance
 
     def score(self, logits: Tensor) -> Tensor:
@@ -64,19 +65,24 @@ class Router(nn.Module):
             scores = in_best_groups(scores, self.cfg.groups, self.cfg.top_groups)
         return scores.topk(self.cfg.top_k, dim=-1).indices
 
-    def balance(self, scores: Tensor, ids: Tensor) -> Tensor | None:
+    def balance(self, scores: Tensor, ids: Tensor, is_real: Tensor | None) -> Tensor | None:
         """Record the shares of the experts, move the correction, and return the auxiliary loss, if there is one."""
         count = self.cfg.count
         # Not from the sorted ids: summed over tokens as they lie, the counts of all ranks add up.
-        slots = (ids.unsqueeze(-1) == torch.arange(count, device=ids.device)).sum((0, 1))
-        share = slots.to(scores.dtype) / ids.numel()
+        is_chosen = ids.unsqueeze(-1) == torch.arange(count, device=ids.device)
+        tokens: Tensor | int = ids.shape[0]
+        if is_real is not None:
+            is_chosen, tokens = is_chosen & is_real[:, None, None], is_real.sum()
+        slots = is_chosen.sum((0, 1))
+        share = slots.to(scores.dtype) / at_least_one(ids.shape[1] * tokens)
         self.load.copy_(share)
         if self.correction is not None:
-            towards = (ids.numel() - count * slots).sign().to(scores.dtype)  # of integers: a mean share is just that
+            # Of integers, so that a mean share is just that.
+            towards = (ids.shape[1] * tokens - count * slots).sign().to(scores.dtype)
             self.correction.add_(self.cfg.bias_rate * (towards - towards.mean()))
         if self.auxiliary is None:
             return None
-        loss = self.cfg.balance_loss * unevenness(scores, share)
+        loss = self.cfg.balance_loss * unevenness(scores, share, is_real)
         self.auxiliary.copy_(loss.detach())
         return loss
 
@@ -89,13 +95,23 @@ def in_best_groups(scores: Tensor, groups: int, kept: int) -> Tensor:
     return grouped.masked_fill(~inside.unsqueeze(-1), float("-inf")).flatten(-2)
 
 
-def unevenness(scores: Tensor, share: Tensor) -> Tensor:
+def unevenness(scores: Tensor, share: Tensor, is_real: Tensor | None = None) -> Tensor:
     """E sum_e f_e P_e: 1 where all E experts are used alike, up to E where one is (arXiv:2101.03961, equation 4).
 
-    f is each expert's share of the slots, P its mean share of a token's scores [N, E], through which gradients flow.
+    f is each expert's share of the slots, P its mean share of a real token's scores [N, E], through which gradients
+    flow.
     """
-    mean = (scores / scores.sum(-1, keepdim=True)).mean(0)
+    shares = scores / scores.sum(-1, keepdim=True)
+    if is_real is None:
+        mean = shares.mean(0)
+    else:
+        mean = torch.where(is_real.unsqueeze(-1), shares, 0.0).sum(0) / at_least_one(is_real.sum())
     return scores.shape[-1] * (share * mean).sum()
+
+
+def at_least_one(count: Tensor | int) -> Tensor | int:
+    """A count to divide by: a batch of nothing but padding has no shares."""
+    return count.clamp(min=1) if isinstance(count, Tensor) else count
 
 
 def like_linear(weight: Tensor, fan_in: int) -> Tensor:

@@ -18,6 +18,7 @@ from compiler_trainer.models.init import initial_parameters
 from compiler_trainer.models.loss import LossFn, logits_of, loss_fn, loss_of_logits, outputs
 from compiler_trainer.models.place import folder_of
 from compiler_trainer.models.preference import dpo
+from compiler_trainer.models.tried import remark_on, way_of
 from passes.program.spec import Value
 
 
@@ -27,7 +28,7 @@ class Subject:
 
     `initial` gives each by name in turn; `logits` what a module with values gives for a batch, [B, T, V];
     `flops_per_token` what a token of a row of T tokens takes. `vocab_size` is None where only the module knows. A model
-    that `has_weights` was trained before.
+    that `has_weights` was trained before. `remarks` are lines for the start of a run.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Subject:
     flops_per_token: Callable[[int], int]
     vocab_size: int | None = None
     has_weights: bool = False
+    remarks: tuple[str, ...] = ()
 
     @property
     def frozen(self) -> frozenset[str]:
@@ -56,12 +58,20 @@ def subject(cfg: Config) -> Subject:
     if isinstance(cfg.model, ModelConfig):
         found = of_decoder(cfg.model, dtype, cfg.train.seed)
     elif isinstance(cfg.model, FolderConfig):
-        found = of_folder(folder_of(cfg), cfg.model.path, dtype, cfg.train.seed)
+        found = of_folder(folder_of(cfg), cfg.model.path, dtype, cfg.train.seed, not cfg.loss)
     else:
         found = of_ones_own(cfg.model, dtype, cfg.train.seed)
     if isinstance(cfg.loss, DpoConfig):
+        check_no_balance(found.module)
         return replace(found, loss=partial(dpo, found.logits, cfg.loss.beta, cfg.loss.label_smoothing))
     return replace(found, loss=own.loss_of(cfg.loss)) if cfg.loss else found
+
+
+def check_no_balance(module: nn.Module) -> None:
+    """Raise UserError if the config of a folder asks for an auxiliary loss, which the loss of pairs does not have."""
+    if getattr(getattr(folder.plain(module), "config", None), "output_router_logits", False):
+        what = "dpo has no auxiliary loss of routers, which output_router_logits of the model's config.json asks for"
+        raise UserError("loss", f"{what}; set that to false")
 
 
 def of_decoder(cfg: ModelConfig, dtype: torch.dtype, seed: int) -> Subject:
@@ -81,19 +91,21 @@ def of_decoder(cfg: ModelConfig, dtype: torch.dtype, seed: int) -> Subject:
     )
 
 
-def of_folder(cfg: FolderConfig, called: str, dtype: torch.dtype, seed: int) -> Subject:
-    """A folder that transformers wrote, and what it is called."""
+def of_folder(cfg: FolderConfig, called: str, dtype: torch.dtype, seed: int, is_our_loss: bool = True) -> Subject:
+    """A folder that transformers wrote, and what it is called; its loss may be another than ours."""
     module = folder.build(cfg, dtype)
     config, kept = folder.plain(module).config, folder.stored_values(cfg, module)
+    way = way_of(cfg.attention, config, is_our_loss)
     return Subject(
         name=f"{config.model_type} in {called}",
         module=module,
-        loss=partial(folder.loss_of, cfg.attention),
-        logits=partial(folder.logits, cfg.attention),
+        loss=partial(folder.loss_of, way),
+        logits=partial(folder.logits, way),
         initial=lambda: folder.initial(kept, module, seed),
         flops_per_token=partial(flops.of_folder, config, module),
         vocab_size=config.vocab_size,
         has_weights=kept is not None,
+        remarks=tuple(filter(None, [remark_on(way, config)])),
     )
 
 

@@ -35,7 +35,7 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             lr, beta = group["lr"], group["momentum"]
-            for weight in group["params"]:
+            for weight in (w for w in group["params"] if w.grad is not None):
                 buffer = self.state[weight].setdefault("muon", torch.zeros_like(weight))
                 buffer.lerp_(weight.grad, 1 - beta)
                 weight.mul_(1 - lr * group["weight_decay"])
@@ -55,10 +55,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 def train(subject: Subject, settings: Settings) -> list[Found]:
-    """What each step leaves, by eager PyTorch.
-
-    Parameters that take no part have a gradient of zero, so that they decay as others do.
-    """
+    """What each step leaves, by eager PyTorch, whose optimizers pass over parameters that take no part."""
     model = subject.eager(copy.deepcopy(subject.model))
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optim = build(OptimConfig, settings.optim, "optim")
@@ -66,13 +63,12 @@ def train(subject: Subject, settings: Settings) -> list[Found]:
     found, chance = [], dict(scaled(trained, optimizers))
     for batch, lr in zip(subject.batches, settings.lrs):
         for parameter in trained.values():
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = None
         loss = backward(subject, model, batch, settings.microbatches)
-        for parameter in trained.values():
-            parameter.grad.div_(settings.microbatches)  # type: ignore[union-attr]
-        largest = max((p.grad.abs().max() for p in trained.values()), default=0.0)  # type: ignore[union-attr]
-        for name, entries in chance.items():
-            gradient = trained[name].grad.abs()  # type: ignore[union-attr]
+        gradients = {name: p.grad.div_(settings.microbatches) for name, p in trained.items() if p.grad is not None}
+        largest = max((gradient.abs().max() for gradient in gradients.values()), default=0.0)
+        for name, entries in ((name, entries) for name, entries in chance.items() if name in gradients):
+            gradient = gradients[name].abs()
             small = gradient < ROUNDING * largest
             if small.all() or (small & (gradient > 0)).any():  # else they are zeros of rows that take no part
                 entries |= small

@@ -6,22 +6,25 @@ import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import Config
+from compiler_trainer.config.schema import Config, MeshConfig
 from compiler_trainer.config.validate import validate
 from compiler_trainer.data.datasets import check_vocabulary
 from compiler_trainer.data.loader import Batch, Loader
 from compiler_trainer.models import IGNORED_LABEL
-from compiler_trainer.models.subject import subject
+from compiler_trainer.models.loss import cross_entropy
+from compiler_trainer.models.sampling import row
+from compiler_trainer.models.subject import Subject, subject
 from compiler_trainer.runs import plainly
 from compiler_trainer.runs.evaluate import data_of, measuring
 from compiler_trainer.step.ranks import rank, start_ranks, stop_ranks
@@ -30,6 +33,7 @@ from compiler_trainer.training.progress import Working
 
 ROUNDINGS = 64  # relative roundings of the coarsest dtype by which two right computations may differ
 MOST_ROWS = 8
+FEW = 16  # tokens that tell whether an export is right
 
 
 class Text(NamedTuple):
@@ -52,8 +56,29 @@ def check_export(cfg: Config, other: bool, out: Path, tokens: int, averaged: boo
     datasets, trained = data_of(cfg, other), subject(cfg)
     check_vocabulary(datasets, trained.vocab_size)
     texts = texts_of(datasets.eval or datasets.train, tokens)
+    return compared_texts(cfg, trained, texts, out, datasets.below, averaged)
+
+
+def check_export_alone(cfg: Config, out: Path, averaged: bool = False) -> tuple[bool, str]:
+    """The same of a few tokens drawn at random, on one device, without data and compilers."""
+    one = dataclasses.replace(cfg.train, global_batch_size=1, microbatches=1, seq_len=min(cfg.train.seq_len, FEW))
+    lower = dataclasses.replace(cfg.lower, backend="eager", cudagraphs=False)
+    cfg = dataclasses.replace(cfg, mesh=MeshConfig(), train=one, lower=lower, loss={})
+    cfg, trained = validate(cfg, start_ranks()), subject(cfg)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, trained.vocab_size or 2, (1, one.seq_len), generator=generator)
+    batch = row(tokens[0].tolist(), torch.device("cpu")) | {"labels": tokens}
+    text = Text(batch, tokens[0].tolist(), list(range(1, one.seq_len)))
+    return compared_texts(cfg, trained, [text], out, {}, averaged)
+
+
+def compared_texts(
+    cfg: Config, trained: Subject, texts: list[Text], out: Path, below: Mapping[str, int], averaged: bool
+) -> tuple[bool, str]:
+    """Whether a folder gives texts the log-probabilities that the trainer gives them, and how nearly."""
+    trained = dataclasses.replace(trained, loss=partial(loss_of_predictions, trained.logits))
     with Working(sys.stderr) if rank() == 0 else nullcontext(lambda what: None) as tell:
-        step = measuring(cfg, trained, texts[0].batch, datasets.below, tell, averaged)
+        step = measuring(cfg, trained, texts[0].batch, below, tell, averaged)
         ours = torch.tensor([value for text in texts for value in measured(step, text, tell)])
     is_first = rank() == 0
     stop_ranks()
@@ -65,6 +90,13 @@ def check_export(cfg: Config, other: bool, out: Path, tokens: int, averaged: boo
     pairs = zip(texts, theirs["log_probabilities"], strict=True)
     own = torch.tensor([found[place - 1] for text, found in pairs for place in text.places])
     return compared(ours, own, coarsest(cfg, theirs["dtype"]), len(texts))
+
+
+def loss_of_predictions(
+    logits: Callable[[nn.Module, Mapping[str, Tensor]], Tensor], model: nn.Module, batch: Mapping[str, Tensor]
+) -> Tensor:
+    """The cross-entropy alone: auxiliary terms of a loss are no log-probabilities."""
+    return cross_entropy(logits(model, batch), batch["labels"])
 
 
 def texts_of(loader: Loader, tokens: int) -> list[Text]:

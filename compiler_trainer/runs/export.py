@@ -14,41 +14,52 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
 from torch import Tensor, nn
 
-from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.errors import RunError, UserError
 from compiler_trainer.config.schema import Config, FolderConfig, ModelConfig
 from compiler_trainer.data.tokenizers import tokenizer_here, tokenizer_of
 from compiler_trainer.models.decoders import as_transformers, form_of
-from compiler_trainer.models.folder import library
+from compiler_trainer.models.folder import library, plain
 from compiler_trainer.models.place import folder_of
+from compiler_trainer.models.sampling import ends_answers
 from compiler_trainer.models.weights import ONE_FILE
 from compiler_trainer.places.store import Place
+from compiler_trainer.runs.check_export import check_export_alone
 from compiler_trainer.runs.saved import trained_model
 
+GENERATION, TEMPLATES = "generation_config.json", "additional_chat_templates"
+NOT_COPIED = frozenset((".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".md"))
+TELLS_OF_WEIGHTS = ("config.json", "model.safetensors.index", "pytorch_model.bin.index", "adapter_config")
+ANSWER = "forty-two"
 LAST = ("config.json", "adapter_config.json", "config.yaml")
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")  # of a tokenizer.json
 END = "<|endoftext|>"  # what a byte tokenizer ends a document with
 
 
-def export_to_store(cfg: Config, url: str, dtype: torch.dtype | None, merge: bool, averaged: bool = False) -> str:
+def export_to_store(
+    cfg: Config, url: str, dtype: torch.dtype | None, merge: bool, averaged: bool = False, check: bool = False
+) -> str:
     """Write it as a folder of a store, what says what it is last: without that nothing loads a part of it."""
     place = Place(url)
     if place.files():
         raise UserError(url, "is there already; name a folder that is not")
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch, "export")
-        said = export(cfg, out, dtype, merge, averaged)
-        files = sorted(out.iterdir(), key=lambda file: (file.name in LAST, file.name))
-        for file in files:
-            place.put(file, file.name)
+        said = export(cfg, out, dtype, merge, averaged, check)
+        files = [file for file in out.rglob("*") if file.is_file()]
+        for file in sorted(files, key=lambda file: (file.name in LAST, file.name)):
+            place.put(file, file.relative_to(out).as_posix())
         return f"{len(files)} files; once they are on a disk, {said.replace(str(out), 'FOLDER')}"
 
 
-def export(cfg: Config, out: Path, dtype: torch.dtype | None, merge: bool, averaged: bool = False) -> str:
+def export(
+    cfg: Config, out: Path, dtype: torch.dtype | None, merge: bool, averaged: bool = False, check: bool = False
+) -> str:
     """Write the newest checkpoint of a run as a folder; what it is and how it is loaded, in a sentence.
 
     `dtype` is that of its floating numbers (None: `train.dtype`). Of a model with LoRA the terms alone are written, or,
     with `merge`, the model with them added to its weights. `averaged` weights are those of `train.ema`. The folder is
-    there once it is whole. Raises UserError where a model has no such form.
+    there once it is whole and, with `check`, gives a few tokens the log-probabilities that the trainer gives them.
+    Raises UserError where a model has no such form, and RunError where it gives others.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(str(out), "is there already; name a folder that is not, or an empty one")
@@ -63,18 +74,32 @@ def export(cfg: Config, out: Path, dtype: torch.dtype | None, merge: bool, avera
         made = Path(scratch, "export")
         made.mkdir()
         said = write(cfg, module, made, dtype, merge)
+        del module  # the check needs memory of its own
+        if check and isinstance(cfg.model, FolderConfig | ModelConfig):
+            said += check_few(cfg, made, averaged)
         made.replace(place)
     return said.replace(str(made), str(out))
+
+
+def check_few(cfg: Config, made: Path, averaged: bool) -> str:
+    """A sentence on how near an export is; raises RunError where it gives a few tokens other log-probabilities."""
+    is_same, said = check_export_alone(cfg, made, averaged)
+    if not is_same:
+        fix = "nothing is written; look at what is unusual in the model, or write it unchecked with --no-check"
+        raise RunError(f"the export computes something else than the trainer: {said}; {fix}")
+    return f"; {said}"
 
 
 def write(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None, merge: bool) -> str:
     """Write a module with the weights of a run; how it is loaded, in a sentence."""
     if isinstance(cfg.model, FolderConfig):
         write_folder(cfg, module, out, dtype, merge)
+        if not cfg.model.lora or merge:
+            write_tokenizer(cfg, out)
+        stops = stop_at_turns(out) if cfg.data.chat else ""
         if cfg.model.lora and not merge:
-            return f"load it with peft's PeftModel.from_pretrained(model, {str(out)!r})"
-        write_tokenizer(cfg, out)
-        return loaded_by_transformers(out)
+            return f"load it with peft's PeftModel.from_pretrained(model, {str(out)!r}){stops}"
+        return f"{loaded_by_transformers(out)}{stops}"
     if isinstance(cfg.model, ModelConfig):
         model = as_transformers(cfg.model, module)
         model.config.max_position_embeddings = cfg.train.seq_len  # further ones it has not seen
@@ -108,11 +133,69 @@ def write_folder(cfg: Config, module: Any, out: Path, dtype: torch.dtype | None,
     if cfg.model.lora:
         base = str(Path(named).resolve()) if here == named else named
         module.peft_config["default"].base_model_name_or_path = base
-    model = module.merge_and_unload() if merge else module
-    save(model.to(dtype), out)
-    for pattern in ("*token*", "*.jinja"):
-        for file in sorted(Path(here).glob(pattern)):
-            shutil.copy(file, out / file.name)
+    if merge:
+        untie_adapted(module)
+        module = module.merge_and_unload()
+    save(module.to(dtype), out)
+    (out / GENERATION).unlink(missing_ok=True)  # save_pretrained made it of config.json
+    for file in sorted(Path(here).rglob("*")):
+        name = file.relative_to(here)
+        if file.is_file() and is_copied(name) and not (out / name).exists():
+            (out / name).parent.mkdir(exist_ok=True)
+            shutil.copy(file, out / name)
+
+
+def is_copied(name: Path) -> bool:
+    """Whether an export copies a file of the model's folder: all but weights, their indexes and the config."""
+    inside = len(name.parts) == 1 or name.parts[0] == TEMPLATES and len(name.parts) == 2
+    return inside and name.suffix not in NOT_COPIED and not name.name.startswith((".", *TELLS_OF_WEIGHTS))
+
+
+def untie_adapted(adapted: Any) -> None:
+    """Give weights of their own to layers that are tied, if LoRA adds terms to one of them.
+
+    Merged into the one tensor, terms of the head would be added to the embedding too, or the other way round.
+    """
+    model, owners = plain(adapted), dict[nn.Parameter, list[tuple[nn.Module, str]]]()
+    with_terms = [module.base_layer for module in model.modules() if hasattr(module, "lora_A")]
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            owners.setdefault(parameter, []).append((module, name))
+    for parameter, (_, *others) in owners.items():
+        if others and any(module in with_terms for module, _ in owners[parameter]):
+            for module, name in others:
+                setattr(module, name, nn.Parameter(parameter.detach().clone()))
+            model.config.tie_word_embeddings = False
+
+
+def stop_at_turns(out: Path) -> str:
+    """Let generation stop at the token that ends an answer of a chat, next to the tokens at which it stopped before.
+
+    Return what to add to the sentence on the export.
+    """
+    known = sorted(ends_answers(str(out)))
+    try:
+        end = end_of_turn(out)
+    except Exception as error:  # of whatever kind: it is the folder's
+        what = " ".join(str(error).split())
+        return f"; transformers does not write chats with its tokenizer ({what}): generation stops at {known} as before"
+    if end is None or end in known:
+        return ""
+    path = out / GENERATION
+    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    path.write_text(json.dumps(settings | {"eos_token_id": [*known, end]}, indent=2) + "\n", encoding="utf-8")
+    return f"; {GENERATION} has token {end}, which ends an answer, as one more eos_token_id"
+
+
+def end_of_turn(out: Path) -> int | None:
+    """The added token that the chat template of a folder writes first behind an answer; None if there is none."""
+    tokenizer = library().AutoTokenizer.from_pretrained(out)
+    if not tokenizer.chat_template:
+        return None
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": ANSWER}]
+    behind = tokenizer.apply_chat_template(chat, tokenize=False).rpartition(ANSWER)[2]
+    ids = tokenizer(behind, add_special_tokens=False)["input_ids"]
+    return next((i for i in ids if i in tokenizer.added_tokens_decoder), None)
 
 
 def untied(module: nn.Module) -> dict[str, Tensor]:

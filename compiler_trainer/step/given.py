@@ -72,10 +72,12 @@ class Reporter:
         return 1.0 + self.flops(str(task))
 
     def finish(self) -> dict[str, Any]:
-        """The report: seconds by pass, each pass's counts, notes, communication and memory, and notes on the whole."""
+        """The report: seconds by pass, counts, notes, traffic and memory of each pass, notes on the whole, remarks."""
         seconds = {name: round(s, 4) for name, s in self.seconds.items()}
         stored = {"stored_as": self.key, "read": self.is_read, "from": self.read_from}
-        return {"seconds": seconds, "program": stored, "passes": self.passes, "notes": self.notes}
+        remarks = dict.fromkeys(remark for done in self.passes for remark in done["report"]["remarks"])
+        found = {"passes": self.passes, "notes": self.notes, "remarks": [*remarks]}
+        return {"seconds": seconds, "program": stored, **found}
 
 
 def check_recordable(programs: Mapping[str, Captured], compiled: bool = True) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -94,6 +95,7 @@ class Step:
             rank: {axis: torch.tensor(at, device=device) for axis, at in mesh.coordinates(rank).items()}
             for rank in self.ranks
         }
+        self.restored = {state_name(i): None for each in train.values() for i in each.finished.inputs if i.restored}
         self.counted = {i.name: i.count for i in given if i.count is not None}
         self.entries = {entry: of for each in compiled for entry, of in entries_of(each.finished).items()}
         self.training = self.turns(turns_of_step(programs_of(train), table, microbatches), train)
@@ -123,7 +125,12 @@ class Step:
         rate, self.layouts = self.lr if lr is None else lr, []
         self.runtime.begin()
         count = self.state["optim.step"].local[self.ranks[0]].to(torch.int64, copy=True)
-        return self.summed(self.take(self.training, self.train, batch, rate, count), self.train)
+        before = [(local, local.clone()) for name in self.restored for local in self.state[name].local.values()]
+        found = self.summed(self.take(self.training, self.train, batch, rate, count), self.train)
+        if not math.isfinite(found["grad_norm"]):
+            for local, value in before:
+                local.copy_(value)
+        return found
 
     def summed(self, found: Mapping[str, list[Tensor]], programs: Mapping[str, Compiled]) -> dict[str, float]:
         """Of what microbatches gave the numbers, as one of the whole batch."""
@@ -338,7 +345,8 @@ def check_batch(batch: Mapping[str, Tensor], wanted: Mapping[str, Entry]) -> Non
 def check_runs(name: str, value: Tensor) -> None:
     """Raises UserError unless equal entries of each row are neighbours, which attention's bounds were made for."""
     turns = value[..., 1:] != value[..., :-1]
-    if bool((value[..., 1:] >= value[..., :-1]).all()):
+    last = value.masked_fill(value == -1, 2**31 - 1)  # padding, document -1, ends a row
+    if bool((last[..., 1:] >= last[..., :-1]).all()):
         return
     for number, (row, turn) in enumerate(zip(value.flatten(0, -2), turns.flatten(0, -2))):
         ids = torch.cat([row[:1], row[1:][turn]])

@@ -118,7 +118,7 @@ def devices(cfg: Config) -> str:
 def notes(cfg: Config, trained: Subject) -> Iterator[str]:
     """A line on each setting that trains, but hardly what was meant."""
     found = (default_job(cfg, trained), idle(cfg), fast(cfg), stretched(cfg), pure(cfg), endless(cfg, trained))
-    yield from (f"note: {said}" for said in found if said)
+    yield from (f"note: {said}" for said in (*found, *trained.remarks) if said)
 
 
 def default_job(cfg: Config, trained: Subject) -> str:

@@ -169,6 +169,8 @@ def prepare_step(
         checkpoint.set_aside(path, "damaged")
     if cfg.lower.programs is not None:
         say(f"program {step.report['program']['stored_as'][:12]}, made ahead, was read from {cfg.lower.programs}")
+    for line in step.report["remarks"]:
+        say(f"note: {line}")
     for line in step.report.get("cudagraphs", ()):
         say(f"CUDA graphs: {line}")
     say(f"{'restarted' if 'program' in step.report['seconds'] else 'started'} in {phases}")

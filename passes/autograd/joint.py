@@ -3,6 +3,8 @@
 The reshard operators know their gradients, so the backward communication is derived, not written. Each
 parameter's gradient leaves placed as the dual of the parameter: partial where the parameter is replicate.
 
+A parameter that the loss has no gradient of becomes a buffer: no optimizer of PyTorch decays it either.
+
 Each record that autograd makes is linked, as it is made, to the node of the forward that made it:
 
     %mm = mm(%x, %w)  ->  MmBackward0, before which a hook says of what is recorded next: differentiates %mm
@@ -15,12 +17,13 @@ from __future__ import annotations
 import collections
 import functools
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
 
+from passes.pipeline.tasks import own_name
 from passes.program import ir
 from passes.program.functions import communicates, inline_functions
 from passes.program.operators import is_mutable, name_of
@@ -30,6 +33,7 @@ from passes.program.torch_private import decomposition, step_by_step
 from passes.program.trace import Recorder, Tape
 from passes.rules.recurrent import RECURRENT
 
+SHOWN = 6  # parameters named in a line
 MAY_BE_LOST = 0.05  # of the backward's nodes: without origins, what works by layer would silently do nothing
 
 
@@ -82,10 +86,11 @@ def enter(origins: weakref.ref[Origins], node: fx.Node, gradients: Any) -> None:
     found.stamp("backward", node)
 
 
-def differentiate(program: ir.Program) -> tuple[fx.Graph, list[fx.Node]]:
-    """The program and the gradient of its loss for each parameter (zeros where it has none) as one graph.
+def differentiate(program: ir.Program) -> tuple[fx.Graph, list[str], list[fx.Node]]:
+    """The program and the gradients of its loss for parameters as one graph; the names of these parameters.
 
-    Also the nodes that are linked to none of the program.
+    Pipeline stages' copies of a parameter all have gradients if one of them has. Also the nodes that are linked to none
+    of the program.
     """
     origins = Origins(program.module)
     tape = Tape(origins.written)
@@ -93,17 +98,19 @@ def differentiate(program: ir.Program) -> tuple[fx.Graph, list[fx.Node]]:
     for value in given:
         tape.input(value)
     leaves = [v.requires_grad_() if i.kind == "parameter" else v for i, v in zip(program.inputs, given)]
-    wanted = [leaf for leaf, i in zip(leaves, program.inputs) if i.kind == "parameter"]
+    wanted = {i.name: leaf for leaf, i in zip(leaves, program.inputs) if i.kind == "parameter"}
     index = next(k for k, o in enumerate(program.outputs) if o.kind == "loss")
     with Recorder(tape):
         outputs = origins.run(*leaves)
         origins.stamp("backward", program.results()[index])
         one = torch.ones_like(outputs[index])
         origins.stamp("backward", None)
-        found = torch.autograd.grad(outputs[index], wanted, one, allow_unused=True)
+        found = dict(zip(wanted, torch.autograd.grad(outputs[index], [*wanted.values()], one, allow_unused=True)))
         origins.stamp("backward", program.results()[index])
-        gradients = [torch.zeros_like(w) if g is None else g for w, g in zip(wanted, found)]
-    return tape.output((*outputs, *gradients)), origins.lost
+        trained = {own_name(name) for name, gradient in found.items() if gradient is not None}
+        names = [name for name in wanted if own_name(name) in trained]
+        gradients = [torch.zeros_like(wanted[n]) if (g := found[n]) is None else g for n in names]
+    return tape.output((*outputs, *gradients)), names, origins.lost
 
 
 def unrolled(program: ir.Program, ctx: ir.Context) -> ir.Program:
@@ -119,7 +126,7 @@ def unrolled(program: ir.Program, ctx: ir.Context) -> ir.Program:
 
 @dataclass(frozen=True)
 class Joint(ir.Pass):
-    """Add the backward of the loss: outputs gain one gradient a parameter."""
+    """Add the backward of the loss: outputs gain one gradient for each parameter that takes part."""
 
     name = "joint"
     takes = (Stage.LOCAL,)
@@ -131,17 +138,20 @@ class Joint(ir.Pass):
             raise ir.Refused("model", None, what)
         program = unrolled(program, ctx)
         with ctx.fake_mode, torch.enable_grad():
-            graph, lost = differentiate(program)
-        gradients = tuple(
-            ir.Output(i.name, "gradient", i.spec.gradient()) for i in program.inputs if i.kind == "parameter"
-        )
+            graph, names, lost = differentiate(program)
+        parameters = {i.name: i for i in program.inputs if i.kind == "parameter"}
+        idle = dict.fromkeys(own_name(name) for name in parameters if name not in names)
+        if not names:
+            raise ir.Refused("model", None, "the loss has no gradient of any of its parameters: nothing to train")
+        gradients = tuple(ir.Output(name, "gradient", parameters[name].spec.gradient()) for name in names)
+        inputs = tuple(replace(i, kind="buffer") if own_name(i.name) in idle else i for i in program.inputs)
         for node, old in zip(graph.find_nodes(op="placeholder"), program.placeholders()):
             node.meta.update(old.meta)
             node.name = old.name
-        joint = program.with_graph(graph, outputs=program.outputs + gradients)
+        joint = program.with_graph(graph, inputs=inputs, outputs=program.outputs + gradients)
         drop_detached(joint.graph)
         lost = [node for node in lost if node.users]
-        notes = report_lost(lost, _count(joint, "backward"))
+        notes, remarks = report_lost(lost, _count(joint, "backward")), report_idle([*idle], program)
         inline_functions(joint, ctx, but=communicates)  # those are one operator to remat
         functionalize(joint.graph)
         joint.graph.eliminate_dead_code()
@@ -149,7 +159,16 @@ class Joint(ir.Pass):
         for node, output in zip(joint.results(), joint.outputs):
             ir.set_spec(node, output.spec)
         counts = {phase: _count(joint, phase) for phase in ("forward", "backward")}
-        return joint, ir.Report(counts | {"without origin": len(lost)}, notes)
+        return joint, ir.Report(counts | {"without origin": len(lost)}, notes, remarks=remarks)
+
+
+def report_idle(names: list[str], program: ir.Program) -> tuple[str, ...]:
+    """A line on parameters that take no part, if there are any."""
+    if not names:
+        return ()
+    layers = f", and those of {program.fold.left_out} layers like them" if program.fold else ""
+    shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "") + layers
+    return (f"parameters that the loss has no gradient of stay as they are: {shown}",)
 
 
 def report_lost(lost: list[fx.Node], backward: int) -> tuple[str, ...]:

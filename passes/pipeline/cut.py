@@ -257,8 +257,8 @@ class Cut:
 
 
 def named(given: ir.Input) -> bool:
-    """Whether an input is named by a parameter."""
-    return given.kind in ("parameter", "gradient")
+    """Whether an input is named by a parameter; one that takes no part is a buffer."""
+    return given.kind in ("parameter", "buffer", "gradient")
 
 
 def carried_spec(node: fx.Node) -> Spec:

@@ -38,6 +38,7 @@ class Input:
     `layer` is the one that a parameter or buffer is of, with its moments and total, None where it is of none or of
     several. What is `carried` is a value of another task of the step. `stages` are
     the pipeline stages that use a parameter, `microbatch` is the number of that which a batch input, or seed, is of.
+    A buffer that is `restored` changes before it is known whether the step is skipped, and then gets its value back.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Input:
     layer: Layer | None = None
     stages: tuple[int, ...] = ()
     microbatch: int = 0
+    restored: bool = False
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,7 @@ class Reshard:
 class Report:
     """What a pass did: `counts` of rewrites, one-line `notes` that name nodes and reasons, changes of placement.
 
+    `remarks` are notes that the user reads when the job starts.
     `bodies` are those of custom functions, whole and as partitioned: the verifier compares them as it does the program.
     """
 
@@ -184,6 +187,7 @@ class Report:
     notes: tuple[str, ...] = ()
     reshards: tuple[Reshard, ...] = ()
     bodies: tuple[tuple[Program, Program], ...] = field(default=(), compare=False, repr=False)
+    remarks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

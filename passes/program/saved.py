@@ -124,6 +124,7 @@ class Writer:
             value = [self.value(given.value), base64.b64encode(bytes_of(given.value)).decode()]
         head = {"name": given.name, "kind": given.kind, "spec": self.spec(given.spec)}
         where = {"layer": record(given.layer), "stages": list(given.stages), "microbatch": given.microbatch}
+        where |= {"restored": given.restored}
         return head | where | {"value": value, "roles": sorted(given.roles), "runs": given.runs, "count": count}
 
     def graph(self, graph: fx.Graph) -> list[Any]:
@@ -261,12 +262,12 @@ class Reader:
 
     def input(
         self, name: str, kind: Any, spec: int, value: Any, roles: Any, runs: bool, count: Any, layer: Any, stages: Any,
-        microbatch: int,
+        microbatch: int, restored: bool,
     ) -> ir.Input:
         """An input, with its value if it is a constant."""
         number = count and ir.Count(self.program(count[0]), count[1])
         real = None if value is None else tensor_from(self.value(value[0], ()), value[1])
-        what = real, frozenset(roles), runs, number, recorded(layer), tuple(stages), microbatch
+        what = real, frozenset(roles), runs, number, recorded(layer), tuple(stages), microbatch, restored
         return ir.Input(name, kind, self.specs[spec], *what)
 
     def graph(self, nodes: Sequence[Any]) -> fx.Graph:

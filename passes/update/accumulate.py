@@ -26,10 +26,12 @@ from passes.update.optimizers import arithmetic
 class Accumulate(ir.Pass):
     """Add each gradient to an accumulator in place, as soon as it is there; outputs keep the loss and metrics.
 
-    With `skip_nonfinite` buffers stay as they were where the loss is infinite or not a number.
+    Sums are of `dtype`, or a wider one of the gradient (None: of the gradient's own): in bfloat16, small gradients of
+    many microbatches would be rounded away. With `skip_nonfinite` the inputs of buffers that change are `restored`.
     """
 
     skip_nonfinite: bool = False
+    dtype: torch.dtype | None = torch.float32
     name = "accumulate"
     takes = (Stage.JOINT,)
     gives = Stage.STEP
@@ -38,9 +40,7 @@ class Accumulate(ir.Pass):
         program = program.copy()
         append = Appender(program, ctx, "optimizer")
         buffers = {i.name: n for n, i in zip(program.placeholders(), program.inputs) if i.kind == "buffer"}
-        if self.skip_nonfinite and buffers:
-            loss = next(n for n, o in zip(program.results(), program.outputs) if o.kind == "loss")
-            append.guard = append.call("finite", torch.isfinite, loss)
+        changed = {o.name for o in program.outputs if o.kind == "buffer"} if self.skip_nonfinite else set[str]()
         stages = {i.name: ir.pipeline_stage(n) for n, i in zip(program.placeholders(), program.inputs)}
         added: list[ir.Input] = []
         kept = []
@@ -48,9 +48,7 @@ class Accumulate(ir.Pass):
             append.parameter = output.name
             append.before, append.phase = program.graph.output_node(), "optimizer"
             if output.kind == "gradient":
-                total = append.placeholder(
-                    f"total_{len(added)}", ir.example(node).new_empty(ir.example(node).shape), output.spec
-                )
+                total = append.placeholder(f"total_{len(added)}", total_of(ir.example(node), self.dtype), output.spec)
                 ir.set_pipeline_stage(total, stages.get(output.name))
                 added.append(ir.Input(output.name, "gradient", output.spec, layer=append.layers[output.name]))
                 if not is_sent(node):
@@ -62,9 +60,16 @@ class Accumulate(ir.Pass):
                 kept.append((node, output))
         program.graph.output_node().args = (tuple(n for n, _ in kept),)
         program.module.recompile()
-        inputs = (*program.inputs, *added)
+        given = (replace(i, restored=i.kind == "buffer" and i.name in changed) for i in program.inputs)
+        inputs = (*given, *added)
         program = replace(program, inputs=inputs, outputs=tuple(o for _, o in kept))
         return program, ir.Report({"accumulators": len(added)})
+
+
+def total_of(gradient: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """An accumulator of a gradient."""
+    wide = gradient.dtype if dtype is None else torch.promote_types(gradient.dtype, dtype)
+    return gradient.new_empty(gradient.shape, dtype=wide)
 
 
 def is_sent(gradient: fx.Node) -> bool:
@@ -78,8 +83,8 @@ def is_sent(gradient: fx.Node) -> bool:
 class ApplyOnly(ir.Pass):
     """From a joint program, the one whose gradients are inputs: accumulated elsewhere, cleared once read.
 
-    Sums over ranks that the joint program left to the update are completed, their terms in `reduce_dtype` (None: as
-    they are).
+    Accumulators are of `dtype`, as those of `Accumulate`. Sums over ranks that the joint program left to the update are
+    completed, their terms in `reduce_dtype` (None: as they are).
     With `rank_of` (each pipeline stage's rank) it is that of the parameters that the stages of a `rank` use; of those
     that other ranks use as well it shares its term of the gradient, and adds theirs.
     """
@@ -87,6 +92,7 @@ class ApplyOnly(ir.Pass):
     rank: int = 0
     rank_of: tuple[int, ...] = ()
     reduce_dtype: torch.dtype | None = None
+    dtype: torch.dtype | None = torch.float32
     name = "apply"
     takes = (Stage.JOINT,)
     after = ("reassociate", "defer")  # which say what is left to it
@@ -104,7 +110,7 @@ class ApplyOnly(ir.Pass):
         for name, (_, i) in reversed(own.items()):
             val, output = specs[i.name]
             inputs.append(ir.Input(name, "gradient", output.spec, layer=i.layer))
-            results.append(_input(graph, f"total_{len(results)}", val.new_empty(val.shape), inputs[-1]))
+            results.append(_input(graph, f"total_{len(results)}", total_of(val, self.dtype), inputs[-1]))
             outputs.append(replace(output, name=name, spec=i.spec.gradient()))
         if self.rank_of:
             wide = max((arithmetic(val.dtype) for val, _ in specs.values()), key=lambda dtype: dtype.itemsize)

@@ -131,6 +131,27 @@ def told(left: Sequence[fx.Node]) -> tuple[str, ...]:
     return (f"the loss has means over microbatches of what no count of labels divides: {terms}",) if left else ()
 
 
+def is_scaled_by_rows(term: fx.Node, rows: int) -> bool:
+    """Whether a sum is divided by the microbatch's rows, or by these and other sizes of the tensor that is summed."""
+    sizes = {1, rows}
+    for operand in tensor_operands(term):
+        for size in ir.example(operand).shape:
+            sizes |= {size * other for other in sizes}
+    divisors = [user.args[1] for user in term.users if user.target is aten.div.Tensor and user.args[0] is term]
+    return any(d in sizes and d % rows == 0 for d in divisors if isinstance(d, int | float))
+
+
+def remarks_on(left: Sequence[fx.Node], batch: Set[fx.Node], microbatches: int) -> tuple[str, ...]:
+    """A line on terms of the batch that are sums, not means, if there are any: they depend on `microbatches`."""
+    rows = min((ir.example(n).shape[0] for n in batch if ir.example(n).dim()), default=1)
+    sums = [n for n in left if cone_of(n, batch) & batch and not is_scaled_by_rows(n, rows)]
+    if not sums:
+        return ()
+    terms = ", ".join(dict.fromkeys(ir.source(n) for n in sums))
+    what = f"no count of labels or rows divides terms of the loss ({terms}): their mean over microbatches is taken"
+    return (f"{what}, so that a sum divided by a constant is divided by train.microbatches={microbatches} as well",)
+
+
 @dataclass(frozen=True)
 class TokenMean(ir.Pass):
     """Divide the means that loss and metrics are made of by the counts of all `microbatches`, times their number."""
@@ -154,5 +175,7 @@ class TokenMean(ir.Pass):
         program.graph.eliminate_dead_code()
         program.module.recompile()
         inputs = (ir.Input(counts[node].name, "scalar", Spec(()), count=count) for node, count in added)
-        notes = told([term for term in of_loss if found[term] is None])
-        return replace(program, inputs=(*program.inputs, *inputs)), ir.Report({"means": len(means)}, notes)
+        left = [term for term in of_loss if found[term] is None]
+        remarks = remarks_on(left, batch, self.microbatches)
+        report = ir.Report({"means": len(means)}, told(left), remarks=remarks)
+        return replace(program, inputs=(*program.inputs, *inputs)), report

@@ -97,10 +97,8 @@ def trained_plainly(case: Case) -> Found:
         for group in optimizer.param_groups:
             group["lr"] = lr
         loss = case.loss(model, batch)
-        optimizer.zero_grad(set_to_none=False)
+        optimizer.zero_grad()
         loss.backward()
-        for parameter in trained:  # one that takes no part decays all the same
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         norm = torch.stack([p.grad.norm() for p in trained if p.grad is not None]).norm()
         if not norm.isfinite():
             raise ValueError("its gradients are not finite")

@@ -22,10 +22,9 @@ def main(arguments: Sequence[str]) -> None:
     takes.add_argument("--dtype", choices=DTYPES, help="of the exported weights (default: train.dtype)")
     takes.add_argument("--merge", action="store_true", help="add the LoRA terms (model.lora) to the weights")
     takes.add_argument("--ema", action="store_true", help="write the averages of weights (train.ema)")
+    takes.add_argument("--no-check", action="store_true", help="do not compare it with the trainer on a few tokens")
     given = takes.parse_args(arguments)
     cfg = at_checkpoint(options_of(given.run, []), given.checkpoint)
-    dtype, out = DTYPES.get(given.dtype), given.out
-    if is_remote(out):
-        print(f"{out}: {export_to_store(cfg, out, dtype, given.merge, given.ema)}")
-    else:
-        print(f"{out}: {export(cfg, Path(out), dtype, given.merge, given.ema)}")
+    how, out = (DTYPES.get(given.dtype), given.merge, given.ema, not given.no_check), given.out
+    said = export_to_store(cfg, out, *how) if is_remote(out) else export(cfg, Path(out), *how)
+    print(f"{out}: {said}")

@@ -73,7 +73,7 @@ def test_padding_is_a_document_of_its_own_without_labels():
     assert batch["tokens"].tolist() == [[0, 1, EOD, EOD], [3, EOD, EOD, EOD]]
     assert batch["labels"].tolist() == [[1, EOD, -100, -100], [EOD, -100, -100, -100]]
     assert batch["positions"].tolist() == [[0, 1, 2, 0], [0, 1, 0, 1]]
-    assert batch["documents"].tolist() == [[0, 0, 0, 1], [0, 0, 1, 1]]
+    assert batch["documents"].tolist() == [[0, 0, 0, -1], [0, 0, -1, -1]]
     assert rows.filled(np.array([1, 0])).tolist() == [2, 3] and rows.padding == 3 / 8
 
 
@@ -141,8 +141,9 @@ def test_each_document_is_there_once_and_none_that_fits_is_cut(lengths, seq_len,
 def test_rows_are_like_those_of_cutting_in_form(lengths, seq_len):
     batch = all_of(fitted(lengths, seq_len))
     assert all(array.dtype == np.int64 and array.shape[1] == seq_len for array in batch.values())
-    steps = np.diff(batch["documents"])
-    assert (batch["documents"][:, 0] == 0).all() and np.isin(steps, (0, 1)).all()
+    documents = batch["documents"]
+    steps = np.diff(np.where(documents == -1, documents.max(axis=1, keepdims=True) + 1, documents))  # padding comes last
+    assert (documents[:, 0] == 0).all() and np.isin(steps, (0, 1)).all()
     assert ((batch["positions"] == 0)[:, 1:] == (steps == 1)).all() and (batch["positions"][:, 0] == 0).all()
     assert (batch["labels"] != -100).any(axis=1).all()
 

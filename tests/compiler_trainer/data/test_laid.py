@@ -59,7 +59,10 @@ def test_samples_and_their_order_are_those_of_earlier_commits(packing):
         for _ in range(40):
             batch = loader.next()
             for name in sorted(batch):
-                digest.update(batch[name].numpy().tobytes())
+                value = batch[name].numpy()
+                if name == "documents":  # padding was one more document then
+                    value = np.where(value == -1, value.max(axis=1, keepdims=True) + 1, value)
+                digest.update(value.tobytes())
             digest.update(str(loader.filled).encode())
     assert (digest.hexdigest(), found.train.rows.fingerprint) == BEFORE[packing]
 

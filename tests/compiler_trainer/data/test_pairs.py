@@ -62,9 +62,9 @@ def test_a_row_is_both_answers_after_their_prompt(record, tokenizer, tmp_path):
     asked = "<|im_start|>user\na?<|im_end|>\n<|im_start|>assistant\n"
     wanted = [(f"{asked}{said}<|im_end|>\n<|endoftext|>", f"{said}<|im_end|>\n") for said in ("good", "bad!")]
     assert texts(batch, 0, tokenizer) == wanted
-    starts = np.flatnonzero(np.diff(batch["documents"][0], prepend=-1))
-    assert batch["documents"][0, starts].tolist() == [0, 1, 2] and not batch["positions"][0, starts].any()
-    assert (batch["labels"][0][batch["documents"][0] == 2] == -100).all() and batch["pairs"].tolist() == [1]
+    starts = np.flatnonzero(np.diff(batch["documents"][0], prepend=-1))  # padding is of document -1
+    assert batch["documents"][0, starts].tolist() == [0, 1, -1] and not batch["positions"][0, starts].any()
+    assert (batch["labels"][0][batch["documents"][0] == -1] == -100).all() and batch["pairs"].tolist() == [1]
 
 
 def test_what_both_conversations_say_has_no_labels(tokenizer, tmp_path):

@@ -209,6 +209,25 @@ def test_an_expert_with_the_mean_share_keeps_its_correction():
     torch.testing.assert_close(router.correction, torch.tensor([0.1, -0.1, *[0.0] * 8]), atol=0, rtol=0)
 
 
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_padding_counts_in_nothing_that_keeps_shares_even(score):
+    """In loads, the correction and the auxiliary loss, with its gradient, as though the real tokens were alone."""
+    routers = [Router(D, ExpertsConfig(8, 2, 12, score=score, bias_rate=0.25, balance_loss=0.5)).double() for _ in range(2)]
+    routers[1].load_state_dict(routers[0].state_dict())
+    x, gradients = randn(N, D), []
+    padded, is_real = torch.cat([x[:4], torch.ones(9, D, dtype=F64), x[4:]]), torch.ones(N + 9, dtype=torch.bool)
+    is_real[4:13] = False
+    for router, given in zip(routers, ((x,), (padded, is_real))):
+        ids, _, balance = router(*given)
+        gradients.append(torch.autograd.grad(balance, router.weight)[0])
+    assert len(ids) == N + 9  # padding has experts, too
+    torch.testing.assert_close(gradients[1], gradients[0], atol=1e-14, rtol=1e-14)
+    for name, value in routers[0].state_dict().items():
+        torch.testing.assert_close(routers[1].state_dict()[name], value, atol=1e-14, rtol=1e-14)
+    router(padded, torch.zeros_like(is_real))
+    assert not router.load.any() and not router.auxiliary and torch.equal(router.correction, routers[0].correction)
+
+
 @each_router
 def test_evaluation_changes_nothing_and_has_no_auxiliary_loss(any_dtype, cfg):
     layer, x = mixture(dataclasses.replace(cfg, balance_loss=0.1)), randn(2, 5, D)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 import torch.nn.functional as F
 from oracle import EXACT, assert_same, batches, compile_lockstep, llama, train_plainly, train_step
 from sweeps import in_turn, quick
@@ -22,15 +23,25 @@ EXPERTS = (
 
 def loss(model, batch):
     """`loss_fn` in the model's own dtype."""
-    found = model(batch["tokens"], batch["positions"])
+    found = model(batch["tokens"], batch["positions"], batch["documents"])
     logits, auxiliary = found if isinstance(found, tuple) else (found, 0.0)
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()) + auxiliary
+
+
+def data_of():
+    """Batches of rows that end in padding, each in another place."""
+    found = batches(rows=3)
+    for batch in found:
+        length = batch["tokens"].shape[1]
+        is_real = torch.arange(length) < torch.tensor([[length], [length // 3], [length - 1]])
+        batch |= {"documents": torch.where(is_real, 0, -1), "labels": batch["labels"].masked_fill(~is_real, -100)}
+    return found
 
 
 @pytest.mark.parametrize(("mesh", "cfg"), in_turn(MESHES, EXPERTS))
 @pytest.mark.sample(1)
 def test_three_updates(mesh, cfg):
-    model, data = llama(experts=cfg), batches(rows=3)
+    model, data = llama(experts=cfg), data_of()
     metrics, state = train_plainly(looped(model), loss, data)
     step = compile_lockstep(model, loss, data[0], mesh)
     for found, wanted in zip(train_step(step, data), metrics, strict=True):
@@ -49,7 +60,7 @@ SPREAD = ({"dp_shard": 2, "tp": 2, "ep": 4}, {"cp": 2, "dp_shard": 2, "ep": 2}, 
 @pytest.mark.full
 def test_three_updates_of_layers_whose_experts_are_spread(mesh, cfg, dispatch, plan):
     """Two layers: the second's attention gets what the first's experts leave, over whichever axes."""
-    model, data = llama(n_layers=2, experts=cfg), batches(rows=3)
+    model, data = llama(n_layers=2, experts=cfg), data_of()
     metrics, state = train_plainly(looped(model), loss, data)
     step = compile_lockstep(model, loss, data[0], mesh, passes={"moe": {"dispatch": dispatch}, "shard": {"plan": plan}})
     for found, wanted in zip(train_step(step, data), metrics, strict=True):

@@ -77,8 +77,8 @@ def test_documents_do_not_see_each_other_and_a_causal_row_is_one_text():
     model, batch = folders.loaded(folders.folder("llama")), next(batches())
     changed = batch | {"tokens": batch["tokens"].clone()}
     changed["tokens"][:, 0] += 1
-    for attention, reaches in (("documents", False), ("causal", True)):
-        first, second = (models_of_folders.logits(attention, model, b)[:, 5:] for b in (batch, changed))
+    for way, reaches in (("positions", False), ("causal", True)):
+        first, second = (models_of_folders.logits(way, model, b)[:, 5:] for b in (batch, changed))
         assert (first != second).any() == reaches
 
 

@@ -27,6 +27,7 @@ from compiler_trainer.data.datasets import build_datasets
 from compiler_trainer.models import sampling
 from compiler_trainer.models.sampling import Sampling, chances, ends_answers
 from compiler_trainer.models.subject import subject
+from compiler_trainer.runs import export as export_module
 from compiler_trainer.runs.saved import trained_model
 from compiler_trainer.training import progress
 
@@ -39,6 +40,8 @@ KINDS = {
     "folder": ["model=hf", f"model.path={folders.folder('qwen3')}", "data.tokenizer=bytes"],
     "lora": ["model=hf", f"model.path={folders.folder('llama')}", "data.tokenizer=bytes", "model.lora.rank=2",
              "model.lora.targets=[q_proj,v_proj]", "checkpoint.frozen=false"],
+    **{f"lora on {name}": ["model=hf", f"model.path={folders.folder('qwen3')}", "data.tokenizer=bytes", "model.lora.rank=2",
+                           f"model.lora.targets=[{name}]", "optim.lr=0.1"] for name in ("lm_head", "embed_tokens")},
     "own": ["model=custom", "model._target_=strangers.Reader", "model.width=6", "loss._target_=strangers.scaled",
             "loss.by=2.0"],
 }
@@ -377,6 +380,27 @@ def test_terms_of_lora_are_exported_alone_or_merged(run, trained, tmp_path):
     torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
     assert (one - before).abs().max() > 1e-4
     assert {p.name for p in (tmp_path / "terms").glob("*.safetensors")} == {"adapter_model.safetensors"}
+
+
+@pytest.mark.parametrize("layer", ["lm_head", "embed_tokens"])
+def test_lora_on_one_of_two_tied_layers_is_merged_into_it_alone(layer, run, trained, tmp_path):
+    """Merged into the tensor that they share, logits were off by 3.8 to 5.7."""
+    path, out = trained(f"lora on {layer}"), tmp_path / "merged"
+    assert "are equal" in run("export", path, out, "--merge") and "are equal" in run("export", path, tmp_path / "terms")
+    found, ours = trained_model(schema.load(path / "config.yaml"))
+    theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    tokens = torch.randint(0, 257, (2, 11))
+    with torch.no_grad():
+        wanted = found.logits(ours, {"tokens": tokens, "positions": torch.arange(11).expand(2, 11)})
+        torch.testing.assert_close(theirs(tokens).logits, wanted, atol=1e-4, rtol=1e-4)
+    assert not theirs.config.tie_word_embeddings and not torch.equal(theirs.lm_head.weight, theirs.model.embed_tokens.weight)
+
+
+def test_an_export_that_computes_something_else_is_not_written(run, trained, tmp_path, monkeypatch):
+    monkeypatch.setattr(export_module, "untie_adapted", lambda module: None)
+    path, out = trained("lora on lm_head"), tmp_path / "merged"
+    assert call("export", path, out, "--merge") == 1 and not out.exists()
+    assert call("export", path, out, "--merge", "--no-check") == 0 and out.exists()
 
 
 def test_a_module_of_ones_own_is_exported_by_its_names(run, trained, tmp_path):

@@ -9,6 +9,7 @@ import torch
 from oracle import ADAMW, LRS, assert_same, batches, compile_lockstep, llama, llama_loss, train_step
 from torch import Tensor, nn
 
+from compiler_trainer import compile_step
 from passes.program import ir
 from passes.program.printer import op_name
 from passes.update.optimizers import SGD, AdamW
@@ -124,6 +125,17 @@ def test_bf16_parameters_are_updated_in_fp32():
     assert step.state_dict()["weight"].item() == -(2**-9)  # 1 - (1 + 2^-9); in bf16 the sum is 1
 
 
+
+@pytest.mark.parametrize(("dtype", "wanted"), [("float32", 18.0), (None, 8.0)], ids=str)
+def test_gradients_of_many_microbatches_are_added_up_in_float32(dtype, wanted):
+    """Each is 9. In bfloat16, neighbours of 4,096 are 32 apart, so that adding 9 leaves it as it is."""
+    model = nn.Linear(4, 1, bias=False, dtype=torch.bfloat16)
+    batch = {"x": torch.full((1024, 4), 9.0, dtype=torch.bfloat16)}
+    how = {"microbatches": 1024, "ranks": "lockstep", "passes": {"accumulate": {"dtype": dtype}}}
+    step = compile_step(model, lambda model, batch: model(batch["x"]).mean(), batch, optim={"name": "sgd"}, **how)
+    assert step(batch)["grad_norm"] == pytest.approx(wanted, rel=1e-6)
+
+
 def test_what_all_updates_share_is_computed_once_and_nothing_is_cast_to_its_own_dtype():
     seen = {}
     data = batches(rows=6)
@@ -135,3 +147,35 @@ def test_what_all_updates_share_is_computed_once_and_nothing_is_cast_to_its_own_
     assert len(casts) == 2  # of the rate and the number of the step
     named = {ir.parameter(n) for n in updates}
     assert named == {"", *(i.name for i in seen["optimize"].inputs if i.kind == "parameter")}
+
+
+class WithIdle(nn.Module):
+    """Two layers, a head that nothing reads, and a table that is read without a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+        self.idle, self.read = nn.Parameter(torch.ones(3).double()), nn.Parameter(torch.ones(4).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x * self.read.detach())
+
+
+@pytest.mark.parametrize(("mesh", "microbatches"), [({}, 1), ({"dp_shard": 2}, 1), ({"dp_shard": 2}, 2), ({"pp": 2}, 2)], ids=str)
+def test_a_parameter_without_a_gradient_stays_as_it_is(mesh, microbatches):
+    """As eager PyTorch leaves it: after 100 steps a decay of 0.001 a step would leave 0.905 of it."""
+    model = WithIdle()
+    batch = {"x": torch.randn(4, 4, dtype=torch.float64)}
+    optim = {"name": "adamw", "lr": 0.01, "weight_decay": 0.1}
+    how = {"microbatches": microbatches, "passes": {"verify": "spec" if "pp" in mesh else "numeric"}}
+    step = compile_lockstep(model, lambda model, batch: model(batch["x"]).square().mean(), batch, mesh, optim, evaluate=True, **how)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    for _ in range(100):
+        step(batch)
+        optimizer.zero_grad()
+        model(batch["x"]).square().mean().backward()
+        optimizer.step()
+    assert_same(step.state_dict(), dict(model.named_parameters()), 1e-10)
+    assert step.state_dict()["idle"].tolist() == [1.0] * 3 and not [name for name in step.state if "idle" in name and "optim" in name]
+    assert step.report["remarks"] == ["parameters that the loss has no gradient of stay as they are: idle, read"]

@@ -90,7 +90,7 @@ def test_steps_are_those_of_the_whole_batch(mesh, microbatches):
         assert_same(ours, theirs, SAME)
     assert_same(step.state_dict(), state, SAME)
     if microbatches > 1:
-        assert report_of(step) == {"counts": {"means": 1}, "notes": (), "reshards": ()}
+        assert report_of(step) == {"counts": {"means": 1}, "notes": (), "reshards": (), "remarks": ()}
 
 
 @pytest.mark.parametrize(("loss", "counted", "left"), [
@@ -242,3 +242,21 @@ def test_a_sum_of_more_terms_than_python_has_frames_is_taken_apart():
     for _ in range(1500):  # a term of each layer
         total = tiny.call(torch.ops.aten.add.Tensor, total, x)
     assert list(terms(total)) == [x] * 1501
+
+
+def squares_by(divisor):
+    def loss(model, batch):
+        squares = model(batch["tokens"], batch["positions"]).square()
+        return squares.sum() / divisor if divisor else squares.mean()
+
+    return loss
+
+
+@pytest.mark.parametrize(("divisor", "is_said"), [(None, False), (ROWS // 2, False), (1000, True), (1, True)], ids=str)
+def test_a_sum_by_a_constant_is_a_mean_over_microbatches_which_is_said_at_the_start(divisor, is_said):
+    batch, model, loss = uneven()[0], llama(), squares_by(divisor)
+    step = compile_lockstep(model, loss, batch, {"dp_shard": 2}, PLAIN, microbatches=2)
+    parts = [loss(model, {key: value.chunk(2)[i] for key, value in batch.items()}).item() for i in range(2)]
+    assert step(batch)["loss"] == pytest.approx(sum(parts) / 2, rel=SAME)
+    told = [line for line in step.report["remarks"] if "a sum divided by a constant is divided by train.microbatches=2" in line]
+    assert bool(told) == is_said and all("test_token_mean.py:" in line for line in told)

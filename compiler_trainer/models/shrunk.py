@@ -1,0 +1,79 @@
+"""A small model of the same kind as one of transformers: its layers, flags and masks, in few features and entries.
+
+Questions on a model's code, such as which tokens a logit sees, are then answered by value in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+VOCAB, POSITIONS, WINDOW = 64, 64, 6
+LARGEST = 30_000_000  # parameters of a model that is still small
+SIZES: dict[int, str] = {
+    32: """hidden_size d_model n_embd embedding_size word_embed_proj_dim embedding_dim emb_dim attention_hidden_size
+        lru_width input_embedding_size output_embedding_size""",
+    40: """intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim ffn_hidden_size n_inner moe_intermediate_size
+        shared_expert_intermediate_size shared_intermediate_size dense_intermediate_size dim_ff dff d_inner
+        moe_shared_expert_intermediate_size intermediate_size_mlp feed_forward_size expert_ffn_hidden_size
+        shared_experts_intermediate_size""",
+    64: "mamba_d_ssm",
+    16: "qk_head_dim index_head_dim q_lora_rank kv_lora_rank o_lora_rank router_hidden_size laurel_rank",
+    8: """head_dim swa_head_dim global_head_dim v_head_dim qk_nope_head_dim qk_rope_head_dim kv_channels dim_head d_head
+        linear_key_head_dim linear_value_head_dim linear_head_dim mamba_d_head mamba_head_dim mamba_headdim
+        attention_head_size attention_head_dim mamba_n_heads mamba_num_heads mamba_d_state ssm_state_size state_size
+        mamba_chunk_size chunk_size num_heads hidden_size_per_layer_input""",
+    4: """num_attention_heads n_head n_heads decoder_attention_heads encoder_attention_heads attention_heads
+        swa_num_attention_heads num_decoder_attention_heads index_n_heads linear_num_value_heads linear_num_heads
+        num_experts num_local_experts n_routed_experts moe_num_experts zero_expert_num rotary_dim encoder_layers
+        num_encoder_layers""",
+    2: """num_key_value_heads swa_num_key_value_heads num_kv_heads num_query_groups linear_num_key_heads
+        num_experts_per_tok moe_topk moe_k num_experts_per_token moe_top_k""",
+    1: "n_group topk_group num_expert_group mamba_n_groups n_groups mamba_ngroups",
+    VOCAB: """vocab_size decoder_vocab_size vocab_size_per_layer_input max_position_embeddings n_positions max_seq_len
+        n_ctx""",
+    WINDOW: "sliding_window sliding_window_size attention_window_size window_size local_attention attention_chunk_size",
+}
+SIZE_OF = {name: size for size, names in SIZES.items() for name in names.split()}
+PATTERNS = ("period", "interval", "pattern", "every", "group_size", "first_k_dense")  # in names of numbers of layers
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers")
+
+
+def shrunk(config: Any) -> Any:
+    """A config of a model of the same kind, with few features, and as many layers as there are kinds of layers."""
+    small = copy.deepcopy(config)
+    heads = vars(config).get("num_attention_heads")
+    for name, value in list(vars(config).items()):
+        if isinstance(value, int) and not isinstance(value, bool) and value and name in SIZE_OF:
+            is_alike = name in ("num_key_value_heads", "num_kv_heads") and value in (1, heads)
+            setattr(small, name, min(value, SIZE_OF["num_attention_heads"]) if is_alike else SIZE_OF[name])
+        if name.endswith("_token_id") and isinstance(value, int):
+            setattr(small, name, min(value, VOCAB - 1))
+    cut_layers(small)
+    return small
+
+
+def cut_layers(config: Any) -> None:
+    """Leave the first layers, such that each kind of layer is among them."""
+    entries = dict(vars(config))
+    name = next((name for name in LAYERS if isinstance(entries.get(name), int)), None)
+    if name is None:
+        return
+    count = entries[name]
+    lists = {key: value for key, value in entries.items() if isinstance(value, list) and len(value) == count}
+    kinds = [str([value[i] for value in lists.values()]) for i in range(count)]
+    seen = next((i for i in range(1, count) if len({*kinds[:i]}) == len({*kinds})), count)
+    kept = min(count, max([2, seen, *patterns(entries)]))
+    setattr(config, name, kept)
+    if "num_kv_shared_layers" in entries:
+        config.num_kv_shared_layers = 0
+    for key, value in lists.items():
+        setattr(config, key, value[:kept])
+
+
+def patterns(entries: dict[str, Any]) -> Iterator[int]:
+    """Numbers of layers after which a pattern of them begins again."""
+    for name, value in entries.items():
+        if isinstance(value, int) and not isinstance(value, bool) and any(part in name for part in PATTERNS):
+            yield value

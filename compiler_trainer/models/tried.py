@@ -1,0 +1,138 @@
+"""Questions on a model of transformers, answered by value on a small model of the same kind.
+
+- Does a token see tokens that come later? Then labels are no predictions.
+- Which way of telling it of documents (`documents.WAYS`) gives the second of two documents in a row the logits that it
+  has alone, whatever the first one is?
+- Is the loss of transformers the one that we compute, auxiliary terms included?
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.models.documents import UNTRIED, WAYS
+from compiler_trainer.models.folder import library, logits, loss_of
+from compiler_trainer.models.loss import IGNORED_LABEL
+from compiler_trainer.models.shrunk import LARGEST, VOCAB, shrunk
+
+LENGTH, FIRST = 24, 12  # tokens of the row that is tried, and of its first document
+NEAR = 1e-3  # of the spread of logits, or of a loss: fp32 rounds to less, and what is seen moves them by more
+
+
+def way_of(attention: str, config: Any, is_our_loss: bool = True) -> str:
+    """The way in which a model is told of documents, or "causal".
+
+    Raises UserError naming the model if there is none, if a token sees later ones and, with `is_our_loss`, if
+    transformers adds terms to the loss that we do not have.
+    """
+    return tried(attention, is_our_loss, Described(config, config.to_json_string(use_diff=False)))
+
+
+def remark_on(way: str, config: Any) -> str:
+    """A line for the start of a run whose model could not be tried; empty for others."""
+    if way != UNTRIED:
+        return ""
+    what = f"whether documents of a row see each other in a {config.model_type} could not be tried on a small model"
+    return f"{what}; it is given their positions. With model.attention=causal a row is one text"
+
+
+class Described:
+    """A config, equal to another one of the same text."""
+
+    def __init__(self, config: Any, text: str):
+        self.config, self.text = config, text
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Described) and self.text == other.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+
+@lru_cache(maxsize=64)
+def tried(attention: str, is_our_loss: bool, described: Described) -> str:
+    """The answer of `way_of`."""
+    config = described.config
+    try:
+        trial = Trial(small_model(config))
+        sees_later = trial.sees_later()
+    except Exception:  # of whatever kind: it is the library's, of a model that cannot be made small
+        return UNTRIED if attention == "documents" else "causal"
+    if sees_later:
+        what = f"is of a {config.model_type} in which a token sees those after it, so that labels are no predictions"
+        raise UserError("model.path", f"{what}; use a decoder (is_decoder=true in its config.json)")
+    if is_our_loss and not trial.has_our_loss():
+        what = f"is of a {config.model_type}, to whose loss transformers adds terms that are not known here"
+        raise UserError("model.path", f"{what}; give a loss of your own (loss._target_)")
+    if attention != "documents":
+        return attention
+    for way in WAYS:
+        if trial.keeps_apart(way):
+            return way
+    what = f"documents, but neither positions nor masks keep documents of a row apart in a {config.model_type}"
+    raise UserError("model.attention", f"{what}; set model.attention=causal, with which a row is one text")
+
+
+def small_model(config: Any) -> Any:
+    """A small model of the kind, with random weights."""
+    transformers, small = library(), shrunk(config)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(small).parameters())
+    if size > LARGEST:
+        raise ValueError(f"has {size:,} parameters")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(small, dtype=torch.float32).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+class Trial:
+    """A small model and a row of two documents."""
+
+    def __init__(self, model: Any):
+        self.model = model
+        generator = torch.Generator().manual_seed(0)
+        self.tokens, self.others = (torch.randint(4, VOCAB - 4, (1, LENGTH), generator=generator) for _ in range(2))
+
+    @torch.no_grad()
+    def logits(self, way: str, tokens: Tensor) -> Tensor:
+        """Logits [T, V] of tokens [1, T] in documents of FIRST tokens."""
+        at = torch.arange(tokens.shape[1])[None]
+        batch = {"tokens": tokens, "positions": at % FIRST, "documents": at // FIRST}
+        return logits(way, self.model, batch)[0].float()
+
+    def sees_later(self) -> bool:
+        """Whether logits of the first tokens depend on later ones."""
+        changed = torch.cat([self.tokens[:, :FIRST], self.others[:, FIRST:]], 1)
+        return differ(self.logits("causal", self.tokens)[:FIRST], self.logits("causal", changed)[:FIRST])
+
+    def keeps_apart(self, way: str) -> bool:
+        """Whether logits of the second document are those of that document alone, whatever the first is."""
+        changed = torch.cat([self.others[:, :FIRST], self.tokens[:, FIRST:]], 1)
+        alone = self.logits("causal", self.tokens[:, FIRST:])
+        try:
+            return not any(differ(self.logits(way, tokens)[FIRST:], alone) for tokens in (self.tokens, changed))
+        except Exception:  # of whatever kind: the model does not take such inputs
+            return False
+
+    @torch.no_grad()
+    def has_our_loss(self) -> bool:
+        """Whether transformers' loss is ours, of labels that it shifts or, in a few models, takes as they are."""
+        theirs = self.model(input_ids=self.tokens, labels=self.tokens, use_cache=False).loss
+        shifted = torch.cat([self.tokens[:, 1:], torch.full((1, 1), IGNORED_LABEL)], 1)
+        batch = {"tokens": self.tokens, "documents": torch.zeros_like(self.tokens)}
+        ours = [loss_of("causal", self.model, batch | {"labels": labels}) for labels in (shifted, self.tokens)]
+        return any(torch.isclose(theirs.float(), loss, rtol=NEAR) for loss in ours)
+
+
+def differ(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether logits differ by more than rounding, or are not finite."""
+    return not bool((ours - theirs).abs().max() < NEAR * theirs.std())
