@@ -28,7 +28,7 @@ from passes.program.bodies import base_of
 from passes.program.functions import as_meant
 from passes.program.layer import KINDS, Layer
 from passes.program.mesh import SEQUENCE_AXIS, Mesh
-from passes.program.operators import EXCHANGES, GRADIENTS, axis_of, bind, communicator_of, is_mutable, started
+from passes.program.operators import EXCHANGES, GRADIENTS, RING, axis_of, bind, communicator_of, is_mutable, started
 from passes.program.order import Order
 from passes.program.printer import format_node, format_value
 from passes.program.reshard import RESHARD_OPS
@@ -295,7 +295,7 @@ def check_collectives(program: ir.Program) -> Iterator[Finding]:
         if not program.mesh.has(axis):
             yield node, f"runs over axis {axis!r}, the mesh has {dict(program.mesh.sizes)}"
             continue
-        known = axis, f"{axis}:{GRADIENTS}", f"{axis}:{EXCHANGES}"
+        known = axis, *(f"{axis}:{whose}" for whose in (GRADIENTS, EXCHANGES, RING))
         if (name := communicator_of(node)) not in known:
             yield node, f"names communicator {name!r}, axis {axis!r} has {', '.join(map(repr, known))}"
         bound = bind(node)

@@ -1,12 +1,14 @@
-"""Reductions of gradients, and exchanges, get a communicator of their own where their axis carries other values too.
+"""Reductions of gradients, exchanges and rings get a communicator of their own if their axis carries other values too.
 
     all_gather_into_tensor(w, 4, "fsdp")             all_gather_into_tensor(w, 4, "fsdp")
     reduce_scatter_tensor(g, "sum", 4, "fsdp")  ->   reduce_scatter_tensor(g, "sum", 4, "fsdp:gradients")
     all_to_all_single(x, [..], [..], "ep")           all_to_all_single(x, [..], [..], "ep:exchanges")
+    shift(k, "cp", 1)                                shift(k, "cp:ring", 1)
 
 What one communicator sends comes in turn, what two send side by side: gathers of the next layer's parameters do not
 queue behind gradients, which nobody waits for. Nor do rows of experts, or heads, queue behind those gathers, which are
-in flight for a layer: of chunks of rows none would travel beside the products of another. A communicator costs memory,
+in flight for a layer: of chunks of rows none would travel beside the products of another. A step of a ring has one
+block of attention, or of a product, to travel behind, and waits for nothing else. A communicator costs memory,
 so an axis that carries gradients alone (`dp_replicate`) keeps one, and scalars (losses, norms) never ask for one. Every
 rank runs this program, so the order in each communicator, and between them, is the same on all ranks.
 """
@@ -19,7 +21,7 @@ from torch import fx
 
 from passes.communication.layer_starts import gradient_tails, kernels_of
 from passes.program import ir
-from passes.program.operators import EXCHANGES, GRADIENTS, axis_of, kind_of
+from passes.program.operators import EXCHANGES, GRADIENTS, RING, axis_of, kind_of
 from passes.program.stages import Stage
 from passes.program.weights import weight_nodes
 
@@ -28,7 +30,7 @@ REDUCTIONS = ("reduce_scatter", "all_reduce")
 
 @dataclass(frozen=True)
 class Communicators(ir.Pass):
-    """Name the communicator of each reduction of gradients, and of each exchange."""
+    """Name the communicator of each reduction of gradients, of each exchange, and of each step of a ring."""
 
     name = "communicators"
     takes = (Stage.EXPLICIT,)
@@ -36,7 +38,7 @@ class Communicators(ir.Pass):
 
     def rewrite(self, program: ir.Program, ctx: ir.Context) -> tuple[ir.Program, ir.Report]:
         if not any(map(kind_of, program.calls())):
-            return program, ir.Report({"reductions": 0, "exchanges": 0, "apart": 0})
+            return program, ir.Report({"reductions": 0, "exchanges": 0, "rings": 0, "apart": 0})
         program = program.copy()
         tensors = [node for node in program.calls() if kind_of(node) and not is_scalar(node)]
         reductions = gradient_reductions(program, tensors)
@@ -44,16 +46,25 @@ class Communicators(ir.Pass):
         weights = set(weight_nodes(program))
         gathered = {axis_of(node) for node in tensors if kind_of(node) == "all_gather" and node in weights}
         exchanges = [node for node in tensors if kind_of(node) == "all_to_all" and axis_of(node) in gathered]
+        rings = [node for node in tensors if kind_of(node) == "shift"]
+        around = {axis_of(node) for node in tensors if kind_of(node) != "shift"}
         apart = {node: GRADIENTS for node in reductions if axis_of(node) in beside}
         apart |= dict.fromkeys(exchanges, EXCHANGES)
+        apart |= {node: RING for node in rings if axis_of(node) in around}
         for node, whose in apart.items():
-            *others, axis = node.args
-            node.args = (*others, f"{axis}:{whose}")
+            name_communicator(node, whose)
         program.module.recompile()
-        counts = {"reductions": len(reductions), "exchanges": len(exchanges), "apart": len(apart)}
+        counts = {"reductions": len(reductions), "exchanges": len(exchanges), "rings": len(rings), "apart": len(apart)}
         axes = dict.fromkeys((axis_of(node), whose) for node, whose in apart.items())
         notes = tuple(f"{axis}: {whose} have a communicator of their own" for axis, whose in axes)
         return program, ir.Report(counts, notes)
+
+
+def name_communicator(node: fx.Node, whose: str) -> None:
+    """Let a node communicate by a communicator of its axis that carries one kind of values."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    place = names.index("axis" if "axis" in names else "group_name")
+    node.args = (*node.args[:place], f"{node.args[place]}:{whose}", *node.args[place + 1 :])
 
 
 def is_scalar(node: fx.Node) -> bool:

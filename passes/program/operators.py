@@ -27,6 +27,7 @@ SHAPED = frozenset(f"{what}_like" for what in ("empty", "full", "ones", "zeros")
     f"new_{what}" for what in ("empty", "full", "ones", "zeros")
 )  # operators by name that take no more of their operand than its shape, dtype and device
 EXCHANGES = "exchanges"  # of rows or heads: likewise, where gathers of the next layer's parameters are in flight
+RING = "ring"  # of steps of a ring
 GRADIENTS = "gradients"  # whose a communicator is, where an axis has one for them and one for the rest
 # of the functional collectives that reshard operators become, and of the steps of a ring
 KINDS: dict[OpOverload, Kind] = {

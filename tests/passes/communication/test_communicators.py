@@ -71,6 +71,16 @@ def test_exchanges_do_not_queue_with_gathers(gathers, names):
     assert named(program, *weights, exchanged(program, rows, "ep")) == names
 
 
+@pytest.mark.parametrize(("is_alone", "name"), [(True, "tp"), (False, "tp:ring")])
+def test_a_ring_does_not_queue_with_others_of_its_axis(is_alone, name):
+    program = Small(tp=2)
+    x = program.input("x", cut((4, 4)), "batch", F32)
+    sent = program.call(torch.ops.ct.shift.default, x, "tp", 1)
+    received = program.call(torch.ops.ct.arrive.default, sent, x)
+    others = [] if is_alone else [gathered(program, "w", "tp")]
+    assert name in named(program, received, *others)
+
+
 def test_gradients_do_not_queue_with_gathers():
     program = Small(dp_shard=2)
     whole = gathered(program, "w", "dp_shard")
