@@ -58,7 +58,7 @@ class FakeStep:
     """One weight, moved by each batch; its loss depends on the weight and on the batch."""
 
     def __init__(self, *args, **kwargs):
-        self.mesh, self.ranks, self.device, self.report = Mesh.of({}), (0,), torch.device("cpu"), {"seconds": {}}
+        self.mesh, self.ranks, self.device, self.report = Mesh.of({}), (0,), torch.device("cpu"), {"seconds": {}, "remarks": []}
         self.state = {"model.w": State(Spec.whole((3,)), {0: torch.ones(3)}, torch.ones(3))}
 
     def tensors(self):
