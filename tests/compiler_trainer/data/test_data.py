@@ -95,7 +95,7 @@ def test_rows_equal_a_walk_token_by_token(texts, seq_len, random):
         expected["tokens"].append([token for token, _ in row[:-1]])
         expected["labels"].append([t if o is not None and o == p else -100 for (_, p), (t, o) in pairwise(row)])
         expected["positions"].append([i - owners.index(owner) for i, owner in enumerate(owners[:-1])])
-        expected["documents"].append([numbers[owner] for owner in owners[:-1]])
+        expected["documents"].append([-1 if owner is None else numbers[owner] for owner in owners[:-1]])
     rows = all_rows(texts, seq_len, np.array(order))
     assert {name: array.tolist() for name, array in rows.items()} == expected
     assert all(array.dtype == np.int64 for array in rows.values())
@@ -118,7 +118,7 @@ def test_a_row_by_hand():
     assert rows["tokens"].tolist() == [[97, 98, 99, EOD, 100, EOD], [101, 102, EOD, EOD, EOD, EOD]]
     assert rows["labels"].tolist() == [[98, 99, EOD, -100, EOD, -100], [102, EOD, -100, -100, -100, -100]]
     assert rows["positions"].tolist() == [[0, 1, 2, 3, 0, 1], [0, 1, 2, 0, 1, 2]]
-    assert rows["documents"].tolist() == [[0, 0, 0, 0, 1, 1], [0, 0, 0, 1, 1, 1]]
+    assert rows["documents"].tolist() == [[0, 0, 0, 0, 1, 1], [0, 0, 0, -1, -1, -1]]
 
 
 @pytest.mark.parametrize(("seq_len", "filled", "cut"), [(6, [6, 3], 0), (5, [5, 4], 0), (2, [2, 2, 2, 2], 1 / 3)])
