@@ -45,8 +45,8 @@ def functions_as_operators() -> Iterator[None]:
         yield
 
 
-def record(cls: Any, args: tuple) -> Any:
-    """Define the operator of one call and call it."""
+def record(cls: Any, args: tuple) -> tuple[Any, list[Tensor]]:
+    """Define the operator of one call and call it; also returns the operands that it changed."""
     tensors = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
 
     def run_forward(given: tuple[Tensor, ...]) -> tuple[Any, Saved, dict[str, Tensor]]:
@@ -91,9 +91,10 @@ def record(cls: Any, args: tuple) -> Any:
     functions.record(op, functions.Function(cls.__name__, forward, backward, results))
     found = op(*given)
     found = found if isinstance(found, (tuple, list)) else (found,)
+    returned = list(found[:results])
     for i, result in changed.items():
-        args[i].copy_(found[result])
-    return tuple(found[:results]) if isinstance(out, tuple) else found[0]
+        returned[result] = args[i].copy_(found[result])
+    return tuple(returned) if isinstance(out, tuple) else returned[0], [args[i] for i in changed]
 
 
 def position(results: tuple, operand: Tensor, cls: Any) -> int:
