@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from compiler_trainer.capture.compare import capture_alike, eager_results
+from compiler_trainer.capture.compare import captured_difference, eager_results
 from compiler_trainer.config.errors import UserError
 from tools.capture_fuzz import functions
 from tools.capture_fuzz.draw import Case, Line
@@ -75,12 +75,12 @@ def run(case: Case) -> Outcome:
         if not all(value.isfinite().all() for value in expected.values()):
             return Outcome("invalid", "is not finite")
         try:
-            difference = capture_alike(model, loss_of, batch, expected)
+            found = captured_difference(model, loss_of, batch)
         except UserError as error:
             return Outcome("refused", str(error))
         except Exception as error:
             return Outcome("crash", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
-    return Outcome("wrong", difference) if difference else Outcome("right")
+    return Outcome("wrong", found) if found else Outcome("right")
 
 
 def shrunk(case: Case, outcome: Outcome) -> Case:
