@@ -58,7 +58,7 @@ VIEWS = (
     "{new} = {x}.chunk(2)[0].repeat(2, 1)",
     "{new} = torch.cat({x}.split(2), 0)",
     "{new} = {x}.detach()",
-    "{new} = {x}.data",
+    "{new} = {x}.data.clone()",
     "{new} = {x}.detach().clone()",
     "{new} = {x}.detach().requires_grad_()",
 )

@@ -58,7 +58,8 @@ def test_an_operator_that_changes_nothing_cuts_no_gradient(read, dtype):
 
 
 def test_a_statistic_in_a_region_leaves_the_gradient_on_a_mesh():
-    trained_alike(Watched(UNCHANGED["dtype"]).double(), loss, tokens(), {"dp_shard": 2, "tp": 2}, NO_DECAY)
+    model = Watched(UNCHANGED["dtype"]).double()
+    trained_alike(model, lambda m, b: m(b["x"]).square().mean(), tokens(), {"dp_shard": 2, "tp": 2}, NO_DECAY)
 
 
 class Body(nn.Module):
@@ -134,6 +135,27 @@ def autocast_inside_no_grad(model, y):
     return y * scale.float()
 
 
+class Product(torch.autograd.Function):
+    """A product whose dtype autocast chooses."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, w = ctx.saved_tensors
+        return gradient.to(x.dtype) @ w.mT, x.mT @ gradient.to(x.dtype)
+
+
+def a_function_inside_autocast(model, y):
+    with torch.autocast("cpu", torch.bfloat16):
+        z = Product.apply(y, model.a.weight)
+    assert z.dtype is torch.bfloat16
+    return y + z.float()
+
+
 def switched_off_and_on(model, y):
     torch.set_grad_enabled(False)
     z = y.float()
@@ -151,7 +173,7 @@ def parts_of_a_region(model, y):
 BODIES = [
     written_over, written_over_by_a_view, written_over_by_data, written_over_detached, a_fresh_tensor_of_a_region,
     a_buffer_without_a_region, inference, no_grad_inside_autocast, autocast_inside_no_grad, switched_off_and_on,
-    parts_of_a_region,
+    a_function_inside_autocast, parts_of_a_region,
 ]  # fmt: skip
 
 
