@@ -20,6 +20,7 @@ from compiler_trainer.capture.averages import cumulative_averages
 from compiler_trainer.capture.flex import write_out
 from compiler_trainer.capture.fold import Held, fold_layers
 from compiler_trainer.capture.functions import functions_as_operators
+from compiler_trainer.capture.grad_modes import write_gradients
 from compiler_trainer.capture.grouped import any_dtype, with_one_product
 from compiler_trainer.capture.hidden import hidden_as_operators, line
 from compiler_trainer.capture.hints import checkpoints_as_marks, read_marks
@@ -31,6 +32,7 @@ from passes.program import ir
 from passes.program.folds import Fold, Folding
 from passes.program.frames import roomy
 from passes.program.layer import Layer, layer_names, layer_of
+from passes.program.rewrite import inline
 from passes.program.spec import Spec
 from passes.program.torch_private import (
     FakeTensor,
@@ -40,8 +42,10 @@ from passes.program.torch_private import (
     flex_with_gradients,
     lazy_graph_modules,
     quiet_failures,
+    regions_in_line,
 )
 from passes.rules import tensor_operands
+from passes.sharding.normalize import copied
 
 Metrics = Mapping[str, Tensor]
 aten = torch.ops.aten
@@ -120,11 +124,12 @@ def capture(
         _quiet(),
     ):
         exported = _export(module, values)
-        inline_regions(exported.graph_module)
+        state = state_of(exported, model)
+        write_gradients(exported.graph, {node for node, held in state.items() if held.trained})
         with_one_product(exported.graph)
         share_constants(exported)
         mark_layers(exported.graph, batch_of(exported))
-        fold = fold_layers(exported.graph_module, state_of(exported, model), folding) if folding else None
+        fold = fold_layers(exported.graph_module, state, folding) if folding else None
         exported = _functional(exported)
         for node in exported.graph.nodes:
             read_marks(node)
@@ -133,7 +138,10 @@ def capture(
     check_products(program)
     as_functions(program)
     loss = program.results()[[o.kind for o in program.outputs].index("loss")]
-    return program, ir.Context(ir.example(loss).fake_mode)  # type: ignore[attr-defined]
+    ctx = ir.Context(ir.example(loss).fake_mode)  # type: ignore[attr-defined]
+    for node in program.graph.find_nodes(op="call_function", target=aten.copy.default):
+        inline(node, copied, ctx)
+    return program, ctx
 
 
 @contextmanager
@@ -148,7 +156,7 @@ def _quiet() -> Iterator[None]:
 def _export(module: _WithLoss, values: tuple[Tensor, ...]) -> ExportedProgram:
     """Follow the module on fake values; raises UserError naming the line of the model that cannot be followed."""
     try:
-        with quiet_failures(), hidden_as_operators():
+        with torch.enable_grad(), quiet_failures(), regions_in_line(), hidden_as_operators():
             exported = export(module, values, strict=False)
     except UserError:
         raise
@@ -197,38 +205,6 @@ def _name_loss_line(node: torch.fx.Node, loss_fn: LossFn) -> None:
     trace = node.meta.get("stack_trace")
     if trace and code and Path(__file__).name == ir.source(node).split(":")[0]:
         node.meta["stack_trace"] = f'File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name}'
-
-
-def inline_regions(module: torch.fx.GraphModule) -> None:
-    """Write `no_grad` regions in line, what leaves them detached.
-
-    Making the graph functional would do so, too, but forget that nothing goes back through them, and of which line and
-    module their operators are.
-    """
-    graph = module.graph
-    for call in graph.find_nodes(op="call_function", target=torch.ops.higher_order.wrap_with_set_grad_enabled):
-        enabled, region, *given = call.args
-        if enabled:
-            continue
-        body = getattr(module, region.target)
-        copies = dict(zip(body.graph.find_nodes(op="placeholder"), given, strict=True))
-        with graph.inserting_before(call):
-            for node in body.graph.nodes:
-                if node.op == "get_attr":
-                    setattr(module, f"{region.target}_{node.target}", getattr(body, node.target))
-                    copies[node] = graph.get_attr(f"{region.target}_{node.target}")
-                elif node.op not in ("placeholder", "output"):
-                    copies[node] = graph.node_copy(node, copies.__getitem__)
-            results = torch.fx.map_arg(body.graph.output_node().args[0], copies.__getitem__)
-            for part in list(call.users):
-                left = graph.call_function(torch.ops.aten.detach.default, (results[part.args[1]],))
-                left.meta = dict(part.meta)
-                part.replace_all_uses_with(left)
-                graph.erase_node(part)
-        graph.erase_node(call)
-        if not region.users:
-            graph.erase_node(region)
-    module.recompile()
 
 
 def batch_of(exported: ExportedProgram) -> list[torch.fx.Node]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,20 +46,22 @@ def functions_as_operators() -> Iterator[None]:
         yield
 
 
-def record(cls: Any, args: tuple) -> Any:
-    """Define the operator of one call and call it."""
+def record(cls: Any, args: tuple) -> tuple[Any, list[Tensor]]:
+    """Define the operator of one call and call it; also returns the operands that it changed."""
     tensors = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
+    autocast = autocast_of(args[tensors[0]].device.type if tensors else "cpu")
 
     def run_forward(given: tuple[Tensor, ...]) -> tuple[Any, Saved, dict[str, Tensor]]:
         full = list(args)
         for i, t in zip(tensors, given):
             full[i] = t.clone() if i in changed else t
         ctx = Saved(tuple(isinstance(a, Tensor) and (a.is_floating_point() or a.is_complex()) for a in full))
-        if cls.setup_context is not torch.autograd.Function.setup_context:
-            out = cls.forward(*full)
-            cls.setup_context(ctx, tuple(full), out)
-        else:
-            out = cls.forward(ctx, *full)
+        with autocast():
+            if cls.setup_context is not torch.autograd.Function.setup_context:
+                out = cls.forward(*full)
+                cls.setup_context(ctx, tuple(full), out)
+            else:
+                out = cls.forward(ctx, *full)
         attributes = {k: v for k, v in vars(ctx).items() if isinstance(v, Tensor)}
         return out, ctx, attributes
 
@@ -91,9 +94,17 @@ def record(cls: Any, args: tuple) -> Any:
     functions.record(op, functions.Function(cls.__name__, forward, backward, results))
     found = op(*given)
     found = found if isinstance(found, (tuple, list)) else (found,)
+    returned = list(found[:results])
     for i, result in changed.items():
-        args[i].copy_(found[result])
-    return tuple(found[:results]) if isinstance(out, tuple) else found[0]
+        returned[result] = args[i].copy_(found[result])
+    return tuple(returned) if isinstance(out, tuple) else returned[0], [args[i] for i in changed]
+
+
+def autocast_of(device: str) -> Callable[[], AbstractContextManager[Any]]:
+    """The region of autocast that a function is called in: its body is traced later."""
+    if not torch.is_autocast_enabled(device):
+        return nullcontext
+    return partial(torch.autocast, device, torch.get_autocast_dtype(device), cache_enabled=False)
 
 
 def position(results: tuple, operand: Tensor, cls: Any) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -18,6 +19,7 @@ from passes.program import ir
 from passes.program.torch_private import (
     conversions_as,
     derivatives_as_operators,
+    inference_as_no_grad,
     unvalidated_distributions,
 )
 
@@ -38,6 +40,7 @@ def hidden_as_operators() -> Iterator[None]:
         unvalidated_distributions(),
         derivatives_as_operators(refused("takes derivatives by torch.func.vjp", "use torch.func.grad")),
         patch.object(Tensor, "register_hook", refused(*HOOK)),
+        inference_as_no_grad(),
     ):
         yield
 
@@ -69,12 +72,18 @@ def put(old: Tensor, new: Tensor) -> None:
     before, after = (f"{x.dtype} {list(x.shape)} on {x.device}" for x in (old, new))
     if before != after:
         raise UserError("model", f"{line()}puts {after} into .data of {before}; one graph has tensors of one kind")
-    old.detach().copy_(new)
+    old.detach().copy_(new.detach())
+
+
+def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """`F.dropout`, which yields its operand itself if it is off; the fake kernel copies it."""
+    return F.dropout(x, p, training, inplace) if training and p else x
 
 
 INSTEAD: dict[Any, Callable[..., Any]] = {
     Tensor.data.__get__: Tensor.detach,  # type: ignore[attr-defined]  # its own is no operator
     Tensor.data.__set__: put,  # type: ignore[attr-defined]
+    F.dropout: dropout,
     Tensor.istft: istft,  # its own looks at the window's values
     torch.istft: istft,
 }

@@ -12,22 +12,27 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from itertools import count, takewhile
+from typing import Any
 
 from torch import fx
 
+from compiler_trainer.capture.grad_modes import memory_of
 from compiler_trainer.capture.repeats import repeats
 from passes.program.layer import Layer, layer_names, layer_of
+from passes.program.operators import is_mutable
 
 Found = dict[fx.Node, Layer | None]
+Reads = dict[fx.Node, list[fx.Node]]
 MARK = "layer"  # among the tracer's marks, which outlive the rewrite as a functional graph
 
 
 def mark_layers(graph: fx.Graph, batch: Collection[fx.Node]) -> None:
     """Mark every operator with its layer, or with None; `batch` are the placeholders that differ from step to step."""
     paths = {node: called(node) for node in graph.nodes if node.op == "call_function"}
-    found, data = by_module(paths), through(paths, batch)
+    reads = read_by(paths)
+    found, data = by_module(paths), through(reads, batch)
     mark_repeats(found, paths, data)
-    fill_between(found)
+    fill_between(found, reads)
     adopt_weights(found, paths, data)
     for node, layer in found.items():
         node.meta["custom"] = {**(node.meta.get("custom") or {}), MARK: layer}
@@ -51,11 +56,22 @@ def by_module(paths: Mapping[fx.Node, list[str]]) -> Found:
     return {node: next(filter(None, map(layer, calls)), None) for node, calls in paths.items()}
 
 
-def through(nodes: Iterable[fx.Node], batch: Collection[fx.Node]) -> set[fx.Node]:
+def read_by(nodes: Iterable[fx.Node]) -> Reads:
+    """The operands of each node, with the operator that wrote into their memory last."""
+    writes: dict[Any, fx.Node] = {}
+    reads: Reads = {}
+    for node in nodes:
+        memory = [storage for operand in node.all_input_nodes for storage in memory_of(operand)]
+        reads[node] = [*node.all_input_nodes, *(writes[storage] for storage in memory if storage in writes)]
+        writes |= dict.fromkeys(memory_of(node), node) if is_mutable(node) else {}
+    return reads
+
+
+def through(reads: Reads, batch: Collection[fx.Node]) -> set[fx.Node]:
     """The operators that something of a batch goes through."""
     data = set(batch)
-    for node in nodes:
-        if not data.isdisjoint(node.all_input_nodes):
+    for node, operands in reads.items():
+        if not data.isdisjoint(operands):
             data.add(node)
     return data
 
@@ -107,18 +123,22 @@ def adopt_weights(found: Found, paths: Mapping[fx.Node, list[str]], data: Collec
             found[node] = users.pop()
 
 
-def fill_between(found: Found) -> None:
+def fill_between(found: Found, reads: Reads) -> None:
     """Let what is computed from a layer, and read by it again, be of that layer."""
-    before, after = nearest(found, found, "all_input_nodes"), nearest(found, reversed(found), "users")
+    users: Reads = {node: [] for node in found}
+    for node, operands in reads.items():
+        for operand in operands:
+            users.setdefault(operand, []).append(node)
+    before, after = nearest(found, found, reads), nearest(found, reversed(found), users)
     for node, layer in found.items():
         if layer is None and (both := before[node] & after[node]):
             found[node] = max(both)
 
 
-def nearest(found: Found, order: Iterable[fx.Node], neighbours: str) -> dict[fx.Node, frozenset[Layer]]:
+def nearest(found: Found, order: Iterable[fx.Node], neighbours: Reads) -> dict[fx.Node, frozenset[Layer]]:
     """The layers from which one comes to a node through none, by operands (or users) of nodes in order."""
     seen: dict[fx.Node, frozenset[Layer]] = {}
     for node in order:
-        reached = (frozenset([layer]) if (layer := found.get(n)) else seen.get(n) for n in getattr(node, neighbours))
+        reached = (frozenset([layer]) if (layer := found.get(n)) else seen.get(n) for n in neighbours[node])
         seen[node] = frozenset().union(*filter(None, reached))
     return seen

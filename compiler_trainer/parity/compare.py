@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from compiler_trainer.capture.compare import captured_difference
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import PassesConfig
@@ -68,6 +69,8 @@ def compare(subject: Subject, settings: Settings, alone: bool = False) -> Outcom
     began = time.perf_counter()
     if settings.evaluates and not alone and has_modes(subject):
         settings = replace(settings, evaluates=False)
+    if differs := captured_otherwise(subject):
+        return Outcome("wrong", math.inf, f"capture: {differs}", seconds=time.perf_counter() - began)
     try:
         found = train(subject, settings)
     except Exception as error:
@@ -80,6 +83,20 @@ def compare(subject: Subject, settings: Settings, alone: bool = False) -> Outcom
         if outcome.verdict == "wrong" and not alone and outcome.error < DRIFT:
             outcome = judged(found, wanted, max(outcome.allowed, min(DRIFT, 2 * spread(subject, settings, wanted))))
     return replace(outcome, seconds=time.perf_counter() - began)
+
+
+def captured_otherwise(subject: Subject) -> str:
+    """The first difference between the captured program and eager PyTorch in fp32, empty if there is none.
+
+    Steps are compared in fp64, where casts to fp32 change something; of a model that draws random numbers they are
+    compared with a compiled step, which shares the capture. Empty, too, if the model cannot be captured or run.
+    """
+    model = copy.deepcopy(subject.model).float()
+    batch = {name: v.float() if v.is_floating_point() else v for name, v in subject.batches[0].items()}
+    try:
+        return captured_difference(model, subject.loss, batch, subject.eager(model))
+    except Exception:  # which the comparison of steps tells
+        return ""
 
 
 def train(subject: Subject, settings: Settings) -> list[Found]:

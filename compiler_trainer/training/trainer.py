@@ -29,6 +29,7 @@ from compiler_trainer.step.shelf import Shelf
 from compiler_trainer.step.step import Step
 from compiler_trainer.training import averages, folder, trace
 from compiler_trainer.training.callbacks import Callback, Callbacks, Run, build_callbacks
+from compiler_trainer.training.capture_check import check_capture
 from compiler_trainer.training.evaluate import held_out, means
 from compiler_trainer.training.load import unevenness
 from compiler_trainer.training.loggers import Logger, build_loggers, logging
@@ -104,7 +105,8 @@ def train(
         if start.stored is not None and start.step >= cfg.train.steps:
             return all_done(cfg, start)
         trace.check(cfg, start.step)
-        for said in (*notes(cfg, trained), remark(cfg, trained)):
+        checked = check_capture(cfg, trained, lambda: peek(datasets.train))
+        for said in (*notes(cfg, trained), remark(cfg, trained), checked):
             if said:
                 announce(said)
         phases.end("model")

@@ -49,6 +49,7 @@ __all__ = [
     "LazyGraphModule",
     "OpOverload",
     "OpOverloadPacket",
+    "SET_GRAD_ENABLED",
     "TorchDispatchMode",
     "c10d",
     "checkpoints_inside",
@@ -75,7 +76,9 @@ __all__ = [
     "grouped_products_as",
     "execute_only",
     "is_code_alone",
+    "is_composite",
     "inductor_decompositions",
+    "inference_as_no_grad",
     "inductor_options",
     "instruction_tests",
     "keep_after",
@@ -86,6 +89,7 @@ __all__ = [
     "number_in",
     "quiet_failures",
     "record_allocations",
+    "regions_in_line",
     "register_axis_group",
     "resolve_axis_group",
     "save_compiled",
@@ -96,6 +100,7 @@ __all__ = [
 ]
 
 c10d = torch.ops._c10d_functional
+SET_GRAD_ENABLED = torch._C._set_grad_enabled  # a node's target in a graph whose regions are in line
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
@@ -111,7 +116,7 @@ def decomposition(op: Any) -> Callable | None:
     table = _core_decompositions()
     if op in table:
         return table[op]
-    if op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+    if is_composite(op):
         return op.decompose
     return None
 
@@ -147,6 +152,24 @@ def composites_of(module: fx.GraphModule) -> Iterator[None]:
     called = {node.target for graph in graphs for node in graph.nodes if isinstance(node.target, OpOverload)}
     kept = {op for op in called if _is_preservable_cia_op(op)}
     with patch("torch.export.exported_program._collect_all_valid_cia_ops", lambda: kept):
+        yield
+
+
+def is_composite(op: OpOverload) -> bool:
+    """Whether an operator is written in terms of others, so that it may return an operand as it is."""
+    return op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
+@contextmanager
+def regions_in_line() -> Iterator[None]:
+    """While on, export leaves regions of `no_grad` and `autocast` in line, between the nodes that begin and end them.
+
+    By itself it makes each an operator with a graph of its own, which nobody would look into.
+    """
+    passes = "torch._export.passes"
+    with ExitStack() as stack:
+        for name in ("replace_set_grad_with_hop_pass", "replace_autocast_with_hop_pass"):
+            stack.enter_context(patch(f"{passes}.{name}.{name}", lambda module, signature: (module, signature)))
         yield
 
 
@@ -498,6 +521,23 @@ def gradients_inside() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def inference_as_no_grad() -> Iterator[None]:
+    """While on, `torch.inference_mode` switches gradients off, which is recorded, until it ends: `enable_grad` too."""
+
+    def begin(region: Any) -> None:
+        region.earlier = torch.is_grad_enabled(), torch._C._set_grad_enabled
+        SET_GRAD_ENABLED(not region.mode)
+        torch._C._set_grad_enabled = (lambda enabled: SET_GRAD_ENABLED(False)) if region.mode else SET_GRAD_ENABLED
+
+    def end(region: Any, *error: Any) -> None:
+        enabled, torch._C._set_grad_enabled = region.earlier
+        SET_GRAD_ENABLED(enabled)
+
+    with patch.object(torch.inference_mode, "__enter__", begin), patch.object(torch.inference_mode, "__exit__", end):
+        yield
+
+
 def conversions_as(instead: Callable[..., Any]) -> AbstractContextManager:
     """While on, `module.to(...)` and its like call `instead(module, convert, recurse)`."""
     return patch.object(torch.nn.Module, "_apply", instead)
@@ -575,8 +615,10 @@ def quiet_failures() -> Iterator[None]:
 
 
 @contextmanager
-def functions_as(instead: Callable[[type, tuple], Any]) -> Iterator[None]:
+def functions_as(instead: Callable[[type, tuple], tuple[Any, list[Tensor]]]) -> Iterator[None]:
     """While on, a call of a custom `autograd.Function` runs `instead(cls, args)` for its forward, and saves nothing.
+
+    That returns the results and the operands that it changed.
 
     `Function.apply` may have been kept under another name long before, and is C from 2.14 on. But what it does is to
     look up `_backward_cls`, then `forward`, then `setup_context` if that is the function's own: these are replaced.
@@ -584,6 +626,7 @@ def functions_as(instead: Callable[[type, tuple], Any]) -> Iterator[None]:
     kind, base = type(torch.autograd.Function), torch.autograd.Function.setup_context
     begun: type | None = None
     ended: type | None = None
+    changed: list[Tensor] = []
 
     def look_up(cls: type, name: str) -> Any:
         nonlocal begun, ended
@@ -595,12 +638,14 @@ def functions_as(instead: Callable[[type, tuple], Any]) -> Iterator[None]:
             return partial(forward, cls, type.__getattribute__(cls, "setup_context") is base)
         elif name == "setup_context" and ended is cls:
             ended = None
-            return lambda *args: None
+            return lambda ctx, *args: ctx.mark_dirty(*changed)
         return found
 
     def forward(cls: type, has_context: bool, *args: Any) -> Any:
-        nonlocal ended
-        result = instead(cls, args[has_context:])
+        nonlocal ended, changed
+        result, changed = instead(cls, args[has_context:])
+        if has_context:
+            args[0].mark_dirty(*changed)
         ended = None if has_context else cls
         return result
 

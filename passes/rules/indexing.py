@@ -47,7 +47,7 @@ def emit_embedding(
     rest = node.args[2:]
     if factor is None or not factor.axes:
         return builder.call(node.target, (weight, ids, *rest), node.kwargs)
-    local, mine = local_index(builder, ids, factor)
+    local, mine = local_index(builder, ids, (factor,))
     looked_up = builder.call(aten.embedding.default, (weight, local))
     if rest[:1] and rest[0] >= 0:  # the row that is looked up but not trained
         trained = builder.call(aten.unsqueeze.default, (builder.call(aten.ne.Scalar, (ids, rest[0])), -1))
@@ -56,12 +56,19 @@ def emit_embedding(
     return builder.call(aten.where.ScalarOther, (mine, looked_up, 0.0))
 
 
-def local_index(builder: Builder, ids: fx.Node, factor: Factor) -> tuple[fx.Node, fx.Node]:
-    """(ids relative to this rank's shard, clamped into it; which of them lie in it)."""
-    at = builder.at(factor)
+def local_index(builder: Builder, ids: fx.Node, factors: tuple[Factor, ...]) -> tuple[fx.Node, fx.Node]:
+    """(ids along a dim of some factors relative to this rank's shard, clamped into it; which of them lie in it)."""
+    at = {name: node for factor in factors for name, node in builder.at(factor).items()}
 
     def find(ids: Tensor, *coordinates: Tensor) -> tuple[Tensor, Tensor]:
-        return locate(ids, factor, builder.mesh, dict(zip(at, coordinates)))
+        known, stride = dict(zip(at, coordinates)), 1
+        local, mine = torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool)
+        for factor in factors[:0:-1]:  # the innermost first
+            part, here = locate(ids % factor.size, factor, builder.mesh, known)
+            local, mine, ids = local + part * stride, mine & here, ids // factor.size
+            stride *= factor.local(builder.mesh)
+        part, here = locate(ids, factors[0], builder.mesh, known)
+        return (local + part * stride, mine & here) if len(factors) > 1 else (part, here)
 
     return builder.trace(find, ids, *at.values())
 
@@ -96,9 +103,7 @@ def emit_gather(
     factors = specs[0].dims[dim]
     if not any(f.axes for f in factors):
         return builder.call(aten.gather.default, (x, dim, index))
-    if len(factors) > 1:
-        raise ir.CompileError("shard", node, f"gather along a dim of several factors {factors} is not supported")
-    local, mine = local_index(builder, index, factors[0])
+    local, mine = local_index(builder, index, factors)
     looked_up = builder.call(aten.gather.default, (x, dim, local))
     zero = torch.zeros((), dtype=ir.example(x).dtype).item()
     return builder.call(aten.where.ScalarOther, (mine, looked_up, zero))

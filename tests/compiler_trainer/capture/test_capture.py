@@ -212,6 +212,18 @@ def test_what_cannot_be_captured_is_refused(loss_fn, batch, says):
         captured(perceptron(), loss_fn, batch)
 
 
+@pytest.mark.parametrize("region", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)],
+                         ids=["no_grad", "inference_mode", "autocast"])
+def test_a_shape_that_depends_on_data_is_refused_inside_a_region(region):
+    def loss_fn(model, batch):
+        y = model(batch["x"])
+        with region():
+            return y.sum() + batch["x"][:, batch["x"][0] > 0].sum()
+
+    with pytest.raises(UserError, match=r"model: test_capture.py:\d+ gives a shape that depends on data"):
+        captured(perceptron(), loss_fn, points()[0])
+
+
 class Hooking(nn.Module):
     """Doubles a gradient by a hook."""
 

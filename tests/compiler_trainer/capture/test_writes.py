@@ -10,6 +10,8 @@ from sweeps import in_turn
 from torch import nn
 
 from compiler_trainer import UserError
+from compiler_trainer.capture.capture import capture
+from passes.program import ir
 
 MESHES = [{}, {"dp_shard": 2, "tp": 2}, {"cp": 3}]
 
@@ -143,6 +145,42 @@ WRITES = [entry_of_a_fresh_tensor, last_dim_of_an_empty_tensor, all_of_it, what_
 @pytest.mark.sample(2)
 def test_it_trains_as_on_one_device(write, mesh):
     trained_alike(Between(write), loss, data(), mesh, NO_DECAY)
+
+
+class Parts(nn.Module):
+    """Layers of two modules each, with a write between them."""
+
+    def __init__(self, write):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.ModuleDict({"a": nn.Linear(6, 6), "b": nn.Linear(6, 6)}) for _ in range(2))
+        self.write = write
+        self.double()
+
+    def forward(self, x):
+        for layer in self.layers:
+            y = layer["a"](x)
+            x = x + layer["b"](torch.tanh(y + self.write(y, x)))
+        return x
+
+
+def one_after_another(y, x):
+    z = torch.zeros_like(y)
+    for i in range(1, y.shape[1]):
+        z[:, i] = z[:, i - 1].clone() * 0.5 + y[:, i]
+    return z
+
+
+BETWEEN = [entry_of_a_fresh_tensor, last_dim_of_an_empty_tensor, every_other, one_after_another]
+
+
+@pytest.mark.parametrize(("write", "mesh"), in_turn(BETWEEN, MESHES), ids=lambda case: getattr(case, "__name__", str(case)))
+@pytest.mark.sample(2)
+def test_a_write_between_modules_of_a_layer_is_of_the_layer(write, mesh):
+    trained_alike(Parts(write), loss, data(), mesh, NO_DECAY)
+    program, _ = capture(Parts(write), loss, data()[0], torch.device("cpu"))
+    written = [str(ir.layer(node)) for node in program.calls() if "scatter" in str(node.target)]
+    assert sorted(set(written)) == ["layers.0", "layers.1"] and written == sorted(written)
 
 
 def test_rows_that_are_sharded_are_not_gathered_for_a_write():

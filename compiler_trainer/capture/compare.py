@@ -1,0 +1,173 @@
+"""Compare a captured program with its model on one device: loss, gradients and new buffers.
+
+The two share nothing: the model runs by eager PyTorch with its own `backward`, the program by an interpreter that
+autograd follows. Every later check begins with the program, so that only this one notices a gradient that capture cut.
+A model that is too large to be run, or that draws random numbers, is compared without values: by the parameters that
+autograd reaches from the loss.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from compiler_trainer.capture.capture import LossFn, capture, fake_copy
+from compiler_trainer.capture.returned import parted
+from passes.program import ir
+from passes.program.functions import Function, function_of
+from passes.program.torch_private import FakeTensorMode
+
+Results = dict[str, Tensor]  # `loss`, `gradient of NAME` of each trained parameter, `buffer NAME`
+EXACT, ROUNDED = 1e-3, 5e-2  # largest difference allowed, relative to the largest entry: in float32, in 16 bits
+FLOOR = 1e-4  # smaller entries are compared to this one
+SEEDS = (0, 1)
+CPU = torch.device("cpu")
+
+
+def captured_difference(
+    model: nn.Module, loss_fn: LossFn, batch: Mapping[str, Tensor], eager: nn.Module | None = None, values: bool = True
+) -> str:
+    """The first difference between a model and its captured program in words, empty if there is none.
+
+    `eager` is the same model as eager PyTorch can run it. Without `values` only reached parameters are compared.
+    Raises UserError if the model cannot be captured.
+    """
+    eager = model if eager is None else eager
+    program, ctx = capture(model, loss_fn, batch, CPU)
+    if not values:
+        return difference_reached(program, ctx, eager, loss_fn, batch)
+    expected, again = (eager_results(copy.deepcopy(eager), loss_fn, batch, seed) for seed in SEEDS)
+    if first_difference(again, expected, 0.0):  # it draws random numbers
+        return difference_reached(program, ctx, eager, loss_fn, batch)
+    allowed = ROUNDED if rounds(program) else EXACT
+    return first_difference(program_results(program, model, batch), expected, allowed)
+
+
+def eager_results(model: nn.Module, loss_fn: LossFn, batch: Mapping[str, Tensor], seed: int = 0) -> Results:
+    """The results of eager PyTorch; changes the model."""
+    model.zero_grad()
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.manual_seed(seed)
+        loss = parted(loss_fn(model, {name: value.clone() for name, value in batch.items()}))[0]
+        loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    return results(loss, gradients, dict(model.named_parameters()), dict(model.named_buffers()))
+
+
+def program_results(program: ir.Program, model: nn.Module, batch: Mapping[str, Tensor]) -> Results:
+    """The results of a captured program with the values of a model, by autograd through its operators."""
+    state = {name: value.detach().clone() for name, value in (*model.named_parameters(), *model.named_buffers())}
+    trained = {i.name: state[i.name].requires_grad_() for i in program.inputs if i.kind == "parameter"}
+    given = [
+        batch[i.name].clone() if i.kind == "batch" else state[i.name] if i.value is None else i.value
+        for i in program.inputs
+    ]
+    with torch.enable_grad():
+        outputs = dict(zip(((o.kind, o.name) for o in program.outputs), Differentiable(program.module).run(*given)))
+        loss = outputs["loss", "loss"]
+        has_gradient = loss.requires_grad and bool(trained)
+        found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True) if has_gradient else ()
+    buffers = {name: state[name] for name, _ in model.named_buffers()}
+    buffers |= {name: value for (kind, name), value in outputs.items() if kind == "buffer"}
+    return results(loss, dict(zip(trained, found)), dict(model.named_parameters()), buffers)
+
+
+def results(
+    loss: Tensor,
+    gradients: Mapping[str, Tensor | None],
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+) -> Results:
+    """Values by name; a gradient that is None counts as zeros."""
+    found = {"loss": loss.detach()}
+    for name, parameter in parameters.items():
+        if parameter.requires_grad:
+            gradient = gradients.get(name)
+            found[f"gradient of {name}"] = torch.zeros_like(parameter) if gradient is None else gradient
+    found |= {f"buffer {name}": value for name, value in buffers.items()}
+    return {name: value.detach() for name, value in found.items()}
+
+
+def rounds(program: ir.Program) -> bool:
+    """Whether a program computes anything in 16 bits."""
+    return any(ir.example(n).dtype in (torch.bfloat16, torch.float16) for n in program.graph.nodes if ir.is_tensor(n))
+
+
+def first_difference(found: Results, expected: Results, allowed: float) -> str:
+    """The first value that differs, with the size of the difference; empty if none does."""
+    for name, value in expected.items():
+        wide = torch.complex128 if value.is_complex() else torch.float64
+        ours, theirs = found[name].to(wide), value.to(wide)
+        size = theirs.abs().max().item() if theirs.numel() else 0.0
+        off = (ours - theirs).abs().max().item() if theirs.numel() else 0.0
+        if not off <= allowed * (size + FLOOR):
+            return f"{name} differs by {off:.2g} where it is at most {size:.2g}"
+    return ""
+
+
+def difference_reached(
+    program: ir.Program, ctx: ir.Context, model: nn.Module, loss_fn: LossFn, batch: Mapping[str, Tensor]
+) -> str:
+    """The parameters that autograd reaches from one of the two losses alone, in words; runs both without values."""
+    names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    with torch.enable_grad(), FakeTensorMode() as mode:
+        fake = fake_copy(model, mode, CPU, None)
+        empty = {name: torch.empty(value.shape, dtype=value.dtype) for name, value in batch.items()}
+        expected = reached(parted(loss_fn(fake, empty))[0], dict(fake.named_parameters()))
+    with torch.enable_grad(), ctx.fake_mode:
+        given = [ir.example(node).detach() for node in program.placeholders()]
+        trained = {i.name: v.requires_grad_() for i, v in zip(program.inputs, given) if i.kind == "parameter"}
+        outputs = Differentiable(program.module).run(*given)
+        found = reached(outputs[[o.kind for o in program.outputs].index("loss")], trained)
+    if lost := sorted((expected - found) & names):
+        return f"no gradient reaches {lost[0]} ({len(lost)} parameters), though the model has one"
+    if more := sorted((found - expected) & names):
+        return f"a gradient reaches {more[0]} ({len(more)} parameters), though the model has none"
+    return ""
+
+
+def reached(loss: Tensor, parameters: Mapping[str, Tensor]) -> set[str]:
+    """The parameters that the backward of a loss ends at."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    waiting, seen, found = [loss.grad_fn], set(), set()
+    while waiting:
+        record = waiting.pop()
+        if record is None or record in seen:
+            continue
+        seen.add(record)
+        found |= {names[id(leaf)]} if (leaf := getattr(record, "variable", None)) is not None else set()
+        waiting += [earlier for earlier, _ in record.next_functions]
+    return found
+
+
+class Differentiable(fx.Interpreter):
+    """Runs a captured graph so that autograd calls the backward of custom functions."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        """The node's value."""
+        if (function := function_of(n)) is None:
+            return super().run_node(n)
+        made = Called.apply(function, *self.fetch_args_kwargs_from_env(n)[0])
+        return made if len(made) > 1 else made[0]
+
+
+class Called(torch.autograd.Function):
+    """A call of a custom function that was captured."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Function, *operands: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        """All that the function's forward returns, each in memory of its own."""
+        made = tuple(value.clone(memory_format=torch.contiguous_format) for value in function.forward(*operands))
+        ctx.function = function
+        ctx.save_for_backward(*operands, *made)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """The gradients of the operands."""
+        function: Function = ctx.function
+        return None, *function.backward(*ctx.saved_tensors, *gradients[: function.results])

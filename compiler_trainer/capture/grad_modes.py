@@ -1,0 +1,236 @@
+"""Write into a graph which values have a gradient: as autograd saw it, region by region.
+
+    _set_grad_enabled(False)
+    %n = to(%y, float32)          nothing to cast: %n is %y, which keeps its gradient
+    %m = mean(%n)                 ->  %d = detach(%y), %m = mean(%d)
+    mul_(%y, 0.5)                 ->  copy_(%y, write(%y, %y * 0.5)), whose gradient is that of the earlier %y
+    _set_grad_enabled(True)
+
+`torch.export` records where gradients are switched on and off, and the functional graph would forget it. A tensor that
+leaves a region is cut off only if it was made there: an operator may return its operand itself. A write into memory
+that a value with a gradient shares (`detach`, `.data`, a view made in a region) changes the entries and leaves the
+gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from compiler_trainer.config.errors import UserError
+from passes.program import functions, ir
+from passes.program.operators import bind, is_mutable
+from passes.program.torch_private import SET_GRAD_ENABLED, FakeTensor, OpOverload, is_composite
+
+aten = torch.ops.aten
+DETACHES = (aten.detach.default, aten.detach_.default)
+
+
+def write_gradients(graph: fx.Graph, trained: Collection[fx.Node]) -> None:
+    """Detach values where autograd did not follow them; changes the graph. `trained` are the trained parameters.
+
+    Raises UserError naming the line of a write that would give two gradients to one memory.
+    """
+    histories = Histories(graph, trained)
+    for node in list(graph.nodes):
+        if node.target is SET_GRAD_ENABLED:
+            histories.switch(node.args[0])
+            graph.erase_node(node)
+        elif node.op == "call_function":
+            histories.follow(node)
+
+
+class Histories:
+    """The values that autograd follows and the memory that they share, of the nodes up to the one that is followed."""
+
+    def __init__(self, graph: fx.Graph, trained: Collection[fx.Node]):
+        self.graph, self.enabled = graph, True
+        self.order = {node: number for number, node in enumerate(graph.nodes)}
+        self.followed = set(trained)  # values that have a gradient; views have that of their base
+        self.bases: dict[fx.Node, fx.Node] = {}  # a view -> the value that it has its gradient from
+        self.sources: dict[fx.Node, fx.Node] = {}  # a detached value -> the same memory, not detached
+        self.cuts: dict[fx.Node, fx.Node] = {}  # a value -> its detached alias in this region
+
+    def switch(self, enabled: bool) -> None:
+        """Begin a region."""
+        self.enabled, self.cuts = enabled, {}
+
+    def has_gradient(self, node: fx.Node) -> bool:
+        """Whether autograd follows a value."""
+        return self.bases.get(node, node) in self.followed
+
+    def follow(self, node: fx.Node) -> None:
+        """Record the values that a node makes or writes, and detach those that it has no gradient from."""
+        if node.target in DETACHES:
+            self.follow_detach(node, *node.all_input_nodes)
+        elif is_mutable(node):
+            self.follow_write(node)
+        elif operand := same_value(node):
+            node.replace_all_uses_with(operand)
+            self.graph.erase_node(node)
+        else:
+            self.follow_value(node)
+
+    def follow_detach(self, node: fx.Node, operand: fx.Node) -> None:
+        """Record a detached value, unless there is nothing to detach and nobody else reads the memory."""
+        node.target = aten.detach.default
+        if self.has_gradient(operand) or operand in self.sources or operand in self.bases or len(operand.users) > 1:
+            self.sources[node] = self.sources.get(operand, operand)
+
+    def follow_value(self, node: fx.Node) -> None:
+        """Record a new value or a view."""
+        if not is_graded(node):
+            return
+        viewed = next((operand for operand in node.all_input_nodes if shares_memory(node, operand)), None)
+        for operand in node.all_input_nodes if not self.enabled else ():
+            if ir.is_tensor(operand) and is_graded(operand) and (operand is viewed or self.has_gradient(operand)):
+                node.replace_input_with(operand, cut := self.cut(operand, node))
+                viewed = cut if operand is viewed else viewed
+        if viewed is None:
+            self.followed |= {node for operand in node.all_input_nodes if self.has_gradient(operand)}
+            return
+        self.bases[node] = self.bases.get(viewed, viewed)
+        if source := self.sources.get(viewed):
+            with self.graph.inserting_after(node):
+                view = self.graph.node_copy(node, lambda n: source if n is viewed else n)
+            self.sources[node], self.bases[view] = view, self.bases.get(source, source)
+
+    def follow_write(self, node: fx.Node) -> None:
+        """Record a write; if autograd does not follow it, the value that it changes keeps its gradient."""
+        target = written(node)
+        source = self.sources.get(target, target)
+        read = {n for n in read_by(node) if is_graded(n) and self.has_gradient(n)}
+        if self.enabled and source is not target and read and self.is_read_after(node, target):
+            what = "writes a value that has a gradient into memory that is shared with a detached tensor"
+            raise UserError("model", f"{ir.source(node)} {what}; clone the tensor first (x.detach().clone())")
+        if self.enabled and source is target:
+            self.followed |= {self.bases.get(target, target)} if read else set()
+            self.bases[node] = self.bases.get(target, target)
+            return
+        for operand in read:
+            replace_read(node, operand, self.cut(operand, node))
+        if self.has_gradient(source):
+            self.keep_gradient(node, target, source)
+        node.replace_all_uses_with(target, lambda user: user.target is not self.write)
+
+    def is_read_after(self, node: fx.Node, target: fx.Node) -> bool:
+        """Whether a later node reads a detached value that a node writes into, or a view of it."""
+        base = self.bases.get(target, target)
+        views = [base, node, *(view for view, of in self.bases.items() if of is base)]
+        return any(self.order.get(user, 0) > self.order[node] for view in views for user in view.users)
+
+    def keep_gradient(self, node: fx.Node, target: fx.Node, source: fx.Node) -> None:
+        """Let a node write into a copy, and `source` hold the result with the gradient that it has."""
+        cut = self.cut(target, node)
+        with self.graph.inserting_before(node):
+            copy = with_meta(self.graph.call_function(aten.clone.default, (cut,)), target, node)
+        with self.graph.inserting_after(node):
+            value = with_meta(self.graph.call_function(self.write, (source, node)), source, node)
+        with self.graph.inserting_after(value):
+            with_meta(self.graph.call_function(aten.copy_.default, (source, value)), source, node)
+        node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda n: copy if n is target else n)
+
+    def cut(self, operand: fx.Node, reader: fx.Node) -> fx.Node:
+        """The value detached, itself if it is detached already."""
+        if operand in self.sources:
+            return operand
+        if operand not in self.cuts:
+            with self.graph.inserting_before(reader):
+                made = with_meta(self.graph.call_function(aten.detach.default, (operand,)), operand, reader)
+            self.cuts[operand], self.sources[made] = made, operand
+        return self.cuts[operand]
+
+    @cached_property
+    def write(self) -> Any:
+        """The operator that yields the second of two values, with the gradient of the first."""
+
+        def forward(old: Tensor, new: Tensor) -> tuple[Tensor, ...]:
+            return (new,)
+
+        def backward(old: Tensor, new: Tensor, result: Tensor, gradient: Tensor) -> tuple[Tensor | None, ...]:
+            return gradient, None
+
+        operator = functions.define("fn", "write", forward, 2, 1)
+        functions.record(operator, functions.Function("write", forward, backward, 1))
+        return operator
+
+
+def same_value(node: fx.Node) -> fx.Node | None:
+    """The operand that an operator returns as it is, such as that of a cast to its own dtype."""
+    if not isinstance(node.target, OpOverload) or not is_composite(node.target):
+        return None
+    made = node.meta.get("val")
+    for operand in node.all_input_nodes:
+        value = operand.meta.get("val")
+        if isinstance(made, FakeTensor) and isinstance(value, FakeTensor) and lies(made) == lies(value):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), ir.value)
+            with value.fake_mode:
+                return operand if node.target(*args, **kwargs) is value else None
+    return None
+
+
+def lies(value: Tensor) -> tuple[Any, ...]:
+    """The memory of a tensor, and where its entries are in it."""
+    return value.untyped_storage(), value.dtype, value.shape, value.stride(), value.storage_offset()
+
+
+def written(node: fx.Node) -> fx.Node:
+    """The operand that an operator writes into; raises UserError if it is a list of several."""
+    names = [argument.name for argument in node.target._schema.arguments if argument.is_write]  # type: ignore[union-attr]
+    targets = [bind(node).get(name) for name in names]
+    if len(targets) != 1 or not isinstance(targets[0], fx.Node):
+        raise UserError("model", f"{ir.source(node)} writes into several tensors at once; write into each by itself")
+    return targets[0]
+
+
+def read_by(node: fx.Node) -> list[fx.Node]:
+    """The nodes among a call's arguments but the one that it writes into, as often as they occur."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), found.append)
+    found.remove(written(node))
+    return found
+
+
+def replace_read(node: fx.Node, old: fx.Node, new: fx.Node) -> None:
+    """Replace an operand of a write wherever it is only read."""
+    target, is_first = written(node), True
+
+    def replaced(operand: fx.Node) -> fx.Node:
+        nonlocal is_first
+        is_written = operand is target and is_first
+        is_first = is_first and not is_written
+        return operand if is_written or operand is not old else new
+
+    node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), replaced)
+
+
+def tensors_of(node: fx.Node) -> Iterator[Tensor]:
+    """The tensors that a node computes."""
+    value = node.meta.get("val")
+    return (v for v in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(v, Tensor))
+
+
+def is_graded(node: fx.Node) -> bool:
+    """Whether a node computes anything that may have a gradient."""
+    return any(value.is_floating_point() or value.is_complex() for value in tensors_of(node))
+
+
+def shares_memory(node: fx.Node, operand: fx.Node) -> bool:
+    """Whether a node yields a view of an operand."""
+    return not memory_of(node).isdisjoint(memory_of(operand))
+
+
+def memory_of(node: fx.Node) -> set[Any]:
+    """The storages of a node's tensors; none of tensors inside `vmap`."""
+    return {value.untyped_storage() for value in tensors_of(node) if isinstance(value, FakeTensor)}
+
+
+def with_meta(node: fx.Node, value_of: fx.Node, origin: fx.Node) -> fx.Node:
+    """The new node, with another's value and the origin of a third."""
+    node.meta.update(origin.meta)
+    ir.set_value(node, ir.value(value_of))
+    return node

@@ -1,0 +1,66 @@
+"""Compare the captured graph with the model before a job starts, if it is a model that the tests do not know.
+
+A small model is compared by value on two rows of the first batch, a large one by the parameters that autograd reaches.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from compiler_trainer.capture.compare import captured_difference
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import Config, DpoConfig, FolderConfig, ModelConfig
+from compiler_trainer.models.folder import config_of
+from compiler_trainer.models.place import folder_of
+from compiler_trainer.models.skeleton import fill
+from compiler_trainer.models.subject import Subject
+from compiler_trainer.step.ranks import from_rank_0
+
+TESTED = frozenset(
+    "deepseek_v3 gemma gemma2 gemma3_text gpt2 llama mistral mixtral qwen2 qwen3 qwen3_moe".split()
+)  # types of transformers that tests train by value
+MOST_WORK = 1e10  # parameters times tokens that eager PyTorch computes in a few seconds
+ROWS = 2
+
+
+def is_tested(cfg: Config) -> bool:
+    """Whether tests compare models and losses of this kind with eager PyTorch."""
+    if cfg.loss is not None and not isinstance(cfg.loss, DpoConfig):
+        return False
+    if isinstance(cfg.model, FolderConfig):
+        return config_of(folder_of(cfg)).model_type in TESTED
+    return isinstance(cfg.model, ModelConfig)
+
+
+def check_capture(cfg: Config, trained: Subject, batch: Callable[[], Mapping[str, Tensor]]) -> str:
+    """A note if model and graph cannot be compared, else empty; raises UserError on all ranks if they differ."""
+    if is_tested(cfg) or cfg.passes.verify == "none":
+        return ""
+    differs, note = from_rank_0(lambda: compared(trained, batch()))
+    if differs:
+        fix = "report the model to us, or set passes.verify=none to train the graph as it is"
+        raise UserError("model", f"{differs}: the captured graph is not what eager PyTorch runs; {fix}")
+    return note
+
+
+def compared(trained: Subject, batch: Mapping[str, Tensor]) -> tuple[str, str]:
+    """(The first difference between model and graph, a note if they cannot be compared), each empty if there is none.
+
+    A model that cannot be captured is refused later, with its reason.
+    """
+    rows = {name: value[:ROWS].cpu() for name, value in batch.items()}
+    work = sum(p.numel() for p in trained.module.parameters()) * max(value.numel() for value in rows.values())
+    model = copy.deepcopy(trained.module).train()
+    try:
+        if work <= MOST_WORK:
+            fill(model, ((name, torch.as_tensor(value[()])) for name, value in trained.initial()))
+        return captured_difference(model, trained.loss, rows, values=work <= MOST_WORK), ""
+    except UserError:
+        return "", ""
+    except Exception as error:
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+        return "", f"note: the captured graph is not compared with the model, which does not run on the CPU ({why})"

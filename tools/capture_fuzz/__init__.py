@@ -1,0 +1,1 @@
+"""Random models that switch autograd and autocast on and off, captured and compared with eager PyTorch."""
