@@ -38,7 +38,7 @@ GROUPS = (
 )
 NAMED = re.compile(rf"(?<![\w./-])(?:{'|'.join(GROUPS)})\.[a-z_][a-z_.0-9]*[a-z_0-9](?![\w/]|\()")
 NO_OPTIONS = {  # a name in the state or in a model, a file, a function, an option of an earlier version
-    "optim.step", "model.embed_tokens", "model.norm", "model.layers",
+    "optim.step", "model.safetensors.index", "model.embed_tokens", "model.norm", "model.layers",
     "passes.program.ir", "passes.rules.add_rule", "checkpoint.enabled", "passes.segment.enabled", "passes.roll",
     "passes.schedule.bucket_mib", "passes.schedule.ahead",
 }  # fmt: skip
