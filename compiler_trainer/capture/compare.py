@@ -9,7 +9,7 @@ autograd reaches from the loss.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -29,20 +29,23 @@ CPU = torch.device("cpu")
 
 
 def captured_difference(
-    model: nn.Module, loss_fn: LossFn, batch: Mapping[str, Tensor], eager: nn.Module | None = None, values: bool = True
+    model: nn.Module,
+    loss_fn: LossFn,
+    batch: Mapping[str, Tensor],
+    eager: Callable[[nn.Module], nn.Module] = lambda model: model,
+    values: bool = True,
 ) -> str:
     """The first difference between a model and its captured program in words, empty if there is none.
 
-    `eager` is the same model as eager PyTorch can run it. Without `values` only reached parameters are compared.
+    `eager` makes of a copy the model that eager PyTorch can run. Without `values` only reached parameters are compared.
     Raises UserError if the model cannot be captured.
     """
-    eager = model if eager is None else eager
     program, ctx = capture(model, loss_fn, batch, CPU)
     if not values:
-        return difference_reached(program, ctx, eager, loss_fn, batch)
-    expected, again = (eager_results(copy.deepcopy(eager), loss_fn, batch, seed) for seed in SEEDS)
+        return difference_reached(program, ctx, model, loss_fn, batch, eager)
+    expected, again = (eager_results(eager(copy.deepcopy(model)), loss_fn, batch, s) for s in SEEDS)
     if first_difference(again, expected, 0.0):  # it draws random numbers
-        return difference_reached(program, ctx, eager, loss_fn, batch)
+        return difference_reached(program, ctx, model, loss_fn, batch, eager)
     allowed = ROUNDED if rounds(program) else EXACT
     return first_difference(program_results(program, model, batch), expected, allowed)
 
@@ -110,12 +113,17 @@ def first_difference(found: Results, expected: Results, allowed: float) -> str:
 
 
 def difference_reached(
-    program: ir.Program, ctx: ir.Context, model: nn.Module, loss_fn: LossFn, batch: Mapping[str, Tensor]
+    program: ir.Program,
+    ctx: ir.Context,
+    model: nn.Module,
+    loss_fn: LossFn,
+    batch: Mapping[str, Tensor],
+    eager: Callable[[nn.Module], nn.Module],
 ) -> str:
     """The parameters that autograd reaches from one of the two losses alone, in words; runs both without values."""
     names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     with torch.enable_grad(), FakeTensorMode() as mode:
-        fake = fake_copy(model, mode, CPU, None)
+        fake = eager(fake_copy(model, mode, CPU, None))
         empty = {name: torch.empty(value.shape, dtype=value.dtype) for name, value in batch.items()}
         expected = reached(parted(loss_fn(fake, empty))[0], dict(fake.named_parameters()))
     with torch.enable_grad(), ctx.fake_mode:

@@ -94,7 +94,7 @@ def captured_otherwise(subject: Subject) -> str:
     model = copy.deepcopy(subject.model).float()
     batch = {name: v.float() if v.is_floating_point() else v for name, v in subject.batches[0].items()}
     try:
-        return captured_difference(model, subject.loss, batch, subject.eager(model))
+        return captured_difference(model, subject.loss, batch, subject.eager)
     except Exception:  # which the comparison of steps tells
         return ""
 

@@ -21,7 +21,7 @@ from compiler_trainer.models.subject import Subject
 from compiler_trainer.step.ranks import from_rank_0
 
 TESTED = frozenset(
-    "deepseek_v3 gemma gemma2 gemma3_text gpt2 llama mistral mixtral qwen2 qwen3 qwen3_moe".split()
+    "deepseek_v3 gemma gemma3_text gpt2 llama llama4_text mixtral qwen3 qwen3_moe".split()
 )  # types of transformers that tests train by value
 MOST_WORK = 1e10  # parameters times tokens that eager PyTorch computes in a few seconds
 ROWS = 2

@@ -8,9 +8,10 @@ import itertools
 import pytest
 import torch
 
+from compiler_trainer.capture import grad_modes
 from compiler_trainer.parity import oracle
 from compiler_trainer.parity.compare import Outcome, compare, spread
-from compiler_trainer.parity.subject import Settings
+from compiler_trainer.parity.subject import Settings, Subject
 from tools.parity.case import Case, case_of
 from tools.parity.command import main
 from tools.parity.draw import cases, settled
@@ -225,3 +226,26 @@ def test_a_fault_is_one_of_the_table_and_nothing_given_beside_it_is_ignored(argu
 def test_a_planted_fault_is_heard(capfd):
     assert main(["--cases", "30", "--seed", "1", "--fault", "copies_not_replicate"]) == 1
     assert "wrong" in capfd.readouterr().out
+
+
+class Dropping(torch.nn.Module):
+    """Random numbers, so that steps are compared with a compiled step, and a statistic of a cast that changes nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        y = torch.dropout(self.a(x), 0.5, True)
+        with torch.no_grad():
+            self.seen.add_(y.to(self.b.weight.dtype).mean())
+        return self.b(y)
+
+
+def test_a_gradient_that_capture_cuts_is_heard_where_both_steps_share_the_capture(monkeypatch):
+    subject = Subject(Dropping().double(), lambda m, b: (None, m(b["x"]).square().mean()), [{"x": torch.ones(3, 4).double()}] * 3)
+    assert compare(subject, Settings(), alone=True).verdict == "right"
+    monkeypatch.setattr(grad_modes, "same_value", lambda node: None)
+    outcome = compare(subject, Settings(), alone=True)
+    assert outcome.verdict == "wrong" and outcome.value.startswith("capture: no gradient reaches a.bias")
