@@ -127,7 +127,7 @@ class Step:
         count = self.state["optim.step"].local[self.ranks[0]].to(torch.int64, copy=True)
         before = [(local, local.clone()) for name in self.restored for local in self.state[name].local.values()]
         found = self.summed(self.take(self.training, self.train, batch, rate, count), self.train)
-        if not math.isfinite(found["grad_norm"]):
+        if before and not math.isfinite(found["grad_norm"]):
             for local, value in before:
                 local.copy_(value)
         return found

@@ -72,7 +72,7 @@ def compiled(case: Case) -> Any:
         with torch.no_grad():
             module = make_fx(both, inductor_decompositions() | operators.compiled_for("cuda"))(*given)
     with torch.no_grad():
-        return compile_inner(module, given, mode)
+        return compile_inner(module, given, mode, {})
 
 
 def emitted(case: Case) -> dict[str, Any]:

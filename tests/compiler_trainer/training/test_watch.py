@@ -67,9 +67,10 @@ step.split = lambda batch: [{}] * 4
 step.counts = lambda parts: {}
 step.scalars = lambda *how: {}
 step.run = lambda *how: time.sleep(60)
-carried = type("Carried", (), {"begin": lambda self: None})()
+carried = type("Carried", (), {"begin": lambda self: None, "start": lambda self, turn: None})()
+program = type("Compiled", (), {"compile": lambda self: None})()
 with Watch(0.5, Path("watched")) as watch:
-    step.take(([Turn("F1", 2)], carried), {"F1": None}, {}, 0.0, 0)
+    step.take(([Turn("F1", 2)], carried), {"F1": program}, {}, 0.0, 0)
 """
 
 

@@ -9,8 +9,8 @@ FAULTS = (
     Fault(
         "gradient_output_as_value",
         "passes/autograd/joint.py",
-        'ir.Output(i.name, "gradient", i.spec.gradient())',
-        'ir.Output(i.name, "gradient", i.spec)',
+        'ir.Output(name, "gradient", parameters[name].spec.gradient())',
+        'ir.Output(name, "gradient", parameters[name].spec)',
         "Gradients are recorded as complete where they are still to be summed.",
     ),
     Fault(

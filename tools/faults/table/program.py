@@ -161,8 +161,8 @@ FAULTS = (
     Fault(
         "arrive_does_not_wait",
         "passes/program/shift.py",
-        "        transfer.wait()",
-        "        transfer.is_completed()",
+        "            work.wait()",
+        "            work.is_completed()",
         "What is on its way is read before it is there.",
     ),
     # spec.py
