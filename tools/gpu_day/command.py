@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 
@@ -144,14 +145,10 @@ def run(name: str, command: Sequence[str], seconds: float, device: Device, env: 
 def stopped(job: subprocess.Popen) -> str:
     """Let a job's processes print their stacks, kill them, and return all the job printed."""
     os.killpg(job.pid, signal.SIGABRT)
-    try:
+    with suppress(subprocess.TimeoutExpired):
         job.communicate(timeout=STACKS_S)
-    except subprocess.TimeoutExpired:
-        pass
-    try:
+    with suppress(ProcessLookupError):  # all have ended
         os.killpg(job.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     return job.communicate()[0]
 
 
