@@ -79,7 +79,7 @@ class Job:
     def make(self, compiles: bool, observe: Observer | None, tell: Callable[[str], None]) -> Made:
         """The programs and the report of making them."""
         if compiles:
-            inductor.get_ready()
+            inductor.get_ready(self.device)
         from compiler_trainer.step.programs import compilation
 
         given = self.model, self.loss_fn, self.batch, self.mesh.without("pp"), self.passes, self.optim, self.device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import time
@@ -12,9 +13,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from compiler_trainer.config.errors import UserError
 from compiler_trainer.step.meeting import connection, meeting
 from passes.lower.cudagraphs import release
-from passes.program.torch_private import gloo_of_one_thread
+from passes.program.torch_private import gloo_of_one_thread, see_one_gpu
 
 T = TypeVar("T")
 POLL_S = 0.1
@@ -34,16 +36,27 @@ def start_ranks() -> int:
     if "RANK" not in os.environ:
         return 1
     if not dist.is_initialized():
+        gpu = gpu_of_rank(int(os.environ["LOCAL_RANK"]))
         if torch.cuda.is_available():
-            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", QUEUES)
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED)
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(gpu)
         store, _, rank, size = meeting()
         # Addresses of an earlier group lie in the same store: each group reads under a name of its own.
         own = dist.PrefixStore(f"job{next(groups)}", store)
         backend = "nccl" if torch.cuda.is_available() else HOST
         dist.init_process_group(backend, timeout=PATIENCE, store=own, rank=rank, world_size=size)
     return dist.get_world_size()
+
+
+@functools.cache
+def gpu_of_rank(local_rank: int) -> int:
+    """Return the number of this rank's GPU: 0, since it sees no other, if CUDA starts here."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", QUEUES)  # read when CUDA starts
+    count = 0 if torch.version.cuda is None else torch.cuda.device_count()
+    if 1 < count <= local_rank:
+        fix = f"start {count} ranks on it (torchrun --nproc-per-node)"
+        raise UserError("LOCAL_RANK", f"is {local_rank}, but this machine has {count} GPUs; {fix}")
+    return see_one_gpu(local_rank)
 
 
 def another_store(name: str) -> dist.Store | None:

@@ -51,7 +51,7 @@ class Runtime(Protocol):
     def stage_of(self, rank: int) -> int: ...
     def meet(self, programs: Mapping[str, Any]) -> None: ...
     def build(self, programs: Iterable[ir.Program], ctx: ir.Context) -> None: ...
-    def numbers(self, values: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, float]: ...
+    def numbers(self, values: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]: ...
     def share(self, values: dict[str, T]) -> dict[str, T]: ...
     def of_stage(self, local: Mapping[int, Tensor], stage: int, like: Tensor) -> list[Tensor]: ...
 
@@ -109,9 +109,9 @@ class LockstepRanks(Staged):
     def build(self, programs: Iterable[ir.Program], ctx: ir.Context) -> None:
         """Nothing is compiled."""
 
-    def numbers(self, values: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, float]:
-        """Return numbers, fp64[] each; all stages are here."""
-        return {name: float(value) for name, value in values.items()}
+    def numbers(self, values: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
+        """Return the values of all stages, which are here."""
+        return dict(values)
 
     def share(self, values: dict[str, T]) -> dict[str, T]:
         """Return the values of all stages, which are here."""
@@ -148,8 +148,13 @@ class ProcessRanks(Staged):
         self.workers = replace(workers, fast=lower.fast_start)
 
     def share_out(self) -> Workers:
-        """The ranks of this node and pipeline stage, which compile the same programs; every rank must call it."""
+        """Return the ranks of this node and pipeline stage, which compile the same programs; every rank must call it.
+
+        A rank compiles alone if it sees other GPUs than its own: its code is for the number that its GPU has.
+        """
         (rank,), (local, count) = self.ranks, place_on_node()
+        if self.device.type == "cuda" and torch.cuda.device_count() > 1:
+            return ALONE
         if self.mesh["pp"] == 1:
             return Workers(local, count, dist.barrier)
         first = self.stage_of(rank) * self.apart
@@ -238,22 +243,21 @@ class ProcessRanks(Staged):
             workers = Workers(*place_on_node(), dist.barrier, self.lower.fast_start)
             inductor.compile_share(list(bodies), ctx, workers, self.tell)
 
-    def numbers(self, values: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, float]:
-        """Return numbers, fp64[] each on the device, of this stage and of others; every rank must call it.
+    def numbers(self, values: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
+        """Return the numbers of all stages, fp64[] each on the device as `values` are; every rank must call it.
 
-        `names` are those of all stages, in one order. Here the host waits for the device, and so for other ranks.
+        `names` are those of all stages, in one order. The last stage that has a number gives it.
         """
         if self.stages is None:
-            return dict(zip(values, torch.stack([*values.values()]).tolist(), strict=True)) if values else {}
+            return dict(values)
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        row = [values.get(name, zero) for name in names] + [zero + (name in values) for name in names]
-        mine = torch.stack(row)
+        mine = torch.stack([values.get(name, zero) for name in names] + [zero + (name in values) for name in names])
         rows = [torch.empty_like(mine) for _ in range(self.mesh["pp"])]
         dist.all_gather(rows, mine, self.stages)
-        result: dict[str, float] = {}
-        for numbers in torch.stack(rows).tolist():
-            result |= {name: numbers[i] for i, name in enumerate(names) if numbers[len(names) + i]}
-        return result
+        numbers, is_given = torch.stack(rows).chunk(2, dim=1)
+        order = torch.arange(1, len(rows) + 1, device=self.device)[:, None]
+        last = (is_given * order).argmax(0, keepdim=True)
+        return dict(zip(names, numbers.gather(0, last)[0], strict=True))
 
     def share(self, values: dict[str, T]) -> dict[str, T]:
         """Return the values of all stages, of any type; every rank must call it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,6 +14,7 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.step.batch_layout import BatchLayout, balance, on_device
 from compiler_trainer.step.given import EVALUATE
 from compiler_trainer.step.messages import Post
+from compiler_trainer.step.results import Results
 from compiler_trainer.step.runtime import Runtime
 from compiler_trainer.step.turns import Carried, Turn, slots_of, turns_of_evaluation, turns_of_step
 from passes.communication.batch_overlap import SEED, entry_of, microbatches_in, name_of, together
@@ -116,26 +116,32 @@ class Step:
         return [turn for turn in turns if turn.rank in here], Carried(turns, found, here, post)
 
     def __call__(self, batch: Mapping[str, Tensor], lr: float | None = None) -> dict[str, float]:
-        """One optimizer step on a global batch: {"loss": of the whole batch, metrics, "grad_norm": before clipping}.
+        """Take one optimizer step on a global batch and wait for its results, by name.
 
-        Means over labels are over those of the whole batch, other terms of the loss, and other metrics that it returns
-        beside it, are means over microbatches.
-        With `passes.moe.dispatch=bounded` also "dropped_rows", how many found no room, of all layers and ranks.
+        "loss" is that of the whole batch, "grad_norm" is from before clipping. Means over labels are over those of the
+        whole batch; other terms of the loss, and other metrics that it returns, are means over microbatches.
+        `passes.moe.dispatch=bounded` adds "dropped_rows": the tokens without room, of all layers and ranks.
+        """
+        return self.launch(batch, lr).read()
+
+    def launch(self, batch: Mapping[str, Tensor], lr: float | None = None) -> Results:
+        """Begin one optimizer step on a global batch; on a GPU the host does not wait for its end.
+
+        Whatever is launched later sees the state after the step.
         """
         rate, self.layouts = self.lr if lr is None else lr, []
         self.runtime.begin()
         count = self.state["optim.step"].local[self.ranks[0]].to(torch.int64, copy=True)
         before = [(local, local.clone()) for name in self.restored for local in self.state[name].local.values()]
-        found = self.summed(self.take(self.training, self.train, batch, rate, count), self.train)
-        if before and not math.isfinite(found["grad_norm"]):
-            for local, value in before:
-                local.copy_(value)
-        return found
+        numbers = self.summed(self.take(self.training, self.train, batch, rate, count), self.train)
+        for local, value in before:
+            local.copy_(torch.where(torch.isfinite(numbers["grad_norm"]), local, value))
+        return Results(numbers)
 
-    def summed(self, found: Mapping[str, list[Tensor]], programs: Mapping[str, Compiled]) -> dict[str, float]:
-        """Of what microbatches gave the numbers, as one of the whole batch."""
+    def summed(self, values: Mapping[str, list[Tensor]], programs: Mapping[str, Compiled]) -> dict[str, Tensor]:
+        """Return the numbers among the results of microbatches as those of the whole batch, fp64[] on the device."""
         kinds = {name: kind for name, kind in kinds_of(programs).items() if kind in NUMBERS}
-        numbers = {n: number_of(values, kinds[n], self.at_once) for n, values in found.items() if n in kinds}
+        numbers = {name: number_of(each, kinds[name], self.at_once) for name, each in values.items() if name in kinds}
         return self.runtime.numbers(numbers, list(kinds))
 
     def take(
@@ -194,7 +200,7 @@ class Step:
 
     def measure(self, batch: Mapping[str, Tensor]) -> dict[str, float]:
         """The mean loss of a global batch and its metrics, nothing changed."""
-        return self.summed(self.evaluated(batch), self.evaluation)
+        return Results(self.summed(self.evaluated(batch), self.evaluation)).read()
 
     def rows(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What the loss returns for each row of a global batch beside its metrics, [rows], nothing changed."""

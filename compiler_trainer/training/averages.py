@@ -10,31 +10,24 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 
 from compiler_trainer import checkpoint
 from compiler_trainer.checkpoint import Checkpoint
 from compiler_trainer.checkpoint.load import AVERAGE, MODEL
 from compiler_trainer.step.step import State, Step
-from compiler_trainer.training.callbacks import Callback, Run
-from compiler_trainer.training.metrics import Record
 
 
-class Averages(Callback):
-    """Moves averages after each step that changed weights."""
-
-    def __init__(self, ema: float):
-        self.ema = ema
-
-    @torch.no_grad()
-    def on_step(self, run: Run, record: Record) -> None:
-        """Move them."""
-        if "skipped" in record:
-            return
-        for name, average in run.step.state.items():
-            if name.startswith(AVERAGE):
-                weight = run.step.state[MODEL + name.removeprefix(AVERAGE)]
-                for rank, local in average.local.items():
-                    local.lerp_(weight.local[rank].to(local.dtype), 1 - self.ema)
+@torch.no_grad()
+def follow(step: Step, ema: float, is_applied: Tensor | None) -> None:
+    """Move the averages after an update, unless `is_applied`, bool[] on the device, says that it was left out."""
+    share = 1 - ema if is_applied is None else (1 - ema) * is_applied.double()
+    for name, average in step.state.items():
+        if name.startswith(AVERAGE):
+            weight = step.state[MODEL + name.removeprefix(AVERAGE)]
+            for rank, local in average.local.items():
+                by = share if isinstance(share, float) else share.to(local.dtype)
+                local.lerp_(weight.local[rank].to(local.dtype), by)
 
 
 def add(step: Step, names: Iterable[str]) -> None:

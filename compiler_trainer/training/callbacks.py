@@ -54,7 +54,11 @@ class Callback:
         """The step is compiled, its state loaded, and none of this start's steps is taken."""
 
     def on_step(self, run: Run, record: Record) -> None:
-        """A step is done; `record` is its line of metrics.jsonl, with `step`, `loss` and `lr`."""
+        """A step is done; `record` is its line of metrics.jsonl, with `step`, `loss` and `lr`.
+
+        A class that has this method sees the state right after each step. On a GPU the host then waits for every step
+        before it launches the next, which is otherwise launched first.
+        """
 
     def on_evaluation(self, run: Run, record: Record) -> None:
         """After `on_step` where the step was evaluated: `record` has `eval_loss`."""
@@ -72,6 +76,7 @@ class Callbacks:
     def __init__(self, run: Run, each: Sequence[Callback]):
         self.run, self.each = run, each
         self.saved: Path | None = None  # a checkpoint that is being written
+        self.look_at_steps = any(type(callback).on_step is not Callback.on_step for callback in each)
 
     def start(self) -> None:
         """Tell that the run begins."""

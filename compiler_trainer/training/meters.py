@@ -1,21 +1,42 @@
-"""What is measured of a step beside its results: times, memory, and now and then how ranks wait for each other."""
+"""Measure steps: results, times, memory, and now and then how ranks wait for each other."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from torch import Tensor
+from torch.autograd.profiler import record_function
 
 from compiler_trainer.config.schema import Config
+from compiler_trainer.data.loader import Loader, LoaderState
 from compiler_trainer.models.subject import Subject
+from compiler_trainer.step.results import Results
 from compiler_trainer.step.step import Step
+from compiler_trainer.training.load import unevenness
 from compiler_trainer.training.memory import PeakMemory
 from compiler_trainer.training.metrics import Record
 from compiler_trainer.training.pace import Pace
+from compiler_trainer.training.spans import DATA
 from compiler_trainer.training.speed import speed
 
-Batch = dict[str, Tensor]
+
+@dataclass
+class Launched:
+    """A step that was launched, and the measurements that need no result of it.
+
+    `began` is when its batch was asked for, after which the host waited `waited` seconds for it. `tokens` are those of
+    its batch that are no padding, `data` is where the loader stands after it.
+    """
+
+    number: int
+    lr: float
+    began: float
+    waited: float
+    results: Results
+    loads: Results  # of routers
+    data: LoaderState
+    tokens: int
+    measured: Record = field(default_factory=dict)
 
 
 class Meters:
@@ -26,19 +47,34 @@ class Meters:
         self.flops = trained.flops_per_token(cfg.train.seq_len)
         self.memory = PeakMemory(step.device, (t for state in step.state.values() for t in state.local.values()))
         self.pace = Pace(cfg, step.device.type == "cuda")
+        self.read_at = 0.0  # when the results of the step before were there
 
-    def take(self, number: int, fetch: Callable[[], tuple[Batch, int]], lr: float) -> tuple[Record, Record]:
-        """Take step `number`: the step's results, and what was measured of it.
+    def launch(self, number: int, loader: Loader, lr: float) -> Launched:
+        """Launch step `number` on the next batch."""
 
-        `fetch` gives the batch and how many of its tokens are no padding, which alone count.
-        """
-
-        def timed() -> tuple[int, Record, float, float]:
+        def begin() -> Launched:
             began = time.perf_counter()
-            batch, tokens = fetch()
+            with record_function(DATA):
+                batch = loader.next()
             waited = time.perf_counter() - began
-            return tokens, self.step(batch, lr), time.perf_counter() - began, waited
+            results = self.step.launch(batch, lr)
+            rank = self.step.ranks[0]
+            buffers = {name: state.local[rank] for name, state in self.step.state.items() if rank in state.local}
+            loads = Results(unevenness(buffers))
+            return Launched(number, lr, began, waited, results, loads, loader.state_dict(), loader.filled)
 
-        (tokens, result, seconds, waited), pace = self.pace.during(number, lambda: self.memory.during(timed))
-        times = {**speed(self.cfg, self.flops, tokens, seconds), "data_ms": 1e3 * waited}
-        return result, {**times, "peak_mem_bytes": self.memory.bytes, **pace}
+        launched, pace = self.pace.during(number, lambda: self.memory.during(begin), lambda step: step.results.read())
+        launched.measured = {**self.step.balance(), "peak_mem_bytes": self.memory.bytes, **pace}
+        return launched
+
+    def read(self, launched: Launched) -> Record:
+        """Return what was measured of a step, once the device has taken it.
+
+        A step lasts from the end of the one before, or from when its batch was asked for if that was later.
+        """
+        result = {**launched.results.read(), **launched.loads.read(), "lr": launched.lr}
+        ended = launched.results.read_at
+        seconds = ended - max(launched.began, self.read_at)
+        self.read_at = ended
+        times = {**speed(self.cfg, self.flops, launched.tokens, seconds), "data_ms": 1e3 * launched.waited}
+        return {**result, **times, **launched.measured}

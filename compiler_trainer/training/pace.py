@@ -38,14 +38,18 @@ class Pace:
         self.group = host_group() if self.interval else None
         self.taken, self.suspect = 0, -1
 
-    def during(self, number: int, run: Callable[[], T]) -> tuple[T, Record]:
-        """What `run` gives, which is step `number`, and metrics of the ranks where it was measured; all call alike."""
+    def during(self, number: int, launch: Callable[[], T], wait: Callable[[T], object]) -> tuple[T, Record]:
+        """Launch step `number`; return it, and metrics of the ranks if it is measured, which waits for its end.
+
+        Every rank must call it.
+        """
         self.taken += 1
         if not self.interval or number % self.interval or self.taken < self.first:
-            return run(), {}
+            return launch(), {}
         with profile(activities=[self.kind], acc_events=True) as profiler:
             began = time.perf_counter()
-            result = run()
+            result = launch()
+            wait(result)
             whole_ms = 1e3 * (time.perf_counter() - began)
         busy_ms = self.busy_ms(profiler.events(), whole_ms)
         found = gather((busy_ms, 1 - busy_ms / whole_ms), self.group)

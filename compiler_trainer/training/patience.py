@@ -11,21 +11,25 @@ from compiler_trainer.training.metrics import FILE, Record, read
 
 
 class Patience(Callback):
-    """Counts evaluations since the lowest held-out loss, at `most` so many; a run that goes on counts on."""
+    """Counts validations since the lowest loss, `most` at most; a resumed run counts on."""
 
     def __init__(self, most: int):
         self.most, self.losses = most, dict[int, float]()
 
     def on_start(self, run: Run) -> None:
-        """Read what was evaluated before."""
+        """Read the losses of earlier validations."""
         if run.done:
             self.losses = from_rank_0(lambda: evaluated(run.folder / FILE, run.done))
+            self.judge(run)
 
-    def on_step(self, run: Run, record: Record) -> None:
-        """Take in what was evaluated; a step that is taken again takes the place of those that were lost."""
-        if "eval_loss" in record:
-            before = {step: loss for step, loss in self.losses.items() if step < record["step"]}
-            self.losses = {**before, int(record["step"]): record["eval_loss"]}
+    def on_evaluation(self, run: Run, record: Record) -> None:
+        """Add a loss; a step that is taken again replaces those that were lost."""
+        before = {step: loss for step, loss in self.losses.items() if step < record["step"]}
+        self.losses = {**before, int(record["step"]): record["eval_loss"]}
+        self.judge(run)
+
+    def judge(self, run: Run) -> None:
+        """End the run if the loss has not fallen for too long."""
         if since_lowest(list(self.losses.values())) >= self.most:
             run.stop(f"its held-out loss has not fallen for eval.patience={self.most} evaluations")
 

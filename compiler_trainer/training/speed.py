@@ -40,7 +40,8 @@ def computes_in(cfg: Config) -> str:
 def machine() -> dict[str, str]:
     """What this process runs on: its device, and the versions that count."""
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    gpu = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "none"
+    count = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))  # a rank sees one of them
+    gpu = f"{count} x {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "none"
     return {
         "processor": f"{processor()}, {os.cpu_count()} cores, {memory_gib:.0f} GiB",
         "GPU": gpu,

@@ -81,7 +81,7 @@ class Stop:
                 if not first:
                     first, at = number, time.monotonic()
                     name = signal.Signals(number).name
-                    announce(f"{name}: the run ends after this step; a second one ends it at once")
+                    announce(f"{name}: the run ends after the step under way; a second one ends it at once")
                 elif number != first or time.monotonic() - at >= REPEATED_S:
                     end_at_once(number)
 

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 
 from torch import Tensor
-from torch.autograd.profiler import record_function
 
 from compiler_trainer import checkpoint
 from compiler_trainer.checkpoint import Damaged
@@ -31,12 +30,11 @@ from compiler_trainer.training import averages, folder, trace
 from compiler_trainer.training.callbacks import Callback, Callbacks, Run, build_callbacks
 from compiler_trainer.training.capture_check import check_capture
 from compiler_trainer.training.evaluate import held_out, means
-from compiler_trainer.training.load import unevenness
 from compiler_trainer.training.loggers import Logger, build_loggers, logging
 from compiler_trainer.training.lr_schedule import rates
 from compiler_trainer.training.meters import Meters
 from compiler_trainer.training.metrics import Record
-from compiler_trainer.training.nonfinite import Judge, Lost, Rollback
+from compiler_trainer.training.nonfinite import Lost, Rollback
 from compiler_trainer.training.owner import Owners, owning
 from compiler_trainer.training.patience import Patience
 from compiler_trainer.training.peers import Peers
@@ -58,9 +56,8 @@ from compiler_trainer.training.room import check_room
 from compiler_trainer.training.rows import own_rows
 from compiler_trainer.training.samples import Samples
 from compiler_trainer.training.saving import saving
-from compiler_trainer.training.spans import DATA
 from compiler_trainer.training.speed import machine
-from compiler_trainer.training.spikes import Spikes
+from compiler_trainer.training.steps import Steps, is_due
 from compiler_trainer.training.stop import Stop, end_early, ending_at_sigterm
 from compiler_trainer.training.store import send_rest
 from compiler_trainer.training.watch import Watch
@@ -89,8 +86,7 @@ def train(
     datasets = read_data(cfg)
     cfg = with_steps(cfg, datasets, ranks)
     patience = [] if cfg.eval.patience is None else [Patience(cfg.eval.patience)]
-    ema = [] if cfg.train.ema is None else [averages.Averages(cfg.train.ema)]
-    callbacks, loggers = [*ema, *build_callbacks(cfg), *patience, *callbacks], build_loggers(cfg)
+    callbacks, loggers = [*build_callbacks(cfg), *patience, *callbacks], build_loggers(cfg)
     rates(cfg)(1)
     phases.end("data")
     trained = subject(cfg)
@@ -226,29 +222,37 @@ def build_step(
 def run(
     cfg: Config, trained: Subject, step: Step, datasets: Datasets, start: Start, stop: Stop, told: Callbacks
 ) -> Iterator[Record]:
-    """Train from `start` to `train.steps`, or until it is time to stop; what each step measured.
+    """Train from `start` to `train.steps`, or until it is time to stop, and yield the record of each step.
 
-    It is handed out before its checkpoint is taken: an interruption leaves a record too many, which resuming drops,
+    A record is yielded before its checkpoint is taken: an interruption leaves a record too many, which resuming drops,
     never one too few.
     """
     if start.step == 0 and trained.has_weights and datasets.eval is not None and cfg.eval.interval is not None:
         before, _ = means(step, held_out(datasets.eval, cfg.eval.batches))
         announce(f"eval loss {before['loss']:.3f} before the first step")
-    meters, rollback = Meters(cfg, trained, step), Rollback(cfg, trained, step, start)
-    replicas, interval = Replicas(cfg, step), cfg.train.replica_check.interval
+    rollback, replicas = Rollback(cfg, trained, step, start), Replicas(cfg, step)
+    intervals = (cfg.checkpoint.interval, cfg.eval.interval, cfg.train.replica_check.interval)
+
+    def looks(number: int) -> bool:
+        return told.look_at_steps or any(is_due(number, each, cfg.train.steps) for each in intervals)
+
+    steps = Steps(cfg, step, datasets, Meters(cfg, trained, step), looks)
     with saving(cfg, trained, step) as save:
         while True:
             try:
-                for record in steps(cfg, step, datasets, start, meters):
+                for record in steps.records(start):
                     yield record
                     told.step(record)
                     if told.each and told.saved and not stop.most(save.is_writing):
                         told.written(save.wait())
                     number = int(record["step"])
                     ends = stop.now() or number == cfg.train.steps
+                    if ends and steps.launched:
+                        steps.stay()  # and end after the step that was launched
+                        continue
                     is_well = "skipped" not in record  # else it might take the place of a checkpoint that is
                     saves = ends or is_well and is_due(number, cfg.checkpoint.interval, cfg.train.steps)
-                    if saves or is_due(number, interval, cfg.train.steps):
+                    if saves or is_due(number, cfg.train.replica_check.interval, cfg.train.steps):
                         replicas.check(number)
                     if saves:
                         told.written(save.wait())
@@ -261,53 +265,10 @@ def run(
                 start = rollback.past(lost)
 
 
-def steps(cfg: Config, step: Step, datasets: Datasets, start: Start, meters: Meters) -> Iterator[Record]:
-    """Take the steps from `start` to `train.steps`; what each measured. Raises Lost."""
-    tokens, recorder, judge, spikes = start.tokens, trace.Trace(cfg, step, start.step), Judge(cfg), Spikes()
-    rate = rates(cfg)
-    for number in range(start.step + 1, cfg.train.steps + 1):
-        with recorder.around(number):
-            measured = one_step(meters, datasets.train, number, rate(number))
-        tokens += datasets.train.filled
-        record = {"step": number, "tokens": tokens, **measured}
-        if datasets.eval is not None and is_due(number, cfg.eval.interval, cfg.train.steps):
-            found, _ = means(step, held_out(datasets.eval, cfg.eval.batches))
-            record |= {f"eval_{name}": value for name, value in found.items()}
-        record = judge.finite(record)
-        if "loss" in record and (said := spikes.said(number, record["loss"])):
-            announce(said)
-        yield record
-
-
-def one_step(meters: Meters, loader: Loader, number: int, lr: float) -> Record:
-    """Take update `number` and measure it, from fetching its batch on."""
-    step = meters.step
-
-    def fetch() -> tuple[dict[str, Tensor], int]:
-        with record_function(DATA):
-            return next_batch(loader), loader.filled
-
-    result, measured = meters.take(number, fetch, lr)
-    result |= step.balance()
-    rank = step.ranks[0]
-    result |= unevenness({name: state.local[rank] for name, state in step.state.items() if rank in state.local})
-    return {**result, "lr": lr, **measured}
-
-
-def is_due(number: int, interval: int | None, last: int) -> bool:
-    """Whether something happens after step `number`: every `interval` steps and after the last."""
-    return interval is not None and (number % interval == 0 or number == last)
-
-
-def next_batch(loader: Loader) -> dict[str, Tensor]:
-    """What the model and its loss may take: the next global batch."""
-    return loader.next()
-
-
 def peek(loader: Loader) -> dict[str, Tensor]:
     """The next global batch, which stays the next."""
     state = loader.state_dict()
-    batch = next_batch(loader)
+    batch = loader.next()
     loader.load_state_dict(state)
     return batch
 

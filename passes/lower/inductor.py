@@ -55,10 +55,12 @@ from passes.program.torch_private import (
     is_code_alone,
     keep_after,
     kernels_of,
+    kernels_together,
     lazy_graph_modules,
     line_mode,
     load_compiled,
     save_compiled,
+    start_workers,
     step_by_step,
 )
 
@@ -181,8 +183,9 @@ def one_by_one(
     bodies: Sequence[Body], ctx: ir.Context, store: Store, fast: bool, tell: Tell
 ) -> dict[Body, Kernels]:
     """Bodies with their kernels built as Inductor does it."""
-    with damage_found() if in_cpp(bodies) else one_triton_cache():
+    with damage_found() if in_cpp(bodies) else in_triton():
         found = stored_or_compiled(bodies, ctx, store, fast, tell)
+        tell("kernels")
     return {body: kernels_of(compiled) for body, compiled in found.items()}
 
 
@@ -197,10 +200,14 @@ def stored_or_compiled(
     return found
 
 
-def get_ready() -> None:
-    """Begin beside capture, where all has to be compiled: what was compiled before is loaded without Inductor."""
+def get_ready(device: torch.device) -> None:
+    """Prepare the compilers during capture if nothing is stored yet; stored bodies are loaded without Inductor."""
     untouched()
-    if not kept().folder.is_dir():
+    if kept().folder.is_dir():
+        return
+    if device.type == "cuda":
+        start_workers()
+    else:
         begin()
 
 
@@ -237,10 +244,14 @@ def damage_found() -> Iterator[None]:
 
 
 @contextmanager
-def one_triton_cache() -> Iterator[None]:
-    """Let ranks of a machine find each other's cubins: Inductor has a folder for the GPU of each number."""
+def in_triton() -> Iterator[None]:
+    """Compile Triton kernels of several bodies at once, into one cache for all ranks of a machine.
+
+    By itself Inductor has a cache for each GPU.
+    """
     os.environ.setdefault("TRITON_CACHE_DIR", str(compiler_folder() / "triton"))
-    yield
+    with kernels_together():
+        yield
 
 
 def notes_of(path: Path) -> Store:
@@ -264,7 +275,7 @@ def load(body: Body, store: Store, fast: bool) -> Any:
     if packed is None:
         return None
     counts["loaded"] += 1
-    return load_compiled(packed, device_of(body))
+    return load_compiled(packed)
 
 
 def compile_body(body: Body, ctx: ir.Context, store: Store, fast: bool) -> Any:
@@ -304,8 +315,9 @@ def decompose(body: Body, ctx: ir.Context) -> tuple[fx.GraphModule, Any]:
 
 def stored_key(body: Body, fast: bool = True) -> str:
     """What a body's kernels are known by on this machine; the other way may choose another instruction set."""
-    elsewhere = operators.sources_for(device_of(body).type)  # records may be of code outside
-    return key_of(f"{body.key} {surroundings()} {elsewhere} {fast}")
+    device = device_of(body)
+    elsewhere = operators.sources_for(device.type)  # records may be of code outside
+    return key_of(f"{body.key} {device.index or 0} {surroundings()} {elsewhere} {fast}")
 
 
 def surroundings() -> str:

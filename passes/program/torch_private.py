@@ -69,7 +69,6 @@ __all__ = [
     "flex_attention",
     "flex_attention_backward",
     "flex_with_gradients",
-    "for_gpu",
     "functions_as",
     "gloo_of_one_thread",
     "graph_of",
@@ -83,6 +82,7 @@ __all__ = [
     "instruction_tests",
     "keep_after",
     "kernels_of",
+    "kernels_together",
     "lazy_graph_modules",
     "line_mode",
     "load_compiled",
@@ -93,7 +93,9 @@ __all__ = [
     "register_axis_group",
     "resolve_axis_group",
     "save_compiled",
+    "see_one_gpu",
     "snapshot",
+    "start_workers",
     "step_by_step",
     "trace_artifact",
     "unvalidated_distributions",
@@ -338,13 +340,54 @@ def _is_waited_for_elsewhere(node: fx.Node) -> bool:
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
-# where code that Inductor writes for a GPU says which one it is for
-_GPU = re.compile(r"(_DeviceGuard\(|\bset_device\(|\bget_raw_stream\(|\bstream|type='cuda', index=|\bcuda:)\d+")
+@contextmanager
+def kernels_together() -> Iterator[None]:
+    """Let Inductor lower one graph after another while workers compile their Triton kernels; all are ready on exit.
+
+    By itself it waits for the kernels of each graph before it lowers the next. Graphs that have a kernel in common
+    share it: a kernel that a worker returns can be taken once.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.codecache import CodeCacheFuture
+
+    waiting: list[tuple[AsyncCompile, dict[str, Any]]] = []
+    wait = AsyncCompile.wait
+
+    def later(self: AsyncCompile, scope: dict[str, Any]) -> None:
+        waiting.append((self, scope))
+
+    with patch.object(AsyncCompile, "wait", later):
+        yield
+    compiled: dict[CodeCacheFuture, Any] = {}
+    for each, scope in waiting:
+        kernels = {name: value for name, value in scope.items() if isinstance(value, CodeCacheFuture)}
+        scope.update({name: compiled[kernel] for name, kernel in kernels.items() if kernel in compiled})
+        wait(each, scope)
+        compiled |= {kernel: scope[name] for name, kernel in kernels.items()}
 
 
-def for_gpu(source: str, number: int) -> str:
-    """Inductor's code for a GPU, for the one of another number."""
-    return _GPU.sub(lambda found: f"{found[1]}{number}", source)
+def start_workers() -> None:
+    """Start the processes that compile Triton kernels, which takes seconds; Inductor uses them once they are ready."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    AsyncCompile.use_process_pool()
+
+
+def see_one_gpu(number: int) -> int:
+    """Let CUDA see only the GPU `number` of those that this process sees; return the number it has from then on.
+
+    That is 0: what Inductor writes for one rank's GPU is then right for all ranks of a machine. NCCL reaches GPUs that
+    a process does not see. If CUDA has started already, all GPUs stay visible and keep their numbers.
+    """
+    name = "CUDA_VISIBLE_DEVICES"
+    before, count = os.environ.get(name), 0 if torch.version.cuda is None else torch.cuda.device_count()
+    if count < 2 or torch.cuda.is_initialized():
+        return number if count > 1 else 0
+    os.environ[name] = before.split(",")[number].strip() if before else str(number)
+    if torch._C._cuda_getDeviceCount() == 1:
+        return 0
+    os.environ.pop(name) if before is None else os.environ.update({name: before})  # CUDA read it before
+    return number
 
 
 def save_compiled(compiled: Any, source: str) -> bytes:
@@ -358,14 +401,12 @@ def save_compiled(compiled: Any, source: str) -> bytes:
     return pickle.dumps(saved)
 
 
-def load_compiled(saved: bytes, device: torch.device) -> Any:
-    """What `save_compiled` saved, as `compile_inner` returned it, for a device of that kind."""
+def load_compiled(saved: bytes) -> Any:
+    """Return what `compile_inner` returned, from what `save_compiled` saved."""
     from torch._inductor.codecache import PyCodeCache
     from torch._inductor.output_code import CompiledFxGraphConstants
 
     compiled, constants = pickle.loads(saved), CompiledFxGraphConstants()
-    if device.type == "cuda":  # another rank may have compiled it
-        compiled.source_code = for_gpu(compiled.source_code, device.index or 0)
     compiled.cache_key, _ = PyCodeCache.write(compiled.source_code)  # unless it is there as it was
     compiled.after_deserialization(constants)
     compiled.post_compile((), constants, compiled.fx_kwargs)

@@ -36,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=28, help="after which no part begins")
     parser.add_argument("--only", default="*", help="a pattern of part names")
     parser.add_argument("--device", choices=("cuda", "cpu", "none"), default="cuda", help="cpu: small; none: no step")
-    parser.add_argument("--again", type=Path, metavar="RESULTS", help="run the parts that this file has no success of")
+    again = "run the parts that no such file has a success of"
+    parser.add_argument("--again", type=Path, nargs="+", default=(), metavar="RESULTS", help=again)
     parser.add_argument("--list", action="store_true", help="print the parts that fit, with their commands")
     parser.add_argument("--results", type=Path, nargs="+", help=f"{FILE} of one or more calls, for --write")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="write the page of --results and end")
@@ -55,9 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_all(parts, args.device, args.out, args.minutes)
 
 
-def chosen(device: Device, pattern: str, again: Path | None) -> list[Part]:
+def chosen(device: Device, pattern: str, again: Sequence[Path]) -> list[Part]:
     """Return the parts for a device whose names match, without those that a file has a success of."""
-    done = {name for name, result in read(again).results.items() if result.is_done} if again else set()
+    done = {name for path in again for name, result in read(path).results.items() if result.is_done}
     return [p for p in PARTS if p.is_for(device) and fnmatch.fnmatch(p.name, pattern) and p.name not in done]
 
 

@@ -11,12 +11,11 @@ from oracle import compile_lockstep, perceptron, points, squared_error
 from safetensors.torch import load_file
 from short_runs import options, resuming
 
-import compiler_trainer as ct
 from compiler_trainer import checkpoint
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.models.subject import subject
 from compiler_trainer.training import averages, trainer
-from compiler_trainer.training.callbacks import Callback, Run
+from compiler_trainer.training.callbacks import Callback
 from compiler_trainer.training.prepare import read_data
 from compiler_trainer.training.trainer import peek
 
@@ -45,15 +44,14 @@ def plainly(seen, ema):
 def test_they_are_those_of_a_plain_loop():
     data, model = points(), perceptron()
     step = compile_lockstep(model, squared_error, data[0], {"dp_shard": 2, "tp": 2})
-    run, seen = Run(None, step, 0, print), [step.state_dict()]
+    seen, yes, no = [step.state_dict()], torch.tensor(True), torch.tensor(False)
     averages.add(step, (name for name, p in model.named_parameters() if p.requires_grad))
-    follow = averages.Averages(0.75)
-    for number, batch in enumerate(data, 1):
+    for number, batch in enumerate(data):
         step(batch)
         seen.append(step.state_dict())
-        follow.on_step(run, {"step": number})
+        averages.follow(step, 0.75, yes if number else None)
     step(data[0])
-    follow.on_step(run, {"step": 4, "skipped": 1.0})  # whose update was left out
+    averages.follow(step, 0.75, no)  # its update was left out
     found, wanted = step.wholes("ema."), plainly(seen, 0.75)
     del wanted["frozen"]
     assert {name.removeprefix("ema.") for name in found} == wanted.keys()
@@ -104,4 +102,3 @@ def test_they_begin_at_the_weights_of_a_checkpoint_without_any(tmp_path):
     found = checkpoint.read_averaged(tmp_path / "run/checkpoints/step_00000003")
     for name, value in plainly(weights.seen, 0.9).items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
-    assert issubclass(averages.Averages, ct.Callback)

@@ -123,7 +123,7 @@ with stop.Stop(0.0, None) as watch:
 """
 
 
-FIRST = "SIGTERM: the run ends after this step; a second one ends it at once"
+FIRST = "SIGTERM: the run ends after the step under way; a second one ends it at once"
 
 
 def twice(second, repeated_s=60, size=6000):

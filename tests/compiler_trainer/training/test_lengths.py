@@ -14,8 +14,9 @@ from compiler_trainer.config.lengths import steps_of
 from compiler_trainer.config.schema import CheckpointConfig, Config, DataConfig, EvalConfig, TrainConfig, WeightedSource
 from compiler_trainer.config.validate import validate
 from compiler_trainer.data.datasets import build_datasets
+from compiler_trainer.data.loader import Loader
 from compiler_trainer.models import IGNORED_LABEL
-from compiler_trainer.training import trainer
+from compiler_trainer.training import steps, trainer
 from compiler_trainer.training.evaluate import held_out, means
 
 
@@ -44,9 +45,9 @@ def test_epochs_take_each_row_so_often(fake, tmp_path):
     train, data = TrainConfig(steps="2epochs", seq_len=64, global_batch_size=1), DataConfig("synthetic", documents=5, eval_fraction=0.0)
     cfg, seen = options(tmp_path / "run", train=train, data=data, eval=EvalConfig(interval=None)), []
     rows = len(build_datasets(cfg.data, 64, 1).train.rows)
-    original = trainer.next_batch
+    original = Loader.next
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "next_batch", lambda loader: seen.append(loader.taken) or original(loader))
+        patch.setattr(Loader, "next", lambda loader: seen.append(loader.taken) or original(loader))
         trainer.train(cfg)
     assert [record["step"] for record in metrics(tmp_path / "run")][-1] == 2 * rows and seen[-1] == (2 * rows - 1,)
 
@@ -136,7 +137,7 @@ def test_losses_by_source_are_recorded(fake, tmp_path):
 def losses(monkeypatch, *values):
     """What each evaluation finds."""
     left = iter(values)
-    monkeypatch.setattr(trainer, "means", lambda step, batches: ({"loss": next(left)}, 1))
+    monkeypatch.setattr(steps, "means", lambda step, batches: ({"loss": next(left)}, 1))
 
 
 PATIENT = EvalConfig(interval=1, batches=1, patience=2)

@@ -16,7 +16,7 @@ import pytest
 from short_runs import FakeStep, metrics, options, resuming
 
 from compiler_trainer.config.errors import RunError, UserError
-from compiler_trainer.training import loggers, trainer
+from compiler_trainer.training import loggers, steps, trainer
 from compiler_trainer.training.loggers import Kept, accepted, known_as
 
 
@@ -79,7 +79,7 @@ def test_a_logger_of_ones_own_gets_what_metrics_has(fake, tmp_path):
 
 def test_it_is_told_that_a_run_failed(fake, tmp_path, monkeypatch):
     cfg = logging_to(options(tmp_path / "run"), _target_="test_loggers.Lines", path=str(tmp_path / "lines"))
-    monkeypatch.setattr(trainer, "means", lambda step, batches: 1 / 0)
+    monkeypatch.setattr(steps, "means", lambda step, batches: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         trainer.train(cfg)
     assert (tmp_path / "lines").read_text().splitlines()[-1] == "failed"

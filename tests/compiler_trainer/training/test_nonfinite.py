@@ -12,7 +12,7 @@ from short_runs import FakeStep, metrics, options, resuming, timeless
 from compiler_trainer import checkpoint
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.validate import validate
-from compiler_trainer.training import nonfinite, trainer
+from compiler_trainer.training import nonfinite, steps, trainer
 from compiler_trainer.training.nonfinite import Lost
 
 
@@ -90,7 +90,7 @@ def test_a_run_that_was_rolled_back_resumes_to_the_same_bits(tmp_path, monkeypat
         Run(patch, lambda call, w: call == 4)
         cut = policy(options(tmp_path / "cut", steps=8), "rollback")
         normal = trainer.is_due
-        patch.setattr(trainer, "is_due", lambda n, *rest: normal(n, *rest) if n < 7 else 1 / 0)
+        patch.setattr(steps, "is_due", lambda n, *rest: normal(n, *rest) if n < 7 else 1 / 0)
         with pytest.raises(ZeroDivisionError):
             trainer.train(cut)
     Run(monkeypatch, lambda call, w: False)

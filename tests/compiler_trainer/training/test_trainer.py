@@ -30,7 +30,7 @@ from compiler_trainer.config.schema import (
 from compiler_trainer.config.validate import validate
 from compiler_trainer.data.datasets import build_datasets
 from compiler_trainer.step.step import State
-from compiler_trainer.training import prepare, trainer
+from compiler_trainer.training import prepare, steps, trainer
 from compiler_trainer.training.lr_schedule import learning_rate
 from passes.check.runner import PassRecord
 from passes.cost.accounting import Accounting
@@ -79,7 +79,7 @@ def test_padding_counts_as_no_token(fake, tmp_path):
 
 def test_evaluation_is_on_the_same_held_out_rows(fake, tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(trainer, "means", lambda step, batches: seen.append(list(batches)) or ({"loss": 1.0}, 1))
+    monkeypatch.setattr(steps, "means", lambda step, batches: seen.append(list(batches)) or ({"loss": 1.0}, 1))
     trainer.train(options(tmp_path / "run"))
     first, second = seen
     assert len(first) == 2
@@ -134,7 +134,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(packing, fake, tmp_path, m
     trainer.train(whole)
     with monkeypatch.context() as patch:
         normal = trainer.is_due
-        patch.setattr(trainer, "is_due", lambda n, *rest: normal(n, *rest) if n < 6 else 1 / 0)
+        patch.setattr(steps, "is_due", lambda n, *rest: normal(n, *rest) if n < 6 else 1 / 0)
         with pytest.raises(ZeroDivisionError):
             trainer.train(cut)
     assert len(metrics(cut.run.dir)) == 5

@@ -20,6 +20,7 @@ from oracle import batches as rows_of
 from small_programs import Small, cut, ordered
 from torch._inductor import cpu_vec_isa
 from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codecache import LambdaFuture
 
 from compiler_trainer import compile_step
 from passes.lower import inductor, kernels, miscompilations
@@ -33,6 +34,7 @@ from passes.program import ir
 from passes.program.bodies import calls_of
 from passes.program.layer import Layer
 from passes.program.stages import Stage
+from passes.program.torch_private import kernels_together
 
 aten = torch.ops.aten
 F32 = torch.float32
@@ -357,3 +359,21 @@ def test_a_stored_body_is_of_the_passes_as_they_are(tmp_path, monkeypatch):
 def test_known_miscompilations_are_avoided_in_the_versions_that_have_them(version, is_off):
     assert (miscompilations.avoided(version) == {"triton.mix_order_reduction": False}) == is_off
     assert all(each.link.startswith("https://github.com/pytorch/pytorch/issues/") for each in miscompilations.KNOWN)
+
+
+def test_triton_kernels_of_all_bodies_are_waited_for_together():
+    order: list[str] = []
+
+    def kernel(name):
+        return LambdaFuture(lambda: order.append(name) or object())
+
+    shared = kernel("shared")
+    bodies = [{"a": kernel("first"), "b": shared}, {"a": kernel("second"), "b": shared}]
+    with kernels_together():
+        for number, scope in enumerate(bodies):
+            AsyncCompile().wait(scope)
+            order.append(f"lowered {number}")
+    assert order == ["lowered 0", "lowered 1", "first", "shared", "second"]
+    assert bodies[0]["b"] is bodies[1]["b"] and bodies[0]["a"] is not bodies[1]["a"]
+    AsyncCompile().wait(scope := {"a": kernel("later")})
+    assert order[-1] == "later" and not isinstance(scope["a"], LambdaFuture)

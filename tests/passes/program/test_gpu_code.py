@@ -1,48 +1,70 @@
-"""Code and names of compiled bodies are those of a kind of device: ranks of a machine, each on its GPU, share them."""
+"""Ranks of a machine share compiled bodies: each sees one GPU, number 0, which is the number in all generated code."""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 import torch
 from small_programs import Small, cut
-from torch._inductor.codegen.cuda.device_op_overrides import CUDADeviceOpOverrides
-from torch._inductor.runtime.hints import DeviceProperties
 
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.step import ranks
 from passes.program import ir
 from passes.program.bodies import text_of
-from passes.program.torch_private import FakeTensor, for_gpu
+from passes.program.torch_private import FakeTensor, see_one_gpu
 
 aten = torch.ops.aten
 
 
-def written(number: int) -> str:
-    """What Inductor writes for a GPU, wherever it says for which."""
-    ops = CUDADeviceOpOverrides()
-    properties = DeviceProperties(type="cuda", index=number, multi_processor_count=132, cc=90)
-    return f"""
-# Graph fragment: %p0 : Tensor "f32[4, 8][8, 1]cuda:{number}" = PlaceHolder[target=p0]
-triton_poi_fused_add_0 = async_compile.triton('triton_poi_fused_add_0', '''
-    triton_meta={{'signature': {{'in_ptr0': '*fp32', 'xnumel': 'i32'}}, 'device': {properties!r}, 'constants': {{}}}},
-    xindex = xoffset + tl.arange(0, XBLOCK)[:]
-''', device_str='cuda')
-def call(args):
-    with {ops.device_guard(number)}:
-        {ops.set_device(number)}
-        buf0 = empty_strided_cuda((4, 8), (8, 1), torch.float32)
-        stream{number} = get_raw_stream({number})
-        triton_poi_fused_add_0.run(p0, buf0, 32, stream=stream{number})
-        buf10 = torch.ops.aten.full.default([0], 0, dtype=torch.int64, device={torch.device("cuda", number)!r})
-"""
+class Driver:
+    """CUDA of a machine with some GPUs, which reads the visible ones when it is first asked."""
+
+    def __init__(self, monkeypatch, gpus, visible=None):
+        self.gpus, self.started = gpus, None
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(self.visible()))
+        monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: len(self.start()), raising=False)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
+        if visible is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+
+    def visible(self):
+        named = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return named.split(",") if named else [str(n) for n in range(self.gpus)]
+
+    def start(self):
+        self.started = self.started or self.visible()
+        return self.started
 
 
-@pytest.mark.parametrize(("of", "to"), [(0, 3), (3, 0), (1, 11), (12, 2), (5, 5)])
-def test_code_for_a_gpu_becomes_that_for_another(of, to):
-    assert for_gpu(written(of), to) == written(to)
+@pytest.mark.parametrize(("gpus", "visible", "rank", "seen"), [
+    (8, None, 3, ["3"]),
+    (8, "4,5,6,7", 1, ["5"]),
+    (2, "GPU-9a1c, GPU-77e0", 1, ["GPU-77e0"]),
+    (1, None, 0, ["0"]),
+    (8, "6", 3, ["6"]),  # a scheduler that gives each rank its GPU
+])
+def test_a_rank_sees_its_gpu_as_number_0(gpus, visible, rank, seen, monkeypatch):
+    driver = Driver(monkeypatch, gpus, visible)
+    assert see_one_gpu(rank) == 0 and driver.start() == seen
 
 
-def test_code_for_the_cpu_stays():
-    code = "buf0 = empty_strided_cpu((0, 1), (1, 0), torch.float32)\nset_0 = index_0[0]; upstream0 = device(type='cpu')"
-    assert for_gpu(code, 7) == code
+def test_where_cuda_has_started_all_gpus_keep_their_numbers(monkeypatch):
+    driver = Driver(monkeypatch, 8)
+    driver.start()
+    assert see_one_gpu(3) == 3 and "CUDA_VISIBLE_DEVICES" not in os.environ
+
+
+def test_without_a_gpu_nothing_is_set(monkeypatch):
+    Driver(monkeypatch, 0)
+    assert see_one_gpu(3) == 0 and "CUDA_VISIBLE_DEVICES" not in os.environ
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
+    Driver(monkeypatch, 4)
+    with pytest.raises(UserError, match="^LOCAL_RANK: is 4, but this machine has 4 GPUs; start 4 ranks on it"):
+        ranks.gpu_of_rank.__wrapped__(4)
 
 
 def test_bodies_of_ranks_on_different_gpus_have_one_text():

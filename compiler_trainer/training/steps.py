@@ -1,0 +1,104 @@
+"""The steps of a run. On a GPU each is launched before the host reads the results of the step before.
+
+While the device computes step n, the host makes batch n + 1, launches step n + 1, and only then waits for the results
+of step n. The next step waits for step n to be read if something looks at the state after step n: a validation, a
+checkpoint, a comparison of replicas, or a callback with an `on_step` of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from compiler_trainer.config.schema import Config
+from compiler_trainer.data.datasets import Datasets
+from compiler_trainer.step.step import Step
+from compiler_trainer.training import averages
+from compiler_trainer.training.evaluate import held_out, means
+from compiler_trainer.training.lr_schedule import rates
+from compiler_trainer.training.meters import Launched, Meters
+from compiler_trainer.training.metrics import Record
+from compiler_trainer.training.nonfinite import Judge, Lost
+from compiler_trainer.training.prepare import Start
+from compiler_trainer.training.progress import announce
+from compiler_trainer.training.spikes import Spikes
+from compiler_trainer.training.trace import Trace
+
+ASYNCHRONOUS = ("cuda",)  # types of devices that compute while the host goes on
+
+
+class Steps:
+    """Takes steps and yields their records; `looks` tells after which steps something looks at the state.
+
+    `launched` is the step that the device computes while a record is yielded, None if there is none.
+    """
+
+    def __init__(self, cfg: Config, step: Step, datasets: Datasets, meters: Meters, looks: Callable[[int], bool]):
+        self.cfg, self.step, self.datasets, self.meters, self.looks = cfg, step, datasets, meters, looks
+        self.is_ahead = step.device.type in ASYNCHRONOUS
+        self.launched: Launched | None = None
+        self.rate = rates(cfg)
+
+    def stay(self) -> None:
+        """Launch no further step before the results of the last one are read."""
+        self.is_ahead = False
+
+    def is_followed(self, number: int) -> bool:
+        """Return whether the next step is launched before the results of step `number` are read."""
+        return self.is_ahead and number < self.cfg.train.steps and not self.looks(number)
+
+    def records(self, start: Start) -> Iterator[Record]:
+        """Take the steps from `start` to `train.steps`, and yield what each measured; raises Lost.
+
+        After Lost the data go on behind the step that was lost, even if a later step was launched.
+        """
+        self.trace, self.judge, self.spikes = Trace(self.cfg, self.step, start.step), Judge(self.cfg), Spikes()
+        self.launched, number, tokens = None, start.step, start.tokens
+        while number < self.cfg.train.steps or self.launched:
+            last: Launched | None = self.launched
+            self.launched = None
+            if number < self.cfg.train.steps if last is None else self.is_followed(last.number):
+                number += 1
+                with self.trace.around(number):
+                    self.launched = self.launch(number)
+                    for step in (last, None if self.is_followed(number) else self.launched):
+                        if step is not None:
+                            step.results.read()
+            if last is not None:
+                tokens += last.tokens
+                try:
+                    record = self.record(last, tokens)
+                except Lost:
+                    self.datasets.train.load_state_dict(last.data)
+                    raise
+                yield record
+
+    def launch(self, number: int) -> Launched:
+        """Launch update `number`, from fetching its batch on."""
+        launched = self.meters.launch(number, self.datasets.train, self.rate(number))
+        if self.cfg.train.ema is not None:
+            averages.follow(self.step, self.cfg.train.ema, self.is_applied(launched))
+        return launched
+
+    def is_applied(self, launched: Launched) -> Tensor | None:
+        """Return whether a launched update changes the parameters, bool[] on the device; None if each one does."""
+        norm = launched.results.numbers.get("grad_norm")
+        return torch.isfinite(norm) if norm is not None and self.cfg.train.nonfinite == "skip" else None
+
+    def record(self, launched: Launched, tokens: int) -> Record:
+        """Return what a step measured, with the validation that is due after it; raises Lost."""
+        record = {"step": launched.number, "tokens": tokens, **self.meters.read(launched)}
+        if self.datasets.eval is not None and is_due(launched.number, self.cfg.eval.interval, self.cfg.train.steps):
+            measured, _ = means(self.step, held_out(self.datasets.eval, self.cfg.eval.batches))
+            record |= {f"eval_{name}": value for name, value in measured.items()}
+        record = self.judge.finite(record)
+        if "loss" in record and (remark := self.spikes.said(launched.number, record["loss"])):
+            announce(remark)
+        return record
+
+
+def is_due(number: int, interval: int | None, last: int) -> bool:
+    """Return whether something happens after step `number`: every `interval` steps and after the last."""
+    return interval is not None and (number % interval == 0 or number == last)
