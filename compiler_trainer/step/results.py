@@ -1,4 +1,4 @@
-"""Numbers that a device computes, read by the host as late as possible."""
+"""Numbers that a device computes, read by the host as late as possible, and when the device got there."""
 
 from __future__ import annotations
 
@@ -9,30 +9,40 @@ import torch
 from torch import Tensor
 
 
+class Moment:
+    """A moment in the work of a device: when it has done all that was launched before."""
+
+    def __init__(self, device: torch.device):
+        self.at = time.perf_counter()
+        self.event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        if self.event is not None:
+            self.event.record()
+
+    def wait(self) -> None:
+        """Wait until the device is there."""
+        if self.event is not None:
+            self.event.synchronize()
+
+    def until(self, later: Moment) -> float:
+        """Return the seconds from this moment to a later one that was waited for."""
+        if self.event is not None and later.event is not None:
+            return self.event.elapsed_time(later.event) / 1e3
+        return later.at - self.at
+
+
 class Results:
     """Named numbers on their way from the device to the host, which goes on meanwhile.
 
-    `numbers` are fp64[] each, on the device. The copy waits for what was launched before it, and for nothing later.
+    `numbers` are fp64[] each, on the device. They arrive when all that was launched before is done; `end` is when.
     """
 
-    def __init__(self, numbers: Mapping[str, Tensor]):
+    def __init__(self, numbers: Mapping[str, Tensor], device: torch.device):
         self.numbers = dict(numbers)
-        self.on_host: dict[str, float] | None = None
-        self.read_at = 0.0  # of time.perf_counter
-        if numbers:
-            row = torch.stack([*numbers.values()])
-            self.row = row.to("cpu", non_blocking=True)  # from a GPU, into pinned memory
-            self.copied = torch.cuda.Event() if row.is_cuda else None
-            if self.copied is not None:
-                self.copied.record()
+        self.row = torch.stack([*numbers.values()]) if numbers else torch.empty(0, dtype=torch.float64)
+        self.row = self.row.to("cpu", non_blocking=True)  # from a GPU, into pinned memory
+        self.end = Moment(device)
 
     def read(self) -> dict[str, float]:
         """Return the numbers, once the device has computed them; the host waits for it here and nowhere else."""
-        if self.on_host is None:
-            self.on_host = {}
-            if self.numbers:
-                if self.copied is not None:
-                    self.copied.synchronize()
-                self.on_host = dict(zip(self.numbers, self.row.tolist(), strict=True))
-            self.read_at = time.perf_counter()
-        return dict(self.on_host)
+        self.end.wait()
+        return dict(zip(self.numbers, self.row.tolist(), strict=True))

@@ -136,7 +136,7 @@ class Step:
         numbers = self.summed(self.take(self.training, self.train, batch, rate, count), self.train)
         for local, value in before:
             local.copy_(torch.where(torch.isfinite(numbers["grad_norm"]), local, value))
-        return Results(numbers)
+        return Results(numbers, self.device)
 
     def summed(self, values: Mapping[str, list[Tensor]], programs: Mapping[str, Compiled]) -> dict[str, Tensor]:
         """Return the numbers among the results of microbatches as those of the whole batch, fp64[] on the device."""
@@ -200,7 +200,7 @@ class Step:
 
     def measure(self, batch: Mapping[str, Tensor]) -> dict[str, float]:
         """The mean loss of a global batch and its metrics, nothing changed."""
-        return Results(self.summed(self.evaluated(batch), self.evaluation)).read()
+        return Results(self.summed(self.evaluated(batch), self.evaluation), self.device).read()
 
     def rows(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What the loss returns for each row of a global batch beside its metrics, [rows], nothing changed."""

@@ -10,7 +10,7 @@ from torch.autograd.profiler import record_function
 from compiler_trainer.config.schema import Config
 from compiler_trainer.data.loader import Loader, LoaderState
 from compiler_trainer.models.subject import Subject
-from compiler_trainer.step.results import Results
+from compiler_trainer.step.results import Moment, Results
 from compiler_trainer.step.step import Step
 from compiler_trainer.training.load import unevenness
 from compiler_trainer.training.memory import PeakMemory
@@ -24,13 +24,13 @@ from compiler_trainer.training.speed import speed
 class Launched:
     """A step that was launched, and the measurements that need no result of it.
 
-    `began` is when its batch was asked for, after which the host waited `waited` seconds for it. `tokens` are those of
-    its batch that are no padding, `data` is where the loader stands after it.
+    `began` is when its batch was asked for and the device was done with the step before; the host waited `waited`
+    seconds for the batch. `tokens` are those of the batch that are no padding, `data` is where the loader stands then.
     """
 
     number: int
     lr: float
-    began: float
+    began: Moment
     waited: float
     results: Results
     loads: Results  # of routers
@@ -47,20 +47,19 @@ class Meters:
         self.flops = trained.flops_per_token(cfg.train.seq_len)
         self.memory = PeakMemory(step.device, (t for state in step.state.values() for t in state.local.values()))
         self.pace = Pace(cfg, step.device.type == "cuda")
-        self.read_at = 0.0  # when the results of the step before were there
 
     def launch(self, number: int, loader: Loader, lr: float) -> Launched:
         """Launch step `number` on the next batch."""
 
         def begin() -> Launched:
-            began = time.perf_counter()
+            began, asked = Moment(self.step.device), time.perf_counter()
             with record_function(DATA):
                 batch = loader.next()
-            waited = time.perf_counter() - began
+            waited = time.perf_counter() - asked
             results = self.step.launch(batch, lr)
             rank = self.step.ranks[0]
             buffers = {name: state.local[rank] for name, state in self.step.state.items() if rank in state.local}
-            loads = Results(unevenness(buffers))
+            loads = Results(unevenness(buffers), self.step.device)
             return Launched(number, lr, began, waited, results, loads, loader.state_dict(), loader.filled)
 
         launched, pace = self.pace.during(number, lambda: self.memory.during(begin), lambda step: step.results.read())
@@ -68,13 +67,8 @@ class Meters:
         return launched
 
     def read(self, launched: Launched) -> Record:
-        """Return what was measured of a step, once the device has taken it.
-
-        A step lasts from the end of the one before, or from when its batch was asked for if that was later.
-        """
+        """Return what was measured of a step, once the device has taken it."""
         result = {**launched.results.read(), **launched.loads.read(), "lr": launched.lr}
-        ended = launched.results.read_at
-        seconds = ended - max(launched.began, self.read_at)
-        self.read_at = ended
+        seconds = launched.began.until(launched.results.end)
         times = {**speed(self.cfg, self.flops, launched.tokens, seconds), "data_ms": 1e3 * launched.waited}
         return {**result, **times, **launched.measured}

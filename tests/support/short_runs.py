@@ -75,7 +75,7 @@ class FakeStep:
         return {"loss": float(batch["tokens"].float().mean() * self.state["model.w"].local[0].sum())}
 
     def launch(self, batch, lr):
-        return Results({name: torch.tensor(value, dtype=torch.float64) for name, value in self(batch, lr).items()})
+        return Results({name: torch.tensor(value, dtype=torch.float64) for name, value in self(batch, lr).items()}, self.device)
 
     def __call__(self, batch, lr):
         loss = self.measure(batch)["loss"]

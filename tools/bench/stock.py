@@ -28,6 +28,7 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import Config, ModelConfig, OptimConfig
 from compiler_trainer.models.attention import Attention, rotary_tables
 from compiler_trainer.models.llama import Block, Llama
+from compiler_trainer.models.loss import PADDING_DOCUMENT
 from compiler_trainer.pipeline import DTYPES
 from compiler_trainer.training.trainer import local_device
 from passes.program.torch_private import context_parallel_internals
@@ -49,8 +50,9 @@ class StockLlama(Llama):
         x = self.tok_embeddings(tokens)
         cos, sin = rotary_tables(self.cfg, positions)
         mask, balances = self.mask(documents), []
+        is_real = None if documents is None or self.cfg.experts is None else documents != PADDING_DOCUMENT
         for layer in self.layers:
-            x, balance = layer(x, cos, sin, mask)
+            x, balance = layer(x, cos, sin, mask, is_real)
             balances += [] if balance is None else [balance]
         x = self.norm(x)
         logits = F.linear(x, self.tok_embeddings.weight) if self.output is None else self.output(x)

@@ -13,7 +13,7 @@ from compiler_trainer.training import load
 
 def unevenness(buffers):
     """The metrics, read."""
-    return Results(load.unevenness(buffers)).read()
+    return Results(load.unevenness(buffers), torch.device("cpu")).read()
 
 
 def test_of_even_shares_and_of_one_expert_that_takes_all():

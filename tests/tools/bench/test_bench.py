@@ -10,9 +10,14 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+import torch
 
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.config.schema import ExpertsConfig, ModelConfig
+from compiler_trainer.models.llama import Llama
+from compiler_trainer.models.loss import PADDING_DOCUMENT
 from tools.bench import command
+from tools.bench.stock import StockLlama
 
 TINY = (
     "lower.backend=eager model.dim=8 model.n_layers=1 model.n_heads=2 model.n_kv_heads=2 model.ffn_dim=8 "
@@ -157,3 +162,14 @@ def test_a_cold_start_that_hangs_is_ended_too(tmp_path):
     args = options(ranks=2, steps=1, timeout_s=1, overrides=[*TINY, "mesh.dp_shard=2"])
     assert command.Job("eager", 2, args, tmp_path, rounds=0).all() == [{"error": "no result after 1 s"}]
     assert not jobs_of(tmp_path)
+
+
+@pytest.mark.parametrize("experts", [None, ExpertsConfig(count=4, top_k=2, width=16, balance_loss=0.1)], ids=["dense", "experts"])
+def test_the_stock_model_computes_what_ours_does(experts):
+    cfg = ModelConfig(dim=32, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=48, vocab_size=64, experts=experts)
+    ours, stock = Llama(cfg), StockLlama(cfg)
+    stock.load_state_dict(ours.state_dict())
+    tokens, documents = torch.randint(64, (2, 16)), torch.zeros(2, 16, dtype=torch.int64)
+    documents[:, 12:] = PADDING_DOCUMENT
+    given = tokens, torch.arange(16).expand(2, -1), documents
+    torch.testing.assert_close(stock(*given), ours(*given), rtol=0, atol=1e-6)
