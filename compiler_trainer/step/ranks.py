@@ -63,6 +63,11 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+def place_in_job() -> tuple[int, int]:
+    """This process's rank, and the number of ranks; 0 and 1 without a process group."""
+    return rank(), dist.get_world_size() if dist.is_initialized() else 1
+
+
 def local_device() -> torch.device:
     """Where this rank computes."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
