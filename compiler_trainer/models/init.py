@@ -63,7 +63,8 @@ class Normal:
 
     def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
         """Draw the entries of a rectangle, on the CPU cores of this rank."""
-        places = [range(size)[cut] for size, cut in itertools.zip_longest(self.shape, index, fillvalue=slice(None))]
+        whole = [slice(None)] * (len(self.shape) - len(index))
+        places = [range(size)[cut] for size, cut in zip(self.shape, [*index, *whole])]
         drawn = torch.empty([len(place) for place in places], dtype=self.dtype)
         if not drawn.numel():
             return drawn
