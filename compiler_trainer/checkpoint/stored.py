@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,9 +34,8 @@ from compiler_trainer.checkpoint.pieces import Rectangle, what_is_wrong
 from compiler_trainer.config.errors import UserError
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A rectangle of a tensor in a file."""
+class Piece(NamedTuple):
+    """A rectangle of a tensor in a file; a tuple, because ranks send each other many."""
 
     file: Path
     key: str  # its name there

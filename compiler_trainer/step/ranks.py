@@ -18,6 +18,7 @@ from passes.program.torch_private import gloo_of_one_thread
 
 T = TypeVar("T")
 POLL_S = 0.1
+POLLS_PER_S = 10_000  # of all ranks together: one process answers them
 RECORDED = "2000"  # collectives that NCCL's flight recorder keeps
 QUEUES = "32"  # of the device: fewer than streams have kernels wait behind a transfer of another stream (CUDA has 8)
 PATIENCE = timedelta(hours=1)  # of ranks for others that compile; who hangs in a step, `run.timeout_s` tells before
@@ -104,7 +105,7 @@ def first_of_each_machine_first(make: Callable[[], T]) -> T:
         finally:
             store.add(done, 1)
     while store.add(done, 0) * on_machine < dist.get_world_size():  # a wait in the store would end after minutes
-        time.sleep(POLL_S)
+        time.sleep(max(POLL_S, dist.get_world_size() / POLLS_PER_S))
     return made if local == 0 else make()
 
 
