@@ -45,7 +45,6 @@ LARGE = (
 )  # fmt: skip
 PER_MACHINE = 8
 DRAWN_BYTES = 4  # of an entry, in float32
-MOMENTS = 2
 
 
 @dataclass
@@ -87,17 +86,17 @@ def groups_by_all(mesh: Mesh, programs: Mapping[str, ir.Program]) -> int:
 
 
 def parameters_of(programs: Mapping[str, ir.Program], stage_of: Mapping[str, int]) -> dict[str, tuple[Spec, int]]:
-    """(placement, first stage) of each parameter."""
-    found: dict[str, tuple[Spec, int]] = {}
+    """Return the placement and the first stage of each parameter."""
+    placed: dict[str, tuple[Spec, int]] = {}
     for name, program in programs.items():
         for given in program.inputs:
             if given.kind == "parameter":
-                known = found.setdefault(state_name(given), (stored(given), stage_of[name]))
-                found[state_name(given)] = known[0], min(known[1], stage_of[name])
-    return found
+                known = placed.setdefault(state_name(given), (stored(given), stage_of[name]))
+                placed[state_name(given)] = known[0], min(known[1], stage_of[name])
+    return placed
 
 
-def held(spec: Spec, mesh: Mesh, rank: int) -> int:
+def entries_of(spec: Spec, mesh: Mesh, rank: int) -> int:
     """The entries of a tensor that a rank of a stage stores, without padding."""
     return sum(prod(box.size) for box in boxes(spec, mesh, mesh.coordinates(rank)))
 
@@ -106,12 +105,12 @@ def files_read(rank: int, specs: Mapping[str, Spec], mesh: Mesh) -> int:
     """The files that a rank reads on the mesh that wrote them: those that hold a piece of its own parameters."""
     like = torch.empty(0, dtype=torch.float32)
     state: Placed = {name: (spec, dict.fromkeys(range(mesh.world_size), like)) for name, spec in specs.items()}
-    mine = {name: boxes(spec, mesh, mesh.coordinates(rank)) for name, spec in specs.items()}
+    wanted = {name: boxes(spec, mesh, mesh.coordinates(rank)) for name, spec in specs.items()}
 
     def is_read(writer: int) -> bool:
         for name, piece in written_by(writer, state, mesh):
             place = piece.offset, piece.size
-            if any(overlap(place, (box.offset, box.size)) is not None for box in mine[name]):
+            if any(overlap(place, (box.offset, box.size)) is not None for box in wanted[name]):
                 return True
         return False
 
@@ -119,7 +118,7 @@ def files_read(rank: int, specs: Mapping[str, Spec], mesh: Mesh) -> int:
 
 
 def rows(cfg: Config, rank: int = 0) -> Iterator[tuple[str, Any, Any]]:
-    """(Quantity, if all ranks do everything, as it is) of a rank of the first stage."""
+    """Yield the name of a quantity, its value if each rank does everything, and its value for a rank of stage 0."""
     trained, mesh = subject(cfg), mesh_of(cfg.mesh)
     captured, _ = compilation(cfg, trained).programs(evaluate=False)
     programs = {name: program for name, (program, _) in captured.items()}
@@ -132,9 +131,9 @@ def rows(cfg: Config, rank: int = 0) -> Iterator[tuple[str, Any, Any]]:
     placed = parameters_of(programs, stage_of)
     total = sum(prod(spec.shape) for spec, _ in placed.values())
     here = {name: spec for name, (spec, stage) in placed.items() if stage == 0}
-    mine = sum(held(spec, flat, rank) for spec in here.values())
-    yield "numbers that a rank draws", total, mine
-    yield "bytes that it draws", total * DRAWN_BYTES, mine * DRAWN_BYTES
+    share = sum(entries_of(spec, flat, rank) for spec in here.values())
+    yield "numbers that a rank draws", total, share
+    yield "bytes that it draws", total * DRAWN_BYTES, share * DRAWN_BYTES
     ranks = mesh.world_size
     yield "checkpoint headers that a rank reads", ranks, -(-ranks // ranks)
     yield "headers that all ranks read", ranks * ranks, ranks

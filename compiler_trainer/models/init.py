@@ -51,7 +51,7 @@ def initial_std(name: str, n_layers: int) -> float:
 
 @dataclass(frozen=True)
 class Normal:
-    """A tensor of normal numbers, drawn in float32 and cast to `dtype`, of which each slice is drawn alone.
+    """The normal numbers of a tensor, drawn in float32 and cast to `dtype`; each slice is drawn alone.
 
     An entry depends on `seed` and on its index in the full tensor.
     """
@@ -101,7 +101,7 @@ def bits(seed: int, spans: Sequence[tuple[int, int]]) -> NDArray[np.uint64]:
 
 
 def box_muller(numbers: NDArray[np.uint64], std: float) -> NDArray[np.float32]:
-    """Two independent normal numbers from the upper 24 bits of each half of a 64-bit number, fp32 [2 N].
+    """Return two independent normal numbers for each 64-bit number, by the upper 24 bits of its halves, fp32 [2 N].
 
     Box and Muller, A note on the generation of random normal deviates, 1958.
     """
@@ -137,10 +137,10 @@ def runs(shape: Sequence[int], places: Sequence[range]) -> Iterator[Run]:
         yield from ((first + at, min(CHUNK, count - at)) for at in range(0, count, CHUNK))
 
 
-def in_batches(found: Iterable[Run]) -> Iterator[list[Run]]:
+def in_batches(of_slice: Iterable[Run]) -> Iterator[list[Run]]:
     """Group runs in order, up to `CHUNK` entries together."""
     batch, size = list[Run](), 0
-    for run in found:
+    for run in of_slice:
         if batch and size + run[1] > CHUNK:
             yield batch
             batch, size = [], 0

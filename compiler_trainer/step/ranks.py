@@ -65,7 +65,7 @@ def rank() -> int:
 
 
 def place_in_job() -> tuple[int, int]:
-    """This process's rank, and the number of ranks; 0 and 1 without a process group."""
+    """Return this process's rank and the number of ranks; 0 and 1 without a process group."""
     return rank(), dist.get_world_size() if dist.is_initialized() else 1
 
 
