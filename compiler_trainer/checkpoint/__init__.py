@@ -14,10 +14,18 @@ for what each knows by itself: a placement says what every rank holds of a tenso
 from compiler_trainer.checkpoint.elsewhere import Elsewhere, bring_newest
 from compiler_trainer.checkpoint.index import Damaged, TrainState
 from compiler_trainer.checkpoint.listing import aside, complete, number_of, set_aside
-from compiler_trainer.checkpoint.load import load, load_averaged, load_model, on_all_ranks, read_averaged, read_model
+from compiler_trainer.checkpoint.load import (
+    load,
+    load_averaged,
+    load_model,
+    on_all_ranks,
+    opened,
+    read_averaged,
+    read_model,
+)
 from compiler_trainer.checkpoint.save import SaveError, Saver
 from compiler_trainer.checkpoint.sender import Sender
-from compiler_trainer.checkpoint.stored import Checkpoint, check_format, opened
+from compiler_trainer.checkpoint.stored import Checkpoint, check_format
 from compiler_trainer.checkpoint.verify import check, check_all
 
 __all__ = [

@@ -11,9 +11,17 @@ from torch import Tensor
 
 from compiler_trainer.checkpoint.index import BY_NAME, Damaged, FullTensor
 from compiler_trainer.checkpoint.pieces import Placed, Rectangle, Stateful, overlap, state_of
-from compiler_trainer.checkpoint.stored import Checkpoint, Piece, opened
+from compiler_trainer.checkpoint.stored import (
+    Checkpoint,
+    Piece,
+    check_complete,
+    index_at,
+    opened_alone,
+    pieces_of,
+    put_together,
+)
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.step.ranks import gather
+from compiler_trainer.step.ranks import gather, place_in_job
 from passes.program.spec import boxes
 
 MODEL, AVERAGE = "model.", "ema."  # how names of parameters and buffers begin, and of averages of parameters
@@ -21,6 +29,20 @@ SHOWN = 3  # differences named in an error
 
 T = TypeVar("T")
 Target = tuple[Rectangle, Tensor]  # where it lies in the full tensor, and a view to write into
+
+
+def opened(path: Path) -> Checkpoint:
+    """The checkpoint at `path`, nothing read but the index and headers; every rank calls.
+
+    A header is read by one rank of the job, and by one rank a tensor's pieces are compared with its shape. Raises
+    UserError where there is no checkpoint, and Damaged on all ranks where it is not what was written.
+    """
+    number, ranks = place_in_job()
+    index = on_all_ranks(lambda: index_at(path))
+    pieces = on_all_ranks(lambda: pieces_of(path, index, list(index.files)[number::ranks]))
+    stored = put_together(path, index, (piece for of_rank in gather(pieces) for piece in of_rank))
+    on_all_ranks(lambda: check_complete(stored, list(index.tensors)[number::ranks]))
+    return stored
 
 
 def load(step: Stateful, stored: Checkpoint, may_lack: Set[str] = frozenset()) -> None:
@@ -38,7 +60,7 @@ def load(step: Stateful, stored: Checkpoint, may_lack: Set[str] = frozenset()) -
 
 def load_model(step: Stateful, path: Path) -> None:
     """Fill parameters and buffers alone; those that the checkpoint left out, as frozen, keep theirs."""
-    stored = on_all_ranks(lambda: opened(path))
+    stored = opened(path)
     state = {name: placed for name, placed in state_of(step).items() if name in stored.index.tensors}
     check_tensors(kinds(state), {name: stored.index.tensors[name] for name in state}, stored.path)
     on_all_ranks(lambda: fill(step, state, stored))
@@ -47,7 +69,7 @@ def load_model(step: Stateful, path: Path) -> None:
 def load_averaged(step: Stateful, path: Path) -> None:
     """The same, with the averages of weights in the place of those that have one; raises UserError where none has."""
     load_model(step, path)
-    stored = on_all_ranks(lambda: opened(path))
+    stored = opened(path)
     averages, state = averages_of(stored), state_of(step)
     here = {name: dtype for name, dtype in averages.items() if name in state}  # not those of other stages
     on_all_ranks(lambda: fill_narrowed(step, here, state, stored))
@@ -55,12 +77,12 @@ def load_averaged(step: Stateful, path: Path) -> None:
 
 def read_model(path: Path) -> dict[str, Tensor]:
     """Full parameters and buffers of a checkpoint, by the model's own names, in this process."""
-    return read_named(opened(path), MODEL)
+    return read_named(opened_alone(path), MODEL)
 
 
 def read_averaged(path: Path) -> dict[str, Tensor]:
     """The same, with the averages of weights in the place of those that have one; raises UserError where none has."""
-    stored = opened(path)
+    stored = opened_alone(path)
     averages_of(stored)
     model, averages = read_named(stored, MODEL), read_named(stored, AVERAGE)
     return model | {name: average.to(model[name].dtype) for name, average in averages.items()}

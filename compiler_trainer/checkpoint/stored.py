@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,9 +34,8 @@ from compiler_trainer.checkpoint.pieces import Rectangle, what_is_wrong
 from compiler_trainer.config.errors import UserError
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A rectangle of a tensor in a file."""
+class Piece(NamedTuple):
+    """A rectangle of a tensor in a file; a tuple, because ranks send each other many."""
 
     file: Path
     key: str  # its name there
@@ -55,6 +55,9 @@ class Piece:
         return torch.view_as_complex(tensor) if self.dtype.is_complex else tensor
 
 
+Named = tuple[str, Piece]  # with the name of its tensor
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint of which index and headers are whole, and the pieces of each tensor make it up."""
@@ -64,24 +67,46 @@ class Checkpoint:
     pieces: dict[str, list[Piece]]
 
 
-def opened(path: Path) -> Checkpoint:
-    """The checkpoint at `path`, nothing read but what describes it.
+def opened_alone(path: Path) -> Checkpoint:
+    """The checkpoint at `path`, nothing read but the index and the headers of all files, by this process.
 
     Raises UserError where there is none, Damaged where it is not what was written.
     """
+    index = index_at(path)
+    stored = put_together(path, index, pieces_of(path, index, index.files))
+    check_complete(stored, index.tensors)
+    return stored
+
+
+def index_at(path: Path) -> Index:
+    """The index of the checkpoint at `path`; raises UserError where there is none, Damaged where it is another's."""
     if not (path / FILE).is_file():
         raise no_checkpoint(path)
     index = read_index(path)
     if is_name(path) and number_of(path) != index.step:
         raise Damaged(str(path), f"is of step {index.step}, not of the one in its name; give it its own name back")
-    pieces: dict[str, list[Piece]] = defaultdict(list)
-    for name, file in index.files.items():
-        for tensor, piece in pieces_in(path / name, file, index):
-            pieces[tensor].append(piece)
-    for name, full in index.tensors.items():
-        if wrong := what_is_wrong(full.shape, (piece.place for piece in pieces[name])):
-            raise Damaged(str(path), f"{name} {wrong}")
-    return Checkpoint(path, index, dict(pieces))
+    return index
+
+
+def pieces_of(path: Path, index: Index, files: Iterable[str]) -> list[Named]:
+    """The pieces in some files of a checkpoint, by their headers; raises Damaged."""
+    return [named for name in files for named in pieces_in(path / name, index.files[name], index)]
+
+
+def put_together(path: Path, index: Index, pieces: Iterable[Named]) -> Checkpoint:
+    """The checkpoint that pieces belong to, which may not make up its tensors."""
+    by_tensor: dict[str, list[Piece]] = defaultdict(list)
+    for tensor, piece in pieces:
+        by_tensor[tensor].append(piece)
+    return Checkpoint(path, index, dict(by_tensor))
+
+
+def check_complete(stored: Checkpoint, tensors: Iterable[str]) -> None:
+    """Raise Damaged if the pieces of one of some tensors do not make it up."""
+    for name in tensors:
+        rectangles = (piece.place for piece in stored.pieces.get(name, ()))
+        if wrong := what_is_wrong(stored.index.tensors[name].shape, rectangles):
+            raise Damaged(str(stored.path), f"{name} {wrong}")
 
 
 def check_format(folder: Path) -> None:
@@ -104,7 +129,7 @@ def no_checkpoint(path: Path) -> UserError:
     return UserError(str(path), f"is no checkpoint, for it has no {FILE}{fix}")
 
 
-def pieces_in(path: Path, entry: File, index: Index) -> Iterator[tuple[str, Piece]]:
+def pieces_in(path: Path, entry: File, index: Index) -> Iterator[Named]:
     """(tensor, piece) of a file whose length and header are those of its entry in the index."""
     try:
         size = path.stat().st_size
@@ -132,7 +157,7 @@ def read_header(path: Path, size: int) -> bytes:
 
 def piece_of(
     path: Path, key: str, code: str, shape: tuple[int, ...], digests: dict[str, str], index: Index
-) -> tuple[str, Piece]:
+) -> Named:
     """(tensor, piece) that a file has under the name `key`, as `model.wq@0,128`."""
     name, _, numbers = key.rpartition("@")
     full = index.tensors.get(name)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from compiler_trainer.checkpoint.index import FILE, Damaged
 from compiler_trainer.checkpoint.listing import complete
-from compiler_trainer.checkpoint.stored import opened
+from compiler_trainer.checkpoint.stored import opened_alone
 
 
 def check_all(folder: Path) -> Iterator[tuple[Path, str, bool]]:
@@ -25,7 +25,7 @@ def check_all(folder: Path) -> Iterator[tuple[Path, str, bool]]:
 
 def check(path: Path) -> str:
     """What a checkpoint holds, in a few words; raises Damaged, or UserError where there is none."""
-    stored = opened(path)
+    stored = opened_alone(path)
     for pieces in stored.pieces.values():
         for piece in pieces:
             piece.read()

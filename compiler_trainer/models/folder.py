@@ -7,7 +7,7 @@ import logging
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -135,11 +135,15 @@ def further_terms(model: Any, out: Any) -> Iterator[tuple[float, Tensor]]:
 
 
 def initial(kept: Mapping[str, Stored] | None, module: nn.Module, seed: int) -> Iterator[tuple[str, Value]]:
-    """Every parameter and buffer of a skeleton, as the folder has it, or drawn by name where none are `kept`."""
+    """Every parameter and buffer of a skeleton, as the folder has it, or drawn by name where none are `kept`.
+
+    A parameter is drawn when some of it is first read. Only transformers knows how: a rank draws all of it or nothing.
+    """
     for name, parameter in module.named_parameters():
         own = unwrapped(name.removeprefix(ADAPTED))
         if ".lora_" in name or kept is None:
-            yield name, drawn(module, name, parameter, seed)
+            draw = cache(partial(drawn, module, name, parameter, seed))
+            yield name, Made(tuple(parameter.shape), torch.float32, draw)
         else:
             yield name, kept[own]
     for name, buffer in module.named_buffers():

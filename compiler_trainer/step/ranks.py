@@ -20,6 +20,7 @@ from passes.program.torch_private import gloo_of_one_thread, see_one_gpu
 
 T = TypeVar("T")
 POLL_S = 0.1
+POLLS_PER_S = 10_000  # of all ranks together: one process answers them
 RECORDED = "2000"  # collectives that NCCL's flight recorder keeps
 QUEUES = "32"  # of the device: fewer than streams have kernels wait behind a transfer of another stream (CUDA has 8)
 PATIENCE = timedelta(hours=1)  # of ranks for others that compile; who hangs in a step, `run.timeout_s` tells before
@@ -76,6 +77,11 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+def place_in_job() -> tuple[int, int]:
+    """Return this process's rank and the number of ranks; 0 and 1 without a process group."""
+    return rank(), dist.get_world_size() if dist.is_initialized() else 1
+
+
 def local_device() -> torch.device:
     """Where this rank computes."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -112,7 +118,7 @@ def first_of_each_machine_first(make: Callable[[], T]) -> T:
         finally:
             store.add(done, 1)
     while store.add(done, 0) * on_machine < dist.get_world_size():  # a wait in the store would end after minutes
-        time.sleep(POLL_S)
+        time.sleep(max(POLL_S, dist.get_world_size() / POLLS_PER_S))
     return made if local == 0 else make()
 
 

@@ -204,7 +204,7 @@ class ProcessRanks(Staged):
     def neighbours(self, axis: str) -> list[int]:
         """Return the ranks that differ from this one in their coordinate on an axis only."""
         (rank,) = self.ranks
-        return next(members for members in self.mesh.groups(axis) if rank in members)
+        return self.mesh.group(axis, rank)
 
     def name_groups(self) -> None:
         """Register the groups under their communicators' names: another step of this process may be of another mesh."""

@@ -159,15 +159,18 @@ class Mesh:
         _, _, outer = self.part(axis)
         return outer * math.prod(size for _, size in self.sizes[self.axes.index(self.over(axis)[-1]) + 1 :])
 
-    def groups(self, axis: str) -> list[list[int]]:
-        """The groups of ranks that differ in their coordinate on `axis` only, each ordered by it."""
+    def group(self, axis: str, rank: int) -> list[int]:
+        """The ranks that differ from one in their coordinate on `axis` only, ordered by it."""
         base, inner, outer = self.part(axis)
         size, step = self[axis], self.stride(base)
-        groups: dict[tuple[int, int], list[int]] = {}
-        for rank, coordinates in enumerate(self):
-            among = coordinates[base] // size if inner > 1 else coordinates[base] % outer
-            groups.setdefault((among, rank - coordinates[base] * step), []).append(rank)
-        return list(groups.values())
+        place = rank // step % self._size(base)
+        begin = place - place % size if inner > 1 else place % outer
+        return [rank + (begin + i * outer - place) * step for i in range(size)]
+
+    def groups(self, axis: str) -> list[list[int]]:
+        """The groups of ranks that differ in their coordinate on `axis` only, each ordered by it."""
+        groups = (self.group(axis, rank) for rank in range(self.world_size))
+        return [group for rank, group in enumerate(groups) if group[0] == rank]
 
     def __iter__(self) -> Iterator[dict[str, int]]:
         """All coordinates, by rank."""

@@ -125,7 +125,7 @@ def our_step(
 ) -> tuple[Callable[[], float], Callable[[], list[Tensor]], Callable[[], float]]:
     """Our step, the tensors that live from one to the next, and what measures the step's floor, in seconds."""
     model = models.build(decoder_of(cfg))
-    weights = models.initial_parameters(model, 0, torch.float32, local_device())  # billions take long on a CPU
+    weights = models.initial_parameters(model, 0, torch.float32)
     step = compile_step(
         model, models.loss_fn, batch,
         mesh=cfg.mesh, optim=cfg.optim, passes=cfg.passes, lower=cfg.lower, initial=weights,

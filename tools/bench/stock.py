@@ -98,7 +98,8 @@ def built(cfg: Config) -> StockLlama:
     """The model with the same weights as every other contender's."""
     with torch.device("meta"):
         model = StockLlama(decoder_of(cfg))
-    weights = dict(models.initial_parameters(model, 0, torch.float32, local_device()))
+    initial = models.initial_parameters(model, 0, torch.float32)
+    weights = {name: torch.as_tensor(value[()], device=local_device()) for name, value in initial}
     model.to_empty(device=local_device()).load_state_dict(weights)
     return model
 

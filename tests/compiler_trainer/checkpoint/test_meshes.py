@@ -12,6 +12,7 @@ from stored_state import FULL, LAYOUTS, WHOLE, FakeStep, assert_same, bits, blan
 
 from compiler_trainer import checkpoint
 from compiler_trainer.checkpoint import pieces
+from compiler_trainer.checkpoint import stored as stored_room
 from compiler_trainer.config.errors import UserError
 from passes.program.mesh import Mesh
 from passes.program.spec import Spec, boxes
@@ -153,6 +154,33 @@ def test_saved_by_processes_read_by_one(name, tmp_path):
     found = blank("three")
     checkpoint.load(found, checkpoint.opened(path))
     assert_same(found, build("three"))
+
+
+def opens_one_header(rank, ranks, path, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
+    read, read_header = [], stored_room.read_header
+    stored_room.read_header = lambda file, size: read.append(file.name) or read_header(file, size)
+    found = checkpoint.opened(path)
+    assert read == [f"rank_{rank:05}.safetensors"]
+    alone = stored_room.opened_alone(path)
+    assert found.index == alone.index and found.pieces.keys() == alone.pieces.keys()
+    assert all({*found.pieces[name]} == {*pieces} for name, pieces in alone.pieces.items())
+    dist.barrier()
+    if rank == 0:
+        file = path / f"rank_{ranks - 1:05}.safetensors"
+        file.write_bytes(file.read_bytes()[:-1])
+    dist.barrier()
+    with pytest.raises(checkpoint.Damaged, match=f"rank_{ranks - 1:05}.safetensors: has .* bytes, and .* were written"):
+        checkpoint.opened(path)
+    dist.destroy_process_group()
+
+
+def test_each_header_is_read_by_one_rank(tmp_path):
+    path = saved(build("four"), tmp_path / "checkpoints")
+    ranks = len(list(path.glob("*.safetensors")))
+    assert ranks > 2
+    mp.spawn(opens_one_header, (ranks, path, tmp_path), nprocs=ranks)
 
 
 def test_shards_own_what_they_should():

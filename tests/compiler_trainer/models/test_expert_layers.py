@@ -364,7 +364,7 @@ def test_experts_start_as_linear_layers_of_their_own_size():
 def test_initial_values_are_there_for_experts_and_buffers():
     cfg = dataclasses.replace(TINY, dim=64, n_layers=8, experts=ExpertsConfig(4, 2, 128, shared=1, bias_rate=0.1))
     model = models.build(cfg, torch.bfloat16)
-    found = dict(models.initial_parameters(model, 3, torch.bfloat16))
+    found = {name: value[()] for name, value in models.initial_parameters(model, 3, torch.bfloat16)}
     assert found.keys() == model.state_dict().keys()
     assert all(found[name].dtype == value.dtype for name, value in model.state_dict().items())
     assert all(found[name].eq(0).all() for name, _ in model.named_buffers())

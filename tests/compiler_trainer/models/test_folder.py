@@ -133,11 +133,22 @@ def test_peft_adds_its_terms_and_trains_nothing_else():
 
 def test_random_weights_depend_on_names_alone():
     cfg = of("qwen3", init="random")
-    draws = [dict(values_of(cfg, models_of_folders.build(cfg, None), seed)) for seed in (3, 3, 4)]
+    build = partial(models_of_folders.build, cfg, None)
+    draws = [{name: value[()] for name, value in values_of(cfg, build(), seed)} for seed in (3, 3, 4)]
     weight = "model.layers.1.mlp.up_proj.weight"
     assert torch.equal(draws[0][weight], draws[1][weight]) and not torch.equal(draws[0][weight], draws[2][weight])
     assert draws[0][weight].std() == pytest.approx(0.02, rel=0.1)
     assert (draws[0]["model.norm.weight"] == 1).all()
+
+
+def test_random_weights_are_drawn_once_and_only_if_they_are_read(monkeypatch):
+    cfg, drawn = of("qwen3", init="random"), []
+    draw = models_of_folders.drawn
+    monkeypatch.setattr(models_of_folders, "drawn", lambda *given: drawn.append(given[1]) or draw(*given))
+    for name, value in values_of(cfg, models_of_folders.build(cfg, None)):
+        if "layers.1." in name:
+            assert torch.equal(value[:1], value[()][:1])
+    assert drawn and all("layers.1." in name for name in drawn) and len(drawn) == len(set(drawn))
 
 
 # ---- what is refused ----------------------------------------------------------------------------------

@@ -161,9 +161,14 @@ def test_loss_is_the_mean_over_labels_that_count():
     torch.testing.assert_close(loss.double(), torch.stack(counted).mean(), atol=1e-6, rtol=1e-6)
 
 
+def drawn_values(cfg, seed=3, dtype=torch.float32):
+    """The full initial values of a model, by name."""
+    return {name: value[()] for name, value in models.initial_parameters(models.build(cfg), seed, dtype)}
+
+
 def test_initial_values_follow_the_scheme():
     cfg = dataclasses.replace(TINY, dim=256, ffn_dim=512, n_layers=8)
-    for name, value in models.initial_parameters(models.build(cfg), seed=3, dtype=torch.float32):
+    for name, value in drawn_values(cfg).items():
         if "norm" in name:
             assert value.eq(1).all(), name
             continue
@@ -172,24 +177,21 @@ def test_initial_values_follow_the_scheme():
 
 
 def test_initial_values_depend_on_seed_and_name_alone():
-    model = models.build(TINY)
-    first = dict(models.initial_parameters(model, seed=3, dtype=torch.float32))
+    first = drawn_values(TINY)
     torch.manual_seed(99)  # the global generator has no say
-    shallow = dataclasses.replace(TINY, n_layers=1)
-    for name, value in models.initial_parameters(models.build(shallow), seed=3, dtype=torch.float32):
+    for name, value in drawn_values(dataclasses.replace(TINY, n_layers=1)).items():
         scale = 2**0.5 if name.endswith(("wo.weight", "w2.weight")) else 1.0
         torch.testing.assert_close(value, first[name] * scale)
-    other = dict(models.initial_parameters(model, seed=4, dtype=torch.float32))
+    other = drawn_values(TINY, seed=4)
     drawn = [name for name in first if "norm" not in name]
     assert all(not torch.equal(first[name], other[name]) for name in drawn)
     assert len({first[name].flatten()[0].item() for name in drawn}) == len(drawn)
 
 
 def test_initial_values_are_cast_last_and_come_once_a_parameter():
-    model = models.build(dataclasses.replace(TINY, tied=True))
-    full = dict(models.initial_parameters(model, seed=3, dtype=torch.float32))
-    half = dict(models.initial_parameters(model, seed=3, dtype=torch.bfloat16))
-    assert list(full) == [name for name, _ in model.named_parameters()] and "output.weight" not in full
+    cfg = dataclasses.replace(TINY, tied=True)
+    full, half = drawn_values(cfg), drawn_values(cfg, dtype=torch.bfloat16)
+    assert list(full) == [name for name, _ in models.build(cfg).named_parameters()] and "output.weight" not in full
     for name, value in half.items():
         assert torch.equal(value, full[name].bfloat16())
 
