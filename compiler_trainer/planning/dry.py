@@ -18,7 +18,7 @@ import torch
 
 from compiler_trainer import models
 from compiler_trainer.config.clusters import cluster_of
-from compiler_trainer.config.device import for_predicting
+from compiler_trainer.config.device import described, for_predicting
 from compiler_trainer.config.schema import CheckpointConfig, Config, DpoConfig
 from compiler_trainer.config.tables import build_table
 from compiler_trainer.config.validate import dry_world_size, validate
@@ -30,7 +30,7 @@ from compiler_trainer.planning import stages
 from compiler_trainer.planning.dry_table import show
 from compiler_trainer.planning.playing import kept_beside, play
 from compiler_trainer.planning.stages import PP
-from compiler_trainer.step.given import Captured, check_recordable, mesh_of, one_microbatch
+from compiler_trainer.step.given import Captured, check_offsets, check_recordable, mesh_of, one_microbatch
 from compiler_trainer.step.messages import messages
 from compiler_trainer.step.programs import Compilation
 from compiler_trainer.step.step import state_name
@@ -91,6 +91,8 @@ def compile_dry(cfg: Config, observe: Observer | None) -> DryStep:
     table = build_table(cfg.passes.pipeline, pp, cfg.train.microbatches, report.cost) if pp > 1 else None
     if cfg.lower.cudagraphs is True:
         check_recordable(programs, cfg.lower.backend == "inductor")
+    if not described(cfg.cluster).host_computes:
+        check_offsets(programs)
     flat = {name: Captured(flatten(program), ctx) for name, (program, ctx) in programs.items()}
     return DryStep(flat, report.finish(), trained.flops_per_token(cfg.train.seq_len), table)
 
