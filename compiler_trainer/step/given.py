@@ -92,8 +92,8 @@ def check_recordable(programs: Mapping[str, Captured], compiled: bool = True) ->
 def check_offsets(programs: Mapping[str, Captured]) -> None:
     """Raise UserError naming the first call of programs for CUDA that counts beyond what its kernel can."""
     for name, (program, _) in programs.items():
-        for found in overflows(program):
-            raise UserError(found.narrow.option, f"{name}: {found}. To fix it, {found.narrow.fix}")
+        for overflow in overflows(program):
+            raise UserError(overflow.narrow.option, f"{name}: {overflow}. To fix it, {overflow.narrow.fix}")
 
 
 def why_nothing_is_recorded(device: torch.device) -> str:

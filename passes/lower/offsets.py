@@ -138,19 +138,19 @@ ARITHMETIC: dict[str, Callable[[int, int], int]] = {
 SAME = frozenset({"clone", "expand", "_to_copy", "convert_element_type", "contiguous"})
 
 
-def bounds_of(given: Any, known: dict[fx.Node, Bounds | None]) -> Bounds | None:
+def bounds_of(operand: Any, known: dict[fx.Node, Bounds | None]) -> Bounds | None:
     """Return the bounds of an integer made of `arange`, constants, sums, differences and products; None of others.
 
     Inductor folds these into the arithmetic of indices, which has 32 bits in a small kernel, whatever their dtype.
     Bounds of operands are `known` once they have been computed.
     """
-    if isinstance(given, int) and not isinstance(given, bool):
-        return given, given
-    if not isinstance(given, fx.Node) or not ir.is_tensor(given) or ir.example(given).dtype != torch.int64:
+    if isinstance(operand, int) and not isinstance(operand, bool):
+        return operand, operand
+    if not isinstance(operand, fx.Node) or not ir.is_tensor(operand) or ir.example(operand).dtype != torch.int64:
         return None
-    if given not in known:
-        known[given] = bounds_of_call(given, known)
-    return known[given]
+    if operand not in known:
+        known[operand] = bounds_of_call(operand, known)
+    return known[operand]
 
 
 def bounds_of_call(node: fx.Node, known: dict[fx.Node, Bounds | None]) -> Bounds | None:
@@ -292,13 +292,13 @@ class Overflow(NamedTuple):
 
 def overflows(program: ir.Program, version: Version = VERSION) -> list[Overflow]:
     """Return the calls of a program, in order, that count beyond what their kernels on CUDA can."""
-    found = []
+    calls = []
     for node in flatten(program).graph.nodes:
         for narrow in NARROW_BY_OPERATOR.get(node.target, ()):
             if narrow.affects(version):
                 beyond = (count for count in narrow.counts(node) if count.number > narrow.limit)
-                found += [Overflow(node, narrow, count) for count in beyond][:1]
-    return found
+                calls += [Overflow(node, narrow, count) for count in beyond][:1]
+    return calls
 
 
 NARROW_BY_OPERATOR: dict[Any, list[Narrow]] = {}

@@ -28,9 +28,9 @@ def library() -> Path:
     return trace_cuda.library()
 
 
-def run(program: Path, library: Path, given: Any, **environment: str) -> Any:
+def run(program: Path, library: Path, argument: Any, **environment: str) -> Any:
     """Return the JSON in the last line that a program prints; it needs the library before PyTorch."""
-    command = [sys.executable, str(program), str(library), json.dumps(given)]
+    command = [sys.executable, str(program), str(library), json.dumps(argument)]
     paths = os.pathsep.join(filter(None, (str(HERE.parents[1]), os.environ.get("PYTHONPATH"))))
     environment = os.environ | {"PYTHONPATH": paths} | environment
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -53,8 +53,8 @@ def embedding(rows: int) -> tuple[Callable[..., Any], Operands]:
     """Look up 4,096 tokens in a table of so many rows, and add up the table's gradient."""
 
     def body(table: Tensor, tokens: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        found = torch.ops.aten.embedding(table, tokens)
-        return found, torch.ops.aten.embedding_dense_backward(gradient, tokens, rows, -1, False)
+        rows_read = torch.ops.aten.embedding(table, tokens)
+        return rows_read, torch.ops.aten.embedding_dense_backward(gradient, tokens, rows, -1, False)
 
     return body, [((rows, 8192), F32), ((4096,), I64), ((4096, 8192), F32)]
 
@@ -104,13 +104,13 @@ BODIES = {f.__name__: f for f in (embedding, cross_entropy, experts, update, buc
 class Recorded:
     """A kernel that is not run: it notes the elements of the largest tensor that it is given."""
 
-    def __init__(self, name: str, source: str, found: list[tuple[str, bool, int]]):
-        self.name, self.is_wide, self.found = name, IN_64_BITS in source, found
+    def __init__(self, name: str, source: str, launches: list[tuple[str, bool, int]]):
+        self.name, self.is_wide, self.launches = name, IN_64_BITS in source, launches
 
     def run(self, *args: Any, stream: int) -> None:
         """Note a launch."""
         sizes = [x.untyped_storage().nbytes() // x.itemsize for x in args if isinstance(x, Tensor)]
-        self.found.append((self.name, self.is_wide, max(sizes)))
+        self.launches.append((self.name, self.is_wide, max(sizes)))
 
 
 def compiled(body: Callable[..., Any], operands: Operands) -> str:
@@ -131,15 +131,15 @@ def loaded(code: str) -> Any:
 
 def kernels(body: Callable[..., Any], operands: Operands) -> list[tuple[str, bool, int]]:
     """Return the kernels of a body, in order."""
-    found: list[tuple[str, bool, int]] = []
-    later = patch.object(AsyncCompile, "triton", lambda self, name, source, **_: Recorded(name, source, found))
+    launches: list[tuple[str, bool, int]] = []
+    later = patch.object(AsyncCompile, "triton", lambda self, name, source, **_: Recorded(name, source, launches))
     with later, fake_h100():
         module = loaded(compiled(body, operands))
         module.empty_strided_cuda = lambda *layout, dtype=None: torch.empty_strided(
             *layout[:2], dtype=dtype or layout[2], device="meta"
         )
         module.call([torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in operands])
-    return found
+    return launches
 
 
 # ---- random numbers ---------------------------------------------------------------------------------
@@ -155,16 +155,16 @@ def drawn(shape: Sequence[int], ranks: int, most: int) -> int:
     operands = [torch.tensor(11), torch.tensor(ranks - 1)]
     later = patch.object(AsyncCompile, "triton", lambda self, name, source, **_: Interpreted(name, source))
     with later, fake_h100(), patch.object(draws, "MOST", most):
-        (found,) = loaded(compiled(body, [((), I64), ((), I64)])).call([x.clone() for x in operands])
-    return int((found != body(*operands)[0]).sum())
+        (numbers,) = loaded(compiled(body, [((), I64), ((), I64)])).call([x.clone() for x in operands])
+    return int((numbers != body(*operands)[0]).sum())
 
 
-def main(given: Any) -> Any:
+def main(sizes: Any) -> Any:
     """Return what was asked for."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         triton_helpers.set_driver_to_gpu = lambda: None
-        return drawn(*given)
-    return {name: kernels(*BODIES[name](rows)) for name, rows in given.items()}
+        return drawn(*sizes)
+    return {name: kernels(*BODIES[name](rows)) for name, rows in sizes.items()}
 
 
 if __name__ == "__main__":

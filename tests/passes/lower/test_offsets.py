@@ -75,8 +75,8 @@ def masked(rows):
 def grouped(rows):
     """So many rows by the matrices of their experts."""
     sized = Sized()
-    given = sized.value((rows, 8)), sized.value((4, 8, 8)), sized.value((1, 4), I32)
-    return sized.of(grouped_mm, *given, 1.0)
+    operands = sized.value((rows, 8)), sized.value((4, 8, 8)), sized.value((1, 4), I32)
+    return sized.of(grouped_mm, *operands, 1.0)
 
 
 def product(rows):
@@ -125,8 +125,8 @@ def test_the_first_size_beyond_a_limit_is_refused_by_name(program, last, first, 
     with pytest.raises(UserError, match=says) as caught:
         check_offsets({"step": Captured(program(first), None)})
     assert "(model.py:41), backward: " in str(caught.value) and "To fix it, " in str(caught.value)
-    (found,) = overflows(program(first))
-    assert found.narrow.link in str(caught.value)
+    (overflow,) = overflows(program(first))
+    assert overflow.narrow.link in str(caught.value)
 
 
 def test_numbers_that_are_no_constants_are_not_bounded():
