@@ -99,7 +99,7 @@ def sorted_entries(node: fx.Node) -> Iterator[Count]:
 
 def dims(node: fx.Node) -> Iterator[Count]:
     """Yield the longest dim of the operands of a matmul."""
-    longest = max(max(ir.example(operand).shape) for operand in node.all_input_nodes)
+    longest = max(max(ir.example(operand).shape, default=1) for operand in node.all_input_nodes)
     yield Count(longest, "a dim of a matmul:")
 
 
@@ -295,10 +295,16 @@ def overflows(program: ir.Program, version: Version = VERSION) -> list[Overflow]
     calls = []
     for node in flatten(program).graph.nodes:
         for narrow in NARROW_BY_OPERATOR.get(node.target, ()):
-            if narrow.affects(version):
+            if narrow.affects(version) and has_sizes(node):
                 beyond = (count for count in narrow.counts(node) if count.number > narrow.limit)
                 calls += [Overflow(node, narrow, count) for count in beyond][:1]
     return calls
+
+
+def has_sizes(node: fx.Node) -> bool:
+    """Return whether the sizes of a call's tensors are known, and depend on no data."""
+    tensors = (ir.example(each) for each in (node, *node.all_input_nodes) if ir.is_tensor(each))
+    return all(isinstance(size, int) for value in tensors for size in value.shape)
 
 
 NARROW_BY_OPERATOR: dict[Any, list[Narrow]] = {}

@@ -8,6 +8,7 @@ import pytest
 import torch
 from absent_gpu import HERE, run
 from small_programs import Small, cut
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from compiler_trainer.config.compose import compose
 from compiler_trainer.config.device import settled
@@ -137,6 +138,14 @@ def test_numbers_that_are_no_constants_are_not_bounded():
 
 def test_int64_indices_look_up_in_any_table():
     assert not overflows(look_up(2**20, I64))
+
+
+def test_sizes_that_depend_on_data_are_not_judged():
+    sized = Sized()
+    node, one = sized.value((4, 1)), sized.value((1, 1))
+    with sized.small.ctx.fake_mode:
+        ir.set_value(node, torch.empty(ShapeEnv().create_unbacked_symint(), 1))
+    assert not overflows(sized.of(aten.mm.default, node, one, like=one))
 
 
 def test_versions_with_a_fix_are_not_refused():
