@@ -97,8 +97,8 @@ def in_flight(
     a sent tensor until the end of the turn that proves its arrival. Values that the turn itself reads or makes, or that
     are kept for later ones, are counted with these.
     """
-    if not any(messages(turns, programs)):
-        yield from ((turn, InFlight(0, 0)) for turn in turns if turn.rank == rank)
+    if len({turn.rank for turn in turns}) == 1:
+        yield from ((turn, InFlight(0, 0)) for turn in turns)
         return
     table, (reads, makes) = Timetable(turns, programs, rank), keys_of(turns, programs)
     turns = [turn for turn in turns if turn.rank == rank]
