@@ -18,7 +18,7 @@ import torch
 
 from compiler_trainer import models
 from compiler_trainer.config.clusters import cluster_of
-from compiler_trainer.config.device import for_predicting
+from compiler_trainer.config.device import described, for_predicting
 from compiler_trainer.config.schema import CheckpointConfig, Config, DpoConfig
 from compiler_trainer.config.tables import build_table
 from compiler_trainer.config.validate import dry_world_size, validate
@@ -28,9 +28,9 @@ from compiler_trainer.models.subject import Subject, named, subject
 from compiler_trainer.pipeline import build_pipeline
 from compiler_trainer.planning import stages
 from compiler_trainer.planning.dry_table import show
-from compiler_trainer.planning.playing import kept_beside, play
+from compiler_trainer.planning.playing import in_flight, kept_beside, play
 from compiler_trainer.planning.stages import PP
-from compiler_trainer.step.given import Captured, check_recordable, mesh_of, one_microbatch
+from compiler_trainer.step.given import Captured, check_offsets, check_recordable, mesh_of, one_microbatch
 from compiler_trainer.step.messages import messages
 from compiler_trainer.step.programs import Compilation
 from compiler_trainer.step.step import state_name
@@ -47,6 +47,7 @@ from passes.pipeline.tables import Table
 from passes.program.bodies import flatten
 
 STORED = ("parameter", "buffer", "moment", "gradient")
+KEPT = "kept for other programs"
 LONGEST = 15  # kernels and collectives named in the report
 
 
@@ -91,6 +92,8 @@ def compile_dry(cfg: Config, observe: Observer | None) -> DryStep:
     table = build_table(cfg.passes.pipeline, pp, cfg.train.microbatches, report.cost) if pp > 1 else None
     if cfg.lower.cudagraphs is True:
         check_recordable(programs, cfg.lower.backend == "inductor")
+    if not described(cfg.cluster).host_computes:
+        check_offsets(programs)
     flat = {name: Captured(flatten(program), ctx) for name, (program, ctx) in programs.items()}
     return DryStep(flat, report.finish(), trained.flops_per_token(cfg.train.seq_len), table)
 
@@ -191,24 +194,26 @@ def peak_memory(
     `written` are most bytes of each program that are written at all, `size` is that of carried values.
     """
     programs = {name: captured.program for name, captured in step.programs.items()}
-    kept: dict[str, int] = {}
-    for turn, beside in kept_beside(turns, programs, rank, size):
-        kept[turn.program] = max(beside, kept.get(turn.program, 0))
+    kept: dict[str, dict[str, int]] = {}
+    flights = in_flight(turns, programs, rank, size)
+    for (turn, for_others), (_, flight) in zip(kept_beside(turns, programs, rank, size), flights, strict=True):
+        parts = {KEPT: for_others, "buffers of receives": flight.receives, "tensors being sent": flight.sends}
+        kept[turn.program] = max(parts, kept.get(turn.program, parts), key=lambda each: sum(each.values()))
     state = {name: stored_bytes(step.programs[name]) for name in kept}
     everything = {key: size for own in state.values() for key, size in own.items()}
 
     def needed(name: str) -> dict[str, Any]:
         costs = step.costs(name)
         others = sum(size for key, size in everything.items() if key not in state[name])
-        beside = {"state of other programs": others, "kept for other programs": kept[name]}
+        beside = {"state of other programs": others, **kept[name]}
         kinds = costs["alive"] | {kind: size for kind, size in beside.items() if size}
         at = {"program": name, "node": costs["peak_node"], "line": costs["peak_line"]}
         most = {"bytes": costs["peak_bytes"], "written_bytes": written[name]}
-        return {key: peak + others + kept[name] for key, peak in most.items()} | at | {"kinds": kinds}
+        return {key: peak + sum(beside.values()) for key, peak in most.items()} | at | {"kinds": kinds}
 
-    found = list(map(needed, kept))
-    most = max(found, key=lambda each: each["bytes"])
-    return most | {"written_bytes": max(each["written_bytes"] for each in found)}
+    needs = list(map(needed, kept))
+    most = max(needs, key=lambda each: each["bytes"])
+    return most | {"written_bytes": max(each["written_bytes"] for each in needs)}
 
 
 def on_device(cfg: Config, memory: dict[str, Any]) -> dict[str, Any]:

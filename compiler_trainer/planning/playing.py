@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from compiler_trainer.step.messages import Message, messages
+from compiler_trainer.step.messages import Message, Timetable, messages
 from compiler_trainer.step.turns import Key, Turn, keys_of
 from passes.program import ir
 
@@ -78,3 +79,36 @@ def kept_beside(
         for key in own:
             if not left[key]:
                 kept.pop(key, None)
+
+
+class InFlight(NamedTuple):
+    """Bytes of messages in a rank's memory: buffers of receives, and sent tensors that no turn reads any more."""
+
+    receives: int
+    sends: int
+
+
+def in_flight(
+    turns: Sequence[Turn], programs: Mapping[str, ir.Program], rank: int, size: Mapping[str, int]
+) -> Iterator[tuple[Turn, InFlight]]:
+    """Yield each turn of a rank with the bytes of messages that `Post` holds while it runs.
+
+    A buffer is there from the beginning of the turn before which its receive is posted, until its first reader begins;
+    a sent tensor until the end of the turn that proves its arrival. Values that the turn itself reads or makes, or that
+    are kept for later ones, are counted with these.
+    """
+    if len({turn.rank for turn in turns}) == 1:
+        yield from ((turn, InFlight(0, 0)) for turn in turns)
+        return
+    table, (reads, makes) = Timetable(turns, programs, rank), keys_of(turns, programs)
+    turns = [turn for turn in turns if turn.rank == rank]
+    readers = [(key, n) for n, turn in enumerate(turns) for key in reads[turn].values()]
+    last, first = dict(readers), dict(reversed(readers))
+    made = {key: n for n, turn in enumerate(turns) for key in makes[turn].values()}
+    posted = {message.key: n for n, due in table.receives.items() for message in due}
+    proven = {message: n for n, arrived in table.arrived.items() for message in arrived}
+    until = {key: max(proven.get(each, len(turns)) for each in sends) for key, sends in table.sends.items()}
+    for n, turn in enumerate(turns):
+        expected = [key for key, before in posted.items() if before - 1 <= n < first[key]]
+        sent = [key for key, end in until.items() if max(made[key], last.get(key, 0)) < n <= end]
+        yield turn, InFlight(*(sum(size[name] for name, _ in keys) for keys in (expected, sent)))

@@ -14,7 +14,7 @@ from compiler_trainer.config.device import passes_on
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import LowerConfig, MeshConfig, OptimConfig, PassesConfig
-from compiler_trainer.step.given import EVALUATE, Captured, Reporter, mesh_of, one_microbatch, recorded
+from compiler_trainer.step.given import EVALUATE, Captured, Reporter, check_offsets, mesh_of, one_microbatch, recorded
 from compiler_trainer.step.job import Job
 from compiler_trainer.step.ranks import local_device
 from compiler_trainer.step.runtime import LockstepRanks, ProcessRanks, Runtime
@@ -91,6 +91,8 @@ def compile_step(
     job = Job(model, loss_fn, batch, named, options, update, device, *how)
     compiles = on_cpu and lower.backend == "inductor" and lower.fast_start
     (programs, report), table = job.programs(shelf, lower.check_stored, compiles, observe, tell)
+    if device.type == "cuda":
+        check_offsets(programs)
     said = recorded(programs, lower, device, ranks == "lockstep")
     laid_out = next(iter(programs.values())).program.mesh  # as placement has it; evaluation comes last
     rank_of = ranks_of(programs, table)

@@ -14,6 +14,7 @@ from torch import Tensor
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import LowerConfig, MeshConfig
 from passes.lower.host_reads import breaks
+from passes.lower.offsets import overflows
 from passes.lower.runs import said
 from passes.pipeline.tasks import Task
 from passes.program import ir
@@ -86,6 +87,13 @@ def check_recordable(programs: Mapping[str, Captured], compiled: bool = True) ->
     if found:
         fix = "lower.cudagraphs=auto records what is around"
         raise UserError("lower.cudagraphs", f"cannot record {'; '.join(found)}; {fix}")
+
+
+def check_offsets(programs: Mapping[str, Captured]) -> None:
+    """Raise UserError naming the first call of programs for CUDA that counts beyond what its kernel can."""
+    for name, (program, _) in programs.items():
+        for overflow in overflows(program):
+            raise UserError(overflow.narrow.option, f"{name}: {overflow}. To fix it, {overflow.narrow.fix}")
 
 
 def why_nothing_is_recorded(device: torch.device) -> str:

@@ -27,9 +27,12 @@ class NamingInterpreter(fx.Interpreter):
     around: Around = nullcontext
 
     def __call__(self, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The results."""
-        with torch.no_grad():
-            return tuple(self.run(*values, enable_io_processing=False))
+        """Return the results; keep no value until the next call."""
+        try:
+            with torch.no_grad():
+                return tuple(self.run(*values, enable_io_processing=False))
+        finally:
+            self.args_iter, self.env = iter(()), {}
 
     def run_node(self, node: fx.Node) -> Any:
         """One operator."""

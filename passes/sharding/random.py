@@ -24,6 +24,7 @@ from passes.rules.pointwise import rule as pointwise_rule
 
 aten = torch.ops.aten
 LOW = 0xFFFFFFFF
+MOST = 2**31 - 1  # of a signed word
 SALT = 0x27D4EB2F  # odd and below 2**31, so that products of 32-bit words stay within int64
 
 
@@ -84,10 +85,12 @@ def global_index(spec: Spec, mesh: Mesh, places: Mapping[str, Tensor], device: t
     factors = [f for dim in spec.dims for f in dim]
     local = [f.local(mesh) for f in factors]
     total = torch.zeros([1] * len(local), dtype=torch.int64, device=device)
-    stride = math.prod(spec.shape)
-    for k, factor in enumerate(factors):
-        stride //= factor.size
+    strides = [math.prod(factor.size for factor in factors[k + 1 :]) for k in range(len(factors))]
+    is_wide = sum((count - 1) * stride for count, stride in zip(local, strides)) > MOST
+    for k, (factor, stride) in enumerate(zip(factors, strides)):
         index, _ = entries(factor, mesh, places, device)
+        if is_wide:
+            index = index & LOW  # not an index: Inductor would compute it in 32 bits (PyTorch issue 175966)
         total = total + (index * stride).view([-1 if j == k else 1 for j in range(len(local))])
     return total.reshape(spec.local_shape(mesh))
 

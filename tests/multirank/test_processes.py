@@ -55,7 +55,7 @@ def outcome(ranks: int, folder: Path, *checks: str, deadline_s: float = DEADLINE
 JOBS = {  # name -> ranks, and the checks that one job runs
     "two": (2, ("shard2", "inductor2", "stages2", "recorded2", "rings2", "turns2", "disagree", "flipped")),
     "four": (4, ("hybrid4", "context4", "stages4", "recorded4")),
-    "two more": (2, ("replicate2",)),
+    "two more": (2, ("replicate2", "memory2")),
     "four more": (4, ("shard4", "ring4", "rings4", "disagree")),
 }
 full = partial(pytest.param, marks=pytest.mark.full)
@@ -156,6 +156,19 @@ def test_sharded_pipeline_stages_are_lockstep(jobs):
 def test_recorded_stages_of_processes_have_the_bits_of_others(jobs, job, check):
     for (wanted, none), (found, recordings) in jobs(job)[check]:
         assert found == wanted and recordings > none == 0
+
+
+@pytest.mark.full
+def test_memory_of_pipeline_ranks_is_as_a_dry_run_predicts(jobs, record_property):
+    """To the byte, but for numbers that are no tensors of a program; it does not depend on how many microbatches there are."""
+    numbers = 8 * 16  # bytes
+    for rank, found in enumerate(jobs("two more")["memory2"]):
+        for case, peak in found.items():
+            assert 0 <= peak["measured"] - peak["predicted"] <= numbers, case
+            assert peak["kinds"]["buffers of receives"] > 0 and peak["kinds"]["tensors being sent"] > 0
+        few, many = (found["1f1b", microbatches]["measured"] for microbatches in (4, 16))
+        assert abs(many - few) <= numbers
+        record_property("counted", f"pipeline rank {rank}: {few:,} bytes with 4 microbatches, {many:,} with 16")
 
 
 def test_a_flipped_bit_of_a_replica_is_found_and_gone_once_the_other_is_sent(jobs):

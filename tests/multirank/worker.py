@@ -17,10 +17,14 @@ sys.path.append(str(Path(__file__).parents[1] / "support"))
 from oracle import NO_DECAY, VOCAB, batches, llama, llama_loss, perceptron, points, squared_error, train_step  # noqa: E402
 from played_cuda import played_cuda  # noqa: E402
 
-from compiler_trainer import compile_step  # noqa: E402
-from compiler_trainer.config.schema import ModelConfig  # noqa: E402
+from compiler_trainer import compile_step, models  # noqa: E402
+from compiler_trainer.config.options import build  # noqa: E402
+from compiler_trainer.config.schema import Config, ModelConfig  # noqa: E402
+from compiler_trainer.config.validate import validate  # noqa: E402
 from compiler_trainer.models import Llama  # noqa: E402
+from compiler_trainer.planning.dry import compile_dry, predict_step  # noqa: E402
 from compiler_trainer.step.ranks import start_ranks, stop_ranks  # noqa: E402
+from compiler_trainer.training.memory import PeakMemory  # noqa: E402
 from compiler_trainer.training.replicas import differences  # noqa: E402
 from passes.lower import inductor  # noqa: E402
 
@@ -119,6 +123,31 @@ def recorded(mesh, layers, backend, schedule):
     return found
 
 
+def memory(schedule, microbatches):
+    """The bytes of this pipeline rank at the peak of a step: measured, and as a dry run predicts them."""
+    chosen = {
+        "model": {"dim": 64, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 128, "vocab_size": VOCAB},
+        "train": {"seq_len": 64, "global_batch_size": microbatches, "microbatches": microbatches},
+        "passes": {"cast": {"param_dtype": None}, "verify": "none", "pipeline": {"schedule": schedule}},
+        "mesh": {"pp": 2, "dp_shard": 1},
+        "lower": {"backend": "eager"},
+    }
+    cfg = validate(build(Config, chosen), 2)
+    model = models.build(cfg.model, F32).to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.01)
+    batch = {name: torch.zeros(microbatches, 64, dtype=torch.int64) for name in models.INPUTS}
+    step = compile_step(model, models.loss_fn, batch, mesh=cfg.mesh, optim=cfg.optim, passes=cfg.passes, lower=cfg.lower,
+                        microbatches=microbatches, evaluate=False)
+    step(batch)
+    peak = PeakMemory(torch.device("cpu"), [x for state in step.state.values() for x in state.local.values()])
+    peak.during(lambda: step(batch))
+    predicted = predict_step(cfg, compile_dry(cfg, None))["prediction"]["pipeline"]["memory"][dist.get_rank()]
+    return {"measured": peak.bytes, "predicted": predicted["bytes"], "kinds": predicted["kinds"]}
+
+
+MEMORIES = (("1f1b", 4), ("1f1b", 16), ("zero_bubble", 4), ("interleaved", 4))
 CHECKS = {
     **{f"cut_{name}": functools.partial(cut, name) for name in CUT},
     "flipped": flipped,
@@ -134,6 +163,7 @@ CHECKS = {
     "rings2": lambda: train({"tp": 2}, async_tp="all"),
     "turns2": lambda: train({"tp": 2}, batch_overlap=2, microbatches=2),
     "rings4": lambda: train({"tp": 4}, async_tp="all"),
+    "memory2": lambda: {case: memory(*case) for case in MEMORIES},
     "recorded2": lambda: recorded({"pp": 2}, 4, "eager", "zbv"),
     "recorded4": lambda: recorded({"pp": 2, "dp_shard": 2}, 4, "inductor", "interleaved"),
     "disagree": disagree,

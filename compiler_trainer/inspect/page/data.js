@@ -121,6 +121,7 @@ const KINDS = {
   parameters: "#5b8fd9", optimizer: "#8a7fd0", gradients: "#c77dbb", activations: "#e0a04a", communication: "#d9655b",
   backward: "#5fb3a1", update: "#8fae5d", batch: "#9aa5b1", buffers: "#b39c7d",
   carried: "#d8b26e", "kept for other programs": "#e0a04a", "state of other programs": "#8a7fd0",
+  "buffers of receives": "#d9655b", "tensors being sent": "#c98a6b",
 };
 const colour = (kind) => (Object.hasOwn(KINDS, kind) ? KINDS[kind] : "#9aa5b1");
 const AXES = ["#d9655b", "#e0a04a", "#8a7fd0", "#5fb3a1", "#c77dbb", "#8fae5d"];

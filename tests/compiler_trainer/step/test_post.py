@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from compiler_trainer.planning.playing import in_flight
 from compiler_trainer.step import messages as of_step
 from compiler_trainer.step.messages import Post, Timetable, Ways, messages
 from compiler_trainer.step.turns import Carried, turns_of_step
@@ -108,6 +109,28 @@ def asked_by(rank, table, ways, monkeypatch, waits_for_device=False):
     return nccl
 
 
+def in_memory_of_post(rank, table, programs, monkeypatch):
+    """Return, for each turn of a rank, the receive buffers and the sent tensors that `Post` holds, with its inputs taken.
+
+    Sent tensors that turns of the rank read, or will, are left out.
+    """
+    turns = turns_of_step(programs, table, table.microbatches)
+    monkeypatch.setattr(of_step, "dist", Nccl(rank))
+    post = Post(turns, programs, rank, rank, 1, torch.device("cpu"), Ways("up", "down"))
+    carried, counts = Carried(turns, programs, [rank], post), []
+    carried.begin()
+    for turn in (turn for turn in turns if turn.rank == rank):
+        carried.start(turn)
+        for end in programs[turn.program].inputs:
+            carried.get(turn, end.name, rank, 1)
+        expected = {message.key for message, _ in post.next} | post.room.keys()
+        counts.append((turn, (len(expected), len({message.key for message in post.sent} - carried.values.keys()))))
+        for output in programs[turn.program].outputs:
+            carried.put(turn, output.name, {rank: torch.empty(1)})
+        carried.done(turn)
+    return counts
+
+
 def left_over(ranks):
     """Return how many transfers never run: one runs once both sides have come to it, in line, stream and host."""
     done, passed, host = defaultdict(int), [0] * len(ranks), [0] * len(ranks)
@@ -139,6 +162,20 @@ def test_all_that_is_sent_gets_there(schedule, monkeypatch):
     table = TABLES[schedule]
     ranks = [asked_by(rank, table, Ways("up", "down"), monkeypatch) for rank in range(table.ranks)]
     assert left_over(ranks) == 0 and all(nccl.waits for nccl in ranks)
+
+
+@pytest.mark.parametrize("schedule", TABLES)
+def test_a_dry_run_counts_the_messages_that_are_in_memory(schedule, monkeypatch):
+    table = TABLES[schedule]
+    programs = {str(slot.task): program_of(slot.task, table.stages) for row in table.rows for slot in row}
+    size = {end.name: 1 for program in programs.values() for end in program.outputs}
+    turns = turns_of_step(programs, table, table.microbatches)
+    most = 0
+    for rank in range(table.ranks):
+        counted = in_memory_of_post(rank, table, programs, monkeypatch)
+        assert list(in_flight(turns, programs, rank, size)) == counted
+        most = max(most, *(receives + sends for _, (receives, sends) in counted))
+    assert 0 < most < table.microbatches * table.stages
 
 
 @pytest.mark.parametrize("schedule", TABLES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from joint_programs import Tiny
@@ -52,3 +54,14 @@ def test_an_eager_error_gives_the_shapes_that_were_compiled():
     program = tiny.program(tiny.call(aten.neg.default, tiny.input("x", Spec.whole((2, 3)))))
     with pytest.raises(ir.CompileError, match=r"%neg .*aten.neg.default on \[\(2, 3\)\]: RuntimeError"):
         lower_eager(program, tiny.ctx)(["no tensor"])  # type: ignore[list-item]
+
+
+def test_the_interpreter_keeps_no_input_after_a_call():
+    """Tasks of pipeline stages read values that are freed when they end."""
+    tiny = Tiny()
+    program = tiny.program(tiny.call(aten.neg.default, tiny.input("x", Spec.whole((2, 3)))))
+    run, x = lower_eager(program, tiny.ctx), torch.ones(2, 3, dtype=torch.float64)
+    alive = weakref.ref(x)
+    values = run([x])
+    del x
+    assert alive() is None and values[0].sum() == -6

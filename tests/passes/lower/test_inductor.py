@@ -23,7 +23,7 @@ from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import LambdaFuture
 
 from compiler_trainer import compile_step
-from passes.lower import inductor, kernels, miscompilations
+from passes.lower import inductor, kernels
 from passes.lower.backends import lower_inductor
 from passes.lower.calls import Calls
 from passes.lower.fast_start import LOWERING, build_cpp_header, choose_instruction_set, without_lowering
@@ -353,12 +353,6 @@ def test_a_stored_body_is_of_the_passes_as_they_are(tmp_path, monkeypatch):
         assert stored_key(body) != before
     finally:
         inductor.our_sources.cache_clear()
-
-
-@pytest.mark.parametrize(("version", "is_off"), [((2, 9), False), ((2, 10), True), ((2, 13), True), ((2, 14), False)])
-def test_known_miscompilations_are_avoided_in_the_versions_that_have_them(version, is_off):
-    assert (miscompilations.avoided(version) == {"triton.mix_order_reduction": False}) == is_off
-    assert all(each.link.startswith("https://github.com/pytorch/pytorch/issues/") for each in miscompilations.KNOWN)
 
 
 def test_triton_kernels_of_all_bodies_are_waited_for_together():

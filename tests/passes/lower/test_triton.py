@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
-import torch
+from absent_gpu import HERE, run
 
 from compiler_trainer.config.compose import compose
 from compiler_trainer.doctor.probes import PROBES
 from compiler_trainer.doctor.probes import SMALL as PROBED
-from passes.lower import trace_cuda
 
-FAKE_CUDA = Path(__file__).parents[2] / "support" / "fake_cuda.py"
-FLEX_CUDA = FAKE_CUDA.with_name("flex_cuda.py")
+FAKE_CUDA, FLEX_CUDA = HERE / "fake_cuda.py", HERE / "flex_cuda.py"
 H100_SHARED = 232448  # bytes that a block of threads may share
 EXPERTS = {"experts": {"count": 4, "top_k": 2, "width": 128, "balance_loss": 0.01, "bias_rate": 0.001}}
 JOBS = {
@@ -31,26 +21,6 @@ JOBS = {
     "pp 2, dp_shard 2": {"mesh": {"dp_shard": 2, "pp": 2}, "train": {"microbatches": 4, "global_batch_size": 8}},
 }
 CALLED = {"float8": "_scaled_mm", "dp_shard 2, ep 2": "grouped_mm"}  # a kernel that CUDA has for it
-
-
-@pytest.fixture(scope="module")
-def library():
-    """What PyTorch's CPU build needs to trace for CUDA, built."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton is not installed: pip install -c constraints.txt triton")
-    if torch.version.cuda is not None:
-        pytest.skip("a CUDA build of PyTorch asks for a real GPU; use the CPU build and Triton")
-    return trace_cuda.library()
-
-
-def run(program: Path, library: Path, given: Any, **environment: str) -> Any:
-    """What a program prints that needs the library before PyTorch."""
-    command = [sys.executable, str(program), str(library), json.dumps(given)]
-    paths = os.pathsep.join(filter(None, (str(program.parents[2]), os.environ.get("PYTHONPATH"))))
-    environment = os.environ | {"PYTHONPATH": paths} | environment
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.full

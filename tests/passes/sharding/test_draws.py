@@ -10,8 +10,11 @@ from sweeps import in_turn
 from torch import nn
 
 from compiler_trainer import UserError
+from passes.program.mesh import Mesh
+from passes.program.spec import Factor, Spec
+from passes.sharding import random
 from passes.sharding.draws import integers, normal
-from passes.sharding.random import uniform_at
+from passes.sharding.random import global_index, uniform_at
 
 MESHES = [{"dp_shard": 2}, {"tp": 2}, {"cp": 2}, {"dp_shard": 2, "tp": 2}]
 DRAWS = {  # operator -> (what it draws for x, its mean, its variance)
@@ -164,3 +167,16 @@ def test_the_first_entry_is_no_exception_in_the_first_step_of_the_first_seed():
     zero = torch.zeros((), dtype=torch.int64)
     first = [float(uniform_at(zero, zero + (seed << 32), site)) for seed in range(16) for site in range(4)]
     assert min(first) > 0 and 0.4 < sum(first) / len(first) < 0.6
+
+
+@pytest.mark.parametrize("most", [0, random.MOST])
+def test_entries_of_a_shard_have_the_indices_of_the_full_tensor(most, monkeypatch):
+    """Also where these are kept in 64 bits, as they are for tensors of more than 2^31 - 1 entries."""
+    monkeypatch.setattr(random, "MOST", most)
+    mesh, full = Mesh.of({"dp_shard": 3, "tp": 2}), torch.arange(120).view(6, 5, 4)
+    spec = Spec(((Factor(6, ("dp_shard",)),), (Factor(5),), (Factor(4, ("tp",)),)))
+    for i in range(3):
+        for j in range(2):
+            places = {"dp_shard": torch.tensor(i), "tp": torch.tensor(j)}
+            index = global_index(spec, mesh, places, torch.device("cpu"))
+            assert torch.equal(index, full[2 * i : 2 * i + 2, :, 2 * j : 2 * j + 2])

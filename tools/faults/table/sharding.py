@@ -257,8 +257,8 @@ FAULTS = (
     Fault(
         "index_by_local_stride",
         "passes/sharding/random.py",
-        "stride //= factor.size",
-        "stride //= factor.local(mesh)",
+        "factor.size for factor in factors[k + 1 :]",
+        "factor.local(mesh) for factor in factors[k + 1 :]",
         "Random numbers are keyed by an index that depends on the mesh.",
     ),
     Fault(
