@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compiler_trainer.capture.compare import captured_difference
 from compiler_trainer.config.errors import UserError
-from compiler_trainer.config.schema import Config, DpoConfig, FolderConfig, ModelConfig
+from compiler_trainer.config.schema import Config, FolderConfig, ModelConfig
 from compiler_trainer.models.folder import config_of
 from compiler_trainer.models.place import folder_of
 from compiler_trainer.models.skeleton import fill
@@ -29,7 +29,7 @@ ROWS = 2
 
 def is_tested(cfg: Config) -> bool:
     """Whether tests compare models and losses of this kind with eager PyTorch."""
-    if cfg.loss is not None and not isinstance(cfg.loss, DpoConfig):
+    if cfg.has_own_loss:
         return False
     if isinstance(cfg.model, FolderConfig):
         return config_of(folder_of(cfg)).model_type in TESTED

@@ -22,7 +22,9 @@ COLUMNS = (
 )  # fmt: skip
 SPEEDS = (f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|")
 GIB, SHOWN = 2**30, 14
-VERDICTS = ("works", "FAILS", "right ", "WRONG", "bodies compared", "further bodies", "error: ", "tokens/s")
+VERDICTS = (
+    "works", "FAILS", "right ", "WRONG", "bodies compared", "further bodies", "error: ", "tokens/s", "free ", "WAITS",
+)  # fmt: skip
 
 
 def write(sessions: Sequence[Session], path: Path) -> None:

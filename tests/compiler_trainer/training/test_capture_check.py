@@ -10,8 +10,9 @@ from torch import nn
 
 from compiler_trainer import UserError
 from compiler_trainer.capture import grad_modes
+from compiler_trainer.config.compose import compose, typed
 from compiler_trainer.training import capture_check
-from compiler_trainer.training.capture_check import check_capture
+from compiler_trainer.training.capture_check import check_capture, is_tested
 
 
 class Watched(nn.Module):
@@ -31,10 +32,21 @@ class Watched(nn.Module):
 
 def checked(loss=lambda model, batch: model(batch["x"]).square().mean(), verify="structure") -> str:
     torch.manual_seed(0)
-    model, cfg = Watched(), SimpleNamespace(model=None, loss=None, passes=SimpleNamespace(verify=verify))
+    model, cfg = Watched(), SimpleNamespace(model=None, has_own_loss=False, passes=SimpleNamespace(verify=verify))
     values = [*model.named_parameters(), *model.named_buffers()]
     trained = SimpleNamespace(module=model, loss=loss, initial=lambda: ((n, v.detach().clone()) for n, v in values))
     return check_capture(cfg, trained, lambda: {"x": torch.arange(10).view(2, 5)})
+
+
+@pytest.mark.parametrize(("job", "is_known"), [
+    ([], True),
+    (["recipe=windowed_50m"], False),
+    (["loss=dpo"], True),
+    (["loss._target_=torch.nn.functional.mse_loss"], False),
+    *([[f"model={name}"], True] for name in ("llama3_8b", "moe_debug")),
+])
+def test_jobs_of_the_trainers_own_models_start_without_a_comparison(job, is_known):
+    assert is_tested(typed(compose(job))) == is_known
 
 
 @pytest.mark.parametrize("most", [1e10, 0])
