@@ -5,7 +5,7 @@
 Shapes are known before a step runs, so a program with such a value is refused, by name. Most kernels need no entry.
 Those that Inductor generates count in 64 bits where a buffer or their own loops have more than 2^31 - 1 elements
 (`tests/passes/lower/test_offsets.py` reads the generated code), flat bodies are no longer than that
-(`passes/lower/segment.py`), and cuBLAS, CUTLASS and NCCL compute addresses in 64 bits. `docs/internals/cuda.md` has the
+(`passes/lower/segment.py`), and CUTLASS computes addresses in 64 bits. `docs/internals/cuda.md` has the
 list, with how each is known.
 """
 
