@@ -64,17 +64,36 @@ class Segment(NamedTuple):
 
 
 def spent(events: Sequence[Event], marks: Mapping[str, Mark]) -> Spent:
-    """What the trace of some steps says of one; `marks` are what names stand for."""
+    """Return the parts of one step, averaged over the steps of a trace; `marks` are the meanings of names."""
     steps = [e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith(STEP)]
-    found = Spent()
-    for step in steps:
+    kernels = [kernels_of(step, events) for step in steps]
+    intervals = intervals_of(steps, kernels)
+    is_ahead = any(begin > step["ts"] for step, (begin, _) in zip(steps, intervals))
+    skipped = int(is_ahead)  # the step before the first was still running, and is not in the trace
+    found, count = Spent(), max(1, len(steps) - skipped)
+    for step, launched, (begin, end) in list(zip(steps, kernels, intervals))[skipped:]:
         host = list(segments(thread_of(step, events), marks))
-        kernels = [e for e in events if e.get("cat") in DEVICES]
-        (of_device(found, step, host, events, kernels) if kernels else of_host(found, host))
-        found.step_ms += US * step["dur"]
-    count = max(1, len(steps))
+        (of_device(found, end - begin, host, launched) if launched else of_host(found, host))
+        found.step_ms += US * (end - begin)
     kinds, exposed, places = (mean(each, count) for each in (found.kinds, found.exposed_ms, found.places))
     return Spent(found.step_ms / count, kinds, exposed, found.host_ms / count, found.data_ms / count, places)
+
+
+def kernels_of(step: Event, events: Sequence[Event]) -> list[tuple[float, Event]]:
+    """Return the kernels that the host launched in a step, each with the time of its launch; none on a CPU."""
+    times = {e["args"].get("correlation"): e["ts"] for e in events if e.get("cat") in LAUNCHES}
+    launched = ((times.get(e["args"].get("correlation"), -1.0), e) for e in events if e.get("cat") in DEVICES)
+    return [(at, kernel) for at, kernel in launched if step["ts"] <= at < step["ts"] + step["dur"]]
+
+
+def intervals_of(steps: Sequence[Event], kernels: Sequence[Sequence[tuple[float, Event]]]) -> list[Span]:
+    """Return when each step began and ended: the host may launch a step before the device is done with the last one."""
+    intervals, end = list[Span](), float("-inf")
+    for step, launched in zip(steps, kernels):
+        begin = max(step["ts"], end)
+        end = max([step["ts"] + step["dur"], *(kernel["ts"] + kernel["dur"] for _, kernel in launched)])
+        intervals.append((begin, end))
+    return intervals
 
 
 def mean(total_ms: Mapping[str, float], count: int) -> dict[str, float]:
@@ -147,16 +166,12 @@ def add(found: Spent, kind: str, place: str, ms: float) -> None:
 
 
 def of_device(
-    found: Spent, step: Event, host: Sequence[Segment], events: Iterable[Event], kernels: Iterable[Event]
+    found: Spent, duration: float, host: Sequence[Segment], launched: Iterable[tuple[float, Event]]
 ) -> None:
-    """Add a step of a GPU: kernels that were launched in it."""
+    """Add a step of a GPU, of `duration` us: the kernels that were launched in it."""
     begins = [each.begin for each in host]
-    launched = {e["args"].get("correlation"): e["ts"] for e in events if e.get("cat") in LAUNCHES}
     busy, travelling = list[Span](), dict[str, list[Span]]()
-    for kernel in kernels:
-        at = launched.get(kernel["args"].get("correlation"), -1.0)
-        if not step["ts"] <= at < step["ts"] + step["dur"]:
-            continue
+    for at, kernel in launched:
         by = host[bisect_right(begins, at) - 1]
         span = kernel["ts"], kernel["ts"] + kernel["dur"]
         if by.kind.startswith((START, WAIT)):
@@ -171,7 +186,7 @@ def of_device(
         busy += spans
         found.exposed_ms[axis] += US * (covered(busy) - seen)
         seen = covered(busy)
-    idle = max(0.0, US * (step["dur"] - seen))
+    idle = max(0.0, US * (duration - seen))
     data = min(idle, sum(US * (s.end - s.begin) for s in host if s.kind == DATA))
     found.data_ms += data
     found.host_ms += idle - data

@@ -67,3 +67,10 @@ def test_on_a_gpu_kernels_are_what_the_host_launched_and_collectives_count_where
     assert found.exposed_ms == {"tp": 3.0}
     assert (found.data_ms, found.host_ms) == (1.0, 20.0 - 4.0 - 3.0 - 2.0 - 1.0 - 1.0)
     assert found.places == {"forward layers.0": 6.0, "": 1.0}
+
+
+def test_a_step_that_is_launched_ahead_lasts_from_the_end_of_the_one_before():
+    launches = [event("cudaLaunchKernel", at, at + 0.1, "cuda_runtime", correlation=n) for n, at in enumerate((0.5, 2.5, 12.5))]
+    kernels = [event("gemm", at, at + 9.0, "kernel", 7, correlation=n) for n, at in enumerate((3.0, 12.0, 22.0))]
+    found = spent([*steps(2.0, 10.0, 10.0), *launches, *kernels], {})  # the device is at a step before until 3
+    assert (found.step_ms, found.kinds, found.host_ms) == (9.5, {"products": 9.0}, 0.5)
