@@ -5,22 +5,22 @@
             -> joint, simplify, cse, reassociate, remat, async_tp, optimize
             -> bucket, collectives, communicators, take_turns, overlap, segment -> lower
 
-`forward` ends in the program that every rank runs to get the loss. Training goes on from there: with one
-microbatch as one `step` program, with several as `accumulate`, run once a microbatch, and `apply`.
-`async_tp`, `batch_overlap` and `take_turns` are there where asked for. `bucket` comes after `optimize` because the
-reductions of replicated gradients appear only there.
+`build_pipeline` returns the programs of a job as a table. `forward` ends in the program that every rank runs to get the
+loss. Training goes on from there: with one microbatch as one `step` program, with several as `accumulate`, run once a
+microbatch, and `apply`. `async_tp`, `batch_overlap` and `take_turns` run only if they are asked for. `bucket` comes
+after `optimize` because the reductions of replicated gradients appear only there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from compiler_trainer.config.cluster import AUTO_CLUSTER, ClusterConfig
-from compiler_trainer.config.clusters import balance_of, cluster_of
+from compiler_trainer.config.clusters import cluster_of
 from compiler_trainer.config.device import described
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import (
@@ -31,8 +31,8 @@ from compiler_trainer.config.schema import (
     PassesConfig,
     RematConfig,
 )
-from compiler_trainer.config.tables import build_table
 from compiler_trainer.config.targets import called, import_rules
+from compiler_trainer.request import CompileRequest
 from passes.autograd.joint import Joint
 from passes.autograd.simplify import Simplify
 from passes.communication.async_tp import AsyncTP
@@ -50,7 +50,8 @@ from passes.lower.unfold import Unfold
 from passes.memory.chunk_loss import ChunkLoss
 from passes.memory.remat import Remat
 from passes.pipeline.assign import Assign
-from passes.pipeline.tables import Table
+from passes.pipeline.cut import cut, cut_gathers, cut_update, without_unread_buffers
+from passes.pipeline.tasks import Task
 from passes.precision.cast import Cast
 from passes.precision.float8 import Float8
 from passes.program.folds import Folding
@@ -74,66 +75,93 @@ from passes.update.token_mean import TokenMean
 
 Passes = tuple[Pass, ...]
 DTYPES: dict[str | None, Any] = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+CAPTURED, CAPTURED_IN_EVAL = "captured", "captured in eval mode"  # sources: the model and its loss on one device
+FORWARD, EVALUATE = "forward", "evaluate"
+
+
+@dataclass(frozen=True)
+class ProgramPlan:
+    """One row of a pipeline: the program `name` is made from the program `source` by `passes`.
+
+    A `shared` program is only a source of others; all others run. If there is a `cut`, it returns the programs that run
+    by name, each of which goes through `finish`. The program stores its state as the program `state_of` does, if given.
+    """
+
+    name: str
+    source: str
+    passes: Passes
+    shared: bool = False
+    cut: Callable[[Program], Mapping[str, Program]] | None = None
+    finish: Passes = ()
+    state_of: str = ""
+
+    @property
+    def trains(self) -> bool:
+        """Tell whether the row belongs to training, not to evaluation or to both."""
+        return not self.name.startswith((FORWARD, EVALUATE))
+
+    @property
+    def whole(self) -> Passes:
+        """The passes that each part of the program goes through, in order."""
+        return (*self.passes, *self.finish)
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The passes of each program; `train` maps a program's name to its passes, run in order within a step.
+    """The programs of a job as a table, each row after the row of its source.
 
-    Several programs begin with what `joint` makes of the forward. With `folding`, of many layers alike one stands for
-    others until `unfold`. With `staged` the programs are cut from one, and `train` is empty.
+    With `folding`, one layer of many alike stands for others until `unfold`.
     """
 
-    forward: Passes
-    evaluate: Passes
-    train: Mapping[str, Passes]
-    joint: Passes = ()
+    rows: tuple[ProgramPlan, ...]
     folding: Folding | None = None
     unfold: Unfold = Unfold()
-    staged: Staged | None = None
-    trains: bool = True
 
-    def branches(self) -> dict[str, Passes]:
-        """The passes of each program of a step, from the forward on."""
-        return {name: (*self.joint, *steps) for name, steps in self.train.items()}
+    def __getitem__(self, name: str) -> ProgramPlan:
+        """Return the row of a program; raise KeyError if there is none."""
+        return {row.name: row for row in self.rows}[name]
+
+    @property
+    def trains(self) -> bool:
+        """Tell whether any row belongs to training."""
+        return any(row.trains for row in self.rows)
+
+    def lineage(self, name: str, source: str = CAPTURED) -> Passes:
+        """Return the passes between a source and a finished program, in order."""
+        row = self[name]
+        return row.whole if row.source == source else (*self.lineage(row.source, source), *row.whole)
+
+    def descendants(self, name: str) -> list[ProgramPlan]:
+        """Return the rows made from a program, directly or through others."""
+        direct = [row for row in self.rows if row.source == name]
+        return [*direct, *(each for row in direct for each in self.descendants(row.name))]
+
+    def training(self) -> dict[str, Passes]:
+        """Return the passes of each uncut training program, from the forward on."""
+        rows = [row for row in self.rows if row.trains and not row.shared]
+        return {row.name: self.lineage(row.name, FORWARD) for row in rows if row.cut is None}
+
+    @property
+    def is_cut(self) -> bool:
+        """Tell whether programs of training are cut from one."""
+        return any(row.trains and row.cut for row in self.rows)
 
 
-@dataclass(frozen=True)
-class Staged:
-    """Passes of programs that are cut from one, from their joint program on: `whole` up to the cut.
+def build_pipeline(request: CompileRequest) -> Pipeline:
+    """Return the programs and passes that a request asks for.
 
-    They are the tasks of pipeline stages that a `table` has, and with `gathers` those of the gathers of parameters.
-    `finish` is for each, `update(rank)` for the update of a pipeline rank.
+    Raises UserError if one of the user's passes fits nowhere, or `batch_overlap` does not divide the microbatches.
     """
-
-    table: Table | None
-    whole: Passes
-    finish: Passes
-    update: Callable[[int], Passes]
-    gathers: bool
-
-
-def build_pipeline(
-    passes: PassesConfig,
-    optim: OptimConfig,
-    masters: Mapping[str, torch.dtype],
-    microbatches: int,
-    skip_nonfinite: bool = False,
-    pp: int = 1,
-    cluster: ClusterConfig = AUTO_CLUSTER,
-) -> Pipeline:
-    """The passes that a configuration asks for; `masters` are the dtypes of the stored parameters.
-
-    What a pass decides by time, it decides on the `cluster`.
-    Raises UserError where a pass of one's own has no place among them, or microbatches cannot be taken at once.
-    """
+    passes = request.passes
     import_rules(passes.rules)
-    check_at_once(passes.communication.batch_overlap, microbatches, pp)
-    return with_extra(built_in(passes, optim, masters, microbatches, skip_nonfinite, pp, cluster), build_extra(passes))
+    check_at_once(passes.communication.batch_overlap, request.microbatches, request.mesh["pp"])
+    forward = ProgramPlan(FORWARD, CAPTURED, forward_passes(request), shared=True)
+    rows = (forward, *(training_rows(request) if request.train else ()), *(evaluation_rows(request)))
+    return with_extra(Pipeline(rows, build_folding(request)), build_extra(passes))
 
 
 def check_at_once(at_once: int, microbatches: int, pp: int) -> None:
-    """Raises UserError where microbatches cannot be computed so many at once."""
+    """Raise UserError if `at_once` microbatches cannot be computed together."""
     if microbatches % at_once:
         fix = "make train.microbatches a multiple of it"
         raise UserError("passes.communication.batch_overlap", f"is {at_once}, of {microbatches} microbatches; {fix}")
@@ -142,147 +170,187 @@ def check_at_once(at_once: int, microbatches: int, pp: int) -> None:
         raise UserError("passes.communication.batch_overlap", what)
 
 
-def built_in(
-    passes: PassesConfig,
-    optim: OptimConfig,
-    masters: Mapping[str, torch.dtype],
-    microbatches: int,
-    skip_nonfinite: bool,
-    pp: int,
-    cluster: ClusterConfig,
-) -> Pipeline:
-    """Those of them that are our own."""
-    reduce_dtype = DTYPES[passes.cast.reduce_dtype]
-    balance = balance_of(described(cluster), passes.cast.param_dtype)
+def forward_passes(request: CompileRequest) -> Passes:
+    """Return the passes from the captured model to the forward that every rank runs."""
+    passes, masters = request.passes, request.parameter_dtypes
+    cast, shard, context = passes.cast, passes.shard, passes.context
+    balance = request.balance
     links = Balance(balance.gpus_per_node, outside=balance.outside)  # methods were measured with its other figure
-    cast, shard, context, remat = passes.cast, passes.shard, passes.context, passes.remat
-    table = build_table(passes.pipeline, pp, microbatches)
-    together = passes.communication.batch_overlap
-    forward: Passes = (
+    table = request.table()
+    return (
         build_cast(cast, masters),
         Intervals(),
         ChunkLoss(passes.chunk_loss.chunks, passes.chunk_loss.logits_mib),
         Normalize(),
-        *of_microbatches(microbatches, together),
+        *((TokenMean(request.microbatches),) if request.microbatches > 1 else ()),
+        *((BatchOverlap(request.at_once),) if request.at_once > 1 else ()),
         SequenceLayout(context.load_balance, context.block),
         Experts(passes.moe.dispatch, passes.moe.capacity_factor, passes.moe.chunks),
         Place(shard.plan, shard.min_shard_elements),
         Float8(cast.float8, cast.float8_skip, cast.float8_min_size, cast.float8_head),
-        Shard(shard.sequence_parallel, shard.strict, reduce_dtype, context.method, context.skip_steps, links),
-        *((Assign(table.stages, passes.pipeline.stages),) if pp > 1 else ()),
+        Shard(
+            shard.sequence_parallel, shard.strict, DTYPES[cast.reduce_dtype], context.method, context.skip_steps, links
+        ),
+        *((Assign(table.stages, passes.pipeline.stages),) if table else ()),
     )
-    how = (EIGHT_BITS.get(optim.name, optim.state), optim.block, optim.stochastic_rounding)
-    rest = build_optimizer(optim, DTYPES[cast.param_dtype])
-    groups = tuple(build_group(label, group, optim, rest) for label, group in optim.groups.items())
-    optimize = Optimize(rest, optim.max_norm, reduce_dtype, 1 / microbatches, *how, groups, skip_nonfinite)
-    overlap, segment = Overlap(passes.communication.prefetch, balance), Segment(passes.segment.max_nodes)
-    turns: Passes = (TakeTurns(),) if together > 1 else ()
-    finish = (Bucket(passes.communication.bucket_mib), Collectives(), Communicators(), *turns, overlap)
-    evaluate = (Collectives(), *turns, overlap, segment)
+
+
+def communication_passes(request: CompileRequest) -> Passes:
+    """Return the passes from reshard operators to collectives in the order in which they run."""
+    communication = request.passes.communication
+    turns: Passes = (TakeTurns(),) if request.at_once > 1 else ()
+    overlap = Overlap(communication.prefetch, request.balance)
+    return Bucket(communication.bucket_mib), Collectives(), Communicators(), *turns, overlap
+
+
+def evaluation_rows(request: CompileRequest) -> tuple[ProgramPlan, ...]:
+    """Return the row of evaluation, if it is asked for: the forward without a backward, or that of each stage."""
+    _, collectives, _, *ordered = communication_passes(request)
+    finish = (collectives, *ordered, Segment(request.passes.segment.max_nodes))
+    if not request.evaluate:
+        return ()
+    if request.mesh["pp"] == 1:
+        return (ProgramPlan(EVALUATE, FORWARD, finish),)
+    return (ProgramPlan(EVALUATE, FORWARD, (), cut=cut_evaluation, finish=finish),)
+
+
+def cut_evaluation(forward: Program) -> dict[str, Program]:
+    """Return the forward of each pipeline stage as a program of evaluation."""
+    return {f"{EVALUATE}.{task}": program for task, program in cut(without_unread_buffers(forward)).items()}
+
+
+def training_rows(request: CompileRequest) -> tuple[ProgramPlan, ...]:
+    """Return the rows of a training step.
+
+    step                                one microbatch: everything in one program
+    accumulate, apply                   several: one program run for each of them, one for the update
+    gather, accumulate, apply           parameters are gathered once a step
+    A0 F0 B0 ... G0 R0 U0 ...           pipeline stages: tasks cut from `microbatch` and the `update` of each rank
+    """
+    passes, pp = request.passes, request.mesh["pp"]
+    optimize, segment = build_optimize(request), Segment(passes.segment.max_nodes)
+    finish = communication_passes(request)
     joint: Passes = (Joint(), Simplify(), CSE(), Reassociate())
-    if microbatches // together == pp == 1:
-        then = with_async_tp(passes, cluster, (optimize, *finish))
-        step = (*joint, build_remat(remat, then), *then, segment)
-        return Pipeline(forward, evaluate, {"step": step}, folding=build_folding(passes, optim, masters))
+    if request.microbatches // request.at_once == pp == 1:
+        then = with_async_tp(request, (optimize, *finish))
+        return (ProgramPlan("step", FORWARD, (*joint, build_remat(passes.remat, then), *then, segment)),)
     joint += (Defer(),) if once(passes.accumulate.reduce, pp) else ()
-    gathers = once(passes.accumulate.gather, pp)
+    shared = ProgramPlan("joint", FORWARD, joint, shared=True)
     added_in = DTYPES[passes.accumulate.dtype]
-    total, apply = Accumulate(skip_nonfinite, added_in), ApplyOnly(reduce_dtype=reduce_dtype, dtype=added_in)
-    if pp > 1 or gathers:
-
-        def update(rank: int) -> Passes:
-            own = replace(apply, rank=rank, rank_of=table.rank_of) if pp > 1 else apply
-            return own, replace(optimize, rank=rank, ranks=pp)
-
-        rings = build_async_tp(passes, cluster, (total, *finish))
-        whole = (replace(build_remat(remat, (*rings, total)), gathers_once=gathers), *rings, total)
-        staged = Staged(table if pp > 1 else None, whole, (*finish, segment), update, gathers)
-        return Pipeline(forward, evaluate, {}, joint, staged=staged)
-    then = with_async_tp(passes, cluster, (total, *finish))
-    train = {
-        "accumulate": (build_remat(remat, then, optimize.state_bytes), *then, segment),
-        "apply": (apply, optimize, *finish, segment),
-    }
-    return Pipeline(forward, evaluate, train, joint, build_folding(passes, optim, masters))
+    total = Accumulate(request.skip_nonfinite, added_in)
+    apply = ApplyOnly(reduce_dtype=DTYPES[passes.cast.reduce_dtype], dtype=added_in)
+    if pp > 1 or once(passes.accumulate.gather, pp):
+        return shared, *cut_rows(request, total, apply, optimize, finish)
+    then = with_async_tp(request, (total, *finish))
+    remat = build_remat(passes.remat, then, optimize.state_bytes)
+    accumulate = ProgramPlan("accumulate", "joint", (remat, *then, segment))
+    return shared, accumulate, ProgramPlan("apply", "joint", (apply, optimize, *finish, segment))
 
 
-def of_microbatches(count: int, at_once: int) -> Passes:
-    """What makes of a microbatch one of so many, of which some are computed at once."""
-    means: Passes = (TokenMean(count),) if count > 1 else ()
-    return (*means, BatchOverlap(at_once)) if at_once > 1 else means
+def cut_rows(
+    request: CompileRequest, total: Accumulate, apply: ApplyOnly, optimize: Optimize, finish: Passes
+) -> tuple[ProgramPlan, ...]:
+    """Return the rows of programs that are cut from a microbatch, and of the update."""
+    table, gathers = request.table(), once(request.passes.accumulate.gather, request.mesh["pp"])
+    rings = build_async_tp(request, (total, *finish))
+    remat = replace(build_remat(request.passes.remat, (*rings, total)), gathers_once=gathers)
+    row = partial(ProgramPlan, source="joint", finish=(*finish, Segment(request.passes.segment.max_nodes)))
+    microbatch = partial(row, "microbatch", passes=(remat, *rings, total))
+    if table is None:
+        return microbatch(cut=cut_gathers), row("apply", passes=(apply, optimize))
+    updates = (
+        row(
+            f"update{rank}",
+            passes=(replace(apply, rank=rank, rank_of=table.rank_of), replace(optimize, rank=rank, ranks=table.ranks)),
+            cut=partial(cut_update_named, rank),
+        )
+        for rank in range(table.ranks)
+    )
+    return microbatch(cut=lambda program: named(cut(program, table.is_split, gathers))), *updates
+
+
+def cut_update_named(rank: int, program: Program) -> dict[str, Program]:
+    """Return the tasks of a pipeline rank's update by name."""
+    return named(cut_update(program, rank))
+
+
+def named(tasks: Mapping[Task, Program]) -> dict[str, Program]:
+    """Return programs by the names of their tasks."""
+    return {str(task): program for task, program in tasks.items()}
+
+
+def in_eval_mode(pipeline: Pipeline) -> Pipeline:
+    """Return the pipeline with evaluation made from the model captured in eval mode."""
+    name = f"{FORWARD}_eval"
+    row = ProgramPlan(name, CAPTURED_IN_EVAL, pipeline[FORWARD].passes, shared=True, state_of=FORWARD)
+    rows = [(row, replace(each, source=name)) if each.name == EVALUATE else (each,) for each in pipeline.rows]
+    return replace(pipeline, rows=tuple(each for group in rows for each in group))
 
 
 def build_extra(passes: PassesConfig) -> Passes:
-    """The passes of one's own; raises UserError where one is none, or changes the stage of a program."""
-    found = []
+    """Return the user's own passes; raise UserError if one is no pass, or changes the stage of a program."""
+    steps = []
     for number, own in enumerate(passes.extra):
         step = called(own, where := f"passes.extra[{number}]")
         if not isinstance(step, Pass):
-            raise UserError(where, f"{own['_target_']} makes a {type(step).__name__}, no passes.program.ir.Pass")
+            what = f"{own['_target_']} returned a {type(step).__name__}"
+            raise UserError(where, f"{what}; return a passes.program.ir.Pass")
         if step.gives is not None:
             raise UserError(where, f"{step.name} gives a {step.gives} program; leave `gives` out, for others come next")
-        found.append(step)
-    return tuple(found)
+        steps.append(step)
+    return tuple(steps)
 
 
 def with_extra(pipeline: Pipeline, extra: Passes) -> Pipeline:
-    """A pipeline with passes of one's own, each where its stage first is; raises UserError where that is nowhere.
+    """Return the pipeline with the user's passes, each at the first position of each program whose stage it accepts.
 
-    All layers are there then: no other pass is known to treat those alike that are alike.
+    Layers are not folded then: no other pass is known to treat those alike that are alike. Raises UserError if a pass
+    fits nowhere in training.
     """
     if not extra:
         return pipeline
-    own, staged = pipeline.joint, pipeline.staged
-    ways = {"whole": staged.whole, "update": staged.update(0), "finish": staged.finish} if staged else pipeline.train
-    last = names_of(*ways.values())
-    forward, in_forward = placed(pipeline.forward, Stage.CAPTURED, extra, [*names_of(own), *last])
-    local, rest = end(forward, Stage.CAPTURED), without(extra, in_forward)
-    evaluate, in_evaluation = placed(pipeline.evaluate, local, rest)
-    joint, in_joint = placed(own, local, rest, last) if own else (own, ())
-    begin, rest = end(joint, local), without(rest, in_joint)
-    made = {name: placed(steps, begin, rest) for name, steps in pipeline.train.items()}
-    if staged:
-        staged, in_stages = staged_with(staged, begin, rest)
-        made["stages"] = (), in_stages
-    found = [step for _, fit in made.values() for step in fit]
-    if lost := without(without(rest, in_evaluation), found):
+    rows: dict[str, ProgramPlan] = {}
+    stages, present = {CAPTURED: Stage.CAPTURED}, {CAPTURED: tuple[Pass, ...]()}  # at the end of each program
+    placed_in_finish: dict[str, Passes] = {}
+    for row in pipeline.rows:
+        begin, left = stages[row.source], without(extra, present[row.source])
+        later = names_of(row.finish, *(each.whole for each in pipeline.descendants(row.name)))
+        passes, fitting = placed(row.passes, begin, left, later, at_end=not row.finish)
+        rows[row.name] = replace(row, passes=passes)
+        stages[row.name], present[row.name] = end(passes, begin), (*present[row.source], *fitting)
+    for row in [row for row in rows.values() if row.finish]:
+        alike = [each.name for each in rows.values() if each.finish and each.trains == row.trains]
+        before = [step for name in alike for step in present[name]]
+        finish, fitting = placed(row.finish, stages[row.name], without(extra, before))
+        rows[row.name] = replace(row, finish=finish)
+        placed_in_finish[row.name] = fitting
+    present |= {name: (*present[name], *fitting) for name, fitting in placed_in_finish.items()}
+    if lost := without(extra, [step for row in rows.values() if row.trains for step in present[row.name]]):
         takes, after = " or ".join(map(str, lost[0].takes)), ", ".join(lost[0].after) or "nothing"
         raise UserError("passes.extra", f"{lost[0].name} takes a {takes} program after {after}: there is none")
-    train = {name: made[name][0] for name in pipeline.train}
-    made_with = replace(pipeline, forward=forward, evaluate=evaluate, joint=joint, train=train)
-    return replace(made_with, staged=staged, folding=None)
-
-
-def staged_with(staged: Staged, begin: Stage, extra: Passes) -> tuple[Staged, Passes]:
-    """Passes of stages with those of one's own that fit, and these: where a cut begins, they come after it."""
-    later = names_of(staged.finish)
-
-    def update(rank: int) -> tuple[Passes, Passes]:
-        return placed(staged.update(rank), begin, extra, later, at_end=False)
-
-    whole, in_whole = placed(staged.whole, begin, extra, later, at_end=False)
-    found = (*in_whole, *update(0)[1])
-    finish, in_finish = placed(staged.finish, Stage.STEP, without(extra, found))
-    return replace(staged, whole=whole, finish=finish, update=lambda rank: update(rank)[0]), (*found, *in_finish)
+    return replace(pipeline, rows=tuple(rows.values()), folding=None)
 
 
 def names_of(*passes: Passes) -> list[str]:
-    """The names of passes."""
+    """Return the names of passes."""
     return [step.name for steps in passes for step in steps]
 
 
 def without(passes: Passes, others: Sequence[Pass]) -> Passes:
-    """Passes but for some."""
+    """Return the passes that are not among `others`."""
     return tuple(step for step in passes if step not in others)
 
 
 def once(when: str, pp: int) -> bool:
-    """Whether something is done once a step, not for each microbatch."""
+    """Tell whether something is done once a step, not once a microbatch."""
     return when == "step" or when == "auto" and pp > 1
 
 
-def build_folding(passes: PassesConfig, optim: OptimConfig, masters: Mapping[str, torch.dtype]) -> Folding | None:
-    """Which layers may stand for others; None where options treat them by their number, or all at once."""
+def build_folding(request: CompileRequest) -> Folding | None:
+    """Return which layers may stand for others; None if options treat layers by number, or all of them at once."""
+    passes, optim, masters = request.passes, request.optim, request.parameter_dtypes
+    if request.mesh["pp"] > 1 or request.microbatches > request.at_once and once(passes.accumulate.gather, 1):
+        return None
     by_number = passes.remat.policy in ("every_n", "budget") or optim.stochastic_rounding or optim.name == "muon"
     if by_number or passes.verify == "numeric" or not passes.fold_layers or passes.segment.max_nodes is None:
         return None
@@ -310,17 +378,34 @@ def build_cast(cast: CastConfig, masters: Mapping[str, torch.dtype]) -> Cast:
     return Cast(masters, ops, modules, DTYPES[cast.output_dtype])
 
 
-def build_async_tp(passes: PassesConfig, cluster: ClusterConfig, following: Passes) -> Passes:
-    """The pass that puts products beside rings, if it is asked for; `following` passes finish its program."""
-    choice = passes.communication.async_tp
+def build_async_tp(request: CompileRequest, following: Passes) -> Passes:
+    """Return the pass that overlaps matmuls with rings, if it is asked for; `following` passes finish its program."""
+    choice = request.passes.communication.async_tp
     if choice == "none":
         return ()
-    return (AsyncTP(choice, cluster_of(described(cluster)) if choice == "auto" else None, following),)
+    return (AsyncTP(choice, cluster_of(described(request.cluster)) if choice == "auto" else None, following),)
 
 
-def with_async_tp(passes: PassesConfig, cluster: ClusterConfig, following: Passes) -> Passes:
-    """Passes that finish a program, from products beside rings on."""
-    return (*build_async_tp(passes, cluster, following), *following)
+def with_async_tp(request: CompileRequest, following: Passes) -> Passes:
+    """Return the passes that finish a program, the overlap of matmuls with rings first."""
+    return (*build_async_tp(request, following), *following)
+
+
+def build_optimize(request: CompileRequest) -> Optimize:
+    """Return the update that a configuration asks for."""
+    optim, cast = request.optim, request.passes.cast
+    default = build_optimizer(optim, DTYPES[cast.param_dtype])
+    return Optimize(
+        default,
+        optim.max_norm,
+        DTYPES[cast.reduce_dtype],
+        1 / request.microbatches,
+        EIGHT_BITS.get(optim.name, optim.state),
+        optim.block,
+        optim.stochastic_rounding,
+        tuple(build_group(label, group, optim, default) for label, group in optim.groups.items()),
+        request.skip_nonfinite,
+    )
 
 
 def build_remat(remat: RematConfig, rest: Passes, reserved: Callable[[Program], int] = lambda _: 0) -> Remat:
@@ -355,12 +440,12 @@ def build_optimizer(optim: OptimConfig, compute: torch.dtype | None) -> Optimize
 
 
 def build_own(own: Mapping[str, Any]) -> Optimizer:
-    """An optimizer of one's own; raises UserError where it is none."""
-    found = called(own, "optim")
-    if missing := [name for name in ("moments", "scalars", "update") if not hasattr(found, name)]:
+    """Return the user's own optimizer; raise UserError if it lacks a part."""
+    optimizer = called(own, "optim")
+    if missing := [name for name in ("moments", "scalars", "update") if not hasattr(optimizer, name)]:
         fix = "docs/guides/your-loop.md shows a whole one"
-        raise UserError("optim._target_", f"{own['_target_']} makes what has no `{missing[0]}`; {fix}")
-    return found
+        raise UserError("optim._target_", f"{own['_target_']} returned an object without `{missing[0]}`; {fix}")
+    return optimizer
 
 
 def build_group(label: str, group: GroupConfig, optim: OptimConfig, rest: Optimizer) -> Group:

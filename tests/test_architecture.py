@@ -29,7 +29,7 @@ FLOORS = {
     ),
     "compiler_trainer": (
         ("config", "console", "page"),
-        ("places",),
+        ("places", "request"),
         ("capture", "models", "pipeline"),
         ("data", "step"),
         ("checkpoint",),
@@ -47,7 +47,6 @@ LATE_IMPORTS = {
     "compiler_trainer/__init__.py",
     "compiler_trainer/step/compile.py",
     "compiler_trainer/step/given.py",
-    "compiler_trainer/step/job.py",
     "compiler_trainer/sweep/point.py",
     "passes/memory/budget.py",
     *PRIVATE_API,

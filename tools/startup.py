@@ -28,9 +28,10 @@ from compiler_trainer.config.device import for_predicting
 from compiler_trainer.config.schema import Config, LowerConfig
 from compiler_trainer.config.validate import dry_world_size, validate
 from compiler_trainer.models.subject import subject
-from compiler_trainer.planning.dry import compilation
+from compiler_trainer.planning.dry import request_of
 from compiler_trainer.step import runtime
 from compiler_trainer.step.given import mesh_of
+from compiler_trainer.step.programs import compile_programs
 from compiler_trainer.step.runtime import ProcessRanks, all_calls
 from compiler_trainer.step.step import state_name, stored
 from passes.pipeline.tasks import task_in
@@ -120,8 +121,8 @@ def files_read(rank: int, specs: Mapping[str, Spec], mesh: Mesh) -> int:
 def rows(cfg: Config, rank: int = 0) -> Iterator[tuple[str, Any, Any]]:
     """Yield the name of a quantity, its value if each rank does everything, and its value for a rank of stage 0."""
     trained, mesh = subject(cfg), mesh_of(cfg.mesh)
-    captured, _ = compilation(cfg, trained).programs(evaluate=False)
-    programs = {name: program for name, (program, _) in captured.items()}
+    compiled = compile_programs(request_of(cfg, trained))
+    programs = {name: program for name, (program, _) in compiled.programs.items()}
     flat = next(iter(programs.values())).mesh  # of a stage
     stage_of = {name: task_in(name).stage if mesh["pp"] > 1 else 0 for name in programs}
     made = groups_of(rank, mesh, programs)

@@ -23,12 +23,13 @@ from compiler_trainer.bisect.locate import Fault, Stages
 from compiler_trainer.bisect.piece import Piece
 from compiler_trainer.bisect.shrink import Source, closed, everything, smallest
 from compiler_trainer.bisect.values import Mismatch, Recorded, nodes_of, record, spec_of, total_gradient, whole_value
-from compiler_trainer.capture.capture import LossFn, capture
+from compiler_trainer.capture.capture import capture
 from compiler_trainer.config.device import passes_on
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import MeshConfig, OptimConfig, PassesConfig
-from compiler_trainer.pipeline import DTYPES, Pipeline, build_pipeline
+from compiler_trainer.pipeline import DTYPES, FORWARD, Pipeline, build_pipeline
+from compiler_trainer.request import CompileRequest, LossFn
 from passes.check.composed import verify_composed
 from passes.check.numeric import Results, coarsest, compare
 from passes.check.runner import apply_pass
@@ -91,25 +92,27 @@ def bisect(
     one's own. `tell` is called with what it needs, and with each pass that begins. Raises UserError where the input is
     refused.
     """
-    masters = {name: p.dtype for name, p in model.named_parameters()}
     update = optim if isinstance(optim, OptimConfig) else build(OptimConfig, dict(optim or {}), "optim")
+    part = {key: value[: len(value) // microbatches] for key, value in batch.items()}
     dtype = None
     if isinstance(passes, Pipeline):
         pipeline = passes
     else:
         options = passes if isinstance(passes, PassesConfig) else build(PassesConfig, dict(passes or {}), "passes")
         options = passes_on(options, on_gpu=False)
-        dtype, pipeline = DTYPES[options.cast.param_dtype], build_pipeline(options, update, masters, microbatches)
+        request = CompileRequest(
+            model=model, loss_fn=loss_fn, batch=part, passes=options, optim=update, microbatches=microbatches
+        )
+        dtype, pipeline = DTYPES[options.cast.param_dtype], build_pipeline(request)
     sizes = dataclasses.asdict(mesh) if isinstance(mesh, MeshConfig) else dict(mesh or {})
     if sizes.get("pp", 1) > 1:
         what = f"is {sizes['pp']}, and bisect follows one program from pass to pass; set mesh.pp=1"
         raise UserError("mesh.pp", what)
-    if pipeline.staged is not None:
+    if pipeline.is_cut:
         what = "bisect follows one program from pass to pass; set it to microbatch"
         raise UserError("passes.accumulate.gather", what)
-    if any(step.name == "batch_overlap" for step in pipeline.forward):
+    if any(step.name == "batch_overlap" for step in pipeline[FORWARD].passes):
         raise UserError("passes.communication.batch_overlap", "bisect follows one microbatch; set it to 1")
-    part = {key: value[: len(value) // microbatches] for key, value in batch.items()}
     program, ctx = capture(model, loss_fn, part, torch.device("cpu"), dtype)
     try:
         program = dataclasses.replace(program, mesh=Mesh.of(sizes))
@@ -137,7 +140,7 @@ class Search:
 
     def through(self, program: ir.Program, pipeline: Pipeline) -> Finding | None:
         """The first fault of the forward passes and of those of each training program."""
-        branches = {"forward": pipeline.forward} | pipeline.branches()
+        branches = {FORWARD: pipeline[FORWARD].passes} | pipeline.training()
         number, last = itertools.count(1), 1 + sum(map(len, branches.values()))
         self.tell(f"{next(number)} of {last}: capture")
         captured = self.start(program)

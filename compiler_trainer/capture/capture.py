@@ -28,6 +28,7 @@ from compiler_trainer.capture.layers import mark_layers
 from compiler_trainer.capture.registered import as_functions
 from compiler_trainer.capture.returned import parted
 from compiler_trainer.config.errors import UserError
+from compiler_trainer.request import LossFn, Metrics
 from passes.program import ir
 from passes.program.folds import Fold, Folding
 from passes.program.frames import roomy
@@ -47,10 +48,8 @@ from passes.program.torch_private import (
 from passes.rules import tensor_operands
 from passes.sharding.normalize import copied
 
-Metrics = Mapping[str, Tensor]
 aten = torch.ops.aten
 PRODUCTS = {aten.linear.default, aten.mm.default, aten.bmm.default, aten.matmul.default, aten.addmm.default}
-LossFn = Callable[[nn.Module, dict[str, Tensor]], Tensor | tuple[Tensor, Metrics]]
 
 
 class _WithLoss(nn.Module):

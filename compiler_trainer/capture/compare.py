@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from compiler_trainer.capture.capture import LossFn, capture, fake_copy
+from compiler_trainer.capture.capture import capture, fake_copy
 from compiler_trainer.capture.returned import parted
+from compiler_trainer.request import LossFn
 from passes.program import ir
 from passes.program.functions import Function, function_of
 from passes.program.torch_private import FakeTensorMode

@@ -602,15 +602,14 @@ class LowerConfig:
     With `cudagraphs=true` a step of which something cannot be recorded is refused, with `auto` that is started as
     without, and the run says what it is.
 
-    A start reads the programs that an earlier one made of the same model, options and versions. With `check_stored`
-    it makes them all the same, and ends with an error where they differ. With `fast_start` C++ kernels are built
+    A start reads the programs that an earlier one made of the same captured graph, options and versions.
+    With `fast_start` C++ kernels are built
     several at a time, in ways of PyTorch that may change with a version; without, Inductor builds them by itself.
     """
 
     backend: Literal["inductor", "eager"] = "inductor"
     cudagraphs: CudaGraphs = False
     programs: str | None = None  # a folder of `compiler-trainer compile`, whose program is run, and no other
-    check_stored: bool = False
     fast_start: bool = True
 
 

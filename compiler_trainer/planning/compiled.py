@@ -17,13 +17,13 @@ from compiler_trainer.config.clusters import cluster_of
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import ClusterConfig, Config, ModelConfig
 from compiler_trainer.models.subject import subject
-from compiler_trainer.pipeline import Passes
+from compiler_trainer.pipeline import FORWARD, Passes, build_pipeline
 from compiler_trainer.planning import piped
-from compiler_trainer.planning.dry import compilation, sent_bytes, stored_bytes
+from compiler_trainer.planning.dry import request_of, sent_bytes, stored_bytes
 from compiler_trainer.planning.estimate import Estimate
 from compiler_trainer.planning.space import Candidate, depth_pattern, replaced
+from compiler_trainer.step.exported import export_once
 from compiler_trainer.step.given import Captured
-from compiler_trainer.step.programs import on_mesh
 from passes.check.runner import apply_pass
 from passes.communication.batch_overlap import microbatches_in
 from passes.cost.accounting import Ledger
@@ -129,19 +129,21 @@ def programs_of(cfg: Config) -> dict[str, Captured]:
 
     The model is captured once for settings that share the shapes of a microbatch. Nothing is verified: the run does so.
     """
-    work = compilation(cfg, subject(cfg))
-    if work.pipeline.staged is not None:
+    request = request_of(cfg, subject(cfg))
+    pipeline = build_pipeline(request)
+    if pipeline.is_cut:
         raise UserError("passes.accumulate.gather", "plans know gathers of each microbatch alone; set it to microbatch")
     rows = cfg.train.global_batch_size // cfg.train.microbatches
     key = repr((cfg.model, cfg.loss, rows, cfg.train.seq_len, cfg.train.dtype, cfg.passes.cast.param_dtype))
     if key not in captures:
-        captures[key] = dataclasses.replace(work, pipeline=dataclasses.replace(work.pipeline, folding=None)).capture()
-    captured = captures[key] = captures.pop(key)
+        captures[key] = export_once(request, None)
+    program, ctx = captures[key] = captures.pop(key)
     if len(captures) > MOST_CAPTURES:
         del captures[next(iter(captures))]
     try:
-        forward = through(work.pipeline.forward, on_mesh(captured, work.mesh))
-        return {name: through(passes, forward) for name, passes in work.pipeline.branches().items()}
+        on_mesh = Captured(dataclasses.replace(program, mesh=request.mesh.without("pp")), ctx)
+        forward = through(pipeline[FORWARD].passes, on_mesh)
+        return {name: through(passes, forward) for name, passes in pipeline.training().items()}
     except ir.Refused as error:
         raise UserError(*str(error).split(": ", 1)) from error
 
@@ -210,4 +212,3 @@ def alive_at(ledger: Ledger, at: int) -> dict[str, int]:
         if life.born <= at <= life.last:
             found[ledger.kinds[life.storage]] += life.times * ledger.avals.storage_bytes[life.storage]
     return dict(found)
-

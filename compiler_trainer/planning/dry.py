@@ -20,19 +20,18 @@ from compiler_trainer import models
 from compiler_trainer.config.clusters import cluster_of
 from compiler_trainer.config.device import described, for_predicting
 from compiler_trainer.config.schema import CheckpointConfig, Config, DpoConfig
-from compiler_trainer.config.tables import build_table
 from compiler_trainer.config.validate import dry_world_size, validate
 from compiler_trainer.console import say
 from compiler_trainer.data.pairs import REFERENCE
 from compiler_trainer.models.subject import Subject, named, subject
-from compiler_trainer.pipeline import build_pipeline
 from compiler_trainer.planning import stages
 from compiler_trainer.planning.dry_table import show
 from compiler_trainer.planning.playing import in_flight, kept_beside, play
 from compiler_trainer.planning.stages import PP
+from compiler_trainer.request import CompileRequest
 from compiler_trainer.step.given import Captured, check_offsets, check_recordable, mesh_of, one_microbatch
 from compiler_trainer.step.messages import messages
-from compiler_trainer.step.programs import Compilation
+from compiler_trainer.step.programs import compile_programs
 from compiler_trainer.step.step import state_name
 from compiler_trainer.step.turns import Turn, turns_of_step
 from compiler_trainer.training import folder
@@ -86,38 +85,36 @@ class DryStep:
 def compile_dry(cfg: Config, observe: Observer | None) -> DryStep:
     """The programs that training would lower."""
     trained = subject(cfg)
-    work = compilation(cfg, trained, observe)
-    programs, report = work.programs(evaluate=False)
-    pp = cfg.mesh.pp
-    table = build_table(cfg.passes.pipeline, pp, cfg.train.microbatches, report.cost) if pp > 1 else None
+    request = request_of(cfg, trained)
+    made = compile_programs(request, observe=observe)
+    programs, report = made.programs, made.report
     if cfg.lower.cudagraphs is True:
         check_recordable(programs, cfg.lower.backend == "inductor")
     if not described(cfg.cluster).host_computes:
         check_offsets(programs)
     flat = {name: Captured(flatten(program), ctx) for name, (program, ctx) in programs.items()}
-    return DryStep(flat, report.finish(), trained.flops_per_token(cfg.train.seq_len), table)
+    return DryStep(flat, report.finish(), trained.flops_per_token(cfg.train.seq_len), request.table(report.cost))
 
 
-def compilation(cfg: Config, trained: Subject, observe: Observer | None = None) -> Compilation:
-    """What compiles them."""
-    model = trained.module
+def request_of(cfg: Config, trained: Subject) -> CompileRequest:
+    """Return the request for a job's programs of training, traced on the CPU whatever they run on."""
     rows, length = cfg.train.global_batch_size, cfg.train.seq_len
     batch = {key: torch.empty(rows, length, dtype=torch.int64, device="meta") for key in models.INPUTS}
     if cfg.data.pairs:
         batch["pairs"] = torch.empty(rows, dtype=torch.int64, device="meta")
     if isinstance(cfg.loss, DpoConfig):
         batch |= {name: torch.empty(rows, device="meta") for name in REFERENCE}
-    masters = {name: p.dtype for name, p in model.named_parameters()}
-    mesh, skip = mesh_of(cfg.mesh), cfg.train.nonfinite == "skip"
-    return Compilation(
-        model,
-        trained.loss,
-        one_microbatch(batch, cfg.train.microbatches),
-        mesh.without("pp"),
-        build_pipeline(cfg.passes, cfg.optim, masters, cfg.train.microbatches, skip, mesh["pp"], cfg.cluster),
-        cfg.passes,
-        torch.device("cpu"),  # kernels of other devices cannot be traced where they are not; shapes are the same
-        observe,
+    return CompileRequest(
+        model=trained.module,
+        loss_fn=trained.loss,
+        batch=one_microbatch(batch, cfg.train.microbatches),
+        mesh=mesh_of(cfg.mesh),
+        passes=cfg.passes,
+        optim=cfg.optim,
+        cluster=cfg.cluster,
+        microbatches=cfg.train.microbatches,
+        skip_nonfinite=cfg.train.nonfinite == "skip",
+        evaluate=False,
     )
 
 

@@ -15,10 +15,11 @@ from compiler_trainer.config.schema import Config
 from compiler_trainer.config.validate import dry_world_size, validate
 from compiler_trainer.data.datasets import check_vocabulary
 from compiler_trainer.models.subject import subject
+from compiler_trainer.request import CompileRequest
 from compiler_trainer.step.given import mesh_of, one_microbatch
-from compiler_trainer.step.job import Job
-from compiler_trainer.step.made_of import name_of_device
-from compiler_trainer.step.shelf import Shelf
+from compiler_trainer.step.program_cache import ProgramCache
+from compiler_trainer.step.program_key import name_of_device
+from compiler_trainer.step.programs import compile_programs
 from compiler_trainer.training.folder import Dumps
 from compiler_trainer.training.prepare import make_reproducible, read_data
 from compiler_trainer.training.trainer import peek
@@ -38,23 +39,33 @@ def compile_ahead(cfg: Config, out: Path, tell: Callable[[str], None]) -> str:
     make_reproducible(cfg.train)
     datasets, trained = read_data(cfg), subject(cfg)
     check_vocabulary(datasets, trained.vocab_size)
-    batch = one_microbatch(peek(datasets.train), cfg.train.microbatches)
-    on, mesh = (CPU if cfg.cluster.host_computes else torch.device("cuda", 0)), mesh_of(cfg.mesh)
-    job = Job(
-        trained.module, trained.loss, batch, mesh, cfg.passes, cfg.optim, on, cfg.train.microbatches,
-        cfg.train.nonfinite == "skip", True, cfg.eval.interval is not None, datasets.below, None, cfg.train.seed,
-        cfg.cluster, device_name(cfg.cluster),
-    )  # fmt: skip
+    request = CompileRequest(
+        model=trained.module,
+        loss_fn=trained.loss,
+        batch=one_microbatch(peek(datasets.train), cfg.train.microbatches),
+        mesh=mesh_of(cfg.mesh),
+        passes=cfg.passes,
+        optim=cfg.optim,
+        device=CPU if cfg.cluster.host_computes else torch.device("cuda", 0),
+        cluster=cfg.cluster,
+        microbatches=cfg.train.microbatches,
+        skip_nonfinite=cfg.train.nonfinite == "skip",
+        evaluate=cfg.eval.interval is not None,
+        entry_bounds=datasets.below,
+        seed=cfg.train.seed,
+        device_name=device_name(cfg.cluster),
+    )
     with tempfile.TemporaryDirectory() as scratch:
         dumps = Dumps(Path(scratch, "graphs")) if cfg.run.dump_graphs else None
-        shelf = Shelf(dumps.folder if dumps else None, Store(out))
-        (programs, report), _ = job.programs(shelf, cfg.lower.check_stored, False, dumps, tell)
+        cache = ProgramCache(dumps.folder if dumps else None, Store(out))
+        compiled = compile_programs(request, observe=dumps, tell=tell, cache=cache)
+    report = compiled.report
     if not report.key:
         raise UserError("model", f"{report.notes[-1]}; such a job is compiled when it starts")
     files = [path for path in out.iterdir() if path.name.startswith(report.key)]
     size = sum(path.stat().st_size for path in files)
-    made = f"{'was there' if report.is_read else 'made'}: {report.key[:12]}, {', '.join(programs)}"
-    return f"{made}, for {mesh.world_size:,} ranks on {job.device_name}; {size / 2**20:.1f} MiB in {out}"
+    made = f"{'was there' if report.is_read else 'made'}: {report.key[:12]}, {', '.join(compiled.programs)}"
+    return f"{made}, for {request.mesh.world_size:,} ranks on {request.device_name}; {size / 2**20:.1f} MiB in {out}"
 
 
 def device_name(cluster: ClusterConfig) -> str:

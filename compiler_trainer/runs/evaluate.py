@@ -16,8 +16,8 @@ from compiler_trainer.data.loader import Batch, Loader
 from compiler_trainer.models.subject import Subject, subject
 from compiler_trainer.runs.saved import from_newest
 from compiler_trainer.step.compile import compile_step
+from compiler_trainer.step.program_cache import ProgramCache
 from compiler_trainer.step.ranks import local_device, rank, start_ranks, stop_ranks
-from compiler_trainer.step.shelf import Shelf
 from compiler_trainer.step.step import Step
 from compiler_trainer.training.evaluate import by_source, held_out, means
 from compiler_trainer.training.prepare import read_data
@@ -82,7 +82,7 @@ def measuring(
         device=local_device(),
         below=below,
         train=False,
-        shelf=Shelf(),
+        cache=ProgramCache(),
         tell=tell,
     )
     load = checkpoint.load_averaged if averaged else checkpoint.load_model

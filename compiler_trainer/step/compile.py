@@ -14,12 +14,14 @@ from compiler_trainer.config.device import passes_on
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import LowerConfig, MeshConfig, OptimConfig, PassesConfig
+from compiler_trainer.request import CompileRequest, LossFn
 from compiler_trainer.step.given import EVALUATE, Captured, Reporter, check_offsets, mesh_of, one_microbatch, recorded
-from compiler_trainer.step.job import Job
+from compiler_trainer.step.program_cache import ProgramCache
+from compiler_trainer.step.programs import compile_programs
 from compiler_trainer.step.ranks import local_device
 from compiler_trainer.step.runtime import LockstepRanks, ProcessRanks, Runtime
-from compiler_trainer.step.shelf import Shelf
 from compiler_trainer.step.step import Compiled, State, Step, state_name, stored
+from passes.lower import inductor
 from passes.lower.heap import keep_freed_memory
 from passes.pipeline.tables import Table, play
 from passes.pipeline.tasks import task_in
@@ -29,7 +31,6 @@ from passes.program.mesh import Mesh
 from passes.program.spec import Value, shard
 
 if TYPE_CHECKING:
-    from compiler_trainer.capture.capture import LossFn
     from passes.check.runner import Observer
 
 T = TypeVar("T")
@@ -55,7 +56,7 @@ def compile_step(
     evaluate: bool = True,
     below: Mapping[str, int] | None = None,
     observe: Observer | None = None,
-    shelf: Shelf | None = None,
+    cache: ProgramCache | None = None,
     cluster: ClusterConfig = AUTO_CLUSTER,
     tell: Callable[[str], None] = lambda what: None,
 ) -> Step:
@@ -69,8 +70,8 @@ def compile_step(
     here. `device` is by default this rank's GPU if there is one, else the CPU; lockstep ranks run on the CPU. Without
     `train` the step can only evaluate, without `evaluate` only train (it stores nothing that evaluation alone reads).
     Numbers of batch entries are `below` those given. `tell` is called with what begins: a pass, a body. What passes
-    decide by time (`async_tp=auto`) they decide on the `cluster`, by default the one of this device. With a `shelf`,
-    programs that an earlier start made of the very same are read, and passes do not run.
+    decide by time (`async_tp=auto`) they decide on the `cluster`, by default the one of this device. With a `cache`,
+    passes do not run if an earlier start stored its programs.
     Raises UserError naming what is at fault.
     """
     update, options = _typed(OptimConfig, optim, "optim"), _typed(PassesConfig, passes, "passes")
@@ -82,15 +83,34 @@ def compile_step(
     if on_cpu:
         keep_freed_memory()
     values: Iterable[tuple[str, Value]] = _initial_values(model, initial)
-    full = None
+    real = None
     if options.verify == "numeric":
-        full = {name: value[()] for name, value in values}  # all at once: for small models
-        values = full.items()
-    batch = one_microbatch(example_batch, microbatches)
-    how = microbatches, skip_nonfinite, train, evaluate, below or {}, full, seed, cluster
-    job = Job(model, loss_fn, batch, named, options, update, device, *how)
-    compiles = on_cpu and lower.backend == "inductor" and lower.fast_start
-    (programs, report), table = job.programs(shelf, lower.check_stored, compiles, observe, tell)
+        real = {name: value[()] for name, value in values}  # all at once: for small models
+        values = real.items()
+    request = CompileRequest(
+        model=model,
+        loss_fn=loss_fn,
+        batch=one_microbatch(example_batch, microbatches),
+        mesh=named,
+        passes=options,
+        optim=update,
+        device=device,
+        cluster=cluster,
+        microbatches=microbatches,
+        skip_nonfinite=skip_nonfinite,
+        train=train,
+        evaluate=evaluate,
+        entry_bounds=below or {},
+        values=real,
+        seed=seed,
+    )
+
+    def prepare() -> None:
+        if on_cpu and lower.backend == "inductor" and lower.fast_start:
+            inductor.get_ready(device)
+
+    made = compile_programs(request, observe=observe, tell=tell, cache=cache, prepare=prepare)
+    programs, report, table = made.programs, made.report, request.table(made.report.cost)
     if device.type == "cuda":
         check_offsets(programs)
     said = recorded(programs, lower, device, ranks == "lockstep")
@@ -103,8 +123,19 @@ def compile_step(
     shown: dict[str, Any] = {"cudagraphs": said} if said else {}
     if table:
         shown["pipeline"] = drawn(options.pipeline.schedule, table)
-    parts = (compiled, evaluation, table, state)
-    return Step(runtime, laid_out, *parts, update.lr, seed, microbatches, device, report.finish() | shown)
+    return Step(
+        runtime=runtime,
+        mesh=laid_out,
+        train=compiled,
+        evaluation=evaluation,
+        table=table,
+        state=state,
+        lr=update.lr,
+        seed=seed,
+        microbatches=microbatches,
+        device=device,
+        report=report.finish() | shown,
+    )
 
 
 def default_device(ranks: str) -> torch.device:
@@ -224,9 +255,7 @@ def _default_lower(ranks: str) -> dict[str, str]:
     return {"backend": "eager" if ranks == "lockstep" else "inductor"}
 
 
-def _runtime(
-    ranks: str, mesh: Mesh, lower: LowerConfig, device: torch.device, tell: Callable[[str], None]
-) -> Runtime:
+def _runtime(ranks: str, mesh: Mesh, lower: LowerConfig, device: torch.device, tell: Callable[[str], None]) -> Runtime:
     if lower.cudagraphs is True and device.type != "cuda":
         raise UserError("lower.cudagraphs", f"is true, but the step runs on {device.type}; use a GPU, or auto")
     if ranks == "processes":

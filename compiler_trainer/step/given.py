@@ -56,6 +56,11 @@ class Reporter:
             took -= record.seconds
         self.seconds["checks"] = self.seconds.get("checks", 0.0) + took
 
+    def restart(self, note: str) -> None:
+        """Forget all but the notes, and add one."""
+        self.seconds, self.passes = {}, []
+        self.notes.append(note)
+
     def time(self, name: str, work: Callable[[], T]) -> T:
         """Do something and record how long it took."""
         started = time.perf_counter()
@@ -79,6 +84,14 @@ class Reporter:
         remarks = dict.fromkeys(remark for done in self.passes for remark in done["report"]["remarks"])
         found = {"passes": self.passes, "notes": self.notes, "remarks": [*remarks]}
         return {"seconds": seconds, "program": stored, **found}
+
+
+@dataclass(frozen=True)
+class StepPrograms:
+    """The finished programs of a step by name, not yet lowered, and the report of compiling them."""
+
+    programs: dict[str, Captured]
+    report: Reporter
 
 
 def check_recordable(programs: Mapping[str, Captured], compiled: bool = True) -> None:

@@ -68,6 +68,7 @@ class Step:
 
     def __init__(
         self,
+        *,
         runtime: Runtime,
         mesh: Mesh,
         train: Mapping[str, Compiled],

@@ -26,8 +26,8 @@ from compiler_trainer.data.pairs import REFERENCE, PairRows
 from compiler_trainer.models.preference import reference
 from compiler_trainer.models.subject import subject
 from compiler_trainer.step.compile import compile_step
+from compiler_trainer.step.program_cache import ProgramCache
 from compiler_trainer.step.ranks import from_rank_0, local_device, rank
-from compiler_trainer.step.shelf import Shelf
 from compiler_trainer.step.step import Step
 from compiler_trainer.training.progress import Working, announce
 from compiler_trainer.training.rows import own_rows
@@ -101,7 +101,7 @@ def computed(cfg: Config, datasets: Datasets) -> Iterator[tuple[PairRows, Values
             device=local_device(),
             train=False,
             below=datasets.below,
-            shelf=Shelf(),
+            cache=ProgramCache(),
             cluster=cfg.cluster,
             tell=tell,
         )

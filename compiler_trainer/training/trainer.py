@@ -23,8 +23,8 @@ from compiler_trainer.data.datasets import Datasets, check_labels, check_vocabul
 from compiler_trainer.data.loader import Loader
 from compiler_trainer.models.subject import Subject, subject
 from compiler_trainer.step.compile import compile_step
+from compiler_trainer.step.program_cache import ProgramCache
 from compiler_trainer.step.ranks import local_device, rank, start_ranks
-from compiler_trainer.step.shelf import Shelf
 from compiler_trainer.step.step import Step
 from compiler_trainer.training import averages, folder, trace
 from compiler_trainer.training.callbacks import Callback, Callbacks, Run, build_callbacks
@@ -207,7 +207,7 @@ def build_step(
         evaluate=cfg.eval.interval is not None,
         below=datasets.below,
         observe=observe,
-        shelf=Shelf.of(cfg.lower, observe.folder if observe else None),
+        cache=ProgramCache.of(cfg.lower, observe.folder if observe else None),
         cluster=cfg.cluster,
         tell=tell,
     )

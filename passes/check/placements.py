@@ -5,8 +5,9 @@ A local node that stands for a node of the whole program is one of two things:
     %y = linear(%x, %w)     the operator on operands that are placed in some way: its rule says how the result is
     %z = psum(%y, "tp")     another placement of what stands for the same: reshard operators say what becomes of it
 
-Nothing is taken from what decided the placements: operands' records, the rule of the whole operator, and no more.
-What an operator that rules write out (a look-up in a sharded table) does inside is left to `numeric`.
+Of what decided the placements only the operator's rule and the arithmetic of factors (`sharding/atoms.py`) are used
+again. A fault in these is left to `numeric`, and so is what an operator that rules write out (a look-up in a sharded
+table) does inside.
 """
 
 from __future__ import annotations

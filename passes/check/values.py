@@ -5,9 +5,9 @@
 
 Inputs are random numbers. Operators that add, scale and multiply do so with them, a sum over ranks multiplies by a
 number of its own, and any other operator is a random function of its operands and arguments. So two expressions have
-the same number if algebra makes one of the other, and else but for a chance of 2^-60, whatever order they are computed
-in, how often, and under which name. Reading an input after it was written gives another number than before; every draw
-of random numbers is another.
+the same number if algebra makes one of the other, whatever order they are computed in, how often, and under which name.
+Other expressions have different numbers, except with a chance of 2^-61 for each pair. Reading an input after it was
+written gives another number than before; every draw of random numbers is another.
 
 Where collectives are merged, what they and their bucket carry is followed entry by entry, for a few entries of each
 (`Moved`): which entry of which value, of which rank.
@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -51,8 +52,8 @@ def check_kept(before: Numbers, after: Numbers) -> Iterator[Finding]:
 
 
 def number_of(*parts: Any) -> int:
-    """A number that is another for other parts."""
-    return hash(parts) % PRIME
+    """Return a digest of some parts, as a number below `PRIME`; Python's own hash is the same for -1 and -2."""
+    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=16).digest(), "big") % PRIME
 
 
 def rational(x: Any) -> int | None:

@@ -49,6 +49,16 @@ def cut(program: ir.Program, split: bool = False, gathers: bool = False) -> dict
     return apart(program, task)
 
 
+def without_unread_buffers(program: ir.Program) -> ir.Program:
+    """Return the program without the buffers that it does not read; training keeps them where they change."""
+    program = program.copy()
+    ends = list(zip(program.placeholders(), program.inputs, strict=True))
+    unread = [node for node, given in ends if given.kind == "buffer" and not node.users]
+    for node in unread:
+        program.graph.erase_node(node)
+    return replace(program, inputs=tuple(given for node, given in ends if node not in unread))
+
+
 def cut_update(program: ir.Program, rank: int) -> dict[Task, ir.Program]:
     """The tasks of a pipeline rank's update, in order."""
     return apart(program, tasks_of_update(program, rank), f"{rank}.")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-import torch
 from oracle import NO_DECAY, perceptron, points, squared_error, trained_alike
+from pipelines import pipeline_of
 
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.schema import AccumulateConfig, CastConfig, OptimConfig, PassesConfig
-from compiler_trainer.pipeline import Pipeline, build_pipeline
+from compiler_trainer.pipeline import Pipeline
 from passes.check.runner import check_order
 from passes.program import ir
 from passes.program.stages import Stage
@@ -44,18 +44,15 @@ def looking(*stages, after=(), name="look"):
 
 def made(*extra, microbatches=1, pp=1, once="auto"):
     cfg = PassesConfig(CastConfig(None), extra=extra, accumulate=AccumulateConfig(once, once))
-    return build_pipeline(cfg, OptimConfig(), {"w": torch.float32}, microbatches, pp=pp)
+    return pipeline_of(cfg, pp, microbatches=microbatches)
 
 
 def orders(pipeline: Pipeline) -> dict[str, list[str]]:
     """The names of the passes that each program sees, whose order holds."""
-    steps = {**pipeline.branches(), "evaluate": pipeline.evaluate}
-    if (parts := pipeline.staged) is not None:
-        steps |= {"microbatch": (*pipeline.joint, *parts.whole, *parts.finish)}
-        steps |= {f"update{rank}": (*pipeline.joint, *parts.update(rank), *parts.finish) for rank in (0, 1)}
+    steps = {row.name: pipeline.lineage(row.name) for row in pipeline.rows if not row.shared}
     for each in steps.values():
-        check_order((*pipeline.forward, *each), Stage.CAPTURED)
-    return {name: [step.name for step in (*pipeline.forward, *each)] for name, each in steps.items()}
+        check_order(each, Stage.CAPTURED)
+    return {name: [step.name for step in each] for name, each in steps.items()}
 
 
 def behind(order: list[str], name: str = "look") -> str | None:
@@ -113,7 +110,7 @@ def test_layers_are_all_there_with_a_pass_of_ones_own():
     [
         (looking(Stage.CAPTURED, after=("remat",)), "^passes.extra: look takes a captured program after remat: there is none"),
         ({"_target_": "test_extra.Turns"}, r"^passes.extra\[0\]: look gives a step program; leave `gives` out"),
-        ({"_target_": "collections.Counter"}, r"^passes.extra\[0\]: collections.Counter makes a Counter, no passes.program.ir.Pass"),
+        ({"_target_": "collections.Counter"}, r"^passes.extra\[0\]: collections.Counter returned a Counter; return a passes.program.ir.Pass"),
         ({"_target_": "test_extra.Lost"}, r"^passes.extra\[0\]._target_: .*Lost"),
     ],
 )
@@ -142,20 +139,19 @@ class Plain:
     ("optim", "said"),
     [
         ({"name": "custom"}, "^optim._target_: is null with optim=custom"),
-        ({"_target_": "collections.Counter"}, "^optim._target_: collections.Counter makes what has no `moments`"),
+        ({"_target_": "collections.Counter"}, "^optim._target_: collections.Counter returned an object without `moments`"),
         ({"_target_": "test_extra.Nothing"}, "^optim._target_: .*Nothing"),
         ({"_target_": "test_extra.Plain", "groups": {"none": {"kinds": ["vector"], "weight_decay": 0.0}}},
          "^optim.groups.none.weight_decay: 0.0, but Plain is no dataclass with a field weight_decay"),
     ],
 )  # fmt: skip
 def test_what_is_no_optimizer_is_refused(optim, said):
-    from compiler_trainer.config.options import build
 
     with pytest.raises(UserError, match=said):
-        build_pipeline(PassesConfig(CastConfig(None)), build(OptimConfig, optim, "optim"), {"w": torch.float32}, 1)
+        pipeline_of(optim=optim)
 
 
 def test_arguments_reach_it():
     optim = OptimConfig("custom", _target_="passes.update.optimizers.SGD", arguments={"momentum": 0.5})
-    step = build_pipeline(PassesConfig(CastConfig(None)), optim, {"w": torch.float32}, 1).train["step"]
+    step = pipeline_of(optim=optim)["step"].passes
     assert next(each for each in step if each.name == "optimize").optimizer == SGD(0.5)

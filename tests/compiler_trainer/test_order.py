@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-import torch
 from oracle import batches, llama, llama_loss, trained_alike
+from pipelines import pipeline_of
 
-from compiler_trainer.config.schema import AccumulateConfig, CastConfig, OptimConfig, PassesConfig
+from compiler_trainer.config.schema import AccumulateConfig, CastConfig, PassesConfig
 from compiler_trainer.pipeline import Passes, Pipeline, build_pipeline
 from compiler_trainer.step import programs as compiling
 from passes.check.runner import check_order
@@ -26,17 +26,14 @@ Order = tuple[Passes, Passes]  # of the forward, and of what follows
 
 
 def programs(pipeline: Pipeline) -> dict[str, Order]:
-    found = {**pipeline.branches(), "evaluate": pipeline.evaluate}
-    if (parts := pipeline.staged) is not None:
-        found |= {"microbatch": (*pipeline.joint, *parts.whole, *parts.finish)}
-        found |= {"update": (*pipeline.joint, *parts.update(0), *parts.finish)}
-    return {name: (pipeline.forward, steps) for name, steps in found.items()}
+    rows = [row for row in pipeline.rows if not row.shared]
+    return {row.name: (pipeline["forward"].passes, pipeline.lineage(row.name, "forward")) for row in rows}
 
 
 def pipelines() -> Iterator[tuple[str, Order]]:
     for microbatches, pp, once in ((1, 1, "auto"), (3, 1, "auto"), (3, 1, "step"), (4, 2, "auto")):
         passes = PassesConfig(CastConfig(None), accumulate=AccumulateConfig(once, once))
-        made = build_pipeline(passes, OptimConfig(), {"w": torch.float32}, microbatches, pp=pp)
+        made = pipeline_of(passes, pp, microbatches=microbatches)
         yield from programs(made).items()
 
 
@@ -80,11 +77,11 @@ MESHES = {"token_mean": {"dp_shard": 2, "cp": 2}, "sequence_layout": {"cp": 2}, 
 
 @pytest.mark.parametrize("pair", HARMLESS, ids="-".join)
 def test_a_harmless_swap_trains_as_on_one_device(pair, monkeypatch):
-    def build(*given) -> Pipeline:
-        made = build_pipeline(*given)
-        forward, train = at_pair(made.forward), {name: at_pair(steps) for name, steps in made.train.items()}
-        assert (forward, train) != (made.forward, made.train)
-        return replace(made, forward=forward, train=train)
+    def build(request) -> Pipeline:
+        made = build_pipeline(request)
+        rows = tuple(replace(row, passes=row.passes if row.name == "evaluate" else at_pair(row.passes)) for row in made.rows)
+        assert rows != made.rows
+        return replace(made, rows=rows)
 
     def at_pair(steps: Passes) -> Passes:
         at = next((i for i in range(len(steps) - 1) if (steps[i].name, steps[i + 1].name) == pair), None)

@@ -90,6 +90,7 @@ def assert_equal(found: dict, wanted: SimpleNamespace, tolerance: float) -> None
     assert_same(found["state"], wanted.state, tolerance)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("job", "check", "mesh"), [
     ("two", "shard2", (("dp_shard", 2),)),
     full("two more", "replicate2", (("dp_replicate", 2),)),

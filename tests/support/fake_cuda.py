@@ -38,9 +38,10 @@ from compiler_trainer.config.device import passes_on
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import Config, LowerConfig
 from compiler_trainer.config.validate import dry_world_size, validate
-from compiler_trainer.pipeline import DTYPES, build_pipeline
+from compiler_trainer.pipeline import DTYPES
+from compiler_trainer.request import CompileRequest
 from compiler_trainer.step.given import Captured, mesh_of
-from compiler_trainer.step.programs import Compilation
+from compiler_trainer.step.programs import compile_programs
 from compiler_trainer.step.runtime import ProcessRanks
 from passes.lower.host_reads import breaks
 from passes.lower.inductor import compile_body
@@ -117,12 +118,22 @@ def programs_of(cfg: Config) -> dict[str, Captured]:
     """The training programs of a job on CUDA, as bodies, of all stages; process groups are there and send nothing."""
     mesh = mesh_of(cfg.mesh)
     model = models.build(cfg.model, DTYPES[cfg.train.dtype])
-    microbatches, masters = cfg.train.microbatches, {name: p.dtype for name, p in model.named_parameters()}
+    microbatches = cfg.train.microbatches
     shape = (cfg.train.global_batch_size // microbatches, cfg.train.seq_len)
     batch = {key: torch.empty(shape, dtype=torch.int64, device="meta") for key in models.INPUTS}
-    passes = passes_on(cfg.passes, on_gpu=True)
-    pipeline = build_pipeline(passes, cfg.optim, masters, microbatches, pp=mesh["pp"], cluster=cfg.cluster)
-    programs = Compilation(model, models.loss_fn, batch, mesh, pipeline, passes, torch.device("cuda")).all_of(evaluate=False)
+    request = CompileRequest(
+        model=model,
+        loss_fn=models.loss_fn,
+        batch=batch,
+        mesh=mesh,
+        passes=passes_on(cfg.passes, on_gpu=True),
+        optim=cfg.optim,
+        device=torch.device("cuda"),
+        cluster=cfg.cluster,
+        microbatches=microbatches,
+        evaluate=False,
+    )
+    programs = compile_programs(request).programs
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=mesh.world_size)
     ranks = ProcessRanks(mesh, LowerConfig(), torch.device("cuda"), lambda what: None)
     for program, _ in programs.values():

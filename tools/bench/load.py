@@ -1,6 +1,6 @@
 """Memory while a folder of transformers is loaded: what each rank holds, and its peak, over what it had before.
 
-    python -m tools.bench.load FOLDER --ranks 4 --mesh dp_shard=2 tp=2
+python -m tools.bench.load FOLDER --ranks 4 --mesh dp_shard=2 tp=2
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import psutil
 import torch
 
 from compiler_trainer.config.device import passes_on
-from compiler_trainer.config.schema import Config, FolderConfig, LowerConfig, OptimConfig, PassesConfig
+from compiler_trainer.config.schema import Config, FolderConfig, LowerConfig, PassesConfig
 from compiler_trainer.models.loss import INPUTS
 from compiler_trainer.models.subject import subject
-from compiler_trainer.pipeline import build_pipeline
+from compiler_trainer.request import CompileRequest
 from compiler_trainer.step.compile import initial_state
 from compiler_trainer.step.given import mesh_of
-from compiler_trainer.step.programs import Compilation
+from compiler_trainer.step.programs import compile_programs
 from compiler_trainer.step.ranks import rank, start_ranks, stop_ranks
 from compiler_trainer.step.runtime import ProcessRanks
 
@@ -59,11 +59,11 @@ def load(folder: str, mesh: dict[str, int]) -> None:
     start_ranks()
     trained, named = subject(Config(model=FolderConfig(folder))), mesh_of(mesh)
     batch = {name: torch.zeros(named.world_size, 16, dtype=torch.int64) for name in INPUTS}
-    masters = {name: p.dtype for name, p in trained.module.named_parameters()}
-    pipeline = build_pipeline(passes_on(PassesConfig(), False), OptimConfig(), masters, 1)
-    cpu = torch.device("cpu")
-    work = Compilation(trained.module, trained.loss, batch, named, pipeline, passes_on(PassesConfig(), False), cpu)
-    program = work.programs(evaluate=True)[0]["evaluate"].program
+    cpu, passes = torch.device("cpu"), passes_on(PassesConfig(), False)
+    request = CompileRequest(
+        model=trained.module, loss_fn=trained.loss, batch=batch, mesh=named, passes=passes, train=False
+    )
+    program = compile_programs(request).programs["evaluate"].program
     runtime = ProcessRanks(named, LowerConfig(), cpu, lambda what: None)
     began = time.perf_counter()
     with Peak() as peak:

@@ -17,8 +17,8 @@ from compiler_trainer import models
 from compiler_trainer.config.compose import compose, typed
 from compiler_trainer.config.device import passes_on
 from compiler_trainer.config.schema import ModelConfig
-from compiler_trainer.pipeline import build_pipeline
-from compiler_trainer.step.programs import Compilation
+from compiler_trainer.request import CompileRequest
+from compiler_trainer.step.programs import compile_programs
 from passes.program.bodies import flatten
 from passes.program.mesh import Mesh
 
@@ -36,15 +36,21 @@ def partition(
     with torch.device("meta"):
         model = models.build(cfg)
         batch = {k: torch.empty(rows, seq_len, dtype=torch.int64) for k in ("tokens", "labels", "positions")}
-    masters = {name: torch.float32 for name, _ in model.named_parameters()}
-    options = passes_on(job.passes, False)
-    pipeline = build_pipeline(options, job.optim, masters, 1)
-    work = Compilation(model, models.loss_fn, batch, Mesh.of(sizes), pipeline, options, torch.device("cpu"))
+    request = CompileRequest(
+        model=model,
+        loss_fn=models.loss_fn,
+        batch=batch,
+        mesh=Mesh.of(sizes),
+        passes=passes_on(job.passes, False),
+        optim=job.optim,
+        evaluate=False,
+    )
     began = time.process_time()
-    found, report = work.programs(evaluate=False)
+    compiled = compile_programs(request)
+    report = compiled.report
     seconds = {"all": time.process_time() - began} | {record["name"]: record["seconds"] for record in report.passes}
     seconds["capture"] = report.seconds["capture"]
-    (step,) = found.values()
+    (step,) = compiled.programs.values()
     seconds["nodes"] = len(flatten(step.program).graph.nodes)
     return {**seconds, "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import call
+from pipelines import pipeline_of
 from short_runs import options
 from tool_runs import PLAN, case, loss_fn
 
@@ -21,7 +22,6 @@ from compiler_trainer.config.device import passes_on
 from compiler_trainer.config.errors import UserError
 from compiler_trainer.config.options import build
 from compiler_trainer.config.schema import OptimConfig, PassesConfig
-from compiler_trainer.pipeline import build_pipeline
 from compiler_trainer.training.nonfinite import Lost
 from compiler_trainer.training.trainer import train
 from passes import rules
@@ -113,9 +113,9 @@ drops = 0
 
 
 def test_a_dropped_reduction_is_found_where_its_terms_are_used(tmp_path):
-    masters = {name: p.dtype for name, p in case()[0].named_parameters()}
-    pipeline = build_pipeline(passes_on(build(PassesConfig, TP["passes"]), False), OptimConfig(), masters, 1)
-    pipeline = replace(pipeline, forward=(*pipeline.forward, DropSum()))
+    pipeline = pipeline_of(passes_on(build(PassesConfig, TP["passes"]), False), model=case()[0])
+    forward, *rows = pipeline.rows
+    pipeline = replace(pipeline, rows=(replace(forward, passes=(*forward.passes, DropSum())), *rows))
     finding = found_and_mended(
         tmp_path, lambda patch: patch.setattr(sys.modules[__name__], "drops", 1), mesh={"tp": 2}, passes=pipeline
     )

@@ -176,6 +176,7 @@ def opens_one_header(rank, ranks, path, folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.full
 def test_each_header_is_read_by_one_rank(tmp_path):
     path = saved(build("four"), tmp_path / "checkpoints")
     ranks = len(list(path.glob("*.safetensors")))

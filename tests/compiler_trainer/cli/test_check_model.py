@@ -65,6 +65,7 @@ def test_a_decoder_with_experts_is_compared_by_options_alone(capsys):
     assert "right, off by " in capsys.readouterr().out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", [("mesh.dp_shard=2", "mesh.ep=2"), ("mesh.dp_shard=2", "mesh.tp=2")], ids="_".join)
 def test_experts_of_transformers_are_compared_and_adapted_by_lora_as_other_layers(mesh, capsys):
     """peft puts two layers around them, one a weight."""

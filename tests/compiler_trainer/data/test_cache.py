@@ -442,6 +442,7 @@ def long_text(tmp_path, monkeypatch):
     return bpe(tmp_path / "tokenizer.json", pre_tokenizers.ByteLevel(add_prefix_space=False))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", quick([signal.SIGINT, signal.SIGTERM, signal.SIGKILL], 1))
 def test_an_interrupted_start_ends_with_its_processes_and_the_next_goes_on(number, tmp_path, long_text, cache, capsys):
     job = start(tmp_path, long_text)

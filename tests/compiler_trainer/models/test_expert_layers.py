@@ -18,7 +18,7 @@ from compiler_trainer.config.schema import ExpertsConfig, ModelConfig
 from compiler_trainer.models.experts import Experts, MixtureOfExperts, rows_by_expert
 from compiler_trainer.models.router import Router
 from compiler_trainer.parity.one_device import LoopedExperts, looped, sliced_products
-from compiler_trainer.step.programs import depends_on_mode, evaluating
+from compiler_trainer.step.exported import depends_on_mode, evaluating
 
 F64 = torch.float64
 N, D = 11, 16

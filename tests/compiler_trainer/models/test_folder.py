@@ -111,6 +111,7 @@ def test_peft_builds_without_a_warning(recwarn):
     assert [str(warning.message) for warning in recwarn] == []
 
 
+@pytest.mark.full
 def test_peft_adds_its_terms_and_trains_nothing_else():
     module, initial, loss = whole(of("llama", lora=LORA))
     initial, data, loss = list(initial), list(batches()), exactly(loss)

@@ -107,6 +107,7 @@ def step_on(mesh, cfg):
     return compile_lockstep(models.build(cfg), models.loss_fn, batch, mesh, initial=initial, microbatches=2)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", CASES)
 def test_weights_are_the_same_on_any_mesh(case):
     mesh, cfg = CASES[case]

@@ -131,7 +131,7 @@ def rows(length=12):
 
 @pytest.mark.parametrize("mesh", [{}, {"dp_shard": 2}, {"tp": 2}], ids=str)
 @pytest.mark.parametrize("kind", ["gpt_oss", "opt"])
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_a_compiled_step_keeps_documents_apart(kind, mesh, saved):
     """The logits of a GPT-OSS moved by 0.18 where their spread was 0.11."""
     path = saved(kind)
@@ -163,6 +163,7 @@ def test_the_auxiliary_loss_of_a_folder_is_trained_without_padding(mesh, saved):
     assert step(batch)["loss"] == pytest.approx(wanted.item(), rel=1e-5) and 5 * balance > 4
 
 
+@pytest.mark.full
 def test_a_mamba_folder_is_tuned_as_one_text_and_refused_in_documents(saved, tmp_path, capsys):
     """Its config has no attention heads, of which FLOPs were counted before anything else."""
     job = ["model=hf", f"model.path={saved('mamba')}", "data.tokenizer=bytes", "data=synthetic", "data.documents=20", "train.steps=2",

@@ -43,6 +43,7 @@ def job(schedule: str, **changes) -> Config:
     return replace(cfg, **changes)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble"])
 def test_few_layers_and_stages_tell_what_all_do(schedule):
     cfg = job(schedule)
@@ -54,6 +55,7 @@ def test_few_layers_and_stages_tell_what_all_do(schedule):
     assert found.place and found.exposed_s["pp"] > 0
 
 
+@pytest.mark.full
 def test_dense_layers_before_experts_are_counted_once(monkeypatch):
     experts = ExpertsConfig(count=4, top_k=2, width=128, dense_layers=1)
     cfg = job("1f1b", model=replace(MODEL, n_layers=13, experts=experts))
@@ -78,6 +80,7 @@ def test_closed_forms_are_near_what_is_compiled():
     assert 0.5 < form.step_s / real.step_s < 2 and 0.5 < form.bytes / real.bytes < 2
 
 
+@pytest.mark.full
 def test_a_stated_pipeline_is_kept_and_planned_around():
     cfg = replace(job("1f1b"), mesh=replace(AUTO, pp=2), plan=PlanConfig(compile=1))
     asked = Asked(cfg, frozenset({"mesh.pp", "train.microbatches", "passes"}))

@@ -38,7 +38,6 @@ from compiler_trainer.planning.rank import Rank
 from compiler_trainer.planning.search import all_forms, one, room, search
 from compiler_trainer.planning.sizes import sizes_of
 from compiler_trainer.planning.space import POLICIES, Asked, Candidate, First, Left, candidates, replaced
-from compiler_trainer.step.programs import Compilation
 from passes.program.layer import within
 
 SMALL = ModelConfig(dim=512, n_layers=4, n_heads=8, n_kv_heads=4, ffn_dim=1408, vocab_size=8192)
@@ -68,10 +67,10 @@ def found():
 
 
 def test_a_model_is_captured_once_a_depth_and_microbatch(monkeypatch):
-    counted, capture = [], Compilation.capture
+    counted, export_once = [], compiled.export_once
     monkeypatch.setattr(compiled, "captures", {})
     monkeypatch.setattr(compiled, "through", lambda passes, given: given)
-    monkeypatch.setattr(Compilation, "capture", lambda work: counted.append(work) or capture(work))
+    monkeypatch.setattr(compiled, "export_once", lambda *given: counted.append(given) or export_once(*given))
     for layers in (1, 2, 1, 2):
         small = {"model": {"n_layers": layers, "dim": 64, "ffn_dim": 64, "vocab_size": 64}, "train": {"seq_len": 8}}
         compiled.programs_of(replaced(JOB, small | {"mesh": {"dp_shard": 8}}))

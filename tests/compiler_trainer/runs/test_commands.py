@@ -123,6 +123,7 @@ def test_frozen_weights_need_not_be_stored(trained):
 # Which checkpoint
 
 
+@pytest.mark.full
 def test_every_verb_reads_the_best_checkpoint_or_one_that_is_named(run, tmp_path):
     folder = tmp_path / "run"
     how = ["train.steps=3", "checkpoint.interval=1", "eval.interval=1", "checkpoint.keep=3", "optim.lr=0.5", "optim=sgd"]
@@ -345,7 +346,7 @@ def test_without_a_chat_template_there_is_no_chat(run, trained):
 
 
 @pytest.mark.parametrize(("kind", "made"), [("decoder", "LlamaForCausalLM"), ("tied", "Qwen3ForCausalLM"), ("folder", "Qwen3ForCausalLM")])
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_transformers_loads_what_is_exported_and_it_comes_back_to_the_bit(kind, made, run, trained, tmp_path):
     path, out = trained(kind), tmp_path / "out"
     assert "AutoModelForCausalLM.from_pretrained" in run("export", path, out)
@@ -366,6 +367,7 @@ def test_transformers_loads_what_is_exported_and_it_comes_back_to_the_bit(kind, 
     assert all(torch.equal(back[name], value) for name, value in theirs.named_parameters())
 
 
+@pytest.mark.full
 def test_terms_of_lora_are_exported_alone_or_merged(run, trained, tmp_path):
     path = trained("lora")
     run("export", path, tmp_path / "terms")
@@ -382,6 +384,7 @@ def test_terms_of_lora_are_exported_alone_or_merged(run, trained, tmp_path):
     assert {p.name for p in (tmp_path / "terms").glob("*.safetensors")} == {"adapter_model.safetensors"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layer", ["lm_head", "embed_tokens"])
 def test_lora_on_one_of_two_tied_layers_is_merged_into_it_alone(layer, run, trained, tmp_path):
     """Merged into the tensor that they share, logits were off by 3.8 to 5.7."""
@@ -396,6 +399,7 @@ def test_lora_on_one_of_two_tied_layers_is_merged_into_it_alone(layer, run, trai
     assert not theirs.config.tie_word_embeddings and not torch.equal(theirs.lm_head.weight, theirs.model.embed_tokens.weight)
 
 
+@pytest.mark.full
 def test_an_export_that_computes_something_else_is_not_written(run, trained, tmp_path, monkeypatch):
     monkeypatch.setattr(export_module, "untie_adapted", lambda module: None)
     path, out = trained("lora on lm_head"), tmp_path / "merged"

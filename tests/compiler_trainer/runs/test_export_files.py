@@ -55,6 +55,7 @@ def exported(published, tmp_path, *options):
     return tmp_path / "out"
 
 
+@pytest.mark.full
 def test_all_files_but_weights_and_the_settings_of_generation_are_there(published, tmp_path):
     """Before, generation_config.json was made of config.json: one end token, no sampling."""
     out = exported(published, tmp_path)
@@ -69,6 +70,7 @@ def test_what_is_copied(name):
     assert is_copied(Path(name)) and not any(is_copied(Path(other)) for other in (*LEFT_OUT, "config.json", "model-00001-of-00002.safetensors"))
 
 
+@pytest.mark.full
 def test_a_model_tuned_on_chats_stops_at_their_end_of_turn_too(published, tmp_path):
     out = exported(published, tmp_path, "data.chat=true")
     end = AutoTokenizer.from_pretrained(out).convert_tokens_to_ids("<|im_end|>")

@@ -64,6 +64,7 @@ def stored(folder):
 # Layout
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("most", ["1GB", "20KB"])
 def test_an_export_is_laid_out_as_transformers_saves_the_same_model(most, trained, tmp_path, monkeypatch):
     saving = partialmethod(transformers.PreTrainedModel.save_pretrained, max_shard_size=most)
@@ -83,6 +84,7 @@ def test_an_export_is_laid_out_as_transformers_saves_the_same_model(most, traine
     assert config["architectures"] == ["Qwen3ForCausalLM"] and config["tie_word_embeddings"] and config["dtype"] == "bfloat16"
 
 
+@pytest.mark.full
 def test_the_export_of_a_decoder_says_where_it_ends_and_how_long_it_is(trained, tmp_path):
     assert call("export", trained("decoder"), tmp_path / "out") == 0
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path / "out"), AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -117,6 +119,7 @@ class Exports(ct.Callback):
         assert all(torch.equal(value, wanted[name]) for name, value in self.made[path.name].items())
 
 
+@pytest.mark.full
 def test_exporting_while_a_run_trains_changes_nothing_in_it(tmp_path):
     exports = Exports()
     trainer.train(options(tmp_path / "run", model=FOLDER), callbacks=[exports])
@@ -140,6 +143,7 @@ def test_an_export_is_there_once_it_is_whole(trained, tmp_path, monkeypatch):
 # Numbers
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["decoder", "folder"])
 def test_an_export_has_the_trainers_log_probabilities_and_one_that_was_changed_has_not(kind, trained, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out"
@@ -178,6 +182,7 @@ def test_averages_of_a_run_without_any_are_refused(trained, tmp_path, capsys, at
     assert "error: --ema: " in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_transformers_generates_from_an_export_what_the_run_generates(trained, tmp_path, capsys):
     assert call("export", trained("folder"), tmp_path / "out") == 0
     capsys.readouterr()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from compiler_trainer import compile_step
+from compiler_trainer import compile_step, pipeline
 from compiler_trainer.step import programs
 from passes.program import ir
 from tools.parity.case import Case
@@ -47,18 +47,23 @@ def test_what_is_evaluated_is_what_was_trained(stages):
     assert step.evaluate(batch) == pytest.approx(loss_of(model.eval(), batch).item(), abs=1e-12)
 
 
+@pytest.mark.full
 def test_a_buffer_that_only_training_reads_is_of_its_stage_alone():
     outcome = judged(Case.parse(ROUTED)).outcome
     assert outcome.verdict == "right", str(outcome)
 
 
 @pytest.mark.parametrize(
-    ("left_out", "says"), [("without_unread", "router.load' is trained"), ("over_same_state", "is trained on")]
+    ("module", "left_out", "says"),
+    [
+        (pipeline, "without_unread_buffers", "router.load' is trained"),
+        (programs, "with_state_of", "is trained on"),
+    ],
 )
-def test_state_that_training_has_elsewhere_is_heard(left_out, says, monkeypatch):
-    monkeypatch.setattr(programs, left_out, lambda given, *rest: given)
+def test_state_that_training_has_elsewhere_is_heard(module, left_out, says, monkeypatch):
+    monkeypatch.setattr(module, left_out, lambda given, *rest: given)
     with pytest.raises(ir.CompileError, match=says):
-        if left_out == "without_unread":
+        if module is pipeline:
             case = Case.parse(ROUTED)
             subject, settings = case.subject(), case.settings()
             how = {"mesh": settings.mesh, "passes": settings.passes, "ranks": "lockstep"}

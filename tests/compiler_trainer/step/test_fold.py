@@ -20,9 +20,11 @@ from compiler_trainer.config.schema import OptimConfig, PassesConfig
 from compiler_trainer.inspect.dumps import CALLS, load_stages
 from compiler_trainer.inspect.glance import peak_line
 from compiler_trainer.pipeline import build_pipeline
+from compiler_trainer.request import CompileRequest
+from compiler_trainer.step.exported import export_once
 from compiler_trainer.step.given import mesh_of
-from compiler_trainer.step.programs import Compilation
-from passes.check.runner import Dumper
+from compiler_trainer.step.programs import compile_programs
+from passes.check.runner import Dumper, run_passes
 from passes.lower import unfold
 from passes.lower.unfold import Unfold
 from passes.program import ir
@@ -32,20 +34,28 @@ from passes.program.layer import Layer
 from passes.program.stages import Stage
 
 
-def compilation(model, loss_fn=llama_loss, fold=True, mesh=(), passes=(), microbatches=1, optim=(), observe=None):
-    """The compilation of a model, with or without leaving layers out."""
-    passes = passes_on(build(PassesConfig, {**dict(passes), "fold_layers": fold}, "passes"), on_gpu=False)
-    masters = {name: p.dtype for name, p in model.named_parameters()}
-    pipeline = build_pipeline(passes, build(OptimConfig, dict(optim), "optim"), masters, microbatches)
-    batch = batches(1, rows=8)[0]
-    return Compilation(model, loss_fn, batch, mesh_of(dict(mesh)), pipeline, passes, torch.device("cpu"), observe)
+def request(model, loss_fn=llama_loss, fold=True, mesh=(), passes=(), optim=(), **fields):
+    """Return the request of a model, whose alike layers may be folded."""
+    return CompileRequest(
+        model=model,
+        loss_fn=loss_fn,
+        batch=fields.pop("batch", batches(1, rows=8)[0]),
+        mesh=mesh_of(dict(mesh)),
+        passes=passes_on(build(PassesConfig, {**dict(passes), "fold_layers": fold}, "passes"), on_gpu=False),
+        optim=build(OptimConfig, dict(optim), "optim"),
+        **fields,
+    )
 
 
-def programs(work):
-    """The programs of a step and of evaluation, and what was left out."""
-    single = work.capture()
-    found = work.all_of(evaluate=True)
-    return {name: program for name, (program, _) in found.items()}, single.program.fold
+def exported(asked):
+    """Return the captured program of a request, folded if it may be."""
+    return export_once(asked, build_pipeline(asked).folding)
+
+
+def programs(asked, observe=None):
+    """Return the programs of a step and of evaluation, and the report."""
+    made = compile_programs(asked, observe=observe)
+    return {name: program for name, (program, _) in made.programs.items()}, made.report
 
 
 def calls(program):
@@ -96,8 +106,10 @@ CASES = {
 def compiled(case, fold):
     """The programs, what was left out, and the report on each pass."""
     how = dict(CASES[case])
-    work = compilation(llama(how.pop("n"), **how.pop("model", {})), fold=fold, **how)
-    return *programs(work), work.report.passes
+    asked = request(llama(how.pop("n"), **how.pop("model", {})), fold=fold, **how)
+    found, report = programs(asked)
+    assert not any("stands for" in note for note in report.notes)
+    return found, exported(asked).program.fold, report.passes
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=() if c == "fsdp" else pytest.mark.full) for c in CASES])
@@ -113,17 +125,18 @@ def test_the_program_is_that_of_all_layers(case):
         assert folded[name].fold is None
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_layers_of_others_stand_for_each_other_on_one_rank(name):
     """Where the first layer reads otherwise than its own."""
     config = {"llama": zoo.tf.LlamaConfig, "qwen3": zoo.tf.Qwen3Config}[name]
     sizes = zoo.COMMON | {"num_hidden_layers": 8, "num_key_value_heads": 2}
     model = zoo.tf.AutoModelForCausalLM.from_config(config(**sizes, use_cache=False))
-    work = compilation(model, zoo.loss_fn)
-    _, report = dataclasses.replace(work, batch=zoo.batch()).programs(evaluate=False)
+    _, report = programs(request(model, zoo.loss_fn, batch=zoo.batch(), evaluate=False))
     assert report.notes == [] and "unfold" in {p["name"] for p in report.passes}
 
 
+@pytest.mark.full
 def test_what_a_layer_stands_for_is_counted():
     """After every pass: FLOPs, bytes sent and the peak of memory are those of all layers."""
     whole, folded = (
@@ -149,16 +162,17 @@ def test_it_trains_to_the_bit():
 @pytest.mark.full
 def test_patterns_of_one_policy_do_not_keep_layers_apart():
     layers = {f"layers.{n}": "full" for n in range(14)}
-    work = compilation(llama(16), passes={"remat": {"policy": "selective", "layers": layers}})
-    assert work.capture().program.fold.left_out == 14 - 6
-    work.programs(evaluate=False)
+    asked = request(llama(16), passes={"remat": {"policy": "selective", "layers": layers}}, evaluate=False)
+    assert exported(asked).program.fold.left_out == 14 - 6
+    programs(asked)
     with pytest.raises(UserError, match="no layer is named like 'layers.16'"):
-        compilation(llama(16), passes={"remat": {"layers": {"layers.16": "full"}}}).programs(evaluate=False)
+        programs(request(llama(16), passes={"remat": {"layers": {"layers.16": "full"}}}, evaluate=False))
 
 
+@pytest.mark.full
 def test_passes_see_few_layers_and_dumps_say_so():
     seen = []
-    programs(compilation(llama(16), observe=lambda program, record: seen.append((record, program))))
+    programs(request(llama(16)), lambda program, record: seen.append((record, program)))
     for stage, run in groupby(seen, key=lambda pair: pair[1].fold):
         for record, program in run:
             layers = {number_in(i.name, "layers") for i in program.inputs if i.kind == "parameter"} - {None}
@@ -168,7 +182,7 @@ def test_passes_see_few_layers_and_dumps_say_so():
 
 @pytest.mark.full
 def test_dumps_are_read_with_the_costs_of_all_layers(tmp_path):
-    compilation(llama(12), observe=Dumper(tmp_path)).programs(evaluate=False)
+    programs(request(llama(12), evaluate=False), Dumper(tmp_path))
     stages = load_stages(tmp_path)
     assert [stage.name for stage in stages][-2:] == list(CALLS)
     for stage in stages[:-2]:
@@ -181,7 +195,7 @@ def test_dumps_are_read_with_the_costs_of_all_layers(tmp_path):
 
 def left_out(model, loss_fn=llama_loss, **how):
     """Of twelve layers, where ten have to be there."""
-    return compilation(model, loss_fn, **{"mesh": {"dp_shard": 2}, **how}).capture().program.fold
+    return exported(request(model, loss_fn, **{"mesh": {"dp_shard": 2}, **how})).program.fold
 
 
 def odd(change):
@@ -317,13 +331,11 @@ def test_layers_that_drop_out():
 @functools.cache
 def rolled_up():
     """The finished step of one rank before it is unfolded."""
-    work = compilation(llama(12))
-    single = work.capture()
-    forward = work.run("forward", work.pipeline.forward, single)
-    kept = []
-    work = dataclasses.replace(work, observe=lambda program, record: kept.append(program))
-    work.train(forward)
-    return next(p for p in kept if p.stage is Stage.SEGMENTED and p.fold), single.ctx
+    asked = request(llama(12), evaluate=False)
+    pipeline, captured = build_pipeline(asked), exported(asked)
+    program, _ = run_passes("step", pipeline.lineage("step"), captured.program, captured.ctx)
+    assert program.stage is Stage.SEGMENTED and program.fold
+    return program, captured.ctx
 
 
 def call_of_layer(program, number):
@@ -368,15 +380,14 @@ def test_what_cannot_be_repeated_is_compiled_whole(monkeypatch):
 
     seen = []
     monkeypatch.setattr(unfold.Writer, "check_order", refuse)
-    work = compilation(llama(12), observe=lambda program, record: seen.append((program, record)))
-    found, report = work.programs(evaluate=True)
-    whole, _ = compilation(llama(12), fold=False).programs(evaluate=True)
+    found, report = programs(request(llama(12)), lambda program, record: seen.append((program, record)))
+    whole, _ = programs(request(llama(12), fold=False))
     assert report.finish()["notes"] == ["no layer stands for others: unfold: planted"]
     assert not any(program.fold for program, _ in seen)
     assert [record.name for _, record in seen][:2] == ["capture", "cast"]
     assert len(seen) == len(report.passes)
-    for name, (program, _) in whole.items():
-        assert calls(found[name].program) == calls(program)
+    for name, program in whole.items():
+        assert calls(found[name]) == calls(program)
 
 
 def test_names():

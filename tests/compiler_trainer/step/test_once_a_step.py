@@ -17,6 +17,7 @@ from tools.parity.record import judged
 COMMON = "layers=2 rows=6 length=7 train.microbatches=3 optim.max_norm=0.3"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "case",
     [
@@ -49,6 +50,7 @@ def test_evaluation_is_that_of_one_device(gather, reduce):
     assert step.evaluate(batch) == pytest.approx(loss_fn(model, batch).item(), rel=1e-6)
 
 
+@pytest.mark.full
 def test_parameters_are_gathered_and_gradients_reduced_once():
     often, once = programs("microbatch"), programs("step")
     assert collectives(often["accumulate"]) == {"all_gather", "reduce_scatter"}

@@ -43,6 +43,7 @@ def trained(name: str, mesh: dict[str, int]):
     return [step(batch) for _ in range(3)], step.state_dict()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", quick(MODELS, 0))
 def test_a_model_of_transformers_trains_in_stages_as_on_one_device(name):
     (metrics, state), (wanted, wanted_state) = trained(name, {"pp": 2, "tp": 2}), trained(name, {})

@@ -43,6 +43,7 @@ WHAT = {
 COMMON = "optim.name=sgd optim.momentum=0.8 optim.max_norm=0.3 length=7"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("stages", "beside", "schedule", "what"), in_turn(STAGES, BESIDE, SCHEDULES, WHAT))
 def test_stages_train_as_one_device(stages, beside, schedule, what):
     if "ep" in beside and what != "experts":
@@ -94,6 +95,7 @@ def test_only_the_residual_stream_its_gradient_and_the_norm_are_sent():
     assert rest == [(s, s + 1, f"square@{s}") for s in range(3)] + [(3, rank, "square") for rank in range(3)]
 
 
+@pytest.mark.full
 def test_stages_have_the_layers_that_are_told():
     step, _ = decoder(2, {"stages": [1, 4]})
     held = {name for name, state in step.state.items() if state.stages == (1,)}

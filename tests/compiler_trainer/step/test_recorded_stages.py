@@ -76,6 +76,7 @@ def trained(step):
     return found, step.evaluate(data[0]), {name: value.tolist() for name, value in step.state_dict().items()}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble", "zbv"])
 def test_recorded_stages_have_the_bits_of_others(schedule, monkeypatch):
     wanted = trained(compiled(monkeypatch, schedule))

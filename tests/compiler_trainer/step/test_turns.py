@@ -38,7 +38,7 @@ except ValueError:
     ("goes well", ["begins 0", "ends 0", "begins 1", "ends 1"]),
     ("fails", ["begins 0", "begins 1", "ends 1"]),
 ])
-@pytest.mark.sample(1)
+@pytest.mark.full
 def test_other_ranks_wait_for_the_first_and_do_not_hang_when_it_fails(tmp_path, how, expected):
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(tmp_path / "script.py")]

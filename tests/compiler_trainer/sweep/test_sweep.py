@@ -80,6 +80,7 @@ def sweep(monkeypatch, trainer):
 # Rows
 
 
+@pytest.mark.full
 def test_a_failed_point_is_a_row_and_the_sweep_goes_on(sweep, capsys):
     assert sweep("optim.lr=0.5,2.0,0.25", "train.seed=3") == (1, ["0", "1", "2"])
     found = parquet.read_table("s/sweep.parquet").to_pylist()
@@ -308,6 +309,7 @@ def statuses(folder):
     return [(p["status"], p.get("objective")) for p in table.points(folder)]
 
 
+@pytest.mark.full
 def test_killed_and_started_again(stand_in, tmp_path):
     first = stand_in(HANGS="1")
     until = time.monotonic() + 60

@@ -60,6 +60,7 @@ def test_they_are_those_of_a_plain_loop():
         assert name == "unused" or not torch.equal(value, seen[-1][name])
 
 
+@pytest.mark.full
 def test_a_run_that_is_interrupted_keeps_them_and_exports_them(tmp_path):
     cfg = options(tmp_path / "whole", steps=4)
     cfg = replace(cfg, train=replace(cfg.train, ema=0.5))
@@ -77,6 +78,7 @@ def test_a_run_that_is_interrupted_keeps_them_and_exports_them(tmp_path):
     assert not torch.allclose(exported["lm_head.weight"], weights.seen[-1]["output.weight"], rtol=0, atol=1e-5)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh", [{"dp_shard": 2, "tp": 2}, {"pp": 2}], ids=str)
 def test_they_are_read_into_weights_of_any_mesh_and_of_a_narrower_dtype(mesh, tmp_path):
     cfg = options(tmp_path / "run", steps=2)

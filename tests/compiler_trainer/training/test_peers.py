@@ -20,7 +20,7 @@ from tools.chaos import job, last_words, start, wait_for_steps
         pytest.param(3, 2, "error: rank 2 is gone: it does not answer any more (", id="one of three", marks=pytest.mark.full),
     ],
 )
-@pytest.mark.sample(1)
+@pytest.mark.full
 def test_a_killed_rank_is_named_in_one_line(tmp_path, capsys, ranks, killed, said):
     cfg = job(tmp_path / "run")
     with capsys.disabled():  # they write to files of their own

@@ -81,6 +81,7 @@ def in_chunks(step):
     return next(p["report"]["counts"].get("losses", 0) for p in step.report["passes"] if p["name"] == "chunk_loss")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh, microbatches, chunks", CASES, ids=str)
 def test_updates_are_those_of_a_plain_loop(mesh, microbatches, chunks):
     data, passes = pairs(), {"chunk_loss": {"chunks": chunks}}
@@ -93,6 +94,7 @@ def test_updates_are_those_of_a_plain_loop(mesh, microbatches, chunks):
     assert_same(step.state_dict(), state, EXACT)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"cp": 2}, {"tp": 2}], ids=str)
 def test_losses_in_chunks_are_those_of_whole_logits(mesh):
     data, model = pairs(), llama(2, attention="documents")
@@ -103,6 +105,7 @@ def test_losses_in_chunks_are_those_of_whole_logits(mesh):
     assert_same(chunked[1], whole[1], EXACT)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh, microbatches, chunks", CASES, ids=str)
 def test_a_reference_is_told_row_by_row(mesh, microbatches, chunks):
     model, (batch, *_) = llama(2, attention="documents"), pairs()
@@ -121,6 +124,7 @@ def test_a_reference_is_told_row_by_row(mesh, microbatches, chunks):
         ct.compile_step(model, loss, given, **how)
 
 
+@pytest.mark.full
 def test_a_reference_needs_less_memory_than_a_step_that_keeps_least():
     (batch, *_), model, passes = pairs(), llama(2, attention="documents"), {"remat": {"policy": "full"}}
     given = {name: value for name, value in batch.items() if name not in ("pairs", *REFERENCE)}
@@ -164,6 +168,7 @@ def records(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.full
 def test_a_run_begins_at_its_reference_and_learns_the_preference(folder, tmp_path):
     trainer(folder, tmp_path / "whole", eval={"interval": 3}).train()
     first, *_, last = records(tmp_path / "whole")

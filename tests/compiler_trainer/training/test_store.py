@@ -163,6 +163,7 @@ def test_the_checkpoints_of_two_runs_are_not_mixed(tmp_path, store, text):
         train(job(tmp_path / "b", url, text, "latest"))
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_the_store_is_named_and_a_model_is_exported_there(tmp_path, store, text, undisturbed, capsys):
     url = "s3://bucket/runs/named"
     train(job(tmp_path / "a", url, text))

@@ -110,6 +110,7 @@ def test_a_line_of_generated_code_is_told_by_its_nodes(tmp_path):
     assert doing_of(space["frame"]).startswith("all_gather_3 (")
 
 
+@pytest.mark.full
 def test_a_stopped_rank_of_two_is_named(tmp_path):
     options = "data=synthetic data.documents=200 train.steps=100000 train.seq_len=16 train.global_batch_size=4 eval.interval=null".split()
     small = "model.dim=16 model.n_layers=2 model.n_heads=2 model.n_kv_heads=1 model.ffn_dim=24 run.dump_graphs=false".split()

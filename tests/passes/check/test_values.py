@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from joint_programs import joint
+from pipelines import pipeline_of
 from small_programs import Small, cut
 from torch import fx
 
-from compiler_trainer.config.schema import CastConfig, OptimConfig, PassesConfig
-from compiler_trainer.pipeline import build_pipeline
 from passes.autograd import simplify
 from passes.autograd.simplify import Simplify
 from passes.check.runner import run_passes
@@ -65,7 +64,7 @@ def test_right_passes_are_heard_of_by_nothing():
 
 
 def test_every_pass_that_leaves_a_joint_program_at_its_stage_keeps_values():
-    steps = build_pipeline(PassesConfig(CastConfig(None)), OptimConfig(), {"w": torch.float32}, 1).train["step"]
+    steps = pipeline_of()["step"].passes
     joint = [step for step in steps if min(step.takes) >= Stage.JOINT and step.gives in KEEPING]
     assert all(step.keeps for step in joint) and len(joint) == 7
 
@@ -110,6 +109,20 @@ def moved(program: ir.Program, outwards: bool) -> ir.Program:
 def kept(before: ir.Program, after: ir.Program, ctx: ir.Context) -> str:
     numbers = [Numbers(program, abstract_eval(program, ctx)) for program in (before, after)]
     return "; ".join(message for _, message in check_kept(*numbers))
+
+
+def test_a_dim_that_differs_by_minus_one_and_minus_two():
+    """Python's hash of both is the same."""
+    small = Small()
+    x = small.input("x", cut((4, 4)), "batch")
+    total = small.call(aten.sum.dim_IntList, x, [-1])
+    last = small.program([("metric", "m", total, cut((4,)))], Stage.JOINT)
+    first = last.copy()
+    (node,) = first.calls()
+    node.args = (node.args[0], [-2])
+    assert hash((int, -1)) == hash((int, -2))
+    assert not kept(last, last, small.ctx)
+    assert "makes another value of 'metric' 'm'" in kept(last, first, small.ctx)
 
 
 def test_cse_that_ignores_other_arguments(monkeypatch):

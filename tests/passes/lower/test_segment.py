@@ -144,6 +144,7 @@ def test_layers_are_one_body_a_phase_whatever_travels_beside_them(mesh, policy):
     assert apart > {"all_gather", "reduce_scatter"} if ("dp_shard", 2) in mesh else "all_reduce" in apart
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh", quick([({"dp_shard": 2, "tp": 2},), ({"tp": 2},)], 0))
 def test_layers_of_a_model_are_one_body_a_phase(mesh):
     model = llama(5, dim=64, n_kv_heads=2, ffn_dim=64, vocab_size=64)

@@ -77,6 +77,7 @@ def test_packed_documents_take_flex_attention_and_no_mask(name, library, record_
     record_property("counted", f"Triton for an H100, packed documents, {name}: {counted}; no mask")
 
 
+@pytest.mark.full
 def test_attention_by_interval_becomes_cubins(library):
     (found,) = run(FLEX_CUDA, library, [{"dtype": "bfloat16", "widths": (64, 64), "runs": True}])
     assert found["flex"] == [1, 1] and found["shared"] <= H100_SHARED

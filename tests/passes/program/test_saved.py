@@ -36,6 +36,7 @@ def programs(job):
     return {name: each.finished for name, each in (step.train | step.evaluation).items()}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("job", JOBS)
 def test_what_is_read_is_what_was_written(job):
     before = programs(job)

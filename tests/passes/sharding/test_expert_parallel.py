@@ -149,6 +149,7 @@ def test_heads_that_are_multiplied_one_by_one_are_no_experts():
         compile_lockstep(Heads().double(), squared_error, sequences()[0], MESHES[0])
 
 
+@pytest.mark.full
 def test_state_moves_between_meshes(tmp_path):
     """6 experts on 4 ranks, then on 2, on 4 with tp, on one: each goes on as the others do, moments included."""
     model, data, found = mixture(), sequences(), []

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tools import bits
 from tools.bits import Gate, Setting
 
 
+@pytest.mark.full
 def test_a_run_has_the_same_bits_twice_and_other_bits_on_another_mesh():
     once, again, alone = (
         bits.train("decoder", "bf16", {"dp_shard": 2}, setting, 1, 1)

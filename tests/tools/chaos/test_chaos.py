@@ -8,11 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tools import chaos
 
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.full
 def test_a_killed_run_ends_with_the_same_bits():
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tools.chaos", "--trials", "1", "--seed", "3"]

@@ -70,6 +70,7 @@ def changed(subject, change):
     return dataclasses.replace(subject, eager=eager)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh", [{}, {"dp_shard": 2}])
 def test_a_small_difference_is_wrong_and_named(mesh):
     subject = Case.parse("perceptron rows=3").subject()
@@ -102,6 +103,7 @@ def test_what_rounding_moves_is_not_compared():
     assert key in compare(moved, Settings({"tp": 2})).value  # under SGD it is
 
 
+@pytest.mark.full
 def test_what_eager_pytorch_makes_of_the_last_bit_is_allowed_and_no_more():
     """AdamW divides small gradients by their size, and three steps of a deep model multiply what rounding makes."""
     case = Case.parse("decoder seed=6 rows=1 layers=3 heads=3 latent=true labels=all optim.name=adamw optim.eps=1e-06")

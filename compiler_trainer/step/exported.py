@@ -1,0 +1,77 @@
+"""The model of a request and its loss on one device: the graphs that everything else is made from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import NamedTuple
+
+from torch import nn
+
+from compiler_trainer.capture.capture import capture
+from compiler_trainer.config.errors import UserError
+from compiler_trainer.pipeline import DTYPES
+from compiler_trainer.request import CompileRequest
+from compiler_trainer.step.given import Captured
+from compiler_trainer.step.look_ups import check_look_ups
+from passes.program import ir
+from passes.program.folds import Folding
+from passes.program.operators import is_random
+from passes.sharding.normalize import drops, is_dropout
+
+
+class Exported(NamedTuple):
+    """The model as it is trained, and as it is evaluated if that may be another program."""
+
+    training: Captured
+    evaluation: Captured | None = None
+
+
+def export(request: CompileRequest, folding: Folding | None, tell: Callable[[str], None]) -> Exported:
+    """Return the graphs of a request; `folding` says which layers may stand for others.
+
+    Raises UserError if the model cannot be captured, a look-up exceeds its table, or a metric of training is no scalar.
+    """
+    tell("capture")
+    training = export_once(request, folding)
+    if not request.evaluate or not depends_on_mode(training.program):
+        return Exported(training)
+    with evaluating(request.model):
+        return Exported(training, export_once(request, folding))
+
+
+def export_once(request: CompileRequest, folding: Folding | None) -> Captured:
+    """Return the graph of the model in the mode that it is in."""
+    mesh = request.mesh.without("pp")
+    program, ctx = capture(
+        request.model,
+        request.loss_fn,
+        request.batch,
+        request.device,
+        DTYPES[request.passes.cast.param_dtype],
+        folding and folding.among(mesh.world_size),
+    )
+    check_look_ups(program, request.entry_bounds)
+    if request.train and (of_rows := [o for o in program.outputs if o.kind == "rows"]):
+        what = f"returns {of_rows[0].spec.shape} as the metric {of_rows[0].name!r}; it must be a scalar tensor"
+        raise UserError("loss_fn", what)
+    return Captured(replace(program, mesh=mesh), ctx)
+
+
+def depends_on_mode(program: ir.Program) -> bool:
+    """Tell whether eval mode may be another program: the forward draws random numbers, or changes buffers."""
+    changes = any(o.kind == "buffer" for o in program.outputs)
+    return changes or any(drops(n) or is_random(n) and not is_dropout(n) for n in program.calls())
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put the model in eval mode; each module's own mode is restored afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
