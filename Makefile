@@ -41,8 +41,8 @@ QUICK := tests/test_architecture.py tests/compiler_trainer/config tests/compiler
 test-quick: $(STAMP) ## run a part in under three minutes: imports, options, verbs, graphs, the verifier, packing, FSDP
 	$(BIN)/pytest -n $(JOBS) --dist worksteal $(QUICK) $(ARGS)
 
-test-full: $(STAMP) ## run the tests and the long sweeps
-	$(BIN)/pytest -n $(JOBS) --dist worksteal -m "full or not full"
+test-full: $(STAMP) ## run the tests and the long sweeps, two hours on two cores; ARGS="--part 1/4" runs a quarter
+	$(BIN)/pytest -n $(JOBS) --dist worksteal -m "full or not full" $(ARGS)
 
 lint: $(STAMP) ## check style and types
 	$(BIN)/ruff check .

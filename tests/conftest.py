@@ -34,8 +34,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark cases of tests marked `sample(count)` as `full`, but for so many evenly spread."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark cases of tests marked `sample(count)` as `full`, except so many evenly spread; keep one `--part` of all."""
     cases: dict[tuple[str, int], list[pytest.Item]] = {}
     for item in items:
         if (mark := item.get_closest_marker("sample")) and not item.get_closest_marker("full"):
@@ -43,6 +43,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for (_, count), found in cases.items():
         for item in set(found) - set(spread(found, count)):
             item.add_marker(pytest.mark.full)
+    if part := config.getoption("--part"):
+        number, parts = map(int, part.split("/"))
+        items[:] = [item for at, item in enumerate(items) if at % parts == number - 1]
 
 
 def spread(found: list[pytest.Item], count: int) -> list[pytest.Item]:
@@ -53,8 +56,9 @@ def spread(found: list[pytest.Item], count: int) -> list[pytest.Item]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--update` rewrites the golden files with what the tests find."""
+    """Add `--update`, which rewrites the golden files, and `--part`, which runs a part of the tests."""
     parser.addoption("--update", action="store_true", help="rewrite golden files")
+    parser.addoption("--part", help="run every n-th test: 1/4, 2/4, 3/4 and 4/4 are all of them")
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

@@ -35,7 +35,7 @@ from passes.check.numeric import Results, coarsest, compare
 from passes.check.runner import apply_pass
 from passes.check.verify import neighbours, verify_spec
 from passes.program import ir
-from passes.program.mesh import Mesh
+from passes.program.mesh import Mesh, MeshError
 from passes.program.spec import Spec
 from passes.program.stages import Stage
 
@@ -116,8 +116,8 @@ def bisect(
     program, ctx = capture(model, loss_fn, part, torch.device("cpu"), dtype)
     try:
         program = dataclasses.replace(program, mesh=Mesh.of(sizes))
-    except ValueError as error:
-        raise UserError("mesh", str(error)) from error
+    except MeshError as error:
+        raise UserError(error.option, error.problem) from error
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     scalars = {"lr": torch.tensor(update.lr), "seed": torch.tensor(seed)}
     held = "every value of all ranks, before and after a pass"
@@ -188,7 +188,7 @@ class Search:
             kind = "illegal"
             verify_spec(program, self.ctx, pass_name=step.name)
         except ir.Refused as error:
-            raise UserError(*str(error).split(": ", 1)) from error
+            raise UserError(error.pass_name, error.located) from error
         except ir.CompileError as error:
             return self.refused(kind, stage, step, error, source_of(before, None, self.inputs))
         return after

@@ -25,7 +25,7 @@ from compiler_trainer.config.schema import (
     open_axes,
 )
 from compiler_trainer.config.times import is_time
-from passes.program.mesh import spread_experts
+from passes.program.mesh import MeshError, spread_experts
 
 Checks = tuple[tuple[str, Callable[[Any], bool], str], ...]
 LONG = 200  # characters of a path, from which on it is not shown as a whole
@@ -207,8 +207,8 @@ CHECKS: Checks = (
     (
         "data.tokenizer",
         lambda c: c.data.tokenizer != "" or c.run.dry,
-        "is not named, and the vocabulary of {c.model.name} is not bytes; set data.tokenizer=FOLDER/tokenizer.json, as "
-        "it was downloaded with that model",
+        "is not named, and the model's vocabulary is not bytes; set data.tokenizer=FOLDER/tokenizer.json, as it "
+        "was downloaded with the model",
     ),
     (
         "train.microbatches",
@@ -396,6 +396,6 @@ def resolve_mesh(mesh: MeshConfig, world_size: int) -> MeshConfig:
     mesh = dataclasses.replace(mesh, **{axis: world_size // product for axis in left})
     try:
         spread_experts(dataclasses.asdict(mesh))
-    except ValueError as error:
-        raise UserError(*str(error).split(": ", 1)) from error
+    except MeshError as error:
+        raise UserError(error.option, error.problem) from error
     return mesh

@@ -35,11 +35,12 @@ NAMES_PLACE = re.compile(r"\w\.py:\d+|%\w+")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a model: the worst error with the value that has it, or why it was refused or failed."""
+    """The verdict on a model: the worst error with its value, or why it was refused (at option `where`) or failed."""
 
     verdict: Verdict
     error: float = 0.0
     value: str = ""
+    where: str = ""
     why: str = ""
     trace: str = ""
     allowed: float = 0.0
@@ -48,7 +49,12 @@ class Outcome:
     def __str__(self) -> str:
         if self.verdict in ("right", "wrong"):
             return f"{self.verdict}, off by {self.error:.1e}" + (f" at {self.value}" if self.value else "")
-        return f"{self.verdict}: {self.why}"
+        return f"{self.verdict}: {self.reason}"
+
+    @property
+    def reason(self) -> str:
+        """The option or place at fault and the problem, as one text."""
+        return ": ".join(filter(None, (self.where, self.why)))
 
 
 class Narrow(TorchFunctionMode):
@@ -122,9 +128,11 @@ def wholes(step: Step) -> Found:
 def failed(error: Exception) -> Outcome:
     """Refused, if the error says what is at fault; a crash if it does not."""
     names = isinstance(error, UserError) and (error.where != "model" or NAMES_PLACE.search(str(error)))
-    first = " ".join(str(error).split())[:400]
-    why = first if isinstance(error, UserError) else f"{type(error).__name__}: {first}"
-    return Outcome("refused" if names else "crash", why=why, trace="" if names else traceback.format_exc()[-6000:])
+    where, message = type(error).__name__, str(error)
+    if isinstance(error, UserError):
+        where, message = error.where, error.message
+    trace = "" if names else traceback.format_exc()[-6000:]
+    return Outcome("refused" if names else "crash", where=where, why=" ".join(message.split())[:400], trace=trace)
 
 
 def tolerance(subject: Subject, settings: Settings) -> float:

@@ -145,7 +145,7 @@ def programs_of(cfg: Config) -> dict[str, Captured]:
         forward = through(pipeline[FORWARD].passes, on_mesh)
         return {name: through(passes, forward) for name, passes in pipeline.training().items()}
     except ir.Refused as error:
-        raise UserError(*str(error).split(": ", 1)) from error
+        raise UserError(error.pass_name, error.located) from error
 
 
 def through(passes: Passes, given: Captured) -> Captured:

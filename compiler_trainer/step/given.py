@@ -18,7 +18,7 @@ from passes.lower.offsets import overflows
 from passes.lower.runs import said
 from passes.pipeline.tasks import Task
 from passes.program import ir
-from passes.program.mesh import Mesh
+from passes.program.mesh import Mesh, MeshError
 
 if TYPE_CHECKING:
     from passes.check.runner import PassRecord
@@ -137,8 +137,8 @@ def mesh_of(given: Mapping[str, int] | MeshConfig | None) -> Mesh:
     sizes = dataclasses.asdict(given) if isinstance(given, MeshConfig) else dict(given or {})
     try:
         return Mesh.of(sizes)
-    except ValueError as error:
-        raise UserError(*str(error).split(": ", 1)) from error
+    except MeshError as error:
+        raise UserError(error.option, error.problem) from error
 
 
 def one_microbatch(batch: Mapping[str, Tensor], microbatches: int) -> dict[str, Tensor]:

@@ -170,7 +170,7 @@ class Runner:
                 tell=lambda what: self.tell(f"{name}: {what}"),
             )
         except ir.Refused as error:
-            raise UserError(*str(error).split(": ", 1)) from error
+            raise UserError(error.pass_name, error.located) from error
         self.report.add(name, records, time.perf_counter() - began)
         self.results[name] = records[-1].results
         return Captured(program, given.ctx)

@@ -167,7 +167,7 @@ class ProcessRanks(Staged):
         try:
             run = self.start(name, program, ctx)
         except ir.Refused as error:
-            raise UserError(*str(error).split(": ", 1)) from error
+            raise UserError(error.pass_name, error.located) from error
         training = not name.startswith(EVALUATE)  # evaluation runs too rarely to hold memory of its own
         return self.recorder.recorded(program, run) if self.recorder and training else run
 

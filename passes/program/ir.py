@@ -233,9 +233,9 @@ class CompileError(Exception):
 
     def __init__(self, pass_name: str, node: fx.Node | None, message: str):
         line = source(node) if node is not None else ""
-        place = "" if node is None else f" %{node.name} ({line})" if line else f" %{node.name}"
-        super().__init__(f"{pass_name}:{place} {message}")
-        self.pass_name, self.node, self.message = pass_name, node, message
+        place = "" if node is None else f"%{node.name} ({line}) " if line else f"%{node.name} "
+        super().__init__(f"{pass_name}: {place}{message}")
+        self.pass_name, self.node, self.message, self.located = pass_name, node, message, place + message
 
 
 class Refused(CompileError):

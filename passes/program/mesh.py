@@ -39,6 +39,14 @@ WEIGHT_AXES = ("tp",)  # where weights stay and activations move
 FLATTENED = {"fsdp": STORED, "experts": ("ep", "cp"), "experts_tp": ("ep", "cp", "tp")}
 
 
+class MeshError(ValueError):
+    """Sizes that make no mesh: the option at fault, and the problem."""
+
+    def __init__(self, option: str, problem: str):
+        super().__init__(f"{option}: {problem}")
+        self.option, self.problem = option, problem
+
+
 @dataclass(frozen=True)
 class Mesh:
     """Axis sizes in the order of `AXES`, the first axis outermost: rank = ((pp * P1 + dp_replicate) * P2 + ...).
@@ -51,15 +59,15 @@ class Mesh:
 
     @staticmethod
     def of(sizes: dict[str, int]) -> Mesh:
-        """Build a mesh from axis -> size (axes left out have size 1); raises ValueError on an unknown axis or size.
+        """Build a mesh from axis -> size (axes left out have size 1); raises MeshError on an unknown axis or size.
 
         A size of `ep` adds no ranks: `dp_shard` of 4 and `ep` of 2 are 4 ranks, 2 of `dp_shard` by 2 of `ep`.
         """
         for axis, size in sizes.items():
             if axis not in AXES:
-                raise ValueError(f"mesh.{axis}: no such axis; the axes are {', '.join(AXES)}")
+                raise MeshError(f"mesh.{axis}", f"no such axis; the axes are {', '.join(AXES)}")
             if size < 1:
-                raise ValueError(f"mesh.{axis}: size is {size}, must be at least 1")
+                raise MeshError(f"mesh.{axis}", f"size is {size}, must be at least 1")
         sizes, experts = spread_experts(sizes)
         return Mesh(tuple((axis, sizes[axis]) for axis in AXES if sizes.get(axis, 1) > 1), experts=experts)
 
@@ -181,7 +189,7 @@ def spread_experts(sizes: dict[str, int]) -> tuple[dict[str, int], tuple[str, ..
     """(sizes in which `ep` is a part of `dp_shard`, the axes that experts are spread over).
 
     Experts are spread over neighbours: `cp`, then of `dp_shard` as many as it takes, or all of it and `tp`; raises
-    ValueError where they do not divide.
+    MeshError if they do not divide.
     """
     ep, dp, cp, tp = (sizes.get(axis, 1) for axis in ("ep", "dp_shard", "cp", "tp"))
     if ep == 1:
@@ -193,6 +201,6 @@ def spread_experts(sizes: dict[str, int]) -> tuple[dict[str, int], tuple[str, ..
         fits += [str(dp * cp * tp)] if tp > 1 else []
         given = ", ".join(f"{axis}={size}" for axis, size in (("dp_shard", dp), ("cp", cp), ("tp", tp)) if size > 1)
         fix = f"with {given} it may be {' or '.join(fits)}" if given else "there is one rank"
-        raise ValueError(f"mesh.ep: size is {ep}, experts are spread over the ranks of other axes; {fix}")
+        raise MeshError("mesh.ep", f"size is {ep}, experts are spread over the ranks of other axes; {fix}")
     taken = {"ep": inner, "cp": cp} | ({"tp": tp} if over_tp else {})
     return sizes | {"dp_shard": dp // inner, "ep": inner}, tuple(axis for axis, size in taken.items() if size > 1)

@@ -98,10 +98,10 @@ def reasons(refused: Iterable[Record]) -> Iterator[str]:
     """Refusals that say the same but for names and numbers, the most frequent first."""
     alike: dict[str, list[Record]] = {}
     for record in refused:
-        alike.setdefault(NAMES.sub("_", record.outcome.why)[:80], []).append(record)
+        alike.setdefault(NAMES.sub("_", record.outcome.reason)[:80], []).append(record)
     by_count: Callable[[list[Record]], int] = len
     for group in sorted(alike.values(), key=by_count, reverse=True):
-        yield f"| {len(group)} | {shown(group[0].outcome.why)} | `{min((str(r.case) for r in group), key=len)}` |"
+        yield f"| {len(group)} | {shown(group[0].outcome.reason)} | `{min((str(r.case) for r in group), key=len)}` |"
 
 
 def shown(text: str) -> str:

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     cfg = settled(typed(compose([*SMALL, *overrides])), on_gpu=False)
     outcome = check(validate(cfg, ranks_of(cfg.mesh)))
     if outcome.verdict == "refused":
-        raise UserError(*outcome.why.split(": ", 1))
+        raise UserError(outcome.where, outcome.why)
     print(f"{' '.join(overrides)}: {outcome} ({outcome.seconds:.0f} s)")
     print(outcome.trace, file=sys.stderr, end="")
     return 0 if outcome.verdict == "right" else 1

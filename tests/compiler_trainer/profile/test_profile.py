@@ -125,7 +125,7 @@ class Slow(torch.utils.data.Dataset):
         return 64
 
     def __getitem__(self, number):
-        time.sleep(0.05)
+        time.sleep(0.3)
         return {"tokens": (torch.arange(16) + number) % 250}
 
 

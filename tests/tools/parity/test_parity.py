@@ -132,7 +132,7 @@ def test_microbatches_that_change_buffers_are_evaluated_without_each_other():
 )
 def test_a_refusal_has_its_reason(line, verdict, why):
     outcome = Case.parse(line).run()
-    assert outcome.verdict == verdict and outcome.why.startswith(why), outcome
+    assert outcome.verdict == verdict and outcome.reason.startswith(why), outcome
 
 
 def test_what_names_no_place_is_a_crash(monkeypatch):
