@@ -32,7 +32,6 @@ from compiler_trainer.training.capture_check import check_capture
 from compiler_trainer.training.evaluate import held_out, means
 from compiler_trainer.training.loggers import Logger, build_loggers, logging
 from compiler_trainer.training.lr_schedule import rates
-from compiler_trainer.training.meters import Meters
 from compiler_trainer.training.metrics import Record
 from compiler_trainer.training.nonfinite import Lost, Rollback
 from compiler_trainer.training.owner import Owners, owning
@@ -57,7 +56,7 @@ from compiler_trainer.training.rows import own_rows
 from compiler_trainer.training.samples import Samples
 from compiler_trainer.training.saving import saving
 from compiler_trainer.training.speed import machine
-from compiler_trainer.training.steps import Steps, is_due
+from compiler_trainer.training.steps import Meters, Steps, is_due
 from compiler_trainer.training.stop import Stop, end_early, ending_at_sigterm
 from compiler_trainer.training.store import send_rest
 from compiler_trainer.training.watch import Watch
