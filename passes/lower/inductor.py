@@ -11,7 +11,7 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -129,10 +129,10 @@ def built(
 
 def made(bodies: Sequence[Body], ctx: ir.Context, ready: Ready, fast: bool, tell: Tell) -> dict[Body, Kernels]:
     """Return the kernels of bodies that Inductor loads or compiles, for each device in its way."""
-    on_cpu = [body for body in bodies if device_of(body).type == "cpu"]
-    others = [body for body in bodies if device_of(body).type != "cpu"]
+    on_cpu = [body for body in bodies if is_on_cpu(body)]
+    others = [body for body in bodies if not is_on_cpu(body)]
     found = compiled_for_cpu(on_cpu, ctx, ready, fast and not failed, tell) if on_cpu else {}
-    return found | (one_by_one(others, ctx, ready.store, fast, tell, in_triton()) if others else {})
+    return found | (one_by_one(others, ctx, ready.store, fast, tell) if others else {})
 
 
 def compiled_for_cpu(
@@ -140,7 +140,7 @@ def compiled_for_cpu(
 ) -> dict[Body, Kernels]:
     """Return the kernels of bodies on the CPU; if the `fast` way fails, as Inductor compiles by itself."""
     if not fast:
-        return one_by_one(bodies, ctx, ready.store, False, tell, checked_files)
+        return one_by_one(bodies, ctx, ready.store, False, tell)
     try:
         return together(bodies, ctx, ready, tell)
     except Exception as error:
@@ -148,7 +148,7 @@ def compiled_for_cpu(
             raise
         failed.append(error)
         try:
-            found = one_by_one(bodies, ctx, ready.store, False, tell, checked_files)
+            found = one_by_one(bodies, ctx, ready.store, False, tell)
         except Exception as again:
             raise error from again
         warnings.warn(
@@ -170,16 +170,9 @@ def together(bodies: Sequence[Body], ctx: ir.Context, ready: Ready, tell: Tell) 
     return {body: kernels_of(compiled) for body, compiled in found.items()}
 
 
-def one_by_one(
-    bodies: Sequence[Body],
-    ctx: ir.Context,
-    store: Store,
-    fast: bool,
-    tell: Tell,
-    inside: AbstractContextManager[None],
-) -> dict[Body, Kernels]:
-    """Return bodies whose kernels Inductor builds in its own way, `inside` a context."""
-    with inside:
+def one_by_one(bodies: Sequence[Body], ctx: ir.Context, store: Store, fast: bool, tell: Tell) -> dict[Body, Kernels]:
+    """Return bodies of one kind of device, whose kernels Inductor builds in its own way."""
+    with checked_files if is_on_cpu(bodies[0]) else in_triton():
         found = stored_or_compiled(bodies, ctx, store, fast, tell)
         tell("kernels")
     return {body: kernels_of(compiled) for body, compiled in found.items()}
@@ -218,8 +211,13 @@ def in_triton() -> Iterator[None]:
         yield
 
 
+def is_on_cpu(body: Body) -> bool:
+    """Return whether a body has nothing on a GPU."""
+    return all(ir.example(node).device.type == "cpu" for node in body.graph.nodes if ir.is_tensor(node))
+
+
 def device_of(body: Body) -> torch.device:
-    """The device of a body's first operator."""
+    """Return the device of a body's first tensor."""
     return next(ir.example(node).device for node in body.graph.nodes if ir.is_tensor(node))
 
 

@@ -89,7 +89,6 @@ __all__ = [
     "inference_as_no_grad",
     "inductor_options",
     "instruction_set",
-    "instruction_tests",
     "instructions_untested",
     "keep_after",
     "kernels_of",
@@ -525,22 +524,12 @@ def execute_only(
         yield
 
 
-def instruction_tests() -> Iterator[Path]:
-    """Return the libraries by which Inductor tests the processor, each while no process builds or loads it."""
-    from torch._inductor.codecache import LOCK_TIMEOUT, get_lock_dir
-    from torch.utils._filelock import FileLock
-
-    for path in compiler_folder().glob("??/*.so"):
-        if not path.name.endswith(".main.so"):
-            with FileLock(Path(get_lock_dir(), f"{path.name.split('.')[0]}.lock"), timeout=LOCK_TIMEOUT):
-                yield path
-
-
 @contextmanager
 def instructions_untested() -> Iterator[None]:
     """Let Inductor take the best instruction set of the processor on trust, and forget it on exit.
 
-    By itself it builds a library of PyTorch's vectors, seconds each, for every set. A choice of the user stays.
+    By itself it builds a library of PyTorch's vectors for every set, seconds each, and loads it in another process.
+    A choice that was made before stays.
     """
     from torch._inductor import config, cpu_vec_isa
 

@@ -30,7 +30,6 @@ from passes.program.torch_private import (
     execute_only,
     import_cpp_compiler,
     instruction_set,
-    instruction_tests,
     instructions_untested,
     kernels_together,
 )
@@ -97,16 +96,9 @@ def build_header(surroundings: Callable[[], str]) -> None:
             raise RuntimeError(f"the C++ compiler builds nothing for {instruction_set()}; {fix}: {error}") from error
 
 
-@contextmanager
-def whole_files_only() -> Iterator[None]:
+def whole_files_only() -> AbstractContextManager[None]:
     """Let Inductor execute only files of its cache that are as they were built, and note the files that it builds."""
-    for path in instruction_tests():
-        if not stored().is_as_noted(path):
-            path.unlink(missing_ok=True)
-    with execute_only(lambda path: notes_of(path).is_as_noted(path), lambda path: notes_of(path).note(path), replace):
-        yield
-    for path in instruction_tests():
-        stored().note(path)
+    return execute_only(lambda path: notes_of(path).is_as_noted(path), lambda path: notes_of(path).note(path), replace)
 
 
 checked_files, trusted_instructions = Shared(whole_files_only), Shared(instructions_untested)

@@ -43,7 +43,6 @@ class Libraries:
     store: Store
     surroundings: str
     waiting: dict[str, CppKernel] = field(default_factory=dict)
-    loads: dict[str, Load] = field(default_factory=dict)
     libraries: dict[str, Load] = field(default_factory=dict)
     places: dict[str, tuple[str, str]] = field(default_factory=dict)  # kernel -> its library, and its name in it
 
@@ -51,11 +50,15 @@ class Libraries:
         """Return the loader of a kernel, to be called once all are built."""
         kernel = CppKernel(tuple(argtypes), source)
         key = self.key(kernel)
-        if key not in self.loads and key not in self.waiting and not self.stored(key):
+        if key not in self.places and key not in self.waiting and not self.stored(key):
             self.waiting[key] = kernel
             if len(self.waiting) == TOGETHER:
                 self.build()
-        return lambda: self.loads[key]()
+        return lambda: self.load(*self.places[key])
+
+    def load(self, library: str, name: str) -> Any:
+        """Return a kernel of a library, which has a module for each."""
+        return getattr(getattr(self.libraries[library](), name), name)
 
     def key(self, kernel: CppKernel) -> str:
         """Return the key of a kernel in the store."""
@@ -74,12 +77,8 @@ class Libraries:
         if source is not None:
             self.libraries[library] = build_library(source.decode())
         if library in self.libraries:
-            self.put_in(library, key, name)
-        return key in self.loads
-
-    def put_in(self, library: str, key: str, name: str) -> None:
-        """Record a kernel as part of a library."""
-        self.loads[key], self.places[key] = part_of(self.libraries[library], name), (library, name)
+            self.places[key] = library, name
+        return key in self.places
 
     def build(self) -> None:
         """Begin to build a library of the waiting kernels."""
@@ -91,14 +90,9 @@ class Libraries:
         self.libraries[library] = build_library(source)
         self.store.put(library, source.encode())
         for key, name in names.items():
-            self.put_in(library, key, name)
+            self.places[key] = library, name
             self.store.put(key, f"{library} {name}".encode())
         self.waiting.clear()
-
-
-def part_of(library: Load, name: str) -> Load:
-    """Return the loader of a kernel of a library, which has a module for each."""
-    return lambda: getattr(getattr(library(), name), name)
 
 
 def is_include(line: str) -> bool:

@@ -79,20 +79,6 @@ def test_what_a_killed_build_leaves_is_not_called_damaged(tmp_path, recwarn):
     assert not store.is_as_noted(path) and not recwarn.list
 
 
-def test_libraries_that_tell_of_the_processor_are_tried_anew_where_they_are_damaged(cache):
-    (cache / "ab").mkdir()
-    known, unknown, kernels = (cache / "ab" / name for name in ("known.so", "unknown.so", "kernels.main.so"))
-    for path in (known, unknown, kernels):
-        path.write_bytes(b"1")
-    Store(cache / "bodies").note(known)
-    with checked_files:
-        assert known.exists() and kernels.exists() and not unknown.exists()
-    known.write_bytes(b"2")
-    with pytest.warns(UserWarning, match="known.so is damaged"), checked_files:
-        pass
-    assert not known.exists()
-
-
 def test_a_disk_that_takes_nothing_is_said_and_training_goes_on(tmp_path):
     (tmp_path / "bodies").write_text("a file in its place")
     with pytest.warns(UserWarning, match="takes nothing more"):

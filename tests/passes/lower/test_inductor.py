@@ -223,8 +223,8 @@ def test_an_error_of_both_ways_is_the_first_ones(store, monkeypatch):
 
 def test_the_fast_start_is_for_bodies_on_a_cpu(store, monkeypatch):
     """Of a GPU's bodies every kernel is compiled in Triton's way, and nothing of Inductor is patched for C++."""
-    built, cuda = [], torch.device("cuda:0")
-    monkeypatch.setattr(inductor, "device_of", lambda body: cuda if body.name == "forward_1" else torch.device("cpu"))
+    built: list = []
+    monkeypatch.setattr(inductor, "is_on_cpu", lambda body: body.name != "forward_1")
     monkeypatch.setattr(inductor, "stored_or_compiled", lambda bodies, *how: built.append([b.name for b in bodies]) or {})
     monkeypatch.setattr(inductor, "fast_cpu_start", lambda *how: nullcontext(built.append("fast")))
     bodies = [SimpleNamespace(name=f"forward_{n}") for n in range(3)]
