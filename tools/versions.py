@@ -42,6 +42,7 @@ TESTS = tuple(
         "passes/context/test_flex_kernels.py",
         "passes/cost/test_accounting.py",
         "passes/lower/test_backends.py",
+        "passes/lower/test_cpu_start.py",
         "passes/lower/test_damaged.py",
         "passes/lower/test_inductor.py",
         "passes/lower/test_kernels.py",

@@ -31,7 +31,6 @@ from compiler_trainer.config.errors import UserError
 from compiler_trainer.request import LossFn, Metrics
 from passes.program import ir
 from passes.program.folds import Fold, Folding
-from passes.program.frames import roomy
 from passes.program.layer import Layer, layer_names, layer_of
 from passes.program.rewrite import inline
 from passes.program.spec import Spec
@@ -88,7 +87,6 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device, dtyp
     return copy.deepcopy(model, memo)
 
 
-@roomy
 def capture(
     model: nn.Module,
     loss_fn: LossFn,

@@ -26,7 +26,6 @@ from passes.lower.heap import keep_freed_memory
 from passes.pipeline.tables import Table, play
 from passes.pipeline.tasks import task_in
 from passes.program import ir
-from passes.program.frames import roomy
 from passes.program.mesh import Mesh
 from passes.program.spec import Value, shard
 
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-@roomy
 def compile_step(
     model: nn.Module,
     loss_fn: LossFn,

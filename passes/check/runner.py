@@ -23,7 +23,6 @@ from passes.cost.costs import Costs, costs
 from passes.program import ir
 from passes.program.abstract_eval import Avals, abstract_eval
 from passes.program.bodies import flatten
-from passes.program.frames import roomy
 from passes.program.functions import as_meant, meaning_of
 from passes.program.printer import print_program
 from passes.program.stages import Stage
@@ -76,7 +75,6 @@ def check_order(passes: Sequence[ir.Pass], stage: Stage) -> None:
         stage = stage if step.gives is None else step.gives
 
 
-@roomy
 def run_passes(
     name: str,
     passes: Sequence[ir.Pass],

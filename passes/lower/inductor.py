@@ -11,7 +11,6 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -26,18 +25,10 @@ from passes.communication.layer_starts import products_of
 from passes.communication.overlap import products_to_wait_for
 from passes.context import operators
 from passes.lower.calls import Kernels
-from passes.lower.fast_start import (
-    build_cpp_header,
-    choose_instruction_set,
-    forget_instruction_set,
-    import_loader,
-    kernels_later,
-    without_lowering,
-)
-from passes.lower.kernels import Libraries
+from passes.lower.cpu_start.door import checked_files, fast_cpu_start, prepare
+from passes.lower.cpu_start.ready import Ready, switched, untouched
 from passes.lower.miscompilations import avoided
-from passes.lower.ready import Ready, as_imported, switched, untouched
-from passes.lower.store import Store, bound, replace
+from passes.lower.store import Store, bound, stored
 from passes.program import ir
 from passes.program.abstract_eval import Layout
 from passes.program.bodies import Body, key_of
@@ -49,9 +40,7 @@ from passes.program.torch_private import (
     compile_inner,
     compiler_folder,
     compiler_state,
-    execute_only,
     inductor_decompositions,
-    instruction_tests,
     is_code_alone,
     keep_after,
     kernels_of,
@@ -62,6 +51,7 @@ from passes.program.torch_private import (
     save_compiled,
     start_workers,
     step_by_step,
+    without_lowering,
 )
 
 
@@ -69,7 +59,7 @@ from passes.program.torch_private import (
 class Workers:
     """The processes that compile together and see one store: this one's `number` of `count`; `meet` waits for all.
 
-    With `fast` C++ kernels are built several at a time (`fast_start.py`).
+    With `fast` C++ kernels are built several at a time (`cpu_start/`).
     """
 
     number: int
@@ -88,7 +78,7 @@ def silent(what: str) -> None:
 FULL = os.strerror(errno.ENOSPC)
 ALONE = Workers(0, 1, lambda: None)
 MOST_BYTES = 20 << 30  # of all that is kept; what was not used for longest goes first
-failed: list[Exception] = []  # why this process builds kernels one by one, if it does
+failed: list[Exception] = []  # why this process compiles for the CPU without the fast start, if it does
 counts = Counter[str]()  # bodies that this process `compiled`, and that it `loaded` from the store
 
 
@@ -111,7 +101,7 @@ def compile_bodies(
 @undisturbed
 def compile_share(bodies: Sequence[Body], ctx: ir.Context, workers: Workers, tell: Tell = silent) -> None:
     """Compile this worker's share of bodies; when it returns, all are stored."""
-    ready = Ready(kept(), our_sources())
+    ready = Ready(stored(), our_sources())
     mine = [body for body in bodies[workers.number :: workers.count] if ready.load(body) is None]
     made(mine, ctx, ready, workers.fast, tell)
     tell("bodies of other ranks")
@@ -126,7 +116,7 @@ def built(
 
     `tell` is called with what begins.
     """
-    ready = Ready(kept(), our_sources())
+    ready = Ready(stored(), our_sources())
     found = {body: run for body in bodies if (run := ready.load(body)) is not None}
     counts.update("loaded" for _ in found)
     mine = [body for body in bodies[workers.number :: workers.count] if body not in found]
@@ -138,9 +128,19 @@ def built(
 
 
 def made(bodies: Sequence[Body], ctx: ir.Context, ready: Ready, fast: bool, tell: Tell) -> dict[Body, Kernels]:
-    """Bodies that the compiler loads or makes: where the `fast` way fails, as Inductor does by itself."""
-    if not fast or failed or not in_cpp(bodies):
-        return one_by_one(bodies, ctx, ready.store, fast and not failed, tell)
+    """Return the kernels of bodies that Inductor loads or compiles, for each device in its way."""
+    on_cpu = [body for body in bodies if is_on_cpu(body)]
+    others = [body for body in bodies if not is_on_cpu(body)]
+    found = compiled_for_cpu(on_cpu, ctx, ready, fast and not failed, tell) if on_cpu else {}
+    return found | (one_by_one(others, ctx, ready.store, fast, tell) if others else {})
+
+
+def compiled_for_cpu(
+    bodies: Sequence[Body], ctx: ir.Context, ready: Ready, fast: bool, tell: Tell
+) -> dict[Body, Kernels]:
+    """Return the kernels of bodies on the CPU; if the `fast` way fails, as Inductor compiles by itself."""
+    if not fast:
+        return one_by_one(bodies, ctx, ready.store, False, tell)
     try:
         return together(bodies, ctx, ready, tell)
     except Exception as error:
@@ -148,42 +148,31 @@ def made(bodies: Sequence[Body], ctx: ir.Context, ready: Ready, fast: bool, tell
             raise
         failed.append(error)
         try:
-            forget_instruction_set()
             found = one_by_one(bodies, ctx, ready.store, False, tell)
         except Exception as again:
             raise error from again
         warnings.warn(
-            f"kernels are built one by one, more slowly, for to build several at a time failed ({error}); "
+            f"kernels are built one by one, more slowly, because building several at a time failed ({error}); "
             "lower.fast_start=false does so from the start",
             stacklevel=2,
         )
         return found
 
 
-def in_cpp(bodies: Sequence[Body]) -> bool:
-    """Whether any kernel of bodies is of C++."""
-    return any(device_of(body).type == "cpu" for body in bodies)
-
-
 def together(bodies: Sequence[Body], ctx: ir.Context, ready: Ready, tell: Tell) -> dict[Body, Kernels]:
-    """Bodies with their C++ kernels built several at a time, stored so that later starts do without the compiler."""
-    begin()[0].result()
-    libraries = Libraries(ready.store, surroundings())
-    with kernels_later(libraries.ask, libraries.build):
+    """Return bodies whose C++ kernels are built several at a time, and store them for starts without Inductor."""
+    with fast_cpu_start(ready.store, surroundings) as libraries:
         found = stored_or_compiled(bodies, ctx, ready.store, True, tell)
         tell("kernels")
-        begin()[1].result()
     for body, compiled in found.items():
         if is_code_alone(compiled):
             ready.keep(body, without_lowering(compiled.source_code), libraries.place_of)
     return {body: kernels_of(compiled) for body, compiled in found.items()}
 
 
-def one_by_one(
-    bodies: Sequence[Body], ctx: ir.Context, store: Store, fast: bool, tell: Tell
-) -> dict[Body, Kernels]:
-    """Bodies with their kernels built as Inductor does it."""
-    with damage_found() if in_cpp(bodies) else in_triton():
+def one_by_one(bodies: Sequence[Body], ctx: ir.Context, store: Store, fast: bool, tell: Tell) -> dict[Body, Kernels]:
+    """Return bodies of one kind of device, whose kernels Inductor builds in its own way."""
+    with checked_files if is_on_cpu(bodies[0]) else in_triton():
         found = stored_or_compiled(bodies, ctx, store, fast, tell)
         tell("kernels")
     return {body: kernels_of(compiled) for body, compiled in found.items()}
@@ -203,44 +192,12 @@ def stored_or_compiled(
 def get_ready(device: torch.device) -> None:
     """Prepare the compilers during capture if nothing is stored yet; stored bodies are loaded without Inductor."""
     untouched()
-    if kept().folder.is_dir():
+    if stored().folder.is_dir():
         return
     if device.type == "cuda":
         start_workers()
     else:
-        begin()
-
-
-@cache
-def begin() -> tuple[Future[None], Future[None]]:
-    """Get ready for C++ kernels in a thread, once a process: what to lower waits for, and what kernels wait for."""
-    untouched()
-    import_loader()
-    as_imported()
-    thread = ThreadPoolExecutor(1, "ready for C++")
-    return thread.submit(know_the_machine), thread.submit(build_cpp_header)
-
-
-def know_the_machine() -> None:
-    """What any body needs to be looked up or lowered: the instruction set, and the digest of `surroundings`.
-
-    The choice of the set loads libraries already.
-    """
-    with damage_found():
-        choose_instruction_set()
-    surroundings()
-
-
-@contextmanager
-def damage_found() -> Iterator[None]:
-    """See that nothing of Inductor's cache is executed that is not as it was made, and note what is made meanwhile."""
-    execute_only(lambda path: notes_of(path).is_as_noted(path), lambda path: notes_of(path).note(path), replace)
-    for path in instruction_tests():
-        if not kept().is_as_noted(path):
-            path.unlink(missing_ok=True)
-    yield
-    for path in instruction_tests():
-        kept().note(path)
+        prepare(surroundings)
 
 
 @contextmanager
@@ -254,18 +211,13 @@ def in_triton() -> Iterator[None]:
         yield
 
 
-def notes_of(path: Path) -> Store:
-    """Where the digest of a file is kept: beside one that all caches share, as precompiled headers are."""
-    return kept() if path.is_relative_to(compiler_folder()) else Store(path.parent / "digests")
-
-
-def kept() -> Store:
-    """What was compiled before."""
-    return Store(compiler_folder() / "bodies")
+def is_on_cpu(body: Body) -> bool:
+    """Return whether a body has nothing on a GPU."""
+    return all(ir.example(node).device.type == "cpu" for node in body.graph.nodes if ir.is_tensor(node))
 
 
 def device_of(body: Body) -> torch.device:
-    """The device of a body's first operator."""
+    """Return the device of a body's first tensor."""
     return next(ir.example(node).device for node in body.graph.nodes if ir.is_tensor(node))
 
 
@@ -314,7 +266,7 @@ def decompose(body: Body, ctx: ir.Context) -> tuple[fx.GraphModule, Any]:
 
 
 def stored_key(body: Body, fast: bool = True) -> str:
-    """What a body's kernels are known by on this machine; the other way may choose another instruction set."""
+    """Return the key of a body's kernels on this machine; without `fast` Inductor may choose other instructions."""
     device = device_of(body)
     elsewhere = operators.sources_for(device.type)  # records may be of code outside
     return key_of(f"{body.key} {device.index or 0} {surroundings()} {elsewhere} {fast}")

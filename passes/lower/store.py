@@ -16,6 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from passes.program.torch_private import compiler_folder
+
 DIGEST_BYTES = 32
 DAY_S = 86_400
 
@@ -75,6 +77,11 @@ class Store:
         with suppress(OSError):  # of a folder that takes no change either
             (self.folder / noted(path)).unlink()
         return False
+
+
+def stored() -> Store:
+    """Return the store of compiled bodies, in Inductor's cache folder."""
+    return Store(compiler_folder() / "bodies")
 
 
 def noted(path: Path) -> str:

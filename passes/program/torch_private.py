@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import getpass
+import importlib.util
 import logging
 import operator
 import os
@@ -20,6 +21,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -42,15 +44,21 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from passes.program.signals import undisturbed
+
 __all__ = [
+    "Ask",
     "BatchNorm",
     "FakeTensor",
     "FakeTensorMode",
+    "LOWERING",
     "LazyGraphModule",
     "OpOverload",
     "OpOverloadPacket",
     "SET_GRAD_ENABLED",
     "TorchDispatchMode",
+    "binding_of",
+    "build_library",
     "c10d",
     "checkpoints_inside",
     "collectives_recorded",
@@ -76,16 +84,19 @@ __all__ = [
     "execute_only",
     "is_code_alone",
     "is_composite",
+    "import_cpp_compiler",
     "inductor_decompositions",
     "inference_as_no_grad",
     "inductor_options",
-    "instruction_tests",
+    "instruction_set",
+    "instructions_untested",
     "keep_after",
     "kernels_of",
     "kernels_together",
     "lazy_graph_modules",
     "line_mode",
     "load_compiled",
+    "load_library",
     "number_in",
     "quiet_failures",
     "record_allocations",
@@ -99,9 +110,11 @@ __all__ = [
     "step_by_step",
     "trace_artifact",
     "unvalidated_distributions",
+    "without_lowering",
 ]
 
 c10d = torch.ops._c10d_functional
+Ask = Callable[[list[str], str], Callable[[], Any]]  # the types of a C++ kernel's arguments, its source -> its loader
 SET_GRAD_ENABLED = torch._C._set_grad_enabled  # a node's target in a graph whose regions are in line
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 
@@ -341,14 +354,15 @@ _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 @contextmanager
-def kernels_together() -> Iterator[None]:
-    """Let Inductor lower one graph after another while workers compile their Triton kernels; all are ready on exit.
+def kernels_together(ask: Ask | None = None, build: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Let Inductor lower one graph after another while workers compile their kernels; all are loaded on exit.
 
     By itself it waits for the kernels of each graph before it lowers the next. Graphs that have a kernel in common
-    share it: a kernel that a worker returns can be taken once.
+    share it: a kernel that a worker returns can be taken once. With `ask`, C++ kernels come from there; `build` begins
+    the last of them.
     """
     from torch._inductor.async_compile import AsyncCompile
-    from torch._inductor.codecache import CodeCacheFuture
+    from torch._inductor.codecache import CodeCacheFuture, LambdaFuture
 
     waiting: list[tuple[AsyncCompile, dict[str, Any]]] = []
     wait = AsyncCompile.wait
@@ -356,8 +370,14 @@ def kernels_together() -> Iterator[None]:
     def later(self: AsyncCompile, scope: dict[str, Any]) -> None:
         waiting.append((self, scope))
 
-    with patch.object(AsyncCompile, "wait", later):
+    def cpp_pybinding(self: AsyncCompile, argtypes: list[str], source: str) -> Any:
+        return LambdaFuture(ask(argtypes, source))  # type: ignore[misc]
+
+    with patch.object(AsyncCompile, "wait", later), ExitStack() as on:
+        if ask is not None:
+            on.enter_context(patch.object(AsyncCompile, "cpp_pybinding", cpp_pybinding))
         yield
+    build()
     compiled: dict[CodeCacheFuture, Any] = {}
     for each, scope in waiting:
         kernels = {name: value for name, value in scope.items() if isinstance(value, CodeCacheFuture)}
@@ -459,13 +479,25 @@ def compiler_state() -> str:
     return f"{torch_key()!r} {CacheBase.get_system()} {config.save_config_portable()!r}"
 
 
+# ---- C++ kernels ------------------------------------------------------------------------------------------
+
+
+def import_cpp_compiler() -> None:
+    """Import the loader of C++ kernels: parts of Inductor import each other, which fails in two threads at once."""
+    import torch._dynamo
+    import torch._inductor.async_compile
+    import torch._inductor.output_code
+    import torch.utils.cpp_extension  # noqa: F401  # which building imports, and with AVX-512 the choice before it
+
+
+@contextmanager
 def execute_only(
     is_whole: Callable[[Path], bool], note: Callable[[Path], None], put: Callable[[Path, bytes], None]
-) -> None:
-    """Let Inductor take no file of its cache for what it wrote or built only because it has the name.
+) -> Iterator[None]:
+    """Let Inductor use a file of its cache only if it has the content that was written or built.
 
-    A source that is not what is to be written is `put` anew; what a compiler made is built anew unless it `is_whole`,
-    and `note`d.
+    By itself Inductor trusts the name. A source with another content is `put` again; a library or precompiled header
+    is built again unless it `is_whole`, and `note`d.
     """
     from torch._inductor import codecache
     from torch.utils._filelock import FileLock
@@ -486,20 +518,105 @@ def execute_only(
                     builder.build()
                     note(path)
 
-    _write = getattr(codecache.write, "__wrapped__", codecache.write)
-    codecache.write = functools.wraps(_write)(write)
-    codecache._worker_compile_cpp = build  # calls it by name before each load, and for the precompiled header
+    _write = codecache.write
+    # `_worker_compile_cpp` is called by name before each load, and for the precompiled header
+    with patch.object(codecache, "write", write), patch.object(codecache, "_worker_compile_cpp", build):
+        yield
 
 
-def instruction_tests() -> Iterator[Path]:
-    """The libraries by which Inductor finds what the processor has, each while nobody builds or loads it."""
-    from torch._inductor.codecache import LOCK_TIMEOUT, get_lock_dir
-    from torch.utils._filelock import FileLock
+@contextmanager
+def instructions_untested() -> Iterator[None]:
+    """Let Inductor take the best instruction set of the processor on trust, and forget it on exit.
 
-    for path in compiler_folder().glob("??/*.so"):
-        if not path.name.endswith(".main.so"):
-            with FileLock(Path(get_lock_dir(), f"{path.name.split('.')[0]}.lock"), timeout=LOCK_TIMEOUT):
-                yield path
+    By itself it builds a library of PyTorch's vectors for every set, seconds each, and loads it in another process.
+    A choice that was made before stays.
+    """
+    from torch._inductor import config, cpu_vec_isa
+
+    choose = cpu_vec_isa.valid_vec_isa_list
+    if choose.cache_info().currsize or config.cpp.vec_isa_ok is not None:
+        yield
+        return
+    try:
+        with config.patch({"cpp.vec_isa_ok": True}):  # for this thread, but the choice is cached for all
+            choose()
+        yield
+    finally:
+        choose.cache_clear()
+        for each in cpu_vec_isa.supported_vec_isa_list:
+            getattr(type(each).__bool__, "cache_clear", lambda: None)()
+
+
+def instruction_set() -> str:
+    """Return the name of the instruction set that C++ kernels are built for, empty if it has no vectors."""
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    return str(chosen) if (chosen := pick_vec_isa()) else ""
+
+
+def build_library(source: str) -> Callable[[], Any]:
+    """Begin to build C++ of a Python module `kernels`, unless it is built; return its loader, which waits."""
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    class Library(CppPythonBindingsCodeCache):
+        entry_function = "kernels"
+
+    # Built in a thread from the start, because the header may be under construction; loaded by the thread that waits.
+    # The flags are those of vectors even if a library has none: the header is precompiled with them.
+    pool = AsyncCompile.pool()
+
+    def submit(work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return pool.submit(undisturbed(work), *args, **kwargs)
+
+    vectors = {"needs_vec_isa": True} if VERSION >= (2, 13) else {}  # the default before 2.13
+    library = submit(Library.load_async, source, submit_fn=submit, **vectors)
+    return lambda: library.result()()
+
+
+def binding_of(name: str, argtypes: Sequence[str]) -> str:
+    """Return C++ that lets Python call a function `kernel`, which a macro renames to `name`; it includes headers."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache as Bindings
+
+    types = (argtype.replace("const ", "") for argtype in argtypes)
+    arguments = ", ".join(f"parse_arg<{argtype}>(args, {n})" for n, argtype in enumerate(types))
+    call = Bindings.call_entry_function.format(arguments)
+    return Bindings.suffix_template.format(
+        arg_len=len(argtypes), call_entry_func=call, entry_func=name, extra_parse_arg=Bindings.extra_parse_arg
+    )
+
+
+def load_library(path: str) -> ModuleType:
+    """Load a library `kernels` that `build_library` built, without Inductor."""
+    os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(
+        torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
+    )
+    spec = importlib.util.spec_from_file_location(f"{Path(path).stem}.kernels", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+LOWERING = "from torch._inductor.select_algorithm import extern_kernels"
+
+
+def without_lowering(source: str) -> str:
+    """Return a body's code with `torch` in the place of Inductor's `extern_kernels`, if the functions are the same.
+
+    Importing Inductor's namespace of them imports all of its lowering, which takes a second.
+    """
+    if LOWERING not in source:
+        return source
+    from torch._inductor.select_algorithm import extern_kernels
+
+    called = set(re.findall(r"\bextern_kernels\.(\w+)", source))
+    if any(getattr(torch, name, None) is not getattr(extern_kernels, name) for name in called):
+        return source
+    return source.replace(LOWERING, "import torch as extern_kernels")
+
+
+# ---- process groups ---------------------------------------------------------------------------------------
 
 
 def register_axis_group(axis: str, group: Any) -> None:

@@ -25,7 +25,6 @@ from passes.check.runner import Dumper, PassRecord, check_order, run_passes
 from passes.cost.accounting import Traffic
 from passes.program import ir
 from passes.program.abstract_eval import abstract_eval
-from passes.program.frames import roomy
 from passes.program.mesh import Mesh
 from passes.program.printer import print_program
 from passes.program.spec import Spec
@@ -346,14 +345,3 @@ def test_stages_are_artifacts_of_torch_trace(tmp_path):
     subprocess.run([tlparse, log, "-o", tmp_path / "parsed", "--no-browser", "--strict"], check=True, timeout=60)
     index = (tmp_path / "parsed/index.html").read_text()
     assert all(f"{i:02d}_step_{name}" in index for i, name in enumerate(NAMES))
-
-
-def test_room_for_frames_changes_nothing_else():
-    @roomy
-    def divide(a: int, b: int = 1) -> float:
-        """Divides."""
-        return a / b
-
-    assert (divide(6, b=3), divide.__name__, divide.__doc__) == (2, "divide", "Divides.")
-    with pytest.raises(ZeroDivisionError):
-        divide(1, 0)

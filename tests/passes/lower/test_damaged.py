@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from compiler_trainer.training.metrics import read
-from passes.lower.inductor import know_the_machine, notes_of
+from passes.lower.cpu_start.door import checked_files, notes_of
 from passes.lower.store import DAY_S, Store, bound
 
 ROOT = Path(__file__).parents[3]
@@ -34,12 +34,12 @@ def cache(tmp_path, monkeypatch):
 def test_a_source_that_is_not_what_is_to_be_written_is_written_anew(damage, cache):
     from torch._inductor.codecache import PyCodeCache
 
-    know_the_machine()
-    path = Path(PyCodeCache.write(SOURCE)[1])
-    before = path.stat()
-    damage(path)
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert PyCodeCache.write(SOURCE)[1] == str(path) and path.read_text() == SOURCE
+    with checked_files:
+        path = Path(PyCodeCache.write(SOURCE)[1])
+        before = path.stat()
+        damage(path)
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        assert PyCodeCache.write(SOURCE)[1] == str(path) and path.read_text() == SOURCE
     assert list(path.parent.iterdir()) == [path]
 
 
@@ -77,20 +77,6 @@ def test_what_a_killed_build_leaves_is_not_called_damaged(tmp_path, recwarn):
     assert not store.is_as_noted(path)
     path.write_bytes(b"0" * 50)  # of the build that began then
     assert not store.is_as_noted(path) and not recwarn.list
-
-
-def test_libraries_that_tell_of_the_processor_are_tried_anew_where_they_are_damaged(cache):
-    (cache / "ab").mkdir()
-    known, unknown, kernels = (cache / "ab" / name for name in ("known.so", "unknown.so", "kernels.main.so"))
-    for path in (known, unknown, kernels):
-        path.write_bytes(b"1")
-    Store(cache / "bodies").note(known)
-    know_the_machine()
-    assert known.exists() and kernels.exists() and not unknown.exists()
-    known.write_bytes(b"2")
-    with pytest.warns(UserWarning, match="known.so is damaged"):
-        know_the_machine()
-    assert not known.exists()
 
 
 def test_a_disk_that_takes_nothing_is_said_and_training_goes_on(tmp_path):

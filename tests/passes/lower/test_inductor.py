@@ -5,28 +5,29 @@ from __future__ import annotations
 import operator
 import os
 import shutil
-import subprocess
-import sys
 import warnings
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from types import SimpleNamespace
 
 import pytest
 import torch
 from oracle import NO_DECAY, assert_same, llama, llama_loss, train_step
 from oracle import batches as rows_of
 from small_programs import Small, cut, ordered
-from torch._inductor import cpu_vec_isa
+from torch._inductor import codecache, cpu_vec_isa
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import LambdaFuture
 
 from compiler_trainer import compile_step
-from passes.lower import inductor, kernels
+from passes.lower import inductor
+from passes.lower import store as stores
 from passes.lower.backends import lower_inductor
 from passes.lower.calls import Calls
-from passes.lower.fast_start import LOWERING, build_cpp_header, choose_instruction_set, without_lowering
+from passes.lower.cpu_start import kernels
+from passes.lower.cpu_start.ready import Ready
 from passes.lower.inductor import ALONE, Workers, compile_bodies, counts, stored_key
 from passes.lower.segment import Segment
 from passes.lower.store import Store
@@ -57,7 +58,8 @@ def chain(layers=3, side=4, constant=2.0):
 @pytest.fixture
 def store(tmp_path, monkeypatch):
     """A store of this test alone."""
-    monkeypatch.setattr(inductor, "compiler_folder", lambda: tmp_path)
+    for module in (inductor, stores):
+        monkeypatch.setattr(module, "compiler_folder", lambda: tmp_path)
     counts.clear()
     return tmp_path / "bodies"
 
@@ -72,29 +74,6 @@ def test_a_body_is_compiled_once_and_loaded_ever_after(store, monkeypatch):
     run = lower_inductor(deeper, ctx)
     assert counts == {"compiled": 1, "loaded": 1}
     assert_is_chain(run, side=4, layers=7)
-
-
-@pytest.mark.parametrize(("called", "left"), [("mm", False), ("_mm_plus_mm", True)])
-def test_a_stored_body_imports_lowering_only_for_kernels_that_torch_has_not(called, left):
-    source = f"{LOWERING}\nextern_kernels.{called}(a, b)"
-    kept = without_lowering(source)
-    assert ("select_algorithm" in kept) == left
-    found: dict = {}
-    exec(kept.splitlines()[0], found)
-    exec(LOWERING, wanted := {})
-    assert getattr(found["extern_kernels"], called) is getattr(wanted["extern_kernels"], called)
-
-
-@pytest.mark.full
-def test_the_thread_that_builds_the_header_imports_no_more_of_the_compiler():
-    code = (
-        "import sys; from passes.lower.fast_start import *; import_loader(); choose_instruction_set();"
-        "before = set(sys.modules); build_cpp_header();"
-        "print([m for m in set(sys.modules) - before if m.startswith(('torch', 'functorch'))],"
-        "'torch._inductor.lowering' in sys.modules)"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[] False"
 
 
 @pytest.mark.parametrize("other", [{"constant": 3.0}, {"side": 5}])
@@ -204,70 +183,7 @@ def test_training_with_and_without_segments_is_the_same_to_the_bit():
     assert_same(state, wanted_state, 0.0)
 
 
-# ---- the C++ compiler -------------------------------------------------------------------------------
-
-
-class Extension:
-    """An instruction set; `asked` are those of which it was tried whether the compiler knows them."""
-
-    asked: ClassVar[list[str]] = []
-
-    def __init__(self, name, known=True):
-        self.name, self.known = name, known
-
-    def __str__(self):
-        return self.name
-
-    def __bool__(self):
-        self.asked.append(self.name)
-        return self.known
-
-
-@pytest.fixture
-def extensions():
-    """Sets of a made-up processor, best first: one that it lacks, one that its compiler does not know, two that it does."""
-    sets = [Extension("avx9 amx"), Extension("avx9", known=False), Extension("avx8"), Extension("avx7")]
-    cpu_vec_isa.valid_vec_isa_list.cache_clear()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_vec_isa, "supported_vec_isa_list", sets)
-        patch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["avx7", "avx8", "avx9"])
-        patch.setattr(cpu_vec_isa.platform, "machine", lambda: "x86_64")
-        patch.setattr(Extension, "asked", [])
-        yield sets
-    cpu_vec_isa.valid_vec_isa_list.cache_clear()
-    choose_instruction_set()
-
-
-def test_the_best_instruction_set_is_taken_and_no_lesser_one_tried(extensions):
-    choose_instruction_set()
-    assert str(cpu_vec_isa.pick_vec_isa()) == "avx8" and "avx7" not in Extension.asked
-
-
-def test_the_instruction_set_that_the_environment_names_is_inductors_to_find(extensions, monkeypatch):
-    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
-    choose_instruction_set()
-    assert Extension.asked == [] and cpu_vec_isa.valid_vec_isa_list() == extensions[2:]
-
-
-@pytest.mark.parametrize("capability", ["default", "avx2"])
-def test_the_header_is_built_without_vectors_where_none_are_wanted(capability, monkeypatch):
-    sources = []
-    choose_instruction_set()
-    monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)
-    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda self, argtypes, source: sources.append(source))
-    build_cpp_header()
-    assert len(sources) == 1 and ("at::vec" in sources[0]) == bool(cpu_vec_isa.pick_vec_isa())
-    assert capability != "default" or not cpu_vec_isa.pick_vec_isa()
-
-
-def test_a_compiler_that_builds_nothing_is_an_error_that_says_what_to_set(monkeypatch):
-    def fails(self, argtypes, source):
-        raise OSError("g++: no such file")
-
-    choose_instruction_set()
-    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", fails)
-    with pytest.raises(RuntimeError, match=r"ATEN_CPU_CAPABILITY=avx2 .*: g\+\+: no such file"):
-        build_cpp_header()
+# ---- the fast start on a CPU ------------------------------------------------------------------------
 
 
 def test_kernels_are_built_one_by_one_where_pytorch_has_changed_and_that_is_said(store, monkeypatch):
@@ -286,7 +202,7 @@ def test_kernels_are_built_one_by_one_where_pytorch_has_changed_and_that_is_said
 
 
 def test_kernels_are_built_one_by_one_where_that_is_asked_for(store, monkeypatch):
-    for part in ("begin", "kernels_later", "without_lowering", "choose_instruction_set"):
+    for part in ("fast_cpu_start", "without_lowering"):
         monkeypatch.setattr(inductor, part, None)
     program, ctx = chain(side=6)
     assert_is_chain(lower_inductor(program, ctx, replace(ALONE, fast=False)), side=6)
@@ -303,6 +219,32 @@ def test_an_error_of_both_ways_is_the_first_ones(store, monkeypatch):
     with pytest.raises(OSError, match="no such file") as caught:
         lower_inductor(program, ctx)
     assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_the_fast_start_is_for_bodies_on_a_cpu(store, monkeypatch):
+    """Of a GPU's bodies every kernel is compiled in Triton's way, and nothing of Inductor is patched for C++."""
+    built: list = []
+    monkeypatch.setattr(inductor, "is_on_cpu", lambda body: body.name != "forward_1")
+    monkeypatch.setattr(inductor, "stored_or_compiled", lambda bodies, *how: built.append([b.name for b in bodies]) or {})
+    monkeypatch.setattr(inductor, "fast_cpu_start", lambda *how: nullcontext(built.append("fast")))
+    bodies = [SimpleNamespace(name=f"forward_{n}") for n in range(3)]
+    inductor.made(bodies, None, Ready(Store(store), "ours"), True, lambda what: None)
+    assert built == ["fast", ["forward_0", "forward_2"], ["forward_1"]]
+
+
+def test_pytorch_is_as_it_was_after_a_compilation(store):
+    """What is patched is put back, and what compiles later in this process does it in PyTorch's own way."""
+    program, ctx = chain(side=9)
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    places = [(codecache, "write"), (codecache, "_worker_compile_cpp"), (AsyncCompile, "wait"), (AsyncCompile, "cpp_pybinding")]
+    before = [getattr(*place) for place in places]
+    assert_is_chain(lower_inductor(program, ctx), side=9)
+    assert [getattr(*place) for place in places] == before
+    assert cpu_vec_isa.valid_vec_isa_list.cache_info().currsize == 0
+    kept, x = {*store.iterdir()}, torch.randn(3)
+    torch.testing.assert_close(torch.compile(lambda x: (x * 1.25).relu() + 0.125)(x), (x * 1.25).relu() + 0.125)
+    assert {*store.iterdir()} == kept, "no library of it was noted"
+    assert cpu_vec_isa.valid_vec_isa_list.cache_info().currsize == 1
 
 
 def assert_is_chain(run, side, layers=3):

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch._inductor.config
 
-from passes.lower import kernels
-from passes.lower.kernels import TOGETHER, Libraries, library_source
+from passes.lower.cpu_start import kernels
+from passes.lower.cpu_start.kernels import TOGETHER, Libraries, library_source
 from passes.lower.store import Store
 
 PREFIX = "#include <torch/csrc/inductor/cpp_prefix.h>"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from passes.lower.ready import UNTOUCHED, Ready, without_compiler
+from passes.lower.cpu_start.ready import UNTOUCHED, Ready, without_compiler
 from passes.lower.store import Store
 from passes.program.torch_private import compiler_folder
 

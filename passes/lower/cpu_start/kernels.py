@@ -1,7 +1,7 @@
-"""C++ kernels built several at a time: the compiler takes half a second for a library, and little for a kernel in it.
+"""C++ kernels built several at a time: a library takes the compiler half a second, and a kernel more in it little.
 
-Kernels that Inductor asks for one by one, of whatever bodies, are written into one source, each in a namespace of its
-own. The store knows a library by its source, and a kernel by its own source and what it is compiled by.
+Kernels that Inductor asks for, whichever body they are of, are written into one source, each in its own namespace. The
+store knows a library by its source, and a kernel by its own source and by what it is compiled with.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from passes.lower.fast_start import binding_of, build_library
 from passes.lower.store import Store
 from passes.program.bodies import key_of
+from passes.program.torch_private import binding_of, build_library
 
 TOGETHER = 8  # kernels of a library: more would leave cores without work
 HEADERS = tuple(f"#include {file}" for file in ("<Python.h>", "<sstream>", "<cstdlib>", "<cerrno>"))  # of bindings
-Load = Callable[[], Any]  # waits for what is built, and gives what can be called
+Load = Callable[[], Any]  # waits for a build, and returns the loaded library or kernel
 
 
 @dataclass(frozen=True)
@@ -27,62 +27,61 @@ class CppKernel:
     source: str
 
     def named(self, name: str) -> str:
-        """The function by another name, with its binding, in a namespace; what it includes is left to the library."""
+        """Return the function under another name, with its binding, in a namespace, and without its includes."""
         lines = "\n".join(line for line in self.source.splitlines() if not is_include(line))
-        bound = binding_of(name, self.argtypes)
-        return f"namespace of_{name} {{\n#define kernel {name}\n{lines}\n{bound}\n#undef kernel\n}}"
+        binding = binding_of(name, self.argtypes)
+        return f"namespace of_{name} {{\n#define kernel {name}\n{lines}\n{binding}\n#undef kernel\n}}"
 
 
 @dataclass
 class Libraries:
-    """What kernels are in, in this process and in the store; `surroundings` is all that they depend on but source.
+    """The libraries of kernels, in this process and in the store.
 
-    `waiting` are those that were asked for and are in no library yet.
+    `surroundings` is all that kernels depend on but their source. `waiting` are kernels that are in no library yet.
     """
 
     store: Store
     surroundings: str
     waiting: dict[str, CppKernel] = field(default_factory=dict)
-    loads: dict[str, Load] = field(default_factory=dict)
     libraries: dict[str, Load] = field(default_factory=dict)
-    places: dict[str, tuple[str, str]] = field(default_factory=dict)  # of a kernel: its library, and its name there
+    places: dict[str, tuple[str, str]] = field(default_factory=dict)  # kernel -> its library, and its name in it
 
     def ask(self, argtypes: Sequence[str], source: str) -> Load:
-        """What gives the kernel, once all are built."""
+        """Return the loader of a kernel, to be called once all are built."""
         kernel = CppKernel(tuple(argtypes), source)
         key = self.key(kernel)
-        if key not in self.loads and key not in self.waiting and not self.stored(key):
+        if key not in self.places and key not in self.waiting and not self.stored(key):
             self.waiting[key] = kernel
             if len(self.waiting) == TOGETHER:
                 self.build()
-        return lambda: self.loads[key]()
+        return lambda: self.load(*self.places[key])
+
+    def load(self, library: str, name: str) -> Any:
+        """Return a kernel of a library, which has a module for each."""
+        return getattr(getattr(self.libraries[library](), name), name)
 
     def key(self, kernel: CppKernel) -> str:
-        """What the store knows a kernel by."""
+        """Return the key of a kernel in the store."""
         return key_of(f"{kernel.argtypes} {kernel.source} {self.surroundings}")
 
     def place_of(self, kernel: tuple[tuple[str, ...], str]) -> tuple[str, str] | None:
-        """The file of the library that a kernel was loaded from, and its name there; None if it was not."""
+        """Return the file of the library that a kernel was loaded from and its name in it; None if it was not."""
         library, name = self.places.get(self.key(CppKernel(*kernel)), ("", ""))
         return (self.libraries[library]().__file__, name) if library else None
 
     def stored(self, key: str) -> bool:
-        """Whether the store has a library with the kernel."""
+        """Return whether the store has a library with the kernel, which begins to load."""
         entry = self.store.get(key)
         library, _, name = entry.decode().partition(" ") if entry else ("", "", "")
         source = self.store.get(library) if library and library not in self.libraries else None
         if source is not None:
             self.libraries[library] = build_library(source.decode())
         if library in self.libraries:
-            self.put_in(library, key, name)
-        return key in self.loads
-
-    def put_in(self, library: str, key: str, name: str) -> None:
-        """Know a kernel as part of a library."""
-        self.loads[key], self.places[key] = part_of(self.libraries[library], name), (library, name)
+            self.places[key] = library, name
+        return key in self.places
 
     def build(self) -> None:
-        """Begin to build a library of what waits."""
+        """Begin to build a library of the waiting kernels."""
         if not self.waiting:
             return
         names = {key: f"kernel_{i}" for i, key in enumerate(self.waiting)}
@@ -91,29 +90,24 @@ class Libraries:
         self.libraries[library] = build_library(source)
         self.store.put(library, source.encode())
         for key, name in names.items():
-            self.put_in(library, key, name)
+            self.places[key] = library, name
             self.store.put(key, f"{library} {name}".encode())
         self.waiting.clear()
 
 
-def part_of(library: Load, name: str) -> Load:
-    """A kernel of a library, which has a module for each."""
-    return lambda: getattr(getattr(library(), name), name)
-
-
 def is_include(line: str) -> bool:
-    """Whether a line of C++ includes a file."""
+    """Return whether a line of C++ includes a file."""
     return line.lstrip().startswith("#include")
 
 
 def library_source(kernels: Sequence[tuple[str, CppKernel]]) -> str:
-    """Kernels by their names as one source of a module of modules, a kernel each."""
-    own = (line.strip() for _, kernel in kernels for line in kernel.source.splitlines() if is_include(line))
-    # what was precompiled comes first of all, or the compiler does not take it
-    includes = "\n".join(dict.fromkeys([*own, "#define PY_SSIZE_T_CLEAN", *HEADERS]))
+    """Return named kernels as one source of a module of modules, a kernel each."""
+    includes = (line.strip() for _, kernel in kernels for line in kernel.source.splitlines() if is_include(line))
+    # the precompiled header comes first of all, or the compiler does not take it
+    head = "\n".join(dict.fromkeys([*includes, "#define PY_SSIZE_T_CLEAN", *HEADERS]))
     parts = "\n".join(kernel.named(name) for name, kernel in kernels)
     adds = "\n".join(f'    add(all, "{name}", of_{name}::PyInit_{name}());' for name, _ in kernels)
-    return f"""{includes}
+    return f"""{head}
 {parts}
 static struct PyModuleDef all_kernels = {{PyModuleDef_HEAD_INIT, "kernels", NULL, -1, NULL}};
 static void add(PyObject* all, const char* name, PyObject* one) {{

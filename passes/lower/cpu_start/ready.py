@@ -1,8 +1,8 @@
-"""Compiled bodies that a restart loads without the compiler, which takes seconds to import.
+"""Compiled bodies that a restart loads without Inductor, which takes two seconds to import.
 
-A body on the CPU is Python code that calls kernels of libraries. Where the code needs nothing else of Inductor, it is
-stored without what is for Inductor alone, with the places of its kernels. It is known by the body, by our passes, by
-versions, the environment and the processor, and by Inductor's options, as they are before and after its import.
+A body on the CPU is Python code that calls kernels of libraries. If the code needs nothing else of Inductor, it is
+stored without Inductor's statements and with the places of its kernels. Its key is made of the body, our passes,
+versions, the environment, the processor, and Inductor's options, as they are before and after its import.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from typing import Any
 
 import torch
 
-from passes.lower.fast_start import load_library
 from passes.lower.store import Store
 from passes.program.bodies import Body, key_of
-from passes.program.torch_private import inductor_options
+from passes.program.torch_private import inductor_options, load_library
 
 Kernel = tuple[tuple[str, ...], str]  # the types of its arguments, and its source
-UNTOUCHED = "as the environment says"  # Inductor's options before anybody imports them
+UNTOUCHED = "as the environment says"  # Inductor's options before they are imported
 VARIABLES = ("TORCH", "PYTORCH", "ATEN", "OMP", "MKL", "KMP", "CXX", "CC", "CFLAGS", "CXXFLAGS", "TRITON")
 NO_MATTER = (
     "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHELASTIC", "TORCH_TRACE", "TORCH_LOGS", "TORCH_NCCL",
@@ -37,7 +36,7 @@ NO_MATTER = (
 
 @dataclass
 class Ready:
-    """The bodies of a store that can be loaded so; `options` are Inductor's now."""
+    """The bodies of a store that can be loaded without Inductor; `options` are Inductor's now."""
 
     store: Store
     ours: str
@@ -45,23 +44,23 @@ class Ready:
     libraries: dict[str, ModuleType] = field(default_factory=dict)
 
     def key(self, body: Body, options: str) -> str:
-        """What a body is known by."""
+        """Return the key of a body."""
         return key_of(f"ready {body.key} {self.ours} {options} {machine()} {switched()}")
 
     def load(self, body: Body) -> Callable | None:
-        """What runs a body, None if it is not stored, or one of its libraries is not as it was built."""
+        """Return the function that runs a body; None if it is not stored, or one of its libraries was changed."""
         entry = self.store.get(self.key(body, self.options))
         if entry is None:
             return None
-        found = json.loads(entry)
-        if not all(self.open(path) for path in found["libraries"]):
+        saved = json.loads(entry)
+        if not all(self.open(path) for path in saved["libraries"]):
             return None
-        names = {name: self.kernel(*place) for name, place in found["kernels"].items()}
-        exec(compile(found["code"], f"<{body.name}>", "exec"), names)
+        names = {name: self.kernel(*place) for name, place in saved["kernels"].items()}
+        exec(compile(saved["code"], f"<{body.name}>", "exec"), names)
         return names["call"]  # type: ignore[return-value]
 
     def open(self, path: str) -> bool:
-        """Load a library, if it is as it was built."""
+        """Load a library, if it is as it was built; return whether it is."""
         if path not in self.libraries:
             if not self.store.is_as_noted(Path(path)):
                 return False
@@ -69,15 +68,15 @@ class Ready:
         return True
 
     def kernel(self, path: str, name: str) -> Any:
-        """A kernel of a library."""
+        """Return a kernel of a library."""
         return getattr(getattr(self.libraries[path], name), name)
 
     def keep(self, body: Body, source: str, place: Callable[[Kernel], tuple[str, str] | None]) -> None:
-        """Store the code of a body, if it needs no compiler; `place` gives the library and the name of a kernel."""
-        found = without_compiler(source)
-        if found is None:
+        """Store the code of a body, if it needs no compiler; `place` returns the library and the name of a kernel."""
+        parts = without_compiler(source)
+        if parts is None:
             return
-        code, kernels = found
+        code, kernels = parts
         places = {name: place(kernel) for name, kernel in kernels.items()}
         if None in places.values():
             return
@@ -89,25 +88,25 @@ class Ready:
 
 
 def without_compiler(source: str) -> tuple[str, dict[str, Kernel]] | None:
-    """A body's code and its kernels, None where the code needs more of Inductor than it is loaded by."""
-    kept, kernels = [], dict[str, Kernel]()
+    """Return a body's code and its kernels; None if the code needs more of Inductor than its loader."""
+    statements, kernels = [], dict[str, Kernel]()
     for statement in ast.parse(source.partition("\ndef get_args(")[0]).body:
         if kernel := kernel_in(statement):
             kernels[kernel[0]] = kernel[1]
         elif not is_of_compiler(statement):
-            kept.append(statement)
-    code = ast.unparse(ast.Module(kept, []))
-    names = {node.id for statement in kept for node in ast.walk(statement) if isinstance(node, ast.Name)}
+            statements.append(statement)
+    code = ast.unparse(ast.Module(statements, []))
+    names = {node.id for statement in statements for node in ast.walk(statement) if isinstance(node, ast.Name)}
     if "torch._inductor" in code or "torch._dynamo" in code or names & {"async_compile", *LOADED_BY}:
         return None
     return code, kernels
 
 
-LOADED_BY = ("AsyncCompile", "run_intermediate_hooks", "maybe_profile", "align")  # what generated code imports
+LOADED_BY = ("AsyncCompile", "run_intermediate_hooks", "maybe_profile", "align")  # imported by generated code
 
 
 def is_of_compiler(statement: ast.stmt) -> bool:
-    """Whether a statement is there for Inductor to load the code by."""
+    """Return whether a statement serves only Inductor's loader."""
     if isinstance(statement, ast.ImportFrom):
         names = {alias.asname or alias.name for alias in statement.names}
         return (statement.module or "").startswith("torch._inductor") and names <= set(LOADED_BY)
@@ -118,7 +117,7 @@ def is_of_compiler(statement: ast.stmt) -> bool:
 
 
 def kernel_in(statement: ast.stmt) -> tuple[str, Kernel] | None:
-    """The kernel that a statement `name = async_compile.cpp_pybinding(types, source)` asks for."""
+    """Return the kernel that a statement `name = async_compile.cpp_pybinding(types, source)` asks for."""
     if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Call):
         return None
     call, target = statement.value, statement.targets[0]
@@ -129,38 +128,38 @@ def kernel_in(statement: ast.stmt) -> tuple[str, Kernel] | None:
 
 
 def options_now() -> str:
-    """Inductor's options: imported by nobody, they are as the environment says."""
+    """Return Inductor's options; if nothing has imported them, they are as the environment says."""
     return inductor_options() if "torch._inductor.config" in sys.modules else UNTOUCHED
 
 
 def switched() -> str:
-    """What is switched in PyTorch, as it is now, that kernels depend on beside Inductor's options."""
+    """Return the present settings of PyTorch that kernels depend on, Inductor's options aside."""
     flags = torch.are_deterministic_algorithms_enabled(), torch.backends.mkldnn.enabled
     return f"{torch.get_num_threads()} {flags} {torch.get_float32_matmul_precision()}"
 
 
 @functools.cache
 def untouched() -> bool:
-    """Whether nobody had imported Inductor's options when this was first asked, which is before we do."""
+    """Return whether Inductor's options were not imported at the first call, which is before we import them."""
     return options_now() == UNTOUCHED
 
 
 @functools.cache
 def as_imported() -> str:
-    """Inductor's options when this was first asked, which is as soon as we import them."""
+    """Return Inductor's options at the first call, which is as soon as we import them."""
     return options_now()
 
 
 @functools.cache
 def machine() -> str:
-    """Versions, the processor, and variables that compilers read."""
+    """Return versions, the processor, and the variables that compilers read."""
     read = {k: v for k, v in os.environ.items() if k.startswith(VARIABLES) and not k.startswith(NO_MATTER)}
     versions = sys.version, torch.__version__, torch.version.git_version, platform.platform()
     return f"{versions} {torch.backends.cpu.get_cpu_capability()} {processor()} {sorted(read.items())}"
 
 
 def processor() -> str:
-    """What the processor can do, as Linux says."""
+    """Return the features of the processor, as Linux lists them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
