@@ -28,11 +28,12 @@ class Phases:
         return self.seconds[name]
 
     def end_compiling(self, seconds: Mapping[str, float]) -> None:
-        """A step was compiled, with these seconds by stage: programs and kernels; the rest was for its weights."""
+        """Split the time of compiling a step by the seconds of its stages; the rest was for its weights."""
         kernels = sum(s for name, s in seconds.items() if name.endswith(".lower"))
-        programs = sum(seconds.values()) - kernels
-        rest = max(0.0, self.end("weights") - kernels - programs)
-        self.seconds |= {"program": programs, "kernels": kernels, "weights": rest}
+        capture = seconds.get("capture", 0.0)
+        programs = sum(seconds.values()) - kernels - capture
+        weights = max(0.0, self.end("weights") - sum(seconds.values()))
+        self.seconds |= {"capture": capture, "program": programs, "kernels": kernels, "weights": weights}
 
     def report(self) -> dict[str, Any]:
         """Seconds by phase, and those of all cores, compilers' too."""
