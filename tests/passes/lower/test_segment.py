@@ -172,7 +172,7 @@ def test_a_body_that_returns_more_than_a_call_needs_serves_it():
         product = small.call(aten.mm.default, x, x)
         x = small.call(aten.sin.default, product)
         for node in (product, x):
-            ir.set_layer(node, Layer("layers", layer))
+            ir.update(node, layer=Layer("layers", layer))
     program = small.program([("loss", "a", x, cut((4, 4)))], Stage.EXPLICIT)
     returned = program.results()[0]
     earlier = next(n for n in program.calls() if n.target is aten.mm.default)
@@ -240,7 +240,7 @@ def test_what_a_collective_sends_is_alive_until_it_is_waited_for():
     wait = small.call(c10d.wait_tensor.default, start)
     last = small.call(aten.mm.default, between, wait)
     for node, layer in ((sent, 0), (start, 0), (between, 1), (wait, 2), (last, 2)):
-        ir.set_layer(node, Layer("layers", layer))
+        ir.update(node, layer=Layer("layers", layer))
     program = small.program([("loss", "l", last, cut((4, 4)))], Stage.EXPLICIT)
     after, _ = Segment()(ordered(program, small.ctx), small.ctx)
     calls = list(filter(body_of_call, after.calls()))
@@ -260,7 +260,7 @@ def test_what_arrives_from_a_neighbour_is_no_view():
     there = small.call(arrive, start, sent)
     last = small.call(aten.mm.default, there, x)
     for node, layer in ((sent, 0), (start, 0), (there, 1), (last, 1)):
-        ir.set_layer(node, Layer("layers", layer))
+        ir.update(node, layer=Layer("layers", layer))
     program = small.program([("loss", "l", last, cut((4, 4)))], Stage.EXPLICIT)
     after, report = Segment()(ordered(program, small.ctx), small.ctx)
     assert report.counts["calls"] == 2
