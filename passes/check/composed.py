@@ -8,7 +8,7 @@ from itertools import zip_longest
 from torch import fx
 
 from passes.program import ir
-from passes.program.bodies import flatten, is_site
+from passes.program.bodies import flatten, is_site, same_layout
 from passes.program.operators import is_view
 from passes.program.printer import format_node
 from passes.program.record import differences
@@ -31,7 +31,7 @@ def verify_composed(step: str, before: ir.Program, after: ir.Program) -> ir.Prog
         if was != now:
             message = f"its calls do not give the program that was cut:\n  it was {was}\n  it is  {now}"
             raise ir.CompileError(step, None, message)
-        if names := differences(ir.record(one), ir.record(other), operator.is_):
+        if names := differences(ir.record(one), ir.record(other), same_layout):
             message = f"its calls do not give the program that was cut: of {was}, they change {', '.join(names)}"
             raise ir.CompileError(step, one, message)
     return flat

@@ -247,6 +247,11 @@ def describe_layout(value: Any, flat: bool = False) -> str:
     return repr(value)
 
 
+def same_layout(a: Any, b: Any) -> bool:
+    """Return True for two values of the same dtypes, kinds of device, shapes and strides."""
+    return a is b or describe_layout(a) == describe_layout(b)
+
+
 def describe_operand(arg: Any, names: Mapping[fx.Node, str]) -> str:
     """An operand in full; raises CompileError for one whose text would not tell it from others."""
     if isinstance(arg, fx.Node):

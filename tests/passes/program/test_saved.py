@@ -13,7 +13,7 @@ from compiler_trainer.models.llama import Llama
 from compiler_trainer.models.loss import loss_fn
 from compiler_trainer.step.compile import compile_step
 from passes.program import ir
-from passes.program.bodies import describe_layout, flatten
+from passes.program.bodies import flatten, same_layout
 from passes.program.layer import Layer, Role
 from passes.program.printer import print_program
 from passes.program.record import FIELDS, BodyNode, NodeRecord, Origin, differences
@@ -37,10 +37,6 @@ def programs(job):
     model = Llama(ModelConfig(**vars(SMALL) | changes))
     step = compile_step(model, loss_fn, BATCH, mesh=mesh, microbatches=microbatches, ranks="lockstep")
     return {name: each.finished for name, each in (step.train | step.evaluation).items()}
-
-
-def same_layout(a, b):
-    return describe_layout(a) == describe_layout(b)
 
 
 RECORD = NodeRecord(
