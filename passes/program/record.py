@@ -155,6 +155,12 @@ def from_torch(node: fx.Node) -> Traced:
     return Traced(meta.get("val"), meta.get("stack_trace") or "", modules, meta.get("custom") or {})
 
 
+def read_values(graph: fx.Graph) -> None:
+    """Give each node of a graph that `make_fx` traced a record with its value; PyTorch's keys stay for Inductor."""
+    for node in graph.nodes:
+        update(node, value=from_torch(node).value)
+
+
 def to_torch(node: fx.Node, **keys: Any) -> None:
     """Write keys that PyTorch reads: `val` and `custom` before a graph is traced again, others before Inductor."""
     node.meta.update(keys)
