@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -28,11 +29,11 @@ from passes.lower.runs import names_in, runs_of, said
 from passes.lower.segment import Segment
 from passes.program import ir
 from passes.program.attend import attend
-from passes.program.bodies import calls_of, flatten
+from passes.program.bodies import body_of_call, calls_of, flatten
 from passes.program.host import offload
 from passes.program.layer import Layer
 from passes.program.operators import name_of
-from passes.program.record import Origin
+from passes.program.record import BodyNode, Origin
 from passes.program.stages import Stage
 from passes.program.torch_private import FakeTensor
 
@@ -69,7 +70,10 @@ def planted(target, *others, of=fake):
     given = ordered(small.program(outputs, Stage.EXPLICIT), small.ctx)
     found = next(node for node in given.calls() if node.name == found.name)
     program, _ = Segment()(given, small.ctx)
-    ir.set_value(found, of(small))  # only now: no pass takes a shape that it does not know
+    for call in filter(body_of_call, program.calls()):  # only now: no pass takes a shape that it does not know
+        nodes = ir.record(call).body_nodes
+        changed = {found.name: BodyNode(found.name, replace(ir.record(found), value=of(small)))}
+        ir.update(call, body_nodes=tuple(changed.get(node.name, node) for node in nodes))
     assert any(node.target is target for body in calls_of(program) for node in body.graph.nodes)
     return program
 
