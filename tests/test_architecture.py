@@ -180,6 +180,16 @@ def test_arrows_between_rooms_turned_round_are_seen(package):
     assert len(between) > 20 and all(arrow_up(b, a) for a, b in between)
 
 
+RECORD = "passes/program/record.py"
+
+
+def test_one_file_reads_and_writes_what_nodes_carry():
+    """All others go through the record of a node, or through the door of that file to PyTorch's own keys."""
+    for path in [*SOURCES, *sorted(ROOT.glob("tools/**/*.py")), *sorted(ROOT.glob("tests/**/*.py"))]:
+        users = [node.lineno for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute) and node.attr == "meta"]
+        assert bool(users) == (relative(path) == RECORD), (path, users)
+
+
 def test_imports_stand_at_the_top():
     for path in (path for path in SOURCES if relative(path) not in LATE_IMPORTS):
         imports = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Import | ast.ImportFrom)]

@@ -20,6 +20,7 @@ from passes.check.verify import verify_spec
 from passes.program import ir
 from passes.program.layer import Layer, Role
 from passes.program.mesh import Mesh
+from passes.program.record import Origin
 from passes.program.spec import Spec
 from passes.program.stages import Stage
 from passes.program.torch_private import FakeTensorMode
@@ -44,8 +45,7 @@ class Sketch:
         with self.graph.inserting_before(first) if first is not None else nullcontext():
             node = self.graph.create_node("placeholder", node_name, name=node_name)
         with self.ctx.fake_mode:
-            ir.set_value(node, torch.empty(shape, dtype=dtype))
-        ir.set_spec(node, spec if self.stage >= Stage.LOCAL else None)
+            ir.update(node, value=torch.empty(shape, dtype=dtype), spec=spec if self.stage >= Stage.LOCAL else None)
         self.inputs.append(ir.Input(name, kind, spec))
         return node
 
@@ -68,12 +68,8 @@ class Sketch:
         values, named = fx.map_arg((args, kwargs or {}), ir.value)
         with self.ctx.fake_mode, torch.no_grad():
             ir.set_value(node, target(*values, **named))
-        ir.set_spec(node, spec)
-        ir.set_origin(node, source, module)
-        ir.set_phase(node, phase)
-        ir.set_layer(node, layer)
-        if role is not None:
-            ir.set_role(node, role)
+        origin = Origin(source, (module,) if module else ())
+        ir.update(node, spec=spec, origin=origin, phase=phase, layer=layer, role=role)
         return node
 
     def output(self, name: str, kind: ir.OutputKind, spec: Spec, node: fx.Node) -> None:
@@ -85,8 +81,6 @@ class Sketch:
         """The program that returns the results."""
         graph = fx.Graph()
         graph.graph_copy(self.graph, nodes := dict[fx.Node, fx.Node]())
-        for old, new in nodes.items():
-            new.meta = dict(old.meta)
         graph.output(tuple(nodes[result] for result in self.results))
         module = fx.GraphModule(nn.Module(), graph)
         return ir.Program(module, tuple(self.inputs), tuple(self.outputs), self.mesh, self.stage)

@@ -45,7 +45,7 @@ def script(piece: Piece, about: str) -> str:
         else:
             words = (node.name, node.target, node.args, dict(node.kwargs))
             origin: dict[str, Any] = {"source": ir.source(node), "module": ir.module_path(node)}
-            origin |= {"spec": ir.spec(node), "layer": ir.layer(node), "role": node.meta.get("role")}
+            origin |= {"spec": ir.spec(node), "layer": ir.layer(node), "role": ir.record(node).role}
             more = [f", {key}={text.of(value)}" for key, value in origin.items() if value]
             more += [f", phase={text.of(ir.phase(node))}"] if ir.phase(node) != "forward" else []
             body.append(f"{node.name} = sketch.call({', '.join(map(text.of, words))}{''.join(more)})")

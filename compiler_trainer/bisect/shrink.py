@@ -118,7 +118,7 @@ def copy_nodes(
         elif node in inside:
             args, kwargs = fx.map_arg((node.args, node.kwargs), made.__getitem__)
             told: dict[str, Any] = {"source": ir.source(node), "module": ir.module_path(node), "phase": ir.phase(node)}
-            told |= {"spec": ir.spec(node), "layer": ir.layer(node), "role": node.meta.get("role")}
+            told |= {"spec": ir.spec(node), "layer": ir.layer(node), "role": ir.record(node).role}
             made[node] = sketch.call(node.name, node.target, args, kwargs, **told)
     return made
 

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +22,9 @@ from compiler_trainer.capture.functions import functions_as_operators
 from compiler_trainer.capture.grad_modes import write_gradients
 from compiler_trainer.capture.grouped import any_dtype, with_one_product
 from compiler_trainer.capture.hidden import hidden_as_operators, line
-from compiler_trainer.capture.hints import checkpoints_as_marks, read_marks
+from compiler_trainer.capture.hints import checkpoints_as_marks
 from compiler_trainer.capture.layers import mark_layers
+from compiler_trainer.capture.records import read_marks, read_trace, write_marks
 from compiler_trainer.capture.registered import as_functions
 from compiler_trainer.capture.returned import parted
 from compiler_trainer.config.errors import UserError
@@ -128,8 +128,6 @@ def capture(
         mark_layers(exported.graph, batch_of(exported))
         fold = fold_layers(exported.graph_module, state, folding) if folding else None
         exported = _functional(exported)
-        for node in exported.graph.nodes:
-            read_marks(node)
         write_out(exported.graph_module)
     program = _to_program(exported, keys, tuple(metrics), model, fold)
     check_products(program)
@@ -169,13 +167,14 @@ def _export(module: _WithLoss, values: tuple[Tensor, ...]) -> ExportedProgram:
         if spec.kind in (InputKind.CUSTOM_OBJ, InputKind.TOKEN):
             what = "is neither a tensor nor a number, which is all that a graph can be given"
             raise UserError("model", f"{spec.target or spec.arg.name} {what}; use it before the model, on the data")
+    loss_code = getattr(inspect.unwrap(getattr(module.loss_fn, "func", module.loss_fn)), "__code__", None)
+    read_trace(exported.graph_module, __file__, loss_code)
     for node in exported.graph.nodes:
-        _name_loss_line(node, module.loss_fn)
-        if isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool):
+        if isinstance(ir.value(node), torch.SymInt | torch.SymFloat | torch.SymBool):
             raise UserError(
                 "model", f"{ir.source(node)} reads a value into Python (item); one graph must hold for all data"
             )
-        if any(isinstance(d, torch.SymInt) for d in getattr(node.meta.get("val"), "shape", ())):
+        if any(isinstance(d, torch.SymInt) for d in getattr(ir.value(node), "shape", ())):
             raise UserError(
                 "model", f"{ir.source(node)} gives a shape that depends on data; use a mask of fixed shape instead"
             )
@@ -184,24 +183,19 @@ def _export(module: _WithLoss, values: tuple[Tensor, ...]) -> ExportedProgram:
 
 def _functional(exported: ExportedProgram) -> ExportedProgram:
     """Without writes in place; raises UserError where the model writes into what it may not."""
+    write_marks(exported.graph_module)
     try:
         with composites_of(exported.graph_module):
-            return exported.run_decompositions({})
+            exported = exported.run_decompositions({})
     except RuntimeError as error:
         raise UserError("model", _said(error)) from error
+    read_marks(exported.graph_module)
+    return exported
 
 
 def _said(error: BaseException) -> str:
     """The first line of an error."""
     return (str(error).strip() or "no message").splitlines()[0]
-
-
-def _name_loss_line(node: torch.fx.Node, loss_fn: LossFn) -> None:
-    """Let a node that no module made say where the loss is defined: export keeps frames of `forward` only."""
-    code = getattr(inspect.unwrap(getattr(loss_fn, "func", loss_fn)), "__code__", None)
-    trace = node.meta.get("stack_trace")
-    if trace and code and Path(__file__).name == ir.source(node).split(":")[0]:
-        node.meta["stack_trace"] = f'File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name}'
 
 
 def batch_of(exported: ExportedProgram) -> list[torch.fx.Node]:
@@ -263,7 +257,7 @@ def _to_program(
     constants = constants_of(exported)
     placeholders = [n for n in exported.graph.nodes if n.op == "placeholder"]
     for node, spec in zip(placeholders, exported.graph_signature.input_specs, strict=True):
-        placement = Spec.whole(tuple(node.meta["val"].shape))
+        placement = Spec.whole(tuple(ir.example(node).shape))
         if spec.kind is InputKind.USER_INPUT:
             inputs.append(ir.Input(next(batch), "batch", placement))
             continue
@@ -286,7 +280,7 @@ def _to_program(
             what = f"writes into the parameter {written!r}, which its optimizer alone may change"
             where = "" if (at := ir.source(node)).startswith("<") else f"{at} "  # of `no_grad` regions it is not known
             raise UserError("model", f"{where}{what}; use what is written instead of writing it")
-        placement = Spec.whole(tuple(node.meta["val"].shape))
+        placement = Spec.whole(tuple(ir.example(node).shape))
         if spec.kind is OutputKind.USER_OUTPUT:
             name = next(returned)
             given: ir.OutputKind = "loss" if name == "loss" else "rows" if placement.shape else "metric"
@@ -294,15 +288,11 @@ def _to_program(
         else:
             outputs.append(ir.Output(spec.target.removeprefix("model."), "buffer", placement))
     for node in list(exported.graph.nodes):
-        _trim_module_stack(node)
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             exported.graph.erase_node(node)  # a check that shapes and dtypes are those of the capture: they are
         if getattr(node.target, "overloadpacket", None) is torch.ops.aten._assert_async:
             warnings.warn(f"{ir.source(node)} asserts something of values, which no step will check", stacklevel=2)
             exported.graph.erase_node(node)
-    for part in exported.graph_module.modules():  # graphs that operators call, too
-        for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
-            ir.set_phase(node, "forward")
     module = torch.fx.GraphModule(torch.nn.Module(), exported.graph)
     return ir.Program(module, tuple(with_layers(inputs, nodes)), tuple(outputs), fold=fold)
 
@@ -337,12 +327,3 @@ def first_names(model: nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return {name: first.setdefault(id(tensor), name) for name, tensor in named}
-
-
-def _trim_module_stack(node: torch.fx.Node) -> None:
-    """Module paths as the model knows them, without the wrapper."""
-    stack = node.meta.get("nn_module_stack")
-    if stack:
-        node.meta["nn_module_stack"] = {
-            k: (path.removeprefix("model").removeprefix("."), kind) for k, (path, kind) in stack.items() if path
-        }

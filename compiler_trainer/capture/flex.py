@@ -104,7 +104,7 @@ def replace(module: fx.GraphModule, node: fx.Node, masks: dict[Any, fx.Node]) ->
     score_fn, mask_fn = getattr(module, score_mod.target), getattr(module, block_mask[-1].target)
     (b, h, s, _), (_, _, t, _) = ir.example(q).shape, ir.example(k).shape
     index, device = (b, h, s, t), ir.example(q).device
-    like = node.meta["val"][0]
+    like = ir.value(node)[0]
     plain = changes_nothing(score_fn)
     ctx = ir.Context(ir.example(node.args[0]).fake_mode)  # type: ignore[attr-defined,arg-type]
     causal = plain and s == t and is_causal(mask_fn)

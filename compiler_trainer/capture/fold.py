@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from compiler_trainer.capture.layers import called, marked
 from passes.program import ir
 from passes.program.bodies import describe_layout, describe_operand
 from passes.program.folds import Fold, Folding, number_in, renumbered
@@ -65,16 +64,11 @@ def fold_layers(module: fx.GraphModule, held: Mapping[fx.Node, Held], how: Foldi
     return Fold(last.stack, last.number, len(removed))
 
 
-def path_of(node: fx.Node) -> str:
-    """The module that made a node, as the model knows it."""
-    return next(reversed(called(node)), "")
-
-
 def layers_in_order(graph: fx.Graph) -> list[Section]:
     """The graph's operators, cut where a layer begins."""
     here, labels, nodes = NO_LAYER, [], [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     for node in nodes:
-        here = marked(node) or here
+        here = ir.layer(node) or here
         labels.append(here)
     grouped = groupby(zip(labels, nodes), key=lambda pair: pair[0])
     return [Section(at.stack, at.number, tuple(node for _, node in group)) for at, group in grouped]
@@ -99,22 +93,22 @@ def text_of(
 ) -> Any:
     """What a layer computes, in words that another like it has as well; None for what stands alone."""
     layer = layers[i]
-    if {number_in(path_of(node), layer.stack) for node in layer.nodes} - {None} != {layer.number}:
+    if {number_in(ir.module_path(node), layer.stack) for node in layer.nodes} - {None} != {layer.number}:
         return None  # it has no name of its own, by which its parameters are known
     words = {node: name for node, name in names.items()}
     own = {n: renumbered(w, layer.stack, 0) for n, w in names.items() if number_in(w, layer.stack) == layer.number}
     words |= {node: f"own {name}" for node, name in own.items()}  # not what layer 0 has under that name
     before = layers[i - 1].nodes if i else ()
     words |= {node: f"before {k}" for k, node in enumerate(before)} | {n: f"own {k}" for k, n in enumerate(layer.nodes)}
-    marks = {mark: f"before {k}" for k, mark in enumerate(dict.fromkeys(map(mark_of, before)))}
+    marks = {mark: f"before {k}" for k, mark in enumerate(dict.fromkeys(ir.record(n).checkpoint for n in before))}
     lines = []
     for node in layer.nodes:
         if node.op != "call_function" or draws(node):
             return None
         used = {operand: words.get(operand, operand.name) for operand in node.all_input_nodes}
-        mark = mark_of(node)
+        mark = ir.record(node).checkpoint
         marks.setdefault(mark, f"new {len(marks)}") if mark else marks.setdefault(mark, "none")
-        path = path_of(node)
+        path = ir.module_path(node)
         try:
             operands = describe_operand((node.args, node.kwargs), used)
         except ir.CompileError:
@@ -128,13 +122,8 @@ def draws(node: fx.Node) -> bool:
     return drops(node) if is_dropout(node) else is_random(node)
 
 
-def mark_of(node: fx.Node) -> str:
-    """The author's mark for recomputation, as the tracer left it."""
-    return str((node.meta.get("custom") or {}).get("checkpoint", ""))
-
-
 def _value(node: fx.Node) -> str:
-    return describe_layout(node.meta.get("val"))
+    return describe_layout(ir.value(node))
 
 
 def longest_run(layers: Sequence[Section], texts: Sequence[Any]) -> tuple[int, int]:

@@ -15,6 +15,7 @@ gradient.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -163,9 +164,9 @@ def same_value(node: fx.Node) -> fx.Node | None:
     """The operand that an operator returns as it is, such as that of a cast to its own dtype."""
     if not isinstance(node.target, OpOverload) or not is_composite(node.target):
         return None
-    made = node.meta.get("val")
+    made = ir.value(node)
     for operand in node.all_input_nodes:
-        value = operand.meta.get("val")
+        value = ir.value(operand)
         if isinstance(made, FakeTensor) and isinstance(value, FakeTensor) and lies(made) == lies(value):
             args, kwargs = fx.map_arg((node.args, node.kwargs), ir.value)
             with value.fake_mode:
@@ -210,7 +211,7 @@ def replace_read(node: fx.Node, old: fx.Node, new: fx.Node) -> None:
 
 def tensors_of(node: fx.Node) -> Iterator[Tensor]:
     """The tensors that a node computes."""
-    value = node.meta.get("val")
+    value = ir.value(node)
     return (v for v in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(v, Tensor))
 
 
@@ -231,6 +232,5 @@ def memory_of(node: fx.Node) -> set[Any]:
 
 def with_meta(node: fx.Node, value_of: fx.Node, origin: fx.Node) -> fx.Node:
     """The new node, with another's value and the origin of a third."""
-    node.meta.update(origin.meta)
-    ir.set_value(node, ir.value(value_of))
+    ir.set_record(node, replace(ir.record(origin), value=ir.value(value_of)))
     return node

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from compiler_trainer.capture.records import is_library
 from compiler_trainer.capture.spectra import istft
 from compiler_trainer.config.errors import UserError
-from passes.program import ir
 from passes.program.torch_private import (
     conversions_as,
     derivatives_as_operators,
@@ -27,7 +27,7 @@ from passes.program.torch_private import (
 def line(error: BaseException | None = None) -> str:
     """`file.py:line ` of the model's or the loss's own code, where an error was raised or (None) where we are."""
     stack = traceback.extract_tb(error.__traceback__) if error else traceback.extract_stack()
-    frames = [f for f in stack if not ir.is_library(f.filename)]
+    frames = [f for f in stack if not is_library(f.filename)]
     return f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno} " if frames else ""
 
 

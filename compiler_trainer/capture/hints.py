@@ -10,11 +10,9 @@ import itertools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-from torch import fx
 from torch.fx import traceback as fx_traceback
 
-from compiler_trainer.capture.layers import marked
-from passes.program import ir
+from compiler_trainer.capture.records import CHECKPOINT
 from passes.program.torch_private import checkpoints_inside
 
 
@@ -30,18 +28,10 @@ def checkpoints_as_marks() -> AbstractContextManager[None]:
             return
         inside = True
         try:
-            mark = {"checkpoint": f"checkpoint.{next(numbers)}"}
+            mark = {CHECKPOINT: f"checkpoint.{next(numbers)}"}
             with fx_traceback.preserve_node_meta(), fx_traceback.annotate(mark):
                 yield
         finally:
             inside = False
 
     return checkpoints_inside(region)
-
-
-def read_marks(node: fx.Node) -> None:
-    """Turn the tracer's marks into the program's own."""
-    ir.set_layer(node, marked(node))
-    region = (node.meta.pop("custom", None) or {}).get("checkpoint")
-    if region:
-        ir.set_checkpoint(node, region)

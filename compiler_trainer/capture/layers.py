@@ -9,7 +9,7 @@ graph that repeats the one before (`repeats.py`). With it go:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import count, takewhile
 from typing import Any
@@ -18,38 +18,28 @@ from torch import fx
 
 from compiler_trainer.capture.grad_modes import memory_of
 from compiler_trainer.capture.repeats import repeats
+from passes.program import ir
 from passes.program.layer import Layer, layer_names, layer_of
 from passes.program.operators import is_mutable
 
 Found = dict[fx.Node, Layer | None]
 Reads = dict[fx.Node, list[fx.Node]]
-MARK = "layer"  # among the tracer's marks, which outlive the rewrite as a functional graph
+Paths = Mapping[fx.Node, Sequence[str]]  # the modules called when a node was made, the innermost last
 
 
 def mark_layers(graph: fx.Graph, batch: Collection[fx.Node]) -> None:
-    """Mark every operator with its layer, or with None; `batch` are the placeholders that differ from step to step."""
-    paths = {node: called(node) for node in graph.nodes if node.op == "call_function"}
+    """Set the layer of every operator, or None; `batch` are the placeholders that differ from step to step."""
+    paths = {node: ir.record(node).origin.modules for node in graph.nodes if node.op == "call_function"}
     reads = read_by(paths)
     found, data = by_module(paths), through(reads, batch)
     mark_repeats(found, paths, data)
     fill_between(found, reads)
     adopt_weights(found, paths, data)
     for node, layer in found.items():
-        node.meta["custom"] = {**(node.meta.get("custom") or {}), MARK: layer}
+        ir.update(node, layer=layer)
 
 
-def marked(node: fx.Node) -> Layer | None:
-    """The layer that a node is marked with."""
-    return (node.meta.get("custom") or {}).get(MARK)
-
-
-def called(node: fx.Node) -> list[str]:
-    """Paths of the modules that were being called when a node was made, as the model knows them, the innermost last."""
-    stack = node.meta.get("nn_module_stack") or {}
-    return [path.removeprefix("model").removeprefix(".") for path, _ in stack.values()]
-
-
-def by_module(paths: Mapping[fx.Node, list[str]]) -> Found:
+def by_module(paths: Paths) -> Found:
     """The layer of each node by the modules called: the outermost call counts, a layer may call parts of another."""
     names = layer_names({calls[-1] for calls in paths.values() if calls})
     layer = cache(lambda path: layer_of(path, names))
@@ -76,7 +66,7 @@ def through(reads: Reads, batch: Collection[fx.Node]) -> set[fx.Node]:
     return data
 
 
-def mark_repeats(found: Found, paths: Mapping[fx.Node, list[str]], data: Collection[fx.Node]) -> None:
+def mark_repeats(found: Found, paths: Paths, data: Collection[fx.Node]) -> None:
     """Number parts of the graph that repeat: where no module is numbered, or numbers are not of layers."""
     orders = orders_of(found)
     again = {stack for stack, order in orders.items() if len(set(order)) < len(order)}
@@ -115,7 +105,7 @@ def unused(name: str, names: Collection[str]) -> str:
     return next(each for i in count(1) if (each := name if i == 1 else f"{name}{i}") not in names)
 
 
-def adopt_weights(found: Found, paths: Mapping[fx.Node, list[str]], data: Collection[fx.Node]) -> None:
+def adopt_weights(found: Found, paths: Paths, data: Collection[fx.Node]) -> None:
     """Let what no module made and nothing of a batch is in be of the layer that reads it, if that is one."""
     for node in reversed(found):
         users = {found.get(user) for user in node.users}

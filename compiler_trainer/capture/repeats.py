@@ -46,12 +46,12 @@ def repeats(nodes: Sequence[fx.Node], data: Collection[fx.Node]) -> list[list[li
 
 def text_of(node: fx.Node, data: Collection[fx.Node]) -> Any:
     """What an operator computes of values, whichever they are, and of what is given in which shapes."""
-    words = {n: "value" if n in data else f"given {format_value(n.meta.get('val'))}" for n in node.all_input_nodes}
+    words = {n: "value" if n in data else f"given {format_value(ir.value(n))}" for n in node.all_input_nodes}
     try:
         operands = describe_operand((node.args, node.kwargs), words)
     except ir.CompileError:  # a constant without a text
         return node
-    return node.target, operands, format_value(node.meta.get("val"))
+    return node.target, operands, format_value(ir.value(node))
 
 
 class Search:

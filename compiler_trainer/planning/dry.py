@@ -43,6 +43,7 @@ from passes.cost.predict import Prediction, predict
 from passes.cost.timeline import Timeline, longest
 from passes.lower.host_reads import breaks
 from passes.pipeline.tables import Table
+from passes.program import ir
 from passes.program.bodies import flatten
 
 STORED = ("parameter", "buffer", "moment", "gradient")
@@ -230,7 +231,7 @@ def on_device(cfg: Config, memory: dict[str, Any]) -> dict[str, Any]:
 def stored_bytes(captured: Captured) -> dict[str, int]:
     """Bytes of the state that a program reads, by its name."""
     given = zip(captured.program.inputs, captured.program.placeholders(), strict=True)
-    return {state_name(i): node.meta["val"].nbytes for i, node in given if i.kind in STORED}
+    return {state_name(i): ir.example(node).nbytes for i, node in given if i.kind in STORED}
 
 
 def sent_bytes(found: Mapping[str, Prediction], runs: Mapping[str, int]) -> dict[str, dict[str, int]]:

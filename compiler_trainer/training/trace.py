@@ -131,7 +131,8 @@ def marks_of(step: Step) -> dict[str, Mark]:
 
 def place_of(node: fx.Node) -> str:
     """`backward layers.3`: the phase and the layer whose work an operator, or a body, is."""
-    layer = ir.layer(node) if ir.has_no_role(node) else ir.role(node).layer
+    role = ir.record(node).role
+    layer = ir.layer(node) if role is None else role.layer
     return f"{ir.phase(node)} {layer or 'outside of layers'}"
 
 

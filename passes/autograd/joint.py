@@ -56,11 +56,10 @@ class Origins(fx.Interpreter):
         if self.origin is not None:
             ir.copy_origin(node, self.origin)
             if self.phase == "forward" and ir.is_tensor(node) and node.target == self.origin.target:
-                ir.set_spec(node, ir.spec(self.origin))
-                ir.set_stands_for(node, ir.stands_for(self.origin))
+                ir.update(node, spec=ir.spec(self.origin), stands_for=ir.stands_for(self.origin))
         elif node.op != "placeholder":
             self.lost.append(node)
-        ir.set_phase(node, self.phase)
+        ir.update(node, phase=self.phase)
 
     def run_node(self, n: fx.Node) -> Any:
         """The node's value; autograd's new records behind it are remembered as the node's."""
@@ -146,7 +145,7 @@ class Joint(ir.Pass):
         gradients = tuple(ir.Output(name, "gradient", parameters[name].spec.gradient()) for name in names)
         inputs = tuple(replace(i, kind="buffer") if own_name(i.name) in idle else i for i in program.inputs)
         for node, old in zip(graph.find_nodes(op="placeholder"), program.placeholders()):
-            node.meta.update(old.meta)
+            ir.set_record(node, ir.record(old))
             node.name = old.name
         joint = program.with_graph(graph, inputs=inputs, outputs=program.outputs + gradients)
         drop_detached(joint.graph)

@@ -71,8 +71,7 @@ def drop(node: fx.Node) -> bool:
     if not ir.is_tensor(kept) or not lies_alike(node, kept):
         return False
     if ir.spec(kept) is None:
-        ir.set_spec(kept, ir.spec(node))
-        ir.set_stands_for(kept, ir.stands_for(node))
+        ir.update(kept, spec=ir.spec(node), stands_for=ir.stands_for(node))
     node.replace_all_uses_with(kept)
     return True
 

@@ -94,7 +94,7 @@ def _largest(value: Tensor) -> float:
 
 def coarsest(program: ir.Program) -> float:
     """The largest rounding step (eps) of any floating dtype in the graph."""
-    vals = (node.meta.get("val") for node in program.graph.nodes)
+    vals = (ir.value(node) for node in program.graph.nodes)
     return max((torch.finfo(v.dtype).eps for v in vals if isinstance(v, Tensor) and v.is_floating_point()), default=0.0)
 
 

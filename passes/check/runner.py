@@ -159,7 +159,7 @@ def contents(program: ir.Program) -> list[Any]:
     found: list[Any] = []
     for module in program.module.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
-            found += (node, node.name, node.target, node.args, node.kwargs, *node.meta.values())
+            found += (node, node.name, node.target, node.args, node.kwargs, ir.record(node))
     return found
 
 

@@ -113,7 +113,7 @@ def neighbours(node: fx.Node) -> str:
 
 def _line(node: fx.Node) -> str:
     is_input = node.op == "placeholder"
-    return f"%{node.name} = input : {format_value(node.meta.get('val'))}" if is_input else format_node(node)
+    return f"%{node.name} = input : {format_value(ir.value(node))}" if is_input else format_node(node)
 
 
 # ---- structure: what the other checks rely on ----------------------------------------------------
@@ -130,7 +130,7 @@ def check_lint(program: ir.Program) -> Iterator[Finding]:
 def check_values(program: ir.Program) -> Iterator[Finding]:
     """Every node has recorded what it computes."""
     for node in program.graph.nodes:
-        if node.op != "output" and "val" not in node.meta:
+        if node.op != "output" and ir.value(node) is None:
             yield node, "has no recorded value"
 
 
@@ -380,10 +380,11 @@ def check_roles(program: ir.Program) -> Iterator[Finding]:
     """Every operator is something to the layers, and nothing that it plainly is not."""
     weights = set(weight_nodes(program))
     for node in program.calls():
-        if ir.has_no_role(node):
+        role = ir.record(node).role
+        if role is None:
             yield node, f"has no role; one of {', '.join(KINDS)} has to be recorded with it"
-        elif plainly_not := PLAINLY_NOT[ir.role(node).kind](node, weights):
-            yield node, f"is {plainly_not}, its role is {ir.role(node).kind}"
+        elif plainly_not := PLAINLY_NOT[role.kind](node, weights):
+            yield node, f"is {plainly_not}, its role is {role.kind}"
 
 
 def not_prefetched(node: fx.Node, weights: Container[fx.Node]) -> str:

@@ -225,8 +225,7 @@ def put_operator(
     ir.set_value(call, values if several else values[0])
     ir.copy_origin(call, before)
     for old, new in zip(made, parts, strict=True):
-        ir.set_value(new, ir.value(old))
-        ir.set_spec(new, ir.spec(old))
+        ir.update(new, value=ir.value(old), spec=ir.spec(old))
         ir.copy_origin(new, old)
         old.replace_all_uses_with(new)
     erase_unread({*made, before})

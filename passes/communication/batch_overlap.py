@@ -140,12 +140,11 @@ class Writer:
             else:
                 copies[node] = ir.copy_node(self.graph, node, copies)
                 if node in self.own:
-                    ir.set_microbatch(copies[node], k)
+                    ir.update(copies[node], microbatch=k)
 
     def put_outputs(self) -> list[ir.Output]:
         """Append what the program gives of what the microbatches give."""
         last = self.graph.output(())
-        last.meta.update(self.program.graph.output_node().meta)
         editor, results, outputs = Editor(self.ctx), list[fx.Node](), list[ir.Output]()
         for node, output in zip(self.program.results(), self.program.outputs, strict=True):
             result = self.copies[-1][node]

@@ -87,7 +87,7 @@ class Overlap(ir.Pass):
         if self.prefetch and any(in_flight(program.graph)):
             self.order(program, products, kernels)
         for node, role in roles_of(program, kernels):
-            ir.set_role(node, role)
+            ir.update(node, role=role)
         program.module.recompile()
         counts = sum(1 for _ in in_flight(program.graph)), before, count_beside(program.graph, products)
         return program, ir.Report(dict(zip(COUNTS, counts)))

@@ -61,9 +61,8 @@ def reduce_sum(node: fx.Node, reductions: list[fx.Node], ctx: ir.Context) -> Non
         whole = node.graph.call_function(a.target, (total, *a.args[1:]))  # type: ignore[arg-type]
     with ctx.fake_mode:
         ir.set_value(total, ir.example(partial[0]) + ir.example(partial[1]))
-    ir.set_value(whole, ir.value(node))
     ir.set_spec(total, ir.spec(partial[0]))
-    ir.set_spec(whole, ir.spec(node))
+    ir.update(whole, value=ir.value(node), spec=ir.spec(node))
     ir.copy_origin(total, a)
     ir.copy_origin(whole, a)
     node.replace_all_uses_with(whole)

@@ -72,7 +72,7 @@ def microbatches_of(program: ir.Program) -> dict[fx.Node, frozenset[int]]:
     for node in program.calls():
         read = () if name_of(node) in SHAPED else node.all_input_nodes
         found[node] = frozenset[int]().union(*(found[operand] for operand in read))
-        number = ir.microbatch(node)
+        number = ir.record(node).microbatch
         if found[node] and number is not None and (ir.phase(node) == "forward" or ir.is_recomputed(node)):
             found[node] = frozenset([number])
     return found

@@ -33,6 +33,7 @@ from passes.program import ir
 from passes.program.abstract_eval import Layout
 from passes.program.bodies import Body, key_of
 from passes.program.host import STARTS
+from passes.program.record import read_values
 from passes.program.shift import SHIFTS
 from passes.program.signals import undisturbed
 from passes.program.torch_private import (
@@ -233,9 +234,10 @@ def load(body: Body, store: Store, fast: bool) -> Any:
 def compile_body(body: Body, ctx: ir.Context, store: Store, fast: bool) -> Any:
     """The body compiled, and stored."""
     module, mode = decompose(body, ctx)
+    read_values(module.graph)
     # fusion moves a wait to where the first operator of the kernel that needs it stood; with nothing beside it, it may
     keep_after(module.graph, products_to_wait_for(module.graph, products_of(module.graph)))
-    values = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
+    values = [ir.value(node) for node in module.graph.nodes if node.op == "placeholder"]
     compiled = compile_inner(module, values, mode, avoided(), STARTS | SHIFTS)
     source = without_lowering(compiled.source_code) if fast else compiled.source_code
     store.put(stored_key(body, fast), save_compiled(compiled, source))

@@ -50,7 +50,7 @@ def runs_of(program: ir.Program) -> list[Run]:
 
 def names_in(step: fx.Node) -> Sequence[str]:
     """The nodes of the flat program that a step stands for."""
-    return [name for name, _ in step.meta["pieces"]] if body_of_call(step) else [step.name]
+    return [node.name for node in ir.record(step).body_nodes] if body_of_call(step) else [step.name]
 
 
 def travelling(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:

@@ -54,11 +54,9 @@ class Segment(ir.Pass):
         for node in program.graph.nodes:
             if node.op in ("placeholder", "get_attr") or is_site(node):
                 env[node] = graph.node_copy(node, env.__getitem__)
-                env[node].meta = node.meta
         for piece, body in zip(found, bodies, strict=True):
             insert_call(graph, body, piece, env)
-        output = graph.output(fx.map_arg(program.graph.output_node().args[0], env.__getitem__))
-        output.meta = program.graph.output_node().meta
+        ir.copy_node(graph, program.graph.output_node(), env)
         calls = Counter(bodies)
         counts = {"calls": len(bodies), "bodies": len(calls)}
         notes = tuple(f"{body.name}: {n} calls, {len(body.graph.nodes)} nodes" for body, n in calls.items())

@@ -25,6 +25,7 @@ from passes.program import ir
 from passes.program.bodies import body_of_call, describe_layout
 from passes.program.folds import Fold, renumbered
 from passes.program.layer import Layer
+from passes.program.record import BodyNode, NodeRecord
 from passes.program.stages import Stage
 
 Visit = tuple[fx.Node, ...]  # nodes in a row that are of one layer
@@ -129,7 +130,7 @@ class Writer:
 
     def described(self, node: fx.Node) -> Any:
         """What a node is, operands aside, in words that are the same in all layers."""
-        what: Any = (node.op, node.target if node.op == "call_function" else "", describe_layout(node.meta.get("val")))
+        what: Any = (node.op, node.target if node.op == "call_function" else "", describe_layout(ir.value(node)))
         if given := self.given.get(node):
             return *what, given.kind, given.spec, renumbered(given.name, self.fold.stack, 0)
         return *what, repr(fx.map_arg((node.args, node.kwargs), lambda n: None))
@@ -154,8 +155,7 @@ class Writer:
             for node in visit:
                 self.put(node, copy, self.copies[copy])
         old = self.program.graph.output_node()
-        output = self.graph.output(fx.map_arg(old.args[0], lambda n: self.operand(n, None, 0)))
-        output.meta = old.meta
+        self.graph.output(fx.map_arg(old.args[0], lambda n: self.operand(n, None, 0)))
         return self.program.with_graph(self.graph, inputs=tuple(self.inputs), fold=None)
 
     def order(self) -> list[tuple[Visit, int]]:
@@ -203,7 +203,8 @@ class Writer:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.operand(n, reader, copy))
         target = name if node.op == "placeholder" else node.target
         new = env[node] = self.graph.create_node(node.op, target, args, kwargs, name=name)
-        new.meta = node.meta if reader is None else self.meta(node, self.missing(reader, copy), copy)
+        record = ir.record(node)
+        ir.set_record(new, record if reader is None else self.in_whole(record, self.missing(reader, copy), copy))
         if given := self.given.get(node):
             layer, name = Layer(self.fold.stack, number), renumbered(given.name, self.fold.stack, number)
             self.inputs.append(replace(given, name=name, layer=layer) if copy else given)
@@ -212,12 +213,11 @@ class Writer:
         """How many of the layers before it were left out where a layer, or its copy, reads."""
         return copy if reader <= self.fold.number else self.fold.left_out
 
-    def meta(self, node: fx.Node, missing: int, copy: int) -> dict[str, Any]:
-        """What the node, or its copy, carries in the whole program; a call also for the nodes that it stands for."""
-        meta, end = self.fold.meta_in_whole(node.meta, missing), f"_{self.fold.number + copy}" if copy else ""
-        if body_of_call(node):
-            meta["pieces"] = tuple((n + end, self.fold.meta_in_whole(m, missing)) for n, m in meta["pieces"])
-        return meta
+    def in_whole(self, record: NodeRecord, missing: int, copy: int) -> NodeRecord:
+        """The record of a node, or of its copy, in the whole program, and those of the nodes that a call replaces."""
+        end, in_whole = f"_{self.fold.number + copy}" if copy else "", self.fold.record_in_whole
+        body_nodes = tuple(BodyNode(name + end, in_whole(inner, missing)) for name, inner in record.body_nodes)
+        return replace(in_whole(record, missing), body_nodes=body_nodes)
 
     def operand(self, node: fx.Node, reader: int | None, copy: int) -> fx.Node:
         """What stands for an operand where a node of layer `reader`, or its copy for a later layer, reads it."""

@@ -119,5 +119,5 @@ class Move:
         with self.ctx.fake_mode:
             ir.set_value(new, target(*fx.map_arg(args, ir.example)))
         ir.copy_origin(new, self.node)
-        ir.set_phase(new, phase)
+        ir.update(new, phase=phase)
         return new

@@ -13,7 +13,6 @@ A clone is made once and put right before its first use: a layer is recomputed w
 
 from __future__ import annotations
 
-import copy
 import operator
 
 import torch
@@ -106,9 +105,7 @@ def clone(node: fx.Node, user: fx.Node, clones: dict[fx.Node, fx.Node]) -> fx.No
     """The node once more, right before the user and in the backward, on operands cloned already."""
     with node.graph.inserting_before(user):
         new = node.graph.node_copy(node, lambda n: clones.get(n, n))
-    new.meta = copy.copy(node.meta)
-    ir.set_phase(new, "backward")
-    ir.set_recomputed(new)
+    ir.update(new, phase="backward", recomputed=True)
     return new
 
 
@@ -117,7 +114,7 @@ def clone(node: fx.Node, user: fx.Node, clones: dict[fx.Node, fx.Node]) -> fx.No
 
 def storages(node: fx.Node) -> list[torch.UntypedStorage]:
     """The memory of the tensors that a node computes; views share that of their base."""
-    val = node.meta.get("val")
+    val = ir.value(node)
     return [v.untyped_storage() for v in (val if isinstance(val, (tuple, list)) else (val,)) if isinstance(v, Tensor)]
 
 

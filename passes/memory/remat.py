@@ -160,7 +160,7 @@ class Remat(ir.Pass):
             )
         policy = self.by_layer(layers, program.fold)
         region: dict[fx.Node, Region] = {
-            n: layer if (layer := ir.layer(n)) in policy else ir.checkpoint(n) or layer for n in program.calls()
+            n: layer if (layer := ir.layer(n)) in policy else ir.record(n).checkpoint or layer for n in program.calls()
         }
         found, matched, elsewhere = {}, set[str](), sent(program)
         for node in program.calls():
@@ -212,7 +212,7 @@ class Remat(ir.Pass):
     def kept(self, node: fx.Node, policy: Policy | None) -> str | None:
         """Why the policy of its layer keeps a node, an empty string if it recomputes it; None where it has no say."""
         if policy is None:
-            return "" if ir.checkpoint(node) else None
+            return "" if ir.record(node).checkpoint else None
         if policy == "offload":
             return OFFLOADED
         patterns = {"selective": self.save, "attention": (ATTENTION,)}.get(policy, ())

@@ -16,7 +16,6 @@ parameter is part of (positions, masks, rotary tables) has no stage: it is made 
 from __future__ import annotations
 
 import bisect
-import copy
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -62,7 +61,7 @@ class Assign(ir.Pass):
         else:
             of_node, notes = self.divided(program, work, avals)
         for node, stage in of_node.items():
-            ir.set_pipeline_stage(node, max([stage, *stages_read(node)]))
+            ir.update(node, stage=max([stage, *stages_read(node)]))
         share_buffers(program)
         inputs, copies = split_parameters(program, work, weights)
         notes += tuple(f"{name}: used in stages {', '.join(map(str, stages))}" for name, stages in copies.items())
@@ -235,8 +234,7 @@ def share_buffers(program: ir.Program) -> None:
             raise ir.Refused("assign", early[0], f"model: buffer {output.name} {what}; cut the model elsewhere")
         with program.graph.inserting_before(min(readers)):
             before = program.graph.call_function(torch.ops.aten.clone.default, (held,))
-        ir.set_value(before, ir.example(held).clone())
-        ir.set_spec(before, ir.spec(held))
+        ir.update(before, value=ir.example(held).clone(), spec=ir.spec(held))
         ir.copy_origin(before, new)
         for user in readers:
             user.replace_input_with(held, before)
@@ -267,26 +265,24 @@ def split_parameters(
     def parameter(node: fx.Node, stage: int) -> fx.Node:
         users.setdefault(given[node].name, []).append(stage)
         if ir.pipeline_stage(node) is None:
-            ir.set_pipeline_stage(node, stage)
+            ir.update(node, stage=stage)
             return node
         with program.graph.inserting_after(node):
             new = program.graph.placeholder(f"{node.name}_{stage}")
-        new.meta = copy.copy(node.meta)
-        ir.set_pipeline_stage(new, stage)
+        ir.set_record(new, replace(ir.record(node), stage=stage))
         given[new] = replace(given[node], name=copy_name(given[node].name, stage))
         return new
 
     def computed(node: fx.Node, stage: int) -> fx.Node:
         operands = {n: mine(n, stage) for n in node.all_input_nodes}
         if ir.pipeline_stage(node) is None:
-            ir.set_pipeline_stage(node, stage)
+            ir.update(node, stage=stage)
             for old, new in operands.items():
                 node.replace_input_with(old, new)
             return node
         with program.graph.inserting_after(node):
             again = program.graph.node_copy(node, lambda n: operands.get(n, n))
-        again.meta = copy.copy(node.meta)
-        ir.set_pipeline_stage(again, stage)
+        ir.update(again, stage=stage)
         return again
 
     for node in work:

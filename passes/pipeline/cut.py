@@ -34,6 +34,7 @@ from passes.pipeline.tasks import (
 )
 from passes.program import ir, reshard
 from passes.program.operators import is_view, kind_of
+from passes.program.record import Origin
 from passes.program.spec import Spec
 from passes.program.weights import weight_nodes
 
@@ -226,14 +227,13 @@ class Cut:
     def input(self, node: fx.Node) -> None:
         """An input of the task: one of the whole, or a value carried here."""
         new = self.copies[node] = self.graph.placeholder(node.name)
-        new.meta.update(node.meta)
+        ir.set_record(new, ir.record(node))
         self.check(node)
         if node in self.given:
             given = self.given[node]
             self.inputs[new] = replace(given, name=own_name(given.name)) if named(given) else given
             return
-        for key in ("phase", "stack_trace", "nn_module_stack", "recomputed", "parameter"):
-            new.meta.pop(key, None)
+        ir.update(new, phase="", origin=Origin(), recomputed=False, parameter="")
         self.inputs[new] = ir.Input(self.prefix + node.name, "carried", carried_spec(node))
         self.carried.append(node)
 
@@ -249,8 +249,7 @@ class Cut:
         new = self.copies[node] = ir.copy_node(self.graph, node, self.copies)
         is_late = self.task.kind in (BACKWARD, INPUTS, WEIGHTS)
         if self.tasks.get(node) != self.task and is_late and ir.phase(node) == "forward":
-            ir.set_phase(new, "backward")
-            ir.set_recomputed(new)
+            ir.update(new, phase="backward", recomputed=True)
 
     def finish(self, carried: set[fx.Node]) -> ir.Program:
         """The task's program: it returns what the whole returns of it, and what others read."""

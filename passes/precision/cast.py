@@ -128,9 +128,7 @@ class Cast(ir.Pass):
                 continue
             with program.graph.inserting_before(min(node.users, key=order.__getitem__, default=output)):
                 cast = program.graph.call_function(COPY, (node,), {"dtype": used})
-            ir.set_value(cast, ir.example(node))
-            ir.set_phase(cast, "forward")
-            ir.set_layer(cast, given.layer)
+            ir.update(cast, value=ir.example(node), phase="forward", layer=given.layer)
             with ctx.fake_mode:
                 ir.set_value(node, torch.empty_like(ir.example(cast), dtype=stored))
             node.replace_all_uses_with(cast, delete_user_cb=lambda user, cast=cast: user is not cast)
@@ -173,7 +171,7 @@ class Cast(ir.Pass):
         if by_module is not None:
             return self.modules[by_module] if self.modules[by_module] != now else None
         widen = [self.ops[p] for p in by_op]
-        if self.output is not None and not node.meta.get("nn_module_stack"):
+        if self.output is not None and not ir.record(node).origin.modules:
             widen.append(self.output)
         return widen[0] if widen and widen[0].itemsize > now.itemsize else None
 

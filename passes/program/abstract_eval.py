@@ -100,7 +100,7 @@ class Recorded(dict):
     """What nodes have recorded, read when it is asked for, each tensor as if in memory of its own."""
 
     def __missing__(self, node: fx.Node) -> Any:
-        self[node] = map_values(node.meta.get("val"), lambda t: Value(Layout.of(t), -1), Tensor)
+        self[node] = map_values(ir.value(node), lambda t: Value(Layout.of(t), -1), Tensor)
         return self[node]
 
 
@@ -147,7 +147,7 @@ def abstract_eval(program: ir.Program, ctx: ir.Context) -> Avals:
     found = Avals()
     for node in program.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
-            given = node.meta.get("val") if node.op == "placeholder" else getattr(program.module, node.target)
+            given = ir.value(node) if node.op == "placeholder" else getattr(program.module, node.target)
             found.values[node] = map_values(given, lambda t: found.new(Layout.of(t)), Tensor)
         elif node.op == "call_function":
             try:

@@ -27,6 +27,7 @@ from torch import Tensor, fx
 from passes.program import ir
 from passes.program.layer import Layer
 from passes.program.operators import is_view
+from passes.program.record import BodyNode
 from passes.program.stages import Stage
 from passes.program.torch_private import OpOverload
 
@@ -94,10 +95,9 @@ class Piece:
         graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
         for i, operand in enumerate(self.reads):
             env[operand] = graph.placeholder(f"p{i}")
-            env[operand].meta = operand.meta
+            ir.set_record(env[operand], ir.record(operand))
         for node in self.nodes:
             env[node] = graph.node_copy(node, env.__getitem__)
-            env[node].meta = node.meta
         graph.output(tuple(env[self.nodes[i]] for i in results))
         return graph
 
@@ -118,16 +118,15 @@ def insert_call(graph: fx.Graph, body: Body, piece: Piece, env: dict[fx.Node, An
     for node in piece.views:
         if node not in env:
             env[node] = graph.node_copy(node, env.__getitem__)
-            env[node].meta = node.meta
     call = graph.call_function(body, tuple(env[operand] for operand in piece.reads))
-    call.meta = {"val": tuple(piece.nodes[i].meta.get("val") for i in body.results)}
-    call.meta["pieces"] = tuple((node.name, node.meta) for node in piece.nodes)
+    body_nodes = tuple(BodyNode(node.name, ir.record(node)) for node in piece.nodes)
     ir.copy_origin(call, piece.nodes[-1])
-    ir.set_layer(call, piece.layer)
+    results = tuple(ir.value(piece.nodes[i]) for i in body.results)
+    ir.update(call, value=results, layer=piece.layer, body_nodes=body_nodes)
     for node in piece.results:
         index = body.results.index(piece.nodes.index(node))
         env[node] = graph.create_node("call_function", operator.getitem, (call, index), name=node.name)
-        env[node].meta = node.meta
+        ir.set_record(env[node], ir.record(node))
     return call
 
 
@@ -161,11 +160,11 @@ class _Inline:
         elif node.target is operator.getitem and isinstance(self.env[node.args[0]], tuple):  # type: ignore[index]
             self.env[node] = self.env[node.args[0]][node.args[1]]  # type: ignore[index]
         else:
-            self.env[node] = self.make(node, self.env, node.name, node.meta)
+            self.env[node] = self.make(node, self.env, BodyNode(node.name, ir.record(node)))
 
     def expand(self, body: Body, call: fx.Node) -> tuple[fx.Node, ...]:
         """Append the nodes that a call stands for; returns what the body returns."""
-        given, origins = iter(call.args), iter(call.meta["pieces"])
+        given, body_nodes = iter(call.args), iter(ir.record(call).body_nodes)
         own: dict[fx.Node, Any] = {}
         for node in body.graph.nodes:
             if node.op == "placeholder":
@@ -173,23 +172,23 @@ class _Inline:
             elif node.op == "output":
                 return fx.map_arg(node.args[0], own.__getitem__)
             else:
-                own[node] = self.make(node, own, *next(origins))
+                own[node] = self.make(node, own, next(body_nodes))
         raise AssertionError("a graph ends with its output")
 
-    def make(self, node: fx.Node, env: dict[fx.Node, Any], name: str, meta: dict[str, Any]) -> fx.Node:
-        """The node under its name, appended unless it was made before."""
+    def make(self, node: fx.Node, env: dict[fx.Node, Any], to: BodyNode) -> fx.Node:
+        """The node under its name in the flat graph, appended unless it is there already."""
         args, kwargs = fx.map_arg(node.args, env.__getitem__), node.kwargs
         if kwargs:
             kwargs = fx.map_arg(kwargs, env.__getitem__)
-        made = self.made.setdefault(name, [])
+        made = self.made.setdefault(to.name, [])
         for found in made:
             if (found.target, found.args, found.kwargs) == (node.target, args, kwargs):
                 return found
-        new = self.graph.create_node(node.op, node.target, name=name)
+        new = self.graph.create_node(node.op, node.target, name=to.name)
         new.args = args  # operands afterwards: see `ir.copy_node`
         if kwargs:
             new.kwargs = kwargs
-        new.meta.update(meta)
+        ir.set_record(new, to.record)
         made.append(new)
         return new
 
@@ -221,7 +220,7 @@ def text_of(graph: fx.Graph, flat: bool = False) -> str:
     lines = []
     for node in graph.nodes:
         if node.op == "placeholder":
-            lines.append(f"{numbers[node]} {describe_layout(node.meta.get('val'), flat)}")
+            lines.append(f"{numbers[node]} {describe_layout(ir.value(node), flat)}")
         else:
             operands = describe_operand((node.args, node.kwargs), numbers)
             lines.append(f"{numbers[node]} {'return' if node.op == 'output' else _target(node.target)} {operands}")
@@ -246,6 +245,11 @@ def describe_layout(value: Any, flat: bool = False) -> str:
     if isinstance(value, (tuple, list)):
         return f"({', '.join(describe_layout(part, flat) for part in value)})"
     return repr(value)
+
+
+def same_layout(a: Any, b: Any) -> bool:
+    """Return True for two values of the same dtypes, kinds of device, shapes and strides."""
+    return a is b or describe_layout(a) == describe_layout(b)
 
 
 def describe_operand(arg: Any, names: Mapping[fx.Node, str]) -> str:

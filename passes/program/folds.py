@@ -10,12 +10,12 @@ repeated in the end (`passes/lower/unfold.py`).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 from passes.program.layer import Layer
+from passes.program.record import NodeRecord, Unset
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Fold:
         first, last = (f"{self.stack}.{n}" for n in (self.number, self.number + self.left_out))
         return f"{first} stands for {first} to {last}"
 
-    def number_of(self, layer: Layer | None) -> int | None:
+    def number_of(self, layer: Layer | Unset | None) -> int | None:
         """The number of a layer of the stack; None of another."""
-        return layer.number if layer is not None and layer.stack == self.stack else None
+        return layer.number if isinstance(layer, Layer) and layer.stack == self.stack else None
 
     def names(self) -> list[str]:
         """The layers that are left out."""
@@ -47,22 +47,18 @@ class Fold:
         """The number of a layer if those left out are not counted."""
         return number if number <= self.number else number - self.left_out
 
-    def meta_in_whole(self, meta: Mapping[str, Any], missing: int) -> dict[str, Any]:
-        """What a node carries where so many of the layers before it were left out."""
-        other = dict(meta)
-        if modules := meta.get("nn_module_stack"):
-            other["nn_module_stack"] = {k: (self.name_in_whole(p, missing), kind) for k, (p, kind) in modules.items()}
-        if "layer" in meta:
-            other["layer"] = self.layer_in_whole(meta["layer"], missing)
-        if parameter := meta.get("parameter"):
-            other["parameter"] = self.name_in_whole(parameter, missing)
-        if role := meta.get("role"):
-            layer, parameter = self.layer_in_whole(role.layer, missing), self.name_in_whole(role.parameter, missing)
-            other["role"] = replace(role, layer=layer, parameter=parameter)
-        return other
+    def record_in_whole(self, record: NodeRecord, missing: int) -> NodeRecord:
+        """The record of a node in the whole program, if `missing` of the layers before it were left out."""
+        origin, role = record.origin, record.role
+        origin = replace(origin, modules=tuple(self.name_in_whole(path, missing) for path in origin.modules))
+        layer, parameter = self.layer_in_whole(record.layer, missing), self.name_in_whole(record.parameter, missing)
+        if role is not None:
+            role_layer = self.layer_in_whole(role.layer, missing)
+            role = replace(role, layer=role_layer, parameter=self.name_in_whole(role.parameter, missing))
+        return replace(record, origin=origin, layer=layer, parameter=parameter, role=role)
 
-    def layer_in_whole(self, layer: Layer | None, missing: int) -> Layer | None:
-        """The layer that one is where so many before it were left out."""
+    def layer_in_whole(self, layer: Layer | Unset | None, missing: int) -> Layer | Unset | None:
+        """The layer in the whole program, if `missing` of the layers before it were left out."""
         number = self.number_of(layer)
         return layer if number is None else Layer(self.stack, self.counted(number) + missing)
 

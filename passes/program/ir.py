@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +15,8 @@ from passes.program.folds import Fold
 from passes.program.layer import Layer, Role
 from passes.program.mesh import Mesh
 from passes.program.order import PLAIN, Order
+from passes.program.record import UNSET, record, set_record, update
+from passes.program.record import copy_origin as copy_origin
 from passes.program.spec import Spec
 from passes.program.stages import Stage
 from passes.program.torch_private import LazyGraphModule
@@ -143,15 +143,15 @@ class Count:
 
 
 def copy_node(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    """The node where `graph` inserts now, of its operands the copies, with its metadata.
+    """Copy a node, with its record, to where `graph` inserts now; its operands become their copies.
 
-    Operands are given afterwards: `Graph.create_node` looks through those that it is given for symbolic numbers.
+    Operands are set afterwards because `Graph.create_node` searches those that it gets for symbolic numbers.
     """
     new = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
     new.args = fx.map_arg(node.args, copies.__getitem__)
     if node.kwargs:
         new.kwargs = fx.map_arg(node.kwargs, copies.__getitem__)
-    new.meta.update(node.meta)  # setting any attribute of a node moves it in the graph's table of nodes by operator
+    set_record(new, record(node))
     return new
 
 
@@ -257,199 +257,100 @@ def at(node: fx.Node) -> Iterator[None]:
         raise type(error)(error.pass_name, node, error.message) from error
 
 
-# ---- typed access to what a node carries ------------------------------------------------------
+# ---- typed access to the record of a node: the other fields are `record(node).role` and so on -------
 
 
 def value(node: fx.Node) -> Any:
     """The fake tensor (or tuple of them, or number) that the node computes: its shape, dtype and device."""
-    return node.meta["val"]
+    return record(node).value
 
 
 def set_value(node: fx.Node, val: Any) -> None:
-    """Record what the node computes."""
-    node.meta["val"] = val
+    """Set the fake value that the node computes."""
+    update(node, value=val)
 
 
 def is_tensor(node: Any) -> bool:
-    """Whether this is a node that computes one tensor."""
-    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), Tensor)
+    """Return True for a node that computes one tensor."""
+    return isinstance(node, fx.Node) and isinstance(record(node).value, Tensor)
 
 
 def spec(node: fx.Node) -> Spec | None:
-    """The node's placement, where one is known."""
-    return node.meta.get("spec")
+    """The node's placement, if it is known."""
+    return record(node).spec
 
 
 def set_spec(node: fx.Node, placement: Spec | None) -> None:
-    """Record the node's placement."""
-    node.meta["spec"] = placement
+    """Set the node's placement."""
+    update(node, spec=placement)
 
 
 def stands_for(node: fx.Node) -> str:
-    """Name of the node of the global program whose value this local node holds, as placed; empty if it holds none."""
-    return node.meta.get("stands_for", "")
-
-
-def set_stands_for(node: fx.Node, name: str) -> None:
-    """Record the node of the global program whose value this local node holds."""
-    node.meta["stands_for"] = name
+    """The name of the node of the global program whose value this local node holds, as placed; else empty."""
+    return record(node).stands_for
 
 
 PHASES = ("forward", "backward", "optimizer")
 
 
 def has_no_phase(node: fx.Node) -> bool:
-    """Whether it is not recorded what part of the step the node belongs to."""
-    return node.op == "call_function" and node.meta.get("phase") not in PHASES
+    """Return True for an operator without a phase of the step."""
+    return node.op == "call_function" and record(node).phase not in PHASES
 
 
 def phase(node: fx.Node) -> str:
-    """What part of the step an operator is in, one of `PHASES`; inputs are there in the forward already."""
-    return node.meta["phase"] if node.op == "call_function" else "forward"
-
-
-def set_phase(node: fx.Node, name: str) -> None:
-    """Record the phase of the step that the node belongs to."""
-    node.meta["phase"] = name
+    """The phase of the step that an operator is in, one of `PHASES`; inputs are in the forward."""
+    if node.op != "call_function":
+        return "forward"
+    name = record(node).phase
+    assert name, f"%{node.name} is of no phase"
+    return name
 
 
 def has_no_layer(node: fx.Node) -> bool:
-    """Whether it is not recorded which layer the node belongs to, or that it belongs to none."""
-    return node.op == "call_function" and "layer" not in node.meta
+    """Return True for an operator whose record says neither its layer nor that it is outside of layers."""
+    return node.op == "call_function" and record(node).layer is UNSET
 
 
 def layer(node: fx.Node) -> Layer | None:
     """The layer that an operator is of, of an update that of the parameter; None outside of layers."""
-    return node.meta["layer"] if node.op == "call_function" else None
-
-
-def set_layer(node: fx.Node, of: Layer | None) -> None:
-    """Record the layer that the node belongs to."""
-    node.meta["layer"] = of
-
-
-def has_no_role(node: fx.Node) -> bool:
-    """Whether it is not recorded what the operator is to the layers."""
-    return node.op == "call_function" and "role" not in node.meta
+    if node.op != "call_function":
+        return None
+    known = record(node).layer
+    assert known is not UNSET, f"%{node.name} does not say its layer"
+    return known
 
 
 def role(node: fx.Node) -> Role:
-    """What an operator is to the layers; known from `overlap` on."""
-    return node.meta["role"]
-
-
-def set_role(node: fx.Node, to: Role) -> None:
-    """Record what the operator is to the layers."""
-    node.meta["role"] = to
+    """The role of an operator with regard to layers, known from `overlap` on."""
+    known = record(node).role
+    assert known is not None, f"%{node.name} has no role"
+    return known
 
 
 def is_recomputed(node: fx.Node) -> bool:
-    """Whether the backward computes here again what the forward did not keep."""
-    return node.meta.get("recomputed", False)
-
-
-def set_recomputed(node: fx.Node) -> None:
-    """Record that the node computes something again."""
-    node.meta["recomputed"] = True
-
-
-def checkpoint(node: fx.Node) -> str:
-    """The region that the model's author marked for recomputation (`torch.utils.checkpoint`), or an empty string."""
-    return node.meta.get("checkpoint", "")
-
-
-def set_checkpoint(node: fx.Node, region: str) -> None:
-    """Record the region marked for recomputation that the node lies in."""
-    node.meta["checkpoint"] = region
+    """Return True if the backward computes a value of the forward again here."""
+    return record(node).recomputed
 
 
 def parameter(node: fx.Node) -> str:
     """The parameter whose update the node is part of, or an empty string."""
-    return node.meta.get("parameter", "")
-
-
-def set_parameter(node: fx.Node, name: str) -> None:
-    """Record the parameter whose update the node is part of."""
-    node.meta["parameter"] = name
+    return record(node).parameter
 
 
 def pipeline_stage(node: fx.Node) -> int | None:
-    """The pipeline stage whose ranks compute the node; None where it is made wherever it is read."""
-    return node.meta.get("stage")
-
-
-def set_pipeline_stage(node: fx.Node, stage: int | None) -> None:
-    """Record the pipeline stage whose ranks compute the node."""
-    node.meta["stage"] = stage
-
-
-def microbatch(node: fx.Node) -> int | None:
-    """Which of a program's microbatches the node computes; None where it has one, or what is computed is of all."""
-    return node.meta.get("microbatch")
-
-
-def set_microbatch(node: fx.Node, number: int) -> None:
-    """Record which of a program's microbatches the node computes."""
-    node.meta["microbatch"] = number
-
-
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-_LIBRARY = re.compile(
-    r"/torch/(nn|_|functional|utils|fx)|/site-packages/torch/|/compiler_trainer/capture/(capture|functions|hidden)\.py$"
-    r"|/passes/program/torch_private\.py$"
-)
-
-
-def is_library(file: str) -> bool:
-    """Whether a frame is of PyTorch, of its private API or of the capture (code made has no file), not a user's."""
-    return file.startswith("<") or bool(_LIBRARY.search(file))
+    """The pipeline stage whose ranks compute the node; None if it is computed wherever it is read."""
+    return record(node).stage
 
 
 def source(node: fx.Node) -> str:
-    """`file.py:line` of the innermost frame outside PyTorch, or an empty string."""
-    return line_of(node.meta)
-
-
-def line_of(meta: Mapping[str, Any]) -> str:
-    """The same of what a node carries."""
-    return _innermost(meta.get("stack_trace") or "")
-
-
-@functools.lru_cache(maxsize=1 << 12)  # layers alike have the same frames
-def _innermost(stack_trace: str) -> str:
-    frames = _FRAME.findall(stack_trace)
-    own = [frame for frame in frames if not is_library(frame[0])] or frames
-    return f"{own[-1][0].rsplit('/', 1)[-1]}:{own[-1][1]}" if own else ""
+    """`file.py:line` of the model's or the loss's code, or an empty string."""
+    return record(node).origin.line
 
 
 def module_path(node: fx.Node) -> str:
     """Dotted path of the module whose forward made the node, e.g. `layers.3.attention`."""
-    stack = node.meta.get("nn_module_stack")
-    return list(stack.values())[-1][0] if stack else ""
-
-
-def set_origin(node: fx.Node, line: str, module: str) -> None:
-    """Record where a node comes from: `file.py:line` and the dotted path of a module."""
-    node.meta.update(origin_of(line, module))
-
-
-def origin_of(line: str, module: str) -> dict[str, Any]:
-    """The same as what a node carries."""
-    file, _, number = line.rpartition(":")
-    trace = f'File "{file}", line {number}' if file else ""
-    return {"stack_trace": trace, "nn_module_stack": {module: (module, None)} if module else {}}
-
-
-ORIGIN = (
-    "stack_trace", "nn_module_stack", "phase", "layer", "recomputed", "checkpoint", "parameter", "stage", "microbatch"
-)  # fmt: skip
-
-
-def copy_origin(new: fx.Node, old: fx.Node) -> None:
-    """Let `new` say that it came from where `old` came from (source line, module, phase, layer, recomputed, ...)."""
-    for key in ORIGIN:
-        if key in old.meta:
-            new.meta[key] = old.meta[key]
+    return record(node).origin.module
 
 
 def example(node: fx.Node) -> Tensor:

@@ -61,7 +61,7 @@ def _order(program: ir.Program, axis: str) -> str:
 
 def _inputs(program: ir.Program) -> Iterator[str]:
     for node, given in zip(program.placeholders(), program.inputs, strict=True):
-        yield f'%{node.name} = {given.kind} "{given.name}" : {format_value(node.meta.get("val"))} {given.spec}'
+        yield f'%{node.name} = {given.kind} "{given.name}" : {format_value(ir.value(node))} {given.spec}'
 
 
 def _counts(program: ir.Program) -> Iterator[str]:
@@ -74,7 +74,7 @@ def _counts(program: ir.Program) -> Iterator[str]:
 
 def _outputs(program: ir.Program) -> Iterator[str]:
     for result, output in zip(program.results(), program.outputs, strict=True):
-        value = format_value(result.meta.get("val")) if isinstance(result, fx.Node) else "constant"
+        value = format_value(ir.value(result)) if isinstance(result, fx.Node) else "constant"
         yield f'{output.kind} "{output.name}" = {format_operand(result)} : {value} {output.spec}'
 
 
@@ -102,7 +102,7 @@ def format_node(node: fx.Node) -> str:
     if node.op == "output":
         return f"return {format_operand(node.args[0])}"
     spec = ir.spec(node)
-    words = [f"%{node.name} =", _call(node), ":", format_value(node.meta.get("val"))]
+    words = [f"%{node.name} =", _call(node), ":", format_value(ir.value(node))]
     words += [str(spec)] if spec is not None else []
     where = ir.module_path(node) or ir.parameter(node) or ("" if ir.has_no_layer(node) else str(ir.layer(node) or ""))
     phase = "no-phase" if ir.has_no_phase(node) else ir.phase(node)

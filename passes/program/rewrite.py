@@ -10,6 +10,7 @@ from torch import fx
 
 from passes.program import ir
 from passes.program.abstract_eval import Layout, map_values
+from passes.program.record import NodeRecord
 from passes.program.trace import trace
 
 
@@ -145,7 +146,7 @@ def graft(graph: fx.Graph, body: fx.Graph, inputs: list[fx.Node]) -> tuple[list[
             return new, fx.map_arg(inner.args[0], lambda n: env[n])
         if inner.op != "placeholder":
             env[inner] = ir.copy_node(graph, inner, env)
-            env[inner].meta = {"val": inner.meta.get("val")}
+            ir.set_record(env[inner], NodeRecord(ir.value(inner)))
             new.append(env[inner])
     raise AssertionError("a graph ends with its output")
 

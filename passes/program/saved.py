@@ -2,8 +2,8 @@
 
     written({"step": program}) -> one JSON text        read(text) -> {"step": the same program}
 
-What many nodes carry alike (layouts, placements, origins) is written once and numbered. A program that was read prints
-as the one that was written, in line as well. Of its values it knows layouts only (`Described`).
+Layouts, placements and the other fields of nodes' records are written once each and numbered. A program that was read
+prints as the one that was written, in line as well. Of its values it knows layouts only (`Described`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import base64
 import json
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -23,16 +23,18 @@ from passes.program.bodies import Body
 from passes.program.layer import Layer, Role
 from passes.program.mesh import Mesh
 from passes.program.order import Order
+from passes.program.record import BodyNode, NodeRecord, Origin
 from passes.program.spec import Factor, Spec
 from passes.program.stages import Stage
 from passes.program.torch_private import LazyGraphModule, OpOverload, described
 
 FUNCTIONS = {name: getattr(operator, name) for name in ("getitem", "add", "sub", "mul", "floordiv", "mod", "neg")}
-RECORDS: dict[str, Any] = {kind.__name__: kind for kind in (Mesh, Spec, Factor, Order, Layer, Role)}
+RECORDS: dict[str, Any] = {kind.__name__: kind for kind in (Mesh, Spec, Factor, Order, Layer, Role, Origin)}
 CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 PLAIN = (bool, int, float, str, type(None))
 OF_A_PROCESS = ("fn", "local")  # namespaces of operators that are made for one program
-ORIGIN = ("phase", "recomputed", "checkpoint", "parameter", "stands_for", "layer", "role", "stage", "microbatch")
+BY_NODE = ("value", "body_nodes")  # fields of a node's record that are not in a table
+SHARED = {each.name: each.default for each in fields(NodeRecord) if each.name not in BY_NODE}
 
 
 class Unwritable(Exception):
@@ -94,14 +96,14 @@ class Writer:
 
     layouts: Table = field(default_factory=Table)
     specs: Table = field(default_factory=Table)
-    origins: Table = field(default_factory=Table)
+    records: Table = field(default_factory=Table)
     bodies: list[Any] = field(default_factory=list)
     known: dict[Body, int] = field(default_factory=dict)
     placed: dict[int, int] = field(default_factory=dict)  # of placements by identity
 
     def tables(self) -> dict[str, list[Any]]:
         """What programs refer to by number."""
-        return {"layouts": self.layouts.entries, "specs": self.specs.entries, "origins": self.origins.entries}
+        return {"layouts": self.layouts.entries, "specs": self.specs.entries, "records": self.records.entries}
 
     def program(self, program: ir.Program) -> dict[str, Any]:
         """A program, with those that compute its counts and bounds."""
@@ -110,7 +112,7 @@ class Writer:
         return {
             "inputs": [self.input(given) for given in program.inputs],
             "outputs": [[o.name, o.kind, self.spec(o.spec)] for o in program.outputs],
-            "mesh": record(program.mesh),
+            "mesh": encoded(program.mesh),
             "stage": int(program.stage),
             "bounds": program.bounds and self.program(program.bounds),
             "nodes": self.graph(program.graph),
@@ -123,7 +125,7 @@ class Writer:
         if given.value is not None:
             value = [self.value(given.value), base64.b64encode(bytes_of(given.value)).decode()]
         head = {"name": given.name, "kind": given.kind, "spec": self.spec(given.spec)}
-        where = {"layer": record(given.layer), "stages": list(given.stages), "microbatch": given.microbatch}
+        where = {"layer": encoded(given.layer), "stages": list(given.stages), "microbatch": given.microbatch}
         where |= {"restored": given.restored}
         return head | where | {"value": value, "roles": sorted(given.roles), "runs": given.runs, "count": count}
 
@@ -131,7 +133,7 @@ class Writer:
         """The nodes of a graph in order: name, operator, target, operands, and what they carry."""
         numbers = {node: i for i, node in enumerate(graph.nodes)}
         return [
-            [node.name, node.op, self.target(node), *self.operands(node, numbers), *self.carried(node)]
+            [node.name, node.op, self.target(node), *self.operands(node, numbers), *self.record(ir.record(node))]
             for node in graph.nodes
         ]
 
@@ -161,24 +163,20 @@ class Writer:
         """What a node is given, by place and by name."""
         return self.value(node.args, numbers)["t"], {k: self.value(v, numbers) for k, v in node.kwargs.items()}
 
-    def carried(self, node: fx.Node) -> tuple[int, Any, Any]:
-        """Origin, value and, of a call, the pieces that it stands for."""
-        pieces = node.meta.get("pieces")
-        parts = pieces and [[name, self.origin(meta), self.value(meta.get("val"))] for name, meta in pieces]
-        return self.origin(node.meta), self.value(node.meta.get("val")), parts or None
+    def record(self, record: NodeRecord) -> tuple[int, Any, Any]:
+        """The number of a record's shared fields, its value, and the nodes that the call of a body replaces."""
+        body_nodes = [[name, *self.record(inner)[:2]] for name, inner in record.body_nodes]
+        return self.shared(record), self.value(record.value), body_nodes or None
 
-    def origin(self, meta: Mapping[str, Any]) -> int:
-        """The number of all that a node carries but its value."""
-        stack = meta.get("nn_module_stack")
-        line = ir.line_of(meta)
-        module = list(stack.values())[-1][0] if stack else ""
-        spec = self.spec(meta["spec"]) if meta.get("spec") is not None else None
-        return self.origins.number([line, module, spec, {key: record(meta[key]) for key in ORIGIN if key in meta}])
+    def shared(self, record: NodeRecord) -> int:
+        """The number of all fields of a record that are not at their defaults, but `BY_NODE`."""
+        values = {name: getattr(record, name) for name, default in SHARED.items() if getattr(record, name) != default}
+        return self.records.number({k: self.spec(v) if k == "spec" else encoded(v) for k, v in values.items()})
 
     def spec(self, spec: Spec) -> int:
         """The number of a placement."""
         if id(spec) not in self.placed:  # which the program keeps alive
-            self.placed[id(spec)] = self.specs.number(record(spec))
+            self.placed[id(spec)] = self.specs.number(encoded(spec))
         return self.placed[id(spec)]
 
     def value(self, value: Any, numbers: Mapping[fx.Node, int] | None = None) -> Any:
@@ -203,24 +201,24 @@ class Writer:
         raise Unwritable(f"a {type(value).__name__} is among its constants or values")
 
 
-def record(value: Any) -> Any:
-    """A placement or a mesh by its fields; raises Unwritable."""
+def encoded(value: Any) -> Any:
+    """A dataclass of `RECORDS` as JSON, by its fields; raises Unwritable."""
     if type(value) in RECORDS.values():
-        return {"of": type(value).__name__} | {f.name: record(getattr(value, f.name)) for f in fields(value)}
+        return {"of": type(value).__name__} | {f.name: encoded(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, tuple):
-        return [record(part) for part in value]
+        return [encoded(part) for part in value]
     if type(value) in PLAIN:
         return value
-    raise Unwritable(f"a placement has a {type(value).__name__}")
+    raise Unwritable(f"a field holds a {type(value).__name__}")
 
 
-def recorded(given: Any) -> Any:
-    """What `record` wrote."""
-    if isinstance(given, list):
-        return tuple(recorded(part) for part in given)
-    if not isinstance(given, dict):
-        return given
-    return RECORDS[given["of"]](**{name: recorded(part) for name, part in given.items() if name != "of"})
+def decoded(entry: Any) -> Any:
+    """The value that `encoded` wrote."""
+    if isinstance(entry, list):
+        return tuple(decoded(part) for part in entry)
+    if not isinstance(entry, dict):
+        return entry
+    return RECORDS[entry["of"]](**{name: decoded(part) for name, part in entry.items() if name != "of"})
 
 
 def layout_of(value: Tensor) -> list[Any]:
@@ -245,8 +243,8 @@ class Reader:
 
     def __init__(self, tables: Mapping[str, Sequence[Any]], bodies: Sequence[Any]):
         self.layouts = [tensor_of(entry) for entry in tables["layouts"]]
-        self.specs = [recorded(entry) for entry in tables["specs"]]
-        self.origins = [self.origin(*entry) for entry in tables["origins"]]
+        self.specs = [decoded(entry) for entry in tables["specs"]]
+        self.records = [self.shared(entry) for entry in tables["records"]]
         self.bodies = [self.body(*entry) for entry in bodies]
 
     def program(self, part: Mapping[str, Any]) -> ir.Program:
@@ -255,7 +253,7 @@ class Reader:
             LazyGraphModule(torch.nn.Module(), self.graph(part["nodes"])),
             tuple(self.input(**given) for given in part["inputs"]),
             tuple(ir.Output(name, kind, self.specs[spec]) for name, kind, spec in part["outputs"]),
-            recorded(part["mesh"]),
+            decoded(part["mesh"]),
             Stage(part["stage"]),
             bounds=part["bounds"] and self.program(part["bounds"]),
         )
@@ -267,18 +265,18 @@ class Reader:
         """An input, with its value if it is a constant."""
         number = count and ir.Count(self.program(count[0]), count[1])
         real = None if value is None else tensor_from(self.value(value[0], ()), value[1])
-        what = real, frozenset(roles), runs, number, recorded(layer), tuple(stages), microbatch, restored
+        what = real, frozenset(roles), runs, number, decoded(layer), tuple(stages), microbatch, restored
         return ir.Input(name, kind, self.specs[spec], *what)
 
     def graph(self, nodes: Sequence[Any]) -> fx.Graph:
         """A graph of nodes in order."""
         graph, made = fx.Graph(), list[fx.Node]()
-        for name, op, target, args, kwargs, origin, val, call in nodes:
+        for name, op, target, args, kwargs, *record in nodes:
             node = graph.create_node(op, self.target(op, target), name=name)
             node.args = tuple([self.value(arg, made) for arg in args])
             if kwargs:
                 node.kwargs = {key: self.value(arg, made) for key, arg in kwargs.items()}
-            node.meta.update(self.carried(origin, val, call))
+            ir.set_record(node, self.record(*record))
             made.append(node)
         return graph
 
@@ -295,17 +293,14 @@ class Reader:
         """A body."""
         return Body(name, self.graph(nodes), key, tuple(results), flat)
 
-    def carried(self, origin: int, val: Any, call: Any) -> dict[str, Any]:
-        """What a node carries."""
-        meta = self.origins[origin] | {"val": self.value(val, ())}
-        if call is None:
-            return meta
-        return meta | {"pieces": tuple((name, self.carried(where, value, None)) for name, where, value in call)}
+    def record(self, shared: int, value: Any, body_nodes: Any = None) -> NodeRecord:
+        """The record of a node."""
+        nodes = tuple(BodyNode(name, self.record(*inner)) for name, *inner in body_nodes or ())
+        return replace(self.records[shared], value=self.value(value, ()), body_nodes=nodes)
 
-    def origin(self, line: str, module: str, spec: int | None, further: Mapping[str, Any]) -> dict[str, Any]:
-        """All that a node carries but its value."""
-        meta = {**ir.origin_of(line, module), **{key: recorded(value) for key, value in further.items()}}
-        return meta if spec is None else meta | {"spec": self.specs[spec]}
+    def shared(self, entry: Mapping[str, Any]) -> NodeRecord:
+        """A record without the fields `BY_NODE`."""
+        return NodeRecord(**{k: self.specs[v] if k == "spec" else decoded(v) for k, v in entry.items()})
 
     def value(self, given: Any, made: Sequence[fx.Node]) -> Any:
         """An operand, or what a node yields."""

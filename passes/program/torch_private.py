@@ -44,6 +44,7 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from passes.program.record import to_torch
 from passes.program.signals import undisturbed
 
 __all__ = [
@@ -307,7 +308,7 @@ def compile_inner(
     from torch._inductor.virtualized import V
 
     output = module.graph.output_node()
-    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # or Inductor picks strides of its own
+    to_torch(output, user_visible_output_idxs=list(range(len(output.args[0]))))  # or Inductor picks strides of its own
     settings = {
         **options,
         "reorder_for_peak_memory": False,  # the order is the graph's

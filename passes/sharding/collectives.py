@@ -47,7 +47,7 @@ def put_in_line(program: ir.Program, ctx: ir.Context) -> None:
         inner = [n for n in new if body_of(n)]
         for call in inner:
             name = call.target._opname.rpartition("_")[0]  # type: ignore[union-attr]
-            ir.set_layer(call, Layer(name, numbers[name]))
+            ir.update(call, layer=Layer(name, numbers[name]))
             numbers[name] += 1
         made.update(new)
         waiting = inner + waiting

@@ -67,10 +67,7 @@ def body_program(
     kind = "gradient" if backward else "metric"
     outputs = tuple(ir.Output(str(i), kind, Spec.whole(tuple(ir.example(n).shape))) for i, n in enumerate(results))  # type: ignore[arg-type]
     module = LazyGraphModule(torch.nn.Module(), graph)
-    program = ir.Program(module, tuple(inputs), outputs, mesh)
-    for node in program.calls():
-        node.meta.pop("stack_trace", None)
-    return Normalize()(program, ctx)[0]
+    return Normalize()(ir.Program(module, tuple(inputs), outputs, mesh), ctx)[0]
 
 
 def in_line(program: ir.Program, ctx: ir.Context) -> ir.Program:

@@ -61,8 +61,7 @@ class GraphBuilder:
     def placeholder(self, name: str, val: Tensor, spec: Spec) -> fx.Node:
         """A graph input."""
         node = self.graph.placeholder(name)
-        ir.set_value(node, val)
-        ir.set_spec(node, spec)
+        ir.update(node, value=val, spec=spec)
         return node
 
     def call(self, target: Any, args: tuple, kwargs: dict | None = None) -> fx.Node:
@@ -215,7 +214,7 @@ class Partitioner:
         for node, given in zip(self.program.placeholders(), self.program.inputs):
             local = ir.example(node).new_empty(given.spec.local_shape(self.program.mesh))
             self.versions[node, given.spec] = new = self.builder.placeholder(node.name, local, given.spec)
-            ir.set_stands_for(new, node.name)
+            ir.update(new, stands_for=node.name)
             if given.kind == "parameter" and self.differentiable:
                 self.grads.add(node)
         coordinates = []
@@ -314,8 +313,7 @@ class Partitioner:
                 node,
                 f"local shape is {tuple(ir.example(new).shape)}, its placement {produced} says {expected}",
             )
-        ir.set_spec(new, produced)
-        ir.set_stands_for(new, node.name)
+        ir.update(new, spec=produced, stands_for=node.name)
         self.versions[node, produced] = new
         self.complete(node)
 
@@ -413,8 +411,7 @@ class Partitioner:
         value = self.version(operand, below, node.name)
         new = self.emit_on(node, decision, [value], [wanted])
         held = ir.spec(value)
-        ir.set_spec(new, replace(wanted, fill=held.fill if held else None))
-        ir.set_stands_for(new, node.name)
+        ir.update(new, spec=replace(wanted, fill=held.fill if held else None), stands_for=node.name)
         return new
 
     def repeats(self, node: fx.Node) -> bool:
@@ -429,8 +426,7 @@ class Partitioner:
         below = replace(first[1], replicate=tuple(dict.fromkeys((*first[1].replicate, *wanted.replicate))))
         values = [self.version(n, spec, node.name) for n, spec in ((first[0], below), *others)]
         new = self.emit_on(node, decision, values, [wanted])
-        ir.set_spec(new, wanted)
-        ir.set_stands_for(new, node.name)
+        ir.update(new, spec=wanted, stands_for=node.name)
         return new
 
     def record(self, node: fx.Node, value: fx.Node, before: Spec, after: Spec, reason: str) -> fx.Node:
@@ -438,7 +434,7 @@ class Partitioner:
         dtype = self.reduce_dtype if node in self.plan.weights else None
         new = self.builder.reshard(node, value, before, after, reason, node in self.grads, dtype)
         if new is not value:
-            ir.set_stands_for(new, node.name)
+            ir.update(new, stands_for=node.name)
         return new
 
 

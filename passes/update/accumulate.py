@@ -49,7 +49,7 @@ class Accumulate(ir.Pass):
             append.before, append.phase = program.graph.output_node(), "optimizer"
             if output.kind == "gradient":
                 total = append.placeholder(f"total_{len(added)}", total_of(ir.example(node), self.dtype), output.spec)
-                ir.set_pipeline_stage(total, stages.get(output.name))
+                ir.update(total, stage=stages.get(output.name))
                 added.append(ir.Input(output.name, "gradient", output.spec, layer=append.layers[output.name]))
                 if not is_sent(node):
                     append.before, append.phase = node.next, "backward"
@@ -183,6 +183,5 @@ def squares(rank: int, ranks: int) -> list[str]:
 
 def _input(graph: fx.Graph, name: str, val: torch.Tensor, given: ir.Input) -> fx.Node:
     node = graph.placeholder(name)
-    ir.set_value(node, val)
-    ir.set_spec(node, given.spec)
+    ir.update(node, value=val, spec=given.spec)
     return node

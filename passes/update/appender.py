@@ -34,9 +34,7 @@ class Appender:
 
     def mark(self, node: fx.Node) -> None:
         """Say where a node comes from."""
-        ir.set_phase(node, self.phase)
-        ir.set_parameter(node, self.parameter)
-        ir.set_layer(node, self.layers.get(self.parameter))
+        ir.update(node, phase=self.phase, parameter=self.parameter, layer=self.layers.get(self.parameter))
 
     def keep(self, target: fx.Node, new: fx.Node) -> None:
         """Store a value into an input that outlives the step, in place, if the guard lets it."""
@@ -55,8 +53,7 @@ class Appender:
         """A new input, after the others."""
         with self.graph.inserting_after(self.last):
             node = self.last = self.graph.placeholder(name)
-        ir.set_value(node, val)
-        ir.set_spec(node, spec)
+        ir.update(node, value=val, spec=spec)
         return node
 
 

@@ -47,6 +47,7 @@ from passes.lower.host_reads import breaks
 from passes.lower.inductor import compile_body
 from passes.lower.store import Store
 from passes.program.bodies import calls_of
+from passes.program.record import from_torch
 from passes.program.torch_private import compile_inner
 
 H100 = SimpleNamespace(
@@ -152,7 +153,7 @@ def compile_all(programs: dict[str, Captured]) -> dict[str, Any]:
     extern, squares = Counter[str](), set[tuple[int, ...]]()
 
     def watched(module: torch.fx.GraphModule, *given: Any) -> Any:
-        shapes = [value.shape for node in module.graph.nodes if isinstance(value := node.meta.get("val"), torch.Tensor)]
+        shapes = [value.shape for node in module.graph.nodes if isinstance(value := from_torch(node).value, torch.Tensor)]
         squares.update(tuple(shape) for shape in shapes if len(shape) > 1 and shape[-1] == shape[-2])
         return compile_inner(module, *given)
 

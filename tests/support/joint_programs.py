@@ -17,6 +17,7 @@ from passes.program import ir
 from passes.program.layer import layer_of, prefixes
 from passes.program.mesh import Mesh
 from passes.program.printer import op_name, print_program
+from passes.program.record import Origin
 from passes.program.spec import Spec, shard
 from passes.program.stages import Stage
 from passes.program.torch_private import FakeTensorMode
@@ -132,9 +133,8 @@ class Tiny:
         values, named = fx.map_arg((args, kwargs), ir.value)
         with self.ctx.fake_mode:
             ir.set_value(node, target(*values, **named))
-        ir.set_phase(node, phase)
-        ir.set_layer(node, layer_of(module, {path for path in prefixes(module) if path[-1:].isdigit()}))
-        node.meta["nn_module_stack"] = {module: (module, "")} if module else {}
+        ir.update(node, phase=phase, layer=layer_of(module, {path for path in prefixes(module) if path[-1:].isdigit()}))
+        ir.update(node, origin=Origin(modules=(module,) if module else ()))
         return node
 
     def program(self, *results: fx.Node) -> ir.Program:

@@ -12,6 +12,7 @@ from compiler_trainer.capture.capture import capture
 from passes.autograd.joint import Joint
 from passes.program import ir, reshard
 from passes.program.mesh import Mesh
+from passes.program.record import Origin
 from passes.program.spec import Spec
 from passes.sharding.normalize import Normalize
 from passes.sharding.place import Place
@@ -28,9 +29,7 @@ def linear_program() -> tuple[Small, ir.Program]:
     x = small.input("x", cut((3, 4), dp_shard=0), "batch", F32)
     full = small.call(reshard.all_gather, w, 0, "dp_shard", 2, 8, F32, None)
     y = small.call(aten.linear.default, x, full, spec=cut((3, 8), dp_shard=0))
-    frames = ("/home/someone/model.py", 31), ("/lib/torch/nn/modules/linear.py", 9)
-    y.meta["stack_trace"] = "\n".join(f'  File "{file}", line {line}, in forward' for file, line in frames)
-    y.meta["nn_module_stack"] = {"": ("", ""), "wq": ("layers.0.wq", "")}
+    ir.update(y, origin=Origin("model.py:31", ("", "layers.0.wq")))
     total = small.call(aten.sum.dim_IntList, y, [0, 1], dtype=F32, spec=Spec((), (("dp_shard", "sum"),)))
     done = small.call(reshard.psum, total, "dp_shard", F32, None, phase="backward")
     return small, small.program([("loss", "loss", done, Spec(()))])

@@ -20,6 +20,7 @@ from passes.program import ir
 from passes.program.mesh import HOPS, Mesh
 from passes.program.operators import name_of
 from passes.program.order import PLAIN, Order
+from passes.program.record import read_values
 from passes.program.spec import Spec, boxes, shard, unshard
 from passes.program.stages import Stage
 from passes.program.torch_private import FakeTensorMode, OpOverload
@@ -69,6 +70,7 @@ def capture(fn: Callable[..., Any], tensors: Sequence[Tensor], mesh: Mesh, weigh
     fakes = [mode.from_tensor(v) for v in values]
     with mode, torch.no_grad():
         module = make_fx(run, pre_dispatch=True)(*fakes)
+    read_values(module.graph)
     _check_plain(module.graph)
     kinds = ["batch", *("parameter" if _floating(t) else "batch" for t in tensors), *["batch"] * len(scales)]
     inputs = tuple(ir.Input(f"input{i}", kind, Spec.whole(tuple(v.shape)))  # type: ignore[arg-type]

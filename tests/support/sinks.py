@@ -7,6 +7,7 @@ from torch import Tensor
 
 from passes.context.attention import AttentionKernel, AttentionOp, attention_rule
 from passes.context.context import gather
+from passes.program import ir
 from passes.program.layout import entries
 
 # ---- the operator -----------------------------------------------------------------------------------
@@ -78,7 +79,7 @@ def gathered(builder, node, operands, specs, runs):
     """Keys and values gathered, and where the rank's queries stand among them."""
     q, k, v, sink = operands
     factor, at = specs[0].dims[-2][0], builder.at(specs[0].dims[-2][0])
-    device = q.meta["val"].device
+    device = ir.example(q).device
     places = builder.trace(lambda *given: entries(factor, builder.mesh, dict(zip(at, given)), device)[0], *at.values())
     return builder.call(attention, (q, *(gather(builder, x, s) for x, s in zip((k, v), specs[1:3])), sink, places))
 

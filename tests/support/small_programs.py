@@ -41,8 +41,7 @@ class Small:
         """An operator."""
         node = self.builder.call(target, args, kwargs)
         ir.set_spec(node, spec)
-        ir.set_phase(node, phase)
-        ir.set_layer(node, None)
+        ir.update(node, phase=phase, layer=None)
         return node
 
     def program(self, outputs: Iterable[tuple[ir.OutputKind, str, fx.Node, Spec]], stage: Stage = Stage.LOCAL) -> ir.Program:

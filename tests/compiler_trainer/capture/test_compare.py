@@ -11,6 +11,7 @@ from torch import nn
 
 from compiler_trainer.capture import capture as capturing
 from compiler_trainer.capture.compare import captured_difference
+from passes.program import ir
 
 
 class Net(nn.Module):
@@ -41,7 +42,7 @@ def cut(graph, trained):
     (node,) = graph.find_nodes(op="call_function", target=torch.ops.aten.tanh.default)
     with graph.inserting_after(node):
         lost = graph.call_function(torch.ops.aten.detach.default, (node,))
-    lost.meta.update(node.meta)
+    ir.set_record(lost, ir.record(node))
     node.replace_all_uses_with(lost, lambda user: user is not lost)
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from compiler_trainer import UserError
 from compiler_trainer.capture.capture import capture
+from passes.program import ir
 from passes.program.functions import function_of
 from passes.program.printer import print_program
 
@@ -176,7 +177,7 @@ def test_a_replicated_gradient_is_reduced_once_and_never_while_accumulating(how:
     for batch, lr in zip(data, (1e-2, 3e-2, 2e-2)):
         step(batch, lr)
     assert (step.state_dict()["weight"] - final["weight"]).abs().max() < 1e-12
-    reductions = {name: Counter(n.args[0].meta["val"].numel() for n in compiled.program.calls() if "all_reduce" in str(n.target))
+    reductions = {name: Counter(ir.example(n.args[0]).numel() for n in compiled.program.calls() if "all_reduce" in str(n.target))
                   for name, compiled in step.train.items()}
     assert reductions == {"accumulate": {1: 1}, "apply": {8 * 12: 1}}  # the loss; the gradient
 

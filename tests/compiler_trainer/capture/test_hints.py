@@ -73,7 +73,7 @@ def test_a_checkpointed_call_within_another_belongs_to_the_outer_one():
             return checkpoint(super().forward, x, use_reentrant=False)
 
     program, _ = capture(Nested(True), squared_error, points()[0], torch.device("cpu"))
-    assert {ir.checkpoint(n) for n in program.calls()} - {""} == {"checkpoint.0"}
+    assert {ir.record(n).checkpoint for n in program.calls()} - {""} == {"checkpoint.0"}
 
 
 class Autocast(nn.Module):

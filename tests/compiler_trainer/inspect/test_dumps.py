@@ -15,6 +15,7 @@ from compiler_trainer.inspect import dumps, glance, tables
 from passes.check.runner import Dumper, PassRecord
 from passes.cost.accounting import Accounting
 from passes.cost.costs import Costs
+from passes.program import ir
 from passes.program.ir import Report
 from passes.program.printer import format_value, op_name, print_program
 
@@ -43,7 +44,7 @@ def test_every_node_comes_back():
     for node in nodes:
         read = found[node.name]
         assert list(dict.fromkeys(read.operands)) == [n.name for n in node.all_input_nodes]
-        assert read.value == format_value(node.meta["val"])
+        assert read.value == format_value(ir.value(node))
         assert read.is_input or read.op == op_name(node.target)
         assert text.splitlines()[read.line - 1] == read.text
 

@@ -63,7 +63,7 @@ def calls(program):
     number = {node: i for i, node in enumerate(program.graph.nodes)}
     keys = {node: node.target.key if isinstance(node.target, Body) else str(node.target) for node in program.calls()}
     operands = (fx.map_arg((n.args, n.kwargs), lambda m: f"%{number[m]}") for n in program.graph.nodes)
-    return [(n.op, keys.get(n), str(o), n.meta.get("layer")) for n, o in zip(program.graph.nodes, operands)]
+    return [(n.op, keys.get(n), str(o), ir.record(n).layer) for n, o in zip(program.graph.nodes, operands)]
 
 
 def origins(program):

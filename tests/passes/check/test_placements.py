@@ -105,7 +105,7 @@ def remove(target) -> Callable[[ir.Program], bool]:
                     node.replace_all_uses_with(first)
                     if before is None and known is not None:
                         ir.set_spec(first, known)
-                        ir.set_stands_for(first, ir.stands_for(node))
+                        ir.update(first, stands_for=ir.stands_for(node))
                     return True
         return False
 

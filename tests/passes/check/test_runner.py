@@ -220,7 +220,7 @@ def scale_the_loss(program: ir.Program) -> ir.Program:
     (loss,) = program.results()
     with program.graph.inserting_after(loss):
         twice = program.graph.call_function(torch.ops.aten.mul.Tensor, (loss, 2.0))
-    twice.meta = dict(loss.meta)
+    ir.set_record(twice, ir.record(loss))
     loss.replace_all_uses_with(twice, delete_user_cb=lambda user: user is not twice)
     return program
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from passes.check.simulate import Lockstep, coordinate
 from passes.program import ir
 from passes.program.mesh import Mesh
+from passes.program.record import Origin
 from passes.program.spec import Spec
 from passes.program.torch_private import c10d
 
@@ -75,7 +76,7 @@ def test_an_operator_that_fails_is_named_with_its_line():
     small = Small(tp=2)
     x = small.input("x", cut((2,)))
     out = small.call(torch.ops.aten.mul.Tensor, x, x)
-    out.meta["stack_trace"] = 'File "/somewhere/model.py", line 12, in forward'
+    ir.update(out, origin=Origin("model.py:12"))
     program = small.program([("metric", "out", out, cut((2,)))])
     out.target = torch.ops.aten.mm.default
     with pytest.raises(ir.CompileError, match=r"lockstep: %mul_tensor \(model.py:12\) RuntimeError: self must"):

@@ -100,7 +100,7 @@ def moved(program: ir.Program, outwards: bool) -> ir.Program:
     if outwards:
         with program.graph.inserting_after(reduced):
             again = program.graph.call_function(MUL, (reduced, 0.5))
-        again.meta = dict(reduced.meta)
+        ir.set_record(again, ir.record(reduced))
         program.graph.output_node().args = ((again,),)
     program.graph.eliminate_dead_code()
     return program

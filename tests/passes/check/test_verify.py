@@ -16,6 +16,7 @@ from passes.check.numeric import run, verify_numeric
 from passes.check.verify import check_layers, check_roles, neighbours, verify_spec
 from passes.program import ir, reshard
 from passes.program.layer import Layer, Role
+from passes.program.record import UNSET, Origin
 from passes.program.spec import Spec
 from passes.program.stages import Stage
 from passes.program.torch_private import c10d
@@ -38,7 +39,7 @@ def program() -> tuple[ir.Program, ir.Context]:
     full = small.call(reshard.all_gather, w, 0, "tp", 2, 6, F64, None, spec=VARYING)
     varied = small.call(reshard.invariant_to_replicate, b, "tp", None, spec=replace(cut((6,)), replicate=("tp",)))
     y = small.call(aten.linear.default, x, full, spec=cut((4, 6), tp=0))
-    y.meta["stack_trace"] = 'File "/home/someone/model.py", line 31, in forward'
+    ir.update(y, origin=Origin("model.py:31"))
     scaled = small.call(aten.mul.Tensor, y, varied, spec=cut((4, 6), tp=0))
     term = small.call(aten.sum.default, scaled, spec=SUM)
     loss = small.call(reshard.psum, term, "tp", F64, None, spec=Spec(()))
@@ -87,7 +88,7 @@ def test_a_failure_names_the_pass_the_node_its_line_both_values_and_ten_nodes_ar
 def test_an_operator_of_no_phase_is_found(phase):
     """A rewrite that forgets it would move a node of the backward into the forward."""
     where, ctx = program()
-    next(n for n in where.calls() if n.target is aten.mul.Tensor).meta["phase"] = phase
+    ir.update(next(n for n in where.calls() if n.target is aten.mul.Tensor), phase=phase)
     assert "is of no phase; one of forward, backward, optimizer has to be recorded with it" in message(where, ctx)
 
 
@@ -96,8 +97,7 @@ def test_an_operator_that_does_not_say_its_layer_is_found(phase):
     """A rewrite that makes a node and gives it a phase alone would have it stand outside of layers."""
     where, ctx = program()
     wrong = next(n for n in where.calls() if n.target is aten.mul.Tensor)
-    ir.set_phase(wrong, phase)
-    del wrong.meta["layer"]
+    ir.update(wrong, phase=phase, layer=UNSET)
     assert "does not say which layer it is of" in message(where, ctx)
 
 
@@ -107,9 +107,9 @@ def within_a_layer(*lost: Layer | None, phase: str = "forward", another: Layer |
     x = small.input("x", cut((2,)))
     for each in (layer, *lost, layer):
         x = small.call(aten.neg.default, x, spec=cut((2,)), phase=phase)
-        ir.set_layer(x, each)
+        ir.update(x, layer=each)
     if another:
-        ir.set_layer(small.call(aten.exp.default, x.args[0], spec=cut((2,))), another)
+        ir.update(small.call(aten.exp.default, x.args[0], spec=cut((2,))), layer=another)
     where = small.program([("metric", "m", x, cut((2,)))])
     return next((f"%{node} {text}" for node, text in check_layers(where)), "")
 
@@ -142,7 +142,7 @@ def record_shape(where: ir.Program) -> ir.Program:
 
 
 def forget_value(where: ir.Program) -> ir.Program:
-    del node(where, "linear_default").meta["val"]
+    ir.set_value(node(where, "linear_default"), None)
     return where
 
 
@@ -292,7 +292,7 @@ def never_wait(where: ir.Program) -> ir.Program:
     gathered = next(n for n in where.calls() if n.target is c10d.all_gather_into_tensor.default)
     with where.graph.inserting_after(gathered):
         again = where.graph.node_copy(gathered)
-    again.meta = dict(gathered.meta)
+    ir.set_record(again, ir.record(gathered))
     return where
 
 
@@ -319,14 +319,14 @@ def test_defects_of_expanded_collectives_are_found(plant, name, text):
 def test_a_layer_that_is_lost_when_a_program_becomes_local_is_found():
     small, layer = Small(), Layer("layers", 3)
     x = small.call(aten.neg.default, small.input("x", cut((2,))), spec=cut((2,)))
-    ir.set_layer(x, layer)
+    ir.update(x, layer=layer)
     whole = small.program([("metric", "m", x, cut((2,)))], Stage.PLACED)
     local = replace(whole.copy(), stage=Stage.LOCAL)
     (y,) = local.calls()
-    ir.set_stands_for(y, x.name)
-    ir.set_stands_for(local.placeholders()[0], "x")
+    ir.update(y, stands_for=x.name)
+    ir.update(local.placeholders()[0], stands_for="x")
     verify_spec(local, small.ctx, before=whole)
-    ir.set_layer(y, None)
+    ir.update(y, layer=None)
     with pytest.raises(ir.CompileError, match="all others that stand for operators of layers.3 are not of it"):
         verify_spec(local, small.ctx, before=whole)
 
@@ -337,7 +337,7 @@ def of_role(role: Role | None, target=aten.mul.Tensor, phase: str = "forward") -
     w, x = small.input("w", cut((2, 2))), small.input("x", cut((2, 2)), "batch")
     y = small.call(target, w, x, spec=cut((2, 2)), phase=phase)
     if role:
-        ir.set_role(y, role)
+        ir.update(y, role=role)
     where = small.program([("metric", "m", y, cut((2, 2)))], Stage.ORDERED)
     return next((text for _, text in check_roles(where)), "")
 

@@ -49,7 +49,7 @@ class Steps(Small):
 
     def do(self, label: str, target, *args, phase: str = "backward", layer: int = 0):
         node = self.call(target, *args, phase=phase)
-        ir.set_layer(node, Layer("layers", layer))
+        ir.update(node, layer=Layer("layers", layer))
         self.labels[node.name], self.nodes[label] = label, node
         return node
 
@@ -119,7 +119,7 @@ def test_what_comes_after_layers_is_gathered_after_them():
         wait = steps.wait(str(i), start, phase="forward")
         x = steps.mm(f"mm {i}", x, wait, phase="forward")
         for node in (start, wait, x):
-            ir.set_layer(node, layer)
+            ir.update(node, layer=layer)
     assert ", ".join(steps.order(x)) == (
         "gather 0, gather 1, wait 0, mm 0, gather 2, wait 1, mm 1, gather 3, wait 2, mm 2, wait 3, mm 3")
 
@@ -190,7 +190,7 @@ def test_gradients_summed_over_replicas_in_the_update_are_sent_on_a_layer_later(
         again = steps.call(c10d.all_reduce.default, both, "sum", "dp_replicate", phase="optimizer")
         results.append(steps.call(c10d.wait_tensor.default, again, phase="optimizer"))
         for node, label in zip((both, again, results[-1]), ("cat", "start again", "wait again")):
-            ir.set_layer(node, Layer("layers", i))
+            ir.update(node, layer=Layer("layers", i))
             steps.labels[node.name] = f"{label} {i}"
     updates = [steps.call(aten.neg.default, result, phase="optimizer") for result in results]
     assert steps.order(*updates)[:14] == [
@@ -312,7 +312,7 @@ def test_what_is_of_no_layer_stays_out_of_layers():
     start = steps.sent("count", steps.do("neg", aten.neg.default, labels, **where), **where)
     wait = steps.wait("count", start, **where)
     for node in (head, last, start, wait, steps.nodes["neg"]):
-        ir.set_layer(node, None)
+        ir.update(node, layer=None)
     loss = steps.do("loss", aten.mul.Tensor, head, steps.do("sum", aten.sum.default, wait, **where), **where)
     order = steps.order(steps.do("add", aten.add.Tensor, layer, loss, **where), last)
     assert order[:5] == ["layer", "head", "neg", "start count", "second head"]

@@ -44,9 +44,9 @@ class Two(Small):
 
     def do(self, label: str, target, *args, phase: str = "forward", layer: int | None = 0, of: int | None = None):
         node = self.call(target, *args, phase=phase)
-        ir.set_layer(node, None if layer is None else Layer("layers", layer))
+        ir.update(node, layer=None if layer is None else Layer("layers", layer))
         if of is not None:
-            ir.set_microbatch(node, of)
+            ir.update(node, microbatch=of)
         self.labels[node.name] = label
         return node
 

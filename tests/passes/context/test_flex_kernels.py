@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from passes.context import flex, operators
 from passes.context.intervals import why_no_kernel
 from passes.program.attend import attend, attend_backward
+from passes.program.record import from_torch
 from passes.program.torch_private import inductor_decompositions
 
 SIZE = 300
@@ -156,6 +157,6 @@ def test_the_graph_has_the_operator_and_no_mask():
     called = [str(node.target) for node in module.graph.nodes if node.op == "call_function"]
     assert called.count("flex_attention") == called.count("flex_attention_backward") == 1
     assert not [name for name in called if name.startswith("ct.")]
-    values = [value for node in module.graph.nodes if isinstance(value := node.meta.get("val"), Tensor)]
+    values = [value for node in module.graph.nodes if isinstance(value := from_torch(node).value, Tensor)]
     assert not [value.shape for value in values if value.shape[-2:] == (SIZE, SIZE)]
     assert max(value.numel() for value in values) == q.numel()

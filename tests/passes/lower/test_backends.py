@@ -13,6 +13,7 @@ from compiler_trainer import compile_step
 from passes.check.simulate import Lockstep
 from passes.lower.backends import lower_eager
 from passes.program import ir
+from passes.program.record import Origin
 from passes.program.spec import Spec
 
 aten = torch.ops.aten
@@ -42,7 +43,7 @@ def test_an_error_names_the_node_and_its_source_line(run):
     tiny = Tiny()
     node = tiny.call(aten.neg.default, tiny.input("x", Spec.whole((2, 3))))
     broken = tiny.call(aten.mm.default, tiny.input("y", Spec.whole((2, 2))), node)
-    broken.meta["stack_trace"] = 'File "/home/me/model.py", line 41, in forward\n    y @ -x'
+    ir.update(broken, origin=Origin("model.py:41"))
     program = tiny.program(broken)
     with pytest.raises(ir.CompileError, match=r"%mm \(model.py:41\).*(RuntimeError)") as caught:
         run(program, tiny.ctx, [torch.ones(2, 3), torch.ones(2, 5)])

@@ -16,6 +16,7 @@ from passes.lower.segment import Segment
 from passes.program import ir
 from passes.program.bodies import calls_of
 from passes.program.layer import Layer
+from passes.program.record import Origin
 from passes.program.stages import Stage
 
 aten = torch.ops.aten
@@ -75,8 +76,7 @@ def three_layers():
     found = small.call(aten.count_nonzero.default, second)
     third = small.call(aten.mm.default, second, first)
     for node, layer in ((first, 0), (second, 1), (found, 1), (third, 2)):
-        ir.set_origin(node, f"model.py:{layer}", f"layers.{layer}")
-        ir.set_layer(node, Layer("layers", layer))
+        ir.update(node, origin=Origin(f"model.py:{layer}", (f"layers.{layer}",)), layer=Layer("layers", layer))
     outputs = [("loss", "l", third, cut((4, 4))), ("metric", "m", found, cut(()))]
     program, _ = Segment()(ordered(small.program(outputs, Stage.EXPLICIT), small.ctx), small.ctx)
     return program, found.name

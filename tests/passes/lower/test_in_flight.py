@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from passes.program import host, shift, torch_private
+from passes.program.record import from_torch
 from passes.program.shift import SHIFTS
 from passes.program.torch_private import FakeTensorMode, compile_inner, inductor_decompositions
 
@@ -42,7 +43,7 @@ def gathered_elsewhere(p):
 def source_of(function, starts):
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         module = make_fx(function, inductor_decompositions())(torch.empty(SIZE, SIZE))
-    values = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    values = [from_torch(node).value for node in module.graph.find_nodes(op="placeholder")]
     return compile_inner(fx.GraphModule(module, module.graph), values, mode, {}, starts).source_code
 
 

@@ -50,7 +50,7 @@ def chain(layers=3, side=4, constant=2.0):
         product = small.call(aten.mm.default, x, w)
         x = small.call(aten.mul.Tensor, product, constant)
         for node in (product, x):
-            ir.set_layer(node, Layer("layers", layer))
+            ir.update(node, layer=Layer("layers", layer))
     program = small.program([("loss", "l", x, cut((side, side)))], Stage.EXPLICIT)
     return Segment()(ordered(program, small.ctx), small.ctx)[0], small.ctx
 
@@ -140,7 +140,7 @@ def test_results_keep_their_strides_across_bodies():
     turned = small.call(aten.clone.default, small.call(aten.t.default, x), memory_format=torch.preserve_format)
     product = small.call(aten.mm.default, x, turned)
     for node, layer in ((turned, 0), (product, 1)):
-        ir.set_layer(node, Layer("layers", layer))
+        ir.update(node, layer=Layer("layers", layer))
     program = small.program([("loss", "l", product, cut((4, 4)))], Stage.EXPLICIT)
     program, _ = Segment()(ordered(program, small.ctx), small.ctx)
     value = torch.randn(4, 6)
@@ -155,7 +155,7 @@ def test_parts_that_are_taken_outside_of_bodies():
     first, second = (small.call(operator.getitem, parts, i) for i in range(2))
     squares = [small.call(aten.mul.Tensor, part, part, phase="optimizer") for part in (first, second)]
     for node, name in zip(squares, ("a", "b")):
-        ir.set_parameter(node, name)
+        ir.update(node, parameter=name)
     ends = [("metric", f"m{i}", node, cut(tuple(ir.example(node).shape))) for i, node in enumerate(squares)]
     program, report = Segment()(ordered(small.program(ends, Stage.EXPLICIT), small.ctx), small.ctx)
     assert report.counts == {"calls": 2, "bodies": 1}

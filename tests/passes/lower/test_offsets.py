@@ -20,6 +20,7 @@ from compiler_trainer.step.given import Captured, check_offsets
 from passes.lower.offsets import MOST, NARROW, NARROW_BY_OPERATOR, overflows
 from passes.program import ir
 from passes.program.attend import attend, attend_backward
+from passes.program.record import Origin
 from passes.program.routed import grouped_mm
 
 aten = torch.ops.aten
@@ -45,8 +46,7 @@ class Sized:
         """Return the program of a call, whose result is as large as one of its operands."""
         node = self.small.builder.graph.call_function(target, args, kwargs)
         ir.set_value(node, ir.value(like or next(a for a in args if isinstance(a, torch.fx.Node))))
-        ir.set_origin(node, "model.py:41", "layers.0")
-        ir.set_phase(node, "backward")
+        ir.update(node, origin=Origin("model.py:41", ("layers.0",)), phase="backward")
         return self.small.program([("loss", "l", node, cut(ir.example(node).shape))])
 
 

@@ -101,7 +101,12 @@ def change_a_constant(program, call):
     node.args = (node.args[0], [*node.args[1][:-1], node.args[1][-1] + 1])
 
 
-@pytest.mark.parametrize("fault", [swap_operands, drop_a_call, change_a_constant])
+def forget_a_role(program, call):
+    *others, last = ir.record(call).body_nodes
+    ir.update(call, body_nodes=(*others, last._replace(record=replace(last.record, role=None))))
+
+
+@pytest.mark.parametrize("fault", [swap_operands, drop_a_call, change_a_constant, forget_a_role])
 def test_calls_that_give_another_program_are_refused(fault):
     program, ctx = finished()
     after, _ = Segment()(program, ctx)
@@ -173,13 +178,14 @@ def test_a_body_that_returns_more_than_a_call_needs_serves_it():
         product = small.call(aten.mm.default, x, x)
         x = small.call(aten.sin.default, product)
         for node in (product, x):
-            ir.set_layer(node, Layer("layers", layer))
+            ir.update(node, layer=Layer("layers", layer))
     program = small.program([("loss", "a", x, cut((4, 4)))], Stage.EXPLICIT)
     returned = program.results()[0]
     earlier = next(n for n in program.calls() if n.target is aten.mm.default)
     program.graph.output_node().args = ((returned, earlier),)
     program = replace(program, outputs=(*program.outputs, ir.Output("b", "metric", cut((4, 4)))))
-    after, report = Segment()(ordered(program, small.ctx), small.ctx)
+    program = ordered(program, small.ctx)
+    after, report = Segment()(program, small.ctx)
     assert report.counts == {"calls": 3, "bodies": 1}
     verify_composed("segment", program, after)
 
@@ -241,9 +247,10 @@ def test_what_a_collective_sends_is_alive_until_it_is_waited_for():
     wait = small.call(c10d.wait_tensor.default, start)
     last = small.call(aten.mm.default, between, wait)
     for node, layer in ((sent, 0), (start, 0), (between, 1), (wait, 2), (last, 2)):
-        ir.set_layer(node, Layer("layers", layer))
+        ir.update(node, layer=Layer("layers", layer))
     program = small.program([("loss", "l", last, cut((4, 4)))], Stage.EXPLICIT)
-    after, _ = Segment()(ordered(program, small.ctx), small.ctx)
+    program = ordered(program, small.ctx)
+    after, _ = Segment()(program, small.ctx)
     calls = list(filter(body_of_call, after.calls()))
     assert len(calls) == 3
     assert len(list(in_flight(program.graph))) == 1
@@ -261,9 +268,10 @@ def test_what_arrives_from_a_neighbour_is_no_view():
     there = small.call(arrive, start, sent)
     last = small.call(aten.mm.default, there, x)
     for node, layer in ((sent, 0), (start, 0), (there, 1), (last, 1)):
-        ir.set_layer(node, Layer("layers", layer))
+        ir.update(node, layer=Layer("layers", layer))
     program = small.program([("loss", "l", last, cut((4, 4)))], Stage.EXPLICIT)
-    after, report = Segment()(ordered(program, small.ctx), small.ctx)
+    program = ordered(program, small.ctx)
+    after, report = Segment()(program, small.ctx)
     assert report.counts["calls"] == 2
     assert sum(n.target is arrive for body in calls_of(after) for n in body.graph.nodes) == 1
     verify_composed("segment", program, after)

@@ -112,7 +112,7 @@ def test_graphs_that_operators_call_are_printed_too():
     x = small.input("x", cut((2,)), "batch")
     inner = fx.symbolic_trace(lambda a: a + 1)
     for node in inner.graph.nodes:
-        ir.set_phase(node, "forward")
+        ir.update(node, phase="forward")
     program = small.program([("loss", "loss", x, cut((2,)))])
     program.module.add_module("body", inner)
     body = print_program(program).partition("# graph: body\n")[2]

@@ -6,17 +6,20 @@ import json
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 from compiler_trainer.config.schema import ExpertsConfig, ModelConfig
 from compiler_trainer.models.llama import Llama
 from compiler_trainer.models.loss import loss_fn
 from compiler_trainer.step.compile import compile_step
-from passes.program.abstract_eval import Layout
-from passes.program.bodies import flatten
+from passes.program import ir
+from passes.program.bodies import flatten, same_layout
+from passes.program.layer import Layer, Role
 from passes.program.printer import print_program
+from passes.program.record import FIELDS, BodyNode, NodeRecord, Origin, differences
 from passes.program.saved import Unreadable, Unwritable, operators_in, read, written
-from passes.program.torch_private import OpOverload
+from passes.program.spec import Spec
+from passes.program.torch_private import LazyGraphModule, OpOverload
 
 SMALL = ModelConfig(dim=16, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=24, vocab_size=32)
 ROWS = torch.zeros(4, 16, dtype=torch.int64)
@@ -36,6 +39,36 @@ def programs(job):
     return {name: each.finished for name, each in (step.train | step.evaluation).items()}
 
 
+RECORD = NodeRecord(
+    value=(torch.ones(2, 3).t(), 2, None),
+    spec=Spec.whole((3, 2)),
+    stands_for="mm",
+    phase="backward",
+    layer=Layer("layers", 3),
+    role=Role("late", "backward", Layer("layers", 2), "layers.2.w"),
+    recomputed=True,
+    checkpoint="checkpoint.0",
+    parameter="layers.3.w",
+    stage=1,
+    microbatch=2,
+    origin=Origin("model.py:41", ("", "layers.3")),
+    body_nodes=(BodyNode("mm_3", NodeRecord(torch.ones(2), phase="backward", layer=None)),),
+)
+
+
+@pytest.mark.parametrize("record", [RECORD, NodeRecord()])
+def test_every_field_of_a_record_is_read_as_it_was_written(record):
+    """A field added to records has to be given a value above."""
+    assert [name for name in FIELDS if getattr(RECORD, name) == getattr(NodeRecord(), name)] == []
+    graph = fx.Graph()
+    ir.set_record(graph.placeholder("x"), record)
+    graph.output(())
+    inputs = (ir.Input("x", "batch", Spec.whole((2,))),)
+    program = read(written({"step": ir.Program(LazyGraphModule(nn.Module(), graph), inputs, ())}))["step"]
+    (node,) = program.placeholders()
+    assert differences(record, ir.record(node), same_layout) == []
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("job", JOBS)
 def test_what_is_read_is_what_was_written(job):
@@ -46,8 +79,8 @@ def test_what_is_read_is_what_was_written(job):
     for name, program in before.items():
         assert print_program(after[name]) == print_program(program)
         assert print_program(flatten(after[name])) == print_program(flatten(program))
-        for old, new in zip(program.placeholders(), after[name].placeholders(), strict=True):
-            assert Layout.of(old.meta["val"]) == Layout.of(new.meta["val"])
+        for old, new in zip(program.graph.nodes, after[name].graph.nodes, strict=True):
+            assert not differences(ir.record(old), ir.record(new), same_layout)
         assert [(i.kind, i.roles, i.runs, i.value is None) for i in after[name].inputs] == [
             (i.kind, i.roles, i.runs, i.value is None) for i in program.inputs
         ]

@@ -66,8 +66,7 @@ def test_a_value_and_its_gradient(axes, dp, then, before, after):
     small.builder.coordinates = {axis: small.axis_index(axis) for axis in small.mesh.names}
     out = convert(small.builder, x, start, end, True, None)
     for node in small.builder.graph.nodes:
-        ir.set_phase(node, "forward")
-        ir.set_layer(node, None)
+        ir.update(node, phase="forward", layer=None)
     fill = ir.spec(out).fill
     loss = small.call(aten.sum.default, small.call(aten.mul.Tensor, out, y))
     program = small.program([("loss", "loss", loss, Spec(())), ("metric", "out", out, end)])

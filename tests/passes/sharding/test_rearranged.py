@@ -41,7 +41,7 @@ def keep_the_terms(self: Partitioner, node, wanted):
     below = partition.replace(self.plan.current(operand), dims=dims, replicate=wanted.replicate)
     new = self.emit_on(node, decision, [self.version(operand, below, node.name)], [wanted])
     ir.set_spec(new, wanted)
-    ir.set_stands_for(new, node.name)
+    ir.update(new, stands_for=node.name)
     return new
 
 

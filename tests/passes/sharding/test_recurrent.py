@@ -9,6 +9,7 @@ from sweeps import in_turn
 from torch import nn
 
 from compiler_trainer import UserError
+from passes.program import ir
 
 MESHES = [{"dp_shard": 2}, {"tp": 2}, {"cp": 2}, {"dp_shard": 3}, {}, {"dp_shard": 2, "tp": 2}]
 
@@ -77,7 +78,7 @@ def test_a_network_is_one_operator_until_gradients_are_traced():
     compile_lockstep(MODELS["lstm"](), loss, data(20)[0], {"dp_shard": 2}, NO_DECAY,
                      observe=lambda program, record: seen.setdefault(record.name, program))  # fmt: skip
     (node,) = [n for n in seen["shard"].calls() if "lstm" in n.name and n.op == "call_function" and "getitem" not in str(n.target)]
-    assert node.meta["val"][0].shape == (2, 20, 4)  # half of the rows
+    assert ir.value(node)[0].shape == (2, 20, 4)  # half of the rows
     assert not [n for n in seen["joint"].calls() if "lstm.input" in str(n.target)]
 
 

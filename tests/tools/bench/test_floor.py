@@ -37,7 +37,7 @@ def test_an_expanded_operand_and_whole_numbers_have_values():
     graph, values = torch.fx.Graph(), (torch.zeros(1, 3).expand(4, 3), torch.zeros(2, dtype=torch.int64))
     nodes = [graph.placeholder(name) for name in "ab"]
     for node, value in zip(nodes, values):
-        node.meta["val"] = value
+        ir.set_value(node, value)
     pool = {}
     first, second = (floor.operand(pool, node) for node in nodes)
     assert first.stride() == (0, 1) and first.count_nonzero() == 12 and second.tolist() == [1, 1]
