@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from torch import fx
 
 from compiler_trainer.planning.playing import in_flight
 from compiler_trainer.step import messages as of_step
@@ -15,6 +16,7 @@ from compiler_trainer.step.messages import Post, Timetable, Ways, messages
 from compiler_trainer.step.turns import Carried, turns_of_step
 from passes.pipeline.tables import Slot, auto, gpipe, interleaved, one_f_one_b, play, zbv, zero_bubble
 from passes.pipeline.tasks import BACKWARD, FORWARD, INPUTS, task_in
+from passes.program import ir
 
 TABLES = {
     "gpipe": gpipe(3, 5),
@@ -79,7 +81,8 @@ def program_of(task, stages):
         reads, makes = [f"a{s - 1}"] * (s > 0), [f"a{s}"] * (s < stages - 1)
     elif task.kind in (BACKWARD, INPUTS):
         reads, makes = [f"g{s + 1}"] * (s < stages - 1), [f"g{s}"] * (s > 0)
-    node = SimpleNamespace(meta={"val": torch.empty(1)})
+    node = fx.Graph().placeholder("value")
+    ir.set_value(node, torch.empty(1))
     return SimpleNamespace(
         inputs=ends("in", reads), outputs=ends("out", makes), placeholders=lambda: [node] * len(reads)
     )

@@ -23,7 +23,7 @@ from sweeps import in_turn, quick
 from torch import nn
 
 import compiler_trainer as ct
-from compiler_trainer import checkpoint, pipeline
+from compiler_trainer import checkpoint, request
 from compiler_trainer.config.errors import UserError
 from passes.communication import overlap
 from passes.cost.cluster import Cluster, Links
@@ -264,7 +264,7 @@ def test_chunks_drop_the_rows_that_one_buffer_would():
 ))
 def test_a_chunk_travels_beside_the_products_of_another(monkeypatch, chunks, forward, backward):
     """Of exchanges of rows, whether products of experts are computed meanwhile: all but the first and the last."""
-    monkeypatch.setattr(pipeline, "balance_of", lambda *_: Balance(8, 1e-3))  # these products are short beside what small rows take
+    monkeypatch.setattr(request, "balance_of", lambda *_: Balance(8, 1e-3))  # these products are short beside what small rows take
     program = spread(MESHES[2], "dropless", moe={"dispatch": "dropless", "chunks": chunks})["overlap"]
     found = {"forward": [], "backward": []}
     for start, wait in overlap.in_flight(program.graph):
