@@ -117,6 +117,7 @@ def test_four_processes_are_lockstep_but_for_the_order_of_sums(jobs, job, check,
     assert len({tuple(found["groups"]) for found in ranks}) == 1  # made in one order
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("job", "check", "tp"), [("two", "rings2", 2), full("four more", "rings4", 4)])
 def test_products_beside_rings_are_lockstep_without_them(jobs, job, check, tp):
     for found in jobs(job)[check]:

@@ -146,6 +146,7 @@ def damaged(*args):
     raise checkpoint.Damaged("file", "broken")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["two"])
 def test_saved_by_processes_read_by_one(name, tmp_path):
     mp.spawn(as_one_rank, (name, tmp_path), nprocs=LAYOUTS[name][0].world_size)

@@ -108,7 +108,7 @@ def test_a_text_without_white_space_is_not_cut():
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_pieces_of_one_long_text_join_to_its_tokens(kind, tmp_path, small_pieces):
     name = TOKENIZERS[kind](tmp_path / "tokenizer.json")
     (tmp_path / "a.txt").write_text(TEXT)
@@ -385,6 +385,7 @@ def test_bad_records_are_skipped_counted_and_said(tmp_path, small_pieces):
     assert said in datasets.describe(1)
 
 
+@pytest.mark.full
 def test_the_first_bad_record_stops_with_its_line_and_leaves_nothing(tmp_path, small_pieces, cache):
     lines = [b'{"text": "good"}'] * 1000
     lines[700] = lines[400] = b'{"text": 1}'

@@ -92,6 +92,7 @@ def test_every_weight_is_the_folders_own(kind):
     assert found.keys() - wanted.keys() == dict(module.named_buffers()).keys()
 
 
+@pytest.mark.full
 def test_a_rank_reads_no_more_than_it_owns(monkeypatch):
     read = []
     def reading(self, index):

@@ -72,6 +72,7 @@ def test_stages_lie_between_nodes_and_have_microbatches_enough():
     assert {c.chunks for c in found if c.mesh.pp > 1} == {1, 2, 4} and {c.chunks for c in found if c.mesh.pp == 1} == {None}
 
 
+@pytest.mark.full
 def test_closed_forms_are_near_what_is_compiled():
     cfg = job("1f1b", cluster=ClusterConfig(gpus=16))
     asked = Asked(cfg, frozenset({"mesh", "train", "passes"}))

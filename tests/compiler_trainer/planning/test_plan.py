@@ -257,7 +257,7 @@ def test_the_page_holds_the_plan(found, tmp_path):
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(800, "light"), (800, "dark"), (1400, "dark")])
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_nothing_of_the_page_is_cut(browser, found, tmp_path, width, scheme):
     plan_page.write(found, tmp_path)
     shown = opened(browser, tmp_path / plan_page.FILE, width, scheme)

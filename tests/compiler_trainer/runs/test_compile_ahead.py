@@ -92,6 +92,7 @@ def stepped(cfg, cache):
     return step(batch)["loss"], step.report["program"]
 
 
+@pytest.mark.full
 def test_sixty_four_ranks_run_what_one_process_made_and_trace_nothing(tmp_path, untraced):
     cfg = typed(compose([*SMALL, "cluster=cpu", "mesh.dp_shard=64", "train.global_batch_size=64"]))
     alone, _ = stepped(replace(cfg, mesh=replace(cfg.mesh, dp_shard=1)), None)

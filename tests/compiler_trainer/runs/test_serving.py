@@ -163,6 +163,7 @@ def test_an_export_has_the_trainers_log_probabilities_and_one_that_was_changed_h
     assert " differ: at most " in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_averages_are_compared_with_averages_and_told_from_weights(tmp_path, capsys, at_once):
     cfg = options(tmp_path / "run", steps=4)
     trainer.train(replace(cfg, train=replace(cfg.train, ema=0.5)))
@@ -211,6 +212,7 @@ def test_how_far_apart_they_may_be_follows_from_the_dtype(apart, value, dtype, i
     assert found == is_same and f"{dtype} allows" in said and "2 tokens of 3 rows" in said
 
 
+@pytest.mark.full
 def test_other_text_is_compared_too(trained, tmp_path, capsys, at_once):
     (tmp_path / "a.txt").write_text("abcdefgh" * 9)
     assert call("export", trained("folder"), tmp_path / "out") == 0

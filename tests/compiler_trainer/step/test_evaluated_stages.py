@@ -53,6 +53,7 @@ def test_a_buffer_that_only_training_reads_is_of_its_stage_alone():
     assert outcome.verdict == "right", str(outcome)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("module", "left_out", "says"),
     [

@@ -354,6 +354,7 @@ def test_a_call_on_something_else_is_refused():
         Unfold()(program, ctx)
 
 
+@pytest.mark.full
 def test_another_body_is_refused():
     program, ctx = rolled_up()
     program = program.copy()

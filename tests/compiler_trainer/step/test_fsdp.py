@@ -150,6 +150,7 @@ def test_a_rank_holds_its_part_of_parameters_and_moments_in_their_own_order():
                 assert state.local[0].shape[0] == -(-state.spec.shape[0] // ranks)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("there", quick([{"dp_shard": 4}, {"cp": 2}, {"tp": 2}, {"cp": 2, "dp_shard": 2}, {}], 3), ids=str)
 def test_a_checkpoint_is_resharded_when_it_is_loaded(tmp_path, there):
     data = batches(rows=5)

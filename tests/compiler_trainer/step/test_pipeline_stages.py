@@ -59,6 +59,7 @@ def test_stages_train_as_one_device(stages, beside, schedule, what):
     assert outcome.verdict == "right", f"{model} {options}: {outcome}"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
 def test_stages_alone_are_the_step_to_the_bit(schedule):
     losses = {pp: step_losses(pp, schedule) for pp in (1, 4)}

@@ -358,6 +358,7 @@ def test_the_build_of_a_release_leaves_the_key(exported, monkeypatch):
     assert key_of(*exported) == before
 
 
+@pytest.mark.full
 def test_other_processes_have_the_same_key():
     """Whatever the order of their sets."""
     told = [

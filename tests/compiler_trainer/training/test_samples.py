@@ -35,6 +35,7 @@ def lines(run):
     return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model", [options("x").model, FOLDER], ids=["decoder", "folder"])
 def test_a_line_an_evaluation_with_what_the_weights_of_that_step_add(model, tmp_path, capsys):
     cfg = sampling(options(tmp_path / "run", model=model))

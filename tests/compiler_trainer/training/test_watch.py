@@ -84,6 +84,7 @@ def test_a_process_that_waits_for_ever_is_ended_and_says_where_it_was():
     assert "after step 7" in ended.stderr
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("code", [MOVES, COPIES], ids=["steps", "copies"])
 def test_one_that_moves_on_is_left_alone(code):
     assert run(code).stdout == "done\n"

@@ -118,6 +118,7 @@ def test_accumulation_leaves_the_sum_over_replicas_to_the_end():
     assert collectives(programs["apply"]) == {("all_reduce", "dp_replicate", "optimizer"): N_PARAMETERS}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh", [FSDP, REPLICAS], ids=str)
 def test_buckets_are_fewer_and_carry_the_same_bytes(mesh):
     _, one_by_one = compiled(mesh)

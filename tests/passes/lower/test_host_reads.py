@@ -128,6 +128,7 @@ def test_what_can_be_recorded_is_not_named(operator):
     assert breaks(planted(*operator)) == []
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("passes", quick([{}, {"cast": {"param_dtype": "bfloat16", "float8": "rowwise"}}], 0), ids=["fp32", "float8"])
 def test_a_dry_run_checks_too(passes, monkeypatch):
     options = {"mesh": {"dp_shard": 2, "tp": 2}, "model": {"n_layers": 1}, "lower": {"cudagraphs": True}, "passes": passes}

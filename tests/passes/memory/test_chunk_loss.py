@@ -297,6 +297,7 @@ def peak(step):
     return [p["accounting"]["peak_bytes"] for p in step.report["passes"] if p["program"] == "step"][-1]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("loss", [llama_loss, token_loss])
 def test_no_more_logits_are_alive_than_of_a_chunk(loss):
     logits = 1024 * 4000 * 4

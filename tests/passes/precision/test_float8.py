@@ -80,7 +80,7 @@ def test_one_linear_layer_has_the_bits_of_torchao(recipe):
 
 
 @pytest.mark.parametrize(("mesh", "recipe"), in_turn(MESHES, ["rowwise", "tensorwise"]), ids=str)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_scales_are_those_of_one_device_on_every_mesh(mesh, recipe):
     runs(recipe)
     found, wanted, exact = metrics(tuple(mesh.items()), recipe), metrics((), recipe), metrics((), None)
@@ -95,6 +95,7 @@ def sent(recipe: str | None, dtype: str | None, kind: str = "all_gather") -> int
     return sum(t["sent_bytes"] for t in traffic if t["kind"] == kind)
 
 
+@pytest.mark.full
 def test_float8_travels():
     """bf16 halves the bytes of fp32, float8 those of bf16; rowwise adds one fp32 scale a row."""
     assert sent(None, "bfloat16") * 2 == sent(None, None)

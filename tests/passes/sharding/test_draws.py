@@ -63,7 +63,7 @@ def losses(draw, mesh, **options):
 
 
 @pytest.mark.parametrize("name", DRAWS)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_what_is_drawn_is_the_same_on_every_mesh(name):
     wanted = losses(DRAWS[name][0], {})
     assert wanted != losses(DRAWS[name][0], {}, seed=1)
@@ -72,7 +72,7 @@ def test_what_is_drawn_is_the_same_on_every_mesh(name):
 
 
 @pytest.mark.parametrize("name", DRAWS)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_mean_and_variance_and_two_draws_that_differ(name):
     draw, mean, variance = DRAWS[name]
 
@@ -137,7 +137,7 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize(("mask", "mesh"), in_turn(["none", "causal", "some rows", "added"], MESHES), ids=str)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_attention_that_drops_out_is_attention(mask, mesh):
     model, batches = nn.Sequential(Attention(mask), Attention(mask)).double(), data(3, 7, 6)
     step = trained_alike(model, loss, batches, mesh, NO_DECAY, evaluate=True)

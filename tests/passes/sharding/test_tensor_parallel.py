@@ -76,6 +76,7 @@ def communication(n_layers: int, sequence_parallel: bool, length: int = 8) -> tu
     return calls, Counter({t.kind: t.sent_bytes for t in record.accounting.traffic})
 
 
+@pytest.mark.full
 def test_one_layer_communicates_as_megatron_does() -> None:
     (one, one_bytes), (two, two_bytes) = communication(1, True), communication(2, True)
     two.subtract(one)
@@ -134,6 +135,7 @@ class Alternating(nn.Module):
         return x @ self.embed.weight.T
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("tp", [2, 3])
 def test_gates_and_values_that_alternate_are_sharded(tp: int) -> None:
     def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -59,7 +59,7 @@ def plainly(model: nn.Module, data) -> tuple[list[float], dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_five_steps_are_those_of_one_device(mesh):
     model, data = llama(2), batches(len(LRS), rows=8)
     losses, state = plainly(model, data)

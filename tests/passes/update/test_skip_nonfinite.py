@@ -70,6 +70,7 @@ def loss_with_root(model, batch):
     return (out - batch["y"]).square().mean() + (out.square() * batch["scale"]).mean().sqrt()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("mesh", "microbatches", "bad"), [({}, 2, 0), ({}, 1, 0), ({"dp_shard": 2}, 4, 2), ({"pp": 2, "dp_shard": 2}, 2, 1)], ids=str)
 def test_a_finite_loss_with_a_gradient_that_is_no_number_moves_no_buffer(mesh, microbatches, bad):
     given = [batch | {"scale": torch.ones(8, 4, dtype=torch.float64)} for batch in data()[:2]]
@@ -86,6 +87,7 @@ def test_a_finite_loss_with_a_gradient_that_is_no_number_moves_no_buffer(mesh, m
     assert_same(step.state_dict(), plain.state_dict(), 0.0)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["adamw8bit", "adamwfp8"])
 def test_moments_in_eight_bits_stay(name):
     optim = {"name": name, "lr": 0.1}
