@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +49,7 @@ class CompileRequest:
     seed: int = 0
     device_name: str = ""
 
-    @property
+    @cached_property
     def parameter_dtypes(self) -> dict[str, torch.dtype]:
         """The dtypes of the stored parameters, by name."""
         return {name: parameter.dtype for name, parameter in self.model.named_parameters()}
@@ -58,7 +59,7 @@ class CompileRequest:
         """The number of microbatches that are computed together."""
         return self.passes.communication.batch_overlap
 
-    @property
+    @cached_property
     def balance(self) -> Balance:
         """The cluster's speed of computing beside that of its links."""
         return balance_of(described(self.cluster), self.passes.cast.param_dtype)

@@ -125,6 +125,7 @@ def test_products_beside_rings_are_lockstep_without_them(jobs, job, check, tp):
         assert found["differences"] == []
 
 
+@pytest.mark.full
 def test_microbatches_side_by_side_are_lockstep_of_the_whole_batch(jobs):
     for found in jobs("two")["turns2"]:
         assert_equal(found, lockstep((("tp", 2),)), 1e-5)
