@@ -156,7 +156,7 @@ def build_pipeline(request: CompileRequest) -> Pipeline:
     import_rules(passes.rules)
     check_at_once(passes.communication.batch_overlap, request.microbatches, request.mesh["pp"])
     forward = ProgramPlan(FORWARD, CAPTURED, forward_passes(request), shared=True)
-    rows = (forward, *(training_rows(request) if request.train else ()), *(evaluation_rows(request)))
+    rows = (forward, *(training_rows(request) if request.train else ()), *evaluation_rows(request))
     return with_extra(Pipeline(rows, build_folding(request)), build_extra(passes))
 
 

@@ -289,6 +289,25 @@ def test_a_backward_of_ones_own_is_in_the_key(place, monkeypatch):
     assert key(model, halved) != before
 
 
+class Product(torch.autograd.Function):
+    """The product of two tensors."""
+
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return a * b
+
+    @staticmethod
+    def backward(ctx, gradient):
+        a, b = ctx.saved_tensors
+        return gradient * b, gradient * a
+
+
+def test_a_function_of_one_tensor_twice_has_a_key(place):
+    model = place.model()
+    assert key(model, functools.partial(after, lambda x: Product.apply(x, x))) != key(model)
+
+
 SWITCHES = {
     "deterministic": (torch.use_deterministic_algorithms, True, False),
     "default dtype": (torch.set_default_dtype, torch.float64, torch.float32),
