@@ -23,7 +23,7 @@ from compiler_trainer.config.schema import Config, ExpertsConfig, LatentConfig, 
 from compiler_trainer.training.load import unevenness
 from compiler_trainer.training.pace import RANKS
 from compiler_trainer.training.speed import speed
-from tools.parity.models.kind import MEANS
+from tests.nightly.parity.models.kind import MEANS
 
 named = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 

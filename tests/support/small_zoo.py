@@ -8,7 +8,7 @@ import time
 import torch
 from torch import nn
 
-from tools.models.case import Case, Entry, batches, normal
+from tests.nightly.models.case import Case, Entry, batches, normal
 
 
 class Line(nn.Module):

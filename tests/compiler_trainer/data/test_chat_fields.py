@@ -20,7 +20,7 @@ from compiler_trainer.data.datasets import build_datasets
 from compiler_trainer.data.records import BadRecord, Fields, from_row
 from compiler_trainer.data.template import ChatTemplate
 from compiler_trainer.data.tokenizers import build_tokenizer
-from tools.templates import compare
+from tests.nightly.templates import compare
 
 PLAIN = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -358,7 +358,7 @@ def test_a_prompt_that_both_answers_replace_is_said():
     assert from_row({**given, "prompt": "hi"}, Fields("pair")).unused == ()
 
 
-# Forty templates are compared by tools.templates; these are of their shapes
+# Forty templates are compared by tests.nightly.templates; these are of their shapes
 
 SHAPES = {"plain": PLAIN, "tools": TOOLS, "not none": NOT_NONE, "calls": CALLS, "thinks": THINKS, "opens": OPENS, "closes": CLOSES, "strips": STRIPS, "endless": ENDLESS}
 

@@ -9,8 +9,8 @@ from torch import nn
 from compiler_trainer import compile_step, pipeline
 from compiler_trainer.step import programs
 from passes.program import ir
-from tools.parity.case import Case
-from tools.parity.record import judged
+from tests.nightly.parity.case import Case
+from tests.nightly.parity.record import judged
 
 ROUTED = "experts seed=350 length=2 rows=1 top_k=1 mesh.pp=3 optim.name=adamw passes.fold_layers=false eval.interval=1"
 

@@ -11,8 +11,8 @@ from compiler_trainer.models.loss import loss_fn
 from compiler_trainer.step.compile import compile_step
 from passes.program import ir
 from passes.program.operators import kind_of
-from tools.parity.case import Case
-from tools.parity.record import judged
+from tests.nightly.parity.case import Case
+from tests.nightly.parity.record import judged
 
 COMMON = "layers=2 rows=6 length=7 train.microbatches=3 optim.max_norm=0.3"
 

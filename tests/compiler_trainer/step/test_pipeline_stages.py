@@ -16,9 +16,9 @@ from compiler_trainer.step.messages import messages
 from compiler_trainer.step.step import programs_of
 from compiler_trainer.step.turns import turns_of_step
 from passes.program import ir
+from tests.nightly.parity.case import Case
+from tests.nightly.parity.record import judged
 from tests.support.sweeps import in_turn
-from tools.parity.case import Case
-from tools.parity.record import judged
 
 STAGES = (2, 3, 4, 8)
 BESIDE = (

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from compiler_trainer.training.peers import closed
-from tools.chaos import job, last_words, start, wait_for_steps
+from tests.nightly.chaos import job, last_words, start, wait_for_steps
 
 
 @pytest.mark.parametrize(

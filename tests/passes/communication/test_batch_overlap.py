@@ -28,7 +28,7 @@ from passes.communication.batch_overlap import BatchOverlap
 from passes.program.printer import print_program
 from passes.program.spec import Spec
 from passes.program.stages import Stage
-from tools.parity.case import Case
+from tests.nightly.parity.case import Case
 
 aten = torch.ops.aten
 AT_ONCE = {"communication": {"batch_overlap": 2}}

@@ -1,0 +1,1 @@
+"""The tests; `tests.nightly` holds trials that are commands of their own."""

@@ -1,0 +1,153 @@
+"""Train twice what should, or need not, come out the same to the bit, and say whether it does.
+
+    python -m tests.nightly.bits                                   # a line a comparison
+    python -m tests.nightly.bits --write docs/measured/bits.md     # and the table of the page
+
+Each comparison is of two settings that differ in one thing, over three steps of a decoder and of one with experts, in
+fp32 and with a bf16 cast: losses, gradient norms, parameters and moments. Exit codes: 0 what is promised holds, 1 it
+does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiler_trainer import compile_step
+from compiler_trainer.parity.compare import difference, wholes
+from tests.nightly.parity.case import Case
+
+SIZES = "rows=4 length=9 seed=3"
+MODELS = {"decoder": f"decoder {SIZES} heads=4 kv_heads=2", "experts": f"experts {SIZES}"}
+DTYPES = {"fp32": {}, "bf16": {"cast": {"param_dtype": "bfloat16"}}}
+MESHES: tuple[dict[str, int], ...] = ({}, {"dp_shard": 2}, {"cp": 2}, {"dp_shard": 2, "tp": 2})
+BEGIN, END = "<!-- bits -->", "<!-- end of bits -->"
+Bits = list[dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How the model is trained, beside what both settings of a comparison share."""
+
+    passes: Mapping[str, Any] = field(default_factory=dict)
+    mesh: Mapping[str, int] | None = None  # None: the comparison's
+    backend: str = "eager"
+    reverse: bool = False  # the two microbatches in the other order
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A comparison: what differs, whether the same bits are promised, and on which meshes it is made."""
+
+    name: str
+    one: Setting
+    other: Setting
+    promised: bool = True
+    meshes: Sequence[Mapping[str, int]] = MESHES
+    layers: int = 2
+
+
+PLAIN, COMPILED = Setting(), Setting(backend="inductor")
+KEPT = Setting({"remat": {"policy": "none"}})
+AS_THEY_COME = Setting({"communication": {"bucket_mib": 0, "prefetch": 0}})
+ONE: tuple[Mapping[str, int], ...] = ({},)
+GATES = (
+    Gate("two runs", PLAIN, PLAIN),
+    Gate("two runs, compiled", COMPILED, COMPILED, meshes=ONE),
+    Gate("segments, and the whole program at once", PLAIN, Setting({"segment": {"max_nodes": None}})),
+    Gate("the same, compiled", COMPILED, Setting({"segment": {"max_nodes": None}}, backend="inductor"), False, ONE),
+    Gate("layers alike folded into one, and each by itself", PLAIN, Setting({"fold_layers": False}), layers=12),
+    Gate("everything recomputed, and nothing", Setting({"remat": {"policy": "full"}}), KEPT),
+    Gate("activations offloaded, and kept", Setting({"remat": {"policy": "offload"}}), KEPT),
+    Gate("collectives merged and early, and as they come", PLAIN, AS_THEY_COME),
+    Gate("verified in numbers, and not", Setting({"verify": "spec"}), Setting({"verify": "none"})),
+    Gate("two microbatches, and in the other order", PLAIN, Setting(reverse=True), False, ({}, {"dp_shard": 2})),
+    Gate("compiled, and eager", COMPILED, PLAIN, promised=False, meshes=ONE),
+    Gate("a mesh, and one device", PLAIN, Setting(mesh={}), promised=False, meshes=MESHES[1:]),
+)
+
+
+def train(model: str, dtype: str, mesh: Mapping[str, int], setting: Setting, layers: int, microbatches: int) -> Bits:
+    """What each step leaves."""
+    subject = Case.parse(f"{MODELS[model]} layers={layers}").subject()
+    batches = [{name: narrow(value) for name, value in batch.items()} for batch in subject.batches]
+    if setting.reverse:
+        batches = [{name: torch.cat(value.chunk(2)[::-1]) for name, value in batch.items()} for batch in batches]
+    step = compile_step(
+        copy.deepcopy(subject.model).float(),
+        subject.loss,
+        batches[0],
+        mesh=mesh if setting.mesh is None else setting.mesh,
+        optim={"name": "adamw", "max_norm": 1.0},
+        passes={**DTYPES[dtype], **setting.passes},
+        lower={"backend": setting.backend},
+        microbatches=microbatches,
+        ranks="processes" if setting.backend == "inductor" else "lockstep",
+        evaluate=False,
+    )
+    found = []
+    for batch in batches:
+        metrics = {name: torch.tensor(value) for name, value in step(batch, 1e-2).items()}
+        found.append(metrics | {name: value.clone() for name, value in wholes(step).items()})
+    return found
+
+
+def narrow(value: Tensor) -> Tensor:
+    """A batch's entry in fp32."""
+    return value.float() if value.is_floating_point() else value
+
+
+def off(one: Bits, other: Bits) -> float:
+    """The largest difference of two entries over the largest of the value; 0 if all bits are the same."""
+    pairs = [(a[name], b[name]) for a, b in zip(one, other, strict=True) for name in a]
+    return max(0.0 if torch.equal(x, y) else difference(x, y) or sys.float_info.min for x, y in pairs)
+
+
+def measured() -> Iterator[tuple[Gate, str, str, float]]:
+    """Each comparison with model, dtype, mesh, and how far the two are from each other."""
+    for gate in GATES:
+        for model in MODELS:
+            for dtype in DTYPES:
+                for mesh in gate.meshes:
+                    settings = gate.one, gate.other
+                    count = 2 if gate.other.reverse else 1
+                    found = [train(model, dtype, mesh, setting, gate.layers, count) for setting in settings]
+                    yield gate, f"{model}, {dtype}", " x ".join(f"{a} {n}" for a, n in mesh.items()), off(*found)
+
+
+def table(found: Sequence[tuple[Gate, str, str, float]]) -> str:
+    """Markdown, a row a comparison: promised or not, how many pairs had the same bits, and the worst that had not."""
+    lines = ["| the two | promised | pairs | same bits | worst, of a value's largest entry |", "|---|---|---|---|---|"]
+    for gate in GATES:
+        errors = [error for g, _, _, error in found if g is gate]
+        said, same, worst = "yes" if gate.promised else "no", errors.count(0.0), max(errors, default=0.0)
+        lines.append(f"| {gate.name} | {said} | {len(errors)} | {same} | {f'{worst:.0e}' if worst else ''} |")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare, show and write; the exit code."""
+    takes = argparse.ArgumentParser("python -m tests.nightly.bits", description=(__doc__ or "").splitlines()[0])
+    takes.add_argument("--write", type=Path, help="the page whose table is renewed")
+    given = takes.parse_args(arguments)
+    found = []
+    for gate, what, mesh, error in measured():
+        found.append((gate, what, mesh, error))
+        print(f"{gate.name}: {what}, {mesh or 'one device'}: {'the same bits' if not error else f'off by {error:.1e}'}")
+    if given.write:
+        before, _, rest = given.write.read_text(encoding="utf-8").partition(BEGIN)
+        page = f"{before}{BEGIN}\n{table(found)}\n{END}{rest.partition(END)[2]}"
+        given.write.write_text(page, encoding="utf-8")
+    return 1 if any(error and gate.promised for gate, _, _, error in found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,335 @@
+"""Kill training at random moments and let it go on: it has to end with the bits of a run that nothing disturbed.
+
+    python -m tests.nightly.chaos --trials 40 --ranks 2
+
+In each trial, once or twice, one of DISTURBANCES happens, whatever the ranks are at: a step, a copy, a file, a rename.
+Every checkpoint there is has to be whole then. Now and then a byte of the token cache changes, its time kept. Then the
+same job starts again, with `checkpoint.resume=auto`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import multiprocessing
+import os
+import random
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from compiler_trainer import checkpoint
+from compiler_trainer.cli.ends import refuse
+from compiler_trainer.config.errors import STOPPED, UserError
+from compiler_trainer.config.schema import (
+    AccumulateConfig,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    LowerConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    PassesConfig,
+    RunConfig,
+    TrainConfig,
+)
+from compiler_trainer.training import owner, phases
+from compiler_trainer.training.metrics import FILE, read
+from compiler_trainer.training.pace import RANKS
+from compiler_trainer.training.trainer import train
+
+STEPS = 24
+SAID = 4000  # characters of a rank's log that are shown
+PATIENCE_S = 120.0  # for ranks to end once one of them is gone
+MEASURED = ("tokens_per_s", "step_ms", "data_ms", "tflops", "mfu", "peak_mem_bytes", *RANKS)  # differ from run to run
+FORK = multiprocessing.get_context("fork")  # imports take longer than the runs
+
+
+@dataclass
+class Tally:
+    """What was seen."""
+
+    happened: Counter[str] = field(default_factory=Counter)
+    in_a_save: int = 0
+    stops: int = 0
+    wrong: int = 0
+
+
+def main() -> None:
+    """Run the trials; exits with 1 if one ends with other bits."""
+    takes = argparse.ArgumentParser("python -m tests.nightly.chaos", description=__doc__)
+    takes.add_argument("--trials", type=int, default=10)
+    takes.add_argument("--ranks", type=int, default=2)
+    takes.add_argument("--stages", type=int, default=1, help="of a pipeline, among which the ranks are divided")
+    takes.add_argument("--once", action="store_true", help="gather and reduce once a step, of two microbatches")
+    takes.add_argument("--seed", type=int, default=0, help="of the moments")
+    given = takes.parse_args()
+    draw, tally = random.Random(given.seed), Tally()
+    how = given.stages, given.once
+    with tempfile.TemporaryDirectory() as scratch:
+        whole = Path(scratch, "whole")
+        processes = start(job(whole, *how), given.ranks, whole)
+        wait_for_steps(whole, processes)
+        began = time.monotonic()
+        finish(processes, whole)
+        took = time.monotonic() - began
+        print(f"undisturbed: {STEPS} steps on {given.ranks} ranks in {took:.1f} s", flush=True)
+        for number in range(given.trials):
+            folder = Path(scratch, str(number))
+            seen = trial(job(folder, *how), folder, given.ranks, took, draw, tally)
+            wrong = [*filter(None, seen.values()), *differences(whole, folder)]
+            tally.wrong += bool(wrong)
+            print(f"trial {number}, {', '.join(seen)}: {'; '.join(wrong) or 'the same bits'}", flush=True)
+            if wrong:
+                said = (last_words(folder, r) for r in range(given.ranks))
+                print(*said, sep="\n----\n", flush=True)
+        restarts = restarted(Path(scratch))
+    counts = ", ".join(f"{count} {what}" for what, count in tally.happened.items())
+    counts = f"{counts}; {tally.in_a_save} in a save, {tally.stops} times all ranks saved and stopped"
+    print(f"{given.trials} trials, {counts}: {tally.wrong} with other bits")
+    print(restarts)
+    sys.exit(1 if tally.wrong else 0)
+
+
+def job(folder: Path, stages: int = 1, once: bool = False) -> Config:
+    """A small run with a checkpoint after each step."""
+    accumulate = AccumulateConfig("step", "step") if once else AccumulateConfig()
+    return Config(
+        model=ModelConfig(dim=256, n_layers=stages, n_heads=2, n_kv_heads=1, ffn_dim=512),
+        data=DataConfig(name="synthetic", documents=40, cache=str(folder.parent / "tokens")),
+        mesh=MeshConfig(pp=stages),
+        train=TrainConfig(steps=STEPS, seq_len=16, global_batch_size=4, microbatches=2 if stages > 1 or once else 1),
+        optim=OptimConfig(lr=1e-2),
+        lower=LowerConfig("eager"),
+        passes=PassesConfig(fold_layers=False, verify="none", accumulate=accumulate),
+        checkpoint=CheckpointConfig(interval=1, keep=3, resume="auto"),
+        eval=EvalConfig(interval=8, batches=2),
+        run=RunConfig(dir=str(folder), dump_graphs=False),
+    )
+
+
+def trial(cfg: Config, folder: Path, ranks: int, took: float, draw: random.Random, tally: Tally) -> dict[str, str]:
+    """Start, disturb, and start again until it may end: what happened, and what was wrong at once, empty if nothing."""
+    seen = {}
+    for _ in range(draw.choice((1, 2))):
+        processes = start(cfg, ranks, folder)
+        if draw.random() < 0.9:  # else before the first step
+            wait_for_steps(folder, processes)
+        time.sleep(draw.uniform(0.0, 1.0) * took)
+        name = draw.choice([*DISTURBANCES])
+        seen[name] = DISTURBANCES[name](processes, cfg, took, draw)
+        finish(processes, folder)
+        tally.happened[name] += 1
+        tally.stops += {process.exitcode for process in processes} == {STOPPED}
+        tally.in_a_save += any(folder.glob("checkpoints/*.tmp"))
+        for path in checkpoint.complete(folder / "checkpoints"):
+            checkpoint.check(path)
+        if draw.random() < 0.3:
+            seen["a byte of the token cache"] = alter(folder.parent / "tokens", draw)
+    if not is_done(folder):
+        finish(start(cfg, ranks, folder), folder)
+    return seen
+
+
+# Disturbances: each takes the ranks, their job, the seconds that a run takes and a source of chance, and says
+# what was wrong at once, if anything was.
+
+
+def kill_all(processes: list[BaseProcess], cfg: Config, took: float, draw: random.Random) -> str:
+    """SIGKILL to all ranks."""
+    return send(processes, signal.SIGKILL)
+
+
+def kill_one(processes: list[BaseProcess], cfg: Config, took: float, draw: random.Random) -> str:
+    """SIGKILL to one of them."""
+    return send([draw.choice(processes)], signal.SIGKILL)
+
+
+def stop_one(processes: list[BaseProcess], cfg: Config, took: float, draw: random.Random) -> str:
+    """SIGTERM to one of them."""
+    return send([draw.choice(processes)], signal.SIGTERM)
+
+
+def stop_all_twice(processes: list[BaseProcess], cfg: Config, took: float, draw: random.Random) -> str:
+    """SIGTERM to all and, within moments, again, as of a scheduler and of torchrun."""
+    folder = Path(cfg.run.dir)
+    was_taken = taken(folder)
+    send(processes, signal.SIGTERM)
+    time.sleep(draw.choice((0.0, 0.001, 0.02, 0.3)))
+    send(processes, signal.SIGTERM)
+    finish(processes, folder)
+    lost = was_taken and not is_done(folder) and {p.exitcode for p in processes} != {STOPPED}
+    return f"two signals ended it with {[p.exitcode for p in processes]}" if lost else ""
+
+
+def start_another(processes: list[BaseProcess], cfg: Config, took: float, draw: random.Random) -> str:
+    """The same job once more in the same folder: it has to be refused while the first is there."""
+    folder = Path(cfg.run.dir)
+    others = start(cfg, len(processes), folder, patience_s=0.1)
+    finish(others, folder)
+    both = all(p.is_alive() for p in processes) and any(p.exitcode in (0, STOPPED) for p in others)
+    return "two runs in one folder" if both else ""
+
+
+def fill_disk(processes: list[BaseProcess], cfg: Config, took: float, draw: random.Random) -> str:
+    """No file may grow for a while, in any of the ranks."""
+    for limit in (0, resource.RLIM_INFINITY):
+        for process in (p for p in processes if p.is_alive()):
+            with suppress(ProcessLookupError):
+                resource.prlimit(process.pid or 0, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        time.sleep(draw.uniform(0.0, 0.5) * took if limit == 0 else 0.0)
+    return ""
+
+
+DISTURBANCES: dict[str, Callable[[list[BaseProcess], Config, float, random.Random], str]] = {
+    "all killed": kill_all,
+    "one killed": kill_one,
+    "one stopped": stop_one,
+    "all stopped twice": stop_all_twice,
+    "another in its folder": start_another,
+    "a full disk": fill_disk,
+}
+
+
+def send(processes: list[BaseProcess], number: int) -> str:
+    """Send a signal to those that are alive."""
+    for process in processes:
+        if process.is_alive():
+            os.kill(process.pid or 0, number)
+    return ""
+
+
+def alter(cache: Path, draw: random.Random) -> str:
+    """Change a byte of a cached corpus, its time kept."""
+    path = draw.choice(sorted(p for p in cache.glob("*/*") if p.suffix in (".bin", ".json") and p.stat().st_size))
+    at, content = path.stat(), bytearray(path.read_bytes())
+    content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    path.write_bytes(content)
+    os.utime(path, ns=(at.st_atime_ns, at.st_mtime_ns))
+    return ""
+
+
+# Processes
+
+
+def wait_for_steps(folder: Path, processes: list[BaseProcess]) -> None:
+    """Wait until steps are taken, or until there is nothing to wait for."""
+    before = taken(folder)
+    while taken(folder) == before and all(process.is_alive() for process in processes):
+        time.sleep(0.005)
+
+
+def taken(folder: Path) -> int:
+    """How many steps are recorded."""
+    return len(read(folder / FILE)) if (folder / FILE).exists() else 0
+
+
+def start(cfg: Config, ranks: int, folder: Path, patience_s: float = owner.PATIENCE_S) -> list[BaseProcess]:
+    """The ranks of a job, as processes, which wait so long for a folder that another job holds."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    given = [(cfg, r, ranks, port, folder, patience_s) for r in range(ranks)]
+    processes: list[BaseProcess] = [FORK.Process(target=run, args=each) for each in given]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def run(cfg: Config, rank: int, ranks: int, port: int, folder: Path, patience_s: float) -> None:
+    """Train as one rank."""
+    with open(log_of(folder, rank), "ab") as log:  # written by another process, whose disk is never full
+        said = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=log, start_new_session=True).stdin
+    assert said is not None
+    os.dup2(said.fileno(), 1)
+    os.dup2(said.fileno(), 2)
+    said.close()
+    owner.PATIENCE_S = patience_s
+    next(phases.runs)  # seconds count from now, not from imports before the fork
+    faulthandler.enable()  # for a rank that hangs
+    torch.set_num_threads(1)
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    try:
+        train(replace(cfg, mesh=replace(cfg.mesh, dp_shard=ranks // cfg.mesh.pp)))
+    except UserError as error:
+        refuse(error)
+
+
+def finish(processes: list[BaseProcess], folder: Path) -> None:
+    """Wait for ranks; raises TimeoutError if one of them hangs, with what it was doing."""
+    for process in processes:
+        process.join(PATIENCE_S)
+    hanging = [r for r, process in enumerate(processes) if process.is_alive()]
+    for r in hanging:
+        os.kill(processes[r].pid or 0, signal.SIGABRT)
+        processes[r].join()
+    if hanging:
+        said = "\n".join(last_words(folder, r) for r in hanging)
+        raise TimeoutError(f"ranks {hanging} hang:\n{said}")
+
+
+def log_of(folder: Path, rank: int) -> Path:
+    """What a rank says goes to a file beside the run folder."""
+    return folder.with_name(f"{folder.name}.{rank}.log")
+
+
+def last_words(folder: Path, rank: int) -> str:
+    """The end of what a rank said; several threads that fail at once may cut each other's characters."""
+    return log_of(folder, rank).read_text(errors="replace")[-SAID:]
+
+
+def restarted(scratch: Path) -> str:
+    """How long ranks that started again took to their first step, imports apart: a fork has them."""
+    said = "".join(log.read_text(errors="replace") for log in scratch.glob("*.0.log"))
+    seconds = [float(found) for found in re.findall(r"^restarted in ([\d.]+) s", said, re.MULTILINE)] or [0.0]
+    return f"{len(seconds)} restarts: median {median(seconds):.1f} s to the first step, at most {max(seconds):.1f} s"
+
+
+def is_done(folder: Path) -> bool:
+    """Whether a run took its last step and saved it."""
+    return any(checkpoint.number_of(path) == STEPS for path in checkpoint.complete(folder / "checkpoints"))
+
+
+def differences(whole: Path, other: Path) -> list[str]:
+    """In what a run differs from another one: its records, where it stands, the bits of its state."""
+    if not is_done(other):
+        return ["it did not end"]
+    found = []
+    if records(whole) != records(other):
+        found.append("other records")
+    first, second = (checkpoint.opened(path / f"checkpoints/step_{STEPS:08}") for path in (whole, other))
+    if where(first) != where(second):
+        found.append("it stands elsewhere")
+    digests = [{piece.key: piece.sha256 for of in one.pieces.values() for piece in of} for one in (first, second)]
+    return found + sorted(key for key in digests[0] | digests[1] if digests[0].get(key) != digests[1].get(key))
+
+
+def where(stored: checkpoint.Checkpoint) -> tuple[int, int, dict[str, Any]]:
+    """Where training and its data stand."""
+    return stored.index.step, stored.index.tokens, stored.index.data
+
+
+def records(run: Path) -> list[dict[str, float]]:
+    """What each step measured, but for times and memory."""
+    return [{name: v for name, v in record.items() if name not in MEASURED} for record in read(run / FILE)]
+
+
+if __name__ == "__main__":
+    main()

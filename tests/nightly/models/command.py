@@ -1,0 +1,106 @@
+"""Train models that nobody here wrote on several meshes, beside plain PyTorch: `python -m tests.nightly.models`.
+
+    python -m tests.nightly.models --only 'timm*'                      some
+    python -m tests.nightly.models --write docs/measured/models.md              all, and the page
+
+Each model of the table is judged in a process of its own (`judge.py`), with a limit of time a mesh. Results are
+appended to a file, a line of JSON each, and what is in there is not judged again: remove the file, or name models with
+`--again`, when the tree has changed. Exit codes: 0 done, 1 something is wrong, 2 bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from importlib import import_module
+from pathlib import Path
+
+from tests.nightly.models.case import MESHES, Entry
+from tests.nightly.models.judge import Record
+from tests.nightly.models.page import page
+
+Known = dict[tuple[str, str], Record]  # model and mesh -> what became of it
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Judge what the arguments ask for; returns an exit code."""
+    options = parse(arguments)
+    table: list[Entry] = import_module(options.table).MODELS
+    chosen = [entry for entry in table if fnmatchcase(entry.name, options.only)]
+    if not chosen:
+        print(f"--only: no model is named like {options.only!r}", file=sys.stderr)
+        return 2
+    known = read(options.results)
+    if options.again:
+        known = {key: record for key, record in known.items() if not fnmatchcase(key[0], options.only)}
+    for entry in chosen:
+        asked = [mesh for mesh in entry.meshes if fnmatchcase(mesh, options.mesh)]
+        missing = [mesh for mesh in asked if (entry.name, mesh) not in known]
+        for record in judged(options.table, entry, missing, options.limit):
+            known[entry.name, record["mesh"]] = record
+            with options.results.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+            print(f"{entry.name} on {record['mesh']}: {record['verdict']} {record['why']}".rstrip(), flush=True)
+    if options.write:
+        options.write.write_text(page(table, known))
+    return int(any(known[key]["verdict"] == "wrong" for key in known if fnmatchcase(key[0], options.only)))
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.nightly.models", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="*", metavar="PATTERN", help="models named so")
+    parser.add_argument("--mesh", default="*", metavar="PATTERN", help=f"on meshes named so: {', '.join(MESHES)}")
+    parser.add_argument("--again", action="store_true", help="judge these again, known or not")
+    parser.add_argument("--limit", type=float, default=240.0, metavar="SECONDS", help="for a model on one mesh")
+    parser.add_argument("--results", type=Path, default=Path("docs/measured/models.jsonl"), help="where they are kept")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="a table of what is known, in Markdown")
+    parser.add_argument("--table", default="tests.nightly.models.table", metavar="MODULE", help="whose MODELS are judged")
+    return parser.parse_args(arguments)
+
+
+def judged(table: str, entry: Entry, meshes: Sequence[str], limit_seconds: float) -> Iterator[Record]:
+    """What becomes of the model on each mesh; after one that takes too long or ends the process, in another one."""
+    left = list(meshes)
+    while left:
+        command = [sys.executable, "-m", "tests.nightly.models.judge", table, entry.name, *left]
+        paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=paths) as process:
+            for mesh in tuple(left):
+                left.remove(mesh)
+                record, alive = next_record(process, limit_seconds)
+                yield {"model": entry.name, "mesh": mesh} | record
+                if not alive:
+                    break
+
+
+def next_record(process: subprocess.Popen[bytes], limit_seconds: float) -> tuple[Record, bool]:
+    """The process's next line of JSON, or that it took too long or ended; and whether it goes on."""
+    assert process.stdout is not None
+    late = threading.Event()
+
+    def stop() -> None:
+        late.set()
+        process.kill()
+
+    timer = threading.Timer(limit_seconds, stop)
+    timer.start()
+    line = next((line for line in process.stdout if line.startswith(b'{"model"')), None)
+    timer.cancel()
+    if line is not None:
+        return json.loads(line), True
+    if late.is_set():
+        return {"verdict": "time-out", "why": f"after {limit_seconds:.0f} s"}, False
+    return {"verdict": "crash", "why": f"the process ends with code {process.wait()}"}, False
+
+
+def read(path: Path) -> Known:
+    """What is known of each model on each mesh."""
+    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {(record["model"], record["mesh"]): record for record in records}

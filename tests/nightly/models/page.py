@@ -1,0 +1,111 @@
+"""What became of each model on each mesh, as a page of Markdown."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from tests.nightly.models.case import MESHES, Entry
+from tests.nightly.models.judge import AS_PLAIN, EXACT, HALF, NOISE, ROUNDED, SINGLE, Record
+
+FEW = 0.1  # of all models; a mesh with fewer has a table of its own
+VERDICTS = ("right", "refused", "wrong", "crash", "time-out", "unbuilt")
+HEAD = f"""# Models of others
+
+`python -m tests.nightly.models --write docs/measured/models.md` trains each of these models, with random weights and tiny
+sizes, for two AdamW steps on each mesh, all ranks in one process, beside a plain loop of eager PyTorch on one device,
+in fp64.
+
+- right: loss, gradient norm, all parameters and buffers agree after each step to {EXACT:.0e}, absolutely or
+  relatively; to {ROUNDED:.0e} where the model itself computes parts in fp32 ("r"), to {SINGLE:.0e} where PyTorch or the
+  model takes no fp64 ("s"). In bf16 (`passes.cast.param_dtype`, and what batches have of floating numbers) loss and
+  gradient norm agree to {HALF:.0e} with those of the plain model, or are at most twice as far off as eager PyTorch's
+  with all of the model in bf16 ("h": batch norm of three rows, gradients of thousands). A percentage stands for right:
+  it is the share of its parameters that a rank stores.
+- wrong: they do not. refused: an error that names a field, a node or a line of the model. crash: any other. time-out:
+  a limit of time was passed. unbuilt: the model or its plain training fails by itself, or its library is missing.
+- gathered: operators for which activations that the ranks of an axis of the data share out are gathered, so that every
+  rank does all of their work. The numbers are right, the cost is that of one device.
+
+Batches have three rows, sequences mostly thirteen tokens, so that shards have padding. Models run in train mode without
+dropout; {NOISE} times normal noise is added to all parameters, for many libraries begin with zeros.
+Empty cells were not run.
+"""
+
+
+def page(table: Sequence[Entry], known: Mapping[tuple[str, str], Record]) -> str:
+    """Totals, libraries, the table, then reasons."""
+    judged = [entry for entry in table if any((entry.name, mesh) in known for mesh in entry.meshes)]
+    names = {entry.name for entry in judged}
+    known = {key: record for key, record in known.items() if key[0] in names}
+    count = Counter(mesh for _, mesh in known)
+    usual = [mesh for mesh in MESHES if count[mesh] > FEW * len(judged)]
+    seldom = [mesh for mesh in MESHES if 0 < count[mesh] <= FEW * len(judged)]
+    lines = [HEAD, *totals(judged, known), "", *libraries(judged), "", *verdicts(judged, known, usual)]
+    if seldom:
+        some = [entry for entry in judged if any((entry.name, mesh) in known for mesh in seldom)]
+        lines += ["", "Meshes on which few were run:", "", *verdicts(some, known, seldom)]
+    return "\n".join([*lines, *reasons(judged, known)]) + "\n"
+
+
+def verdicts(judged: Sequence[Entry], known: Mapping[tuple[str, str], Record], meshes: Sequence[str]) -> list[str]:
+    """A line a model."""
+    lines = [f"| model | library | {' | '.join(meshes)} | gathered |", "|---|---|" + "---|" * (len(meshes) + 1)]
+    for entry in judged:
+        cells = [cell(known.get((entry.name, mesh))) for mesh in meshes]
+        lines.append(f"| {entry.name} | {entry.library} | {' | '.join(cells)} | {operators(entry, known)} |")
+    return lines
+
+
+def totals(judged: Sequence[Entry], known: Mapping[tuple[str, str], Record]) -> list[str]:
+    """How many models of how many libraries, and a count of verdicts a mesh."""
+    count = {mesh: Counter(r["verdict"] for (_, on), r in known.items() if on == mesh) for mesh in MESHES}
+    lines = [f"{len(judged)} models of {len({entry.library for entry in judged})} libraries:", ""]
+    lines += [f"| mesh | {' | '.join(VERDICTS)} |", "|---|" + "---|" * len(VERDICTS)]
+    return lines + [f"| {mesh} | {' | '.join(str(count[mesh][v]) for v in VERDICTS)} |" for mesh in MESHES]
+
+
+def libraries(judged: Sequence[Entry]) -> list[str]:
+    """The libraries as a pip command with their versions."""
+    names = sorted({entry.library for entry in judged})
+    found = [f"{name}=={number}" for name in names if (number := installed(name))]
+    apart = "Their demands exclude each other: pip takes them one by one with `--no-deps`, after what they need."
+    return ["    pip install " + " ".join(found), "", apart]
+
+
+def installed(library: str) -> str:
+    """A library's version, an empty string if it is missing."""
+    try:
+        return version(library).partition("+")[0]
+    except PackageNotFoundError:
+        return ""
+
+
+def cell(record: Record | None) -> str:
+    """A verdict; of what is right the share that a rank stores."""
+    if record is None:
+        return ""
+    if record["verdict"] != "right":
+        return record["verdict"]
+    marks = {EXACT: "", ROUNDED: " r", SINGLE: " s", HALF: "", AS_PLAIN: " h"}
+    return f"{record['share']:.0%}{marks[record['tolerance']]}"
+
+
+def operators(entry: Entry, known: Mapping[tuple[str, str], Record]) -> str:
+    """Operators whose operands are gathered, on any mesh."""
+    records = (known.get((entry.name, mesh), {}) for mesh in entry.meshes)
+    return ", ".join(sorted({name for record in records for name in record.get("gathered", ())}))
+
+
+def reasons(judged: Sequence[Entry], known: Mapping[tuple[str, str], Record]) -> list[str]:
+    """Why what is not right is not: a line a reason, with the models."""
+    found: dict[tuple[str, str], dict[str, None]] = {}
+    for entry in judged:
+        for mesh in entry.meshes:
+            record = known.get((entry.name, mesh))
+            if record and record["verdict"] != "right":
+                key = record["verdict"], record["why"].replace("|", "\\|")
+                found.setdefault(key, {})[entry.name] = None
+    rows = [f"| {verdict} | {why} | {', '.join(names)} |" for (verdict, why), names in sorted(found.items())]
+    return ["", "## Why not", "", "| verdict | reason | where |", "|---|---|---|", *rows] if rows else []

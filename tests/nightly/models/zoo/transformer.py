@@ -1,0 +1,70 @@
+"""What models of `transformers` share: configs without dropout, and losses of what they put out."""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.nightly.models.case import Batch, Case, Entry, Loss, batches, ids, squares
+
+VOCAB, LENGTH, WIDTH = 37, 13, 24
+SIZES: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 40, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 64}
+GROUPED: dict[str, Any] = SIZES | {"num_key_value_heads": 2}
+TOKENS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1}
+
+
+def undropped(config: Any) -> Any:
+    """A config, and those inside it, without dropout, layer drop or masking of inputs."""
+    for name, value in list(vars(config).items()):
+        if hasattr(value, "to_dict"):
+            undropped(value)
+        elif isinstance(value, float) and ("drop" in name or name in ("mask_time_prob", "mask_feature_prob")):
+            setattr(config, name, 0.0)
+    return config
+
+
+def make(model: str, **sizes: Any) -> nn.Module:
+    """A model of `transformers` from its class and what its config is given; a `config_class` may be named."""
+    transformers = import_module("transformers")
+    torch.manual_seed(0)
+    kind = getattr(transformers, model)
+    return kind(undropped(kind.config_class(**sizes)))
+
+
+def tokens(generator: torch.Generator) -> Batch:
+    """Ids and targets, of which the first row's first are ignored."""
+    labels = ids(generator, VOCAB, 3, LENGTH)
+    labels[0, :4] = -100
+    return {"input_ids": ids(generator, VOCAB, 3, LENGTH), "labels": labels}
+
+
+def predicted(model: nn.Module, batch: Batch) -> Tensor:
+    """Cross-entropy of the logits of every position."""
+    logits = model(input_ids=batch["input_ids"]).logits
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+def fitted(model: nn.Module, batch: Batch) -> Tensor:
+    """The first output's distance to a ramp."""
+    return squares(model(**batch))
+
+
+def entry(name: str, model: str, data: Any = tokens, loss: Loss = predicted, **sizes: Any) -> Entry:
+    """A model of `transformers` on data of which dim 1 is a sequence."""
+    return Entry(name, "transformers", partial(case, model, data, loss, sizes), sequence=True)
+
+
+def image_entry(name: str, model: str, data: Any, loss: Loss = fitted, **sizes: Any) -> Entry:
+    """A model of `transformers` on data without a sequence."""
+    return Entry(name, "transformers", partial(case, model, data, loss, sizes))
+
+
+def case(model: str, data: Any, loss: Loss, sizes: dict[str, Any]) -> Case:
+    """Such a model with its data."""
+    return Case(make(model, **sizes), loss, batches(data))

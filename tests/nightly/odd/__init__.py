@@ -1,0 +1,1 @@
+"""Odd input, hundreds of times: `python -m tests.nightly.odd`."""

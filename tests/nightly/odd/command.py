@@ -1,0 +1,67 @@
+"""Give the command hundreds of odd configurations: each has to train, or to be refused in one line.
+
+    python -m tests.nightly.odd --count 500 --seed 0
+    python -m tests.nightly.odd --runs --count 300      # damaged run folders, for resume, eval, ..., inspect, ...
+
+What is damaged may be passed over where something else serves, as an older checkpoint, or where it is not read.
+None may end in a traceback, take longer than a minute, leave a folder where it was refused, or run what a file says.
+Exit codes: 0 all did, 1 one did not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shlex
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tests.nightly.odd.cases import DECODER, SMALL, cases
+from tests.nightly.odd.files import make
+from tests.nightly.odd.runs import damaged_then, trained, trials
+from tests.nightly.odd.trial import Outcome, tried
+
+ENDS = {False: ("trained", "ended", "refused"), True: ("done", "ended", "refused")}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the trials; the exit code."""
+    takes = argparse.ArgumentParser("python -m tests.nightly.odd", description=(__doc__ or "").splitlines()[0])
+    takes.add_argument("--count", type=int, default=500)
+    takes.add_argument("--seed", type=int, default=0)
+    takes.add_argument("--runs", action="store_true", help="give damaged run folders to what reads them")
+    takes.add_argument("--all", action="store_true", help="show what every command said")
+    given = takes.parse_args(arguments)
+    seen: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as scratch:
+        found = of_runs if given.runs else of_options
+        for number, (shown, outcome) in enumerate(found(given.count, Path(scratch), random.Random(given.seed))):
+            seen["wrong" if outcome.wrong else ENDS[given.runs][outcome.code or 0]] += 1
+            if outcome.wrong or given.all:
+                print(f"{number}: {shown}\n    {(outcome.wrong or outcome.said)[:300]}", flush=True)
+    counts = ", ".join(f"{count} {what}" for what, count in seen.items())
+    print(f"{given.count} commands: {counts}")
+    return 1 if seen["wrong"] else 0
+
+
+def of_options(count: int, scratch: Path, draw: random.Random) -> Iterator[tuple[str, Outcome]]:
+    """(what was odd, what became of it) of commands with odd options and hostile files."""
+    files = make(scratch / "files")
+    for number, case in enumerate(cases(count, files, draw)):
+        outcome = tried(case, scratch / str(number))
+        if any(scratch.rglob("RAN")):
+            outcome = outcome._replace(wrong="runs what a file says")
+        odd = [arg for arg in case if arg not in (*SMALL, *DECODER)]
+        yield shlex.join(arg if len(arg) < 200 else f"{arg[:80]}..." for arg in odd), outcome
+    (scratch / "files/closed").chmod(0o700)
+
+
+def of_runs(count: int, scratch: Path, draw: random.Random) -> Iterator[tuple[str, Outcome]]:
+    """(what was damaged and which command was given it, what became of it) of run folders."""
+    run = trained(scratch / "trained")
+    for number, trial in enumerate(trials(count, run, draw)):
+        yield str(trial), damaged_then(trial, run, scratch / str(number))
+        shutil.rmtree(scratch / str(number))

@@ -1,0 +1,116 @@
+"""Damaged run folders, given to what reads them: each has to be passed over, or refused in one line."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.nightly.odd.cases import DECODER, SMALL
+from tests.nightly.odd.damage import Damage, damages, folders, gone, whole
+from tests.nightly.odd.trial import FALLBACK, Outcome, tried
+
+CONFIG, METRICS, REPORT = "config.yaml", "metrics.jsonl", "report.json"
+NEWEST = "checkpoints/step_00000002"
+INDEX, PIECES = f"{NEWEST}/index.json", f"{NEWEST}/rank_00000.safetensors"
+GRAPHS = ("graphs/00_forward_capture.txt", "graphs/00_forward_capture.json", "graphs/19_step_overlap.costs.json",
+          "graphs/19_step_overlap.txt", "graphs/09_forward_shard.json")  # fmt: skip
+AT_LEAST = {METRICS: ("missing", "empty", "cut"), REPORT: ("no keys", "other keys"),
+            NEWEST: ("all renamed",)}  # what is left there serves
+TO_TOOLS = {CONFIG: ("no keys", "other keys", "cut", "itself", "numbers as names")}  # which show what there is
+LOOKS = ("bisect", "inspect", "diff")
+READ_TOKENS = ("resume", "eval")
+HARMLESS = ("a file more",)  # to all but a check
+
+
+class Verb(NamedTuple):
+    """A command on the run folder `run`, and what it cannot do without; `falls_back` to the checkpoint before."""
+
+    arguments: tuple[str, ...]
+    needs: tuple[str, ...]
+    falls_back: bool = False
+
+
+STORED = (NEWEST, INDEX, PIECES)
+NAMED = f"checkpoint.resume=run/{NEWEST}"
+SHOWN = (CONFIG, METRICS, REPORT)
+VERBS = (
+    Verb(("resume", "run", "train.steps=3"), (CONFIG, METRICS, *STORED), True),
+    Verb(("eval", "run", "eval.batches=1"), (CONFIG, *STORED), True),
+    Verb(("generate", "run", "--tokens=2"), (CONFIG, *STORED), True),
+    Verb(("export", "run", "out"), (CONFIG, *STORED), True),
+    Verb(("check", "run"), STORED),
+    Verb(("check", f"run/{NEWEST}"), STORED),
+    Verb(("resume", "run", "train.steps=3", NAMED), (CONFIG, METRICS, *STORED)),
+    Verb((*SMALL, *DECODER, "train.steps=3", "checkpoint.resume=auto"), (METRICS, *STORED), True),
+    Verb((*SMALL, *DECODER, "train.steps=3", "checkpoint.resume=latest"), (METRICS, *STORED), True),
+    Verb((*SMALL, *DECODER, "train.steps=3", "run.dir=new", NAMED), STORED),
+    Verb(("bisect", "run", NAMED, "train.steps=3"), (CONFIG, *STORED)),
+    Verb(("inspect", "run",), SHOWN),
+    Verb(("inspect", "run", "--html"), (*SHOWN, *GRAPHS)),
+    Verb(("inspect", "run", "--parameter", "*wq*"), SHOWN),
+    Verb(("diff", "run", "whole"), SHOWN),
+)  # fmt: skip
+
+
+class Trial(NamedTuple):
+    """A damage to a file of a run, and the command that is given the run then."""
+
+    file: str
+    damage: Damage
+    verb: Verb
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.damage.name}: {' '.join(self.verb.arguments)}"
+
+
+def trained(folder: Path) -> Path:
+    """A run of two steps with a checkpoint after each, and the cache of its tokens beside it."""
+    said = tried((*SMALL, *DECODER, "checkpoint.interval=1", "data.cache=cache"), folder)
+    if said.code != 0:
+        raise RuntimeError(f"the run that is to be damaged cannot be trained: {said.said}")
+    return folder / "run"
+
+
+def trials(count: int, run: Path, draw: random.Random) -> Iterator[Trial]:
+    """So many damages, of all files alike, each for a command that needs the file or, now and then, for another."""
+    files = {path: [*damages(run / path, draw)] for path in (CONFIG, METRICS, REPORT, INDEX, PIECES, *GRAPHS)}
+    files |= {f"../{path.relative_to(run.parent)}": [*whole()] for path in sorted((run.parent / "cache").glob("*/*.*"))}
+    files[NEWEST] = [*folders()]
+    files["graphs"] = files["."] = [*gone()]
+    left: dict[str, list[Damage]] = {path: [] for path in files}
+    for number in range(count):
+        path = [*files][number % len(files)]
+        if not left[path]:
+            left[path] = draw.sample(files[path], len(files[path]))
+        damage = left[path].pop()
+        reads = [verb for verb in VERBS if path in verb.needs or "cache" in path and verb.arguments[0] in READ_TOKENS]
+        fit = [verb for verb in reads if verb.arguments[0] != "bisect" or damage.is_total]
+        yield Trial(path, damage, draw.choice(fit if fit and draw.random() < 0.8 else VERBS[:-5]))
+
+
+def damaged_then(trial: Trial, run: Path, folder: Path) -> Outcome:
+    """What a command did with the damaged run."""
+    for name in ("run", "cache"):
+        shutil.copytree(run.parent / name, folder / name)
+    (folder / "whole").symlink_to(run)
+    trial.damage.act(folder / "run" / trial.file)
+    outcome = tried(trial.verb.arguments, folder)
+    return outcome._replace(wrong="runs what a file says" if (folder / "RAN").exists() else judged(trial, outcome))
+
+
+def judged(trial: Trial, outcome: Outcome) -> str:
+    """What is wrong with how a command ended."""
+    if outcome.code == 1 and not outcome.said and trial.verb.arguments[0] in ("diff", "bisect"):
+        return ""  # they tell so that something differs
+    verb = trial.verb.arguments[0]
+    serves = (*AT_LEAST.get(trial.file, ()), *(TO_TOOLS.get(trial.file, ()) if verb in LOOKS else ()))
+    serves = (*serves, *(HARMLESS if verb != "check" else ()))
+    is_needed = trial.file in trial.verb.needs and trial.damage.name not in serves
+    if outcome.wrong or outcome.code != 0 or not trial.damage.is_total or not is_needed:
+        return outcome.wrong
+    if trial.file in STORED and trial.verb.falls_back:
+        return "" if FALLBACK in outcome.said else "goes on in silence"
+    return "takes it as it is"

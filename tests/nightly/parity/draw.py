@@ -1,0 +1,162 @@
+"""Random cases.
+
+What would only be refused is seldom drawn. What two right implementations may answer differently is not: Muon where a
+matrix may have no gradient (experts that no token takes), roundings to fp32 where a choice hangs on them (experts,
+straight-through rounding) or an optimizer divides them by a gradient's size, buffers for experts' rows that may
+overflow.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from typing import Any
+
+from passes.program.mesh import Mesh
+from tests.nightly.parity.case import Case, case_of
+from tests.nightly.parity.models import KINDS
+from tests.nightly.parity.models.kind import Kind
+
+RANKS = 8
+STAGES = 4  # of a pipeline, at most
+SIZES = (2, 2, 2, 3, 4, 5, 6, 7, 8)
+AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+FAMILIES = {"decoder": 6, "experts": 4, "plain": 5, "others": 2, "functions": 4, "transformers": 2}  # how often
+NO_DECAY = {"kinds": ["vector"], "weight_decay": 0.0}
+OPTIMIZERS: tuple[dict[str, Any], ...] = (
+    {"name": "sgd"},
+    {"name": "sgd", "momentum": 0.8, "weight_decay": 0.1},
+    {"name": "adamw", "betas": [0.8, 0.9], "eps": 1e-6},
+    {"name": "adamw", "betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0.2},
+    {"name": "muon", "momentum": 0.9, "weight_decay": 0.1, "eps": 1e-6,
+     "groups": {"vectors": {"kinds": ["vector"], "optimizer": "adamw", "weight_decay": 0.0}}},
+)  # fmt: skip
+OPTIONS: dict[str, tuple[Any, ...]] = {  # where no axis and no kind of model is needed
+    "train.microbatches": (2, 3, 4),
+    "optim.max_norm": (0.3, 5.0),
+    "passes.remat.policy": ("none", "full", "attention", "every_n", "offload"),
+    "passes.remat.regather": (False,),
+    "passes.chunk_loss.chunks": (2, 3),
+    "passes.communication.bucket_mib": (0.0, 0.001),
+    "passes.communication.prefetch": (0, 2),
+    "passes.segment.max_nodes": (30, None),
+    "passes.fold_layers": (False,),
+    "passes.shard.min_shard_elements": (50,),
+    "passes.cast.param_dtype": ("float32",),
+    "passes.cast.reduce_dtype": ("float32",),
+}
+OF_AXIS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "cp": {
+        "passes.context.method": ("ring", "all_gather", "ulysses", "hybrid"),
+        "passes.context.load_balance": ("head_tail", "blocks", "none"),
+        "passes.context.block": (1, 2, 3),
+        "passes.context.skip_steps": (False,),
+    },
+    "dp_shard": {f"passes.accumulate.{what}": ("step", "microbatch") for what in ("gather", "reduce")},
+    "pp": {"passes.pipeline.schedule": ("gpipe", "interleaved", "zero_bubble", "zbv")},
+    "tp": {"passes.shard.sequence_parallel": (False,)},
+    "ep": {"passes.moe.dispatch": ("all_gather", "dropless", "bounded"), "passes.moe.chunks": (2, 3)},
+}
+
+
+def cases(count: int, seed: int) -> Iterator[Case]:
+    """So many cases, each by its own number."""
+    return (one(random.Random(f"{seed} {number}")) for number in range(count))
+
+
+def one(draw: random.Random) -> Case:
+    """A random case."""
+    family = draw.choices(list(FAMILIES), list(FAMILIES.values()))[0]
+    model = draw.choice([name for name, kind in KINDS.items() if kind.family == family])
+    kind = KINDS[model]
+    mesh = mesh_for(kind, family, draw)
+    optim = dict(draw.choice(OPTIMIZERS if kind.muon else OPTIMIZERS[:-1]))
+    if kind.narrow and optim["name"] != "sgd":
+        optim = dict(OPTIMIZERS[1])
+    if draw.random() < 0.3:
+        optim["groups"] = {"vectors": NO_DECAY | {"lr": 0.5}} | optim.get("groups", {})
+        if optim["name"] == "muon":
+            optim["groups"]["vectors"] = OPTIMIZERS[-1]["groups"]["vectors"] | {"lr": 0.5}
+    options = some(OPTIONS, draw)
+    if draw.random() < 0.6:  # a third of the time; what the verifier would refuse, values show
+        options["passes.verify"] = "none"
+    for axis in mesh:
+        options |= some(OF_AXIS.get(axis, {}), draw, 0.5)
+    of_model = model_options(kind, draw)
+    options = settled(model, of_model, mesh, optim, options)
+    sizes = {"seed": draw.randrange(1000), "length": draw.randint(2, 13)}
+    sizes["rows"] = options.get("train.microbatches", 1) * draw.choice((1, 1, 2, 2, 3, 5))
+    if "tp" in mesh and draw.random() < 0.4:  # what was drawn before stays what it was
+        options["passes.communication.async_tp"] = "all"
+    if draw.random() < 0.25:
+        options["eval.interval"] = 1
+    if "pp" not in mesh and options.get("train.microbatches") in (2, 4) and draw.random() < 0.5:
+        options["passes.communication.batch_overlap"] = 2
+    return case_of(
+        model,
+        sizes
+        | of_model
+        | {f"mesh.{axis}": size for axis, size in mesh.items()}
+        | {f"optim.{name}": value for name, value in optim.items()}
+        | options,
+    )
+
+
+def some(pool: dict[str, tuple[Any, ...]], draw: random.Random, share: float = 0.18) -> dict[str, Any]:
+    """Some of the options, each with one of its values."""
+    return {name: draw.choice(values) for name, values in pool.items() if draw.random() < share}
+
+
+def model_options(kind: Kind, draw: random.Random) -> dict[str, Any]:
+    """Options of a model that fit together, about half of them by default."""
+    while True:
+        found = {name: draw.choice(values) for name, values in kind.space.items() if draw.random() < 0.5}
+        if "function" in kind.space:
+            found |= {name: draw.choice(kind.space[name]) for name in ("function", "place")}
+        if kind.fits({name: value for name, value in found.items() if value != kind.space[name][0]}):
+            return found
+
+
+def mesh_for(kind: Kind, family: str, draw: random.Random) -> dict[str, int]:
+    """Axes with sizes whose product is at most `RANKS`, of experts often with `ep`."""
+    axes = [axis for axis in AXES if kind.sequence or axis != "cp"]
+    mesh: dict[str, int] = {}
+    for axis in draw.sample(axes, min(len(axes), draw.choice((0, 1, 1, 2, 2, 2, 2, 3, 3)))):
+        left = RANKS // math.prod(mesh.values())
+        if fitting := [size for size in SIZES if size <= min(left, STAGES if axis == "pp" else left)]:
+            mesh[axis] = draw.choice(fitting)
+    if family == "experts" and draw.random() < 0.7:
+        spread = [ep for ep in range(2, RANKS + 1) if is_mesh(mesh | {"ep": ep})]
+        mesh |= {"ep": draw.choice(spread)} if spread else {}
+    return mesh
+
+
+def is_mesh(sizes: dict[str, int]) -> bool:
+    """Whether experts can be spread so."""
+    try:
+        return bool(Mesh.of(sizes).experts)
+    except ValueError:
+        return False
+
+
+def settled(
+    model: str, of_model: dict[str, Any], mesh: dict[str, int], optim: dict[str, Any], options: dict[str, Any]
+) -> dict[str, Any]:
+    """The options without what is ambiguous with the others."""
+    kind = KINDS[model]
+    rounds = any(name.startswith("passes.cast.") for name in options)
+    chooses = kind.family == "experts" or of_model.get("function") == "straight"
+    if rounds and (chooses or optim["name"] != "sgd"):
+        options = {name: value for name, value in options.items() if not name.startswith("passes.cast.")}
+    if options.get("passes.moe.dispatch") not in ("dropless", "bounded"):
+        options.pop("passes.moe.chunks", None)  # of rows that travel
+    if options.get("passes.moe.dispatch") == "bounded":
+        options |= {"passes.moe.capacity_factor": float(math.prod(mesh.values()))}
+    if "layers" not in kind.space and options.get("passes.remat.policy") in ("full", "attention", "every_n"):
+        del options["passes.remat.policy"]
+    if of_model.get("loss", "smoothed") in ("smoothed", "squares"):
+        options.pop("passes.chunk_loss.chunks", None)  # made of logits that no chunk has
+    if options.get("passes.context.load_balance") != "blocks":
+        options.pop("passes.context.block", None)
+    return options

@@ -1,0 +1,12 @@
+"""Models of the random cases, a file a family."""
+
+from tests.nightly.parity.models import decoder, functions, others, plain, published
+from tests.nightly.parity.models.kind import Kind
+
+KINDS: dict[str, Kind] = {
+    **decoder.KINDS,
+    **plain.KINDS,
+    **others.KINDS,
+    **functions.KINDS,
+    **published.KINDS,
+}

@@ -1,0 +1,32 @@
+"""What is promised to have the same bits has, and a setting that changes numbers is told from one that does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.nightly import bits
+from tests.nightly.bits import Gate, Setting
+
+
+@pytest.mark.full
+def test_a_run_has_the_same_bits_twice_and_other_bits_on_another_mesh():
+    once, again, alone = (
+        bits.train("decoder", "bf16", {"dp_shard": 2}, setting, 1, 1)
+        for setting in (Setting(), Setting(), Setting(mesh={}))
+    )
+    assert bits.off(once, again) == 0.0 < bits.off(once, alone) < 1e-1
+
+
+def test_the_smallest_difference_counts():
+    one = torch.tensor([1.0, 0.0])
+    assert bits.off([{"x": one}], [{"x": one.clone()}]) == 0.0
+    assert bits.off([{"x": one}], [{"x": torch.nextafter(one, one + 2)}]) > 0.0
+
+
+def test_a_table_has_a_row_for_each_comparison(monkeypatch):
+    first = Gate("two runs", Setting(), Setting())
+    monkeypatch.setattr(bits, "GATES", (first,))
+    assert bits.table([(first, "decoder, fp32", "", 0.0), (first, "decoder, fp32", "cp 2", 2e-7)]).splitlines()[2:] == [
+        "| two runs | yes | 2 | 1 | 2e-07 |"
+    ]

@@ -1,1 +1,0 @@
-"""Odd input, hundreds of times: `python -m tools.odd`."""
